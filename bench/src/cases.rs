@@ -1,4 +1,4 @@
-//! From the rounds of each side to cases, and from cases to goals.
+//! Conversion of the rounds of each side into cases of a document, and of cases into goals.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -9,10 +9,10 @@ use vmferry_report::json::{Case, Document};
 
 use crate::rounds::SideRuns;
 
-/// Figures of one run by name, with the unit at its end.
+/// Figures of one run by name. Each name ends with its unit.
 pub(crate) type Figures = BTreeMap<&'static str, f64>;
 
-/// Adds the sides of a group to the document, as `group/side`.
+/// Adds one case for each side of a group to the document, named `group/side`.
 pub(crate) fn add<S: Copy + Display, R>(
     document: &mut Document,
     (group, params): (&str, &[(&str, Value)]),
@@ -35,7 +35,7 @@ pub(crate) fn add<S: Copy + Display, R>(
     }
 }
 
-/// Adds the spread over `rounds` of each figure that any of them has.
+/// Adds to `case` the spread over `rounds` of each figure that occurs in any round.
 pub(crate) fn add_spreads<'a, K: Ord + AsRef<str> + 'a>(
     case: &mut Case,
     rounds: impl Iterator<Item = &'a BTreeMap<K, f64>> + Clone,
@@ -49,25 +49,25 @@ pub(crate) fn add_spreads<'a, K: Ord + AsRef<str> + 'a>(
     }
 }
 
-/// A metric of `group/side`, its median.
+/// Returns the median of the metric `name` of the case `group/side`, if it is finite.
 pub(crate) fn metric(document: &Document, group: &str, side: impl Display, name: &str) -> Option<f64> {
     let case = format!("{group}/{side}");
     let case = document.cases.iter().find(|own| own.name == case)?;
     case.metrics.get(name).copied().filter(|value| value.is_finite())
 }
 
-/// A goal for the summary.
+/// Returns a goal for the summary of a document.
 pub(crate) fn goal(name: &str, want: String, got: f64, met: bool) -> Value {
     serde_json::json!({ "name": name, "want": want, "got": got, "met": met })
 }
 
-/// One that must not be exceeded, if it is known.
+/// Returns a goal that `got` must not exceed, or `None` if `got` is unknown.
 pub(crate) fn at_most(name: &str, most: f64, got: Option<f64>) -> Option<Value> {
     let got = got.filter(|got| got.is_finite())?;
     Some(goal(name, format!("<= {most:.3}"), got, got <= most))
 }
 
-/// One that must be reached, if it is known.
+/// Returns a goal that `got` must reach, or `None` if `got` is unknown.
 pub(crate) fn at_least(name: &str, least: f64, got: Option<f64>) -> Option<Value> {
     let got = got.filter(|got| got.is_finite())?;
     Some(goal(name, format!(">= {least}"), got, got >= least))

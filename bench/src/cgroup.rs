@@ -1,6 +1,7 @@
-//! Cgroups of our own, for processes that are to have less than the host.
+//! Cgroups for child processes that may use only a part of the host's resources.
 //!
-//! From the kernel's Documentation/admin-guide/cgroup-v2.rst, and cgroup-v1 for hosts whose controllers are still mounted there.
+//! Sources: the kernel's Documentation/admin-guide/cgroup-v2.rst, and
+//! Documentation/admin-guide/cgroup-v1 for hosts that still mount controllers there.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -9,10 +10,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long the kernel may take to let go of a cgroup whose processes have ended.
+/// Longest time for which removal of a cgroup whose processes have ended is retried.
 const REMOVE_LIMIT: Duration = Duration::from_secs(5);
 
-/// The two versions of cgroups.
+/// Version of the cgroup interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Version {
     One,
@@ -20,7 +21,8 @@ pub(crate) enum Version {
 }
 
 impl Version {
-    /// The path in a line of `/proc/PID/cgroup`, if the line is about this version's `controller`.
+    /// Returns the path in a line of `/proc/PID/cgroup` if the line is about this version's
+    /// `controller`.
     fn path<'a>(self, controller: &str, line: &'a str) -> Option<&'a str> {
         match self {
             Self::One => {
@@ -33,15 +35,20 @@ impl Version {
     }
 }
 
-/// A cgroup without limits yet. Removed when dropped; its processes must have ended.
+/// Cgroup that is created without limits and removed on drop. Its processes must have ended by
+/// then.
 #[derive(Debug)]
 pub(crate) struct Cgroup {
     path: PathBuf,
-    /// Its list of processes.
+    /// The cgroup's `cgroup.procs` file, opened for writing.
     procs: File,
 }
 
-/// What `make` makes of the first place that has `controller` and lets it; or why there is none.
+/// Calls `make` for each cgroup that may be a parent of a new one, and returns its first success.
+///
+/// # Errors
+///
+/// Returns the reasons why each parent or version of cgroups was unusable.
 pub(crate) fn places<T>(
     controller: &str,
     make: impl Fn(Version, &Path) -> Result<T, String>,
@@ -68,7 +75,7 @@ pub(crate) fn places<T>(
 }
 
 impl Cgroup {
-    /// Makes one below `parent`, whose name says what it is for.
+    /// Creates a cgroup below `parent`. Its name contains `what`.
     pub(crate) fn make(parent: &Path, what: &str) -> Result<Self, String> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -77,7 +84,7 @@ impl Cgroup {
         match OpenOptions::new().write(true).open(path.join("cgroup.procs")) {
             Ok(procs) => Ok(Self { path, procs }),
             Err(error) => {
-                // Nothing runs in it yet.
+                // Nothing runs in the new cgroup yet, so the removal can only fail if it is gone.
                 let _ = fs::remove_dir(&path);
                 Err(format!("cgroup.procs: {error}"))
             }
@@ -88,19 +95,24 @@ impl Cgroup {
         &self.path
     }
 
-    /// Lets a process that has yet to be started run in it, from its first instruction on.
+    /// Makes a process that has yet to be started run in this cgroup from its first instruction on.
     pub(crate) fn enter(&self, command: &mut Command) -> io::Result<()> {
         use std::os::unix::process::CommandExt;
         let procs = self.procs.try_clone()?;
-        // 0 is the process that writes.
+        // A write of 0 moves the process that writes.
         let enter = move || (&procs).write_all(b"0");
-        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes one system call on a
-        // descriptor that it owns; its error is a number, for which nothing is allocated.
+        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes
+        // one system call on a descriptor that it owns. Its error is a number, for which nothing is
+        // allocated.
         unsafe { command.pre_exec(enter) };
         Ok(())
     }
 
-    /// Whether process `pid` is in it; an error if not.
+    /// Returns `Ok` if process `pid` is in this cgroup.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the process is in another cgroup or its list of cgroups cannot be read.
     pub(crate) fn has(&self, version: Version, controller: &str, pid: u32) -> io::Result<()> {
         let own = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
         let name = self.path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
@@ -117,7 +129,7 @@ impl Drop for Cgroup {
         let deadline = Instant::now() + REMOVE_LIMIT;
         while fs::remove_dir(&self.path).is_err_and(|error| error.kind() != io::ErrorKind::NotFound) {
             if Instant::now() > deadline {
-                // Whoever looks for it must be able to find it.
+                // The operator needs the path to remove the cgroup by hand.
                 eprintln!("vmferry: the cgroup {} could not be removed", self.path.display());
                 return;
             }
@@ -126,7 +138,8 @@ impl Drop for Cgroup {
     }
 }
 
-/// Where a cgroup may be made: below this process's own, or beside it.
+/// Returns the cgroups that may be the parent of a new one: the one of this process, then its
+/// parent.
 fn parents(version: Version, controller: &str, mounts: &str, own: &str) -> Result<Vec<PathBuf>, String> {
     let mount = mounts.lines().find_map(|line| {
         let mut fields = line.split(' ').skip(1);
@@ -164,11 +177,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_made_below_or_beside_this_process() {
+    fn parents_are_the_own_cgroup_and_its_parent() {
         let mounts = "tmpfs /sys/fs/cgroup tmpfs rw 0 0\ncgroup /c/memory cgroup rw,memory 0 0\ncg /c/two cgroup2 rw 0 0\n";
         let at = |own: &str| parents(Version::Two, "memory", mounts, own);
         assert_eq!(at("4:memory:/x\n0::/a/b\n"), Ok(vec!["/c/two/a/b".into(), "/c/two/a".into()]));
-        // The root has nothing beside it.
+        // The root cgroup has no parent.
         assert_eq!(at("0::/\n").unwrap(), [PathBuf::from("/c/two/")]);
         assert!(at("4:memory:/x\n").unwrap_err().contains("version 2"));
         assert!(at("0::/../a\n").unwrap_err().contains("namespace"));

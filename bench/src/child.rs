@@ -1,46 +1,52 @@
-//! A child process that cannot outlive the bench.
+//! Child process that cannot outlive the bench.
 
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-/// A child that is killed, by its own id, when this value goes.
+/// Child process that is killed and waited for on drop.
 ///
-/// The kernel kills it too when the *thread* that spawned it ends, so a bench that is itself killed
-/// leaves nothing behind: spawn and use it on one thread.
+/// The kernel also kills the child when the *thread* that spawned it ends. Therefore a bench that
+/// is killed leaves no child behind. Spawn and use the child on one thread.
 #[derive(Debug)]
 pub(crate) struct Reaped(Child);
 
 impl Reaped {
-    /// Starts `command`.
+    /// Spawns `command`.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the process cannot be started or the parent has ended before the death signal was
+    /// set.
     pub(crate) fn spawn(command: &mut Command) -> io::Result<Self> {
         let parent = rustix::process::getpid();
         let arrange = move || {
             rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-            // The parent may have died before the line above: then nobody would send the signal.
+            // If the parent died before the call above, the kernel never sends the signal.
             if rustix::process::getppid() != Some(parent) {
                 return Err(io::Error::other("the parent is gone"));
             }
             Ok(())
         };
-        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes two
-        // system calls; its error path builds an io::Error only when the parent is already dead.
+        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes
+        // two system calls. Its error path builds an io::Error only when the parent is already
+        // dead.
         unsafe { command.pre_exec(arrange) };
         command.spawn().map(Reaped)
     }
 
-    /// The process id.
+    /// Returns the process id.
     pub(crate) fn id(&self) -> u32 {
         self.0.id()
     }
 
-    /// The child itself, for its pipes.
+    /// Returns the child itself, for access to its pipes.
     pub(crate) fn child(&mut self) -> &mut Child {
         &mut self.0
     }
 
-    /// Waits up to `limit` for the child to end by itself. None: it still runs.
+    /// Waits up to `limit` for the child to end by itself. `None` means that it still runs.
     pub(crate) fn wait_for(&mut self, limit: Duration) -> io::Result<Option<ExitStatus>> {
         let deadline = Instant::now() + limit;
         loop {
@@ -57,8 +63,8 @@ impl Reaped {
 
 impl Drop for Reaped {
     fn drop(&mut self) {
-        // Killing one that has ended is not an error here, and the child is ours until waited for, so
-        // its id cannot have passed to another process.
+        // Killing a child that has ended is not an error. The kernel does not reuse the child's id
+        // before it is waited for, so the signal cannot reach another process.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -69,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dropped_child_is_gone() {
+    fn drop_kills_and_reaps_the_child() {
         let child = Reaped::spawn(Command::new("sleep").arg("60")).unwrap();
         let proc_entry = format!("/proc/{}", child.id());
         assert!(std::path::Path::new(&proc_entry).exists());
@@ -78,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn waiting_is_bounded_and_sees_the_end() {
+    fn wait_for_respects_its_limit_and_returns_the_exit_status() {
         let mut child = Reaped::spawn(Command::new("sleep").arg("60")).unwrap();
         assert!(child.wait_for(Duration::from_millis(20)).unwrap().is_none());
         let mut child = Reaped::spawn(&mut Command::new("true")).unwrap();

@@ -5,11 +5,11 @@ use std::fs;
 use std::io;
 use std::time::Duration;
 
-/// Measures what a process spends besides running its guest.
+/// Meter of the processor time that a process spends besides running its guest.
 ///
-/// A busy vCPU thread uses a whole core whatever the migration does, so the vCPU threads, known by their
-/// names, are left out. What stays is the work of the migration and of the device model: threads that
-/// come and go in between are counted.
+/// A busy vCPU thread uses a whole core whatever the migration does. Therefore the vCPU threads,
+/// which are known by their names, are left out. The rest is the work of the migration and of the
+/// device model. Threads that start and end between two samples are counted.
 #[derive(Debug)]
 pub struct CpuMeter {
     pid: u32,
@@ -17,21 +17,30 @@ pub struct CpuMeter {
     start: Sample,
 }
 
-/// What was used up to a moment.
+/// Processor time that was used up to one moment.
 #[derive(Debug)]
 struct Sample {
     process: Duration,
-    /// By thread id.
+    /// Time of each vCPU thread, by thread id.
     vcpus: BTreeMap<u32, Duration>,
 }
 
 impl CpuMeter {
-    /// Starts to measure the process `pid`, whose vCPU threads are those with names that `is_vcpu` accepts.
+    /// Starts to measure the process `pid`. Its vCPU threads are those whose names `is_vcpu`
+    /// accepts.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the times of the process cannot be read.
     pub fn start(pid: u32, is_vcpu: fn(&str) -> bool) -> io::Result<Self> {
         Ok(CpuMeter { pid, is_vcpu, start: sample(pid, is_vcpu)? })
     }
 
-    /// What was used since the start, user and system. The process must still exist.
+    /// Returns the user and system time since the start, without the vCPU threads.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the process no longer exists.
     pub fn used(&self) -> io::Result<Duration> {
         let now = sample(self.pid, self.is_vcpu)?;
         let vcpus: Duration = now
@@ -50,7 +59,7 @@ fn sample(pid: u32, is_vcpu: fn(&str) -> bool) -> io::Result<Sample> {
     for entry in fs::read_dir(format!("/proc/{pid}/task"))? {
         let path = entry?.path();
         let Some(thread) = path.file_name().and_then(|name| name.to_str()?.parse().ok()) else { continue };
-        // A thread that ends between the listing and the reading is none of the vCPUs.
+        // A thread that ends between the listing and the read is not a vCPU thread.
         let Ok(name) = fs::read_to_string(path.join("comm")) else { continue };
         if is_vcpu(name.trim_end()) {
             vcpus.insert(thread, thread_time(&fs::read_to_string(path.join("schedstat"))?)?);
@@ -59,7 +68,8 @@ fn sample(pid: u32, is_vcpu: fn(&str) -> bool) -> io::Result<Sample> {
     Ok(Sample { process: process_time(pid)?, vcpus })
 }
 
-/// The first field of schedstat: nanoseconds on a processor (Documentation/scheduler/sched-stats).
+/// Parses the first field of schedstat: nanoseconds on a processor
+/// (Documentation/scheduler/sched-stats).
 fn thread_time(schedstat: &str) -> io::Result<Duration> {
     schedstat
         .split_whitespace()
@@ -69,7 +79,9 @@ fn thread_time(schedstat: &str) -> io::Result<Duration> {
         .ok_or_else(|| io::Error::other(format!("schedstat reads {schedstat:?}")))
 }
 
-/// All threads of a process, ended ones included, to the nanosecond (/proc/PID/stat counts in ticks of 10 ms).
+/// Returns the time of all threads of a process, including ended ones, in nanoseconds.
+///
+/// /proc/PID/stat counts only in ticks of 10 ms.
 fn process_time(pid: u32) -> io::Result<Duration> {
     let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
     let mut clock: libc::clockid_t = 0;
@@ -93,7 +105,8 @@ mod tests {
     use super::*;
     use rustix::time::{ClockId, clock_gettime};
 
-    /// Uses `span` of a processor's time, however long this thread has to wait for it.
+    /// Uses `span` of processor time on this thread, however long the thread has to wait for a
+    /// processor.
     fn burn(span: Duration) {
         let used = || {
             let time = clock_gettime(ClockId::ThreadCPUTime);
@@ -105,7 +118,7 @@ mod tests {
         }
     }
 
-    /// Runs `work` on a thread of this name and lets `look` run while the thread still exists.
+    /// Runs `work` on a thread named `name`, and calls `look` while the thread still exists.
     fn on_thread<T>(name: &str, work: impl FnOnce() + Send, look: impl FnOnce() -> T) -> T {
         let (done, worked) = std::sync::mpsc::channel();
         let (release, released) = std::sync::mpsc::channel::<()>();
@@ -127,7 +140,7 @@ mod tests {
 
     #[test]
     fn counts_threads_but_not_vcpus() {
-        // Other tests of this process run at the same time, so this measures a process of its own.
+        // Other tests of this process run at the same time, so the test runs in a separate process.
         if std::env::var_os("VMFERRY_CPU_TEST").is_none() {
             let status = std::process::Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", "cpu::tests::counts_threads_but_not_vcpus", "--test-threads=1"])
@@ -148,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_not_there_is_an_error() {
+    fn missing_process_and_malformed_schedstat_are_errors() {
         assert!(CpuMeter::start(u32::MAX, |_| false).is_err());
         assert!(thread_time("").is_err());
         assert!(thread_time("x 1 2").is_err());

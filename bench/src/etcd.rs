@@ -1,4 +1,5 @@
-//! A real etcd for tests and benches, on loopback and with its data in a folder of its own; ended when it is dropped, or with its process.
+//! Real etcd for tests and benches, on loopback and with its data in a temporary folder. It ends
+//! when it is dropped or when its process ends.
 
 use crate::child::Reaped;
 use std::io::{self, Read, Write};
@@ -7,34 +8,35 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Why there is none.
+/// Reason why an etcd could not be started.
 #[derive(Debug, thiserror::Error)]
 pub enum NoEtcd {
-    /// Not installed, or not to be started.
+    /// The program is not installed or cannot be executed.
     #[error("cannot start etcd: {0}; install etcd 3.4 or later")]
     Start(#[source] io::Error),
-    /// It was started, several times.
-    #[error("etcd was started and does not serve")]
+    /// etcd was started several times and never became healthy.
+    #[error("etcd was started but did not become healthy")]
     Silent,
-    /// The host.
+    /// The host refused a port, a folder or a process operation.
     #[error(transparent)]
     Host(#[from] io::Error),
 }
 
-/// An etcd of one member.
+/// Running etcd cluster of one member.
 #[derive(Debug)]
 pub struct Etcd {
     child: Reaped,
     folder: tempfile::TempDir,
     port: u16,
-    /// Where it says that it is well, in the clear.
+    /// Port of the health endpoint, which is not encrypted.
     health: u16,
 }
 
-/// Guard against hangs: a starved host takes long to start a program.
+/// Guard against hangs: a busy host can take long to start a program.
 const LONGEST_START: Duration = Duration::from_secs(180);
 
-/// What makes an etcd speak https, and ask for certificates: options, and the files in its folder.
+/// Options that make etcd serve https and require client certificates, with their files in its
+/// folder.
 const FILES: [(&str, &str); 3] =
     [("--cert-file", "host.crt"), ("--key-file", "host.key"), ("--trusted-ca-file", "authority.crt")];
 
@@ -42,25 +44,28 @@ fn free_port() -> io::Result<u16> {
     Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
-/// A folder in memory, if that can be: a flush to a busy disk can take longer than a client waits
-/// for an answer.
+/// Creates a folder in memory if possible. A flush to a busy disk can take longer than a client
+/// waits for an answer.
 fn folder() -> io::Result<tempfile::TempDir> {
     tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir())
 }
 
 impl Etcd {
-    /// Starts one, and waits until it serves.
+    /// Starts an etcd without encryption, and waits until it is healthy.
     ///
     /// # Errors
-    /// If it is not installed, or does not serve.
+    ///
+    /// Fails if etcd is not installed or does not become healthy.
     pub fn start() -> Result<Self, NoEtcd> {
         Self::start_with(|_| Ok(()))
     }
 
-    /// The same for https, with this certificate and its key, and for clients with certificates of this authority only: all PEM.
+    /// Starts an etcd that serves https with `certificate` and `key`, and accepts only clients with
+    /// certificates of `authority`. All three are PEM.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    ///
+    /// Fails in the same cases as [`start`](Self::start).
     pub fn start_encrypted(certificate: &str, key: &str, authority: &str) -> Result<Self, NoEtcd> {
         Self::start_with(|folder| {
             let texts = FILES.iter().zip([certificate, key, authority]);
@@ -78,7 +83,7 @@ impl Etcd {
             if etcd.serves()? {
                 return Ok(etcd);
             }
-            // Somebody else has taken a port meanwhile.
+            // Another process may have taken one of the ports meanwhile.
         }
         Err(NoEtcd::Silent)
     }
@@ -124,39 +129,42 @@ impl Etcd {
         Some(answer.contains("\"health\":\"true\""))
     }
 
-    /// Where it serves, on loopback.
+    /// Returns the client port on loopback.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// As `--fence` wants it.
+    /// Returns the address in the form of the option `--fence`.
     pub fn fence(&self) -> String {
         format!("etcd:http://127.0.0.1:{}", self.port)
     }
 
-    /// Stops it as it stands (`STOP`), or lets it go on (`CONT`).
+    /// Stops the process (`STOP`) or continues it (`CONT`).
     ///
     /// # Errors
-    /// If it has ended.
+    ///
+    /// Fails if the process has ended.
     pub fn signal(&self, signal: rustix::process::Signal) -> io::Result<()> {
         let pid = i32::try_from(self.child.id()).ok().and_then(rustix::process::Pid::from_raw);
         let pid = pid.ok_or_else(|| io::Error::other("no process id"))?;
         Ok(rustix::process::kill_process(pid, signal)?)
     }
 
-    /// Kills it, as a host that loses its power.
+    /// Kills the process without a shutdown, like a power loss of its host.
     ///
     /// # Errors
-    /// If the kernel does not say that it has ended.
+    ///
+    /// Fails if the process cannot be killed or waited for.
     pub fn kill(&mut self) -> io::Result<()> {
         self.child.child().kill()?;
         self.child.child().wait().map(drop)
     }
 
-    /// Starts it again where it was.
+    /// Starts etcd again with the same data and ports.
     ///
     /// # Errors
-    /// As [`start`](Self::start).
+    ///
+    /// Fails in the same cases as [`start`](Self::start).
     pub fn start_again(&mut self) -> Result<(), NoEtcd> {
         self.child = Self::spawn(self.folder.path(), self.port, self.health)?;
         if self.serves()? { Ok(()) } else { Err(NoEtcd::Silent) }

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use vmferry_report::host::Host;
 
-/// Looks at this host. What cannot be found out reads `unknown`.
+/// Describes this host. Facts that cannot be determined read `unknown`.
 pub fn describe() -> Host {
     Host {
         cpu: field_of("/proc/cpuinfo", "model name").unwrap_or_else(unknown),
@@ -25,12 +25,17 @@ pub fn describe() -> Host {
     }
 }
 
-/// Memory that can be had without swapping, in bytes. None: the kernel does not say.
+/// Returns the memory that is available without swapping, in bytes. `None` if the kernel does not
+/// report it.
 pub fn available_memory() -> Option<u64> {
     memory_bytes("MemAvailable")
 }
 
-/// Whether this process may use KVM; if not, why.
+/// Checks whether this process may use KVM.
+///
+/// # Errors
+///
+/// Returns the reason as text if `/dev/kvm` cannot be opened.
 pub fn kvm_usable() -> Result<(), String> {
     match fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
         Ok(_) => Ok(()),
@@ -38,7 +43,7 @@ pub fn kvm_usable() -> Result<(), String> {
     }
 }
 
-/// The executable that [`crate::qemu`] runs.
+/// Name of the executable that [`crate::qemu`] runs.
 pub(crate) const QEMU: &str = "qemu-system-x86_64";
 
 fn unknown() -> String {
@@ -49,7 +54,7 @@ fn read(path: &str) -> Option<String> {
     Some(fs::read_to_string(path).ok()?.trim().to_owned())
 }
 
-/// The first `name : value` of a file.
+/// Returns the value of the first line `name : value` of a file.
 fn field_of(path: &str, name: &str) -> Option<String> {
     let text = fs::read_to_string(path).ok()?;
     text.lines().find_map(|line| {
@@ -58,7 +63,7 @@ fn field_of(path: &str, name: &str) -> Option<String> {
     })
 }
 
-/// A field of /proc/meminfo, which counts in KiB.
+/// Returns a field of /proc/meminfo in bytes. The file counts in KiB.
 fn memory_bytes(name: &str) -> Option<u64> {
     field_of("/proc/meminfo", name)?.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
@@ -67,7 +72,7 @@ fn load_1m() -> Option<f64> {
     read("/proc/loadavg")?.split_whitespace().next()?.parse().ok()
 }
 
-/// The chosen word of `always [madvise] never`.
+/// Returns the selected word of a text like `always [madvise] never`.
 fn bracketed(text: &str) -> Option<&str> {
     text.split_once('[')?.1.split_once(']').map(|(word, _)| word)
 }
@@ -83,7 +88,7 @@ fn kvm() -> String {
         .into()
 }
 
-/// `QEMU emulator version 10.0.2 (Debian ...)` gives `10.0.2`.
+/// Returns QEMU's version: `10.0.2` from `QEMU emulator version 10.0.2 (Debian ...)`.
 pub(crate) fn qemu_version() -> Option<String> {
     let output = Command::new(QEMU).arg("--version").stdin(Stdio::null()).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;
@@ -95,7 +100,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_host_is_described() {
+    fn description_of_this_host_is_plausible() {
         let host = describe();
         assert!(host.cores > 0);
         assert!(host.memory_bytes > 1 << 26);
@@ -107,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_chosen_word_is_found() {
+    fn bracketed_returns_the_selected_word() {
         assert_eq!(bracketed("always [madvise] never"), Some("madvise"));
         assert_eq!(bracketed("never"), None);
     }

@@ -1,13 +1,13 @@
 //! The benches of `vmferry-bench`, which compare vmferry, QEMU and the floor in one run.
 //!
 //! Every comparison runs its sides in turn within one process run, repeats them, and reports median
-//! and spread. Ratios count, absolute times do not. A case that cannot run here
-//! has `"skipped": "why"`.
+//! and spread. Only ratios are meaningful, absolute times are not. A case that cannot run on this
+//! host has `"skipped": "why"`.
 //!
-//! Each bench is a module that knows its cases, sides and goals, and not how vmferry is driven:
-//! [`command`] has vmferry's side. That is processes of the shipped executable `vmferry`, and for
-//! some benches guests in this process. Results are documents of `vmferry-report`, which also shows
-//! them.
+//! Each bench is a module that defines its cases, sides and goals. A bench does not know how
+//! vmferry is driven: [`command`] has vmferry's side. That side uses processes of the shipped
+//! executable `vmferry`, and for some benches guests in this process. Results are documents of
+//! `vmferry-report`, which also displays them.
 
 mod cases;
 mod cgroup;

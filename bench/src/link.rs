@@ -1,4 +1,5 @@
-//! Where pages travel: loopback, or a shaped veth pair between two network namespaces made for this run.
+//! Links that pages travel over: loopback, or a shaped veth pair between two network namespaces
+//! that exist for one run.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -12,34 +13,37 @@ use std::time::Duration;
 
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
-/// What a link is shaped to.
+/// Properties of a shaped link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// What it carries each way, in bits a second, headers included.
+    /// Capacity in each direction in bits per second, including headers.
     pub bits_per_s: u64,
-    /// TCP congestion control of sockets in the two namespaces that ask for none. None: the host's default.
+    /// TCP congestion control of sockets in the two namespaces that select none. `None` means the
+    /// host's default.
     pub congestion: Option<&'static str>,
 }
 
 impl Shape {
-    /// The shaper's words for `tc`, a token bucket: its queue (20 ms deep) is the one before which postcopy's pages wait. A
-    /// millisecond's worth of tokens, as many as a timer that is late lets pass at once.
+    /// Returns the arguments of `tc` for a token bucket filter.
+    ///
+    /// Its queue holds 20 ms of data, and postcopy's pages wait in this queue. Its bucket holds
+    /// tokens for about one millisecond, which is what a late timer lets pass at once.
     fn words(self) -> Vec<String> {
         let (rate, burst) = (format!("{}bit", self.bits_per_s), format!("{}b", self.bits_per_s / 8 / 950));
         ["tbf", "rate", &rate, "burst", &burst, "latency", "20ms"].map(String::from).into()
     }
 }
 
-/// One of the two ends of a link.
+/// End of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum End {
-    /// Whoever sends pages.
+    /// End of the process that sends pages.
     Source,
-    /// Whoever gets them.
+    /// End of the process that receives pages.
     Destination,
 }
 
-/// What could not be done with a socket.
+/// Error of a socket operation.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {action}: {source}")]
 pub struct LinkError {
@@ -53,20 +57,21 @@ impl LinkError {
     }
 }
 
-/// Inside the namespaces only: TEST-NET-1 (RFC 5737), which no real network uses.
+/// Addresses inside the namespaces: TEST-NET-1 (RFC 5737), which no real network uses.
 const ADDRESSES: [(Ipv4Addr, &str); 2] =
     [(Ipv4Addr::new(192, 0, 2, 1), "192.0.2.1/30"), (Ipv4Addr::new(192, 0, 2, 2), "192.0.2.2/30")];
 
-/// The device's name in either namespace.
+/// Name of the device in each namespace.
 const DEVICE: &str = "v0";
 
-/// How long one call on a socket may take before the run counts as hung.
+/// Time after which one call on a socket counts as hung.
 const IO_LIMIT: Duration = Duration::from_secs(10);
 
-/// Numbers the links of this process, so that two at once (tests) do not share names.
+/// Number of the next link of this process, so that two links at the same time (in tests) have
+/// distinct names.
 static LINKS: AtomicU32 = AtomicU32::new(0);
 
-/// The programs that make a shaped link.
+/// Programs and privileges that create a shaped link.
 #[derive(Debug, Clone)]
 pub struct Tools {
     pub(crate) ip: OsString,
@@ -75,27 +80,27 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Those of this host, as this user.
+    /// Returns the tools of this host, with the privileges of this process.
     pub fn here() -> Self {
         Tools { ip: "ip".into(), tc: "tc".into(), root: rustix::process::geteuid().is_root() }
     }
 }
 
-/// A way from the source to the destination.
+/// Link between the source and the target.
 #[derive(Debug)]
 pub enum Link {
-    /// No shaper, no namespaces.
+    /// Loopback, without a shaper or namespaces.
     Loopback,
-    /// Two namespaces, and a shaper at either end.
+    /// Two namespaces with a shaper at each end.
     Shaped(Shaped),
 }
 
-/// One connection: the two ends of it.
+/// Both ends of one connection.
 #[derive(Debug)]
 pub(crate) struct Pair {
-    /// For the process that sends pages.
+    /// Socket of the process that sends pages.
     pub(crate) source: TcpStream,
-    /// For the one that asks for them.
+    /// Socket of the process that requests pages.
     pub(crate) destination: TcpStream,
 }
 
@@ -107,12 +112,13 @@ impl Link {
         }
     }
 
-    /// The address of an end: to be used inside its namespace, or from the other.
+    /// Returns the address of an end. It is valid in both namespaces.
     pub fn address(&self, end: End) -> Ipv4Addr {
         self.namespace(end).map_or(Ipv4Addr::LOCALHOST, |_| ADDRESSES[end as usize].0)
     }
 
-    /// What it carries each way, in bits a second, headers included. None: it is not shaped.
+    /// Returns the capacity in each direction in bits per second, including headers. `None` if the
+    /// link is not shaped.
     pub fn bits_per_s(&self) -> Option<u64> {
         match self {
             Link::Loopback => None,
@@ -120,22 +126,24 @@ impl Link {
         }
     }
 
-    /// Lets a process that has yet to be started run at an end. Only its network is another; files and sockets in the file
-    /// system are the same.
+    /// Makes a process that has yet to be started run at an end. Only its network differs. Files,
+    /// and sockets in the file system, stay the same.
     ///
     /// # Errors
-    /// If the process is out of file descriptors.
+    ///
+    /// Fails if the process is out of file descriptors.
     pub fn enter(&self, end: End, command: &mut Command) -> io::Result<()> {
         let Some(namespace) = self.namespace(end) else { return Ok(()) };
         let handle = OwnedFd::from(namespace.handle.try_clone()?);
         let enter = move || Ok(move_into_link_name_space(handle.as_fd(), Some(LinkNameSpaceType::Network))?);
-        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes one system call on a
-        // descriptor that it owns; its error is a number, for which nothing is allocated.
+        // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes
+        // one system call on a descriptor that it owns. Its error is a number, for which nothing is
+        // allocated.
         unsafe { command.pre_exec(enter) };
         Ok(())
     }
 
-    /// Connects the destination to the source.
+    /// Connects the target to the source.
     pub(crate) fn connect(&self) -> Result<Pair, LinkError> {
         let [source, destination] = [End::Source, End::Destination].map(|end| self.namespace(end));
         let address = self.address(End::Source);
@@ -153,16 +161,18 @@ impl Link {
     }
 }
 
-/// Takes the connection that comes from `from`; any process of this host can connect to loopback.
+/// Accepts the connection from `from`, and closes others, because any process of this host can
+/// connect to loopback.
 fn accept(listener: &TcpListener, from: SocketAddr) -> io::Result<TcpStream> {
-    // It is established already, so it is in the queue, behind at most a queue of strangers.
+    // The connection is established already. It is in the queue, behind at most a full queue of
+    // other connections.
     for _ in 0..1024 {
         let (socket, peer) = listener.accept()?;
         if peer == from {
             return Ok(socket);
         }
     }
-    Err(io::Error::other("only strangers connect"))
+    Err(io::Error::other("only other connections arrive"))
 }
 
 fn prepare(socket: &TcpStream) -> io::Result<()> {
@@ -171,8 +181,10 @@ fn prepare(socket: &TcpStream) -> io::Result<()> {
     socket.set_write_timeout(Some(IO_LIMIT))
 }
 
-/// Runs `make` in a namespace; None: in our own. A socket stays in the namespace that it was made in, wherever it is
-/// used, so only a thread that ends right afterwards ever moves.
+/// Runs `make` in a namespace, or in the current one if `namespace` is `None`.
+///
+/// A socket stays in the namespace in which it was created. Therefore only a thread that ends right
+/// afterwards changes its namespace.
 fn inside<T: Send>(
     namespace: Option<&Namespace>,
     make: impl FnOnce() -> io::Result<T> + Send,
@@ -187,7 +199,7 @@ fn inside<T: Send>(
     })
 }
 
-/// Two namespaces joined by a shaped veth pair; the source is in the first.
+/// Two namespaces joined by a shaped veth pair. The source is in the first one.
 #[derive(Debug)]
 pub struct Shaped {
     shape: Shape,
@@ -196,10 +208,12 @@ pub struct Shaped {
 }
 
 impl Shaped {
-    /// Makes it. What was made is removed when it goes, also if the rest cannot be made.
+    /// Creates the namespaces and the shapers. They are removed on drop, and also if a later step
+    /// fails.
     ///
     /// # Errors
-    /// Why this host or this user cannot have it.
+    ///
+    /// Returns the reason why this host or this user cannot create the link.
     pub fn new(tools: &Tools, shape: Shape) -> Result<Self, String> {
         if !tools.root {
             return Err("network namespaces need root: run it with sudo".into());
@@ -224,10 +238,12 @@ impl Shaped {
         Ok(shaped)
     }
 
-    /// From now on, it carries so many bits a second each way, with what is on its way now.
+    /// Changes the capacity of each direction to `bits_per_s` bits per second. Data in the queues
+    /// is kept.
     ///
     /// # Errors
-    /// What the shaper said. The two ends may differ then.
+    ///
+    /// Returns the message of `tc`. The two ends may then differ.
     pub(crate) fn change(&mut self, bits_per_s: u64) -> Result<(), String> {
         let shape = Shape { bits_per_s, ..self.shape };
         self.shape("change", shape)?;
@@ -235,7 +251,7 @@ impl Shaped {
         Ok(())
     }
 
-    /// Adds or changes the shapers.
+    /// Adds or changes the shapers of both ends.
     fn shape(&self, how: &str, shape: Shape) -> Result<(), String> {
         let shaper = shape.words();
         for end in &self.ends {
@@ -247,13 +263,13 @@ impl Shaped {
     }
 }
 
-/// Sets the TCP congestion control of sockets that will be made in a namespace.
+/// Sets the TCP congestion control of sockets that will be created in a namespace.
 fn set_congestion(namespace: &Namespace, name: &str) -> Result<(), String> {
-    // What a thread finds under /proc/sys/net is its own namespace's.
+    // Under /proc/sys/net a thread sees the settings of its own namespace.
     let write = || std::fs::write("/proc/sys/net/ipv4/tcp_congestion_control", name);
     inside(Some(namespace), write).map_err(|error| {
         let hint = match error.kind() {
-            // Linux lets a namespace have what its first one allows to everybody.
+            // A namespace may only use the algorithms that the initial namespace allows to all.
             std::io::ErrorKind::PermissionDenied => {
                 format!("; sysctl net.ipv4.tcp_allowed_congestion_control must have {name} in it")
             }
@@ -263,7 +279,7 @@ fn set_congestion(namespace: &Namespace, name: &str) -> Result<(), String> {
     })
 }
 
-/// A named network namespace of ours, removed when dropped.
+/// Named network namespace, which is removed on drop.
 #[derive(Debug)]
 struct Namespace {
     name: String,
@@ -286,14 +302,14 @@ impl Namespace {
 
 impl Drop for Namespace {
     fn drop(&mut self) {
-        // Its devices and sockets go with it once nothing holds it any more.
+        // The kernel removes the namespace's devices and sockets when its last user is gone.
         if let Err(why) = execute(&self.ip, &["netns", "del", &self.name]) {
             eprintln!("vmferry-bench: {why}; remove it with: ip netns del {}", self.name);
         }
     }
 }
 
-/// Runs a program to its end. If it fails: what it said.
+/// Runs a program to its end. Its standard error becomes the error.
 fn execute(program: &OsString, arguments: &[&str]) -> Result<(), String> {
     let shown = || format!("{} {}", program.display(), arguments.join(" "));
     let output = Command::new(program).args(arguments).stdin(Stdio::null()).output();
@@ -313,7 +329,7 @@ mod tests {
     use std::io::{Read, Write};
 
     #[test]
-    fn shapers_have_a_millisecond_of_tokens() {
+    fn shaper_holds_tokens_for_one_millisecond() {
         let words = Shape { bits_per_s: 2_000_000_000, congestion: None }.words().join(" ");
         assert_eq!(words, "tbf rate 2000000000bit burst 263157b latency 20ms");
     }
@@ -321,7 +337,7 @@ mod tests {
     const SHAPE: Shape = Shape { bits_per_s: 2_000_000_000, congestion: Some("reno") };
 
     #[test]
-    fn what_is_missing_is_said() {
+    fn missing_privilege_or_program_is_reported() {
         let here = Tools::here();
         let why = Shaped::new(&Tools { root: false, ..here.clone() }, SHAPE).unwrap_err();
         assert!(why.contains("root"), "{why}");
@@ -340,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn a_link_changes_its_rate_at_both_ends() {
+    fn shaped_link_changes_its_rate_at_both_ends() {
         let tools = Tools::here();
         let mut shaped = match Shaped::new(&tools, SHAPE) {
             Ok(shaped) => shaped,
@@ -357,14 +373,14 @@ mod tests {
         assert_eq!(rates(&shaped), ["2Gbit", "2Gbit"]);
         shaped.change(1_000_000_000).unwrap();
         assert_eq!(rates(&shaped), ["1Gbit", "1Gbit"]);
-        // A rate that the shaper does not take leaves it as it is.
+        // A rate that the shaper rejects leaves the old rate in place.
         shaped.change(0).unwrap_err();
         assert_eq!(rates(&shaped), ["1Gbit", "1Gbit"]);
         assert_eq!(Link::Shaped(shaped).bits_per_s(), Some(1_000_000_000));
     }
 
     #[test]
-    fn a_shaped_link_carries_and_leaves_nothing_behind() {
+    fn shaped_link_carries_data_and_is_removed_completely() {
         let tools = Tools::here();
         let shaped = match Shaped::new(&tools, SHAPE) {
             Ok(shaped) => shaped,
@@ -388,7 +404,7 @@ mod tests {
         assert_eq!(&got, b"over");
         assert!(!names.iter().any(|name| namespaces().contains(name)), "{:?}", namespaces());
 
-        // One that fails in the middle cleans up, too.
+        // A link whose creation fails halfway is removed too.
         let before = LINKS.load(Ordering::Relaxed);
         let folder = tempfile::tempdir().unwrap();
         let broken = folder.path().join("tc");

@@ -1,4 +1,4 @@
-//! The command `vmferry-bench`.
+//! Command `vmferry-bench`.
 
 use std::process::ExitCode;
 

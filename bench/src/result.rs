@@ -1,54 +1,57 @@
-//! What every side of a migration comparison reports, whoever ran it.
+//! Result of one migration in a comparison, by the same definitions for all sides.
 
 use std::time::Duration;
 
-/// One migration, as its own side measured it. All sides fill this in by the same definitions.
+/// Figures of one migration as its own side measured it. All sides use the same definitions.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct MigrationResult {
-    /// From the command until the source knows that it is done.
+    /// Time from the command until the source knows the end of the migration.
     pub total: Duration,
-    /// How long the guest ran nowhere, as the migrating program reports it.
+    /// Downtime as the migrating program reports it.
     pub downtime: Duration,
-    /// Guest memory that was moved as it is, in bytes: raw pages, every time that they were sent. Zero
-    /// pages, headers and checksums do not count.
+    /// Guest memory that was sent as raw pages, in bytes. A page counts each time that it was sent.
+    /// Zero pages, headers and checksums do not count.
     pub data_bytes: u64,
-    /// Everything that went over the network, in bytes. None: not known.
+    /// Bytes that were sent over the network. `None` if unknown.
     pub wire_bytes: Option<u64>,
-    /// Times that memory was gone over. None: not known.
+    /// Number of passes over the memory. `None` if unknown.
     pub passes: Option<u64>,
-    /// Processor time of the source process from the command until it was done, without its vCPU threads
-    /// ([`crate::cpu::CpuMeter`]).
+    /// Processor time of the source process from the command until the end, without its vCPU
+    /// threads ([`crate::cpu::CpuMeter`]).
     pub cpu_source: Duration,
-    /// The same of the destination process.
+    /// Processor time of the target process from the command until the end, without its vCPU
+    /// threads.
     pub cpu_destination: Duration,
-    /// Writes a second, all vCPUs, before the migration. None: the guest writes nothing.
+    /// Writes per second of all vCPUs before the migration. `None` if the guest writes nothing.
     pub writes_before: Option<f64>,
-    /// The same from the command until it was done, downtime included.
+    /// Writes per second of all vCPUs from the command until the end, including the downtime.
     pub writes_during: Option<f64>,
-    /// The same on the destination afterwards.
+    /// Writes per second of all vCPUs on the target afterwards.
     pub writes_after: Option<f64>,
-    /// The longest that a vCPU found itself stopped, from the command until a moment after the end. None: not known.
+    /// Longest stall of a vCPU from the command until shortly after the end. `None` if unknown.
     pub stall_max: Option<Duration>,
 }
 
 impl MigrationResult {
-    /// Guest memory moved, in 10^9 bytes.
+    /// Returns the guest memory that was moved, in 10^9 bytes.
     #[expect(clippy::cast_precision_loss, reason = "a byte count below 2^53")]
     pub fn gbytes(&self) -> f64 {
         self.data_bytes as f64 / 1e9
     }
 
-    /// Guest memory moved by total time, in 10^9 bytes per second.
+    /// Returns the guest memory that was moved divided by the total time, in 10^9 bytes per second.
     pub fn gbytes_per_s(&self) -> f64 {
         self.gbytes() / self.total.as_secs_f64()
     }
 
-    /// Processor time of both processes by guest memory moved, in milliseconds per 10^9 bytes.
+    /// Returns the processor time of both processes divided by the guest memory moved, in
+    /// milliseconds per 10^9 bytes.
     pub fn cpu_ms_per_gb(&self) -> f64 {
         (self.cpu_source + self.cpu_destination).as_secs_f64() * 1e3 / self.gbytes()
     }
 
-    /// The share of its speed that the guest kept during the migration. None: it writes nothing.
+    /// Returns the share of its speed that the guest kept during the migration, or `None` if the
+    /// guest writes nothing.
     pub fn guest_speed_kept(&self) -> Option<f64> {
         Some(self.writes_during? / self.writes_before?)
     }
@@ -59,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_derived_figures() {
+    fn derived_figures_follow_from_the_measured_ones() {
         let result = MigrationResult {
             total: Duration::from_millis(500),
             data_bytes: 2_000_000_000,

@@ -1,4 +1,4 @@
-//! The loop of every comparison: all sides, in turn, round by round.
+//! Loop of every comparison: all sides in turn, round by round.
 
 use std::error::Error;
 
@@ -8,35 +8,36 @@ use crate::floor::FloorError;
 use crate::host::available_memory;
 use crate::qemu::QemuError;
 
-/// Memory that must stay free beside the guests, in bytes.
+/// Memory in bytes that must stay free besides the guests.
 pub(crate) const MEMORY_RESERVE: u64 = 512 << 20;
 
-/// What a bench came to.
+/// Result of a bench.
 #[derive(Debug)]
 pub struct Outcome {
-    /// The document of contracts, failures included.
+    /// Document with the results, including the failures.
     pub document: Document,
-    /// Runs that failed, as opposed to sides that were skipped. A command that gets any exits with 1.
+    /// Runs that failed, in contrast to sides that were skipped. A command with failures exits with
+    /// 1.
     pub failures: Vec<String>,
 }
 
-/// Why whoever has the VMM gave no result for our side.
+/// Reason why the runner of vmferry's side returned no result.
 #[derive(Debug, thiserror::Error)]
 pub enum OurError {
-    /// It cannot run on this host, and why.
+    /// The side cannot run on this host, with the reason.
     #[error("{0}")]
     Unavailable(String),
-    /// It ran and failed.
+    /// The side ran and failed.
     #[error(transparent)]
     Failed(#[from] Box<dyn Error + Send + Sync>),
 }
 
-/// Why a side gave no result in a round.
+/// Reason why a side has no result in a round.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
-    /// It cannot run here: it is left out of the further rounds too.
+    /// The side cannot run on this host. It is skipped in later rounds too.
     Skip(String),
-    /// It failed this time.
+    /// The side failed in this round.
     Fail(String),
 }
 
@@ -64,28 +65,30 @@ impl From<FloorError> for Stop {
     }
 }
 
-/// The order in which `sides` sides run in a round: each round starts with another side, so that none
-/// always runs into the state that the same other side left behind.
+/// Returns the order in which `sides` sides run in a round.
+///
+/// Each round starts with another side. Otherwise a side would always find the state that the same
+/// other side left behind.
 pub(crate) fn turns(sides: usize, round: usize) -> impl Iterator<Item = usize> {
     (0..sides).map(move |turn| (turn + round) % sides)
 }
 
-/// Everything that one side did in one case.
+/// Runs of one side in one case.
 #[derive(Debug)]
 pub(crate) struct SideRuns<S, R> {
     pub(crate) side: S,
-    /// A round in which the side failed has None.
+    /// Result of each round. `None` if the side failed.
     pub(crate) rounds: Vec<Option<R>>,
     pub(crate) skipped: Option<String>,
 }
 
-/// Runs sides in turn, and keeps what failed.
+/// Runner of sides in turn, which collects the failures.
 pub(crate) struct Rounds<'a> {
-    /// How many.
+    /// Number of rounds.
     pub(crate) repeats: usize,
-    /// Is told what begins.
+    /// Function that is called with the name of each run that begins.
     pub(crate) progress: &'a mut dyn FnMut(&str),
-    /// Runs that failed: in which round, and why.
+    /// Failed runs, each with its round and reason.
     pub(crate) failures: Vec<String>,
 }
 
@@ -94,8 +97,8 @@ impl<'a> Rounds<'a> {
         Self { repeats, progress, failures: Vec::new() }
     }
 
-    /// Runs each of `sides` once a round by `once`, which also sees what all sides came to so far. `name` is what people
-    /// read of a side, its case included.
+    /// Runs each of `sides` once per round by `once`, which also gets the results of all sides so
+    /// far. `name` returns the name of a side for messages, including its case.
     pub(crate) fn run<S: Copy, R>(
         &mut self,
         sides: impl IntoIterator<Item = S>,
@@ -105,7 +108,8 @@ impl<'a> Rounds<'a> {
         self.run_at_most(sides, |_| usize::MAX, name, once)
     }
 
-    /// Likewise, but a side has a turn only in its first `most` rounds: what takes long needs fewer.
+    /// Does the same as `run`, but a side runs only in its first `most` rounds, because a long run
+    /// needs fewer.
     pub(crate) fn run_at_most<S: Copy, R>(
         &mut self,
         sides: impl IntoIterator<Item = S>,
@@ -140,7 +144,8 @@ impl<'a> Rounds<'a> {
     }
 }
 
-/// Whether this host can hold a guest of so many bytes at both ends. One that would swap or kill measures nothing.
+/// Checks that this host can hold a guest of `guest` bytes at both ends. A host that swaps or kills
+/// processes measures nothing useful.
 pub(crate) fn enough_memory(guest: u64) -> Result<(), Stop> {
     enough(guest, available_memory())
 }
@@ -157,7 +162,7 @@ fn enough(guest: u64, available: Option<u64>) -> Result<(), Stop> {
     }
 }
 
-/// An error with what caused it, in one line.
+/// Returns an error and its causes in one line.
 fn with_sources(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -178,14 +183,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_host_without_the_memory_skips() {
+    fn host_without_enough_memory_skips() {
         assert!(matches!(enough(4 << 30, Some(8 << 30)), Err(Stop::Skip(_))));
         assert_eq!(enough(4 << 30, Some(9 << 30)), Ok(()));
         assert_eq!(enough(4 << 30, None), Ok(()));
     }
 
     #[test]
-    fn a_side_that_cannot_run_is_asked_once_and_one_that_fails_again() {
+    fn unavailable_side_runs_once_and_failing_side_runs_again() {
         let mut told = Vec::new();
         let mut progress = |what: &str| told.push(what.to_owned());
         let mut rounds = Rounds::new(2, &mut progress);
@@ -201,13 +206,13 @@ mod tests {
         assert_eq!(rounds.failures, ["case/1, round 1: broken", "case/1, round 2: broken"]);
         assert_eq!(sides[0].skipped.as_deref(), Some("absent"));
         assert_eq!((&sides[1].rounds, &sides[2].rounds), (&vec![None, None], &vec![Some(0), Some(1)]));
-        // Another side begins each round.
+        // Each round begins with another side.
         assert_eq!(told.len(), 5);
         assert_eq!(told[3], "case/1, round 2 of 2");
     }
 
     #[test]
-    fn a_side_has_no_more_turns_than_it_needs() {
+    fn side_runs_at_most_its_own_number_of_rounds() {
         let mut told = Vec::new();
         let mut progress = |what: &str| told.push(what.to_owned());
         let mut rounds = Rounds::new(3, &mut progress);
@@ -222,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn every_side_has_its_turn_in_every_round() {
+    fn every_side_runs_in_every_round() {
         assert_eq!(turns(3, 0).collect::<Vec<_>>(), [0, 1, 2]);
         assert_eq!(turns(3, 4).collect::<Vec<_>>(), [1, 2, 0]);
         assert_eq!(turns(0, 4).count(), 0);

@@ -1,5 +1,6 @@
-//! A slow disk: a cgroup whose processes read and write one block device no faster than so many bytes a second, which is the kernel's
-//! doing (blk-throttle) and no pretence.
+//! Slow disk: a cgroup whose processes read and write one block device at a limited rate.
+//!
+//! The kernel enforces the limit (blk-throttle), so the processes see a really slow disk.
 
 use crate::cgroup::{Cgroup, Version, places};
 use std::fs;
@@ -8,20 +9,23 @@ use std::os::linux::fs::MetadataExt;
 use std::path::Path;
 use std::process::Command;
 
-/// Why there is none.
+/// Reason why a slow disk cannot be set up.
 #[derive(Debug, thiserror::Error)]
-#[error("no disk can be made slow: {0}")]
+#[error("cannot set up a slow disk: {0}")]
 pub struct NoSlowDisk(String);
 
-/// A disk that is slow for those who are in it. Removed when dropped; its processes must have ended.
+/// Limit of a disk for the processes in a cgroup. It is removed on drop. The processes must have
+/// ended by then.
 #[derive(Debug)]
 pub struct SlowDisk(Cgroup);
 
 impl SlowDisk {
-    /// Makes the disk that has `folder` slow: `bytes_per_s` each way.
+    /// Limits the disk that has `folder` to `bytes_per_s` bytes per second in each direction.
     ///
     /// # Errors
-    /// If `folder` is on no block device, or this host has no cgroup that limits it, or this user must not make one.
+    ///
+    /// Fails if `folder` is on no block device, if this host has no cgroup that limits it, or if
+    /// the user may not create one.
     pub fn below(folder: &Path, bytes_per_s: u64) -> Result<Self, NoSlowDisk> {
         let disk = disk(folder).map_err(NoSlowDisk)?;
         places("io", |version, parent| Self::make(version, parent, &disk, bytes_per_s))
@@ -52,16 +56,18 @@ impl SlowDisk {
         Ok(Self(group))
     }
 
-    /// Lets a process that has yet to be started run in it, from its first instruction on.
+    /// Makes a process that has yet to be started run in this cgroup from its first instruction on.
     ///
     /// # Errors
-    /// If this process is out of file descriptors.
+    ///
+    /// Fails if this process is out of file descriptors.
     pub fn enter(&self, command: &mut Command) -> io::Result<()> {
         self.0.enter(command)
     }
 }
 
-/// The device that has `folder`, as `MAJOR:MINOR`; of a partition the whole disk, for only that has limits.
+/// Returns the device that has `folder`, as `MAJOR:MINOR`. For a partition this is the whole disk,
+/// because only whole disks have limits.
 fn disk(folder: &Path) -> Result<String, String> {
     let told = |error: io::Error| format!("{}: {error}", folder.display());
     let device = fs::metadata(folder).map_err(told)?.st_dev();
@@ -82,7 +88,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_writes_as_slowly_as_it_is_let() {
+    fn writes_do_not_exceed_the_limit() {
         let folder = tempfile::tempdir().unwrap();
         let slow = match SlowDisk::below(folder.path(), 4 << 20) {
             Ok(slow) => slow,
@@ -94,7 +100,8 @@ mod tests {
         slow.enter(&mut command).unwrap();
         let began = std::time::Instant::now();
         assert!(command.status().unwrap().success());
-        // Never faster, however fast the host is; the kernel lets a burst of a tenth of a second pass.
+        // The time has no upper bound on any host. The kernel lets a burst of a tenth of a second
+        // pass.
         assert!(began.elapsed() > std::time::Duration::from_millis(200));
         let path = slow.0.path().to_path_buf();
         drop(slow);

@@ -1,67 +1,76 @@
-//! Options of the command.
+//! Options of `vmferry-bench`.
 
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(super) enum BenchName {
-    /// Whole migrations: ours, QEMU and the floor
+    /// Whole migrations: vmferry, QEMU and the floor
     Migrate,
-    /// Ways through a dirty bitmap: the published ones, ours, and other crates'
+    /// Scans of a dirty bitmap: baselines, vmferry and other crates
     Scan,
-    /// What tracking dirty pages costs the guest: the log, and rings by each policy
+    /// Cost of dirty tracking to the guest: dirty log and dirty ring
     Reaper,
-    /// What it takes to know a guest's free pages, and migrations with and without them
+    /// Cost of free page reports, and migrations with and without them
     FreePage,
-    /// How many guests fit that give back what they free, and what that costs them
+    /// Number of guests that fit if they return free memory, and its cost
     Density,
-    /// How long a guest waits for its pages in postcopy: ours and QEMU's, beside the floor
+    /// Page latency in postcopy: vmferry, QEMU and the floor
     Postcopy,
-    /// What `plan` says of migrations, and what they are
+    /// Predictions of `plan`, compared with real migrations
     Plan,
-    /// The floor of a remote fault: round trips of a page, alone and beside bulk, and a local fault
+    /// Floor of a remote fault: page round trips, and a local fault
     Rtt,
-    /// Every fault at every moment of a migration, and what became of the guest
+    /// Every fault at every phase of a migration, and the guest's outcome
     Faults,
-    /// A thousand migrations in a row through one process, which must not grow
+    /// A thousand migrations in a row through one process
     Soak,
-    /// What guests bear beside many others, very large, with peers that mean harm, and before a crowd at the door
+    /// Limits: many guests, large guests, hostile peers, many connections
     Limits,
-    /// What it adds to downtimes that an etcd decides who owns the guest
+    /// Cost of an arbiter (etcd) to downtimes
     Fence,
-    /// All but faults, soak, limits and fence
+    /// All benches except faults, soak, limits and fence
     All,
 }
 
-/// Measure vmferry beside QEMU and the floor, in one run
+/// Measure vmferry, QEMU and the floor in one run
 #[derive(Debug, Parser)]
 #[command(name = "vmferry-bench", version)]
 pub(super) struct BenchArgs {
     /// Bench to run
     #[arg(value_enum, value_name = "BENCH")]
     pub(super) name: BenchName,
-    /// Fewer repeats
+    /// Run fewer rounds
     #[arg(long)]
     pub(super) quick: bool,
-    /// So many repeats
+    /// Number of rounds
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
     pub(super) rounds: Option<u16>,
-    /// Only cases and sides whose names have this in them, as in idle/floor-2; may be given several times
+    /// Run only cases and sides whose names contain this text
+    ///
+    /// An example is idle/floor-2. The option may be given several times.
     #[arg(long, value_name = "TEXT")]
     pub(super) only: Vec<String>,
-    /// Which of the cases of `faults --quick` are run: each fault at each moment once, in a mode and with a guest that this chooses
+    /// Seed that selects the cases of `faults --quick`
+    ///
+    /// `faults --quick` runs each fault at each phase once. The seed selects the mode and the
+    /// guest.
     #[arg(long, default_value_t = 1)]
     pub(super) seed: u64,
-    /// So many cases of `faults` at a time
+    /// Number of cases of `faults` that run at the same time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub(super) jobs: u8,
-    /// Executable vmferry to measure; the one beside this executable if left out
+    /// Executable of vmferry to measure
+    ///
+    /// The default is the one in the folder of this executable.
     #[arg(long, value_name = "PATH")]
     pub(super) vmferry: Option<PathBuf>,
-    /// Write the results as JSON to this file, - for standard output
+    /// Write the results as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(super) json: Option<PathBuf>,
-    /// Write the results as a page with charts to this file (not scan, migrate, rtt, plan, faults, soak, limits and fence)
+    /// Write the results as a page with charts to this file
+    ///
+    /// The benches scan, migrate, rtt, plan, faults, soak, limits and fence have no page.
     #[arg(long, value_name = "FILE")]
     pub(super) html: Option<PathBuf>,
 }

@@ -1,4 +1,5 @@
-//! Our side of `vmferry-bench density`: guests in processes of their own, within a budget or not.
+//! vmferry's side of `vmferry-bench density`: guests in separate processes, with or without a
+//! memory budget.
 
 use super::args::BenchArgs;
 use super::{Finished, no_kvm, program};
@@ -37,7 +38,7 @@ impl OurRunner for Ours {
         let before = kills();
         match Alone::start(&setup) {
             Ok(alone) => Ok(Started::Runs(Box::new(Process(alone)))),
-            // It, or another one, was in the way of its start.
+            // The kernel killed this process or another one of the budget while this one started.
             Err(_) if kills() > before => Ok(Started::Killed),
             Err(error) => Err(failed(error)),
         }
@@ -78,7 +79,7 @@ impl Guest for Process {
     }
 }
 
-/// Resident memory of a process in bytes, counted page by page.
+/// Returns the resident memory of a process in bytes, as the kernel counts it page by page.
 fn resident(pid: u32) -> Result<u64> {
     let path = format!("/proc/{pid}/smaps_rollup");
     let rollup = std::fs::read_to_string(&path).context(path)?;

@@ -1,7 +1,7 @@
 //! `vmferry-bench fence`: cost of an arbiter (etcd) to a guest.
 //!
-//! A guest moves from one process to another, with and without the arbiter in turn. The etcd has one
-//! member, on this host and its disk.
+//! A guest moves from one process to another, with and without the arbiter in turn. The etcd has
+//! one member, on this host and its disk.
 
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
@@ -64,7 +64,7 @@ fn moves(
     rounds: u16,
 ) -> Result<[Vec<Value>; 2]> {
     let mut sides = [Vec::new(), Vec::new()];
-    // The first of all finds nothing warm.
+    // The first move finds cold caches, so its report is dropped.
     once(guest, mode, Some(fence))?;
     for round in 0..rounds {
         for side in turns(2, round.into()) {
@@ -92,7 +92,12 @@ fn once(
     source.working()?;
     source.say("migrate", serde_json::to_value(MigrateRequest { mode, ..MigrateRequest::to(&uri) })?)?;
     let report = source.wait("the migration's end", |status| !status["outcome"].is_null())?;
-    ensure!(report["outcome"] == "completed", "it ended as {}: {}", report["outcome"], report["error"]);
+    ensure!(
+        report["outcome"] == "completed",
+        "the migration ended as {}: {}",
+        report["outcome"],
+        report["error"]
+    );
     target.wait("all of the guest", |status| status["vm"]["place"] == "running")?;
     target.whole()?;
     Ok(report)

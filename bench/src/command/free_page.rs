@@ -1,4 +1,5 @@
-//! Our side of `vmferry-bench free-page`: guests whose free pages become known, and that move without them.
+//! vmferry's side of `vmferry-bench free-page`: guests whose free pages the host learns, and moves
+//! that skip these pages.
 
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
@@ -18,15 +19,16 @@ use vmferry_core::{Gpa, PageSet};
 use vmferry_guest_abi::{AllocSnapshot, GuestArgs, HintMode, Inflation as Inflate, ReportMode, StatsSink};
 use vmferry_vmm::{BalloonHandle, DropWay, HIGH_RAM_START, Vm, VmHandle, VmOptions};
 
-/// How long a guest may take for what it is to do.
+/// Longest time that a guest may take for one step.
 const LIMIT: Duration = Duration::from_secs(120);
-/// Between two looks at a guest that has much to do.
+/// Interval at which a busy guest's statistics are read.
 const POLL: Duration = Duration::from_millis(2);
-/// Between two looks for hints.
+/// Interval at which new hints are taken.
 const HINT_POLL: Duration = Duration::from_micros(200);
-/// An idle guest lies still for so long before it is asked, so that it is asked while it sleeps, as usual.
+/// Time for which an idle guest is left alone before it is asked, so that it is asleep when the
+/// question arrives.
 const SETTLE: Duration = Duration::from_millis(50);
-/// Beside what a guest touches: its image, its tables, and what it must keep.
+/// Memory in bytes that a guest needs beyond what it touches: its image, page tables and reserves.
 const BESIDE: u64 = 128 << 20;
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
@@ -42,7 +44,7 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
 
 struct Ours;
 
-/// What `run` came to, if this host has KVM.
+/// Returns the result of `run`, or `Unavailable` if this host has no KVM.
 fn on_kvm<T>(run: impl FnOnce() -> Result<T>) -> Result<T, OurError> {
     match no_kvm() {
         Some(why) => Err(OurError::Unavailable(why)),
@@ -72,7 +74,7 @@ impl OurRunner for Ours {
     }
 }
 
-/// A guest in this process.
+/// Guest in this process.
 struct Guest {
     vm: Vm,
     handle: VmHandle,
@@ -83,7 +85,7 @@ impl Guest {
     fn boot(memory: u64, workload: &str, how: Drop, set: impl FnOnce(&mut GuestArgs)) -> Result<Self> {
         let mut options = VmOptions::new(memory, 1);
         options.huge_pages = how.huge;
-        // Nobody else asks it anything.
+        // The bench is the only reader of the statistics.
         options.stats_every = None;
         options.drop_way = match how.give {
             Give::DontNeed => DropWay::DontNeed,
@@ -102,7 +104,7 @@ impl Guest {
         Ok(Self { vm, handle, balloon })
     }
 
-    /// Waits until the guest says of its allocator what `done` wants to hear.
+    /// Waits until `done` accepts the guest's allocator statistics, and returns them.
     fn wait(&self, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> Result<AllocSnapshot> {
         let deadline = Instant::now() + LIMIT;
         loop {
@@ -115,13 +117,13 @@ impl Guest {
                 bail!("the guest ended before {what}: {exit}");
             }
             if Instant::now() > deadline {
-                bail!("{what} did not come within {LIMIT:?}");
+                bail!("{what} did not happen within {LIMIT:?}");
             }
             std::thread::sleep(POLL);
         }
     }
 
-    /// An idle guest that has come to rest.
+    /// Boots a guest that has nothing to do, and waits until it is idle.
     fn idle(spec: &LearnSpec, hints: HintMode) -> Result<(Self, AllocSnapshot)> {
         let guest = Self::boot(spec.memory, "idle,data=4K", USUAL, |args| args.hints = hints)?;
         guest.wait("its first report", |now| now.guest.free_pages > 0)?;
@@ -134,14 +136,19 @@ impl Guest {
         PageSet::empty(self.vm.ram().layout())
     }
 
-    /// How many of `pages` lie beyond the hole.
+    /// Returns how many of `pages` lie above the MMIO hole.
     fn high(&self, pages: &PageSet) -> u64 {
         let regions = self.vm.ram().layout().regions().iter();
         let high = regions.filter(|region| region.gpa >= Gpa(HIGH_RAM_START));
         high.filter_map(|region| pages.region(region.id)).map(|map| map.count()).sum()
     }
 
-    /// All that it said to be free must have come, but for `kept`, and nothing else worth mentioning.
+    /// Compares the pages that were learned with those that the guest counted as free, less the
+    /// `kept` ones.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the counts differ by more than 1 percent.
     fn learned(
         &self,
         total: Duration,
@@ -158,7 +165,7 @@ impl Guest {
     }
 }
 
-/// As a VM is usually made.
+/// Settings of a VM with the default options.
 const USUAL: Drop = Drop { give: Give::DontNeed, huge: true };
 
 fn inflate(spec: &LearnSpec, inflate: Inflate, give: Give) -> Result<Learned> {
@@ -191,7 +198,7 @@ fn inflate(spec: &LearnSpec, inflate: Inflate, give: Give) -> Result<Learned> {
     })
 }
 
-/// Hints on demand, from asking until the last has come.
+/// Asks for hints on demand, and measures from the question to the last hint.
 fn ask(spec: &LearnSpec) -> Result<Learned> {
     let (guest, before) = Guest::idle(spec, HintMode::Demand)?;
     let start = Instant::now();
@@ -209,13 +216,13 @@ fn ask(spec: &LearnSpec) -> Result<Learned> {
     }
     let total = start.elapsed();
     guest.balloon.end_hints();
-    // It isolates what it names, and keeps some for itself.
+    // The guest isolates the pages that it names, and keeps some for itself.
     let learned = guest.learned(total, &pages, &before, before.guest.low_pages)?;
-    let walk = guest.wait("its word about the walk", |now| now.guest.hint_walks > 0)?.guest.hint_last_ns;
+    let walk = guest.wait("its report of the walk", |now| now.guest.hint_walks > 0)?.guest.hint_last_ns;
     Ok(Learned { walk: Some(Duration::from_nanos(walk)), ..learned })
 }
 
-/// The map, from asking for it until it is a set of pages.
+/// Reads the map of free pages, and measures from the request to a complete set of pages.
 fn read(spec: &LearnSpec) -> Result<Learned> {
     let (guest, before) = Guest::idle(spec, HintMode::Incremental)?;
     let start = Instant::now();
@@ -239,14 +246,15 @@ fn give(touched: u64, how: Drop) -> Result<Given> {
     Ok(Given { pages, madvise: Duration::from_nanos(figures.drop_ns), returned })
 }
 
-/// This process's resident memory in bytes.
+/// Returns the resident memory of this process in bytes, without lazily freed pages.
 fn resident() -> Result<u64> {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup")?;
     let field = |name: &str| {
         let line = rollup.lines().find_map(|line| line.strip_prefix(name))?;
         line.trim().strip_suffix(" kB")?.parse::<u64>().ok()
     };
-    // What went by MADV_FREE is there until it is needed, and no longer the guest's.
+    // Pages that were dropped with MADV_FREE stay resident until the host needs them, but the guest
+    // no longer has them.
     let (rss, free) = (field("Rss:").context("no Rss")?, field("LazyFree:").unwrap_or(0));
     Ok((rss - free.min(rss)) << 10)
 }
@@ -254,12 +262,12 @@ fn resident() -> Result<u64> {
 fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
     let stop = AtomicBool::new(false);
     let hints = match asking {
-        Asking::Nobody => "off",
+        Asking::Off => "off",
         Asking::Hints => "demand",
         Asking::Map => "incremental",
     };
     let setup = Setup {
-        // Nothing goes back to the host before: it is to have all that was ever touched.
+        // Free page reporting is off, so that the guest keeps all memory that it ever touched.
         guest_args: format!("report=off hints={hints}"),
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
     };
@@ -267,7 +275,7 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
     let freed = freed(&mut pair)?;
     let warm = Warm::hold(spec.memory);
     std::thread::sleep(SETTLE);
-    let free_pages = if asking == Asking::Nobody { "off" } else { "on" };
+    let free_pages = if asking == Asking::Off { "off" } else { "on" };
     let request = MigrateRequest {
         channels: 1,
         timeout_ms: Some(120_000),
@@ -280,15 +288,15 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
     check(&mut pair, &stop)?;
     let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
     let skipped = report["bytes"]["free_pages_skipped"].as_u64();
-    if asking != Asking::Nobody && skipped == Some(0) {
-        bail!("nothing was left out: {}", report["free_pages"]);
+    if asking != Asking::Off && skipped == Some(0) {
+        bail!("no page was skipped: {}", report["free_pages"]);
     }
     let mut result = super::postcopy::result(&report)?;
     result.passes = report["passes"].as_array().map(|passes| passes.len() as u64);
     Ok(Moved { result, first_page: time(&report["setup_ms"]), skipped_pages: skipped, freed })
 }
 
-/// Waits until the guest has freed what it allocates; says how much that was, in bytes.
+/// Waits until the guest has freed what it allocates, and returns the freed bytes.
 fn freed(pair: &mut Pair) -> Result<u64> {
     let deadline = Instant::now() + LIMIT;
     loop {
@@ -304,7 +312,11 @@ fn freed(pair: &mut Pair) -> Result<u64> {
     }
 }
 
-/// The guest finds all that it has in use as it left it.
+/// Asks the guest at the target to verify all pages that it uses.
+///
+/// # Errors
+///
+/// Fails if the guest finds a damaged page.
 fn check(pair: &mut Pair, stop: &AtomicBool) -> Result<()> {
     pair.target.client.call("verify-guest", json!({ "request": 1 }))?;
     let after = pair.target.wait("the guest checking its pages", LIMIT, stop, |status| {

@@ -1,4 +1,4 @@
-//! Guests that move from one machine to the next within this process, which is both sides.
+//! Guests that move between machines within this process, which acts as source and target.
 
 use anyhow::{Result, bail, ensure};
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Description of the machines between which a guest moves.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Kind {
-    /// True if the guest runs under KVM. Otherwise it is the threads of this process.
+    /// Set if the guest runs under KVM. Otherwise the guest consists of threads of this process.
     pub(super) kvm: bool,
     /// Memory of the guest in bytes.
     pub(super) memory: u64,
 }
 
-/// A machine in this process.
+/// Machine in this process.
 #[derive(Debug)]
 pub(super) enum Machine {
     Kvm(Box<Vm>),
@@ -28,7 +28,7 @@ pub(super) enum Machine {
 }
 
 impl Kind {
-    /// Starts a guest, and waits until it does its work.
+    /// Starts a guest, and waits until its workload runs.
     pub(super) fn running(self, load: &str) -> Result<Machine> {
         let machine = if self.kvm {
             let mut vm = Vm::new(self.vm_options())?;
@@ -47,7 +47,7 @@ impl Kind {
         Ok(machine)
     }
 
-    /// Makes a machine that a guest can move to.
+    /// Creates a machine that a guest can move to.
     fn waiting(self) -> Result<Machine> {
         Ok(if self.kvm {
             let mut options = self.vm_options();
@@ -58,7 +58,7 @@ impl Kind {
         })
     }
 
-    /// Returns the options of a VM that `vmferry run` makes.
+    /// Returns the options with which `vmferry run` creates a VM.
     fn vm_options(self) -> VmOptions {
         let mut options = VmOptions::new(self.memory, 1);
         options.rng = true;
@@ -120,7 +120,12 @@ pub(super) fn once(mut source: Machine, kind: Kind, settings: &Settings) -> Resu
             Err(_) => bail!("the target's thread panicked"),
         }
     })?;
-    ensure!(report.state == MigrationState::Completed, "it ended as {:?}: {:?}", report.state, report.error);
+    ensure!(
+        report.state == MigrationState::Completed,
+        "the migration ended as {:?}: {:?}",
+        report.state,
+        report.error
+    );
     Ok((target, report))
 }
 
@@ -128,7 +133,7 @@ pub(super) fn once(mut source: Machine, kind: Kind, settings: &Settings) -> Resu
 pub(super) fn wait(what: &str, mut done: impl FnMut() -> bool) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !done() {
-        ensure!(Instant::now() < deadline, "waited in vain for {what}");
+        ensure!(Instant::now() < deadline, "timed out while waiting for {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
     Ok(())

@@ -1,5 +1,4 @@
-//! The command `vmferry-bench`: which benches it runs, and the side of each bench that is
-//! vmferry's.
+//! Command `vmferry-bench`: the selection of benches, and vmferry's side of each bench.
 
 mod args;
 mod density;
@@ -41,19 +40,19 @@ use std::time::{Duration, Instant};
 use vmferry_client::{Pair, Place, Runner, SameHost, Setup};
 use vmferry_report::json::Document;
 
-/// How long the guest is watched on the target.
+/// Time for which the guest is observed on the target.
 const AFTER: Duration = Duration::from_millis(1000);
 
-/// What a bench came to.
+/// Result of a bench.
 struct Finished {
     document: Document,
     table: String,
-    /// A page with charts, from benches that draw one.
+    /// Page with charts, if the bench draws one.
     page: Option<String>,
     failures: Vec<String>,
 }
 
-/// Runs the command. Two subcommands are for processes that benches start out of this executable.
+/// Runs the command. Two subcommands are for processes that benches start from this executable.
 pub fn main() -> ExitCode {
     let first = std::env::args_os().nth(1);
     let rest = || std::env::args().skip(2).collect::<Vec<String>>();
@@ -74,10 +73,11 @@ pub fn main() -> ExitCode {
 /// Runs the benches that `args` name, and writes their results.
 ///
 /// # Errors
-/// If a bench cannot run, or if anything in it failed.
+///
+/// Fails if a bench cannot run, or if a run of a bench failed.
 fn bench(args: &BenchArgs) -> Result<()> {
-    // The guests of `soak` and `free-page` run in this process, with the memory that the command
-    // would have.
+    // The guests of `soak` and `free-page` run in this process. They must get memory from the same
+    // allocator setup as under `vmferry run`.
     vmferry_sys::share_one_heap();
     let draws = |name| {
         matches!(name, BenchName::Reaper | BenchName::FreePage | BenchName::Density | BenchName::Postcopy)
@@ -88,7 +88,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
     if let Some(path) = &args.vmferry {
         program::name(path);
     }
-    // Opened first: a bench should not end without its results because of a typing mistake.
+    // The files are opened before the first bench, so that a wrong path does not cost the results.
     let mut out = args.json.as_deref().map(open).transpose()?;
     let mut html = args.html.as_deref().map(open).transpose()?;
     let mut failures = 0;
@@ -115,7 +115,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
     }
 }
 
-/// A bench.
+/// Function that runs one bench.
 type Bench = fn(&BenchArgs) -> Result<Finished>;
 
 fn wanted(name: BenchName) -> &'static [Bench] {
@@ -153,7 +153,7 @@ fn open(path: &Path) -> Result<Box<dyn Write>> {
     Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
 }
 
-/// Returns why this host cannot run a KVM guest; `None` if it can.
+/// Returns the reason why this host cannot run a KVM guest, or `None` if it can.
 fn no_kvm() -> Option<String> {
     vmferry_vmm::open_kvm().err().map(|error| error.to_string())
 }
@@ -199,7 +199,7 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
     let certificates = encrypted.then(Certificates::new).transpose()?;
     let setup = Setup {
         cpus: spec.vcpus,
-        // QEMU has none in this bench.
+        // QEMU has no balloon in this bench.
         balloon: false,
         place: certificates.as_ref().map_or(&SameHost as &dyn Place, |own| own),
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
@@ -249,13 +249,13 @@ fn after(arrived: &Value, later: &Value) -> Option<f64> {
     (writes > 0.0 && us > 0.0).then(|| writes * 1e6 / us)
 }
 
-/// Waits for the end of a migration without showing it.
+/// Waits for the end of a migration without progress output, and returns its report.
 fn quietly(source: &mut Runner) -> Result<Value> {
     let deadline = Instant::now() + Duration::from_secs(130);
     while Instant::now() < deadline {
         let status = source.client.call("status", json!({}))?;
         if status["outcome"].is_null() {
-            // Rarely enough that asking costs the migration nothing.
+            // Polled so rarely that the requests cost the migration nothing.
             std::thread::sleep(Duration::from_millis(20));
             continue;
         }

@@ -1,4 +1,4 @@
-//! Surroundings in which benches start processes.
+//! Environments in which benches start processes.
 
 use crate::density::Budget;
 use crate::link::{End, Link};
@@ -41,18 +41,19 @@ impl Place for Budget {
 
 /// Certificates with which the processes of one host encrypt their connections.
 ///
-/// Their authority exists only for one measurement. Its key is not stored.
+/// The authority of the certificates exists only for one measurement. The authority's key is not
+/// stored.
 #[derive(Debug)]
 pub(super) struct Certificates {
     folder: tempfile::TempDir,
 }
 
-/// Option and file of each part.
+/// Option and file name of each part.
 const FILES: [(&str, &str); 3] =
     [("--tls-cert", "host.pem"), ("--tls-key", "host.key"), ("--tls-ca", "authority.pem")];
 
 impl Certificates {
-    /// Creates certificates in a new folder, which is removed with this value.
+    /// Creates certificates in a new folder, which is removed on drop.
     pub(super) fn new() -> Result<Self> {
         let mut params = CertificateParams::new(Vec::new())?;
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));

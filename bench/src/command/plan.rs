@@ -1,4 +1,4 @@
-//! Our side of `vmferry-bench plan`: a guest that is predicted, moved, and compared.
+//! vmferry's side of `vmferry-bench plan`: a guest whose migration is predicted, run and compared.
 
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
@@ -12,9 +12,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use vmferry_client::{Pair, Place, SameHost, Setup};
 
-/// A guest runs so long before it is looked at.
+/// Time for which a guest runs before it is measured.
 const SETTLE: Duration = Duration::from_millis(400);
-/// Beside its timeout, a prediction and a migration may take so long.
+/// Time that a prediction and a migration may take beyond the timeout of the case.
 const BESIDE: Duration = Duration::from_secs(60);
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
@@ -27,7 +27,7 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     Ok(Finished { table: plan::table(&document), document, page: None, failures })
 }
 
-/// Keeps the last link: cases that follow each other share it.
+/// Runner that keeps the last link, because consecutive cases share it.
 struct Ours {
     link: Option<(Shape, Link)>,
 }
@@ -106,16 +106,16 @@ fn request(spec: &CaseSpec, uri: &str) -> Result<MigrateRequest> {
     })
 }
 
-/// What was said, and what came, out of a report.
+/// Returns the predicted and the real figures of a report.
 fn scored(report: &Value) -> Result<Run> {
     let plan = &report["plan"];
     let predicted = &plan["predicted"];
     if predicted.is_null() {
-        bail!("nothing was predicted: {}; {}", plan["failed"], report["error"]);
+        bail!("no prediction was made: {}; {}", plan["failed"], report["error"]);
     }
     let real = &plan["real"];
     if real.is_null() {
-        bail!("it ended as {}: {}", report["outcome"], report["error"]);
+        bail!("the migration ended as {}: {}", report["outcome"], report["error"]);
     }
     let number = |value: &Value, what: &str| value.as_f64().with_context(|| format!("no {what}"));
     let interval = |name: &str| {

@@ -1,4 +1,5 @@
-//! Our side of `vmferry-bench postcopy`: a guest that is watched while it waits for its pages.
+//! vmferry's side of `vmferry-bench postcopy`: a guest whose vCPU stalls are observed while its
+//! pages arrive.
 
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
@@ -15,11 +16,12 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use vmferry_client::{Pair, Runner, Setup};
 
-/// How long a migration may take before it is taken for stuck.
+/// Time after which a migration counts as stuck.
 const LIMIT: Duration = Duration::from_secs(120);
-/// How long the guest may take to report from the target.
+/// Longest time that the guest may take to report from the target.
 const REPORT: Duration = Duration::from_secs(10);
-/// Between two looks while the guest is being switched: the moment at which it runs is known no better.
+/// Interval of status requests during the switchover. The start of the guest on the target is known
+/// no more exactly than this.
 const SWITCH_POLL: Duration = Duration::from_millis(2);
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
@@ -44,21 +46,22 @@ impl OurRunner for Ours {
     }
 }
 
-/// What the guest at one side was heard to say, on the clock of the command.
-struct Ear {
+/// Stall reports of the guest at one side, on the clock of the command.
+struct Stalls {
     zero: Instant,
     heard: Vec<Heard>,
 }
 
-impl Ear {
-    /// Asks once. A guest that is just being stopped or moved has no answer.
+impl Stalls {
+    /// Requests one stall report. Returns `None` if the guest cannot answer because it is being
+    /// stopped or moved.
     fn listen(&mut self, at: &mut Runner) -> Result<Option<&Heard>> {
         let Ok(mut answer) = at.client.call("stalls", json!({})) else { return Ok(None) };
         if answer["corrupt"] != 0 {
             bail!("the guest found {} damaged pages", answer["corrupt"]);
         }
         let vcpus: Vec<Vcpu> =
-            serde_json::from_value(answer["vcpus"].take()).context("the guest's stalls do not fit")?;
+            serde_json::from_value(answer["vcpus"].take()).context("cannot parse the guest's stalls")?;
         let heard = Heard { at: since(self.zero), vcpus };
         self.heard.push(heard);
         Ok(self.heard.last())
@@ -73,7 +76,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
         cpus: spec.vcpus,
-        // QEMU has none in this bench.
+        // QEMU has no balloon in this bench.
         balloon: false,
         place: watch.link,
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
@@ -81,7 +84,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
     let zero = Instant::now();
-    let mut here = Ear { zero, heard: Vec::new() };
+    let mut here = Stalls { zero, heard: Vec::new() };
     while zero.elapsed() < watch.before {
         here.listen(&mut pair.source)?;
         std::thread::sleep(POLL);
@@ -90,7 +93,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     here.listen(&mut pair.source)?;
     let start = Instant::now();
     pair.migrate(&request(way, &pair.uri))?;
-    let mut there = Ear { zero: start, heard: Vec::new() };
+    let mut there = Stalls { zero: start, heard: Vec::new() };
     let (report, switched, end) = follow(&mut pair.source, &mut pair.target, (&mut here, &mut there), start)?;
     let before = (start - zero).as_secs_f64();
     here.heard.iter_mut().for_each(|heard| heard.at -= before);
@@ -106,12 +109,14 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     })
 }
 
-/// Watches the guest until the source knows that everything is done. Gives its report, when the guest ran on the target, and
-/// when it was done, in seconds since `start`.
+/// Observes the guest until the source reports the end of the migration.
+///
+/// Returns the report, the time at which the guest ran on the target, and the time of the end, in
+/// seconds since `start`.
 fn follow(
     source: &mut Runner,
     target: &mut Runner,
-    (here, there): (&mut Ear, &mut Ear),
+    (here, there): (&mut Stalls, &mut Stalls),
     start: Instant,
 ) -> Result<(Value, f64, f64)> {
     let mut switched = None;
@@ -138,15 +143,16 @@ fn follow(
     }
 }
 
-/// Watches the guest on the target until it is as fast as before, or for so long.
+/// Observes the guest on the target until it is as fast as before, or until `after` has passed
+/// since `end`.
 fn watch_on(
     target: &mut Runner,
-    there: &mut Ear,
+    there: &mut Stalls,
     mut back: SpeedBack,
     end: f64,
     after: Duration,
 ) -> Result<()> {
-    // At least one report of each vCPU after the end.
+    // At least one report of each vCPU after the end is needed.
     let (least, most) = (end + 2.0 * POLL.as_secs_f64(), end + after.as_secs_f64());
     loop {
         let zero = there.zero;
@@ -163,7 +169,8 @@ fn watch_on(
     }
 }
 
-/// The published ways have one channel of each kind; ours is what `migrate` does of its own accord.
+/// Returns the request for a way. The baselines have one channel of each kind. `Way::Ours` has the
+/// defaults of `migrate`.
 fn request(way: Way, uri: &str) -> MigrateRequest {
     let usual = MigrateRequest { mode: "postcopy", insecure: true, ..MigrateRequest::to(uri) };
     let urgent = match way {
@@ -175,7 +182,7 @@ fn request(way: Way, uri: &str) -> MigrateRequest {
     MigrateRequest { urgent, pace: "off", channels: 1, urgent_channels: 1, ..usual }
 }
 
-/// The target's account of its faults, wherever it stands.
+/// Returns the target's figures of its page faults, wherever the status has them.
 fn own(status: &Value) -> Option<postcopy::Own> {
     let postcopy = status.get("postcopy").filter(|postcopy| postcopy["faults"].is_number())?;
     serde_json::from_value(postcopy.clone()).ok()

@@ -1,4 +1,4 @@
-//! The executable `vmferry` that is measured.
+//! Path of the executable `vmferry` that is measured.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
@@ -10,16 +10,17 @@ static NAMED: OnceLock<PathBuf> = OnceLock::new();
 /// Executable that all benches of this process start.
 static FOUND: OnceLock<PathBuf> = OnceLock::new();
 
-/// Makes `path` the executable of all benches. It must be called before [`vmferry`], and only once.
+/// Makes `path` the executable of all benches. Must be called before [`vmferry`], and only once.
 pub(super) fn name(path: &Path) {
     let _ = NAMED.set(path.to_owned());
 }
 
-/// Returns the executable that benches start: the one that was named, or the one beside this
-/// executable.
+/// Returns the executable that benches start: the one that `--vmferry` names, or the one in the
+/// folder of this executable.
 ///
 /// # Errors
-/// If there is no such file.
+///
+/// Fails if there is no such file.
 pub(super) fn vmferry() -> Result<&'static Path> {
     if let Some(found) = FOUND.get() {
         return Ok(found);
@@ -49,8 +50,8 @@ fn beside(own: &Path) -> Result<PathBuf> {
             path.display()
         );
     }
-    // Cargo builds only the package that is run: a change of the engine leaves the other executable
-    // as it was.
+    // Cargo builds only the package that is run, so a change of the engine leaves the other
+    // executable as it was.
     let built =
         |path: &Path| path.metadata().and_then(|file| file.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
     if built(&path) < built(own) {
@@ -67,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn missing_executable_is_reported_with_what_to_do() {
+    fn missing_executable_is_reported_with_the_build_command() {
         let folder = tempfile::tempdir().unwrap();
         let own = folder.path().join("vmferry-bench");
         let said = beside(&own).unwrap_err().to_string();

@@ -1,4 +1,5 @@
-//! Our side of `vmferry-bench reaper`: a migration during which the guest is watched.
+//! vmferry's side of `vmferry-bench reaper`: a migration during which the guest's writes are
+//! recorded.
 
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
@@ -11,9 +12,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 use vmferry_client::{Pair, Runner, Setup};
 
-/// How often the guest is asked what it wrote: twice in each window.
+/// Interval at which the guest's write counts are read: twice in each window.
 const POLL: Duration = Duration::from_millis(50);
-/// How much longer than allowed a migration may take before it is taken for stuck.
+/// Time beyond the timeout after which a migration counts as stuck.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
@@ -43,7 +44,7 @@ impl OurRunner for Ours {
     }
 }
 
-/// Time since the bench of this run began, in seconds, and what the guest said.
+/// Recorder of the guest's writes, with the start of its clock.
 struct Watch {
     zero: Instant,
     recorder: Recorder,
@@ -54,7 +55,7 @@ impl Watch {
         self.zero.elapsed().as_secs_f64()
     }
 
-    /// Asks once. A guest that is just being stopped or moved has no answer.
+    /// Reads the write counts once. A guest that is being stopped or moved has no answer.
     fn look(&mut self, at: &mut Runner) {
         let Ok(answer) = at.client.call("writes", json!({})) else { return };
         let pair = |vcpu: &Value| Some((vcpu[0].as_u64()?, vcpu[1].as_u64()?));
@@ -73,7 +74,7 @@ impl Watch {
         self.look(at);
     }
 
-    /// Watches until the migration has ended, and gives its report.
+    /// Records until the migration has ended, and returns its report.
     fn look_until_moved(&mut self, source: &mut Runner, limit: Duration) -> Result<Value> {
         let deadline = Instant::now() + limit;
         while Instant::now() < deadline {
@@ -96,12 +97,12 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
     let setup = Setup {
         cpus: spec.vcpus,
         dirty_ring: side.entries(),
-        // QEMU has none in this bench.
+        // QEMU has no balloon in this bench.
         balloon: false,
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
     };
     let mut pair = Pair::start(&setup, &stop)?;
-    // The working set and little more is what will be touched there.
+    // The migration touches the working set and little more on the target.
     let warm = Warm::hold(spec.memory / 4);
     let mut watch = Watch { zero: Instant::now(), recorder: Recorder::default() };
     watch.look_for(&mut pair.source, before);
@@ -137,7 +138,7 @@ fn request(spec: &CaseSpec, side: Side, uri: &str) -> Result<MigrateRequest> {
     })
 }
 
-/// The report of a migration, as the bench wants it.
+/// Returns the figures of a run from the report of a migration.
 fn run(report: &Value, recorder: Recorder, start: f64, end: f64) -> Result<Run> {
     let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
     let passes = report["passes"].as_array().context("no passes")?;
@@ -152,7 +153,7 @@ fn run(report: &Value, recorder: Recorder, start: f64, end: f64) -> Result<Run> 
         downtime: time(&report["downtime_ms"]).context("no downtime")?,
         passes: passes.len() as u64,
         wire_bytes: report["bytes"]["wire"].as_u64().unwrap_or(0),
-        // A ring counts each page once a harvest; the log, once a pass.
+        // A ring counts each page once per harvest, and the log counts each page once per pass.
         dirtied: sum(&ring["vcpus"], "pages").or_else(|| sum(&report["passes"], "dirtied")),
         ring: ring["full_exits"].as_u64().map(|full_exits| RingRun {
             full_exits,

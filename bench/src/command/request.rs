@@ -1,36 +1,36 @@
-//! Requests of migrations, as the control socket takes them.
+//! Migration requests in the format of the control socket.
 
 use serde::Serialize;
 use std::time::Duration;
 use vmferry_engine::Settings;
 
-/// Arguments of `x-vmferry-migrate`. The process refuses a value that it does not know.
+/// Arguments of `x-vmferry-migrate`. The process refuses an unknown value.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct MigrateRequest {
     pub(super) uri: String,
-    /// `precopy`, `postcopy` or `hybrid`.
+    /// Migration mode: `precopy`, `postcopy` or `hybrid`.
     pub(super) mode: &'static str,
-    /// `shared`, `interleaved` or `dedicated`.
+    /// Way of urgent pages: `shared`, `interleaved` or `dedicated`.
     pub(super) urgent: &'static str,
     pub(super) urgent_channels: u16,
-    /// `auto` or `off`.
+    /// Pacing: `auto` or `off`.
     pub(super) pace: &'static str,
     pub(super) reconnect_for_ms: u64,
     pub(super) tracker: Option<&'static str>,
     pub(super) reaper: Option<String>,
     pub(super) channels: u16,
     pub(super) downtime_limit_ms: u64,
-    /// Bytes per second.
+    /// Limit in bytes per second.
     pub(super) max_bandwidth: Option<u64>,
     pub(super) timeout_ms: Option<u64>,
-    /// `cancel`, `switch` or `postcopy`.
+    /// Action taken when the timeout expires: `cancel`, `switch` or `postcopy`.
     pub(super) on_timeout: &'static str,
-    /// `off`, `all` or `writers`.
+    /// vCPUs that auto-converge throttles: `off`, `all` or `writers`.
     pub(super) auto_converge: &'static str,
-    /// The migration is predicted first, and the prediction is scored.
+    /// Set if the migration is predicted first and the prediction is scored.
     pub(super) plan: bool,
-    /// `on` or `off`.
+    /// Skipping of free pages: `on` or `off`.
     pub(super) free_pages: &'static str,
     pub(super) insecure: bool,
     pub(super) peer_timeout_ms: u64,

@@ -1,12 +1,12 @@
-//! What a process has of the host.
+//! Host resources that a process uses.
 
 use anyhow::{Context, Result};
 
-/// What a process has.
+/// Memory, descriptors and threads of a process at one moment.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Sample {
     pub(super) rss_kib: u64,
-    /// The most of it there ever was.
+    /// Peak of the resident memory in KiB.
     pub(super) peak_kib: u64,
     pub(super) descriptors: u64,
     pub(super) threads: u64,

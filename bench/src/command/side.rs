@@ -1,4 +1,4 @@
-//! A process `vmferry run` that a bench harms.
+//! A process `vmferry run` whose failures a bench provokes.
 
 use super::program;
 use crate::density::Budget;
@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_client::Client;
 
-/// How long a process may take to come up, and anything else that is waited for.
+/// Longest time to wait for the start of a process, and for any other condition.
 pub(super) const PATIENCE: Duration = Duration::from_secs(45);
 const REQUEST: u64 = 4711;
 
-/// A folder that is removed at last.
+/// Folder that is removed on drop.
 pub(super) struct Folder(pub(super) PathBuf);
 
 impl Folder {
@@ -36,34 +36,34 @@ impl Drop for Folder {
     }
 }
 
-/// A process of ours.
+/// A process `vmferry run` and its control socket.
 pub(super) struct Side {
     child: Child,
     client: Option<Client>,
-    /// It was killed: whatever it had is gone.
+    /// Set once the process was killed or has ended.
     dead: bool,
-    /// What it may have of the host's memory.
+    /// Memory budget of the process.
     budget: Option<Budget>,
-    /// Where what it says goes.
+    /// File that receives the standard error of the process.
     log: PathBuf,
 }
 
-/// What a side is started with.
+/// Settings with which a side is started.
 #[derive(Default)]
 pub(super) struct Start<'a> {
     pub(super) guest: &'a str,
     pub(super) memory: &'a str,
-    /// What it does, or where it waits, and more.
+    /// Further arguments, such as the workload of a source or the address of a target.
     pub(super) args: Vec<String>,
     pub(super) slow: Option<&'a SlowDisk>,
-    /// What it may have of the host's memory.
+    /// Memory budget of the process.
     pub(super) budget: Option<Budget>,
-    /// Its monotonic clock is a day ahead.
+    /// Set if the monotonic clock of the process is a day ahead.
     pub(super) other_clock: bool,
 }
 
 impl Side {
-    /// Starts one, and waits until it can be asked.
+    /// Starts a process, and waits until its control socket answers.
     pub(super) fn start(start: Start<'_>, folder: &Path, name: &str) -> Result<Self> {
         let Start { guest, memory, args, slow, budget, other_clock } = start;
         let api = folder.join(name);
@@ -96,21 +96,21 @@ impl Side {
         while side.client.is_none() {
             side.client = Client::connect(&api).ok();
             if side.child.try_wait()?.is_some() || Instant::now() > deadline {
-                bail!("the {name} did not come up: {}", side.said());
+                bail!("the {name} did not start: {}", side.said());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
         Ok(side)
     }
 
-    /// Its last words so far.
+    /// Returns the last five lines of the log.
     pub(super) fn said(&self) -> String {
         let said = std::fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<_> = said.trim().lines().collect();
         lines[lines.len().saturating_sub(5)..].join("; ")
     }
 
-    /// Whether the kernel has killed it because it needed memory.
+    /// Returns whether the kernel has killed the process because of its memory budget.
     pub(super) fn starved(&mut self) -> Result<bool> {
         let Some(budget) = &self.budget else { return Ok(false) };
         let killed = budget.kills()? > 0;
@@ -138,25 +138,26 @@ impl Side {
                 return Ok(status.clone());
             }
             if Instant::now() > deadline {
-                bail!("waited in vain for {what}: {}", status.unwrap_or_default());
+                bail!("timed out while waiting for {what}: {}", status.unwrap_or_default());
             }
             std::thread::sleep(Duration::from_millis(10));
         }
     }
 
-    /// It ends by itself, in a failure, and never has a guest that runs.
+    /// Waits until the process ends by itself with a failure, and checks that it never runs a
+    /// guest.
     pub(super) fn refuses(&mut self) -> Result<()> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             if let Some(status) = self.child.try_wait()? {
-                ensure!(!status.success(), "it ended well: {}", self.said());
+                ensure!(!status.success(), "the process ended with success: {}", self.said());
                 self.dead = true;
                 return Ok(());
             }
             let status = self.status();
             let runs = status.as_ref().is_some_and(|status| status["vm"]["place"] == "running");
-            ensure!(!runs, "it runs: {status:?}");
-            ensure!(Instant::now() < deadline, "it does not end: {status:?}");
+            ensure!(!runs, "the guest runs: {status:?}");
+            ensure!(Instant::now() < deadline, "the process does not end: {status:?}");
             std::thread::sleep(Duration::from_millis(10));
         }
     }
@@ -173,11 +174,12 @@ impl Side {
         Ok(kill_process(pid, signal)?)
     }
 
-    /// The guest runs here, goes on, and finds all its pages as it left them.
+    /// Checks that the guest runs on this side, continues to write, and finds all its pages
+    /// undamaged.
     pub(super) fn whole(&mut self) -> Result<()> {
         let writes = |status: &Value| status["vm"]["guest"]["writes"].as_u64();
         let before = self.wait("the guest's statistics", |status| writes(status).is_some())?;
-        self.wait("the guest going on", |status| writes(status) > writes(&before))?;
+        self.wait("the guest making progress", |status| writes(status) > writes(&before))?;
         self.say("verify-guest", json!({ "request": REQUEST }))?;
         let checked = self.wait("the guest checking all its pages", |status| {
             let guest = &status["vm"]["guest"];
@@ -194,13 +196,13 @@ impl Side {
         Ok(())
     }
 
-    /// Waits until the guest has filled its memory and does its work.
+    /// Waits until the guest has filled its memory and runs its workload.
     pub(super) fn working(&mut self) -> Result<()> {
         self.wait("the guest filling its memory", |status| status["vm"]["guest"]["state"] == "running")
             .map(drop)
     }
 
-    /// Where it waits for a guest.
+    /// Returns the address on which the target listens.
     pub(super) fn address(&mut self) -> Result<SocketAddr> {
         let status = self.wait("the target listening", |status| status["vm"]["incoming"].is_string())?;
         let uri = status["vm"]["incoming"].as_str().and_then(|uri| uri.strip_prefix("tcp:"));

@@ -1,6 +1,7 @@
-//! `vmferry-bench soak`: very many migrations in a row through one process, which must not grow.
+//! `vmferry-bench soak`: very many migrations in a row through one process, whose resources must
+//! not grow.
 //!
-//! The process is both sides. A guest moves from one machine to the next.
+//! The process is source and target. A guest moves from one machine to the next.
 
 use super::args::BenchArgs;
 use super::hop::{self, Kind, Machine, wait};
@@ -19,13 +20,14 @@ const GUESTS: [(&str, &str, Kind); 2] = [
     ("kvm", "32M", Kind { kvm: true, memory: 32 << 20 }),
 ];
 const LOAD: &str = "uniform,ws=2M,data=4M,rate=20k,fill=random";
-/// How much more memory the process may have at the end than after the first tenth: what an allocator keeps.
+/// KiB that the resident memory may grow after the first tenth. The allocator may keep this much.
 const MORE_KIB: u64 = 4 << 10;
-/// How often the guest checks all of its pages, and samples are taken.
+/// Migrations between two checks of all pages of the guest.
 const CHECK_EVERY: u32 = 25;
+/// Migrations between two samples.
 const SAMPLE_EVERY: u32 = 5;
 
-/// A name, what it is of a sample, and how much more it may be late than early.
+/// Name of a figure, its value in a sample, and its allowed growth.
 type Figure = (&'static str, fn(&Sample) -> u64, u64);
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
@@ -55,7 +57,7 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     Ok(Finished { document, table, page: None, failures })
 }
 
-/// Samples of this process in the course of `count` migrations, and the longest downtime of them.
+/// Runs `count` migrations. Returns samples of this process and the longest downtime.
 fn row(name: &str, kind: Kind, count: u32) -> Result<(Vec<Sample>, Duration)> {
     let (mut samples, mut longest) = (Vec::new(), Duration::ZERO);
     let mut machine = kind.running(LOAD)?;
@@ -78,9 +80,9 @@ fn row(name: &str, kind: Kind, count: u32) -> Result<(Vec<Sample>, Duration)> {
     Ok((samples, longest))
 }
 
-/// Compares the last of `samples` with the first.
+/// Compares the late samples with the early ones, and records figures and failures.
 fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut Vec<String>, count: u32) {
-    // The first tenth warms up allocators and pools.
+    // The first tenth warms up allocators and pools, so it is dropped.
     let settled = &samples[samples.len() / 10..];
     let (early, late) = settled.split_at(settled.len() / 4);
     let late = &late[late.len() * 2 / 3..];
@@ -90,7 +92,8 @@ fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut
         ("threads", |sample| sample.threads, 0),
     ];
     for (name, of, more) in most {
-        // Of memory the middle, of the rest the least: a thread that is just ending is none that leaks.
+        // The median is used for memory and the minimum for counts: a thread that is just ending is
+        // not a leak.
         let value = |samples: &[Sample], least: bool| {
             let mut values: Vec<u64> = samples.iter().map(of).collect();
             values.sort_unstable();
@@ -98,7 +101,7 @@ fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut
             values.get(at).copied().unwrap_or(0)
         };
         let counts = more == 0;
-        // The more samples, the smaller the least: of as many each.
+        // A minimum gets smaller with more samples, so both sets have the same size.
         let early = if counts { &early[..early.len().min(late.len())] } else { early };
         let (before, after) = (value(early, counts), value(late, counts));
         #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
@@ -113,7 +116,7 @@ fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut
 }
 
 fn whole(machine: &Machine, request: u64) -> Result<()> {
-    wait("the guest's page of requests", || machine.request_verify(request))?;
+    wait("the guest's request page", || machine.request_verify(request))?;
     wait("the guest checking its pages", || machine.stats().is_ok_and(|stats| stats.verified(request)))?;
     let stats = machine.stats()?;
     ensure!(stats.corrupt() == 0, "CORRUPT: {:?}", stats.first_corrupt());

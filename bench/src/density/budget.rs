@@ -1,7 +1,10 @@
-//! Memory for a fleet of guests: a cgroup of its own with a limit, which is all that the kernel may take from it, and from it alone.
+//! Memory budget of a fleet of guests: a cgroup with a memory limit.
 //!
-//! From the kernel's Documentation/admin-guide/cgroup-v2.rst, and cgroup-v1/memory.rst for hosts whose memory controller is still
-//! mounted there.
+//! When the fleet exceeds the limit, the kernel reclaims memory from this cgroup or kills processes
+//! in it, and no others.
+//!
+//! Sources: the kernel's Documentation/admin-guide/cgroup-v2.rst, and cgroup-v1/memory.rst for
+//! hosts that still mount the memory controller there.
 
 use crate::cgroup::{Cgroup, Version, places};
 use std::fs::{self, OpenOptions};
@@ -9,18 +12,18 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::process::Command;
 
-/// Why there is no budget.
+/// Reason why a budget cannot be created.
 #[derive(Debug, thiserror::Error)]
-#[error("no memory cgroup of its own: {0}")]
+#[error("cannot create a memory cgroup: {0}")]
 pub struct NoBudget(String);
 
-/// What the files of the memory controller are called.
+/// Names of the files of the memory controller.
 trait Memory {
-    /// Its limit of memory, in bytes.
+    /// Returns the name of the file with the memory limit in bytes.
     fn limit(self) -> &'static str;
-    /// Memory that is used, in bytes.
+    /// Returns the name of the file with the used memory in bytes.
     fn used(self) -> &'static str;
-    /// Where processes that were killed are counted, as `oom_kill N`.
+    /// Returns the name of the file with the count of killed processes, in a line `oom_kill N`.
     fn events(self) -> &'static str;
 }
 
@@ -47,7 +50,8 @@ impl Memory for Version {
     }
 }
 
-/// A cgroup with a limit of memory and without swap. Removed when dropped; its processes must have ended.
+/// Cgroup with a memory limit and without swap, removed on drop. Its processes must have ended by
+/// then.
 #[derive(Debug)]
 pub struct Budget {
     group: Cgroup,
@@ -55,10 +59,12 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Makes one of `bytes` bytes under this process's own cgroup or beside it, and reads back that the limit is in place.
+    /// Creates a budget of `bytes` bytes below this process's own cgroup or its parent, and
+    /// verifies the limit.
     ///
     /// # Errors
-    /// If this host has no cgroup with memory, or this user must not make one.
+    ///
+    /// Fails if this host has no cgroups with a memory controller, or the user may not create one.
     pub fn new(bytes: u64) -> Result<Self, NoBudget> {
         let below = |version, parent: &Path| Self::below(version, parent, bytes);
         places("memory", below).map_err(NoBudget)
@@ -70,10 +76,12 @@ impl Budget {
             Ok::<_, String>(text.split_whitespace().any(|word| word == "memory"))
         };
         if version == Version::Two && !has("cgroup.controllers")? {
-            return Err("memory is not among its controllers".into());
+            return Err("the memory controller is not among its controllers".into());
         }
         if version == Version::Two && !has("cgroup.subtree_control")? {
-            return Err("it does not pass memory on to those below it (cgroup.subtree_control)".into());
+            return Err(
+                "the memory controller is not enabled for its children (cgroup.subtree_control)".into()
+            );
         }
         let group = Cgroup::make(parent, "density")?;
         Self::limit(version, &group, bytes)?;
@@ -83,7 +91,7 @@ impl Budget {
     fn limit(version: Version, group: &Cgroup, bytes: u64) -> Result<(), String> {
         let path = group.path();
         set(path, version.limit(), &bytes.to_string())?;
-        // Of version 1: memory and swap together.
+        // In version 1 this file limits memory and swap together.
         let no_swap = match version {
             Version::One => set(path, "memory.memsw.limit_in_bytes", &bytes.to_string()),
             Version::Two => set(path, "memory.swap.max", "0"),
@@ -93,36 +101,42 @@ impl Budget {
             other => other?,
         }
         if version == Version::Two {
-            // One guest is killed, not all of them.
+            // The kernel must kill one guest, not all of them.
             set(path, "memory.oom.group", "0")?;
         }
         Ok(())
     }
 
-    /// Lets a process that has yet to be started run in it, from its first instruction on.
+    /// Makes a process that has yet to be started run in this cgroup from its first instruction on.
     ///
     /// # Errors
-    /// If this process is out of file descriptors.
+    ///
+    /// Fails if this process is out of file descriptors.
     pub fn enter(&self, command: &mut Command) -> io::Result<()> {
         self.group.enter(command)
     }
 
-    /// Sees that process `pid`, just started, is in it, and makes it the first that the kernel takes where all of the host runs out.
+    /// Checks that the new process `pid` is in this cgroup, and makes it the first that the kernel
+    /// kills when the whole host runs out of memory.
     ///
     /// # Errors
-    /// If it is elsewhere: then it must not go on.
+    ///
+    /// Fails if the process is in another cgroup. The caller must then stop the process.
     pub fn adopt(&self, pid: u32) -> io::Result<()> {
         self.group.has(self.version, "memory", pid)?;
         fs::write(format!("/proc/{pid}/oom_score_adj"), "1000")
     }
 
-    /// Leaves its processes no more than they use now and `more` bytes: what can be given back is, and who needs more is killed.
+    /// Lowers the limit to the memory that is used now plus `more` bytes. The kernel reclaims
+    /// memory, and kills a process that needs more.
     ///
     /// # Errors
-    /// If the kernel cannot, because too little of it can be given back.
+    ///
+    /// Fails if the kernel cannot reclaim enough memory to set the limit.
     pub fn squeeze(&self, more: u64) -> io::Result<()> {
         let limit = (self.used()? + more).to_string();
-        // Of version 1 memory and swap together are never less than memory alone.
+        // In version 1 the limit of memory and swap together must not be below the limit of memory
+        // alone.
         set(self.group.path(), self.version.limit(), &limit).map_err(io::Error::other)?;
         match (self.version, has_swap()) {
             (Version::One, true) => {
@@ -132,19 +146,21 @@ impl Budget {
         }
     }
 
-    /// Memory that it uses, in bytes.
+    /// Returns the memory that the cgroup uses, in bytes.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    ///
+    /// Fails if the file of the kernel cannot be read.
     pub fn used(&self) -> io::Result<u64> {
         let text = fs::read_to_string(self.group.path().join(self.version.used()))?;
         text.trim().parse().map_err(io::Error::other)
     }
 
-    /// How many of its processes the kernel killed because they needed more.
+    /// Returns how many processes of the cgroup the kernel killed because of the limit.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    ///
+    /// Fails if the file of the kernel cannot be read or has no count.
     pub fn kills(&self) -> io::Result<u64> {
         let file = self.version.events();
         let events = fs::read_to_string(self.group.path().join(file))?;
@@ -153,7 +169,8 @@ impl Budget {
     }
 }
 
-/// Writes a limit and reads it back. Never makes the file: where there is none, there is no limit.
+/// Writes a limit and reads it back. Never creates the file: a missing file means that the kernel
+/// has no such limit.
 fn set(path: &Path, name: &str, value: &str) -> Result<(), String> {
     let file = path.join(name);
     let tell = |error: io::Error| format!("{name}: {error}");
@@ -171,7 +188,7 @@ fn set(path: &Path, name: &str, value: &str) -> Result<(), String> {
 }
 
 fn has_swap() -> bool {
-    // A line of titles, then one for each.
+    // The file has a header line and then one line for each swap area.
     fs::read_to_string("/proc/swaps").is_ok_and(|swaps| swaps.lines().count() > 1)
 }
 
@@ -180,7 +197,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn where_no_limit_can_be_there_is_no_budget() {
+    fn no_budget_without_a_usable_memory_controller() {
         let folder = tempfile::tempdir().unwrap();
         let below = |controllers: &str, subtree: &str| {
             fs::write(folder.path().join("cgroup.controllers"), controllers).unwrap();
@@ -189,23 +206,24 @@ mod tests {
         };
         assert!(below("cpu io\n", "\n").contains("not among its controllers"));
         assert!(below("cpu memory\n", "cpu\n").contains("subtree_control"));
-        // A folder, but no cgroup: it has no files of its own, and is removed again.
+        // A plain folder is not a cgroup: it has no control files, and the new folder is removed
+        // again.
         assert!(below("memory\n", "memory\n").contains("cgroup.procs"));
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2);
     }
 
     #[test]
-    fn a_limit_is_read_back() {
+    fn limit_that_does_not_hold_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("memory.max"), "max\n").unwrap();
         assert_eq!(set(folder.path(), "memory.max", "4096"), Ok(()));
-        // Longer than what is written over it: as if another limit held.
+        // The old text is longer than the new one, so the file reads as another limit.
         fs::write(folder.path().join("memory.max"), "123456789").unwrap();
         assert!(set(folder.path(), "memory.max", "4096").unwrap_err().contains("is 409656789"));
     }
 
     #[test]
-    fn a_process_of_its_own_lives_in_it() {
+    fn budget_holds_a_process_and_is_removed_on_drop() {
         let budget = match Budget::new(64 << 20) {
             Ok(budget) => budget,
             Err(why) => return vmferry_testkit::skip(vmferry_testkit::Need::Root, why),

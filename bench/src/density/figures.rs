@@ -1,4 +1,4 @@
-//! What guests told, and what it came to.
+//! Figures that guests report, and figures that the bench derives from them.
 
 use std::time::Duration;
 
@@ -7,31 +7,31 @@ use vmferry_guest_abi::ALLOC_HIST_BUCKETS;
 use crate::cases::Figures;
 use crate::reaper::to_f64;
 
-/// Pages of 4 MiB.
+/// Pages in a block of 4 MiB.
 const BLOCK_PAGES: f64 = 1024.0;
 
-/// What a guest says of its allocator, all vCPUs together.
+/// Allocator statistics of a guest, over all vCPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Told {
-    /// All rounds are done.
+    /// Set when all rounds are done.
     pub done: bool,
-    /// Free pages that have not been given back since they were last in use.
+    /// Free pages that have not been reported since their last use.
     pub unreported_pages: u64,
-    /// Pages that are in use, or kept for the guest's own allocator to work.
+    /// Pages that are in use or reserved for the guest's own allocator.
     pub used_pages: u64,
     /// Bytes freed.
     pub freed_bytes: u64,
-    /// Nanoseconds allocating, touching, checking and freeing, reports of who frees included.
+    /// Nanoseconds spent allocating, touching, checking and freeing, including synchronous reports.
     pub work_ns: u64,
-    /// Frees by length, see [`vmferry_guest_abi::AllocCpu::bucket`].
+    /// Frees by duration, see [`vmferry_guest_abi::AllocCpu::bucket`].
     pub free_hist: [u64; ALLOC_HIST_BUCKETS],
-    /// The longest free, in nanoseconds.
+    /// Duration of the longest free in nanoseconds.
     pub free_max_ns: u64,
-    /// Bytes given back.
+    /// Bytes reported to the host.
     pub report_bytes: u64,
-    /// Nanoseconds of it.
+    /// Nanoseconds spent reporting.
     pub report_ns: u64,
-    /// The longest report, in nanoseconds.
+    /// Duration of the longest report in nanoseconds.
     pub report_max_ns: u64,
     /// The guest's clock at the last free, in microseconds.
     pub last_free_us: u64,
@@ -39,36 +39,37 @@ pub struct Told {
     pub last_report_us: u64,
     /// Pages that the host dropped.
     pub dropped_pages: u64,
-    /// What it took for that, in nanoseconds.
+    /// Nanoseconds that the host spent dropping pages.
     pub drop_ns: u64,
     /// Pages that the guest found damaged.
     pub corrupt: u64,
 }
 
-/// One guest that has done all it was to do.
+/// Figures of one guest that has finished its rounds.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Single {
     pub(super) told: Told,
-    /// Resident memory of its process, in bytes.
+    /// Resident memory of the guest's process in bytes.
     pub(super) resident: u64,
-    /// The same of a guest that allocated nothing, and the pages that that one uses.
+    /// Resident bytes and used pages of a guest that allocated nothing.
     pub(super) base: (u64, u64),
 }
 
-/// A fleet that ended.
+/// Figures of a fleet that ended.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Filled {
-    /// Guests that had done all they were to do before one was killed.
+    /// Guests that had finished their rounds before one was killed.
     pub(super) guests: usize,
-    /// Whether one was.
+    /// Set if the kernel killed a guest.
     pub(super) killed: bool,
-    /// What all of them used when the last had finished, in bytes.
+    /// Bytes that all guests used when the last one had finished.
     pub(super) used: u64,
     pub(super) took: Duration,
 }
 
 impl Single {
-    /// What it leaves behind of what it freed, in bytes: what it has in use is no residue.
+    /// Returns the bytes that the guest freed but the host still holds. Memory in use is no
+    /// residue.
     pub(super) fn residue(&self) -> u64 {
         let (base, base_pages) = self.base;
         let more = self.told.used_pages.saturating_sub(base_pages) * 4096;
@@ -116,8 +117,11 @@ impl Filled {
     }
 }
 
-/// The time that a share of the calls do not exceed, in nanoseconds: it lies in the right bucket, a factor of two wide, and in it
-/// where the rank says if its calls lie evenly on a logarithmic scale. None: there are none.
+/// Returns the duration in nanoseconds that `share` of the calls do not exceed, or `None` without
+/// calls.
+///
+/// The result lies in the right bucket, which is a factor of two wide. Its place in the bucket
+/// assumes that the calls are spread evenly on a logarithmic scale.
 fn quantile_ns(hist: &[u64; ALLOC_HIST_BUCKETS], max_ns: u64, share: f64) -> Option<f64> {
     let mut left = to_f64(hist.iter().sum()) * share;
     for (bucket, count) in hist.iter().enumerate().filter(|(_, count)| **count > 0) {
@@ -136,17 +140,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_in_use_is_no_residue() {
+    fn memory_in_use_is_no_residue() {
         let told = Told { used_pages: 100 + 256, freed_bytes: 100 << 20, ..Told::default() };
         let single = Single { told, resident: (10 + 1 + 5) << 20, base: (10 << 20, 100) };
         assert_eq!(single.residue(), 5 << 20);
         assert!((single.figures()["residue_pct"] - 5.0).abs() < 1e-9);
-        // One that gave nothing back has no cost of that.
+        // A guest that reported nothing has no report cost.
         assert!(!single.figures().contains_key("report_to_madvise"));
     }
 
     #[test]
-    fn reports_are_compared_by_the_block() {
+    fn report_cost_is_compared_per_block() {
         let told = Told {
             report_bytes: 8 << 20,
             report_ns: 240_000,

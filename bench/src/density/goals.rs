@@ -1,4 +1,4 @@
-//! What is promised, and what was published.
+//! Goals of the bench, and published results to compare with.
 
 use serde_json::Value;
 use vmferry_report::json::Document;
@@ -7,18 +7,19 @@ use super::spec::{Fleet, MOST_GUESTS, One, Pattern, ReportMode};
 use crate::cases::{at_least, at_most, goal, metric};
 use crate::reaper::to_f64;
 
-/// Published: so many guests fit without, and from 5 to so many with reports.
+/// Published number of guests that fit without reports, and the best number with reports.
 const PUBLISHED: (f64, f64) = (3.0, 7.0);
-/// What a guest may leave behind of what it freed, in percent.
+/// Largest allowed residue, in percent of the freed memory.
 const RESIDUE_PCT: f64 = 1.0;
-/// How much slower allocating, touching and freeing may be, in percent.
+/// Largest allowed slowdown of allocating, touching and freeing, in percent.
 const SLOWDOWN_PCT: f64 = 5.0;
-/// From a full buffer, or the last free, until memory is back, in milliseconds.
+/// Longest allowed time from a full buffer, or from the last free, until the memory is returned, in
+/// milliseconds.
 const RETURNED_MS: f64 = 100.0;
-/// A report, compared with the host's part of it.
+/// Largest allowed ratio of a report's cost to the cost of the host's madvise.
 const OF_MADVISE: f64 = 1.2;
 
-/// What the bench exists for.
+/// Main figures of the bench, by name. `None` if a figure is unknown.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Summary(Vec<(&'static str, Option<f64>)>);
 
@@ -27,12 +28,12 @@ fn one(document: &Document, report: ReportMode, pattern: Pattern, name: &str) ->
 }
 
 impl Summary {
-    /// Under the names of contracts.
+    /// Returns the figures of a document under the names of the summary.
     pub(super) fn of(document: &Document) -> Self {
         use ReportMode::{Async, Off, Sync};
         let fleet = |report| metric(document, "fleet", Fleet(report), "guests");
         let residue = |pattern| one(document, Sync, pattern, "residue_pct");
-        // The worse of both patterns.
+        // The worse one of the two patterns counts.
         let residue_pct = match (residue(Pattern::Once), residue(Pattern::Fragmented)) {
             (Some(once), Some(fragmented)) => Some(once.max(fragmented)),
             (only, None) | (None, only) => only,
@@ -54,7 +55,7 @@ impl Summary {
         ])
     }
 
-    /// Those that are known.
+    /// Returns the figures that are known.
     pub(super) fn known(&self) -> impl Iterator<Item = (&'static str, f64)> {
         self.0.iter().filter_map(|(name, value)| Some((*name, (*value)?)))
     }
@@ -64,7 +65,7 @@ impl Summary {
     }
 }
 
-/// The goals that could be looked at, each with what it came to.
+/// Returns the goals whose figures are known, each with its figure.
 pub(super) fn goals(document: &Document) -> Vec<Value> {
     use ReportMode::Sync;
     let all = Summary::of(document);

@@ -1,8 +1,12 @@
-//! `vmferry-bench density`: how many guests fit a host whose guests give back what they free, and what that costs them.
+//! `vmferry-bench density`: number of guests that fit on a host if they return free memory, and its
+//! cost.
 //!
-//! The published test: guests that allocate, touch and free most of their memory, one after another, and stay, under a limit that
-//! holds three of them at their largest. And single guests, for what each leaves behind and how its allocator's speed and tail
-//! suffer: without reports, synchronous, asynchronous, by hypercall; in one go, fragmented, again and again.
+//! The published test runs a fleet. Its guests allocate, touch and free most of their memory, one
+//! after another, and stay. The memory limit holds three of them at their peak.
+//!
+//! Single guests show the residue of each way of reporting, and its effect on the speed and tail
+//! latency of the allocator. The ways are: no reports, synchronous, asynchronous and by hypercall.
+//! The patterns are: all at once, fragmented and repeated.
 
 mod budget;
 mod figures;
@@ -28,52 +32,57 @@ pub use figures::Told;
 pub use spec::{Fleet, GuestSpec, One, Options, Pattern, ReportMode, Scale};
 pub use vmferry_report::benches::density::{page, table};
 
-/// Between two looks at a guest: seldom enough to cost it nothing.
+/// Interval at which a guest is polled. It is long enough to cost the guest nothing.
 const POLL: Duration = Duration::from_millis(20);
-/// How long a guest that has freed everything may take to give it back before what is left counts as left.
+/// Time that a guest gets to return freed memory. What is left afterwards counts as residue.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// Runs guests: the one thing that this crate leaves to whoever has the VMM.
+/// Runner of guests. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Starts the guest of `spec` in a process of its own, within `budget` if there is one.
+    /// Starts the guest of `spec` in a separate process, within `budget` if there is one.
     ///
     /// # Errors
-    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure. With a budget, a guest
-    /// that is killed before it could be asked anything is [`Started::Killed`].
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the guest, which skips the
+    /// side. Every other error is a failure. A guest that is killed within its budget before it
+    /// answers is not an error but [`Started::Killed`].
     fn start(&mut self, spec: &GuestSpec, budget: Option<&Budget>) -> Result<Started, OurError>;
 }
 
-/// What became of a guest that was to start.
+/// Result of a guest's start.
 #[derive(Debug)]
 pub enum Started {
-    /// It runs.
+    /// The guest runs.
     Runs(Box<dyn Guest>),
-    /// The kernel killed it.
+    /// The kernel killed the guest.
     Killed,
 }
 
-/// A running guest, which ends when it is dropped.
+/// Running guest. Dropping the value ends the guest.
 pub trait Guest: std::fmt::Debug {
-    /// Whether its process has been killed.
+    /// Returns whether the guest's process has been killed.
     ///
     /// # Errors
-    /// If it ended in any other way.
+    ///
+    /// Fails if the process ended in any other way.
     fn killed(&mut self) -> Result<bool, OurError>;
 
-    /// What it says of itself. None: nothing yet.
+    /// Returns the guest's allocator statistics, or `None` if there are none yet.
     ///
     /// # Errors
-    /// If it cannot be asked.
+    ///
+    /// Fails if the guest's process does not answer.
     fn told(&mut self) -> Result<Option<Told>, OurError>;
 
-    /// Resident memory of its process, in bytes.
+    /// Returns the resident memory of the guest's process in bytes.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    ///
+    /// Fails if the file of the kernel cannot be read.
     fn resident(&mut self) -> Result<u64, OurError>;
 }
 
-/// Runs the bench. `progress` is told what begins.
+/// Runs the bench. Calls `progress` with the name of each run that begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("density", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
@@ -109,7 +118,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     Outcome { document, failures }
 }
 
-/// All wanted sides of a group, in turn.
+/// Runs all selected sides of a group in turn.
 fn in_turn<S: Copy + Display, R>(
     rounds: &mut Rounds<'_>,
     options: &Options,
@@ -123,7 +132,7 @@ fn in_turn<S: Copy + Display, R>(
     rounds.run_at_most(wanted, |_| most, name, |side, _| once(side))
 }
 
-/// Whether this host can hold so many bytes.
+/// Checks that this host has `bytes` of free memory, and the reserve.
 fn room_for(bytes: u64) -> Result<(), Stop> {
     let needed = bytes.saturating_add(MEMORY_RESERVE);
     match available_memory().filter(|available| *available < needed) {
@@ -136,14 +145,14 @@ fn room_for(bytes: u64) -> Result<(), Stop> {
     }
 }
 
-/// Resident bytes and used pages of a guest that allocates nothing worth mentioning.
+/// Returns the resident bytes and used pages of a guest that allocates next to nothing.
 fn base(spec: &GuestSpec, limit: Duration, ours: &mut dyn OurRunner) -> Result<(u64, u64), Stop> {
     let spec = GuestSpec { alloc: 4096 * u64::from(spec.vcpus), rounds: 1, frag: 0, ..*spec };
     let base = single(&spec, limit, (0, 0), ours)?;
     Ok((base.resident, base.told.used_pages))
 }
 
-/// A guest on its own, until it has given back what it freed.
+/// Runs one guest until it has returned what it freed.
 fn single(
     spec: &GuestSpec,
     limit: Duration,
@@ -157,7 +166,7 @@ fn single(
     })?;
     let mut told = told.ok_or_else(|| late(limit))?;
     let until = Instant::now() + SETTLE;
-    // Without reports it is over now; two looks more, as for all others.
+    // Without reports the guest is done now. It is still polled twice, as all others are.
     for look in 0.. {
         std::thread::sleep(POLL);
         told = guest.told()?.unwrap_or(told);
@@ -172,11 +181,12 @@ fn single(
     Ok(Single { told, resident: guest.resident()?, base })
 }
 
-/// Guests one after another, until one of them is killed.
+/// Starts guests one after another until the kernel kills one of them.
 fn fill(spec: &GuestSpec, bytes: u64, limit: Duration, ours: &mut dyn OurRunner) -> Result<Filled, Stop> {
     let budget = Budget::new(bytes).map_err(|why| Stop::Skip(why.to_string()))?;
     let start = Instant::now();
-    // Dropped before the budget, as they end first.
+    // Dropped before the budget, because a cgroup can only be removed when its processes have
+    // ended.
     let mut guests: Vec<Box<dyn Guest>> = Vec::new();
     let mut filled = Filled::default();
     let fails = |error: std::io::Error| Stop::Fail(format!("the cgroup: {error}"));
@@ -186,9 +196,9 @@ fn fill(spec: &GuestSpec, bytes: u64, limit: Duration, ours: &mut dyn OurRunner)
             Started::Killed => filled.killed = true,
         }
         if filled.killed || !finishes(&mut guests, spec, limit)? {
-            // Whoever ended must have been killed for this, and for nothing else.
+            // A guest must have been killed because of the cgroup's limit, and for no other reason.
             if budget.kills().map_err(fails)? == 0 {
-                return Err(Stop::Fail("a guest was killed, but not for the cgroup's limit".into()));
+                return Err(Stop::Fail("a guest was killed, but not because of the cgroup's limit".into()));
             }
             filled.killed = true;
             break;
@@ -201,7 +211,8 @@ fn fill(spec: &GuestSpec, bytes: u64, limit: Duration, ours: &mut dyn OurRunner)
     Ok(filled)
 }
 
-/// Waits until the last of `guests` has done all it was to do and given back what it can. `false`: one of them was killed.
+/// Waits until the last of `guests` has finished and returned what it can. Returns `false` if a
+/// guest was killed.
 fn finishes(guests: &mut [Box<dyn Guest>], spec: &GuestSpec, limit: Duration) -> Result<bool, Stop> {
     let mut done_at = None;
     let end = loop_until(limit, || {
@@ -213,7 +224,7 @@ fn finishes(guests: &mut [Box<dyn Guest>], spec: &GuestSpec, limit: Duration) ->
         room_for(0)?;
         let Some(last) = guests.last_mut() else { return Ok(Some(false)) };
         let Ok(Some(told)) = last.told() else {
-            // It is just being killed, or does not talk yet.
+            // The guest is being killed, or does not answer yet.
             return Ok(None);
         };
         if !told.done {
@@ -226,7 +237,7 @@ fn finishes(guests: &mut [Box<dyn Guest>], spec: &GuestSpec, limit: Duration) ->
     end.ok_or_else(|| late(limit))
 }
 
-/// Asks `look` until it has something, or for so long.
+/// Calls `look` until it returns a value, or until `limit` has passed.
 fn loop_until<T>(
     limit: Duration,
     mut look: impl FnMut() -> Result<Option<T>, Stop>,

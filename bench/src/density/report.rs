@@ -1,4 +1,4 @@
-//! From runs to the document.
+//! Conversion of runs into the document.
 
 use serde_json::Value;
 use vmferry_report::Spread;
@@ -11,7 +11,7 @@ use super::spec::{One, ReportMode};
 use crate::reaper::to_f64;
 use crate::rounds::SideRuns;
 
-/// Adds how much slower each side was than the one without reports, round by round.
+/// Adds the slowdown of each side, compared round by round with the side without reports.
 pub(super) fn add_slowdown(document: &mut Document, sides: &[SideRuns<One, Single>]) {
     let work = |runs: &SideRuns<One, Single>| -> Vec<Option<f64>> {
         runs.rounds.iter().map(|run| run.as_ref().map(|run| to_f64(run.told.work_ns))).collect()
@@ -34,7 +34,7 @@ pub(super) fn add_slowdown(document: &mut Document, sides: &[SideRuns<One, Singl
     }
 }
 
-/// Adds what concerns the whole run.
+/// Adds the summary of the whole run.
 pub(super) fn finish(document: &mut Document, options: &Options, failures: &[String]) {
     let known: Vec<(&str, Value)> =
         Summary::of(document).known().map(|(name, value)| (name, value.into())).collect();

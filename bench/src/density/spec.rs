@@ -1,4 +1,4 @@
-//! What is run: guests, how they give memory back, and how much of it there is for all of them.
+//! Specification of the runs: guests, ways of returning memory, and the memory of a fleet.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,39 +9,40 @@ use crate::rounds::MEMORY_RESERVE;
 
 const MIB: u64 = 1 << 20;
 
-/// The published test: so much memory for guests of 5 GB that allocate 4 GB.
+/// Published test: memory of the host in bytes. It holds guests of 5 GB that allocate 4 GB.
 const PUBLISHED_BUDGET: u64 = 15_837 * MIB;
 const PUBLISHED_GUEST: u64 = 5120 * MIB;
 const PUBLISHED_ALLOC: u64 = 4096 * MIB;
 
-/// Guests are made no larger than this many percent of the published ones for `--quick`.
+/// Largest size of the guests of `--quick`, in percent of the published ones.
 const QUICK_PERCENT: u64 = 10;
 
-/// One page in so many is kept when the others are freed, in a fragmented pattern.
+/// Distance in pages between two pages that a fragmented pattern keeps.
 const FRAG: u64 = 64;
 
-/// Guests at which a fleet is full enough.
+/// Number of guests at which a fleet ends without a kill.
 pub(super) const MOST_GUESTS: usize = 32;
 
-/// What the guests of the test are like.
+/// Sizes of a fleet and its guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scale {
     /// Memory for all guests, in bytes.
     pub budget: u64,
-    /// Memory of one, in bytes.
+    /// Memory of one guest in bytes.
     pub guest: u64,
-    /// What it allocates, touches and frees, in bytes.
+    /// Bytes that one guest allocates, touches and frees.
     pub alloc: u64,
 }
 
 impl Scale {
-    /// The published sizes, in percent.
+    /// Returns `percent` percent of the published sizes.
     fn percent(percent: u64) -> Self {
         let of = |bytes: u64| (bytes / 100 * percent).next_multiple_of(2 * MIB);
         Self { budget: of(PUBLISHED_BUDGET), guest: of(PUBLISHED_GUEST), alloc: of(PUBLISHED_ALLOC) }
     }
 
-    /// The largest up to `most` percent of the published sizes that fits what is available.
+    /// Returns the largest sizes up to `most` percent of the published ones that fit in `available`
+    /// bytes.
     fn fitting(most: u64, available: Option<u64>) -> Self {
         let fits =
             |scale: &Self| available.is_none_or(|available| scale.budget + MEMORY_RESERVE <= available);
@@ -49,13 +50,13 @@ impl Scale {
     }
 }
 
-/// How a guest gives memory back.
+/// Way in which a guest returns memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Way {
-    /// Who reports, and by what.
+    /// Mode of the reports.
     pub mode: ReportMode,
-    /// Whether blocks of all sizes are reported as soon as a buffer is full, as was published, and not only those that hosts back
-    /// with huge pages.
+    /// Set if the guest reports blocks of all sizes as soon as a buffer is full, as in the
+    /// published test. Otherwise it reports only blocks that hosts back with huge pages.
     pub all_sizes: bool,
 }
 
@@ -72,53 +73,53 @@ impl fmt::Display for Way {
     }
 }
 
-/// A guest that allocates, touches and frees.
+/// Guest that allocates, touches and frees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestSpec {
-    /// Its memory in bytes.
+    /// Memory in bytes.
     pub memory: u64,
-    /// Its vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// What it allocates in each round, in bytes.
+    /// Bytes that the guest allocates in each round.
     pub alloc: u64,
-    /// Rounds.
+    /// Number of rounds.
     pub rounds: u32,
-    /// One page in how many is kept; 0: none.
+    /// Distance in pages between two pages that are kept. 0 means that none is kept.
     pub frag: u64,
-    /// How it gives memory back.
+    /// Way in which the guest returns memory.
     pub report: Way,
 }
 
 impl GuestSpec {
-    /// Its workload.
+    /// Returns the workload argument.
     pub fn workload(&self) -> String {
         format!("idle,data=4K,alloc={},rounds={},frag={}", self.alloc, self.rounds, self.frag)
     }
 
-    /// What else it is told.
+    /// Returns the other guest arguments.
     pub fn args(&self) -> String {
         let from = if self.report.all_sizes { " report_from=0" } else { "" };
         format!("report={}{from} hints=off", self.report.mode)
     }
 }
 
-/// How one guest does it.
+/// Way and pattern of a single guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct One {
-    /// How it gives memory back.
+    /// Way in which the guest returns memory.
     pub report: Way,
-    /// In what pattern.
+    /// Pattern in which the guest frees memory.
     pub pattern: Pattern,
 }
 
-/// In what pattern a guest frees, and how often.
+/// Pattern in which a guest frees memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pattern {
-    /// Once, all of it.
+    /// All memory is freed once.
     Once,
-    /// Once, but for single pages in between.
+    /// All memory is freed once, except for single pages in between.
     Fragmented,
-    /// Again and again: what was given back must be had again.
+    /// All memory is freed and allocated repeatedly, so that returned memory is needed again.
     Again,
 }
 
@@ -133,7 +134,7 @@ impl fmt::Display for One {
     }
 }
 
-/// A fleet of guests, each of which does it once and stays.
+/// Fleet of guests, each of which allocates and frees once and stays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fleet(pub ReportMode);
 
@@ -143,33 +144,34 @@ impl fmt::Display for Fleet {
     }
 }
 
-/// What is run, and how often.
+/// Selection of runs, and their number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
     /// The sizes of a fleet.
     pub scale: Scale,
-    /// Fleets.
+    /// Fleets that are run.
     pub fleets: Vec<Fleet>,
-    /// Memory of a guest on its own, and what it allocates, in bytes.
+    /// Memory of a single guest, and the bytes that it allocates.
     pub one: (u64, u64),
-    /// What single guests do.
+    /// Ways and patterns of single guests.
     pub ones: Vec<One>,
-    /// Rounds of single guests; fleets run once.
+    /// Rounds of single guests. Fleets run once.
     pub repeats: usize,
-    /// How long a guest may take.
+    /// Longest time that a guest may take.
     pub limit: Duration,
-    /// Only sides whose names, as in `one/sync`, contain one of these. Empty: all.
+    /// Texts that select sides by name, as in `one/sync`. Empty selects all.
     pub only: Vec<String>,
 }
 
 impl Options {
-    /// The bench of contracts in under four minutes on two cores: a tenth of the published sizes.
+    /// Returns the options of `--quick`: a tenth of the published sizes, in under four minutes on
+    /// two cores.
     pub fn quick(available: Option<u64>) -> Self {
         let modes = [ReportMode::Off, ReportMode::Sync];
         Self::sized(Scale::fitting(QUICK_PERCENT, available), &modes, 3)
     }
 
-    /// The published sizes, as far as the host has the memory.
+    /// Returns the options with the published sizes, as far as the host has the memory.
     pub fn full(available: Option<u64>) -> Self {
         let modes = [ReportMode::Off, ReportMode::Sync, ReportMode::Async, ReportMode::Hypercall];
         Self::sized(Scale::fitting(100, available), &modes, 5)
@@ -181,7 +183,8 @@ impl Options {
         let ways: Vec<_> = modes.into_iter().map(Way::from).chain([published]).collect();
         let all = |pattern| ways.iter().map(move |report| One { report: *report, pattern });
         let ones = [Pattern::Once, Pattern::Fragmented, Pattern::Again].into_iter().flat_map(all);
-        // What is asked of one guest does not depend on its size: those of the smaller test do for both.
+        // The results of a single guest do not depend on its size, so both tests use the smaller
+        // size.
         let Scale { guest, alloc, .. } = Scale::percent(QUICK_PERCENT);
         Options {
             scale,
@@ -194,17 +197,17 @@ impl Options {
         }
     }
 
-    /// Whether the side of this name is wanted.
+    /// Returns whether the side `name` is selected.
     pub(super) fn wants(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))
     }
 
-    /// A guest on its own.
+    /// Returns the specification of a single guest.
     pub(super) fn single(&self, one: One) -> GuestSpec {
         let (memory, alloc) = self.one;
         GuestSpec {
             memory,
-            // With two, the asynchronous way has somebody else to report.
+            // The asynchronous way needs a second vCPU to report.
             vcpus: 2,
             alloc,
             rounds: if one.pattern == Pattern::Again { 4 } else { 1 },
@@ -213,7 +216,7 @@ impl Options {
         }
     }
 
-    /// One of a fleet.
+    /// Returns the specification of each guest of a fleet.
     pub(super) fn of_fleet(&self, fleet: Fleet) -> GuestSpec {
         let Scale { guest, alloc, .. } = self.scale;
         GuestSpec { memory: guest, vcpus: 1, alloc, rounds: 1, frag: 0, report: fleet.0.into() }
@@ -238,13 +241,13 @@ mod tests {
             "{half:?}"
         );
         for scale in [whole, tenth, half] {
-            // Without reports three guests fit, and four do not.
+            // Without reports, three guests fit and four do not.
             assert!(3 * scale.alloc < scale.budget && 4 * scale.alloc > scale.budget, "{scale:?}");
         }
     }
 
     #[test]
-    fn guests_are_told_what_they_understand() {
+    fn guest_arguments_parse_as_specified() {
         for options in [Options::quick(None), Options::full(None)] {
             let names: BTreeSet<_> = options.ones.iter().map(ToString::to_string).collect();
             assert_eq!(names.len(), 15);

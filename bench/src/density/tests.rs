@@ -1,9 +1,10 @@
-//! Tests of the bench with guests of our own making: no VMM, no cgroup.
+//! Tests of the bench with scripted guests, without a VMM or a cgroup.
 
 use super::*;
 use vmferry_report::host::Host;
 
-/// Guests that leave so much of what they freed, and take so much longer with reports, in percent.
+/// Runner whose guests with reports leave `left` percent of what they freed, and take `slower`
+/// percent longer.
 #[derive(Clone, Copy)]
 struct Scripted {
     left: u64,
@@ -62,7 +63,7 @@ fn unmet(outcome: &Outcome) -> Vec<&str> {
 }
 
 #[test]
-fn the_summary_has_the_promised_fields() {
+fn summary_has_the_documented_fields() {
     let outcome = bench(Scripted { left: 0, slower: 3 });
     let summary = &outcome.document.summary;
     let close = |name: &str, want: f64| {
@@ -75,18 +76,18 @@ fn the_summary_has_the_promised_fields() {
     close("report_to_madvise", 1.1);
     close("free_max_us", 0.0);
     assert_eq!(unmet(&outcome), [""; 0]);
-    // Nobody filled a host.
+    // No fleet was run.
     assert!(!summary.contains_key("guests_on"));
 }
 
 #[test]
-fn goals_are_missed() {
+fn goals_report_residue_and_slowdown_as_unmet() {
     let outcome = bench(Scripted { left: 2, slower: 7 });
     assert_eq!(unmet(&outcome), ["residue, %", "residue of a fragmented pattern, %", "slower by, %"]);
 }
 
 #[test]
-fn fleets_are_judged_by_what_was_published() {
+fn fleets_are_compared_with_the_published_results() {
     let filled = |guests, killed| Filled { guests, killed, used: 1 << 30, took: Duration::from_secs(1) };
     let mut document = Document::new("density", Host::default());
     let side =
@@ -101,7 +102,7 @@ fn fleets_are_judged_by_what_was_published() {
 }
 
 #[test]
-fn failures_and_skips_are_told_apart() {
+fn failures_and_skips_are_reported_separately() {
     let outcome = bench(Scripted { left: 0, slower: 0 });
     let why = "the guest found 1 damaged pages";
     assert_eq!(outcome.failures, [1, 2].map(|round| format!("one/async-fragmented, round {round}: {why}")));

@@ -1,17 +1,17 @@
-//! Anonymous memory mapped like a guest's: private, huge pages wanted.
+//! Anonymous memory that is mapped like a guest's: private and with huge pages enabled.
 
 use std::io;
 use std::ptr;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// The size and alignment of a transparent huge page on x86-64.
+/// Size and alignment of a transparent huge page on x86-64, in bytes.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// A private anonymous mapping that starts at a huge page's boundary and asks for huge pages.
+/// Private anonymous mapping that is aligned to a huge page and advised to use huge pages.
 ///
-/// Invariant: `base .. base + mapped` is one mapping of ours alone, readable and writable, and
-/// `start .. start + len` lies inside it.
+/// Invariant: `base .. base + mapped` is one readable and writable mapping that only this value
+/// owns, and `start .. start + len` lies inside it.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     base: *mut u8,
@@ -21,12 +21,13 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// Maps `len` bytes, untouched: the first write to each page makes it present.
+    /// Maps `len` bytes. The first write to each page makes the page present.
     pub(crate) fn new(len: usize) -> io::Result<Self> {
         let mapped = len
             .checked_add(HUGE_PAGE)
             .ok_or_else(|| io::Error::other(format!("{len} bytes cannot be mapped")))?;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice changes no other
+        // mapping.
         let base = unsafe {
             mmap_anonymous(ptr::null_mut(), mapped, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)?
         };
@@ -38,20 +39,21 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Makes all of it present.
+    /// Makes all pages present.
     pub(crate) fn touch(&self) {
-        // SAFETY: the range is ours; populating changes no content. A host that cannot leaves it as it is.
+        // SAFETY: this value owns the range, and populating changes no content. A kernel without
+        // this advice leaves the memory as it is.
         let _ = unsafe { madvise(self.start.cast(), self.len, Advice::LinuxPopulateWrite) };
     }
 
-    /// The memory. Reading a page that was never written gives zeros.
+    /// Returns the memory. Pages that were never written read as zeros.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the range is mapped and initialized (the kernel gives zeros) for as long as `self`
-        // lives, and only `bytes_mut`, which needs `&mut self`, writes to it.
+        // SAFETY: the range is mapped and initialized (the kernel provides zeros) for as long as
+        // `self` lives, and only `bytes_mut`, which needs `&mut self`, writes to it.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
-    /// The memory, for writing.
+    /// Returns the memory for writing.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`, and `&mut self` makes this the only reference.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
@@ -60,8 +62,8 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours alone and no reference outlives `self`. A failure would leave it
-        // mapped until the process ends, which harms nothing.
+        // SAFETY: only this value owns the mapping, and no reference outlives `self`. After a
+        // failure the memory stays mapped until the process ends, which is harmless.
         let _ = unsafe { munmap(self.base.cast(), self.mapped) };
     }
 }
@@ -71,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_aligned_zeroed_and_writable_to_both_ends() {
+    fn mapping_is_aligned_zeroed_and_writable_to_both_ends() {
         let mut mapping = Mapping::new(3 << 20).unwrap();
         assert_eq!(mapping.bytes().as_ptr().align_offset(HUGE_PAGE), 0);
         assert!(mapping.bytes().iter().all(|&b| b == 0));
@@ -82,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn an_impossible_size_is_an_error() {
+    fn impossible_size_is_an_error() {
         assert!(Mapping::new(usize::MAX).is_err());
         assert!(Mapping::new(usize::MAX >> 1).is_err());
     }

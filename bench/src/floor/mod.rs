@@ -1,13 +1,13 @@
-//! The floor: how fast this host copies memory between two processes over loopback TCP at all.
+//! The floor: the speed at which this host copies memory between two processes over loopback TCP.
 //!
-//! The same bytes as a migration moves, over the same number of streams, out of touched huge-page
-//! memory into fresh memory mapped like a destination's: no protocol, no tracking, no checksum. What a
-//! migration can reach is measured against this in the same run, because fresh memory, huge pages and
-//! the idleness of the cores all move it (a copy into touched memory would be a quarter faster, and no
-//! destination starts with touched memory).
+//! The floor copies the same bytes as a migration, over the same number of streams, from touched
+//! huge-page memory into fresh memory that is mapped like a target's. It has no protocol, no
+//! tracking and no checksum. A migration is compared with the floor of the same run, because fresh
+//! memory, huge pages and the load of the cores change the result. A copy into touched memory would
+//! be a quarter faster, but no target starts with touched memory.
 //!
-//! The receiver is this same executable, started again with [`RECEIVER_SUBCOMMAND`]: whoever uses the
-//! floor routes that subcommand to [`receiver_main`].
+//! The receiver is this executable, started again with [`RECEIVER_SUBCOMMAND`]. An executable that
+//! uses the floor must route that subcommand to [`receiver_main`].
 
 mod mapping;
 mod receiver;
@@ -25,73 +25,80 @@ pub(crate) use mapping::Mapping;
 
 pub use receiver::receiver_main;
 
-/// The hidden subcommand that an executable must route to [`receiver_main`].
+/// Hidden subcommand that an executable must route to [`receiver_main`].
 pub const RECEIVER_SUBCOMMAND: &str = "bench-floor-receiver";
 
-/// Bytes a `write` or `read` call is given. 128 KiB to 4 MiB are level in time within the noise, and 4 MiB
-/// took the least processor time; so are BBR, CUBIC and Reno, and fixed socket buffers of 1 or 4 MiB against
-/// the kernel's own tuning. So the sockets are left as the host makes them, like the migrations' sockets.
+/// Bytes per `write` or `read` call.
+///
+/// Measurements show the same speed from 128 KiB to 4 MiB, and 4 MiB takes the least processor
+/// time. BBR, CUBIC and Reno do not differ either, nor do fixed socket buffers of 1 or 4 MiB
+/// compared with the kernel's tuning. Therefore the sockets keep the host's defaults, as the
+/// migrations' sockets do.
 const CALL_BYTES: usize = 4 << 20;
 
-/// How long one call on a socket or the receiver's pipe may take before the run counts as hung.
+/// Time after which one call on a socket or the receiver's pipe counts as hung.
 const IO_LIMIT: Duration = Duration::from_secs(60);
 
-/// The largest copy, so that a slip of the pen does not exhaust the host.
+/// Largest copy in bytes, so that a mistyped size does not exhaust the host.
 const MAX_BYTES: u64 = 1 << 40;
 
-/// The most streams.
+/// Largest number of streams.
 const MAX_STREAMS: u32 = 64;
 
-/// What stopped a floor measurement.
+/// Error of a floor measurement.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FloorError {
-    /// The size or the number of streams makes no sense.
+    /// The size or the number of streams is out of range, or a thread of the copy panicked.
     #[error("floor: {0}")]
     Usage(String),
     /// A system call failed.
     #[error("floor: cannot {action}: {source}")]
     Io {
-        /// What was tried.
+        /// Action that failed, for the message.
         action: &'static str,
-        /// The system's answer.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The receiver said something else than its protocol allows, or went away.
+    /// The receiver violated its protocol or ended early.
     #[error("floor: the receiving process {0}; run the bench again, and see its messages above")]
     Receiver(String),
 }
 
 impl FloorError {
-    /// For `map_err`: a failed system call while doing `action`.
+    /// Returns a closure for `map_err` that names the `action` that failed.
     fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| FloorError::Io { action, source }
     }
 }
 
-/// The command that starts a receiver; its arguments are appended.
+/// Command that starts a receiver. The receiver's arguments are appended.
 #[derive(Debug, Clone)]
 pub struct ReceiverCommand {
-    /// The executable.
+    /// Path of the executable.
     pub program: PathBuf,
-    /// What comes before the receiver's own arguments.
+    /// Arguments before the receiver's own.
     pub args: Vec<OsString>,
 }
 
 impl ReceiverCommand {
-    /// This executable with [`RECEIVER_SUBCOMMAND`].
+    /// Returns the command for this executable with [`RECEIVER_SUBCOMMAND`].
+    ///
+    /// # Errors
+    ///
+    /// Fails if the path of this executable is unknown.
     pub fn this_executable() -> Result<Self, FloorError> {
         let program = std::env::current_exe().map_err(FloorError::io("find this executable"))?;
         Ok(ReceiverCommand { program, args: vec![RECEIVER_SUBCOMMAND.into()] })
     }
 }
 
-/// What one copy took.
+/// Result of one copy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct FloorResult {
-    /// Bytes copied.
+    /// Number of bytes copied.
     pub bytes: u64,
-    /// From the first byte sent until the last stream's receiver said that it had everything.
+    /// Time from the first byte sent until the last stream's receiver acknowledged all its bytes.
     pub elapsed: Duration,
     /// Processor time of the sending process, user and system.
     pub cpu_sender: Duration,
@@ -100,18 +107,24 @@ pub struct FloorResult {
 }
 
 impl FloorResult {
-    /// Throughput in 10^9 bytes per second.
+    /// Returns the throughput in 10^9 bytes per second.
     #[expect(clippy::cast_precision_loss, reason = "a byte count below 2^53")]
     pub fn gbytes_per_s(&self) -> f64 {
         self.bytes as f64 / 1e9 / self.elapsed.as_secs_f64()
     }
 }
 
-/// Copies `bytes` bytes (rounded up to whole pages per stream) to another process over `streams`
-/// loopback TCP streams, and says how long it took.
+/// Copies `bytes` bytes to another process over `streams` loopback TCP streams, and measures the
+/// time.
 ///
-/// Needs twice `bytes` of free memory. The source is filled before the clock starts; the receiver checks
-/// a word of every page after it has stopped.
+/// Each stream's share is rounded up to whole pages. The copy needs twice `bytes` of free memory.
+/// The source is filled before the clock starts, and the receiver checks one word of every page
+/// after the clock has stopped.
+///
+/// # Errors
+///
+/// Fails if an argument is out of range, a system call fails, or the receiver does not receive
+/// every page.
 pub fn run(bytes: u64, streams: u32, receiver: &ReceiverCommand) -> Result<FloorResult, FloorError> {
     let share = share_of(bytes, streams)?;
     let mut source =
@@ -159,10 +172,10 @@ pub fn run(bytes: u64, streams: u32, receiver: &ReceiverCommand) -> Result<Floor
     })
 }
 
-/// The page size that shares are rounded to.
+/// Page size in bytes to which shares are rounded.
 const PAGE: usize = 4096;
 
-/// Bytes a stream carries, a whole number of pages.
+/// Returns the bytes that each stream carries, as a whole number of pages.
 fn share_of(bytes: u64, streams: u32) -> Result<usize, FloorError> {
     if bytes == 0 || bytes > MAX_BYTES {
         return Err(FloorError::Usage(format!("{bytes} bytes; want 1 to {MAX_BYTES}")));
@@ -185,7 +198,7 @@ fn connect(port: u16, nonce: u64, index: u32) -> io::Result<TcpStream> {
     Ok(socket)
 }
 
-/// Sends each stream its share, all at once, and waits for every acknowledgement.
+/// Sends each stream its share, all streams at once, and waits for every acknowledgement.
 fn send_all(sockets: &mut [TcpStream], source: &[u8], share: usize) -> Result<(), FloorError> {
     std::thread::scope(|scope| {
         let senders: Vec<_> = sockets
@@ -208,25 +221,27 @@ fn send_one(socket: &mut TcpStream, part: &[u8]) -> io::Result<()> {
     socket.read_exact(&mut acknowledgement)
 }
 
-/// Reads a line `PREFIX number` from the receiver. The receiver bounds its own waits, so a line or the
-/// end of the pipe comes.
+/// Reads a line `PREFIX number` from the receiver.
+///
+/// The call cannot hang: the receiver bounds its own waits, so a line or the end of the pipe
+/// arrives.
 fn line_after<T: std::str::FromStr>(from: &mut impl BufRead, prefix: &str) -> Result<T, FloorError> {
     let mut line = String::new();
     from.take(256).read_line(&mut line).map_err(FloorError::io("read from the receiver"))?;
     line.trim()
         .strip_prefix(prefix.trim_end())
         .and_then(|rest| rest.trim().parse().ok())
-        .ok_or_else(|| FloorError::Receiver(format!("said {line:?} instead of {prefix:?} and a number")))
+        .ok_or_else(|| FloorError::Receiver(format!("printed {line:?} instead of {prefix:?} and a number")))
 }
 
-/// Fills memory with words that no compressor, zero test or deduplication can take advantage of.
+/// Fills memory with words that compression, zero detection and deduplication cannot reduce.
 fn fill(memory: &mut [u8]) {
     for (index, word) in memory.chunks_exact_mut(8).enumerate() {
         word.copy_from_slice(&word_at(index as u64).to_le_bytes());
     }
 }
 
-/// The word at an index: splitmix64, which can be asked for any word alone.
+/// Returns the word at an index, by splitmix64, which computes any word independently.
 fn word_at(index: u64) -> u64 {
     let mut x = index.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -234,7 +249,7 @@ fn word_at(index: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Processor time of this process so far, all threads.
+/// Returns the processor time of all threads of this process so far.
 fn process_cpu() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::try_from(now).unwrap_or_default()
@@ -245,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_whole_pages_and_cover_everything() {
+    fn shares_are_whole_pages_and_cover_all_bytes() {
         assert_eq!(share_of(1, 1).unwrap(), 4096);
         assert_eq!(share_of(1 << 20, 2).unwrap(), 1 << 19);
         assert_eq!(share_of((1 << 20) + 1, 2).unwrap(), (1 << 19) + 4096);
@@ -255,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn the_content_does_not_repeat() {
+    fn content_does_not_repeat() {
         let mut memory = vec![0u8; 1 << 16];
         fill(&mut memory);
         let mut words: Vec<&[u8]> = memory.chunks_exact(8).collect();
@@ -265,9 +280,9 @@ mod tests {
     }
 
     #[test]
-    fn a_receiver_that_is_no_receiver_is_an_error() {
-        let stranger = ReceiverCommand { program: "/bin/echo".into(), args: vec!["hello".into()] };
-        let error = run(1 << 16, 1, &stranger).unwrap_err().to_string();
+    fn program_that_is_not_a_receiver_is_an_error() {
+        let other = ReceiverCommand { program: "/bin/echo".into(), args: vec!["hello".into()] };
+        let error = run(1 << 16, 1, &other).unwrap_err().to_string();
         assert!(error.contains("hello"), "{error}");
         let missing = ReceiverCommand { program: "/nonexistent/receiver".into(), args: vec![] };
         assert!(matches!(run(1 << 16, 1, &missing), Err(FloorError::Io { .. })));

@@ -1,4 +1,4 @@
-//! The receiving process of the floor.
+//! Receiving process of the floor.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::mapping::Mapping;
 use super::{CALL_BYTES, FloorError, IO_LIMIT, MAX_BYTES, MAX_STREAMS, PAGE, process_cpu, word_at};
 
-/// What a receiver was asked to do.
+/// Parameters of a receiver.
 #[derive(Debug, PartialEq, Eq)]
 struct Order {
     streams: u32,
@@ -32,10 +32,16 @@ impl Order {
     }
 }
 
-/// Receives one copy into fresh memory. `args` are what [`super::run`] appended to the subcommand.
+/// Receives one copy into fresh memory. `args` are the arguments that [`super::run`] appended to
+/// the subcommand.
 ///
-/// Prints `PORT n` when it listens, `CPU nanoseconds` when it has everything and has acknowledged it,
-/// and `PAGES n`, the number of pages that hold what was sent.
+/// Prints `PORT n` when it listens, `CPU nanoseconds` when it has received and acknowledged
+/// everything, and `PAGES n`, the number of pages with the right content.
+///
+/// # Errors
+///
+/// Fails if the arguments are malformed, a system call fails, or the sender does not connect in
+/// time.
 pub fn receiver_main(args: &[String]) -> Result<(), FloorError> {
     let order = Order::parse(args)?;
     let mut memory = Mapping::new(order.share * order.streams as usize)
@@ -64,7 +70,8 @@ fn say(line: &str) -> Result<(), FloorError> {
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(FloorError::io("answer the sender"))
 }
 
-/// Accepts every stream of the copy, in the order of their indexes. Strangers are turned away.
+/// Accepts every stream of the copy, in the order of their indexes. Connections without the nonce
+/// are closed.
 fn accept(listener: &TcpListener, order: &Order) -> Result<Vec<TcpStream>, FloorError> {
     let mut slots: Vec<Option<TcpStream>> = (0..order.streams).map(|_| None).collect();
     let deadline = Instant::now() + IO_LIMIT;
@@ -90,7 +97,7 @@ fn accept(listener: &TcpListener, order: &Order) -> Result<Vec<TcpStream>, Floor
     Ok(slots.into_iter().flatten().collect())
 }
 
-/// Reads a stream's opening. None when it is not the sender's.
+/// Reads the nonce and the index of a stream. Returns `None` if the stream is not the sender's.
 fn greet(mut socket: TcpStream, nonce: u64) -> Option<(usize, TcpStream)> {
     socket.set_nonblocking(false).ok()?;
     socket.set_nodelay(true).ok()?;
@@ -128,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn orders_are_checked() {
+    fn malformed_arguments_are_rejected() {
         let parse = |text: &str| Order::parse(&text.split(' ').map(String::from).collect::<Vec<_>>());
         assert_eq!(parse("2 4096 7").unwrap(), Order { streams: 2, share: 4096, nonce: 7 });
         for bad in ["", "2 4096", "0 4096 7", "2 0 7", "2 4095 7", "65 4096 7", "2 4096 7 8", "2 x 7"] {
@@ -137,7 +144,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_is_turned_away() {
+    fn connection_with_another_nonce_is_rejected() {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let address = listener.local_addr().unwrap();
         for (sent, known) in [(7u64, true), (8, false)] {

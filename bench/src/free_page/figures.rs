@@ -1,4 +1,4 @@
-//! What a run came to.
+//! Figures of a run.
 
 use std::time::Duration;
 
@@ -6,59 +6,61 @@ use crate::cases::Figures;
 use crate::reaper::to_f64;
 use crate::result::MigrationResult;
 
-/// Free pages that became known.
+/// Result of learning a guest's free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Learned {
-    /// From the beginning, or from being asked, until the host knew all of them.
+    /// Time from the start of the inflation, or from the question, until the host knew all free
+    /// pages.
     pub total: Duration,
-    /// How many.
+    /// Number of pages that the host learned.
     pub pages: u64,
-    /// How many of them lie above 4 GiB, beyond the hole. None: not known.
+    /// Number of these pages that lie above 4 GiB, beyond the MMIO hole. `None` if unknown.
     pub high_pages: Option<u64>,
-    /// How many the guest said to have.
+    /// Number of free pages that the guest reports.
     pub free_pages: u64,
-    /// What an inflation was made of.
+    /// Parts of an inflation.
     pub inflation: Option<Inflation>,
-    /// What the guest's walk of its free lists took, telling the host included. None: it did not walk.
+    /// Time of the guest's walk of its free lists, including the messages to the host. `None`
+    /// without a walk.
     pub walk: Option<Duration>,
 }
 
-/// What an inflation was made of. The host's two parts are in `send`.
+/// Parts of an inflation. `send` includes the two parts of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Inflation {
-    /// Requests.
+    /// Number of requests.
     pub requests: u64,
-    /// The guest allocated pages.
+    /// Time in which the guest allocated pages.
     pub alloc: Duration,
-    /// The guest sent them and waited until they were taken.
+    /// Time in which the guest sent the pages and waited for the host.
     pub send: Duration,
-    /// The host looked at them, and dropped them. None: it does not say.
+    /// Time in which the host examined and dropped the pages. `None` if unknown.
     pub host: Option<Duration>,
-    /// The host dropped them. None: it does not say.
+    /// Time in which the host dropped the pages. `None` if unknown.
     pub madvise: Option<Duration>,
 }
 
-/// Touched memory that was given back.
+/// Touched memory that the guest gave back.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Given {
-    /// Pages.
+    /// Number of pages.
     pub pages: u64,
-    /// What the host took to drop them.
+    /// Time in which the host dropped the pages.
     pub madvise: Duration,
-    /// How much memory the host has again, in bytes.
+    /// Memory that the host got back, in bytes.
     pub returned: u64,
 }
 
-/// A guest that moved.
+/// Result of one migration.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Moved {
-    /// How it went.
+    /// Figures of the migration.
     pub result: MigrationResult,
-    /// From the command until the first page was sent. None: the program does not say.
+    /// Time from the command until the first page was sent. `None` if unknown.
     pub first_page: Option<Duration>,
-    /// Pages that were left out as free. None: the program does not say.
+    /// Pages that were skipped because they were free. `None` if unknown.
     pub skipped_pages: Option<u64>,
-    /// How much the guest had touched and freed before, in bytes.
+    /// Bytes that the guest had touched and freed before.
     pub freed: u64,
 }
 
@@ -76,7 +78,7 @@ impl Learned {
         figures.extend(self.high_pages.map(|pages| ("pages_above_4g", to_f64(pages))));
         figures.extend(self.walk.map(|walk| ("walk_ms", ms(walk))));
         if let Some(parts) = &self.inflation {
-            // What the host does not say of itself is in the guest's time of sending.
+            // A host that does not report its own part leaves it in the guest's send time.
             let host = parts.host.unwrap_or_default();
             figures.insert("requests", to_f64(parts.requests));
             figures.insert("alloc_ms", ms(parts.alloc));
@@ -122,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_inflation_is_taken_apart() {
+    fn inflation_time_is_split_into_parts() {
         let us = Duration::from_micros;
         let parts = Inflation {
             requests: 7,
@@ -145,14 +147,14 @@ mod tests {
             (100.0, 400.0, 100.0, 200.0)
         );
         assert_eq!((of("total_ms"), figures["of_free"]), (900.0, 0.5));
-        // QEMU says nothing of its own part.
+        // QEMU does not report its own part.
         let qemu = Learned { inflation: Some(Inflation { host: None, madvise: None, ..parts }), ..learned };
         assert_eq!((qemu.figures()["send_ms"] * 1e3).round(), 700.0);
         assert!(!qemu.figures().contains_key("madvise_ms"));
     }
 
     #[test]
-    fn what_was_given_back_is_by_size() {
+    fn returned_memory_is_related_to_its_size() {
         let given = Given { pages: 131_072, madvise: Duration::from_millis(10), returned: 256 << 20 };
         let figures = given.figures();
         assert_eq!((figures["madvise_ms_per_gib"], figures["returned_of_given"]), (20.0, 0.5));

@@ -1,4 +1,4 @@
-//! What is promised.
+//! Goals of the bench.
 
 use serde_json::Value;
 use vmferry_report::json::Document;
@@ -6,33 +6,35 @@ use vmferry_report::json::Document;
 use super::spec::{Asking, Give, InflateBy, Learn, Move, Way};
 use crate::cases::{at_least, at_most, goal, metric};
 
-/// The free set is known after so many milliseconds at most, when the guest is asked, and when it keeps a map.
+/// Longest time in milliseconds until the free set is known: with hints on demand, and with the
+/// map.
 const KNOWN_MS: (f64, f64) = (25.0, 1.0);
-/// The published inflation by the published bitmap.
+/// Smallest ratio of the published inflation to the map: the published result for the bitmap.
 const RATIO: f64 = 228.0;
-/// Inflation by numbers, compared with that by ranges, at least.
+/// Smallest ratio of an inflation by page numbers to one by ranges.
 const OF_RANGES: f64 = 10.0;
-/// Skipping: this much more than the share of memory that is in use, at most.
+/// Largest share of bytes or time with skipping beyond the share of memory in use.
 const OF_USED: f64 = 0.05;
-/// The first page with asking, compared with that without, in milliseconds: no more than the rounds differ, or than this.
+/// Longest delay of the first page with hints or a map, in milliseconds. A delay within the spread
+/// of the rounds also passes.
 const FIRST_PAGE_MS: f64 = 1.0;
 
 const BY_256: Learn = Learn::Ours(Way::Inflate(InflateBy::Pages(256), Give::DontNeed));
 const BY_RANGES: Learn = Learn::Ours(Way::Inflate(InflateBy::Ranges, Give::DontNeed));
 
-/// What the bench exists for.
+/// Main figures of the bench.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Summary {
     pub(super) bitmap_ms: Option<f64>,
     pub(super) hints_ms: Option<f64>,
     pub(super) inflate_256_ms: Option<f64>,
     pub(super) inflate_ranges_ms: Option<f64>,
-    /// Inflation by 256 by the map.
+    /// Time of an inflation by 256 pages divided by the time of the map.
     pub(super) ratio: Option<f64>,
-    /// With the map, by without.
+    /// Migration time with the map divided by the time without it.
     pub(super) migrate_ratio_time: Option<f64>,
     pub(super) migrate_ratio_bytes: Option<f64>,
-    /// What of the memory that is sent without skipping is in use.
+    /// Share of memory in use, of the memory that is sent without skipping.
     pub(super) used_share: Option<f64>,
 }
 
@@ -40,9 +42,9 @@ impl Summary {
     pub(super) fn of(document: &Document) -> Self {
         let learn = |side| metric(document, "learn", side, "total_ms");
         let moved = |side, name| metric(document, "move", Move::Ours(side), name);
-        let over = |name| Some(moved(Asking::Map, name)? / moved(Asking::Nobody, name)?);
+        let over = |name| Some(moved(Asking::Map, name)? / moved(Asking::Off, name)?);
         let (bitmap_ms, inflate_256_ms) = (learn(Learn::Ours(Way::Map)), learn(BY_256));
-        let sent = moved(Asking::Nobody, "data_mb");
+        let sent = moved(Asking::Off, "data_mb");
         Self {
             bitmap_ms,
             hints_ms: learn(Learn::Ours(Way::Hints)),
@@ -51,11 +53,11 @@ impl Summary {
             ratio: inflate_256_ms.zip(bitmap_ms).map(|(slow, fast)| slow / fast),
             migrate_ratio_time: over("total_ms"),
             migrate_ratio_bytes: over("wire_mb"),
-            used_share: sent.zip(moved(Asking::Nobody, "freed_mb")).map(|(sent, freed)| 1.0 - freed / sent),
+            used_share: sent.zip(moved(Asking::Off, "freed_mb")).map(|(sent, freed)| 1.0 - freed / sent),
         }
     }
 
-    /// Under the names of contracts.
+    /// Returns the figures under their names in the summary.
     pub(super) fn fields(&self) -> [(&'static str, Option<f64>); 8] {
         [
             ("bitmap_ms", self.bitmap_ms),
@@ -70,7 +72,7 @@ impl Summary {
     }
 }
 
-/// The goals that could be looked at, each with what it came to.
+/// Returns the goals whose figures are known, each with its figure.
 pub(super) fn goals(document: &Document) -> Vec<Value> {
     let all = Summary::of(document);
     let ranges = all.inflate_256_ms.zip(all.inflate_ranges_ms).map(|(slow, fast)| slow / fast);
@@ -92,16 +94,16 @@ pub(super) fn goals(document: &Document) -> Vec<Value> {
 fn of_move(document: &Document, asking: Asking, used_share: Option<f64>) -> Vec<Value> {
     let side = Move::Ours(asking);
     let of = |asking, name: &str| metric(document, "move", Move::Ours(asking), name);
-    let over = |name: &str| Some(of(asking, name)? / of(Asking::Nobody, name)?);
+    let over = |name: &str| Some(of(asking, name)? / of(Asking::Off, name)?);
     let mut goals = Vec::new();
     if let Some(most) = used_share.map(|share| share + OF_USED) {
         goals.extend(at_most(&format!("{side}: bytes / without"), most, over("wire_mb")));
         goals.extend(at_most(&format!("{side}: time / without"), most, over("total_ms")));
     }
-    let first = (of(asking, "first_page_ms"), of(Asking::Nobody, "first_page_ms"));
+    let first = (of(asking, "first_page_ms"), of(Asking::Off, "first_page_ms"));
     if let (Some(with), Some(without)) = first {
         let least = of(asking, "first_page_ms_min").unwrap_or(with);
-        let most = of(Asking::Nobody, "first_page_ms_max").unwrap_or(without);
+        let most = of(Asking::Off, "first_page_ms_max").unwrap_or(without);
         let met = with <= without + FIRST_PAGE_MS || least <= most;
         let want = format!("<= {FIRST_PAGE_MS}, or within the spread");
         goals.push(goal(&format!("{side}: first page later by, ms"), want, with - without, met));

@@ -1,9 +1,12 @@
-//! `vmferry-bench free-page`: how long it takes to know a guest's free pages, and what that saves when the guest moves.
+//! `vmferry-bench free-page`: time to learn a guest's free pages, and its benefit for a migration.
 //!
-//! Three questions, each to all its sides in turn: an idle guest of 8 GiB, hardly touched, whose free pages the host is to know, by
-//! inflating a balloon, by hints on demand, by a map that the guest keeps; memory that was touched and is given back, by what it is
-//! made of and by how it goes; and whole migrations of a guest that has touched and freed most of its memory, so that the host
-//! cannot tell from its own page tables what is in use.
+//! The bench has three groups, and runs the sides of each in turn:
+//! - `learn`: the host learns the free pages of an idle guest of 8 GiB that has touched little
+//!   memory, by inflating a balloon, by hints on demand, or by a map that the guest keeps.
+//! - `drop`: a guest gives touched memory back, by page size and by the way in which the host drops
+//!   it.
+//! - `move`: a guest migrates after it has touched and freed most of its memory. The host's page
+//!   tables then do not show which memory is in use.
 
 mod figures;
 mod goals;
@@ -24,32 +27,39 @@ pub use figures::{Given, Inflation, Learned, Moved};
 pub use spec::{Asking, Drop, Give, InflateBy, Learn, LearnSpec, Move, MoveSpec, Options, Way};
 pub use vmferry_report::benches::free_page::{page, table};
 
-/// Runs vmferry's own sides: the one thing that this crate leaves to whoever has the VMM.
+/// Runner of vmferry's own sides. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Ticks of the processors' clock in a millisecond, which a guest cannot measure on every machine.
+    /// Returns the frequency of the guest's time stamp counter in kHz, which a guest cannot measure
+    /// on every machine.
     fn tsc_khz(&mut self) -> Option<u32>;
 
-    /// Boots an idle guest of one vCPU and comes to know its free pages.
+    /// Boots an idle guest with one vCPU, and learns its free pages.
     ///
     /// # Errors
-    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
+    /// other error is a failure.
     fn learn(&mut self, spec: &LearnSpec, way: Way) -> Result<Learned, OurError>;
 
-    /// Boots a guest that touches and frees `touched` bytes, and has it give them back by ranges.
+    /// Boots a guest that touches and frees `touched` bytes, and makes it give them back by ranges.
     ///
     /// # Errors
-    /// As [`learn`](Self::learn).
+    ///
+    /// Fails in the same cases as [`learn`](Self::learn).
     fn give(&mut self, touched: u64, how: Drop) -> Result<Given, OurError>;
 
-    /// Boots the guest of `spec`, waits until it has freed what it allocated, and moves it once over loopback with one channel to
-    /// another process, where it must find its memory as it left it.
+    /// Boots the guest of `spec` and migrates it after it has freed what it allocated.
+    ///
+    /// The migration goes to another process over loopback with one channel. The guest must find
+    /// its memory unchanged.
     ///
     /// # Errors
-    /// As [`learn`](Self::learn).
+    ///
+    /// Fails in the same cases as [`learn`](Self::learn).
     fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError>;
 }
 
-/// Runs the bench. `progress` is told what begins.
+/// Runs the bench. Calls `progress` with the name of each run that begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("free-page", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
@@ -85,7 +95,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     Outcome { document, failures }
 }
 
-/// All wanted sides of a group, in turn.
+/// Runs all selected sides of a group in turn.
 fn in_turn<S: Copy + Display, R>(
     rounds: &mut Rounds<'_>,
     options: &Options,
@@ -98,7 +108,7 @@ fn in_turn<S: Copy + Display, R>(
     rounds.run(wanted, name, |side, _| once(side))
 }
 
-/// Whether this host can hold so many bytes once.
+/// Checks that this host has `bytes` of free memory, and the reserve.
 fn room_for(bytes: u64) -> Result<(), Stop> {
     let needed = bytes.saturating_add(MEMORY_RESERVE);
     match available_memory().filter(|available| *available < needed) {

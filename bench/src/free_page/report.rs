@@ -1,4 +1,4 @@
-//! From runs to the document.
+//! Conversion of runs into the document.
 
 use serde_json::Value;
 use vmferry_report::json::Document;
@@ -6,7 +6,7 @@ use vmferry_report::json::Document;
 use super::Options;
 use super::goals::{Summary, goals};
 
-/// Adds what concerns the whole run.
+/// Adds the summary of the whole run.
 pub(super) fn finish(document: &mut Document, options: &Options, failures: &[String]) {
     let known = Summary::of(document).fields().into_iter().filter_map(|(name, value)| Some((name, value?)));
     let known: Vec<(&str, Value)> = known.map(|(name, value)| (name, value.into())).collect();

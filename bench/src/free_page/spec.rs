@@ -1,4 +1,4 @@
-//! What is run: guests, ways to learn their free pages, and how often.
+//! Specification of the runs: guests, ways to learn their free pages, and the number of rounds.
 
 use std::fmt;
 
@@ -8,65 +8,66 @@ use crate::rounds::MEMORY_RESERVE;
 
 const MIB: u64 = 1 << 20;
 
-/// How a host comes to know a guest's free pages.
+/// Way in which a host learns a guest's free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// They go into the balloon, in such portions; what is given to it is, or is not, dropped.
+    /// The guest puts its free pages into the balloon, in portions of the given kind. The host
+    /// treats them as `Give` says.
     Inflate(InflateBy, Give),
-    /// The guest walks its free lists when it is asked.
+    /// The guest walks its free lists on demand.
     Hints,
-    /// The guest keeps a map of them, which the host reads.
+    /// The guest keeps a map of its free pages, which the host reads.
     Map,
 }
 
-/// What the host does with pages that it is given.
+/// Way in which the host drops the pages that it is given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Give {
-    /// `MADV_DONTNEED`.
+    /// The host calls `MADV_DONTNEED`.
     DontNeed,
-    /// `MADV_FREE`.
+    /// The host calls `MADV_FREE`.
     Free,
-    /// Nothing.
+    /// The host keeps the pages.
     Nothing,
 }
 
-/// Whose guest, and how its pages are learnt.
+/// Hypervisor of the idle guest, and the way in which its free pages are learned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Learn {
-    /// Under vmferry.
+    /// vmferry, in the given way.
     Ours(Way),
-    /// Under QEMU, by so many page numbers a request.
+    /// QEMU, by inflation with the given number of pages per request.
     Qemu(u32),
 }
 
-/// What touched memory is made of, and what is done with it when it is given back.
+/// Kind of touched memory, and the way in which the host drops it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Drop {
-    /// How it goes.
+    /// Way in which the host drops the memory.
     pub give: Give,
-    /// Whether it is made of transparent huge pages.
+    /// Set if the memory consists of transparent huge pages.
     pub huge: bool,
 }
 
-/// Who says which pages are free while a guest moves.
+/// Source of the free pages that a migration skips.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Asking {
-    /// Nobody: all that was ever touched is sent.
-    Nobody,
-    /// The guest, when it is asked.
+    /// No source: all memory that was ever touched is sent.
+    Off,
+    /// Hints of the guest on demand.
     Hints,
-    /// The guest's map.
+    /// Map of the guest.
     Map,
 }
 
-/// Who moves the guest, and whom it asks.
+/// Hypervisor that migrates the guest, and its source of free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Move {
-    /// vmferry.
+    /// vmferry, with the given source.
     Ours(Asking),
     /// QEMU, with or without hints of its balloon.
     Qemu {
-        /// `free-page-hint`.
+        /// Value of the balloon's property `free-page-hint`.
         hints: bool,
     },
 }
@@ -107,7 +108,7 @@ impl fmt::Display for Drop {
 impl fmt::Display for Move {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Ours(Asking::Nobody) => "off",
+            Self::Ours(Asking::Off) => "off",
             Self::Ours(Asking::Hints) => "hints",
             Self::Ours(Asking::Map) => "map",
             Self::Qemu { hints: false } => "qemu-off",
@@ -116,23 +117,25 @@ impl fmt::Display for Move {
     }
 }
 
-/// An idle guest whose free pages are to be known.
+/// Idle guest whose free pages are learned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LearnSpec {
-    /// Its memory in bytes.
+    /// Memory in bytes.
     pub memory: u64,
-    /// How much of it goes into the balloon, in bytes.
+    /// Bytes that go into the balloon.
     pub inflate: u64,
-    /// Why it is smaller than the published one.
+    /// Reason why the guest is smaller than the published one. `None` if it is not.
     pub smaller: Option<String>,
 }
 
-/// The published guest.
+/// Memory of the published guest in bytes.
 const PUBLISHED: u64 = 8192 * MIB;
 
 impl LearnSpec {
-    /// The published one: 8 GiB, all but one inflated; or one of half the size, or a quarter, with the reason, if only so much memory is
-    /// available. It is hardly touched, but nothing keeps it from being.
+    /// Returns the published guest: 8 GiB, of which 7 GiB are inflated.
+    ///
+    /// If `available` bytes do not hold it, the guest has half or a quarter of the size, and the
+    /// reason is recorded. The guest touches little of its memory, but may touch all of it.
     pub(super) fn fitting(available: Option<u64>) -> Self {
         Self::of(PUBLISHED, available)
     }
@@ -152,47 +155,48 @@ impl LearnSpec {
     }
 }
 
-/// A guest that moves after it has freed most of its memory.
+/// Guest that migrates after it has freed most of its memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MoveSpec {
-    /// Its memory in bytes.
+    /// Memory in bytes.
     pub memory: u64,
-    /// What it keeps in use, in bytes.
+    /// Bytes that the guest keeps in use.
     pub data: u64,
-    /// What it allocates, touches and frees before it moves, in bytes.
+    /// Bytes that the guest allocates, touches and frees before the migration.
     pub alloc: u64,
 }
 
 impl MoveSpec {
-    /// The guest's workload: one round, then it is idle.
+    /// Returns the guest's workload: one round, after which the guest is idle.
     pub fn workload(&self) -> String {
         format!("idle,data={},fill=random,alloc={},rounds=1", self.data, self.alloc)
     }
 }
 
-/// What is run, and how often.
+/// Selection of runs, and their number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The idle guest.
+    /// Guest of the group `learn`.
     pub learn: LearnSpec,
-    /// How its free pages are learnt.
+    /// Sides of the group `learn`.
     pub ways: Vec<Learn>,
-    /// How much touched memory is given back at once, in bytes.
+    /// Bytes of touched memory that the group `drop` gives back.
     pub touched: u64,
-    /// How.
+    /// Sides of the group `drop`.
     pub drops: Vec<Drop>,
-    /// The guest that moves.
+    /// Guest of the group `move`.
     pub moved: MoveSpec,
-    /// Who moves it.
+    /// Sides of the group `move`.
     pub moves: Vec<Move>,
-    /// Rounds.
+    /// Number of rounds.
     pub repeats: usize,
-    /// Only sides whose names, as in `learn/map`, contain one of these. Empty: all.
+    /// Texts that select sides by name, as in `learn/map`. Empty selects all.
     pub only: Vec<String>,
 }
 
 impl Options {
-    /// The bench of contracts in under three minutes on two cores: the published guest, and one of 1.5 GiB that moves.
+    /// Returns the options of `--quick`: the published idle guest, and a migrating guest of 1.5
+    /// GiB, in under three minutes on two cores.
     pub fn quick(available: Option<u64>) -> Self {
         Self::sized(
             available,
@@ -202,7 +206,7 @@ impl Options {
         )
     }
 
-    /// More rounds, and more memory that is touched.
+    /// Returns the full options: more rounds, and more memory that is touched.
     pub fn full(available: Option<u64>) -> Self {
         Self::sized(
             available,
@@ -230,7 +234,7 @@ impl Options {
         let drops = [true, false]
             .into_iter()
             .flat_map(|huge| [Give::DontNeed, Give::Free, Give::Nothing].map(|give| Drop { give, huge }));
-        let moves = [Asking::Nobody, Asking::Hints, Asking::Map].map(Move::Ours).into_iter();
+        let moves = [Asking::Off, Asking::Hints, Asking::Map].map(Move::Ours).into_iter();
         Options {
             learn: LearnSpec::fitting(available),
             ways,
@@ -243,7 +247,7 @@ impl Options {
         }
     }
 
-    /// Whether the side of this name is wanted.
+    /// Returns whether the side `name` is selected.
     pub(super) fn wants(&self, name: &str) -> bool {
         self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))
     }
@@ -255,7 +259,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     #[test]
-    fn a_host_without_the_memory_has_a_smaller_guest_and_says_why() {
+    fn host_with_less_memory_gets_a_smaller_guest_and_the_reason() {
         let whole = LearnSpec::fitting(Some(9 << 30));
         assert_eq!((whole.memory, whole.inflate, whole.smaller), (8 << 30, 7 << 30, None));
         assert_eq!(LearnSpec::fitting(None).smaller, None);
@@ -266,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn sides_have_names_of_their_own_and_workloads_that_are_some() {
+    fn sides_have_distinct_names_and_valid_workloads() {
         for options in [Options::quick(None), Options::full(None)] {
             let learn: BTreeSet<_> = options.ways.iter().map(ToString::to_string).collect();
             let drops: BTreeSet<_> = options.drops.iter().map(ToString::to_string).collect();
@@ -278,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_wanted_is_run() {
+    fn only_selected_sides_are_run() {
         let options = Options { only: vec!["move/".into(), "learn/map".into()], ..Options::quick(None) };
         assert!(options.wants("move/off") && options.wants("learn/map") && !options.wants("learn/hints"));
     }

@@ -1,16 +1,16 @@
-//! Tests of the bench with guests of our own making: no VMM, no QEMU.
+//! Tests of the bench with scripted guests, without a VMM or QEMU.
 
 use super::*;
 use crate::result::MigrationResult;
 use std::time::Duration;
 
-/// A runner that takes as long as a table says.
+/// Runner with scripted times.
 struct Scripted {
-    /// Milliseconds of an inflation by 256, by ranges, of hints, of the map.
+    /// Milliseconds of an inflation by 256 pages, of one by ranges, of hints, and of the map.
     learn: [u64; 4],
-    /// What is left of bytes and time with skipping, in percent.
+    /// Bytes and time with skipping, in percent of those without.
     skipping: u64,
-    /// The first page with asking comes so many milliseconds after the start.
+    /// Milliseconds from the start to the first page with hints or the map.
     first_ms: u64,
 }
 
@@ -50,8 +50,7 @@ impl OurRunner for Scripted {
     }
 
     fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError> {
-        let (percent, first) =
-            if asking == Asking::Nobody { (100, 2) } else { (self.skipping, self.first_ms) };
+        let (percent, first) = if asking == Asking::Off { (100, 2) } else { (self.skipping, self.first_ms) };
         Ok(Moved {
             result: MigrationResult {
                 total: Duration::from_millis(10 * percent),
@@ -80,7 +79,7 @@ fn unmet(outcome: &Outcome) -> Vec<&str> {
 }
 
 #[test]
-fn the_summary_has_the_promised_fields() {
+fn summary_has_the_documented_fields() {
     let outcome = bench(GOOD);
     let summary = &outcome.document.summary;
     let close = |name: &str, want: f64| {
@@ -98,7 +97,7 @@ fn the_summary_has_the_promised_fields() {
 }
 
 #[test]
-fn goals_are_missed() {
+fn goals_report_slow_results_as_unmet() {
     let slow = bench(Scripted { learn: [200, 100, 30, 2], skipping: 50, first_ms: 9 });
     assert_eq!(
         unmet(&slow),
@@ -118,7 +117,7 @@ fn goals_are_missed() {
 }
 
 #[test]
-fn failures_and_skips_are_told_apart() {
+fn failures_and_skips_are_reported_separately() {
     let outcome = bench(GOOD);
     assert_eq!(
         outcome.failures,

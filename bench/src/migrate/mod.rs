@@ -1,8 +1,8 @@
-//! `vmferry-bench migrate`: vmferry, QEMU and the floor move the same guest, in turn.
+//! `vmferry-bench migrate`: vmferry, QEMU and the floor move the same guest in turn.
 //!
-//! Each case is a guest with a workload. In each round every side runs once: vmferry and QEMU with one
-//! channel and with two, vmferry encrypted as well, and the bare copy of the same bytes over as many streams. What is reported are
-//! medians over the rounds, and ratios taken within the rounds.
+//! Each case is a guest with a workload. In each round every side runs once. vmferry and QEMU run
+//! with one channel and with two. vmferry also runs encrypted. The floor copies the same bytes over
+//! as many streams. The report has medians over the rounds, and ratios taken within the rounds.
 
 mod report;
 mod spec;
@@ -19,20 +19,26 @@ pub use crate::rounds::{OurError, Outcome};
 pub use spec::{CaseSpec, Options, Side};
 pub use vmferry_report::benches::migrate::table;
 
-/// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
+/// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Boots the guest of `spec`, lets it settle, migrates it once over loopback with `channels` channels to
-    /// another process, by TLS if it is to be `encrypted`, and ends both. What [`MigrationResult`] says of its fields holds here too.
+    /// Boots the guest of `spec`, lets it run for the settle time, migrates it over loopback to
+    /// another process, and ends both.
+    ///
+    /// The migration uses `channels` channels, and TLS if `encrypted` is set. The result must
+    /// follow the definitions of [`MigrationResult`].
     ///
     /// # Errors
-    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
+    /// other error is a failure.
     fn run(&mut self, spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult, OurError>;
 }
 
-/// Everything that one side did in one case.
+/// Runs of one side in one case.
 type SideRuns = crate::rounds::SideRuns<Side, MigrationResult>;
 
-/// Runs the bench. `receiver` starts the floor's other process; `progress` is told what begins.
+/// Runs the bench. `receiver` starts the floor's other process. Calls `progress` with the name of
+/// each run that begins.
 pub fn run(
     options: &Options,
     ours: &mut dyn OurRunner,
@@ -61,7 +67,8 @@ fn run_side(
     ours: &mut dyn OurRunner,
     receiver: &ReceiverCommand,
 ) -> Result<MigrationResult, Stop> {
-    // Both ends hold the guest at the end; the floor's hold its data only.
+    // At the end of a migration both processes hold the guest. The floor's processes hold only its
+    // data.
     enough_memory(if matches!(side, Side::Floor { .. }) { spec.data } else { spec.memory })?;
     match side {
         Side::Ours { channels, encrypted } => Ok(ours.run(spec, channels, encrypted)?),

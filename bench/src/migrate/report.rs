@@ -1,4 +1,4 @@
-//! From runs to figures, and from figures to ratios and targets.
+//! Conversion of runs into figures, and of figures into ratios and targets.
 
 use std::collections::BTreeMap;
 
@@ -10,17 +10,19 @@ use super::SideRuns;
 use super::spec::{CaseSpec, Side};
 use crate::result::MigrationResult;
 
-/// A figure of one run. None: it has no meaning for the side or the guest.
+/// Function that returns a figure of one run, or `None` if the figure has no meaning for the side
+/// or the guest.
 type Figure = fn(&MigrationResult) -> Option<f64>;
 
-/// What is reported of each side: the median under the name, the extremes under `_min` and `_max`.
+/// Figures of each side. The median is reported under the name, the extremes under `_min` and
+/// `_max`.
 const FIGURES: &[(&str, Figure)] = &[
     ("total_ms", |r| Some(r.total.as_secs_f64() * 1e3)),
     ("downtime_ms", |r| (!r.downtime.is_zero()).then_some(r.downtime.as_secs_f64() * 1e3)),
     ("gbytes_per_s", |r| Some(r.gbytes_per_s())),
     ("data_gbytes", |r| Some(r.gbytes())),
     ("cpu_ms_per_gb", |r| Some(r.cpu_ms_per_gb())),
-    // What one processor moves in a second, both ends' work counted.
+    // Data that one processor moves in a second, with the work of both ends.
     ("gbytes_per_core_s", |r| Some(1e3 / r.cpu_ms_per_gb()).filter(|speed| speed.is_finite())),
     ("guest_speed_kept", MigrationResult::guest_speed_kept),
     ("guest_writes_per_s", |r| r.writes_before),
@@ -29,7 +31,7 @@ const FIGURES: &[(&str, Figure)] = &[
     ("wire_gbytes", |r| r.wire_bytes.map(|bytes| to_f64(bytes) / 1e9)),
 ];
 
-/// Ratios of ours to another side, by their names in the summary: the figure, and the other side's name.
+/// Ratios of vmferry to QEMU: the prefix of the name in the summary, and the figure.
 const COMPARED: &[(&str, &str)] = &[
     ("", "gbytes_per_s"),
     ("total_", "total_ms"),
@@ -38,7 +40,8 @@ const COMPARED: &[(&str, &str)] = &[
     ("speed_kept_", "guest_speed_kept"),
 ];
 
-/// What the project promises: case, our side, ratio, whether it is a least (or a most), and how much.
+/// Targets of the project: case, side of vmferry, ratio, whether the bound is a minimum, and the
+/// bound.
 const TARGETS: &[(&str, &str, &str, bool, f64)] = &[
     ("idle", "ours-2", "of_floor", true, 0.8),
     ("idle", "ours-2-tls", "vs_plain", true, 0.6),
@@ -61,7 +64,7 @@ fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// A figure, round by round.
+/// Returns a figure of each round.
 fn by_round(runs: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
     runs.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
 }
@@ -70,7 +73,7 @@ fn figure(name: &str) -> Figure {
     FIGURES.iter().find(|(known, _)| *known == name).map_or(|_| None, |(_, figure)| *figure)
 }
 
-/// Adds a case's sides to the document, and its ratios to the summary.
+/// Adds the sides of a case to the document, and its ratios to the summary.
 pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRuns]) {
     let speed = figure("gbytes_per_s");
     let floor_of =
@@ -141,7 +144,7 @@ fn case_of(spec: &CaseSpec, runs: &SideRuns) -> Case {
     case
 }
 
-/// Adds what concerns the whole run: rounds, failures, and which targets were met.
+/// Adds the summary of the whole run: rounds, failures, and which targets were met.
 pub(super) fn finish(document: &mut Document, repeats: usize, failures: &[String]) {
     let targets: Vec<Value> = TARGETS
         .iter()

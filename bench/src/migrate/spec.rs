@@ -1,51 +1,53 @@
-//! What is run: cases, sides, and how often.
+//! Specification of the runs: cases, sides, and the number of rounds.
 
 use std::fmt;
 use std::time::Duration;
 
-/// A guest, its workload, and what the floor copies.
+/// Guest, its workload, and the bytes that the floor copies.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaseSpec {
-    /// Its name in the results.
+    /// Name in the results.
     pub name: String,
-    /// Guest memory in bytes.
+    /// Memory of the guest in bytes.
     pub memory: u64,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// The workload, as on the guest's command line.
+    /// Workload, as on the guest's command line.
     pub workload: String,
-    /// Bytes of the guest's memory that have content: what the floor copies.
+    /// Bytes of the guest's memory that have content. The floor copies as many.
     pub data: u64,
-    /// How long a switchover may be.
+    /// Longest allowed downtime of the switchover.
     pub downtime_limit: Duration,
-    /// How long the guest runs before it is migrated. Its speed before is taken from this time.
+    /// Time for which the guest runs before it is migrated. Its speed before is measured in this
+    /// time.
     pub settle: Duration,
 }
 
-/// Who migrates, and over how many connections.
+/// Program that moves the data, and its connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// vmferry.
+    /// vmferry's migration.
     Ours {
-        /// Parallel channels.
+        /// Number of parallel channels.
         channels: u32,
-        /// By TLS, both sides with certificates.
+        /// Set for TLS with certificates of both sides.
         encrypted: bool,
     },
-    /// QEMU.
+    /// QEMU's migration.
     Qemu {
-        /// multifd with so many channels; None: a single stream.
+        /// Number of multifd channels. `None` means a single stream.
         multifd: Option<u32>,
     },
-    /// The bare copy.
+    /// The floor, a plain copy.
     Floor {
-        /// Parallel streams.
+        /// Number of parallel streams.
         streams: u32,
     },
 }
 
 impl Side {
-    /// How many connections carry its pages: a side is compared with the floor of as many.
+    /// Returns the number of connections that carry pages. A side is compared with the floor of the
+    /// same number.
     pub fn streams(self) -> u32 {
         match self {
             Side::Ours { channels, .. } => channels,
@@ -67,31 +69,33 @@ impl fmt::Display for Side {
     }
 }
 
-/// A whole bench.
+/// Selection of a whole bench.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The guests.
+    /// Guests that are run.
     pub cases: Vec<CaseSpec>,
-    /// Who takes turns.
+    /// Sides that run in turn.
     pub sides: Vec<Side>,
-    /// Rounds.
+    /// Number of rounds.
     pub repeats: usize,
-    /// If not empty: only those whose name, as in `idle/floor-2`, has one of these in it.
+    /// Texts that select sides by name, as in `idle/floor-2`. Empty selects all.
     pub only: Vec<String>,
 }
 
 impl Options {
-    /// The bench of contracts in under three minutes on two cores: three rounds.
+    /// Returns the options of `--quick`: three rounds, in under three minutes on two cores.
     pub fn quick() -> Self {
         Options { repeats: 3, ..Self::full() }
     }
 
-    /// Seven rounds of an idle guest with 4 GiB of random data, and of a guest that writes 100 000 times a
+    /// Returns the full options: seven rounds of two guests.
+    ///
+    /// One guest is idle and has 4 GiB of random data. The other one writes 100 000 times per
     /// second to 256 MiB of its 1 GiB.
     pub fn full() -> Self {
         let idle = CaseSpec {
             name: "idle".into(),
-            // Half a GiB beyond the data for the guest itself and its counters.
+            // The guest itself and its counters need half a GiB beyond the data.
             memory: (4 << 30) + (512 << 20),
             vcpus: 1,
             workload: "idle,data=4G,fill=random".into(),
@@ -120,7 +124,7 @@ impl Options {
         Options { cases: vec![idle, uniform], sides, repeats: 7, only: Vec::new() }
     }
 
-    /// Whether `side` of `case` is wanted.
+    /// Returns whether `side` of `case` is selected.
     pub fn wants(&self, case: &CaseSpec, side: Side) -> bool {
         let name = format!("{}/{side}", case.name);
         self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))

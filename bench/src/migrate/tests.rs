@@ -1,10 +1,10 @@
-//! Tests of the bench with a side of our own making: no VMM, no QEMU.
+//! Tests of the bench with a scripted side, without a VMM or QEMU.
 
 use super::*;
 use std::time::Duration;
 use vmferry_report::host::Host;
 
-/// A runner that gives what it is told to, in turn.
+/// Runner that returns scripted results in order.
 struct Scripted {
     script: Vec<Result<MigrationResult, OurError>>,
     asked: Vec<u32>,
@@ -43,7 +43,7 @@ fn no_receiver() -> ReceiverCommand {
 }
 
 #[test]
-fn medians_failures_and_skips_are_told_apart() {
+fn medians_failures_and_skips_are_reported_separately() {
     let failed = || OurError::Failed("the link broke".into());
     let mut ours = Scripted {
         script: vec![
@@ -60,7 +60,7 @@ fn medians_failures_and_skips_are_told_apart() {
     let outcome = run(&options, &mut ours, &no_receiver(), &mut |what| told.push(what.to_owned()));
 
     assert_eq!(ours.asked, [1, 2, 1, 1]);
-    // One round of ours and all three of the floor, whose receiver does not exist.
+    // One round of vmferry failed, and all three of the floor, whose receiver does not exist.
     assert_eq!(outcome.failures.len(), 4, "{:?}", outcome.failures);
     assert!(outcome.failures.iter().any(|f| f == "idle/ours-1, round 2: the link broke"));
     let [one, two, floor] = &outcome.document.cases[..] else { panic!("{:?}", outcome.document.cases) };
@@ -110,7 +110,7 @@ fn ratios_and_targets_follow_from_the_rounds() {
     assert!((document.cases[2].metrics["of_floor"] - 0.5).abs() < 1e-9);
     assert!(!document.cases[4].metrics.contains_key("of_floor"));
 
-    // The means of 0.5 and 0.8, and of 3.3 twice; a side is not compared with itself.
+    // The means of 0.5 and 0.8, and of 3.3 twice. A side is not compared with itself.
     let tls = |name: &str| document.summary["idle"]["ours-2-tls"][name].as_f64().unwrap();
     assert!((tls("vs_plain") - 0.65).abs() < 1e-9 && (tls("gbytes_per_core_s") - 10.0 / 3.0).abs() < 1e-9);
     assert!(ours.get("vs_plain").is_none());
@@ -124,7 +124,7 @@ fn ratios_and_targets_follow_from_the_rounds() {
 }
 
 #[test]
-fn the_quick_bench_is_the_full_one_with_fewer_rounds() {
+fn quick_bench_is_the_full_bench_with_fewer_rounds() {
     let (quick, full) = (Options::quick(), Options::full());
     assert!(quick.repeats < full.repeats);
     assert_eq!(quick.cases, full.cases);

@@ -1,7 +1,8 @@
-//! `vmferry-bench plan`: what was predicted of a migration, and what it was.
+//! `vmferry-bench plan`: predictions of migrations, compared with the real migrations.
 //!
-//! Each case is a guest, a link and a way of moving; in each round it is predicted, moved, and compared. No other side takes part:
-//! what counts is how far the prediction was off, and whether it was right to say that it would converge.
+//! Each case is a guest, a link and a mode of migration. In each round its migration is predicted,
+//! run, and compared. No other side takes part. The results are the error of the prediction, and
+//! whether it was right about convergence.
 
 mod report;
 mod spec;
@@ -15,47 +16,51 @@ pub use crate::rounds::{OurError, Outcome};
 pub use report::table;
 pub use spec::{CaseSpec, Load, Options, Way};
 
-/// What was said, and what came.
+/// Prediction of a migration, and its real figures.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Run {
-    /// How likely it was said to converge, 0 to 1.
+    /// Predicted probability of convergence, 0 to 1.
     pub probability: f64,
-    /// The time that was said, in ms: low, expected, high; None where it was said not to end.
+    /// Predicted total time in ms: low, expected, high. `None` if the migration was predicted not
+    /// to end.
     pub total: Option<[f64; 3]>,
-    /// The downtime, likewise.
+    /// Predicted downtime in ms: low, expected, high. `None` if the migration was predicted not to
+    /// end.
     pub downtime: Option<[f64; 3]>,
-    /// The bytes that were said.
+    /// Predicted number of bytes.
     pub bytes: Option<f64>,
-    /// What the link was said to carry, in bytes a second.
+    /// Estimated capacity of the link in bytes per second.
     pub link: f64,
-    /// It converged.
+    /// Set if the migration converged.
     pub converged: bool,
-    /// It took so long, in ms.
+    /// Real total time in ms.
     pub real_total: f64,
-    /// The guest stood still for so long, in ms.
+    /// Real downtime in ms.
     pub real_downtime: f64,
-    /// So many bytes went over.
+    /// Real number of bytes.
     pub real_bytes: f64,
-    /// In so many passes.
+    /// Number of passes.
     pub passes: f64,
-    /// What looking cost the guest: tracked, and stopped, in ms.
+    /// Time in ms for which the prediction tracked the guest's writes.
     pub tracked: f64,
-    /// See there.
+    /// Time in ms for which the prediction stopped the guest.
     pub paused: f64,
 }
 
-/// Predicts and moves: the one thing that this crate leaves to whoever has the VMM.
+/// Runner of predictions and migrations. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Boots the guest of `spec`, predicts, moves it once, and ends both sides.
+    /// Boots the guest of `spec`, predicts its migration, moves it once, and ends both sides.
     ///
     /// # Errors
-    /// [`OurError::Unavailable`] when it cannot run here, which skips the case; everything else is a failure.
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the case, which skips it. Every
+    /// other error is a failure.
     fn run(&mut self, spec: &CaseSpec) -> Result<Run, OurError>;
 }
 
 type CaseRuns = crate::rounds::SideRuns<(), Run>;
 
-/// Runs the bench; `progress` is told what begins.
+/// Runs the bench. Calls `progress` with the name of each run that begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("plan", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);

@@ -1,4 +1,4 @@
-//! From runs to errors, and what they come to.
+//! Conversion of runs into prediction errors, and their summary.
 
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::json;
@@ -8,7 +8,7 @@ use vmferry_report::json::{Case, Document};
 use super::spec::CaseSpec;
 use super::{CaseRuns, Run};
 
-/// A figure of one run. None: it has no meaning for it.
+/// Function that returns a figure of one run, or `None` if the figure has no meaning for the run.
 type Figure = fn(&Run) -> Option<f64>;
 
 const FIGURES: &[(&str, Figure)] = &[
@@ -31,7 +31,8 @@ const FIGURES: &[(&str, Figure)] = &[
 ];
 
 impl Run {
-    /// Whether what was said of the convergence came.
+    /// Returns whether the prediction of convergence was right. A probability of at least 0.5
+    /// predicts convergence.
     pub(super) fn right(&self) -> bool {
         (self.probability >= 0.5) == self.converged
     }
@@ -60,7 +61,7 @@ impl Run {
     }
 }
 
-/// A case and its figures.
+/// Returns the case of a document with the figures of its runs.
 pub(super) fn case(spec: &CaseSpec, runs: &CaseRuns) -> Case {
     let mut case = match &runs.skipped {
         Some(why) if runs.rounds.is_empty() => Case::skipped(&spec.name, why),
@@ -82,7 +83,7 @@ pub(super) fn case(spec: &CaseSpec, runs: &CaseRuns) -> Case {
     case
 }
 
-/// Adds what all of it comes to.
+/// Adds the summary of the whole run.
 pub(super) fn finish(document: &mut Document, all: &[(bool, CaseRuns)], failures: &[String]) {
     let runs: Vec<(bool, &Run)> =
         all.iter().flat_map(|(near, case)| case.rounds.iter().flatten().map(|run| (*near, run))).collect();
@@ -98,7 +99,7 @@ pub(super) fn finish(document: &mut Document, all: &[(bool, CaseRuns)], failures
     };
     let right = flags(&|run| Some(f64::from(u8::from(run.right()))));
     let near: Vec<f64> = runs.iter().map(|(near, _)| f64::from(u8::from(*near))).collect();
-    // The goal for the downtime is met by either.
+    // Either a small relative or a small absolute error meets the goal for the downtime.
     let met = flags(&|run| {
         let (percent, ms) = (run.error_downtime_pct()?, run.error_downtime_ms()?);
         Some(f64::from(u8::from(percent <= 15.0 || ms <= 5.0)))
@@ -120,17 +121,17 @@ pub(super) fn finish(document: &mut Document, all: &[(bool, CaseRuns)], failures
     document.summary.insert("failures".into(), failures.into());
 }
 
-/// The document as tables for a terminal.
+/// Returns the document as text for a terminal.
 pub fn table(document: &Document) -> String {
     let columns = [
-        ("said ms", "predicted_total_ms", 0),
-        ("took ms", "total_ms", 0),
-        ("off %", "error_total_pct", 1),
-        ("down said", "predicted_downtime_ms", 1),
-        ("was", "downtime_ms", 1),
-        ("off %", "error_downtime_pct", 0),
-        ("likely %", "probability_pct", 0),
-        ("did", "converged", 0),
+        ("predicted ms", "predicted_total_ms", 0),
+        ("real ms", "total_ms", 0),
+        ("error %", "error_total_pct", 1),
+        ("predicted downtime ms", "predicted_downtime_ms", 1),
+        ("real downtime ms", "downtime_ms", 1),
+        ("error %", "error_downtime_pct", 0),
+        ("probability %", "probability_pct", 0),
+        ("converged", "converged", 0),
         ("link MB/s", "link_mbytes_per_s", 0),
         ("passes", "passes", 0),
     ];

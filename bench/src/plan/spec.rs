@@ -1,28 +1,29 @@
-//! What is predicted: guests, links, and how they are moved.
+//! Specification of the predictions: guests, links, and modes of migration.
 
 use std::time::Duration;
 
 use crate::link::Shape;
 
-/// Over what a guest moves.
+/// Link that a guest moves over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// Loopback, with a cap of the migration's own in bytes a second.
+    /// Loopback with a limit of the migration itself, in bytes per second.
     Capped(u64),
-    /// Loopback as fast as it goes.
+    /// Loopback at full speed.
     Free,
     /// A shaped link.
     Shaped(Shape),
 }
 
 impl Way {
-    /// Bytes a second of frames that it carries, as far as that can be said before; None: nobody knows.
+    /// Returns the bytes per second of frames that the link carries, or `None` if they are unknown
+    /// in advance.
     #[expect(clippy::cast_precision_loss, reason = "rates")]
     pub fn bytes_per_s(self) -> Option<f64> {
         match self {
             Way::Capped(rate) => Some(rate as f64),
             Way::Free => None,
-            // Ethernet, IP and TCP headers take their share of each 1500 bytes.
+            // Ethernet, IP and TCP headers take their share of each frame.
             Way::Shaped(shape) => Some(shape.bits_per_s as f64 / 8.0 * 1448.0 / 1514.0),
         }
     }
@@ -36,74 +37,75 @@ impl Way {
     }
 }
 
-/// What a guest does, how fast by its link.
+/// Workload of a guest, with its dirty rate relative to the link.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Load {
-    /// `idle`, `uniform`, `sequential`, `zipf:0.99`.
+    /// Access pattern: `idle`, `uniform`, `sequential` or `zipf:0.99`.
     pub pattern: &'static str,
-    /// The memory that it writes to, in MiB.
+    /// Working set in MiB.
     pub ws: u64,
-    /// Pages that it writes a second, by the pages a second that the link carries.
+    /// Pages written per second, divided by the pages per second that the link carries.
     pub ratio: f64,
 }
 
 /// One prediction.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CaseSpec {
-    /// Its name in the results.
+    /// Name in the results.
     pub name: String,
-    /// `kvm` or `process`.
+    /// Kind of guest: `kvm` or `process`.
     pub guest: &'static str,
-    /// Guest memory in bytes.
+    /// Memory of the guest in bytes.
     pub memory: u64,
     /// Memory with content, in MiB.
     pub data: u64,
-    /// What it does.
+    /// Workload of the guest.
     pub load: Load,
-    /// Over what it moves.
+    /// Link that the guest moves over.
     pub way: Way,
-    /// `precopy`, `postcopy`, `hybrid`, `auto-converge`.
+    /// Mode: `precopy`, `postcopy`, `hybrid` or `auto-converge`.
     pub mode: &'static str,
-    /// How long it may be stopped.
+    /// Longest allowed downtime.
     pub downtime_limit: Duration,
-    /// By when it has not converged.
+    /// Time after which the migration counts as not converged.
     pub timeout: Duration,
 }
 
 impl CaseSpec {
-    /// Whether it dirties about as fast as the link carries: 0.7 to 1.3 of that.
+    /// Returns whether the dirty rate is close to the capacity of the link: 0.7 to 1.3 of it.
     pub fn borderline(&self) -> bool {
         (0.7 - 1e-9..=1.3 + 1e-9).contains(&self.load.ratio)
     }
 
-    /// Writes a second.
+    /// Returns the guest's writes per second.
     pub fn rate(&self) -> u64 {
-        // What no link caps is measured with a guest that would outrun none.
+        // An unlimited link is measured with a guest that does not exceed any link.
         let link = self.way.bytes_per_s().unwrap_or(500e6);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "some ten thousand")]
         let rate = (self.load.ratio * link / 4096.0).max(1.0) as u64;
         rate
     }
 
-    /// The workload, as on the guest's command line.
+    /// Returns the workload, as on the guest's command line.
     pub fn workload(&self) -> String {
         let Load { pattern, ws, .. } = self.load;
         if pattern == "idle" {
             return format!("idle,data={}M,fill=random", self.data);
         }
-        // Without a sweep: KVM counts a first read of a page, of a huge page that it has split, as a write, and the rate is to be the rate.
+        // The sweep is off: KVM counts the first read of a page of a split huge page as a write,
+        // which would raise the dirty rate.
         format!("{pattern},ws={ws}M,data={}M,rate={},fill=random,sweep=0", self.data, self.rate())
     }
 }
 
-/// A whole bench.
+/// Selection of a whole bench.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
-    /// The predictions.
+    /// Predictions that are run.
     pub cases: Vec<CaseSpec>,
-    /// Rounds.
+    /// Number of rounds.
     pub repeats: usize,
-    /// If not empty: only those whose name has one of these in it.
+    /// Texts that select cases by name. Empty selects all.
     pub only: Vec<String>,
 }
 
@@ -142,7 +144,7 @@ fn idle(way: Way) -> CaseSpec {
 }
 
 impl Options {
-    /// Some thirty predictions in about four minutes.
+    /// Returns the options of `--quick`: about thirty predictions in about four minutes.
     pub fn quick() -> Self {
         let cases = vec![
             idle(SLOW),
@@ -178,7 +180,7 @@ impl Options {
         Options { cases, repeats: 1, only: Vec::new() }
     }
 
-    /// More rates of each, and three rounds.
+    /// Returns the full options: more dirty rates of each pattern, and three rounds.
     pub fn full() -> Self {
         let mut cases = Self::quick().cases;
         for way in [SLOW, FAST, GIGABIT, TWO] {
@@ -191,7 +193,7 @@ impl Options {
         Options { cases, repeats: 3, only: Vec::new() }
     }
 
-    /// Whether `case` is wanted.
+    /// Returns whether `case` is selected.
     pub fn wants(&self, case: &CaseSpec) -> bool {
         self.only.is_empty() || self.only.iter().any(|text| case.name.contains(text.as_str()))
     }

@@ -1,4 +1,4 @@
-//! Tests of the bench with a side of our own making: no VMM.
+//! Tests of the bench with a scripted side, without a VMM.
 
 use super::*;
 
@@ -27,7 +27,7 @@ fn run_of(expected: f64, real: f64, probability: f64) -> Run {
 }
 
 #[test]
-fn errors_are_of_what_came_and_a_wrong_word_counts() {
+fn errors_cover_converged_runs_and_wrong_predictions_count() {
     let stuck = Run { probability: 0.9, converged: false, ..run_of(1.0, 1.0, 1.0) };
     let script = vec![Ok(run_of(1100.0, 1000.0, 1.0)), Ok(run_of(700.0, 1000.0, 0.2)), Ok(stuck)];
     let options = Options { cases: vec![small()], repeats: 3, only: Vec::new() };
@@ -44,7 +44,7 @@ fn errors_are_of_what_came_and_a_wrong_word_counts() {
 }
 
 #[test]
-fn what_cannot_run_is_skipped_and_said() {
+fn unavailable_case_is_skipped_with_its_reason() {
     let script = vec![Err(OurError::Unavailable("no KVM".into()))];
     let options = Options { cases: vec![small()], repeats: 2, only: Vec::new() };
     let Outcome { document, .. } = run(&options, &mut Scripted(script), &mut |_| {});
@@ -53,7 +53,7 @@ fn what_cannot_run_is_skipped_and_said() {
 }
 
 #[test]
-fn a_third_of_the_cases_is_borderline_and_names_are_unique() {
+fn a_third_of_cases_is_borderline_and_names_are_unique() {
     for options in [Options::quick(), Options::full()] {
         let near = options.cases.iter().filter(|case| case.borderline()).count();
         assert!(near * 3 >= options.cases.len(), "{near} of {}", options.cases.len());

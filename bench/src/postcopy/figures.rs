@@ -1,4 +1,4 @@
-//! From a run to its figures.
+//! Conversion of a run into its figures.
 
 use std::collections::BTreeMap;
 
@@ -9,24 +9,24 @@ use super::{CaseSpec, Run};
 use crate::reaper::{WINDOW, to_f64};
 use crate::rtt::Floor;
 
-/// By their names in the results.
+/// Figures of a run by their names in the results.
 pub(super) type Figures = BTreeMap<String, f64>;
 
-/// A guest is back when it has this share of its speed before.
+/// Share of its earlier speed at which a guest counts as recovered.
 pub(super) const BACK: f64 = 0.9;
 
-/// Of a frame on the shaped link, 1514 bytes, as much is TCP's payload: 1448 (RFC 894, RFC 7323).
+/// Share of TCP payload in a frame on the shaped link: 1448 of 1514 bytes (RFC 894, RFC 7323).
 const PAYLOAD: f64 = 1448.0 / 1514.0;
 
-/// What a run came to.
+/// Figures and waits of a run.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measured {
     pub(super) figures: Figures,
-    /// The waits, for the histogram.
+    /// Waits of the guest, for the histogram.
     pub(super) waits: Waits,
 }
 
-/// The figures of a run. None: the guest was not heard of.
+/// Returns the figures of a run, or `None` if the guest did not report.
 pub(super) fn measure(spec: &CaseSpec, run: &Run, floor: Option<Floor>) -> Option<Measured> {
     let waited = run.waited()?;
     let mut figures = Figures::new();
@@ -80,7 +80,7 @@ pub(super) fn measure(spec: &CaseSpec, run: &Run, floor: Option<Floor>) -> Optio
     Some(Measured { figures, waits: *during })
 }
 
-/// How fast the guest was, and when it was again.
+/// Returns the speed of the guest, and the time at which it recovered its speed.
 fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
     let timeline = run.timeline();
     let begin = run.source.first().map_or(0.0, |heard| heard.at);
@@ -94,7 +94,7 @@ fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
         ("guest_speed_kept", timeline.speed(0.0, run.end) / before),
         ("watched_ms", watched * 1e3),
     ];
-    // From when the guest ran on the target: what came before is not the speed that it got back.
+    // Windows before the guest ran on the target say nothing about its recovery.
     let windows = timeline.windows(run.switched, watched);
     if let Some(back) = back(&windows, before * BACK) {
         speeds.push(("back_90_ms", (run.switched + back) * 1e3));
@@ -105,13 +105,14 @@ fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
     speeds
 }
 
-/// When the first two windows in a row reach `wanted`, in seconds after the first window's begin.
+/// Returns the start of the first two consecutive windows that reach `wanted`, in seconds after the
+/// first window begins.
 fn back(windows: &[f64], wanted: f64) -> Option<f64> {
     let at = windows.windows(2).position(|pair| pair.iter().all(|speed| *speed >= wanted))?;
     Some(to_f64(at as u64) * WINDOW)
 }
 
-/// The medians of some runs' waits by length, as a histogram of all of them: upper bound in microseconds, count.
+/// Returns a histogram of the waits of all runs: the upper bound in microseconds, and the count.
 pub(super) fn histogram<'a>(runs: impl Iterator<Item = &'a Measured>) -> BTreeMap<u64, u64> {
     let mut histogram = BTreeMap::new();
     for measured in runs {

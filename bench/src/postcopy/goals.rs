@@ -1,30 +1,31 @@
-//! What is promised, and what was published.
+//! Goals of the bench, and published results to compare with.
 
 use serde_json::{Value, json};
 use vmferry_report::json::{Case, Document};
 
 use super::{Purpose, Side, Way};
 
-/// Ours, compared with `shared` at most.
+/// Largest ratio of vmferry's mean to that of `shared`.
 const OF_SHARED: f64 = 1.0 / 20.0;
-/// Ours, compared with QEMU's preempt at most.
+/// Largest ratio of vmferry's mean to that of QEMU's preempt.
 const OF_PREEMPT: f64 = 1.0 / 10.0;
-/// Ours, compared with the floor at most: the mean and the 99th of 100.
+/// Largest ratios of vmferry to the floor: of the mean, and of the 99th percentile.
 const OF_FLOOR: (f64, f64) = (1.5, 4.0);
-/// The whole migration, compared with what the link needs for the bytes.
+/// Largest ratio of the migration time to the time that the link needs for the bytes.
 const OF_LINK: f64 = 1.1;
 
-/// Published means in microseconds at 10 Gb/s, 18 GB written of 20: shared, interleaved, dedicated.
+/// Published means in microseconds at 10 Gb/s with 18 of 20 GB written: shared, interleaved,
+/// dedicated.
 const PUBLISHED: [(&str, [f64; 3]); 2] =
     [("random", [12093.0, 496.0, 229.0]), ("sequential", [1487.0, 1582.0, 439.0])];
 
-/// The sides of one case.
+/// Sides of one case.
 struct Sides<'a> {
     name: &'a str,
     cases: Vec<&'a Case>,
 }
 
-/// A figure of a side, over the rounds.
+/// Figure of a side over the rounds.
 #[derive(Clone, Copy)]
 struct Figure {
     median: f64,
@@ -51,7 +52,7 @@ impl Sides<'_> {
 const OURS: Side = Side::Ours(Way::Ours);
 const PREEMPT: Side = Side::Qemu { preempt: true };
 
-/// The sides of each case of a purpose, in order.
+/// Returns the sides of each case with the given purpose, in order.
 fn compared(document: &Document, purpose: Purpose) -> Vec<Sides<'_>> {
     let mut all: Vec<Sides> = Vec::new();
     for case in document.with_purpose(&purpose.name()) {
@@ -68,13 +69,13 @@ fn goal(name: String, want: String, got: f64, met: bool) -> Value {
     json!({ "name": name, "want": want, "got": got, "met": met })
 }
 
-/// One that a ratio must not exceed.
+/// Returns a goal that a ratio must not exceed, or `None` if the ratio is unknown.
 fn at_most(name: String, most: f64, got: Option<f64>) -> Option<Value> {
     let got = got.filter(|got| got.is_finite())?;
     Some(goal(name, format!("<= {most}"), got, got <= most))
 }
 
-/// The goals that could be looked at, each with what it came to.
+/// Returns the goals whose figures are known, each with its figure.
 pub(super) fn goals(document: &Document) -> Vec<Value> {
     let mut goals = Vec::new();
     for sides in compared(document, Purpose::Compare) {
@@ -97,7 +98,7 @@ fn of_case(sides: &Sides<'_>) -> Vec<Value> {
         if let (Some(a), Some(b), Some(c)) = (shared, interleaved, dedicated)
             && random
         {
-            // The smaller of the two steps decides.
+            // The smaller one of the two steps decides.
             let what = name("mean, shared > interleaved > dedicated: the smaller step");
             goals.push(goal(what, "> 1".into(), (a / b).min(b / c), a > b && b > c));
         }
@@ -119,21 +120,25 @@ fn of_case(sides: &Sides<'_>) -> Vec<Value> {
     goals
 }
 
-/// Sooner than either QEMU; one that was not seen to come back at all took at least as long as it was watched.
+/// Returns the goal that the guest recovers sooner than under QEMU.
+///
+/// A guest that was not seen to recover counts as if it had recovered at the end of the
+/// observation.
 fn back(sides: &Sides<'_>, name: String) -> Option<Value> {
     let qemu = [false, true].into_iter().filter_map(|preempt| {
         let side = Side::Qemu { preempt };
         sides.of(side, "back_90_ms").or(sides.of(side, "watched_ms"))
     });
     let qemu = qemu.reduce(f64::min)?;
-    // Ours must have been seen.
+    // The guest under vmferry must have been observed.
     sides.of(OURS, "watched_ms")?;
     let ours = sides.of(OURS, "back_90_ms");
     let got = ours.or(sides.of(OURS, "watched_ms"))? / qemu;
     Some(goal(name, "< 1".into(), got, ours.is_some() && got < 1.0))
 }
 
-/// Waits a second do not fall from each number of vCPUs to the next, or not by more than the rounds differ.
+/// Returns the goals that waits per second do not fall with more vCPUs, or not by more than the
+/// rounds differ.
 fn of_vcpus(cases: &[Sides<'_>]) -> Vec<Value> {
     let of = |sides: &Sides<'_>| sides.figure(OURS, "waits_per_s");
     let mut goals = Vec::new();
@@ -152,7 +157,7 @@ fn of_vcpus(cases: &[Sides<'_>]) -> Vec<Value> {
     goals
 }
 
-/// The published progression beside ours, as ratios to `shared`.
+/// Returns the published progression beside the measured one, as ratios to `shared`.
 pub(super) fn published(document: &Document) -> Vec<Value> {
     let mut rows = Vec::new();
     for sides in compared(document, Purpose::Compare) {

@@ -1,10 +1,11 @@
-//! `vmferry-bench postcopy`: how long a guest waits for a page that has not arrived yet.
+//! `vmferry-bench postcopy`: time for which a guest waits for a missing page.
 //!
-//! A guest that writes to most of its memory as fast as it can is moved by postcopy, by each side in turn: vmferry with each
-//! of its ways for urgent pages, and QEMU. All sides run the same guest file, and what a page took is taken from the guest's
-//! own clock: a vCPU's loop takes well below a microsecond, so a gap of 32 us and more is a page that was waited for (or,
-//! seldom, a processor that was busy: the same guest's gaps before the migration are reported beside). The floor of the same
-//! link is measured in the same round.
+//! A guest that writes to most of its memory as fast as it can is moved by postcopy, by each side
+//! in turn: vmferry with each of its ways for urgent pages, and QEMU. All sides run the same guest
+//! image. The wait for a page is measured by the guest's own clock. A vCPU's loop takes well below
+//! a microsecond, so a gap of 32 us or more is a wait for a page. Rarely such a gap is a busy
+//! processor, so the gaps of the same guest before the migration are reported too. The floor of the
+//! same link is measured in the same round.
 
 mod figures;
 mod goals;
@@ -27,56 +28,63 @@ pub use spec::{CaseSpec, Options, Purpose, Side, Way};
 pub use vmferry_report::benches::postcopy::{page, table};
 pub use watch::{Heard, Own, Run, Vcpu};
 
-/// Looks at a guest this often: its page of statistics remembers the longest stalls of 160 ms.
+/// Interval at which a guest is polled. Its statistics page remembers the longest stalls of 160 ms.
 pub const POLL: Duration = Duration::from_millis(20);
 
-/// How the guest is watched, which is the same for all sides.
+/// Observation of the guest, which is the same for all sides.
 #[derive(Debug, Clone, Copy)]
 pub struct Watch<'a> {
-    /// Between which two ends it moves: start each process at its own.
+    /// Link that the guest moves over. Each process must be started at its end.
     pub link: &'a Link,
-    /// How long it is watched before the command.
+    /// Time for which the guest is observed before the command.
     pub before: Duration,
-    /// How long at least, and at most, it is watched after the end: at least until it reported, at most while
-    /// [`SpeedBack`] waits.
+    /// Longest time for which the guest is observed after the end while [`SpeedBack`] waits. The
+    /// guest must report at least once.
     pub after: Duration,
 }
 
-/// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
+/// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Boots the guest of `spec` at the source's end of the link, watches it, moves it by postcopy at once, watches it until
-    /// that is done and [`SpeedBack`] has seen enough, and ends both processes.
+    /// Boots the guest of `spec` at the source's end of the link, moves it by postcopy, and ends
+    /// both processes.
+    ///
+    /// The guest is observed before the migration, and after it until [`SpeedBack`] has seen
+    /// enough.
     ///
     /// # Errors
-    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
+    /// other error is a failure.
     fn run(&mut self, spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run, OurError>;
 }
 
-/// Says how long a guest is to be watched after its migration: until it is as fast as before for a while.
+/// Detector of the moment at which a guest has been as fast as before its migration for a while.
 #[derive(Debug)]
 pub struct SpeedBack {
-    /// Writes a second before.
+    /// Writes per second that count as recovered.
     wanted: f64,
     last: Option<(f64, u64)>,
     fast: u32,
 }
 
 impl SpeedBack {
-    /// From what was heard on the source.
+    /// Creates a detector from the reports of the guest on the source.
     pub fn new(source: &[Heard]) -> Self {
         let command = source.iter().rfind(|heard| heard.at <= 0.0);
         let speed = source.first().zip(command).and_then(|(first, last)| speed(mark(first), mark(last)));
         SpeedBack { wanted: speed.unwrap_or(0.0) * figures::BACK, last: None, fast: 0 }
     }
 
-    /// Whether it has been as fast for long enough, now that this was heard, too.
+    /// Adds a report of the guest on the target, and returns whether the guest has been fast for
+    /// long enough.
     pub fn is_back(&mut self, heard: &Heard) -> bool {
         let now = mark(heard);
         let Some(last) = self.last else {
             self.last = Some(now);
             return false;
         };
-        // Much of a window, so that one late report is no slow guest.
+        // Each interval is most of a window, so that one late report does not make the guest look
+        // slow.
         if now.0 - last.0 < 0.08 {
             return false;
         }
@@ -96,32 +104,33 @@ fn speed(from: (f64, u64), to: (f64, u64)) -> Option<f64> {
     (span > 0.0).then(|| crate::reaper::to_f64(to.1.saturating_sub(from.1)) / span)
 }
 
-/// What a side did in one case.
+/// Runs of one side in one case.
 type SideRuns = crate::rounds::SideRuns<Side, Run>;
 
-/// Everything that was done in one case.
+/// All runs of one case.
 #[derive(Debug)]
 struct CaseRuns {
-    /// One for each round. None: it could not be measured.
+    /// Floor of each round. `None` if it could not be measured.
     floors: Vec<Option<Floor>>,
     sides: Vec<SideRuns>,
 }
 
-/// Whose turn it is in a round.
+/// Participant of a round.
 #[derive(Debug, Clone, Copy)]
 enum Turn {
     Floor,
     Side(Side),
 }
 
-/// What it came to.
+/// Result of a turn.
 #[derive(Debug)]
 enum Came {
     Floor(Floor),
     Run(Box<Run>),
 }
 
-/// Runs the bench. `source` starts the process that the floor is measured with; `progress` is told what begins.
+/// Runs the bench. `source` starts the process that the floor is measured with. Calls `progress`
+/// with the name of each run that begins.
 pub fn run(
     options: &Options,
     ours: &mut dyn OurRunner,
@@ -170,7 +179,7 @@ fn run_with(
     Outcome { document, failures }
 }
 
-/// The floors and the sides apart.
+/// Separates the floors from the sides.
 fn sorted(runs: Vec<crate::rounds::SideRuns<Turn, Came>>) -> CaseRuns {
     let mut sorted = CaseRuns { floors: Vec::new(), sides: Vec::new() };
     for runs in runs {

@@ -1,4 +1,4 @@
-//! From runs to the document.
+//! Conversion of runs into the document.
 
 use serde_json::Value;
 use vmferry_report::json::{Case, Document};
@@ -11,7 +11,7 @@ use crate::cases::add_spreads;
 use crate::reaper::to_f64;
 use crate::rtt::Floor;
 
-/// Adds a case's sides to the document.
+/// Adds the sides of a case to the document.
 pub(super) fn add_case(document: &mut Document, options: &Options, spec: &CaseSpec, runs: &CaseRuns) {
     for side in &runs.sides {
         document.cases.push(case_of(options, spec, side, &runs.floors));
@@ -49,7 +49,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, floors: &[Option
     case
 }
 
-/// Adds what concerns the whole run.
+/// Adds the summary of the whole run.
 pub(super) fn finish(document: &mut Document, options: &Options, failures: &[String]) {
     let summary = [
         ("rounds", options.repeats.into()),

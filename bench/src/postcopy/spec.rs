@@ -1,37 +1,38 @@
-//! What is run: links, guests, ways, and how often.
+//! Specification of the runs: links, guests, ways for urgent pages, and the number of rounds.
 
 use std::fmt;
 use std::time::Duration;
 
 use crate::link::Shape;
 
-/// How an urgent page of vmferry travels.
+/// Way in which vmferry sends an urgent page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Way {
-    /// In the bulk channel, behind what is queued there.
+    /// In the bulk channel, behind the pages that are queued there.
     Shared,
-    /// In its own channel, sent by whoever sends bulk, between two pieces of it.
+    /// In a separate channel, sent by a bulk sender thread between two chunks.
     Interleaved,
-    /// In its own channel, sent at once by whoever got the request.
+    /// In a separate channel, sent at once by the thread that received the request.
     Dedicated,
-    /// The same, beside bulk that is paced: what vmferry does of its own accord. The others are unpaced.
+    /// The same as `Dedicated`, with paced bulk channels. This is vmferry's default. The other ways
+    /// have no pacing.
     Ours,
 }
 
-/// Who migrates, and how.
+/// Hypervisor that migrates, and its way for urgent pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// vmferry.
+    /// vmferry, with the given way.
     Ours(Way),
-    /// QEMU, without and with `postcopy-preempt`.
+    /// QEMU, with or without `postcopy-preempt`.
     Qemu {
-        /// With a channel for urgent pages.
+        /// Set for a separate channel for urgent pages.
         preempt: bool,
     },
 }
 
 impl Side {
-    /// In the order in which they are shown.
+    /// All sides in the order in which they are shown.
     pub const ALL: [Self; 6] = [
         Side::Ours(Way::Shared),
         Side::Ours(Way::Interleaved),
@@ -55,12 +56,12 @@ impl fmt::Display for Side {
     }
 }
 
-/// What a case is for.
+/// Purpose of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// To compare how long pages take.
+    /// Comparison of the time that pages take.
     Compare,
-    /// To find out what more vCPUs do to the number of pages a second.
+    /// Effect of more vCPUs on the number of pages per second.
     Vcpus,
 }
 
@@ -71,52 +72,53 @@ impl Purpose {
     }
 }
 
-/// A guest and the link that it moves over.
+/// Guest, and the link that it moves over.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaseSpec {
-    /// Its name in the results.
+    /// Name in the results.
     pub name: String,
-    /// What it is for.
+    /// Purpose of the case.
     pub purpose: Purpose,
-    /// The link's name: cases with the same share their floor.
+    /// Name of the link. Cases with the same link are measured against the same kind of floor.
     pub link: &'static str,
-    /// What it is shaped to. None: loopback.
+    /// Shape of the link. `None` means loopback.
     pub shape: Option<Shape>,
-    /// `random` or `sequential`.
+    /// Access pattern: `random` or `sequential`.
     pub pattern: &'static str,
-    /// Guest memory in bytes.
+    /// Memory of the guest in bytes.
     pub memory: u64,
-    /// Of that, what has content and is written to: what has to be moved.
+    /// Bytes of the memory that have content and are written to, and therefore have to be moved.
     pub data: u64,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// Who takes turns.
+    /// Sides that run in turn.
     pub sides: Vec<Side>,
-    /// Rounds at most.
+    /// Largest number of rounds.
     pub rounds: usize,
 }
 
 impl CaseSpec {
-    /// The workload, as on the guest's command line: writes as fast as it can. Without a sweep, which would touch a second
-    /// page beside each that is written.
+    /// Returns the workload, as on the guest's command line: writes at full speed. The sweep is
+    /// off, because it would touch a second page for each write.
     pub fn workload(&self) -> String {
         let pattern = if self.pattern == "random" { "uniform" } else { self.pattern };
         format!("{pattern},ws={}M,fill=random,sweep=0", self.data >> 20)
     }
 }
 
-/// A whole bench.
+/// Selection of a whole bench.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The guests.
+    /// Guests and links that are run.
     pub cases: Vec<CaseSpec>,
-    /// Rounds.
+    /// Number of rounds.
     pub repeats: usize,
-    /// How long the guest is watched before the migration.
+    /// Time for which the guest is observed before the migration.
     pub before: Duration,
-    /// How long it is watched at most after the migration, while it has not got its speed back.
+    /// Longest time for which the guest is observed after the migration until it has recovered its
+    /// speed.
     pub after: Duration,
-    /// If not empty: only those whose name, as in `2gbit-bbr-random/ours`, has one of these in it.
+    /// Texts that select sides by name, as in `2gbit-bbr-random/ours`. Empty selects all.
     pub only: Vec<String>,
 }
 
@@ -134,7 +136,8 @@ const TWO_CUBIC: LinkSpec = ("2gbit-cubic", shaped(2_000_000_000, "cubic"));
 const TEN_BBR: LinkSpec = ("10gbit-bbr", shaped(10_000_000_000, "bbr"));
 const TEN_CUBIC: LinkSpec = ("10gbit-cubic", shaped(10_000_000_000, "cubic"));
 
-/// The published run wrote to 18 of 20 GB: as many parts of `memory`, in whole MiB.
+/// Returns the part of `memory` that the guest writes to, in whole MiB: 18 of 20, as in the
+/// published run.
 fn most_of(memory: u64) -> u64 {
     memory / MIB * 18 / 20 * MIB
 }
@@ -166,7 +169,8 @@ fn vcpus(link: LinkSpec, vcpus: u32, memory: u64, sides: &[Side]) -> CaseSpec {
 }
 
 impl Options {
-    /// The bench of contracts in under five minutes on two cores: three rounds on loopback and at 2 Gb/s, one of the rest.
+    /// Returns the options of `--quick`: three rounds on loopback and at 2 Gb/s and one of the
+    /// others, in under five minutes on two cores.
     pub fn quick() -> Self {
         let memory = 512 * MIB;
         let ours = [Side::Ours(Way::Ours)];
@@ -188,7 +192,8 @@ impl Options {
         }
     }
 
-    /// Both patterns on every link, by BBR and by CUBIC; one, two and four vCPUs.
+    /// Returns the full options: both patterns on every link, with BBR and CUBIC, and one, two and
+    /// four vCPUs.
     pub fn full() -> Self {
         let memory = 1024 * MIB;
         let links = [LOOPBACK, TWO_BBR, TWO_CUBIC, TEN_BBR, TEN_CUBIC];
@@ -207,7 +212,7 @@ impl Options {
         }
     }
 
-    /// Whether `side` of `case` is wanted.
+    /// Returns whether `side` of `case` is selected.
     pub fn wants(&self, case: &CaseSpec, side: Side) -> bool {
         let name = format!("{}/{side}", case.name);
         self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))

@@ -1,4 +1,4 @@
-//! Tests of the bench with a side of our own making: no VMM, no QEMU.
+//! Tests of the bench with a scripted side, without a VMM or QEMU.
 
 use super::*;
 use crate::result::MigrationResult;
@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use vmferry_guest_abi::Workload;
 use vmferry_report::host::Host;
 
-/// A runner whose guests wait for as long as the way makes them.
+/// Runner whose guests wait for as long as the function of the way says, in microseconds.
 struct Scripted(fn(Way) -> u64);
 
 fn usual(way: Way) -> u64 {
@@ -18,7 +18,7 @@ fn usual(way: Way) -> u64 {
     }
 }
 
-/// A guest with 100 waits, each in a window of its own that was heard of, and a downtime before them.
+/// Returns a run with 100 waits, each in a window that was reported, and a downtime before them.
 fn scripted(spec: &CaseSpec, us: u64) -> Run {
     let bucket = (us / 8).ilog2() as usize;
     let vcpu = |writes: u64, waits: u64, windows: &[u64]| {
@@ -73,16 +73,17 @@ fn options() -> Options {
     options
 }
 
-/// The floor is measured by a process that is not there: those failures are none of ours.
+/// Runs the bench. Returns the document and the failures, except those of the floor, whose process
+/// does not exist.
 fn bench(options: &Options, waits: fn(Way) -> u64) -> (Document, Vec<String>) {
-    let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
+    let missing = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
     let tools = Tools { root: false, ..Tools::here() };
-    let outcome = run_with(options, &mut Scripted(waits), &nobody, &tools, &mut |_| {});
+    let outcome = run_with(options, &mut Scripted(waits), &missing, &tools, &mut |_| {});
     let ours = outcome.failures.into_iter().filter(|failure| !failure.contains("/floor")).collect();
     (outcome.document, ours)
 }
 
-/// Fills a document as if all links could be made.
+/// Returns a document as if all links could be created.
 fn document(waits: fn(Way) -> u64) -> Document {
     let options = options();
     let mut document = Document::new("postcopy", Host::default());
@@ -101,7 +102,7 @@ fn document(waits: fn(Way) -> u64) -> Document {
 }
 
 #[test]
-fn failures_and_skips_are_told_apart() {
+fn failures_and_skips_are_reported_separately() {
     let (document, failures) = bench(&options(), usual);
     let case = |name: &str| document.cases.iter().find(|case| case.name == name).unwrap();
     let why = case("2gbit-bbr-random/shared").skipped.as_deref().unwrap();
@@ -119,7 +120,7 @@ fn failures_and_skips_are_told_apart() {
 }
 
 #[test]
-fn figures_are_of_the_guests_clock_without_the_downtime() {
+fn figures_use_the_guests_clock_and_exclude_the_downtime() {
     let document = document(usual);
     let ours = document.cases.iter().find(|case| case.name == "2gbit-bbr-random/ours").unwrap();
     let close = |name: &str, want: f64| {
@@ -145,7 +146,7 @@ fn figures_are_of_the_guests_clock_without_the_downtime() {
 }
 
 #[test]
-fn goals_are_met_or_missed() {
+fn goals_are_met_by_fast_pages_and_missed_by_slow_ones() {
     let met = |document: &Document, name: &str| {
         let goals = document.summary["goals"].as_array().unwrap();
         goals.iter().find(|goal| goal["name"] == name).unwrap_or_else(|| panic!("{name}: {goals:#?}"))["met"]
@@ -167,7 +168,7 @@ fn goals_are_met_or_missed() {
 }
 
 #[test]
-fn a_guest_is_back_when_it_stays_fast() {
+fn guest_is_back_when_it_stays_fast() {
     let heard = |at: f64, writes: u64| Heard { at, vcpus: vec![Vcpu { writes, ..Vcpu::default() }] };
     let mut back = SpeedBack::new(&[heard(-1.0, 0), heard(-0.1, 900), heard(0.1, 5000)]);
     let mut writes = 1000;
@@ -181,12 +182,12 @@ fn a_guest_is_back_when_it_stays_fast() {
 }
 
 #[test]
-fn what_is_run_can_be_run() {
+fn cases_have_valid_workloads_and_unique_names() {
     for options in [Options::quick(), Options::full()] {
         let mut names = BTreeSet::new();
         for case in &options.cases {
             let workload: Workload = case.workload().parse().unwrap();
-            // Room for the guest itself and its counters.
+            // The guest itself and its counters need memory too.
             assert!(workload.ws.unwrap() + (16 << 20) <= case.memory, "{}", case.name);
             assert!(names.insert(&case.name), "{} is there twice", case.name);
         }

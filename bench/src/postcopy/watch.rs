@@ -1,4 +1,4 @@
-//! What was heard of a guest while it moved, and the waits that follow from it.
+//! Reports of a guest while it moved, and the waits that follow from them.
 
 use serde::Deserialize;
 use vmferry_guest_abi::{CpuSnapshot, HIST_BUCKETS};
@@ -6,34 +6,36 @@ use vmferry_guest_abi::{CpuSnapshot, HIST_BUCKETS};
 use crate::reaper::{self, Recorder};
 use crate::result::MigrationResult;
 
-/// The first bucket whose stalls count as waits for a page: those of 32 us and more.
+/// First bucket whose stalls count as waits for a page: stalls of at least 32 us.
 ///
-/// A fault that goes to another process and back takes longer than that everywhere (the floor is measured in the same run).
-/// Below lie faults that the host answers itself: the first touch of a page that is there already costs a guest 5 to 13 us,
-/// and after a postcopy that is every page. They would hide the others in the mean.
+/// A fault that another process answers takes longer than that on every host. The floor is measured
+/// in the same run. Shorter stalls are faults that the host answers itself: the first touch of a
+/// page that is present already costs a guest 5 to 13 us, and after a postcopy that is every page.
+/// They would hide the other ones in the mean.
 pub(super) const WAIT_BUCKET: usize = 2;
 
-/// The shortest wait, in microseconds.
+/// Shortest wait in microseconds.
 pub(super) const WAIT_MIN_US: u64 = 8 << WAIT_BUCKET;
 
-/// A stall of at least this share of the downtime is the downtime. The guest sees all of it; QEMU's account of it can be of a
-/// little more.
+/// Share of the downtime from which a stall counts as the downtime. The guest sees all of the
+/// downtime, but QEMU's figure can be slightly larger.
 const OF_DOWNTIME: f64 = 0.7;
 
-/// What one vCPU says of itself. Everything is since its start.
+/// Statistics of one vCPU since its start.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 pub struct Vcpu {
     /// Guest clock in microseconds.
     pub t_us: u64,
-    /// Writes.
+    /// Number of writes.
     pub writes: u64,
-    /// Reports: each closes a window of 10 ms.
+    /// Number of reports. Each report closes a window of 10 ms.
     pub reports: u64,
-    /// The longest stall in microseconds of each of the last windows, the oldest first.
+    /// Longest stall of each of the last windows in microseconds, oldest first.
     pub windows: Vec<u64>,
-    /// Stalls by length: bucket `i` counts those from `8 << i` microseconds to below twice that.
+    /// Number of stalls by length. Bucket `i` counts those from `8 << i` microseconds to below
+    /// twice that.
     pub hist: [u64; HIST_BUCKETS],
-    /// The sum of those of each length, in microseconds.
+    /// Sum of the stalls in each bucket, in microseconds.
     pub hist_sum_us: [u64; HIST_BUCKETS],
 }
 
@@ -51,70 +53,72 @@ impl From<&CpuSnapshot> for Vcpu {
 }
 
 impl Vcpu {
-    /// The window's longest stalls, from that which report number `from` closed.
+    /// Returns the longest stall of each window that report number `from` or a later one closed,
+    /// with the report's number.
     fn windows_since(&self, from: u64) -> impl Iterator<Item = (u64, u64)> {
         let oldest = self.reports.saturating_sub(self.windows.len() as u64);
         (oldest..self.reports).zip(self.windows.iter().copied()).filter(move |(report, _)| *report >= from)
     }
 }
 
-/// What was heard at once of all vCPUs.
+/// Statistics of all vCPUs at one moment.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Heard {
-    /// Seconds since the command to migrate; negative before.
+    /// Seconds since the command to migrate. Negative before it.
     pub at: f64,
-    /// One for each vCPU.
+    /// Statistics of each vCPU.
     pub vcpus: Vec<Vcpu>,
 }
 
-/// What vmferry's target says of its faults, by its own clock: from the fault read to the page placed.
+/// Statistics of vmferry's target about its faults, from the read of the fault to the placement of
+/// the page, by its own clock.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
 #[serde(default)]
 pub struct Own {
-    /// How many.
+    /// Number of faults.
     pub faults: f64,
-    /// Their mean in microseconds.
+    /// Mean in microseconds.
     pub mean_us: f64,
-    /// Half took no longer, in microseconds.
+    /// Median in microseconds.
     pub p50_us: f64,
-    /// 99 of 100 took no longer, in microseconds.
+    /// 99th percentile in microseconds.
     pub p99_us: f64,
-    /// The longest, in microseconds.
+    /// Longest fault in microseconds.
     pub max_us: f64,
-    /// Pages that came twice.
+    /// Number of pages that arrived twice.
     pub duplicates: f64,
-    /// Pages asked for ahead of a run of faults.
+    /// Number of pages that were requested ahead of a run of faults.
     pub prefetched: f64,
 }
 
-/// One migration, watched.
+/// One observed migration.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Run {
-    /// What the guest said on the source: before the command, and from then until it stopped.
+    /// Reports of the guest on the source, before the command and after it until the guest stopped.
     pub source: Vec<Heard>,
-    /// What it said on the target.
+    /// Reports of the guest on the target.
     pub target: Vec<Heard>,
-    /// When the guest ran on the target, in seconds since the command.
+    /// Time at which the guest ran on the target, in seconds since the command.
     pub switched: f64,
-    /// When the source knew that everything was done, likewise.
+    /// Time at which the source knew the end of the migration, in seconds since the command.
     pub end: f64,
-    /// What the migrating program says of it.
+    /// Figures of the migrating program.
     pub result: MigrationResult,
-    /// What vmferry's target says of its faults.
+    /// Fault statistics of vmferry's target.
     pub own: Option<Own>,
 }
 
-/// Stalls by length, with their sums.
+/// Number and sum of stalls by length.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(super) struct Waits {
     pub(super) hist: [u64; HIST_BUCKETS],
     pub(super) sum_us: [u64; HIST_BUCKETS],
-    /// The longest that is known. 0: none is.
+    /// Longest known stall in microseconds. 0 if none is known.
     pub(super) max_us: u64,
 }
 
 impl Waits {
-    /// What was added from `before` to `after`.
+    /// Returns the stalls between the reports `before` and `after`.
     fn between(before: &Vcpu, after: &Vcpu) -> Self {
         let minus = |after: &[u64; HIST_BUCKETS], before: &[u64; HIST_BUCKETS]| {
             std::array::from_fn(|bucket| after[bucket].saturating_sub(before[bucket]))
@@ -126,7 +130,7 @@ impl Waits {
         }
     }
 
-    /// Leaves out one stall.
+    /// Removes one stall of `us` microseconds.
     fn remove(&mut self, us: u64) {
         let bucket = bucket(us);
         self.hist[bucket] = self.hist[bucket].saturating_sub(1);
@@ -145,19 +149,23 @@ impl Waits {
         self.hist[WAIT_BUCKET..].iter().sum()
     }
 
-    /// Shorter than a wait for a page.
+    /// Returns the number of stalls that are too short to be waits.
     pub(super) fn short(&self) -> u64 {
         self.hist[..WAIT_BUCKET].iter().sum()
     }
 
-    /// In microseconds. None: there are none.
+    /// Returns the mean wait in microseconds, or `None` without waits.
     pub(super) fn mean_us(&self) -> Option<f64> {
         let (sum, count) = (self.sum_us[WAIT_BUCKET..].iter().sum(), self.count());
         (count > 0).then(|| reaper::to_f64(sum) / reaper::to_f64(count))
     }
 
-    /// The time that a share of the waits do not exceed, in microseconds. It lies in the right bucket, a factor of two wide;
-    /// where in it follows from the bucket's mean: the waits are taken to lie as a power of their rank does that has this mean.
+    /// Returns the time in microseconds that `share` of the waits do not exceed, or `None` without
+    /// waits.
+    ///
+    /// The result lies in the right bucket, which is a factor of two wide. Its place in the bucket
+    /// follows from the mean of the bucket: the waits are assumed to lie as that power of their
+    /// rank which has this mean.
     pub(super) fn quantile_us(&self, share: f64) -> Option<f64> {
         let total = self.count();
         let mut left = reaper::to_f64(total) * share;
@@ -169,7 +177,7 @@ impl Waits {
             }
             let low = reaper::to_f64(8 << bucket);
             let mean = reaper::to_f64(self.sum_us[bucket]) / count;
-            // The last one has no upper bound but the longest.
+            // The last bucket has no upper bound except the longest wait.
             let last = bucket == HIST_BUCKETS - 1;
             let high = if last { reaper::to_f64(self.max_us).max(low * 2.0) } else { low * 2.0 };
             let place = ((mean - low) / (high - low)).clamp(0.05, 0.95);
@@ -181,24 +189,24 @@ impl Waits {
     }
 }
 
-/// The bucket of a stall.
+/// Returns the bucket of a stall.
 fn bucket(us: u64) -> usize {
     ((us / 8).max(1).ilog2() as usize).min(HIST_BUCKETS - 1)
 }
 
-/// What a guest waited for, and when.
+/// Waits of a guest during and before a migration.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Waited {
-    /// From the command until the end, without the downtime.
+    /// Waits from the command until the end, without the downtime.
     pub(super) during: Waits,
-    /// In as many seconds before.
+    /// Waits before the command, and the observed time in seconds.
     pub(super) before: (Waits, f64),
-    /// The stall of each vCPU that was the downtime, in microseconds. None: it was not found.
+    /// Stall of each vCPU that was the downtime, in microseconds. `None` if it was not found.
     pub(super) downtime_us: Vec<Option<u64>>,
 }
 
 impl Run {
-    /// The waits of all vCPUs. None: too little was heard.
+    /// Returns the waits of all vCPUs, or `None` with too few reports.
     pub(super) fn waited(&self) -> Option<Waited> {
         let command = self.source.iter().rfind(|heard| heard.at <= 0.0)?;
         let first = self.source.first()?;
@@ -219,8 +227,10 @@ impl Run {
         Some(waited)
     }
 
-    /// The downtime as vCPU `vcpu` saw it, and its longest other stall, of the windows that reports `from..to` closed. Only
-    /// windows that were heard of are known: those of the last 160 ms at each time.
+    /// Returns the downtime as vCPU `vcpu` saw it, and its longest other stall, in the windows that
+    /// the reports `from..to` closed.
+    ///
+    /// Only reported windows are known: at each report, those of the last 160 ms.
     fn longest(&self, vcpu: usize, from: u64, to: u64) -> (Option<u64>, u64) {
         let least = self.result.downtime.as_secs_f64() * 1e6 * OF_DOWNTIME;
         let (mut next, mut downtime, mut longest) = (from, None, 0);
@@ -240,7 +250,7 @@ impl Run {
         (downtime, longest)
     }
 
-    /// The guest's writes over time.
+    /// Returns the guest's writes over time.
     pub(super) fn timeline(&self) -> reaper::Timeline {
         let mut recorder = Recorder::default();
         let written = |heard: &Heard| heard.vcpus.iter().map(|vcpu| (vcpu.t_us, vcpu.writes)).collect();
@@ -256,7 +266,7 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    /// A vCPU that had these stalls, each in a window of its own.
+    /// Returns a vCPU with these stalls, each in a separate window.
     fn vcpu(stalls: &[u64]) -> Vcpu {
         let mut vcpu = Vcpu { reports: stalls.len() as u64, ..Vcpu::default() };
         for us in stalls {
@@ -289,10 +299,10 @@ mod tests {
     }
 
     #[test]
-    fn the_downtime_is_the_first_stall_of_its_length_on_the_target() {
+    fn downtime_is_the_first_stall_of_its_length_on_the_target() {
         let waited = run().waited().unwrap();
         assert_eq!(waited.downtime_us, [Some(5000)]);
-        // 100, 300 and 9000; what came before the command, after the end, and the short ones do not count.
+        // 100, 300 and 9000 count. Stalls before the command, after the end, and short ones do not.
         assert_eq!((waited.during.count(), waited.during.short()), (3, 2));
         assert_eq!(waited.during.max_us, 9000);
         assert!((waited.during.mean_us().unwrap() - 9400.0 / 3.0).abs() < 1e-9);
@@ -301,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn a_downtime_that_was_not_heard_of_is_not_guessed() {
+    fn unreported_downtime_is_not_guessed() {
         let mut run = run();
         run.result.downtime = Duration::from_secs(1);
         let waited = run.waited().unwrap();
@@ -319,10 +329,10 @@ mod tests {
         assert!(low.quantile_us(0.5).unwrap() < 72.0);
         let high = low.quantile_us(0.99).unwrap();
         assert!((256.0..=512.0).contains(&high), "{high}");
-        // None is longer than the longest.
+        // No quantile exceeds the longest wait.
         let known = Waits { max_us: 300, ..low };
         assert_eq!(known.quantile_us(0.99), Some(high.min(300.0)));
-        // Short ones are no waits.
+        // Short stalls are not waits.
         assert_eq!(of(&[8, 31]).quantile_us(0.5), None);
         assert_eq!(of(&[8, 31]).mean_us(), None);
     }

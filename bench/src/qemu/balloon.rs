@@ -1,4 +1,4 @@
-//! QEMU's balloon, of a microvm, whose virtio-mmio devices the measuring guest has drivers for.
+//! QEMU's balloon in a microvm. The bare-metal guest has drivers for its virtio-mmio devices.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -12,25 +12,25 @@ use super::{POLL, QemuSpec, READY_LIMIT, available, watch};
 use crate::free_page::{Inflation, Learned, MoveSpec, Moved};
 use crate::link::Link;
 
-/// A machine with a balloon.
+/// Settings of a machine with a balloon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Balloon {
-    /// Whether it asks for free pages when the guest moves.
+    /// Set if QEMU asks for free pages when the guest moves.
     pub hints: bool,
-    /// What else the guest is told.
+    /// Guest arguments besides the workload.
     pub guest_args: String,
 }
 
-/// What makes a machine one with a balloon, in place of a PC.
+/// Returns the QEMU options of a microvm with a balloon. They replace those of a PC.
 pub(super) fn arguments(balloon: &Balloon) -> Vec<String> {
     let hints = if balloon.hints { "on" } else { "off" };
     [
         "-machine",
         "microvm,pit=on,pic=on,rtc=on",
-        // Without this its devices are those of before virtio 1.0.
+        // Without this option the devices follow the specification before virtio 1.0.
         "-global",
         "virtio-mmio.force-legacy=false",
-        // Hints are taken by a thread of their own; QEMU refuses them without.
+        // A separate thread takes the hints. QEMU refuses hints without one.
         "-object",
         "iothread,id=io",
         "-device",
@@ -41,23 +41,28 @@ pub(super) fn arguments(balloon: &Balloon) -> Vec<String> {
     .collect()
 }
 
-/// What a guest is told besides its workload. A microvm has no timer to measure the processors' clock by.
+/// Returns the guest arguments besides the workload. A microvm has no timer to measure the
+/// processor's clock with.
 fn guest_args(tsc_khz: Option<u32>) -> GuestArgs {
     let idle = vmferry_guest_abi::Workload::new(vmferry_guest_abi::Pattern::Idle);
     GuestArgs { report: ReportMode::Off, tsc_khz, ..GuestArgs::new(idle) }
 }
 
-/// The words of `args` but for those that are said anyway.
+/// Returns the arguments of `args` without the workload and the statistics, which are passed
+/// anyway.
 fn words(args: &GuestArgs) -> String {
     let line = args.to_string();
     let own = |word: &&str| !word.starts_with("workload=") && !word.starts_with("stats=");
     line.split(' ').filter(own).collect::<Vec<_>>().join(" ")
 }
 
-/// Boots an idle guest of `memory` bytes that gives `inflate` bytes to its balloon by so many page numbers a request.
+/// Boots an idle guest of `memory` bytes that gives `inflate` bytes to its balloon, with `pages`
+/// page numbers per request.
 ///
 /// # Errors
-/// [`QemuError::Unavailable`] when QEMU or KVM cannot be used here: skip the case. Everything else is a failure.
+///
+/// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller
+/// then skips the case. Every other error is a failure.
 pub fn inflate(memory: u64, inflate: u64, pages: u32, tsc_khz: Option<u32>) -> Result<Learned, QemuError> {
     available()?;
     let inflation = Inflate { bytes: inflate, by: InflateBy::Pages(pages) };
@@ -106,7 +111,7 @@ fn await_inflation(machine: &mut Machine, serial: &mut Serial) -> Result<Line, Q
     }
 }
 
-/// None: the guest did not get as far as it should.
+/// Returns the figures of an inflation, or `None` if the guest gave less than `wanted` pages.
 fn learned(line: &Line, wanted: u64) -> Option<Learned> {
     let us = Duration::from_micros;
     match *line {
@@ -127,10 +132,11 @@ fn learned(line: &Line, wanted: u64) -> Option<Learned> {
     }
 }
 
-/// Moves the guest of `spec` once, with or without hints.
+/// Migrates the guest of `spec` once, with or without hints.
 ///
 /// # Errors
-/// As [`inflate`].
+///
+/// Fails in the same cases as [`inflate`].
 pub fn move_freed(spec: &MoveSpec, hints: bool, tsc_khz: Option<u32>) -> Result<Moved, QemuError> {
     let balloon = Some(Balloon { hints, guest_args: words(&guest_args(tsc_khz)) });
     let qemu = QemuSpec {
@@ -149,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_guest_is_told_its_clock_and_nothing_twice() {
+    fn guest_arguments_have_the_clock_and_no_duplicates() {
         let args = GuestArgs {
             inflate: Some(Inflate { bytes: 7 << 30, by: InflateBy::Pages(256) }),
             ..guest_args(Some(2_000_000))
@@ -158,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn an_inflation_that_stopped_early_is_none() {
+    fn inflation_that_stopped_early_is_none() {
         let line = |pages| Line::Inflated { pages, requests: 2, alloc_us: 3, send_us: 4, total_us: 5 };
         assert_eq!(learned(&line(8), 8).unwrap().total, Duration::from_micros(5));
         assert_eq!(learned(&line(7), 8), None);

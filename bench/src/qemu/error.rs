@@ -1,65 +1,65 @@
-//! What can go wrong with QEMU.
+//! Errors of runs under QEMU.
 
 use std::io;
 use std::time::Duration;
 
-/// What stopped a run under QEMU.
+/// Error of a run under QEMU.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum QemuError {
-    /// QEMU cannot run here at all: a case for `skipped`.
+    /// QEMU cannot run on this host. The case is skipped.
     #[error("{0}")]
     Unavailable(String),
     /// A system call failed.
     #[error("QEMU: cannot {action}: {source}")]
     Io {
-        /// What was tried.
+        /// Action that failed, for the message.
         action: &'static str,
-        /// The system's answer.
+        /// Error of the system call.
         source: io::Error,
     },
     /// QEMU refused a command.
     #[error("QEMU ({side}) refused {command}: {description}")]
     Refused {
-        /// Which of the two.
+        /// Side: `source` or `destination`.
         side: &'static str,
         /// The QMP command.
         command: String,
-        /// QEMU's own words.
+        /// QEMU's description of the error.
         description: String,
     },
-    /// QEMU's answer is not what its protocol says.
+    /// QEMU's answer violates its protocol.
     #[error(
         "QEMU ({side}) answered {command} with {answer}, in which {missing} is missing; is its version supported?"
     )]
     Answer {
-        /// Which of the two.
+        /// Side: `source` or `destination`.
         side: &'static str,
         /// The QMP command.
         command: String,
         /// The answer.
         answer: String,
-        /// The field that was looked for.
+        /// Field that is missing in the answer.
         missing: &'static str,
     },
-    /// Something did not happen in time.
-    #[error("QEMU ({side}): {what} did not come within {limit:?}; {detail}")]
+    /// An expected event did not happen in time.
+    #[error("QEMU ({side}): timed out after {limit:?} while waiting for {what}; {detail}")]
     Timeout {
-        /// Which of the two.
+        /// Side: `source` or `destination`.
         side: &'static str,
-        /// What was awaited.
+        /// Event that was awaited.
         what: &'static str,
-        /// How long.
+        /// Time limit.
         limit: Duration,
-        /// What QEMU and the guest said last.
+        /// Last output of QEMU and the guest.
         detail: String,
     },
-    /// The process ended.
+    /// The process ended early.
     #[error("QEMU ({side}) ended early; {detail}")]
     Ended {
-        /// Which of the two.
+        /// Side: `source` or `destination`.
         side: &'static str,
-        /// What QEMU and the guest said last.
+        /// Last output of QEMU and the guest.
         detail: String,
     },
     /// The migration did not complete.
@@ -67,19 +67,19 @@ pub enum QemuError {
     Migration {
         /// QEMU's name for the state.
         status: String,
-        /// QEMU's own words.
+        /// QEMU's description of the error.
         detail: String,
     },
-    /// The guest found damage or gave up.
+    /// The guest reported damage or gave up.
     #[error("the guest under QEMU reported: {0}")]
     Guest(String),
-    /// The run was asked for something that cannot be.
+    /// The caller asked for an impossible run.
     #[error("QEMU: {0}")]
     Usage(String),
 }
 
 impl QemuError {
-    /// For `map_err`: a failed system call while doing `action`.
+    /// Returns a closure for `map_err` that names the `action` that failed.
     pub(crate) fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| QemuError::Io { action, source }
     }

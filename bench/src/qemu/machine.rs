@@ -16,13 +16,13 @@ use crate::cpu::CpuMeter;
 use crate::host::QEMU;
 use crate::link::{End, Link};
 
-/// How long QEMU may take to open its control socket.
+/// Longest time until QEMU opens its control socket.
 const START_LIMIT: Duration = Duration::from_secs(20);
 
-/// How long QEMU may take to end when told to; then it is killed.
+/// Longest time until QEMU ends after the command `quit`. Then it is killed.
 const QUIT_LIMIT: Duration = Duration::from_secs(5);
 
-/// A running QEMU under our control. It is killed when this value goes.
+/// Running QEMU process, which is killed on drop.
 #[derive(Debug)]
 pub(crate) struct Machine {
     side: &'static str,
@@ -31,24 +31,24 @@ pub(crate) struct Machine {
     child: Reaped,
 }
 
-/// What the two processes of a migration share.
+/// Settings that the two processes of a migration share.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Setup<'a> {
-    /// A folder for sockets and logs.
+    /// Folder for sockets and logs.
     pub(crate) folder: &'a Path,
-    /// The guest's file.
+    /// Image of the guest.
     pub(crate) kernel: &'a Path,
-    /// Its command line.
+    /// Command line of the guest.
     pub(crate) cmdline: &'a str,
-    /// The machine.
+    /// Specification of the machine.
     pub(crate) spec: &'a QemuSpec,
-    /// Between which ends the two run.
+    /// Link between whose ends the two processes run.
     pub(crate) link: &'a Link,
 }
 
 impl Machine {
-    /// Starts QEMU and connects to it. `side` names it in messages and in its files; one that is
-    /// `incoming` waits for a migration instead of booting.
+    /// Starts QEMU and connects to its control socket. `side` names the process in messages and
+    /// files. An `incoming` process waits for a migration instead of booting.
     pub(crate) fn start(side: &'static str, incoming: bool, setup: Setup<'_>) -> Result<Self, QemuError> {
         let socket = setup.folder.join(format!("{side}.qmp"));
         let stderr = setup.folder.join(format!("{side}.stderr"));
@@ -85,7 +85,7 @@ impl Machine {
         Ok(Machine { side, stderr, qmp, child })
     }
 
-    /// Where the guest's serial line of the machine `side` goes.
+    /// Returns the path of the file that receives the guest's serial line of the machine `side`.
     pub(crate) fn serial_path(folder: &Path, side: &str) -> PathBuf {
         folder.join(format!("{side}.serial"))
     }
@@ -95,7 +95,7 @@ impl Machine {
         self.qmp.execute(command, arguments)
     }
 
-    /// Runs a QMP command and takes one thing out of its answer.
+    /// Runs a QMP command and extracts one value from its answer.
     pub(crate) fn ask<T>(
         &mut self,
         command: &str,
@@ -106,12 +106,12 @@ impl Machine {
         take(&answer).ok_or_else(|| self.qmp.strange(command, &answer, wanted))
     }
 
-    /// When QEMU said that `event` happened: the first time that it did, if it was among what was read so far.
+    /// Returns the time of the first `event` among those that were read so far.
     pub(crate) fn when(&self, event: &str) -> Option<Instant> {
         self.qmp.when(event)
     }
 
-    /// Fails when the process has ended.
+    /// Fails if the process has ended.
     pub(crate) fn still_runs(&mut self) -> Result<(), QemuError> {
         match self.child.wait_for(Duration::ZERO).map_err(QemuError::io("wait for it"))? {
             None => Ok(()),
@@ -119,27 +119,29 @@ impl Machine {
         }
     }
 
-    /// The end of what QEMU wrote to its standard error.
+    /// Returns the end of QEMU's standard error.
     pub(crate) fn last_words(&self) -> String {
         tail(&self.stderr)
     }
 
-    /// Starts to measure the process.
+    /// Starts to measure the processor time of the process.
     pub(crate) fn cpu_meter(&self) -> Result<CpuMeter, QemuError> {
         // QEMU names its vCPU threads "CPU 0/KVM" when asked to by `-name debug-threads=on`.
         CpuMeter::start(self.child.id(), |name| name.starts_with("CPU "))
             .map_err(QemuError::io("read its CPU time"))
     }
 
-    /// Ends the process: by word, or when that does not help by force.
+    /// Ends the process with the command `quit`, or kills it if it does not end in time.
     pub(crate) fn quit(mut self) {
-        // The answer may be lost in the end of the process: dropping `self` makes sure of it either way.
+        // The answer may be lost when the process ends. Dropping `self` kills the process in any
+        // case.
         let _ = self.qmp.execute("quit", json!({}));
         let _ = self.child.wait_for(QUIT_LIMIT);
     }
 }
 
-/// QEMU's command line: a PC with nothing but the serial line, memory anonymous and with huge pages (QEMU's default).
+/// Returns QEMU's command line: a PC with only a serial line, and anonymous memory with huge pages,
+/// which is QEMU's default.
 fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
     let spec = setup.spec;
     let accelerator = match spec.dirty_ring {
@@ -162,8 +164,8 @@ fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
         pair("-machine", "pc".into());
     }
     pair("-accel", accelerator.into());
-    // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which QEMU aborts. The guest does not
-    // look at it.
+    // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, which makes QEMU
+    // abort. The guest does not use it.
     pair("-cpu", "host,-arch-capabilities".into());
     pair("-smp", spec.vcpus.to_string().into());
     pair("-m", format!("{}B", spec.memory).into());
@@ -176,14 +178,14 @@ fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
     arguments
 }
 
-/// The end of a log, in one line.
+/// Returns the end of a log in one line.
 fn tail(path: &Path) -> String {
     let text = fs::read(path).map(|bytes| String::from_utf8_lossy(&bytes).into_owned()).unwrap_or_default();
     let lines: Vec<&str> = text.lines().rev().take(3).collect();
     if lines.is_empty() {
-        return "it said nothing".into();
+        return "no output".into();
     }
-    format!("it said: {}", lines.into_iter().rev().collect::<Vec<_>>().join(" / "))
+    format!("last output: {}", lines.into_iter().rev().collect::<Vec<_>>().join(" / "))
 }
 
 #[cfg(test)]
@@ -191,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_command_line_follows_the_spec() {
+    fn command_line_follows_the_spec() {
         let spec = QemuSpec { memory: 1 << 30, vcpus: 2, dirty_ring: Some(4096), ..QemuSpec::default() };
         let setup = Setup {
             folder: Path::new("/t"),
@@ -214,11 +216,11 @@ mod tests {
     }
 
     #[test]
-    fn the_tail_of_a_log() {
+    fn tail_returns_the_last_three_lines_of_a_log() {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("log");
-        assert_eq!(tail(&log), "it said nothing");
+        assert_eq!(tail(&log), "no output");
         fs::write(&log, b"one\ntwo\nthree\nfo\xffur\n").unwrap();
-        assert_eq!(tail(&log), "it said: two / three / fo\u{fffd}ur");
+        assert_eq!(tail(&log), "last output: two / three / fo\u{fffd}ur");
     }
 }

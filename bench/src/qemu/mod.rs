@@ -1,8 +1,8 @@
-//! Migrates the bare-metal guest with QEMU: what vmferry is compared with.
+//! Migrations of the bare-metal guest with QEMU, for comparison with vmferry.
 //!
-//! Two QEMU processes on this host, the guest's own file as `-kernel`, migration over loopback TCP. Times,
-//! bytes and downtime are QEMU's (`query-migrate`); the guest's speed is what the guest says on its serial
-//! line; processor time is the kernel's.
+//! Two QEMU processes on this host run the same guest image as `-kernel`, and migrate it over
+//! loopback TCP. Times, bytes and downtime come from QEMU (`query-migrate`). The guest's speed
+//! comes from the guest's serial line. Processor time comes from the kernel.
 
 mod balloon;
 mod error;
@@ -29,53 +29,58 @@ pub use balloon::{Balloon, inflate, move_freed};
 pub use error::QemuError;
 pub use postcopy::postcopy;
 
-/// How long a guest may take from power-on until its memory is filled.
+/// Longest time from power-on until the guest has filled its memory.
 const READY_LIMIT: Duration = Duration::from_secs(120);
 
-/// How long a migration may take.
+/// Longest time of a migration.
 const MIGRATION_LIMIT: Duration = Duration::from_secs(120);
 
-/// How long the guest may take to report from the destination.
+/// Longest time until the guest reports from the target.
 const AFTER_LIMIT: Duration = Duration::from_secs(10);
 
-/// Between two looks at a migration: often enough not to matter, seldom enough to cost nothing.
+/// Interval at which a migration is polled. It is short enough for the resolution and long enough
+/// to cost nothing.
 const POLL: Duration = Duration::from_millis(10);
 
-/// The longest downtime that QEMU accepts (qapi/migration.json: 2000 s): any will do.
+/// Longest downtime limit that QEMU accepts (qapi/migration.json: 2000 s). Any downtime is below
+/// it.
 const ANY_DOWNTIME_MS: u64 = 2_000_000;
 
-/// More than any link: QEMU's own default would be 128 MiB/s.
+/// Bandwidth limit above that of any link. QEMU's default is 128 MiB/s.
 const UNLIMITED_BYTES_PER_S: u64 = 1 << 40;
 
-/// The machine and the migration.
+/// Specification of the machine and the migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QemuSpec {
-    /// Guest memory in bytes.
+    /// Memory of the guest in bytes.
     pub memory: u64,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// The guest's workload, as on its command line.
+    /// Workload, as on the guest's command line.
     pub workload: String,
-    /// multifd with so many channels. None: a single stream.
+    /// Number of multifd channels. `None` means a single stream.
     pub multifd: Option<u32>,
-    /// The dirty ring with so many entries. None: the dirty log.
+    /// Number of entries of the dirty ring. `None` means the dirty log.
     pub dirty_ring: Option<u32>,
-    /// `downtime-limit`.
+    /// QEMU's `downtime-limit`.
     pub downtime_limit: Duration,
-    /// `max-bandwidth` in bytes a second. None: more than any link.
+    /// QEMU's `max-bandwidth` in bytes per second. `None` means no limit.
     pub max_bandwidth: Option<u64>,
-    /// After so long, any downtime will do. None: never.
+    /// Time after which any downtime is accepted. `None` means never.
     pub switch_after: Option<Duration>,
-    /// How long the guest runs before it is migrated; its speed before is taken from this time.
+    /// Time for which the guest runs before it is migrated. Its speed before is measured in this
+    /// time.
     pub settle: Duration,
-    /// How much of the time after the migration is looked at.
+    /// Time for which the guest is observed after the migration.
     pub after: Duration,
-    /// A microvm with a balloon, whose guest is moved when it has freed what it allocates. None: a PC without.
+    /// Balloon of a microvm, whose guest is migrated after it has freed what it allocates. `None`
+    /// means a PC without a balloon.
     pub balloon: Option<Balloon>,
 }
 
 impl Default for QemuSpec {
-    /// One vCPU with 512 MiB, idle; a single stream, the dirty log, QEMU's own downtime limit.
+    /// Returns one idle vCPU with 512 MiB, a single stream, the dirty log, and QEMU's default
+    /// downtime limit.
     fn default() -> Self {
         QemuSpec {
             memory: 512 << 20,
@@ -93,19 +98,23 @@ impl Default for QemuSpec {
     }
 }
 
-/// Boots the guest, lets it settle, migrates it once, sees that it goes on, and ends both processes.
+/// Boots the guest, lets it run, migrates it once, checks that it continues, and ends both
+/// processes.
 ///
 /// # Errors
-/// [`QemuError::Unavailable`] when QEMU or KVM cannot be used here: skip the case. Everything else is a
-/// failure, a guest that lost a page among them.
+///
+/// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller
+/// then skips the case. Every other error is a failure, including a guest that lost a page.
 pub fn migrate(spec: &QemuSpec) -> Result<MigrationResult, QemuError> {
     watch(spec).map(|(result, _)| result)
 }
 
-/// The same, with what the guest wrote when; 0 is the command to migrate.
+/// Does the same as [`migrate`], and also returns the guest's writes over time. Time 0 is the
+/// command to migrate.
 ///
 /// # Errors
-/// As [`migrate`].
+///
+/// Fails in the same cases as [`migrate`].
 pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), QemuError> {
     available()?;
     let folder = tempfile::Builder::new()
@@ -139,7 +148,11 @@ pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), Qem
     Ok(result)
 }
 
-/// Whether QEMU can run guests here: [`QemuError::Unavailable`] if not.
+/// Checks that QEMU can run guests on this host.
+///
+/// # Errors
+///
+/// Fails with [`QemuError::Unavailable`] if KVM or QEMU is missing.
 pub fn available() -> Result<(), QemuError> {
     kvm_usable().map_err(|why| QemuError::Unavailable(format!("no KVM: {why}")))?;
     if crate::host::qemu_version().is_none() {
@@ -148,7 +161,7 @@ pub fn available() -> Result<(), QemuError> {
     Ok(())
 }
 
-/// Source, destination, and the serial line that goes from one to the other with the guest.
+/// Source and target, and the serial line, which moves from one to the other with the guest.
 #[derive(Debug)]
 struct Pair {
     source: Machine,
@@ -157,8 +170,8 @@ struct Pair {
 }
 
 impl Pair {
-    /// Waits until the guest has filled its memory and each vCPU has reported once since: a report says
-    /// what was done since the one before, so speed is known from then on.
+    /// Waits until the guest has filled its memory and each vCPU has reported once afterwards. A
+    /// report covers the time since the one before, so the speed is known from then on.
     fn wait_until_ready(&mut self) -> Result<(), QemuError> {
         let deadline = Instant::now() + READY_LIMIT;
         let mut ready_at = None;
@@ -177,7 +190,7 @@ impl Pair {
         }
     }
 
-    /// Waits until the guest has done a round of allocations.
+    /// Waits until the guest has finished a round of allocations.
     fn wait_until_freed(&mut self) -> Result<(), QemuError> {
         let deadline = Instant::now() + READY_LIMIT;
         while self.look()?.rounds() == 0 {
@@ -198,7 +211,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Reads what the guest said, and fails when it reports damage or a process is gone.
+    /// Reads the guest's output. Fails if the guest reports damage or a process has ended.
     fn look(&mut self) -> Result<&Serial, QemuError> {
         self.source.still_runs()?;
         self.destination.still_runs()?;
@@ -223,7 +236,7 @@ impl Pair {
         let end = Instant::now();
         let used = |meter: crate::cpu::CpuMeter| meter.used().map_err(QemuError::io("read its CPU time"));
         let (cpu_source, cpu_destination) = (used(source_cpu)?, used(destination_cpu)?);
-        self.see_that_it_goes_on(end, spec.after)?;
+        self.check_guest_continues(end, spec.after)?;
 
         let timeline = self.serial.timeline();
         let after = Instant::now();
@@ -257,7 +270,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Lets the destination listen on a free port of loopback, and says where.
+    /// Makes the target listen on a free loopback port, and returns its URI.
     fn listen(&mut self) -> Result<String, QemuError> {
         self.destination.execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
         let port = self.destination.ask("query-migrate", "socket-address", |answer| {
@@ -266,7 +279,7 @@ impl Pair {
         Ok(format!("tcp:127.0.0.1:{port}"))
     }
 
-    /// Waits for the end and gives QEMU's account of it.
+    /// Waits for the end of the migration, and returns QEMU's account of it.
     fn wait_until_complete(
         &mut self,
         start: Instant,
@@ -301,8 +314,8 @@ impl Pair {
         }
     }
 
-    /// The guest must run on the destination, report from there, and have found no damage.
-    fn see_that_it_goes_on(&mut self, end: Instant, after: Duration) -> Result<(), QemuError> {
+    /// Checks that the guest runs on the target, reports from there, and has found no damage.
+    fn check_guest_continues(&mut self, end: Instant, after: Duration) -> Result<(), QemuError> {
         let deadline = end + AFTER_LIMIT;
         while !self.look()?.timeline().reaches(end + after) {
             if Instant::now() > deadline {
@@ -317,7 +330,8 @@ impl Pair {
     }
 }
 
-/// What `query-migrate` says of a migration that is complete (QEMU, qapi/migration.json: times in milliseconds).
+/// Returns the figures of a completed migration from `query-migrate` (QEMU, qapi/migration.json:
+/// times in milliseconds).
 fn from_info(info: &Value) -> Result<MigrationResult, QemuError> {
     let number = |value: Option<&Value>, missing: &'static str| {
         value.and_then(Value::as_u64).ok_or_else(|| QemuError::Answer {
@@ -345,7 +359,7 @@ mod tests {
     use vmferry_testkit::{Need, skip};
 
     #[test]
-    fn qemus_account_is_read() {
+    fn query_migrate_answer_is_parsed() {
         let info = json!({"status": "completed", "total-time": 502, "downtime": 40, "setup-time": 3,
             "ram": {"normal-bytes": 4096, "transferred": 5000, "dirty-sync-count": 3, "duplicate": 7}});
         let result = from_info(&info).unwrap();
@@ -355,15 +369,15 @@ mod tests {
         assert!(error.contains("downtime") && error.contains("total-time"), "{error}");
     }
 
-    /// Skips the calling test if QEMU or KVM cannot be used here.
+    /// Skips the calling test if QEMU or KVM cannot be used on this host.
     pub(super) fn is_skipped() -> bool {
         let need = if kvm_usable().is_err() { Need::Kvm } else { Need::Qemu };
         available().map_err(|why| skip(need, why)).is_err()
     }
 
-    /// The whole way with a small guest, where QEMU and KVM are there.
+    /// Runs a whole migration of a small guest. Skipped without QEMU or KVM.
     #[test]
-    fn a_loaded_guest_moves() {
+    fn loaded_guest_moves_with_multifd() {
         if is_skipped() {
             return;
         }

@@ -1,8 +1,8 @@
-//! Moves the guest by QEMU's postcopy, watched by the guest's own page of statistics.
+//! Migrations by QEMU's postcopy, observed through the guest's statistics page.
 //!
-//! From QEMU's docs/devel/migration/postcopy.rst and qapi/migration.json: `postcopy-ram` on both sides, `migrate`, then
-//! `migrate-start-postcopy`. The guest's page is read by `pmemsave`, so that nothing goes over the serial line and all sides
-//! of a comparison are measured alike.
+//! From QEMU's docs/devel/migration/postcopy.rst and qapi/migration.json: `postcopy-ram` on both
+//! sides, `migrate`, then `migrate-start-postcopy`. `pmemsave` reads the guest's page. Therefore no
+//! report goes over the serial line, and all sides of a comparison are measured in the same way.
 
 use std::fs;
 use std::path::PathBuf;
@@ -17,16 +17,19 @@ use crate::link::End;
 use crate::postcopy::{CaseSpec, Heard, POLL, Run, SpeedBack, Vcpu, Watch};
 use crate::warm::Warm;
 
-/// Between two looks at the state of a migration, which QEMU's main thread answers beside its own work.
+/// Interval at which the state of a migration is polled. QEMU's main thread answers besides its own
+/// work.
 const STATE_POLL: Duration = Duration::from_millis(5);
 
-/// How often `migrate-start-postcopy` is tried: a migration that has only just been asked for may refuse it.
+/// Number of attempts of `migrate-start-postcopy`. QEMU may refuse it directly after `migrate`.
 const START_TRIES: u32 = 100;
 
-/// Boots the guest, moves it by postcopy at once, and watches it meanwhile.
+/// Boots the guest, migrates it by postcopy at once, and observes it meanwhile.
 ///
 /// # Errors
-/// [`QemuError::Unavailable`] when QEMU or KVM cannot be used here: skip the case. Everything else is a failure.
+///
+/// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller
+/// then skips the case. Every other error is a failure.
 pub fn postcopy(spec: &CaseSpec, preempt: bool, watch: Watch<'_>) -> Result<Run, QemuError> {
     available()?;
     let folder = tempfile::Builder::new()
@@ -61,10 +64,10 @@ pub fn postcopy(spec: &CaseSpec, preempt: bool, watch: Watch<'_>) -> Result<Run,
     Ok(run)
 }
 
-/// What was heard, and when.
+/// Statistics of all vCPUs, and the time at which they were read.
 type Look = (Instant, Vec<Vcpu>);
 
-/// One QEMU, and how its guest is looked at.
+/// QEMU process, and the file through which its guest's statistics are read.
 #[derive(Debug)]
 struct Guest {
     side: &'static str,
@@ -81,7 +84,8 @@ impl Guest {
         Ok(Guest { side, machine: Machine::start(side, incoming, setup)?, page, bytes })
     }
 
-    /// Reads the guest's statistics. None: it has none yet, or was just writing them.
+    /// Reads the guest's statistics. Returns `None` if there are none yet or the guest was writing
+    /// them.
     fn stats(&mut self) -> Result<Option<StatsSnapshot>, QemuError> {
         let Some(name) = self.page.to_str() else {
             return Err(QemuError::Usage("the folder for temporary files has no name in UTF-8".into()));
@@ -126,7 +130,8 @@ impl Guest {
     }
 }
 
-/// A word of a copy of the page; beyond its end, as after its guest's last vCPU, is nothing.
+/// Returns a word of the copied page. Words beyond its end, which belong to vCPUs that do not
+/// exist, are 0.
 fn word_of(bytes: &[u8], word: usize) -> u64 {
     let word = bytes.get(word * 8..).and_then(|rest| rest.first_chunk());
     word.map_or(0, |bytes| u64::from_le_bytes(*bytes))
@@ -146,7 +151,7 @@ impl Pair {
         ]});
         for guest in [&mut self.source, &mut self.destination] {
             guest.machine.execute("migrate-set-capabilities", capabilities.clone()).map_err(|error| {
-                // An older QEMU, or a user who may not have userfaultfd.
+                // QEMU is too old, or the user may not use userfaultfd.
                 match error {
                     QemuError::Refused { description, .. } => QemuError::Unavailable(description),
                     other => other,
@@ -158,7 +163,7 @@ impl Pair {
         Ok(())
     }
 
-    /// Lets the destination listen on a free port of its end, and says where.
+    /// Makes the target listen on a free port of its end, and returns its URI.
     fn listen(&mut self, watch: Watch<'_>) -> Result<String, QemuError> {
         let address = watch.link.address(End::Destination);
         let machine = &mut self.destination.machine;
@@ -188,7 +193,7 @@ impl Pair {
         let source = heard(source);
         let mut target = heard(target);
         let mut back = SpeedBack::new(&source);
-        // At least one report of each vCPU after the end.
+        // At least one report of each vCPU after the end is needed.
         let least = end + POLL * 2;
         loop {
             if let Some((at, vcpus)) = self.destination.look()? {
@@ -210,7 +215,7 @@ impl Pair {
             target,
             switched: seconds(start, resumed),
             end: seconds(start, end),
-            // QEMU's own figure is the source's part of it.
+            // QEMU's own figure covers only the source's part of the downtime.
             result: crate::result::MigrationResult { downtime: resumed - stopped, ..result },
             own: None,
         })
@@ -226,7 +231,8 @@ impl Pair {
         self.source.machine.execute("migrate-start-postcopy", json!({})).map(drop)
     }
 
-    /// Looks at the guest, wherever it runs, until the migration is complete; gives QEMU's account of it.
+    /// Observes the guest, wherever it runs, until the migration is complete. Returns QEMU's
+    /// account of it.
     fn follow(
         &mut self,
         start: Instant,
@@ -257,7 +263,9 @@ impl Pair {
             self.source.machine.still_runs()?;
             self.destination.machine.still_runs()?;
             if self.destination.machine.when("RESUME").is_none() {
-                // Its memory must not be looked at yet: nobody would send what is missing. The answer brings the event.
+                // The target's memory must not be read before the guest runs there: `pmemsave`
+                // would wait for missing pages that the source does not send yet. The answer to
+                // `query-status` brings the event.
                 self.destination.machine.execute("query-status", json!({}))?;
                 if self.source.machine.when("STOP").is_none() {
                     source.extend(self.source.look()?);
@@ -271,7 +279,7 @@ impl Pair {
     }
 }
 
-/// Seconds from `start` to `at`, negative if that was before.
+/// Returns the seconds from `start` to `at`. Negative if `at` is earlier.
 fn seconds(start: Instant, at: Instant) -> f64 {
     at.saturating_duration_since(start).as_secs_f64() - start.saturating_duration_since(at).as_secs_f64()
 }
@@ -284,15 +292,15 @@ mod tests {
     use vmferry_testkit::{Need, skip};
 
     #[test]
-    fn words_beyond_the_copy_are_nothing() {
+    fn words_beyond_the_copy_are_zero() {
         let bytes: Vec<u8> = (1..=12).collect();
         assert_eq!(word_of(&bytes, 0), u64::from_le_bytes([1, 2, 3, 4, 5, 6, 7, 8]));
         assert_eq!((word_of(&bytes, 1), word_of(&bytes, 1 << 40)), (0, 0));
     }
 
-    /// The whole way with a small guest, where QEMU, KVM and userfaultfd are there.
+    /// Runs a whole postcopy of a small guest. Skipped without QEMU, KVM or userfaultfd.
     #[test]
-    fn a_writing_guest_moves_before_its_memory() {
+    fn writing_guest_moves_before_its_memory() {
         if crate::qemu::tests::is_skipped() {
             return;
         }

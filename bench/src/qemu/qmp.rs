@@ -1,7 +1,8 @@
-//! A small client of QEMU's machine protocol: one command at a time, events passed over.
+//! Small client of QEMU's machine protocol. It runs one command at a time and records events.
 //!
-//! Written from QEMU's docs/interop/qmp-spec.rst: JSON objects, one a line; a greeting, `qmp_capabilities`,
-//! then `{"execute": ..., "arguments": ...}` answered by `return` or `error`, with events in between.
+//! Written from QEMU's docs/interop/qmp-spec.rst: JSON objects, one per line. A greeting comes
+//! first, then `qmp_capabilities`. Each `{"execute": ..., "arguments": ...}` is answered by
+//! `return` or `error`, with events in between.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,17 +13,17 @@ use serde_json::{Value, json};
 
 use super::error::QemuError;
 
-/// How long QEMU may take over one command. It answers in milliseconds, but its main thread can be
-/// busy with the end of a migration.
+/// Longest time for one command. QEMU answers in milliseconds, but its main thread can be busy with
+/// the end of a migration.
 const ANSWER_LIMIT: Duration = Duration::from_secs(20);
 
-/// Events that are remembered: a migration has a dozen.
+/// Largest number of events that are remembered. A migration has about a dozen.
 const MOST_EVENTS: usize = 64;
 
-/// The longest line that is accepted.
+/// Longest accepted line in bytes.
 const LINE_LIMIT: u64 = 1 << 20;
 
-/// A connection to one QEMU, past the greeting.
+/// Connection to one QEMU process after the greeting.
 #[derive(Debug)]
 pub(crate) struct Qmp {
     side: &'static str,
@@ -31,7 +32,7 @@ pub(crate) struct Qmp {
 }
 
 impl Qmp {
-    /// Connects to the socket at `path`; None while QEMU does not listen yet.
+    /// Connects to the socket at `path`. Returns `None` while QEMU does not listen yet.
     pub(crate) fn connect(side: &'static str, path: &Path) -> Result<Option<Self>, QemuError> {
         match UnixStream::connect(path) {
             Ok(stream) => Self::new(side, stream).map(Some),
@@ -57,7 +58,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs a command and gives what it returned.
+    /// Runs a command, and returns its result.
     pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QemuError> {
         let mut line = json!({ "execute": command, "arguments": arguments }).to_string();
         line.push('\n');
@@ -91,12 +92,13 @@ impl Qmp {
         }
     }
 
-    /// When `event` happened for the first time, of what came before the answers so far.
+    /// Returns the time of the first `event` among those that were received before the answers so
+    /// far.
     pub(crate) fn when(&self, event: &str) -> Option<Instant> {
         self.events.iter().find(|(name, _)| name == event).map(|(_, at)| *at)
     }
 
-    /// An answer in which something is missing.
+    /// Returns an error for an answer in which `missing` is missing.
     pub(crate) fn strange(&self, command: &str, answer: &Value, missing: &'static str) -> QemuError {
         QemuError::Answer { side: self.side, command: command.into(), answer: answer.to_string(), missing }
     }
@@ -125,13 +127,13 @@ impl Qmp {
     }
 }
 
-/// QEMU's time of an event, which is the host's wall clock, on ours.
+/// Converts QEMU's time of an event, which is the host's wall clock, to an `Instant`.
 fn instant(timestamp: &Value) -> Option<Instant> {
     let of = |name: &str| timestamp.get(name).and_then(Value::as_u64);
     let at = UNIX_EPOCH
         .checked_add(Duration::from_secs(of("seconds")?))?
         .checked_add(Duration::from_micros(of("microseconds")?))?;
-    // One that seems to lie ahead is the wall clock's doing.
+    // An event that seems to lie in the future means that the wall clock was set back.
     let ago = SystemTime::now().duration_since(at).unwrap_or_default();
     Instant::now().checked_sub(ago)
 }
@@ -142,17 +144,17 @@ mod tests {
 
     const GREETING: &str = "{\"QMP\": {\"version\": {}, \"capabilities\": []}}\n";
 
-    /// Plays QEMU's side: says `lines` and takes whatever is said to it.
+    /// Connects a client to a scripted QEMU that sends `lines` and accepts any input.
     fn against(lines: &str) -> (Result<Qmp, QemuError>, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         (&theirs).write_all(lines.as_bytes()).unwrap();
-        // Half closed: reading beyond the lines is the end, writing still works.
+        // Half closed: the client reads the end of the stream after the lines, and can still write.
         theirs.shutdown(std::net::Shutdown::Write).unwrap();
         (Qmp::new("source", ours), theirs)
     }
 
     #[test]
-    fn passes_over_events_and_gives_the_return() {
+    fn execute_skips_events_and_returns_the_result() {
         let (qmp, theirs) = against(&format!(
             "{GREETING}{{\"return\": {{}}}}\n{{\"event\": \"STOP\"}}\n{{\"return\": {{\"status\": \"running\"}}}}\n"
         ));
@@ -165,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_keeps_qemus_words() {
+    fn error_has_qemus_description() {
         let (qmp, _theirs) = against(&format!(
             "{GREETING}{{\"return\": {{}}}}\n{{\"error\": {{\"class\": \"GenericError\", \"desc\": \"no such thing\"}}}}\n"
         ));
@@ -174,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_and_an_early_end_are_errors() {
+    fn malformed_input_and_early_end_are_errors() {
         assert!(matches!(against("hello\n").0, Err(QemuError::Answer { .. })));
         assert!(matches!(against("{}\n").0, Err(QemuError::Answer { missing: "QMP", .. })));
         assert!(matches!(against("").0, Err(QemuError::Ended { .. })));

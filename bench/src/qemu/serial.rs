@@ -1,4 +1,4 @@
-//! The guest's serial line, which moves from the source's file to the destination's with the guest.
+//! Serial line of the guest, which moves from the source's file to the target's with the guest.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -11,13 +11,14 @@ use super::QemuSpec;
 use super::error::QemuError;
 use super::timeline::Timeline;
 
-/// The longest line that is kept: more without a line end is firmware or damage.
+/// Longest line in bytes that is kept. Longer input without a line end is firmware output or
+/// damage.
 const LINE_LIMIT: usize = 4096;
 
-/// How many bytes one look may read, so that a guest that floods its line cannot keep us.
+/// Bytes that one call may read, so that a guest that floods its line cannot block the bench.
 const READ_LIMIT: u64 = 1 << 20;
 
-/// The guest's command line, which is checked before any guest boots.
+/// Returns the guest's command line. The workload is checked before any guest boots.
 pub(super) fn cmdline(spec: &QemuSpec) -> Result<String, QemuError> {
     let more = spec.balloon.as_ref().map_or("", |balloon| balloon.guest_args.as_str());
     let line = format!("workload={} {more}", spec.workload);
@@ -25,18 +26,20 @@ pub(super) fn cmdline(spec: &QemuSpec) -> Result<String, QemuError> {
     Ok(GuestArgs { stats: StatsSink::Serial, ..args }.to_string())
 }
 
-/// Reads both ends of the line as one. A line that the migration cut in two is whole again, because the
-/// source's guest has stopped before the destination's says anything.
+/// Reader of both ends of the line as one.
+///
+/// A line that the migration cut in two is joined again, because the source's guest has stopped
+/// before the target's guest writes.
 #[derive(Debug)]
 pub(crate) struct Serial {
-    /// Source, then destination.
+    /// Ends of the source and of the target.
     ends: [End; 2],
-    /// The beginning of a line.
+    /// Beginning of an incomplete line.
     partial: Vec<u8>,
     last: String,
     ready: bool,
     inflated: Option<Line>,
-    /// Rounds of allocations that the first vCPU has done.
+    /// Rounds of allocations that the first vCPU has finished.
     rounds: u64,
     timeline: Timeline,
 }
@@ -48,7 +51,7 @@ struct End {
 }
 
 impl Serial {
-    /// The line that QEMU writes to these files: the source's, the destination's.
+    /// Creates a reader of the files that QEMU writes the line to, of the source and of the target.
     pub(crate) fn new(paths: [PathBuf; 2]) -> Self {
         Serial {
             ends: paths.map(|path| End { path, file: None }),
@@ -61,35 +64,37 @@ impl Serial {
         }
     }
 
-    /// Whether the guest has filled its memory.
+    /// Returns whether the guest has filled its memory.
     pub(crate) fn is_ready(&self) -> bool {
         self.ready
     }
 
-    /// What the guest said of its inflation, once that was done.
+    /// Returns the guest's report of its inflation, once the inflation is complete.
     pub(crate) fn inflated(&self) -> Option<Line> {
         self.inflated
     }
 
-    /// Rounds of allocations that the guest's first vCPU has done.
+    /// Returns the rounds of allocations that the guest's first vCPU has finished.
     pub(crate) fn rounds(&self) -> u64 {
         self.rounds
     }
 
-    /// What the guest reported so far.
+    /// Returns the guest's reports so far.
     pub(crate) fn timeline(&self) -> &Timeline {
         &self.timeline
     }
 
-    /// The last line, for messages.
+    /// Returns the last line, for messages.
     pub(crate) fn last_words(&self) -> String {
         format!("the guest's last line: {:?}", self.last)
     }
 
-    /// Takes in what has come since the last time.
+    /// Reads what the guest has written since the last call.
     ///
     /// # Errors
-    /// [`QemuError::Guest`] when the guest found damage or gave up.
+    ///
+    /// Fails with [`QemuError::Guest`] if the guest found damage or gave up, and if a file cannot
+    /// be read.
     pub(crate) fn read(&mut self) -> Result<(), QemuError> {
         let now = Instant::now();
         for index in 0..self.ends.len() {
@@ -111,7 +116,8 @@ impl Serial {
         }
         let line = String::from_utf8_lossy(&self.partial).trim().to_owned();
         self.partial.clear();
-        // The firmware talks on this line too, before the guest: what is no line of ours is kept for messages only.
+        // The firmware also writes to this line. A line that does not parse is kept for messages
+        // only.
         let parsed = line.parse();
         self.last = line;
         match parsed {
@@ -129,7 +135,7 @@ impl Serial {
 }
 
 impl End {
-    /// Appends what is new in the file; a file that is not there yet has nothing new.
+    /// Appends the new bytes of the file. A file that does not exist yet has none.
     fn read(&mut self, bytes: &mut Vec<u8>) -> io::Result<()> {
         let file = match &mut self.file {
             Some(file) => file,
@@ -155,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_cut_by_the_migration_is_whole() {
+    fn line_cut_by_the_migration_is_joined() {
         let folder = tempfile::tempdir().unwrap();
         let paths = ["a", "b"].map(|name| folder.path().join(name));
         let mut serial = Serial::new(paths.clone());
@@ -186,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_workload_is_checked_first() {
+    fn invalid_workload_is_rejected_before_boot() {
         let spec = |workload: &str| QemuSpec { workload: workload.into(), ..QemuSpec::default() };
         assert!(cmdline(&spec("uniform,ws=16M")).unwrap().contains("stats=serial"));
         assert!(matches!(cmdline(&spec("nonsense")), Err(QemuError::Usage(_))));

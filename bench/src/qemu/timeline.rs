@@ -1,11 +1,11 @@
-//! The guest's speed over time, from the reports on its serial line.
+//! Speed of the guest over time, from the reports on its serial line.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use crate::reaper;
 
-/// One vCPU's report: what it did since the one before.
+/// Report of one vCPU about the time since its report before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Report {
     arrived: Instant,
@@ -13,26 +13,28 @@ struct Report {
     stall_max: Duration,
 }
 
-/// The reports of all vCPUs, in the order of their arrival.
+/// Reports of all vCPUs in the order of their arrival.
 #[derive(Debug, Default)]
 pub(crate) struct Timeline {
     by_cpu: BTreeMap<u64, Vec<Report>>,
 }
 
 impl Timeline {
-    /// Adds a report that has just arrived.
+    /// Adds a report that arrived at `arrived`.
     pub(crate) fn add(&mut self, cpu: u64, arrived: Instant, writes: u64, stall_max: Duration) {
         self.by_cpu.entry(cpu).or_default().push(Report { arrived, writes, stall_max });
     }
 
-    /// Whether each vCPU that ever reported has done so at or after `moment`.
+    /// Returns whether each vCPU that ever reported has done so at or after `moment`.
     pub(crate) fn reaches(&self, moment: Instant) -> bool {
         !self.by_cpu.is_empty()
             && self.by_cpu.values().all(|reports| reports.last().is_some_and(|last| last.arrived >= moment))
     }
 
-    /// Writes per second of all vCPUs from `from` to `to`. A report counts by the part of its time, from the
-    /// vCPU's report before it to itself, that lies between the two. None: no write in there.
+    /// Returns the writes per second of all vCPUs from `from` to `to`, or `None` without writes.
+    ///
+    /// A report covers the time since the vCPU's report before. It counts by the part of that time
+    /// that lies between `from` and `to`.
     #[expect(clippy::cast_precision_loss, reason = "a count of writes below 2^53")]
     pub(crate) fn writes_per_s(&self, from: Instant, to: Instant) -> Option<f64> {
         let mut writes = 0.0;
@@ -49,7 +51,7 @@ impl Timeline {
         (writes > 0.0).then(|| writes / to.saturating_duration_since(from).as_secs_f64())
     }
 
-    /// What each vCPU had written when, in seconds since `start`.
+    /// Returns the writes of each vCPU over time, in seconds since `start`.
     #[expect(clippy::cast_precision_loss, reason = "a count of writes below 2^53")]
     pub(crate) fn since(&self, start: Instant) -> reaper::Timeline {
         let mut timeline = reaper::Timeline::default();
@@ -65,7 +67,7 @@ impl Timeline {
         timeline
     }
 
-    /// The longest stall in reports that arrived between `from` and `to`.
+    /// Returns the longest stall in the reports that arrived between `from` and `to`.
     pub(crate) fn stall_max(&self, from: Instant, to: Instant) -> Option<Duration> {
         let reports = self.by_cpu.values().flatten();
         reports.filter(|r| (from..=to).contains(&r.arrived)).map(|r| r.stall_max).max()
@@ -81,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn reports_count_by_their_part_of_the_window() {
+    fn reports_count_by_their_share_of_the_window() {
         let zero = Instant::now();
         let mut timeline = Timeline::default();
         for (at, writes) in [(0, 1), (100, 1000), (200, 1000), (300, 500), (400, 1000)] {
@@ -99,7 +101,7 @@ mod tests {
     }
 
     #[test]
-    fn vcpus_add_up_and_all_must_have_reported() {
+    fn speeds_of_vcpus_add_up_and_all_must_have_reported() {
         let zero = Instant::now();
         let mut timeline = Timeline::default();
         assert!(!timeline.reaches(zero));

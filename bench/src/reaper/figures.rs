@@ -1,4 +1,4 @@
-//! From a run to its figures.
+//! Conversion of a run into its figures.
 
 use std::collections::BTreeMap;
 
@@ -7,15 +7,16 @@ use vmferry_report::Spread;
 use super::series::{drop_s, to_f64, worst_ms_per_gb};
 use super::{CaseSpec, Run, WINDOW};
 
-/// By their names in the results.
+/// Figures of a run by their names in the results.
 pub(super) type Figures = BTreeMap<String, f64>;
 
-/// The speed before, in writes a second: the median of the windows since `before` seconds before the command.
+/// Returns the speed before the migration in writes per second: the median of the windows in the
+/// last `before` seconds before the command.
 pub(super) fn speed_before(run: &Run, before: f64) -> f64 {
     Spread::of(run.timeline.windows(-before, 0.0)).map_or(0.0, |spread| spread.median)
 }
 
-/// The figures of a run.
+/// Returns the figures of a run.
 pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
     let mut figures = Figures::new();
     let mut put = |name: &str, value: f64| {
@@ -38,7 +39,8 @@ pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
         put("writes_after_per_s", run.timeline.speed(run.end, watched));
         put("guest_speed_kept", during / speed);
         put("drop_s", drop_s(speed, &run.timeline.windows(0.0, watched)));
-        // Where the guest runs nowhere it writes nothing: that is the downtime, which has a figure of its own.
+        // While the guest is stopped for the switchover it writes nothing. That is the downtime,
+        // which is a separate figure.
         let paused = (run.end - downtime - WINDOW, run.end + WINDOW);
         let mut running = run.timeline.windows(0.0, paused.0.max(WINDOW.min(run.end)));
         running.extend(run.timeline.windows(paused.1, watched));
@@ -67,8 +69,11 @@ pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
     figures
 }
 
-/// What a write fault cost in this run, in microseconds: the time that the guest lost and that neither the downtime nor
-/// full rings explain, by the faults it had. An upper bound: what it lost to busy processors and cold caches is in it.
+/// Returns the cost of a write fault in this run, in microseconds: the time that the guest lost,
+/// without the downtime and full rings, divided by the number of faults.
+///
+/// The result is an upper bound, because it includes the time lost to busy processors and cold
+/// caches.
 pub(super) fn fault_us(figures: &Figures) -> Option<f64> {
     let of = |name: &str| figures.get(name).copied();
     let unexplained = of("lost_ms")? - of("downtime_ms")? - of("full_stall_ms").unwrap_or(0.0);
@@ -81,7 +86,8 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    /// A second at 1000 writes/s, two at 500 with a stop of 100 ms before their end, and a second at 1000.
+    /// Returns a run with a second at 1000 writes/s, two at 500 with a stop of 100 ms before their
+    /// end, and a second at 1000.
     fn run() -> Run {
         let mut timeline = Timeline::default();
         for (at, writes) in
@@ -106,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn the_figures_of_a_run() {
+    fn figures_follow_from_the_timeline() {
         let spec = Options::quick().cases.remove(2);
         let figures = figures(&spec, &run(), 1.0);
         let close = |name: &str, want: f64| {
@@ -116,18 +122,18 @@ mod tests {
         close("writes_before_per_s", 1000.0);
         close("guest_speed_kept", 0.475);
         close("drop_s", 2.0);
-        // 500 writes/s, not the standstill of the downtime.
+        // 500 writes/s count, not the stop during the downtime.
         close("worst_ms_per_gb", 524_288.0);
         close("lost_ms", 1050.0);
         close("full_stall_pct", 0.5);
         close("reaper_cpu_pct", 0.2);
         close("vcpu0_kept", 0.475);
-        // (1050 - 100 - 10) ms by 80 000 faults.
+        // (1050 - 100 - 10) ms divided by 80 000 faults.
         assert!((fault_us(&figures).unwrap() - 11.75).abs() < 1e-6);
     }
 
     #[test]
-    fn an_idle_guest_has_no_speed() {
+    fn idle_guest_has_no_speed_figures() {
         let spec = Options::quick().cases.remove(1);
         let figures = figures(&spec, &Run { timeline: Timeline::default(), ..run() }, 1.0);
         assert!(!figures.contains_key("drop_s") && figures.contains_key("reaper_cpu_pct"), "{figures:?}");

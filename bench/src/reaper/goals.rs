@@ -1,4 +1,4 @@
-//! What is promised of `predict`, and what was published.
+//! Goals of the policy `predict`, and published results to compare with.
 
 use serde_json::{Value, json};
 use vmferry_report::json::{Case, Document};
@@ -6,20 +6,20 @@ use vmferry_report::json::{Case, Document};
 use super::spec::ENTRIES;
 use super::{Policy, Purpose, Side};
 
-/// The guest is to be at least this fast, compared with the log.
+/// Smallest ratio of the guest's speed with `predict` to its speed with the log.
 const OF_LOG: f64 = 0.9;
-/// vCPU time in front of full rings at most, in percent.
+/// Largest share of vCPU time stopped by full rings, in percent.
 const STALL_PCT: f64 = 0.5;
-/// Full exits at most, compared with `fixed`.
+/// Largest ratio of full exits with `predict` to those with `fixed`.
 const FULL_OF_FIXED: f64 = 0.1;
-/// What the reaper of an idle guest may use, in percent of a processor.
+/// Largest processor share of the reaper of an idle guest, in percent of a processor.
 const IDLE_CPU_PCT: f64 = 0.1;
 
-/// Published seconds of drop.
+/// Published drop of the guest's speed, in seconds.
 struct Published {
     stress_gib: u64,
     bitmap: f64,
-    /// For each of [`ENTRIES`]: every second, and with gears.
+    /// For each of [`ENTRIES`]: the drop with a harvest every second, and with gears.
     rings: [(f64, f64); 2],
 }
 
@@ -27,7 +27,7 @@ const fn row(stress_gib: u64, bitmap: f64, rings: [(f64, f64); 2]) -> Published 
     Published { stress_gib, bitmap, rings }
 }
 
-/// The first is of a guest with 2 vCPUs, the others with 8.
+/// Published drops. The first row is of a guest with 2 vCPUs, the others with 8.
 const PUBLISHED: [Published; 5] = [
     row(3, 18.0, [(23.0, 5.5), (22.2, 6.0)]),
     row(6, 61.5, [(68.0, 16.0), (63.0, 15.0)]),
@@ -36,7 +36,7 @@ const PUBLISHED: [Published; 5] = [
     row(30, 221.5, [(187.0, 29.5), (171.0, 29.0)]),
 ];
 
-/// A figure of a side, over the rounds.
+/// Figure of a side over the rounds.
 #[derive(Debug, Clone, Copy)]
 struct Figure {
     median: f64,
@@ -44,7 +44,7 @@ struct Figure {
     max: f64,
 }
 
-/// The sides of one case.
+/// Sides of one case.
 struct Sides<'a> {
     name: &'a str,
     cases: Vec<&'a Case>,
@@ -58,7 +58,7 @@ impl Sides<'_> {
         Some(Figure { median: of("")?, min: of("_min")?, max: of("_max")? })
     }
 
-    /// `predict`'s figure, and the best of the other policies'.
+    /// Returns the figure of `predict`, and the best figure of the other policies.
     fn against(&self, entries: u32, metric: &str, more_is_better: bool) -> Option<(Figure, Figure)> {
         let of = |policy| self.of(Side::Ring { entries, policy }, metric);
         let others = Policy::ALL.into_iter().filter(|policy| *policy != Policy::Predict).filter_map(of);
@@ -67,7 +67,7 @@ impl Sides<'_> {
     }
 }
 
-/// The sides of each case that compares them, in order.
+/// Returns the sides of each case that compares them, in order.
 fn compared(document: &Document) -> Vec<Sides<'_>> {
     let mut all: Vec<Sides> = Vec::new();
     for case in document.with_purpose(&Purpose::Compare.name()) {
@@ -84,12 +84,12 @@ fn goal(name: String, want: String, got: f64, met: bool) -> Option<Value> {
     got.is_finite().then(|| json!({ "name": name, "want": want, "got": got, "met": met }))
 }
 
-/// A ratio that may be of nothing to nothing, which is 1.
+/// Returns a ratio. The ratio of zero to zero is 1.
 fn ratio(ours: f64, theirs: f64) -> f64 {
     if ours == 0.0 && theirs == 0.0 { 1.0 } else { ours / theirs }
 }
 
-/// The goals that could be looked at, each with what it came to.
+/// Returns the goals whose figures are known, each with its figure.
 pub(super) fn goals(document: &Document) -> Vec<Value> {
     let mut goals = Vec::new();
     for sides in compared(document) {
@@ -111,7 +111,7 @@ pub(super) fn goals(document: &Document) -> Vec<Value> {
 fn of_rings(sides: &Sides<'_>, entries: u32) -> [Option<Value>; 6] {
     let name = |what: &str| format!("{}/{entries} {what}", sides.name);
     let of = |policy, metric| sides.of(Side::Ring { entries, policy }, metric);
-    // Better, or not to be told apart: the rounds' ranges overlap.
+    // `predict` must be better, or the ranges of the rounds must overlap.
     let best = |metric, more_is_better: bool, what: &str| {
         let (ours, best) = sides.against(entries, metric, more_is_better)?;
         let sign = if more_is_better { ">=" } else { "<=" };
@@ -149,7 +149,7 @@ fn of_rings(sides: &Sides<'_>, entries: u32) -> [Option<Value>; 6] {
     ]
 }
 
-/// Drops beside those that were published for the stress that each case stands for, as ratios.
+/// Returns the drops beside those that were published for the stress of each case, as ratios.
 pub(super) fn published(document: &Document) -> Vec<Value> {
     let mut rows = Vec::new();
     for sides in compared(document) {

@@ -1,8 +1,9 @@
-//! `vmferry-bench reaper`: what finding dirty pages costs the guest, by tracker, policy and size of the rings.
+//! `vmferry-bench reaper`: cost of dirty tracking to the guest, by tracker, policy and ring size.
 //!
-//! A guest under stress is migrated over a link so slow that it takes several passes, by each side in turn, and its speed
-//! is watched before, during and after in windows of 100 ms. The question is guestperf's: for how long, and how deep, does
-//! the guest's memory performance drop?
+//! A guest under stress is migrated by each side in turn, over a link so slow that the migration
+//! takes several passes. The guest's speed is recorded before, during and after the migration in
+//! windows of 100 ms. As in guestperf, the result is how long and how far the guest's memory
+//! performance drops.
 
 mod figures;
 mod goals;
@@ -24,13 +25,18 @@ pub use series::{Point, Recorder, Timeline, WINDOW, drop_s, worst_ms_per_gb};
 pub use spec::{CaseSpec, ENTRIES, Options, Policy, Purpose, SCALE, Side};
 pub use vmferry_report::benches::reaper::{page, table};
 
-/// Runs vmferry's own side: the one thing that this crate leaves to whoever has the VMM.
+/// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Boots the guest of `spec` with the rings of `side`, watches it for `before`, migrates it once over loopback with
-    /// one channel to another process, watches it for `after`, and ends both.
+    /// Boots the guest of `spec` with the rings of `side`, and migrates it once over loopback with
+    /// one channel to another process.
+    ///
+    /// The guest is observed for `before` before the migration and for `after` after it. Then both
+    /// processes end.
     ///
     /// # Errors
-    /// [`OurError::Unavailable`] when it cannot run here, which skips the side; everything else is a failure.
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
+    /// other error is a failure.
     fn run(
         &mut self,
         spec: &CaseSpec,
@@ -40,44 +46,45 @@ pub trait OurRunner {
     ) -> Result<Run, OurError>;
 }
 
-/// One migration, watched.
+/// One observed migration.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Run {
-    /// What the guest wrote when; 0 is the command to migrate.
+    /// Writes of the guest over time. Time 0 is the command to migrate.
     pub timeline: Timeline,
-    /// Seconds from the command until the source knew that it was done.
+    /// Seconds from the command until the source knew the end of the migration.
     pub end: f64,
-    /// What the migrating program says that it took.
+    /// Total time as the migrating program reports it.
     pub total: Duration,
-    /// How long the guest ran nowhere, as the migrating program reports it.
+    /// Downtime as the migrating program reports it.
     pub downtime: Duration,
-    /// Times that memory was gone over.
+    /// Number of passes over the memory.
     pub passes: u64,
-    /// Everything that went over the network, in bytes.
+    /// Bytes that were sent over the network.
     pub wire_bytes: u64,
-    /// Pages that the tracker found written, each once a harvest: as many faults had the guest. None: not known.
+    /// Pages that the tracker found dirty, each counted once per harvest. The guest had as many
+    /// faults. `None` if unknown.
     pub dirtied: Option<u64>,
-    /// What the rings did. None: there are none, or they are another program's.
+    /// Ring statistics. `None` without rings, or if another program has them.
     pub ring: Option<RingRun>,
 }
 
-/// What the rings did in a migration, all vCPUs together.
+/// Ring statistics of a migration, over all vCPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct RingRun {
-    /// How often a vCPU stopped for a full ring.
+    /// Number of exits of vCPUs because of a full ring.
     pub full_exits: u64,
-    /// How long they stood still for that.
+    /// Time for which vCPUs were stopped by a full ring.
     pub full_stall: Duration,
-    /// Harvests of a ring.
+    /// Number of harvests of a ring.
     pub harvests: u64,
-    /// Processor time of the reaper.
+    /// Processor time of the reaper thread.
     pub reaper_cpu: Duration,
 }
 
-/// Everything that one side did in one case.
+/// Runs of one side in one case.
 type SideRuns = crate::rounds::SideRuns<Side, Run>;
 
-/// Runs the bench. `progress` is told what begins.
+/// Runs the bench. Calls `progress` with the name of each run that begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("reaper", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);

@@ -1,4 +1,4 @@
-//! From runs to the document.
+//! Conversion of runs into the document.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::spec::{ENTRIES, SCALE};
 use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, WINDOW};
 use crate::cases::add_spreads;
 
-/// Adds a case's sides to the document.
+/// Adds the sides of a case to the document.
 pub(super) fn add_case(document: &mut Document, options: &Options, spec: &CaseSpec, sides: &[SideRuns]) {
     let before = options.before.as_secs_f64();
     let by_side: Vec<Vec<Option<Figures>>> = sides
@@ -71,7 +71,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, rounds: &[Option
     case
 }
 
-/// The series of the round that kept the median speed.
+/// Returns the series of the round whose speed was the median.
 fn typical(runs: &SideRuns, rounds: &[Option<Figures>], before: f64) -> Option<Series> {
     let kept = |figures: &Option<Figures>| figures.as_ref()?.get("writes_during_per_s").copied();
     let mut known: Vec<(f64, &Run)> = rounds
@@ -94,7 +94,7 @@ fn typical(runs: &SideRuns, rounds: &[Option<Figures>], before: f64) -> Option<S
     })
 }
 
-/// What the better policy costs: ratios of `predict` to `fixed` within rounds, by the size of the rings.
+/// Returns the cost of the policy `predict`: its ratios to `fixed` within rounds, by ring size.
 fn paid(sides: &[SideRuns], figures: &[Vec<Option<Figures>>]) -> BTreeMap<String, Value> {
     let rounds_of = |entries, policy, name: &str| -> Option<Vec<Option<f64>>> {
         let index = sides.iter().position(|runs| runs.side == Side::Ring { entries, policy })?;
@@ -117,7 +117,7 @@ fn paid(sides: &[SideRuns], figures: &[Vec<Option<Figures>>]) -> BTreeMap<String
     paid
 }
 
-/// Adds what concerns the whole run.
+/// Adds the summary of the whole run.
 pub(super) fn finish(document: &mut Document, options: &Options, failures: &[String]) {
     let fault_us = document.summary.get("fault_us").and_then(|cost| cost["median"].as_f64());
     for case in &mut document.cases {
@@ -134,7 +134,7 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
     document.summary.extend(summary.map(|(name, value): (&str, Value)| (name.to_owned(), value)));
 }
 
-/// Adds where the time went that the guest lost.
+/// Adds the parts of the time that the guest lost.
 fn explain(case: &mut Case, fault_us: Option<f64>) {
     let of = |name: &str| case.metrics.get(name).copied();
     let (Some(lost_pct), Some(lost_ms), Some(faults), Some(fault_us)) =
@@ -142,7 +142,7 @@ fn explain(case: &mut Case, fault_us: Option<f64>) {
     else {
         return;
     };
-    // A guest that kept its speed lost nothing that could be divided.
+    // A guest that kept its speed lost nothing that could be divided into parts.
     let vcpu_ms = if lost_pct.abs() > 1e-9 { lost_ms / lost_pct * 100.0 } else { return };
     let fault_pct = faults * fault_us / 1e3 / vcpu_ms * 100.0;
     let others = of("full_stall_pct").unwrap_or(0.0) + of("downtime_pct").unwrap_or(0.0);

@@ -1,33 +1,32 @@
-//! The guest's speed over time, in windows of 100 ms, and what it says about a migration.
+//! Speed of the guest over time in windows of 100 ms, and figures that follow from it.
 
 /// Length of a window in seconds.
 pub const WINDOW: f64 = 0.1;
 
-/// Writes of a page each that make 1 GiB: what guestperf calls an update.
+/// Writes of one page each that make 1 GiB, which guestperf calls an update.
 const WRITES_OF_A_GB: f64 = 262_144.0;
 
-/// A window counts as dropped below this share of the median before the migration.
+/// Share of the median before the migration below which a window counts as dropped.
 const DROPPED: f64 = 0.8;
 
-/// What one vCPU had written at a moment.
+/// Writes of one vCPU up to a moment.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Point {
-    /// Seconds since the command to migrate; negative before.
+    /// Seconds since the command to migrate. Negative before it.
     pub at: f64,
     /// Writes since the guest's start.
     pub writes: f64,
 }
 
-/// What each vCPU had written when.
-///
-/// Times ascend and writes do not fall.
+/// Writes of each vCPU over time. Times ascend, and writes do not fall.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Timeline {
     vcpus: Vec<Vec<Point>>,
 }
 
 impl Timeline {
-    /// Adds a point of a vCPU. One that is not later than its last, or has fewer writes, is left out: it is an old copy.
+    /// Adds a point of a vCPU. A point that is not later than the last one or has fewer writes is
+    /// an old copy and is left out.
     pub fn add(&mut self, vcpu: usize, point: Point) {
         if self.vcpus.len() <= vcpu {
             self.vcpus.resize(vcpu + 1, Vec::new());
@@ -38,7 +37,7 @@ impl Timeline {
         }
     }
 
-    /// No vCPU wrote anything since its last point until `at`.
+    /// Records that no vCPU wrote anything between its last point and `at`.
     fn hold_until(&mut self, at: f64) {
         for points in &mut self.vcpus {
             if let Some(last) = points.last().copied().filter(|last| last.at < at) {
@@ -47,29 +46,29 @@ impl Timeline {
         }
     }
 
-    /// How many vCPUs have points.
+    /// Returns the number of vCPUs that have points.
     pub fn vcpus(&self) -> usize {
         self.vcpus.len()
     }
 
-    /// When the last point of the vCPU that was heard of least recently was; None without points.
+    /// Returns the earliest of the vCPUs' last points, or `None` without points.
     pub fn end(&self) -> Option<f64> {
         let last = |points: &Vec<Point>| points.last().map_or(f64::NEG_INFINITY, |last| last.at);
         self.vcpus.iter().map(last).reduce(f64::min).filter(|end| end.is_finite())
     }
 
-    /// Writes a second from `from` to `to`, of all vCPUs.
+    /// Returns the writes per second of all vCPUs from `from` to `to`.
     pub fn speed(&self, from: f64, to: f64) -> f64 {
         (0..self.vcpus.len()).map(|vcpu| self.speed_of(vcpu, from, to)).sum()
     }
 
-    /// The same of one vCPU. Between two points it wrote evenly.
+    /// Returns the writes per second of one vCPU. Between two points the speed is constant.
     pub fn speed_of(&self, vcpu: usize, from: f64, to: f64) -> f64 {
         let points = &self.vcpus[vcpu];
         (writes_at(points, to) - writes_at(points, from)) / (to - from)
     }
 
-    /// The speed in each whole window from `from` to `to`, in writes a second.
+    /// Returns the speed in each whole window from `from` to `to`, in writes per second.
     pub fn windows(&self, from: f64, to: f64) -> Vec<f64> {
         let mut windows = Vec::new();
         let mut begin = from;
@@ -90,38 +89,42 @@ fn writes_at(points: &[Point], at: f64) -> f64 {
     }
 }
 
-/// Collects what a guest says of itself while it is asked again and again, first here and then on the target.
+/// Recorder of a guest's reports, first from the source and then from the target.
 ///
-/// A report carries the guest's own clock and is up to 10 ms old when it is read. So that this does not blur windows of
-/// 100 ms, points keep the guest's time: the smallest difference to the reader's clock that was ever seen places it.
+/// A report carries the guest's own clock and is up to 10 ms old when it is read. To keep windows
+/// of 100 ms exact, points keep the guest's time. The smallest difference to the reader's clock
+/// that was ever seen converts between the two clocks.
 #[derive(Debug, Default)]
 pub struct Recorder {
-    /// Here, and on the target: the two hosts' guest clocks need not agree.
+    /// Reports from the source, and from the target. The guest's clocks on the two sides may
+    /// differ.
     phases: [Vec<Heard>; 2],
     moved: bool,
 }
 
 #[derive(Debug)]
 struct Heard {
-    /// The reader's clock in seconds.
+    /// Time on the reader's clock in seconds.
     at: f64,
-    /// Each vCPU's clock in microseconds, and its writes.
+    /// Clock of each vCPU in microseconds, and its writes.
     vcpus: Vec<(u64, u64)>,
 }
 
 impl Recorder {
-    /// Adds an answer that came `at` seconds on the reader's clock.
+    /// Adds a report that arrived at `at` seconds on the reader's clock.
     pub fn add(&mut self, at: f64, vcpus: Vec<(u64, u64)>) {
         self.phases[usize::from(self.moved)].push(Heard { at, vcpus });
     }
 
-    /// From here on the answers are the target's.
+    /// Marks the move of the guest: later reports come from the target.
     pub fn moved(&mut self) {
         self.moved = true;
     }
 
-    /// The points, in seconds since `start` on the reader's clock. `resumed` is when the guest ran on the target, in the same
-    /// seconds: what it wrote from there until its first answer was not written while it stood still.
+    /// Returns the points, in seconds since `start` on the reader's clock.
+    ///
+    /// `resumed` is the time at which the guest ran on the target, in seconds since `start`. Writes
+    /// before the target's first report count from `resumed`, not from the downtime.
     pub fn finish(self, start: f64, resumed: f64) -> Timeline {
         let mut timeline = Timeline::default();
         for (index, phase) in self.phases.iter().enumerate() {
@@ -151,14 +154,17 @@ pub(crate) fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// Seconds in `windows` in which the guest was slower than 80 % of `before`.
+/// Returns the seconds in `windows` in which the guest was slower than 80 % of `before`.
 pub fn drop_s(before: f64, windows: &[f64]) -> f64 {
     let dropped = windows.iter().filter(|speed| **speed < before * DROPPED).count();
     to_f64(dropped as u64) * WINDOW
 }
 
-/// Milliseconds for 1 GiB of pages at the speed of the slowest window. None without windows. One without a write counts
-/// as one with a single write: there is no slower speed that could be told from standing still.
+/// Returns the milliseconds for 1 GiB of pages at the speed of the slowest window, or `None`
+/// without windows.
+///
+/// A window without a write counts as one with a single write, because no slower speed can be
+/// distinguished from a stop.
 pub fn worst_ms_per_gb(windows: &[f64]) -> Option<f64> {
     let worst = windows.iter().copied().reduce(f64::min)?;
     Some(WRITES_OF_A_GB / worst.max(1.0 / WINDOW) * 1e3)
@@ -175,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_of_all_vcpus() {
+    fn windows_add_up_all_vcpus() {
         let mut timeline = Timeline::default();
         steady(0, &mut timeline, -1.0, 0.05, 1000.0);
         steady(0, &mut timeline, 0.05, 1.0, 0.0);
@@ -190,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_lies_between_the_reports_around_it() {
+    fn stall_lies_between_the_reports_around_it() {
         let mut timeline = Timeline::default();
         for (at, writes) in [(0.0, 0.0), (0.1, 100.0), (0.4, 100.0), (0.5, 200.0)] {
             timeline.add(0, Point { at, writes });
@@ -213,21 +219,21 @@ mod tests {
     }
 
     #[test]
-    fn reports_are_placed_by_the_guests_clock_on_either_side() {
+    fn reports_are_placed_by_the_guests_clock_on_both_sides() {
         let mut recorder = Recorder::default();
-        // The guest's clock is 95 s behind; one answer was 10 ms old, another 30.
+        // The guest's clock is 95 s behind. One report was 10 ms old and another one 30 ms.
         recorder.add(100.01, vec![(5_000_000, 0)]);
         recorder.add(101.0, vec![(6_000_000, 1000)]);
         recorder.add(102.03, vec![(7_000_000, 2000)]);
         recorder.moved();
-        // The target's is another.
+        // The target's clock differs.
         recorder.add(103.0, vec![(1_000_000, 2000)]);
         recorder.add(104.0, vec![(2_000_000, 3000)]);
         let timeline = recorder.finish(101.0, 1.9);
         let at: Vec<f64> = timeline.vcpus[0].iter().map(|point| (point.at * 10.0).round() / 10.0).collect();
         assert_eq!(at, [-1.0, 0.0, 1.0, 1.9, 2.0, 3.0]);
         assert!((timeline.speed(-1.0, 1.0) - 1000.0).abs() < 1e-6);
-        assert!(timeline.speed(1.1, 1.8).abs() < 1e-9, "it stood still");
+        assert!(timeline.speed(1.1, 1.8).abs() < 1e-9, "the guest was stopped");
     }
 
     #[test]
@@ -237,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_worst_window_says_how_long_a_gigabyte_takes() {
+    fn worst_window_gives_the_time_of_a_gigabyte() {
         assert_eq!(worst_ms_per_gb(&[500_000.0, 262_144.0]), Some(1000.0));
         assert_eq!(worst_ms_per_gb(&[0.0]), Some(26_214_400.0));
         assert_eq!(worst_ms_per_gb(&[]), None);

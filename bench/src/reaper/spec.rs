@@ -1,26 +1,26 @@
-//! What is run: guests, trackers, and how often.
+//! Specification of the runs: guests, trackers, and the number of rounds.
 
 use std::fmt;
 use std::time::Duration;
 
-/// A policy of the reaper, by the name that the command knows it by.
+/// Harvest policy of the reaper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Policy {
-    /// Every second.
+    /// One harvest every second.
     Fixed,
-    /// Six gears.
+    /// One of six sleeps, selected by the occupancy of the rings.
     Gears,
-    /// Halving and adding.
+    /// The sleep is halved at a high occupancy of the rings, and extended at a low one.
     Aimd,
-    /// Looking first.
+    /// vmferry's policy, which predicts when a ring fills.
     Predict,
 }
 
 impl Policy {
-    /// All of them.
+    /// All policies.
     pub const ALL: [Self; 4] = [Self::Fixed, Self::Gears, Self::Aimd, Self::Predict];
 
-    /// Its name.
+    /// Returns the name of the policy in requests and results.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fixed => "fixed",
@@ -31,27 +31,27 @@ impl Policy {
     }
 }
 
-/// Who migrates, and how it finds dirty pages.
+/// Hypervisor that migrates, and its dirty tracker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// vmferry by KVM's bitmap.
+    /// vmferry with KVM's dirty log.
     Log,
-    /// vmferry by dirty rings.
+    /// vmferry with dirty rings.
     Ring {
-        /// Entries of each vCPU's ring.
+        /// Number of entries of each vCPU's ring.
         entries: u32,
-        /// When it is harvested.
+        /// Harvest policy.
         policy: Policy,
     },
-    /// QEMU, by its bitmap or by rings, which it harvests every second.
+    /// QEMU with its bitmap, or with rings that it harvests every second.
     Qemu {
-        /// Entries of each vCPU's ring; None: the bitmap.
+        /// Number of entries of each vCPU's ring. `None` means the bitmap.
         ring: Option<u32>,
     },
 }
 
 impl Side {
-    /// Entries of each vCPU's ring, if there are rings.
+    /// Returns the number of entries of each vCPU's ring, if there are rings.
     pub fn entries(self) -> Option<u32> {
         match self {
             Side::Log => None,
@@ -60,7 +60,7 @@ impl Side {
         }
     }
 
-    /// Without the size of its rings: what a line in a chart is called.
+    /// Returns the name of the side in a chart, without the ring size.
     pub fn short(self) -> &'static str {
         match self {
             Side::Log => "log",
@@ -82,14 +82,14 @@ impl fmt::Display for Side {
     }
 }
 
-/// What a case is for.
+/// Purpose of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// To compare the sides.
+    /// Comparison of the sides.
     Compare,
-    /// To find out what a write fault costs here.
+    /// Cost of a write fault on this host.
     FaultCost,
-    /// To find out what the reaper costs that has nothing to do.
+    /// Cost of the reaper of an idle guest.
     Idle,
 }
 
@@ -100,65 +100,65 @@ impl Purpose {
     }
 }
 
-/// A guest, its load, and the migration.
+/// Guest, its load, and the migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CaseSpec {
-    /// Its name in the results.
+    /// Name in the results.
     pub name: String,
-    /// What it is for.
+    /// Purpose of the case.
     pub purpose: Purpose,
-    /// The published stress that it stands for, in bytes. None: it stands for none.
+    /// Published stress in bytes that the case represents. `None` if there is none.
     pub published: Option<u64>,
-    /// Guest memory in bytes.
+    /// Memory of the guest in bytes.
     pub memory: u64,
-    /// vCPUs.
+    /// Number of vCPUs.
     pub vcpus: u32,
-    /// The workload, as on the guest's command line.
+    /// Workload, as on the guest's command line.
     pub workload: String,
-    /// The link's rate in bytes a second: so that the migration takes several passes.
+    /// Rate of the link in bytes per second. It is low enough for several passes.
     pub max_bandwidth: u64,
-    /// How long a switchover may be: short, for the same reason.
+    /// Longest allowed downtime. It is short enough for several passes.
     pub downtime_limit: Duration,
-    /// How long the migration may take. Then the guest is moved whatever the downtime.
+    /// Time after which the guest is moved whatever the downtime.
     pub timeout: Duration,
-    /// Who takes turns.
+    /// Sides that run in turn.
     pub sides: Vec<Side>,
 }
 
-/// A whole bench.
+/// Selection of a whole bench.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// The guests.
+    /// Guests that are run.
     pub cases: Vec<CaseSpec>,
-    /// Rounds.
+    /// Number of rounds.
     pub repeats: usize,
-    /// How long the guest is watched before the migration.
+    /// Time for which the guest is observed before the migration.
     pub before: Duration,
-    /// How long it is watched on the target.
+    /// Time for which the guest is observed on the target.
     pub after: Duration,
-    /// If not empty: only those whose name, as in `stress-192M/log`, has one of these in it.
+    /// Texts that select sides by name, as in `stress-192M/log`. Empty selects all.
     pub only: Vec<String>,
 }
 
-/// The published working sets are divided by this so that they, and a guest twice, fit small hosts.
+/// Divisor of the published working sets, so that two copies of such a guest fit on small hosts.
 pub const SCALE: u64 = 16;
 const GIB: u64 = 1 << 30;
 const MIB: u64 = 1 << 20;
-/// The sizes of rings that were published.
+/// Published ring sizes in entries.
 pub const ENTRIES: [u32; 2] = [4096, 65536];
 
-/// Rings of this size under these policies.
+/// Returns the sides with rings of one size under the given policies.
 fn rings(entries: u32, policies: &[Policy]) -> impl Iterator<Item = Side> {
     policies.iter().map(move |&policy| Side::Ring { entries, policy })
 }
 
-/// The log, and each size under each policy.
+/// Returns vmferry's sides: the log, and each ring size under each policy.
 fn ours() -> Vec<Side> {
     let rings = ENTRIES.into_iter().flat_map(|entries| rings(entries, &Policy::ALL));
     [Side::Log].into_iter().chain(rings).collect()
 }
 
-fn everyone() -> Vec<Side> {
+fn all_sides() -> Vec<Side> {
     let mut sides = ours();
     sides.extend([Side::Qemu { ring: None }, Side::Qemu { ring: Some(4096) }]);
     sides
@@ -179,7 +179,7 @@ fn case(name: &str, vcpus: u32, workload: &str, sides: Vec<Side>) -> CaseSpec {
     }
 }
 
-/// A guest that writes as fast as it can to the published working set, scaled.
+/// Returns a guest that writes at full speed to the published working set, scaled.
 fn stress(published_gib: u64, vcpus: u32, sides: Vec<Side>) -> CaseSpec {
     let ws = published_gib * GIB / SCALE;
     let name = format!("stress-{}M-{vcpus}cpu", ws / MIB);
@@ -191,7 +191,8 @@ fn stress(published_gib: u64, vcpus: u32, sides: Vec<Side>) -> CaseSpec {
 fn fault_cost() -> CaseSpec {
     CaseSpec {
         purpose: Purpose::FaultCost,
-        // A set much larger than the ring: each write faults. Slow enough that sending takes no processor from the guest.
+        // The working set is much larger than the ring, so each write faults. The link is slow
+        // enough that sending takes no processor time from the guest.
         max_bandwidth: 60_000_000,
         timeout: Duration::from_secs(1),
         ..case("fault-cost", 1, "sequential,ws=64M,sweep=0", rings(4096, &[Policy::Predict]).collect())
@@ -207,7 +208,8 @@ fn paced(sides: Vec<Side>) -> CaseSpec {
     case("paced-192M-1cpu", 1, "uniform,ws=192M,rate=40k,sweep=0", sides)
 }
 
-/// A set that just fits a ring of 4096, over a link so slow that the policy harvests, not the passes.
+/// Returns a guest whose working set just fits a ring of 4096 entries. The link is so slow that the
+/// policy harvests, and not the passes.
 fn ring_sized(sides: Vec<Side>) -> CaseSpec {
     let workload = "uniform,ws=14M,data=96M,sweep=0";
     CaseSpec { max_bandwidth: 40_000_000, ..case("ring-sized-14M-1cpu", 1, workload, sides) }
@@ -218,7 +220,7 @@ fn unequal(sides: Vec<Side>) -> CaseSpec {
 }
 
 impl Options {
-    /// The bench of contracts in under eight minutes on two cores.
+    /// Returns the options of `--quick`, which takes under eight minutes on two cores.
     pub fn quick() -> Self {
         let small = |entries, policies: &[Policy]| {
             [Side::Log].into_iter().chain(rings(entries, policies)).collect::<Vec<_>>()
@@ -226,7 +228,7 @@ impl Options {
         let mut cases = vec![
             fault_cost(),
             idle(&[Policy::Predict]),
-            stress(3, 1, everyone()),
+            stress(3, 1, all_sides()),
             ring_sized(small(4096, &Policy::ALL)),
             paced(small(4096, &Policy::ALL)),
             unequal(small(4096, &[Policy::Fixed, Policy::Predict])),
@@ -243,12 +245,13 @@ impl Options {
         }
     }
 
-    /// All published working sets, scaled; one vCPU and two; paced and unequal writers; 30 s for each migration.
+    /// Returns the full options: all published working sets, scaled, one and two vCPUs, paced and
+    /// unequal writers, and 30 s for each migration.
     pub fn full() -> Self {
         let mut cases = vec![fault_cost(), idle(&Policy::ALL)];
-        cases.extend([3, 6, 10].map(|gib| stress(gib, 1, everyone())));
+        cases.extend([3, 6, 10].map(|gib| stress(gib, 1, all_sides())));
         cases.extend([20, 30].map(|gib| stress(gib, 1, ours())));
-        cases.extend([stress(3, 2, everyone()), paced(everyone()), unequal(ours()), ring_sized(ours())]);
+        cases.extend([stress(3, 2, all_sides()), paced(all_sides()), unequal(ours()), ring_sized(ours())]);
         Options {
             cases,
             repeats: 3,
@@ -258,7 +261,7 @@ impl Options {
         }
     }
 
-    /// Whether `side` of `case` is wanted.
+    /// Returns whether `side` of `case` is selected.
     pub fn wants(&self, case: &CaseSpec, side: Side) -> bool {
         let name = format!("{}/{side}", case.name);
         self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))

@@ -1,9 +1,9 @@
-//! Tests of the bench with a side of our own making: no VMM, no QEMU.
+//! Tests of the bench with a scripted side, without a VMM or QEMU.
 
 use super::*;
 use vmferry_guest_abi::Workload;
 
-/// A runner whose guests keep a share of their speed that depends on the side.
+/// Runner whose guests keep a share of their speed that depends on the side.
 struct Scripted;
 
 fn kept(side: Side) -> f64 {
@@ -58,7 +58,7 @@ fn options() -> Options {
 }
 
 #[test]
-fn figures_goals_failures_and_skips_are_told_apart() {
+fn figures_goals_failures_and_skips_are_reported_separately() {
     let outcome = run(&options(), &mut Scripted, &mut |_| {});
     let document = &outcome.document;
     let case = |name: &str| document.cases.iter().find(|case| case.name == name).unwrap();
@@ -96,7 +96,7 @@ fn figures_goals_failures_and_skips_are_told_apart() {
 }
 
 #[test]
-fn a_policy_that_is_worse_misses_its_goals() {
+fn worse_policy_misses_its_goals() {
     struct Worse;
     impl OurRunner for Worse {
         fn run(&mut self, _: &CaseSpec, side: Side, _: Duration, _: Duration) -> Result<Run, OurError> {
@@ -108,18 +108,18 @@ fn a_policy_that_is_worse_misses_its_goals() {
     let document = run(&options(), &mut Worse, &mut |_| {}).document;
     let goals = document.summary["goals"].as_array().unwrap();
     let missed = goals.iter().filter(|goal| goal["met"] == false).count();
-    // In each of the four cases: the best policy, the log, full exits, the worst window.
+    // Missed in each of the four cases: the best policy, the log, full exits and the worst window.
     assert_eq!(missed, 16, "{goals:#?}");
 }
 
 #[test]
-fn what_is_run_can_be_run() {
+fn cases_have_valid_workloads_and_unique_names() {
     for options in [Options::quick(), Options::full()] {
         assert!(options.repeats >= 3);
         for case in &options.cases {
             let workload: Workload = case.workload.parse().unwrap();
             let data = workload.data.or(workload.ws).unwrap();
-            // Room for the guest itself and its counters.
+            // The guest itself and its counters need memory too.
             assert!(data + (256 << 20) <= case.memory, "{}", case.name);
             assert!(!case.sides.is_empty());
         }

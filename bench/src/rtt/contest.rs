@@ -1,4 +1,4 @@
-//! The controller with others on the link, and on a link that changes.
+//! The pace controller with a competing stream, and on a link that changes its rate.
 
 use std::time::{Duration, Instant};
 
@@ -7,18 +7,18 @@ use super::samples::Samples;
 use super::{GAP, RttError, SourceCommand};
 use crate::link::{Link, Shaped};
 
-/// Requests are asked of the streams in turn, in slices: a source that nobody asks for ten seconds believes that the
-/// destination is gone.
+/// Length of a slice. Requests go to the streams in turn, in slices, because a source without a
+/// request for ten seconds takes the target for dead.
 const SLICE: Duration = Duration::from_millis(50);
 
-/// Who else is there.
+/// Competition for the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Contest {
-    /// Another stream that finds its own pace, and comes later.
+    /// A second stream with its own pace controller, which starts later.
     Two,
-    /// An unpaced stream with CUBIC, that comes later.
+    /// An unpaced stream with CUBIC, which starts later.
     BesideCubic,
-    /// Nobody; the link has half of its rate for a while.
+    /// No other stream. The link has half of its rate for a while.
     Change,
 }
 
@@ -34,12 +34,12 @@ impl Contest {
     }
 }
 
-/// How long the parts of a contest take.
+/// Durations of the parts of a contest.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Times {
-    /// The first alone.
+    /// Time of the first stream alone.
     pub(super) alone: Duration,
-    /// From the other's arrival, or the change, until it is measured.
+    /// Time from the start of the other stream, or from the change, until the measurement.
     pub(super) settle: Duration,
     pub(super) measure: Duration,
 }
@@ -52,17 +52,18 @@ impl Times {
     };
 }
 
-/// What came out.
+/// Result of a contest.
 #[derive(Debug)]
 pub(super) struct Outcome {
     pub(super) rtt: Samples,
-    /// What the first got, in 10^9 bits a second.
+    /// Rate of the first stream in 10^9 bits per second.
     pub(super) bulk_gbps: f64,
-    /// What the other got, or what the first had when the link had its half.
+    /// Rate of the other stream, or of the first one while the link had half of its rate, in 10^9
+    /// bits per second.
     pub(super) other_gbps: f64,
 }
 
-/// Runs it once.
+/// Runs a contest once.
 pub(super) fn measure(
     link: &mut Link,
     contest: Contest,
@@ -87,7 +88,7 @@ pub(super) fn measure(
     Ok(Outcome { rtt, bulk_gbps, other_gbps })
 }
 
-/// Asks both for pages for `time`; keeps the first's times.
+/// Requests pages of both sources for `time`, and records the times of the first one.
 fn pass(sources: &mut [Source; 2], time: Duration, mut rtt: Option<&mut Samples>) -> Result<(), RttError> {
     let begin = Instant::now();
     while begin.elapsed() < time {
@@ -102,7 +103,7 @@ fn change(link: &mut Link, mut source: Source, times: Times) -> Result<Outcome, 
         return Err(RttError::Usage("loopback has no rate to change".into()));
     };
     let changed = halve_and_restore(shaped, whole, &mut source, times);
-    // Also after a failure: others measure on the same link.
+    // The rate is restored after a failure too, because other sides use the same link.
     shaped.change(whole).map_err(RttError::Usage)?;
     changed
 }

@@ -1,7 +1,8 @@
-//! One measurement: requests answered by another process, beside a bulk stream or not.
+//! One measurement: requests that another process answers, with or without a bulk stream.
 //!
-//! Pages travel as in postcopy: the source, a process of its own, answers each request with a page on one connection,
-//! and sends bulk on another; the destination, this process, asks, takes the bulk, and keeps all the time.
+//! Pages travel as in postcopy. The source, which is a separate process, answers each request with
+//! a page on one connection and sends bulk data on another. The target, which is this process,
+//! sends requests, receives the bulk data, and measures all times.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -19,31 +20,31 @@ use super::{RttError, SourceCommand, probe};
 use crate::child::Reaped;
 use crate::link::{Link, Pair};
 
-/// Bytes of a request.
+/// Bytes in a request.
 pub(super) const REQUEST: usize = 16;
-/// Bytes of an answer: a page.
+/// Bytes in an answer: one page.
 pub(super) const ANSWER: usize = 4096;
 
-/// What the source does beside answering.
+/// Modes of the source: no bulk stream, an unpaced one, and one with the pace controller.
 const ALONE: &str = "alone";
 const UNPACED: &str = "bulk";
 const FOUND: &str = "found";
 
-/// Bytes a `write` or `read` call of the bulk stream is given.
+/// Bytes per `write` or `read` call of the bulk stream.
 const BULK_CALL: usize = 256 << 10;
 
-/// Requests of one measurement at most, so that memory and time are bounded on any host.
+/// Largest number of requests of one measurement, so that memory and time are bounded on any host.
 const MAX_REQUESTS: usize = 200_000;
 
-/// What to measure.
+/// Parameters of a measurement.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Plan<'a> {
-    /// TCP congestion control of every socket. None: the host's default.
+    /// TCP congestion control of every socket. `None` means the host's default.
     pub(super) congestion: Option<&'a str>,
-    /// Between an answer and the next request. Zero: back to back.
+    /// Time between an answer and the next request. Zero means back to back.
     pub(super) gap: Duration,
     pub(super) bulk: Bulk,
-    /// Requests before the measurement, with the bulk stream already there.
+    /// Time of requests before the measurement, while the bulk stream already runs.
     pub(super) settle: Duration,
     pub(super) measure: Duration,
 }
@@ -52,27 +53,29 @@ pub(super) struct Plan<'a> {
 pub(super) enum Bulk {
     None,
     Unpaced,
-    /// At most so many bytes a second, headers not counted.
+    /// Limited to this many bytes per second, without headers.
     Paced(u64),
-    /// As fast as the engine's controller finds.
+    /// Paced by the engine's controller.
     Found,
 }
 
-/// What came out.
+/// Result of a measurement.
 #[derive(Debug)]
 pub(super) struct Round {
     pub(super) rtt: Samples,
-    /// Bulk that arrived meanwhile, in 10^9 bits a second. None: there was none.
+    /// Rate of the bulk data that arrived meanwhile, in 10^9 bits per second. `None` without a bulk
+    /// stream.
     pub(super) bulk_gbps: Option<f64>,
-    /// The pace that the bulk stream was held to, in 10^9 bits a second.
+    /// Pace of the bulk stream, in 10^9 bits per second.
     pub(super) pace_gbps: Option<f64>,
 }
 
-/// Measures once.
+/// Runs a measurement once.
 pub(super) fn measure(link: &Link, plan: Plan<'_>, command: &SourceCommand) -> Result<Round, RttError> {
     let mut source = Source::start(link, plan.congestion, plan.bulk, command)?;
     let mut rtt = Samples::default();
-    // At least one before the measurement: it includes the start of the source's process.
+    // One request comes before the measurement in any case: it includes the start of the source's
+    // process.
     source.ask(Duration::ZERO, plan.gap, None)?;
     source.ask(plan.settle, plan.gap, None)?;
     let (begin, before) = (Instant::now(), source.received());
@@ -85,20 +88,20 @@ pub(super) fn measure(link: &Link, plan: Plan<'_>, command: &SourceCommand) -> R
     Ok(Round { rtt, bulk_gbps: (plan.bulk != Bulk::None).then_some(bulk), pace_gbps })
 }
 
-/// A source's process and the destination's ends of its connections. All of it ends with this value.
+/// Source process, and the target's ends of its connections. Dropping the value ends all of them.
 #[derive(Debug)]
 pub(super) struct Source {
     urgent: TcpStream,
     asked: u64,
     received: Arc<AtomicU64>,
-    /// What the threads read.
+    /// Ends that the threads read from.
     ends: Vec<Arc<TcpStream>>,
     threads: Vec<JoinHandle<()>>,
     _child: Reaped,
 }
 
 impl Source {
-    /// Starts it; its bulk flows from now on.
+    /// Starts the source process. Its bulk stream starts at once.
     pub(super) fn start(
         link: &Link,
         congestion: Option<&str>,
@@ -130,13 +133,13 @@ impl Source {
         Ok(source)
     }
 
-    /// Bytes of bulk that arrived so far.
+    /// Returns the bytes of bulk data that have arrived so far.
     pub(super) fn received(&self) -> u64 {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Asks for `time`, and at least once, with a `gap` between an answer and the next request; keeps the times in
-    /// `rtt`.
+    /// Sends requests for `time`, but at least one, with a `gap` between an answer and the next
+    /// request. Adds the times to `rtt`.
     pub(super) fn ask(
         &mut self,
         time: Duration,
@@ -162,7 +165,7 @@ impl Source {
         }
     }
 
-    /// Has a thread do `work` with `end`, if there is one, until it is shut down.
+    /// Starts a thread that runs `work` on `end`, if there is one, until `end` is shut down.
     fn attend(
         &mut self,
         name: &str,
@@ -180,17 +183,18 @@ impl Source {
 impl Drop for Source {
     fn drop(&mut self) {
         for end in &self.ends {
-            // Ends the thread that reads it. It may be gone already; then so is the thread.
+            // The shutdown ends the thread that reads the socket. It fails if the connection is
+            // gone, and then the thread ends too.
             let _ = end.shutdown(Shutdown::Both);
         }
         for thread in self.threads.drain(..) {
-            // One that panicked has said so.
+            // A thread that panicked has already printed its message.
             let _ = thread.join();
         }
     }
 }
 
-/// Has both ends use the TCP congestion control `name`; None: the host's default.
+/// Sets the TCP congestion control `name` on both ends. `None` keeps the host's default.
 fn set_congestion(pair: &Pair, name: Option<&str>) -> Result<(), RttError> {
     let Some(name) = name else { return Ok(()) };
     for socket in [&pair.source, &pair.destination] {
@@ -220,11 +224,12 @@ fn spawn(
     if let Some(probes) = probes {
         child.stderr(OwnedFd::from(probes));
     }
-    // `child` is dropped at the end, and with it our copies of the source's ends: then a source that dies is noticed.
+    // `child` is dropped at the end of this function, and with it this process's copies of the
+    // source's ends. Otherwise the death of the source would go unnoticed.
     Reaped::spawn(&mut child).map_err(RttError::io("start the source's process"))
 }
 
-/// Asks for one page and waits for it.
+/// Requests one page and waits for it. Returns the time that it took.
 fn request(socket: &mut TcpStream, number: &mut u64) -> io::Result<Duration> {
     *number += 1;
     let mut request = [0; REQUEST];
@@ -242,24 +247,29 @@ fn request(socket: &mut TcpStream, number: &mut u64) -> io::Result<Duration> {
 
 fn take_bulk(mut sink: &TcpStream, received: &AtomicU64) {
     let mut buffer = vec![0; BULK_CALL];
-    // The end and an error are the same to it: the requests that go on beside it tell what is wrong, and the count stays.
+    // The end of the stream and an error are treated alike: the requests beside the stream report
+    // what is wrong, and the count stays.
     while let Ok(bytes @ 1..) = sink.read(&mut buffer) {
         received.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }
 
-/// 10^9 bits a second.
+/// Returns a rate in 10^9 bits per second.
 #[expect(clippy::cast_precision_loss, reason = "a byte count below 2^53")]
 pub(super) fn gbps(bytes: u64, time: Duration) -> f64 {
     bytes as f64 * 8.0 / 1e9 / time.as_secs_f64()
 }
 
-/// The source's process: standard input is its end of the connection for requests, standard output that for bulk, and
-/// standard error that for the controller's probes, if it finds its own pace.
-/// `args` are what [`run`](super::run) appended to the subcommand. Ends when the destination is gone.
+/// Runs the source process until the target closes its connections.
+///
+/// `args` are the arguments that [`run`](super::run) appended to the subcommand. Standard input is
+/// the source's end of the connection for requests, and standard output that of the bulk stream.
+/// Standard error is that of the controller's probes if the stream has a pace controller.
 ///
 /// # Errors
-/// If it was started by hand, or a socket fails before the destination is done.
+///
+/// Fails if standard input is not a connection, the mode is unknown, or a socket fails before the
+/// target has finished.
 pub fn source_main(args: &[String]) -> Result<(), RttError> {
     let socket = |fd: io::Result<OwnedFd>| fd.map(TcpStream::from).map_err(RttError::io("take a socket"));
     let mut urgent = socket(io::stdin().as_fd().try_clone_to_owned())?;
@@ -273,7 +283,7 @@ pub fn source_main(args: &[String]) -> Result<(), RttError> {
         if mode == FOUND {
             let paced = bulk.try_clone().map_err(RttError::io("take a socket"))?;
             let probes = socket(io::stderr().as_fd().try_clone_to_owned())?;
-            // It ends when the destination is gone, and so does everything.
+            // The controller ends when the target is gone, and so does this process.
             detach("pace", move || _ = probe::pace(&paced, probes))?;
         }
         detach("bulk", move || {
@@ -291,7 +301,8 @@ pub fn source_main(args: &[String]) -> Result<(), RttError> {
     }
 }
 
-/// Starts a thread that is not joined: it ends with this process, which the requests' connection governs.
+/// Starts a thread that is not joined. It ends with this process, whose life depends on the
+/// connection for requests.
 fn detach(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), RttError> {
     let thread = std::thread::Builder::new().name(name.into()).spawn(work);
     thread.map(|_| ()).map_err(RttError::io("start a thread"))
@@ -312,10 +323,10 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_to_something_else_is_an_error() {
+    fn answer_to_another_request_is_an_error() {
         let pair = Link::Loopback.connect().unwrap();
         let mut source = pair.source;
-        let liar = std::thread::spawn(move || {
+        let answering = std::thread::spawn(move || {
             let mut request = [0; REQUEST];
             source.read_exact(&mut request).unwrap();
             source.write_all(&[7; ANSWER]).unwrap();
@@ -323,11 +334,11 @@ mod tests {
         let mut destination = pair.destination;
         let error = request(&mut destination, &mut 0).unwrap_err();
         assert!(error.to_string().contains("not to this request"), "{error}");
-        liar.join().unwrap();
+        answering.join().unwrap();
     }
 
     #[test]
-    fn a_source_that_dies_is_an_error_and_not_a_hang() {
+    fn dead_source_is_an_error_and_not_a_hang() {
         let dead = SourceCommand { program: "/bin/true".into(), args: Vec::new() };
         let plan = Plan {
             congestion: None,

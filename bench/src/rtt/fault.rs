@@ -1,4 +1,5 @@
-//! A fault on a missing page that is resolved on the same host: the part of a remote fault that no network adds.
+//! Fault on a missing page that the same host resolves: the part of a remote fault without the
+//! network.
 
 use std::io;
 use std::ops::Range;
@@ -15,12 +16,12 @@ use super::samples::Samples;
 
 const PAGE: usize = 4096;
 
-/// How the handler waits for faults.
+/// Way in which the handler waits for faults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Handler {
-    /// Asleep in `read`.
+    /// The handler sleeps in `read`.
     Blocking,
-    /// Awake, in `poll` with no timeout: it costs a processor.
+    /// The handler polls with no timeout, which costs a processor.
     Spinning,
 }
 
@@ -33,9 +34,10 @@ impl Handler {
     }
 }
 
-/// Private anonymous memory that is only ever accessed through raw pointers.
+/// Private anonymous memory that is accessed only through raw pointers.
 ///
-/// Invariant: `start .. start + len` is one mapping of ours alone, and no Rust reference covers any of it.
+/// Invariant: `start .. start + len` is one mapping that only this value owns, and no Rust
+/// reference covers any part of it.
 #[derive(Debug)]
 struct Missing {
     start: *mut u8,
@@ -45,12 +47,13 @@ struct Missing {
 impl Missing {
     fn new(pages: usize) -> io::Result<Self> {
         let len = pages.checked_mul(PAGE).ok_or(io::ErrorKind::OutOfMemory)?;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice disturbs nothing.
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice changes no other
+        // mapping.
         let start = unsafe {
             mmap_anonymous(ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)?
         };
         let memory = Missing { start: start.cast(), len };
-        // A fault is to be one page's.
+        // Without huge pages each fault is for one page.
         // SAFETY: the range is the mapping made above, and the advice changes no content.
         unsafe { madvise(start, len, Advice::LinuxNoHugepage)? };
         Ok(memory)
@@ -61,26 +64,30 @@ impl Missing {
         start..start + self.len as u64
     }
 
-    /// Reads the first word of page `index`; sleeps until it is there.
+    /// Reads the first word of page `index`. Sleeps until the page is present.
     fn touch(&self, index: usize) -> u64 {
         assert!(index < self.len / PAGE, "page {index} is outside");
-        // SAFETY: the word lies in the mapping (just checked), is aligned, and nothing but the kernel writes to it:
-        // once, before this read returns.
+        // SAFETY: the word lies in the mapping (just checked) and is aligned. Only the kernel
+        // writes to it, once, before this read returns.
         unsafe { self.start.wrapping_add(index * PAGE).cast::<u64>().read_volatile() }
     }
 }
 
 impl Drop for Missing {
     fn drop(&mut self) {
-        // SAFETY: the mapping is ours alone and nothing refers to it. A failure leaves it until the process ends.
+        // SAFETY: only this value owns the mapping, and nothing refers to it. After a failure it
+        // stays mapped until the process ends.
         let _ = unsafe { munmap(self.start.cast(), self.len) };
     }
 }
 
-/// Touches `pages` missing pages one after the other, each resolved by another thread, and times each touch.
+/// Touches `pages` missing pages one after the other, and measures each touch. Another thread
+/// resolves the faults.
 ///
 /// # Errors
-/// [`RttError::Unavailable`] if this host or this user has no userfaultfd.
+///
+/// Fails with [`RttError::Unavailable`] if userfaultfd is not available on this host or to this
+/// user.
 pub(super) fn measure(handler: Handler, pages: usize) -> Result<Samples, RttError> {
     let uffd = Userfaultfd::open(0).map_err(|error| RttError::Unavailable(error.to_string()))?;
     let memory = Missing::new(pages).map_err(RttError::io("map memory"))?;
@@ -94,7 +101,8 @@ pub(super) fn measure(handler: Handler, pages: usize) -> Result<Samples, RttErro
             .spawn_scoped(scope, || {
                 let handled = handle(&uffd, handler, &span, pages, &touched);
                 if handled.is_err() {
-                    // Nobody would ever answer the next touch: let it find an empty page instead, which it reports.
+                    // Without a handler the next touch would never return. After the unregistration
+                    // it finds an empty page instead, which `touch_all` reports.
                     let _ = uffd.unregister(span.clone());
                 }
                 handled
@@ -105,7 +113,7 @@ pub(super) fn measure(handler: Handler, pages: usize) -> Result<Samples, RttErro
         let handled = worker.join().unwrap_or_else(|_| Err(RttError::Usage("the handler panicked".into())));
         Ok((samples, handled))
     })?;
-    // An error of the handler is the cause of the other.
+    // An error of the handler causes the error of the touches, so it is reported first.
     handled?;
     samples
 }
@@ -117,23 +125,26 @@ fn touch_all(memory: &Missing, pages: usize) -> Result<Samples, RttError> {
         let start = Instant::now();
         let word = memory.touch(index);
         samples.push(start.elapsed());
-        // Goes on: the handler waits for a fault of every page.
+        // The loop continues, because the handler waits for a fault of every page.
         if word != stamp(index) {
             wrong = wrong.or(Some(index));
         }
     }
     match wrong {
         None => Ok(samples),
-        Some(index) => Err(RttError::Usage(format!("page {index} does not hold what was placed in it"))),
+        Some(index) => {
+            Err(RttError::Usage(format!("page {index} does not have the content that was placed in it")))
+        }
     }
 }
 
-/// What page `index` starts with: never zero, which an unhandled page would be.
+/// Returns the first word of page `index`. It is never zero, because an unhandled page starts with
+/// zero.
 fn stamp(index: usize) -> u64 {
     index as u64 + 1
 }
 
-/// Resolves a fault for each of the pages.
+/// Resolves one fault of each page.
 fn handle(
     uffd: &Userfaultfd,
     handler: Handler,
@@ -160,10 +171,11 @@ fn handle(
     Ok(())
 }
 
-/// Places a page, and says how many came to be there by that: none if it was there.
+/// Places a page. Returns the number of pages that became present: 0 if the page was already there.
 fn place(uffd: &Userfaultfd, address: u64, page: &[u8; PAGE]) -> Result<usize, RttError> {
     loop {
-        // SAFETY: faults come only from the memory that is registered, which is a `Missing`: no reference covers it.
+        // SAFETY: faults come only from the registered memory, which is a `Missing`: no reference
+        // covers it.
         match unsafe { uffd.copy(address, page) } {
             Ok(_) => return Ok(1),
             Err(error) if error.errno() == Some(libc::EEXIST) => return Ok(0),
@@ -173,7 +185,7 @@ fn place(uffd: &Userfaultfd, address: u64, page: &[u8; PAGE]) -> Result<usize, R
     }
 }
 
-/// Whether there is a fault to read.
+/// Returns whether there is a fault to read.
 fn ready(uffd: &Userfaultfd) -> Result<bool, RttError> {
     let mut polled = [PollFd::new(uffd, PollFlags::IN)];
     match poll(&mut polled, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })) {
@@ -189,7 +201,7 @@ mod tests {
     use vmferry_testkit::{Need, skip};
 
     #[test]
-    fn real_faults_are_resolved_and_timed() {
+    fn faults_are_resolved_and_timed() {
         for handler in [Handler::Blocking, Handler::Spinning] {
             let samples = match measure(handler, 64) {
                 Ok(samples) => samples,
@@ -198,15 +210,15 @@ mod tests {
             };
             let figures = samples.figures().unwrap();
             assert_eq!(figures.count, 64);
-            // A touch of a page that is there takes nanoseconds; two switches of threads cannot.
+            // A touch of a present page takes nanoseconds. Two thread switches take longer.
             assert!(figures.p50_us > 0.5, "{handler:?}: {figures:?}");
             assert!(figures.p50_us <= figures.p99_us && figures.p99_us <= figures.max_us);
         }
     }
 
     #[test]
-    fn a_page_that_is_not_what_was_placed_is_found() {
-        // Not registered: the kernel gives empty pages.
+    fn page_with_wrong_content_is_reported() {
+        // The memory is not registered, so the kernel provides empty pages.
         let memory = Missing::new(2).unwrap();
         let error = touch_all(&memory, 2).unwrap_err();
         assert!(error.to_string().contains("page 0"), "{error}");

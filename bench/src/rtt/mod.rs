@@ -1,8 +1,10 @@
 //! `vmferry-bench rtt`: the floor of a remote fault.
 //!
-//! How long a 4 KiB page takes that another process is asked for over TCP, alone and beside a bulk stream, and how long
-//! a fault takes that is resolved on the spot: no postcopy can be faster than their sum. Beside an unpaced stream the
-//! page waits in the link's queue; a stream paced below the link's rate leaves none.
+//! The bench measures two times. The first is the time for which a request of a 4 KiB page from
+//! another process over TCP takes, with and without a bulk stream. The second is the time of a
+//! fault that this host resolves. No postcopy can be faster than their sum. Beside an unpaced
+//! stream the page waits in the link's queue. A stream that is paced below the link's rate leaves
+//! no queue.
 
 mod contest;
 mod exchange;
@@ -30,33 +32,33 @@ use samples::Figures;
 pub use exchange::source_main;
 pub use vmferry_report::benches::rtt::table;
 
-/// The hidden subcommand that an executable must route to [`source_main`].
+/// Hidden subcommand that an executable must route to [`source_main`].
 pub const SOURCE_SUBCOMMAND: &str = "bench-rtt-source";
 
-/// What stopped a measurement.
+/// Error of a measurement.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RttError {
-    /// It cannot run on this host or for this user, and why.
+    /// The measurement cannot run on this host or for this user, with the reason.
     #[error("{0}")]
     Unavailable(String),
     /// A system call failed.
     #[error("cannot {action}: {source}")]
     Io {
-        /// What was tried.
+        /// Action that failed, for the message.
         action: &'static str,
-        /// The system's answer.
+        /// Error of the system call.
         source: io::Error,
     },
     /// A connection could not be made.
     #[error(transparent)]
     Link(LinkError),
-    /// The congestion control that was asked for cannot be had.
+    /// The TCP congestion control is not available.
     #[error("cannot use TCP congestion control {name}: {source}")]
     Congestion {
-        /// Its name in Linux.
+        /// Name of the algorithm in Linux.
         name: String,
-        /// The system's answer.
+        /// Error of the system call.
         source: io::Error,
     },
     /// The bulk stream cannot be paced.
@@ -65,13 +67,13 @@ pub enum RttError {
     /// A fault could not be handled.
     #[error("cannot handle faults: {0}")]
     Fault(#[source] SysError),
-    /// Something is not as it must be.
+    /// A measurement is invalid, or the caller asked for an impossible one.
     #[error("{0}")]
     Usage(String),
 }
 
 impl RttError {
-    /// For `map_err`: a failed system call while doing `action`.
+    /// Returns a closure for `map_err` that names the `action` that failed.
     fn io(action: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| RttError::Io { action, source }
     }
@@ -86,45 +88,46 @@ impl From<RttError> for Stop {
     }
 }
 
-/// The command that starts the source's process; what it is to do is appended.
+/// Command that starts the source process. Its mode is appended.
 #[derive(Debug, Clone)]
 pub struct SourceCommand {
-    /// The executable.
+    /// Path of the executable.
     pub program: PathBuf,
-    /// What comes before the source's own arguments.
+    /// Arguments before the source's own.
     pub args: Vec<OsString>,
 }
 
 impl SourceCommand {
-    /// This executable with [`SOURCE_SUBCOMMAND`].
+    /// Returns the command for this executable with [`SOURCE_SUBCOMMAND`].
     ///
     /// # Errors
-    /// If the executable cannot be found.
+    ///
+    /// Fails if the path of this executable is unknown.
     pub fn this_executable() -> Result<Self, RttError> {
         let program = std::env::current_exe().map_err(RttError::io("find this executable"))?;
         Ok(SourceCommand { program, args: vec![SOURCE_SUBCOMMAND.into()] })
     }
 }
 
-/// How much is measured.
+/// Extent of the measurements.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Rounds in which every side has a turn.
+    /// Number of rounds.
     pub repeats: usize,
-    /// How long requests are measured in a turn.
+    /// Time for which requests are measured in a round.
     pub measure: Duration,
-    /// How long the bulk stream goes on before that, so that it has found its speed.
+    /// Time for which the bulk stream runs before the measurement, so that it reaches its speed.
     pub settle: Duration,
-    /// Pages whose faults are measured in a turn.
+    /// Number of pages whose faults are measured in a round.
     pub faults: usize,
-    /// Also a link of 10 Gb/s, and the controller with others on its link.
+    /// Set for additional links of 10 Gb/s, and for the contests.
     pub extra: bool,
-    /// Only cases whose names have one of these in them. Empty: all.
+    /// Texts that select cases by name. Empty selects all.
     pub only: Vec<String>,
 }
 
 impl Options {
-    /// As exact as it gets.
+    /// Returns the full options, with the highest precision.
     pub fn full() -> Self {
         Options {
             repeats: 7,
@@ -136,7 +139,7 @@ impl Options {
         }
     }
 
-    /// Within a minute.
+    /// Returns the options of `--quick`, which takes less than a minute.
     pub fn quick() -> Self {
         Options {
             repeats: 3,
@@ -153,22 +156,24 @@ impl Options {
     }
 }
 
-/// Between an answer and the next request. Back to back, the answers alone would take 0.5 Gb/s and more, and beside a
-/// stream at 90 % of the link they would be the queue.
+/// Time between an answer and the next request. Back to back, the answers alone would take 0.5 Gb/s
+/// or more. Beside a stream at 90 % of the link they would fill the queue.
 const GAP: Duration = Duration::from_millis(1);
 
-/// What requests run beside.
+/// Bulk stream beside which requests run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Beside {
-    /// Nothing: the floor, and what the others are compared with.
+    /// No stream. This is the floor, and the base of the comparison.
     Idle,
-    /// Nothing, and they follow each other at once. Not what the floor is made of: measured on two cores, a round took
-    /// 60 us or 17, by where the scheduler put the two processes (15 with both pinned to one core).
+    /// No stream, with requests back to back. The floor does not use this side: on two cores a
+    /// round trip took 60 us or 17 us, depending on where the scheduler put the two processes (15
+    /// us with both pinned to one core).
     IdleBackToBack,
     Unpaced,
-    /// A stream held to so many percent of the link: of its rate, or on loopback of what the unpaced stream reached.
+    /// A stream limited to this percentage of the link's rate. On loopback, the base is the rate
+    /// that the unpaced stream reached.
     Paced(u32),
-    /// A stream whose pace the engine's controller finds.
+    /// A stream that is paced by the engine's controller.
     Found,
 }
 
@@ -183,19 +188,19 @@ impl Beside {
         }
     }
 
-    /// Between an answer and the next request.
+    /// Returns the time between an answer and the next request.
     fn gap(self) -> Duration {
         if self == Beside::IdleBackToBack { Duration::ZERO } else { GAP }
     }
 }
 
-/// One comparison's link.
+/// Link of a comparison.
 #[derive(Debug)]
 struct On {
     name: &'static str,
-    /// 10^9 bits a second, headers included. None: loopback.
+    /// Rate in 10^9 bits per second, including headers. `None` means loopback.
     gbps: Option<u32>,
-    /// None: the host's default.
+    /// TCP congestion control. `None` means the host's default.
     congestion: Option<&'static str>,
     sides: &'static [Beside],
 }
@@ -203,7 +208,7 @@ struct On {
 impl On {
     fn make(&self, tools: &Tools) -> Result<Link, String> {
         let Some(gbps) = self.gbps else { return Ok(Link::Loopback) };
-        // Its sockets ask for their congestion control themselves.
+        // The sockets set their congestion control themselves.
         let shape = Shape { bits_per_s: u64::from(gbps) * 1_000_000_000, congestion: None };
         Shaped::new(tools, shape).map(Link::Shaped)
     }
@@ -222,9 +227,9 @@ const LINKS: &[On] = &[
     On { name: "fast-cubic", gbps: Some(FAST_GBPS), congestion: Some("cubic"), sides: FAST_SIDES },
 ];
 
-/// What the shaped links carry, in 10^9 bits a second, headers included.
+/// Rate of the shaped links in 10^9 bits per second, including headers.
 const SHAPED_GBPS: u32 = 2;
-/// Likewise, the faster ones.
+/// Rate of the fast links in 10^9 bits per second, including headers.
 const FAST_GBPS: u32 = 10;
 
 const SHAPED_SIDES: &[Beside] = &[
@@ -238,20 +243,20 @@ const SHAPED_SIDES: &[Beside] = &[
 
 const FAST_SIDES: &[Beside] = &[Beside::Idle, Beside::Unpaced, Beside::Paced(90), Beside::Found];
 
-/// Contests take long, and say the same after three rounds.
+/// Number of rounds of contests. They take long, and their results are stable after three rounds.
 const CONTEST_ROUNDS: usize = 3;
 
-/// One side.
+/// One side of the comparison.
 #[derive(Debug, Clone, Copy)]
 struct Side {
     link: &'static str,
     what: What,
 }
 
-/// What a side came to.
+/// Runs of one side.
 type SideRuns = crate::rounds::SideRuns<Side, Measured>;
 
-/// What a side measures.
+/// Kind of measurement of a side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum What {
     Requests { congestion: Option<&'static str>, beside: Beside },
@@ -259,23 +264,24 @@ enum What {
     Faults(Handler),
 }
 
-/// One round of one side.
+/// Result of one side in one round.
 #[derive(Debug, Clone, Copy)]
 struct Measured {
     times: Figures,
     bulk_gbps: Option<f64>,
     pace_gbps: Option<f64>,
-    /// What the other stream of a contest got, or the same one while its link had its half.
+    /// Rate of the other stream of a contest, or of the same stream while its link had half of its
+    /// rate, in 10^9 bits per second.
     other_gbps: Option<f64>,
 }
 
 impl Side {
-    /// In how many rounds it has a turn at most.
+    /// Returns the largest number of rounds in which the side runs.
     fn most_rounds(self) -> usize {
         if matches!(self.what, What::Contest { .. }) { CONTEST_ROUNDS } else { usize::MAX }
     }
 
-    /// The case's name.
+    /// Returns the name of the case.
     fn name(self) -> String {
         match self.what {
             What::Requests { beside, .. } => format!("{}/{}", self.link, beside.name()),
@@ -285,17 +291,17 @@ impl Side {
     }
 }
 
-/// What no postcopy over a link can be faster than.
+/// Lower bound of the time of a remote fault over a link.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Floor {
     /// Mean round trip of a page on the idle link, in microseconds.
     pub rtt_us: f64,
-    /// Mean of a fault that is handled on the spot, by a handler that sleeps, in microseconds.
+    /// Mean time of a fault that this host handles, with a sleeping handler, in microseconds.
     pub local_fault_us: f64,
 }
 
 impl Floor {
-    /// The sum.
+    /// Returns the sum in microseconds.
     pub fn us(self) -> f64 {
         self.rtt_us + self.local_fault_us
     }
@@ -304,7 +310,9 @@ impl Floor {
 /// Measures the floor of a link once, in about half a second.
 ///
 /// # Errors
-/// [`RttError::Unavailable`] if this host or this user has no userfaultfd.
+///
+/// Fails with [`RttError::Unavailable`] if userfaultfd is not available on this host or to this
+/// user.
 pub fn floor(link: &Link, source: &SourceCommand) -> Result<Floor, RttError> {
     let options = Options { measure: Duration::from_millis(300), ..Options::quick() };
     let empty = || RttError::Usage("nothing was measured".into());
@@ -314,7 +322,8 @@ pub fn floor(link: &Link, source: &SourceCommand) -> Result<Floor, RttError> {
     Ok(Floor { rtt_us: rtt.mean_us, local_fault_us: fault.mean_us })
 }
 
-/// Runs the bench. `source` starts the process that sends pages; `progress` is told what begins.
+/// Runs the bench. `source` starts the process that sends pages. Calls `progress` with the name of
+/// each run that begins.
 pub fn run(options: &Options, source: &SourceCommand, progress: &mut dyn FnMut(&str)) -> Outcome {
     run_with(options, source, &Tools::here(), progress)
 }
@@ -337,7 +346,8 @@ fn run_with(
     Outcome { document, failures }
 }
 
-/// The links that are wanted, each made once. Err: why this host has none.
+/// Links of the selected sides, each created once. `Err` has the reason why this host cannot create
+/// it.
 struct Links(Vec<(&'static str, Result<Link, String>)>);
 
 impl Links {
@@ -355,7 +365,8 @@ impl Links {
     }
 }
 
-/// The sides that are wanted, in the order of the first round: unpaced before paced, which needs its speed.
+/// Returns the selected sides in the order of the first round. Unpaced sides come before paced
+/// ones, which need their speed.
 fn sides(options: &Options) -> Vec<Side> {
     let links = || LINKS.iter().filter(|on| options.extra || on.gbps != Some(FAST_GBPS));
     let requests = links().flat_map(|on| {
@@ -371,7 +382,7 @@ fn sides(options: &Options) -> Vec<Side> {
     requests.chain(contests).chain(faults).filter(|side| options.wants(&side.name())).collect()
 }
 
-/// What the unpaced stream of `link` reached last, in 10^9 bits a second.
+/// Returns the latest rate that the unpaced stream of `link` reached, in 10^9 bits per second.
 fn latest_bulk(sides: &[SideRuns], link: &str) -> Option<f64> {
     let unpaced = sides.iter().find(|runs| {
         runs.side.link == link && matches!(runs.side.what, What::Requests { beside: Beside::Unpaced, .. })
@@ -409,7 +420,8 @@ fn run_side(
     Ok(Measured { times: rtt.figures().ok_or_else(empty)?, bulk_gbps, pace_gbps, other_gbps: None })
 }
 
-/// What a link carries, in 10^9 bits a second: loopback, as much as an unpaced stream has reached.
+/// Returns the capacity of a link in 10^9 bits per second. For loopback it is the rate that an
+/// unpaced stream reached.
 fn capacity(link: &str, unpaced: Option<f64>) -> Option<f64> {
     let shaped = LINKS.iter().find(|on| on.name == link).and_then(|on| on.gbps);
     shaped.map(f64::from).or(unpaced)
@@ -427,7 +439,7 @@ fn plan<'a>(
         Beside::Paced(percent) => {
             let capacity = capacity_gbps.ok_or_else(|| {
                 RttError::Unavailable(
-                    "paced by what an unpaced stream reaches, which was not measured".into(),
+                    "the pace depends on the rate of an unpaced stream, which was not measured".into(),
                 )
             })?;
             Bulk::Paced(pace(capacity, percent))
@@ -438,10 +450,11 @@ fn plan<'a>(
         congestion,
         gap: beside.gap(),
         bulk,
-        // An idle link has no speed to find; but the processes have to start.
+        // An idle link has no speed to reach, but the processes have to start.
         settle: match bulk {
             Bulk::None => options.settle / 8,
-            // The start of the controller takes a quarter of a second, and its first cuts are not its last.
+            // The controller needs a quarter of a second to start, and reduces the pace several
+            // times.
             Bulk::Found => options.settle * 2,
             _ => options.settle,
         },
@@ -449,7 +462,7 @@ fn plan<'a>(
     })
 }
 
-/// `percent` percent of a rate in 10^9 bits a second, in bytes a second.
+/// Returns `percent` percent of a rate in 10^9 bits per second, in bytes per second.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive, and far below 2^53")]
 fn pace(gbps: f64, percent: u32) -> u64 {
     (gbps * 1e9 / 8.0 * f64::from(percent) / 100.0).max(1.0) as u64

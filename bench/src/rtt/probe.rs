@@ -1,4 +1,4 @@
-//! The controller's probes over a socket of their own, and who sends them back.
+//! Probes of the pace controller over a separate socket, and their echo.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -12,11 +12,11 @@ use vmferry_engine::tcp;
 /// Bytes of a probe, and of its echo.
 const FRAME: usize = 64;
 
-/// The source's end.
+/// Source's end of the probes' connection.
 #[derive(Debug)]
 struct SocketProbe {
     socket: TcpStream,
-    /// What came of an echo so far.
+    /// Bytes of an incomplete echo.
     partial: Vec<u8>,
 }
 
@@ -27,7 +27,7 @@ impl Probe for SocketProbe {
         match self.socket.write(&frame) {
             Ok(FRAME) => Ok(()),
             Ok(_) => Err(io::Error::other("part of a probe was sent")),
-            // The connection is full of probes. This one was lost, then.
+            // The connection is full of probes, so this probe counts as lost.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(()),
             Err(error) => Err(error),
         }
@@ -64,19 +64,19 @@ impl Probe for SocketProbe {
     }
 }
 
-/// Paces `bulk` by probes through `probes` until either fails, which is when the destination is gone.
+/// Paces `bulk` by probes through `probes` until one of them fails because the target is gone.
 pub(super) fn pace(bulk: &TcpStream, probes: TcpStream) -> io::Result<()> {
     probes.set_nonblocking(true)?;
-    // Answers are not taken off the pace: one a millisecond is 33 Mb/s.
+    // The pace is not reduced by the answers: one per millisecond is 33 Mb/s.
     let bulk = TcpBulk::new([bulk.as_fd()], [], || true)?;
     let probe = SocketProbe { socket: probes, partial: Vec::new() };
     Pace::new(probe, bulk).run(|| false, |_, _| {}).map(|_| ())
 }
 
-/// The destination's end: sends back what comes, until the source is gone.
+/// Echoes all bytes at the target's end until the source is gone.
 pub(super) fn echo(mut socket: &TcpStream) {
     let mut bytes = [0; 16 * FRAME];
-    // As the engine's target does.
+    // Acknowledges at once, as the engine's target does.
     while tcp::acknowledge_at_once(socket.as_fd()).is_ok()
         && let Ok(length @ 1..) = socket.read(&mut bytes)
     {

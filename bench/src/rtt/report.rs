@@ -1,4 +1,4 @@
-//! From runs to figures, and from figures to floors.
+//! Conversion of runs into figures, and of figures into floors.
 
 use serde_json::{Map, Value, json};
 use vmferry_report::Spread;
@@ -10,11 +10,12 @@ use super::fault::Handler;
 use super::samples::count;
 use super::{Beside, LINKS, Measured, Options, SideRuns, What, capacity};
 
-/// A figure of one round. None: it has no meaning for the side.
+/// Function that returns a figure of one round, or `None` if the figure has no meaning for the
+/// side.
 type Figure = fn(&Measured) -> Option<f64>;
 
-/// What is reported of each side: the median of the rounds under the name, the extremes under `_min` and `_max`. The
-/// first is the mean of a round's times, and called after what is timed.
+/// Figures of each side besides the mean. The median of the rounds is reported under the name, the
+/// extremes under `_min` and `_max`. The name of the mean depends on what the side measures.
 const FIGURES: &[(&str, Figure)] = &[
     ("p50_us", |round| Some(round.times.p50_us)),
     ("p99_us", |round| Some(round.times.p99_us)),
@@ -32,14 +33,14 @@ fn by_round(runs: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
     runs.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
 }
 
-/// The side of `link` whose requests run beside `beside`.
+/// Returns the side of `link` whose requests run beside `beside`.
 fn find<'a>(sides: &'a [SideRuns], link: &str, beside: Beside) -> Option<&'a SideRuns> {
     sides.iter().find(
         |runs| matches!(runs.side.what, What::Requests { beside: b, .. } if runs.side.link == link && b == beside),
     )
 }
 
-/// Adds the cases and the summary.
+/// Adds the cases and the summary to the document.
 pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns], failures: &[String]) {
     document.cases.extend(sides.iter().map(|runs| case_of(options, sides, runs)));
     let median = |case: &str, name: &str| {
@@ -56,7 +57,7 @@ pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns]
         }
         links.insert(link.to_owned(), Value::Object(floor));
     }
-    // The contract's fields are loopback's.
+    // The top-level fields of the summary are those of loopback.
     if let Some(Value::Object(loopback)) = links.get("loopback") {
         document.summary.extend(loopback.clone());
     }
@@ -65,8 +66,9 @@ pub(super) fn add(document: &mut Document, options: &Options, sides: &[SideRuns]
     document.summary.insert("failures".into(), failures.into());
 }
 
-/// What a remote fault is made of: a round trip on the idle link, and a fault handled on the spot. Both are medians of
-/// rounds, so single faults, and rounds that the scheduler favours, can be faster.
+/// Returns the parts of a remote fault: a round trip on the idle link, and a fault that this host
+/// handles. Both are medians of rounds. Single faults, and rounds that the scheduler favours, can
+/// be faster.
 fn floor(rtt: f64, blocking: Option<f64>, spinning: Option<f64>) -> Map<String, Value> {
     let mut fields = Map::new();
     fields.insert("rtt_us".into(), json!(rtt));
@@ -115,7 +117,7 @@ fn case_of(options: &Options, sides: &[SideRuns], runs: &SideRuns) -> Case {
     }
 }
 
-/// What the bulk stream costs the requests, and what it gets of the link.
+/// Adds the cost of the bulk stream to the requests, and its share of the link.
 fn add_ratios(case: &mut Case, sides: &[SideRuns], runs: &SideRuns, beside: Beside) {
     if matches!(beside, Beside::Idle | Beside::IdleBackToBack) {
         return;
@@ -138,7 +140,7 @@ fn add_idle_ratios(case: &mut Case, sides: &[SideRuns], runs: &SideRuns) {
     }
 }
 
-/// What each gets of the link, and how alike.
+/// Adds each stream's share of the link, and the fairness between them.
 fn add_contest(case: &mut Case, sides: &[SideRuns], runs: &SideRuns, contest: Contest) {
     add_idle_ratios(case, sides, runs);
     let capacity = vec![capacity(runs.side.link, None); runs.rounds.len()];

@@ -1,8 +1,9 @@
-//! Times of single requests.
+//! Times of single requests or faults.
 
 use std::time::Duration;
 
-/// Times, kept exactly: a measurement has at most some hundred thousand, and their tail is what it is about.
+/// Times, kept exactly. A measurement has at most some hundred thousand, and their tail is its main
+/// result.
 #[derive(Debug, Default, Clone)]
 pub(super) struct Samples {
     nanos: Vec<u64>,
@@ -17,7 +18,7 @@ impl Samples {
         self.nanos.len()
     }
 
-    /// None: there are none.
+    /// Returns the figures of the times, or `None` without times.
     pub(super) fn figures(mut self) -> Option<Figures> {
         self.nanos.sort_unstable();
         let max = *self.nanos.last()?;
@@ -33,7 +34,7 @@ impl Samples {
     }
 }
 
-/// What some times come to, in microseconds.
+/// Mean, percentiles, maximum and count of times, in microseconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Figures {
     pub(super) mean_us: f64,
@@ -43,7 +44,8 @@ pub(super) struct Figures {
     pub(super) count: usize,
 }
 
-/// The index of the smallest of `len > 0` sorted values that at least `percent` percent of them do not exceed.
+/// Returns the index of the smallest of `len > 0` sorted values that at least `percent` percent of
+/// them do not exceed.
 fn rank(len: usize, percent: usize) -> usize {
     (len * percent).div_ceil(100).saturating_sub(1)
 }
@@ -63,9 +65,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_of_known_times() {
+    fn figures_match_known_times() {
         let mut samples = Samples::default();
-        // 1 to 100 us, in no order.
+        // The times are 1 to 100 us in mixed order.
         for number in 0..100 {
             samples.push(Duration::from_micros((number * 37) % 100 + 1));
         }
@@ -75,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_of_few() {
+    fn rank_handles_few_values() {
         assert_eq!((rank(1, 50), rank(1, 99)), (0, 0));
         assert_eq!((rank(2, 50), rank(2, 99)), (0, 1));
         assert_eq!((rank(200, 50), rank(200, 99)), (99, 197));

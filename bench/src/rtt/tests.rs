@@ -13,7 +13,7 @@ fn unmeasured(sides: Vec<Side>) -> Vec<SideRuns> {
 }
 
 #[test]
-fn paces_are_shares_of_the_link() {
+fn pace_is_a_share_of_the_link() {
     assert_eq!(pace(2.0, 90), 225_000_000);
     assert_eq!(pace(2.0, 95), 237_500_000);
     assert_eq!(capacity("shaped-bbr", None), Some(2.0));
@@ -22,12 +22,12 @@ fn paces_are_shares_of_the_link() {
     assert!(matches!(error, RttError::Unavailable(_)), "{error}");
     let plan = plan(&Options::quick(), None, Beside::Paced(90), Some(16.0)).unwrap();
     assert_eq!((plan.bulk, plan.gap), (Bulk::Paced(1_800_000_000), GAP));
-    // What is compared differs by the bulk stream alone.
+    // Compared sides differ only by the bulk stream.
     assert_eq!((Beside::Idle.gap(), Beside::IdleBackToBack.gap()), (GAP, Duration::ZERO));
 }
 
 #[test]
-fn unpaced_comes_before_what_is_paced_by_it() {
+fn unpaced_side_runs_before_the_side_that_depends_on_it() {
     let sides = sides(&Options { only: vec!["loopback".into()], ..Options::quick() });
     let names: Vec<String> = sides.iter().map(|side| side.name()).collect();
     assert_eq!(
@@ -48,11 +48,11 @@ fn unpaced_comes_before_what_is_paced_by_it() {
 }
 
 #[test]
-fn without_privileges_links_are_skipped_and_say_why() {
+fn shaped_links_without_privileges_are_skipped_with_the_reason() {
     let tools = Tools { root: false, ..Tools::here() };
     let options = Options { only: vec!["shaped".into()], ..Options::quick() };
-    let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
-    let outcome = run_with(&options, &nobody, &tools, &mut none);
+    let missing = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
+    let outcome = run_with(&options, &missing, &tools, &mut none);
     assert_eq!(outcome.failures, Vec::<String>::new());
     assert_eq!(outcome.document.cases.len(), 12);
     for case in &outcome.document.cases {
@@ -64,10 +64,10 @@ fn without_privileges_links_are_skipped_and_say_why() {
 }
 
 #[test]
-fn a_side_that_fails_is_a_failure_and_not_a_skip() {
+fn failing_side_is_a_failure_and_not_a_skip() {
     let options = Options { only: vec!["loopback/idle-back-to-back".into()], repeats: 1, ..Options::quick() };
-    let nobody = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
-    let outcome = run_with(&options, &nobody, &Tools::here(), &mut none);
+    let missing = SourceCommand { program: "/nonexistent".into(), args: Vec::new() };
+    let outcome = run_with(&options, &missing, &Tools::here(), &mut none);
     assert_eq!(outcome.failures.len(), 1, "{:?}", outcome.failures);
     assert!(outcome.failures[0].contains("loopback/idle-back-to-back, round 1"), "{:?}", outcome.failures);
     assert_eq!(outcome.document.cases[0].skipped, None);
@@ -86,7 +86,7 @@ fn floors_are_sums_and_ratios_are_taken_within_rounds() {
         (8.0, None),
         (5.0, None),
     ]) {
-        // The second round is on a host that got twice as slow.
+        // In the second round the host is half as fast.
         side.rounds = vec![Some(measured(rtt, bulk)), Some(measured(2.0 * rtt, bulk)), None];
     }
     let mut document = Document::new("rtt", Host::default());
@@ -135,7 +135,7 @@ fn only_the_full_bench_has_the_fast_link_and_contests() {
 }
 
 #[test]
-fn contests_are_shared_as_they_are_fair() {
+fn contests_report_shares_and_fairness() {
     let options = Options { only: vec!["shaped-bbr/".into()], ..Options::full() };
     let mut sides = unmeasured(sides(&options));
     for runs in &mut sides {

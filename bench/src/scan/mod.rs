@@ -1,8 +1,9 @@
-//! `vmferry-bench scan`: ways through a dirty bitmap.
+//! `vmferry-bench scan`: scans of a dirty bitmap.
 //!
-//! A bitmap of each size, density and pattern is gone through byte by byte and word by word, as published, by our scanners,
-//! and by other crates, in turn; all must see the same. Beside that: an empty scan against the speed at which memory can
-//! be read, the summary against the flat scan, and what its upkeep costs.
+//! Each side scans a bitmap of each size, density and pattern in turn: the baselines byte by byte
+//! and word by word, vmferry's scanners, and other crates. All sides must see the same pages. The
+//! bench also compares an empty scan with the speed at which memory can be read, and the summary
+//! with the flat scan. It measures the cost of maintaining the summary as well.
 
 mod pattern;
 mod read;
@@ -28,37 +29,37 @@ use sides::{Forms, Seen, Side};
 
 pub use vmferry_report::benches::scan::table;
 
-/// Guests' memory by name, in GiB. 4 KiB pages.
+/// Memory of guests with 4 KiB pages: name, and size in GiB.
 const MEMORIES: &[(&str, f64)] =
     &[("512M", 0.5), ("6G", 6.0), ("64G", 64.0), ("512G", 512.0), ("12T", 12.0 * 1024.0)];
 
 const DENSITIES: &[f64] = &[0.0, 1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0];
 
-/// Densities from which on most words have something: a scan is no longer about skipping.
+/// Density from which most words have a set bit, so that a scan skips little.
 const DENSE: f64 = 0.1;
 
-/// Rounds of what takes seconds.
+/// Number of rounds of scans that take seconds.
 const FEW_ROUNDS: usize = 3;
 
-/// How much is measured.
+/// Extent of the measurements.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// Rounds in which every side has a turn.
+    /// Number of rounds.
     pub rounds: usize,
-    /// How long a side's turn takes at least; what takes longer by itself is measured once or twice.
+    /// Shortest time of a side's turn. A scan that takes longer is measured once or twice.
     pub turn: Duration,
-    /// The largest guest, in GiB.
+    /// Memory of the largest guest in GiB.
     pub largest_gib: f64,
-    /// The guest, in GiB, whose bitmaps are kept up to date.
+    /// Memory in GiB of the guest whose bitmaps are maintained.
     pub upkeep_gib: f64,
-    /// The largest guest, in GiB, of which dense bitmaps are measured too.
+    /// Memory in GiB of the largest guest with dense bitmaps.
     pub dense_gib: f64,
-    /// The largest guest, in GiB, with which other crates are compared.
+    /// Memory in GiB of the largest guest for which other crates are compared.
     pub others_gib: f64,
 }
 
 impl Options {
-    /// Every case.
+    /// Returns the full options, with every case.
     pub fn full() -> Self {
         Options {
             rounds: 7,
@@ -70,7 +71,7 @@ impl Options {
         }
     }
 
-    /// Within a minute.
+    /// Returns the options of `--quick`, which takes less than a minute.
     pub fn quick() -> Self {
         Options {
             rounds: 5,
@@ -83,7 +84,7 @@ impl Options {
     }
 }
 
-/// What a scan gives.
+/// Output of a scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Output {
     Bits,
@@ -106,7 +107,7 @@ impl Output {
     }
 }
 
-/// A bitmap to measure.
+/// Parameters of a bitmap.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     memory: &'static str,
@@ -143,7 +144,7 @@ fn words_of(gib: f64) -> usize {
     (gib * 4096.0) as usize
 }
 
-/// All shapes of one guest's memory. Empty and full bitmaps have no pattern.
+/// Returns all shapes for one guest's memory. Empty and full bitmaps have no pattern.
 fn shapes(memory: &'static str, gib: f64) -> Vec<Shape> {
     let mut shapes = Vec::new();
     for &density in DENSITIES {
@@ -156,31 +157,32 @@ fn shapes(memory: &'static str, gib: f64) -> Vec<Shape> {
     shapes
 }
 
-/// Runs the bench; `progress` is told what begins.
+/// Runs the bench. Calls `progress` with the name of each measurement that begins.
 ///
 /// # Panics
-/// If two sides do not see the same pages: then nothing that they measure means anything.
+///
+/// Panics if two sides see different pages, because the measurements would then be meaningless.
 pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Document {
     let mut document = Document::new("scan", host::describe());
     for &(memory, gib) in MEMORIES {
         if gib > options.largest_gib {
-            document.cases.push(Case::skipped(memory, "larger than was asked for"));
+            document.cases.push(Case::skipped(memory, "larger than the limit of this run"));
             continue;
         }
-        // Words, bytes, and a copy for whatever is compared.
+        // The memory holds the words, the bytes, and a copy for each compared crate.
         let needed = words_of(gib) as u64 * 8 * 4 + MEMORY_RESERVE;
         if available_memory().is_some_and(|available| available < needed) {
             let why = format!("needs {} MiB of memory", needed >> 20);
             document.cases.push(Case::skipped(memory, why));
             continue;
         }
-        progress(&format!("{memory}: an empty scan against reading"));
+        progress(&format!("{memory}: an empty scan compared with reading"));
         document.cases.push(empty_scan(options, memory, gib));
         for shape in shapes(memory, gib) {
             if shape.density >= DENSE && gib > options.dense_gib {
                 document
                     .cases
-                    .push(Case::skipped(shape.name(), "dense bitmaps of this size are for a full run"));
+                    .push(Case::skipped(shape.name(), "dense bitmaps of this size are only in a full run"));
                 continue;
             }
             progress(&shape.name());
@@ -197,7 +199,8 @@ pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Document {
     document
 }
 
-/// The sides of a shape, and the names of their figures. The first is ours, to which the others are ratios.
+/// Returns the sides of a shape with the names of their figures. The first one is vmferry's, to
+/// which the others are ratios.
 fn sides(options: &Options, shape: Shape) -> Vec<(String, Side)> {
     let best = Scanner::best();
     let mut sides = vec![
@@ -223,9 +226,12 @@ fn sides(options: &Options, shape: Shape) -> Vec<(String, Side)> {
     sides
 }
 
-/// A smaller bitmap is measured as several different ones in turn, of about as many words together. Seen a hundred times
-/// over, one of 192 KiB (6G at 0.01) is learnt by a branch predictor: a word loop then takes 32 us instead of the 113 us
-/// of a bitmap that it never saw, ours 31 us instead of 58 us. No migration shows the same bitmap twice.
+/// Number of words that all bitmaps of a shape have together at least.
+///
+/// A small bitmap is replaced by several different ones in turn, because a branch predictor learns
+/// a bitmap that is repeated. After a hundred scans of one bitmap of 192 KiB (6G at 0.01), a word
+/// loop took 32 us instead of 113 us, and vmferry's scanner 31 us instead of 58 us. No migration
+/// scans the same bitmap twice.
 const LEARNT_WORDS: usize = 1 << 17;
 
 fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Document) {
@@ -239,7 +245,7 @@ fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Docu
     for output in [Output::Bits, Output::Runs] {
         let seen: Vec<_> = forms.iter().map(|forms| output.walk(sides[0].1, forms)).collect();
         let mut times = vec![Vec::new(); sides.len()];
-        // What takes seconds varies by little, and has waited long enough.
+        // A scan that takes seconds varies little, so a few rounds are enough.
         let rounds = if shape.gib > 512.0 && shape.density >= DENSE { FEW_ROUNDS } else { options.rounds };
         for round in 0..rounds {
             for turn in turns(sides.len(), round) {
@@ -249,11 +255,11 @@ fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Docu
                     at = (at + 1) % forms.len();
                     last = output.walk(*side, &forms[at]);
                 })));
-                assert_eq!(last, seen[at], "{name} sees something else in {}", shape.name());
+                assert_eq!(last, seen[at], "{name} sees different pages in {}", shape.name());
             }
         }
         let mut case = shape.case(output.name()).param("rounds", rounds).param("bitmaps", forms.len());
-        // Few clusters make no fine density in a small bitmap.
+        // In a small bitmap, few clusters cannot produce every density exactly.
         #[expect(clippy::cast_precision_loss, reason = "counts below 2^53")]
         case.metric("density_found", set as f64 / (forms.len() * shape.words() * 64) as f64);
         for ((name, _), theirs) in sides.iter().zip(&times) {
@@ -266,7 +272,7 @@ fn measure(options: &Options, shape: Shape, words: Vec<u64>, document: &mut Docu
     }
 }
 
-/// An empty bitmap, and the sum of the same words.
+/// Measures the scan of an empty bitmap, and the sum of the same words.
 fn empty_scan(options: &Options, memory: &'static str, gib: f64) -> Case {
     let shape = Shape { memory, gib, density: 0.0, pattern: Pattern::Uniform };
     let words = build(shape.words(), 0.0, shape.pattern);
@@ -292,8 +298,8 @@ fn empty_scan(options: &Options, memory: &'static str, gib: f64) -> Case {
             times[side].push(Some(walk(side)));
         }
     }
-    // The floor is the reader that is the fastest at this size: by its median, for the smallest of several figures of each
-    // round would be better than any of them is.
+    // The floor is the fastest reader at this size, chosen by its median. The smallest of several
+    // figures of each round would be better than any single reader.
     let median = |times: &[Option<f64>]| {
         Spread::of(times.iter().flatten().copied()).map_or(f64::MAX, |all| all.median)
     };
@@ -318,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_small_run_gives_the_promised_document() {
+    fn small_run_returns_the_documented_figures() {
         let options = Options {
             rounds: 1,
             turn: Duration::from_micros(1),
@@ -335,13 +341,14 @@ mod tests {
         {
             assert!(case.metrics[metric] > 0.0, "{metric}");
         }
-        // Two outputs of every density and pattern: 5 densities have two patterns, 2 have one.
+        // Every density and pattern has two outputs. Five densities have two patterns, and two have
+        // one.
         let walks = document.cases.iter().filter(|case| case.metrics.contains_key("ratio_to_words"));
         assert_eq!(walks.count(), 24);
         for name in ["min_ratio_to_words", "empty_scan_of_read_bandwidth", "summary_set_random_ns"] {
             assert!(document.summary[name].as_f64().unwrap() > 0.0, "{name}");
         }
-        // What was not measured is said, and judged by no target.
+        // Sizes that were not measured are listed as skipped, and no target judges them.
         let skipped: Vec<_> = document.cases.iter().filter(|case| case.skipped.is_some()).collect();
         assert_eq!(skipped.len(), 4);
         assert!(!document.summary.contains_key("runs_512g_ms"));

@@ -1,22 +1,23 @@
-//! Bitmaps to scan.
+//! Generation of bitmaps to scan.
 
-/// Pages of a run of the clustered pattern, on average: 2 MiB, as allocators and page caches leave them.
+/// Average pages of a run of the clustered pattern: 2 MiB, which is typical for allocators and page
+/// caches.
 const CLUSTER_PAGES: f64 = 512.0;
 
-/// Words of which a longer bitmap is made by repeating them: 16 MiB, which no branch predictor remembers.
+/// Number of words that a longer bitmap repeats: 16 MiB, which no branch predictor remembers.
 const TILE_WORDS: usize = 2 << 20;
 
-/// How the set pages lie.
+/// Pattern of the set pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Pattern {
-    /// Each page for itself.
+    /// Each page is set independently.
     Uniform,
-    /// In runs of 1 to 1024 pages.
+    /// Pages are set in runs of 1 to 1024 pages.
     Clustered,
 }
 
 impl Pattern {
-    /// Its name in cases.
+    /// Returns the name of the pattern in cases.
     pub(super) fn name(self) -> &'static str {
         match self {
             Pattern::Uniform => "uniform",
@@ -25,7 +26,7 @@ impl Pattern {
     }
 }
 
-/// A small random generator (xorshift64*): the same bitmap in every run.
+/// Small random generator (xorshift64*), which produces the same bitmap in every run.
 struct Random(u64);
 
 impl Random {
@@ -36,28 +37,30 @@ impl Random {
         self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
     }
 
-    /// In 0..1, not 0.
+    /// Returns a number in 0..1 that is not 0.
     #[expect(clippy::cast_precision_loss, reason = "53 bits")]
     fn unit(&mut self) -> f64 {
         ((self.next() >> 11) + 1) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Exponentially distributed with this mean, at least 1, rounded.
+    /// Returns an exponentially distributed number with this mean, rounded, and at least 1.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive, far below 2^63")]
     fn gap(&mut self, mean: f64) -> u64 {
         (-self.unit().ln() * mean).round().max(1.0) as u64
     }
 }
 
-/// `words` words of which about `density` (0 to 1) of the bits are set. Every word is written, so that none is the
-/// kernel's shared page of zeros, which would be read from the cache.
+/// Returns `words` words with about the share `density` (0 to 1) of their bits set.
+///
+/// Every word is written. Otherwise untouched memory would be the kernel's shared zero page, which
+/// is read from the cache.
 pub(super) fn build(words: usize, density: f64, pattern: Pattern) -> Vec<u64> {
     build_seeded(words, density, pattern, 0)
 }
 
-/// [`build`], another one for each seed.
+/// Does the same as [`build`], with a different bitmap for each seed.
 pub(super) fn build_seeded(words: usize, density: f64, pattern: Pattern, seed: u64) -> Vec<u64> {
-    // The pages of memory are touched with something else first.
+    // All memory is first written with another value.
     let mut map = vec![u64::MAX; words];
     std::hint::black_box(&mut map);
     if density >= 1.0 {
@@ -81,7 +84,8 @@ fn fill(words: &mut [u64], density: f64, pattern: Pattern, seed: u64) {
     let bits = words.len() as u64 * 64;
     let mut at = 0;
     loop {
-        // A gap of at least one page ends every run, and without the gap's own first page the rest is exponential.
+        // A gap of at least one page ends every run. Beyond its first page the gap is exponentially
+        // distributed.
         let (gap, run) = match pattern {
             Pattern::Uniform => (geometric(&mut random, density), 1),
             Pattern::Clustered => {
@@ -101,7 +105,8 @@ fn fill(words: &mut [u64], density: f64, pattern: Pattern, seed: u64) {
     }
 }
 
-/// How many clear pages stand before the next set one, when each is set with probability `density`.
+/// Returns the number of clear pages before the next set page, if each page is set with probability
+/// `density`.
 #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive, far below 2^63")]
 fn geometric(random: &mut Random, density: f64) -> u64 {
     (random.unit().ln() / (-density).ln_1p()).floor() as u64
@@ -112,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bitmaps_are_as_dense_as_they_should_be() {
+    fn bitmaps_have_the_requested_density() {
         for pattern in [Pattern::Uniform, Pattern::Clustered] {
             for density in [1e-3, 1e-2, 0.1, 0.5] {
                 // Large enough for a hundred clusters.

@@ -1,20 +1,20 @@
-//! How fast this host reads memory: the floor of an empty scan.
+//! Speed at which this host reads memory: the floor of an empty scan.
 
-/// A sum of all words, as fast as one thread can read them.
+/// Function that sums all words as fast as one thread can read them.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Reader {
-    /// 64 bytes a load.
+    /// 64 bytes per load.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// 32 bytes a load.
+    /// 32 bytes per load.
     #[cfg(target_arch = "x86_64")]
     Avx2,
-    /// Whatever the compiler makes of it.
+    /// Code of the compiler for the base instruction set.
     Plain,
 }
 
 impl Reader {
-    /// All that this processor has.
+    /// Returns all readers that this processor supports.
     pub(super) fn all() -> Vec<Self> {
         let mut all = vec![Reader::Plain];
         #[cfg(target_arch = "x86_64")]
@@ -29,13 +29,13 @@ impl Reader {
         all
     }
 
-    /// The sum of `words`.
+    /// Returns the sum of `words`.
     pub(super) fn sum(self, words: &[u64]) -> u64 {
         match self {
-            // SAFETY: the guard has just seen that the processor has the feature.
+            // SAFETY: the guard has just checked that the processor has the feature.
             #[cfg(target_arch = "x86_64")]
             Reader::Avx512 if is_x86_feature_detected!("avx512f") => unsafe { sum_avx512(words) },
-            // SAFETY: the guard has just seen that the processor has the feature.
+            // SAFETY: the guard has just checked that the processor has the feature.
             #[cfg(target_arch = "x86_64")]
             Reader::Avx2 if is_x86_feature_detected!("avx2") => unsafe { sum_avx2(words) },
             _ => sum(words),
@@ -55,7 +55,8 @@ fn sum_avx2(words: &[u64]) -> u64 {
     sum(words)
 }
 
-/// Eight vectors of eight words side by side, so that no addition waits for another. Begins at a cache line.
+/// Adds eight vectors of eight words in parallel, so that no addition waits for another one. Begins
+/// at a cache line.
 #[inline(always)]
 fn sum(words: &[u64]) -> u64 {
     let (head, words) = words.split_at(words.as_ptr().align_offset(64).min(words.len()));
@@ -74,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_reader_reads_all() {
+    fn every_reader_sums_all_words() {
         let words: Vec<u64> = (0..1000).map(|word| word * word).collect();
         for reader in Reader::all() {
             assert_eq!(reader.sum(&words[3..]), words[3..].iter().sum::<u64>(), "{reader:?}");

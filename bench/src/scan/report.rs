@@ -1,4 +1,4 @@
-//! From cases to the summary.
+//! Conversion of cases into the summary.
 
 use serde_json::{Value, json};
 use vmferry_bitmap::Scanner;
@@ -7,7 +7,7 @@ use vmferry_report::json::{Case, Document};
 
 use super::Options;
 
-/// Which cases a figure of the summary is taken over.
+/// Selection of the cases that a figure of the summary covers.
 type Which = fn(&Case) -> bool;
 
 fn text<'a>(case: &'a Case, param: &str) -> &'a str {
@@ -18,7 +18,8 @@ fn is_walk(case: &Case) -> bool {
     matches!(text(case, "kind"), "bits" | "runs")
 }
 
-/// The contract's: 6G and 64G at density <= 1e-4 uniform or 1e-3 clustered.
+/// Returns whether a case counts for the sparse figures: 6G or 64G, at a density of at most 1e-4
+/// uniform or 1e-3 clustered.
 fn is_sparse(case: &Case) -> bool {
     is_walk(case) && matches!(text(case, "memory"), "6G" | "64G") && is_sparse_anywhere(case)
 }
@@ -28,7 +29,8 @@ fn is_sparse_anywhere(case: &Case) -> bool {
     density <= 1e-4 || (density <= 1e-3 && text(case, "pattern") == "clustered")
 }
 
-/// The smallest of a metric's medians over cases: name in the summary, metric, cases.
+/// Figures that are the smallest of a metric's medians over cases: name in the summary, metric,
+/// cases.
 const WORST: &[(&str, &str, Which)] = &[
     ("min_ratio_to_words", "ratio_to_words", is_walk),
     ("ratio_to_bytes_sparse", "ratio_to_bytes", is_sparse),
@@ -42,7 +44,7 @@ const WORST: &[(&str, &str, Which)] = &[
     ("empty_runs_of_read_bandwidth", "runs_of_read", |case| text(case, "kind") == "empty"),
 ];
 
-/// What the project promises: figure of the summary, whether it is a least (or a most), and how much.
+/// Targets of the project: figure of the summary, whether the bound is a minimum, and the bound.
 const TARGETS: &[(&str, bool, f64)] = &[
     ("ratio_to_bytes_sparse", true, 20.0),
     ("min_ratio_to_words", true, 0.95),
@@ -55,14 +57,15 @@ const TARGETS: &[(&str, bool, f64)] = &[
     ("min_ratio_to_roaring_from_words", true, 1.0),
 ];
 
-/// The case with the smallest (`sign` 1) or largest (-1) of `metric`.
+/// Returns the smallest (`sign` 1) or largest (`sign` -1) value of `metric`, and the name of its
+/// case.
 fn extreme<'a>(document: &'a Document, metric: &str, which: Which, sign: f64) -> Option<(f64, &'a str)> {
     let values = document.cases.iter().filter(|case| which(case));
     let values = values.filter_map(|case| Some((*case.metrics.get(metric)?, case.name.as_str())));
     values.min_by(|a, b| (a.0 * sign).total_cmp(&(b.0 * sign)))
 }
 
-/// Adds the summary.
+/// Adds the summary to the document.
 pub(super) fn finish(document: &mut Document, options: &Options) {
     let mut found: Vec<(String, Value)> = Vec::new();
     for (name, metric, which) in WORST {

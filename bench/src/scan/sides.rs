@@ -1,6 +1,7 @@
-//! The ways through a bitmap that are compared: the two published ones, written here anew, ours, and other crates'.
+//! Compared ways of scanning a bitmap: the two baselines, written anew, vmferry's scanners, and
+//! other crates.
 //!
-//! Each is told what to do with a bit or a run by the same closure, of which the compiler may make what it can in each.
+//! Every side calls the same closure for a bit or a run, which the compiler may inline.
 
 use std::ops::Range;
 
@@ -10,7 +11,7 @@ use fixedbitset::FixedBitSet;
 use roaring::RoaringBitmap;
 use vmferry_bitmap::Scanner;
 
-/// What a walk saw: every side must come to the same.
+/// Result of a scan, which must be equal for all sides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Seen {
     items: u64,
@@ -43,18 +44,18 @@ impl Seen {
     }
 }
 
-/// A bitmap in the form that a side wants.
+/// Bitmap in the forms that the sides need.
 #[derive(Debug)]
 pub(super) struct Forms {
-    /// For the word loop, ours, and bitvec.
+    /// Words for the word loop, vmferry's scanners and bitvec.
     pub(super) words: Vec<u64>,
-    /// For the byte loop.
+    /// Bytes for the byte loop.
     pub(super) bytes: Vec<u8>,
-    /// None: not compared in this case.
+    /// Types of other crates. `None` if they are not compared in this case.
     pub(super) others: Option<Others>,
 }
 
-/// The bitmap in other crates' types.
+/// Bitmap in the types of other crates.
 #[derive(Debug)]
 pub(super) struct Others {
     fixed: FixedBitSet,
@@ -62,7 +63,7 @@ pub(super) struct Others {
 }
 
 impl Forms {
-    /// Of these words.
+    /// Creates the forms of a bitmap. `others` selects the types of other crates.
     pub(super) fn new(words: Vec<u64>, others: bool) -> Self {
         let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         let others = others.then(|| Others {
@@ -80,29 +81,30 @@ impl Forms {
     }
 }
 
-/// Who goes through the bitmap.
+/// Way of scanning the bitmap.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Side {
-    /// Byte by byte with find-first-set, as published.
+    /// Byte by byte with find-first-set, as in the published test.
     Bytes,
     /// Word by word.
     Words,
-    /// To the end at once (`fold`), by this scanner.
+    /// By this scanner, with internal iteration (`fold`).
     Ours(Scanner),
-    /// By `next`, by this scanner.
+    /// By this scanner, with external iteration (`next`).
     OurIterator(Scanner),
-    /// The crate fixedbitset.
+    /// By the crate fixedbitset.
     FixedBitSet,
-    /// The crate bitvec.
+    /// By the crate bitvec.
     BitVec,
-    /// The crate roaring, from its own compressed form.
+    /// By the crate roaring, from its own compressed form.
     Roaring,
-    /// The crate roaring, from words, as a kernel gives them: it has to build its form first.
+    /// By the crate roaring, from words as a kernel returns them. The crate has to build its form
+    /// first.
     RoaringFromWords,
 }
 
 impl Side {
-    /// Its name in metrics.
+    /// Returns the name of the side in metrics.
     pub(super) fn name(self) -> String {
         match self {
             Side::Bytes => "bytes".into(),
@@ -116,7 +118,7 @@ impl Side {
         }
     }
 
-    /// Goes through all set bits. None: the form for it was not made.
+    /// Scans all set bits. Returns `None` if the form for this side was not created.
     pub(super) fn bits(self, forms: &Forms) -> Option<Seen> {
         let mut seen = Seen::default();
         let each = |bit| seen.bit(bit);
@@ -148,7 +150,7 @@ impl Side {
         Some(seen)
     }
 
-    /// Goes through all maximal runs. None: the form for it was not made.
+    /// Scans all maximal runs. Returns `None` if the form for this side was not created.
     pub(super) fn runs(self, forms: &Forms) -> Option<Seen> {
         let mut seen = Seen::default();
         let each = |run| seen.run(run);
@@ -189,7 +191,7 @@ impl Side {
     }
 }
 
-/// Bits that are joined to runs, for those who have bits only.
+/// Joins bits to runs, for sides that produce only bits.
 struct Joined<F> {
     run: Range<u64>,
     each: F,
@@ -233,7 +235,8 @@ fn word_bits(words: &[u64], mut each: impl FnMut(u64)) {
     }
 }
 
-/// The best word loop that we know: it goes from run to run, not from bit to bit, and past words that are all alike.
+/// Scans runs with the fastest known word loop. It goes from run to run instead of from bit to bit,
+/// and skips uniform words.
 fn word_runs(words: &[u64], mut each: impl FnMut(Range<u64>)) {
     let mut open = None;
     for (index, &word) in words.iter().enumerate() {

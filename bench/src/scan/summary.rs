@@ -1,4 +1,4 @@
-//! The summary against the flat scan.
+//! Comparison of the summary with the flat scan.
 
 use std::hint::black_box;
 use std::ops::Range;
@@ -11,10 +11,10 @@ use vmferry_report::json::Case;
 use super::{Options, Shape, timing};
 use crate::rounds::turns;
 
-/// What is compared, by the names of its figures.
+/// Compared sides, by the names of their figures.
 const SIDES: [&str; 4] = ["summary", "summary_iterator", "flat", "roaring"];
 
-/// Runs of a bitmap by its summary, by a flat scan, and out of roaring's compressed form.
+/// Measures scans of runs by the summary, by a flat scan, and from roaring's compressed form.
 pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
     let mut flat = Bitmap::new(words.len() as u64 * 64);
     flat.union_words(words);
@@ -49,7 +49,7 @@ pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
         for side in turns(SIDES.len(), round) {
             let mut last = (0, 0);
             times[side].push(Some(timing::time_us(options.turn, || last = walk(side))));
-            assert_eq!(last, seen, "{} sees something else in {}", SIDES[side], shape.name());
+            assert_eq!(last, seen, "{} sees different pages in {}", SIDES[side], shape.name());
         }
     }
     let mut case = shape.case("summary").param("rounds", options.rounds).param("runs", seen.0);

@@ -1,16 +1,16 @@
-//! Timing of what takes from a microsecond to seconds.
+//! Measurement of work that takes from a microsecond to seconds.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Samples of a round: their median is the round's figure, so that a moment in which something else had the processor
-/// does not count.
+/// Number of samples of a round. The round's figure is their median, so that a moment in which
+/// another process had the processor does not count.
 const SAMPLES: usize = 5;
 
-/// How many turns' time something takes that is measured once.
+/// Number of turns from which work counts as long and is measured once.
 const LONG_TURNS: u32 = 20;
 
-/// Microseconds that `work` takes, once warm.
+/// Returns the microseconds that `work` takes with warm caches.
 pub(super) fn time_us<T>(at_least: Duration, mut work: impl FnMut() -> T) -> f64 {
     let mut once = || {
         let start = Instant::now();
@@ -18,7 +18,8 @@ pub(super) fn time_us<T>(at_least: Duration, mut work: impl FnMut() -> T) -> f64
         start.elapsed()
     };
     let first = once();
-    // What takes far longer than a turn should is measured once: the first time warms no cache that could hold it.
+    // Work that takes far longer than a turn is measured once, because its first run warms no cache
+    // that could hold its data.
     if first > at_least * LONG_TURNS {
         return first.as_secs_f64() * 1e6;
     }

@@ -1,4 +1,4 @@
-//! What keeping bitmaps up to date costs, with a summary and without.
+//! Cost of maintaining bitmaps, with a summary and without.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,13 +11,14 @@ use super::pattern::{Pattern, build};
 use super::{Options, timing, words_of};
 use crate::rounds::turns;
 
-/// Pages that are set in one go.
+/// Number of pages that are set in one go.
 const PAGES: usize = 1 << 14;
 
-/// One way to do the work of a comparison, by the name of its figure.
+/// One way to do the work of a comparison, with the name of its figure.
 type Way<'a> = (&'static str, Box<dyn FnMut() -> u64 + 'a>);
 
-/// Compares `ways` as a case of its own: microseconds each, and the first's cost over the second's as `ratio`.
+/// Compares `ways` in a separate case. Records the time of each, and the ratio of the first one to
+/// the second one as `ratio`.
 fn compare(options: &Options, name: &str, per: f64, mut ways: Vec<Way<'_>>) -> Case {
     let mut times = vec![Vec::new(); ways.len()];
     for round in 0..options.rounds {
@@ -35,7 +36,7 @@ fn compare(options: &Options, name: &str, per: f64, mut ways: Vec<Way<'_>>) -> C
     case
 }
 
-/// Pages far from each other, in an order that no prefetcher follows, or one after the other.
+/// Returns pages in random order, which no prefetcher can follow, or in sequence.
 fn pages(len: u64, random: bool) -> Vec<u64> {
     let mut state = 1_u64;
     (0..PAGES as u64)
@@ -46,11 +47,11 @@ fn pages(len: u64, random: bool) -> Vec<u64> {
         .collect()
 }
 
-/// Adds the cases.
+/// Adds the cases to the document.
 pub(super) fn measure(options: &Options, document: &mut Document) {
     let len = words_of(options.upkeep_gib) as u64 * 64;
     #[expect(clippy::cast_precision_loss, reason = "2^14")]
-    // Microseconds for all of them to nanoseconds for each.
+    // The factor converts microseconds for all pages to nanoseconds for each.
     let per_page = PAGES as f64 / 1e3;
     for (random, order) in [(true, "random"), (false, "sequential")] {
         let pages = pages(len, random);
@@ -88,7 +89,8 @@ pub(super) fn measure(options: &Options, document: &mut Document) {
     }
 }
 
-/// Taking some marks out of an atomic bitmap: by the summary, and by looking at all words. Both mark the same pages first.
+/// Measures how long some marks take to be taken out of an atomic bitmap, by its summary and by a
+/// check of all words. Both sides mark the same pages first.
 fn harvest(options: &Options, len: u64, document: &mut Document) {
     let pages = pages(len, true);
     let marks = AtomicBitmap::new(len);
@@ -133,8 +135,9 @@ fn harvest(options: &Options, len: u64, document: &mut Document) {
     ));
 }
 
-/// Merging a kernel's log into an empty set and making runs of what is new: in one pass, in two, and with a summary. All
-/// pay for emptying the set again.
+/// Measures the merge of a kernel's log into an empty set, including the runs of new pages: in one
+/// pass, in two passes, and with a summary. The time to clear the set again is included on all
+/// sides.
 fn log(options: &Options, density: f64, name: &str, document: &mut Document) {
     let log = build(words_of(options.upkeep_gib), density, Pattern::Uniform);
     let len = log.len() as u64 * 64;

@@ -1,5 +1,4 @@
-//! The executable `vmferry-bench` as it is used, with the command `vmferry` that Cargo puts beside
-//! it.
+//! Tests of the executable `vmferry-bench`, with the command `vmferry` that Cargo puts beside it.
 
 use crate::VMFERRY_BENCH;
 use serde_json::Value;
@@ -15,8 +14,8 @@ fn errors(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Returns the command `vmferry`. `cargo test --workspace` builds it, `cargo test -p vmferry-bench`
-/// does not.
+/// Returns the path of the command `vmferry`. `cargo test --workspace` builds it, `cargo test -p
+/// vmferry-bench` does not.
 fn vmferry() -> PathBuf {
     let path = Path::new(VMFERRY_BENCH).with_file_name("vmferry");
     assert!(path.is_file(), "no {}: build it with `cargo build -p vmferry-cli`", path.display());
@@ -65,7 +64,7 @@ fn missing_vmferry_is_reported_by_name() {
 }
 
 #[test]
-fn fault_is_done_to_real_processes_and_reported() {
+fn fault_in_real_processes_is_injected_and_reported() {
     let vmferry = vmferry();
     let checked: Value = serde_json::from_slice(&run(&vmferry, &["check", "--json", "-"]).stdout).unwrap();
     let checks = checked["checks"].as_array().unwrap();
@@ -81,7 +80,7 @@ fn fault_is_done_to_real_processes_and_reported() {
     let case = &document["cases"][0];
     assert_eq!((&document["bench"], &case["name"]), (&"faults".into(), &name.into()), "{document}");
     assert_eq!(case["params"]["outcome"], "stayed", "{document}");
-    // The command shows what the bench has written.
+    // `vmferry report` displays the document that the bench wrote.
     let page = run(&vmferry, &["report", file, "-o", "-"]);
     assert!(String::from_utf8_lossy(&page.stdout).contains(name), "{page:?}");
 }

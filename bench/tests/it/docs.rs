@@ -1,4 +1,4 @@
-//! The pages of the documentation name only benches and options of `vmferry-bench` that exist.
+//! Test that the documentation names only benches and options of `vmferry-bench` that exist.
 
 use crate::VMFERRY_BENCH;
 use std::path::{Path, PathBuf};
@@ -31,5 +31,5 @@ fn benches_and_options_that_are_shown_exist() {
             }
         }
     }
-    assert!(looked > 10, "{looked} words were found");
+    assert!(looked > 10, "found only {looked} words");
 }

@@ -1,4 +1,4 @@
-//! The floor, between two processes.
+//! Tests of the floor between two processes.
 
 use crate::VMFERRY_BENCH;
 use std::time::Duration;
@@ -17,12 +17,12 @@ fn copies_arrive_whole() {
 
 #[test]
 fn copy_that_did_not_arrive_is_found() {
-    // A receiver that takes everything, and admits to one page less.
+    // A receiver that receives everything and reports one page less.
     let script = r#"exec "$0" "$@" | sed -u 's/^PAGES 256$/PAGES 255/'"#;
     let args = ["-c", script, VMFERRY_BENCH, RECEIVER_SUBCOMMAND].map(Into::into).to_vec();
-    let liar = ReceiverCommand { program: "sh".into(), args };
-    match floor::run(1 << 20, 1, &liar) {
+    let dishonest = ReceiverCommand { program: "sh".into(), args };
+    match floor::run(1 << 20, 1, &dishonest) {
         Err(FloorError::Receiver(words)) if words.contains("255 right pages") => {}
-        other => panic!("a missing page was not noticed: {other:?}"),
+        other => panic!("the missing page was not reported: {other:?}"),
     }
 }

@@ -1,5 +1,5 @@
-//! Benches that start processes of their own: the executable `vmferry-bench`, and the command
-//! `vmferry` beside it.
+//! Tests of benches that start processes: the executable `vmferry-bench`, and the command `vmferry`
+//! beside it.
 
 mod command;
 mod docs;

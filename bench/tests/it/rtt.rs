@@ -1,4 +1,4 @@
-//! Requests between two processes.
+//! Tests of requests between two processes.
 
 use crate::VMFERRY_BENCH;
 use std::time::Duration;

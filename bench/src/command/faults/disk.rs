@@ -1,4 +1,4 @@
-//! Faults of a guest that goes into a file: on a disk that is slow for its process, and the next one's.
+//! Faults of a migration to a file on a slow disk.
 
 use super::plan::{End, Fault};
 use super::run::{Case, LOAD, Ran};
@@ -10,14 +10,15 @@ use std::fs::File;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// How slow, in bytes a second: the guest's data takes five seconds.
+/// Speed of the disk in bytes per second. At this rate the guest's data takes five seconds.
 const RATE: u64 = 8 << 20;
-/// So fast it cannot have been.
+/// Shortest plausible duration of a save to the slow disk. A faster save means that the limit
+/// failed.
 const AT_LEAST: Duration = Duration::from_secs(2);
-/// So much has been written when the harm is done.
+/// Bytes that are written before the source is killed.
 const UNDER_WAY: u64 = 4 << 20;
 
-/// What makes these cases impossible here.
+/// Returns the reason why the slow disk cannot be set up on this host.
 pub(super) fn impossible() -> Option<String> {
     SlowDisk::below(&std::env::temp_dir(), RATE).err().map(|why| why.to_string())
 }
@@ -38,7 +39,7 @@ pub(super) fn run(case: Case) -> Result<Ran> {
             status["progress"]["wire_bytes"].as_u64() > Some(UNDER_WAY) || !status["outcome"].is_null()
         })?;
         source.kill()?;
-        // What is there of it must not be taken for a guest.
+        // The target must refuse the incomplete file.
         let args = vec!["--incoming".into(), uri];
         if let Ok(mut target) = Side::start(Start { args, ..case.start() }, &folder.0, "target") {
             target.refuses().context("half a guest in a file")?;
@@ -46,7 +47,12 @@ pub(super) fn run(case: Case) -> Result<Ran> {
         return Ok(Ran { end: End::Died, took: began.elapsed(), killed: false });
     }
     let status = source.wait("the guest in the file", |status| !status["outcome"].is_null())?;
-    ensure!(status["outcome"] == "completed", "it ended as {}: {}", status["outcome"], status["error"]);
+    ensure!(
+        status["outcome"] == "completed",
+        "the migration ended as {}: {}",
+        status["outcome"],
+        status["error"]
+    );
     ensure!(began.elapsed() > AT_LEAST, "the disk was not slow: {:?}", began.elapsed());
     drop(source);
     forget(&path)?;
@@ -59,7 +65,7 @@ pub(super) fn run(case: Case) -> Result<Ran> {
     Ok(Ran { end: End::Moved, took, killed: false })
 }
 
-/// Has the host read the file anew.
+/// Drops the file from the page cache, so that the target reads it from the disk.
 fn forget(path: &Path) -> Result<()> {
     let file = File::open(path).with_context(|| path.display().to_string())?;
     file.sync_all()?;

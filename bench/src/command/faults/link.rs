@@ -1,5 +1,7 @@
-//! The link of a migration under test: it knows where the migration stands from the words that go over it, holds it there, and does harm
-//! to single channels.
+//! Proxy for the link of a migration under test.
+//!
+//! The proxy decodes the control messages to know the phase of the migration, holds the migration
+//! at a phase, and injects faults into single channels.
 
 use super::plan::{Channel, Phase};
 use std::io::{Read, Write};
@@ -11,24 +13,24 @@ use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role, ToSource, ToTarget, decode_control,
 };
 
-/// Bulk bytes after which the first pass is under way.
+/// Bulk bytes after which the first pass counts as under way.
 const UNDER_WAY: u64 = 2 << 20;
 
-/// What is done to a channel.
+/// Fault that the proxy injects into a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::command) enum Harm {
     Cut = 1,
     Stall,
     Corrupt,
     Truncate,
-    /// Nothing is read any more, by either end's peer.
+    /// The proxy stops reading in both directions and keeps the connection open.
     Deaf,
 }
 
-/// One connection.
+/// One connection through the proxy.
 struct Wire {
     channel: Mutex<Option<Channel>>,
-    /// What is to be done to the next bytes: 0 for nothing.
+    /// Fault to inject into the next bytes, as a `Harm`. 0 means none.
     harm: AtomicU8,
     ends: [TcpStream; 2],
 }
@@ -37,7 +39,7 @@ struct Wire {
 struct Stage {
     wanted: Option<Phase>,
     reached: bool,
-    /// The guest runs at the target, as its word over this link says.
+    /// Set when the target has reported `Running` over this link.
     running: bool,
     first_pass: bool,
 }
@@ -76,7 +78,8 @@ impl Link {
                 if own.done.load(Ordering::Acquire) {
                     return;
                 }
-                // A target that is gone refuses; so does the link.
+                // A target that is gone refuses connections. The proxy then drops its connection
+                // too.
                 let Ok(server) = TcpStream::connect(target) else { continue };
                 let _ = own.carry(client, server);
             }
@@ -88,26 +91,27 @@ impl Link {
         format!("tcp:{}", self.at)
     }
 
-    /// From now on the link stands still when the migration is at `phase`.
+    /// Arranges that the link holds the migration when it reaches `phase`.
     pub(in crate::command) fn hold_at(&self, phase: Phase) {
         let mut stage = lock(&self.shared.stage);
         (stage.wanted, stage.reached) = (Some(phase), false);
     }
 
-    /// Waits until it stands still.
+    /// Waits until the link holds the migration, and returns whether it does.
     pub(in crate::command) fn reached(&self, within: Duration) -> bool {
         let stage = lock(&self.shared.stage);
         let waited = self.shared.changed.wait_timeout_while(stage, within, |stage| !stage.reached);
         waited.is_ok_and(|(stage, _)| stage.reached)
     }
 
-    /// Lets it go on.
+    /// Lets the migration continue.
     pub(in crate::command) fn release(&self) {
         lock(&self.shared.stage).wanted = None;
         self.shared.changed.notify_all();
     }
 
-    /// Does `harm` to all channels of a kind that are open, or to all.
+    /// Injects `harm` into all open connections of `channel`, or of every channel if `channel` is
+    /// `None`.
     pub(in crate::command) fn harm(&self, harm: Harm, channel: Option<Channel>) {
         for wire in lock(&self.shared.wires).iter() {
             let of = *lock(&wire.channel);
@@ -176,10 +180,11 @@ impl Shared {
             }
             match wire.harm.load(Ordering::Acquire) {
                 harm if harm == Harm::Stall as u8 => {
-                    // Read on, so that nobody notices by a full socket alone; nothing of it arrives.
+                    // The proxy keeps reading and drops the bytes. A full socket alone must not
+                    // reveal the stall.
                     continue;
                 }
-                // The connection stays: its ends are kept.
+                // The connection stays open: `Wire::ends` keeps its sockets.
                 harm if harm == Harm::Deaf as u8 => return,
                 harm if harm == Harm::Corrupt as u8 => {
                     wire.harm.store(0, Ordering::Release);
@@ -205,8 +210,8 @@ impl Shared {
         let stage = lock(&self.stage);
         let here = match stage.wanted {
             Some(Phase::FirstPass) => stage.first_pass && bytes > UNDER_WAY,
-            // However few: a guest that hardly gets to write on a busy host leaves little for then, and most of that may go by the
-            // urgent channels.
+            // Any number of bytes counts: a guest that hardly runs on a busy host leaves few pages
+            // for the postcopy phase, and most of them may go by the urgent channels.
             Some(Phase::Postcopy) => stage.running && bytes > 0,
             _ => false,
         };
@@ -232,7 +237,8 @@ impl Shared {
         self.stop_here(stage, here);
     }
 
-    /// Whoever carries something now waits until the link is let go on, for ten seconds at most.
+    /// Marks the phase as reached if `here` is set, and blocks the pump until the release, for at
+    /// most ten seconds.
     fn stop_here(&self, mut stage: MutexGuard<'_, Stage>, here: bool) {
         if here && !stage.reached {
             stage.reached = true;
@@ -245,7 +251,7 @@ impl Shared {
     }
 }
 
-/// What was said on a control channel, as far as it matters here.
+/// Control message that marks a phase.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Word {
     Setup,
@@ -256,7 +262,7 @@ enum Word {
     Resume,
 }
 
-/// One direction of a control channel.
+/// Decoder of one direction of a control channel.
 #[derive(Default)]
 struct Words {
     greeted: bool,
@@ -284,7 +290,7 @@ impl Words {
             && let Some(header) = self.bytes.first_chunk()
         {
             let Ok(header) = ControlHeader::decode(header) else {
-                // Another channel's: requests, echoes.
+                // These bytes belong to another channel: page requests or echoes.
                 self.bytes.clear();
                 return;
             };

@@ -1,5 +1,7 @@
-//! `vmferry-bench faults`: every fault at every moment of a migration, with real processes and a
-//! loaded guest, and what became of the guest.
+//! `vmferry-bench faults`: every fault at every phase of a migration, with real processes and a
+//! loaded guest.
+//!
+//! The bench records the guest's outcome of each case and compares it with the allowed outcomes.
 
 mod disk;
 mod link;
@@ -25,8 +27,8 @@ use vmferry_report::json::{Case as Line, Document};
 const GUESTS: [&str; 2] = ["process", "kvm"];
 const MODES: [&str; 4] = ["precopy", "postcopy", "hybrid", "file"];
 
-/// All cases, or with `quick` each fault at each phase once, by a mode and a guest that the seed
-/// chooses.
+/// Returns all cases. With `quick`, each fault at each phase occurs once, with a mode and a guest
+/// that the seed selects.
 fn cases(args: &BenchArgs) -> Vec<Case> {
     let mut all = Vec::new();
     for guest in GUESTS {
@@ -50,8 +52,8 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
         }
         let mut seed = args.seed;
         let mut pick = |among: &[Case]| {
-            // Knuth's constants for a linear congruence of 64 bits: a seed chooses the same
-            // everywhere.
+            // Knuth's constants for a linear congruential generator of 64 bits: a seed selects the
+            // same cases on every host.
             seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             usize::try_from(seed >> 33).ok().and_then(|number| among.get(number % among.len())).copied()
         };
@@ -63,10 +65,10 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
     all
 }
 
-/// Started when the first case needs it: it writes to the disk.
+/// Etcd that starts when the first case needs it, because a running one writes to the disk.
 type LazyEtcd = OnceLock<Result<Etcd, String>>;
 
-/// What makes a case impossible here.
+/// Returns the reason why a case is impossible on this host.
 fn impossible(case: Case, etcd: &LazyEtcd) -> Option<String> {
     if case.guest == "kvm"
         && let Some(why) = no_kvm()
@@ -89,7 +91,7 @@ fn impossible(case: Case, etcd: &LazyEtcd) -> Option<String> {
     }
 }
 
-/// What is said of a case that was run.
+/// Result of a case, for the document, the table and the summary.
 struct Told {
     line: Line,
     row: String,
@@ -145,7 +147,7 @@ fn one(case: Case, etcd: &LazyEtcd) -> Told {
     }
 }
 
-/// All of them, `jobs` at a time: most of a case is waiting for what somebody's patience is.
+/// Runs all cases, `jobs` at a time. Most of a case's time is spent waiting for timeouts.
 fn all(cases: &[Case], jobs: usize) -> Vec<Told> {
     let (etcd, next) = (LazyEtcd::new(), AtomicUsize::new(0));
     let told: Vec<OnceLock<Told>> = cases.iter().map(|_| OnceLock::new()).collect();

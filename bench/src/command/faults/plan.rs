@@ -1,33 +1,33 @@
-//! Which faults there are, when they come, and what may become of the guest then.
+//! Faults, the phases at which they occur, and the outcomes that each combination allows.
 
 use std::fmt;
 
-/// A moment of a migration.
+/// Phase of a migration at which a fault occurs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::command) enum Phase {
-    /// The guest is being announced.
+    /// The source announces the guest.
     Setup,
-    /// In the first pass over its memory.
+    /// The first pass over the guest's memory is under way.
     FirstPass,
-    /// As a later pass begins.
+    /// A later pass begins.
     LaterPass,
-    /// The guest stands still, its state is sent, nothing is committed.
+    /// The guest is stopped and its state is sent, before the commit.
     Switchover,
-    /// The commit is on its way.
+    /// The commit is on its way to the target.
     Commit,
-    /// The target runs the guest, and that word is on its way.
+    /// The target runs the guest, and its `Running` message is on its way to the source.
     Answer,
-    /// The guest runs at the target, its memory follows.
+    /// The guest runs at the target, and its memory follows.
     Postcopy,
-    /// The link is lost meanwhile, and nobody has asked for it to be taken up again.
+    /// The link was lost in postcopy, and the operator has not asked for a recovery.
     Paused,
-    /// It is being taken up again: the target has said what it lacks.
+    /// The recovery is under way: the target has sent the list of missing pages.
     Recovery,
-    /// The guest is on its way into a file.
+    /// The source writes the guest to a file.
     Save,
 }
 
-/// A kind of channel.
+/// Kind of channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::command) enum Channel {
     Control,
@@ -35,44 +35,45 @@ pub(in crate::command) enum Channel {
     Urgent,
 }
 
-/// What goes wrong.
+/// Fault of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::command) enum Fault {
     KillSource,
     KillTarget,
-    /// Stopped as it stands, for longer than anybody waits, and then let go on.
+    /// The process is stopped for longer than any peer timeout, and then continues.
     StopSource,
     StopTarget,
     CutAll,
     Cut(Channel),
-    /// Nothing comes any more, and no end of it either.
+    /// Bytes of the channel are dropped, and the connection stays open.
     Stall(Channel),
-    /// A bit is turned over.
+    /// One bit of the channel's data is flipped.
     Corrupt(Channel),
-    /// Bytes are missing, and then it ends.
+    /// Bytes of the channel are lost, and then the connection ends.
     Truncate(Channel),
     /// The target's monotonic clock is a day ahead of the source's.
     Clock,
-    /// From then on there is hardly any memory for it but what it has: what can be given back is taken, and if that does not do, the kernel
-    /// kills it.
+    /// The process gets hardly any memory beyond what it has. The kernel reclaims what it can, and
+    /// kills the process if that is not enough.
     PressSource,
     PressTarget,
-    /// The disk with the file is slow.
+    /// The disk that holds the file is slow.
     SlowDisk,
 }
 
-/// What became of the guest.
+/// Outcome of a case for the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::command) enum End {
-    /// It runs at the target, whole.
+    /// The guest runs at the target, with all of its memory.
     Moved,
-    /// It runs at the source, whole.
+    /// The guest runs at the source, with all of its memory.
     Stayed,
-    /// The source says that nobody knows, and does not run it.
+    /// The source reports that the ownership is unknown, and does not run the guest.
     Unknown,
-    /// It runs at the target without all of its memory, whose rest died with the source; or the source says so of a target that died.
+    /// The guest runs at the target without memory that was lost with the source, or the source
+    /// reports that a dead target had the guest.
     Lost,
-    /// It was where it was killed, and nobody else runs it.
+    /// The guest's process was killed, and no other process runs the guest.
     Died,
 }
 
@@ -100,15 +101,15 @@ pub(in crate::command) const FAULTS: [Fault; 21] = [
     Fault::SlowDisk,
 ];
 
-/// What is not done here, and why.
+/// Faults that this bench does not inject, each with the reason.
 pub(in crate::command) const NOT_DONE: [(&str, &str); 1] = [(
     "clock-jump",
-    "a process's monotonic clock cannot be set, and setting the host's time of day would reach everybody on it; the target runs \
-     with another clock instead (clock)",
+    "a process's monotonic clock cannot be set, and setting the host's time of day would affect every process on it; the \
+     target runs with another clock instead (clock)",
 )];
 
 impl Phase {
-    /// Those of a mode.
+    /// Returns the phases of a mode.
     pub(in crate::command) fn of(mode: &str) -> &'static [Self] {
         use Phase::{
             Answer, Commit, FirstPass, LaterPass, Paused, Postcopy, Recovery, Save, Setup, Switchover,
@@ -121,19 +122,19 @@ impl Phase {
         }
     }
 
-    /// Whether a fence has something to decide then.
+    /// Returns whether an arbiter has something to decide at this phase.
     pub(in crate::command) fn fenced(self) -> bool {
         matches!(self, Self::Commit | Self::Answer)
     }
 
-    /// Whether the guest is the source's beyond doubt.
+    /// Returns whether the source certainly owns the guest at this phase.
     fn before_commit(self) -> bool {
         matches!(self, Self::Setup | Self::FirstPass | Self::LaterPass | Self::Switchover)
     }
 }
 
 impl Fault {
-    /// Whether there is something for it to hit.
+    /// Returns whether this fault can have an effect in the mode `mode` at `phase`.
     pub(in crate::command) fn fits(self, mode: &str, phase: Phase) -> bool {
         let channel = match self {
             Self::Cut(channel) | Self::Stall(channel) | Self::Corrupt(channel) | Self::Truncate(channel) => {
@@ -142,20 +143,22 @@ impl Fault {
             Self::Clock => return phase == Phase::Setup,
             Self::SlowDisk => return phase == Phase::Save,
             Self::KillSource => return true,
-            // There is no link to cut, and no target.
+            // A paused migration has no link to cut, and a save to a file has no target.
             Self::CutAll => return !matches!(phase, Phase::Paused | Phase::Save),
             _ => return phase != Phase::Save,
         };
         match channel {
             _ if phase == Phase::Save => false,
             Channel::Control => phase != Phase::Paused,
-            // A damaged page of a postcopy's handover needs pages that are sent.
+            // Damage to a bulk channel in the handover of a postcopy needs pages that are being
+            // sent.
             Channel::Bulk => !matches!(phase, Phase::Setup | Phase::Paused | Phase::Recovery),
             Channel::Urgent => mode != "precopy" && phase == Phase::Postcopy,
         }
     }
 
-    /// What may become of the guest where the kernel killed the side that it took memory from: at that moment, or at a later one.
+    /// Returns the allowed outcomes if the kernel killed the side under memory pressure, at `phase`
+    /// or later.
     pub(in crate::command) fn allowed_if_killed(self, phase: Phase) -> &'static [End] {
         use End::{Died, Lost, Moved, Stayed, Unknown};
         match self {
@@ -165,7 +168,7 @@ impl Fault {
         }
     }
 
-    /// What may become of the guest; with a fence, in the end.
+    /// Returns the allowed outcomes. With an arbiter, these are the final ones.
     pub(in crate::command) fn allowed(self, mode: &str, phase: Phase, fenced: bool) -> &'static [End] {
         use End::{Died, Lost, Moved, Stayed, Unknown};
         let lazy = mode != "precopy";
@@ -174,16 +177,16 @@ impl Fault {
             (Self::KillSource, Phase::Save) => &[Died],
             (Self::KillSource, phase) if phase.before_commit() => &[Died],
             (Self::KillTarget, phase) if phase.before_commit() => &[Stayed],
-            // Things that pass, or hit pages that come again, stop nothing.
+            // Faults that are transient or hit pages that are sent again do not stop the migration.
             (_, phase) if phase.before_commit() => &[Stayed, Moved],
             (Self::KillSource, Phase::Commit) if lazy => &[Lost, Died, Moved],
             (Self::KillSource, Phase::Commit) => &[Moved, Died],
             (Self::KillSource, _) if lazy => &[Lost, Moved],
             (Self::KillSource, _) => &[Moved],
-            // It has asked for the guest, or has not.
+            // The target may or may not have claimed the guest at the arbiter.
             (Self::KillTarget, Phase::Commit) if fenced => &[Stayed, Unknown, Lost],
             (Self::KillTarget, Phase::Commit) => &[Unknown],
-            // Its word that it runs the guest is under way, and may still come.
+            // The target's `Running` message is on its way and may still arrive.
             (Self::KillTarget, Phase::Answer) => &[Unknown, Lost],
             (Self::KillTarget, _) => &[Lost],
             (_, Phase::Commit) if lazy || fenced => &[Moved, Stayed],
@@ -256,7 +259,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_fault_fits_somewhere_and_something_is_allowed() {
+    fn every_fault_fits_a_phase_and_has_an_allowed_outcome() {
         for fault in FAULTS {
             let mut fits = 0;
             for mode in ["precopy", "postcopy", "hybrid", "file"] {
@@ -265,10 +268,11 @@ mod tests {
                     for fenced in [false, true] {
                         let allowed = fault.allowed(mode, *phase, fenced);
                         assert!(!allowed.is_empty());
-                        // A guest that is the source's beyond doubt is never lost or in doubt.
+                        // A guest that the source certainly owns is never lost or of unknown
+                        // ownership.
                         let lost = allowed.iter().any(|end| matches!(end, End::Lost | End::Unknown));
                         assert!(!(lost && phase.before_commit()), "{fault} {phase}");
-                        // A fence leaves nothing in doubt while both sides live.
+                        // With an arbiter, the ownership is never unknown while both sides live.
                         let killed = matches!(fault, Fault::KillSource | Fault::KillTarget);
                         assert!(!(fenced && !killed && phase.fenced() && lost), "{fault} {phase}");
                     }

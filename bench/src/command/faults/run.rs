@@ -1,4 +1,4 @@
-//! One fault at one moment: two processes, a loaded guest, and what became of it.
+//! One fault at one phase of a migration between two processes with a loaded guest.
 
 use super::link::{Harm, Link};
 use super::plan::{End, Fault, Phase};
@@ -10,38 +10,42 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// How long a side may be silent. Three times this is what a step may take.
+/// Peer timeout of both sides. Each step of the migration may take three times this long.
 const PEER_TIMEOUT: &str = "1s";
-/// How long a side is stopped: longer than that.
+/// Time for which a side is stopped. It is longer than every timeout that follows from
+/// `PEER_TIMEOUT`.
 const STOPPED: Duration = Duration::from_millis(4500);
-/// How long a state has to last to be one.
+/// Time for which an outcome has to last before it counts.
 const LASTS: Duration = Duration::from_millis(4000);
-/// What a side is left with, besides what it has, when it is short of memory: less than a pass brings.
+/// Bytes that a side under memory pressure may use beyond what it has. One pass needs more.
 const LEAST_MEMORY: u64 = 1 << 20;
-/// What it has before.
+/// Memory limit of a side in bytes before the pressure begins.
 const ALL_MEMORY: u64 = 1 << 30;
 pub(super) const LOAD: &str = "uniform,ws=16M,data=40M,rate=20k,fill=random";
 
-/// What is to be done.
+/// Combination of guest, mode, phase and fault that is run.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Case {
     pub(super) guest: &'static str,
     pub(super) mode: &'static str,
     pub(super) phase: Phase,
     pub(super) fault: Fault,
-    /// Whether an etcd decides who owns the guest.
+    /// Set if an arbiter (etcd) decides who owns the guest.
     pub(super) fenced: bool,
 }
 
-/// What became of the guest, and how long that took after the fault.
+/// Outcome of a case, and the time from the fault until it was known.
 pub(super) struct Ran {
     pub(super) end: End,
     pub(super) took: Duration,
-    /// The kernel killed a side for its memory.
+    /// Set if the kernel killed a side because of its memory limit.
     pub(super) killed: bool,
 }
 
-/// A migration that ended before its moment: nothing was done to it yet, but on a busy host a second of silence comes by itself.
+/// Error of a migration that ended before the phase of the fault.
+///
+/// The fault was not injected yet. On a busy host a side can be silent for longer than the peer
+/// timeout without any fault.
 #[derive(Debug)]
 struct Early {
     phase: Phase,
@@ -50,17 +54,18 @@ struct Early {
 
 impl std::fmt::Display for Early {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "it never came to {}: {}", self.phase, self.status)
+        write!(f, "the migration did not reach the phase {}: {}", self.phase, self.status)
     }
 }
 
 impl std::error::Error for Early {}
 
-/// So often is such a one begun. What was begun again is counted and said.
+/// Attempts of a case whose migration ends before its phase. The document records the number of
+/// attempts.
 const ATTEMPTS: u32 = 3;
 
 impl Case {
-    /// What both sides have of it.
+    /// Returns the settings that both sides share.
     pub(super) fn start(self) -> Start<'static> {
         Start { guest: self.guest, memory: "64M", ..Start::default() }
     }
@@ -73,13 +78,13 @@ impl std::fmt::Display for Case {
     }
 }
 
-/// Does the harm at its moment, and finds out what became of the guest; and in which attempt.
+/// Runs the case up to `ATTEMPTS` times, and returns the outcome and the number of attempts.
 pub(super) fn run(case: Case, fence: Option<&str>) -> Result<(Ran, u32)> {
     let mut attempt = 1;
     loop {
         match once(case, fence) {
             Err(error) if attempt < ATTEMPTS && error.is::<Early>() => {
-                eprintln!("faults: {case} once more: {error:#}");
+                eprintln!("faults: retrying {case}: {error:#}");
                 attempt += 1;
             }
             ended => return Ok((ended?, attempt)),
@@ -120,10 +125,10 @@ fn once(case: Case, fence: Option<&str>) -> Result<Ran> {
     Ok(Ran { end, took, killed })
 }
 
-/// Has the guest migrate as far as the fault's moment, and holds it there.
+/// Starts the migration, waits until it reaches the phase of the fault, and holds it there.
 fn reach(case: Case, link: &Link, source: &mut Side) -> Result<()> {
     link.hold_at(match case.phase {
-        // First it has to come that far.
+        // The link is lost in the postcopy phase, so the migration must reach that first.
         Phase::Paused | Phase::Recovery => Phase::Postcopy,
         phase => phase,
     });
@@ -156,8 +161,9 @@ fn request(case: Case, link: &Link) -> Result<MigrateRequest> {
     Ok(MigrateRequest {
         mode,
         max_bandwidth: Some(60_000_000),
-        // Passes go on until the clock ends them, so that there are later ones, and what follows is the mode's own end: stopping takes
-        // longer than nothing, however little a guest writes on a busy host.
+        // With a downtime limit of 0 ms the passes go on until the timeout, because stopping always
+        // takes some time, however little a guest writes on a busy host. Therefore later passes
+        // exist, and the mode's own action on timeout follows.
         downtime_limit_ms: 0,
         timeout_ms: Some(2500),
         on_timeout: if case.mode == "hybrid" { "postcopy" } else { "switch" },
@@ -169,7 +175,7 @@ fn request(case: Case, link: &Link) -> Result<MigrateRequest> {
 
 fn apply(fault: Fault, link: &Link, source: &mut Side, target: &mut Side) -> Result<()> {
     match fault {
-        // From the start.
+        // These faults are in effect from the start.
         Fault::Clock | Fault::SlowDisk => {}
         Fault::PressSource | Fault::PressTarget => {
             let side = if fault == Fault::PressSource { source } else { target };
@@ -194,7 +200,7 @@ fn apply(fault: Fault, link: &Link, source: &mut Side, target: &mut Side) -> Res
     Ok(())
 }
 
-/// Waits until it is known what becomes of the guest. It never runs on both sides.
+/// Waits until the guest's outcome is known, and checks that the guest never runs on both sides.
 fn watch(case: Case, source: &mut Side, target: &mut Side) -> Result<End> {
     let (began, mut seen) = (Instant::now(), None);
     loop {
@@ -203,10 +209,11 @@ fn watch(case: Case, source: &mut Side, target: &mut Side) -> Result<End> {
         let runs =
             |status: &Option<Value>| status.as_ref().is_some_and(|status| status["vm"]["place"] == "running");
         if runs(&here) && runs(&there) && source.status().is_some_and(|now| runs(&Some(now))) {
-            bail!("TWO RUNNERS: source {here:?}, target {there:?}");
+            bail!("the guest runs on both sides: source {here:?}, target {there:?}");
         }
         let end = judge(case, (source, target), here.as_ref(), there.as_ref());
-        // What a moment shows may be a step on the way; what lasts, or what is final by itself, counts.
+        // A momentary state may be a step of the migration. Only an outcome that lasts or is final
+        // counts.
         let since = match (end, seen) {
             (Some(end), Some((before, since))) if before == end => since,
             _ => Instant::now(),
@@ -214,19 +221,20 @@ fn watch(case: Case, source: &mut Side, target: &mut Side) -> Result<End> {
         seen = end.map(|end| (end, since));
         match seen {
             Some((end @ (End::Moved | End::Stayed), _)) => return Ok(end),
-            // A source that has said so ends.
+            // A source that has reported the loss ends by itself.
             Some((End::Lost, _)) if !source.dead() => return Ok(End::Lost),
             Some((end, since)) if since.elapsed() > LASTS => return Ok(end),
             _ => {}
         }
         if began.elapsed() > PATIENCE {
-            bail!("nobody knows what became of the guest: source {here:?}, target {there:?}");
+            bail!("the outcome for the guest is still undecided: source {here:?}, target {there:?}");
         }
         let paused = here.as_ref().is_some_and(|status| status["progress"]["awaits_recover"] == true);
         if paused
             || (target.dead() && here.as_ref().is_some_and(|status| status["state"] == "postcopy-paused"))
         {
-            // As an operator does: who knows that the target is gone gives it up, everybody else tries again.
+            // Acts as an operator would: gives the target up if it is known to be dead, and retries
+            // otherwise.
             let arguments = if target.dead() { json!({ "take": false }) } else { json!({}) };
             let _ = source.say("recover", arguments);
         }
@@ -234,7 +242,7 @@ fn watch(case: Case, source: &mut Side, target: &mut Side) -> Result<End> {
     }
 }
 
-/// What the two sides' words come to at this moment.
+/// Returns the outcome that the status of both sides shows at this moment.
 fn judge(
     case: Case,
     (source, target): (&mut Side, &mut Side),
@@ -262,11 +270,12 @@ fn judge(
         }
         Some("unknown") => Some(End::Unknown),
         Some("lost") => Some(End::Lost),
-        // The fence says that the guest is the target's, and nothing more for as long as it lasts.
+        // The arbiter says that the target owns the guest. The source reports nothing more while
+        // that lasts.
         None if case.fenced && target.dead() && here.is_some_and(|status| status["state"] == "unknown") => {
             Some(End::Unknown)
         }
-        // A source that ends when its report was read.
+        // The source process ends after its report was read.
         _ if here.is_none() && case.fault != Fault::KillSource && all_there => Some(End::Moved),
         _ => None,
     }

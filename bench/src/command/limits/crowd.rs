@@ -1,4 +1,5 @@
-//! Ten thousand connections at a door, and whoever is turned away comes again.
+//! Up to ten thousand connections to one port or socket. Each connection that the server closes is
+//! opened again.
 
 use super::stand::{LOAD, Stand, bounded, kept, speed, until};
 use crate::command::sample::Sample;
@@ -17,51 +18,52 @@ use std::time::Duration;
 use vmferry_client::Client;
 use vmferry_report::json::Case;
 
-/// How many that are turned away come again at once, and how often.
+/// Number of connections that are opened in one round.
 const AGAIN: usize = 200;
+/// Time between two rounds.
 const EVERY: Duration = Duration::from_millis(20);
-/// Descriptors that this process needs for other things.
+/// Descriptors that this process needs for other purposes.
 const OTHERS: u64 = 500;
 
-/// Where they come to.
+/// Endpoint that the connections go to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Door {
-    /// The port of a target that waits.
+pub(super) enum Endpoint {
+    /// The migration port of a waiting target.
     Migration,
-    /// The source's control socket.
+    /// The control socket of the source.
     Control,
-    /// The source's port for metrics.
+    /// The metrics port of the source.
     Metrics,
 }
 
-pub(super) fn crowd(door: Door, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
+pub(super) fn crowd(endpoint: Endpoint, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
     let wanted = if quick { 2_000 } else { 10_000 };
     let metrics = ["--metrics", "127.0.0.1:0"];
-    let more: &[&str] = if door == Door::Metrics { &metrics } else { &[] };
+    let more: &[&str] = if endpoint == Endpoint::Metrics { &metrics } else { &[] };
     let mut stand = Stand::with("process", "64M", LOAD, more)?;
-    // After the processes were started: they have what anybody's have.
+    // Raised after the processes were started, so that they keep the usual limit.
     let descriptors = Descriptors::raise()?;
     let count = usize::try_from(descriptors.most.saturating_sub(OTHERS))?.min(wanted);
     case.params.insert("connections".into(), count.into());
     if count < wanted {
         case.params.insert("fewer_because".into(), "this process may open no more descriptors".into());
     }
-    let scraped = match door {
-        Door::Metrics => Some(metrics_of(&stand.source)?),
-        Door::Migration | Door::Control => None,
+    let scraped = match endpoint {
+        Endpoint::Metrics => Some(metrics_of(&stand.source)?),
+        Endpoint::Migration | Endpoint::Control => None,
     };
-    let at = match (door, scraped) {
-        (Door::Control, _) => At::Path(stand.folder.0.join("source")),
+    let at = match (endpoint, scraped) {
+        (Endpoint::Control, _) => At::Path(stand.folder.0.join("source")),
         (_, Some(address)) => At::Port(address),
         (_, None) => At::Port(stand.target.address()?),
     };
     let before = speed(&mut stand.source)?;
     let crowd = Crowd::gather(at, count)?;
-    until("everybody having been at the door", || Ok(crowd.been.load(Ordering::Acquire) >= count))?;
+    until("all connections being open", || Ok(crowd.reached.load(Ordering::Acquire) >= count))?;
     let during = speed(&mut stand.source)?;
     kept(case, wrong, before, during);
-    let crowded = if door == Door::Migration { &stand.target } else { &stand.source };
-    let who = if door == Door::Migration { "target" } else { "source" };
+    let crowded = if endpoint == Endpoint::Migration { &stand.target } else { &stand.source };
+    let who = if endpoint == Endpoint::Migration { "target" } else { "source" };
     bounded(case, wrong, who, &Sample::of(crowded.pid())?, stand.before.rss_kib);
     stand.move_it(case, wrong)?;
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
@@ -69,7 +71,7 @@ pub(super) fn crowd(door: Door, case: &mut Case, quick: bool, wrong: &mut Vec<St
     drop(crowd);
     match scraped {
         Some(address) => until("a scrape", || Ok(scrape(address).unwrap_or(false))),
-        None if door == Door::Control => {
+        None if endpoint == Endpoint::Control => {
             let path = stand.folder.0.join("source");
             until("a client of the control socket", || Ok(Client::connect(&path).is_ok()))
         }
@@ -77,7 +79,7 @@ pub(super) fn crowd(door: Door, case: &mut Case, quick: bool, wrong: &mut Vec<St
     }
 }
 
-/// Where a process says that its metrics are.
+/// Returns the address of the metrics port, from the output of a process.
 fn metrics_of(side: &Side) -> Result<SocketAddr> {
     let said = side.said();
     let address = said.split("metrics at http://").nth(1).and_then(|rest| rest.split('/').next());
@@ -93,7 +95,7 @@ fn scrape(at: SocketAddr) -> Result<bool> {
     Ok(answer.starts_with("HTTP/1.1 200 "))
 }
 
-/// As many descriptors as this process may have, until it is dropped.
+/// Raised limit of open descriptors of this process. The earlier limit is restored on drop.
 struct Descriptors {
     before: Rlimit,
     most: u64,
@@ -120,40 +122,41 @@ enum At {
     Path(PathBuf),
 }
 
-/// Connections that are opened again when they are closed, for as long as this lives.
+/// Connections that are opened again whenever the server closes them, until this value is dropped.
 struct Crowd {
-    /// How many of them were let in or waited to be, at least once.
-    been: Arc<AtomicUsize>,
+    /// Number of connections that were accepted or queued at least once.
+    reached: Arc<AtomicUsize>,
     turned_away: Arc<AtomicUsize>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<Result<()>>>,
 }
 
-/// One of them.
+/// One connection of the crowd.
 #[derive(Default)]
-struct Comer {
+struct Connection {
     socket: Option<Socket>,
-    been: bool,
+    reached: bool,
 }
 
 impl Crowd {
     fn gather(at: At, count: usize) -> Result<Self> {
-        let (been, turned_away) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+        let (reached, turned_away) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
         let stop = Arc::new(AtomicBool::new(false));
-        let (own_been, own_away, ends) = (Arc::clone(&been), Arc::clone(&turned_away), Arc::clone(&stop));
-        let come = move || {
-            let mut comers: Vec<Comer> = (0..count).map(|_| Comer::default()).collect();
+        let (own_reached, own_away, ends) =
+            (Arc::clone(&reached), Arc::clone(&turned_away), Arc::clone(&stop));
+        let run = move || {
+            let mut connections: Vec<Connection> = (0..count).map(|_| Connection::default()).collect();
             while !ends.load(Ordering::Acquire) {
-                come(&at, &mut comers)?;
-                let (arrived, left) = look(&mut comers);
-                own_been.fetch_add(arrived, Ordering::AcqRel);
+                connect_some(&at, &mut connections)?;
+                let (arrived, left) = poll_all(&mut connections);
+                own_reached.fetch_add(arrived, Ordering::AcqRel);
                 own_away.fetch_add(left, Ordering::AcqRel);
                 std::thread::sleep(EVERY);
             }
             Ok(())
         };
-        let thread = std::thread::Builder::new().name("crowd".into()).spawn(come)?;
-        Ok(Self { been, turned_away, stop, thread: Some(thread) })
+        let thread = std::thread::Builder::new().name("crowd".into()).spawn(run)?;
+        Ok(Self { reached, turned_away, stop, thread: Some(thread) })
     }
 }
 
@@ -166,14 +169,15 @@ impl Drop for Crowd {
     }
 }
 
-/// Some of those that are not there come.
-fn come(at: &At, comers: &mut [Comer]) -> Result<()> {
-    let mut outside: Vec<usize> =
-        (0..comers.len()).filter(|number| comers[*number].socket.is_none()).collect();
-    // Who has not been there comes first, or the same would come again and again.
-    outside.sort_by_key(|number| comers[*number].been);
-    for number in outside.into_iter().take(AGAIN) {
-        let comer = &mut comers[number];
+/// Opens up to `AGAIN` of the connections that are closed.
+fn connect_some(at: &At, connections: &mut [Connection]) -> Result<()> {
+    let mut closed: Vec<usize> =
+        (0..connections.len()).filter(|number| connections[*number].socket.is_none()).collect();
+    // Connections that were never accepted come first. Otherwise the same ones would be opened
+    // again and again.
+    closed.sort_by_key(|number| connections[*number].reached);
+    for number in closed.into_iter().take(AGAIN) {
+        let connection = &mut connections[number];
         let (domain, address) = match at {
             At::Port(address) => (Domain::IPV4, SockAddr::from(*address)),
             At::Path(path) => (Domain::UNIX, SockAddr::unix(path)?),
@@ -181,40 +185,41 @@ fn come(at: &At, comers: &mut [Comer]) -> Result<()> {
         let socket = Socket::new(domain, Type::STREAM, None)?;
         socket.set_nonblocking(true)?;
         if matches!(at, At::Port(_)) {
-            // Ports are not used up so.
+            // Several source addresses are used, because the ports of a single one would run out.
             let own = Ipv4Addr::new(127, 0, 0, u8::try_from(2 + number % 200)?);
             socket.bind(&SockAddr::from(SocketAddr::from((own, 0))))?;
         }
         match socket.connect(&address) {
-            Ok(()) => comer.socket = Some(socket),
-            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => comer.socket = Some(socket),
-            // The kernel's queue is full, or nobody listens any more.
+            Ok(()) => connection.socket = Some(socket),
+            Err(error) if error.raw_os_error() == Some(libc::EINPROGRESS) => connection.socket = Some(socket),
+            // The kernel's queue is full, or the server no longer listens.
             Err(_) => {}
         }
     }
     Ok(())
 }
 
-/// Who has got to the door for the first time, and who was turned away.
-fn look(comers: &mut [Comer]) -> (usize, usize) {
-    let there: Vec<usize> = (0..comers.len()).filter(|number| comers[*number].socket.is_some()).collect();
+/// Returns how many connections were accepted for the first time, and how many the server closed.
+fn poll_all(connections: &mut [Connection]) -> (usize, usize) {
+    let open: Vec<usize> =
+        (0..connections.len()).filter(|number| connections[*number].socket.is_some()).collect();
     let interest = PollFlags::OUT | PollFlags::RDHUP;
-    let sockets = there.iter().filter_map(|number| comers[*number].socket.as_ref());
+    let sockets = open.iter().filter_map(|number| connections[*number].socket.as_ref());
     let mut fds: Vec<_> = sockets.map(|socket| PollFd::new(socket, interest)).collect();
-    // Of an error nothing is known; it is looked again.
+    // An error of poll says nothing about the connections. The next round polls again.
     let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 }));
-    let seen: Vec<_> = there.iter().copied().zip(fds.iter().map(PollFd::revents)).collect();
+    let seen: Vec<_> = open.iter().copied().zip(fds.iter().map(PollFd::revents)).collect();
     let (mut arrived, mut left) = (0, 0);
     for (number, flags) in seen {
-        let comer = &mut comers[number];
+        let connection = &mut connections[number];
         let gone = flags.intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR);
-        if flags.contains(PollFlags::OUT) && !comer.been && !flags.contains(PollFlags::ERR) {
-            comer.been = true;
+        if flags.contains(PollFlags::OUT) && !connection.reached && !flags.contains(PollFlags::ERR) {
+            connection.reached = true;
             arrived += 1;
         }
         if gone {
-            comer.socket = None;
-            left += usize::from(comer.been);
+            connection.socket = None;
+            left += usize::from(connection.reached);
         }
     }
     (arrived, left)
@@ -226,14 +231,14 @@ mod tests {
     use std::net::TcpListener;
 
     #[test]
-    fn a_crowd_comes_and_comes_again_until_it_is_dropped() {
+    fn closed_connections_are_opened_again_until_drop() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let crowd = Crowd::gather(At::Port(listener.local_addr().unwrap()), 20).unwrap();
         for _ in 0..50 {
-            // Turned away at once.
+            // Every connection is closed as soon as it is accepted.
             drop(listener.accept().unwrap());
         }
-        until("all of them at the door", || Ok(crowd.been.load(Ordering::Acquire) == 20)).unwrap();
+        until("all connections being accepted", || Ok(crowd.reached.load(Ordering::Acquire) == 20)).unwrap();
         until("some turned away", || Ok(crowd.turned_away.load(Ordering::Acquire) >= 20)).unwrap();
         drop(crowd);
         let address = listener.local_addr().unwrap();

@@ -1,4 +1,4 @@
-//! Many guests on one host that move at once, and one that is very large.
+//! Many guests of one host that move at the same time, and one very large guest.
 
 use super::stand::{Stand, kept, most, until};
 use crate::command::request::MigrateRequest;
@@ -6,14 +6,14 @@ use anyhow::{Result, ensure};
 use std::time::{Duration, Instant};
 use vmferry_report::json::Case;
 
-/// How many guests are under way at once.
+/// Number of guests that move at the same time.
 const AT_ONCE: usize = 8;
-/// What each does: little, of much memory.
+/// Workload of each guest of the fleet: a low write rate.
 const LOAD: &str = "uniform,ws=4M,data=16M,rate=1k,fill=random";
-/// As fast as the host lets it, in a small part of its memory.
+/// Workload of the large guest: unlimited write rate in a small part of its memory.
 const LARGE_LOAD: &str = "uniform,ws=128M,data=256M,rate=0,fill=random";
 
-/// 64 guests of 256 MB; 16 if it is to be quick.
+/// Moves 64 guests of 256 MB, or 16 with `quick`.
 pub(super) fn fleet(kind: &'static str, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
     let count = if quick { 16 } else { 64 };
     case.params.insert("guests".into(), count.into());
@@ -59,12 +59,12 @@ pub(super) fn fleet(kind: &'static str, case: &mut Case, quick: bool, wrong: &mu
     Ok(())
 }
 
-/// What all have written so far.
+/// Returns the writes of all guests at their sources so far.
 fn all_writes(stands: &mut [Stand]) -> Result<f64> {
     stands.iter_mut().map(|stand| Ok(writes(stand.source.status()).unwrap_or(0.0))).sum()
 }
 
-/// What a guest has written that has moved.
+/// Returns the writes of a guest that has moved, as the target reports them.
 fn there(stand: &mut Stand) -> Result<f64> {
     let mut count = None;
     until("the guest's statistics at the target", || {
@@ -78,7 +78,8 @@ fn writes(status: Option<serde_json::Value>) -> Option<f64> {
     status?["vm"]["guest"]["writes"].as_f64()
 }
 
-/// A guest of 16 GB, of which little was ever touched, and that writes as fast as it can; of 4 GB if it is to be quick.
+/// Moves a guest of 16 GB, or 4 GB with `quick`, that touches little of its memory and writes as
+/// fast as it can.
 pub(super) fn large(mode: &str, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
     let memory = if quick { "4G" } else { "16G" };
     case.params.insert("memory".into(), memory.into());
@@ -87,7 +88,12 @@ pub(super) fn large(mode: &str, case: &mut Case, quick: bool, wrong: &mut Vec<St
     let request = MigrateRequest { mode, timeout_ms: Some(15_000), ..Stand::request(&stand.uri) };
     stand.ask(&request)?;
     let report = stand.ended()?;
-    ensure!(report["outcome"] == "completed", "it ended as {}: {}", report["outcome"], report["error"]);
+    ensure!(
+        report["outcome"] == "completed",
+        "the migration ended as {}: {}",
+        report["outcome"],
+        report["error"]
+    );
     for name in ["before_writes_per_s", "during_writes_per_s"] {
         if let Some(speed) = report["guest"][name].as_f64() {
             most(case, name, speed);

@@ -1,5 +1,7 @@
-//! `vmferry-bench limits`: many guests at once, a very large one, peers that mean harm, and a crowd
-//! at each door; what the processes have of the host meanwhile, and what their guests notice.
+//! `vmferry-bench limits`: many guests at once, a very large guest, hostile peers, and thousands of
+//! connections to each endpoint.
+//!
+//! The bench measures the host resources that the processes use, and the effect on their guests.
 
 mod crowd;
 mod fleet;
@@ -13,8 +15,8 @@ use anyhow::Result;
 use serde_json::json;
 use vmferry_report::json::{Case, Document};
 
-/// One thing that is tried. What it measures is left in the case, and what is not as it must be in
-/// the list.
+/// Function that runs one case. It adds its figures to the case, and violated expectations to the
+/// list.
 type Trial = fn(&mut Case, bool, &mut Vec<String>) -> Result<()>;
 
 const TRIALS: [(&str, Trial); 14] = [
@@ -30,10 +32,14 @@ const TRIALS: [(&str, Trial); 14] = [
     ("process/sources-trickle", |case, quick, wrong| peers::sources(peers::Bad::Trickle, case, quick, wrong)),
     ("process/sources-hello", |case, quick, wrong| peers::sources(peers::Bad::Hello, case, quick, wrong)),
     ("process/crowd/migration", |case, quick, wrong| {
-        crowd::crowd(crowd::Door::Migration, case, quick, wrong)
+        crowd::crowd(crowd::Endpoint::Migration, case, quick, wrong)
     }),
-    ("process/crowd/control", |case, quick, wrong| crowd::crowd(crowd::Door::Control, case, quick, wrong)),
-    ("process/crowd/metrics", |case, quick, wrong| crowd::crowd(crowd::Door::Metrics, case, quick, wrong)),
+    ("process/crowd/control", |case, quick, wrong| {
+        crowd::crowd(crowd::Endpoint::Control, case, quick, wrong)
+    }),
+    ("process/crowd/metrics", |case, quick, wrong| {
+        crowd::crowd(crowd::Endpoint::Metrics, case, quick, wrong)
+    }),
 ];
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {

@@ -1,4 +1,4 @@
-//! Peers that mean harm: they accept and never read, connect and say nothing, or a byte a second.
+//! Hostile peers: they accept and never read, or connect and send nothing, or one byte per second.
 
 use super::stand::{LOAD, Stand, bounded, kept, speed};
 use crate::command::faults::{Channel, Harm, Link, Phase};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use vmferry_report::json::Case;
 use vmferry_wire::{FEATURES, Hello, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN};
 
-/// A target that accepts, reads nothing and says nothing.
+/// Migrates to a target that accepts connections but neither reads nor writes.
 pub(super) fn no_answer(case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let mut stand = Stand::new("process", "64M", LOAD)?;
@@ -26,7 +26,8 @@ pub(super) fn no_answer(case: &mut Case, wrong: &mut Vec<String>) -> Result<()> 
     stand.move_it(case, wrong)
 }
 
-/// Both sides find that nobody reads any more on their control channel as it is set up, or later, or on the channels with pages.
+/// Migrates over a link that stops reading in both directions: on all channels during setup, or
+/// later on the control channel or the bulk channels.
 pub(super) fn deaf(what: &str, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let (phase, channel) = match what {
         "setup" => (Phase::Setup, None),
@@ -38,7 +39,7 @@ pub(super) fn deaf(what: &str, case: &mut Case, wrong: &mut Vec<String>) -> Resu
     let before = speed(&mut stand.source)?;
     link.hold_at(phase);
     stand.ask(&Stand::request(&link.uri()))?;
-    ensure!(link.reached(PATIENCE), "it never came to {phase}");
+    ensure!(link.reached(PATIENCE), "the migration did not reach the phase {phase}");
     link.harm(Harm::Deaf, channel);
     link.release();
     let during = speed(&mut stand.source)?;
@@ -49,46 +50,55 @@ pub(super) fn deaf(what: &str, case: &mut Case, wrong: &mut Vec<String>) -> Resu
     stand.move_it(case, wrong)
 }
 
-/// The source gives up, keeps its guest, and nothing of the attempt.
+/// Checks that the source gives up, keeps its guest, and releases what the attempt used.
 fn given_up(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let began = Instant::now();
     let report = stand.ended()?;
     case.metric("given_up_ms", began.elapsed().as_secs_f64() * 1e3);
-    ensure!(report["outcome"] == "failed", "it ended as {}: {}", report["outcome"], report["error"]);
+    ensure!(
+        report["outcome"] == "failed",
+        "the migration ended as {}: {}",
+        report["outcome"],
+        report["error"]
+    );
     ensure!(report["vm"]["place"] == "running", "the guest is {}", report["vm"]["place"]);
     stand.source.whole()?;
     let now = Sample::of(stand.source.pid())?;
     bounded(case, wrong, "source", &now, stand.before.rss_kib);
     if now.descriptors > stand.before.descriptors {
-        wrong.push(format!("{} descriptors are left, of {}", now.descriptors, stand.before.descriptors));
+        wrong.push(format!(
+            "{} descriptors are open after the attempt, {} before",
+            now.descriptors, stand.before.descriptors
+        ));
     }
     Ok(())
 }
 
-/// What strangers do who connect.
+/// Behaviour of the hostile peers that connect to the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Bad {
-    /// Nothing.
+    /// The peers send nothing.
     Silent,
-    /// A byte of a hello each second.
+    /// The peers send one byte of a hello each second.
     Trickle,
-    /// They say the hello of a migration, and announce no guest.
+    /// The peers send the hello of a migration and announce no guest.
     Hello,
 }
 
-/// Strangers at a target that waits, and then the source that it waits for.
+/// Connects hostile peers to a waiting target, and then migrates a guest to it.
 pub(super) fn sources(bad: Bad, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
     let count = if quick { 100 } else { 400 };
     case.params.insert("strangers".into(), count.into());
     let mut stand = Stand::new("process", "64M", LOAD)?;
     let before = speed(&mut stand.source)?;
-    let strangers = Strangers::new(bad, &stand.uri, count)?;
+    let strangers = Hostile::new(bad, &stand.uri, count)?;
     let during = speed(&mut stand.source)?;
     kept(case, wrong, before, during);
     bounded(case, wrong, "target", &Sample::of(stand.target.pid())?, stand.before.rss_kib);
     if bad == Bad::Hello {
-        // One of them is being waited for, and says so to others; for five seconds at most.
-        after_the_stranger(&mut stand, case, wrong)?;
+        // The target waits for one of the hostile peers, for five seconds at most, and refuses
+        // other sources meanwhile.
+        retry_until_moved(&mut stand, case, wrong)?;
     } else {
         stand.move_it(case, wrong)?;
     }
@@ -96,7 +106,7 @@ pub(super) fn sources(bad: Bad, case: &mut Case, quick: bool, wrong: &mut Vec<St
     Ok(())
 }
 
-fn after_the_stranger(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+fn retry_until_moved(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let began = Instant::now();
     loop {
         stand.ask(&Stand::request(&stand.uri))?;
@@ -106,18 +116,18 @@ fn after_the_stranger(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String
             return stand.arrived(&report, case, wrong);
         }
         if began.elapsed() > PATIENCE {
-            bail!("strangers keep the source out: {}", report["error"]);
+            bail!("hostile peers keep the source out: {}", report["error"]);
         }
     }
 }
 
-/// Connections that are held open for as long as this lives.
-struct Strangers {
+/// Connections of hostile peers, which stay open until this value is dropped.
+struct Hostile {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Strangers {
+impl Hostile {
     fn new(bad: Bad, uri: &str, count: usize) -> Result<Self> {
         let at = uri.strip_prefix("tcp:").unwrap_or(uri);
         let mut streams = Vec::new();
@@ -126,7 +136,7 @@ impl Strangers {
             stream.set_nonblocking(true)?;
             let hello = hello(u8::try_from(number % 251).unwrap_or_default());
             if bad == Bad::Hello {
-                // Who was refused has been closed.
+                // The target closes the connections that it refuses, so a write may fail.
                 let _ = stream.write_all(&hello);
             }
             streams.push((stream, hello));
@@ -155,7 +165,7 @@ impl Strangers {
     }
 }
 
-impl Drop for Strangers {
+impl Drop for Hostile {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {

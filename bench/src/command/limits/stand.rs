@@ -1,4 +1,4 @@
-//! A guest and the processes that it is moved between, and what is looked at.
+//! Test bench for one guest: its source, its target, and limits for what they may use.
 
 use crate::command::request::MigrateRequest;
 use crate::command::sample::Sample;
@@ -8,26 +8,30 @@ use serde_json::Value;
 use std::time::{Duration, Instant};
 use vmferry_report::json::Case;
 
-/// How much more memory a process may come to have than its guest has, whatever peers do.
+/// KiB that the peak memory of a process may exceed the memory of a source at rest, whatever its
+/// peers do.
 pub(super) const MORE_KIB: u64 = 32 << 10;
-/// Descriptors that a process may have open: 256 strangers who are silent, 32 who speak with two each, and what it needs itself.
+/// Descriptors that a process may have open: 256 silent peers, 32 peers with two connections each,
+/// and its own.
 pub(super) const MOST_DESCRIPTORS: u64 = 400;
-/// Threads that it may have: those 32, and its own.
+/// Threads that a process may have: one for each of the 32 speaking peers, and its own.
 pub(super) const MOST_THREADS: u64 = 80;
-/// A guest that is not in the way of what is tried keeps this share of its speed: the processes share a few cores.
+/// Share of its speed that a guest must keep during a case. It is below 1 because the processes
+/// share a few cores.
 pub(super) const SPEED_KEPT: f64 = 0.3;
-/// What a guest does that is not in the way of what is tried.
+/// Workload that leaves enough of the host for the case.
 pub(super) const LOAD: &str = "uniform,ws=16M,data=40M,rate=5k,fill=random";
-/// How long a guest's speed is watched.
+/// Time over which a guest's speed is measured.
 const WATCH: Duration = Duration::from_secs(1);
 
+/// A guest with its source and its target.
 pub(super) struct Stand {
     pub(super) source: Side,
     pub(super) target: Side,
     pub(super) uri: String,
-    /// What the source had before anything was tried.
+    /// Resources of the source before the case.
     pub(super) before: Sample,
-    /// What it had when it was last asked about a migration.
+    /// Resources of the source at the last call of `look`.
     last: Sample,
     guest: (&'static str, &'static str),
     targets: u32,
@@ -35,12 +39,13 @@ pub(super) struct Stand {
 }
 
 impl Stand {
-    /// A guest of a kind with so much memory, at work, and a target that waits for it.
+    /// Starts a guest of the kind `guest` with `memory`, waits until it works, and starts a waiting
+    /// target.
     pub(super) fn new(guest: &'static str, memory: &'static str, load: &str) -> Result<Self> {
         Self::with(guest, memory, load, &[])
     }
 
-    /// The same; the source is told `more`.
+    /// Does the same as `new`, and passes the arguments `more` to the source.
     pub(super) fn with(guest: &'static str, memory: &'static str, load: &str, more: &[&str]) -> Result<Self> {
         let folder = Folder::new()?;
         let args = [&["--workload", load][..], more].concat().into_iter().map(String::from).collect();
@@ -62,7 +67,7 @@ impl Stand {
         Ok((target, uri))
     }
 
-    /// A target that waits, in the place of one that has ended.
+    /// Starts a new waiting target in place of one that has ended.
     pub(super) fn another_target(&mut self) -> Result<()> {
         self.targets += 1;
         let name = format!("target-{}", self.targets);
@@ -70,7 +75,8 @@ impl Stand {
         Ok(())
     }
 
-    /// What is asked for, in general: an end that the guest cannot outrun.
+    /// Returns a request whose timeout forces the switchover, so that the guest's writes cannot
+    /// prevent it.
     pub(super) fn request(uri: &str) -> MigrateRequest {
         MigrateRequest {
             timeout_ms: Some(20_000),
@@ -80,21 +86,22 @@ impl Stand {
         }
     }
 
-    /// Asks for a migration.
+    /// Requests a migration.
     pub(super) fn ask(&mut self, request: &MigrateRequest) -> Result<()> {
         self.source.say("migrate", serde_json::to_value(request)?).map(drop)
     }
 
-    /// How the migration has ended, if it has.
+    /// Returns the report of the migration if it has ended.
     pub(super) fn look(&mut self) -> Result<Option<Value>> {
-        // Before it is asked: a source that has told of a guest that moved ends.
+        // Sampled before the status is read, because a source exits after it has reported that its
+        // guest moved.
         let now = Sample::of(self.source.pid())?;
         let ended = self.source.status().filter(|status| !status["outcome"].is_null());
         self.last = now;
         Ok(ended)
     }
 
-    /// Waits until it has ended; how.
+    /// Waits for the end of the migration, and returns its report.
     pub(super) fn ended(&mut self) -> Result<Value> {
         let mut report = None;
         until("the migration's end", || {
@@ -104,7 +111,7 @@ impl Stand {
         report.context("no report")
     }
 
-    /// A whole migration that succeeds, with figures; the guest is looked at afterwards.
+    /// Runs a migration that must succeed, records its figures, and checks the guest afterwards.
     pub(super) fn move_it(&mut self, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
         let began = Instant::now();
         self.ask(&Self::request(&self.uri))?;
@@ -120,7 +127,7 @@ impl Stand {
         self.arrived(&report, case, wrong)
     }
 
-    /// Looks at a guest that has moved, and at what both processes have.
+    /// Checks a guest that has moved, and the resources of both processes.
     pub(super) fn arrived(&mut self, report: &Value, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
         for name in ["total_ms", "downtime_ms"] {
             most(case, name, report[name].as_f64().with_context(|| format!("no {name}"))?);
@@ -133,7 +140,7 @@ impl Stand {
     }
 }
 
-/// The guest's writes a second now.
+/// Measures the guest's writes per second.
 pub(super) fn speed(side: &mut Side) -> Result<f64> {
     let look = |side: &mut Side| -> Result<(f64, Instant)> {
         let status = side.status().context("no status")?;
@@ -146,7 +153,8 @@ pub(super) fn speed(side: &mut Side) -> Result<f64> {
     Ok((after - before) / (ended - began).as_secs_f64())
 }
 
-/// The guest's speed while something was tried, beside that before.
+/// Records the guest's speed before and during the case, and checks that the guest kept enough of
+/// it.
 pub(super) fn kept(case: &mut Case, wrong: &mut Vec<String>, before: f64, during: f64) {
     case.metric("writes_per_s_before", before);
     case.metric("writes_per_s_during", during);
@@ -156,7 +164,8 @@ pub(super) fn kept(case: &mut Case, wrong: &mut Vec<String>, before: f64, during
     }
 }
 
-/// Notes what a process has at most beside its guest, and that it is not too much.
+/// Records the resources that a process uses beyond `guest_kib`, and checks them against the
+/// limits.
 pub(super) fn bounded(case: &mut Case, wrong: &mut Vec<String>, who: &str, now: &Sample, guest_kib: u64) {
     let more = now.peak_kib.saturating_sub(guest_kib);
     for (what, value, limit) in [
@@ -167,22 +176,26 @@ pub(super) fn bounded(case: &mut Case, wrong: &mut Vec<String>, who: &str, now: 
         #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
         most(case, &format!("{who}_{what}"), value as f64);
         if value > limit {
-            wrong.push(format!("the {who} came to {what} {value}, more than {limit}"));
+            wrong.push(format!("the {who} reached {what} {value}, more than {limit}"));
         }
     }
 }
 
-/// Keeps the largest under its name.
+/// Sets a metric of the case to the larger of its value and `value`.
 pub(super) fn most(case: &mut Case, name: &str, value: f64) {
     let had = case.metrics.get(name).copied().unwrap_or(value);
     case.metric(name, had.max(value));
 }
 
-/// Has `done` asked until it is so.
+/// Calls `done` until it returns `true`.
+///
+/// # Errors
+///
+/// Fails if `done` fails or `PATIENCE` has passed.
 pub(super) fn until(what: &str, mut done: impl FnMut() -> Result<bool>) -> Result<()> {
     let deadline = Instant::now() + PATIENCE;
     while !done()? {
-        ensure!(Instant::now() < deadline, "waited in vain for {what}");
+        ensure!(Instant::now() < deadline, "timed out while waiting for {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
     Ok(())
