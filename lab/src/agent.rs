@@ -1,4 +1,4 @@
-//! Runs the scenarios where KVM is: inside the outer machine, or on the host itself.
+//! Agent that runs the scenarios where KVM is: in the outer machine, or on the host itself.
 
 use anyhow::{Context, Result, bail};
 use std::path::Path;
@@ -19,11 +19,11 @@ fn act(arguments: &[String]) -> Result<()> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["run", plan] => runner::run(Path::new(plan)),
         ["scenario", name, plan, pace] => {
-            let pace = pace.parse().with_context(|| format!("{pace} is no pace"))?;
+            let pace = pace.parse().with_context(|| format!("{pace} is not a valid pace"))?;
             runner::scenario(name, Path::new(plan), pace)
         }
         ["serve", address] => {
-            peer::serve(address.parse().with_context(|| format!("{address} is no address"))?)
+            peer::serve(address.parse().with_context(|| format!("{address} is not a valid address"))?)
         }
         _ => bail!("usage: lab-agent run PLAN | scenario NAME PLAN PACE | serve ADDRESS"),
     }

@@ -1,8 +1,10 @@
-//! `cargo xtask api`: the public API of the library crates, compared with the listings in `docs/api`.
+//! `cargo xtask api`: comparison of the public API of the library crates with the listings in
+//! `docs/api`.
 //!
-//! rustdoc describes a crate as JSON, and the crate `public-api` makes one line of each public item. The JSON is unstable:
-//! stable Rust writes it only for crates that `RUSTC_BOOTSTRAP` names, and its form changes from version to version. Where
-//! `public-api` cannot read what this Rust writes, the comparison is skipped by name.
+//! rustdoc describes a crate as JSON, and the crate `public-api` makes one line of each public
+//! item. The JSON is unstable: stable Rust writes it only for crates that `RUSTC_BOOTSTRAP` names,
+//! and its format changes between versions. If `public-api` cannot read the JSON of this Rust, the
+//! comparison is skipped with a message.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -12,12 +14,13 @@ use std::fs::{create_dir_all, read_dir, read_to_string, remove_file, write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The library that re-exports the others. Its features decide which features the listings show.
+/// Library that re-exports the others. Its features decide which features the listings show.
 const FACADE: &str = "vmferry";
 /// Folder of the listings, one file for each library.
 const FOLDER: &str = "docs/api";
 
-/// Compares the public API of each library with its listing, or records it. Returns whether they agree.
+/// Compares the public API of each library with its listing, or records it. Returns whether they
+/// agree.
 pub(crate) fn api(update: bool) -> Result<bool> {
     let root = root();
     let listings = match listings(&root)? {
@@ -30,12 +33,12 @@ pub(crate) fn api(update: bool) -> Result<bool> {
     if update { record(&root.join(FOLDER), &listings).map(|()| true) } else { compare(&root, &listings) }
 }
 
-/// The workspace's folder.
+/// Returns the folder of the workspace.
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("lab is a folder of the workspace").to_owned()
 }
 
-/// What this Rust says of the libraries.
+/// Listings of the libraries, as this Rust describes them.
 enum Listings {
     /// The listing of each library, by the name of its package.
     Found(BTreeMap<String, String>),
@@ -67,7 +70,7 @@ fn listings(root: &Path) -> Result<Listings> {
     Ok(Listings::Found(listings))
 }
 
-/// The packages that are published, and the features of each.
+/// Returns the packages that are published, and the features of each.
 fn libraries(metadata: &Value) -> BTreeMap<String, Vec<String>> {
     let packages = metadata["packages"].as_array().into_iter().flatten();
     let published = packages.filter(|package| package["publish"].is_null());
@@ -78,10 +81,11 @@ fn libraries(metadata: &Value) -> BTreeMap<String, Vec<String>> {
     described.collect()
 }
 
-/// Has rustdoc describe `libraries`, with all features of the facade, in the folder `target`.
+/// Makes rustdoc describe `libraries`, with all features of the facade, in the folder `target`.
 ///
-/// One call for all libraries: each is then described with the features that the facade turns on. The folder is not
-/// that of other builds, because build scripts that read `RUSTC_BOOTSTRAP` would run again there.
+/// One call describes all libraries, so that each has the features that the facade turns on. The
+/// folder differs from that of other builds. Otherwise build scripts that read `RUSTC_BOOTSTRAP`
+/// would run again there.
 fn document(root: &Path, target: &Path, libraries: &BTreeMap<String, Vec<String>>) -> Result<()> {
     let features: Vec<String> =
         libraries[FACADE].iter().map(|feature| format!("{FACADE}/{feature}")).collect();
@@ -95,10 +99,11 @@ fn document(root: &Path, target: &Path, libraries: &BTreeMap<String, Vec<String>
     output(&mut cargo).map(drop)
 }
 
-/// The lines of `items` that are recorded.
+/// Returns the lines of `items` that are recorded.
 ///
-/// An automatic trait is what a type has unless something in it forbids that. Only the exceptions are recorded, and of
-/// `Send` and `Sync` alone: the others change with each version of Rust.
+/// A type has an automatic trait unless one of its parts forbids the trait. Only the exceptions are
+/// recorded, and only for `Send` and `Sync`, because the other traits change with each version of
+/// Rust.
 fn listing(items: &str) -> String {
     let recorded = items.lines().filter(|line| match automatic(line) {
         None => true,
@@ -108,7 +113,7 @@ fn listing(items: &str) -> String {
     recorded.fold(String::new(), |listing, line| listing + line + "\n")
 }
 
-/// The automatic trait whose implementation `line` is.
+/// Returns the automatic trait whose implementation `line` is.
 fn automatic(line: &str) -> Option<&str> {
     const AUTOMATIC: [&str; 7] =
         ["Send", "Sync", "Unpin", "UnsafeUnpin", "Freeze", "UnwindSafe", "RefUnwindSafe"];
@@ -117,7 +122,7 @@ fn automatic(line: &str) -> Option<&str> {
     AUTOMATIC.contains(&name).then_some(name)
 }
 
-/// Writes the listings, and deletes those of crates that are no library any more.
+/// Writes the listings, and deletes those of crates that are no longer libraries.
 fn record(folder: &Path, listings: &BTreeMap<String, String>) -> Result<()> {
     create_dir_all(folder).with_context(|| folder.display().to_string())?;
     for (library, listing) in listings {
@@ -131,7 +136,7 @@ fn record(folder: &Path, listings: &BTreeMap<String, String>) -> Result<()> {
     Ok(())
 }
 
-/// The recorded listings, by the name of the library.
+/// Returns the recorded listings by the name of the library.
 fn recorded(folder: &Path) -> Result<BTreeMap<String, String>> {
     let mut found = BTreeMap::new();
     for entry in read_dir(folder).with_context(|| folder.display().to_string())? {
@@ -145,7 +150,7 @@ fn recorded(folder: &Path) -> Result<BTreeMap<String, String>> {
     Ok(found)
 }
 
-/// Prints what differs, and returns whether nothing does.
+/// Prints the differences, and returns whether there are none.
 fn compare(root: &Path, listings: &BTreeMap<String, String>) -> Result<bool> {
     let recorded = recorded(&root.join(FOLDER))?;
     let mut differences = String::new();
@@ -159,12 +164,14 @@ fn compare(root: &Path, listings: &BTreeMap<String, String>) -> Result<bool> {
     }
     if !differences.is_empty() {
         eprint!("{differences}");
-        eprintln!("api: the public API is not the recorded one. If that is meant: cargo xtask api --update");
+        eprintln!(
+            "api: the public API differs from the recorded one; if this is intended, run cargo xtask api --update"
+        );
     }
     Ok(differences.is_empty())
 }
 
-/// The lines of `before` that `after` lacks, and the reverse.
+/// Returns the lines of `before` that are missing in `after`, and the reverse.
 fn difference(before: &str, after: &str) -> String {
     let mut counts = BTreeMap::<&str, i32>::new();
     before.lines().for_each(|line| *counts.entry(line).or_default() -= 1);
@@ -174,17 +181,17 @@ fn difference(before: &str, after: &str) -> String {
         .fold(String::new(), |text, (line, count)| text + if count < 0 { "- " } else { "+ " } + line + "\n")
 }
 
-/// The cargo that runs this program, in the folder `root`.
+/// Returns the cargo command that runs this program, in the folder `root`.
 fn cargo(root: &Path) -> Command {
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.current_dir(root);
     cargo
 }
 
-/// What `command` prints. Its messages go where ours do.
+/// Returns the output of `command`. Its messages go to the standard error of this process.
 fn output(command: &mut Command) -> Result<String> {
     let ran = command.stderr(std::process::Stdio::inherit()).output();
-    let ran = ran.with_context(|| format!("{} does not start", command.get_program().display()))?;
+    let ran = ran.with_context(|| format!("cannot start {}", command.get_program().display()))?;
     if !ran.status.success() {
         bail!("{} ended with {}", command.get_program().display(), ran.status);
     }
@@ -212,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn packages_that_are_not_published_are_no_libraries() {
+    fn unpublished_packages_are_not_libraries() {
         let metadata = serde_json::json!({"packages": [
             {"name": "a", "publish": null, "features": {"x": [], "default": ["x"]}},
             {"name": "b", "publish": [], "features": {}},

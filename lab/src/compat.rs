@@ -1,6 +1,8 @@
-//! `cargo xtask compat REVISION`: guests move between the command of that revision and this one, both ways, and through files.
+//! `cargo xtask compat REVISION`: moves of guests between the command of an older revision and this
+//! one, in both directions and through files.
 //!
-//! What is frozen (docs/compatibility.md) is shown here, with the programs that people have, not with their parts.
+//! The test runs whole programs, to show that the frozen formats (docs/compatibility.md) are
+//! compatible.
 
 use crate::host;
 use anyhow::{Context, Result, bail, ensure};
@@ -17,14 +19,14 @@ const MEMORY: &str = "64M";
 const LOAD: &str = "uniform,ws=4M,data=24M,rate=5k,fill=random";
 const WAYS: [&str; 4] = ["precopy", "postcopy", "hybrid", "file"];
 
-/// A build of the command.
+/// Build of the command.
 #[derive(Debug)]
 struct Build {
     name: String,
     program: PathBuf,
 }
 
-/// A `vmferry run`, ended when it is dropped, or with this process.
+/// Process `vmferry run`. It ends on drop, or with this process.
 struct Side<'a> {
     build: &'a Build,
     child: Child,
@@ -48,15 +50,15 @@ impl<'a> Side<'a> {
             .with_context(|| format!("cannot start {}", build.program.display()))?;
         let mut side = Self { build, child, api };
         side.wait(&format!("the {name} ({})", build.name), |_| true).with_context(|| {
-            format!("it said: {}", std::fs::read_to_string(&log).unwrap_or_default().trim())
+            format!("its output: {}", std::fs::read_to_string(&log).unwrap_or_default().trim())
         })?;
         Ok(side)
     }
 
-    /// Runs a command of the same build against it.
+    /// Runs a command of the same build with the control socket of this process.
     fn say(&self, words: &[&str]) -> Result<String> {
         let mut command = Command::new(&self.build.program);
-        let (word, rest) = words.split_first().context("nothing to say")?;
+        let (word, rest) = words.split_first().context("no command")?;
         let output =
             command.arg(word).arg("--api").arg(&self.api).args(rest).stdin(Stdio::null()).output()?;
         if !output.status.success() {
@@ -78,18 +80,18 @@ impl<'a> Side<'a> {
                 return Ok(status.clone());
             }
             if let Some(ended) = self.child.try_wait()? {
-                bail!("waited in vain for {what}: its process ended ({ended})");
+                bail!("the process ended ({ended}) while waiting for {what}");
             }
-            ensure!(Instant::now() < deadline, "waited in vain for {what}: {status:?}");
+            ensure!(Instant::now() < deadline, "timed out while waiting for {what}: {status:?}");
             std::thread::sleep(POLL);
         }
     }
 
-    /// The guest runs here, goes on, and has found nothing wrong with its pages.
+    /// Checks that the guest runs in this process, makes progress, and has found no damaged pages.
     fn whole(&mut self) -> Result<()> {
         let writes = |status: &Value| status["vm"]["guest"]["writes"].as_u64();
         let before = self.wait("the guest's statistics", |status| writes(status).is_some())?;
-        let later = self.wait("the guest going on", |status| writes(status) > writes(&before))?;
+        let later = self.wait("the guest making progress", |status| writes(status) > writes(&before))?;
         let guest = &later["vm"]["guest"];
         ensure!(guest["corrupt"] == 0, "the guest finds damaged pages: {guest}");
         Ok(())
@@ -103,7 +105,7 @@ impl Drop for Side<'_> {
     }
 }
 
-/// Moves one guest, whose every page is compared or checked on the way.
+/// Moves one guest. Every page is compared or checked on the way.
 fn once(from: &Build, to: &Build, guest: &str, way: &str, folder: &Path) -> Result<()> {
     let _ = std::fs::remove_dir_all(folder);
     std::fs::create_dir_all(folder)?;
@@ -121,7 +123,8 @@ fn once(from: &Build, to: &Build, guest: &str, way: &str, folder: &Path) -> Resu
     target.whole()
 }
 
-/// The command of `revision`, built from what is committed there; that of the working tree if there is none.
+/// Builds the command of `revision` from its commit, or that of the working tree without a
+/// revision.
 fn build(revision: Option<&str>) -> Result<Build> {
     let root = host::parts::workspace();
     let kept = root.join("target/compat");
@@ -132,7 +135,7 @@ fn build(revision: Option<&str>) -> Result<Build> {
             let sha = run(Command::new("git")
                 .args(["rev-parse", "--verify", "--short=12", &commit])
                 .current_dir(&root))
-            .with_context(|| format!("there is no revision '{revision}' here"))?;
+            .with_context(|| format!("there is no revision '{revision}' in this repository"))?;
             let sha = sha.trim().to_owned();
             let tree = kept.join(&sha);
             if !tree.join("Cargo.toml").exists() {
@@ -150,23 +153,27 @@ fn build(revision: Option<&str>) -> Result<Build> {
     };
     eprintln!("compat: building vmferry of {name}");
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    // Of its own: cargo takes the same package in two places for one.
+    // Each build has a separate folder, because cargo takes the same package in two places for one.
     let target = kept.join(format!("build-{}", name.replace(' ', "-")));
     let mut command = Command::new(cargo);
-    // Of any package: older revisions have it in another one.
+    // The package is not named, because older revisions have the program in another package.
     command.args(["build", "--quiet", "--locked", "--bin", "vmferry", "--target-dir"]);
     run(command.arg(&target).current_dir(&tree))?;
     Ok(Build { name, program: target.join("debug/vmferry") })
 }
 
-/// What a command says, if it succeeds.
+/// Returns the output of a command.
+///
+/// # Errors
+///
+/// Fails if the command does not succeed.
 fn run(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).stderr(Stdio::inherit()).output()?;
     ensure!(output.status.success(), "{command:?} ended with {}", output.status);
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Every way, guest and direction; true if all guests arrived.
+/// Moves guests of each kind in every way and direction. Returns `true` if all guests arrived.
 pub(crate) fn compat(revision: &str, json: Option<&Path>) -> Result<bool> {
     let (old, new) = (build(Some(revision))?, build(None)?);
     let mut table = Table::new();

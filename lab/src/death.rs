@@ -1,42 +1,42 @@
-//! Deaths of the emulator: a machine, or a guest in it, that ended in a way that only the emulator
-//! can have caused.
+//! Emulator failures: a machine, or a guest in it, ended in a way that only the emulator can have
+//! caused.
 //!
-//! A death needs a proof in a log. Without one, an end is a failure, and the scenario that was
-//! under way is not tried again.
+//! An emulator failure needs a proof in a log. Without one, the end is a failure of the scenario
+//! that was running, and the scenario is not tried again.
 //!
 //! The proof in an outer kernel's log is an exception or an interrupt inside the world switch.
 //! Between `vmrun` and the return of `svm_vcpu_enter_exit`, the global interrupt flag is clear, and
-//! the kernel accesses only memory that is always mapped. So no interrupt can arrive there and no
-//! instruction there can fault, unless the emulator delivers what belongs to the guest, or delivers
-//! it at the wrong time. The first handler then runs with the guest's GS base, faults at its first
-//! access to per-CPU data, and faults again in the handler of that fault, until the stack is used
-//! up.
+//! the kernel accesses only memory that is always mapped. Therefore no interrupt can arrive and no
+//! instruction can fault between these points, unless the emulator delivers an event of the guest,
+//! or delivers an event at the wrong time. The first handler then runs with the guest's GS base,
+//! faults at its first access to per-CPU data, and faults again in the handler of that fault, until
+//! the stack is used up.
 
 use serde::Serialize;
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 
-/// A death of the emulator.
+/// Record of an emulator failure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Death {
-    /// The scenario that was under way.
+    /// Name of the scenario that was running.
     pub scenario: String,
-    /// The line that proves it.
+    /// Line of a log that proves the failure.
     pub proof: String,
-    /// Seconds from the machine's start.
+    /// Seconds from the start of the machine.
     pub seconds: f64,
-    /// The console of the machine, as the name of a file beside the summary.
+    /// File name of the machine's console. The file is in the folder of the summary.
     pub log: String,
 }
 
-/// What a kernel says first when it dies of an exception.
+/// First messages of a kernel that panics because of an exception.
 const FATAL: [&str; 5] = ["BUG:", "Oops", "general protection fault", "double fault", "traps: PANIC"];
-/// What it says last.
+/// Last message of a kernel that panics.
 const PANIC: &str = "Kernel panic";
-/// The functions around `vmrun`, as frames of a call trace and as the place of an exception.
+/// Functions around `vmrun`, as frames of a call trace and as the place of an exception.
 const WORLD_SWITCH: [&str; 4] =
     [" svm_vcpu_enter_exit+", " __svm_vcpu_run+", ":svm_vcpu_enter_exit+", ":__svm_vcpu_run+"];
-/// Signals by which a program ends that found an error of its own.
+/// Signals that end a program after an error of its own.
 const OWN_FAULTS: [i32; 6] = [
     4,  // SIGILL
     5,  // SIGTRAP
@@ -46,7 +46,8 @@ const OWN_FAULTS: [i32; 6] = [
     11, // SIGSEGV
 ];
 
-/// Returns the line of an outer kernel's log that proves that the emulator killed this kernel.
+/// Returns the line of an outer kernel's log that proves that the emulator caused the kernel's
+/// panic.
 #[must_use]
 pub fn in_console(log: &str) -> Option<String> {
     let mut lines = kernel(log).skip_while(|line| !FATAL.iter().any(|word| line.contains(word)));
@@ -56,24 +57,25 @@ pub fn in_console(log: &str) -> Option<String> {
     lines.any(|line| line.contains(PANIC)).then(|| format!("{}; {}", first.trim(), text(frame)))
 }
 
-/// The lines of a console that the agent did not write: it quotes what a guest's kernel complains
-/// of.
+/// Returns the lines of a console that the agent did not write. The agent quotes error reports of a
+/// guest's kernel.
 pub fn kernel(log: &str) -> impl Iterator<Item = &str> {
     log.lines().filter(|line| !line.starts_with("LAB "))
 }
 
-/// A question mark is a frame that may be left over from an earlier call.
+/// Returns whether a line is a frame in the world switch. A question mark means a frame that may be
+/// left over from an earlier call.
 fn in_world_switch(line: &str) -> bool {
     !line.contains('?') && WORLD_SWITCH.iter().any(|place| line.contains(place))
 }
 
-/// A kernel's line without its time.
+/// Returns a kernel's line without its time.
 fn text(line: &str) -> &str {
     line.split_once(']').map_or(line, |(_, text)| text).trim()
 }
 
-/// Returns why the end of QEMU itself is a death. An end by SIGKILL is none: QEMU does not do that
-/// to itself.
+/// Returns the reason why the end of QEMU itself is an emulator failure. An end by SIGKILL is not,
+/// because QEMU does not send that signal to itself.
 #[must_use]
 pub fn in_status(status: ExitStatus) -> Option<String> {
     status.signal().filter(|signal| OWN_FAULTS.contains(signal)).map(|_| format!("QEMU ended with {status}"))
@@ -91,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exception_in_the_world_switch_is_a_death() {
+    fn exception_in_the_world_switch_is_an_emulator_failure() {
         let stack = "BUG: TASK stack guard page was hit at 0000000055ca685b";
         let frame = "svm_vcpu_enter_exit+0x4a/0x80 [kvm_amd]";
         let found = in_console(&crash(stack, frame)).unwrap();
@@ -102,22 +104,22 @@ mod tests {
     }
 
     #[test]
-    fn any_other_end_is_none() {
+    fn any_other_end_is_no_emulator_failure() {
         let stack = "BUG: TASK stack guard page was hit";
         let frame = "svm_vcpu_enter_exit+0x4a/0x80 [kvm_amd]";
         assert_eq!(in_console(&crash(stack, "tun_get_user+0x10/0x20 [tun]")), None);
         assert_eq!(in_console(&crash(stack, "? svm_vcpu_enter_exit+0x4a/0x80")), None);
         assert_eq!(in_console(&crash("WARNING: CPU: 0", frame)), None);
         let whole = crash(stack, frame);
-        assert_eq!(in_console(whole.split("[ 7.4]").next().unwrap()), None, "it has not ended");
+        assert_eq!(in_console(whole.split("[ 7.4]").next().unwrap()), None, "the kernel has not ended");
         assert_eq!(in_console("LAB ended with status 0\n"), None);
-        let quoted =
-            whole.replace("[ 7.1] BUG", "LAB 3.2 FAILED linux-boot (1.0 s): its kernel complains: BUG");
-        assert_eq!(in_console(&quoted), None, "a guest's kernel complained");
+        let quoted = whole
+            .replace("[ 7.1] BUG", "LAB 3.2 FAILED linux-boot (1.0 s): its kernel reports an error: BUG");
+        assert_eq!(in_console(&quoted), None, "the error is of a guest's kernel");
     }
 
     #[test]
-    fn only_a_fault_of_qemu_itself_is_a_death() {
+    fn only_a_fault_of_qemu_itself_is_an_emulator_failure() {
         assert!(in_status(ExitStatus::from_raw(6)).unwrap().contains("SIGABRT"));
         assert!(in_status(ExitStatus::from_raw(11)).is_some());
         assert_eq!(in_status(ExitStatus::from_raw(9)), None);

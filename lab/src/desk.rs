@@ -1,6 +1,8 @@
-//! Programs that are started, fed, watched and ended at some place: here, or on another machine of the lab (see [`crate::peer`]).
+//! Programs that are started, fed, read and ended on this machine or on another machine of the lab
+//! (see [`crate::peer`]).
 //!
-//! A scenario says the same to both, so that it can move a guest between two processes or between two kernels.
+//! A scenario uses the same requests for both, so that it can move a guest between two processes or
+//! between two kernels.
 
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -11,86 +13,87 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
 
-/// What can be asked of a place.
+/// Request to a place.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
-    /// Start a program that goes on: its output into one file, its errors into another.
+    /// Start a program, with its output and errors in two files.
     Start {
-        /// The program and its arguments.
+        /// Program and its arguments.
         command: Vec<String>,
-        /// For standard output.
+        /// File for standard output.
         output: PathBuf,
-        /// For standard error.
+        /// File for standard error.
         errors: PathBuf,
     },
     /// Run a program to its end.
     Run {
-        /// The program and its arguments.
+        /// Program and its arguments.
         command: Vec<String>,
     },
-    /// Give a program this on its standard input.
+    /// Write text to the standard input of a program.
     Type {
-        /// What `Start` answered.
+        /// Number from the answer to `Start`.
         id: u32,
-        /// The text.
+        /// Text to write.
         text: String,
     },
-    /// How a program ended, if it did.
+    /// Ask whether and how a program ended.
     Ended {
-        /// What `Start` answered.
+        /// Number from the answer to `Start`.
         id: u32,
     },
-    /// End a program at once, and wait until it is gone.
+    /// Kill a program, and wait until it has ended.
     Kill {
-        /// What `Start` answered.
+        /// Number from the answer to `Start`.
         id: u32,
     },
-    /// What a file holds from a place on.
+    /// Read a file from an offset on.
     Read {
-        /// The file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where to begin, in bytes.
+        /// Offset in bytes.
         from: u64,
     },
 }
 
-/// What a place answers.
+/// Answer of a place to a request.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Answer {
-    /// The program has this number.
+    /// The program was started.
     Started {
-        /// The number.
+        /// Number of the program.
         id: u32,
     },
-    /// The program ended.
+    /// The program ran to its end.
     Ran(Ran),
-    /// The program ended so; `None` if it did not, 128 and more for signals.
+    /// Exit status of a program, or `None` if it still runs. Signals are 128 and more.
     Ended(Option<i32>),
-    /// What was read.
+    /// Bytes that were read.
     Read(Vec<u8>),
-    /// Done.
+    /// The request was carried out.
     Done,
-    /// It cannot be done.
+    /// The request failed, with the reason.
     Failed(String),
 }
 
-/// How a program ended, and what it said.
+/// Exit status and output of a program.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Ran {
-    /// Its status; 128 and more for signals.
+    /// Exit status. Signals are 128 and more.
     pub status: i32,
-    /// Its standard output.
+    /// Text of standard output.
     pub output: String,
-    /// Its standard error.
+    /// Text of standard error.
     pub errors: String,
 }
 
-/// Where programs run.
+/// Machine on which programs run.
 pub trait Place: std::fmt::Debug {
-    /// Has it done.
+    /// Carries out a request.
     ///
     /// # Errors
-    /// If it cannot be done, or nobody answers.
+    ///
+    /// Fails if the request cannot be carried out, or the place does not answer.
     fn ask(&self, request: Request) -> Result<Answer>;
 }
 
@@ -106,10 +109,11 @@ impl Place for Here {
     }
 }
 
-/// Most that one `Read` answers: consoles are short, and the next one goes on.
+/// Largest number of bytes that one `Read` returns. Consoles are short, and the next `Read`
+/// continues.
 const MOST_READ: u64 = 1 << 20;
 
-/// Programs of one place. When it is dropped they end.
+/// Programs of one place. They end on drop.
 #[derive(Debug, Default)]
 pub(crate) struct Desk {
     next: u32,
@@ -123,7 +127,7 @@ struct Program {
 }
 
 impl Desk {
-    /// Does what is asked.
+    /// Carries out a request.
     pub(crate) fn handle(&mut self, request: Request) -> Result<Answer> {
         Ok(match request {
             Request::Start { command, output, errors } => {
@@ -132,7 +136,10 @@ impl Desk {
             Request::Run { command } => Answer::Ran(run(&command)?),
             Request::Type { id, text } => {
                 let program = self.program(id)?;
-                program.input.write_all(text.as_bytes()).context("the program does not listen")?;
+                program
+                    .input
+                    .write_all(text.as_bytes())
+                    .context("the program does not read its standard input")?;
                 Answer::Done
             }
             Request::Ended { id } => {
@@ -195,7 +202,7 @@ fn run(command: &[String]) -> Result<Ran> {
     })
 }
 
-/// The status as a shell would give it.
+/// Returns the status as a shell reports it.
 fn number(status: &std::process::ExitStatus) -> i32 {
     use std::os::unix::process::ExitStatusExt;
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
@@ -239,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_ran_says_how() {
+    fn run_returns_status_and_output() {
         let ran = run(&["sh".to_owned(), "-c".to_owned(), "echo a; echo b >&2; exit 3".to_owned()]).unwrap();
         assert_eq!((ran.status, ran.output.as_str(), ran.errors.as_str()), (3, "a\n", "b\n"));
         assert!(run(&words("/nowhere/program")).is_err());

@@ -1,22 +1,24 @@
 //! The lab: real guests on a real KVM, on any host.
 //!
-//! Where a host has no full KVM, QEMU emulates a whole machine with AMD's virtualization (SVM with nested paging): the outer
-//! machine. It boots a distribution's kernel whose `kvm_amd` then is as real as on hardware, only slower. In it vmferry runs, with
-//! its guests, and `lab-agent` takes it through the scenarios. Where the host has full KVM, `lab-agent` does the same right there.
+//! If the host has no complete KVM, QEMU emulates a whole machine with AMD's virtualization (SVM
+//! with nested paging): the outer machine. It boots a distribution's kernel, whose `kvm_amd` works
+//! as on hardware, only slower. vmferry and its guests run in this machine, and `lab-agent` runs
+//! the scenarios. If the host has a complete KVM, `lab-agent` runs the scenarios on the host
+//! itself.
 //!
-//! | module | what it is |
+//! | module | content |
 //! |---|---|
-//! | [`desk`], [`peer`] | programs that a scenario starts, here or on the other machine |
-//! | [`emulator`] | whether the emulator itself lost a guest |
-//! | [`death`] | whether the emulator itself lost a machine |
-//! | [`pace`] | time limits that follow from how fast this machine is |
-//! | [`plan`] | what the host asks the agent to do |
-//! | [`record`] | how one scenario ended |
-//! | [`runner`] | one scenario after the other, each in a process of its own, within its time |
-//! | [`scenarios`] | what is tried |
-//! | [`violation`] | whether a vmferry did what its confinement forbids |
-//! | [`told`] | what a Linux guest tells of itself |
-//! | [`summary`] | the records as a table, as JSON, as JUnit's XML |
+//! | [`desk`], [`peer`] | programs that a scenario starts on this or the other machine |
+//! | [`emulator`] | detection of guests that the emulator lost |
+//! | [`death`] | detection of emulator failures that end a machine |
+//! | [`pace`] | speed of this machine, and time limits that follow from it |
+//! | [`plan`] | request of the host to the agent |
+//! | [`record`] | outcome of one scenario |
+//! | [`runner`] | run of the scenarios, each in a separate process with a time limit |
+//! | [`scenarios`] | scenarios of the lab |
+//! | [`violation`] | detection of system calls that vmferry's confinement forbids |
+//! | [`told`] | report of a Linux guest |
+//! | [`summary`] | records as a table, as JSON, and as JUnit's XML |
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,5 @@
-//! `cargo xtask lab`: real guests on a real KVM, with one command, on any host.
+//! Command `cargo xtask`: the lab with real guests on a real KVM, and other tasks of this
+//! repository.
 
 #![forbid(unsafe_code)]
 
@@ -10,7 +11,7 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 use std::process::ExitCode;
 
-/// vmferry's own chores.
+/// Run development tasks of vmferry
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask")]
 struct Cli {
@@ -20,23 +21,26 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Chore {
-    /// Run vmferry with real guests on a real KVM: the host's own, or that of an emulated machine
+    /// Run real guests on a real KVM, of the host or of an emulated machine
     Lab(LabArgs),
-    /// Compare the public API of the library crates with the listings in docs/api
+    /// Compare the public API of the libraries with docs/api
     Api {
-        /// Record the listings instead
+        /// Record the API in docs/api
         #[arg(long)]
         update: bool,
     },
-    /// Move guests between the command of another revision and this one, both ways: what is frozen stays so
+    /// Move guests between this command and that of another revision
+    ///
+    /// Guests move in both directions and through files. This shows that the frozen formats are
+    /// compatible.
     Compat {
-        /// The other revision, as git knows it
+        /// Other revision, as a name that git accepts
         revision: String,
-        /// Write what came of it as JSON to this file
+        /// Write the results as JSON to this file
         #[arg(long, value_name = "FILE")]
         json: Option<std::path::PathBuf>,
     },
-    /// Become another program that ends together with the process that started it
+    /// Replace this process by a program that ends with its parent
     #[command(name = host::machine::LEASH, hide = true)]
     Leash {
         parent: u32,
@@ -50,29 +54,37 @@ enum Chore {
 pub(crate) struct LabArgs {
     #[command(subcommand)]
     errand: Option<Errand>,
-    /// The short form: the scenarios that show most
+    /// Run only the most important scenarios
     #[arg(long)]
     pub(crate) quick: bool,
-    /// Use the emulated machine even where the host's own KVM could do
+    /// Use the emulated machine even if the host's KVM is complete
     #[arg(long)]
     pub(crate) emulate: bool,
-    /// Only these (see `cargo xtask lab list`), or those whose names begin so
+    /// Names of scenarios, or prefixes of names (see `cargo xtask lab list`)
     pub(crate) scenarios: Vec<String>,
 }
 
 #[derive(Debug, Subcommand)]
 enum Errand {
-    /// Say what is needed and whether it is there; status 1 if something is missing
+    /// List the parts that are found and missing
+    ///
+    /// The exit status is 1 if a part is missing.
     Check,
-    /// Get the kernels and the busybox that the lab boots into target/lab, by apt-get, without installing them
+    /// Fetch kernels, tools and a QEMU into target/lab by apt-get
+    ///
+    /// Nothing is installed.
     Fetch,
-    /// Say which scenarios there are
+    /// List the scenarios
     List,
-    /// Count exits, system calls and wakeups of a Linux guest under vmferry and under QEMU's microvm
+    /// Count exits, system calls and wakeups of a Linux guest
+    ///
+    /// The same guest runs under vmferry and under QEMU's microvm.
     Exits,
-    /// Start the emulated machine and talk to its shell, or have it run a script
+    /// Open a shell in the emulated machine, or run a script in it
     Shell {
-        /// The script; the machine's folder /share is target/lab/shell here
+        /// Script to run
+        ///
+        /// The machine's folder /share is target/lab/shell on the host.
         script: Option<std::path::PathBuf>,
     },
 }

@@ -1,11 +1,11 @@
-//! The speed of this machine, and time limits that follow from it.
+//! Speed of this machine, and time limits that follow from it.
 //!
-//! An emulated machine is as fast as its host has time for it: four times slower on a busy host is
-//! usual. So every time limit of the lab is given for a reference machine and stretched by the
-//! pace: the factor by which this machine is slower. The pace is measured when a process of the lab
-//! starts, before every scenario, and again whenever a time limit seems to be over. While a guest is
-//! moved it is measured all the time ([`Watch`]): a gap that the guest saw is judged when the host may
-//! have time again.
+//! An emulated machine is only as fast as its host allows: it is often four times slower on a busy
+//! host. Therefore every time limit of the lab is given for a reference machine and multiplied by
+//! the pace, the factor by which this machine is slower. A process of the lab measures the pace
+//! when it starts, before every scenario, and again whenever a time limit seems to have passed.
+//! While a guest is moved, the pace is measured all the time ([`Watch`]), because a gap that the
+//! guest saw is judged later, when the host may be idle again.
 
 use rustix::time::{ClockId, clock_gettime};
 use std::hint::black_box;
@@ -14,36 +14,37 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Processor time that [`work`] takes in the emulated machine on an idle host (2 cores of 2026,
-/// QEMU 11.1.3).
+/// Processor time of [`work`] in the emulated machine on an idle host (2 cores of 2026, QEMU
+/// 11.1.3).
 const REFERENCE: Duration = Duration::from_millis(48);
-/// A host that is slower than that does not get on: the limits end somewhere.
+/// Largest pace. A slower host makes no progress, and limits must end.
 const SLOWEST: f64 = 30.0;
 /// Steps of [`work`].
 const STEPS: u32 = 20_000_000;
-/// Rounds of [`work`] for a pace. A host gives a machine that was idle more than its share at
-/// first, so that a short measurement finds it faster than it is.
+/// Rounds of [`work`] in a measurement. At first a host gives a machine that was idle more than its
+/// share, so a short measurement would find the machine faster than it is.
 const ROUNDS: u32 = 3;
-/// The same before something fails.
+/// Rounds of [`work`] in the measurement before a failure.
 const ROUNDS_TO_BE_SURE: u32 = 12;
-/// How often a [`Watch`] measures. A round takes 48 ms of a reference machine, so this costs 2 %.
+/// Interval of the measurements of a [`Watch`]. A round takes 48 ms of a reference machine, so the
+/// watch costs 2 %.
 const WATCH_EVERY: Duration = Duration::from_secs(2);
-/// Bits of the pace of this process; zero until it is known.
+/// Bits of the pace of this process. Zero until the pace is known.
 static PACE: AtomicU64 = AtomicU64::new(0);
 
-/// Measures the pace, and keeps it as the pace of this process.
+/// Measures the pace, and stores it as the pace of this process.
 pub fn calibrate() -> f64 {
     let pace = measure(ROUNDS);
     keep(pace);
     pace
 }
 
-/// Takes over the pace that another process of this machine has measured.
+/// Stores a pace that another process of this machine has measured.
 pub fn keep(pace: f64) {
     PACE.store(clamped(pace).to_bits(), Ordering::Relaxed);
 }
 
-/// Returns the pace of this process: 1 on the reference machine and on any faster one.
+/// Returns the pace of this process. It is 1 on the reference machine and on any faster one.
 #[must_use]
 pub fn current() -> f64 {
     match PACE.load(Ordering::Relaxed) {
@@ -52,20 +53,23 @@ pub fn current() -> f64 {
     }
 }
 
-/// Returns a time limit of the reference machine as one of this machine.
+/// Converts a time limit of the reference machine to this machine.
 #[must_use]
 pub fn stretched(limit: Duration) -> Duration {
     limit.mul_f64(current())
 }
 
-/// Returns the value of vmferry's `--peer-timeout`: its default of 10 s at the pace of this machine.
+/// Returns the value of vmferry's `--peer-timeout`: its default of 10 s at the pace of this
+/// machine.
 #[must_use]
 pub fn peer_timeout() -> String {
     format!("{}ms", stretched(Duration::from_secs(10)).as_millis())
 }
 
-/// Whether something `took` longer than `limit` at the pace of this machine. Before the answer is
-/// yes, the pace is measured again, for longer: the host may have become busy.
+/// Returns whether `took` is longer than `limit` at the pace of this machine.
+///
+/// Before the answer is `true`, the pace is measured again with more rounds, because the host may
+/// have become busy.
 #[must_use]
 pub fn exceeds(took: Duration, limit: Duration) -> bool {
     let (exceeds, pace) = judge(took, limit, current(), || measure(ROUNDS_TO_BE_SURE));
@@ -73,8 +77,8 @@ pub fn exceeds(took: Duration, limit: Duration) -> bool {
     exceeds
 }
 
-/// The answer of [`exceeds`] and the pace that it rests on: `pace`, or a slower one that is
-/// measured now.
+/// Returns the answer of [`exceeds`] and the pace on which it is based: `pace`, or a larger one
+/// that is measured now.
 fn judge(took: Duration, limit: Duration, pace: f64, measure: impl FnOnce() -> f64) -> (bool, f64) {
     if took < limit.mul_f64(pace) {
         return (false, pace);
@@ -83,9 +87,11 @@ fn judge(took: Duration, limit: Duration, pace: f64, measure: impl FnOnce() -> f
     (took >= limit.mul_f64(pace), pace)
 }
 
-/// Measures the pace: by the processor time of this thread, so that other work in this machine does
-/// not count. What the host does meanwhile counts: an emulated machine takes the time for which its
-/// host let it wait for its own.
+/// Measures the pace by the processor time of this thread, so that other work in this machine does
+/// not count.
+///
+/// Other work of the host counts, because an emulated machine includes the time in which its host
+/// did not run it.
 fn measure(rounds: u32) -> f64 {
     let before = cpu_time();
     for _ in 0..rounds {
@@ -95,7 +101,7 @@ fn measure(rounds: u32) -> f64 {
     clamped(took.as_secs_f64() / (REFERENCE * rounds).as_secs_f64())
 }
 
-/// Limits are never shorter than on the reference machine, and they end somewhere.
+/// Limits a pace to at least that of the reference machine and at most the largest one.
 fn clamped(pace: f64) -> f64 {
     pace.clamp(1.0, SLOWEST)
 }
@@ -104,7 +110,7 @@ fn cpu_time() -> Duration {
     clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap_or_default()
 }
 
-/// Arithmetic and a few pages of memory, no system call (SplitMix64).
+/// Runs arithmetic on a few pages of memory, without a system call (SplitMix64).
 fn work(steps: u32) -> u64 {
     let mut table = [0_u64; 4096];
     let mut state = 1_u64;
@@ -117,8 +123,8 @@ fn work(steps: u32) -> u64 {
     table.iter().fold(state, |sum, slot| sum ^ slot)
 }
 
-/// Measures the pace from time to time, from when it is started until it is dropped. Each pace that is
-/// slower than the one known becomes the pace of this process.
+/// Thread that measures the pace at intervals until this value is dropped. A pace that is larger
+/// than the known one becomes the pace of this process.
 #[derive(Debug)]
 pub struct Watch {
     over: Arc<AtomicBool>,
@@ -126,10 +132,11 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Starts.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// If the system has no thread for it.
+    ///
+    /// Fails if the system cannot start a thread.
     pub fn start() -> std::io::Result<Self> {
         let over = Arc::<AtomicBool>::default();
         let ended = Arc::clone(&over);
@@ -154,7 +161,7 @@ impl Drop for Watch {
     }
 }
 
-/// A time limit that is stretched by the pace.
+/// Time limit that is multiplied by the pace.
 #[derive(Debug)]
 pub struct Limit {
     began: Instant,
@@ -162,19 +169,19 @@ pub struct Limit {
 }
 
 impl Limit {
-    /// Begins a time limit that would be `limit` on the reference machine.
+    /// Starts a time limit that is `limit` on the reference machine.
     #[must_use]
     pub fn new(limit: Duration) -> Self {
         Self { began: Instant::now(), limit }
     }
 
-    /// Whether the limit is over, see [`exceeds`].
+    /// Returns whether the limit has passed, see [`exceeds`].
     #[must_use]
     pub fn is_over(&self) -> bool {
         exceeds(self.began.elapsed(), self.limit)
     }
 
-    /// The limit with its pace, in words for a message.
+    /// Returns the limit with its pace as text for a message.
     #[must_use]
     pub fn words(&self) -> String {
         format!("{:.0} s (pace {:.1})", stretched(self.limit).as_secs_f64(), current())
@@ -186,7 +193,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_faster_machine_does_not_shorten_limits_and_a_slow_one_does_not_remove_them() {
+    fn pace_is_limited_to_that_of_the_reference_machine_and_the_largest_one() {
         assert_eq!([0.2, 1.0, 2.5, 1e9].map(clamped), [1.0, 1.0, 2.5, SLOWEST]);
     }
 
@@ -201,14 +208,14 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_is_over_only_at_the_pace_that_is_measured_then() {
+    fn limit_is_over_only_at_the_pace_that_is_measured_then() {
         let seconds = Duration::from_secs;
         let at = |took: u64, pace: f64, measured: f64| judge(seconds(took), seconds(10), pace, || measured);
         assert_eq!(at(11, 1.0, 1.0), (true, 1.0));
         assert_eq!(at(25, 1.0, 4.0), (false, 4.0), "the host has become busy");
         assert_eq!(at(41, 1.0, 4.0), (true, 4.0));
-        assert_eq!(at(25, 2.0, 1.0), (true, 2.0), "a pace that is known is not taken back");
-        let unasked = || -> f64 { panic!("a limit that is not reached costs no measurement") };
+        assert_eq!(at(25, 2.0, 1.0), (true, 2.0), "a known pace is not reduced");
+        let unasked = || -> f64 { panic!("a limit that is not reached needs no measurement") };
         assert_eq!(judge(seconds(25), seconds(10), 3.0, unasked), (false, 3.0));
     }
 }

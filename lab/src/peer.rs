@@ -1,6 +1,7 @@
-//! The other machine of the lab: its desk, behind a TCP connection on the link between the two.
+//! The other machine of the lab, behind a TCP connection on the link between the two machines.
 //!
-//! One request and one answer a connection, both JSON, each ended by closing that direction. Only the lab's machines are on this link.
+//! Each connection carries one request and one answer, both as JSON. The end of each direction ends
+//! the text. Only the lab's machines are on this link.
 
 use crate::desk::{Answer, Desk, Place, Request};
 use crate::pace::{Limit, stretched};
@@ -9,22 +10,24 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
-/// Where the other machine's agent listens.
+/// Port on which the other machine's agent listens.
 pub const PORT: u16 = 7100;
-/// How long an answer may take: as long as a migration that it runs.
+/// Longest time until an answer, which may wait for a whole migration.
 const PATIENCE: Duration = Duration::from_secs(240);
-/// How long the link itself may take: if it is not there by then, it does not come.
+/// Longest time until a connection over the link is open.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Answers requests, for ever.
+/// Answers requests without end.
 ///
 /// # Errors
-/// If nothing can listen here.
+///
+/// Fails if the agent cannot listen at `address`.
 pub fn serve(address: SocketAddr) -> Result<()> {
     let listener = TcpListener::bind(address).with_context(|| format!("cannot listen at {address}"))?;
     println!("LAB serves at {}", listener.local_addr()?);
     let mut desk = Desk::default();
-    // On this thread alone: what it starts ends with it, the thread, and not only with the process.
+    // All requests are served on this thread, because programs end with the thread that started
+    // them, and not only with the process.
     for stream in listener.incoming() {
         if let Err(error) = stream.map_err(Into::into).and_then(|stream| answer(stream, &mut desk)) {
             println!("LAB cannot answer: {error:#}");
@@ -50,10 +53,11 @@ pub struct There {
 }
 
 impl There {
-    /// The machine whose agent listens at `address`; waits until it does.
+    /// Returns the machine whose agent listens at `address`, after it has answered.
     ///
     /// # Errors
-    /// If it does not within `patience`.
+    ///
+    /// Fails if the agent does not answer within `patience`.
     pub fn reach(address: SocketAddr, patience: Duration) -> Result<Self> {
         let limit = Limit::new(patience);
         let there = Self { address };
@@ -78,7 +82,7 @@ impl Place for There {
         stream.shutdown(Shutdown::Write)?;
         let mut text = Vec::new();
         stream.read_to_end(&mut text)?;
-        match serde_json::from_slice(&text).context("the other machine said nothing")? {
+        match serde_json::from_slice(&text).context("cannot parse the other machine's answer")? {
             Answer::Failed(why) => bail!("on the other machine: {why}"),
             answer => Ok(answer),
         }
@@ -90,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_other_side_does_what_is_asked_and_says_what_it_cannot() {
+    fn other_machine_carries_out_requests_and_reports_errors() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let server = std::thread::spawn(move || {

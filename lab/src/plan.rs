@@ -1,34 +1,35 @@
-//! What the host asks the agent to do: a JSON file in the folder that both see.
+//! Request of the host to the agent: a JSON file in the shared folder.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-/// A run of the lab, as the agent sees it: all paths are the agent's.
+/// Run of the lab. All paths are those of the agent.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Plan {
-    /// Which scenarios, in their order.
+    /// Names of the scenarios, in the order in which they run.
     pub scenarios: Vec<String>,
-    /// Where results and logs go; the host reads them there.
+    /// Folder for results and logs, which the host reads.
     pub results: PathBuf,
-    /// The static vmferry.
+    /// Path of the static vmferry.
     pub vmferry: PathBuf,
-    /// The kernel that Linux guests boot.
+    /// Kernel that Linux guests boot.
     pub kernel: PathBuf,
     /// The same kernel as an ELF file.
     pub vmlinux: PathBuf,
-    /// Their initramfs.
+    /// Initramfs of Linux guests.
     pub initrd: PathBuf,
-    /// An empty file system for a guest's disk, if one could be made.
+    /// Empty file system for a guest's disk, if there is one.
     pub disk: Option<PathBuf>,
-    /// A block device with the same that takes hardly half a megabyte a second, if there is one.
+    /// Block device with an empty file system that writes less than half a megabyte per second, if
+    /// there is one.
     pub slow_disk: Option<PathBuf>,
-    /// What checks a file system, if it is there.
+    /// Program that checks a file system, if there is one.
     pub fsck: Option<PathBuf>,
-    /// Where the other machine's agent listens, if there is one.
+    /// Address of the other machine's agent, if there is one.
     pub peer: Option<SocketAddr>,
-    /// Whether KVM is emulated here: then times say little, and every wait is long.
+    /// Set if KVM is emulated. Times then mean little, and every wait is long.
     pub emulated: bool,
 }
 
@@ -36,22 +37,24 @@ impl Plan {
     /// Reads a plan.
     ///
     /// # Errors
-    /// If the file cannot be read, or is no plan.
+    ///
+    /// Fails if the file cannot be read or is not a plan.
     pub fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read(path).with_context(|| format!("cannot read the plan {}", path.display()))?;
-        serde_json::from_slice(&text).with_context(|| format!("{} is no plan of the lab", path.display()))
+        serde_json::from_slice(&text).with_context(|| format!("{} is not a plan of the lab", path.display()))
     }
 
-    /// Writes it.
+    /// Writes the plan.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    ///
+    /// Fails if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         std::fs::write(path, serde_json::to_vec_pretty(self)?)
             .with_context(|| format!("cannot write the plan {}", path.display()))
     }
 
-    /// Where one scenario leaves what it has to show.
+    /// Returns the folder for the files of one scenario.
     #[must_use]
     pub fn folder(&self, scenario: &str) -> PathBuf {
         self.results.join(scenario)

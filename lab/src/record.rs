@@ -1,4 +1,4 @@
-//! How one scenario ended.
+//! Record of one scenario.
 
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -6,31 +6,34 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
-/// The file of records in a run's results, one JSON object a line: what was finished is there even if the machine dies.
+/// File of records in a run's results, with one JSON object per line. Finished records exist even
+/// if the machine ends early.
 pub const RECORDS: &str = "records.jsonl";
-/// The file that names the scenario under way.
+/// File with the name of the running scenario.
 pub const CURRENT: &str = "current";
-/// The file that holds the pace of the machine that runs the scenarios (see [`crate::pace`]), as a decimal number.
+/// File with the pace of the machine that runs the scenarios (see [`crate::pace`]), as a decimal
+/// number.
 pub const PACE: &str = "pace";
 
-/// How a scenario ended.
+/// Outcome of a scenario.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// Everything that it checks held.
+    /// All checks succeeded.
     Passed,
-    /// Something did not.
+    /// A check failed.
     Failed,
-    /// It cannot be tried here, for a reason that lies in the host and not in vmferry.
+    /// The scenario cannot run, because of the host and not of vmferry.
     Skipped,
-    /// Each time it was tried, the emulator died: nothing is known of it, and so the run is not good.
+    /// Each attempt ended in an emulator failure. Nothing is known about the scenario, so the run
+    /// is not successful.
     Emulator,
-    /// It did not get its turn. The run is not complete, and so not good.
+    /// The scenario was not started. The run is incomplete, so it is not successful.
     NotRun,
 }
 
 impl Outcome {
-    /// For people.
+    /// Returns the outcome as text for output.
     #[must_use]
     pub fn word(self) -> &'static str {
         match self {
@@ -42,41 +45,42 @@ impl Outcome {
         }
     }
 
-    /// Whether a run with this in it is good.
+    /// Returns whether a run with this outcome can be successful.
     #[must_use]
     pub fn is_good(self) -> bool {
         matches!(self, Self::Passed | Self::Skipped)
     }
 }
 
-/// What is known of one scenario.
+/// Record of one scenario.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Record {
-    /// Its name.
+    /// Name of the scenario.
     pub scenario: String,
-    /// How it ended.
+    /// Outcome of the scenario.
     pub outcome: Outcome,
-    /// Why, if it did not pass.
+    /// Reason, if the scenario did not pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub why: Option<String>,
-    /// Seconds that it took, by the clock of where it ran.
+    /// Duration in seconds, by the clock of the machine on which the scenario ran.
     pub seconds: f64,
-    /// What was measured on the way, by name.
+    /// Measured figures, by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub figures: BTreeMap<String, serde_json::Value>,
 }
 
 impl Record {
-    /// One without figures.
+    /// Creates a record without figures.
     #[must_use]
     pub fn new(scenario: &str, outcome: Outcome, why: Option<String>, seconds: f64) -> Self {
         Self { scenario: scenario.to_owned(), outcome, why, seconds, figures: BTreeMap::new() }
     }
 
-    /// Adds it to the records in `results`.
+    /// Appends the record to those in `results`.
     ///
     /// # Errors
-    /// If they cannot be written.
+    ///
+    /// Fails if the file cannot be written.
     pub fn append(&self, results: &Path) -> Result<()> {
         let path = results.join(RECORDS);
         let mut line = serde_json::to_vec(self)?;
@@ -90,10 +94,11 @@ impl Record {
     }
 }
 
-/// The records in `results` so far. A last line that is only half there is left out.
+/// Reads the records in `results`. An incomplete last line is left out.
 ///
 /// # Errors
-/// If a whole line is no record.
+///
+/// Fails if a complete line is not a record.
 pub fn read(results: &Path) -> Result<Vec<Record>> {
     let text = match std::fs::read_to_string(results.join(RECORDS)) {
         Ok(text) => text,
@@ -111,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_appended_is_read_and_half_a_line_is_not() {
+    fn appended_records_are_read_and_an_incomplete_line_is_not() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(read(folder.path()).unwrap(), []);
         let first = Record::new("a", Outcome::Passed, None, 1.5);

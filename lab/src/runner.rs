@@ -1,7 +1,7 @@
-//! One scenario after the other, each in a process of its own.
+//! Run of the scenarios one after the other, each in a separate process.
 //!
-//! A process can be ended for good when its time is up, whatever its threads are waiting for; what it started ends with it
-//! (`vmferry run --die-with-parent`, and its process group).
+//! A process can be killed when its time is up, whatever its threads wait for. The processes that
+//! it started end with it (`vmferry run --die-with-parent`, and its process group).
 
 use crate::emulator::Watch;
 use crate::pace::{self, Limit};
@@ -17,25 +17,28 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How often a scenario's process is looked at.
+/// Interval at which a scenario's process is polled.
 const TICK: Duration = Duration::from_millis(50);
-/// The file in a scenario's folder that holds its record.
+/// File in a scenario's folder with its record.
 const RECORD: &str = "record.json";
-/// The file in a scenario's folder that holds what its guests did last, as KVM saw it, if it failed.
+/// File in a scenario's folder with the last exits of its guests, if the scenario failed.
 const EXITS: &str = "exits.txt";
-/// The file in a scenario's folder that holds what it said.
+/// File in a scenario's folder with its output.
 const LOG: &str = "log.txt";
 
-/// Runs all that the plan in the file `path` asks for, up to the first scenario whose guest the emulator lost.
+/// Runs the scenarios of the plan in the file `path`, up to the first one whose guest the emulator
+/// lost.
 ///
 /// # Errors
-/// If results cannot be written. A scenario that fails is no error: its record says so.
+///
+/// Fails if results cannot be written. A scenario that fails is not an error: its record has the
+/// failure.
 pub fn run(path: &Path) -> Result<()> {
     let plan = Plan::read(path)?;
     let start = Instant::now();
-    // Without it a guest that the emulator loses is taken for one that vmferry lost.
+    // Without the watch, a guest that the emulator lost would count as lost by vmferry.
     let watch = plan.emulated.then(Watch::start).transpose().unwrap_or_else(|error| {
-        println!("LAB does not watch the emulator: {error:#}");
+        println!("LAB cannot watch the emulator: {error:#}");
         None
     });
     for name in &plan.scenarios {
@@ -61,7 +64,7 @@ pub fn run(path: &Path) -> Result<()> {
             record.seconds
         );
         if record.outcome == Outcome::Emulator {
-            // Another machine goes on.
+            // A new machine continues with this scenario.
             break;
         }
     }
@@ -69,7 +72,8 @@ pub fn run(path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// One scenario. If it failed: what KVM saw last, and whether that proves that the emulator lost its guest.
+/// Runs one scenario. After a failure, stores the last exits and decides whether they prove that
+/// the emulator lost the guest.
 fn watched(scenario: &Scenario, path: &Path, plan: &Plan, watch: Option<&Watch>) -> Result<Record> {
     let record = one(scenario, path, plan)?;
     let Some(watch) = watch else { return Ok(record) };
@@ -91,7 +95,7 @@ fn watched(scenario: &Scenario, path: &Path, plan: &Plan, watch: Option<&Watch>)
     })
 }
 
-/// One scenario in its process.
+/// Runs one scenario in a separate process.
 fn one(scenario: &Scenario, path: &Path, plan: &Plan) -> Result<Record> {
     let name = scenario.name;
     let folder = plan.folder(name);
@@ -117,7 +121,8 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan) -> Result<Record> {
         }
         std::thread::sleep(TICK);
     };
-    // Whatever it left behind goes with it; its group is gone if there is nothing.
+    // Kills the processes that the scenario left behind. The group does not exist if there are
+    // none.
     if let Some(group) = i32::try_from(child.id()).ok().and_then(rustix::process::Pid::from_raw) {
         let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
     }
@@ -130,7 +135,7 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan) -> Result<Record> {
         match std::fs::read(folder.join(RECORD)).ok().and_then(|text| serde_json::from_slice(&text).ok()) {
             Some(record) => record,
             None => {
-                let why = format!("its process ended without a word ({status}); see {name}/{LOG}");
+                let why = format!("its process ended without a record ({status}); see {name}/{LOG}");
                 Record::new(name, Outcome::Failed, Some(why), 0.0)
             }
         };
@@ -140,13 +145,15 @@ fn one(scenario: &Scenario, path: &Path, plan: &Plan) -> Result<Record> {
     })
 }
 
-/// Runs one scenario here, at the pace that the agent measured, and leaves its record in its folder.
+/// Runs one scenario in this process, at the pace that the agent measured, and stores its record in
+/// its folder.
 ///
 /// # Errors
-/// If there is no such scenario, or its record cannot be written.
+///
+/// Fails if there is no such scenario or its record cannot be written.
 pub fn scenario(name: &str, path: &Path, pace: f64) -> Result<()> {
     pace::keep(pace);
-    // Whoever ends the agent ends this, and with it what it starts.
+    // This process ends with the agent, and the processes that it starts end with this one.
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     let plan = Plan::read(path)?;
     let scenario = scenarios::find(name).with_context(|| format!("there is no scenario '{name}'"))?;

@@ -1,51 +1,52 @@
-//! What a Linux guest of the lab tells of itself on its console.
+//! Report of a Linux guest of the lab on its console.
 
 use serde::{Deserialize, Serialize};
 
-/// What such a line begins with.
+/// Start of a line with a report.
 pub const MARK: &str = "LAB-TOLD ";
 
-/// One report.
+/// Report of a guest.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Told {
     /// Seconds since the guest booted, by its own clock.
     pub uptime_s: f64,
     /// Seconds since 1970, by its own clock.
     pub realtime_s: f64,
-    /// How often its clocks were looked at: every 10 ms, if it could.
+    /// Number of reads of the clocks. The guest reads them every 10 ms if it gets a processor.
     pub ticks: u64,
-    /// How often its monotonic clock had gone back.
+    /// Number of steps back of the monotonic clock.
     pub backwards: u64,
-    /// The longest time between two looks since the last report for which everything was checked, in milliseconds.
+    /// Longest time between two reads since the last report with all checks, in milliseconds.
     pub gap_ms: f64,
-    /// The most by which its real time and its monotonic time have parted, in milliseconds.
+    /// Largest divergence of real time and monotonic time, in milliseconds.
     pub step_ms: f64,
-    /// Processors that are on.
+    /// Number of processors that are online.
     pub cpus: u64,
-    /// Whether everything was checked for this report, not just what is cheap.
+    /// Set if all checks were run for this report, and not only the cheap ones.
     pub whole: bool,
-    /// Pages that are written all the time.
+    /// Number of pages that are written all the time.
     pub stress_pages: u64,
-    /// How often one was.
+    /// Number of writes of a page.
     pub stress_writes: u64,
-    /// How often one was not as it had been written.
+    /// Number of checks that found a page with wrong content.
     pub stress_wrong: u64,
-    /// Whether the file that is kept is as it was.
+    /// Set if the kept file is unchanged. `None` if it was not checked.
     pub kept_good: Option<bool>,
-    /// Records that were written to the disk and flushed.
+    /// Number of records that were written to the disk and flushed. `None` without a disk.
     pub records: Option<u64>,
-    /// Writes that failed.
+    /// Number of failed writes of records.
     pub record_errors: u64,
-    /// Flushed records that are not there.
+    /// Number of flushed records that are missing or damaged. `None` if they were not checked.
     pub records_lost: Option<u64>,
-    /// Lines that were sent back on TCP connections.
+    /// Number of lines that were echoed on TCP connections.
     pub echoes: u64,
-    /// What its kernel complained of.
+    /// Error reports of the guest's kernel.
     pub complaints: Vec<String>,
 }
 
 impl Told {
-    /// The report in a line of the console, if it is one. What stands before it in the line is another's.
+    /// Returns the report in a line of the console, if there is one. Other text may come before it
+    /// in the line.
     #[must_use]
     pub fn in_line(line: &str) -> Option<Self> {
         serde_json::from_str(line[line.find(MARK)? + MARK.len()..].trim_end()).ok()
@@ -57,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_is_found_in_its_line() {
+    fn report_is_found_in_a_line() {
         let told = Told { ticks: 7, complaints: vec!["a \"b\"".into()], ..Told::default() };
         let line = format!("~ # {MARK}{}\r\n", serde_json::to_string(&told).unwrap());
         assert_eq!(Told::in_line(&line), Some(told));

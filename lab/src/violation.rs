@@ -1,18 +1,20 @@
-//! Whether a vmferry did what its confinement forbids. It says so and goes on, so that a guest may well arrive all the same.
+//! Detection of system calls that vmferry's confinement forbids. vmferry logs such a call and
+//! continues, so the guest may still arrive.
 
 use anyhow::{Context, Result};
 use std::path::Path;
 
-/// What stands in the line that a forbidden system call leaves (`docs/confinement.md`).
+/// Text in the line that vmferry logs for a forbidden system call (`docs/confinement.md`).
 const FORBIDDEN: &str = "which its confinement forbids";
 
-/// The first such line in the files of a scenario's `folder`, with the file's name.
+/// Returns the first such line in the files of a scenario's `folder`, with the file's name.
 ///
 /// # Errors
-/// If one of them cannot be read.
+///
+/// Fails if a file cannot be read.
 pub fn found(folder: &Path) -> Result<Option<String>> {
     let mut paths: Vec<_> = std::fs::read_dir(folder)
-        .with_context(|| format!("cannot look into {}", folder.display()))?
+        .with_context(|| format!("cannot read {}", folder.display()))?
         .map(|entry| entry.map(|entry| entry.path()))
         .collect::<std::io::Result<_>>()?;
     paths.sort();
@@ -32,7 +34,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_violation_is_found_in_whichever_file_it_stands() {
+    fn violation_is_found_in_any_file() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("guest1.errors"), "listening at tcp:127.0.0.1:7\n").unwrap();
         std::fs::write(folder.path().join("log.txt"), [b"\xff", b"passed\n".as_slice()].concat()).unwrap();
@@ -46,7 +48,7 @@ mod tests {
     }
 
     #[test]
-    fn the_line_is_the_one_that_vmferry_writes() {
+    fn expected_text_is_the_one_that_vmferry_logs() {
         assert!(include_str!("../../crates/confine/src/seccomp/violation.rs").contains(FORBIDDEN));
     }
 }

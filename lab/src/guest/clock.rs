@@ -1,4 +1,4 @@
-//! Whether time goes on as it should: no step back, no gap that nobody can explain, clocks that agree.
+//! Checks of time in a guest: no step back, no unexplained gap, and clocks that agree.
 
 use anyhow::Result;
 use rustix::time::{ClockId, clock_gettime};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_lab::told::Told;
 
-/// How often the clocks are looked at.
+/// Interval at which the clocks are read.
 const TICK: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Default)]
@@ -17,7 +17,7 @@ struct Seen {
     step_ms: f64,
 }
 
-/// Looks at the clocks all the time.
+/// Thread that reads the clocks all the time.
 #[derive(Debug)]
 pub(crate) struct Clock {
     seen: Arc<Mutex<Seen>>,
@@ -25,7 +25,7 @@ pub(crate) struct Clock {
 
 fn seconds(clock: ClockId) -> f64 {
     let time = clock_gettime(clock);
-    #[expect(clippy::cast_precision_loss, reason = "microseconds are enough, and there are bits for those")]
+    #[expect(clippy::cast_precision_loss, reason = "microseconds are enough, and f64 has the bits for them")]
     let seconds = time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9;
     seconds
 }
@@ -38,7 +38,8 @@ impl Clock {
         Ok(Self { seen })
     }
 
-    /// Tells; if `anew`, gaps are counted anew from here.
+    /// Adds the clocks' state to a report. With `anew`, the longest gap is counted anew from this
+    /// moment.
     pub(crate) fn tell(&self, told: &mut Told, anew: bool) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         told.uptime_s = seconds(ClockId::Boottime);
@@ -53,9 +54,10 @@ impl Clock {
     }
 }
 
-/// By how much real time is ahead of monotonic time.
+/// Returns the seconds by which real time is ahead of monotonic time.
 fn apart() -> f64 {
-    /// Between the two reads this thread may lose its processor: so both are read within this, or again.
+    /// Longest time in seconds between the two reads. This thread may lose its processor between
+    /// them, and then the reads are repeated.
     const AT_ONCE: f64 = 1e-3;
     const TRIES: u32 = 100;
     let mut apart = 0.0;

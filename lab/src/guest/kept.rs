@@ -1,4 +1,5 @@
-//! A file in a tmpfs that nobody touches, and its checksum: pages that are sent once and must be right for ever.
+//! File in a tmpfs that is not changed after its creation, with its checksum. Its pages are sent
+//! once and must stay right.
 
 use anyhow::{Context, Result};
 use std::path::PathBuf;
@@ -6,7 +7,7 @@ use std::path::PathBuf;
 const BYTES: usize = 8 << 20;
 const PATH: &str = "/tmp/kept";
 
-/// The file.
+/// Unchanged file, and its checksum.
 #[derive(Debug)]
 pub(crate) struct Kept {
     path: PathBuf,
@@ -14,7 +15,7 @@ pub(crate) struct Kept {
 }
 
 impl Kept {
-    /// Writes it.
+    /// Writes the file.
     pub(crate) fn write() -> Result<Self> {
         Self::write_to(PATH.into(), BYTES)
     }
@@ -30,13 +31,13 @@ impl Kept {
         Ok(Self { path, sum: sum(&bytes) })
     }
 
-    /// Whether it is as it was.
+    /// Returns whether the file still has its content.
     pub(crate) fn check(&self) -> bool {
         std::fs::read(&self.path).is_ok_and(|bytes| sum(&bytes) == self.sum)
     }
 }
 
-/// FNV-1a with 64 bits: every byte counts, and so does its place.
+/// Returns the FNV-1a checksum with 64 bits, which depends on every byte and its position.
 pub(crate) fn sum(bytes: &[u8]) -> u64 {
     bytes
         .iter()
@@ -48,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_changed_byte_and_a_lost_end_are_found() {
+    fn changed_byte_and_lost_end_are_detected() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("kept");
         let kept = Kept::write_to(path.clone(), 64 << 10).unwrap();

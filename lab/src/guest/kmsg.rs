@@ -1,11 +1,11 @@
-//! What the kernel complains of.
+//! Error reports in the kernel's log.
 
 use anyhow::{Context, Result};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 
-/// Words of a kernel that finds something wrong with its processors, its clocks, its memory or its disks.
+/// Texts of kernel messages about errors of processors, clocks, memory or disks.
 const COMPLAINTS: [&str; 16] = [
     "lockup",
     "self-detected stall",
@@ -24,12 +24,13 @@ const COMPLAINTS: [&str; 16] = [
     "I/O error",
     "EXT4-fs error",
 ];
-/// What Linux says at boot on every machine of several AMD processors that promises no invariant TSC: it then keeps kvm-clock.
+/// Message that Linux prints at boot on every machine with several AMD processors and no invariant
+/// TSC. Linux then keeps kvm-clock.
 const HARMLESS: &str = "Marking TSC unstable due to TSCs unsynchronized";
-/// So many are told; there may be a storm.
+/// Largest number of messages that are reported, because a kernel can produce very many.
 const MOST: usize = 5;
 
-/// The lines in the kernel's log that complain, the first few of them.
+/// Returns the first error reports in the kernel's log.
 pub(crate) fn complaints() -> Result<Vec<String>> {
     let mut file = File::options()
         .read(true)
@@ -43,7 +44,8 @@ pub(crate) fn complaints() -> Result<Vec<String>> {
             Ok(0) => break,
             Ok(length) => found.extend(complaint(&String::from_utf8_lossy(&buffer[..length]))),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => break,
-            // Lines were overwritten while we read: the next is there again.
+            // The kernel overwrote lines before they were read. The next read continues with the
+            // oldest line.
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::PIPE.raw_os_error()) => {}
             Err(error) => return Err(error).context("cannot read /dev/kmsg"),
         }
@@ -54,7 +56,8 @@ pub(crate) fn complaints() -> Result<Vec<String>> {
     Ok(found)
 }
 
-/// The text of a record of /dev/kmsg, `prio,seq,time,flags;text`, if it complains (Documentation/ABI/testing/dev-kmsg).
+/// Returns the text of a record of /dev/kmsg, `prio,seq,time,flags;text`, if it is an error report
+/// (Documentation/ABI/testing/dev-kmsg).
 fn complaint(record: &str) -> Option<String> {
     let text = record.split_once(';')?.1.lines().next()?;
     let complains = COMPLAINTS.iter().any(|word| text.contains(word)) && !text.contains(HARMLESS);
@@ -66,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn complaints_are_told_from_chatter() {
+    fn error_reports_are_told_from_other_messages() {
         assert_eq!(complaint("6,1,100,-;Linux version 6.1\n"), None);
         assert_eq!(
             complaint("2,9,100,-;watchdog: BUG: soft lockup - CPU#0 stuck\n SUBSYSTEM=x\n").as_deref(),

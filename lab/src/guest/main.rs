@@ -1,7 +1,8 @@
-//! What runs inside a Linux guest of the lab, and checks from there that nothing is lost.
+//! Program that runs in a Linux guest of the lab and checks from inside that nothing is lost.
 //!
-//! It counts, writes and checks memory, keeps a file whose checksum it knows, writes records to a disk, answers on a socket and
-//! reads the kernel's log. Once a second, and when asked (`lab-guest report`), it prints what it found on the console.
+//! The program reads the clocks, writes and checks memory, keeps a file with a known checksum,
+//! writes records to a disk, answers on a socket, and reads the kernel's log. It prints a report to
+//! the console once a second, and on request (`lab-guest report`).
 
 #![forbid(unsafe_code)]
 
@@ -20,9 +21,9 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_lab::told::{MARK, Told};
 
-/// Where `report` finds the one that serves.
+/// Socket on which the serving process answers `report` and other requests.
 const SOCKET: &str = "/run/lab.sock";
-/// How often it tells of itself unasked.
+/// Interval of unrequested reports.
 const EVERY: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
@@ -43,7 +44,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Everything that is under way.
+/// All checks that run.
 struct Work {
     clock: clock::Clock,
     stress: Option<stress::Stress>,
@@ -63,7 +64,7 @@ impl Work {
         })
     }
 
-    /// What there is to say; `whole` if all that is kept is to be checked for it, which takes a while.
+    /// Returns a report. With `whole`, all kept data is checked first, which takes a while.
     fn told(&self, whole: bool) -> Result<Told> {
         let mut told = Told { cpus: cpus(), whole, ..Told::default() };
         if let Some(stress) = &self.stress {
@@ -79,20 +80,21 @@ impl Work {
             server.tell(&mut told);
         }
         told.complaints = kmsg::complaints()?;
-        // Last: whoever reads this compares it with a clock of their own, and the checks above take a while.
+        // The clock comes last: the reader compares it with its own clock, and the checks above
+        // take a while.
         self.clock.tell(&mut told, whole);
         Ok(told)
     }
 }
 
-/// What the kernel's command line says of us.
+/// Options of the lab on the kernel's command line.
 #[derive(Debug, Default)]
 struct Options {
-    /// Bytes of memory to write to and check.
+    /// Bytes of memory that are written and checked.
     stress: Option<usize>,
     /// File for records that must last.
     records: Option<String>,
-    /// TCP port to answer on.
+    /// TCP port of the echo server.
     port: Option<u16>,
 }
 
@@ -101,11 +103,13 @@ impl Options {
         let mut options = Self::default();
         for word in line.split_whitespace() {
             let Some((name, value)) = word.split_once('=') else { continue };
-            let number = || value.parse::<usize>().with_context(|| format!("{word}: no number"));
+            let number = || value.parse::<usize>().with_context(|| format!("{word}: not a number"));
             match name {
                 "lab.stress_mib" => options.stress = Some(number()? << 20),
                 "lab.records" => options.records = Some(value.to_owned()),
-                "lab.port" => options.port = Some(value.parse().with_context(|| format!("{word}: no port"))?),
+                "lab.port" => {
+                    options.port = Some(value.parse().with_context(|| format!("{word}: not a port"))?)
+                }
                 _ => {}
             }
         }
@@ -133,7 +137,7 @@ fn serve() -> Result<()> {
     }
 }
 
-/// One line in one write, so that nothing comes between on the console.
+/// Prints a report as one line with one write, so that no other output interrupts the line.
 fn say(told: &Told) -> Result<()> {
     let line = format!("{MARK}{}\n", serde_json::to_string(told)?);
     std::io::stdout().write_all(line.as_bytes())?;
@@ -152,22 +156,22 @@ fn answer(mut stream: UnixStream, work: &Work) -> Result<()> {
             }
             work.told(true)?
         }
-        other => bail!("asked for '{other}'"),
+        other => bail!("unknown request '{other}'"),
     };
     stream.write_all(&serde_json::to_vec(&told)?)?;
     Ok(())
 }
 
 fn ask(what: &str) -> Result<()> {
-    let mut stream = UnixStream::connect(SOCKET).context("lab-guest does not serve")?;
+    let mut stream = UnixStream::connect(SOCKET).context("lab-guest serve does not run")?;
     stream.write_all(what.as_bytes())?;
     stream.shutdown(std::net::Shutdown::Write)?;
     let mut text = Vec::new();
     stream.read_to_end(&mut text)?;
-    say(&serde_json::from_slice(&text).context("lab-guest said nothing")?)
+    say(&serde_json::from_slice(&text).context("cannot parse the report of lab-guest")?)
 }
 
-/// Processors that are on.
+/// Returns the number of processors that are online.
 fn cpus() -> u64 {
     let stat = std::fs::read_to_string("/proc/stat").unwrap_or_default();
     let named = |line: &str| {
@@ -181,7 +185,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn options_are_those_of_the_lab_among_others() {
+    fn options_of_the_lab_are_found_among_others() {
         let options =
             Options::parse("console=ttyS0 quiet lab.stress_mib=32 lab.records=/disk/r lab.port=7\n").unwrap();
         assert_eq!((options.stress, options.port), (Some(32 << 20), Some(7)));

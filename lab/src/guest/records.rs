@@ -1,4 +1,4 @@
-//! Records on a disk, each of which is counted only when `fsync` has said that it lasts.
+//! Records on a disk. A record counts only after `fdatasync` has confirmed it.
 
 use super::kept::sum;
 use anyhow::{Context, Result};
@@ -10,11 +10,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vmferry_lab::told::Told;
 
-/// Bytes of a record: not a sector, not a page, so that records lie across both.
+/// Bytes of a record. It is neither a sector nor a page, so that records cross the boundaries of
+/// both.
 const RECORD: usize = 1000;
-/// Between two records; the disk is to be busy, not full.
+/// Pause between two records, so that the disk is busy but does not fill up quickly.
 const REST: Duration = Duration::from_millis(5);
-/// The file grows no further: it is a small disk.
+/// Largest number of records, because the disk is small.
 const MOST: u64 = 20_000;
 
 #[derive(Debug, Default)]
@@ -25,7 +26,7 @@ struct State {
     stopped: AtomicBool,
 }
 
-/// Writes records.
+/// Writer of records.
 #[derive(Debug)]
 pub(crate) struct Records {
     path: PathBuf,
@@ -33,7 +34,7 @@ pub(crate) struct Records {
 }
 
 impl Records {
-    /// Begins a file of them.
+    /// Creates the file and starts the writer.
     pub(crate) fn start(path: &str) -> Result<Self> {
         let file = File::create(path).with_context(|| format!("cannot write {path}"))?;
         let state = Arc::new(State::default());
@@ -42,7 +43,7 @@ impl Records {
         Ok(Self { path: path.into(), state })
     }
 
-    /// Has no more of them written, and waits for the last.
+    /// Stops the writer, and waits for its last record.
     pub(crate) fn stop(&self) {
         self.state.stop.store(true, Ordering::Release);
         while !self.state.stopped.load(Ordering::Acquire) {
@@ -78,7 +79,7 @@ fn write(mut file: File, state: &State) {
     state.stopped.store(true, Ordering::Release);
 }
 
-/// Record `number`: its number, what follows from it, and a checksum of both.
+/// Returns record `number`: its number, bytes derived from the number, and a checksum of both.
 fn record(number: u64) -> [u8; RECORD] {
     let mut bytes = [0; RECORD];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
@@ -92,14 +93,14 @@ fn record(number: u64) -> [u8; RECORD] {
     bytes
 }
 
-/// How many of the first `count` records are not there as they were written. The kernel's cache is dropped first where that is
-/// allowed, so that the disk answers.
+/// Returns how many of the first `count` records are missing or damaged. The kernel's page cache is
+/// dropped first if that is allowed, so that the records are read from the disk.
 pub(crate) fn lost(path: &Path, count: u64) -> u64 {
     let _ = std::fs::write("/proc/sys/vm/drop_caches", "1");
     absent(path, count)
 }
 
-/// Returns how many of the first `count` records the file lacks.
+/// Returns how many of the first `count` records are missing or damaged in the file.
 fn absent(path: &Path, count: u64) -> u64 {
     let Ok(file) = File::open(path) else { return count };
     let mut file = std::io::BufReader::new(file);

@@ -1,4 +1,4 @@
-//! A TCP server: what comes on a connection goes back.
+//! TCP server that echoes each line.
 
 use anyhow::{Context, Result};
 use std::io::{BufRead, BufReader, Write};
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vmferry_lab::told::Told;
 
-/// Answers.
+/// Echo server.
 #[derive(Debug)]
 pub(crate) struct Server {
     echoes: Arc<AtomicU64>,

@@ -1,7 +1,8 @@
 //! Memory that is written and checked all the time.
 //!
-//! Each page holds its number and how often it was written, in its first and its last words; the second is also kept elsewhere. A
-//! page that was lost, or came in an old version, or only half, does not say what is kept.
+//! Each page holds its number and the number of its writes in its first and last words. The number
+//! of writes is also kept outside the page. A page that is lost, old or only half received does not
+//! match the kept number.
 
 use anyhow::Result;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,28 +11,29 @@ use vmferry_lab::told::Told;
 
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
-/// Pages that are written between two rests: the guest is to work, not to keep the emulator from everything else.
+/// Pages that are written between two pauses. The guest must work, but not take all of the
+/// emulator's time.
 const BATCH: usize = 64;
 const REST: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
 struct State {
     pages: Vec<[u64; WORDS]>,
-    /// How often each was written.
+    /// Number of writes of each page.
     counts: Vec<u64>,
     writes: u64,
     wrong: u64,
     random: u64,
 }
 
-/// Writes and checks.
+/// Writer and checker of memory.
 #[derive(Debug)]
 pub(crate) struct Stress {
     state: Arc<Mutex<State>>,
 }
 
 impl Stress {
-    /// Begins with so many bytes.
+    /// Starts with `bytes` bytes of memory.
     pub(crate) fn start(bytes: usize) -> Result<Self> {
         let mut state = State::new(bytes / PAGE);
         state.fill();
@@ -46,7 +48,7 @@ impl Stress {
         Ok(Self { state })
     }
 
-    /// Tells; after a check of all pages if `whole`.
+    /// Adds the state of the memory to a report. With `whole`, all pages are checked first.
     pub(crate) fn tell(&self, told: &mut Told, whole: bool) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if whole {
@@ -69,7 +71,7 @@ impl State {
         }
     }
 
-    /// Gives every page content that is neither zero nor equal to another's.
+    /// Fills every page with content that is neither zero nor equal to that of another page.
     fn fill(&mut self) {
         for page in 0..self.pages.len() {
             for word in 0..WORDS {
@@ -79,7 +81,7 @@ impl State {
         }
     }
 
-    /// Marsaglia's xorshift.
+    /// Returns the next number of Marsaglia's xorshift.
     fn next(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -106,7 +108,7 @@ impl State {
 
     fn check(&mut self, page: usize) {
         let stamp = Self::stamp(page, self.counts[page]);
-        // Through a barrier for the compiler: it must look into memory, where the page may have changed hands.
+        // The barrier makes the compiler read the memory, which the migration may have replaced.
         let found = std::hint::black_box(&self.pages[page]);
         if found[0] != stamp || found[WORDS - 1] != !stamp {
             self.wrong += 1;
@@ -128,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_lost_page_an_old_one_and_half_a_page_are_found() {
+    fn lost_old_and_half_pages_are_detected() {
         let mut state = State::new(8);
         state.fill();
         state.work(64);

@@ -1,4 +1,4 @@
-//! Static programs: the machines have no libraries.
+//! Build of static programs, because the machines have no libraries.
 
 use super::parts;
 use anyhow::{Context, Result, bail};
@@ -7,18 +7,19 @@ use std::process::{Command, Stdio};
 
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// Each program, with the package that it is in.
+/// Package and name of each program.
 const PROGRAMS: [(&str, &str); 3] =
     [("vmferry-cli", "vmferry"), ("vmferry-lab", "lab-agent"), ("vmferry-lab", "lab-guest")];
 
-/// Where the programs are.
+/// Folder of the built programs.
 #[derive(Debug)]
 pub(crate) struct Programs {
     folder: PathBuf,
 }
 
 impl Programs {
-    /// Builds them, in a folder of their own: other flags would throw away what is built elsewhere, again and again.
+    /// Builds the programs in a separate folder, because their flags would invalidate the builds in
+    /// another one each time.
     pub(crate) fn build() -> Result<Self> {
         let folder = parts::folder().join("build");
         let flags =
@@ -39,7 +40,7 @@ impl Programs {
         Ok(Self { folder: folder.join(TARGET).join("lab") })
     }
 
-    /// One of them.
+    /// Returns the path of a program.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
@@ -49,7 +50,8 @@ impl Programs {
 mod tests {
     use super::*;
 
-    /// Without the parts of the lab nothing builds the programs, and a package that has another name is not missed.
+    /// Checks that the packages have these programs, because a host without the parts of the lab
+    /// never builds them.
     #[test]
     fn every_program_is_in_its_package() {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());

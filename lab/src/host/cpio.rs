@@ -1,5 +1,5 @@
-//! Archives that the kernel unpacks as its first root: cpio, "newc" (Linux, Documentation/driver-api/early-userspace/
-//! buffer-format.rst).
+//! Archives that the kernel unpacks as its first root: cpio, "newc" (Linux,
+//! Documentation/driver-api/early-userspace/buffer-format.rst).
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ const PROGRAM: u32 = 0o100_755;
 const LINK: u32 = 0o120_777;
 const CHARACTER_DEVICE: u32 = 0o020_600;
 
-/// An archive in memory.
+/// Archive in memory.
 #[derive(Debug, Default)]
 pub(crate) struct Archive {
     bytes: Vec<u8>,
@@ -17,7 +17,8 @@ pub(crate) struct Archive {
 }
 
 impl Archive {
-    /// One with what every root needs: the usual folders, and a console before devtmpfs is mounted.
+    /// Creates an archive with the usual folders, and a console for the time before devtmpfs is
+    /// mounted.
     pub(crate) fn root() -> Self {
         let mut archive = Self::default();
         for folder in ["dev", "proc", "sys", "tmp", "run", "bin", "etc", "root"] {
@@ -27,7 +28,7 @@ impl Archive {
         archive
     }
 
-    /// Adds a folder, and those above it.
+    /// Adds a folder and its parents.
     pub(crate) fn folder(&mut self, path: &str) {
         if path.is_empty() || !self.folders.insert(path.to_owned()) {
             return;
@@ -38,7 +39,7 @@ impl Archive {
         self.entry(path, FOLDER, (0, 0), b"");
     }
 
-    /// Adds a file that can be executed: in the lab, all are.
+    /// Adds an executable file. All files of the lab are executable.
     pub(crate) fn file(&mut self, path: &str, content: &[u8]) {
         if let Some((above, _)) = path.rsplit_once('/') {
             self.folder(above);
@@ -51,7 +52,7 @@ impl Archive {
         self.entry(path, LINK, (0, 0), to.as_bytes());
     }
 
-    /// The archive, complete.
+    /// Returns the complete archive.
     pub(crate) fn finish(mut self) -> Vec<u8> {
         self.entry("TRAILER!!!", 0, (0, 0), b"");
         self.bytes
@@ -83,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_archive_is_laid_out_as_the_kernel_reads_it() {
+    fn archive_has_the_layout_that_the_kernel_reads() {
         let mut archive = Archive::default();
         archive.file("a/b", b"hello");
         let bytes = archive.finish();
@@ -91,7 +92,7 @@ mod tests {
         assert_eq!(bytes.len() % 4, 0);
         let folder = text.find("a\0").unwrap();
         let file = text.find("a/b\0").unwrap();
-        assert!(folder < file, "the folder comes before what is in it");
+        assert!(folder < file, "the folder comes before its content");
         assert_eq!(folder, 110, "a header has 110 bytes");
         let header = &text[file - 110..file];
         assert_eq!(&header[..6], "070701");

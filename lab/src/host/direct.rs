@@ -1,6 +1,7 @@
-//! The scenarios on this host's own KVM, where it is a full one.
+//! Run of the scenarios on this host's own KVM.
 //!
-//! What kind a KVM is cannot be asked: modules have names of all kinds, and a nested one may lack anything. So a Linux guest is booted.
+//! KVM does not report its capabilities completely: modules have various names, and a nested KVM
+//! may lack any feature. Therefore a Linux guest is booted to find out.
 
 use super::machine::LEASH;
 use super::run::{Watch, under_way};
@@ -11,11 +12,11 @@ use std::time::{Duration, Instant};
 use vmferry_lab::plan::Plan;
 use vmferry_lab::record::{self, Record};
 
-/// How long a guest may take to boot; on a full KVM that is two seconds.
+/// Longest time of a guest's boot. On a KVM with all features it takes two seconds.
 const PATIENCE: Duration = Duration::from_secs(8);
 const TICK: Duration = Duration::from_millis(100);
 
-/// The plan as this host sees it.
+/// Returns the plan with the paths of this host.
 pub(crate) fn plan(scenarios: Vec<String>, share: &Path) -> Plan {
     let inside = |name: &str| share.join("in").join(name);
     Plan {
@@ -33,7 +34,7 @@ pub(crate) fn plan(scenarios: Vec<String>, share: &Path) -> Plan {
     }
 }
 
-/// Why this host's KVM does not do; `None` if a Linux guest boots on it.
+/// Returns the reason why this host's KVM cannot be used, or `None` if a Linux guest boots on it.
 pub(crate) fn lacks(plan: &Plan, folder: &Path) -> Result<Option<String>> {
     if let Err(error) = std::fs::File::options().read(true).write(true).open("/dev/kvm") {
         return Ok(Some(format!("/dev/kvm: {error}")));
@@ -52,16 +53,16 @@ pub(crate) fn lacks(plan: &Plan, folder: &Path) -> Result<Option<String>> {
         }
         if let Some(status) = guest.0.try_wait()? {
             let why = std::fs::read_to_string(&errors).unwrap_or_default();
-            return Ok(Some(format!("a Linux guest does not boot on it ({status}): {}", why.trim())));
+            return Ok(Some(format!("it cannot boot a Linux guest ({status}): {}", why.trim())));
         }
         if Instant::now() > deadline {
-            return Ok(Some(format!("a Linux guest does not boot on it within {} s", PATIENCE.as_secs())));
+            return Ok(Some(format!("it cannot boot a Linux guest within {} s", PATIENCE.as_secs())));
         }
         std::thread::sleep(TICK);
     }
 }
 
-/// Runs the plan in the file `path` here.
+/// Runs the plan in the file `path` on this host.
 pub(crate) fn run(agent: &Path, path: &Path, plan: &Plan, folder: &Path) -> Result<Vec<Record>> {
     let mut command = leashed(agent)?;
     command.arg("run").arg(path).stdin(Stdio::null());
@@ -78,14 +79,14 @@ pub(crate) fn run(agent: &Path, path: &Path, plan: &Plan, folder: &Path) -> Resu
     Ok(records)
 }
 
-/// A program that ends with us, however we end.
+/// Returns a command that ends with this process, however this process ends.
 fn leashed(program: &Path) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe()?);
     command.args([LEASH, &std::process::id().to_string()]).arg(PathBuf::from(program));
     Ok(command)
 }
 
-/// Ends when it is dropped.
+/// Child process that is killed on drop.
 struct Ended(Child);
 
 impl Drop for Ended {

@@ -1,4 +1,4 @@
-//! The scenarios in emulated machines: one, or two with a link between them.
+//! Run of the scenarios in emulated machines: one, or two with a link between them.
 
 use super::machine::{Machine, Setup};
 use super::run::{Watch, own_record, under_way};
@@ -13,26 +13,28 @@ use vmferry_lab::peer;
 use vmferry_lab::plan::Plan;
 use vmferry_lab::record::{self, CURRENT, Outcome, Record};
 
-/// Longest time without a new line on the console of a machine that boots. The host's pace is not known by then.
+/// Longest time without a new line on the console of a machine that boots. The machine's pace is
+/// not known by then.
 const BOOT: Duration = Duration::from_secs(300);
-/// How often a scenario is tried while the emulator dies of it.
+/// Largest number of attempts of a scenario that end in an emulator failure.
 const TRIES: usize = 3;
-/// So many deaths in one run are too many: the emulator cannot be used.
+/// Number of emulator failures that ends a run, because the emulator is then unusable.
 const MOST_DEATHS: usize = 8;
-/// The agent ends a scenario at its limit. An agent that has not done so at this multiple of the limit hangs with its kernel.
+/// The agent ends a scenario at its limit. An agent that has not done so at this multiple of the
+/// limit hangs with its kernel.
 const HUNG: u32 = 3;
-/// How often the results are looked at.
+/// Interval at which the results are read.
 const TICK: Duration = Duration::from_millis(250);
-/// The records of the machines themselves.
+/// Names of the machines' own records.
 const MACHINE: &str = "outer-machine";
 const OTHER: &str = "other-machine";
-/// Processors of each machine. With two, on two threads of QEMU, kernels died now and then
+/// Processors of each machine. With two, on two threads of QEMU, kernels sometimes panicked
 /// (`lab/README.md`).
 const CPUS: u32 = 1;
-/// Addresses on the link between them.
+/// Addresses on the link between the machines.
 const ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 1);
 const OTHER_ADDRESS: Ipv4Addr = Ipv4Addr::new(10, 8, 0, 2);
-/// What a kernel says when something is wrong with it.
+/// Texts of a kernel's error reports.
 const TROUBLE: [&str; 7] = [
     "Kernel panic",
     "BUG:",
@@ -43,7 +45,7 @@ const TROUBLE: [&str; 7] = [
     "Call Trace:",
 ];
 
-/// The plan as the machine sees it.
+/// Returns the plan with the paths of the machine.
 pub(crate) fn plan(scenarios: Vec<String>, two: bool) -> Plan {
     let inside = |name: &str| PathBuf::from("/lab").join(name);
     Plan {
@@ -61,15 +63,15 @@ pub(crate) fn plan(scenarios: Vec<String>, two: bool) -> Plan {
     }
 }
 
-/// What the machines of a run have in common.
-struct Hall<'a> {
+/// Settings that the machines of a run share.
+struct Shared<'a> {
     folder: &'a Path,
     share: &'a Path,
     whole: &'a Whole,
     initrd: PathBuf,
 }
 
-impl Hall<'_> {
+impl Shared<'_> {
     fn serial(&self, name: &str) -> PathBuf {
         self.folder.join(format!("{name}.log"))
     }
@@ -90,12 +92,12 @@ impl Hall<'_> {
             options,
             serial: Some(self.serial(name)),
             network,
-            // One machine writes it.
+            // Only one machine may write the disk.
             slow: (name == MACHINE).then_some(&*slow),
         })
     }
 
-    /// The machine that runs the scenarios.
+    /// Starts the machine that runs the scenarios.
     fn first(&self, two: bool) -> Result<Machine> {
         let mut options = "lab.mode=agent lab.agent=run,/share/plan.json".to_owned();
         let network = if two {
@@ -107,12 +109,12 @@ impl Hall<'_> {
         self.start(MACHINE, 4096, options, network)
     }
 
-    /// The machine that guests are moved to.
+    /// Starts the machine that guests are moved to.
     fn other(&self) -> Result<Machine> {
         let deadline = Instant::now() + Duration::from_secs(10);
         while !self.link().exists() {
             if Instant::now() > deadline {
-                bail!("the first machine offers no link at {}", self.link().display());
+                bail!("the first machine did not open the link at {}", self.link().display());
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -122,7 +124,7 @@ impl Hall<'_> {
     }
 }
 
-/// A network card on the link; one side serves the socket.
+/// Returns the QEMU options of a network card on the link. One machine serves the socket.
 fn card(server: &str, link: &Path, number: u8) -> Vec<String> {
     let path = link.to_string_lossy().replace(',', ",,");
     vec![
@@ -133,18 +135,19 @@ fn card(server: &str, link: &Path, number: u8) -> Vec<String> {
     ]
 }
 
-/// What a run in emulated machines found.
+/// Result of a run in emulated machines.
 #[derive(Debug, Default)]
 pub(crate) struct Run {
     pub(crate) records: Vec<Record>,
     pub(crate) deaths: Vec<Death>,
 }
 
-/// Runs the plan in the machines. After a death of the emulator, fresh machines go on with the scenario that was under way.
+/// Runs the plan in the machines. After an emulator failure, new machines continue with the
+/// scenario that was running.
 pub(crate) fn run(folder: &Path, share: &Path, whole: &Whole, two: bool) -> Result<Run> {
     let initrd = folder.join("initrd");
     write(&initrd, &initramfs::outer(&whole.outer, &whole.busybox)?)?;
-    let hall = Hall { folder, share, whole, initrd };
+    let hall = Shared { folder, share, whole, initrd };
     let results = share.join("results");
     let mut deaths: Vec<Death> = Vec::new();
     let mut given_up = Vec::new();
@@ -152,17 +155,17 @@ pub(crate) fn run(folder: &Path, share: &Path, whole: &Whole, two: bool) -> Resu
         let ended = once(&hall, two)?;
         let Some(proof) = ended.proof else { break ended.machines };
         let scenario = tried_last(&results)?;
-        println!("the emulator died ({proof})");
+        println!("emulator failure ({proof})");
         let log = format!("{}.lost-{}.log", ended.dead, deaths.len() + 1);
         deaths.push(Death { scenario: scenario.clone(), proof, seconds: ended.lived.as_secs_f64(), log });
         if deaths.iter().filter(|death| death.scenario == scenario).count() >= TRIES {
-            println!("{scenario}: the emulator died {TRIES} times, it is not tried again");
+            println!("{scenario}: {TRIES} emulator failures, it is not tried again");
             given_up.push(scenario);
         }
         if leave(&hall, deaths.len(), &given_up)? == 0 || deaths.len() >= MOST_DEATHS {
             break ended.machines;
         }
-        println!("a fresh machine goes on");
+        println!("a new machine continues");
     };
     let mut records = machines;
     records.extend(settled(record::read(&results)?, &deaths, &given_up));
@@ -171,7 +174,7 @@ pub(crate) fn run(folder: &Path, share: &Path, whole: &Whole, two: bool) -> Resu
     Ok(Run { records, deaths })
 }
 
-/// The scenario that was under way, or whose guest the agent found lost.
+/// Returns the scenario that was running, or whose guest the agent found to be lost.
 fn tried_last(results: &Path) -> Result<String> {
     let current = std::fs::read_to_string(results.join(CURRENT)).unwrap_or_default();
     if !current.is_empty() {
@@ -181,7 +184,8 @@ fn tried_last(results: &Path) -> Result<String> {
     Ok(last.map_or_else(|| "boot".to_owned(), |record| record.scenario))
 }
 
-/// The records that count: a try that ended in a death does not, but its scenario says how many there were.
+/// Returns the records that count. An attempt that ended in an emulator failure does not count, but
+/// its scenario's record has the number of such attempts.
 fn settled(records: Vec<Record>, deaths: &[Death], given_up: &[String]) -> Vec<Record> {
     let mut settled: Vec<_> =
         records.into_iter().filter(|record| record.outcome != Outcome::Emulator).collect();
@@ -198,9 +202,9 @@ fn settled(records: Vec<Record>, deaths: &[Death], given_up: &[String]) -> Vec<R
     settled
 }
 
-/// Plans what is left for fresh machines, and returns how many scenarios that are. What the dead ones had to show stays beside what
-/// the fresh ones will.
-fn leave(hall: &Hall<'_>, number: usize, given_up: &[String]) -> Result<usize> {
+/// Plans the remaining scenarios for new machines, and returns their number. The logs and results
+/// of the old machines are renamed, so that those of the new ones can be stored beside them.
+fn leave(hall: &Shared<'_>, number: usize, given_up: &[String]) -> Result<usize> {
     let path = hall.share.join("plan.json");
     let mut plan = Plan::read(&path)?;
     let results = hall.share.join("results");
@@ -225,19 +229,19 @@ fn leave(hall: &Hall<'_>, number: usize, given_up: &[String]) -> Result<usize> {
     Ok(plan.scenarios.len())
 }
 
-/// How a pair of machines ended.
+/// Result of a pair of machines.
 struct Ended {
-    /// Their records.
+    /// Records of the machines.
     machines: Vec<Record>,
-    /// What proves that the emulator died.
+    /// Proof of an emulator failure.
     proof: Option<String>,
-    /// The machine whose log holds the proof.
+    /// Machine whose log has the proof.
     dead: &'static str,
     lived: Duration,
 }
 
 /// Boots the machines, and waits until one of them is off.
-fn once(hall: &Hall<'_>, two: bool) -> Result<Ended> {
+fn once(hall: &Shared<'_>, two: bool) -> Result<Ended> {
     let began = Instant::now();
     let results = hall.share.join("results");
     let mut machine = hall.first(two)?;
@@ -263,26 +267,26 @@ fn once(hall: &Hall<'_>, two: bool) -> Result<Ended> {
     first.figures.insert("kernel".into(), hall.whole.outer.version.clone().into());
     let mut machines = vec![first];
     if two {
-        let why = stop.other.map(|status| format!("it went off by itself ({status})"));
+        let why = stop.other.map(|status| format!("it switched off by itself ({status})"));
         machines.push(own_record(OTHER, why.or_else(|| trouble(&consoles[1], false)), began.elapsed()));
     }
     Ok(Ended { machines, proof, dead, lived: began.elapsed() })
 }
 
-/// Why the machines are waited for no longer.
+/// Reason why the lab stops waiting for the machines.
 #[derive(Debug, Default)]
 struct Stop {
-    /// How the first one ended, if it did by itself.
+    /// Exit status of the first machine, if it ended by itself.
     status: Option<ExitStatus>,
-    /// How the other one ended, if it did by itself.
+    /// Exit status of the other machine, if it ended by itself.
     other: Option<ExitStatus>,
-    /// What went wrong with the first.
+    /// Failure of the first machine.
     why: Option<String>,
 }
 
-/// Waits until a machine is off or gets on no longer.
+/// Waits until a machine is off or hangs.
 fn wait(
-    hall: &Hall<'_>,
+    hall: &Shared<'_>,
     machine: &mut Machine,
     mut other: Option<&mut Machine>,
     watch: &mut Watch,
@@ -298,7 +302,7 @@ fn wait(
         if let Some(other) = &mut other
             && let Some(status) = other.ended()?
         {
-            let why = Some("it was switched off, because the other machine went off".to_owned());
+            let why = Some("it was switched off, because the other machine ended".to_owned());
             return Ok(Stop { other: Some(status), why, ..Stop::default() });
         }
         let said = std::fs::metadata(hall.serial(MACHINE)).map_or(0, |data| data.len());
@@ -306,7 +310,7 @@ fn wait(
             quiet = (said, Instant::now());
         }
         if watch.begun().is_none() && quiet.1.elapsed() > BOOT {
-            let why = Some(format!("it did not come up, and said nothing for {} s", BOOT.as_secs()));
+            let why = Some(format!("it did not boot, and its console was silent for {} s", BOOT.as_secs()));
             return Ok(Stop { why, ..Stop::default() });
         }
         if let Some(name) = watch.hangs(HUNG) {
@@ -321,13 +325,14 @@ fn said(serial: &Path) -> String {
     String::from_utf8_lossy(&std::fs::read(serial).unwrap_or_default()).into_owned()
 }
 
-/// What a machine's kernel complains of, or that it did not end as it should.
+/// Returns the error report of a machine's kernel, or the reason why its end was too early.
 fn trouble(serial: &str, ends: bool) -> Option<String> {
     let line = death::kernel(serial).find(|line| TROUBLE.iter().any(|trouble| line.contains(trouble)));
     if let Some(line) = line {
-        return Some(format!("its kernel complains: {}", line.trim()));
+        return Some(format!("its kernel reports an error: {}", line.trim()));
     }
-    (ends && !serial.contains("LAB ended with status 0")).then(|| "it went off before it was done".to_owned())
+    (ends && !serial.contains("LAB ended with status 0"))
+        .then(|| "it switched off before the agent had finished".to_owned())
 }
 
 #[cfg(test)]
@@ -335,15 +340,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernels_troubles_are_found_and_so_is_an_early_end() {
+    fn kernel_error_reports_and_early_ends_are_detected() {
         assert_eq!(trouble("[ 1.0] all is well\nLAB ended with status 0\n", true), None);
         let found = trouble("x\n[ 2.0] BUG: unable to handle page fault\nLAB ended with status 0\n", true);
         assert!(found.unwrap().contains("unable to handle"));
-        assert!(trouble("[ 1.0] all is well\n", true).unwrap().contains("before it was done"));
+        assert!(trouble("[ 1.0] all is well\n", true).unwrap().contains("before the agent had finished"));
         assert_eq!(trouble("[ 1.0] all is well\n", false), None);
         assert!(trouble("LAB ended with status 1\n", true).is_some());
-        let quoted = "LAB 9.0 FAILED linux-boot (1.0 s): its kernel complains: [\"Call Trace:\"]\nLAB ended with status 0\n";
-        assert_eq!(trouble(quoted, true), None, "a guest's kernel complained, and not this one");
+        let quoted = "LAB 9.0 FAILED linux-boot (1.0 s): its kernel reports an error: [\"Call Trace:\"]\nLAB ended with status 0\n";
+        assert_eq!(trouble(quoted, true), None, "the error is of a guest's kernel");
     }
 
     fn death(scenario: &str) -> Death {
@@ -352,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_try_that_ended_in_a_death_is_no_record_of_its_scenario() {
+    fn attempt_that_ended_in_an_emulator_failure_is_not_recorded() {
         let record = |name: &str, outcome| Record::new(name, outcome, None, 1.0);
         let records = vec![
             record("a", Outcome::Emulator),
@@ -370,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn the_scenario_of_a_death_is_the_one_under_way_or_the_one_that_lost_its_guest() {
+    fn emulator_failure_belongs_to_the_running_scenario_or_that_of_the_lost_guest() {
         let results = tempfile::tempdir().unwrap();
         assert_eq!(tried_last(results.path()).unwrap(), "boot");
         Record::new("a", Outcome::Passed, None, 1.0).append(results.path()).unwrap();

@@ -1,5 +1,7 @@
-//! `cargo xtask lab exits`: what a Linux guest costs under vmferry and under QEMU's microvm, in what emulation does not distort: exits,
-//! system calls, and how often a thread was woken or waited.
+//! `cargo xtask lab exits`: cost of a Linux guest under vmferry and under QEMU's microvm.
+//!
+//! The command counts only events that emulation does not distort: exits, system calls, wakeups and
+//! waits of threads.
 
 use super::parts::{self, tool};
 use anyhow::{Context, Result, ensure};
@@ -11,31 +13,31 @@ use std::process::Command;
 use std::time::SystemTime;
 
 const SCRIPT: &str = include_str!("exits.sh");
-/// Firmware of the microvm.
+/// Firmware files of the microvm.
 const FIRMWARE: [&str; 3] = ["bios-microvm.bin", "pvh.bin", "linuxboot_dma.bin"];
-/// Where distributions have it.
+/// Folders in which distributions install the firmware.
 const FIRMWARE_FOLDERS: [&str; 2] = ["/usr/share/seabios", "/usr/share/qemu"];
 
-/// Counts, and says it as a table and in `target/lab/exits.json`.
+/// Counts, prints a table, and writes `target/lab/exits.json`.
 pub(crate) fn exits() -> Result<bool> {
     let share = parts::folder().join("shell");
     let qemu = share.join("qemu");
     std::fs::create_dir_all(&qemu)?;
-    pack(&tool("qemu-system-x86_64").context("qemu-system-x86_64 is not here")?, &qemu)?;
+    pack(&tool("qemu-system-x86_64").context("qemu-system-x86_64 is not installed")?, &qemu)?;
     let script = parts::folder().join("exits.sh");
     super::write(&script, SCRIPT.as_bytes())?;
     ensure!(super::shell(Some(&script))?, "the machine did not end in time");
-    let text = std::fs::read_to_string(share.join("exits.txt")).context("the machine counted nothing")?;
+    let text = std::fs::read_to_string(share.join("exits.txt")).context("the machine wrote no counts")?;
     let counted = Counted::parse(&text);
     println!("{}", counted.table());
     let path = parts::folder().join("exits.json");
     super::write(&path, serde_json::to_string_pretty(&counted.json())?.as_bytes())?;
     println!("{}", path.display());
-    ensure!(text.contains("EXITS end"), "the machine ended before it was done");
+    ensure!(text.contains("EXITS end"), "the machine ended before the measurement was complete");
     Ok(true)
 }
 
-/// Copies QEMU and all that it needs: in the machine there is nothing.
+/// Copies QEMU and everything that it needs, because the machine has no other files.
 fn pack(qemu: &Path, to: &Path) -> Result<()> {
     let copy = |from: &Path, name: &str| {
         std::fs::copy(from, to.join(name)).with_context(|| format!("cannot copy {}", from.display()))
@@ -52,12 +54,12 @@ fn pack(qemu: &Path, to: &Path) -> Result<()> {
     for name in FIRMWARE {
         let found =
             FIRMWARE_FOLDERS.iter().map(|folder| Path::new(folder).join(name)).find(|file| file.is_file());
-        copy(&found.with_context(|| format!("QEMU's {name} is not here"))?, name)?;
+        copy(&found.with_context(|| format!("QEMU's {name} is not installed"))?, name)?;
     }
     Ok(())
 }
 
-/// By what was done and counted; then by the VMM.
+/// Counts by action and counter, and then by VMM.
 #[derive(Debug, Default, PartialEq)]
 struct Counted(BTreeMap<(String, String), BTreeMap<String, f64>>);
 
@@ -98,7 +100,7 @@ impl Counted {
         table
     }
 
-    /// A bench's document: a case for each thing that was done and each side that did it.
+    /// Returns the document of a bench, with a case for each action and each VMM.
     fn json(&self) -> Value {
         let mut cases = Map::new();
         for ((what, counter), by) in &self.0 {
@@ -124,7 +126,7 @@ impl Counted {
     }
 }
 
-/// A counter's name; system calls have numbers (x86-64).
+/// Returns the name of a counter. System calls have numbers (x86-64).
 fn call(counter: &str) -> String {
     let name = match counter.strip_prefix("call-") {
         Some("0") => "read",
@@ -153,7 +155,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_counts_and_everything_else_is_not() {
+    fn only_lines_with_counts_are_parsed() {
         let counted =
             Counted::parse("qemu read exits 3.5\nvmferry read exits 3\nEXITS end\nqemu read call-16 x\n");
         assert_eq!(counted.vmms(), ["qemu", "vmferry"]);

@@ -1,12 +1,15 @@
-# Counts, in the outer machine, what a Linux guest costs under vmferry and under QEMU's microvm, with the same kernel: exits from the
-# guest, and of each thread of the process system calls, wakeups, and switches because it waits. Says so line by line in /share/exits.txt:
-# VMM WHAT COUNTER NUMBER.
+# Counts in the outer machine what a Linux guest costs under vmferry and under QEMU's microvm with
+# the same kernel: exits of the guest, and for each thread of the process its system calls, wakeups,
+# and switches because it waits. Writes one line for each count to /share/exits.txt: VMM WHAT
+# COUNTER NUMBER.
 #
-# What is asked of the guest is typed on its console, which costs exits itself; so each thing is done a few times and many times, and what
-# counts is the difference, divided by that of the times.
+# Commands are typed on the guest's console, which causes exits itself. Therefore each action is run
+# a few times and many times, and the result is the difference of the counts divided by the
+# difference of the times.
 #
-# The kernel counts in histograms by thread. What /proc has of a thread goes with it, and QEMU's workers end when they had nothing to do for
-# ten seconds: a sum over those that are there would fall.
+# The kernel counts in histograms by thread. The counters of a thread in /proc disappear with it,
+# and QEMU's workers end when they were idle for ten seconds. A sum over the existing threads could
+# therefore fall.
 out=/share/exits.txt
 : >$out
 mount -t debugfs debugfs /sys/kernel/debug
@@ -19,9 +22,9 @@ histogram() {
 }
 histogram raw_syscalls/sys_enter common_pid,id
 histogram sched/sched_wakeup pid
-# Neither preempted (256) nor still running (0).
+# Threads that are neither preempted (256) nor still running (0).
 histogram sched/sched_switch prev_pid "if prev_state > 0 && prev_state < 256"
-# Every process that this script starts takes room in them.
+# Clears the histograms, because every process that this script starts takes room in them.
 forget() {
     while read -r trigger keys filter; do
         echo "$keys:clear $filter" >>$trigger
@@ -35,9 +38,9 @@ ip addr add 10.9.0.1/24 dev tap0
 ip addr add 10.9.1.1/24 dev tap1
 losetup /dev/loop0 /lab/disk.img
 
-# count NAME: what process $pid has cost so far, into /tmp/NAME.
+# count NAME: writes the cost of process $pid so far to /tmp/NAME.
 count() {
-    # Of threads that have ended since, too.
+    # Includes threads that have ended since.
     for task in /proc/$pid/task/*; do
         echo "${task##*/} $(tr ' /' '--' <$task/comm)"
     done >>/tmp/tasks
@@ -59,19 +62,19 @@ by_thread() {
         END { print counter, n + 0; for (i in of) print counter "-of-" i, of[i] }' /tmp/tasks -
 }
 
-# until TEXT: waits for it on the console, N times.
+# until_says TEXT N: waits until the console has the text N times.
 until_says() {
     for i in $(seq 1200); do
         [ $(grep -c "$1" /tmp/console) -ge $2 ] && return 0
         [ -d /proc/$pid ] || break
         sleep 0.1
     done
-    echo "the guest does not say $1; it said:"
+    echo "the guest did not print $1; its last output:"
     tail -5 /tmp/console
     return 1
 }
 
-# do_times COMMAND TIMES: has the guest do that, and says what it cost in /tmp/cost.
+# do_times COMMAND TIMES: runs the command in the guest, and writes its cost to /tmp/cost.
 said=0
 do_times() {
     said=$((said + 1))
@@ -91,13 +94,13 @@ measure() {
         { print vmm, what, $1, ($2 - few[$1]) / times }' /tmp/few /tmp/cost >>$out
 }
 
-# run VMM NET COMMAND...: boots a guest in it and measures.
+# run VMM NET COMMAND...: boots a guest in the VMM and measures.
 run() {
     vmm=$1 net=$2 said=0
     shift 2
     rm -f /tmp/keys /tmp/console /tmp/tasks
     mkfifo /tmp/keys
-    # Opened for both, so that neither end waits for the other.
+    # Opened for reading and writing, so that neither end waits for the other.
     exec 3<>/tmp/keys
     forget
     "$@" </tmp/keys >/tmp/console 2>/tmp/errors &
@@ -105,18 +108,18 @@ run() {
     sleep 1
     until_says COUNT-UP 1 || { cat /tmp/errors; kill $pid; return 1; }
     count boot
-    # The clock was not read before.
+    # The clock was not read before the boot.
     awk -v vmm=$vmm '$1 != "ms" { print vmm, "boot", $1, $2 }' /tmp/boot >>$out
     sleep 2
     do_times "ip addr add 10.9.$net.2/24 dev eth0; ip link set eth0 up; ping -c 1 10.9.$net.1 >/dev/null" 1
     measure read "dd if=/dev/vda of=/dev/null bs=4k count=TIMES iflag=direct 2>/dev/null" 100 1100
     measure write "dd if=/dev/zero of=/dev/vda bs=4k count=TIMES oflag=direct conv=notrunc 2>/dev/null" 100 1100
     measure ping "ping -A -q -c TIMES 10.9.$net.1 >/dev/null" 100 1100
-    # Ten a second: as seldom for the one as for the other, and everybody sleeps in between.
+    # Ten pings per second: the same rate for both VMMs, and all threads sleep in between.
     measure spaced-ping "ping -i 0.1 -q -c TIMES 10.9.$net.1 >/dev/null" 20 220
-    # What the guest's own timers cost.
+    # Cost of the guest's own timers.
     measure idle-second "sleep TIMES" 2 12
-    # What it costs beside the guest's memory.
+    # Memory of the process, which includes the guest's.
     awk -v vmm=$vmm '/^Pss:/ { n += $2 } END { print vmm, "whole", "pss_kib", n }' /proc/$pid/smaps_rollup >>$out
     echo "poweroff -f" >&3
     for i in $(seq 100); do

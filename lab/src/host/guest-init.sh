@@ -1,8 +1,8 @@
 #!/bin/busybox sh
-# The first program of a Linux guest: loads the drivers of vmferry's devices, starts what checks the guest, and gives its console
-# to a shell.
+# The first program of a Linux guest: loads the drivers of vmferry's devices, starts the program
+# that checks the guest, and runs a shell on the console.
 /bin/busybox --install -s /bin
-# A terminal that is not asked how large it is.
+# A dumb terminal is not asked for its size.
 export PATH=/bin HOME=/root PS1='lab# ' TERM=dumb
 mount -t proc proc /proc
 mount -t sysfs sys /sys
@@ -25,7 +25,7 @@ if [ -n "$(option lab.records)" ]; then
     mount -t ext4 /dev/vda /disk || echo "LAB-WRONG no disk"
 fi
 if [ -n "$(option lab.count)" ]; then
-    # What it costs is counted: it does only what it is asked to do.
+    # In the measurement of costs, the guest must do nothing except what it is asked to do.
     echo COUNT-UP
 else
     lab-guest serve &

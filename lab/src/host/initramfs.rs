@@ -1,4 +1,4 @@
-//! What the outer machine boots into, and what a Linux guest in it boots into.
+//! Initramfs files of the outer machine and of a Linux guest in it.
 
 use super::cpio::Archive;
 use super::modules::Module;
@@ -6,7 +6,8 @@ use super::parts::{GUEST_MODULES, Kernel, OUTER_MODULES};
 use anyhow::{Context, Result};
 use std::path::Path;
 
-/// The initramfs of the outer machine: busybox, the modules that it needs, and its first program.
+/// Returns the initramfs of the outer machine: busybox, the required modules, and the first
+/// program.
 pub(crate) fn outer(kernel: &Kernel, busybox: &Path) -> Result<Vec<u8>> {
     let mut archive = Archive::root();
     add_busybox(&mut archive, busybox)?;
@@ -15,7 +16,8 @@ pub(crate) fn outer(kernel: &Kernel, busybox: &Path) -> Result<Vec<u8>> {
     Ok(archive.finish())
 }
 
-/// The initramfs of a Linux guest: busybox, the drivers of vmferry's devices, and `lab-guest`.
+/// Returns the initramfs of a Linux guest: busybox, the drivers of vmferry's devices, and
+/// `lab-guest`.
 pub(crate) fn guest(kernel: &Kernel, busybox: &Path, lab_guest: &Path) -> Result<Vec<u8>> {
     let mut archive = Archive::root();
     add_busybox(&mut archive, busybox)?;
@@ -33,7 +35,7 @@ fn add_busybox(archive: &mut Archive, busybox: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Adds modules, and their order in `modules/order`.
+/// Adds modules to the archive, and their order in `modules/order`.
 fn add_modules(archive: &mut Archive, modules: &[Module]) {
     let mut order = String::new();
     for module in modules {

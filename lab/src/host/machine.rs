@@ -1,4 +1,4 @@
-//! The outer machine: a QEMU that emulates everything, AMD's virtualization included.
+//! The outer machine: a QEMU process that emulates a whole machine, including AMD's virtualization.
 
 use super::parts::Kernel;
 use anyhow::{Context, Result, bail};
@@ -8,45 +8,45 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-/// The hidden chore by which a QEMU ends with us, however we end.
+/// Hidden command of this program that ties the life of a QEMU process to this process.
 pub(crate) const LEASH: &str = "leash";
 
-/// Bytes a second that a slow disk takes.
+/// Write speed of the slow disk in bytes per second.
 const SLOW: u32 = 400_000;
 
-/// The longest time limits that the kernel allows for its own watchdogs: a busy host may give the
-/// machine a thirtieth of a processor, and then a soft lockup says nothing.
+/// Longest time limits that the kernel allows for its own watchdogs. A busy host may give the
+/// machine a thirtieth of a processor, and then a soft lockup is no sign of an error.
 const PATIENCE: &str = "watchdog_thresh=60 rcupdate.rcu_cpu_stall_timeout=300";
 
-/// How a machine is to be.
+/// Settings of a machine.
 #[derive(Debug)]
 pub(crate) struct Setup<'a> {
     pub(crate) qemu: &'a Path,
     pub(crate) kernel: &'a Kernel,
-    /// Its initramfs, in a file.
+    /// File with the initramfs.
     pub(crate) initrd: &'a Path,
-    /// The folder that it shares with us.
+    /// Folder that the machine shares with the host.
     pub(crate) share: &'a Path,
     pub(crate) memory_mib: u32,
     pub(crate) cpus: u32,
-    /// What its init is told: `lab.mode=..` and so on.
+    /// Options for the machine's init: `lab.mode=..` and others.
     pub(crate) options: String,
-    /// Where its serial port goes; none: to this terminal.
+    /// File for the output of the serial port. `None` means this terminal.
     pub(crate) serial: Option<PathBuf>,
-    /// Arguments for its network, if it has one.
+    /// Arguments for the network.
     pub(crate) network: Vec<String>,
-    /// What its disk is kept in, which the emulator makes slow.
+    /// File with the content of a disk that the emulator makes slow.
     pub(crate) slow: Option<&'a Path>,
 }
 
-/// A running one. When this is dropped it ends.
+/// Running machine. It ends on drop.
 #[derive(Debug)]
 pub(crate) struct Machine {
     child: Child,
 }
 
 impl Machine {
-    /// Switches one on.
+    /// Starts a machine.
     pub(crate) fn start(setup: &Setup<'_>) -> Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
         command.args([LEASH, &std::process::id().to_string()]).arg(setup.qemu);
@@ -54,8 +54,9 @@ impl Machine {
         command.args(["-accel", "tcg,thread=multi", "-cpu", "max,+svm"]);
         command.args(["-smp", &setup.cpus.to_string(), "-m", &setup.memory_mib.to_string()]);
         command.arg("-kernel").arg(&setup.kernel.image).arg("-initrd").arg(setup.initrd);
-        // Mitigations guard against neighbours that an emulated machine does not have, and cost it much.
-        // The emulator's TSCs agree, though its processors do not claim so; any other clock costs an emulated device's access.
+        // Mitigations guard against other users of a machine, which an emulated machine does not
+        // have, and they are expensive there. The emulator's TSCs agree, although its processors do
+        // not announce that. Any other clock costs an access to an emulated device.
         let line = format!(
             "console=ttyS0 oops=panic panic=-1 mitigations=off tsc=reliable {PATIENCE} {}",
             setup.options
@@ -76,12 +77,12 @@ impl Machine {
         Ok(Self { child })
     }
 
-    /// How it ended, if it did.
+    /// Returns the exit status of QEMU, if it has ended.
     pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
 
-    /// Waits until it is off; `false` if that does not happen in time.
+    /// Waits until the machine is off. Returns `false` if that does not happen before the deadline.
     pub(crate) fn wait(&mut self, deadline: Instant) -> Result<bool> {
         while Instant::now() < deadline {
             if self.ended()?.is_some() {
@@ -100,23 +101,25 @@ impl Drop for Machine {
     }
 }
 
-/// `prefix` and a path, in which QEMU wants its commas doubled.
+/// Returns `prefix` and a path with doubled commas, as QEMU requires.
 fn option(prefix: &str, path: &Path) -> OsString {
     let path = path.to_string_lossy().replace(',', ",,");
     OsString::from(format!("{prefix}{path}"))
 }
 
-/// Becomes `command`, which then ends together with `parent`, even if that is killed.
+/// Replaces this process by `command`, which then ends together with `parent`, even if `parent` is
+/// killed.
 ///
-/// The kernel keeps this promise for a process across `exec`; only the process itself can ask for it.
+/// The kernel keeps the parent death signal of a process across `exec`. Only the process itself can
+/// set it.
 pub(crate) fn leash(parent: u32, command: &[OsString]) -> Result<bool> {
     rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
-    // It may have ended before that call.
+    // The parent may have ended before that call.
     let now = rustix::process::getppid().map(|pid| pid.as_raw_nonzero().get());
     if now.and_then(|pid| u32::try_from(pid).ok()) != Some(parent) {
-        bail!("the process that started this one is gone");
+        bail!("the process that started this one has ended");
     }
-    let [program, arguments @ ..] = command else { bail!("nothing to start") };
+    let [program, arguments @ ..] = command else { bail!("no command to start") };
     Err(Command::new(program).args(arguments).exec())
         .with_context(|| format!("cannot start {}", program.display()))
 }

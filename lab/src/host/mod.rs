@@ -1,4 +1,5 @@
-//! The host's side: finds the parts, builds, boots, waits, and sums up.
+//! Host side of the lab: finds the parts, builds the programs, boots the machines, waits, and
+//! writes the summary.
 
 mod build;
 mod cpio;
@@ -23,10 +24,10 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 use vmferry_lab::scenarios;
 
-/// In the shared folder: what the slow disk is kept in.
+/// File in the shared folder with the content of the slow disk.
 const SLOW_DISK: &str = "slow.img";
 
-/// The parts, none of which is missing.
+/// Parts of the lab, none of which is missing.
 struct Whole {
     qemu: PathBuf,
     busybox: PathBuf,
@@ -48,7 +49,7 @@ impl Whole {
     }
 }
 
-/// Says what is there and what is missing.
+/// Prints which parts were found and which are missing.
 pub(crate) fn check() -> Result<bool> {
     let parts = Parts::find();
     let version = |kernel: &Option<Rc<Kernel>>| kernel.as_ref().map(|kernel| kernel.image.clone());
@@ -68,7 +69,7 @@ pub(crate) fn check() -> Result<bool> {
     Ok(missing.is_empty())
 }
 
-/// Says which scenarios there are.
+/// Prints the scenarios.
 pub(crate) fn list() -> Result<bool> {
     for scenario in scenarios::all() {
         println!("{:24} {}{}", scenario.name, if scenario.quick { "(quick) " } else { "" }, scenario.about);
@@ -76,14 +77,14 @@ pub(crate) fn list() -> Result<bool> {
     Ok(true)
 }
 
-/// The lab.
+/// Runs the lab.
 pub(crate) fn lab(args: &LabArgs) -> Result<bool> {
     run::run(args, &Whole::find()?)
 }
 
-/// Lets somebody work in the outer machine, or a script.
+/// Runs a shell or a script in the outer machine.
 pub(crate) fn shell(script: Option<&Path>) -> Result<bool> {
-    /// Nobody works longer in there; and a script that hangs ends at last.
+    /// Longest time of a session, so that a script that hangs ends too.
     const LONGEST: Duration = Duration::from_secs(4 * 3600);
     let whole = Whole::find()?;
     let share = parts::folder().join("shell");
@@ -114,7 +115,7 @@ pub(crate) fn shell(script: Option<&Path>) -> Result<bool> {
     machine.wait(Instant::now() + LONGEST)
 }
 
-/// Puts into the shared folder what the outer machine copies to itself.
+/// Fills the shared folder with the files that the outer machine copies.
 fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
     let inside = share.join("in");
     for name in ["vmferry", "lab-agent"] {
@@ -137,10 +138,10 @@ fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
     disk(&share.join(SLOW_DISK))
 }
 
-/// An empty file system, for a guest's disk.
+/// Creates an empty file system for a guest's disk.
 fn disk(path: &Path) -> Result<()> {
     const BYTES: u64 = 24 << 20;
-    let mkfs = parts::tool(parts::MKFS).with_context(|| format!("{} is not here", parts::MKFS))?;
+    let mkfs = parts::tool(parts::MKFS).with_context(|| format!("{} is not installed", parts::MKFS))?;
     let file = std::fs::File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
     file.set_len(BYTES)?;
     let output = std::process::Command::new(&mkfs)

@@ -1,6 +1,8 @@
-//! A kernel's modules, without the files that depmod makes: packages that were only unpacked have none.
+//! Modules of a kernel, without the files that depmod creates, because packages that were only
+//! unpacked have none.
 //!
-//! Each module says in its `.modinfo` section what it needs (`depends=a,b`), and `modules.builtin` which ones are in the kernel.
+//! Each module has its dependencies in its `.modinfo` section (`depends=a,b`). `modules.builtin`
+//! lists the modules that are built into the kernel.
 
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
@@ -8,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The modules of one kernel.
+/// Modules of one kernel.
 #[derive(Debug)]
 pub(crate) struct Modules {
     folder: PathBuf,
@@ -16,7 +18,7 @@ pub(crate) struct Modules {
     builtin: Vec<String>,
 }
 
-/// A module, ready to be loaded.
+/// Module that is ready to be loaded.
 #[derive(Debug)]
 pub(crate) struct Module {
     pub(crate) name: String,
@@ -24,7 +26,7 @@ pub(crate) struct Module {
 }
 
 impl Modules {
-    /// Those in `folder`, which is `/lib/modules/VERSION` of some root.
+    /// Opens the modules in `folder`, which is `/lib/modules/VERSION` of some root.
     pub(crate) fn open(folder: &Path) -> Result<Self> {
         let mut files = BTreeMap::new();
         collect(&folder.join("kernel"), &mut files)
@@ -34,13 +36,13 @@ impl Modules {
         Ok(Self { folder: folder.to_owned(), files, builtin })
     }
 
-    /// Whether there is such a module, or the kernel has it built in.
+    /// Returns whether the module exists, or the kernel has it built in.
     pub(crate) fn has(&self, name: &str) -> bool {
         let name = name.replace('-', "_");
         self.files.contains_key(&name) || self.builtin.contains(&name)
     }
 
-    /// `wanted` and all that they need, in an order in which they can be loaded.
+    /// Returns `wanted` and all their dependencies, in an order in which they can be loaded.
     pub(crate) fn load(&self, wanted: &[&str]) -> Result<Vec<Module>> {
         let mut loaded = Vec::new();
         for name in wanted {
@@ -50,7 +52,7 @@ impl Modules {
     }
 
     fn add(&self, name: &str, loaded: &mut Vec<Module>, depth: usize) -> Result<()> {
-        // No chain of modules is near as long; a ring of them would be.
+        // No real chain of dependencies is this long, so a longer one is a cycle.
         const DEEPEST: usize = 32;
         if self.builtin.iter().any(|known| known == name) || loaded.iter().any(|module| module.name == name) {
             return Ok(());
@@ -59,7 +61,7 @@ impl Modules {
             bail!("the kernel of {} has no module {name}", self.folder.display());
         };
         if depth > DEEPEST {
-            bail!("the modules in {} need each other in a ring ({name})", self.folder.display());
+            bail!("the modules in {} have a dependency cycle ({name})", self.folder.display());
         }
         let bytes = read(path)?;
         for needed in depends(&bytes) {
@@ -83,13 +85,13 @@ fn collect(folder: &Path, files: &mut BTreeMap<String, PathBuf>) -> std::io::Res
     Ok(())
 }
 
-/// `kvm_amd` of `.../kvm-amd.ko.xz`.
+/// Returns the name of a module: `kvm_amd` for `.../kvm-amd.ko.xz`.
 fn name_of(path: &Path) -> Option<String> {
     let (name, rest) = path.file_name()?.to_str()?.split_once('.')?;
     rest.starts_with("ko").then(|| name.replace('-', "_"))
 }
 
-/// A module's bytes, unpacked: busybox's insmod loads nothing else.
+/// Returns the unpacked bytes of a module, because busybox's insmod loads no other form.
 fn read(path: &Path) -> Result<Vec<u8>> {
     let bytes = std::fs::read(path).with_context(|| format!("cannot read {}", path.display()))?;
     let unpacker = match path.extension().and_then(|extension| extension.to_str()) {
@@ -101,7 +103,7 @@ fn read(path: &Path) -> Result<Vec<u8>> {
     unpack(unpacker, &bytes).with_context(|| format!("cannot unpack {}", path.display()))
 }
 
-/// What `program -dc` makes of `bytes`.
+/// Returns the output of `program -dc` for `bytes`.
 pub(crate) fn unpack(program: &str, bytes: &[u8]) -> Result<Vec<u8>> {
     let mut child = Command::new(program)
         .arg("-dc")
@@ -112,7 +114,8 @@ pub(crate) fn unpack(program: &str, bytes: &[u8]) -> Result<Vec<u8>> {
         .with_context(|| format!("cannot run {program}"))?;
     let mut input = child.stdin.take().context("it has no input")?;
     let output = std::thread::scope(|scope| {
-        // A program that wants no more says why on its own.
+        // A program that stops reading reports the reason itself, so the error of the write is
+        // ignored.
         scope.spawn(move || drop(input.write_all(bytes)));
         child.wait_with_output()
     })?;
@@ -122,7 +125,7 @@ pub(crate) fn unpack(program: &str, bytes: &[u8]) -> Result<Vec<u8>> {
     Ok(output.stdout)
 }
 
-/// What the module says it needs.
+/// Returns the dependencies that a module names.
 fn depends(module: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let Some(start) = module.windows(KEY.len()).position(|window| window == KEY) else { return Vec::new() };
@@ -151,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_module_needs_comes_before_it_and_once() {
+    fn dependencies_come_before_the_module_and_once() {
         let (_folder, modules) = rig(
             &[("kvm-amd", "kvm,ccp"), ("kvm", "irqbypass"), ("ccp", ""), ("irqbypass", "")],
             "kernel/virtio/virtio.ko\n",
@@ -167,9 +170,9 @@ mod tests {
     }
 
     #[test]
-    fn missing_modules_and_rings_are_errors() {
+    fn missing_modules_and_dependency_cycles_are_errors() {
         let (_folder, modules) = rig(&[("a", "b"), ("b", "a"), ("c", "d")], "");
-        assert!(modules.load(&["a"]).unwrap_err().to_string().contains("ring"));
+        assert!(modules.load(&["a"]).unwrap_err().to_string().contains("cycle"));
         assert!(modules.load(&["c"]).unwrap_err().to_string().contains("no module d"));
     }
 }

@@ -1,5 +1,6 @@
 #!/bin/busybox sh
-# The first program of the outer machine: loads what KVM and the shared folder need, and hands over.
+# The first program of the outer machine: loads the modules of KVM and the shared folder, and starts
+# the agent, a shell or a script.
 /bin/busybox --install -s /bin
 export PATH=/bin HOME=/root
 mount -t proc proc /proc

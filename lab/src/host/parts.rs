@@ -1,4 +1,4 @@
-//! What the lab is made of, and where it is found: unpacked by `cargo xtask lab fetch`, or installed.
+//! Parts of the lab: unpacked by `cargo xtask lab fetch`, or installed.
 
 use super::modules::Modules;
 use std::ffi::OsStr;
@@ -6,24 +6,25 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::rc::Rc;
 
-/// Modules without which a kernel cannot be the outer machine's.
+/// Modules that the kernel of the outer machine must have.
 pub(crate) const OUTER_MODULES: [&str; 9] =
     ["virtio_pci", "9p", "9pnet_virtio", "kvm_amd", "virtio_net", "virtio_blk", "tun", "bridge", "loop"];
 /// Modules that a Linux guest under vmferry needs.
 pub(crate) const GUEST_MODULES: [&str; 7] =
     ["virtio_mmio", "virtio_balloon", "virtio_blk", "virtio_net", "ext4", "button", "evdev"];
 
-/// The oldest QEMU that will do. With 7.2 a guest's XSETBV is not intercepted: it changes the XCR0 of the outer kernel, and the
-/// guest's kernel finds sizes of its FPU state that contradict each other.
+/// Oldest QEMU that the lab can use. QEMU 7.2 does not intercept a guest's XSETBV. The guest then
+/// changes the XCR0 of the outer kernel, and the guest's kernel finds contradictory sizes of its
+/// FPU state.
 const LEAST_QEMU: (u32, u32) = (10, 0);
 
-/// In the lab's folder: runs a QEMU that was fetched.
+/// Name of the script in the lab's folder that runs a fetched QEMU.
 pub(crate) const QEMU: &str = "qemu";
 
-/// What makes a guest's file system.
+/// Program that creates a guest's file system.
 pub(crate) const MKFS: &str = "mkfs.ext4";
 
-/// A kernel and its modules.
+/// Kernel and its modules.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     pub(crate) version: String,
@@ -31,48 +32,49 @@ pub(crate) struct Kernel {
     pub(crate) modules: Modules,
 }
 
-/// Everything, as far as it is there; `missing` says what is not, and how to get it.
+/// Parts that were found. `missing` returns the other ones, and how to get them.
 #[derive(Debug, Default)]
 pub(crate) struct Parts {
     pub(crate) qemu: Option<PathBuf>,
-    /// The version of a QEMU that is there, but too old.
+    /// Version of an installed QEMU that is too old.
     pub(crate) old_qemu: Option<(u32, u32)>,
     pub(crate) busybox: Option<PathBuf>,
-    /// What checks a guest's file system.
+    /// Program that checks a guest's file system.
     pub(crate) fsck: Option<PathBuf>,
-    /// What the emulated machine boots.
+    /// Kernel of the emulated machine.
     pub(crate) outer: Option<Rc<Kernel>>,
-    /// What Linux guests boot.
+    /// Kernel of Linux guests.
     pub(crate) guest: Option<Rc<Kernel>>,
 }
 
-/// The lab's own folder beside the build.
+/// Returns the lab's folder beside the build.
 pub(crate) fn folder() -> PathBuf {
     workspace().join("target/lab")
 }
 
-/// The repository's root.
+/// Returns the root of the repository.
 pub(crate) fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// Where in the PATH a program is.
+/// Returns the path of a program, from PATH and the folders for administrators.
 pub(crate) fn tool(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    // Programs for administrators are not in everybody's PATH.
+    // Not every user has the folders for administrators in PATH.
     let folders = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
     folders.map(|folder| folder.join(name)).find(|file| file.is_file())
 }
 
 impl Parts {
-    /// Looks for everything.
+    /// Searches for all parts.
     pub(crate) fn find() -> Self {
         let fetched = folder().join("root");
         let mut kernels = kernels(&fetched);
         if kernels.is_empty() {
             kernels = self::kernels(Path::new("/"));
         }
-        // People's guests are cloud kernels, where there is one; any other boots as well.
+        // Cloud kernels are preferred for guests, because most guests run them. Any other kernel
+        // boots as well.
         kernels.sort_by_key(|kernel| kernel.version.contains("cloud"));
         let kernels: Vec<_> = kernels.into_iter().map(Rc::new).collect();
         let guest = kernels.iter().rfind(|kernel| lacks(kernel, &GUEST_MODULES).is_none()).cloned();
@@ -92,14 +94,14 @@ impl Parts {
         Self { qemu: found.filter(|_| old_qemu.is_none()), old_qemu, busybox, fsck, outer, guest }
     }
 
-    /// What is not there: a line each for people.
+    /// Returns a line of text for each missing part.
     pub(crate) fn missing(&self) -> Vec<String> {
         const FETCH: &str = "`cargo xtask lab fetch` gets it without installing anything";
         let mut missing = Vec::new();
         if self.qemu.is_none() {
             let (major, minor) = LEAST_QEMU;
             let what = self.old_qemu.map_or_else(String::new, |(old, of)| {
-                format!(" (here is {old}.{of}, whose virtualization lacks what guests need)")
+                format!(" (version {old}.{of} is installed, and its virtualization is incomplete)")
             });
             missing.push(format!(
                 "qemu-system-x86_64 of version {major}.{minor} or newer{what}: {FETCH}, or `apt-get install qemu-system-x86`"
@@ -116,7 +118,7 @@ impl Parts {
         }
         if self.outer.is_none() {
             missing.push(format!(
-                "a kernel that can be read, with the modules {} (Debian's linux-image-amd64): {FETCH}",
+                "a readable kernel image with the modules {} (Debian's linux-image-amd64): {FETCH}",
                 OUTER_MODULES.join(", ")
             ));
         }
@@ -130,24 +132,24 @@ impl Parts {
     }
 }
 
-/// The version of a QEMU.
+/// Returns the version of a QEMU.
 fn version(qemu: &Path) -> Option<(u32, u32)> {
     let output = Command::new(qemu).arg("--version").stdin(Stdio::null()).output().ok()?;
     version_in(&String::from_utf8_lossy(&output.stdout))
 }
 
-/// The version in what `--version` says.
+/// Returns the version in the output of `--version`.
 fn version_in(text: &str) -> Option<(u32, u32)> {
     let mut numbers = text.strip_prefix("QEMU emulator version ")?.split(|c: char| !c.is_ascii_digit());
     Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
 }
 
-/// The first of `modules` that `kernel` lacks.
+/// Returns the first of `modules` that is missing in `kernel`.
 fn lacks<'a>(kernel: &Kernel, modules: &[&'a str]) -> Option<&'a str> {
     modules.iter().copied().find(|module| !kernel.modules.has(module))
 }
 
-/// The kernels in `root` that can be read and whose modules are there.
+/// Returns the kernels in `root` that are readable and have their modules.
 fn kernels(root: &Path) -> Vec<Kernel> {
     let Ok(entries) = std::fs::read_dir(root.join("boot")) else { return Vec::new() };
     let mut images: Vec<_> = entries.flatten().map(|entry| entry.path()).collect();
@@ -163,11 +165,11 @@ fn kernel(root: &Path, image: PathBuf) -> Option<Kernel> {
     Some(Kernel { version, image, modules })
 }
 
-/// Whether the program needs no interpreter: in an initramfs there is none.
+/// Returns whether the program needs no interpreter. An initramfs has none.
 fn is_static(file: &Path) -> bool {
     const INTERPRETER: &[u8] = b"/ld-";
     let Ok(bytes) = std::fs::read(file) else { return false };
-    // The path of the interpreter stands at the start of the file, behind the program headers.
+    // The path of the interpreter is near the start of the file, after the program headers.
     let head = &bytes[..bytes.len().min(4096)];
     bytes.starts_with(b"\x7fELF") && !head.windows(INTERPRETER.len()).any(|window| window == INTERPRETER)
 }
@@ -177,31 +179,31 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_test_is_a_program_and_this_source_is_not_static() {
+    fn source_and_missing_file_are_not_static_programs() {
         assert!(!is_static(Path::new(file!())));
         assert!(!is_static(Path::new("/nowhere")));
     }
 
     #[test]
-    fn what_is_missing_is_said_with_the_way_to_get_it() {
+    fn missing_parts_are_listed_with_the_way_to_get_them() {
         let missing = Parts::default().missing();
         assert!(missing.len() >= 5);
         assert!(missing.iter().all(|line| line.contains("apt-get") || line.contains("fetch")), "{missing:?}");
     }
 
     #[test]
-    fn a_qemu_that_is_too_old_is_missing_and_named() {
+    fn old_qemu_is_missing_with_its_version() {
         let debian = "QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)\nCopyright (c)";
         assert_eq!(version_in(debian), Some((7, 2)));
         assert_eq!(version_in("QEMU emulator version 11.1.50"), Some((11, 1)));
         assert_eq!(version_in("something else"), None);
         assert!((7, 2) < LEAST_QEMU && LEAST_QEMU <= (10, 0));
         let parts = Parts { old_qemu: Some((7, 2)), ..Parts::default() };
-        assert!(parts.missing()[0].contains("here is 7.2"), "{:?}", parts.missing());
+        assert!(parts.missing()[0].contains("version 7.2"), "{:?}", parts.missing());
     }
 
     #[test]
-    fn kernels_without_modules_are_none() {
+    fn kernels_without_modules_are_not_found() {
         let root = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(root.path().join("boot")).unwrap();
         std::fs::write(root.path().join("boot/vmlinuz-1.0"), b"x").unwrap();

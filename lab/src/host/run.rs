@@ -12,7 +12,7 @@ use vmferry_lab::record::{self, CURRENT, Outcome, PACE, Record};
 use vmferry_lab::scenarios::{self, Scenario};
 use vmferry_lab::summary::Summary;
 
-/// Runs the lab; `true` if all is well.
+/// Runs the lab. Returns whether all scenarios passed or were skipped.
 pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     let start = Instant::now();
     let chosen = choose(args)?;
@@ -27,7 +27,7 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     println!("building static programs");
     let programs = Programs::build()?;
     let built = start.elapsed();
-    // What a first build takes is cargo's, not the lab's.
+    // The time of a first build belongs to cargo, so the run is measured without it.
     let begin = Instant::now();
     fill(&share, whole, &programs)?;
     let names: Vec<_> = chosen.iter().map(|scenario| scenario.name.to_owned()).collect();
@@ -35,10 +35,14 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     let path = share.join("plan.json");
     println!("built in {:.0} s", built.as_secs_f64());
     let own = direct::plan(names.clone(), &share);
-    let lack = if args.emulate { Some("not asked for".to_owned()) } else { direct::lacks(&own, &folder)? };
+    let lack = if args.emulate {
+        Some("not used, because of --emulate".to_owned())
+    } else {
+        direct::lacks(&own, &folder)?
+    };
     let Run { mut records, deaths } = match &lack {
         None => {
-            println!("this host's KVM boots Linux guests: the scenarios run right here");
+            println!("this host's KVM boots Linux guests: the scenarios run on this host");
             own.write(&path)?;
             let records = direct::run(&programs.path("lab-agent"), &path, &own, &folder)?;
             Run { records, ..Run::default() }
@@ -63,12 +67,12 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     Ok(summary.is_good())
 }
 
-/// The scenarios that were asked for.
+/// Returns the scenarios that the arguments select.
 fn choose(args: &LabArgs) -> Result<Vec<&'static Scenario>> {
     let all = scenarios::all();
     for wanted in &args.scenarios {
         if !all.iter().any(|scenario| scenario.name.starts_with(wanted.as_str())) {
-            bail!("there is no scenario '{wanted}'; `cargo xtask lab list` says which there are");
+            bail!("there is no scenario '{wanted}'; `cargo xtask lab list` lists them");
         }
     }
     let fits = |scenario: &&Scenario| {
@@ -81,32 +85,32 @@ fn choose(args: &LabArgs) -> Result<Vec<&'static Scenario>> {
     Ok(all.into_iter().filter(fits).collect())
 }
 
-/// The record of a machine.
+/// Returns the record of a machine.
 pub(crate) fn own_record(name: &str, why: Option<String>, lived: Duration) -> Record {
     let outcome = if why.is_none() { Outcome::Passed } else { Outcome::Failed };
     Record::new(name, outcome, why, lived.as_secs_f64())
 }
 
-/// The record of the scenario that was under way when its machine ended, if one was.
+/// Returns the record of the scenario that was running when its machine ended, if there was one.
 pub(crate) fn under_way(results: &Path, records: &[Record]) -> Option<Record> {
     let current = std::fs::read_to_string(results.join(CURRENT)).unwrap_or_default();
     if current.is_empty() || records.iter().any(|record| record.scenario == current) {
         return None;
     }
-    let why = "the machine ended while this was under way".to_owned();
+    let why = "the machine ended while this scenario was running".to_owned();
     Some(Record::new(&current, Outcome::Failed, Some(why), 0.0))
 }
 
-/// Scenarios that have no record did not get their turn.
+/// Adds records for scenarios that were not started.
 fn complete(records: &mut Vec<Record>, names: &[String]) {
     for name in names {
         if !records.iter().any(|record| &record.scenario == name) {
-            records.push(Record::new(name, Outcome::NotRun, Some("it did not get its turn".into()), 0.0));
+            records.push(Record::new(name, Outcome::NotRun, Some("it was not started".into()), 0.0));
         }
     }
 }
 
-/// Tells people how it goes.
+/// Progress output of a run.
 pub(crate) struct Watch {
     results: PathBuf,
     start: Instant,
@@ -117,13 +121,13 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// Of what is done from now on.
+    /// Creates the output for the records that are added from now on.
     pub(crate) fn new(results: PathBuf, start: Instant) -> Result<Self> {
         let seen = record::read(&results)?.len();
         Ok(Self { results, start, seen, current: String::new(), since: start, begun: None })
     }
 
-    /// How long it took until the first scenario began.
+    /// Returns the time until the first scenario began.
     pub(crate) fn begun(&self) -> Option<Duration> {
         self.begun
     }
@@ -147,7 +151,8 @@ impl Watch {
         Ok(())
     }
 
-    /// The scenario that has been under way for longer than `times` its limit, at the pace that the agent measured.
+    /// Returns the scenario that has run for longer than `times` its limit, at the pace that the
+    /// agent measured.
     pub(crate) fn hangs(&self, times: u32) -> Option<&str> {
         let pace = std::fs::read_to_string(self.results.join(PACE)).ok().and_then(|text| text.parse().ok());
         let limit = scenarios::find(&self.current)?.limit.mul_f64(pace.unwrap_or(1.0)) * times;
@@ -159,13 +164,13 @@ impl Watch {
     }
 }
 
-/// Two runs would write into one folder.
+/// Takes a lock, because two runs would write to the same folder.
 fn lock() -> Result<File> {
     let path = parts::folder().join("lock");
     std::fs::create_dir_all(parts::folder())?;
     let file = File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
     rustix::fs::flock(&file, rustix::fs::FlockOperation::NonBlockingLockExclusive)
-        .context("another run of the lab is under way here")?;
+        .context("another run of the lab uses this folder")?;
     Ok(file)
 }
 
@@ -174,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_did_not_run_is_said() {
+    fn scenarios_without_a_record_are_recorded_as_not_run() {
         let mut records = vec![Record::new("a", Outcome::Passed, None, 1.0)];
         complete(&mut records, &["a".to_owned(), "b".to_owned()]);
         assert_eq!(records.len(), 2);
@@ -182,10 +187,10 @@ mod tests {
     }
 
     #[test]
-    fn an_agent_hangs_if_a_scenario_is_not_over_at_a_multiple_of_its_limit() {
+    fn agent_hangs_if_a_scenario_exceeds_a_multiple_of_its_limit() {
         let results = tempfile::tempdir().unwrap();
         let mut watch = Watch::new(results.path().to_owned(), Instant::now()).unwrap();
-        assert_eq!(watch.hangs(0), None, "nothing is under way");
+        assert_eq!(watch.hangs(0), None, "no scenario is running");
         std::fs::write(results.path().join(CURRENT), "host").unwrap();
         watch.look().unwrap();
         let limit = scenarios::find("host").unwrap().limit;
@@ -196,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_under_way_when_the_machine_ended_failed() {
+    fn scenario_that_ran_when_the_machine_ended_has_failed() {
         let results = tempfile::tempdir().unwrap();
         assert_eq!(under_way(results.path(), &[]), None);
         std::fs::write(results.path().join(CURRENT), "a").unwrap();

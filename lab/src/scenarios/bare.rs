@@ -1,4 +1,5 @@
-//! The bare-metal guest on this KVM: it checks every page that it has, itself, so these say whether memory arrives.
+//! Scenarios with the bare-metal guest, which checks all its pages itself. They show whether memory
+//! arrives.
 
 use super::rig::{Rig, migrate};
 use super::vm::{Guest, Vm};
@@ -24,7 +25,7 @@ const fn demo(
 pub(super) const SCENARIOS: &[Scenario] = &[
     Scenario {
         name: "host",
-        about: "this KVM is a full one, and vmferry finds what it offers",
+        about: "this KVM is complete, and vmferry detects its features",
         quick: true,
         machines: 1,
         limit: seconds(60),
@@ -55,7 +56,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     },
 ];
 
-/// What `vmferry check` says of this host.
+/// Returns the output of `vmferry check` on this host.
 fn findings(lab: &Lab) -> Result<Value> {
     let output =
         Command::new(&lab.plan.vmferry).args(["check", "--json", "-"]).stdin(Stdio::null()).output()?;
@@ -64,7 +65,7 @@ fn findings(lab: &Lab) -> Result<Value> {
     serde_json::from_str(&text).context("`vmferry check --json -` wrote no JSON")
 }
 
-/// One of those findings: whether it is there, and what is said of it.
+/// Returns whether a check passed, and its detail.
 fn finding(findings: &Value, id: &str) -> Option<(bool, String)> {
     let found = findings["checks"].as_array()?.iter().find(|check| check["id"] == id)?;
     Some((found["ok"].as_bool()?, found["detail"].as_str().unwrap_or_default().to_owned()))
@@ -72,9 +73,9 @@ fn finding(findings: &Value, id: &str) -> Option<(bool, String)> {
 
 fn host(lab: &mut Lab) -> Result<Verdict> {
     let findings = findings(lab)?;
-    let (works, kvm) = finding(&findings, "kvm").context("`vmferry check` says nothing of KVM")?;
+    let (works, kvm) = finding(&findings, "kvm").context("`vmferry check` has no check of KVM")?;
     ensure!(works, "KVM does not work: {kvm}");
-    ensure!(kvm.contains("full"), "this is no full KVM: {kvm}");
+    ensure!(kvm.contains("full"), "this KVM is not complete: {kvm}");
     lab.figure("kvm", kvm);
     for id in ["dirty_rings", "wp", "faults_kernel"] {
         let (works, detail) = finding(&findings, id).with_context(|| format!("no finding '{id}'"))?;
@@ -87,7 +88,8 @@ fn host(lab: &mut Lab) -> Result<Verdict> {
     Ok(Verdict::Passed)
 }
 
-/// A demonstration: a loaded guest moves between two processes, all pages are compared, and it checks all of its own.
+/// Runs a demonstration: a loaded guest moves between two processes, all pages are compared, and
+/// the guest checks its pages.
 fn moved(lab: &mut Lab, mode: &str, tracker: &str, cpus: u32) -> Result<Verdict> {
     let need = match tracker {
         "ring" => Some("dirty_rings"),
@@ -101,7 +103,8 @@ fn moved(lab: &mut Lab, mode: &str, tracker: &str, cpus: u32) -> Result<Verdict>
         }
     }
     let report = lab.folder.join("report.json");
-    // A guest that writes as much as an emulated processor can, and more than the link carries in no time.
+    // The guest writes as much as an emulated processor can, and more than the link carries without
+    // delay.
     let (memory, workload) = if lab.plan.emulated {
         ("128M", "uniform,ws=16M,rate=2k,fill=random,data=64M")
     } else {
@@ -124,10 +127,10 @@ fn moved(lab: &mut Lab, mode: &str, tracker: &str, cpus: u32) -> Result<Verdict>
     Ok(Verdict::Passed)
 }
 
-/// From this machine to the other: another kernel, another KVM, other clocks.
+/// Moves a guest to the other machine, with another kernel, another KVM and other clocks.
 fn between_kernels(lab: &mut Lab) -> Result<Verdict> {
     if lab.plan.peer.is_none() {
-        return Ok(Verdict::Skipped("there is one machine only; the emulated ones are two".into()));
+        return Ok(Verdict::Skipped("there is only one machine; an emulated run has two".into()));
     }
     let mut rig = Rig::new(lab);
     let guest = measured();
@@ -135,7 +138,8 @@ fn between_kernels(lab: &mut Lab) -> Result<Verdict> {
     carried(&mut rig, &guest, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])
 }
 
-/// Paced, though both sides wait for processors all the time: what echoes wait for there is none of the link's affair.
+/// Moves a guest by postcopy with pacing. Both sides wait for processors all the time, but the
+/// delay of echoes by this wait must not reduce the pace.
 fn postcopy(lab: &mut Lab) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = measured();
@@ -147,7 +151,7 @@ fn measured() -> Guest {
     Guest { memory: "128M", dirty_ring: true, ..Guest::usual() }
 }
 
-/// Moves the measuring guest, which checks its pages as it goes.
+/// Moves the bare-metal guest, which checks its pages while it runs.
 fn carried(rig: &mut Rig<'_>, guest: &Guest, target: &Vm, arguments: &[&str]) -> Result<Verdict> {
     const WORKLOAD: &str = "uniform,ws=16M,rate=2k,fill=random,data=64M";
     let source = Vm::measuring(&rig.here, &rig.boot, guest, &rig.lab.folder, "guest", WORKLOAD)?;
@@ -169,7 +173,7 @@ fn carried(rig: &mut Rig<'_>, guest: &Guest, target: &Vm, arguments: &[&str]) ->
     Ok(Verdict::Passed)
 }
 
-/// Whether the document of a demonstration tells of a good move.
+/// Checks that the report of a demonstration describes a successful move.
 fn judge(lab: &mut Lab, report: &Value, ended_well: bool) -> Result<()> {
     if report["outcome"] != "completed" {
         bail!("the outcome is {}: {}", report["outcome"], report["error"]);
@@ -222,14 +226,14 @@ mod tests {
     }
 
     #[test]
-    fn a_good_move_is_good() {
+    fn successful_move_passes() {
         let mut lab = lab();
         judge(&mut lab, &good(), true).unwrap();
         assert_eq!(lab.figures["wire_mib"], 3);
     }
 
     #[test]
-    fn each_lack_fails_it() {
+    fn each_deviation_fails() {
         let spoilt = [
             ("outcome", json!("failed")),
             ("mismatched_pages", json!(1)),

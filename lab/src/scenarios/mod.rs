@@ -1,4 +1,4 @@
-//! What is tried. Each scenario checks what it claims from inside the guest, and can fail.
+//! Scenarios of the lab. Each one checks its claim from inside the guest, and can fail.
 
 mod bare;
 mod linux;
@@ -11,40 +11,40 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// One thing to try.
+/// Scenario of the lab.
 #[derive(Debug)]
 pub struct Scenario {
-    /// What it is called.
+    /// Name of the scenario.
     pub name: &'static str,
-    /// What it shows, in one line.
+    /// Claim of the scenario in one line.
     pub about: &'static str,
-    /// Whether the short form has it.
+    /// Set if `--quick` includes the scenario.
     pub quick: bool,
-    /// How many machines it needs.
+    /// Number of machines that the scenario needs.
     pub machines: u8,
-    /// Longest time that it may take on the reference machine (see [`crate::pace`]).
+    /// Longest duration on the reference machine (see [`crate::pace`]).
     pub limit: Duration,
-    /// Does it.
+    /// Function that runs the scenario.
     pub run: fn(&mut Lab) -> Result<Verdict>,
 }
 
-/// How it went. That it failed is an error.
+/// Result of a scenario that did not fail. A failure is an error.
 #[derive(Debug)]
 pub enum Verdict {
-    /// All that was checked held.
+    /// All checks succeeded.
     Passed,
-    /// It cannot be tried here, and why.
+    /// The scenario cannot run on this host, with the reason.
     Skipped(String),
 }
 
-/// Where a scenario works.
+/// Environment of a scenario.
 #[derive(Debug)]
 pub struct Lab {
-    /// What the host asked for.
+    /// Plan of the run.
     pub plan: Plan,
-    /// For what the scenario has to show: logs, reports.
+    /// Folder for the scenario's logs and reports.
     pub folder: PathBuf,
-    /// What it measured.
+    /// Measured figures, by name.
     pub figures: BTreeMap<String, serde_json::Value>,
 }
 
@@ -53,19 +53,20 @@ impl Lab {
         Self { plan, folder, figures: BTreeMap::new() }
     }
 
-    /// Notes what was measured.
+    /// Records a figure.
     pub(crate) fn figure(&mut self, name: &str, value: impl Into<serde_json::Value>) {
         self.figures.insert(name.to_owned(), value.into());
     }
 }
 
-/// All of them, in the order in which they run: what others rest on first.
+/// Returns all scenarios in the order in which they run. Scenarios that others depend on come
+/// first.
 #[must_use]
 pub fn all() -> Vec<&'static Scenario> {
     bare::SCENARIOS.iter().chain(linux::SCENARIOS).collect()
 }
 
-/// The one that is called `name`.
+/// Returns the scenario `name`.
 #[must_use]
 pub fn find(name: &str) -> Option<&'static Scenario> {
     all().into_iter().find(|scenario| scenario.name == name)

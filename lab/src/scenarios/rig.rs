@@ -1,4 +1,4 @@
-//! What scenarios of guests that move have in common.
+//! Common parts of scenarios with guests that move.
 
 use super::Lab;
 use super::vm::{Boot, Guest, Vm};
@@ -11,10 +11,10 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::rc::Rc;
 use std::time::Duration;
 
-/// How long the other machine may take to come up.
+/// Longest time until the other machine answers.
 const OTHER: Duration = Duration::from_secs(60);
 
-/// What a scenario of guests works with.
+/// Tools of a scenario with guests.
 #[derive(Debug)]
 pub(crate) struct Rig<'a> {
     pub(crate) lab: &'a mut Lab,
@@ -31,18 +31,20 @@ impl<'a> Rig<'a> {
         Self { lab, here: Rc::new(Here::default()), boot, started: 0 }
     }
 
-    /// How long a guest may take to boot.
+    /// Returns the longest time of a guest's boot.
     pub(crate) fn patience(&self) -> Duration {
         Duration::from_secs(if self.lab.plan.emulated { 90 } else { 20 })
     }
 
-    /// What a wait may take longer than it should: an emulated machine is slow, and shares what it has.
+    /// Returns the allowed difference between the guest's clocks and the lab's. It is large for an
+    /// emulated machine, which is slow and shares its processor.
     pub(crate) fn slack(&self) -> Duration {
         Duration::from_millis(if self.lab.plan.emulated { 2000 } else { 300 })
     }
 
-    /// For how long a guest may get no processor: an emulated machine's only one is shared by everything that a move takes. Whether a
-    /// clock steps is told by [`slack`](Self::slack).
+    /// Returns the longest time for which a guest may get no processor. All parts of a move share
+    /// the only processor of an emulated machine. Steps of clocks are limited by
+    /// [`slack`](Self::slack).
     pub(crate) fn stall(&self) -> Duration {
         Duration::from_millis(if self.lab.plan.emulated { 10_000 } else { 300 })
     }
@@ -52,13 +54,13 @@ impl<'a> Rig<'a> {
         format!("{what}{}", self.started)
     }
 
-    /// A place for a guest in another process here.
+    /// Starts a target for a guest in another process on this machine.
     pub(crate) fn awaiting(&mut self, guest: &Guest) -> Result<Vm> {
         let name = self.name("target");
         Vm::awaiting(&self.here, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
     }
 
-    /// A place for a guest on the other machine.
+    /// Starts a target for a guest on the other machine.
     pub(crate) fn awaiting_there(&mut self, guest: &Guest) -> Result<Vm> {
         let address = self.lab.plan.peer.context("the plan names no other machine")?;
         let place: Rc<dyn Place> = Rc::new(There::reach(address, OTHER)?);
@@ -67,7 +69,7 @@ impl<'a> Rig<'a> {
         Vm::awaiting(&place, &self.boot, guest, &self.lab.folder, &name, ip)
     }
 
-    /// Has the guest power itself off: its process must end well.
+    /// Makes the guest power itself off, and checks that its process ends with success.
     pub(crate) fn power_off(&self, vm: &Vm) -> Result<()> {
         vm.enter("poweroff -f")?;
         let status = vm.end(self.patience())?;
@@ -76,7 +78,7 @@ impl<'a> Rig<'a> {
     }
 }
 
-/// Moves the guest and returns the document of that, which must tell of a good move.
+/// Moves the guest, checks that the move succeeds, and returns its report.
 pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Value> {
     let (report, status) = attempt(source, uri, arguments)?;
     judge(&report)?;
@@ -84,7 +86,7 @@ pub(crate) fn migrate(source: &Vm, uri: &str, arguments: &[&str]) -> Result<Valu
     Ok(report)
 }
 
-/// Has the guest move, and returns the document of that, and the command's status.
+/// Runs `vmferry migrate`, and returns its report and exit status.
 pub(crate) fn attempt(source: &Vm, uri: &str, arguments: &[&str]) -> Result<(Value, i32)> {
     let silence = pace::peer_timeout();
     let mut all = vec!["migrate", uri, "--json", "-", "--peer-timeout", &silence];
@@ -96,17 +98,17 @@ pub(crate) fn attempt(source: &Vm, uri: &str, arguments: &[&str]) -> Result<(Val
     println!("{}{}", ran.errors, ran.output);
     let start = ran.output.find('{').with_context(|| {
         let last = ran.errors.trim().lines().last().unwrap_or_default();
-        format!("`vmferry migrate` wrote no report: {last}; the source says: {}", source.said())
+        format!("`vmferry migrate` wrote no report: {last}; output of the source: {}", source.said())
     })?;
     let report: Value = serde_json::Deserializer::from_str(&ran.output[start..])
         .into_iter()
         .next()
         .context("no document")?
-        .context("the report is no JSON")?;
+        .context("the report is not JSON")?;
     Ok((report, ran.status))
 }
 
-/// Whether vmferry's own document tells of a move in which every page that was compared was the same.
+/// Checks that vmferry's report describes a completed move without a page that differs.
 fn judge(report: &Value) -> Result<()> {
     if report["outcome"] != "completed" {
         bail!("the outcome is {}: {}", report["outcome"], report["error"]);

@@ -1,4 +1,4 @@
-//! A `vmferry run` with a guest in it, or a place for one.
+//! Process `vmferry run` with a guest in it, or as a target that waits for one.
 
 use crate::desk::{Answer, Place, Ran, Request};
 use crate::pace::{self, Limit};
@@ -11,27 +11,27 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-/// How often a console is looked at.
+/// Interval at which a console is read.
 const TICK: Duration = Duration::from_millis(50);
-/// How long a process may take to come up, to answer, to end.
+/// Longest time for a process to start, to answer or to end.
 const PROMPT: Duration = Duration::from_secs(30);
-/// How long a guest may take to answer on its console.
+/// Longest time until a guest answers on its console.
 const ANSWER: Duration = Duration::from_secs(60);
 
-/// A guest as it is to be; the same on both sides of a move.
+/// Settings of a guest, which are the same on both sides of a move.
 #[derive(Debug, Clone)]
 pub(crate) struct Guest {
     pub(crate) memory: &'static str,
     pub(crate) cpus: u32,
     pub(crate) dirty_ring: bool,
-    /// What its kernel's command line has beside the console.
+    /// Options on the kernel's command line besides the console.
     pub(crate) options: String,
-    /// Arguments of `vmferry run`, such as its disk and its network.
+    /// Arguments of `vmferry run`, such as those of a disk or a network device.
     pub(crate) devices: Vec<String>,
 }
 
 impl Guest {
-    /// One that writes and checks 32 MiB, and keeps a file.
+    /// Returns a guest that writes and checks 32 MiB, and keeps a file.
     pub(crate) fn usual() -> Self {
         Self {
             memory: "192M",
@@ -43,7 +43,8 @@ impl Guest {
     }
 }
 
-/// A report that was asked for: its clocks were read between the asking and the reading, whatever kept it on its way.
+/// Requested report of a guest. The guest read its clocks between `asked` and `read`, however long
+/// the report took to arrive.
 #[derive(Debug, Clone)]
 pub(crate) struct Seen {
     pub(crate) told: Told,
@@ -51,7 +52,7 @@ pub(crate) struct Seen {
     pub(crate) read: Instant,
 }
 
-/// What boots.
+/// Files that a guest boots from.
 #[derive(Debug, Clone)]
 pub(crate) struct Boot {
     pub(crate) vmferry: PathBuf,
@@ -59,7 +60,7 @@ pub(crate) struct Boot {
     pub(crate) initrd: PathBuf,
 }
 
-/// One process.
+/// One process `vmferry run`.
 #[derive(Debug)]
 pub(crate) struct Vm {
     place: Rc<dyn Place>,
@@ -68,12 +69,12 @@ pub(crate) struct Vm {
     api: PathBuf,
     console: PathBuf,
     errors: PathBuf,
-    /// How much of the console has been read.
+    /// Number of bytes of the console that have been read.
     read: Cell<u64>,
 }
 
 impl Vm {
-    /// Boots a guest; its console goes into `folder`.
+    /// Boots a guest. Its console is written to a file in `folder`.
     pub(crate) fn boot(
         place: &Rc<dyn Place>,
         boot: &Boot,
@@ -82,15 +83,17 @@ impl Vm {
         name: &str,
     ) -> Result<Self> {
         let text = |path: &Path| path.to_string_lossy().into_owned();
-        // Quiet: each byte on the serial port is an exit, and in an emulated machine a millisecond.
-        // And distributions have every page zeroed when it is allocated: a driver that allocates what it hints as free then writes to
-        // all of it first, a fault a page while dirty pages are tracked, and keeps its processor from everything else meanwhile.
+        // The console is quiet, because each byte on the serial port is an exit, which takes a
+        // millisecond in an emulated machine.
+        // Distributions make the kernel zero every page when it is allocated. A driver that
+        // allocates pages to report them as free would then write to all of them first, with a
+        // fault for each page while dirty pages are tracked, and block its processor meanwhile.
         let line = format!("console=ttyS0 quiet init_on_alloc=0 {}", guest.options);
         let more = ["--kernel", &text(&boot.kernel), "--initrd", &text(&boot.initrd), "--cmdline", &line];
         Self::start(place, boot, guest, folder, name, &more)
     }
 
-    /// Runs the measuring guest.
+    /// Runs the bare-metal guest.
     pub(crate) fn measuring(
         place: &Rc<dyn Place>,
         boot: &Boot,
@@ -102,7 +105,7 @@ impl Vm {
         Self::start(place, boot, guest, folder, name, &["--workload", workload])
     }
 
-    /// A place for a guest at `address`.
+    /// Starts a target that waits for a guest at `address`.
     pub(crate) fn awaiting(
         place: &Rc<dyn Place>,
         boot: &Boot,
@@ -120,7 +123,7 @@ impl Vm {
         Self::start(place, boot, guest, folder, name, &more)
     }
 
-    /// Takes the guest out of `file`, a URI.
+    /// Restores the guest from `file`, a URI.
     pub(crate) fn restored(
         place: &Rc<dyn Place>,
         boot: &Boot,
@@ -140,7 +143,8 @@ impl Vm {
         name: &str,
         more: &[&str],
     ) -> Result<Self> {
-        // Sockets live where the process runs: the shared folder has none.
+        // Sockets must be on the machine where the process runs, because the shared folder supports
+        // none.
         let api = PathBuf::from(format!("/tmp/lab-{}-{name}.sock", std::process::id()));
         let (console, errors) =
             (folder.join(format!("{name}.console")), folder.join(format!("{name}.errors")));
@@ -159,7 +163,7 @@ impl Vm {
         );
         command.extend(guest.devices.iter().cloned());
         if !guest.devices.iter().any(|word| word == "--on-reset") {
-            // A guest that resets unasked has met trouble, which must show.
+            // A guest that resets without a request has failed, and the failure must be visible.
             command.extend(["--on-reset", "exit"].map(str::to_owned));
         }
         println!("{name}: {}", command.join(" "));
@@ -185,7 +189,7 @@ impl Vm {
         Ok(vm)
     }
 
-    /// What the process said on its standard error.
+    /// Returns the standard error of the process.
     pub(crate) fn said(&self) -> String {
         let request = Request::Read { path: self.errors.clone(), from: 0 };
         match self.place.ask(request) {
@@ -194,13 +198,13 @@ impl Vm {
         }
     }
 
-    /// The words that begin a subcommand on this one's API.
+    /// Returns the first arguments of a subcommand that uses the process's API socket.
     pub(crate) fn subcommand(&self, name: &str) -> Vec<String> {
         let text = |path: &Path| path.to_string_lossy().into_owned();
         vec![text(&self.vmferry), name.to_owned(), "--api".to_owned(), text(&self.api)]
     }
 
-    /// Runs a subcommand of vmferry on this one's API.
+    /// Runs a subcommand of vmferry with the process's API socket.
     pub(crate) fn run(&self, arguments: &[&str]) -> Result<Ran> {
         let (first, rest) = arguments.split_first().context("no subcommand")?;
         let mut command = self.subcommand(first);
@@ -211,7 +215,7 @@ impl Vm {
         }
     }
 
-    /// The same; it must end well. Returns its output.
+    /// Runs a subcommand that must succeed, and returns its output.
     pub(crate) fn command(&self, arguments: &[&str]) -> Result<String> {
         let ran = self.run(arguments)?;
         ensure!(
@@ -224,12 +228,12 @@ impl Vm {
         Ok(ran.output)
     }
 
-    /// The status document.
+    /// Returns the status document.
     pub(crate) fn status(&self) -> Result<Value> {
-        serde_json::from_str(&self.command(&["status"])?).context("the status is no JSON")
+        serde_json::from_str(&self.command(&["status"])?).context("the status is not JSON")
     }
 
-    /// Waits until `find` finds what it wants in the status document.
+    /// Waits until `find` returns a value for the status document.
     pub(crate) fn until<T>(&self, what: &str, find: impl Fn(&Value) -> Result<Option<T>>) -> Result<T> {
         let limit = Limit::new(PROMPT);
         loop {
@@ -241,25 +245,27 @@ impl Vm {
         }
     }
 
-    /// How long the thread of each vCPU has run, and waited for a processor although it could run: when a guest's kernel finds itself stalled,
-    /// this tells the host that had no time for it from a vCPU that was not woken. In words, for people.
+    /// Returns the time for which each vCPU's thread has run and waited for a processor, as text.
+    ///
+    /// When a guest's kernel reports a stall, the text distinguishes a busy host from a vCPU that
+    /// was not woken.
     pub(crate) fn vcpus(&self) -> Result<String> {
         let pid = self.status()?["vm"]["pid"].as_u64().context("the status has no process")?;
         let script =
             format!("for t in /proc/{pid}/task/*; do echo \"$(cat $t/comm):$(cat $t/schedstat)\"; done");
         let request = Request::Run { command: ["sh", "-c", &script].map(str::to_owned).to_vec() };
-        let Answer::Ran(ran) = self.place.ask(request)? else { bail!("the threads cannot be looked at") };
+        let Answer::Ran(ran) = self.place.ask(request)? else { bail!("cannot read the threads") };
         let told: Vec<_> = ran.output.lines().filter_map(waited).collect();
         ensure!(!told.is_empty(), "process {pid} has no threads of vCPUs: {}{}", ran.output, ran.errors);
         Ok(told.join(", "))
     }
 
-    /// Where it waits for a guest.
+    /// Returns the address at which the process waits for a guest.
     pub(crate) fn uri(&self) -> Result<String> {
         self.until("listening", |status| Ok(status["vm"]["incoming"].as_str().map(str::to_owned)))
     }
 
-    /// How the process ended, if it did.
+    /// Returns the exit status of the process, if it has ended.
     pub(crate) fn ended(&self) -> Result<Option<i32>> {
         match self.place.ask(Request::Ended { id: self.id })? {
             Answer::Ended(status) => Ok(status),
@@ -267,7 +273,7 @@ impl Vm {
         }
     }
 
-    /// Waits until it has ended.
+    /// Waits until the process has ended, and returns its exit status.
     pub(crate) fn end(&self, within: Duration) -> Result<i32> {
         let limit = Limit::new(within);
         loop {
@@ -291,13 +297,13 @@ impl Vm {
         Ok(())
     }
 
-    /// From here on, what the console said so far is not looked at.
+    /// Skips the output of the console so far.
     pub(crate) fn skip(&self) -> Result<()> {
         while !self.more()?.is_empty() {}
         Ok(())
     }
 
-    /// Waits for a line that `find` takes.
+    /// Waits for a line for which `find` returns a value.
     pub(crate) fn wait<T>(
         &self,
         what: &str,
@@ -312,10 +318,10 @@ impl Vm {
                 let line: Vec<u8> = rest.drain(..=end).collect();
                 let line = String::from_utf8_lossy(&line);
                 if let Some(wrong) = line.find("LAB-WRONG") {
-                    bail!("the guest says: {}", line[wrong..].trim());
+                    bail!("the guest reports: {}", line[wrong..].trim());
                 }
                 if let Some(found) = find(&line) {
-                    // What follows this line belongs to whoever waits next.
+                    // The rest of the output is left for the next wait.
                     self.read.set(self.read.get() - rest.len() as u64);
                     return Ok(found);
                 }
@@ -333,24 +339,25 @@ impl Vm {
         self.wait("the guest's boot", within, |line| line.contains("LAB-GUEST-UP").then_some(()))
     }
 
-    /// The next report that the guest gives of its own accord.
+    /// Returns the next report that the guest prints without a request.
     pub(crate) fn told(&self) -> Result<Told> {
         self.skip()?;
-        self.wait("the guest telling of itself", ANSWER, Told::in_line)
+        self.wait("the guest's next report", ANSWER, Told::in_line)
     }
 
-    /// Has the guest check everything: asked for on its console, by its shell.
+    /// Makes the guest check everything, by a command to its shell on the console, and returns its
+    /// report.
     pub(crate) fn verified(&self, how: &str) -> Result<Seen> {
         self.skip()?;
         let asked = Instant::now();
         self.enter(&format!("lab-guest {how}"))?;
-        let told = self.wait("the guest checking all that it has", ANSWER, |line| {
+        let told = self.wait("the guest's report after all checks", ANSWER, |line| {
             Told::in_line(line).filter(|told| told.whole)
         })?;
         Ok(Seen { told, asked, read: Instant::now() })
     }
 
-    /// Has the shell on the console say something, and waits for `answer` at the start of a line.
+    /// Runs a command in the shell on the console, and waits for `answer` at the start of a line.
     pub(crate) fn shell(&self, line: &str, answer: &str) -> Result<()> {
         self.skip()?;
         self.enter(line)?;
@@ -361,13 +368,14 @@ impl Vm {
 
     fn more(&self) -> Result<Vec<u8>> {
         let request = Request::Read { path: self.console.clone(), from: self.read.get() };
-        let Answer::Read(bytes) = self.place.ask(request)? else { bail!("the console cannot be read") };
+        let Answer::Read(bytes) = self.place.ask(request)? else { bail!("cannot read the console") };
         self.read.set(self.read.get() + bytes.len() as u64);
         Ok(bytes)
     }
 }
 
-/// A line of `NAME:RAN WAITED SLICES`, in nanoseconds (Linux, Documentation/scheduler/sched-stats.rst), if it is a vCPU's.
+/// Returns the times of a vCPU's thread as text, from a line `NAME:RAN WAITED SLICES` in
+/// nanoseconds (Linux, Documentation/scheduler/sched-stats.rst). `None` for other threads.
 fn waited(line: &str) -> Option<String> {
     let (name, times) = line.split_once(':').filter(|(name, _)| name.starts_with("vcpu"))?;
     let mut times =
@@ -385,7 +393,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_threads_times_are_those_of_a_vcpu() {
+    fn only_times_of_vcpu_threads_are_returned() {
         let told = waited("vcpu 1:2500000000 12300000000 77").unwrap();
         assert_eq!(told, "vcpu 1 ran 2.5 s and waited 12.3 s for a processor");
         assert_eq!(waited("net-0:1 2 3"), None);

@@ -1,4 +1,4 @@
-//! JUnit's XML, as far as CI systems read it: one suite, one case a scenario.
+//! JUnit's XML in the form that CI systems read: one suite, with one case for each scenario.
 
 use crate::record::{Outcome, Record};
 use std::fmt::Write;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 pub(super) fn xml(records: &[Record], seconds: f64) -> String {
     let count = |wanted: &[Outcome]| records.iter().filter(|record| wanted.contains(&record.outcome)).count();
     let mut text = String::from("<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n");
-    // Writing into a String does not fail.
+    // A write to a String does not fail.
     let _ = writeln!(
         text,
         "<testsuite name=\"vmferry-lab\" tests=\"{}\" failures=\"{}\" skipped=\"{}\" time=\"{seconds:.1}\">",
@@ -39,7 +39,8 @@ pub(super) fn xml(records: &[Record], seconds: f64) -> String {
     text
 }
 
-/// For attributes and text alike. XML 1.0 has no way to write most control characters: they are left out.
+/// Escapes text for attributes and content. XML 1.0 cannot represent most control characters, so
+/// they are left out.
 fn escaped(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_outcomes_are_told_and_nothing_breaks_the_document() {
+    fn all_outcomes_are_written_and_special_characters_are_escaped() {
         let records = [
             Record::new("good", Outcome::Passed, None, 1.0),
             Record::new("bad", Outcome::Failed, Some("got <\"&\u{1b}[0m\">".into()), 1.0),

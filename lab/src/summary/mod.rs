@@ -1,4 +1,4 @@
-//! A run, summed up: a table for people, JSON for programs, XML as JUnit writes it for CI.
+//! Summary of a run: a table as text, JSON, and JUnit's XML for CI.
 
 mod junit;
 
@@ -9,21 +9,21 @@ use comfy_table::{Table, presets};
 use serde::Serialize;
 use std::path::Path;
 
-/// All that a run found.
+/// Results of a run.
 #[derive(Debug, Serialize)]
 pub struct Summary {
-    /// `emulated` or `direct`.
+    /// Kind of KVM: `emulated` or `direct`.
     kvm: String,
     quick: bool,
     good: bool,
     seconds: f64,
     records: Vec<Record>,
-    /// Deaths of the emulator on the way: each of their scenarios was tried again in a fresh machine.
+    /// Emulator failures of the run. Each of their scenarios was tried again in a new machine.
     emulator_deaths: Vec<Death>,
 }
 
 impl Summary {
-    /// Sums up `records`, of a run that took `seconds`.
+    /// Creates the summary of `records`, from a run that took `seconds`.
     #[must_use]
     pub fn new(
         records: Vec<Record>,
@@ -36,13 +36,13 @@ impl Summary {
         Self { kvm: kvm.to_owned(), quick, good, seconds, records, emulator_deaths }
     }
 
-    /// Whether nothing failed and everything had its turn.
+    /// Returns whether no scenario failed and every one was started.
     #[must_use]
     pub fn is_good(&self) -> bool {
         self.good
     }
 
-    /// For people.
+    /// Returns the summary as text.
     #[must_use]
     pub fn table(&self) -> String {
         let mut table = Table::new();
@@ -62,11 +62,11 @@ impl Summary {
             .iter()
             .map(|death| {
                 let Death { scenario, proof, seconds, log } = death;
-                format!("\nemulator died in {scenario} after {seconds:.0} s: {proof} ({log})")
+                format!("\nemulator failure in {scenario} after {seconds:.0} s: {proof} ({log})")
             })
             .collect();
         format!(
-            "{table}\n{deaths}\n{} passed, {} failed, {} skipped, {} not run, {} given up; {} deaths of the emulator; {:.0} s ({} KVM)",
+            "{table}\n{deaths}\n{} passed, {} failed, {} skipped, {} not run, {} given up; {} emulator failures; {:.0} s ({} KVM)",
             count(Outcome::Passed),
             count(Outcome::Failed),
             count(Outcome::Skipped),
@@ -81,7 +81,8 @@ impl Summary {
     /// Writes `summary.txt`, `summary.json` and `junit.xml` into `folder`.
     ///
     /// # Errors
-    /// If one of them cannot be written.
+    ///
+    /// Fails if one of the files cannot be written.
     pub fn write(&self, folder: &Path) -> Result<()> {
         let files = [
             ("summary.txt", self.table() + "\n"),
@@ -113,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_good_if_nothing_failed_and_nothing_was_left_out() {
+    fn run_is_good_if_no_scenario_failed_and_all_were_started() {
         let with = |outcome| {
             Summary::new(vec![Record::new("x", outcome, None, 1.0)], Vec::new(), 1.0, true, "emulated")
         };
@@ -125,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_says_why_or_what_was_measured() {
+    fn table_has_the_reason_or_the_figures() {
         let mut passed = Record::new("one", Outcome::Passed, None, 1.0);
         passed.figures.insert("downtime_ms".into(), 12.34.into());
         let death =
@@ -133,8 +134,9 @@ mod tests {
         let failed = Record::new("two", Outcome::Failed, Some("no guest".into()), 2.0);
         let table = Summary::new(vec![passed, failed], vec![death], 3.0, false, "direct").table();
         assert!(table.contains("downtime_ms 12.3") && table.contains("no guest"), "{table}");
-        assert!(table.contains("emulator died in one after 9 s: BUG: x (l.log)"), "{table}");
-        let last = "1 passed, 1 failed, 0 skipped, 0 not run, 0 given up; 1 deaths of the emulator; 3 s (direct KVM)";
+        assert!(table.contains("emulator failure in one after 9 s: BUG: x (l.log)"), "{table}");
+        let last =
+            "1 passed, 1 failed, 0 skipped, 0 not run, 0 given up; 1 emulator failures; 3 s (direct KVM)";
         assert!(table.ends_with(last), "{table}");
     }
 }

@@ -1,7 +1,9 @@
-//! `cargo xtask lab fetch`: kernels, a busybox, and a QEMU where there is none that will do, unpacked beside the build, not installed.
+//! `cargo xtask lab fetch`: kernels, a busybox, an e2fsck, and a QEMU if the installed one is
+//! missing or too old. They are unpacked beside the build and not installed.
 //!
-//! A kernel package that is installed becomes the machine's next boot; the lab only wants its files. `apt-get download` gets them
-//! from wherever this machine gets its packages, and checks their signatures.
+//! An installed kernel package would become the machine's next boot, but the lab only needs its
+//! files. `apt-get download` gets the packages from the sources of this machine, and checks their
+//! signatures.
 
 mod qemu;
 
@@ -10,16 +12,16 @@ use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The packages whose newest version is fetched; kernels by the name that always means the newest.
+/// Packages whose newest version is fetched. The names of the kernels always mean the newest one.
 const PACKAGES: [&str; 4] =
     ["linux-image-amd64", "linux-image-cloud-amd64", "busybox-static", "e2fsck-static"];
 
-/// Fetches what the lab boots.
+/// Fetches the files that the lab boots.
 pub(crate) fn fetch() -> Result<bool> {
     for tool in ["apt-get", "apt-cache", "dpkg-deb"] {
         if parts::tool(tool).is_none() {
             bail!(
-                "{tool} is not here: `fetch` needs a Debian machine. Elsewhere put a kernel with its modules into /boot and \
+                "{tool} is not installed: `fetch` needs a Debian machine; elsewhere put a kernel with its modules into /boot and \
                  /lib/modules, and a static busybox into the PATH"
             );
         }
@@ -27,7 +29,7 @@ pub(crate) fn fetch() -> Result<bool> {
     let lab = parts::folder();
     let (downloads, root) = (lab.join("packages"), lab.join("root"));
     std::fs::create_dir_all(&downloads)?;
-    // Those of an older kernel would be taken for today's.
+    // Files of an older kernel would be taken for those of the new one.
     if root.exists() {
         std::fs::remove_dir_all(&root).with_context(|| format!("cannot remove {}", root.display()))?;
     }
@@ -47,11 +49,12 @@ pub(crate) fn fetch() -> Result<bool> {
     if Parts::find().qemu.is_none() {
         qemu::fetch(&lab)?;
     }
-    println!("all is in {}; `cargo xtask lab check` says whether anything is missing", lab.display());
+    println!("all files are in {}; `cargo xtask lab check` shows whether anything is missing", lab.display());
     Ok(true)
 }
 
-/// The package that does it: one that `package` depends on, where that is a name for the newest kernel only.
+/// Returns the package with the files: `package` itself, or the kernel that it depends on if it is
+/// only a name for the newest one.
 fn newest(package: &str) -> Result<String> {
     let output = Command::new("apt-cache")
         .args(["depends", "--no-recommends", "--no-suggests", package])
@@ -65,11 +68,11 @@ fn newest(package: &str) -> Result<String> {
             String::from_utf8_lossy(&output.stderr).trim()
         );
     }
-    Ok(behind(&text).unwrap_or(package).to_owned())
+    Ok(kernel_of(&text).unwrap_or(package).to_owned())
 }
 
-/// The kernel that `apt-cache depends` names.
-fn behind(depends: &str) -> Option<&str> {
+/// Returns the kernel that `apt-cache depends` names.
+fn kernel_of(depends: &str) -> Option<&str> {
     depends
         .lines()
         .filter_map(|line| line.trim().strip_prefix("Depends: "))
@@ -94,9 +97,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_kernels_name_is_found_behind_its_newest() {
+    fn kernel_package_is_found_in_the_dependencies() {
         let text = "linux-image-amd64\n  Depends: linux-image-6.1.0-56-amd64\n";
-        assert_eq!(behind(text), Some("linux-image-6.1.0-56-amd64"));
-        assert_eq!(behind("busybox-static\n  Conflicts: busybox\n"), None);
+        assert_eq!(kernel_of(text), Some("linux-image-6.1.0-56-amd64"));
+        assert_eq!(kernel_of("busybox-static\n  Conflicts: busybox\n"), None);
     }
 }

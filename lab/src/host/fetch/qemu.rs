@@ -1,8 +1,8 @@
-//! A QEMU that is new enough, from the backports of this machine's Debian, unpacked with all of its
-//! libraries.
+//! QEMU that is new enough, from the backports of this machine's Debian release, unpacked with all
+//! of its libraries.
 //!
-//! apt-get works in a folder of its own, with sources of its own and no installed packages: it
-//! downloads everything that QEMU needs, the C library included, and installs nothing.
+//! apt-get runs in a separate folder, with separate sources and no installed packages. Therefore it
+//! downloads everything that QEMU needs, including the C library, and installs nothing.
 
 use super::{run, unpack};
 use crate::host::parts::QEMU;
@@ -11,9 +11,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The folder beside the wrapper in which QEMU is unpacked.
+/// Folder beside the wrapper in which QEMU is unpacked.
 const ROOT: &str = "qemu-root";
-/// Runs QEMU with its own loader, libraries and firmware.
+/// Script that runs QEMU with its own loader, libraries and firmware.
 const WRAPPER: &str = r#"#!/bin/sh
 root=$(dirname "$(readlink -f "$0")")/qemu-root
 libraries=$root/lib/x86_64-linux-gnu:$root/usr/lib/x86_64-linux-gnu
@@ -24,7 +24,7 @@ done
 exec "$loader" --library-path "$libraries" "$root/usr/bin/qemu-system-x86_64" \
     -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" -L "$root/usr/lib/ipxe/qemu" "$@"
 "#;
-/// Where Debian has the keys of its archives.
+/// File with the keys of Debian's archives.
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
 /// Fetches QEMU into the folder `lab`.
@@ -72,8 +72,8 @@ pub(super) fn fetch(lab: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The archive of this machine's release, and the release's name: the first source whose suite is
-/// no addition to another.
+/// Returns the archive of this machine's release, and the release's name: the first source whose
+/// suite does not extend another suite.
 fn archive(targets: &str) -> Option<(&str, &str)> {
     targets.lines().find_map(|line| {
         let mut words = line.split_whitespace();
@@ -102,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_archive_is_that_of_the_release_and_not_of_its_updates() {
+    fn archive_is_that_of_the_release_and_not_of_its_updates() {
         let targets = "https://deb.nodesource.com/node_20.x nodistro-x main\n\
                        http://deb.debian.org/debian-security/ bookworm-security main\n\
                        http://deb.debian.org/debian/ bookworm contrib\nhttp://deb.debian.org/debian/ bookworm main\n";

@@ -1,11 +1,12 @@
-//! A guest that is asked to shut down, and one that starts its machine anew.
+//! Scenario of a guest that reboots, moves and shuts down.
 
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::pace::stretched;
 use crate::scenarios::vm::Guest;
 use anyhow::{Result, ensure};
 
-/// The guest's own drivers hear the power button, after a move as before; and a guest that reboots is there again in the same process.
+/// Checks that a reboot keeps the process, and that the guest's own drivers receive the power
+/// button after a move.
 pub(super) fn ends(lab: &mut Lab) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = Guest { devices: vec!["--on-reset".into(), "restart".into()], ..Guest::usual() };
@@ -15,12 +16,12 @@ pub(super) fn ends(lab: &mut Lab) -> Result<Verdict> {
     source.skip()?;
     source.enter("reboot -f")?;
     source.up(rig.patience())?;
-    ensure!(source.status()?["vm"]["pid"] == pid, "it is another process");
+    ensure!(source.status()?["vm"]["pid"] == pid, "the process is another one");
     ready(&source)?;
 
     let target = rig.awaiting(&guest)?;
     rig.carry(&source, &target, &["--mode", "precopy", "--verify"])?;
-    // Whoever listens to the button in a distribution; here it is the shell.
+    // A distribution has a daemon that listens to the button. In this guest the shell does.
     target.shell(
         "(dd if=/dev/input/event0 of=/dev/null bs=24 count=1 2>/dev/null; poweroff -f) & echo now-listening",
         "now-listening",

@@ -1,4 +1,4 @@
-//! Whether a guest lost anything on its way.
+//! Checks that a guest lost nothing during a move.
 
 use crate::pace;
 use crate::scenarios::vm::Seen;
@@ -6,30 +6,30 @@ use crate::told::Told;
 use anyhow::{Result, ensure};
 use std::time::Duration;
 
-/// A guest before its move, and after it, both times with everything checked.
+/// Reports of a guest before and after its move, both with all checks.
 #[derive(Debug)]
 pub(crate) struct Move<'a> {
     pub(crate) before: &'a Seen,
     pub(crate) after: &'a Seen,
-    /// For how long it stood still, by what vmferry says.
+    /// Downtime in milliseconds, as vmferry reports it.
     pub(crate) downtime_ms: f64,
-    /// By how much its clocks may differ from the watcher's.
+    /// Largest allowed difference between the guest's clocks and the lab's.
     pub(crate) slack: Duration,
-    /// Whether its processors are those of an emulated machine.
+    /// Set if the guest's processors are those of an emulated machine.
     pub(crate) emulated: bool,
-    /// For how long it may get no processor on the reference machine, beside the time for which it stood still.
+    /// Longest time without a processor on the reference machine, in addition to the downtime.
     pub(crate) stall: Duration,
 }
 
 impl Move<'_> {
-    /// Looks at everything that the guest says.
+    /// Checks all parts of the reports.
     pub(crate) fn judge(&self) -> Result<()> {
         let (before, after) = (&self.before.told, &self.after.told);
         content(after)?;
         ensure!(after.cpus == before.cpus, "it had {} processors and has {}", before.cpus, after.cpus);
-        ensure!(after.ticks > before.ticks, "its clock thread stands still");
+        ensure!(after.ticks > before.ticks, "its clock thread has stopped");
         if before.stress_pages > 0 {
-            ensure!(after.stress_writes > before.stress_writes, "it writes to its memory no more");
+            ensure!(after.stress_writes > before.stress_writes, "it no longer writes to its memory");
         }
         self.time()?;
         let new: Vec<_> = after
@@ -38,15 +38,17 @@ impl Move<'_> {
             .filter(|line| !before.complaints.contains(line))
             .filter(|line| !(self.emulated && starved(line)))
             .collect();
-        ensure!(new.is_empty(), "its kernel complains: {new:?}");
+        ensure!(new.is_empty(), "its kernel reports errors: {new:?}");
         Ok(())
     }
 
-    /// Its uptime goes on, with the time that passed elsewhere; nothing steps by more than it stood still.
+    /// Checks that the guest's clocks advanced by the time that passed outside, and that no gap or
+    /// step is larger than allowed.
     fn time(&self) -> Result<()> {
         let (before, after) = (&self.before.told, &self.after.told);
         ensure!(after.backwards == 0, "its monotonic clock went back {} times", after.backwards);
-        // The watcher knows of each report when it was asked for and when it had come, and no more: a console may be slow.
+        // For each report only the times of the request and of its arrival are known, because a
+        // console may be slow.
         let least = self.after.asked.saturating_duration_since(self.before.read).as_secs_f64();
         let most = self.after.read.saturating_duration_since(self.before.asked).as_secs_f64();
         let slack = self.slack.as_secs_f64();
@@ -56,29 +58,32 @@ impl Move<'_> {
             let own = is - was;
             ensure!(
                 (least - slack..=most + slack).contains(&own),
-                "its {clock} went on by {own:.3} s while {least:.3} to {most:.3} s passed"
+                "its {clock} advanced by {own:.3} s while {least:.3} to {most:.3} s passed"
             );
         }
         let stalled = Duration::from_secs_f64((after.gap_ms - self.downtime_ms).max(0.0) / 1e3);
         ensure!(
             !pace::exceeds(stalled, self.stall),
-            "it saw a gap of {:.0} ms, and stood still for {:.0} ms",
+            "it saw a gap of {:.0} ms with a downtime of {:.0} ms",
             after.gap_ms,
             self.downtime_ms
         );
-        ensure!(after.step_ms < 50.0, "its clocks parted by {:.1} ms", after.step_ms);
+        ensure!(after.step_ms < 50.0, "its clocks diverged by {:.1} ms", after.step_ms);
         Ok(())
     }
 }
 
-/// What the kernel says of its clocks when it lost its processor between two looks at them: that says how busy an emulated machine is, and
-/// nothing of the clocks. A clock that really runs off has a skew, which is told in other words, and is seen from outside.
+/// Returns whether a kernel message about clocks only means that the kernel lost its processor
+/// between two reads of them.
+///
+/// Such a message shows how busy an emulated machine is, and no error of a clock. A clock that
+/// really drifts has a skew, which is reported in other messages and visible from outside.
 fn starved(complaint: &str) -> bool {
     complaint.contains("read-back delay")
         || complaint.contains("Marking TSC unstable due to clocksource watchdog")
 }
 
-/// Whether all that a guest keeps is as it should be.
+/// Checks that all data that a guest keeps is unchanged.
 pub(crate) fn content(told: &Told) -> Result<()> {
     ensure!(told.whole, "the guest has not checked everything");
     ensure!(told.stress_wrong == 0, "{} pages were not as they had been written", told.stress_wrong);
@@ -131,14 +136,14 @@ mod tests {
     type Spoil = fn(&mut Told);
 
     #[test]
-    fn a_good_move_is_good_and_each_loss_is_seen() {
+    fn successful_move_passes_and_each_loss_is_detected() {
         judged(|_| {}).unwrap();
         judged(|told| told.complaints.push("kvm-clock read-back delay of 4268755ns, attempt 2".into()))
             .unwrap();
         let spoils: [(&str, Spoil); 12] = [
             ("processors", |told| told.cpus = 1),
-            ("stands still", |told| told.ticks = 10),
-            ("no more", |told| told.stress_writes = 10),
+            ("has stopped", |told| told.ticks = 10),
+            ("no longer", |told| told.stress_writes = 10),
             ("written", |told| told.stress_wrong = 1),
             ("tmpfs", |told| told.kept_good = Some(false)),
             ("disk failed", |told| told.record_errors = 1),
@@ -147,7 +152,7 @@ mod tests {
             ("uptime", |told| told.uptime_s = 14.0),
             ("real time", |told| told.realtime_s += 0.8),
             ("gap", |told| told.gap_ms = 700_000.0),
-            ("complains", |told| told.complaints.push("soft lockup".into())),
+            ("reports errors", |told| told.complaints.push("soft lockup".into())),
         ];
         for (what, spoil) in spoils {
             let error = judged(spoil).unwrap_err().to_string();

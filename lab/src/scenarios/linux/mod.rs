@@ -1,4 +1,4 @@
-//! Linux guests: an unmodified distribution's kernel, which boots, works and moves.
+//! Scenarios with Linux guests: an unmodified distribution's kernel, which boots, works and moves.
 
 mod copies;
 mod ends;
@@ -41,10 +41,10 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         rig.boot.kernel.clone_from(&rig.lab.plan.vmlinux);
         boots(&mut rig)
     }),
-    scenario("linux-precopy-ring", "moves by precopy, found by dirty rings", true, 30, |lab| {
+    scenario("linux-precopy-ring", "moves by precopy with dirty rings", true, 30, |lab| {
         moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 1)
     }),
-    scenario("linux-precopy-log", "moves by precopy, found by the dirty log", false, 30, |lab| {
+    scenario("linux-precopy-log", "moves by precopy with the dirty log", false, 30, |lab| {
         moves::once(lab, &["--mode", "precopy", "--tracker", "log", "--verify"], 1)
     }),
     scenario("linux-postcopy", "moves by postcopy", true, 60, |lab| {
@@ -56,16 +56,10 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     scenario("linux-smp", "a guest of two processors moves", false, 40, |lab| {
         moves::once(lab, &["--mode", "precopy", "--tracker", "ring", "--verify"], 2)
     }),
-    scenario(
-        "linux-disk",
-        "records that were flushed are there after a move under load",
-        true,
-        45,
-        storage::disk,
-    ),
+    scenario("linux-disk", "flushed records exist after a move under load", true, 45, storage::disk),
     scenario(
         "linux-slow-disk",
-        "what the disk does not take in time keeps it from moving, and later it moves: by precopy, then by postcopy",
+        "a slow disk defers the switchover, and the guest moves later: by precopy, then by postcopy",
         false,
         250,
         storage::slow,
@@ -73,21 +67,21 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     scenario("linux-tcp", "a connection survives a move", true, 45, network::tcp),
     scenario(
         "linux-free-pages",
-        "what its own driver says is free is not sent",
+        "pages that the guest's driver reports as free are not sent",
         false,
         50,
         moves::free_pages,
     ),
     scenario(
         "linux-cancelled",
-        "a move that is called off, and then one that is not",
+        "a move is cancelled, and a later one succeeds",
         false,
         50,
         refused::cancelled,
     ),
     scenario(
         "linux-target-killed",
-        "the destination dies in the middle, and the guest goes on",
+        "the target is killed during a move, and the guest continues",
         true,
         40,
         refused::killed,
@@ -101,7 +95,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
     ),
     scenario(
         "linux-copy",
-        "a copy has an ID of its own, and its kernel hears of it",
+        "a copy has a new ID, and its kernel receives the event",
         false,
         45,
         copies::identity,
@@ -111,7 +105,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         machines: 2,
         ..scenario(
             "linux-two-kernels",
-            "moves from one machine to another, with its own kernel",
+            "moves from one machine to another one with its own kernel",
             true,
             45,
             moves::between_kernels,
@@ -120,7 +114,7 @@ pub(super) const SCENARIOS: &[Scenario] = &[
 ];
 
 impl Rig<'_> {
-    /// A guest that has booted and works; how long that took is a figure.
+    /// Boots a guest, waits until it works, and records the duration as a figure.
     fn boot(&mut self, guest: &Guest) -> Result<Vm> {
         let name = self.name("guest");
         let began = Instant::now();
@@ -130,23 +124,23 @@ impl Rig<'_> {
         Ok(vm)
     }
 
-    /// Moves the guest, which must go well, and looks whether anything was lost on the way.
+    /// Moves the guest, and checks that the move succeeds and nothing was lost.
     fn carry(&mut self, source: &Vm, target: &Vm, arguments: &[&str]) -> Result<Value> {
         let before = ready(source)?;
         let watch = pace::Watch::start()?;
         let report = migrate(source, &target.uri()?, arguments)?;
         let status = source.end(seconds(30))?;
         ensure!(status == 0, "the source's process ended with status {status}: {}", source.said());
-        // The same shell, with what it was told before.
+        // The shell must be the same one, with the variable that it was given before.
         target.shell("echo kept-$kept", "kept-42")?;
         let after = target.verified("verify")?;
         drop(watch);
         self.note(&report, &after.told);
         let of = |name: &str| report[name].as_f64().unwrap_or(0.0);
-        // Comparing all pages is not counted as downtime, but the guest stands still for it.
+        // The comparison of all pages is not part of the downtime, but the guest is stopped for it.
         let downtime_ms = of("downtime_ms") + of("verify_ms");
         let postcopy = report["postcopy"]["ms"].as_f64().unwrap_or(0.0);
-        // While pages are missing the guest waits for them, one after the other.
+        // While pages are missing, the guest waits for them one after the other.
         let stall = self.stall() + Duration::from_secs_f64(postcopy / 1e3);
         Move {
             before: &before,
@@ -160,8 +154,8 @@ impl Rig<'_> {
         Ok(report)
     }
 
-    /// After a move that did not come about: the guest goes on where it was, with all that it had `before`, and stood still for no longer
-    /// than that.
+    /// Checks a guest after a move that failed: the guest continues on the source with all its
+    /// data, and was stopped for at most `downtime_ms`.
     fn stays(&self, source: &Vm, before: &Seen, downtime_ms: f64) -> Result<()> {
         source.shell("echo kept-$kept", "kept-42")?;
         let after = source.verified("verify")?;
@@ -176,7 +170,7 @@ impl Rig<'_> {
         .judge()
     }
 
-    /// Figures of a move.
+    /// Records the figures of a move.
     fn note(&mut self, report: &Value, after: &Told) {
         for name in ["total_ms", "downtime_ms", "tracker"] {
             self.lab.figure(name, report[name].clone());
@@ -189,7 +183,8 @@ impl Rig<'_> {
     }
 }
 
-/// A guest's report before a move; from it on, gaps count. Its shell is told something to keep.
+/// Returns a guest's report before a move. Gaps count from this report on. The guest's shell is
+/// given a variable to keep.
 fn ready(vm: &Vm) -> Result<Seen> {
     vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
     let seen = vm.verified("verify")?;
@@ -203,7 +198,7 @@ fn boots(rig: &mut Rig<'_>) -> Result<Verdict> {
     let vm = rig.boot(&guest)?;
     let told = ready(&vm)?.told;
     ensure!(told.cpus == 2, "{} of 2 processors are on", told.cpus);
-    ensure!(told.complaints.is_empty(), "its kernel complains: {:?}; {}", told.complaints, vm.vcpus()?);
+    ensure!(told.complaints.is_empty(), "its kernel reports errors: {:?}; {}", told.complaints, vm.vcpus()?);
     vm.shell("uname -r | sed s/^/kernel-/", "kernel-")?;
     rig.power_off(&vm)?;
     Ok(Verdict::Passed)

@@ -1,10 +1,10 @@
-//! Moves that go well.
+//! Scenarios of moves that succeed.
 
 use super::{Lab, Rig, Verdict};
 use crate::scenarios::vm::Guest;
 use anyhow::{Context, Result, ensure};
 
-/// One move, by `arguments` of `vmferry migrate`.
+/// Moves a guest once, with `arguments` of `vmferry migrate`.
 pub(super) fn once(lab: &mut Lab, arguments: &[&str], cpus: u32) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = Guest { cpus, dirty_ring: arguments.contains(&"ring"), ..Guest::usual() };
@@ -18,7 +18,8 @@ pub(super) fn once(lab: &mut Lab, arguments: &[&str], cpus: u32) -> Result<Verdi
     Ok(Verdict::Passed)
 }
 
-/// Ten moves; each process but the first and the last is a target once, and then a source.
+/// Moves a guest ten times. Each process except the first and the last is first a target and then a
+/// source.
 pub(super) fn ten(lab: &mut Lab) -> Result<Verdict> {
     const MOVES: u32 = 10;
     let mut rig = Rig::new(lab);
@@ -42,7 +43,7 @@ pub(super) fn ten(lab: &mut Lab) -> Result<Verdict> {
     Ok(Verdict::Passed)
 }
 
-/// Memory that was used and is free again: the guest's own driver says so, and it is not sent.
+/// Checks that memory that was used and freed is reported by the guest's own driver and not sent.
 pub(super) fn free_pages(lab: &mut Lab) -> Result<Verdict> {
     const FREED_MIB: u64 = 96;
     let mut rig = Rig::new(lab);
@@ -58,16 +59,16 @@ pub(super) fn free_pages(lab: &mut Lab) -> Result<Verdict> {
     rig.lab.figure("skipped_mib", skipped_mib);
     ensure!(
         skipped_mib >= FREED_MIB / 2,
-        "of {FREED_MIB} MiB that were freed, {skipped_mib} MiB were left out"
+        "only {skipped_mib} MiB of {FREED_MIB} MiB of freed memory were skipped"
     );
     rig.power_off(&target)?;
     Ok(Verdict::Passed)
 }
 
-/// From this machine to the other: another kernel, another KVM, other clocks.
+/// Moves a guest to the other machine, with another kernel, another KVM and other clocks.
 pub(super) fn between_kernels(lab: &mut Lab) -> Result<Verdict> {
     if lab.plan.peer.is_none() {
-        return Ok(Verdict::Skipped("there is one machine only; the emulated ones are two".into()));
+        return Ok(Verdict::Skipped("there is only one machine; an emulated run has two".into()));
     }
     let mut rig = Rig::new(lab);
     let guest = Guest { dirty_ring: true, ..Guest::usual() };

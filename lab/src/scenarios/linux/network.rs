@@ -1,4 +1,4 @@
-//! A connection that outlives the place where its guest ran.
+//! Scenario of a TCP connection that survives the move of its guest.
 
 use super::{Lab, Rig, Verdict};
 use crate::pace::{Limit, stretched};
@@ -17,15 +17,14 @@ const TAPS: [&str; 2] = ["labtap0", "labtap1"];
 const HOST: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
 const GUEST: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 2);
 const PORT: u16 = 7000;
-/// Longer than any move takes: a connection that is silent for so long is lost.
+/// Time of silence after which the connection counts as lost. It is longer than any move.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Numbered lines go to the guest and come back, all in order, over one connection and two places.
+/// Checks that numbered lines to the guest come back in order over one connection, before and after
+/// a move.
 pub(super) fn tcp(lab: &mut Lab) -> Result<Verdict> {
     if !lab.plan.emulated {
-        return Ok(Verdict::Skipped(
-            "interfaces are made in the emulated machine only, not on your host".into(),
-        ));
+        return Ok(Verdict::Skipped("network interfaces are created only in the emulated machine".into()));
     }
     let guest = |tap: &str| Guest {
         dirty_ring: true,
@@ -38,19 +37,19 @@ pub(super) fn tcp(lab: &mut Lab) -> Result<Verdict> {
     let target = rig.awaiting(&guest(TAPS[1]))?;
     let source = rig.boot(&guest(TAPS[0]))?;
     let talk = Talk::start(SocketAddr::from((GUEST, PORT)))?;
-    talk.goes_on(10)?;
+    talk.progresses(10)?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
-    talk.goes_on(10)?;
+    talk.progresses(10)?;
     let told = target.told()?;
     let (lines, longest) = talk.finish()?;
-    ensure!(told.echoes > 0, "the guest sent nothing back");
+    ensure!(told.echoes > 0, "the guest echoed no line");
     rig.lab.figure("lines", lines);
     rig.lab.figure("longest_silence_ms", longest);
     rig.power_off(&target)?;
     Ok(Verdict::Passed)
 }
 
-/// A bridge with a port for each side of the move, and this host on it.
+/// Bridge with a port for each side of the move and an address of this host.
 struct Bridge;
 
 impl Bridge {
@@ -90,7 +89,7 @@ fn run(command: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// A thread that talks to the guest all the time.
+/// Thread that sends lines to the guest all the time.
 struct Talk {
     stop: Arc<AtomicBool>,
     lines: Arc<AtomicU64>,
@@ -109,8 +108,8 @@ impl Talk {
         Ok(Self { stop, lines, thread })
     }
 
-    /// Waits for so many more lines.
-    fn goes_on(&self, more: u64) -> Result<()> {
+    /// Waits for `more` more lines.
+    fn progresses(&self, more: u64) -> Result<()> {
         let wanted = self.lines.load(Ordering::Acquire) + more;
         let limit = Limit::new(SILENCE);
         while self.lines.load(Ordering::Acquire) < wanted {
@@ -120,10 +119,11 @@ impl Talk {
         Ok(())
     }
 
-    /// How many lines there were, and the longest wait for one, in milliseconds.
+    /// Returns the number of lines, and the longest wait for one in milliseconds.
     fn finish(self) -> Result<(u64, f64)> {
         self.stop.store(true, Ordering::Release);
-        let longest = self.thread.join().map_err(|_| anyhow::anyhow!("the talking thread panicked"))??;
+        let longest =
+            self.thread.join().map_err(|_| anyhow::anyhow!("the thread that sends lines panicked"))??;
         Ok((self.lines.load(Ordering::Acquire), longest))
     }
 }
@@ -152,7 +152,7 @@ mod tests {
     use std::net::TcpListener;
 
     #[test]
-    fn a_talk_notices_wrong_answers() {
+    fn talk_detects_wrong_answers() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let server = std::thread::spawn(move || {
@@ -167,9 +167,9 @@ mod tests {
             }
         });
         let talk = Talk::start(address).unwrap();
-        talk.goes_on(2).unwrap();
+        talk.progresses(2).unwrap();
         server.join().unwrap();
-        assert!(talk.goes_on(10).is_err());
+        assert!(talk.progresses(10).is_err());
         assert!(talk.finish().unwrap_err().to_string().contains("came back as"));
     }
 }

@@ -1,4 +1,4 @@
-//! Moves that do not come about: the guest goes on where it was, and can be moved afterwards.
+//! Scenarios of moves that fail: the guest continues on the source, and can be moved afterwards.
 
 use super::{Lab, Rig, Verdict, ready, seconds};
 use crate::desk::{Answer, Request};
@@ -7,15 +7,16 @@ use crate::scenarios::vm::{Guest, Vm};
 use anyhow::{Context, Result, bail, ensure};
 use std::time::Duration;
 
-/// So slow that the first pass takes until it is called off.
+/// Arguments of a move that is so slow that its first pass lasts until it is stopped.
 const SLOW: [&str; 6] = ["--mode", "precopy", "--max-bandwidth", "4M/s", "--downtime-limit", "1ms"];
 
-/// Called off by `vmferry cancel`. In the end the guest is asked to shut down, does not, and is ended.
+/// Stops a move by `vmferry cancel`. At the end the guest is asked to shut down, does not react,
+/// and is ended.
 pub(super) fn cancelled(lab: &mut Lab) -> Result<Verdict> {
     stopped(lab, |source, _| source.command(&["cancel"]).map(drop), |rig, vm| rig.terminate(vm))
 }
 
-/// Its target is killed.
+/// Stops a move by killing its target.
 pub(super) fn killed(lab: &mut Lab) -> Result<Verdict> {
     stopped(lab, |_, target| target.kill(), |rig, vm| rig.power_off(vm))
 }
@@ -33,9 +34,12 @@ fn stopped(
     under_way(&source)?;
     stop(&source, &target)?;
     let status = ended(&rig, mover)?;
-    ensure!(status == 1, "`vmferry migrate` ended with status {status}, not 1: the guest is where it was");
+    ensure!(
+        status == 1,
+        "`vmferry migrate` ended with status {status}, not 1, although the move was stopped"
+    );
     rig.stays(&source, &before, 0.0)?;
-    // And now in earnest.
+    // The next move is not stopped.
     let next = rig.awaiting(&guest)?;
     rig.carry(&source, &next, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
     end(&rig, &next)?;
@@ -43,20 +47,25 @@ fn stopped(
 }
 
 impl Rig<'_> {
-    /// SIGTERM presses the power button, which this guest's kernel hears and nobody acts on: it goes on. The second SIGTERM ends it.
+    /// Ends the process by two signals. The first SIGTERM presses the power button, on which no
+    /// program in this guest acts. The second SIGTERM ends the process.
     fn terminate(&self, vm: &Vm) -> Result<()> {
         let pid = vm.status()?["vm"]["pid"].as_u64().context("the status has no process")?;
         let signal = || {
             let command = ["sh", "-c", &format!("kill -TERM {pid}")].map(str::to_owned).to_vec();
             match self.here.ask(Request::Run { command })? {
                 Answer::Ran(ran) if ran.status == 0 => Ok(()),
-                other => bail!("the process cannot be signalled: {other:?}"),
+                other => bail!("cannot signal the process: {other:?}"),
             }
         };
         signal()?;
         let limit = Limit::new(seconds(30));
         while !vm.said().contains("the guest was asked to shut down") {
-            ensure!(vm.ended()?.is_none() && !limit.is_over(), "it was not asked: {}", vm.said());
+            ensure!(
+                vm.ended()?.is_none() && !limit.is_over(),
+                "it did not ask the guest to shut down: {}",
+                vm.said()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
         vm.shell("echo still-$kept", "still-42")?;
@@ -66,7 +75,7 @@ impl Rig<'_> {
         Ok(())
     }
 
-    /// Begins a move that takes long; returns the number of its process.
+    /// Starts a slow move, and returns the number of its process.
     fn begin(&mut self, source: &Vm, uri: &str) -> Result<u32> {
         let mut command = source.subcommand("migrate");
         command.extend([uri].iter().chain(&SLOW).map(ToString::to_string));
@@ -79,7 +88,7 @@ impl Rig<'_> {
     }
 }
 
-/// Waits until pages are on their way.
+/// Waits until pages are being sent.
 fn under_way(source: &Vm) -> Result<()> {
     let limit = Limit::new(seconds(30));
     loop {
@@ -89,7 +98,7 @@ fn under_way(source: &Vm) -> Result<()> {
         {
             return Ok(());
         }
-        ensure!(!limit.is_over(), "the move does not begin: {status}");
+        ensure!(!limit.is_over(), "the move does not start: {status}");
         std::thread::sleep(Duration::from_millis(50));
     }
 }

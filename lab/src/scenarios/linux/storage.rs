@@ -1,4 +1,4 @@
-//! A disk that is written to while its guest moves.
+//! Scenarios of a disk that is written to while its guest moves.
 
 use super::{Lab, Rig, Verdict, seconds};
 use crate::scenarios::vm::{Guest, Vm};
@@ -6,10 +6,11 @@ use anyhow::{Context, Result, ensure};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// Records are flushed all the time; after the move each of them is there, and the file system is clean.
+/// Checks that all flushed records exist after two moves under load, and that the file system is
+/// clean.
 pub(super) fn disk(lab: &mut Lab) -> Result<Verdict> {
     let Some(template) = lab.plan.disk.clone() else {
-        return Ok(Verdict::Skipped("mkfs.ext4 is not here, so there is no disk".into()));
+        return Ok(Verdict::Skipped("there is no disk, because mkfs.ext4 is not installed".into()));
     };
     let image = Path::new("/tmp").join(format!("lab-disk-{}.img", std::process::id()));
     std::fs::copy(&template, &image).with_context(|| format!("cannot copy {}", template.display()))?;
@@ -24,20 +25,22 @@ fn on(lab: &mut Lab, image: &Path) -> Result<Verdict> {
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
     let before = source.told()?.records.context("it writes no records")?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
-    // A second one writes on where the first went on.
+    // The second move starts on the first one's target.
     let next = rig.awaiting(&guest)?;
     rig.carry(&target, &next, &["--mode", "postcopy", "--pace", "off"])?;
     finish(&mut rig, &next, before, image)?;
     Ok(Verdict::Passed)
 }
 
-/// A move whose pause comes while much that was written has yet to get to a slow disk: the guest is stopped for no longer than its limit
-/// for that, goes on, and moves when the disk has caught up.
+/// Checks moves whose switchover begins while a slow disk still has many writes to do.
+///
+/// The switchover is deferred: the guest is stopped for no longer than the limit, continues, and
+/// moves when the disk has caught up.
 pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
-    /// Takes the disk much longer than the move's passes.
+    /// Data for which the disk needs much longer than the move's passes, in MiB.
     const MIB: u32 = 16;
     let Some(device) = lab.plan.slow_disk.clone() else {
-        return Ok(Verdict::Skipped("there is no disk that is slow; the emulated machine has one".into()));
+        return Ok(Verdict::Skipped("there is no slow disk; the emulated machine has one".into()));
     };
     let mut rig = Rig::new(lab);
     let guest = writer(&device, 8);
@@ -48,7 +51,7 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
         &["--mode", "postcopy", "--pace", "off"],
     ] {
         let target = rig.awaiting(&guest)?;
-        // In the background: its end waits for the disk.
+        // In the background, because the command ends only when the disk has all data.
         source.enter(&format!(
             "rm -f /disk/much /tmp/there; (dd if=/dev/zero of=/disk/much bs=1M count={MIB} conv=fsync 2>/dev/null; touch /tmp/there) &"
         ))?;
@@ -57,7 +60,7 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
         let report = rig.carry(&source, &target, move_by)?;
         let put_off = report["put_off"].as_u64().unwrap_or(0);
         rig.lab.figure(&format!("put_off_by_{}", move_by[1]), put_off);
-        ensure!(put_off > 0, "the guest was moved at the first attempt: its disk was not slow");
+        ensure!(put_off > 0, "no switchover was deferred: the disk was not slow");
         target.enter("until [ -e /tmp/there ]; do sleep 1; done; echo all-there")?;
         target.wait("the disk", seconds(120), |said| {
             said.trim_start().starts_with("all-there").then_some(())
@@ -68,7 +71,7 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
     Ok(Verdict::Passed)
 }
 
-/// A guest that writes records to the disk `path`.
+/// Returns a guest that writes records to the disk `path`.
 fn writer(path: &Path, stress_mib: u32) -> Guest {
     Guest {
         dirty_ring: true,
@@ -78,11 +81,12 @@ fn writer(path: &Path, stress_mib: u32) -> Guest {
     }
 }
 
-/// Ends the guest: all of its records are on the disk `path`, more than `before` its moves, and the file system is clean.
+/// Ends the guest, and checks that the disk `path` has all its records, more than `before` the
+/// moves, and a clean file system.
 fn finish(rig: &mut Rig<'_>, vm: &Vm, before: u64, path: &Path) -> Result<()> {
     let told = vm.verified("stop-records")?.told;
     let records = told.records.unwrap_or(0);
-    ensure!(records > before, "it wrote {before} records before its moves and none since");
+    ensure!(records > before, "it wrote {before} records before its moves and none afterwards");
     super::judge::content(&told)?;
     rig.lab.figure("records", records);
     vm.shell("umount /disk && echo unmounted", "unmounted")?;
