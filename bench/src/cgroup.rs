@@ -84,7 +84,7 @@ impl Cgroup {
         match OpenOptions::new().write(true).open(path.join("cgroup.procs")) {
             Ok(procs) => Ok(Self { path, procs }),
             Err(error) => {
-                // Nothing runs in the new cgroup yet, so the removal can only fail if it is gone.
+                // Nothing runs in the new cgroup yet, so it can be removed.
                 let _ = fs::remove_dir(&path);
                 Err(format!("cgroup.procs: {error}"))
             }

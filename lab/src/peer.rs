@@ -1,7 +1,7 @@
 //! The other machine of the lab, behind a TCP connection on the link between the two machines.
 //!
-//! Each connection carries one request and one answer, both as JSON. The end of each direction ends
-//! the text. Only the lab's machines are on this link.
+//! Each connection carries one request and one answer, both as JSON. Closing a direction of the
+//! connection ends the text in that direction. Only the lab's machines are on this link.
 
 use crate::desk::{Answer, Desk, Place, Request};
 use crate::pace::{Limit, stretched};

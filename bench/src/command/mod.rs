@@ -76,8 +76,8 @@ pub fn main() -> ExitCode {
 ///
 /// Fails if a bench cannot run, or if a run of a bench failed.
 fn bench(args: &BenchArgs) -> Result<()> {
-    // The guests of `soak` and `free-page` run in this process. They must get memory from the same
-    // allocator setup as under `vmferry run`.
+    // The heap is set up as in the command `vmferry`, because the guests of `soak` and `free-page`
+    // run in this process.
     vmferry_sys::share_one_heap();
     let draws = |name| {
         matches!(name, BenchName::Reaper | BenchName::FreePage | BenchName::Density | BenchName::Postcopy)

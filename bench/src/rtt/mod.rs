@@ -1,10 +1,9 @@
 //! `vmferry-bench rtt`: the floor of a remote fault.
 //!
-//! The bench measures two times. The first is the time for which a request of a 4 KiB page from
-//! another process over TCP takes, with and without a bulk stream. The second is the time of a
-//! fault that this host resolves. No postcopy can be faster than their sum. Beside an unpaced
-//! stream the page waits in the link's queue. A stream that is paced below the link's rate leaves
-//! no queue.
+//! The bench measures two times. The first is the time that another process needs to deliver a 4
+//! KiB page on request over TCP, with and without a bulk stream. The second is the time of a fault
+//! that this host resolves. No postcopy can be faster than their sum. Beside an unpaced stream the
+//! page waits in the link's queue. A stream that is paced below the link's rate leaves no queue.
 
 mod contest;
 mod exchange;

@@ -59,7 +59,7 @@ pub(super) fn crowd(endpoint: Endpoint, case: &mut Case, quick: bool, wrong: &mu
     };
     let before = speed(&mut stand.source)?;
     let crowd = Crowd::gather(at, count)?;
-    until("all connections being open", || Ok(crowd.reached.load(Ordering::Acquire) >= count))?;
+    until("all connections having been established", || Ok(crowd.reached.load(Ordering::Acquire) >= count))?;
     let during = speed(&mut stand.source)?;
     kept(case, wrong, before, during);
     let crowded = if endpoint == Endpoint::Migration { &stand.target } else { &stand.source };
@@ -124,7 +124,7 @@ enum At {
 
 /// Connections that are opened again whenever the server closes them, until this value is dropped.
 struct Crowd {
-    /// Number of connections that were accepted or queued at least once.
+    /// Number of connections that were established at least once: accepted, or in the queue.
     reached: Arc<AtomicUsize>,
     turned_away: Arc<AtomicUsize>,
     stop: Arc<AtomicBool>,
@@ -173,7 +173,7 @@ impl Drop for Crowd {
 fn connect_some(at: &At, connections: &mut [Connection]) -> Result<()> {
     let mut closed: Vec<usize> =
         (0..connections.len()).filter(|number| connections[*number].socket.is_none()).collect();
-    // Connections that were never accepted come first. Otherwise the same ones would be opened
+    // Connections that were never established come first. Otherwise the same ones would be opened
     // again and again.
     closed.sort_by_key(|number| connections[*number].reached);
     for number in closed.into_iter().take(AGAIN) {
@@ -199,7 +199,8 @@ fn connect_some(at: &At, connections: &mut [Connection]) -> Result<()> {
     Ok(())
 }
 
-/// Returns how many connections were accepted for the first time, and how many the server closed.
+/// Returns how many connections were established for the first time, and how many established ones
+/// the server closed.
 fn poll_all(connections: &mut [Connection]) -> (usize, usize) {
     let open: Vec<usize> =
         (0..connections.len()).filter(|number| connections[*number].socket.is_some()).collect();
@@ -238,7 +239,8 @@ mod tests {
             // Every connection is closed as soon as it is accepted.
             drop(listener.accept().unwrap());
         }
-        until("all connections being accepted", || Ok(crowd.reached.load(Ordering::Acquire) == 20)).unwrap();
+        until("all connections being established", || Ok(crowd.reached.load(Ordering::Acquire) == 20))
+            .unwrap();
         until("some turned away", || Ok(crowd.turned_away.load(Ordering::Acquire) >= 20)).unwrap();
         drop(crowd);
         let address = listener.local_addr().unwrap();
