@@ -1,7 +1,8 @@
-//! What confinement adds to the system call that a vCPU's thread makes most, and to the start of a thread:
-//! `cargo run --release -p vmferry-confine --example filter_cost`.
+//! Cost that confinement adds to the most frequent system call of a vCPU's thread, and to the start
+//! of a thread: `cargo run --release -p vmferry-confine --example filter_cost`.
 //!
-//! The request is KVM_RUN, on a descriptor that is not KVM's, so that nothing but the way into the kernel and its filters is measured.
+//! The measured request is KVM_RUN on a descriptor that is not KVM's. Only the entry into the
+//! kernel and the filters are measured.
 
 use std::os::fd::AsRawFd;
 use std::time::Instant;
@@ -13,16 +14,17 @@ const CALLS: u32 = 1_000_000;
 const STARTS: u32 = 500;
 const ROUNDS: usize = 5;
 
-/// Nanoseconds a call on the calling thread, the median of some rounds: of `ioctl`, which filters look into, and of `futex`, which they
-/// allow whatever it is.
+/// Returns nanoseconds for each call on the calling thread, as the median of the rounds: for
+/// `ioctl`, whose arguments the filters check, and for `futex`, which they allow with any
+/// arguments.
 fn calls(event: &std::os::fd::OwnedFd) -> (f64, f64) {
     let word = 1_u32;
     let run = || {
-        // SAFETY: an eventfd takes no requests: it says so and does nothing.
+        // SAFETY: an eventfd has no requests, so the call fails and changes nothing.
         unsafe { libc::ioctl(event.as_raw_fd(), KVM_RUN, 0) };
     };
     let wake = || {
-        // SAFETY: wakes who waits for `word`, which is nobody.
+        // SAFETY: the call wakes the waiters of `word`, of which there are none.
         unsafe {
             libc::syscall(libc::SYS_futex, &raw const word, libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, 1)
         };
@@ -42,7 +44,8 @@ fn median(times: u32, mut work: impl FnMut()) -> f64 {
     rounds[ROUNDS / 2]
 }
 
-/// A vCPU's thread; and microseconds to start a receiver and wait for its end.
+/// Prints the cost of calls on a vCPU's thread, and the microseconds from the start of a receiver
+/// to its end.
 fn measure(what: &str) {
     let Ok(event) = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC) else { return };
     let calls = spawn(Role::Vcpu, "vcpu 0", move || calls(&event)).ok().and_then(|thread| thread.join().ok());

@@ -1,15 +1,18 @@
-//! Capabilities (capabilities(7)): given up, but for what is named.
+//! Capabilities (capabilities(7)): the process gives up all but the named ones.
 //!
-//! They belong to threads. The bounding, inheritable and ambient sets go first, while there is one thread, and all later ones have what is
-//! left; the rest goes from each thread as it begins, and from the first one when everything is opened that needs them.
+//! Capabilities belong to threads. The bounding, inheritable and ambient sets are reduced first,
+//! while the process has one thread, and later threads inherit the reduced sets. The permitted and
+//! effective sets are reduced by each thread at its start, and by the first thread after it has
+//! opened everything that needs a capability.
 
 use crate::report::Measure;
 use caps::{CapSet, Capability, CapsHashSet};
 
-/// A capability that stays, and what for.
+/// A capability that stays, and its purpose.
 pub type Kept = (Capability, &'static str);
 
-/// Leaves nothing that could come back: what is not in `kept` is out of reach of this thread and of those that it starts.
+/// Removes the capabilities that are not in `kept` from the bounding set, and empties the ambient
+/// and inheritable sets. The calling thread and the threads that it starts cannot regain them.
 pub(crate) fn narrow(kept: &[Kept]) -> Result<(), String> {
     let failed = |error: caps::errors::CapsError| error.to_string();
     let keep = set(kept);
@@ -24,7 +27,7 @@ pub(crate) fn narrow(kept: &[Kept]) -> Result<(), String> {
     caps::clear(None, CapSet::Inheritable).map_err(failed)
 }
 
-/// Gives up all but `kept` on the calling thread.
+/// Gives up all capabilities but `kept` on the calling thread.
 pub(crate) fn give_up(kept: &[Kept]) -> Result<(), String> {
     let failed = |error: caps::errors::CapsError| error.to_string();
     let has = caps::read(None, CapSet::Permitted).map_err(failed)?;
@@ -36,15 +39,15 @@ pub(crate) fn give_up(kept: &[Kept]) -> Result<(), String> {
     caps::set(None, CapSet::Permitted, &stays).map_err(failed)
 }
 
-/// In words, once they are given up.
+/// Describes the capabilities that are left, after the others were given up.
 pub(crate) fn describe(kept: &[Kept]) -> Measure {
     let has = caps::read(None, CapSet::Permitted).unwrap_or_default();
     let stays: Vec<_> = kept.iter().filter(|(capability, _)| has.contains(capability)).collect();
     if stays.is_empty() {
-        return Measure::there("none is left");
+        return Measure::there("no capability is left");
     }
     let stays: Vec<_> = stays.iter().map(|(capability, why)| format!("{capability} {why}")).collect();
-    Measure::there(format!("all are given up but {}", stays.join(", ")))
+    Measure::there(format!("no capability is left except {}", stays.join(", ")))
 }
 
 fn set(kept: &[Kept]) -> CapsHashSet {

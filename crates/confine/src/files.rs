@@ -1,7 +1,8 @@
-//! Which files, ports and processes this process can reach (Linux `Documentation/userspace-api/landlock.rst`).
+//! Files, TCP ports and processes that this process can reach (Linux
+//! `Documentation/userspace-api/landlock.rst`).
 //!
-//! Everything that landlock knows how to forbid is forbidden, but for what is named. Where the kernel's landlock is older, it forbids less;
-//! what it does is said.
+//! The ruleset forbids everything that the kernel's landlock can restrict, except what is named. An
+//! older kernel restricts less, and the description of the measure says what is not restricted.
 
 use crate::report::Measure;
 use landlock::{
@@ -11,40 +12,42 @@ use landlock::{
 };
 use std::path::{Path, PathBuf};
 
-/// The newest landlock of which every right was thought about here. A newer one that knows how to forbid more forbids no more than this.
+/// Newest landlock ABI whose rights are covered by [`Use`]. On a kernel with a newer ABI, the
+/// ruleset forbids no more than this ABI can.
 const KNOWN: ABI = ABI::V7;
 
-/// What may be done with a file, or with all beneath a folder: more, the further down.
+/// Permitted use of a file, or of all files beneath a folder. Later variants permit more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Use {
-    /// Reading it, and listing folders.
+    /// Reading the file, and listing the folder.
     Read,
-    /// Reading it, and a device's own requests.
+    /// Reading the file, and `ioctl` requests of a device.
     ReadDevice,
-    /// Reading and writing it. It is made if it is not there.
+    /// Reading and writing the file, which is created if it does not exist.
     Output,
-    /// Reading and writing it.
+    /// Reading and writing the file.
     Write,
-    /// Reading, writing, and a device's own requests.
+    /// Reading and writing the file, and `ioctl` requests of a device.
     Device,
-    /// Making sockets in this folder, and removing them: landlock cannot keep that from other files in it.
+    /// Creating sockets in the folder and removing them. Landlock cannot tell sockets from other
+    /// files here: any file in the folder can be removed.
     Sockets,
-    /// Making and removing files and sockets in this folder, and using them.
+    /// Creating, using and removing files and sockets in the folder.
     Folder,
 }
 
-/// A file that the process was told of.
+/// A file that the process may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct File {
-    /// Where.
+    /// Path of the file.
     pub path: PathBuf,
-    /// What for.
+    /// Permitted use.
     pub use_for: Use,
 }
 
 impl File {
-    /// `path`, for `use_for`.
+    /// Returns the permission to use `path` for `use_for`.
     pub fn new(path: impl Into<PathBuf>, use_for: Use) -> Self {
         Self { path: path.into(), use_for }
     }
@@ -59,23 +62,26 @@ impl File {
             Use::Sockets => make_bitflags!(AccessFs::{ MakeSock | RemoveFile }),
             Use::Folder => write | make_bitflags!(AccessFs::{ ReadDir | MakeReg | MakeSock | RemoveFile }),
         };
-        // A right that only folders have is an error for a file.
+        // landlock_add_rule(2) refuses a rule for a file that has a right of folders.
         if folder { rights } else { rights & AccessFs::from_file(KNOWN) }
     }
 }
 
-/// TCP ports at which the process may listen: connecting is free, for whoever says `migrate` names the peer then.
+/// TCP ports at which the process may listen. Connecting is not restricted: the address of a peer
+/// is only known when a client sends `migrate`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ports {
-    /// These; 0 stands for one that the kernel chooses.
+    /// Only these ports. 0 is a port that the kernel chooses.
     Only(Vec<u16>),
-    /// All: where to listen is said later.
+    /// All ports, because the address to listen at is given later.
     Any,
 }
 
-/// Confines the calling thread, and those that it starts from then on, to `files` and `ports`, and from signals to processes outside.
-/// Files that are not there are left out: they stay unreachable if they appear later.
+/// Confines the calling thread, and the threads that it starts later, to `files` and `ports`. They
+/// cannot send signals to other processes.
+///
+/// Files that do not exist are left out. They stay unreachable if they appear later.
 pub(crate) fn confine(files: &[File], ports: &Ports) -> Measure {
     match restrict(files, ports) {
         Ok(measure) => measure,
@@ -119,11 +125,11 @@ fn without(status: LandlockStatus) -> String {
         LandlockStatus::NotImplemented => {
             "the kernel has no landlock: Linux 5.13 with CONFIG_SECURITY_LANDLOCK".to_owned()
         }
-        LandlockStatus::Available { .. } => "landlock does not know what is to be forbidden".to_owned(),
+        LandlockStatus::Available { .. } => "this landlock can restrict none of these rights".to_owned(),
     }
 }
 
-/// What landlock of this age forbids.
+/// Describes what landlock of version `abi` forbids.
 fn describe(abi: ABI, ports: &Ports) -> String {
     let mut text = format!("ABI {}: files", abi as i32);
     let later = [
@@ -135,7 +141,7 @@ fn describe(abi: ABI, ports: &Ports) -> String {
     for (since, what, linux) in later {
         let known = abi >= since;
         if since == ABI::V4 && *ports == Ports::Any {
-            text += "; any TCP port, for where to listen is said later";
+            text += "; any TCP port, because the address to listen at is given later";
         } else if known {
             text = format!("{text}, {what}");
         } else if !linux.is_empty() {
@@ -145,10 +151,10 @@ fn describe(abi: ABI, ports: &Ports) -> String {
     text
 }
 
-/// What the host's landlock can do, found out on a thread of its own that ends confined.
+/// Returns what the host's landlock can restrict, tried on a thread that ends afterwards.
 pub(crate) fn probe() -> Measure {
     let probe = || confine(&[File::new(Path::new("/"), Use::Read)], &Ports::Only(Vec::new()));
-    std::thread::spawn(probe).join().unwrap_or_else(|_| Measure::missing("it could not be tried".to_owned()))
+    std::thread::spawn(probe).join().unwrap_or_else(|_| Measure::missing("the trial failed".to_owned()))
 }
 
 #[cfg(test)]
@@ -161,12 +167,12 @@ mod tests {
             let file = File::new("x", use_for);
             assert!(AccessFs::from_file(KNOWN).contains(file.rights(false)), "{use_for:?}");
             assert!(file.rights(true).contains(file.rights(false)));
-            assert!(!file.rights(true).contains(AccessFs::Execute), "nothing is ever executed");
+            assert!(!file.rights(true).contains(AccessFs::Execute), "no use permits execution");
         }
     }
 
     #[test]
-    fn what_an_older_kernel_does_not_forbid_is_said() {
+    fn description_names_what_an_older_kernel_does_not_forbid() {
         let text = describe(ABI::V1, &Ports::Only(vec![]));
         for part in ["ABI 1", "not listening at TCP ports (needs Linux 6.7)", "not signals"] {
             assert!(text.contains(part), "{text}");

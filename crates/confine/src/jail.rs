@@ -1,9 +1,11 @@
-//! A root directory of its own, and a user who is not root, for a process that was started as root.
+//! Jail: a root directory of its own and a user who is not root, for a process that root has
+//! started.
 //!
-//! The new root is an empty file system in memory, in a mount namespace of this process's own: nothing of it is to be cleaned up, and the
-//! host sees an empty folder. What the process was told of is bound into it at the same paths, so no path means something else than on the
-//! command line; devices are made anew for the new user, who needs to be in no group for that. Nothing is executed: the program is in
-//! memory already.
+//! The new root is an empty file system in memory, in a mount namespace of this process. It
+//! disappears with the process, and the host sees an empty folder. The files of the plan are bound
+//! into the new root at the same paths, so a path has the same meaning as on the command line.
+//! Device nodes are created anew and belong to the new user, who therefore needs no group. The jail
+//! permits no execution: the program is already in memory.
 
 use crate::files::{File, Use};
 use rustix::fs::{CWD, FileType, Mode};
@@ -15,71 +17,74 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
-/// The jail that was asked for.
+/// Jail of the process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Jail {
-    /// Where the new root is mounted: a folder, empty and of no other use. It is made if it is not there.
+    /// Folder at which the new root is mounted. The folder must be empty and unused, and is created
+    /// if it does not exist.
     pub folder: PathBuf,
-    /// Who the process is then: not root.
+    /// User of the process in the jail; not root.
     pub uid: u32,
-    /// And its one group.
+    /// Only group of the process in the jail; not root.
     pub gid: u32,
 }
 
-/// Why there is no jail.
+/// Error of the entry into a jail.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JailError {
-    /// Only root can make one.
+    /// The process does not run as root.
     #[error(
         "--jail: only root can make a jail; start vmferry as root, or leave --jail: an ordinary user's process is confined without it"
     )]
     NotRoot,
-    /// That would be none.
+    /// The user or the group is root.
     #[error(
-        "--jail: the user in the jail must not be root: say --uid and --gid of somebody who has nothing else"
+        "--jail: the user in the jail must not be root: give the --uid and --gid of a user who owns nothing else"
     )]
     StaysRoot,
-    /// A path that means something else in there.
-    #[error("--jail: the path {} goes upwards; write it without '..'", .0.display())]
+    /// A path contains `..`, which would mean another file in the jail.
+    #[error("--jail: the path {} contains '..'; write it without", .0.display())]
     Upwards(PathBuf),
-    /// A file that is to be written and that root does not make for somebody else.
-    #[error("--jail: {} must be there, and be written by the jail's user: make it, and give it to that user", .path.display())]
+    /// An output file does not exist or cannot be opened. Root does not create files for another
+    /// user.
+    #[error("--jail: {} must exist, and the user of the jail must be able to write it: create it, and give it to that user", .path.display())]
     Output {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
-        /// Why it cannot be used.
+        /// Error of the open.
         #[source]
         source: io::Error,
     },
-    /// A device by another name.
+    /// A device is named by a path that users other than root could have changed.
     #[error(
-        "--jail: {} is a device: name it by a path in /dev all of whose folders only root can write (not in /dev/shm), so that nobody else \
-         can have put something else there",
+        "--jail: {} is a device: name it by a path in /dev whose folders only root can write (not in /dev/shm), so that no other user \
+         can have replaced it",
         .0.display()
     )]
     Device(PathBuf),
     /// A system call failed.
     #[error("--jail: cannot {what}")]
     Refused {
-        /// What was to be done.
+        /// Step that failed.
         what: String,
-        /// Why it could not.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
 }
 
-/// Something that is done on the way, for errors.
+/// Returns a function that makes the error of the step `what` from its cause.
 fn doing<E: Into<io::Error>>(what: impl FnOnce() -> String) -> impl FnOnce(E) -> JailError {
     move |error| JailError::Refused { what: what(), source: error.into() }
 }
 
-/// Small: nothing but mount points and nodes of devices is in it.
+/// Options of the new root. It holds only mount points and device nodes, so it is small.
 const ROOT: &std::ffi::CStr = c"mode=0755,size=4m,nr_inodes=4k";
 
 impl Jail {
-    /// Moves the process, which must have one thread, into the jail, with `files` and nothing else of the host's.
+    /// Moves the process into the jail, which contains `files` and no other file of the host. The
+    /// process must have one thread.
     pub(crate) fn enter(&self, files: &[File]) -> Result<(), JailError> {
         if !rustix::process::geteuid().is_root() {
             return Err(JailError::NotRoot);
@@ -99,26 +104,26 @@ impl Jail {
         self.become_user()
     }
 
-    /// Makes the empty root.
+    /// Leaves the host's namespaces, and mounts the empty root. Returns its path.
     fn mount(&self) -> Result<PathBuf, JailError> {
         let show = || format!("mount a file system at {}", self.folder.display());
         folders(&self.folder).map_err(doing(show))?;
         let root = self.folder.canonicalize().map_err(doing(show))?;
         let apart = UnshareFlags::NEWNS | UnshareFlags::NEWIPC | UnshareFlags::NEWUTS;
-        // SAFETY: descriptors are not unshared, and no thread but this one is there.
+        // SAFETY: the flags do not unshare the descriptors, and the process has no other thread.
         unsafe { rustix::thread::unshare_unsafe(apart) }
             .map_err(doing(|| "leave the host's namespaces".into()))?;
-        // What is mounted from here on, the host does not see.
+        // From now on, the host does not see the mounts of this process.
         let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
-        rustix::mount::mount_change("/", private).map_err(doing(|| "keep its mounts to itself".into()))?;
+        rustix::mount::mount_change("/", private).map_err(doing(|| "make its mounts private".into()))?;
         let flags = MountFlags::NOSUID | MountFlags::NOEXEC;
         rustix::mount::mount("vmferry", &root, "tmpfs", flags, ROOT).map_err(doing(show))?;
         Ok(root)
     }
 
-    /// Brings `file` to where it is outside, under `root`. What is not there is left out.
+    /// Places `file` under `root` at its own path. A file that does not exist is left out.
     fn place(&self, root: &Path, file: &File) -> Result<(), JailError> {
-        let show = || format!("bring {} into the jail", file.path.display());
+        let show = || format!("place {} in the jail", file.path.display());
         let Ok(meta) = std::fs::metadata(&file.path) else { return Ok(()) };
         let target = inside(root, &file.path);
         if let Some(parent) = target.parent() {
@@ -126,7 +131,7 @@ impl Jail {
         }
         let kind = meta.file_type();
         if kind.is_char_device() || kind.is_block_device() {
-            // It becomes the user's, so it must be what root means.
+            // The new node belongs to the user, so it must be the device that root means.
             let meta = device(&file.path).ok_or_else(|| JailError::Device(file.path.clone()))?;
             let kind = if kind.is_block_device() { FileType::BlockDevice } else { FileType::CharacterDevice };
             let writes = if file.use_for == Use::ReadDevice { Mode::empty() } else { Mode::WUSR };
@@ -149,16 +154,18 @@ impl Jail {
     fn become_user(&self) -> Result<(), JailError> {
         let show = || format!("become user {} of group {}", self.uid, self.gid);
         let (uid, gid) = (Uid::from_raw(self.uid), Gid::from_raw(self.gid));
-        // Of the calling thread, as the kernel has it: there is no other.
+        // rustix changes the credentials of the calling thread, which is the only one.
         rustix::thread::set_thread_groups(&[]).map_err(doing(show))?;
         rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(doing(show))?;
         rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(doing(show))?;
-        // The change of user has made /proc/self root's, and the process must read its own page map there.
+        // The change of the user has given /proc/self to root, and the process must read its page
+        // map in it.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
     }
 }
 
-/// What a device in /dev is, if nobody but root can have said so: neither by a link nor by anything on the way.
+/// Returns the metadata of a device in /dev, if only root can have named it: no other user can
+/// write a folder on the path, or on the path behind a link.
 fn device(path: &Path) -> Option<Metadata> {
     let real = path.canonicalize().ok()?;
     let roots = |path: &Path| {
@@ -171,7 +178,8 @@ fn device(path: &Path) -> Option<Metadata> {
     (roots(path) && roots(&real)).then(|| std::fs::metadata(&real).ok()).flatten()
 }
 
-/// All but what lies in folders that are there anyway, with absolute paths, outer ones first.
+/// Returns the files with absolute paths, outer folders first, without files that lie in a folder
+/// that is placed anyway.
 fn absolute(files: &[File]) -> Result<Vec<File>, JailError> {
     let mut all = Vec::new();
     for file in files {
@@ -182,19 +190,19 @@ fn absolute(files: &[File]) -> Result<Vec<File>, JailError> {
         }
         all.push(File { path, use_for: file.use_for });
     }
-    // Of what is there twice, that with which more can be done.
+    // Of two entries for one path, the one that permits more comes first.
     all.sort_by(|a, b| a.path.cmp(&b.path).then(b.use_for.cmp(&a.use_for)));
     let mut placed: Vec<File> = Vec::new();
     for file in all {
-        // There is one /proc, and it is not the host's.
-        let there = file.path.starts_with("/proc")
+        // The jail has its own /proc.
+        let placed_already = file.path.starts_with("/proc")
             || placed.iter().any(|other| {
                 other.path == file.path
                     || other.path.is_dir()
                         && (matches!(other.use_for, Use::Folder | Use::Sockets) || file.use_for == Use::Read)
                         && file.path.starts_with(&other.path)
             });
-        if !there {
+        if !placed_already {
             placed.push(file);
         }
     }
@@ -209,7 +217,8 @@ fn folders(path: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o755).create(path)
 }
 
-/// Processes of other users are not to be seen. A kernel before 5.8 has one set of such options for all, which are not ours to change.
+/// Mounts /proc in the jail, without the processes of other users. Kernels before 5.8 have one set
+/// of options for all mounts of /proc, which must not change: then the host's /proc is bound.
 fn proc_in(root: &Path) -> Result<(), JailError> {
     let target = root.join("proc");
     folders(&target).map_err(doing(|| "make /proc in the jail".into()))?;
@@ -219,11 +228,11 @@ fn proc_in(root: &Path) -> Result<(), JailError> {
         .map_err(doing(|| "mount /proc in the jail".into()))
 }
 
-/// Makes `root` the root, and `cwd` in it the current folder; the old root is gone.
+/// Makes `root` the root directory, and `cwd` in it the current folder. The old root is unmounted.
 fn change_root(root: &Path, cwd: &Path) -> Result<(), JailError> {
     let show = || "change the root".to_owned();
     std::env::set_current_dir(root).map_err(doing(show))?;
-    // pivot_root(2): the old root comes to lie over the new one, and goes.
+    // pivot_root(2): the old root is stacked on the new one, and is then unmounted.
     rustix::process::pivot_root(".", ".").map_err(doing(show))?;
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(doing(show))?;
     let flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::RDONLY;
@@ -236,7 +245,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_lies_in_a_folder_that_is_there_is_not_brought_twice() {
+    fn files_in_a_placed_folder_are_not_placed_again() {
         let folder = tempfile::tempdir().unwrap();
         let path = |name: &str| folder.path().join(name);
         let files = [
@@ -254,14 +263,14 @@ mod tests {
     }
 
     #[test]
-    fn a_device_is_one_that_root_has_named() {
+    fn jail_accepts_only_devices_that_root_has_named() {
         let folder = tempfile::tempdir().unwrap();
         let link = folder.path().join("disk");
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         let jail = Jail { folder: folder.path().into(), uid: 5, gid: 5 };
         let error = jail.place(folder.path(), &File::new(&link, Use::Device)).unwrap_err();
         assert!(matches!(error, JailError::Device(_)), "{error}");
-        // Anybody can write to that folder.
+        // Every user can write to this folder.
         let shared = tempfile::Builder::new().prefix("vmferry-jail").tempdir_in("/dev/shm").unwrap();
         let link = shared.path().join("disk");
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
@@ -271,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_stays_root_in_it() {
+    fn jail_refuses_root_as_its_user() {
         let jail = Jail { folder: "/nonexistent/jail".into(), uid: 0, gid: 5 };
         let error = jail.enter(&[]).unwrap_err();
         let root = rustix::process::geteuid().is_root();

@@ -1,14 +1,15 @@
-//! How a VMM's process confines itself before a guest runs in it or a peer is heard.
+//! Confinement of a VMM process before a guest runs in the process or a peer sends data to the
+//! process.
 //!
-//! Whoever gets hold of a thread, by a bug in a device or in what reads a peer's bytes, gets what that thread can do. So each can do
-//! little:
+//! An attacker who controls a thread, through a bug in a device or in a parser of a peer's bytes,
+//! can do what that thread can do. Therefore each thread has only the rights that its role needs:
 //!
-//! | module | what |
+//! | module | restricts |
 //! |---|---|
-//! | `seccomp` | which system calls, by what the thread is for ([`Role`]) |
-//! | `files` | which files, ports and processes: landlock |
-//! | `capabilities` | what root may do besides: nothing |
-//! | `jail` | a root of its own and another user, for a process that root has started |
+//! | `seccomp` | system calls, by the [`Role`] of the thread |
+//! | `files` | files, TCP ports and signals to other processes, with landlock |
+//! | `capabilities` | capabilities that a process of root has |
+//! | `jail` | root directory and user, for a process that root has started |
 //!
 //! ```no_run
 //! use vmferry_confine::{Confinement, File, Mode, Plan, Ports, Use};
@@ -17,9 +18,9 @@
 //! let mut plan = Plan::new(Mode::On);
 //! plan.files.push(File::new("/dev/kvm", Use::Device));
 //! plan.ports = Ports::Only(vec![]);
-//! // The process has one thread.
+// Call this function while the process has one thread.
 //! let mut confinement = Confinement::begin(&plan)?;
-//! // It opens what it needs, and starts threads, each of which confines itself. And then:
+// Open what the guest needs, and start threads. Each thread confines itself. Then:
 //! confinement.settle()?;
 //! println!("{}", confinement.in_force().seccomp.detail);
 //! # Ok(()) }
@@ -46,79 +47,81 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::sync::OnceLock;
 use vmferry_thread::Role;
 
-/// Whether there is to be confinement.
+/// Extent of the confinement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Mode {
-    /// Yes, as far as the host can. A forbidden system call fails, and is told of.
+    /// The host's measures are all in force. A forbidden system call fails and is reported on
+    /// standard error.
     #[default]
     On,
-    /// The same, and a forbidden system call ends the process.
+    /// The same measures as [`On`](Self::On). A forbidden system call ends the process.
     Kill,
-    /// System calls that would be forbidden are made, and the kernel logs them; nothing else is forbidden.
+    /// System calls outside the role of a thread are made, and the kernel logs them. Files and
+    /// ports are not restricted.
     Log,
-    /// No.
+    /// The process is not confined, except by a jail if [`Plan::jail`] is set.
     Off,
 }
 
 impl Mode {
-    /// Whether anything is forbidden.
+    /// Returns whether this mode refuses system calls, files or ports.
     #[must_use]
     pub const fn forbids(self) -> bool {
         matches!(self, Self::On | Self::Kill)
     }
 }
 
-/// What a process is to be left with.
+/// Rights that the process keeps.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Plan {
-    /// Whether.
+    /// Extent of the confinement.
     pub mode: Mode,
-    /// The files that it was told of.
+    /// Files that the process may use.
     pub files: Vec<File>,
-    /// Where it may listen.
+    /// TCP ports at which the process may listen.
     pub ports: Ports,
-    /// The capabilities that it keeps, if it has them.
+    /// Capabilities that the process keeps, if it has them.
     pub keep: Vec<Kept>,
-    /// Its jail, if it is to have one.
+    /// Jail that the process enters; `None` for no jail.
     pub jail: Option<Jail>,
 }
 
 impl Plan {
-    /// Nothing but what every process has.
+    /// Returns a plan without files, ports, capabilities and jail.
     #[must_use]
     pub fn new(mode: Mode) -> Self {
         Self { mode, files: Vec::new(), ports: Ports::Only(Vec::new()), keep: Vec::new(), jail: None }
     }
 }
 
-/// Why a process cannot be confined as it was asked for.
+/// Error of the confinement of a process.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfineError {
-    /// The jail.
+    /// The process cannot enter the jail.
     #[error(transparent)]
     Jail(#[from] JailError),
-    /// A file that is to be made.
+    /// An output file cannot be created or opened.
     #[error("cannot write {}", .path.display())]
     Output {
-        /// Which.
+        /// Path of the file.
         path: std::path::PathBuf,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
-    /// It happens once in a process, and before others do something at the start of threads.
-    #[error("this process was confined before, or does something else at the start of its threads")]
+    /// The process was confined before, or other code has set the hook for the start of threads.
+    #[error("this process was confined before, or other code has set the hook for the start of threads")]
     Twice,
-    /// What was in force cannot be made tighter.
-    #[error("the process cannot be confined any further: {0}; --sandbox off goes without")]
+    /// A restriction failed that the host supports.
+    #[error("cannot confine the process: {0}; --sandbox off runs it without confinement")]
     Refused(String),
 }
 
-/// What each thread needs to confine itself.
+/// Data with which each thread confines itself.
 struct Common {
     programs: Option<Programs>,
     keep: Vec<Kept>,
@@ -126,7 +129,7 @@ struct Common {
 
 static COMMON: OnceLock<Common> = OnceLock::new();
 
-/// The confinement of this process.
+/// Confinement of this process.
 #[derive(Debug)]
 #[must_use]
 pub struct Confinement {
@@ -135,13 +138,16 @@ pub struct Confinement {
 }
 
 impl Confinement {
-    /// Confines the process, as far as it does not hinder setting up; each thread that it starts from now on confines itself. To be
-    /// called while the process has one thread: landlock and capabilities are that thread's, and of those that it starts.
+    /// Confines the process as far as the setup still works. Each thread that starts after this
+    /// call confines itself.
     ///
-    /// What the host cannot do is left out, and said by [`in_force`](Self::in_force).
+    /// The process must have one thread: landlock rules and capabilities apply to the calling
+    /// thread and to the threads that it starts. A restriction that the host does not support is
+    /// left out and described by [`in_force`](Self::in_force).
     ///
     /// # Errors
-    /// If a jail was asked for that cannot be, or an output cannot be made; nothing else.
+    /// If the process cannot enter the jail, if an output file cannot be created, or if the process
+    /// was confined before.
     pub fn begin(plan: &Plan) -> Result<Self, ConfineError> {
         let mut in_force = InForce::nothing(plan.mode);
         make_outputs(plan)?;
@@ -158,7 +164,7 @@ impl Confinement {
             return Ok(Self { in_force, settled: true });
         }
         in_force.no_new_privs = match rustix::thread::set_no_new_privs(true) {
-            Ok(()) => Measure::there("nothing gains privileges by being executed"),
+            Ok(()) => Measure::there("executed programs gain no privileges"),
             Err(error) => Measure::missing(error.to_string()),
         };
         if plan.mode.forbids() {
@@ -174,11 +180,13 @@ impl Confinement {
         Ok(Self { in_force, settled: false })
     }
 
-    /// Confines the calling thread, which has set up the process, to what its owner needs from then on. To be called before a guest runs,
-    /// and before a byte of a peer is read. Does nothing the second time.
+    /// Confines the calling thread, which has set up the process, to the rights of [`Role::Owner`].
+    ///
+    /// Call this method before a guest runs and before a byte of a peer is read. Later calls do
+    /// nothing.
     ///
     /// # Errors
-    /// If something that the host can do fails: the process must not go on.
+    /// If a restriction fails that the host supports. The process must not continue.
     pub fn settle(&mut self) -> Result<(), ConfineError> {
         if std::mem::replace(&mut self.settled, true) {
             return Ok(());
@@ -186,7 +194,7 @@ impl Confinement {
         let Some(common) = COMMON.get() else { return Ok(()) };
         if self.in_force.mode.forbids() {
             capabilities::give_up(&common.keep).map_err(ConfineError::Refused)?;
-            // What could not be taken out of reach for good has its reason there already.
+            // If `narrow` failed, `capabilities` holds the reason, which must stay.
             if self.in_force.capabilities.in_force
                 || self.in_force.capabilities == InForce::nothing(Mode::On).capabilities
             {
@@ -200,18 +208,21 @@ impl Confinement {
         Ok(())
     }
 
-    /// What is in force.
+    /// Returns the state of each restriction.
     #[must_use]
     pub fn in_force(&self) -> &InForce {
         &self.in_force
     }
 }
 
-/// Has each thread that is started from now on confine itself by its role, and nothing else: the process, and the threads that it has, stay
-/// as they are. For tests of what such threads do. Does nothing the second time, and where the host cannot.
+/// Makes each thread that starts after this call confine itself by its role. The process and its
+/// existing threads stay as they are.
+///
+/// This function is for tests of such threads. It does nothing on later calls, and on hosts without
+/// seccomp.
 ///
 /// # Errors
-/// If the process does something else at the start of its threads.
+/// If other code has set the hook for the start of threads, or if the filters cannot be made.
 pub fn confine_threads() -> Result<(), ConfineError> {
     static DONE: std::sync::Mutex<bool> = std::sync::Mutex::new(false);
     let mut done = DONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -220,7 +231,7 @@ pub fn confine_threads() -> Result<(), ConfineError> {
     }
     let programs = Programs::compile(Mode::Kill).map_err(ConfineError::Refused)?;
     violation::install(true).map_err(|error| ConfineError::Refused(error.to_string()))?;
-    // Whoever starts threads here may start them as it likes: nothing is given up for good.
+    // Tests may start threads with any capability, so no capability is dropped.
     let keep = caps::all().into_iter().map(|capability| (capability, "")).collect();
     COMMON.set(Common { programs: Some(programs), keep }).map_err(|_| ConfineError::Twice)?;
     vmferry_thread::on_start(confine_thread).map_err(|_| ConfineError::Twice)?;
@@ -228,7 +239,8 @@ pub fn confine_threads() -> Result<(), ConfineError> {
     Ok(())
 }
 
-/// What this host can do of it, found out on threads of their own: seccomp, landlock.
+/// Returns whether this host supports seccomp and landlock, in this order. Each is tried on a
+/// thread of its own.
 #[must_use]
 pub fn available() -> [Measure; 2] {
     let seccomp = std::thread::spawn(|| {
@@ -236,15 +248,17 @@ pub fn available() -> [Measure; 2] {
         programs.confine_thread(Role::Watch)
     });
     let seccomp = match seccomp.join() {
-        Ok(Ok(())) => Measure::there("filters of system calls, thread by thread"),
+        Ok(Ok(())) => Measure::there("system call filters for each thread"),
         Ok(Err(why)) => Measure::missing(why),
-        Err(_) => Measure::missing("it could not be tried"),
+        Err(_) => Measure::missing("the trial failed"),
     };
     [seccomp, files::probe()]
 }
 
-/// Closes all descriptors but the first three and `keep`. Only before the process has opened any: whoever has one of them would use what is
-/// another's then. Does nothing on a kernel before 5.9.
+/// Closes all descriptors except the first three and `keep`. Does nothing on kernels before 5.9.
+///
+/// Call this function before the process has opened a descriptor. Otherwise an owner of a closed
+/// number would use a descriptor that other code opens later.
 pub fn close_inherited(keep: &[RawFd]) {
     let mut keep: Vec<u32> =
         keep.iter().filter_map(|fd| u32::try_from(*fd).ok()).filter(|fd| *fd > 2).collect();
@@ -253,7 +267,8 @@ pub fn close_inherited(keep: &[RawFd]) {
     for next in keep.into_iter().map(Some).chain([None]) {
         let last = next.map_or(u32::MAX, |next| next - 1);
         if first <= last {
-            // SAFETY: takes numbers; nobody in this process has any of them, as the caller says.
+            // SAFETY: the call takes numbers, not memory. No code in this process owns a descriptor
+            // among them: the caller calls this function before the process opens one.
             unsafe { libc::syscall(libc::SYS_close_range, first, last, 0u32) };
         }
         first = next.map_or(u32::MAX, |next| next.saturating_add(1));
@@ -279,7 +294,7 @@ pub unsafe fn take_inherited(numbers: &[RawFd]) -> BTreeMap<RawFd, OwnedFd> {
     taken
 }
 
-/// Makes the filters, and confines the process by its own.
+/// Compiles the filters and installs the process-wide ones.
 fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
     let install = || {
         let programs = Programs::compile(mode)?;
@@ -291,13 +306,13 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
         Ok(programs) => {
             *measure = match mode {
                 Mode::Log => Measure::missing(
-                    "forbidden system calls are made, and logged by the kernel (--sandbox log)",
+                    "forbidden system calls are made and logged by the kernel (--sandbox log)",
                 ),
-                Mode::Kill => {
-                    Measure::there("each thread makes the system calls of its role; others end the process")
-                }
+                Mode::Kill => Measure::there(
+                    "each thread can make the system calls of its role; other calls end the process",
+                ),
                 _ => Measure::there(
-                    "each thread makes the system calls of its role; others fail, and are told of",
+                    "each thread can make the system calls of its role; other calls fail and are reported",
                 ),
             };
             Some(programs)
@@ -309,11 +324,12 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
     }
 }
 
-/// What each thread passes at its start. One that cannot be confined must not work, so it ends here.
+/// Confines the calling thread at its start. A thread that cannot be confined must not run, so it
+/// panics.
 fn confine_thread(role: Role, name: &str) {
     let Some(common) = COMMON.get() else { return };
     violation::introduce(role, name);
-    // Also where there are no filters.
+    // Capabilities are given up also where the host has no filters.
     let confined = capabilities::give_up(&common.keep).and_then(|()| match &common.programs {
         Some(programs) => programs.confine_thread(role),
         None => Ok(()),
@@ -323,12 +339,14 @@ fn confine_thread(role: Role, name: &str) {
     }
 }
 
-/// Makes the files that are to be written, before their folders are out of reach. Not for a jail: root would make a file in a folder that
-/// may be somebody else's, who has perhaps put a link there.
+/// Creates the output files before their folders are out of reach.
+///
+/// With a jail the files must exist: root must not create a file in a folder that another user
+/// owns, because that user may have placed a link.
 fn make_outputs(plan: &Plan) -> Result<(), ConfineError> {
     for File { path, .. } in plan.files.iter().filter(|file| file.use_for == Use::Output) {
         let mut options = std::fs::File::options();
-        // A console shows what is nobody else's.
+        // The output of a console may be confidential, so only this user can read the file.
         let made = options.append(true).create(plan.jail.is_none()).mode(0o600).open(path);
         made.map_err(|source| match plan.jail {
             None => ConfineError::Output { path: path.clone(), source },

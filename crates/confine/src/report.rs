@@ -1,13 +1,13 @@
-//! What is in force, and what is not and why.
+//! State of each restriction, with the reason if it is not in force.
 
 use serde::Serialize;
 
-/// One means of confinement.
+/// State of one restriction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Measure {
-    /// Whether it is in force.
+    /// The restriction is in force.
     pub in_force: bool,
-    /// What exactly, or why not.
+    /// Extent of the restriction, or the reason why it is not in force.
     pub detail: String,
 }
 
@@ -21,26 +21,26 @@ impl Measure {
     }
 }
 
-/// All of them, for `status`.
+/// State of all restrictions, as `status` reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct InForce {
-    /// What was asked for.
+    /// Mode that was asked for.
     pub mode: crate::Mode,
-    /// System calls, thread by thread.
+    /// System calls, by thread.
     pub seccomp: Measure,
-    /// Files, ports, signals.
+    /// Files, TCP ports and signals.
     pub landlock: Measure,
-    /// Programs with more privileges cannot be had by executing them.
+    /// Executed programs gain no privileges.
     pub no_new_privs: Measure,
-    /// What root may do besides.
+    /// Capabilities of root.
     pub capabilities: Measure,
-    /// A root directory of its own, another user.
+    /// Own root directory and user.
     pub jail: Measure,
 }
 
 impl InForce {
-    /// Before anything is done.
+    /// Returns the state before the process is confined.
     pub(crate) fn nothing(mode: crate::Mode) -> Self {
         let why = match mode {
             crate::Mode::On | crate::Mode::Kill => "not done yet",
@@ -52,7 +52,7 @@ impl InForce {
         Self { mode, seccomp: not(), landlock: not(), no_new_privs: not(), capabilities: not(), jail }
     }
 
-    /// All, with their names.
+    /// Returns all restrictions with their names.
     #[must_use]
     pub fn measures(&self) -> [(&'static str, &Measure); 5] {
         [

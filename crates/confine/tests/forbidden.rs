@@ -1,7 +1,8 @@
-//! A process that is confined exactly as a VMM's is, thread by thread, tries what an intruder would: none of it works. What the thread is
-//! for does.
+//! Tries the actions of an intruder in a process that is confined exactly as a VMM is, thread by
+//! thread. None of them may work, and each thread must still do its own work.
 //!
-//! Each attempt is a process of its own (this program again), for in one of the two modes most end it.
+//! Each attempt runs in a process of its own (this program again), because most attempts end the
+//! process in one of the two modes.
 
 #[path = "forbidden/attempts.rs"]
 mod attempts;
@@ -16,10 +17,10 @@ use vmferry_confine::{Confinement, File, InForce, Mode, Plan, Use};
 use vmferry_testkit::{Need, skip};
 use vmferry_thread::Role;
 
-/// What the program is to do instead of testing: a role, an attempt, and a mode.
+/// Environment variable with the task of a child process: a role, an attempt, and a mode.
 const CHILD: &str = "VMFERRY_CONFINE_CHILD";
-/// Who has nothing.
-const NOBODY: u32 = 65_534;
+/// User that owns nothing.
+const UNPRIVILEGED: u32 = 65_534;
 
 fn main() -> ExitCode {
     if let Ok(task) = std::env::var(CHILD) {
@@ -31,9 +32,9 @@ fn main() -> ExitCode {
     for (what, why) in outcomes.iter().filter_map(|(what, end)| Some((what, end.as_ref().err()?))) {
         println!("FAILED: {what}: {why}");
     }
-    // What the host lacks is said once, however many attempts need it.
-    let lacking: BTreeSet<_> = outcomes.iter().filter_map(|(_, end)| end.as_ref().ok()?.as_ref()).collect();
-    for (user, why) in lacking {
+    // Each missing feature of the host is reported once, although several attempts need it.
+    let missing: BTreeSet<_> = outcomes.iter().filter_map(|(_, end)| end.as_ref().ok()?.as_ref()).collect();
+    for (user, why) in missing {
         let need = match user {
             Some(_) => Need::Root,
             None if why.contains("/dev/kvm") => Need::Kvm,
@@ -46,15 +47,16 @@ fn main() -> ExitCode {
     if failed == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// How an attempt ended; `Some` if this host does not let it be made, as whom, and why.
+/// Outcome of an attempt; `Some` with the user and the reason if the attempt is not possible on
+/// this host.
 type End = Result<Option<(Option<u32>, String)>, String>;
 
-/// Something to try: what it is, and how it ends.
+/// An attempt: its description and the function that runs it.
 type Case = (String, Box<dyn FnOnce() -> End + Send>);
 
 fn cases(user: Option<u32>) -> Vec<Case> {
     let mut cases: Vec<Case> = Vec::new();
-    // As somebody else it is enough to have it end.
+    // For another user, the mode that ends the process is enough.
     let modes: &[Mode] = if user.is_none() { &[Mode::Kill, Mode::On] } else { &[Mode::Kill] };
     for attempt in ATTEMPTS {
         for role in Role::ALL {
@@ -72,7 +74,7 @@ fn cases(user: Option<u32>) -> Vec<Case> {
     cases
 }
 
-/// Tries all of them, as many at a time as there are processors.
+/// Runs all cases, as many at a time as there are processors.
 fn all(cases: Vec<Case>) -> Vec<(String, End)> {
     let (cases, outcomes) = (Mutex::new(cases.into_iter()), Mutex::new(Vec::new()));
     let workers = std::thread::available_parallelism().map_or(1, usize::from);
@@ -89,16 +91,16 @@ fn all(cases: Vec<Case>) -> Vec<(String, End)> {
     outcomes.into_inner().unwrap()
 }
 
-/// As whom it is tried: this user, and if that is root, somebody else too.
+/// Returns the users to run as: this user, and another user if this user is root.
 fn users() -> Vec<Option<u32>> {
     if !rustix::process::geteuid().is_root() {
         skip(Need::Root, "as another user: this is not root");
         return vec![None];
     }
-    match run(Role::Watch, "nothing", Mode::On, Some(NOBODY)) {
-        Ok(output) if output.status.success() => vec![None, Some(NOBODY)],
+    match run(Role::Watch, "nothing", Mode::On, Some(UNPRIVILEGED)) {
+        Ok(output) if output.status.success() => vec![None, Some(UNPRIVILEGED)],
         other => {
-            skip(Need::Root, format!("as another user: {NOBODY} cannot start this program: {other:?}"));
+            skip(Need::Root, format!("as another user: {UNPRIVILEGED} cannot start this program: {other:?}"));
             vec![None]
         }
     }
@@ -114,7 +116,7 @@ fn run(role: Role, attempt: &str, mode: Mode, user: Option<u32>) -> std::io::Res
     command.output()
 }
 
-/// Whether the attempt fails as it should.
+/// Checks that the attempt has the outcome that the role and the mode demand.
 fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> End {
     let output = run(role, attempt.name, mode, user).map_err(|error| error.to_string())?;
     let text = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -126,7 +128,7 @@ fn check(role: Role, attempt: &Attempt, mode: Mode, user: Option<u32>) -> End {
     let told = text.contains("which its confinement forbids");
     let works = (attempt.works)(role);
     let fine = if told {
-        // Whoever reads the log learns what it was, and who.
+        // The report names the role of the thread.
         !works && text.contains(&format!("({role})")) && killed == (mode == Mode::Kill)
     } else {
         output.status.success() && said.contains(if works { "it worked" } else { "it failed" })
@@ -164,7 +166,7 @@ fn off(user: Option<u32>) -> End {
 fn works(attempt: &str, mode: Mode, user: Option<u32>) -> End {
     let output = run(Role::Vcpu, attempt, mode, user).map_err(|error| error.to_string())?;
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
-    // A process of root's cannot be signalled by others, confined or not.
+    // The processes of root cannot be signalled by other users, with or without confinement.
     if said.contains("it worked") || user.is_some() && said.contains("it failed: Operation not permitted") {
         return Ok(None);
     }
@@ -180,7 +182,7 @@ fn runs_a_vcpu(user: Option<u32>) -> End {
     if said.contains("it worked") { Ok(None) } else { Err(format!("{output:?}")) }
 }
 
-/// Confines itself, and does on a thread of the role what it was told.
+/// Confines this process, and makes the attempt on a thread of the role.
 fn child(task: &str) -> ExitCode {
     let mut words = task.splitn(2, ' ');
     let role = words.next().and_then(|name| Role::ALL.into_iter().find(|role| role.name() == name));
@@ -202,7 +204,8 @@ fn child(task: &str) -> ExitCode {
     let Ok(mut confinement) = Confinement::begin(&plan) else { return ExitCode::FAILURE };
     let prepared = attempts::prepare(name);
     let name = name_of(name);
-    // As in a VMM: some threads are there before the owner has settled, the others are a migration's.
+    // As in a VMM: some threads start before the owner has settled, and a migration starts the
+    // others later.
     let early = matches!(
         role,
         Role::Vcpu | Role::Network | Role::Device | Role::Api | Role::Metrics | Role::Traces | Role::Watch
@@ -229,7 +232,7 @@ fn child(task: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What outlives this function.
+/// Returns the static name of an attempt.
 fn name_of(name: &str) -> &'static str {
     let all = ATTEMPTS.iter().map(|attempt| attempt.name).chain(["panic", "run a vCPU"]);
     all.into_iter().find(|known| *known == name).unwrap_or("nothing")

@@ -1,17 +1,20 @@
-//! Which system calls a thread can make (Linux `Documentation/userspace-api/seccomp_filter.rst`).
+//! System calls that a thread can make (Linux `Documentation/userspace-api/seccomp_filter.rst`).
 //!
-//! Filters stack: a call is made only if every filter of the thread allows it, and a thread inherits those of the thread that starts it.
+//! Filters stack: a call is made only if every filter of the thread allows it. A thread inherits
+//! the filters of the thread that starts it.
 //!
-//! | filter | whose | what it does not allow |
-//! |---|---|---|
-//! | refusals | the process's | fails: what libraries try and do without (`clone3`, executable memory) |
-//! | base | the process's | fails, and is told of or ends the process: what no thread needs, not even to set up |
-//! | unread | a thread's, by its role | fails: opening files, which a panic's backtrace tries |
-//! | role | a thread's, by its role | fails, and is told of or ends the process: what its role does not need |
+//! | filter | installed on | refused calls | effect of a refused call |
+//! |---|---|---|---|
+//! | refusals | the process | calls that libraries try and can do without (`clone3`, executable memory) | fails |
+//! | base | the process | calls that no thread needs, not even for the setup | fails and is reported, or ends the process |
+//! | unread | a thread, by its role | opening files, which a panic's backtrace tries | fails |
+//! | role | a thread, by its role | calls that the role does not need | fails and is reported, or ends the process |
 //!
-//! The first two are in force from the start of `run`; the others from the start of each thread, and for the first thread when it has
-//! set up what needs more ([`settle`](crate::Confinement::settle)). Threads that are started while a guest runs (a migration's) get theirs
-//! alike, on top of the owner's, which allows whatever a thread that it starts may.
+//! The process-wide filters are in force from the start of `run`. A new thread installs its own
+//! filters at its start. The first thread installs its filters when it has done the setup that
+//! needs more calls ([`settle`](crate::Confinement::settle)). Threads that start while a guest
+//! runs, such as those of a migration, install their filters on top of the owner's filters.
+//! Therefore the owner's filters allow every call of a thread that the owner starts.
 
 mod names;
 mod policy;
@@ -25,7 +28,7 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use std::collections::BTreeMap;
 use vmferry_thread::Role;
 
-/// Filters, ready to be installed.
+/// Compiled filters.
 #[derive(Debug)]
 pub(crate) struct Programs {
     process: Vec<BpfProgram>,
@@ -33,10 +36,10 @@ pub(crate) struct Programs {
 }
 
 impl Programs {
-    /// Makes them.
+    /// Compiles all filters.
     ///
     /// # Errors
-    /// If a list cannot be made a filter: a bug.
+    /// If a list cannot be compiled, which is a bug.
     pub(crate) fn compile(mode: Mode) -> Result<Self, String> {
         let process = vec![
             compile(roles::refusals(mode), SeccompAction::Allow, SeccompAction::Errno(ENOSYS))?,
@@ -44,7 +47,7 @@ impl Programs {
         ];
         let role = |role: Role| {
             let mut programs = Vec::new();
-            // First: the last one may forbid to install more.
+            // `unread` is installed first: the role's filter may forbid to install further filters.
             if let Some(unread) = roles::unread(role) {
                 programs.push(compile(unread, SeccompAction::Allow, refused(mode))?);
             }
@@ -54,22 +57,22 @@ impl Programs {
         Ok(Self { process, roles: Role::ALL.into_iter().map(role).collect::<Result<_, String>>()? })
     }
 
-    /// Confines all of the process's threads by what holds for the process.
+    /// Installs the process-wide filters on all threads of the process.
     ///
     /// # Errors
-    /// Why that is not possible here.
+    /// If the kernel refuses a filter. The error is the reason.
     pub(crate) fn confine_process(&self) -> Result<(), String> {
         self.process.iter().try_for_each(|program| {
             seccompiler::apply_filter_all_threads(program).map_err(|error| error.to_string())
         })
     }
 
-    /// Confines the calling thread by its role.
+    /// Installs the filters of `role` on the calling thread.
     ///
     /// # Errors
-    /// If the kernel has no memory for the filter.
+    /// If the kernel refuses a filter, for example for lack of memory.
     pub(crate) fn confine_thread(&self, role: Role) -> Result<(), String> {
-        // Every role is there: `compile` has seen to it.
+        // `compile` has made the filters of every role.
         self.roles
             .get(&role)
             .into_iter()
@@ -78,10 +81,12 @@ impl Programs {
     }
 }
 
-/// glibc starts threads by `clone` where `clone3`, whose flags no filter can see, is not implemented.
+/// Error of `clone3`, whose flags are in memory that no filter sees. After this error, glibc starts
+/// threads with `clone`.
 const ENOSYS: u32 = libc::ENOSYS.unsigned_abs();
 
-/// What becomes of a call that is not on a list: see [`violation`] for why it is not killed outright.
+/// Returns the action for a call outside the lists. [`violation`] says why the call does not kill
+/// the process directly.
 fn forbidden(mode: Mode) -> SeccompAction {
     if mode == Mode::Log { SeccompAction::Log } else { SeccompAction::Trap }
 }
@@ -101,11 +106,11 @@ mod tests {
     use super::*;
     use std::collections::BTreeSet;
 
-    /// What the kernel takes: `BPF_MAXINSNS`.
+    /// Most instructions of a filter that the kernel accepts: `BPF_MAXINSNS`.
     const MOST: usize = 4096;
 
     #[test]
-    fn every_role_has_a_filter_that_the_kernel_takes() {
+    fn every_role_has_a_filter_that_the_kernel_accepts() {
         for mode in [Mode::On, Mode::Log] {
             let programs = Programs::compile(mode).unwrap();
             assert_eq!(programs.roles.len(), Role::ALL.len());
@@ -118,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_starts_threads_may_do_what_they_do() {
+    fn role_that_starts_threads_may_make_their_calls() {
         for (parent, children) in roles::STARTS {
             for child in *children {
                 let missing = roles::role(*child).beyond(&roles::role(*parent));
@@ -130,7 +135,8 @@ mod tests {
         }
     }
 
-    /// The rows of the table in the guide for embedders: a role, and the calls that the row names.
+    /// Returns the rows of the table in the guide for embedders: a role, and the calls that the row
+    /// names.
     fn table_for_embedders() -> Vec<(&'static str, BTreeSet<&'static str>)> {
         let guide = include_str!("../../../../docs/embedding.md");
         let (_, table) = guide.split_once("<!-- system calls:").expect("the table's mark");
@@ -144,7 +150,8 @@ mod tests {
 
     #[test]
     fn guide_for_embedders_names_the_system_calls_of_each_engine_thread() {
-        // Not of an embedder's threads: the command's filters and capabilities, and files that a thread reaches by name.
+        // An embedder's threads do not need the calls for the command's filters and capabilities,
+        // or for files that a thread opens by name.
         let own: BTreeSet<_> = ["seccomp", "capget", "capset"].into();
         let rows = table_for_embedders();
         let each = &rows[0].1;

@@ -1,6 +1,6 @@
 //! Names of system calls, for messages (Linux `arch/x86/entry/syscalls/syscall_64.tbl`).
 
-/// From 0 on.
+/// Names of the calls with numbers from 0.
 const OLD: &str = "read write open close stat fstat lstat poll lseek mmap mprotect munmap brk rt_sigaction rt_sigprocmask rt_sigreturn ioctl pread64 \
      pwrite64 readv writev access pipe select sched_yield mremap msync mincore madvise shmget shmat shmctl dup dup2 pause nanosleep \
      getitimer alarm setitimer getpid sendfile socket connect accept sendto recvfrom sendmsg recvmsg shutdown bind listen getsockname \
@@ -27,14 +27,14 @@ const OLD: &str = "read write open close stat fstat lstat poll lseek mmap mprote
      syncfs sendmmsg setns getcpu process_vm_readv process_vm_writev kcmp finit_module sched_setattr sched_getattr renameat2 seccomp \
      getrandom memfd_create kexec_file_load bpf execveat userfaultfd membarrier mlock2 copy_file_range preadv2 pwritev2 pkey_mprotect \
      pkey_alloc pkey_free statx io_pgetevents rseq";
-/// From [`FIRST_NEW`] on.
+/// Names of the calls with numbers from [`FIRST_NEW`].
 const NEW: &str = "pidfd_send_signal io_uring_setup io_uring_enter io_uring_register open_tree move_mount fsopen fsconfig fsmount fspick pidfd_open \
      clone3 close_range openat2 pidfd_getfd faccessat2 process_madvise epoll_pwait2 mount_setattr quotactl_fd landlock_create_ruleset \
      landlock_add_rule landlock_restrict_self memfd_secret process_mrelease futex_waitv set_mempolicy_home_node cachestat fchmodat2 \
      map_shadow_stack futex_wake futex_wait futex_requeue statmount listmount lsm_get_self_attr lsm_set_self_attr lsm_list_modules mseal";
 const FIRST_NEW: i64 = 424;
 
-/// The name of the call with this number; async-signal-safe.
+/// Returns the name of the call with this number. Async-signal-safe.
 pub(super) fn name(number: i64) -> Option<&'static str> {
     let (names, first) = if number < FIRST_NEW { (OLD, 0) } else { (NEW, FIRST_NEW) };
     names.split(' ').nth(usize::try_from(number - first).ok()?)

@@ -1,31 +1,34 @@
-//! A list of system calls, on the way to a filter.
+//! Lists of system calls, from which filters are compiled.
 
 #[cfg(test)]
 use super::names;
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
 use std::collections::BTreeMap;
 
-/// What an argument has to be.
+/// Condition on an argument.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Must {
-    /// `argument & mask == value`, of its low 32 bits, which is all that the kernel looks at in these calls.
+    /// `argument & mask == value` holds for the low 32 bits of the argument. The kernel reads only
+    /// these bits in the calls that have conditions.
     Have { argument: u8, mask: u64, value: u64 },
-    /// Its low 32 bits are not this.
+    /// The low 32 bits of the argument differ from `value`.
     Differ { argument: u8, value: u64 },
 }
 
-/// A list. A call is in it with any arguments, or with those that fit one of its conditions, which are tried in their order.
+/// List of system calls. A call without conditions is in the list with any arguments. A call with
+/// conditions is in the list if one of them holds; they are tried in their order.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Policy(BTreeMap<i64, Vec<Must>>);
 
 impl Policy {
-    /// Adds `calls`, whatever their arguments.
+    /// Adds `calls` with any arguments.
     pub(super) fn any(mut self, calls: &[i64]) -> Self {
         self.0.extend(calls.iter().map(|call| (*call, Vec::new())));
         self
     }
 
-    /// Adds `call` if its arguments fit; nothing if it is there with any.
+    /// Adds `call` under the condition `must`. Changes nothing if the list has `call` with any
+    /// arguments.
     pub(super) fn when(mut self, call: i64, must: Must) -> Self {
         let fresh = !self.0.contains_key(&call);
         let rules = self.0.entry(call).or_default();
@@ -35,7 +38,7 @@ impl Policy {
         self
     }
 
-    /// Adds `call` with each of `values` as `argument`, under `mask`.
+    /// Adds `call` for each of `values`, as the bits of `argument` under `mask`.
     pub(super) fn each(mut self, call: i64, (argument, mask): (u8, u64), values: &[u64]) -> Self {
         for value in values {
             self = self.when(call, Must::Have { argument, mask, value: *value });
@@ -43,7 +46,7 @@ impl Policy {
         self
     }
 
-    /// Adds all that is in `other`.
+    /// Adds all calls of `other`.
     pub(super) fn and(mut self, other: Self) -> Self {
         for (call, rules) in other.0 {
             if rules.is_empty() {
@@ -57,7 +60,7 @@ impl Policy {
         self
     }
 
-    /// What is in this list and not in `other`, in words.
+    /// Returns a description of each call that this list allows and `other` does not.
     #[cfg(test)]
     pub(super) fn beyond(&self, other: &Self) -> Vec<String> {
         let within = |call: &i64, rules: &Vec<Must>| {
@@ -68,13 +71,13 @@ impl Policy {
         beyond.map(|(call, rules)| format!("{} {rules:x?}", names::name(*call).unwrap_or("?"))).collect()
     }
 
-    /// The names of its calls.
+    /// Returns the names of the calls.
     #[cfg(test)]
     pub(super) fn names(&self) -> std::collections::BTreeSet<&'static str> {
         self.0.keys().map(|call| names::name(*call).expect("a call with a name")).collect()
     }
 
-    /// As the library takes it.
+    /// Returns the list in the form that `seccompiler` takes.
     pub(super) fn rules(self) -> Result<BTreeMap<i64, Vec<SeccompRule>>, seccompiler::BackendError> {
         let chain = |(call, rules): (i64, Vec<Must>)| {
             let rules = rules.iter().map(|must| SeccompRule::new(vec![must.condition()?]));

@@ -1,7 +1,8 @@
-//! Requests of `ioctl`, by what they are told apart by: direction, group and number, but not the size of what they take. (Linux
-//! `include/uapi/asm-generic/ioctl.h`; virt/kvm/api.rst, ioctl_userfaultfd(2), tuntap.rst, `linux/fs.h`.)
+//! Requests of `ioctl`, identified by direction, group and number, without the size of their
+//! argument. (Linux `include/uapi/asm-generic/ioctl.h`; virt/kvm/api.rst, ioctl_userfaultfd(2),
+//! tuntap.rst, `linux/fs.h`.)
 
-/// The bits that count.
+/// Bits of a request that identify it: all but the size.
 pub(super) const MASK: u64 = 0xc000_ffff;
 
 const KVM: u64 = 0xae;
@@ -24,7 +25,8 @@ const fn iowr(group: u64, number: u64) -> u64 {
 }
 
 pub(super) const KVM_RUN: u64 = io(KVM, 0x80);
-/// A vCPU's state, to save and load it, to boot it, and to say where it failed.
+/// Requests for the state of a vCPU: to save and load it, to boot the vCPU, and to describe a
+/// failed vCPU.
 pub(super) const VCPU_STATE: &[u64] = &[
     io(KVM, 0xad),   // KVM_KVMCLOCK_CTRL
     ior(KVM, 0x81),  // KVM_GET_REGS
@@ -56,7 +58,8 @@ pub(super) const VCPU_STATE: &[u64] = &[
     iow(KVM, 0xab),  // KVM_GET_ONE_REG
     iow(KVM, 0xac),  // KVM_SET_ONE_REG
 ];
-/// The state of what all vCPUs share, and the slots of their memory; logs and rings of what was written.
+/// Requests for the state that all vCPUs share, for memory slots, and for dirty logs and dirty
+/// rings.
 pub(super) const MACHINE: &[u64] = &[
     io(KVM, 0x03),   // KVM_CHECK_EXTENSION
     iow(KVM, 0x46),  // KVM_SET_USER_MEMORY_REGION
@@ -75,20 +78,20 @@ pub(super) const MACHINE: &[u64] = &[
     iow(KVM, 0xe3),  // KVM_HAS_DEVICE_ATTR
 ];
 pub(super) const PAGEMAP_SCAN: u64 = iowr(0x66, 16);
-/// Protecting pages anew after they were seen written.
+/// Requests that protect pages again after their writes were recorded.
 pub(super) const PROTECT: &[u64] = &[
     iowr(KVM, 0xc0), // KVM_CLEAR_DIRTY_LOG
     io(KVM, 0xc7),   // KVM_RESET_DIRTY_RINGS
     PAGEMAP_SCAN,
     iowr(UFFD, 0x06), // UFFDIO_WRITEPROTECT
 ];
-/// Interrupts that a device raises.
+/// Requests that raise the interrupt of a device.
 pub(super) const INTERRUPT: &[u64] = &[
     iow(KVM, 0x61),  // KVM_IRQ_LINE
     iowr(KVM, 0x62), // KVM_GET_IRQCHIP: whether it was taken
     iow(KVM, 0xa5),  // KVM_SIGNAL_MSI
 ];
-/// Placing pages.
+/// Requests that place pages in guest memory.
 pub(super) const PLACE: &[u64] = &[
     ior(UFFD, 0x02),  // UFFDIO_WAKE
     ior(UFFD, 0x01),  // UFFDIO_UNREGISTER: when all are there
@@ -98,30 +101,30 @@ pub(super) const PLACE: &[u64] = &[
     iowr(UFFD, 0x07), // UFFDIO_CONTINUE
     iowr(UFFD, 0x08), // UFFDIO_POISON
 ];
-/// Watching memory.
+/// Requests that register memory with a userfaultfd.
 pub(super) const WATCH_MEMORY: &[u64] = &[
     io(UFFD, 0x00),   // USERFAULTFD_IOC_NEW
     iowr(UFFD, 0x3f), // UFFDIO_API
     iowr(UFFD, 0x00), // UFFDIO_REGISTER
     ior(UFFD, 0x01),  // UFFDIO_UNREGISTER
 ];
-/// A block device's.
+/// Requests of block devices.
 pub(super) const BLOCK: &[u64] = &[
     ior(0x12, 114), // BLKGETSIZE64
     io(0x12, 104),  // BLKSSZGET
     io(0x12, 119),  // BLKDISCARD
     io(0x12, 127),  // BLKZEROOUT
 ];
-/// A tap's.
+/// Requests of tap devices.
 pub(super) const TAP: &[u64] = &[
     iow(0x54, 208), // TUNSETOFFLOAD
 ];
-/// What an interface is, by name.
+/// Requests for the properties of a network interface, by its name.
 pub(super) const INTERFACE: &[u64] = &[
     io(0x89, 0x21), // SIOCGIFMTU
     io(0x89, 0x13), // SIOCGIFFLAGS
 ];
-/// What a terminal is set to; not what is typed at it (TIOCSTI).
+/// Requests for the settings of a terminal, without TIOCSTI, which inserts input.
 pub(super) const TERMINAL: &[u64] = &[
     io(0x54, 0x01),  // TCGETS
     io(0x54, 0x02),  // TCSETS
@@ -132,11 +135,11 @@ pub(super) const TERMINAL: &[u64] = &[
     ior(0x54, 0x2a), // TCGETS2
     iow(0x54, 0x2b), // TCSETS2
 ];
-/// How much there is to be read.
+/// Requests for the number of bytes that can be read.
 pub(super) const UNREAD_BYTES: &[u64] = &[
     io(0x54, 0x1b), // FIONREAD
 ];
-/// Blocking and not.
+/// Requests that switch a descriptor between blocking and non-blocking.
 pub(super) const BLOCKING: &[u64] = &[
     io(0x54, 0x21), // FIONBIO
 ];

@@ -1,5 +1,5 @@
-//! What each thread needs. A call that is not here is one that no run of the tests made and no code path leads to; each list says why
-//! something is on it, where its name does not.
+//! System calls that each role needs. A call is missing from a list if no run of the tests made it
+//! and no code path leads to it. Comments say why a call is on a list, where its name does not.
 
 use super::policy::{Must, Policy};
 use super::request;
@@ -24,9 +24,9 @@ use libc::{
 };
 use vmferry_thread::Role;
 
-/// Every thread, whatever it is for.
+/// Calls of every thread.
 const COMMON: &[i64] = &[
-    // Descriptors that it has; what it says on standard error.
+    // Descriptors that the thread has, and its output on standard error.
     SYS_read,
     SYS_write,
     SYS_writev,
@@ -49,7 +49,7 @@ const COMMON: &[i64] = &[
     SYS_sched_getaffinity,
     // Hash tables and keys.
     SYS_getrandom,
-    // Being interrupted, panicking, ending.
+    // Signals, panics and the end of the thread.
     SYS_rt_sigprocmask,
     SYS_rt_sigreturn,
     SYS_sigaltstack,
@@ -59,8 +59,9 @@ const COMMON: &[i64] = &[
     SYS_exit_group,
 ];
 
-/// What reaches files by their names. To a thread that opens none these fail: the allocator asks how many processors there are, a panic
-/// for what its backtrace is to say, and both do without.
+/// Calls that reach files by name. They fail on a thread that opens no files: the allocator asks
+/// for the number of processors, a panic asks for the files of its backtrace, and both continue
+/// without an answer.
 const NAMES: &[i64] = &[
     SYS_open,
     SYS_openat,
@@ -76,7 +77,8 @@ const NAMES: &[i64] = &[
     SYS_getcwd,
 ];
 
-/// A thread that reads what the kernel tells in files about the process (the map of its pages, its threads).
+/// Calls of a thread that reads the kernel's files about the process, such as its page map and its
+/// threads.
 const READS: &[i64] = &[
     SYS_statx,
     SYS_fstat,
@@ -89,7 +91,7 @@ const READS: &[i64] = &[
     SYS_getcwd,
 ];
 
-/// A connection that is there.
+/// Calls on an established connection.
 const STREAM: &[i64] = &[
     SYS_sendmsg,
     SYS_recvmsg,
@@ -104,23 +106,25 @@ const STREAM: &[i64] = &[
     SYS_getpeername,
 ];
 
-/// Which pages of guest memory there are, and giving them back to the host.
+/// Calls that find the present pages of guest memory, and that give pages back to the host.
 const PAGES: &[i64] = &[SYS_pread64, SYS_lseek, SYS_fallocate];
 
-/// Giving way to those who are waited for, and not (`latency` in the engine).
+/// Calls that change a thread's scheduling slice (`latency` in the engine).
 const LATENCY: &[i64] = &[SYS_sched_getattr, SYS_sched_setattr];
 
-/// The same of nobody but oneself: the kernel would let a thread change any process of its user.
+/// Allows [`LATENCY`] for the calling thread only. The kernel would let a thread change every
+/// process of its user.
 fn own_latency() -> Policy {
     Policy::default().each(SYS_sched_getattr, (0, WHOLE), &[0]).each(SYS_sched_setattr, (0, WHOLE), &[0])
 }
 
-/// Starting a thread, which then confines itself. `clone3` fails (see `refusals`), and is tried first.
+/// Calls that start a thread, which then confines itself. glibc tries `clone3` first, which fails
+/// (see `refusals`).
 const SPAWN: &[i64] = &[SYS_clone3, SYS_set_robust_list, SYS_rseq, SYS_seccomp, SYS_capget, SYS_capset];
 
-/// The machine's owner: what no other thread does.
+/// Calls that only the owner of the guest makes.
 const OWNER: &[i64] = &[
-    // Guests in files: made under another name, and renamed when they are whole.
+    // Snapshots: a file is created under another name, and renamed when it is complete.
     SYS_open,
     SYS_openat,
     SYS_ftruncate,
@@ -130,26 +134,27 @@ const OWNER: &[i64] = &[
     SYS_unlink,
     SYS_unlinkat,
     SYS_pwrite64,
-    // Finding a peer by its name.
+    // Name resolution for a peer.
     SYS_uname,
     SYS_sendmmsg,
-    // Going to it, or waiting for it.
+    // Connecting to a peer, and listening for one.
     SYS_bind,
     SYS_listen,
     SYS_connect,
-    // Watching memory; measuring a link with pages that are nobody's.
+    // Registering memory with userfaultfd; memory for the measurement of a link, which belongs to
+    // no guest.
     SYS_userfaultfd,
     SYS_memfd_create,
     SYS_mincore,
     SYS_eventfd2,
-    // Whose socket it is.
+    // Comparing the owner of a socket with this user.
     SYS_geteuid,
     SYS_getuid,
     SYS_getegid,
     SYS_getgid,
 ];
 
-/// What is needed until everything is set up, and by nobody afterwards.
+/// Calls that only the setup makes.
 const SETUP: &[i64] = &[
     SYS_epoll_create1,
     SYS_epoll_ctl,
@@ -160,11 +165,11 @@ const SETUP: &[i64] = &[
     SYS_fstatfs,
     SYS_sysinfo,
     SYS_socketpair,
-    // Whether the terminal is this process's to read.
+    // Whether this process is in the foreground of its terminal.
     SYS_getpgrp,
 ];
 
-/// Whom the owner starts once it has settled.
+/// Roles of the threads that the owner starts after it has settled.
 const OWNED: &[Role] = &[
     Role::Worker,
     Role::Disk,
@@ -178,7 +183,7 @@ const OWNED: &[Role] = &[
     Role::Fence,
 ];
 
-/// Who starts whom then.
+/// Roles that start threads then, with the roles of these threads.
 #[cfg(test)]
 pub(super) const STARTS: &[(Role, &[Role])] = &[
     (Role::Owner, &[Role::Owner]),
@@ -186,34 +191,36 @@ pub(super) const STARTS: &[(Role, &[Role])] = &[
     (Role::Listener, &[Role::Listener]),
     (Role::Api, &[Role::Api]),
     (Role::Metrics, &[Role::Metrics]),
-    // Its library starts its threads itself, and they have its filters.
+    // The library of traces starts its own threads, which inherit the filters.
     (Role::Traces, &[Role::Traces]),
 ];
 
-/// What fails, on every thread: libraries try it, and go on without.
+/// Returns the calls that fail on every thread. Libraries try them and continue without.
 pub(super) fn refusals(mode: Mode) -> Policy {
-    // Its flags are in memory, where no filter sees them; glibc takes `clone` then.
+    // The flags of `clone3` are in memory that no filter sees. After the failure, glibc uses
+    // `clone`.
     let policy = Policy::default().any(&[SYS_clone3]);
     if mode == Mode::Log {
         return policy;
     }
-    // New code: modules of the resolver that were not loaded at start.
+    // Executable memory: the resolver tries to load modules that were not loaded at the start.
     let exec = Must::Have { argument: 2, mask: EXEC, value: EXEC };
     [SYS_mmap, SYS_mprotect, SYS_pkey_mprotect]
         .into_iter()
         .fold(policy, |policy, call| policy.when(call, exec.clone()))
 }
 
-/// What some thread needs at some time.
+/// Returns the calls that at least one thread needs at some time.
 pub(super) fn base() -> Policy {
     let all = Role::ALL.into_iter().fold(Policy::default(), |policy, role| policy.and(self::role(role)));
-    // Ending with the process that started this one.
+    // `--die-with-parent` sets the signal for the death of the parent.
     let all = all.each(SYS_prctl, (0, WHOLE), &[number(libc::PR_SET_PDEATHSIG)]);
-    // Requests are told apart by the threads' own filters, and by what files can be reached: here that would be time for nothing.
+    // The filters of the threads and the reachable files restrict the requests. A check in this
+    // filter as well would cost time on every call.
     all.any(SETUP).any(&[SYS_ioctl, SYS_fcntl, SYS_mmap, SYS_mprotect, SYS_openat])
 }
 
-/// What fails on threads of this role; `None` if it opens files itself.
+/// Returns the calls that fail on threads of this role; `None` if the role opens files.
 pub(super) fn unread(role: Role) -> Option<Policy> {
     (!opens(role)).then(|| Policy::default().any(NAMES))
 }
@@ -222,14 +229,15 @@ const fn opens(role: Role) -> bool {
     matches!(role, Role::Owner | Role::Fence | Role::Api | Role::Metrics | Role::Traces)
 }
 
-/// What threads of this role may do.
+/// Returns the calls that pass the filter of this role.
 pub(super) fn role(role: Role) -> Policy {
     let called = called(role);
-    // Of a thread that opens no files these are on the list, and fail ([`unread`]).
+    // On a thread that opens no files these calls are in the list, because [`unread`] makes them
+    // fail.
     if opens(role) { called } else { called.any(NAMES) }
 }
 
-/// What threads of this role call and rely on.
+/// Returns the calls that threads of this role make and rely on.
 pub(super) fn called(role: Role) -> Policy {
     let own = match role {
         Role::Owner => owner(),
@@ -238,15 +246,18 @@ pub(super) fn called(role: Role) -> Policy {
         Role::Disk => disk(),
         Role::Network => network(),
         Role::Device => device(),
-        // Reading rings, resetting them, and waking vCPUs.
+        // Reading dirty rings, resetting them, and waking vCPUs.
         Role::Tracker => requests(&[request::PROTECT]),
-        // The target's acknowledgements are read on the same thread; pages are protected before they are read.
+        // The sender's thread also reads the target's acknowledgements. Pages are protected before
+        // they are read.
         Role::Sender => requests(&[request::PROTECT]).any(STREAM).any(PAGES).and(own_latency()),
         Role::Receiver => requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).and(own_latency()),
-        // A link that is lost before the guest runs ends the watch over its memory, so that nobody waits there.
+        // If the link is lost before the guest runs, this thread unregisters the guest memory, so
+        // that no thread waits for a page.
         Role::Control => requests(&[request::PLACE]).any(STREAM).any(PAGES),
         Role::Listener => {
-            // Of a connection that is heard on a thread of its own another descriptor is kept, to end it by.
+            // The thread duplicates the descriptor of a connection that another thread reads, to
+            // shut the connection down.
             let again = Policy::default().each(SYS_fcntl, (1, WHOLE), &[number(libc::F_DUPFD_CLOEXEC)]);
             // Each channel that shares a connection is a pair of local sockets of this process.
             let pair = Policy::default().each(SYS_socketpair, (0, WHOLE), &[number(libc::AF_UNIX)]);
@@ -258,8 +269,8 @@ pub(super) fn called(role: Role) -> Policy {
                 .and(again)
                 .and(pair)
         }
-        // Asks the source for pages, or reads them out of a file. The thread that has the last page
-        // takes the vCPUs' short slices back.
+        // Requests pages from the source, or reads them from a file. The thread that places the
+        // last page takes the short scheduling slices from the vCPUs.
         Role::Fault => {
             requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY).any(&[SYS_fadvise64])
         }
@@ -272,15 +283,16 @@ pub(super) fn called(role: Role) -> Policy {
         Role::Watch => {
             requests(&[request::INTERRUPT, SCAN]).any(PAGES).any(&[SYS_poll, SYS_ppoll, SYS_recvfrom])
         }
-        // A role that is new here has what all have, until it is thought about.
+        // `Role` is non-exhaustive. A new role has only the common calls until it is added here.
         _ => Policy::default(),
     };
     let common = Policy::default()
         .any(COMMON)
         .each(SYS_tgkill, (0, WHOLE), &[std::process::id().into()])
-        // A panic that cannot unwind aborts, which takes SIGABRT's handler away; SIGSYS keeps its own.
+        // A panic that cannot unwind aborts, and abort(3) resets the handler of SIGABRT. The
+        // handler of SIGSYS must stay.
         .when(SYS_rt_sigaction, Must::Differ { argument: 0, value: libc::SIGSYS.unsigned_abs().into() })
-        // What the standard library makes sure of before it closes a descriptor.
+        // The standard library checks a descriptor before it closes it.
         .each(SYS_fcntl, (1, WHOLE), &[number(libc::F_GETFD), number(libc::F_GETFL)])
         .each(SYS_prctl, (0, WHOLE), &[number(libc::PR_GET_NAME)])
         .and(own);
@@ -289,34 +301,35 @@ pub(super) fn called(role: Role) -> Policy {
 }
 
 const WHOLE: u64 = 0xffff_ffff;
-/// Flags of an open file that say that it is made, or written.
+/// Flags of open(2) that create or write a file.
 const WRITES: u64 = number(libc::O_ACCMODE | libc::O_CREAT | libc::O_TRUNC);
 const EXEC: u64 = libc::PROT_EXEC.unsigned_abs() as u64;
-/// Looking at which pages there are.
+/// Requests that scan which pages are present.
 const SCAN: &[u64] = &[request::PAGEMAP_SCAN];
 
 const fn number(value: i32) -> u64 {
     value.unsigned_abs() as u64
 }
 
-/// `ioctl`, with the requests of these groups, in their order.
+/// Allows `ioctl` with the requests of these groups, in their order.
 fn requests(groups: &[&[u64]]) -> Policy {
     let each = |policy: Policy, group: &&[u64]| policy.each(SYS_ioctl, (1, request::MASK), group);
     groups.iter().fold(Policy::default(), each)
 }
 
 fn vcpu() -> Policy {
-    // First what the thread does most.
+    // The most frequent requests come first.
     requests(&[&[request::KVM_RUN], request::INTERRUPT, request::PROTECT, request::VCPU_STATE, SCAN])
         // What a network driver agrees to the tap is told at once.
         .and(requests(&[request::TAP]))
-        // Devices that are answered for at once: balloons give pages back, disks and taps without ioeventfd are written here.
+        // Device requests that the vCPU's thread serves itself: balloons give pages back, and disks
+        // and taps without ioeventfd write.
         .any(PAGES)
         .any(DISK_IO)
         .any(&[SYS_readv])
 }
 
-/// Reading, writing, flushing and trimming a disk.
+/// Calls that read, write, flush and trim a disk.
 const DISK_IO: &[i64] = &[
     SYS_preadv,
     SYS_pwritev,
@@ -346,7 +359,7 @@ fn network() -> Policy {
             SYS_ppoll,
         ])
         .any(PAGES)
-        // How large its packets are is asked on a socket, of which nothing is ever sent: it has no address.
+        // Packet sizes are asked on a socket that never sends: it has no address.
         .each(SYS_socket, (0, WHOLE), &[number(libc::AF_INET)])
 }
 
@@ -354,12 +367,13 @@ fn device() -> Policy {
     requests(&[request::INTERRUPT, SCAN]).any(PAGES).any(&[SYS_poll, SYS_ppoll])
 }
 
-/// Non-blocking sockets.
+/// Allows to make sockets non-blocking.
 fn unblock() -> Policy {
     Policy::default().each(SYS_fcntl, (1, WHOLE), &[number(libc::F_SETFL)])
 }
 
-/// Answers clients, about everything, and passes what is to be done to devices and the owner.
+/// Returns the calls of a thread that answers clients, and passes their commands to devices and to
+/// the owner.
 fn serves() -> Policy {
     requests(&[request::BLOCKING, request::INTERRUPT, SCAN])
         .any(&[SYS_accept4])
@@ -377,12 +391,13 @@ fn spawn() -> Policy {
         .any(SPAWN)
         .each(SYS_clone, (0, thread), &[thread])
         .each(SYS_prctl, (0, WHOLE), &[number(libc::PR_SET_NAME), number(libc::PR_SET_NO_NEW_PRIVS)])
-        // capabilities(7): which of them this kernel knows.
+        // capabilities(7): the capabilities that this kernel has.
         .each(SYS_prctl, (0, WHOLE), &[number(libc::PR_CAPBSET_READ)])
 }
 
-/// Finds a service (a fence, a collector of traces) by its name, goes to it, and hears what it says; the HTTP client looks names up on a
-/// thread of its own.
+/// Returns the calls of a thread that resolves the name of a service (an arbiter, a collector of
+/// traces), connects to it, and reads its answers. The HTTP client resolves names on another
+/// thread.
 fn asks() -> Policy {
     requests(&[request::BLOCKING])
         .any(STREAM)
@@ -395,11 +410,12 @@ fn asks() -> Policy {
         .each(SYS_socket, (0, WHOLE), &FAMILIES)
 }
 
-/// Peers, local ones, and the kernel, which tells what addresses this host has.
+/// Families of sockets for peers, for local sockets, and for the kernel, which lists this host's
+/// addresses.
 const FAMILIES: [u64; 4] =
     [number(libc::AF_UNIX), number(libc::AF_INET), number(libc::AF_INET6), number(libc::AF_NETLINK)];
 
-/// The owner, and what it starts.
+/// Returns the calls of the owner and of the threads that the owner starts.
 fn owner() -> Policy {
     let started = OWNED.iter().fold(Policy::default(), |policy, role| policy.and(self::role(*role)));
     let descriptors = [
@@ -413,7 +429,7 @@ fn owner() -> Policy {
     ]
     .map(number);
     started
-        // The owner starts the guest, and then gives the vCPUs short slices.
+        // The owner starts the guest, and then gives the vCPUs short scheduling slices.
         .any(LATENCY)
         .and(requests(&[
             request::MACHINE,
@@ -421,7 +437,7 @@ fn owner() -> Policy {
             request::TERMINAL,
             request::INTERRUPT,
             request::UNREAD_BYTES,
-            // A guest that comes brings what its network driver has agreed to.
+            // The state of an arriving guest has the features that its network driver negotiated.
             request::TAP,
         ]))
         .any(OWNER)
@@ -429,6 +445,6 @@ fn owner() -> Policy {
         .and(spawn())
         .each(SYS_socket, (0, WHOLE), &FAMILIES)
         .each(SYS_fcntl, (1, WHOLE), &descriptors)
-        // Executable memory is refused, not forbidden: see `refusals`.
+        // `refusals` makes executable memory fail.
         .any(&[SYS_mmap, SYS_mprotect])
 }

@@ -1,14 +1,17 @@
-//! What a thread says that made a forbidden system call, and what becomes of it.
+//! Report of a forbidden system call, and its effect.
 //!
-//! `SECCOMP_RET_KILL_PROCESS` would end the process without a word, and whoever runs the guest could only guess. So forbidden calls raise
-//! SIGSYS (`SECCOMP_RET_TRAP`): the call is not made, and the handler here writes one line with what is async-signal-safe (a stack buffer and
-//! `write`). Then the call fails with EPERM, as if the kernel had refused it: a call that is missing from a list is a bug of ours, and must not
-//! cost a guest.
+//! `SECCOMP_RET_KILL_PROCESS` would end the process without a message, and the operator would not
+//! learn the cause. Therefore forbidden calls raise SIGSYS (`SECCOMP_RET_TRAP`): the call is not
+//! made, and the handler in this module writes one line. The handler uses only async-signal-safe
+//! means: a stack buffer and `write`. Then the call fails with EPERM, as if the kernel had refused
+//! it. A call that is missing from a list is a bug of vmferry, and must not cost a guest.
 //!
-//! Whoever would rather lose the guest than let somebody try again ([`Mode::Kill`](crate::Mode::Kill)) has the process end: the handler makes
-//! a forbidden call itself. SIGSYS is blocked while its handler runs, and for a blocked SIGSYS the kernel puts the default action back
-//! and ends the process (Linux `kernel/signal.c`, `force_sig_info_to_task`), which also leaves a core where the host keeps them. Nobody can
-//! turn the handler into a way out: filters forbid to change what SIGSYS does, and ignoring or blocking it is what makes it deadly.
+//! With [`Mode::Kill`](crate::Mode::Kill) the process ends, so that an attacker has no second
+//! attempt. For this, the handler makes a forbidden call itself. SIGSYS is blocked while its
+//! handler runs. For a blocked SIGSYS the kernel restores the default action and ends the process
+//! (Linux `kernel/signal.c`, `force_sig_info_to_task`), which also leaves a core where the host
+//! keeps cores. An attacker cannot disable the handler: the filters forbid to change the action of
+//! SIGSYS, and if SIGSYS is ignored or blocked, the kernel ends the process.
 
 use super::names;
 use std::cell::Cell;
@@ -20,16 +23,16 @@ use vmferry_thread::Role;
 const NAME: usize = 15;
 
 thread_local! {
-    // Without a destructor and made at compile time, so that a signal handler may look at it.
+    // Without a destructor and initialized at compile time, so that a signal handler may read it.
     static SELF: Cell<(&'static str, [u8; NAME])> = const { Cell::new(("setting up", *b"vmferry\0\0\0\0\0\0\0\0")) };
 }
 
-/// Whether a forbidden call ends the process.
+/// Set if a forbidden call ends the process.
 static DEADLY: AtomicBool = AtomicBool::new(false);
-/// Lines that are still written: a thread that tries again and again must not fill a log.
+/// Lines that may still be written. A thread that repeats a forbidden call must not fill a log.
 static LINES: AtomicU32 = AtomicU32::new(64);
 
-/// Keeps what the calling thread is, for what it may have to say.
+/// Stores the role and the name of the calling thread for its reports.
 pub(crate) fn introduce(role: Role, name: &str) {
     let mut short = [0; NAME];
     let len = name.len().min(NAME);
@@ -37,7 +40,7 @@ pub(crate) fn introduce(role: Role, name: &str) {
     SELF.set((role.name(), short));
 }
 
-/// Installs the handler, once in the process; `deadly` if a forbidden call is to end it.
+/// Installs the handler, once in the process. With `deadly`, a forbidden call ends the process.
 ///
 /// # Errors
 /// If the kernel refuses.
@@ -53,7 +56,7 @@ pub(crate) fn install(deadly: bool) -> io::Result<()> {
     if failed == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// `siginfo_t` of SIGSYS (sigaction(2)), of which libc gives no view.
+/// `siginfo_t` of SIGSYS (sigaction(2)), for which libc has no accessors.
 #[repr(C)]
 struct SysInfo {
     signal: i32,
@@ -67,13 +70,15 @@ struct SysInfo {
 
 const _: () = assert!(std::mem::offset_of!(SysInfo, syscall) == 24);
 
-/// `SYS_SECCOMP`: not a process that has sent the signal.
+/// Code `SYS_SECCOMP` of a SIGSYS that a filter raised. A SIGSYS that a process sent has another
+/// code.
 const BY_SECCOMP: i32 = 1;
-/// No system call has this number, so every filter forbids it.
+/// Number that no system call has, so that every filter forbids it.
 const FORBIDDEN: libc::c_long = 0x7fff;
 
 extern "C" fn said(_: libc::c_int, info: *const SysInfo, context: *mut libc::ucontext_t) {
-    // SAFETY: the kernel gives both to a handler with SA_SIGINFO, for it alone, and they live until it returns.
+    // SAFETY: for SA_SIGINFO the kernel passes valid pointers to both, for this handler alone, and
+    // they live until it returns.
     let (info, registers) = unsafe { (&*info, &mut (*context).uc_mcontext.gregs) };
     let deadly = DEADLY.load(Ordering::Relaxed) || info.code != BY_SECCOMP;
     if deadly || LINES.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
@@ -81,19 +86,20 @@ extern "C" fn said(_: libc::c_int, info: *const SysInfo, context: *mut libc::uco
         describe(info, registers, deadly).write();
     }
     if deadly {
-        // SAFETY: a call with a number that does not exist does nothing but what the filters make of it.
+        // SAFETY: no system call has this number, so the call has no effect but that of the
+        // filters.
         unsafe { libc::syscall(FORBIDDEN) };
-        // Only where somebody sent the signal and no filter is in force.
-        // SAFETY: ends the process; async-signal-safe.
+        // Reached only if a process sent the signal and no filter is in force. SAFETY: `_exit` ends
+        // the process and is async-signal-safe.
         unsafe { libc::_exit(128 + libc::SIGSYS) }
     }
-    // What the call returns: it was not made, and the thread goes on behind it.
+    // Result of the call. The call was not made, and the thread continues after it.
     if let Some(result) = usize::try_from(libc::REG_RAX).ok().and_then(|index| registers.get_mut(index)) {
         *result = -i64::from(libc::EPERM);
     }
 }
 
-/// A line on the call.
+/// Returns the line that reports the call.
 fn describe(info: &SysInfo, registers: &[i64], deadly: bool) -> Line {
     let mut line = Line::default();
     let (role, name) = SELF.try_with(Cell::get).unwrap_or(("ending", [0; NAME]));
@@ -114,13 +120,13 @@ fn describe(info: &SysInfo, registers: &[i64], deadly: bool) -> Line {
     line.text("), which its confinement forbids: ");
     line.text(if deadly { "this process ends" } else { "it fails" });
     line.text(
-        ". Somebody may have broken into it; if not, this is a bug in vmferry: please report this line, and use --sandbox log until \
-         it is mended (docs/confinement.md)\n",
+        ". An attacker may have broken into it; if not, this is a bug in vmferry: please report this line, and use --sandbox log until \
+         it is fixed (docs/confinement.md)\n",
     );
     line
 }
 
-/// A line in the making, without an allocation.
+/// A line under construction, without an allocation.
 struct Line {
     bytes: [u8; 512],
     len: usize,
@@ -137,7 +143,8 @@ impl Line {
         self.bytes(text.as_bytes());
     }
 
-    /// Without zeros, and what is not printable as a dot.
+    /// Appends `bytes` without zeros. Bytes that are not printable become dots. Excess bytes are
+    /// dropped.
     fn bytes(&mut self, bytes: &[u8]) {
         for byte in bytes.iter().filter(|byte| **byte != 0) {
             if let Some(place) = self.bytes.get_mut(self.len) {
@@ -162,7 +169,7 @@ impl Line {
     }
 
     fn write(&self) {
-        // SAFETY: the bytes are initialized and ours. Nobody is left to tell if it fails.
+        // SAFETY: the bytes are initialized and belong to this value. A failure cannot be reported.
         let _ = unsafe { libc::write(libc::STDERR_FILENO, self.bytes.as_ptr().cast(), self.len) };
     }
 }
@@ -172,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_are_text_whatever_goes_into_them_and_never_too_long() {
+    fn lines_are_bounded_and_printable_for_any_input() {
         let mut line = Line::default();
         line.text("call ");
         line.number(59, 10);

@@ -1,4 +1,4 @@
-//! What is tried.
+//! Attempts that confinement must refuse.
 #![expect(
     clippy::undocumented_unsafe_blocks,
     reason = "every call here is one that must fail: a filter that lets it through ends the test, not an invariant"
@@ -10,15 +10,15 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use vmferry_confine::InForce;
 use vmferry_thread::Role;
 
-/// Something that an intruder would do.
+/// An action of an intruder.
 pub(crate) struct Attempt {
     pub(crate) name: &'static str,
-    /// Whether a thread of this role needs it.
+    /// Returns whether a thread of this role needs the action.
     pub(crate) works: fn(Role) -> bool,
     make: fn(&Prepared) -> io::Result<()>,
 }
 
-/// What was opened before the process was confined.
+/// Descriptors that are opened before the process is confined.
 #[derive(Default)]
 pub(crate) struct Prepared {
     kvm: Option<OwnedFd>,
@@ -26,18 +26,18 @@ pub(crate) struct Prepared {
     why: String,
 }
 
-const fn nobody(_: Role) -> bool {
+const fn no_role(_: Role) -> bool {
     false
 }
 
 pub(crate) const ATTEMPTS: &[Attempt] = &[
-    Attempt { name: "execve", works: nobody, make: |_| execute() },
-    Attempt { name: "fork", works: nobody, make: |_| fork() },
-    Attempt { name: "read a file", works: nobody, make: |_| open(c"/etc/passwd", libc::O_RDONLY) },
+    Attempt { name: "execve", works: no_role, make: |_| execute() },
+    Attempt { name: "fork", works: no_role, make: |_| fork() },
+    Attempt { name: "read a file", works: no_role, make: |_| open(c"/etc/passwd", libc::O_RDONLY) },
     Attempt {
         name: "make a file",
-        works: nobody,
-        make: |_| open(c"/var/tmp/vmferry-stranger", libc::O_CREAT | libc::O_WRONLY),
+        works: no_role,
+        make: |_| open(c"/var/tmp/vmferry-forbidden", libc::O_CREAT | libc::O_WRONLY),
     },
     Attempt {
         name: "socket",
@@ -46,44 +46,44 @@ pub(crate) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "raw socket",
-        works: nobody,
+        works: no_role,
         make: |_| call(|| unsafe { libc::socket(libc::AF_PACKET, libc::SOCK_RAW, 0) }.into()),
     },
     Attempt {
         name: "ptrace",
-        works: nobody,
+        works: no_role,
         make: |_| call(|| unsafe { libc::ptrace(libc::PTRACE_SEIZE, parent(), 0, 0) }),
     },
-    Attempt { name: "read another process", works: nobody, make: |_| peek() },
-    Attempt { name: "kill", works: nobody, make: |_| call(|| unsafe { libc::kill(parent(), 0) }.into()) },
+    Attempt { name: "read another process", works: no_role, make: |_| peek() },
+    Attempt { name: "kill", works: no_role, make: |_| call(|| unsafe { libc::kill(parent(), 0) }.into()) },
     Attempt {
         name: "signal a thread elsewhere",
-        works: nobody,
+        works: no_role,
         make: |_| system(libc::SYS_tgkill, parent().into(), parent().into(), 0),
     },
-    Attempt { name: "mount", works: nobody, make: |_| mount() },
+    Attempt { name: "mount", works: no_role, make: |_| mount() },
     Attempt {
         name: "unshare",
-        works: nobody,
+        works: no_role,
         make: |_| call(|| unsafe { libc::unshare(libc::CLONE_NEWUSER) }.into()),
     },
-    Attempt { name: "setuid", works: nobody, make: |_| system(libc::SYS_setuid, 0, 0, 0) },
-    Attempt { name: "bpf", works: nobody, make: |_| system(libc::SYS_bpf, 0, 0, 0) },
-    Attempt { name: "io_uring", works: nobody, make: |_| system(libc::SYS_io_uring_setup, 1, 0, 0) },
-    Attempt { name: "keyctl", works: nobody, make: |_| system(libc::SYS_keyctl, 0, 0, 0) },
+    Attempt { name: "setuid", works: no_role, make: |_| system(libc::SYS_setuid, 0, 0, 0) },
+    Attempt { name: "bpf", works: no_role, make: |_| system(libc::SYS_bpf, 0, 0, 0) },
+    Attempt { name: "io_uring", works: no_role, make: |_| system(libc::SYS_io_uring_setup, 1, 0, 0) },
+    Attempt { name: "keyctl", works: no_role, make: |_| system(libc::SYS_keyctl, 0, 0, 0) },
     Attempt {
         name: "userfaultfd",
         works: |role| role == Role::Owner,
         make: |_| system(libc::SYS_userfaultfd, 1, 0, 0),
     },
-    Attempt { name: "a new VM", works: nobody, make: new_vm },
-    Attempt { name: "memory made executable", works: nobody, make: |_| executable() },
-    Attempt { name: "executable memory", works: nobody, make: |_| mapped_executable() },
-    Attempt { name: "another handler of SIGSYS", works: nobody, make: |_| deaf() },
+    Attempt { name: "a new VM", works: no_role, make: new_vm },
+    Attempt { name: "memory made executable", works: no_role, make: |_| executable() },
+    Attempt { name: "executable memory", works: no_role, make: |_| mapped_executable() },
+    Attempt { name: "another handler of SIGSYS", works: no_role, make: |_| ignore_sigsys() },
     Attempt { name: "nothing", works: |_| true, make: |_| useful() },
 ];
 
-/// Opens what the attempt needs of the host.
+/// Opens the devices that the attempt needs.
 pub(crate) fn prepare(name: &str) -> Prepared {
     parent();
     if !matches!(name, "a new VM" | "run a vCPU") {
@@ -101,14 +101,14 @@ pub(crate) fn prepare(name: &str) -> Prepared {
     make().unwrap_or_else(|error| Prepared { why: format!("/dev/kvm: {error}"), ..Prepared::default() })
 }
 
-/// Makes the attempt and says what came of it.
+/// Makes the attempt, and prints its outcome.
 pub(crate) fn attempt(name: &str, role: Role, prepared: Prepared, in_force: &InForce) {
     let say = |text: &str| {
         let _ = writeln!(io::stdout(), "{text}");
     };
     let reads = matches!(role, Role::Owner | Role::Fence | Role::Api | Role::Metrics | Role::Traces);
     if name.ends_with("a file") && reads && !in_force.landlock.in_force {
-        // Then only their user's rights keep them from it.
+        // Without landlock, only the rights of the user protect the file.
         return say(&format!("not tried: {}", in_force.landlock.detail));
     }
     let result = match name {
@@ -125,7 +125,7 @@ pub(crate) fn attempt(name: &str, role: Role, prepared: Prepared, in_force: &InF
     };
     match result {
         Ok(()) => say("it worked"),
-        // What is allowed and refused for another reason got past the filters.
+        // The filters allowed the call, and the kernel refused it for another reason.
         Err(error) if name == "userfaultfd" && error.raw_os_error() == Some(libc::EPERM) => say("it worked"),
         Err(error) => say(&format!("it failed: {error}")),
     }
@@ -148,7 +148,7 @@ fn system(number: i64, a: i64, b: i64, c: i64) -> io::Result<()> {
 }
 
 fn parent() -> i32 {
-    // Asked before: a confined thread may not.
+    // The value is read before the process is confined: a confined thread may not read it.
     static PARENT: std::sync::OnceLock<i32> = std::sync::OnceLock::new();
     *PARENT.get_or_init(|| {
         let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
@@ -189,7 +189,7 @@ fn new_vm(prepared: &Prepared) -> io::Result<()> {
     file(unsafe { libc::ioctl(kvm.as_raw_fd(), KVM_CREATE_VM, 0) }).map(drop)
 }
 
-/// An empty machine runs nowhere, but KVM says so itself.
+/// Runs a vCPU without state. Its KVM_RUN returns an error of KVM, not of a filter.
 fn run_once(vcpu: &OwnedFd) -> io::Result<()> {
     unsafe { libc::ioctl(vcpu.as_raw_fd(), KVM_RUN, 0) };
     Ok(())
@@ -210,12 +210,12 @@ fn mapped_executable() -> io::Result<()> {
     page(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC).map(drop)
 }
 
-fn deaf() -> io::Result<()> {
+fn ignore_sigsys() -> io::Result<()> {
     let previous = unsafe { libc::signal(libc::SIGSYS, libc::SIG_IGN) };
     if previous == libc::SIG_ERR { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// What every thread does.
+/// Makes calls that every thread needs.
 fn useful() -> io::Result<()> {
     let memory = vec![1_u8; 8 << 20];
     let lock = std::sync::Mutex::new(memory.len());
