@@ -1,4 +1,4 @@
-//! The asking side.
+//! Client side of the protocol.
 
 use crate::message::{ErrorClass, Event, QmpError};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
@@ -11,41 +11,41 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// Longest line that is taken.
+/// Longest line in bytes that the client reads.
 const LONGEST: usize = 16 << 20;
-/// Events that are kept for [`Client::events`]; older ones are forgotten.
+/// Most events that are kept for [`Client::events`]. Older events are dropped.
 const MOST_EVENTS: usize = 1024;
 
-/// Why a command has no answer.
+/// Error of a command or of the connection.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// Nobody can be reached.
+    /// No process listens at the path.
     #[error("cannot connect")]
     Connect(#[source] io::Error),
-    /// The connection broke.
+    /// Reading or writing failed.
     #[error("the connection broke")]
     Broken(#[source] io::Error),
-    /// Nothing came in time.
+    /// No answer came in time.
     #[error("no answer came within {0:?}")]
     Late(Duration),
-    /// The other side has ended.
+    /// The server closed the connection.
     #[error("the process ended")]
     Ended,
-    /// The other side does not speak the protocol.
-    #[error("it does not speak QMP: {0}")]
+    /// The server does not follow the protocol.
+    #[error("the server does not speak QMP: {0}")]
     Strange(String),
-    /// The other side refused.
+    /// The server refused the command.
     #[error("{0}")]
     Refused(QmpError),
 }
 
-/// A connection that has been negotiated.
+/// A connection on which the capabilities are negotiated.
 #[derive(Debug)]
 pub struct Client {
     stream: BufReader<UnixStream>,
     patience: Duration,
-    /// What has come of a line.
+    /// Received part of the next line.
     line: Vec<u8>,
     next: u64,
     greeting: Value,
@@ -53,10 +53,10 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the socket at `path`; each answer may take `patience`.
+    /// Connects to the socket at `path`. The server may take `patience` for each answer.
     ///
     /// # Errors
-    /// If nobody is there, or nobody who speaks the protocol, or it does not take this client.
+    /// If no process listens, or if it does not speak the protocol or refuses this client.
     pub fn connect(path: &Path, patience: Duration) -> Result<Self, ClientError> {
         let stream = UnixStream::connect(path).map_err(ClientError::Connect)?;
         stream.set_write_timeout(Some(patience)).map_err(ClientError::Broken)?;
@@ -76,24 +76,24 @@ impl Client {
         Ok(client)
     }
 
-    /// The user of whoever listens: who had the right to make the socket there, which is not always whom one means.
+    /// Returns the user of the server process. This may be any user who could create the socket.
     ///
     /// # Errors
-    /// If the kernel does not say.
+    /// If the kernel does not report the user.
     pub fn peer_uid(&self) -> io::Result<u32> {
         Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.uid.as_raw())
     }
 
-    /// What the other side said of itself: `version` and `capabilities`.
+    /// Returns the greeting of the server: `version` and `capabilities`.
     #[must_use]
     pub fn greeting(&self) -> &Value {
         &self.greeting
     }
 
-    /// Has `command` executed and waits for its answer.
+    /// Sends `command` and waits for its answer.
     ///
     /// # Errors
-    /// If it is refused, or no answer comes.
+    /// If the server refuses the command, or no answer comes.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         self.ask(command, &arguments, None)
     }
@@ -122,7 +122,8 @@ impl Client {
         };
         let sent = sent.and_then(|sent| self.stream.get_mut().write_all(&line[sent..]));
         let until = Instant::now() + self.patience;
-        // It may have closed, and said why: that is worth more than that it did.
+        // If writing failed, the server may have sent the reason before it closed the connection.
+        // The reason is the better error.
         loop {
             let mut message = match (self.message(until), &sent) {
                 (Ok(message), _) => message,
@@ -132,7 +133,7 @@ impl Client {
             if self.keep_event(&message) {
                 continue;
             }
-            // An error without an id is about the connection.
+            // An error without an id refers to the connection.
             if message.get("id").is_some_and(|named| *named != json!(id)) {
                 continue;
             }
@@ -146,15 +147,15 @@ impl Client {
         }
     }
 
-    /// The events that came so far and were not taken.
+    /// Takes the events that came so far.
     pub fn events(&mut self) -> impl Iterator<Item = Event> {
         std::mem::take(&mut self.events).into_iter()
     }
 
-    /// The next event, if one comes within `time`.
+    /// Returns the next event, or `None` if none comes within `time`.
     ///
     /// # Errors
-    /// If the connection is no more.
+    /// If the connection has ended.
     pub fn next_event(&mut self, time: Duration) -> Result<Option<Event>, ClientError> {
         let until = Instant::now() + time;
         while self.events.is_empty() {
@@ -180,7 +181,7 @@ impl Client {
         true
     }
 
-    /// The next line. What came of it is kept if the rest does not come in time.
+    /// Reads the next line. A part of a line is kept if the rest does not come in time.
     fn message(&mut self, until: Instant) -> Result<Value, ClientError> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -229,6 +230,6 @@ fn refused(error: &Value) -> ClientError {
         Some("KVMMissingCap") => ErrorClass::KvmMissingCap,
         _ => ErrorClass::GenericError,
     };
-    let desc = error["desc"].as_str().unwrap_or("it refused without a reason").to_owned();
+    let desc = error["desc"].as_str().unwrap_or("the server gave no reason").to_owned();
     ClientError::Refused(QmpError { class, desc })
 }

@@ -1,4 +1,4 @@
-//! From whoever has something to tell to all clients.
+//! Events for all clients, and the queue of the server's thread.
 
 use crate::Answer;
 use crate::message::{Event, QmpError};
@@ -8,15 +8,17 @@ use serde_json::Value;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Events that wait for the server's thread at most: it takes them at once, whatever its clients do.
+/// Most events that wait for the server's thread, which takes them at once, whatever its clients
+/// do.
 const MOST_EVENTS: usize = 4096;
 
-/// Tells every client what happened; does nothing while no server listens. Clones tell the same clients.
+/// Sender of events to every client. Does nothing while no server runs. Clones send to the same
+/// clients.
 #[derive(Debug, Clone)]
 pub struct Events(pub(crate) Arc<Hub>);
 
 impl Events {
-    /// For one server.
+    /// Returns a sender for one server.
     ///
     /// # Errors
     /// If the host has no more descriptors.
@@ -25,12 +27,13 @@ impl Events {
         Ok(Self(Arc::new(Hub { inbox: Mutex::default(), wake })))
     }
 
-    /// Tells that `name` happens now, with `data` unless that is null. Never waits.
+    /// Sends the event `name` with the current time, and with `data` unless that is null. Never
+    /// waits.
     pub fn emit(&self, name: &str, data: Value) {
         self.send(Event::now(name, data));
     }
 
-    /// Tells what happened. Never waits.
+    /// Sends `event`. Never waits.
     pub fn send(&self, event: Event) {
         let mut inbox = self.0.lock();
         if inbox.open && inbox.events.len() < MOST_EVENTS {
@@ -51,18 +54,18 @@ pub(crate) struct Done {
 
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
-    /// Whether there is a server.
+    /// A server runs.
     pub(crate) open: bool,
     pub(crate) events: Vec<Event>,
-    /// At most one for each command that is being executed.
+    /// Results of commands, at most one for each command that is being executed.
     pub(crate) done: Vec<Done>,
-    /// Calls that are being executed, of all clients.
+    /// Commands of all clients that are being executed.
     pub(crate) busy: usize,
-    /// The server is to end.
+    /// The server must end.
     pub(crate) stop: bool,
 }
 
-/// What waits for the server's thread, and how it is woken.
+/// Queue of the server's thread, and the eventfd that wakes the thread.
 #[derive(Debug)]
 pub(crate) struct Hub {
     inbox: Mutex<Inbox>,
@@ -75,7 +78,7 @@ impl Hub {
     }
 
     pub(crate) fn wake(&self) {
-        // It can only fail because it is full, and then the thread wakes anyway.
+        // The write only fails if the counter is full, and then the thread wakes anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
@@ -95,7 +98,7 @@ impl Hub {
         self.wake();
     }
 
-    /// Takes what there is.
+    /// Takes the queued events and results.
     pub(crate) fn take(&self) -> (Vec<Event>, Vec<Done>) {
         let mut counter = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut counter);

@@ -1,20 +1,21 @@
-//! Bytes to texts of JSON objects, one after the other, in lines or not.
+//! Splits bytes into texts of JSON objects. Objects may span lines or share a line.
 //!
-//! It counts brackets outside of strings, which is enough to find where an object ends; whether it is JSON says whoever reads the text.
-//! Every byte is looked at once, and no more is kept than the limits allow.
+//! The framer counts brackets outside of strings, which is enough to find the end of an object. The
+//! parser of the text checks that it is JSON. Each byte is read once, and no more bytes are kept
+//! than the limits allow.
 
-/// What came out of the bytes.
+/// Result of the framer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Frame {
-    /// The text of an object, brackets balanced.
+    /// Text of an object with balanced brackets.
     Object(Vec<u8>),
-    /// Something else, and why it is no object; the rest of its line is skipped.
+    /// Other text, with the reason why it is no object. The rest of its line is skipped.
     Garbage(&'static str),
-    /// More than anybody needs; nothing can come after it.
+    /// An object over a limit. No further frame comes after it.
     Excess(Excess),
 }
 
-/// Which limit was broken.
+/// Limit that an object exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Excess {
     Long,
@@ -25,13 +26,13 @@ pub(crate) enum Excess {
 enum State {
     /// Between objects.
     Idle,
-    /// In an object, `depth` brackets deep.
+    /// Inside an object, at nesting depth `depth`.
     Inside { depth: usize, string: bool, escape: bool },
-    /// In a line that is no object.
+    /// In the rest of a line that is no object.
     Skipping,
 }
 
-/// Invariant: `text.len() <= longest`, and it is empty unless an object is under way.
+/// Splitter of bytes. Invariant: `text.len() <= longest`, and `text` is empty outside of an object.
 #[derive(Debug)]
 pub(crate) struct Framer {
     longest: usize,
@@ -41,17 +42,18 @@ pub(crate) struct Framer {
 }
 
 impl Framer {
-    /// Takes objects of up to `longest` bytes with brackets up to `deepest` deep.
+    /// Returns a framer for objects of up to `longest` bytes with brackets nested up to `deepest`.
     pub(crate) fn new(longest: usize, deepest: usize) -> Self {
         Self { longest, deepest, state: State::Idle, text: Vec::new() }
     }
 
-    /// Whether an object was begun and has not ended.
+    /// Returns whether an object has begun and not ended.
     pub(crate) fn half(&self) -> bool {
         matches!(self.state, State::Inside { .. })
     }
 
-    /// Takes bytes until something comes out of them; says how many it took.
+    /// Takes bytes until a frame is complete. Returns the number of bytes that were taken, and the
+    /// frame.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> (usize, Option<Frame>) {
         for (index, byte) in bytes.iter().enumerate() {
             let frame = self.take(*byte);
@@ -70,7 +72,7 @@ impl Framer {
                 }
                 None
             }
-            // 0xff is what a client may send first, so that whatever was under way is forgotten.
+            // A client may send 0xff first, to discard an object that is incomplete.
             State::Idle if byte.is_ascii_whitespace() || byte == 0xff => None,
             State::Idle if byte == b'{' => {
                 self.state = State::Inside { depth: 1, string: false, escape: false };
@@ -78,7 +80,7 @@ impl Framer {
             }
             State::Idle => Some(self.garbage(byte, "QMP input must be a JSON object")),
             State::Inside { .. } if byte == 0xff => {
-                Some(self.garbage(byte, "JSON parse error, the object was given up"))
+                Some(self.garbage(byte, "JSON parse error, the object was discarded"))
             }
             State::Inside { depth, string: true, escape } => self.in_string(byte, depth, escape),
             State::Inside { depth, string: false, .. } => self.in_object(byte, depth),
@@ -161,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn objects_are_found_in_lines_across_lines_and_side_by_side() {
+    fn objects_are_found_in_one_line_and_across_lines() {
         assert_eq!(
             texts(b"{\"a\": 1}\n{}{\"b\"\n:\r\n[2, {}]}"),
             ["{\"a\": 1}", "{}", "{\"b\"\n:\r\n[2, {}]}"]
@@ -170,20 +172,16 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_object_costs_its_line_only() {
+    fn text_that_is_no_object_is_skipped_up_to_the_line_end() {
         assert_eq!(texts(b"hello {} \n[1]\n{}\n"), ["garbage", "garbage", "{}"]);
-        assert_eq!(
-            texts(b"{\"a\nb\": 1}\n{}"),
-            ["garbage", "garbage", "{}"],
-            "a string does not go over lines"
-        );
-        assert_eq!(texts(b"{\"half\": \xff{}"), ["garbage", "{}"], "0xff begins anew");
+        assert_eq!(texts(b"{\"a\nb\": 1}\n{}"), ["garbage", "garbage", "{}"], "a string must not span lines");
+        assert_eq!(texts(b"{\"half\": \xff{}"), ["garbage", "{}"], "0xff discards the object");
         assert_eq!(texts(b"\xff{}"), ["{}"]);
-        assert_eq!(texts(b"{]{}"), ["{]", "{}"], "for the reader of the text to refuse");
+        assert_eq!(texts(b"{]{}"), ["{]", "{}"], "the parser of the text refuses it");
     }
 
     #[test]
-    fn the_limits_hold() {
+    fn framer_reports_objects_over_a_limit() {
         assert_eq!(texts(b"{\"a\":[{\"b\":{}}]}"), ["{\"a\":[{\"b\":{}}]}"]);
         assert_eq!(texts(b"{\"a\":[{\"b\":{\"c\":[]}}]}"), ["Deep"]);
         assert_eq!(texts(format!("{{\"a\": \"{}\"}}", "x".repeat(55)).as_bytes()).len(), 1);
@@ -192,7 +190,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_all_the_same_how_the_bytes_come(
+        fn frames_do_not_depend_on_how_the_bytes_are_cut(
             bytes in prop::collection::vec(prop_oneof![
                 Just(b'{'), Just(b'}'), Just(b'['), Just(b'"'), Just(b'\\'), Just(b'\n'), Just(0xff), any::<u8>()
             ], 0..400),

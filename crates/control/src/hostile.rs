@@ -1,26 +1,28 @@
-//! A client that sends what bytes say: anything. For the fuzz target and for the tests, which run it on seeded noise.
+//! A client that sends arbitrary bytes, for the fuzz target and for the tests, which run it on
+//! seeded noise.
 
 use crate::message::{Event, QmpError, Version};
 use crate::session::{Call, End, Limits, Session};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
-/// Small, so that they are reached.
+/// Returns small limits, so that the bytes reach them.
 fn limits() -> Limits {
     Limits { message_bytes: 300, depth: 6, pending: 4, out_bytes: 4000, ..Limits::default() }
 }
 
-/// Longest answer of the machine here.
+/// Most bytes of an answer of the simulated machine.
 const ANSWER: usize = 900;
 
 pub(crate) fn version() -> Version {
     Version { numbers: [0, 1, 2], package: "test".to_owned() }
 }
 
-/// Has a client send `bytes`, in pieces and with pauses that they choose, while it reads as they choose.
+/// Sends `bytes` to a session. The first bytes choose the pieces, the pauses and the reads.
 ///
 /// # Panics
-/// If what the session promises does not hold: what it keeps is bounded, and each line that it sends is a message.
+/// If a promise of the session does not hold: its memory is bounded, and each line that it sends is
+/// a message.
 pub fn drive(bytes: &[u8]) {
     let (script, mut input) = bytes.split_at(bytes.len().min(64).min(bytes.len() / 3));
     let mut session = Session::new(&version(), limits());
@@ -51,7 +53,7 @@ pub fn drive(bytes: &[u8]) {
                 session.sent(count, now);
             }
         }
-        assert!(calls.len() <= limits().pending, "more calls at once than may be");
+        assert!(calls.len() <= limits().pending, "more calls at once than the limit");
         let bound = limits().out_bytes + limits().pending * (ANSWER + limits().message_bytes) + 400;
         assert!(session.output().len() <= bound, "output without bound");
         if session.ended().is_some() {
@@ -85,7 +87,7 @@ fn heard_is_messages(session: &mut Session, mut heard: Vec<u8>, now: Instant) {
         let kinds = ["QMP", "return", "error", "event"].iter().filter(|kind| message.get(**kind).is_some());
         assert_eq!(kinds.count(), 1, "{message}");
     }
-    assert_ne!(session.ended(), Some(End::Done), "it never said that it ends");
+    assert_ne!(session.ended(), Some(End::Done), "the client never finished");
 }
 
 #[cfg(test)]
@@ -93,7 +95,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What clients send, and what looks like it.
+    /// Parts of requests, and text that resembles requests.
     const PARTS: [&str; 20] = [
         "{\"execute\": \"qmp_capabilities\", \"arguments\": {\"enable\": [\"oob\"]}}\n",
         "{\"execute\": \"qmp_capabilities\"}",

@@ -1,15 +1,16 @@
-//! JSON as the protocol reads it: a name stands once in an object.
+//! JSON in which each name occurs once in an object.
 //!
-//! Of two members of one name another reader may take the other: who checks what a client sends, and who executes it, must read the same.
+//! Parsers differ in which of two members with one name they take. A program that checks a client's
+//! request and the program that executes it must read the same value.
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
 
-/// The value that `text` is.
+/// Parses `text` as one JSON value.
 ///
 /// # Errors
-/// It is none, is followed by something, or has a name twice.
+/// If `text` is no JSON value, has further text after the value, or has a name twice in an object.
 pub(crate) fn read(text: &[u8]) -> Result<Value, serde_json::Error> {
     serde_json::from_slice::<Strict>(text).map(|Strict(value)| value)
 }
@@ -81,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_are_what_they_are_elsewhere() {
+    fn values_are_the_same_as_those_of_serde_json() {
         let text = r#"{"a": [null, true, -1, 18446744073709551615, 1.5, "\u00e9"], "b": {"a": {}, "b": []}}"#;
         assert_eq!(read(text.as_bytes()).unwrap(), serde_json::from_str::<Value>(text).unwrap());
         for text in ["", "{", "{}}", "[1,]", "nul", "{\"a\": 1e999}", "\"\\ud83d\""] {
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_stands_once() {
+    fn duplicate_names_are_refused() {
         for text in [r#"{"a": 1, "a": 1}"#, r#"[{"b": {"a": 1, "\u0061": 2}}]"#] {
             let error = read(text.as_bytes()).unwrap_err().to_string();
             assert!(error.starts_with("duplicate key 'a'"), "{error}");

@@ -1,18 +1,19 @@
-//! The control socket: QMP, the protocol that tools for virtual machines speak.
+//! Control socket with QMP, the protocol of tools for virtual machines.
 //!
-//! Written from QEMU's protocol specification (docs/interop/qmp-spec) and its reference manual, and compared with what QEMU answers.
+//! The implementation follows QEMU's protocol specification (docs/interop/qmp-spec) and reference
+//! manual, and its answers were compared with those of QEMU.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `framer` | bytes -> texts of JSON objects, with hard limits |
-//! | `json` | texts -> values, each name once |
-//! | `message` | texts -> requests; answers, errors, events and the greeting -> lines |
-//! | `session` | one client's conversation as a state machine without sockets, threads or clocks |
-//! | `events` | from whoever has something to tell to all clients |
-//! | `server` | the socket: one thread that never waits for a client, and one for each client's commands |
-//! | `client` | the asking side |
+//! | `framer` | splits bytes into texts of JSON objects, with hard limits |
+//! | `json` | parses texts into values, and refuses duplicate names |
+//! | `message` | parses texts into requests; writes answers, errors, events and the greeting as lines |
+//! | `session` | conversation with one client, as a state machine without sockets, threads or clocks |
+//! | `events` | sends events to all clients |
+//! | `server` | the socket: one thread that never waits for a client, and one thread for the commands of each client |
+//! | `client` | client side of the protocol |
 //!
-//! What the commands do is not known here: a [`Machine`] executes them.
+//! This crate does not know the commands: a [`Machine`] executes them.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! What the server needs of whoever executes commands.
+//! Interface between the server and the machine that executes commands.
 
 use crate::message::{QmpError, Version};
 use serde::de::DeserializeOwned;
@@ -6,33 +6,34 @@ use serde_json::{Map, Value, json};
 use std::fmt;
 use std::os::fd::OwnedFd;
 
-/// A command that there is.
+/// Description of a command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Command {
-    /// Its name.
+    /// Name of the command.
     pub name: &'static str,
-    /// Whether it may overtake others (`exec-oob`): then it never waits for anything.
+    /// The command may run out of band (`exec-oob`). Such a command never waits.
     pub oob: bool,
 }
 
-/// The arguments of a command.
+/// Arguments of a command.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Arguments(pub Map<String, Value>);
 
 impl Arguments {
-    /// The arguments as `T`, which says by its type what there may be.
+    /// Converts the arguments to `T`, whose fields name the permitted arguments.
     ///
     /// # Errors
-    /// What does not fit, in the words that clients get.
+    /// If an argument is missing, unexpected or of the wrong type. The error is the one that the
+    /// client gets.
     pub fn read<T: DeserializeOwned>(self) -> Result<T, QmpError> {
         serde_path_to_error::deserialize(Value::Object(self.0))
             .map_err(|error| QmpError::generic(misfit(&error.path().to_string(), &error.inner().to_string())))
     }
 
-    /// Fails if there are any.
+    /// Checks that there are no arguments.
     ///
     /// # Errors
-    /// If there are any: the first by name.
+    /// If there are arguments. The error names the first one in alphabetical order.
     pub fn none(&self) -> Result<(), QmpError> {
         match self.0.keys().next() {
             None => Ok(()),
@@ -41,10 +42,10 @@ impl Arguments {
     }
 }
 
-/// What does not fit at `path`, by the protocol's words where it has some.
+/// Returns the error text for the argument at `path`, in QEMU's wording where it exists.
 fn misfit(path: &str, why: &str) -> String {
     let named = |begin: &str| why.strip_prefix(begin)?.split('`').next();
-    // The name may be one that the client made up, of any length.
+    // The client may have chosen the name, so it may have any length.
     let short = |name: &str| name.chars().take(80).collect::<String>();
     if let Some(name) = named("missing field `") {
         return format!("Parameter '{name}' is missing");
@@ -55,26 +56,27 @@ fn misfit(path: &str, why: &str) -> String {
     format!("Invalid parameter '{}': {}", short(path), why.chars().take(400).collect::<String>())
 }
 
-/// What a command gives.
+/// Answer to a command.
 pub struct Answer {
     pub(crate) value: Value,
     pub(crate) sent: Option<Box<dyn FnOnce() + Send>>,
 }
 
 impl Answer {
-    /// An answer.
+    /// Returns an answer with `value`.
     #[must_use]
     pub fn new(value: Value) -> Self {
         Self { value, sent: None }
     }
 
-    /// Nothing more to say than that it was done.
+    /// Returns the empty answer, which says that the command was executed.
     #[must_use]
     pub fn done() -> Self {
         Self::new(json!({}))
     }
 
-    /// Has `sent` called when the last byte of the answer has left this process, and not if its client has gone before.
+    /// Sets a function that is called when the last byte of the answer has left this process. The
+    /// function is not called if the client disconnects before.
     #[must_use]
     pub fn on_sent(mut self, sent: impl FnOnce() + Send + 'static) -> Self {
         self.sent = Some(Box::new(sent));
@@ -94,36 +96,38 @@ impl fmt::Debug for Answer {
     }
 }
 
-/// Who executes commands.
+/// Machine that executes commands.
 ///
-/// `query-commands`, `query-version` and the negotiation are the server's; every other name comes here, whether there is such a command
-/// or not.
+/// The server itself executes `query-commands`, `query-version` and the negotiation. The machine
+/// only gets commands that [`commands`](Self::commands) lists.
 pub trait Machine: Send + Sync + 'static {
-    /// What it is.
+    /// Returns the version of the program.
     fn version(&self) -> Version;
 
-    /// The commands that there are.
+    /// Returns the commands of this machine.
     fn commands(&self) -> &[Command];
 
-    /// Executes one; called by a thread of the client's own, which may wait in it: nobody else does. Those that may overtake
-    /// ([`Command::oob`]) are called by one thread for all clients when they do.
+    /// Executes the command `name`.
+    ///
+    /// Each client has its own thread, on which this method may wait without delaying other
+    /// clients. Out-of-band commands ([`Command::oob`]) of all clients run on one thread.
     ///
     /// # Errors
-    /// What the client is told.
+    /// If the command fails. The client gets the error.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError>;
 
-    /// Executes `getfd`, with which the client has passed `descriptor`. A machine that has no such
-    /// command need not have this: the descriptor is closed.
+    /// Executes `getfd`, with which the client has passed `descriptor`. The default implementation
+    /// closes the descriptor and executes the command without it.
     ///
     /// # Errors
-    /// What the client is told.
+    /// If the command fails. The client gets the error.
     fn take_descriptor(&self, arguments: Arguments, descriptor: OwnedFd) -> Result<Answer, QmpError> {
         drop(descriptor);
         self.execute("getfd", arguments)
     }
 }
 
-/// Executes `name` as the protocol has it: what the server knows itself, and what `machine` does.
+/// Executes `name`: the server's own commands, and those of `machine`.
 pub(crate) fn execute(
     machine: &dyn Machine,
     name: &str,
@@ -168,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_named() {
+    fn wrong_arguments_are_named() {
         for (arguments, says) in [
             (json!({}), "Parameter 'dirty-rate' is missing"),
             (json!({"dirty-rate": 1, "colour": 2}), "Parameter 'colour' is unexpected"),

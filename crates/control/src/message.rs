@@ -1,4 +1,4 @@
-//! Texts to requests; answers, errors, events and the greeting to lines.
+//! Parser of requests, and writer of answers, errors, events and the greeting.
 
 use crate::json;
 use serde::Serialize;
@@ -9,41 +9,41 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Most characters of a description, which may repeat what a client or a peer said.
+/// Most characters of an error description, which may contain text of a client or a peer.
 const LONGEST_DESC: usize = 2000;
 
-/// The kinds of errors that the protocol knows, by its names.
+/// Error classes, under the names of the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum ErrorClass {
-    /// Everything that has no class of its own.
+    /// An error without a class of its own.
     GenericError,
-    /// There is no such command, or not now.
+    /// The command does not exist, or not in this state.
     CommandNotFound,
-    /// There is such a device, but nobody drives it.
+    /// The device exists, but no driver of the guest uses it.
     DeviceNotActive,
-    /// There is no such device.
+    /// The device does not exist.
     DeviceNotFound,
-    /// This KVM lacks something.
+    /// The host's KVM lacks a feature.
     #[serde(rename = "KVMMissingCap")]
     KvmMissingCap,
 }
 
-/// Why a command was not executed: a class for programs, a description for people.
+/// Error of a command: a class for programs, and a description for operators.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct QmpError {
-    /// The class.
+    /// Class of the error.
     pub class: ErrorClass,
-    /// What failed, and what to do. Not to be parsed.
+    /// Failure and advice. Programs must not parse the description.
     pub desc: String,
 }
 
 impl QmpError {
-    /// An error without a class of its own.
+    /// Returns an error without a class of its own.
     pub fn generic(desc: impl Into<String>) -> Self {
         Self { class: ErrorClass::GenericError, desc: desc.into() }
     }
 
-    /// There is no command `name`.
+    /// Returns the error for an unknown command `name`.
     #[must_use]
     pub fn not_found(name: &str) -> Self {
         // A name may be as long as a request.
@@ -60,17 +60,18 @@ impl fmt::Display for QmpError {
 
 impl std::error::Error for QmpError {}
 
-/// Who answers: three numbers, under the name that the protocol demands, and a text.
+/// Version of the program: three numbers and a text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
-    /// Major, minor, micro.
+    /// Major, minor and micro version.
     pub numbers: [u32; 3],
-    /// The program.
+    /// Name of the program.
     pub package: String,
 }
 
 impl Version {
-    /// As `query-version` gives it.
+    /// Returns the version as the answer to `query-version`. The protocol demands the member name
+    /// `qemu`.
     #[must_use]
     pub fn to_json(&self) -> Value {
         let [major, minor, micro] = self.numbers;
@@ -82,25 +83,25 @@ impl Version {
     }
 }
 
-/// Something that happened.
+/// An event for clients.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// Its name, in capitals.
+    /// Name of the event, in capitals.
     pub name: String,
-    /// More about it; null if there is no more.
+    /// Data of the event; null if it has none.
     pub data: Value,
-    /// When it happened.
+    /// Time of the event.
     pub at: SystemTime,
 }
 
 impl Event {
-    /// Something that happens now; `data` may be null.
+    /// Returns an event with the current time. `data` may be null.
     pub fn now(name: &str, data: Value) -> Self {
         Self { name: name.to_owned(), data, at: SystemTime::now() }
     }
 
     pub(crate) fn to_json(&self) -> Value {
-        // A clock before 1970: the protocol has a value for a time that is not known.
+        // A clock before 1970: the protocol uses -1 for an unknown time.
         let (seconds, microseconds) = match self.at.duration_since(UNIX_EPOCH) {
             Ok(time) => (json!(time.as_secs()), json!(time.subsec_micros())),
             Err(_) => (json!(-1), json!(-1)),
@@ -116,25 +117,25 @@ impl Event {
     }
 }
 
-/// A request as it came.
+/// A parsed request.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) name: String,
     pub(crate) arguments: Map<String, Value>,
     pub(crate) id: Option<Value>,
     pub(crate) oob: bool,
-    /// The descriptor that came with it, if it is a command that takes one.
+    /// Descriptor that came with the request, if the command takes one.
     pub(crate) descriptor: Option<OwnedFd>,
 }
 
-/// A text that is no request: the id that it named all the same, and why.
+/// Text that is no request: its id, if it has one, and the error.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct BadRequest {
     pub(crate) id: Option<Value>,
     pub(crate) error: QmpError,
 }
 
-/// Reads a request.
+/// Parses a request.
 pub(crate) fn parse(text: &[u8]) -> Result<Request, BadRequest> {
     let bad = |id, desc: String| BadRequest { id, error: QmpError::generic(desc) };
     let value = json::read(text).map_err(|error| bad(None, format!("JSON parse error, {error}")))?;
@@ -167,7 +168,7 @@ pub(crate) fn parse(text: &[u8]) -> Result<Request, BadRequest> {
     Ok(Request { name, arguments, id, oob, descriptor: None })
 }
 
-/// The line that answers a request.
+/// Returns the line that answers a request.
 pub(crate) fn answer(result: Result<Value, QmpError>, id: Option<Value>) -> Vec<u8> {
     let mut answer = match result {
         Ok(value) => json!({ "return": value }),
@@ -185,17 +186,17 @@ pub(crate) fn answer(result: Result<Value, QmpError>, id: Option<Value>) -> Vec<
     line(&answer)
 }
 
-/// `value` as a line: ASCII only, as the protocol promises.
+/// Returns `value` as a line. The protocol promises ASCII only.
 pub(crate) fn line(value: &Value) -> Vec<u8> {
     let mut text = Vec::new();
     let mut serializer = serde_json::Serializer::with_formatter(&mut text, Ascii);
-    // Neither a vector nor a value can fail.
+    // Serializing a value into a vector cannot fail.
     let _ = value.serialize(&mut serializer);
     text.extend(b"\r\n");
     text
 }
 
-/// Compact, with everything beyond ASCII escaped.
+/// Compact formatter that escapes all characters beyond ASCII.
 struct Ascii;
 
 impl Formatter for Ascii {
@@ -223,7 +224,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_request_has_a_name_arguments_and_an_id() {
+    fn request_has_a_name_arguments_and_an_id() {
         let request = parse(br#"{"execute": "stop", "id": [1, "x"], "arguments": {"a": null}}"#).unwrap();
         assert_eq!((&*request.name, request.oob, request.id), ("stop", false, Some(json!([1, "x"]))));
         assert_eq!(request.arguments["a"], Value::Null);
@@ -231,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_told_so_with_its_id() {
+    fn bad_request_is_refused_with_its_id() {
         for (text, id, says) in [
             (r#"{"execute": 3, "id": 7}"#, Some(json!(7)), "'execute' must be a string"),
             (r#"{"exec-oob": {}}"#, None, "'exec-oob' must be a string"),
@@ -252,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_are_what_clients_expect() {
+    fn lines_have_the_form_of_the_protocol() {
         let text = |line: Vec<u8>| String::from_utf8(line).unwrap();
         assert_eq!(text(answer(Ok(json!({})), None)), "{\"return\":{}}\r\n");
         let error = QmpError { class: ErrorClass::KvmMissingCap, desc: "no".into() };
@@ -268,7 +269,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn lines_are_ascii_and_say_the_same(text in ".{0,60}") {
+        fn lines_are_ascii_and_keep_the_value(text in ".{0,60}") {
             let line = line(&json!({ "a": text }));
             prop_assert!(line.is_ascii());
             prop_assert_eq!(serde_json::from_slice::<Value>(&line).unwrap(), json!({ "a": text }));

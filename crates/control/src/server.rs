@@ -1,7 +1,9 @@
-//! The socket: one thread that never waits for a client, and one for each client's commands.
+//! Server of the control socket: one thread that never waits for a client, and one thread for the
+//! commands of each client.
 //!
-//! The thread of the socket reads, writes and keeps the sessions; whatever takes time is done by others, who leave what came of it in
-//! the hub and wake it. So a client that sends half a message, sends without end or never reads costs itself: nobody waits for it.
+//! The server's thread reads, writes and keeps the sessions. Other threads execute commands, put
+//! the results into the hub and wake the server's thread. Therefore a client that sends half a
+//! message, sends without end or never reads delays no other client.
 
 mod conn;
 mod socket;
@@ -22,37 +24,39 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use worker::Workers;
 
-/// Most clients at once; further ones are turned away.
+/// Most clients at once. Further clients are refused.
 const MOST_CLIENTS: usize = 32;
-/// Most threads for clients' commands: a client that left while one of its was under way still has it.
+/// Most threads for clients' commands. A client that has disconnected keeps its thread until its
+/// command ends.
 const MOST_WORKERS: usize = 2 * MOST_CLIENTS;
-/// How often the clock is looked at while somebody is connected.
+/// Interval at which the server checks time limits while clients are connected.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
-/// How long the server goes on when it is to end, for commands under way and for answers that are not sent.
-/// It ends earlier if nothing is left.
+/// Longest time that the server continues after its drop began, to finish commands and to send
+/// their answers. The server ends earlier if nothing is left to do.
 const LAST: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 1 });
-/// How long a client may take to read why it is dropped.
+/// Time in which a client can read why the server disconnects it.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Why there is no server.
+/// Error of the start of the server.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// The path is taken.
+    /// The path is in use.
     #[error("another process listens at {0}, or it is no socket; give another path, or end that process")]
     Taken(PathBuf),
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     #[error("cannot listen at {0}")]
     Listen(PathBuf, #[source] std::io::Error),
-    /// There is no thread for it.
+    /// A thread cannot be started.
     #[error("cannot start a thread for the control socket")]
     Thread(#[source] std::io::Error),
-    /// These events have a server already.
-    #[error("these events are told by another control socket")]
+    /// Another server sends these events.
+    #[error("another control socket sends these events")]
     Twice,
 }
 
-/// The listening socket. Dropping it ends the conversations, each with the answers that are due, and removes it.
+/// A running server. Dropping it sends the answers that are due, ends the connections and removes
+/// the socket.
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
@@ -61,12 +65,13 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at `path` for this user and root; clients' commands are executed by `machine`, and they are told of `events`.
+    /// Listens at `path` for this user and root. `machine` executes the clients' commands, and the
+    /// clients get `events`.
     ///
-    /// A socket that nobody listens at any more is replaced.
+    /// A socket at which no process listens any more is replaced.
     ///
     /// # Errors
-    /// If the path is taken or cannot be used.
+    /// If the path is in use or cannot be used.
     pub fn start(
         path: &Path,
         machine: Arc<dyn Machine>,
@@ -108,14 +113,14 @@ impl Drop for Server {
         drop(inbox);
         self.events.0.wake();
         if let Some(thread) = self.thread.take() {
-            // A panic of it was printed when it happened.
+            // A panic of the thread was printed when it happened.
             let _ = thread.join();
         }
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// What the thread of the socket owns.
+/// State of the server's thread.
 struct Io {
     version: Version,
     listener: UnixListener,
@@ -124,7 +129,7 @@ struct Io {
     limits: Limits,
     clients: BTreeMap<u64, Conn>,
     next: u64,
-    /// Nobody is accepted until then: the host had no descriptor for them.
+    /// Time until which no client is accepted, because the host had no descriptor.
     rest_until: Option<Instant>,
 }
 
@@ -154,15 +159,17 @@ impl Io {
         }
     }
 
-    /// Whether it is to end, and whether anything is left to do before.
+    /// Returns whether the server must end, and whether anything is left to do before.
     fn left(&self) -> (bool, bool) {
         let inbox = self.hub.lock();
         let unread = self.clients.values().any(Conn::has_output);
-        // What came since the inbox was emptied is no less due: the last event is that this process ends.
+        // Events that came after the inbox was emptied must be sent, too: the last event says that
+        // this process ends.
         (inbox.stop, unread || inbox.busy > 0 || !inbox.done.is_empty() || !inbox.events.is_empty())
     }
 
-    /// Waits for something to do: which clients, and whether somebody knocks.
+    /// Waits for events of the sockets. Returns the clients that are ready, and whether a
+    /// connection can be accepted.
     fn wait(&self, ending: bool) -> (Vec<(u64, PollFlags)>, bool) {
         let accepts = !ending && self.rest_until.is_none();
         let mut fds = vec![PollFd::from_borrowed_fd(self.hub.waker(), PollFlags::IN)];
@@ -173,21 +180,21 @@ impl Io {
         let quick = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
         let idle = self.clients.is_empty() && self.rest_until.is_none();
         let timeout = if ending { Some(&quick) } else { (!idle).then_some(&TICK) };
-        // Interrupted by a signal, or out of memory: nothing is ready then, and it is tried again.
+        // On an error (a signal, no memory) no socket is ready, and the next round polls again.
         let _ = poll(&mut fds, timeout);
         let ready = self.clients.keys().zip(&fds[2..]);
         let ready = ready.map(|(id, fd)| (*id, fd.revents())).filter(|(_, flags)| !flags.is_empty());
         (ready.collect(), accepts && fds[1].revents().contains(PollFlags::IN))
     }
 
-    /// Takes what others have left: events for all, answers for one.
+    /// Takes the events for all clients and the results for single clients from the hub.
     fn take(&mut self, now: Instant) {
         let (events, done) = self.hub.take();
         for event in &events {
             self.tell(event);
         }
         for done in done {
-            // Whoever asked may have gone.
+            // The client may have disconnected.
             if let Some(client) = self.clients.get_mut(&done.client) {
                 client.answer(done);
             }
@@ -204,14 +211,15 @@ impl Io {
     }
 
     fn accept(&mut self, now: Instant) {
-        // No more at once, or a crowd at the door would keep those who are in from being heard.
+        // The number is bounded: otherwise a flood of connections would delay the connected
+        // clients.
         for _ in 0..MOST_CLIENTS {
             match self.listener.accept() {
                 Ok((stream, _)) => self.greet(stream, now),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => {
-                    tracing::warn!(%error, "the control socket takes no clients for a second");
+                    tracing::warn!(%error, "the control socket accepts no clients for a second");
                     self.rest_until = Some(now + Duration::from_secs(1));
                     return;
                 }
@@ -225,7 +233,7 @@ impl Io {
             return turn_away(&stream, &why);
         }
         if self.clients.len() >= MOST_CLIENTS || self.workers.count() >= MOST_WORKERS {
-            return turn_away(&stream, "too many clients; try again when one has left");
+            return turn_away(&stream, "too many clients; try again when one has disconnected");
         }
         let id = self.next;
         self.next += 1;
@@ -234,7 +242,7 @@ impl Io {
         }
     }
 
-    /// Moves every conversation on: requests to those who execute them, bytes to the sockets.
+    /// Advances every session: gives requests to the workers, and bytes to the sockets.
     fn attend(&mut self, now: Instant) {
         let Self { clients, workers, .. } = self;
         clients.retain(|_, client| {
@@ -250,7 +258,7 @@ impl Io {
     }
 }
 
-/// Says why, if there is room for it, and closes.
+/// Sends the reason `why` if the socket has room for it. The caller closes the connection.
 fn turn_away(stream: &UnixStream, why: &str) {
     use std::io::Write;
     if stream.set_nonblocking(true).is_ok() {

@@ -1,8 +1,10 @@
-//! One client's conversation: a state machine without sockets, threads or clocks.
+//! Conversation with one client, as a state machine without sockets, threads or clocks.
 //!
-//! Whoever drives it gives it the bytes that came and the time, executes the [`Call`]s that it asks for, and sends what it has to say.
-//! Whatever a client does, it holds at most: one message of [`Limits::message_bytes`], [`Limits::pending`] requests, and
-//! [`Limits::out_bytes`] of output besides one answer for each of those. It reads no more while its client does not read.
+//! The caller passes the received bytes and the time to the session, executes the [`Call`]s that
+//! the session returns, and sends its output. For any input, the session holds at most one message
+//! of [`Limits::message_bytes`], [`Limits::pending`] requests, and [`Limits::out_bytes`] of output
+//! besides one answer for each of these requests. The session takes no input while its client does
+//! not read.
 
 use crate::framer::{Excess, Frame, Framer};
 use crate::machine::Arguments;
@@ -13,20 +15,20 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// What a client may do.
+/// Limits of a client.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Bytes of a message.
+    /// Most bytes of a message.
     pub message_bytes: usize,
-    /// How deep brackets may be nested in it.
+    /// Deepest nesting of brackets in a message.
     pub depth: usize,
-    /// Requests that wait or are being executed; further ones wait in the socket.
+    /// Most requests that wait or are being executed. Further requests wait in the socket.
     pub pending: usize,
-    /// Bytes of output that may wait before events end the session.
+    /// Bytes of output that may wait. An event beyond this limit ends the session.
     pub out_bytes: usize,
-    /// How long a message may take to come, from its first byte to its last.
+    /// Longest time from the first byte of a message to its last.
     pub message_time: Duration,
-    /// How long a client may leave what there is for it unread.
+    /// Longest time in which a client may read nothing while output waits.
     pub read_time: Duration,
 }
 
@@ -43,29 +45,29 @@ impl Default for Limits {
     }
 }
 
-/// Names a call within its session.
+/// Identifier of a call within its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub(crate) u64);
 
 /// Name of the command that takes a descriptor, which its client passes with the command's bytes.
 const GETFD: &str = "getfd";
 
-/// A command to be executed, and to be answered with its ticket.
+/// A command to execute. Its answer carries the ticket.
 #[derive(Debug)]
 pub struct Call {
-    /// For the answer.
+    /// Ticket of the answer.
     pub ticket: Ticket,
-    /// The command.
+    /// Name of the command.
     pub name: String,
-    /// Its arguments.
+    /// Arguments of the command.
     pub arguments: Arguments,
-    /// Whether it overtakes what is being executed.
+    /// The command is out of band: it overtakes commands that are being executed.
     pub oob: bool,
-    /// The descriptor that came with it; `None` unless it is `getfd`.
+    /// Descriptor that came with the command; `None` unless the command is `getfd`.
     pub descriptor: Option<OwnedFd>,
 }
 
-/// Why a session ended, as its client and the log are told.
+/// Reason for the end of a session, for its client and for the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum End {
@@ -73,11 +75,11 @@ pub enum End {
     TooLong,
     /// A message was nested too deep.
     TooDeep,
-    /// A message was begun and not ended in time.
+    /// A message did not end in time.
     HalfMessage,
-    /// The client does not read what it gets.
+    /// The client does not read its output.
     Unread,
-    /// The other side said all that it wanted to, and has its answers.
+    /// The client has closed its sending direction, and has its answers.
     Done,
 }
 
@@ -87,40 +89,41 @@ impl fmt::Display for End {
             Self::TooLong => "a message was longer than is allowed; this connection ends",
             Self::TooDeep => "a message was nested deeper than is allowed; this connection ends",
             Self::HalfMessage => "a message was begun and did not end in time; this connection ends",
-            Self::Unread => "what was sent is not read; this connection ends",
+            Self::Unread => "the client does not read what is sent; this connection ends",
             Self::Done => "the client has closed the connection",
         })
     }
 }
 
-/// What waits for its turn.
+/// A request that waits for its turn.
 #[derive(Debug)]
 enum Waiting {
     Call(Request),
-    /// Is answered in its turn, too.
+    /// A bad request. It is answered in its turn, too.
     Bad(BadRequest),
 }
 
-/// One client's conversation.
+/// Conversation with one client.
 #[derive(Debug)]
 pub struct Session {
     limits: Limits,
     framer: Framer,
-    /// The descriptor that came last and that no command has taken.
+    /// Descriptor that came last and that no command has taken.
     passed: Option<OwnedFd>,
-    /// Whether the client has said `qmp_capabilities`, and whether with `oob`.
+    /// Result of the negotiation: `Some(true)` with `oob`. `None` before `qmp_capabilities`.
     negotiated: Option<bool>,
     waiting: VecDeque<Waiting>,
-    /// Out-of-band, not taken yet.
+    /// Out-of-band requests that were not handed out yet.
     urgent: VecDeque<Request>,
-    /// What was taken and is not answered: the ids, and whether in-band. At most one is.
+    /// Requests that were handed out and are not answered: their ids, and whether they are in-band.
+    /// At most one is in-band.
     taken: BTreeMap<Ticket, (Option<Value>, bool)>,
     next: u64,
     out: VecDeque<u8>,
-    /// Bytes that were put out and that were sent since the beginning: `sent + out.len() == put`.
+    /// Bytes that were put into `out` since the beginning: `sent + out.len() == put`.
     put: u64,
     sent: u64,
-    /// Where answers end in what was put out.
+    /// Positions in the output at which answers end.
     marks: VecDeque<(u64, Ticket)>,
     half_since: Option<Instant>,
     unread_since: Option<Instant>,
@@ -129,7 +132,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// A session that begins with the greeting of `version`.
+    /// Returns a session whose first output is the greeting of `version`.
     #[must_use]
     pub fn new(version: &Version, limits: Limits) -> Self {
         let mut session = Self {
@@ -154,14 +157,15 @@ impl Session {
         session
     }
 
-    /// Whether it takes more bytes now.
+    /// Returns whether the session takes more bytes now.
     #[must_use]
     pub fn wants_input(&self) -> bool {
         let pending = self.waiting.len() + self.urgent.len() + self.taken.len();
         self.end.is_none()
             && !self.finished
             && pending < self.limits.pending
-            // A client that asks on and on gets its answers before it is read again.
+            // A client that sends requests without reading gets its answers before more of its
+            // bytes are taken.
             && self.out.len() < self.limits.out_bytes / 4
     }
 
@@ -172,7 +176,7 @@ impl Session {
         self.passed = Some(descriptor);
     }
 
-    /// Takes bytes that came at `now`, as many as it wants; says how many.
+    /// Takes bytes that came at `now`, as many as the session wants. Returns their number.
     pub fn receive(&mut self, bytes: &[u8], now: Instant) -> usize {
         let mut taken = 0;
         while taken < bytes.len() && self.wants_input() {
@@ -187,14 +191,14 @@ impl Session {
         taken
     }
 
-    /// Nothing more will come from the client, which may still read.
+    /// Records that the client sends nothing more. The client may still read.
     pub fn finish(&mut self) {
         self.finished = true;
         self.half_since = None;
         self.done_if_so();
     }
 
-    /// The next command to execute, if it is time for one.
+    /// Returns the next command to execute, if one may be executed now.
     pub fn next_call(&mut self) -> Option<Call> {
         if self.end.is_some() {
             return None;
@@ -213,7 +217,7 @@ impl Session {
         }
     }
 
-    /// What a call gave. A ticket that was answered before, or never given, does nothing.
+    /// Answers a call. A ticket that was answered before, or does not exist, is ignored.
     pub fn answer(&mut self, ticket: Ticket, result: Result<Value, QmpError>) {
         let Some((id, _)) = self.taken.remove(&ticket) else { return };
         if matches!(self.end, None | Some(End::Done)) {
@@ -223,7 +227,7 @@ impl Session {
         self.done_if_so();
     }
 
-    /// Something happened. Clients are told once they have negotiated.
+    /// Sends an event to the client, if the negotiation is complete.
     pub fn event(&mut self, event: &Event) {
         if self.negotiated.is_none() || self.end.is_some() {
             return;
@@ -234,20 +238,21 @@ impl Session {
         }
     }
 
-    /// What is to be sent, as far as it lies in one piece; empty if there is nothing.
+    /// Returns the next contiguous part of the output; empty if there is none.
     #[must_use]
     pub fn output(&self) -> &[u8] {
         let (first, second) = self.out.as_slices();
         if first.is_empty() { second } else { first }
     }
 
-    /// `count` bytes of [`output`](Self::output) were sent at `now`; gives the calls whose answers have all been sent by that.
+    /// Records that `count` bytes of [`output`](Self::output) were sent at `now`. Returns the calls
+    /// whose answers have now been sent completely.
     pub fn sent(&mut self, count: usize, now: Instant) -> Vec<Ticket> {
         let count = count.min(self.out.len());
         self.out.drain(..count);
         self.sent += count as u64;
         if self.out.is_empty() {
-            // What a long answer needed is given back.
+            // Release the memory of a long answer.
             self.out.shrink_to(4096);
         }
         if count > 0 {
@@ -259,7 +264,7 @@ impl Session {
         tickets
     }
 
-    /// Looks at the clock; called now and then.
+    /// Checks the time limits. The caller calls this method periodically.
     pub fn tick(&mut self, now: Instant) {
         let since = |then: Option<Instant>| then.map(|then| now.saturating_duration_since(then));
         if since(self.half_since).is_some_and(|time| time > self.limits.message_time) {
@@ -274,7 +279,7 @@ impl Session {
         }
     }
 
-    /// Why it ended, if it has: what is left to be sent may still be, and nothing else happens.
+    /// Returns why the session ended, if it has. Output that is left may still be sent.
     #[must_use]
     pub fn ended(&self) -> Option<End> {
         self.end
@@ -321,7 +326,7 @@ impl Session {
         }
     }
 
-    /// Answers in its turn that it is not done.
+    /// Queues a refusal, which is answered in its turn.
     fn refuse(&mut self, id: Option<Value>, error: QmpError) {
         self.waiting.push_back(Waiting::Bad(BadRequest { id, error }));
     }
@@ -342,7 +347,8 @@ impl Session {
     fn end(&mut self, why: End) {
         if self.end.is_none() {
             self.end = Some(why);
-            // In the middle of a line that is not read, nobody would find it.
+            // The client of an unread session is in the middle of a line, so a message after it
+            // would be lost.
             if why != End::Unread {
                 self.put(&message::answer(Err(QmpError::generic(why.to_string())), None));
             }
@@ -360,7 +366,7 @@ impl Session {
     }
 }
 
-/// Whether the client wants `oob`.
+/// Returns whether the client enables `oob`.
 fn negotiate(request: &Request) -> Result<bool, QmpError> {
     if request.oob {
         return Err(QmpError::generic("The command qmp_capabilities does not support OOB"));

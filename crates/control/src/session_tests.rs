@@ -27,7 +27,7 @@ impl Talk {
         assert_eq!(self.session.receive(line.as_bytes(), self.now), line.len());
     }
 
-    /// All that there is to read.
+    /// Returns all messages of the output.
     fn read(&mut self) -> Vec<Value> {
         let mut bytes = Vec::new();
         while !self.session.output().is_empty() {
@@ -49,7 +49,7 @@ impl Talk {
 }
 
 #[test]
-fn nothing_goes_before_the_negotiation_and_that_once() {
+fn commands_need_one_negotiation_first() {
     let mut talk = Talk::new(Limits::default());
     talk.say(&json!({"execute": "stop", "id": 1}));
     talk.say(&json!({"execute": "qmp_capabilities", "arguments": {"enable": ["warp"]}, "id": 2}));
@@ -70,7 +70,7 @@ fn nothing_goes_before_the_negotiation_and_that_once() {
 }
 
 #[test]
-fn in_band_one_after_the_other_and_out_of_band_at_once() {
+fn in_band_commands_run_in_turn_and_out_of_band_commands_at_once() {
     let mut talk = Talk::ready(Limits::default(), &json!(["oob"]));
     talk.say(&json!({"execute": "first", "id": "a", "arguments": {"x": 1}}));
     talk.say(&json!({"nonsense": 1, "id": "bad"}));
@@ -82,7 +82,11 @@ fn in_band_one_after_the_other_and_out_of_band_at_once() {
     let urgent = talk.call();
     assert!(urgent.oob && talk.session.next_call().is_none());
     talk.session.answer(urgent.ticket, Ok(json!(2)));
-    assert_eq!(talk.read(), [json!({"return": 2, "id": "b"})], "it overtakes, errors in band do not");
+    assert_eq!(
+        talk.read(),
+        [json!({"return": 2, "id": "b"})],
+        "an out-of-band answer overtakes, an in-band error does not"
+    );
     talk.session.answer(first.ticket, Err(QmpError::generic("no")));
     let second = talk.call();
     talk.session.answer(second.ticket, Ok(json!({})));
@@ -90,11 +94,11 @@ fn in_band_one_after_the_other_and_out_of_band_at_once() {
     let answers = talk.read();
     assert_eq!(answers[0], json!({"error": {"class": "GenericError", "desc": "no"}, "id": "a"}));
     assert_eq!(answers[1]["id"], "bad");
-    assert_eq!(answers[2..], [json!({"return": {}})], "no id, no id");
+    assert_eq!(answers[2..], [json!({"return": {}})], "a request without id has an answer without id");
 }
 
 #[test]
-fn it_reads_no_further_than_it_can_answer() {
+fn session_takes_no_more_input_than_it_can_answer() {
     let mut talk = Talk::ready(Limits { pending: 3, ..Limits::default() }, &json!([]));
     let requests = "{\"execute\": \"a\"}".repeat(10);
     let taken = talk.session.receive(requests.as_bytes(), talk.now);
@@ -104,7 +108,7 @@ fn it_reads_no_further_than_it_can_answer() {
     talk.session.answer(call.ticket, Ok(json!({})));
     assert!(talk.session.wants_input());
     assert_eq!(talk.session.receive(&requests.as_bytes()[taken..], talk.now), 16);
-    // And while its answers are not read, nothing.
+    // While answers are unread, the session takes no input.
     let mut talk = Talk::ready(Limits { out_bytes: 4096, ..Limits::default() }, &json!([]));
     talk.say(&json!({"execute": "a"}));
     let call = talk.call();
@@ -115,7 +119,7 @@ fn it_reads_no_further_than_it_can_answer() {
 }
 
 #[test]
-fn an_answer_is_sent_when_its_last_byte_is() {
+fn answer_counts_as_sent_with_its_last_byte() {
     let mut talk = Talk::ready(Limits::default(), &json!([]));
     talk.say(&json!({"execute": "a"}));
     talk.say(&json!({"execute": "b"}));
@@ -131,7 +135,7 @@ fn an_answer_is_sent_when_its_last_byte_is() {
 }
 
 #[test]
-fn whoever_breaks_a_limit_is_told_and_dropped() {
+fn client_that_breaks_a_limit_is_told_and_dropped() {
     let limits = || Limits { message_bytes: 100, depth: 4, ..Limits::default() };
     let mut long = Talk::ready(limits(), &json!([]));
     long.session.receive(format!("{{\"a\": \"{}", "x".repeat(200)).as_bytes(), long.now);
@@ -152,7 +156,7 @@ fn whoever_breaks_a_limit_is_told_and_dropped() {
 }
 
 #[test]
-fn whoever_does_not_read_is_dropped() {
+fn client_that_does_not_read_is_dropped() {
     let mut talk = Talk::ready(Limits::default(), &json!([]));
     talk.session.event(&Event::now("STOP", Value::Null));
     talk.later(1);
@@ -160,19 +164,19 @@ fn whoever_does_not_read_is_dropped() {
     assert_eq!(talk.session.ended(), None);
     talk.session.sent(1, talk.now);
     talk.later(29);
-    assert_eq!(talk.session.ended(), None, "slow is not dead");
+    assert_eq!(talk.session.ended(), None, "slow reading is allowed");
     talk.later(2);
     assert_eq!(talk.session.ended(), Some(End::Unread));
     let mut talk = Talk::ready(Limits { out_bytes: 1000, ..Limits::default() }, &json!([]));
     for _ in 0..20 {
         talk.session.event(&Event::now("MIGRATION_PASS", json!({"pass": 1})));
     }
-    assert_eq!(talk.session.ended(), Some(End::Unread), "nor do events pile up");
+    assert_eq!(talk.session.ended(), Some(End::Unread), "events must not pile up");
     assert!(talk.session.output().len() < 1200);
 }
 
 #[test]
-fn whoever_says_no_more_gets_its_answers_first() {
+fn session_answers_all_requests_after_the_client_has_finished() {
     let mut talk = Talk::ready(Limits::default(), &json!([]));
     talk.say(&json!({"execute": "a"}));
     talk.session.finish();

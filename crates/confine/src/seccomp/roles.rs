@@ -320,7 +320,7 @@ fn requests(groups: &[&[u64]]) -> Policy {
 fn vcpu() -> Policy {
     // The most frequent requests come first.
     requests(&[&[request::KVM_RUN], request::INTERRUPT, request::PROTECT, request::VCPU_STATE, SCAN])
-        // What a network driver agrees to the tap is told at once.
+        // The features that a network driver negotiates are set on the tap at once.
         .and(requests(&[request::TAP]))
         // Device requests that the vCPU's thread serves itself: balloons give pages back, and disks
         // and taps without ioeventfd write.

@@ -1,4 +1,5 @@
-//! One client: its socket, its session, and what was promised for when an answer has left.
+//! Connection of one client: its socket, its session, and functions to call when an answer has
+//! left.
 
 use super::{FAREWELL, worker::Workers};
 use crate::events::Done;
@@ -15,7 +16,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
-/// Read at once.
+/// Most bytes of one read.
 const PIECE: usize = 64 << 10;
 
 type Promise = Box<dyn FnOnce() + Send>;
@@ -24,10 +25,10 @@ pub(super) struct Conn {
     id: u64,
     stream: UnixStream,
     pub(super) session: Session,
-    /// What was read and not taken by the session yet: no more than a piece.
+    /// Bytes that were read and not yet taken by the session: at most one piece.
     input: Vec<u8>,
     promises: BTreeMap<Ticket, Promise>,
-    /// Whoever executes its commands, from the first one on.
+    /// Thread that executes the client's commands, once there was one.
     worker: Option<Sender<Call>>,
     ended_at: Option<Instant>,
     broken: bool,
@@ -74,7 +75,7 @@ impl Conn {
         self.input.is_empty() && self.session.wants_input()
     }
 
-    /// What there is to wait for.
+    /// Returns the events of the socket to wait for.
     pub(super) fn interest(&self) -> PollFlags {
         let mut flags = PollFlags::empty();
         flags.set(PollFlags::IN, self.may_read());
@@ -82,10 +83,11 @@ impl Conn {
         flags
     }
 
-    /// Reads what there is, if that is wanted.
+    /// Reads available bytes if the session wants input.
     pub(super) fn read(&mut self, flags: PollFlags, now: Instant) {
         if !self.may_read() {
-            // It has gone for good, and is not there to read what would make room for more.
+            // The client has closed its socket, so it will not read what would make room for more
+            // input.
             self.broken |= flags.intersects(PollFlags::HUP | PollFlags::ERR);
             return;
         }
@@ -107,9 +109,10 @@ impl Conn {
         }
     }
 
-    /// Receives bytes. A descriptor that comes with them is the session's; several are closed.
+    /// Receives bytes. A single descriptor that comes with them goes to the session; several are
+    /// closed.
     fn receive(&mut self, piece: &mut [u8]) -> rustix::io::Result<usize> {
-        // The kernel closes those that there is no room for.
+        // The kernel closes descriptors for which the buffer has no room.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut ancillary = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::CMSG_CLOEXEC;
@@ -136,7 +139,7 @@ impl Conn {
         self.session.answer(ticket, result);
     }
 
-    /// Goes on as far as it can without waiting.
+    /// Advances the session as far as possible without waiting.
     pub(super) fn advance(&mut self, workers: &mut Workers, now: Instant) {
         loop {
             while let Some(call) = self.session.next_call() {
@@ -172,12 +175,13 @@ impl Conn {
         }
     }
 
-    /// Nobody is at the other end.
+    /// Returns whether the client has closed its socket, or the socket has failed.
     pub(super) fn broken(&self) -> bool {
         self.broken
     }
 
-    /// Why it is to be closed now, if it is: when it has been told, or could have been.
+    /// Returns why the connection must be closed now, if it must: the client has been told, or had
+    /// enough time to read.
     pub(super) fn gone(&mut self, now: Instant) -> Option<End> {
         let why = self.session.ended()?;
         let since = *self.ended_at.get_or_insert(now);

@@ -1,4 +1,4 @@
-//! A listening socket that is this user's alone.
+//! A listening socket that only this user and root can use.
 
 use super::ServerError;
 use rustix::fs::{Mode, fchmod};
@@ -10,17 +10,18 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-/// Connections that wait to be taken.
+/// Connections that may wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// Listens at `path`, with mode 0600 from the first moment on. A socket that nobody listens at any more is replaced; one that somebody
-/// does is not.
+/// Listens at `path`, with mode 0600 from the first moment. A socket at which no process listens
+/// any more is replaced; a socket in use is not.
 pub(super) fn listen(path: &Path) -> Result<UnixListener, ServerError> {
     let failed = |error: rustix::io::Errno| ServerError::Listen(path.into(), error.into());
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
-    // Linux gives the file the mode that the socket has, less the umask: so there is no moment in which others could connect.
+    // Linux gives the file the mode of the socket, less the umask. Therefore other users cannot
+    // connect at any moment.
     fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
     match bind(&socket, &address) {
         Err(rustix::io::Errno::ADDRINUSE) if abandoned(path) => {
@@ -35,15 +36,16 @@ pub(super) fn listen(path: &Path) -> Result<UnixListener, ServerError> {
 }
 
 fn abandoned(path: &Path) -> bool {
-    // Connecting to what is no socket is refused, too.
+    // Connecting to a file that is no socket is refused with the same error.
     let socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     socket && UnixStream::connect(path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// Fails unless the other side is this user or root; by what the kernel says of it, whatever the file's mode has become.
+/// Checks that the peer's user is this user or root. The kernel reports the user, so the mode of
+/// the file does not matter.
 pub(super) fn check_peer(stream: &UnixStream) -> Result<(), String> {
     let peer = rustix::net::sockopt::socket_peercred(stream)
-        .map_err(|error| format!("it cannot be told who connects ({error}); refused"))?;
+        .map_err(|error| format!("the user of the client is unknown ({error}); refused"))?;
     let (uid, own) = (peer.uid, rustix::process::geteuid());
     if permitted(uid.as_raw(), own.as_raw()) {
         return Ok(());
@@ -66,25 +68,25 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     #[test]
-    fn the_socket_is_its_users_alone() {
+    fn socket_has_mode_0600_and_replaces_only_an_abandoned_socket() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("api");
         let first = listen(&path).unwrap();
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o600);
-        assert!(matches!(listen(&path), Err(ServerError::Taken(_))), "somebody listens");
+        assert!(matches!(listen(&path), Err(ServerError::Taken(_))), "a process listens");
         drop(first);
         drop(listen(&path).unwrap());
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();
         assert!(matches!(listen(&path), Err(ServerError::Taken(_))));
-        assert_eq!(std::fs::read(&path).unwrap(), b"precious", "what is no socket stays");
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious", "a file that is no socket stays");
         let missing = folder.path().join("no/folder");
         assert!(matches!(listen(&missing), Err(ServerError::Listen(..))));
         assert!(matches!(listen(Path::new(&"x".repeat(200))), Err(ServerError::Listen(..))));
     }
 
     #[test]
-    fn this_user_and_root_and_nobody_else() {
+    fn only_this_user_and_root_are_permitted() {
         assert!(permitted(1000, 1000) && permitted(0, 1000) && permitted(0, 0));
         assert!(!permitted(1001, 1000) && !permitted(1000, 0));
         let (one, _other) = UnixStream::pair().unwrap();

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use vmferry_testkit::{PATIENCE, wait};
 
-/// Executes what is needed to see how the server treats its clients.
+/// Machine with commands that show how the server treats its clients.
 struct Bench {
     sent: AtomicUsize,
-    /// `wait` waits for one of these.
+    /// Each command `wait` takes one of these.
     go: Mutex<Receiver<()>>,
 }
 
@@ -49,7 +49,7 @@ impl Machine for Bench {
     }
 }
 
-/// [`Bench`], which counts marked answers.
+/// A [`Bench`] that counts the answers of `marked` that have been sent.
 struct Marking(Arc<Bench>);
 
 impl Machine for Marking {
@@ -72,7 +72,7 @@ impl Machine for Marking {
         Ok(Answer::new(json!("x".repeat(1 << 20))).on_sent(add))
     }
 
-    /// Writes the name that the descriptor is given into it.
+    /// Writes the name that the descriptor gets into the descriptor.
     fn take_descriptor(&self, arguments: Arguments, descriptor: OwnedFd) -> Result<Answer, QmpError> {
         let name = arguments.0["fdname"].as_str().unwrap_or_default().to_owned();
         std::fs::File::from(descriptor).write_all(name.as_bytes()).unwrap();
@@ -158,7 +158,7 @@ fn commands_are_executed_and_refused() {
 }
 
 #[test]
-fn what_overtakes_does_and_other_clients_do_not_wait() {
+fn out_of_band_commands_overtake_and_other_clients_do_not_wait() {
     let rig = Rig::new(Limits::default());
     let mut slow = rig.ready();
     slow.say("{\"execute\": \"wait\", \"id\": 1} {\"exec-oob\": \"echo\", \"id\": 2} {\"exec-oob\": \"wait\", \"id\": 3}");
@@ -170,7 +170,7 @@ fn what_overtakes_does_and_other_clients_do_not_wait() {
 }
 
 #[test]
-fn every_client_is_told_of_events_once_it_has_negotiated() {
+fn every_client_gets_events_after_its_negotiation() {
     let rig = Rig::new(Limits::default());
     let mut early = rig.raw();
     let (mut one, mut two) = (rig.client(), rig.client());
@@ -184,11 +184,11 @@ fn every_client_is_told_of_events_once_it_has_negotiated() {
         assert_eq!(client.next_event(Duration::from_millis(10)).unwrap(), None);
     }
     early.say("{\"execute\": \"qmp_capabilities\"}");
-    assert_eq!(early.line(), json!({"return": {}}), "not of what was before");
+    assert_eq!(early.line(), json!({"return": {}}), "no events from before the negotiation");
 }
 
 #[test]
-fn a_descriptor_comes_with_its_command_and_with_no_other() {
+fn descriptor_goes_to_the_command_that_it_came_with() {
     let rig = Rig::new(Limits::default());
     let mut client = rig.client();
     let written = |(mut reader, writer): (std::io::PipeReader, std::io::PipeWriter)| {
@@ -204,7 +204,7 @@ fn a_descriptor_comes_with_its_command_and_with_no_other() {
     let error = client.execute("getfd", json!({"fdname": "none"})).unwrap_err();
     assert_eq!(error.to_string(), "no descriptor came");
 
-    // Commands in one go, of which the last brings the descriptor.
+    // Two commands in one write, of which the last comes with the descriptor.
     let mut raw = rig.ready();
     let mut send = |text: &str, descriptors: &[BorrowedFd<'_>]| {
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
@@ -220,14 +220,14 @@ fn a_descriptor_comes_with_its_command_and_with_no_other() {
     let said = send(&format!("{{\"execute\": \"echo\"}}{}", getfd("three")), &[three.1.as_fd()]);
     assert_eq!(said, [json!({"return": {}}), json!({"return": {}})]);
     assert_eq!(written(three), "three");
-    // Several at once are none.
+    // Several descriptors with one command are all closed.
     let four = std::io::pipe().unwrap();
     for count in [2, 3] {
         let said = send(&getfd("four"), &vec![four.1.as_fd(); count]);
         assert_eq!(desc(&said[0]), "no descriptor came");
     }
     assert_eq!(written(four), "");
-    // One that came with another command gives way to the newer one.
+    // A descriptor that came with another command is replaced by the newer one.
     let (old, new) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
     send("{\"execute\": \"echo\"}", &[old.1.as_fd()]);
     send(&getfd("new"), &[new.1.as_fd()]);
@@ -235,14 +235,15 @@ fn a_descriptor_comes_with_its_command_and_with_no_other() {
 }
 
 #[test]
-fn nobody_stalls_anybody() {
+fn slow_clients_do_not_stall_other_clients() {
     let limits = Limits {
         message_time: Duration::from_secs(1),
         read_time: Duration::from_secs(1),
         ..Limits::default()
     };
     let rig = Rig::new(limits);
-    // One that asks for megabytes and reads nothing, in flood; one that sends half a message; one that sends nothing.
+    // Three clients: the first floods the server with requests for megabytes and reads nothing, the
+    // second sends half a message, the third sends nothing.
     let mut never = rig.ready();
     never.0.get_mut().set_nonblocking(true).unwrap();
     for _ in 0..1000 {
@@ -258,32 +259,37 @@ fn nobody_stalls_anybody() {
         rig.events.emit("MIGRATION_PASS", json!({"pass": 1}));
         good.execute("echo", json!({})).unwrap();
     }
-    // Each is told why, where it can be.
+    // A client that reads is told why it is disconnected.
     assert!(
         desc(&std::iter::repeat_with(|| half.line()).find(|line| line.get("event").is_none()).unwrap())
             .contains("did not end in time")
     );
-    // Not before it is dropped may it read: the server would go on with it.
-    wait("the end of the one that reads nothing", || {
+    // The client must not read before it is disconnected: otherwise the server would continue with
+    // it.
+    wait("the end of the client that reads nothing", || {
         let mut socket = [PollFd::new(never.0.get_ref(), PollFlags::RDHUP)];
         poll(&mut socket, Some(&Timespec::default())).unwrap() > 0
     });
     never.0.get_mut().set_nonblocking(false).unwrap();
     let mut rest = Vec::new();
-    // A reset, where it had still asked for something.
+    // The read ends with a reset if unread requests were left.
     let end = never.0.read_to_end(&mut rest).map_err(|error| error.kind());
     assert!(matches!(end, Ok(_) | Err(ErrorKind::ConnectionReset)), "{end:?}");
-    assert!(rest.len() < 4 << 20, "it was dropped before it was given what it did not read: {}", rest.len());
+    assert!(
+        rest.len() < 4 << 20,
+        "the server dropped the client before it sent the whole answer: {}",
+        rest.len()
+    );
     silent.say("{\"execute\": \"qmp_capabilities\"}");
-    assert_eq!(silent.line(), json!({"return": {}}), "silence is no offence");
+    assert_eq!(silent.line(), json!({"return": {}}), "a silent client stays connected");
     good.execute("echo", json!({})).unwrap();
 }
 
 #[test]
-fn whoever_breaks_a_limit_is_told_why_and_dropped() {
+fn client_that_breaks_a_limit_is_told_why_and_dropped() {
     let rig = Rig::new(Limits::default());
     let mut long = rig.ready();
-    // It may be dropped in the middle of it.
+    // The write fails if the server disconnects in the middle of it.
     let _ = long.0.get_mut().write_all(format!("{{\"a\": \"{}", "x".repeat(3 << 20)).as_bytes());
     assert!(desc(&long.line()).contains("longer than"));
     let mut deep = rig.ready();
@@ -292,30 +298,34 @@ fn whoever_breaks_a_limit_is_told_why_and_dropped() {
     let mut garbage = rig.ready();
     garbage.say("GET / HTTP/1.1\r\nHost: x\r\n{\"execute\": \"echo\"}");
     assert!(desc(&garbage.line()).contains("JSON object") && desc(&garbage.line()).contains("JSON object"));
-    assert_eq!(garbage.line(), json!({"return": {}}), "nonsense is none");
+    assert_eq!(garbage.line(), json!({"return": {}}), "garbage breaks no limit");
 }
 
 #[test]
-fn there_is_room_for_so_many_and_again_when_one_leaves() {
+fn number_of_clients_is_limited_and_a_free_place_is_reused() {
     let rig = Rig::new(Limits::default());
     let mut clients: Vec<_> = (0..MOST_CLIENTS).map(|_| rig.client()).collect();
     let error = Client::connect(&rig.path, PATIENCE).unwrap_err();
     assert!(error.to_string().contains("too many clients"), "{error}");
     clients.pop();
-    wait("the place of the one that left", || Client::connect(&rig.path, PATIENCE).is_ok());
+    wait("the place of the client that disconnected", || Client::connect(&rig.path, PATIENCE).is_ok());
     for client in &mut clients {
         client.execute("echo", json!({})).unwrap();
     }
 }
 
 #[test]
-fn a_promise_is_kept_when_its_answer_has_left() {
+fn on_sent_runs_when_the_answer_has_left() {
     let rig = Rig::new(Limits::default());
     let mut never = rig.ready();
     never.say("{\"execute\": \"marked\"}");
     let mut good = rig.client();
     for _ in 0..20 {
-        assert_eq!(good.execute("count", json!({})).unwrap(), 0, "most of it waits here");
+        assert_eq!(
+            good.execute("count", json!({})).unwrap(),
+            0,
+            "most of the answer still waits in the server"
+        );
     }
     drop(never);
     good.execute("marked", json!({})).unwrap();
@@ -323,7 +333,7 @@ fn a_promise_is_kept_when_its_answer_has_left() {
 }
 
 #[test]
-fn at_its_end_it_gives_what_is_due() {
+fn server_sends_due_answers_and_events_at_its_end() {
     let mut rig = Rig::new(Limits::default());
     let mut client = rig.ready();
     client.say("{\"execute\": \"wait\", \"id\": 9}");
@@ -346,7 +356,7 @@ fn at_its_end_it_gives_what_is_due() {
 }
 
 #[test]
-fn a_client_that_says_no_more_gets_its_answers() {
+fn client_that_has_finished_sending_gets_its_answers() {
     let rig = Rig::new(Limits::default());
     let mut client = rig.ready();
     client.say("{\"execute\": \"wait\"}\n{\"execute\": \"echo\"}\n");
@@ -359,12 +369,12 @@ fn a_client_that_says_no_more_gets_its_answers() {
 }
 
 #[test]
-fn the_last_event_is_told_whenever_it_comes() {
+fn last_event_is_always_sent() {
     for _ in 0..200 {
         let mut rig = Rig::new(Limits::default());
         let mut client = rig.client();
         rig.events.emit("STOP", Value::Null);
-        // What wakes the server's thread is told apart from what it then finds.
+        // The answer shows that the server's thread has handled the first event.
         client.execute("echo", json!({})).unwrap();
         rig.events.emit("SHUTDOWN", Value::Null);
         drop(rig.server.take());

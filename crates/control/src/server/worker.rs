@@ -1,4 +1,5 @@
-//! Who executes commands: a thread for each client that asks for any, and one for what overtakes.
+//! Threads that execute commands: one for each client that sends commands, and one for out-of-band
+//! commands.
 
 use crate::events::{Done, Hub};
 use crate::machine::{self, Machine};
@@ -13,7 +14,7 @@ pub(super) struct Workers {
     machine: Arc<dyn Machine>,
     hub: Arc<Hub>,
     count: Arc<AtomicUsize>,
-    /// For what overtakes: commands that never wait.
+    /// Queue of the thread for out-of-band commands, which never wait.
     urgent: Sender<(u64, Call)>,
 }
 
@@ -30,12 +31,12 @@ impl Workers {
         Ok(Self { machine, hub, count: Arc::default(), urgent })
     }
 
-    /// Threads of clients, those that have left included.
+    /// Returns the number of threads of clients, including clients that have disconnected.
     pub(super) fn count(&self) -> usize {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Has `call` executed, by `worker` unless it overtakes; what comes of it is left in the hub.
+    /// Has `call` executed, by `worker` unless it is out of band. The result goes into the hub.
     pub(super) fn give(&mut self, client: u64, call: Call, worker: &mut Option<Sender<Call>>) {
         self.hub.begin();
         let ticket = call.ticket;
@@ -49,7 +50,7 @@ impl Workers {
             worker.is_ok_and(|worker| worker.send(call).is_ok())
         };
         if !given {
-            let error = QmpError::generic("this host has no thread for the command; try again");
+            let error = QmpError::generic("no thread can be started for the command; try again");
             self.hub.finish(Done { client, ticket, result: Err(error) });
         }
     }
@@ -71,7 +72,7 @@ impl Workers {
     }
 }
 
-/// Until its client has gone.
+/// Executes the commands of one client until the client disconnects.
 fn serve(machine: &dyn Machine, hub: &Hub, client: u64, work: &Receiver<Call>) {
     for call in work {
         execute(machine, hub, client, call);
@@ -80,7 +81,8 @@ fn serve(machine: &dyn Machine, hub: &Hub, client: u64, work: &Receiver<Call>) {
 
 fn execute(machine: &dyn Machine, hub: &Hub, client: u64, call: Call) {
     let Call { ticket, name, arguments, oob, descriptor } = call;
-    // A command that panics has said so on stderr; the client must not wait for ever, nor must the next command.
+    // A panic is caught: the client must get an answer, and the next command must run. The panic
+    // was printed on standard error.
     let result =
         catch_unwind(AssertUnwindSafe(|| machine::execute(machine, &name, arguments, oob, descriptor)));
     let result = result
