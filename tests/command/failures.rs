@@ -181,7 +181,7 @@ fn ctrl_c_is_heard_while_nobody_reads() {
         interrupt(&child);
         assert_eq!(wait_for_end(&mut child), Some(1));
         let output = finish(child);
-        assert!(!to.is_empty() || errors(&output).contains("the guest goes on where it was"), "{output:?}");
+        assert!(!to.is_empty() || errors(&output).contains("the guest stays at the source"), "{output:?}");
         source.goes_on();
     });
 }
@@ -199,7 +199,7 @@ fn the_death_of_one_side_costs_the_other_nothing() {
         target.kill();
         let output = finish(child);
         assert_eq!(code(&output), 1, "{output:?}");
-        assert!(errors(&output).contains("goes on where it was"), "{output:?}");
+        assert!(errors(&output).contains("stays at the source"), "{output:?}");
         source.goes_on();
         source.whole();
         let (mut target, uri) = Run::target(kind, &folder, "t2", "tcp:127.0.0.1:0");
@@ -274,7 +274,7 @@ fn migrate_and_status_end_with_6_if_the_guest_could_not_be_resumed() {
         let moved = vmferry(&["migrate", "--api", &api, "tcp:127.0.0.1:7000"]);
         assert_eq!(code(&moved), 6, "{moved:?}");
         let text = errors(&moved);
-        for word in [words, "is stopped here because it could not be resumed: no vCPU", "`vmferry resume`"] {
+        for word in [words, "is stopped at the source because it could not be resumed: no vCPU", "`vmferry resume`"] {
             assert!(text.contains(word), "{word}: {text}");
         }
         let status = vmferry(&["status", "--api", &api]);

@@ -124,7 +124,7 @@ fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
                 assert!(pair.proxy.harmed() > 0, "{what}: no commit was cut: {output:?}");
                 let moved = pair.one_owner(&what);
                 // Whoever asked is told where it is: by its exit status, and in words.
-                let (wanted, words) = if moved { (0, "completed") } else { (1, "goes on where it was") };
+                let (wanted, words) = if moved { (0, "completed") } else { (1, "stays at the source") };
                 assert_eq!(code(&output), wanted, "{what}: {output:?}");
                 let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), errors(&output));
                 assert!(said.contains(words), "{what}: {said}");
@@ -171,7 +171,7 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
         });
         let output = finish(child);
         assert_eq!(code(&output), 3, "{what}: {output:?}");
-        assert!(errors(&output).contains("the fence is asked until it answers"), "{what}: {output:?}");
+        assert!(errors(&output).contains("the arbiter is asked until it answers"), "{what}: {output:?}");
         let said = |s: &serde_json::Value| s["progress"]["fence"].as_str().unwrap_or_default().to_owned();
         let status =
             pair.source.wait("not knowing", |s| s["state"] == "unknown" && said(s).contains("no answer"));
@@ -318,7 +318,7 @@ fn a_person_takes_only_what_the_fence_gives() {
     assert_eq!(code(&recover("--abandon")), 0);
     let output = finish(child);
     assert!(
-        code(&output) == 3 && errors(&output).contains("With a fence `--take` is refused unless"),
+        code(&output) == 3 && errors(&output).contains("With `--fence`, `--take` is refused unless"),
         "{output:?}"
     );
     pair.source.wait("the end of asking", |s| s["vm"]["place"] == "unknown");

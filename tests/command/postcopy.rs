@@ -200,7 +200,7 @@ fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
     let child = begun(&source, &proxy.uri().to_string(), &hybrid, "precopy");
     target.kill();
     let output = finish(child);
-    assert!(code(&output) == 1 && errors(&output).contains("goes on where it was"), "{output:?}");
+    assert!(code(&output) == 1 && errors(&output).contains("stays at the source"), "{output:?}");
     source.goes_on();
     // Not gone, but silent; when it wakes up it is too late.
     let (mut target, proxy) = slowly("process", &folder, "t2");
@@ -232,7 +232,7 @@ fn a_commit_that_is_lost_leaves_the_guest_at_its_source() {
             let output = source.migrate(&proxy.uri().to_string(), &["--mode", "postcopy"]);
             assert!(proxy.harmed() > 0, "{what}: no commit was cut: {output:?}");
             assert!(
-                code(&output) == 1 && errors(&output).contains("goes on where it was"),
+                code(&output) == 1 && errors(&output).contains("stays at the source"),
                 "{what}: {output:?}"
             );
             assert_eq!(wait_for_end(&mut target.child), Some(1), "{what}");

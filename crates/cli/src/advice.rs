@@ -1,17 +1,20 @@
-//! What can be known of a migration that did not just complete, and what to do now: the words that people are given. The table of failure
-//! states in docs/reliability.md has the same; a test compares them.
+//! Operator advice after a migration that did not complete. The table of failure states in
+//! docs/reliability.md contains the same texts; a test compares them.
 
 use serde_json::Value;
 use vmferry_engine::{MigrateError, Uri};
 
-/// A state that somebody may have to do something about. In its text `WHY` and `URI` stand for what they say.
+/// A failure state with its advice. In `text`, `WHY` stands for the cause and `URI` for the address
+/// of the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Failure {
-    /// `state` and `outcome` of the status.
+    /// Field `state` of the status.
     pub(crate) state: &'static str,
+    /// Field `outcome` of the status.
     pub(crate) outcome: Option<&'static str>,
-    /// The exit status.
+    /// Exit status of the command.
     pub(crate) status: u8,
+    /// Advice with placeholders.
     pub(crate) text: &'static str,
 }
 
@@ -19,83 +22,83 @@ const CANCELLED: Failure = Failure {
     state: "cancelled",
     outcome: Some("cancelled"),
     status: 1,
-    text: "cancelled (WHY); the guest goes on where it was",
+    text: "cancelled (WHY); the guest stays at the source",
 };
 
 const FAILED: Failure = Failure {
     state: "failed",
     outcome: Some("failed"),
     status: 1,
-    text: "the guest was not moved and goes on where it was: WHY",
+    text: "the guest was not moved and stays at the source: WHY",
 };
 
 const HELD: Failure = Failure {
     state: "failed",
     outcome: Some("failed"),
     status: 6,
-    text: "the guest was not moved. It is stopped here because it could not be resumed: WHY. `vmferry resume` tries again",
+    text: "the guest was not moved. It is stopped at the source because it could not be resumed: WHY. `vmferry resume` tries again",
 };
 
 const PAUSED_THERE: Failure = Failure {
     state: "postcopy-paused",
     outcome: None,
     status: 3,
-    text: "the link to URI is lost (WHY). The guest runs there until it needs a page that is still here. When the link is back say \
-           `vmferry recover` here; `vmferry recover --abandon` gives the guest up",
+    text: "the link to URI is lost (WHY). The guest runs at the target until it needs a page that is still at the source. When the link \
+           is back, run `vmferry recover` at the source. `vmferry recover --abandon` gives the guest up",
 };
 
 const PAUSED_ANYWHERE: Failure = Failure {
     state: "postcopy-paused",
     outcome: None,
     status: 3,
-    text: "the link to URI was lost while the guest was handed over (WHY), and nobody knows whether it runs there. When the link is \
-           back say `vmferry recover` here; `vmferry recover --abandon` ends the attempts",
+    text: "the link to URI was lost while the guest was handed over (WHY), and it is not known whether the guest runs at the target. When \
+           the link is back, run `vmferry recover` at the source. `vmferry recover --abandon` ends the attempts",
 };
 
 const PAUSED_FENCED: Failure = Failure {
     state: "postcopy-paused",
     outcome: None,
     status: 3,
-    text: "the link to URI was lost while the guest was handed over (WHY), and it is not known whether it runs there. It goes on by \
-           itself when the fence answers or the link is back; `vmferry recover` tries both at once, `vmferry recover --abandon` ends \
-           the attempts",
+    text: "the link to URI was lost while the guest was handed over (WHY), and it is not known whether the guest runs at the target. The \
+           migration continues when the arbiter answers or the link is back. `vmferry recover` tries both at once; `vmferry recover \
+           --abandon` ends the attempts",
 };
 
 const UNKNOWN_FENCED: Failure = Failure {
     state: "unknown",
     outcome: None,
     status: 3,
-    text: "it is not known whether the guest runs at URI (WHY). It is stopped here, and the fence is asked until it answers: then it \
-           goes on here, or ends here because it runs there. `vmferry recover --take` asks at once, and is refused if the fence has \
-           given the guest to the target; `vmferry recover --abandon` ends the attempts",
+    text: "it is not known whether the guest runs at URI (WHY). It is stopped at the source, and the arbiter is asked until it answers: \
+           then the guest continues at the source, or ends at the source because it runs at the target. `vmferry recover --take` asks at \
+           once, and is refused if the arbiter has given the guest to the target; `vmferry recover --abandon` ends the attempts",
 };
 
 const UNKNOWN: Failure = Failure {
     state: "unknown",
     outcome: Some("unknown"),
     status: 3,
-    text: "it is not known whether the guest runs at URI (WHY). It is stopped here. Look at the target: if `vmferry status` there says \
-           that its place is `running`, say `vmferry recover --abandon` here; if that process has ended for certain (and not only its \
-           host's network), `vmferry recover --take`. With a fence `--take` is refused unless the fence has given the guest to this \
-           side",
+    text: "it is not known whether the guest runs at URI (WHY). It is stopped at the source. Check the target: if `vmferry status` at the \
+           target reports the place `running`, run `vmferry recover --abandon` at the source. If the process at the target has ended for \
+           certain (and not only its host's network), run `vmferry recover --take`. With `--fence`, `--take` is refused unless the \
+           arbiter has given the guest to the source",
 };
 
 const LOST: Failure = Failure {
     state: "lost",
     outcome: Some("lost"),
     status: 4,
-    text: "the guest is lost: WHY. What runs of it at URI waits for ever for the pages that it lacks; end that process",
+    text: "the guest is lost: WHY. The part of it that runs at URI waits for ever for missing pages; end that process",
 };
 
 const GONE: Failure = Failure {
     state: "unknown",
     outcome: Some("unknown"),
     status: 3,
-    text: "the process that had the guest is gone (WHY). Look at URI: if `vmferry status` there says that its place is `running`, the \
-           guest goes on there; else it ended with that process",
+    text: "the process that had the guest is gone (WHY). Check URI: if `vmferry status` at the target reports the place `running`, the \
+           guest runs at the target; otherwise it ended with the process at the source",
 };
 
-/// All of them, as in the table.
+/// All failure states, in the order of the table.
 #[cfg(test)]
 pub(crate) const ALL: [Failure; 10] = [
     CANCELLED,
@@ -110,7 +113,7 @@ pub(crate) const ALL: [Failure; 10] = [
     GONE,
 ];
 
-/// Which of them a migration's document tells of, if it has not completed.
+/// Returns the failure state of a migration that did not complete, from its status document.
 pub(crate) fn failure(report: &Value) -> Failure {
     let fenced = report["progress"]["fence"].is_string();
     match report["outcome"].as_str() {
@@ -127,12 +130,13 @@ pub(crate) fn failure(report: &Value) -> Failure {
     }
 }
 
-/// What to do now, for a migration that did not complete.
+/// Returns the advice for a migration that did not complete.
 pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
     let why = report["error"].as_str().unwrap_or("no reason was given");
     let said = report["progress"]["fence"].as_str().filter(|_| report["outcome"].is_null());
     let why = said.map_or_else(|| why.to_owned(), |said| format!("{why}; {said}"));
-    // Not one after the other: an address or a reason may contain the other's placeholder.
+    // Both placeholders are replaced in one pass: an address or a cause may contain the other
+    // placeholder.
     let text = failure(report).text;
     let uri = uri.to_string();
     let mut words = String::new();
@@ -148,9 +152,9 @@ pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
     words
 }
 
-/// Returns the text of an error of the library, with the options of the command that can do something about it.
+/// Returns the text of a library error, with the command's options that concern it.
 pub(crate) fn advised(error: &MigrateError, uri: &Uri) -> String {
-    // A connector's refusal is inside the failure to connect.
+    // The refusal of a connector is the source of the connection error.
     let inner = match error {
         MigrateError::Connect { source, .. } => source.get_ref().and_then(|inner| inner.downcast_ref()),
         _ => None,
@@ -174,11 +178,11 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn every_state_has_its_words() {
+    fn every_failure_state_has_its_advice() {
         let uri: Uri = "tcp:there:7000".parse().unwrap();
         let paused = |more: Value| json!({ "state": "postcopy-paused", "outcome": null, "error": "URI broke", "progress": more });
         let ended = |outcome: &str| json!({ "state": outcome, "outcome": outcome, "error": "URI broke" });
-        let fence = json!({ "fence": "the fence gave no answer: x" });
+        let fence = json!({ "fence": "the arbiter gave no answer: x" });
         let mut unknown = paused(fence.clone());
         unknown["state"] = json!("unknown");
         let mut gone = ended("unknown");
@@ -209,13 +213,13 @@ mod tests {
             let named = failure.text.matches("URI").count();
             assert_eq!(text.matches("tcp:there:7000").count(), named, "{text}");
         }
-        assert!(advice(&reports[6], &uri).contains("(URI broke; the fence gave no answer: x)"));
+        assert!(advice(&reports[6], &uri).contains("(URI broke; the arbiter gave no answer: x)"));
     }
 
     #[test]
-    fn the_table_in_the_book_has_the_same_words() {
+    fn table_of_failure_states_has_the_same_texts() {
         let book = include_str!("../../../docs/reliability.md");
-        // The book breaks lines where it likes.
+        // Line breaks in the book do not matter.
         let book = book.split_whitespace().collect::<Vec<_>>().join(" ");
         for failure in ALL {
             assert!(book.contains(failure.text), "docs/reliability.md lacks: {}", failure.text);

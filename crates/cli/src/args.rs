@@ -1,4 +1,4 @@
-//! What can be said on the command line. Names are those of the contract: others build on them.
+//! Arguments of the command line. Their names are stable: scripts depend on them.
 
 mod values;
 
@@ -26,7 +26,7 @@ use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
 use vmferry_vmm::NetOptions;
 
-/// Moves a running virtual machine to another host and keeps its guest fast while it does.
+/// Run virtual machines, and move running ones between hosts
 #[derive(Debug, Parser)]
 #[command(name = "vmferry", version, about, propagate_version = true)]
 pub(crate) struct Cli {
@@ -36,50 +36,58 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Show it: two processes on this host, and a loaded guest moves between them
+    /// Demonstrate a migration between two processes on this host
     Demo(DemoArgs),
-    /// Run a guest, or wait for one from elsewhere
+    /// Run a guest, or wait for one from another host
     Run(Box<RunArgs>),
-    /// Move the guest of a running vmferry away
+    /// Move the guest of a running vmferry to a target
     Migrate(Box<MigrateArgs>),
     /// Stop the guest's vCPUs
     Pause(ApiArgs),
-    /// Let the guest's vCPUs run again
+    /// Resume the guest's vCPUs
     Resume(ApiArgs),
-    /// Press the guest's power button: it shuts down by itself, if it listens
+    /// Press the guest's power button
+    ///
+    /// A guest that handles the button shuts itself down.
     Powerdown(ApiArgs),
     /// End the guest and its process
     Quit(ApiArgs),
-    /// How much of its memory the guest is to have, and what it says of it
+    /// Show or set the memory that the guest may use
     Balloon(BalloonArgs),
-    /// How fast the guest dirties its memory
+    /// Measure how fast the guest dirties its memory
     DirtyRate(DirtyRateArgs),
-    /// What a migration would be like, before anything moves: time, downtime, bytes, whether it converges, and which mode to take
+    /// Predict a migration before it begins
+    ///
+    /// The prediction covers time, downtime, bytes and convergence, and recommends a mode.
     Plan(PlanArgs),
-    /// How the guest and its migration are doing, as JSON
+    /// Print the state of the guest and its migration as JSON
     Status(ApiArgs),
     /// Watch guests and their migrations on one screen
     #[cfg(feature = "top")]
     Top(TopArgs),
-    /// Call a migration off; the guest stays
+    /// Cancel a migration; the guest stays at the source
     Cancel(ApiArgs),
-    /// Let the guest of a hybrid migration, or of a postcopy that waits for I/O, go on at the target now, and its memory follow
+    /// Switch the guest to the target now; its memory follows
+    ///
+    /// For a hybrid migration, and for a postcopy migration that waits for I/O.
     Switch(ApiArgs),
-    /// Take up a link that was lost in postcopy, or decide who owns a guest of which nobody knows
+    /// Take up a lost postcopy link, or resolve unknown ownership
     Recover(RecoverArgs),
-    /// What this host can do, and how to enable the rest
+    /// Show what this host supports, and how to enable the rest
     Check(CheckArgs),
-    /// Make one page, to be looked at in a browser, of any results: of migrations (--json, --events) and benches (--json)
+    /// Make an HTML page of results
+    ///
+    /// The results are those of migrations (--json, --events) and of benches (--json).
     Report(ReportArgs),
-    /// Print what makes a shell complete vmferry's words
+    /// Print the completion script of a shell
     Completions {
-        /// The shell
+        /// Shell
         #[arg(value_enum)]
         shell: clap_complete::Shell,
     },
     /// Write the manual pages, one for each command, into a folder
     Man {
-        /// The folder, which must exist
+        /// Folder, which must exist
         #[arg(value_name = "FOLDER")]
         folder: PathBuf,
     },
@@ -89,7 +97,7 @@ pub(crate) enum Command {
 pub(crate) enum GuestKind {
     /// A virtual machine under KVM
     Kvm,
-    /// Threads of a process: needs no KVM
+    /// Threads of a process, without KVM
     Process,
 }
 
@@ -104,13 +112,13 @@ impl std::fmt::Display for GuestKind {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TrackerArg {
-    /// What the guest's kind does best
+    /// The best tracker for this kind of guest
     Auto,
     /// KVM's dirty bitmap
     Log,
-    /// KVM's dirty rings, of a guest that was started with --dirty-ring
+    /// KVM's dirty rings, for a guest started with --dirty-ring
     Ring,
-    /// Write protection by userfaultfd
+    /// Write protection with userfaultfd
     Wp,
 }
 
@@ -127,37 +135,37 @@ impl TrackerArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// The kind of guest; kvm if this host has it
+    /// Kind of guest; kvm if this host supports it
     #[arg(long, value_enum)]
     pub(crate) guest: Option<GuestKind>,
-    /// How to move it
+    /// Migration mode
     #[arg(long, value_enum, default_value = "precopy")]
     pub(crate) mode: ModeArg,
-    /// The guest's memory, as in 512M or 4G
+    /// Guest memory, for example 512M or 4G
     #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory)]
     pub(crate) memory: u64,
-    /// Its vCPUs
+    /// Number of vCPUs
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254))]
     pub(crate) cpus: u32,
-    /// What the guest does with its memory, as in `vmferry run --workload`
+    /// Memory use of the guest, as in `vmferry run --workload`
     #[arg(long, value_name = "PATTERN[,KEY=VALUE]", default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload)]
     pub(crate) workload: Workload,
-    /// Pretend that the link is no faster than this, for example 2gbit
+    /// Simulate a link of this rate, for example 2gbit
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) link: Option<u64>,
-    /// Compare every page on both sides (the demo always does; here for symmetry with migrate)
+    /// Compare every page at both sides (the demo always does)
     #[arg(long)]
     pub(crate) verify: bool,
-    /// How the guest's writes are found
+    /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
-    /// Leave out what the guest says is free, where it can be asked
+    /// Skip pages that the guest reports as free
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) free_pages: OnOff,
-    /// Parallel channels
+    /// Number of bulk channels
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: u16,
-    /// Whether the two processes confine themselves, as `run --sandbox` has it
+    /// Confinement of the two processes, as in `run --sandbox`
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) sandbox: SandboxArg,
     /// Write the report as JSON to this file, - for standard output
@@ -171,13 +179,13 @@ pub(crate) enum BackingArg {
     Anonymous,
     /// A memfd, which other processes can map
     Memfd,
-    /// A memfd of 2 MiB pages out of the host's pool; the other side of a migration may do otherwise
+    /// A memfd of 2 MiB pages from the host's pool; the peer may differ
     Hugetlbfs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CpuArg {
-    /// All that this host can offer
+    /// All features that this host offers
     Host,
     /// x86-64-v2: no AVX, no AES
     Baseline,
@@ -191,117 +199,147 @@ pub(crate) enum OnReset {
     Exit,
 }
 
-/// Entries of each vCPU's dirty ring; none for the dirty log.
+/// Entries of each vCPU's dirty ring; `None` for the dirty log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DirtyRing(pub(crate) Option<u32>);
 
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
-    /// The kind of guest
+    /// Kind of guest
     #[arg(long, value_enum, default_value = "kvm")]
     pub(crate) guest: GuestKind,
-    /// The guest's memory, as in 512M or 4G
+    /// Guest memory, for example 512M or 4G
     #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory)]
     pub(crate) memory: u64,
-    /// Its vCPUs
+    /// Number of vCPUs
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254))]
     pub(crate) cpus: u32,
-    /// Run the built-in measuring guest, which writes to its memory so: idle, uniform, sequential or zipf:THETA, then ws=256M (what is
-    /// written to), data=1G (what has content), rate=100k (writes a second and vCPU), each after a comma; idle if there is no kernel either
+    /// Run the built-in measuring guest with this memory workload
+    ///
+    /// The pattern of writes is idle, uniform, sequential or zipf:THETA. Options follow after
+    /// commas: ws=256M is the memory that is written, data=1G the memory that has content, and
+    /// rate=100k the writes per second and vCPU. Without --kernel and --workload the guest is idle.
     #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"])]
     pub(crate) workload: Option<Workload>,
-    /// What else the measuring guest is told, as in report=async hints=incremental inflate=1G,by=ranges
+    /// Further arguments of the measuring guest
+    ///
+    /// For example report=async hints=incremental inflate=1G,by=ranges
     #[arg(long, value_name = "ARGS", default_value = "", requires = "workload")]
     pub(crate) guest_args: String,
-    /// Boot this kernel: a Linux bzImage (vmlinuz), or an ELF file with a PVH entry
+    /// Kernel to boot: a Linux bzImage (vmlinuz), or an ELF file with PVH
     #[arg(long, value_name = "FILE", conflicts_with = "incoming")]
     pub(crate) kernel: Option<PathBuf>,
-    /// The kernel's initial RAM disk
+    /// Initial RAM disk of the kernel
     #[arg(long, value_name = "FILE", requires = "kernel")]
     pub(crate) initrd: Option<PathBuf>,
-    /// The kernel's command line
+    /// Command line of the kernel
     #[arg(long, value_name = "TEXT", default_value = "", requires = "kernel")]
     pub(crate) cmdline: String,
-    /// Which processor the guest is shown: all that this host can offer, or x86-64-v2, with which it moves to nearly any host of the same
-    /// maker; with --incoming, the most that a guest may have been shown
+    /// Processor that the guest sees
+    ///
+    /// A guest with `baseline` (x86-64-v2) can move to nearly any host with a processor of the same
+    /// maker. With --incoming, this is the most that an arriving guest may have seen.
     #[arg(long, value_enum, default_value = "host")]
     pub(crate) cpu: CpuArg,
-    /// What guest memory is made of
+    /// Kind of memory that backs the guest memory
     #[arg(long, value_enum, default_value = "anonymous")]
     pub(crate) memory_backing: BackingArg,
     /// Ask for transparent huge pages
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
     pub(crate) huge_pages: bool,
-    /// Keep this host's processors awake while a guest waits for single pages (postcopy), where this user may ask for that
-    /// (/dev/cpu_dma_latency)
+    /// Keep this host's processors awake while a guest waits for pages
+    ///
+    /// This applies to postcopy, if this user may write /dev/cpu_dma_latency.
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) stay_awake: OnOff,
-    /// Give each vCPU a dirty ring of so many entries, a power of two; the guest then has no dirty log
+    /// Entries of each vCPU's dirty ring, a power of two
+    ///
+    /// A guest with dirty rings has no dirty log.
     #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring)]
     pub(crate) dirty_ring: DirtyRing,
-    /// Give it a balloon, by which it gives memory back and is asked for it; the same on both sides of a move
+    /// Give the guest a balloon; same value at source and target
+    ///
+    /// The guest gives memory back through the balloon, and can be asked to give back more.
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) balloon: OnOff,
-    /// Offer the balloon's extension beyond virtio 1.2; the same on both sides of a move
+    /// Offer the balloon extension; same value at source and target
     ///
-    /// The extension has three feature bits that no driver of Linux accepts. docs/balloon-extension.md specifies them. With `off` the
-    /// balloon is the device of virtio 1.2, and nothing else.
+    /// The extension goes beyond virtio 1.2. It has three feature bits that no driver of Linux
+    /// accepts. docs/balloon-extension.md specifies them. With `off` the balloon is the device of
+    /// virtio 1.2, and nothing else.
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) balloon_extension: OnOff,
-    /// Let the balloon follow the host: take memory while the host is short of it, but leave the guest at least this much
+    /// Take guest memory while the host is short; leave at least SIZE
+    ///
+    /// The balloon follows the memory pressure of the host.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) balloon_auto: Option<u64>,
-    /// Give it a disk: a raw file or a block device, in storage that both sides of a move reach; may be given several times, the same
-    /// on both sides
+    /// Give the guest a disk: a raw file or a block device (repeatable)
+    ///
+    /// Source and target must reach the same storage, and must be given the same disks.
     #[arg(long = "disk", value_name = "FILE[,readonly]", value_parser = disk)]
     pub(crate) disks: Vec<DiskArg>,
-    /// Give it a network interface at this tap of the host's, with this MAC address (random if left out; a guest that comes from elsewhere
-    /// keeps its own); may be given several times, as often on both sides of a move
+    /// Give the guest a network interface at this tap (repeatable)
+    ///
+    /// The tap is a device of the host. Without mac= the MAC address is random; a guest that comes
+    /// from another host keeps its own. Source and target must be given the same number of
+    /// interfaces.
     #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net)]
     pub(crate) nets: Vec<NetOptions>,
-    /// Give a copy in a file MAC addresses other than its original's
+    /// Give the copy of a guest new MAC addresses
     ///
-    /// With --incoming file:PATH, for a file that `migrate --keep-running` wrote: each interface gets the address that --net gives it, or
-    /// a random one. The guest's driver reads it when it starts the next time. A guest that moves keeps its addresses.
+    /// With --incoming file:PATH, for a file that `migrate --keep-running` wrote: each interface
+    /// gets the address that --net gives it, or a random one. The guest's driver reads the address
+    /// at its next start. A guest that moves keeps its addresses.
     #[arg(long, requires = "incoming")]
     pub(crate) new_mac: bool,
-    /// Give it a source of random numbers; the same on both sides of a move
+    /// Give the guest a random number device; same at source and target
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) rng: OnOff,
-    /// When the guest resets its machine: start it again, with its kernel read anew, or end with status 5. (A guest that came from
-    /// elsewhere has no kernel here: that ends.)
+    /// Action when the guest resets its machine
+    ///
+    /// `restart` reads the kernel again and starts the guest. `exit` ends the process with status
+    /// 5. A guest that came from another host has no kernel on this host, so its process ends in
+    /// both cases.
     #[arg(long, value_enum, default_value = "restart")]
     pub(crate) on_reset: OnReset,
-    /// Let KVM wake devices' threads by itself when the guest notifies a device, where it can
+    /// Let KVM wake device threads when the guest notifies a device
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) ioeventfd: OnOff,
-    /// Control socket
+    /// Path of the control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
-    /// Tell Prometheus, at this address and the path /metrics, how the guest and its migration are doing
+    /// Serve Prometheus metrics at this address, under /metrics
     #[arg(long, value_name = "HOST:PORT", value_parser = address)]
     pub(crate) metrics: Option<SocketAddr>,
-    /// Let other hosts read --metrics too, unencrypted and whoever asks
+    /// Let other hosts read the metrics, without encryption or login
     #[arg(long, requires = "metrics")]
     pub(crate) metrics_public: bool,
-    /// The guest's serial console: stdio (with input; on a terminal Ctrl-] ends vmferry), or a file for its output
+    /// Serial console of the guest: stdio, or a file for its output
+    ///
+    /// With stdio the guest also reads input. On a terminal, Ctrl-] ends vmferry.
     #[arg(long, value_name = "stdio|FILE")]
     pub(crate) serial: Option<String>,
-    /// Wait for a guest here
+    /// Wait for a guest at this address
     ///
-    /// At tcp:HOST:PORT, unix:PATH or fd:N[,N...]; or take the guest out of file:PATH. The sockets of fd: are one that listens, one that is connected to the source, or several
-    /// such. With `defer`, migrate-incoming on the control socket says where to wait.
+    /// The address is tcp:HOST:PORT, unix:PATH or fd:N[,N...]; file:PATH restores the guest from a
+    /// file. The sockets of fd: are one that listens, one that is connected to the source, or
+    /// several connected ones. With `defer`, the command migrate-incoming on the control socket
+    /// gives the address.
     #[arg(long, value_name = "URI|defer")]
     pub(crate) incoming: Option<IncomingArg>,
     /// Keep inherited socket N for a migration, as fd:N (repeatable)
     ///
-    /// The control socket can then name it in migrate and migrate-incoming, once. Sockets that a
-    /// service manager passes (LISTEN_FDS) are kept without this option, as are those that
-    /// --incoming names.
+    /// The control socket can then name the socket in migrate and migrate-incoming, once. Sockets
+    /// that a service manager passes (LISTEN_FDS) are kept without this option, and so are sockets
+    /// that --incoming names.
     #[arg(long = "pass-fd", value_name = "N")]
     pub(crate) pass_fds: Vec<i32>,
-    /// Who decides who owns a guest of which neither side can know after a lost link: an etcd, the same for both sides; in full
-    /// etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE
+    /// Arbiter that decides who owns the guest after a lost link
+    ///
+    /// The arbiter is an etcd, the same for source and target. The full form is etcd:URL, and after
+    /// commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with
+    /// password=FILE.
     #[arg(long, value_name = "etcd:URL")]
     pub(crate) fence: Option<FenceArg>,
     /// Allow unencrypted connections from other hosts
@@ -314,7 +352,7 @@ pub(crate) struct RunArgs {
     /// End together with the process that started this one
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,
-    /// How long the source may be silent before it is given up
+    /// Time without a message after which the source is given up
     #[arg(long, default_value = "10s", value_name = "T", value_parser = time)]
     pub(crate) peer_timeout: Duration,
 }
@@ -325,73 +363,91 @@ fn switchover(text: &str) -> Result<SwitchoverArg, String> {
 
 #[derive(Debug, Args)]
 pub(crate) struct MigrateArgs {
-    /// Control socket of the vmferry whose guest is to be moved
+    /// Control socket of the vmferry whose guest moves
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
     /// Target: tcp:HOST:PORT, unix:PATH, fd:N[,N...] or file:PATH
     ///
-    /// With file: the guest stops and is written into the file.
-    /// fd:N is a socket of this command that is connected to the target, and carries all channels.
-    /// Several sockets carry one channel each. A word instead of a number names a socket that the
-    /// other vmferry has.
+    /// With file: the guest stops and is written into the file. fd:N is a socket of this command
+    /// that is connected to the target, and carries all channels. Several sockets carry one channel
+    /// each. A word instead of a number names a socket that the process of --api has.
     pub(crate) uri: Uri,
-    /// How to move it
+    /// Migration mode
     #[arg(long, value_enum, default_value = "precopy")]
     pub(crate) mode: ModeArg,
-    /// How a page that the guest waits for is sent in postcopy
+    /// Path of a page that the guest waits for in postcopy
     #[arg(long, value_enum, default_value = "dedicated")]
     pub(crate) urgent: UrgentArg,
     /// Channels for pages that the guest waits for
     #[arg(long, value_name = "N", default_value_t = 2)]
     pub(crate) urgent_channels: u16,
-    /// How fast the rest is sent meanwhile: auto keeps the queues on the way short; off; or a rate such as 2gbit
+    /// Rate of the bulk transfer in postcopy
+    ///
+    /// auto keeps the queues on the link short for pages that the guest waits for; off sends
+    /// without a limit; a rate, such as 2gbit, is a fixed limit.
     #[arg(long, default_value_t, value_name = "auto|off|RATE")]
     pub(crate) pace: PaceArg,
-    /// How long a link that is lost in postcopy is tried to be taken up again before that needs `vmferry recover`
+    /// Time for reconnecting a lost postcopy link automatically
+    ///
+    /// After this time the link is only taken up again by `vmferry recover`.
     #[arg(long, value_name = "T", default_value = "60s", value_parser = time)]
     pub(crate) reconnect_for: Duration,
-    /// How the guest's writes are found
+    /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
-    /// Harvest policy of dirty rings: predict, or the baselines fixed, gears and aimd
+    /// Harvest policy of dirty rings
+    ///
+    /// The policy is predict, or one of the baselines fixed, gears and aimd.
     #[arg(long, default_value_t, value_name = "POLICY")]
     pub(crate) reaper: Policy,
-    /// Parallel channels [default: 2, or what several sockets leave]
+    /// Number of bulk channels [default: 2, or what several sockets leave]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: Option<u16>,
-    /// Stop the guest once that takes no longer than this
+    /// Longest expected downtime at which the guest is stopped
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
     pub(crate) downtime_limit: Duration,
-    /// Use no more than this, for example 2gbit or 250M/s: a promise to whoever shares the link, kept while the guest is
-    /// stopped too; pages that a guest waits for in postcopy come on top
+    /// Limit of the bandwidth, for example 2gbit or 250M/s
+    ///
+    /// The limit also holds while the guest is stopped. Pages that a guest waits for in postcopy
+    /// are not limited.
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) max_bandwidth: Option<u64>,
-    /// What holds instead while the guest is stopped; a rate also tells the prediction of the downtime what to count on
+    /// Limit of the bandwidth while the guest is stopped
+    ///
+    /// It replaces --max-bandwidth for that time. A rate is also what the prediction of the
+    /// downtime assumes.
     #[arg(long, value_name = "RATE|unlimited", value_parser = switchover)]
     pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
-    /// How long the migration may take
+    /// Time limit of the migration
     #[arg(long, value_name = "T", value_parser = time)]
     pub(crate) timeout: Option<Duration>,
-    /// What to do then
+    /// Action when the time limit expires
     #[arg(long, value_enum, default_value = "cancel")]
     pub(crate) on_timeout: OnTimeoutArg,
-    /// Slow a guest that dirties faster than the link carries; with --mode auto, whether that is allowed
+    /// Slow a guest that dirties memory faster than the link carries it
+    ///
+    /// With --mode auto, this allows the plan to slow the guest.
     #[arg(long, value_enum, default_value = "off")]
     pub(crate) auto_converge: AutoConvergeArg,
-    /// Predict how it will go before it begins, and score the prediction afterwards (in the report's `plan`); --mode auto always does
+    /// Predict the migration before it begins, and score the prediction
+    ///
+    /// The report contains the score in `plan`. --mode auto always does this.
     #[arg(long)]
     pub(crate) plan: bool,
-    /// Leave out what the guest says is free, where it can be asked
+    /// Skip pages that the guest reports as free
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) free_pages: OnOff,
-    /// Compare every page on both sides while the guest is stopped
+    /// Compare every page at both sides while the guest is stopped
     #[arg(long)]
     pub(crate) verify: bool,
-    /// With file:PATH: the guest goes on here when it has been written, and the file is a copy of it
+    /// With file:PATH: copy the guest into the file, and keep it running
     #[arg(long)]
     pub(crate) keep_running: bool,
-    /// Who decides who owns a guest of which neither side can know after a lost link: an etcd, the same as the target's; what `run` was given if it is left out; in full
-    /// etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE
+    /// Arbiter that decides who owns the guest after a lost link
+    ///
+    /// The arbiter is an etcd, the same as that of the target. The default is the one that `run`
+    /// was given. The full form is etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE,
+    /// cert=FILE with key=FILE, user=NAME with password=FILE.
     #[arg(long, value_name = "etcd:URL")]
     pub(crate) fence: Option<FenceArg>,
     /// Allow an unencrypted connection to another host
@@ -399,30 +455,30 @@ pub(crate) struct MigrateArgs {
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-    /// How long the target may be silent before it is given up
+    /// Time without a message after which the target is given up
     #[arg(long, default_value = "10s", value_name = "T", value_parser = time)]
     pub(crate) peer_timeout: Duration,
     /// Write the report as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write one JSON object a line as it goes to this file, - for standard output
+    /// Write the progress as JSON lines to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) events: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct ApiArgs {
-    /// Control socket of the vmferry that is meant
+    /// Control socket of the vmferry process
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct BalloonArgs {
-    /// Control socket of the vmferry whose guest is meant
+    /// Control socket of the vmferry process
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Let the guest have this much of its memory
+    /// Memory that the guest may use
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) target: Option<u64>,
     /// Write the answer as JSON to this file, - for standard output
@@ -432,7 +488,7 @@ pub(crate) struct BalloonArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
-    /// Write what was found as JSON to this file, - for standard output
+    /// Write the findings as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
@@ -446,14 +502,14 @@ pub(crate) struct RecoverArgs {
     pub(crate) decision: Decision,
 }
 
-/// Neither: take up the lost link of a postcopy again.
+/// Decision about the owner of the guest. Without one, `recover` takes up a lost postcopy link.
 #[derive(Debug, Args)]
 #[group(multiple = false)]
 pub(crate) struct Decision {
-    /// The guest does not run on the target, and that process is gone: run it here
+    /// Resume the guest at the source; the target's process must be gone
     #[arg(long)]
     pub(crate) take: bool,
-    /// The guest runs on the target, or is to be given up: end it here
+    /// End the guest at the source: it runs at the target, or is given up
     #[arg(long)]
     pub(crate) abandon: bool,
 }
@@ -461,7 +517,7 @@ pub(crate) struct Decision {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn the_command_line_is_consistent() {
+    fn command_line_is_consistent() {
         use clap::CommandFactory;
         super::Cli::command().debug_assert();
     }

@@ -1,5 +1,5 @@
-//! What is said of a guest when it runs here: to whoever looks on, and by a target when its guest runs, not only when all that belongs to
-//! its arrival is done.
+//! Wrapper of the target VM that publishes the guest's place as soon as the guest runs, before all
+//! steps of its arrival are done.
 
 use crate::api::{Place, Shared};
 use std::path::Path;
@@ -13,7 +13,8 @@ use vmferry_engine::{
 pub(crate) struct Arriving<'a> {
     pub(crate) vm: &'a mut dyn TargetVm,
     pub(crate) shared: &'a Shared,
-    /// It may come before its memory. Then there is more to be known of it before it is shown, and that does not take long.
+    /// The guest may start before its memory is complete. Its place is then published by the
+    /// caller, shortly after the start.
     pub(crate) lazy: bool,
 }
 
@@ -69,9 +70,9 @@ impl TargetVm for Arriving<'_> {
     }
 }
 
-/// How a guest that runs here is reached, as the end of a sentence.
+/// Returns how a guest of this process is reached, as the end of a sentence.
 pub(crate) fn reached_by(api: Option<&Path>) -> String {
-    api.map_or(" (without --api it can neither be moved nor asked)".into(), |path| {
+    api.map_or(" (without --api the guest cannot be moved or queried)".into(), |path| {
         format!("; its control socket is {}", path.display())
     })
 }

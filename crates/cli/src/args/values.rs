@@ -1,4 +1,4 @@
-//! What stands behind options, as text: sizes, rates, times, addresses.
+//! Parsers of option values: sizes, rates, times, addresses.
 
 use super::DirtyRing;
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -6,11 +6,12 @@ use std::time::Duration;
 use vmferry_guest_abi::Workload;
 
 pub(super) fn size(text: &str) -> Result<u64, String> {
-    vmferry_guest_abi::parse_size(text)
-        .ok_or_else(|| format!("'{text}' is no size; write bytes, or 64K, 256M, 4G, 1T (powers of 1024)"))
+    vmferry_guest_abi::parse_size(text).ok_or_else(|| {
+        format!("'{text}' is no size; write a number of bytes, or 64K, 256M, 4G, 1T (powers of 1024)")
+    })
 }
 
-/// The memory of a guest.
+/// Parses the size of a guest's memory.
 pub(super) fn memory(text: &str) -> Result<u64, String> {
     size(text).and_then(
         |size| if size > 0 { Ok(size) } else { Err("a guest without memory cannot run".to_owned()) },
@@ -31,7 +32,8 @@ pub(crate) fn time(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
 }
 
-/// A rate in bytes a second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s` (decimal bytes).
+/// Parses a rate into bytes per second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s`
+/// (decimal bytes).
 pub(crate) fn rate(text: &str) -> Result<u64, String> {
     let wrong = || format!("'{text}' is no rate; write 2gbit, 500mbit, 250M/s or 1G/s");
     let lower = text.to_ascii_lowercase();
@@ -53,7 +55,9 @@ pub(crate) fn rate(text: &str) -> Result<u64, String> {
     let value: f64 = number[..split].parse().map_err(|_| wrong())?;
     let bytes = value * factor / if bits { 8.0 } else { 1.0 };
     if !(1.0..1e15).contains(&bytes) {
-        return Err(format!("{text} is out of range: between one byte and a petabyte a second"));
+        return Err(format!(
+            "{text} is out of range: write a rate between one byte and a petabyte per second"
+        ));
     }
     #[expect(
         clippy::cast_possible_truncation,
@@ -80,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_ring_has_a_power_of_two_and_a_guest_has_memory() {
+    fn ring_size_is_a_power_of_two_and_memory_is_not_zero() {
         assert_eq!(dirty_ring("4096"), Ok(DirtyRing(Some(4096))));
         assert_eq!(dirty_ring("off"), Ok(DirtyRing(None)));
         assert!(["1000", "0", "-1", "on", ""].iter().all(|wrong| dirty_ring(wrong).is_err()));

@@ -1,5 +1,5 @@
-//! A target that follows the host: it takes memory from the guest while the host is short of it, and gives it back when it is not, or
-//! when the guest itself runs short.
+//! Balloon target that follows the host: it takes memory from the guest while the host is short of
+//! memory, and gives memory back when the host is not short or when the guest itself is.
 
 use super::pressure::Pressure;
 use crate::api::{Place, Shared};
@@ -8,38 +8,43 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_vmm::{BalloonHandle, MIN_MEMORY};
 
-/// How often it looks: as often as the guest says how it is doing.
+/// Interval of the decisions. The guest reports its statistics at the same interval.
 const TICK: Duration = Duration::from_secs(1);
 
-/// The host is short of memory: some task waits for it for this share of the time. At 5 % people begin to notice.
+/// Share of time with a task waiting for memory from which the host counts as short of memory. At 5
+/// % users begin to notice.
 const SHORT: f64 = 0.05;
-/// It is not: below this, and only then, memory is given back. The gap keeps the target from swinging.
+/// Share below which memory is given back. The gap to [`SHORT`] keeps the target from oscillating.
 const EASY: f64 = 0.005;
 
-/// What is taken at once, as a part of the guest's memory: a guest of 16 GiB gives a gibibyte a second.
+/// Divisor of the guest's memory for the amount that one decision takes: a guest of 16 GiB gives 1
+/// GiB per second.
 const TAKE: u64 = 16;
-/// What is given back at once: slower, so that a host at its limit is not pushed over it again.
+/// Divisor for the amount that one decision gives back. It is smaller than what is taken, so that a
+/// host at its limit is not short again at once.
 const GIVE: u64 = 32;
-/// What the guest must have left, as a part of its memory, before anything is taken; with less than half of it, it is given some.
+/// Divisor of the guest's memory for the memory that must stay available in the guest. A guest with
+/// less than half of that gets memory back.
 const RESERVE: u64 = 16;
 
-/// Targets are multiples of this: no notice for every page.
+/// Targets are multiples of this number of bytes, so that the guest does not get a notification for
+/// every page.
 const GRAIN: u64 = 1 << 20;
 
-/// What a decision is made of.
+/// Input of a decision.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Look {
-    /// The share of time in which the host is short of memory.
+    /// Share of time in which the host is short of memory, from 0 to 1.
     pub(crate) pressure: f64,
-    /// All of the guest's memory, in bytes.
+    /// Memory of the guest in bytes.
     pub(crate) memory: u64,
-    /// What it is to have now.
+    /// Current target in bytes.
     pub(crate) target: u64,
-    /// What it can use without paging, if it says so.
+    /// Bytes that the guest can use without paging, if it reports them.
     pub(crate) available: Option<u64>,
 }
 
-/// What the guest is to have next, in bytes: at least `least`, at most all.
+/// Returns the next target in bytes: at least `least`, at most all of the guest's memory.
 pub(crate) fn decide(least: u64, look: &Look) -> u64 {
     let Look { pressure, memory, target, available } = *look;
     let reserve = memory / RESERVE;
@@ -47,7 +52,8 @@ pub(crate) fn decide(least: u64, look: &Look) -> u64 {
     let next = if starves || pressure < EASY {
         target.saturating_add(memory / GIVE)
     } else if pressure >= SHORT {
-        // Not what the guest needs: its own paging would be worse for both. What it says is as old as a tick, so only half of it is
+        // Memory that the guest needs is not taken: its own paging would be worse for guest and
+        // host. The guest's report is up to one tick old, so only half of the spare memory is
         // counted on.
         let spare = available.map_or(u64::MAX, |available| available.saturating_sub(reserve) / 2);
         target.saturating_sub(spare.min(memory / TAKE))
@@ -55,12 +61,12 @@ pub(crate) fn decide(least: u64, look: &Look) -> u64 {
         target
     };
     let next = next / GRAIN * GRAIN;
-    // What rounding takes, `next` gets back when all is to be given.
+    // Rounding must not keep the last part of the memory from the guest.
     let next = if next.saturating_add(GRAIN) > memory { memory } else { next };
     next.max(least.min(memory)).min(memory)
 }
 
-/// Starts following the host, for a guest that is to keep at least `least` bytes.
+/// Starts a thread that follows the host, for a guest that keeps at least `least` bytes.
 pub(crate) fn start(balloon: BalloonHandle, least: u64, shared: &Arc<Shared>) -> Result<()> {
     let memory = balloon.status().memory;
     if !(MIN_MEMORY..=memory).contains(&least) {
@@ -72,12 +78,12 @@ pub(crate) fn start(balloon: BalloonHandle, least: u64, shared: &Arc<Shared>) ->
         loop {
             std::thread::sleep(TICK);
             let Ok(share) = pressure.look() else { continue };
-            // Elsewhere, or on its way: the next host decides.
+            // During and after a migration, the target host decides.
             if shared.place() != Place::Running || shared.lacks_pages() {
                 continue;
             }
             let status = balloon.status();
-            // A guest without a driver would only find a target that it never asked for when it gets one.
+            // A guest without a driver would get an old target when its driver starts.
             if status.driver {
                 let available = status.stats.get("available").or(status.stats.get("free"));
                 let look = Look { pressure: share, memory: status.memory, target: status.target, available };
@@ -104,11 +110,11 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_is_short_takes_and_one_that_is_not_gives() {
+    fn target_falls_while_the_host_is_short_and_rises_otherwise() {
         let decide = |pressure, target, available| super::decide(GIB, &look(pressure, target, available));
         assert_eq!(decide(0.2, 4 * GIB, None), 4 * GIB - GIB / 4);
         assert_eq!(decide(0.2, 4 * GIB, Some(3 * GIB)), 4 * GIB - GIB / 4);
-        assert_eq!(decide(0.02, 2 * GIB, None), 2 * GIB, "between: as it is");
+        assert_eq!(decide(0.02, 2 * GIB, None), 2 * GIB, "between the limits the target stays");
         assert_eq!(decide(0.0, 2 * GIB, None), 2 * GIB + GIB / 8);
         assert_eq!(decide(0.0, 4 * GIB, None), 4 * GIB);
         assert_eq!(decide(0.9, GIB, None), GIB, "never below the least");
@@ -116,19 +122,19 @@ mod tests {
     }
 
     #[test]
-    fn what_the_guest_needs_is_left_to_it() {
+    fn memory_that_the_guest_needs_is_not_taken() {
         let decide = |available| super::decide(GIB, &look(0.5, 3 * GIB, Some(available)));
-        assert_eq!(decide(GIB / 4), 3 * GIB, "only its reserve");
-        assert_eq!(decide(GIB / 2), 3 * GIB - GIB / 8, "half of what is above it");
+        assert_eq!(decide(GIB / 4), 3 * GIB, "only its reserve is available");
+        assert_eq!(decide(GIB / 2), 3 * GIB - GIB / 8, "half of the memory above the reserve");
         assert_eq!(
             decide(GIB / 16),
             3 * GIB + GIB / 8,
-            "it starves: it gets some, however short the host is"
+            "a guest that is short gets memory, however short the host is"
         );
     }
 
     #[test]
-    fn it_settles_at_either_end() {
+    fn target_reaches_either_end_and_stays() {
         for (pressure, end) in [(0.0, 4 * GIB), (1.0, GIB)] {
             let mut target = 2 * GIB + 12_345;
             for _ in 0..100 {
@@ -138,6 +144,6 @@ mod tests {
             assert_eq!(target, end);
         }
         let odd = Look { pressure: 0.0, memory: 5 * GRAIN + 4096, target: 5 * GRAIN, available: None };
-        assert_eq!(decide(MIN_MEMORY, &odd), odd.memory, "all of it, also what is less than a grain");
+        assert_eq!(decide(MIN_MEMORY, &odd), odd.memory, "all memory, with the part below one grain");
     }
 }

@@ -1,4 +1,4 @@
-//! `vmferry balloon`: how much of its memory a guest is to have, and what it says of it.
+//! `vmferry balloon`: shows and sets the memory that a guest may use.
 
 pub(crate) mod auto;
 mod pressure;
@@ -23,16 +23,17 @@ pub(crate) fn balloon(args: &BalloonArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// The machine's side: sets the target, if there is one, and says how the balloon is doing.
+/// Executes the command in the process of the guest: sets the target, if the arguments have one,
+/// and returns the state of the balloon.
 pub(crate) fn answer(shared: &Shared, arguments: &Value) -> Result<Value> {
     let balloon =
-        shared.probe.balloon().context("this guest has no balloon; KVM guests have with --balloon on")?;
+        shared.probe.balloon().context("this guest has no balloon; a KVM guest has one with --balloon on")?;
     if let Some(target) = arguments.get("target") {
         let target = target.as_u64().context("`target` is a number of bytes")?;
         check(target, &balloon.status())?;
         if !matches!(shared.place(), Place::Running | Place::Paused) {
-            // Its state may have been saved already: what is set now could be lost.
-            bail!("the guest is on its way; set the target where it arrives");
+            // The balloon's state may have been saved already, so a new target could be lost.
+            bail!("the guest is being migrated; set the balloon's target after the migration");
         }
         balloon.set_target(target);
     }
@@ -41,12 +42,15 @@ pub(crate) fn answer(shared: &Shared, arguments: &Value) -> Result<Value> {
 
 fn check(target: u64, status: &BalloonStatus) -> Result<()> {
     if !(MIN_MEMORY..=status.memory).contains(&target) {
-        bail!("a target of {target} bytes: the guest can have {MIN_MEMORY} to {}", status.memory);
+        bail!(
+            "a target of {target} bytes is out of range: the guest can have {MIN_MEMORY} to {}",
+            status.memory
+        );
     }
     Ok(())
 }
 
-/// A balloon as JSON.
+/// Returns the state of a balloon as JSON.
 pub(crate) fn describe(balloon: &BalloonHandle) -> Value {
     let status = balloon.status();
     let stats: Map<String, Value> =
@@ -72,7 +76,7 @@ fn text(answer: &Value) -> String {
         size(&answer["target"])
     )];
     if answer["driver"] == false {
-        lines.push("the guest has no driver for its balloon (yet): it keeps what it has".to_owned());
+        lines.push("the guest has no driver for its balloon (yet), so its memory does not change".to_owned());
     }
     let features: Vec<_> =
         answer["features"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
@@ -98,7 +102,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn text_says_what_there_is() {
+    fn text_contains_the_reported_values() {
         let answer = json!({
             "memory": 1u64 << 30, "target": 512 << 20, "actual": 1u64 << 30, "driver": true,
             "features": ["stats", "reporting"], "stats": {"free": 3 << 20, "oom_kills": 2},

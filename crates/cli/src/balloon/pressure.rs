@@ -1,4 +1,5 @@
-//! How much the host's memory is short: pressure stall information (Linux, Documentation/accounting/psi.rst).
+//! Memory pressure of the host: pressure stall information (Linux,
+//! Documentation/accounting/psi.rst).
 
 use anyhow::{Context, Result, anyhow};
 use std::fs::File;
@@ -6,16 +7,17 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// The share of time in which some task waits for memory, from one look to the next.
+/// Meter of the share of time in which at least one task waits for memory.
 #[derive(Debug)]
 pub(super) struct Pressure {
-    /// Open: whoever looks at it may not open files any more.
+    /// Pressure file. It stays open because the thread that reads it may not open files.
     file: File,
     last: (Instant, u64),
 }
 
 impl Pressure {
-    /// That of this process's cgroup, whose limit may be narrower than the host's memory; or else the host's.
+    /// Opens the pressure file of this process's cgroup, whose limit may be lower than the host's
+    /// memory, or else of the host.
     pub(super) fn open() -> Result<Self> {
         let own = std::fs::read_to_string("/proc/self/cgroup").ok();
         let own = own.as_deref().and_then(cgroup_file);
@@ -23,14 +25,14 @@ impl Pressure {
         let opened = |path| File::open(path).ok().filter(|file| stalled(file).is_ok());
         let file = own.into_iter().chain([host]).find_map(opened);
         let file = file.context(
-            "this host does not say how short of memory it is: /proc/pressure/memory cannot be read (Linux with CONFIG_PSI, and psi=1 \
+            "the memory pressure of this host is unknown: cannot read /proc/pressure/memory (Linux with CONFIG_PSI, and psi=1 \
              on its command line)",
         )?;
         let now = stalled(&file)?;
         Ok(Self { file, last: (Instant::now(), now) })
     }
 
-    /// The share since the last look, 0 to 1.
+    /// Returns the share since the last call, from 0 to 1.
     pub(super) fn look(&mut self) -> Result<f64> {
         let now = (Instant::now(), stalled(&self.file)?);
         let last = std::mem::replace(&mut self.last, now);
@@ -44,13 +46,13 @@ fn share(stalled_us: u64, seconds: f64) -> f64 {
     if seconds > 0.0 { (stalled / seconds).min(1.0) } else { 0.0 }
 }
 
-/// The pressure file of the cgroup that `/proc/self/cgroup` names (version 2).
+/// Returns the pressure file of the cgroup that `/proc/self/cgroup` names (version 2).
 fn cgroup_file(text: &str) -> Option<PathBuf> {
     let group = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
     Some(Path::new("/sys/fs/cgroup").join(group).join("memory.pressure"))
 }
 
-/// Microseconds in which some task has waited for memory so far.
+/// Returns the microseconds in which at least one task has waited for memory so far.
 fn stalled(file: &File) -> Result<u64> {
     let mut bytes = [0; 512];
     let read = file.read_at(&mut bytes, 0)?;
@@ -68,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernels_text_is_read() {
+    fn pressure_and_cgroup_of_the_kernels_text_are_parsed() {
         let text = "some avg10=0.12 avg60=0.00 avg300=0.00 total=81235\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=7\n";
         assert_eq!(parse(text), Some(81235));
         for wrong in ["", "full avg10=0 total=3", "some avg10=0.1", "some total=x"] {
@@ -82,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_of_the_time_between_two_looks() {
+    fn share_refers_to_the_time_between_two_calls() {
         assert!((share(500_000, 1.0) - 0.5).abs() < 1e-9);
         assert!((share(9_000_000, 1.0) - 1.0).abs() < 1e-9);
         assert!(share(5, 0.0).abs() < 1e-9);
