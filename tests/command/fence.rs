@@ -293,11 +293,11 @@ fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves(
     refused(&plain_uri, Some(&etcd.fence()), "do not have the same fence");
     refused(fenced_uri, None, "do not have the same fence");
     refused(fenced_uri, Some(&prefixed), "do not have the same fence");
-    refused(fenced_uri, Some(&other.fence()), "this is not the etcd that the source has asked");
+    refused(fenced_uri, Some(&other.fence()), "this is not the etcd that the source uses");
     refused(fenced_uri, Some(&nobody), "the fence cannot be used");
     refused(fenced_uri, Some("etcd:http://192.0.2.1:2379"), "say --insecure");
     let output = source.migrate(fenced_uri, &["--fence", "consul:x"]);
-    assert!(code(&output) == 2 && errors(&output).contains("is no fence"), "{output:?}");
+    assert!(code(&output) == 2 && errors(&output).contains("is no arbiter"), "{output:?}");
     // After all that both still wait for a guest.
     plain.wait("the target waiting", |s| s["vm"]["place"] == "awaited");
     let output = source.migrate(fenced_uri, &["--fence", &etcd.fence(), "--verify"]);
@@ -332,7 +332,7 @@ fn a_person_takes_only_what_the_fence_gives() {
     });
     let output = recover("--take");
     if place(&pair.target).is_some() {
-        assert!(code(&output) == 1 && errors(&output).contains("must not run here as well"), "{output:?}");
+        assert!(code(&output) == 1 && errors(&output).contains("must not run at the source as well"), "{output:?}");
         pair.target.goes_on();
         assert_eq!(code(&recover("--abandon")), 0);
     } else {

@@ -298,8 +298,8 @@ pub(crate) struct RunArgs {
     pub(crate) rng: OnOff,
     /// Action when the guest resets its machine
     ///
-    /// `restart` reads the kernel again and starts the guest. `exit` ends the process with status
-    /// 5. A guest that came from another host has no kernel on this host, so its process ends in
+    /// `restart` reads the kernel again and starts the guest. `exit` ends the process (status 5).
+    /// A guest that came from another host has no kernel on this host, so its process ends in
     /// both cases.
     #[arg(long, value_enum, default_value = "restart")]
     pub(crate) on_reset: OnReset,

@@ -1,4 +1,4 @@
-//! `vmferry check`: what this host can do.
+//! `vmferry check`: shows what this host supports.
 
 mod host;
 mod postcopy;
@@ -9,20 +9,20 @@ use anyhow::Result;
 use serde::Serialize;
 use std::io::Write;
 
-/// Where a finding's words begin.
+/// Column at which the text of a finding begins.
 const INDENT: usize = 30;
 
-/// One thing that vmferry uses.
+/// State of one feature that vmferry uses.
 #[derive(Debug, Serialize)]
 struct Finding {
-    /// Its name in JSON: stays as it is.
+    /// Name of the feature in JSON. The name is stable.
     id: &'static str,
     #[serde(skip)]
     name: &'static str,
     ok: bool,
-    /// What was found, or what is missing.
+    /// Description of the feature, or what is missing.
     detail: String,
-    /// How to enable it, and what works without it; only where it is missing.
+    /// Advice that enables the feature, and what works without it; only if the feature is missing.
     #[serde(skip_serializing_if = "Option::is_none")]
     how: Option<&'static str>,
 }
@@ -39,12 +39,12 @@ impl Finding {
         Self { id, name, ok, detail, how: (!ok).then_some(otherwise) }
     }
 
-    /// For people: on a terminal of so many columns lines are broken between words.
+    /// Returns the finding as text. With `columns`, lines are broken between words.
     fn text(&self, columns: Option<usize>) -> String {
         let Self { name, detail, .. } = self;
         let text = match self.how {
             None => format!("yes  {name:24} {detail}"),
-            // On a line of its own: the two together are wider than a terminal.
+            // The advice has its own line: both together are wider than a terminal.
             Some(how) => format!("no   {name:24} {detail}\n{:INDENT$}{how}", ""),
         };
         match columns {
@@ -56,14 +56,15 @@ impl Finding {
     }
 }
 
-/// Prints a line for each thing that vmferry uses, and what to do where it is missing; or one JSON document.
+/// Prints a line for each feature that vmferry uses, with advice if it is missing, or one JSON
+/// document.
 pub(crate) fn check(args: &CheckArgs) -> Result<Status> {
     let mut findings = guests();
     findings.extend(postcopy::findings());
     findings.extend(host::findings());
     findings.extend(confinement());
     let usable = findings.iter().any(|finding| finding.ok);
-    // Standard output belongs to the document then.
+    // With `--json -`, standard output contains only the document.
     if args.json.as_deref() != Some("-".as_ref()) {
         let columns = output::columns(false);
         findings.iter().for_each(|finding| println!("{}", finding.text(columns)));
@@ -75,7 +76,7 @@ pub(crate) fn check(args: &CheckArgs) -> Result<Status> {
     Ok(if usable { Status::Done } else { Status::Failed })
 }
 
-/// What kinds of guest there can be, and how their writes are found.
+/// Returns the findings about kinds of guests and dirty trackers.
 fn guests() -> Vec<Finding> {
     vec![
         Finding::new(
@@ -95,16 +96,16 @@ fn guests() -> Vec<Finding> {
         ),
         Finding::new(
             "ioeventfd",
-            "kicks of virtqueues",
+            "virtqueue notifications",
             vmferry_vmm::passes_kicks()
                 .map_err(|error| error.to_string())
                 .and_then(|passes| {
                     passes
-                        .then_some("KVM wakes devices' threads by itself (ioeventfd)")
-                        .ok_or_else(|| "KVM does not wake devices' threads by itself".into())
+                        .then_some("KVM wakes device threads (ioeventfd)")
+                        .ok_or_else(|| "KVM does not wake device threads".into())
                 })
                 .map(str::to_owned),
-            "the vCPU that notifies a device wakes its threads; ioeventfd (KVM_CAP_IOEVENTFD) needs no exit to vmferry for that",
+            "the vCPU that notifies a device exits and wakes its threads; with ioeventfd (KVM_CAP_IOEVENTFD) it need not exit",
         ),
         Finding::new(
             "wp",
@@ -117,7 +118,7 @@ fn guests() -> Vec<Finding> {
     ]
 }
 
-/// What confines the process that runs a guest.
+/// Returns the findings about the confinement of the process that runs a guest.
 fn confinement() -> [Finding; 2] {
     let [seccomp, landlock] = sandbox::available();
     [
@@ -125,14 +126,14 @@ fn confinement() -> [Finding; 2] {
             "seccomp",
             "system calls confined",
             seccomp,
-            "`run` goes on without filters of system calls; they need CONFIG_SECCOMP_FILTER, and a container that allows seccomp",
+            "`run` works without system call filters; they need CONFIG_SECCOMP_FILTER, and a container that allows seccomp",
         ),
         Finding::new(
             "landlock",
             "files confined",
             landlock,
-            "`run` goes on, and reaches the files that its user can; landlock needs Linux 5.13 and lsm=landlock,... on its command line; \
-             `run --jail` (as root) does without",
+            "`run` works, and reaches the files that its user can; landlock needs Linux 5.13 and lsm=landlock,... on its command line; \
+             `run --jail` (as root) does not need it",
         ),
     ]
 }
@@ -142,7 +143,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_missing_says_what_to_do_and_what_is_there_does_not() {
+    fn only_missing_features_come_with_advice() {
         let there = Finding::new("x", "a thing", Ok("found".into()), "do this");
         assert_eq!(there.text(None), format!("yes  {:24} found", "a thing"));
         assert_eq!(

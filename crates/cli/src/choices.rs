@@ -1,4 +1,4 @@
-//! Choices that the command line and the control socket share, by the contract's names.
+//! Choices that the command line and the control socket share. Their names are stable.
 
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -8,16 +8,16 @@ use vmferry_engine::{
     AutoConverge, MigrationMode, OnTimeout, Pace, SwitchoverBandwidth, UrgentPath, Uri, UriError,
 };
 
-/// Where a guest comes from.
+/// Source of an arriving guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum IncomingArg {
     At(Uri),
-    /// Somebody will say.
+    /// The address is given later, over the control socket.
     Defer,
 }
 
 impl IncomingArg {
-    /// Returns the address; `None` if it is to be told later.
+    /// Returns the address; `None` if it is given later.
     pub(crate) fn uri(&self) -> Option<&Uri> {
         match self {
             Self::At(uri) => Some(uri),
@@ -34,25 +34,25 @@ impl FromStr for IncomingArg {
     }
 }
 
-/// When the guest changes sides.
+/// Point in the transfer of the memory at which the guest switches to the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ModeArg {
-    /// The guest moves after its memory
+    /// Send the memory, then switch the guest to the target
     #[default]
     Precopy,
-    /// The guest moves at once, and its memory follows
+    /// Switch the guest at once, then send its memory
     Postcopy,
-    /// The guest moves after as much of its memory as is worth while, and the rest follows
+    /// Send the memory for some passes, then switch the guest
     Hybrid,
-    /// As a plan made before says, which is left where the run departs from it
+    /// Follow a plan that is made before, and leave it where it fails
     Auto,
 }
 
 impl From<ModeArg> for MigrationMode {
     fn from(arg: ModeArg) -> Self {
         match arg {
-            // What it becomes the plan says.
+            // The plan sets the mode of an automatic migration later.
             ModeArg::Precopy | ModeArg::Auto => Self::Precopy,
             ModeArg::Postcopy => Self::Postcopy,
             ModeArg::Hybrid => Self::Hybrid,
@@ -60,16 +60,16 @@ impl From<ModeArg> for MigrationMode {
     }
 }
 
-/// What to do when a migration takes too long.
+/// Action when the time limit of a migration expires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum OnTimeoutArg {
-    /// Give up; the guest stays
+    /// Cancel the migration; the guest stays at the source
     #[default]
     Cancel,
     /// Stop the guest and send the rest
     Switch,
-    /// Let the guest go on at the target and send the rest then
+    /// Switch the guest to the target and send the rest afterwards
     Postcopy,
 }
 
@@ -83,7 +83,8 @@ impl From<OnTimeoutArg> for OnTimeout {
     }
 }
 
-/// Something that is done, or not. What that is the option says: its values are no help of their own.
+/// Value of an option that is on or off. The values have no help: the help of the option says what
+/// they do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum OnOff {
@@ -98,15 +99,15 @@ impl From<OnOff> for bool {
     }
 }
 
-/// How a page that a guest waits for is sent.
+/// Path of a page that a guest waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum UrgentArg {
-    /// In the bulk channel, behind what is queued there
+    /// In the bulk channel, behind queued pages
     Shared,
-    /// On a channel of its own, by the thread that sends the bulk
+    /// On its own channel, by the thread that sends the bulk
     Interleaved,
-    /// On a channel of its own, at once, by the thread that reads the request
+    /// On its own channel, by the thread that reads the request
     #[default]
     Dedicated,
 }
@@ -121,8 +122,8 @@ impl From<UrgentArg> for UrgentPath {
     }
 }
 
-/// How fast the bulk is sent beside pages that the guest waits for: `auto`, `off`, or a rate; in JSON `"auto"`, `"off"`, or bytes
-/// a second.
+/// Rate of the bulk transfer beside pages that the guest waits for: `auto`, `off`, or a rate. In
+/// JSON `"auto"`, `"off"`, or bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "PaceText", into = "PaceText")]
 pub(crate) struct PaceArg(pub(crate) Pace);
@@ -177,12 +178,12 @@ impl fmt::Display for PaceArg {
     }
 }
 
-/// A limit for the time in which the guest is stopped.
+/// Limit of the bandwidth while the guest is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SwitchoverArg {
     Unlimited,
-    /// Bytes a second.
+    /// Limit in bytes per second.
     AtMost(u64),
 }
 
@@ -195,16 +196,16 @@ impl From<SwitchoverArg> for SwitchoverBandwidth {
     }
 }
 
-/// Whether a guest that dirties faster than the link carries is slowed.
+/// vCPUs that are slowed if the guest dirties memory faster than the link carries it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum AutoConvergeArg {
-    /// Let it run
+    /// Slow no vCPU
     #[default]
     Off,
-    /// All vCPUs alike
+    /// Slow all vCPUs equally
     All,
-    /// Only the vCPUs that write more than their share, where the tracker can tell (ring)
+    /// Slow the vCPUs that write more than their share (needs rings)
     Writers,
 }
 
@@ -223,7 +224,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pace_is_a_word_or_a_rate_in_both_places() {
+    fn pace_is_a_word_or_a_rate_on_the_command_line_and_in_json() {
         for (text, pace) in [("auto", Pace::Auto), ("off", Pace::Off), ("2gbit", Pace::Rate(250_000_000))] {
             let arg: PaceArg = text.parse().unwrap();
             assert_eq!(arg.0, pace);

@@ -1,7 +1,8 @@
-//! The guest's serial console on this process's terminal: `run --serial stdio`.
+//! Serial console of the guest on this process's terminal: `run --serial stdio`.
 //!
-//! What is typed goes to the guest as it is, Ctrl-C too; [`ESCAPE`] is what ends vmferry instead. Input that is no terminal (a pipe, a file)
-//! goes there as it is, whole, and nothing in it is an escape.
+//! Input goes to the guest unchanged, Ctrl-C too; [`ESCAPE`] ends vmferry. Input that is no
+//! terminal (a pipe, a file) goes to the guest unchanged and completely, and has no escape
+//! character.
 
 use crate::api::{Place, Shared};
 use anyhow::{Context, Result};
@@ -12,30 +13,32 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Ctrl-], as telnet and virsh have it.
+/// Character that ends vmferry: Ctrl-], as in telnet and virsh.
 const ESCAPE: u8 = 0x1d;
 
-/// How often it is tried again to pass input to a guest that has not read what came before, or does not run at the moment.
+/// Interval of attempts to pass input to a guest that has not read earlier input, or does not run
+/// at the moment.
 const RETRY: Duration = Duration::from_millis(5);
-/// How often what was typed is tried: a person who types to a guest that hangs is about to leave.
+/// Attempts to pass typed input. A guest that hangs must not keep the operator from typing the
+/// escape character.
 const TRIES: u32 = 200;
 
-/// The console while it is there. Dropping it gives the terminal back as it was.
+/// A console in use. Dropping it restores the terminal.
 #[derive(Debug)]
 pub(crate) struct Console {
     before: Option<Termios>,
 }
 
 impl Console {
-    /// Sends what comes on standard input to the guest from now on.
+    /// Sends standard input to the guest from now on.
     ///
     /// # Errors
-    /// If the terminal cannot be set up, or there is no thread for it.
+    /// If the terminal cannot be set up, or a thread cannot be started.
     pub(crate) fn start(shared: &Arc<Shared>) -> Result<Self> {
         let stdin = std::io::stdin();
         let terminal = isatty(&stdin);
         if terminal && tcgetpgrp(&stdin).ok() != Some(rustix::process::getpgrp()) {
-            // In the background: reading would stop this process.
+            // In the background, reading from the terminal would stop this process.
             return Ok(Self { before: None });
         }
         let console = Self { before: if terminal { Some(raw(&stdin)?) } else { None } };
@@ -44,7 +47,7 @@ impl Console {
         }
         let shared = Arc::clone(shared);
         let read = move || feed(&mut stdin.lock(), terminal, &shared);
-        // It is never joined: it reads until the process ends.
+        // The thread is never joined: it reads until the process ends.
         vmferry_thread::spawn(vmferry_thread::Role::Watch, "console", read)?;
         Ok(console)
     }
@@ -53,13 +56,14 @@ impl Console {
 impl Drop for Console {
     fn drop(&mut self) {
         if let Some(before) = self.before.take() {
-            // There is nobody to tell, and nothing to do about it.
+            // A failure cannot be reported usefully.
             let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &before);
         }
     }
 }
 
-/// Makes the terminal give every byte at once and as it is, and show none by itself; gives what it was like. Output stays as it is.
+/// Makes the terminal deliver every byte at once and unchanged, without echo. Returns the previous
+/// settings. Output processing stays as it is.
 fn raw(terminal: &impl AsFd) -> Result<Termios> {
     let before = tcgetattr(terminal).context("cannot read the terminal's settings")?;
     let mut now = before.clone();
@@ -71,7 +75,7 @@ fn raw(terminal: &impl AsFd) -> Result<Termios> {
     Ok(before)
 }
 
-/// Reads until the end, or until somebody asks for it.
+/// Reads until the end of the input. The escape character requests the end of the process.
 fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
     let mut buffer = [0; 256];
     loop {
@@ -80,7 +84,7 @@ fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
             Ok(len) => len,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
             Err(error) => {
-                tracing::warn!(%error, "the guest gets no more input");
+                tracing::warn!(%error, "reading standard input failed; the guest gets no more input");
                 return;
             }
         };
@@ -94,7 +98,7 @@ fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
     }
 }
 
-/// Passes `bytes` to the guest, as fast as it reads them.
+/// Passes `bytes` to the guest, as fast as the guest reads them.
 fn pass(mut bytes: &[u8], tries: u32, shared: &Shared) {
     let Some(guest) = shared.probe.kvm() else { return };
     let mut failed = 0;
@@ -116,7 +120,7 @@ fn pass(mut bytes: &[u8], tries: u32, shared: &Shared) {
 mod tests {
     use super::*;
 
-    /// For the next one.
+    /// Subject of `terminal_is_restored_after_a_panic`.
     #[test]
     #[ignore = "panics on a terminal that another test gives it"]
     fn panics() {
@@ -128,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_gives_the_terminal_back() {
+    fn terminal_is_restored_after_a_panic() {
         let left = crate::on_terminal::run("console::tests::panics");
         assert!(left.text.contains("raw"), "{}", left.text);
         assert!(left.as_it_was(), "{:?}\n{:?}\n{}", left.before, left.after, left.text);

@@ -1,5 +1,5 @@
-//! What Ctrl-C does at a migration that is watched: on a thread of its own and over a connection of its own, as whoever watches may be
-//! waiting for somebody to read what it says.
+//! Ctrl-C handling during a watched migration. The handler has its own thread and its own
+//! connection: the thread that watches may be blocked on a reader of its output.
 
 use crate::api::Client;
 use crate::{Status, output};
@@ -10,34 +10,35 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// A command that knows how its migration ended says so and ends within this, unless it waits for a reader.
+/// Time within which a command that knows the result prints it and ends, unless it waits for a
+/// reader.
 pub(crate) const SAID_WITHIN: Duration = Duration::from_secs(1);
 
-/// How far the command is, as whoever presses Ctrl-C has to know.
+/// Progress of the migration, as the Ctrl-C handler needs it.
 #[derive(Debug, Default)]
 pub(crate) struct Stage {
-    /// Somebody pressed it, and nobody has looked since.
+    /// Ctrl-C was pressed, and the watching thread has not handled it.
     pub(crate) interrupted: AtomicBool,
-    /// The migration has begun: a cancel is for no other one.
+    /// The migration has begun, so a cancel cannot hit another migration.
     pub(crate) begun: AtomicBool,
-    /// It has ended, as far as this command is concerned, and this is the command's exit status.
+    /// Exit status of this command, set when the migration has ended.
     pub(crate) ended: OnceLock<Status>,
 }
 
-/// From here on Ctrl-C cancels the migration at the control socket `api`, and at another time ends this command if all that is left is
-/// somebody who does not read.
+/// Installs the handler. Ctrl-C cancels the migration at the control socket `api`. A further Ctrl-C
+/// ends this command if the migration has ended and only a reader is waited for.
 pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
     let stage = Arc::<Stage>::default();
     let (own, api, mut again) = (Arc::clone(&stage), api.to_path_buf(), false);
     let pressed = move || {
         own.interrupted.store(true, Ordering::Release);
-        // What is not begun yet is cancelled by whoever watches it.
+        // A migration that has not begun is cancelled by the watching thread.
         if !own.begun.load(Ordering::Acquire) {
             return;
         }
         let ended = own.ended.get().copied();
         if ended.is_none() && !std::mem::replace(&mut again, true) {
-            // Refused where it is too late for that, which whoever watches says.
+            // The cancel is refused if it is too late; the watching thread reports that.
             let _ = Client::connect(&api).and_then(|mut client| client.call("cancel", json!({})));
             return;
         }
@@ -50,10 +51,10 @@ pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
     Ok(stage)
 }
 
-/// The exit status of a migration that has ended; `None` if it has not.
+/// Returns the exit status of a migration that has ended; `None` if it has not.
 fn ask(api: &Path) -> Option<Status> {
     let asked = Client::connect(api).and_then(|mut client| client.call("status", json!({})));
-    // Who cannot be asked any more has told somebody else, or nobody.
+    // If the process cannot be reached any more, its result is unknown.
     let Ok(status) = asked else { return Some(Status::Unknown) };
     (!status["outcome"].is_null()).then(|| output::exit_status(&status))
 }

@@ -1,4 +1,5 @@
-//! `vmferry demo`: the whole thing on one host, with real processes and the very commands that operators use.
+//! `vmferry demo`: a complete migration on one host, with real processes and the commands that
+//! operators use.
 
 use crate::api::{Client, MigrateRequest};
 use crate::args::{DemoArgs, GuestKind, TrackerArg};
@@ -14,23 +15,23 @@ use std::time::{Duration, Instant};
 use vmferry_client::{Pair, Runner, Setup};
 use vmferry_guest_abi::Workload;
 
-/// Longest time that the guest may take to go on at the target.
+/// Longest time that the guest may take to continue at the target.
 const START: Duration = Duration::from_secs(60);
-/// How long the guest is watched before and after.
+/// Time for which the guest is watched before and after the migration.
 const WATCH: Duration = Duration::from_millis(1200);
-/// How long the guest may take to check all its pages.
+/// Longest time that the guest may take to check all its pages.
 const CHECK: Duration = Duration::from_secs(60);
 
-/// Entries of a dirty ring where nobody says how many.
+/// Entries of a dirty ring if the operator gives no number.
 const DEFAULT_RING: u32 = 4096;
 
-/// The kind of guest to use: what was asked for, or KVM where it works.
+/// Returns the kind of guest: the given one, or KVM where it works.
 fn kind(asked: Option<GuestKind>) -> GuestKind {
     asked.unwrap_or_else(|| match guest::no_kvm() {
         None => GuestKind::Kvm,
         Some(why) => {
             eprintln!(
-                "KVM cannot be used here ({why}): a process guest is moved instead, by the same engine."
+                "KVM cannot be used on this host ({why}): a process guest is moved instead, by the same engine."
             );
             GuestKind::Process
         }
@@ -52,7 +53,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     let setup = Setup {
         guest: &guest,
         cpus: args.cpus,
-        // The tracker has to be there from the start.
+        // A guest has dirty rings from its start or never.
         dirty_ring: (args.tracker == TrackerArg::Ring).then_some(DEFAULT_RING),
         sandbox: args.sandbox.name(),
         ..Setup::new(&program, args.memory, workload.to_string())
@@ -73,10 +74,10 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     pair.migrate(&request(args, &pair.uri))?;
     let (source, target) = (&mut pair.source.client, &mut pair.target.client);
     let mut looks = Vec::new();
-    // In postcopy the guest runs over there while pages still come.
+    // In postcopy the guest runs at the target while its pages arrive.
     let mut on_status = |status: &Value| {
-        let there = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
-        if there && looks.last().is_none_or(|(at, _): &(Instant, Sample)| at.elapsed() >= EVERY) {
+        let at_target = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
+        if at_target && looks.last().is_none_or(|(at, _): &(Instant, Sample)| at.elapsed() >= EVERY) {
             looks.extend(look(target).ok());
         }
     };
@@ -92,7 +93,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         report["guest"]["checked_itself"] = json!(true);
         output::print(&report, quiet)?;
         say(format!("target       process {}: {}", pair.target.pid(), describe(&after)));
-        say("The guest checked every page of its own on the other side: none is lost, old or damaged.".into());
+        say("The guest checked all its pages at the target: none is missing, stale or corrupt.".into());
         Status::Done
     } else {
         output::print(&report, quiet)?;
@@ -105,14 +106,15 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     Ok(status)
 }
 
-/// Watches the guest after its move: it goes on counting, and finds all its pages as it left them.
+/// Watches the guest after its migration: its write count must rise, and all its pages must be
+/// intact.
 ///
-/// Returns what it says of itself in the end, and how its count went on.
+/// Returns the guest's last status, and samples of its write count.
 fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<(Value, Vec<(Instant, Sample)>)> {
     const REQUEST: u64 = 1;
     target.client.call("verify-guest", json!({ "request": REQUEST }))?;
     let had = before["t_us"].as_u64().unwrap_or(0);
-    target.wait("the guest going on at the target", START, stop, |status| {
+    target.wait("the guest running at the target", START, stop, |status| {
         (status["vm"]["guest"]["t_us"].as_u64()? > had).then_some(())
     })?;
     let looks = watch_speed(&mut target.client)?;
@@ -122,7 +124,7 @@ fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<(Val
     })?;
     if after["corrupt"].as_u64() != Some(0) {
         bail!(
-            "the guest found {} damaged pages of its own after the move; the first: {}",
+            "the guest found {} corrupt pages after the migration; the first: {}",
             after["corrupt"],
             after["first_corrupt"]
         );
@@ -130,7 +132,7 @@ fn follow(target: &mut Runner, before: &Value, stop: &AtomicBool) -> Result<(Val
     Ok((after, looks))
 }
 
-/// Looks at the guest's count for [`WATCH`].
+/// Samples the guest's write count for [`WATCH`].
 fn watch_speed(client: &mut Client) -> Result<Vec<(Instant, Sample)>> {
     let until = Instant::now() + WATCH;
     let mut looks = Vec::new();
@@ -141,7 +143,7 @@ fn watch_speed(client: &mut Client) -> Result<Vec<(Instant, Sample)>> {
     Ok(looks)
 }
 
-/// The guest's clock and count now.
+/// Returns a sample of the guest's clock and write count.
 fn look(client: &mut Client) -> Result<(Instant, Sample)> {
     let vcpus = client.call("writes", json!({}))?;
     let of = |cpu: &Value, index: usize| cpu[index].as_u64().unwrap_or(0);
@@ -150,7 +152,7 @@ fn look(client: &mut Client) -> Result<(Instant, Sample)> {
     Ok((Instant::now(), Sample { t_us, writes: cpus().map(|cpu| of(cpu, 1)).sum() }))
 }
 
-/// The default workload, made to fit where the guest is small.
+/// Returns the workload, reduced to fit into a small guest.
 fn fitting(workload: &Workload, memory: u64) -> Workload {
     let mut workload = *workload;
     let most = memory / 4 * 3;
@@ -165,7 +167,8 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
         tracker: migrate::tracker(args.tracker),
         channels: args.channels,
         max_bandwidth: args.link,
-        // A link that the guest outruns must not keep the demonstration from its end.
+        // A guest that dirties faster than the link carries must not prolong the demonstration for
+        // ever.
         timeout_ms: Some(20_000),
         on_timeout: OnTimeoutArg::Switch,
         free_pages: args.free_pages,

@@ -129,10 +129,11 @@ impl Descriptors {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps a socket that came over the control socket. One that has the same name is closed.
+    /// Keeps a socket that came over the control socket. A socket that has the same name is closed.
     ///
     /// # Errors
-    /// If the name is none for that, the descriptor is not a stream socket, or too many wait.
+    /// If the name is not permitted, the descriptor is not a stream socket, or too many sockets
+    /// wait.
     pub(crate) fn add(&self, name: &str, descriptor: OwnedFd) -> Result<()> {
         let words = format!("fd:{name}").parse::<Uri>().is_ok_and(|uri| uri == Uri::Fd(vec![name.into()]));
         if !words || name.starts_with(|first: char| first.is_ascii_digit()) {
@@ -147,10 +148,10 @@ impl Descriptors {
         Ok(())
     }
 
-    /// Takes these out: all, or none if one is missing.
+    /// Takes the named sockets out: all, or none if one is missing.
     ///
     /// # Errors
-    /// If one is missing.
+    /// If a socket is missing.
     pub(crate) fn take(&self, names: &[String]) -> Result<Vec<OwnedFd>> {
         let mut all = self.lock();
         if let Some(missing) = names.iter().find(|name| !all.contains_key(*name)) {
@@ -166,7 +167,7 @@ impl Descriptors {
     }
 }
 
-/// The same descriptor, if it is a stream socket.
+/// Returns the descriptor, if it is a stream socket.
 fn socket(descriptor: OwnedFd) -> Result<OwnedFd> {
     match rustix::net::sockopt::socket_type(&descriptor) {
         Ok(SocketType::STREAM) => Ok(descriptor),
@@ -175,23 +176,23 @@ fn socket(descriptor: OwnedFd) -> Result<OwnedFd> {
     }
 }
 
-/// Descriptors of this process that another vmferry was given for a migration, as that process
-/// names them.
+/// Descriptors of this process that were passed to another vmferry for a migration, under the names
+/// that they have in that process.
 pub(crate) struct Handed(Vec<String>);
 
 impl Handed {
-    /// Passes the descriptors that `uri` names by number to the vmferry that `client` speaks to.
-    /// Returns the address that names them there. Names that are words are those of descriptors
-    /// that the other vmferry has.
+    /// Passes the descriptors that `uri` names by number to the vmferry that `client` is connected
+    /// to. Returns the address with the names that they have there. Names that are words refer to
+    /// descriptors that the other vmferry has.
     ///
     /// # Errors
-    /// If a descriptor is not there, or not taken.
+    /// If this process does not have a descriptor, or the other process refuses it.
     pub(crate) fn over(client: &mut Client, uri: &Uri, mut inherited: Inherited) -> Result<(Uri, Self)> {
         let Uri::Fd(names) = uri else { return Ok((uri.clone(), Self(Vec::new()))) };
-        let (mut there, mut handed) = (Vec::new(), Self(Vec::new()));
+        let (mut names_there, mut handed) = (Vec::new(), Self(Vec::new()));
         for name in names {
             let Ok(number) = name.parse() else {
-                there.push(name.clone());
+                names_there.push(name.clone());
                 continue;
             };
             let own = format!("vmferry-{}-{number}", std::process::id());
@@ -202,15 +203,15 @@ impl Handed {
                 return Err(error).with_context(|| uri.to_string());
             }
             handed.0.push(own.clone());
-            there.push(own);
+            names_there.push(own);
         }
-        Ok((Uri::Fd(there), handed))
+        Ok((Uri::Fd(names_there), handed))
     }
 
-    /// The migration did not begin: the other process closes what it was given.
+    /// Makes the other process close the descriptors, because the migration did not begin.
     pub(crate) fn take_back(self, client: &mut Client) {
         for name in self.0 {
-            // It has no such descriptor any more if it began to use them.
+            // The other process does not have the descriptor any more if it began to use it.
             let _ = client.close(&name);
         }
     }
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_is_used_once_and_a_missing_one_is_told_with_those_that_are_there() {
+    fn descriptor_is_used_once_and_a_missing_one_is_named_with_the_known_ones() {
         let all = Descriptors::default();
         all.add("one", end()).unwrap();
         all.add("two", end()).unwrap();
@@ -284,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_were_not_passed_are_named() {
+    fn errors_name_numbers_that_were_not_passed() {
         let nothing = || Inherited { open: BTreeMap::new(), listed: vec![3] };
         let error = format!("{:#}", Descriptors::at_start(nothing(), &[9], None).unwrap_err());
         assert!(error.contains("--pass-fd 9") && error.contains("started without descriptor 9"), "{error}");

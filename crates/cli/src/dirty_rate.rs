@@ -1,4 +1,4 @@
-//! `vmferry dirty-rate`: how fast a guest dirties its memory, over several windows.
+//! `vmferry dirty-rate`: measures how fast a guest dirties its memory, over several windows.
 
 use crate::api::{Client, DirtyRateRequest, Place, Shared};
 use crate::args::{TrackerArg, time};
@@ -14,10 +14,10 @@ use std::time::Duration;
 use vmferry_baselines::Policy;
 use vmferry_dirty::{RatePoint, check_windows};
 
-/// The machine's owner does nothing else meanwhile.
+/// Longest window. The machine's owner thread executes no other command during a measurement.
 pub(crate) const LONGEST: Duration = Duration::from_secs(15);
 
-/// Longest line of words, on however wide a terminal.
+/// Most columns of the text, on a terminal of any width.
 const WIDEST: usize = 120;
 
 #[derive(Debug, Args)]
@@ -25,7 +25,7 @@ pub(crate) struct DirtyRateArgs {
     /// Control socket of the vmferry whose guest is measured
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Count the pages written within each of these; all begin together
+    /// Windows in which written pages are counted; all begin together
     #[arg(
         long,
         value_name = "T,T,..",
@@ -34,7 +34,7 @@ pub(crate) struct DirtyRateArgs {
         value_parser = time
     )]
     pub(crate) windows: Vec<Duration>,
-    /// How the guest's writes are found
+    /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
     /// Harvest policy of dirty rings
@@ -48,7 +48,7 @@ pub(crate) struct DirtyRateArgs {
 pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
     check_windows(&args.windows, LONGEST)?;
     if args.windows.iter().any(|window| window.subsec_nanos() % 1_000_000 != 0) {
-        bail!("windows are whole milliseconds");
+        bail!("windows must be whole milliseconds");
     }
     let out = args.json.as_deref().map(output::open).transpose()?;
     let request = DirtyRateRequest {
@@ -68,7 +68,7 @@ pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// The machine's side: tracks for as long as the longest window.
+/// Executes the measurement in the process of the guest, for the longest window.
 pub(crate) fn measure(machine: &mut Machine, shared: &Shared, request: &DirtyRateRequest) -> Result<Value> {
     if shared.place() != Place::Running {
         bail!("the guest does not run: it dirties nothing");
@@ -116,8 +116,8 @@ fn table(result: &Value, columns: Option<usize>) -> String {
         table.add_row(cells);
     }
     let words = format!(
-        "A page that is written twice within a window counts once, so a longer window gives a lower rate. What a migration must keep \
-         up with is the rate over the time that one of its passes takes. Tracked by {}.",
+        "A page that is written twice within a window counts once, so a longer window gives a lower rate. A migration must keep up with \
+         the rate over the duration of one of its passes. Tracked by {}.",
         result["tracker"].as_str().unwrap_or("?")
     );
     format!("{table}\n{}", output::fold(&words, columns.unwrap_or(WIDEST).min(WIDEST), 0))

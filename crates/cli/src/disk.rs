@@ -1,4 +1,4 @@
-//! `--disk`.
+//! Option `--disk`.
 
 use serde_json::{Value, json};
 use std::os::unix::fs::FileTypeExt;
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use vmferry_confine::Use;
 use vmferry_vmm::{DiskOptions, VmHandle};
 
-/// A disk as it is asked for.
+/// Disk of the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DiskArg {
     path: PathBuf,
@@ -24,7 +24,8 @@ impl DiskArg {
         &self.path
     }
 
-    /// What the process does with it. A block device is asked how large it is, and told what is free.
+    /// Returns the use of the file. A block device also gets `ioctl` requests for its size and for
+    /// discards.
     pub(crate) fn use_for(&self) -> Use {
         let block = std::fs::metadata(&self.path).is_ok_and(|meta| meta.file_type().is_block_device());
         match self.read_only {
@@ -36,7 +37,7 @@ impl DiskArg {
     }
 }
 
-/// A file, and whether it is not to be written. Commas that say nothing else belong to the name.
+/// Parses a path with an optional `,readonly` at its end. Other commas belong to the path.
 pub(crate) fn disk(text: &str) -> Result<DiskArg, String> {
     let (path, read_only) = match text.strip_suffix(",readonly") {
         Some(path) => (path, true),
@@ -48,7 +49,7 @@ pub(crate) fn disk(text: &str) -> Result<DiskArg, String> {
     Ok(DiskArg { path: path.into(), read_only })
 }
 
-/// A VM's disks, for `status`.
+/// Returns the state of a VM's disks, for `status`.
 pub(crate) fn describe(vm: &VmHandle) -> Value {
     let one = |disk: vmferry_vmm::DiskStatus| {
         json!({

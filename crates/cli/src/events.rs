@@ -1,5 +1,5 @@
-//! `--events`: a line for each look at a migration, written on a thread of its own: whoever does not read them keeps nobody from looking on,
-//! nor a Ctrl-C from being heard.
+//! Option `--events`: a JSON line for each status of a migration. A thread of its own writes the
+//! lines, so that a slow reader delays neither the watching thread nor the handling of Ctrl-C.
 
 use crate::output;
 use anyhow::{Context, Result};
@@ -11,12 +11,13 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Looks that wait for their reader: some seconds of them.
+/// Statuses that may wait for the reader: some seconds of them.
 const MOST: usize = 256;
-/// With those that are kept because the migration stood elsewhere then; a link that comes and goes all day has no more, either.
+/// Statuses that may wait at most, with those that are kept because they are the first in a state.
+/// The limit also holds for a link that is lost and restored again and again.
 const MOST_EVER: usize = 2 * MOST;
 
-/// A look: where the migration stands, and all of it.
+/// State of the migration, and its whole status as a line.
 type Look = (Value, String);
 
 #[derive(Debug, Default)]
@@ -39,7 +40,8 @@ impl Shared {
     fn push(&self, look: Look) {
         let mut state = self.lock();
         let waiting = state.looks.len();
-        // A reader that is too slow misses looks, and neither the first in a state, if that can be, nor the last of all.
+        // A slow reader misses statuses, but never the last one, and if possible not the first one of
+        // each state.
         let second =
             waiting > 1 && state.looks[waiting - 1].0 == look.0 && state.looks[waiting - 2].0 == look.0;
         if waiting >= MOST && second || waiting >= MOST_EVER {
@@ -49,7 +51,7 @@ impl Shared {
         self.changed.notify_one();
     }
 
-    /// The next line; `None` once there is none any more.
+    /// Returns the next line; `None` after the end.
     fn next(&self) -> Option<String> {
         let mut state = self.lock();
         loop {
@@ -64,7 +66,7 @@ impl Shared {
     }
 }
 
-/// Where the lines go.
+/// Writer of the lines.
 #[derive(Debug)]
 pub(crate) struct Events {
     shared: Arc<Shared>,
@@ -72,10 +74,10 @@ pub(crate) struct Events {
 }
 
 impl Events {
-    /// To a file, or standard output for `-`.
+    /// Opens a file, or standard output for `-`.
     pub(crate) fn to(path: &Path) -> Result<Self> {
         let out = output::open(path)?;
-        Self::start(out).context("no thread for --events")
+        Self::start(out).context("cannot start a thread for --events")
     }
 
     fn start(mut out: Box<dyn Write + Send>) -> std::io::Result<Self> {
@@ -83,7 +85,7 @@ impl Events {
         let own = Arc::clone(&shared);
         let write = move || {
             while let Some(line) = own.next() {
-                // A reader that has gone does not stop a migration.
+                // A reader that has closed its end must not stop a migration.
                 let _ = writeln!(out, "{line}");
             }
         };
@@ -91,12 +93,12 @@ impl Events {
         Ok(Self { shared, writer })
     }
 
-    /// A look. Never waits.
+    /// Queues a status. Never waits.
     pub(crate) fn tell(&self, status: &Value) {
         self.shared.push((status["state"].clone(), status.to_string()));
     }
 
-    /// Waits until all is written, at most so long.
+    /// Waits until all lines are written, at most for `most`.
     pub(crate) fn finish(self, most: Duration) {
         self.shared.lock().ended = true;
         self.shared.changed.notify_one();
@@ -114,7 +116,7 @@ mod tests {
     use std::io;
     use std::sync::mpsc::{Receiver, Sender, channel};
 
-    /// Writes once it may.
+    /// A writer that waits for permission before each write.
     struct Slow(Receiver<()>, Sender<u8>);
 
     impl Write for Slow {
@@ -130,14 +132,14 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_stalls_keeps_nobody_and_reads_the_last() {
+    fn stalled_reader_delays_no_one_and_gets_the_last_status() {
         let ((go, wait), (written, all)) = (channel(), channel());
         let events = Events::start(Box::new(Slow(wait, written))).unwrap();
         let (each, states) = (4 * MOST, ["precopy", "switchover", "postcopy", "completed"]);
         for (state, name) in states.iter().enumerate() {
             (0..each).for_each(|look| events.tell(&json!({ "state": name, "look": state * each + look })));
         }
-        // It may write whatever it wants now.
+        // From now on the writer need not wait.
         drop(go);
         events.finish(Duration::MAX);
         let text = String::from_utf8(all.iter().collect()).unwrap();
@@ -147,7 +149,7 @@ mod tests {
         assert_eq!(number(&looks[looks.len() - 1]), states.len() * each - 1);
         for (state, name) in states.iter().enumerate() {
             let first = looks.iter().find(|look| look["state"] == **name).map(number);
-            assert_eq!(first, Some(state * each), "the first that is {name}");
+            assert_eq!(first, Some(state * each), "the first status in state {name}");
         }
         assert!((MOST..MOST + 10).contains(&looks.len()), "{}", looks.len());
     }

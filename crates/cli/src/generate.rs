@@ -1,4 +1,4 @@
-//! What a package or a shell makes of the command line: manual pages and completions.
+//! Files for packages and shells, generated from the command line: manual pages and completions.
 
 use crate::Status;
 use crate::args::Cli;
@@ -8,20 +8,20 @@ use clap_complete::Shell;
 use std::io::Write;
 use std::path::Path;
 
-/// What every page ends with: the statuses belong to all commands.
+/// Last section of every page: exit statuses, which are common to all commands.
 const EXIT_STATUS: &str = r#".SH "EXIT STATUS"
 .TP
 0
 Done.
 .TP
 1
-Failed or cancelled; the guest still runs where it did.
+Failed or cancelled; the guest stays at the source.
 .TP
 2
 Wrong usage.
 .TP
 3
-A postcopy awaits \fBvmferry recover\fR, or nobody can tell which side owns the guest.
+A postcopy migration awaits \fBvmferry recover\fR, or it is unknown whether the source or the target owns the guest.
 .TP
 4
 The guest is lost: its source died in postcopy.
@@ -30,7 +30,7 @@ The guest is lost: its source died in postcopy.
 The guest asked for a reset.
 .TP
 6
-The guest was not moved. It is stopped where it was, because it could not be resumed: \fBvmferry resume\fR tries again.
+The guest was not moved. It is stopped at the source because it could not be resumed: \fBvmferry resume\fR tries again.
 "#;
 
 /// Prints the completions of `shell`.

@@ -1,4 +1,4 @@
-//! One machine of either kind, as the command handles it.
+//! One interface for both kinds of machines.
 
 use crate::Status;
 use crate::api::Place;
@@ -16,13 +16,13 @@ use vmferry_guest_abi::{GuestArgs, PANIC_EXIT, StatsError, StatsSink, StatsSnaps
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
 use vmferry_vmm::{Backing, BalloonHandle, CpuChoice, Exit, Kernel, SerialSink, Vm, VmHandle, VmOptions};
 
-/// A machine. Owned by the thread that runs it.
+/// A machine. Its owner is the thread that runs it.
 pub(crate) enum Machine {
     Kvm(Box<Vm>),
     Process(Box<ProcessGuest>),
 }
 
-/// A view of a machine for other threads.
+/// View of a machine for other threads.
 #[derive(Clone)]
 pub(crate) enum Probe {
     Kvm(VmHandle),
@@ -30,7 +30,8 @@ pub(crate) enum Probe {
 }
 
 impl Machine {
-    /// Makes the machine that `args` describes, loaded but not started; or empty, for a guest that comes.
+    /// Makes the machine that `args` describe: loaded but not started, or empty for an arriving
+    /// guest.
     pub(crate) fn build(args: &RunArgs) -> Result<Self> {
         match args.guest {
             GuestKind::Kvm => Self::build_kvm(args),
@@ -70,7 +71,7 @@ impl Machine {
         Ok(Self::Kvm(Box::new(vm)))
     }
 
-    /// Starts the guest, which has reset its machine, again.
+    /// Starts a guest again that has reset its machine.
     pub(crate) fn restart(&mut self, args: &RunArgs) -> Result<()> {
         let Self::Kvm(vm) = self else { bail!("a process guest has no machine to reset") };
         vm.reset()?;
@@ -119,7 +120,7 @@ impl Machine {
         Ok(Self::Process(Box::new(guest)))
     }
 
-    /// Sets the harvest policy of dirty rings, for migrations from now on.
+    /// Sets the harvest policy of dirty rings for later migrations.
     pub(crate) fn set_reaper(&mut self, policy: Policy) {
         match self {
             Self::Kvm(vm) => vm.set_reaper(Arc::new(policy)),
@@ -135,7 +136,7 @@ impl Machine {
         Ok(())
     }
 
-    /// State that the operator wants.
+    /// Returns the state that the operator has requested.
     pub(crate) fn run_state(&self) -> RunState {
         match self {
             Self::Kvm(vm) => vm.run_state(),
@@ -143,7 +144,7 @@ impl Machine {
         }
     }
 
-    /// Pauses the guest, or lets it run, as the operator wants.
+    /// Pauses or resumes the guest, as the operator has requested.
     pub(crate) fn set_run_state(&mut self, wanted: RunState) -> Result<()> {
         match self {
             Self::Kvm(vm) => vm.set_run_state(wanted)?,
@@ -152,7 +153,7 @@ impl Machine {
         Ok(())
     }
 
-    /// Place of a guest that is not under way.
+    /// Returns the place of a guest that is not being migrated.
     pub(crate) fn place(&self) -> Place {
         match self.run_state() {
             RunState::Running => Place::Running,
@@ -190,7 +191,7 @@ impl Machine {
 }
 
 impl Probe {
-    /// What the guest says of itself.
+    /// Returns the statistics that the guest reports.
     pub(crate) fn stats(&self) -> Result<StatsSnapshot, StatsError> {
         match self {
             Self::Kvm(vm) => vm.stats(),
@@ -198,7 +199,7 @@ impl Probe {
         }
     }
 
-    /// The guest itself, if it is one on KVM.
+    /// Returns the handle of a KVM guest; `None` for a process guest.
     pub(crate) fn kvm(&self) -> Option<&VmHandle> {
         match self {
             Self::Kvm(vm) => Some(vm),
@@ -206,7 +207,8 @@ impl Probe {
         }
     }
 
-    /// Asks the guest to check every page that it has; see `StatsSnapshot::verified`. `false` if it cannot be asked now.
+    /// Asks the guest to check all its pages; see `StatsSnapshot::verified`. Returns `false` if the
+    /// guest cannot be asked now.
     pub(crate) fn request_verify(&self, request: u64) -> bool {
         match self {
             Self::Kvm(vm) => vm.request_verify(request),
@@ -214,7 +216,7 @@ impl Probe {
         }
     }
 
-    /// The guest's balloon, if it has one.
+    /// Returns the guest's balloon, if it has one.
     pub(crate) fn balloon(&self) -> Option<BalloonHandle> {
         match self {
             Self::Kvm(vm) => vm.balloon(),
@@ -222,7 +224,8 @@ impl Probe {
         }
     }
 
-    /// How the guest ended, in words, and what the command ends with because of it; `None` while it is there.
+    /// Returns how the guest ended, as text, and the exit status for that end; `None` while the
+    /// guest exists.
     pub(crate) fn exit(&self) -> Option<(String, Status)> {
         match self {
             Self::Kvm(vm) => {
@@ -234,8 +237,7 @@ impl Probe {
                 };
                 let how = match &exit {
                     Exit::PoweredOff(PANIC_EXIT) => {
-                        "it gave up, and says why on its serial console: run it with --serial stdio"
-                            .to_owned()
+                        "it panicked, and its serial console says why: run it with --serial stdio".to_owned()
                     }
                     Exit::PoweredOff(code) => format!("with code {code}"),
                     exit => exit.to_string(),
@@ -247,7 +249,7 @@ impl Probe {
     }
 }
 
-/// Loads what `args` say is to boot.
+/// Loads the kernel and the initrd of `args`, or the measuring guest.
 fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
     if let Some(path) = &args.kernel {
         let image = read(path, "kernel", args.memory)?;
@@ -267,7 +269,8 @@ fn wanted(args: &RunArgs) -> Workload {
     args.workload.unwrap_or_else(|| Workload::new(vmferry_guest_abi::Pattern::Idle))
 }
 
-/// The file at `path`, which is of no use if it is larger than the guest's memory: so no more of it is read.
+/// Reads the file at `path`. A file that is larger than the guest's memory is refused, so no more
+/// bytes are read.
 fn read(path: &Path, what: &str, memory: u64) -> Result<Vec<u8>> {
     let failed = || format!("cannot read the {what} {}", path.display());
     let mut bytes = Vec::new();
@@ -284,7 +287,7 @@ fn serial(to: Option<&str>) -> Result<SerialSink> {
         None => SerialSink::discard(),
         Some("stdio") => SerialSink::new(std::io::stdout()),
         Some(path) => {
-            // A console shows what is nobody else's.
+            // The output of a console may be confidential, so only this user can read the file.
             let mut options = std::fs::File::options();
             let file = options.write(true).create(true).truncate(true).mode(0o600).open(path);
             let file = file.with_context(|| format!("cannot write serial output to {path}"))?;
@@ -293,10 +296,10 @@ fn serial(to: Option<&str>) -> Result<SerialSink> {
     })
 }
 
-/// Why this host cannot run a KVM guest; `None` if it can.
+/// Returns why this host cannot run a KVM guest; `None` if it can.
 pub(crate) fn no_kvm() -> Option<String> {
     vmferry_vmm::open_kvm().err().map(|error| error.to_string())
 }
 
-/// Shared with the API's threads.
+/// Probe that the threads of the control socket share.
 pub(crate) type SharedProbe = Arc<Probe>;

@@ -1,4 +1,5 @@
-//! An HTTP client for services of the operator's: it trusts whom it is told to, and bounds what it waits for and reads.
+//! HTTP client for the operator's services. It trusts only the given authorities, and has limits on
+//! time and bytes.
 
 use anyhow::{Context, Result};
 use rustls::crypto::ring;
@@ -7,13 +8,14 @@ use std::time::Duration;
 use ureq::Agent;
 use ureq::tls::{Certificate, ClientCert, PemItem, PrivateKey, RootCerts, TlsConfig, parse_pem};
 
-/// A client that gives a whole answer `patience`. `ca`, and the chain and the key of `own`, are PEM files' contents.
+/// Returns a client with the time limit `patience` for a whole answer. `ca`, and the certificate
+/// chain and key of `own`, are the contents of PEM files.
 ///
 /// # Errors
-/// If one of these is no PEM, or has no certificate in it.
+/// If one of them is not PEM, or contains no certificate.
 pub(crate) fn agent(ca: Option<&[u8]>, own: Option<(&[u8], &[u8])>, patience: Duration) -> Result<Agent> {
     let mut tls = TlsConfig::builder().unversioned_rustls_crypto_provider(Arc::new(ring::default_provider()));
-    // Nobody at all is trusted unless it is said who.
+    // Without `ca`, no server certificate is trusted.
     let roots = ca.map(certificates).transpose().context("ca")?.unwrap_or_default();
     tls = tls.root_certs(RootCerts::Specific(Arc::new(roots)));
     if let Some((chain, key)) = own {
@@ -23,10 +25,10 @@ pub(crate) fn agent(ca: Option<&[u8]>, own: Option<(&[u8], &[u8])>, patience: Du
     }
     let config = Agent::config_builder()
         .timeout_global(Some(patience))
-        // What the service says of an error stands in the body.
+        // The body of an error answer contains the service's message.
         .http_status_as_error(false)
         .max_redirects(0)
-        // A proxy named in the environment is for other things.
+        // A proxy from the environment is not meant for these services.
         .proxy(None)
         .max_response_header_size(16 << 10)
         .tls_config(tls.build());
@@ -40,6 +42,6 @@ fn certificates(pem: &[u8]) -> Result<Vec<Certificate<'static>>> {
             found.push(certificate);
         }
     }
-    anyhow::ensure!(!found.is_empty(), "there is no certificate in it");
+    anyhow::ensure!(!found.is_empty(), "it contains no certificate");
     Ok(found)
 }

@@ -1,8 +1,9 @@
-//! Limits for how fast single vCPUs dirty memory: `set-vcpu-dirty-limit`.
+//! Limits of the dirty rate of single vCPUs: `set-vcpu-dirty-limit`.
 //!
-//! The machine's owner looks every [`PERIOD`] how many pages each vCPU wrote, by its dirty ring, and has those that wrote more than they
-//! may stand still for a share of their time. A page that is written twice within a period counts once, as it would in a migration's
-//! pass. While the guest moves or is measured, somebody else harvests the rings: the shares then stay as they are.
+//! Every [`PERIOD`] the machine's owner reads from the dirty rings how many pages each vCPU wrote.
+//! vCPUs that exceed their limit are stopped for a share of their time. A page that is written
+//! twice within a period counts once, as in a pass of a migration. While a migration or a
+//! measurement harvests the rings, the shares stay as they are.
 
 use crate::guest::Machine;
 use anyhow::{Context, Result, bail};
@@ -10,21 +11,22 @@ use std::time::{Duration, Instant};
 use vmferry_core::PageSet;
 use vmferry_engine::{DirtyTracker, TrackerKind};
 
-/// How often rates are looked at and shares are set.
+/// Interval at which rates are read and shares are set.
 const PERIOD: Duration = Duration::from_secs(1);
-/// The most that a vCPU stands still, or its watchdogs bark.
+/// Largest share of time for which a vCPU is stopped. A larger share would trigger watchdogs in the
+/// guest.
 const MOST: f64 = 0.97;
-/// Less is not worth a kick every few milliseconds.
+/// Smallest share. A smaller one is not worth a kick of the vCPU every few milliseconds.
 const LEAST: f64 = 0.02;
 const PAGE: f64 = 4096.0;
 
-/// A vCPU with a limit, as it was seen last.
+/// A vCPU with a limit, and its last measured rate.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Limited {
     pub(crate) cpu: usize,
-    /// Bytes a second that it may dirty.
+    /// Limit in bytes per second.
     pub(crate) limit: f64,
-    /// Bytes a second that it dirtied.
+    /// Measured dirty rate in bytes per second.
     pub(crate) rate: f64,
 }
 
@@ -32,23 +34,24 @@ pub(crate) struct Limited {
 struct Vcpu {
     limit: Option<f64>,
     rate: f64,
-    /// The share of its time that it stands still.
+    /// Share of time for which the vCPU is stopped.
     share: f64,
-    /// Pages that it has written by the last look.
+    /// Pages that the vCPU had written at the last measurement.
     written: u64,
 }
 
-/// The limits of a machine's vCPUs.
+/// Limits of a machine's vCPUs.
 #[derive(Default)]
 pub(crate) struct Limiter {
     vcpus: Vec<Vcpu>,
-    /// While there are limits and nobody else tracks.
+    /// Tracker of this limiter. `None` without limits, and while a migration or a measurement
+    /// tracks.
     tracker: Option<Box<dyn DirtyTracker>>,
     looked: Option<Instant>,
 }
 
 impl Limiter {
-    /// Sets or lifts the limit of vCPU `cpu`, or of all; `limit` is in bytes a second.
+    /// Sets or removes the limit of vCPU `cpu`, or of all vCPUs. `limit` is in bytes per second.
     pub(crate) fn set(
         &mut self,
         machine: &mut Machine,
@@ -62,7 +65,7 @@ impl Limiter {
         match cpu {
             Some(cpu) => match self.vcpus.get_mut(cpu) {
                 Some(vcpu) => vcpu.limit = limit,
-                // Nobody has a limit: there is nothing to lift.
+                // Without any limit, there is nothing to remove.
                 None if limit.is_none() => {}
                 None => bail!("there is no vCPU {cpu}: this guest has {count}"),
             },
@@ -74,19 +77,21 @@ impl Limiter {
         Ok(())
     }
 
-    /// Who has a limit.
+    /// Returns the vCPUs with a limit.
     pub(crate) fn limited(&self) -> Vec<Limited> {
         let limited =
             |(cpu, vcpu): (usize, &Vcpu)| Some(Limited { cpu, limit: vcpu.limit?, rate: vcpu.rate });
         self.vcpus.iter().enumerate().filter_map(limited).collect()
     }
 
-    /// Lets somebody else track: nothing is looked at until [`look`](Self::look).
+    /// Stops tracking, so that a migration or a measurement can track. The next
+    /// [`look`](Self::look) starts tracking again.
     pub(crate) fn give_way(&mut self) {
         self.tracker = None;
     }
 
-    /// Looks, if it is time to; says whether it did. Called by the machine's owner while its guest runs.
+    /// Measures the rates and sets the shares if a period has passed. Returns whether it has. The
+    /// machine's owner calls this method while its guest runs.
     pub(crate) fn look(&mut self, machine: &mut Machine) -> Result<bool> {
         if self.vcpus.iter().all(|vcpu| vcpu.limit.is_none()) {
             return Ok(false);
@@ -119,7 +124,7 @@ impl Limiter {
         let mut tracker =
             tracker.context("a limit of a vCPU's dirty rate needs dirty rings (run --dirty-ring 4096)")?;
         tracker.start()?;
-        let rings = tracker.ring().context("these rings do not count")?;
+        let rings = tracker.ring().context("these dirty rings do not count pages")?;
         self.vcpus.resize(rings.vcpus.len(), Vcpu::default());
         for (vcpu, ring) in self.vcpus.iter_mut().zip(&rings.vcpus) {
             vcpu.written = ring.pages;
@@ -129,7 +134,7 @@ impl Limiter {
         Ok(())
     }
 
-    /// Nobody has a limit any more.
+    /// Removes all limits and their effect.
     fn end(&mut self, machine: &mut Machine) -> Result<()> {
         if self.vcpus.iter().any(|vcpu| vcpu.share > 0.0) {
             machine.source().throttle(&[0.0])?;
@@ -140,7 +145,8 @@ impl Limiter {
 }
 
 impl Vcpu {
-    /// It has written `pages` by now, `seconds` after the last look.
+    /// Updates rate and share: the vCPU has written `pages` by now, `seconds` after the last
+    /// measurement.
     fn seen(&mut self, pages: u64, seconds: f64) {
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         let pages_since = pages.saturating_sub(self.written) as f64;
@@ -150,7 +156,8 @@ impl Vcpu {
             self.share = 0.0;
             return;
         };
-        // What it would dirty if it ran all the time; half way there each time, for its rate is not the same each time either.
+        // `full` is the rate that the vCPU would have without a limit. The share moves half of the
+        // way, because rates vary.
         let full = self.rate / (1.0 - self.share);
         let wanted = if full > limit { 1.0 - limit / full } else { 0.0 };
         let share = f64::midpoint(self.share, wanted).clamp(0.0, MOST);
@@ -162,7 +169,8 @@ impl Vcpu {
 mod tests {
     use super::*;
 
-    /// The rates of a vCPU that dirties `full` bytes a second when it is let, over `looks` looks.
+    /// Returns the rates of a vCPU over `looks` measurements. `full` is its dirty rate for a share
+    /// of running time.
     fn rates(limit: Option<f64>, full: impl Fn(f64) -> f64, looks: usize) -> Vec<f64> {
         let mut vcpu = Vcpu { limit, ..Vcpu::default() };
         let mut written = 0.0;
@@ -178,9 +186,9 @@ mod tests {
     }
 
     #[test]
-    fn a_vcpu_comes_to_its_limit_and_stays() {
+    fn vcpu_reaches_its_limit_and_stays_there() {
         let proportional = rates(Some(1e7), |runs| runs * 1e8, 30);
-        // One that would write its working set twice: what it dirties hardly falls at first.
+        // A vCPU that writes its working set several times: its dirty rate hardly falls at first.
         let saturated = rates(Some(1e7), |runs| 4e7 * (1.0 - (-runs * 8.0).exp()), 60);
         for rates in [proportional, saturated] {
             assert!(rates[0] > 3e7);
@@ -189,14 +197,14 @@ mod tests {
     }
 
     #[test]
-    fn whoever_stays_below_or_has_none_is_left_alone() {
+    fn vcpu_below_its_limit_or_without_one_is_not_slowed() {
         for limit in [None, Some(2e8)] {
             assert!(rates(limit, |runs| runs * 1e8, 10).iter().all(|rate| (0.99e8..1.01e8).contains(rate)));
         }
     }
 
     #[test]
-    fn nobody_is_stopped_for_good() {
+    fn no_vcpu_is_stopped_completely() {
         let slow = rates(Some(1.0), |runs| runs * 1e9, 100);
         assert!(slow.last().is_some_and(|rate| *rate > 1e7), "3 % of its time is left");
     }

@@ -1,6 +1,7 @@
 //! The command `vmferry`: run, move, watch and measure virtual machines.
 
-// The standard library's end the process where nobody reads any more, and a guest with it. A line that is lost is no reason for that.
+// The standard library's macros panic when the reader of the output has gone, which would end the
+// guest's process. A lost line is harmless.
 macro_rules! eprintln {
     ($($words:tt)*) => {{
         use std::io::Write as _;
@@ -57,24 +58,24 @@ use args::{Cli, Command};
 use clap::Parser;
 use std::process::ExitCode;
 
-/// How the command ended, for whoever called it.
+/// Exit status of the command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Status {
     Done = 0,
-    /// Failed or cancelled; the guest still runs where it did.
+    /// Failed or cancelled; the guest stays at the source.
     Failed = 1,
-    /// Nobody can tell who owns the guest, or its migration awaits `recover`.
+    /// The owner of the guest is unknown, or its migration awaits `recover`.
     Unknown = 3,
     /// The guest is lost: its source died in postcopy.
     Lost = 4,
-    /// The guest asked for a reset and is not started again: whoever started it may.
+    /// The guest asked for a reset and is not started again by this process.
     Reset = 5,
-    /// The guest was not moved, and is stopped at the source because it could not be resumed there.
+    /// The guest was not moved, and is stopped at the source because it could not be resumed.
     NotResumed = 6,
 }
 
 fn main() -> ExitCode {
-    // Before anything is opened.
+    // Inherited descriptors are taken over before this process opens any.
     let inherited = descriptors::Inherited::take();
     vmferry_sys::share_one_heap();
     let traces = traces::begin();

@@ -1,4 +1,4 @@
-//! `vmferry migrate`: asks a running vmferry to move its guest, and watches.
+//! `vmferry migrate`: makes a running vmferry move its guest, and watches the migration.
 
 use crate::api::{self, Client, MigrateRequest};
 use crate::args::{MigrateArgs, TrackerArg};
@@ -15,12 +15,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vmferry_engine::{Pace, Settings, Uri};
 
-/// How often the status is asked for.
+/// Interval at which the status is read.
 const POLL: Duration = Duration::from_millis(25);
 
 pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status> {
-    // Opened first: a migration should not end without its report because of a typing mistake. And before Ctrl-C is caught: a pipe that
-    // nobody reads is waited for.
+    // The outputs are opened first, so that a mistyped name fails before the migration, not after
+    // it. They are opened before Ctrl-C is caught, because opening a pipe waits for its reader.
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let mut events = args.events.as_deref().map(Events::to).transpose()?;
     let stage = ctrl_c::caught(&args.api)?;
@@ -29,8 +29,8 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     if request.has_secrets() {
         client.trusted_with_secrets()?;
     }
-    let (there, handed) = Handed::over(&mut client, &args.uri, inherited)?;
-    request.uri = there.to_string();
+    let (uri, handed) = Handed::over(&mut client, &args.uri, inherited)?;
+    request.uri = uri.to_string();
     if let Err(error) = client.call("migrate", serde_json::to_value(request)?) {
         handed.take_back(&mut client);
         return Err(error);
@@ -45,7 +45,7 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     let report = match watched {
         Ok(report) => report,
         Err(error) => {
-            // What went wrong waits for no reader.
+            // The error must not wait for the reader of the events.
             events.into_iter().for_each(|events| events.finish(ctrl_c::SAID_WITHIN));
             return Err(error);
         }
@@ -53,15 +53,16 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     let detached = report["detached"] == true;
     let status = if detached { Status::Done } else { output::exit_status(&report) };
     let _ = stage.ended.set(status);
-    // How it ended says where the guest is, whether or not somebody reads the rest. So readers are waited for last, but for one who is to
-    // have the report behind the looks.
+    // The result says where the guest is, and must be printed even if no reader takes the rest.
+    // Therefore readers are waited for last. The exception is a reader that gets the report after
+    // the events in one stream.
     let behind = events.is_some() && args.json == args.events;
     if behind {
         conclude(args, &report, status);
         events.take().into_iter().for_each(|events| events.finish(Duration::MAX));
     }
     if !detached && let Err(error) = tell(args, json_out, &report, status) {
-        eprintln!("vmferry: the report could not be written: {}", output::chain(&error));
+        eprintln!("vmferry: cannot write the report: {}", output::chain(&error));
     }
     if !behind {
         conclude(args, &report, status);
@@ -70,7 +71,7 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     Ok(status)
 }
 
-/// Says on standard error what there is to know, or to do, about where the guest is now.
+/// Prints on standard error where the guest is and what to do.
 fn conclude(args: &MigrateArgs, report: &Value, status: Status) {
     let uri = &args.uri;
     if report["detached"] == true {
@@ -78,7 +79,7 @@ fn conclude(args: &MigrateArgs, report: &Value, status: Status) {
     } else if report["stands_still"] == true && report["outcome"] == "completed" {
         let why = report["error"].as_str().unwrap_or("no reason was given");
         eprintln!(
-            "vmferry: {uri} holds a copy of the guest. The guest is stopped here because it could not be resumed: {why}. \
+            "vmferry: {uri} holds a copy of the guest. The guest is stopped at the source because it could not be resumed: {why}. \
              `vmferry resume` tries again"
         );
     } else if status != Status::Done {
@@ -93,7 +94,7 @@ fn tell(args: &MigrateArgs, json_out: Option<impl Write>, report: &Value, status
         None => {
             let mut shown = report.clone();
             if status != Status::Done {
-                // It is part of what follows.
+                // The advice that follows contains the error.
                 shown["error"].take();
             }
             output::print(&shown, false)?;
@@ -131,7 +132,8 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
     })
 }
 
-/// Bulk channels to ask for. Of several sockets those that no other channel needs carry one each.
+/// Returns the number of bulk channels to request. Of several sockets, those that no other channel
+/// needs are bulk channels.
 fn channels(args: &MigrateArgs) -> u16 {
     let sockets = match &args.uri {
         Uri::Fd(names) if names.len() > 1 => u16::try_from(names.len()).unwrap_or(u16::MAX),
@@ -145,7 +147,8 @@ fn channels(args: &MigrateArgs) -> u16 {
 
 fn fence(arg: &FenceArg) -> Result<FenceRequest> {
     let texts = arg.texts()?;
-    // Said here, where the files are known, and not by somebody who was given texts. Whether plain connections may be is said there.
+    // The texts are checked in this process, which knows the files. Whether plain connections are
+    // permitted is checked by the process that has the guest.
     texts.build(true)?;
     Ok(FenceRequest::Texts(Box::new(texts)))
 }
@@ -154,9 +157,11 @@ pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {
     arg.kind().map(|kind| kind.to_string())
 }
 
-/// Shows how a migration goes that may send `limit` bytes a second, if it has a limit, until it has ended; returns its document.
+/// Shows the progress of a migration until its end, and returns its document. `limit` is its
+/// bandwidth limit in bytes per second.
 ///
-/// Ctrl-C cancels it while that is possible; once the handoff has begun, what happens is no longer this side's to say.
+/// Ctrl-C cancels the migration while that is possible. After the handover the source cannot cancel
+/// it.
 pub(crate) fn watch(
     client: &mut Client,
     limit: Option<u64>,
@@ -191,20 +196,23 @@ pub(crate) fn watch(
                 return Ok(status);
             }
             if handed_over {
-                // Nobody can say that the rest will follow: this ends as what it is.
+                // The link is lost, so the rest of the memory may not follow. The command ends with
+                // the current status.
                 status["error"] = status["progress"]["interrupted"].clone();
                 bar.finish();
                 return Ok(status);
             }
-            // Refused only if it has just ended, which the next status says.
+            // The cancel is refused only if the migration has just ended, which the next status
+            // says.
             let _ = client.call("cancel", json!({}));
         }
         std::thread::sleep(POLL);
     }
 }
 
-/// The document of a migration whose source is gone, while the target still needed it, or else nobody can tell how far it had come: it may
-/// have handed the guest over since it was last asked.
+/// Returns the document of a migration whose source process is gone. The guest is lost if it needed
+/// the source. Otherwise the owner is unknown: the source may have handed the guest over after the
+/// last status.
 fn source_died(error: &anyhow::Error, handed_over: bool) -> Value {
     if handed_over {
         let error = format!("the process that had the rest of the guest's memory is gone: {error:#}");

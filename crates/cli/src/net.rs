@@ -1,12 +1,12 @@
-//! `--net`.
+//! Option `--net`.
 
 use serde_json::{Value, json};
 use vmferry_vmm::{Mac, NetOptions, NetStatus, VmHandle};
 
-/// What it is made of, in words.
+/// Form of the option, for errors.
 const FORM: &str = "a network interface is tap=NAME or tap=NAME,mac=52:54:00:12:34:56";
 
-/// A tap, and the guest's address if it is to have a certain one.
+/// Parses a tap, and optionally the guest's MAC address.
 pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
     let (mut tap, mut mac) = (None, None);
     for part in text.split(',') {
@@ -18,7 +18,7 @@ pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
             _ => return Err(format!("'{part}': {FORM}")),
         };
         if twice {
-            return Err(format!("'{part}' comes second: {FORM}"));
+            return Err(format!("'{part}' is a repetition: {FORM}"));
         }
     }
     let mut options = NetOptions::new(tap.ok_or_else(|| FORM.to_owned())?);
@@ -26,7 +26,7 @@ pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
     Ok(options)
 }
 
-/// How a guest's network interfaces are doing, in their order.
+/// Returns the state of a guest's network interfaces, in their order.
 pub(crate) fn describe(vm: &VmHandle) -> Value {
     let one = |net: NetStatus| {
         json!({

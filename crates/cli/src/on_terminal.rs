@@ -1,4 +1,5 @@
-//! For tests of what a panic leaves of a terminal: another test, which panics, in a process of its own on a pseudo-terminal.
+//! Helper for tests of a terminal after a panic: runs another test, which panics, in its own
+//! process on a pseudo-terminal.
 
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Termios, tcgetattr};
@@ -6,7 +7,7 @@ use std::fs::File;
 use std::io::Read;
 use std::process::Command;
 
-/// What was written to the terminal, and its settings before and afterwards.
+/// Output on the terminal, and its settings before and afterwards.
 pub(crate) struct Left {
     pub(crate) text: String,
     pub(crate) before: Termios,
@@ -14,7 +15,7 @@ pub(crate) struct Left {
 }
 
 impl Left {
-    /// Its settings are what they were.
+    /// Returns whether the settings are the previous ones.
     pub(crate) fn as_it_was(&self) -> bool {
         let modes = |termios: &Termios| {
             (termios.input_modes, termios.output_modes, termios.control_modes, termios.local_modes)
@@ -39,7 +40,7 @@ pub(crate) fn run(test: &str) -> Left {
     let reader = std::thread::spawn(move || {
         let (mut text, mut piece) = (Vec::new(), [0; 4096]);
         let mut master = File::from(master);
-        // Fails when nobody has the other end any more.
+        // The read fails when no process has the slave open any more.
         while let Ok(read @ 1..) = master.read(&mut piece) {
             text.extend_from_slice(&piece[..read]);
         }

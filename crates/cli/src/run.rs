@@ -1,4 +1,4 @@
-//! `vmferry run`: a guest, or a place for one.
+//! `vmferry run`: runs a guest, or waits for one.
 
 mod moving;
 
@@ -29,25 +29,26 @@ use vmferry_engine::{
     restore_lazy,
 };
 
-/// How often the machine's owner looks whether somebody has seen that the guest has moved.
+/// Interval at which the machine's owner checks whether a completed migration has been noticed.
 const TICK: Duration = Duration::from_millis(20);
-/// How often it looks around without being told to: nothing should depend on it.
+/// Interval at which the machine's owner wakes without an order. No function may depend on it.
 const SELDOM: Duration = Duration::from_secs(1);
-/// How long the report of a completed migration waits to be read before the process ends.
+/// Time for which the report of a completed migration waits to be read before the process ends.
 const GRACE: Duration = Duration::from_secs(10);
-/// How long if somebody has said that the process is to end: whoever watches the migration looks more often.
+/// The same time after a request to end the process: a client that watches the migration reads more
+/// often.
 const LAST_GRACE: Duration = Duration::from_secs(1);
-/// How long it is kept for others after somebody has read it.
+/// Time for which the report stays available for further readers after it has been read.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// Runs until the guest ends, moves away, or somebody says so.
+/// Runs until the guest ends, moves to a target, or the process is told to end.
 pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Result<Status> {
     check(args)?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
     let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
-    // Before there is a second thread.
+    // The confinement must begin while the process has one thread.
     let mut confinement = sandbox::begin(args)?;
-    // A jail's change of user would take this back.
+    // The change of the user in a jail would clear the signal, so it is set afterwards.
     if args.die_with_parent {
         rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))?;
     }
@@ -76,30 +77,32 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     };
     watch_the_guest(&shared)?;
     watch_for_the_end(&shared)?;
-    // Before a guest runs and a peer is heard.
+    // The process is confined before a guest runs and before a peer's bytes are read.
     confinement.settle()?;
-    // It is set once.
+    // The value is set only once.
     let _ = shared.confinement.set(confinement.in_force().clone());
     let (result, restore) = match arrive(way, args, &mut machine, &shared) {
         Ok(Arrived::Here(restore)) => (serve(&mut machine, args, &shared, &errands), restore),
-        Ok(Arrived::Nobody) => (Ok(Status::Done), None),
+        Ok(Arrived::NoGuest) => (Ok(Status::Done), None),
         Err(error) => (Err(error), None),
     };
     if shared.quit.load(Ordering::Acquire) {
         shared.tell.ends(false, shared.quit_reason());
     }
     if shared.lacks_pages() {
-        // Its vCPUs may sleep on pages that are not here, and must not be woken with anything else in them.
+        // vCPUs may sleep on pages that have not arrived, and must not be woken with other
+        // contents.
         drop(server);
         let status = result.unwrap_or_else(|error| {
             eprintln!("vmferry: {}", output::chain(&error));
             Status::Failed
         });
-        // Nothing is dropped on this way out.
+        // `exit` drops no values: the machine and its memory stay as they are until the process is
+        // gone.
         drop(console);
         std::process::exit(status as i32);
     }
-    // Pages out of a file go on coming until the vCPUs have stopped.
+    // Pages of a lazy restore must still arrive until the vCPUs have stopped.
     machine.stop();
     drop(restore);
     drop(server);
@@ -107,20 +110,18 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     result
 }
 
-/// Refuses options that do not fit together.
+/// Checks that the options fit together.
 fn check(args: &RunArgs) -> Result<()> {
     match &args.incoming {
         Some(IncomingArg::Defer) if args.api.is_none() => {
-            bail!(
-                "--incoming defer needs --api PATH: the control socket is where it is said what to wait for"
-            )
+            bail!("--incoming defer needs --api PATH: the control socket gives the address to wait at")
         }
         Some(IncomingArg::At(uri)) => addresses_stay(uri, args),
         _ => Ok(()),
     }
 }
 
-/// Refuses new MAC addresses for a guest that comes from `uri` with its own.
+/// Refuses new MAC addresses for a guest that moves from `uri` and keeps its addresses.
 fn addresses_stay(uri: &Uri, args: &RunArgs) -> Result<()> {
     if args.new_mac && !matches!(uri, Uri::File(_)) {
         bail!("--new-mac is for a copy in a file, and a guest that comes from {uri} is moved; leave it out");
@@ -128,7 +129,7 @@ fn addresses_stay(uri: &Uri, args: &RunArgs) -> Result<()> {
     Ok(())
 }
 
-/// Looks at the guest's own reports from time to time.
+/// Starts a thread that reads the guest's statistics periodically.
 fn watch_the_guest(shared: &Arc<Shared>) -> Result<()> {
     let watched = Arc::clone(shared);
     vmferry_thread::spawn(vmferry_thread::Role::Watch, "speed", move || {
@@ -140,7 +141,8 @@ fn watch_the_guest(shared: &Arc<Shared>) -> Result<()> {
     Ok(())
 }
 
-/// Tells the machine's owner when the guest has ended, so that nobody has to look all the time.
+/// Starts a thread that tells the machine's owner when the guest has ended, so that the owner need
+/// not poll.
 fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
     let watched = Arc::clone(shared);
     let watch = move || {
@@ -148,7 +150,7 @@ fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
         loop {
             let _ = guest.wait_for_exit();
             watched.look();
-            // Until it is started again, or this process ends.
+            // The guest has ended until it is started again, or this process ends.
             while guest.exit().is_some() {
                 std::thread::sleep(TICK);
             }
@@ -158,23 +160,24 @@ fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
     Ok(())
 }
 
-/// Who came.
+/// Result of the wait for a guest.
 enum Arrived {
-    Nobody,
-    /// A guest; perhaps one whose pages still come.
+    NoGuest,
+    /// A guest runs; with a lazy restore if its pages are still being read.
     Here(Option<Box<LazyRestore>>),
 }
 
-/// How a guest comes to be here.
+/// Origin of the guest.
 enum Way<'a> {
     Start,
     At(&'a Uri),
-    /// It comes to where somebody says.
+    /// The address comes over the control socket.
     Told(Receiver<Incoming>),
 }
 
 impl<'a> Way<'a> {
-    /// To be asked before the control socket can be reached: from its first moment on it can be said where to wait.
+    /// Returns the origin. Must be called before the control socket exists: from its first moment,
+    /// a client may give the address.
     fn of(args: &'a RunArgs, shared: &Shared) -> Self {
         match &args.incoming {
             None => Self::Start,
@@ -184,7 +187,7 @@ impl<'a> Way<'a> {
     }
 }
 
-/// Starts the guest, or gets it from where it is.
+/// Starts the guest, receives it or restores it.
 fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
     let arrived = match way {
         Way::Start => machine.start().map(|()| {
@@ -203,12 +206,12 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shar
                 shared.tell.migration("completed");
             }
         }
-        Ok(Arrived::Nobody) => {}
+        Ok(Arrived::NoGuest) => {}
     }
     arrived
 }
 
-/// Waits to be told where to wait.
+/// Waits for the address, and then for the guest.
 fn deferred(
     incoming: &Receiver<Incoming>,
     args: &RunArgs,
@@ -217,7 +220,7 @@ fn deferred(
 ) -> Result<Arrived> {
     loop {
         if shared.quit.load(Ordering::Acquire) {
-            return Ok(Arrived::Nobody);
+            return Ok(Arrived::NoGuest);
         }
         let Ok((uri, reply)) = incoming.recv_timeout(TICK) else { continue };
         if let Err(error) = sandbox::reachable(&uri, &args.sandbox).and_then(|()| addresses_stay(&uri, args))
@@ -239,7 +242,7 @@ fn deferred(
     }
 }
 
-/// Listens for a guest; encrypted, if this process was given a certificate.
+/// Listens for a guest, with encryption if this process has a certificate.
 fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
     let listener = match (uri, &shared.tls) {
         (Uri::Fd(names), tls) => {
@@ -255,7 +258,7 @@ fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
     listener.map_err(|error| anyhow!(advised(&error, uri)))
 }
 
-/// Waits for a guest.
+/// Waits for a guest and receives it.
 fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
     let at = listener.uri()?.to_string();
     eprintln!("vmferry: waiting for a guest at {at}");
@@ -263,7 +266,7 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
     shared.set_incoming(at);
     match receive(&mut Arriving { vm: machine.target(), shared, lazy: false }, &listener, &shared.arrival) {
         Ok(mut received) => {
-            let state = if received.paused { "is paused, as it was there" } else { "runs" };
+            let state = if received.paused { "is paused, as it was at the source" } else { "runs" };
             eprintln!("vmferry: the guest came from {} and {state}", received.source);
             let rest = received.rest.take();
             shared.set_received(serde_json::to_value(received)?);
@@ -276,12 +279,13 @@ fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) 
             }
             Ok(Arrived::Here(None))
         }
-        Err(ReceiveFailure::Stopped) => Ok(Arrived::Nobody),
+        Err(ReceiveFailure::Stopped) => Ok(Arrived::NoGuest),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Runs the guest in a file: at once, where pages can come later, or else when all of them have been read.
+/// Restores the guest from a file. The guest runs at once where pages can be read later, and
+/// otherwise when all pages have been read.
 fn take_out(
     path: &Path,
     args: &RunArgs,
@@ -301,7 +305,7 @@ fn take_out(
             Ok(Some(Box::new(restore)))
         }
         Err(error @ MigrateError::NotLazy { .. }) => {
-            eprintln!("vmferry: {error}; it starts when all of the file has been read");
+            eprintln!("vmferry: {error}; the guest starts when the whole file has been read");
             let received = restore(machine.target(), path)?;
             check_copy(&received);
             shared.set_received(serde_json::to_value(received)?);
@@ -311,7 +315,7 @@ fn take_out(
     }
 }
 
-/// Owns the machine while it has a guest.
+/// Runs the machine's owner while it has a guest: executes orders until the process ends.
 fn serve(
     machine: &mut Machine,
     args: &RunArgs,
@@ -324,7 +328,8 @@ fn serve(
     loop {
         let quit = shared.quit.load(Ordering::Acquire);
         if let Some(since) = moved.filter(|_| quit || !shared.stay.load(Ordering::Acquire)) {
-            // Whoever watches must see it, also if this process was told to end: or would think that it died while it was
+            // A client that watches the migration must read the result, also if this process was
+            // told to end. Otherwise the client would assume that the process died while it was
             // still needed.
             let longest = if quit { LAST_GRACE } else { GRACE };
             if shared.audience.satisfied(quit) && since.elapsed() > LINGER || since.elapsed() > longest {
@@ -332,7 +337,7 @@ fn serve(
             }
         } else if moved.is_none() && quit && shared.place() != Place::Unknown {
             if shared.place() == Place::Running {
-                eprintln!("vmferry: told to end: the guest ends with this process");
+                eprintln!("vmferry: this process was told to end, and the guest ends with it");
             }
             return Ok(Status::Done);
         }
@@ -349,7 +354,7 @@ fn serve(
             match limiter.look(machine) {
                 Ok(true) => shared.set_limited(limiter.limited()),
                 Ok(false) => {}
-                Err(error) => tracing::warn!("vCPUs are not held to their limits: {error:#}"),
+                Err(error) => tracing::warn!("the limits of the vCPUs are not enforced: {error:#}"),
             }
         }
         let patience = if moved.is_some() { TICK } else { SELDOM };
@@ -364,9 +369,9 @@ fn serve(
                 if let Some((Place::Moved, status)) = moving::begin(machine, shared, &request, &reply) {
                     match status {
                         Status::Lost => {
-                            eprintln!("vmferry: the guest that was to go to {} is lost", request.uri)
+                            eprintln!("vmferry: the guest that was to move to {} is lost", request.uri)
                         }
-                        _ => eprintln!("vmferry: the guest has left for {}", request.uri),
+                        _ => eprintln!("vmferry: the guest has moved to {}", request.uri),
                     }
                     (moved, ends) = (Some(Instant::now()), status);
                 }
@@ -379,19 +384,19 @@ fn serve(
     }
 }
 
-/// Starts a guest again that has reset its machine. Everything around it stays: disks, networks, the control socket.
+/// Starts a guest again that has reset its machine. Its disks, networks and control socket stay.
 fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) -> Result<()> {
     eprintln!("vmferry: {how}; it is started again");
     shared.tell.reset();
     machine.restart(args).with_context(|| format!("{how}, and cannot be started again"))?;
     if shared.place() == Place::Paused {
-        // Somebody wanted it to stand still before it went that far.
+        // The guest was paused before it executed the reset.
         machine.set_run_state(RunState::Paused)?;
     }
     Ok(())
 }
 
-/// What the command ends with, for a guest that has ended by itself.
+/// Returns the exit status for a guest that has ended by itself.
 fn ended(shared: &Shared, how: &str, status: Status, args: &RunArgs) -> Result<Status> {
     shared.set_place(Place::Ended);
     shared.tell.stands();
@@ -404,7 +409,7 @@ fn ended(shared: &Shared, how: &str, status: Status, args: &RunArgs) -> Result<S
             shared.tell.reset();
             shared.tell.ends(true, "guest-reset");
             let why = match args.on_reset {
-                OnReset::Restart => "it came from elsewhere, and so did its kernel: ",
+                OnReset::Restart => "this host does not have its kernel: ",
                 OnReset::Exit => "",
             };
             eprintln!("vmferry: {how}; {why}it is not started again (exit status {})", Status::Reset as u8);
@@ -414,7 +419,7 @@ fn ended(shared: &Shared, how: &str, status: Status, args: &RunArgs) -> Result<S
     Ok(status)
 }
 
-/// Everything else that the machine's owner is asked to do.
+/// Executes the other orders for the machine's owner.
 fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order: Order) -> Result<Value> {
     let place = match order {
         Order::DirtyRate(request) => {
@@ -447,7 +452,7 @@ fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order:
 
 fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> {
     if shared.place() != Place::Unknown {
-        bail!("there is nothing to recover: it is known where the guest is");
+        bail!("there is nothing to recover: the owner of the guest is known");
     }
     if !take {
         shared.ask_to_quit("host-qmp-quit");

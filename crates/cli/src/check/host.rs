@@ -1,10 +1,10 @@
-//! What the host has for guests: huge pages, networks, its kind of KVM.
+//! Findings about the host: huge pages, networks, kind of KVM.
 
 use super::Finding;
 use std::fs::{self, File};
 use std::path::Path;
 
-/// Numbers of capabilities(7).
+/// Number of a capability of capabilities(7).
 pub(super) const CAP_NET_ADMIN: u32 = 12;
 pub(super) const CAP_SYS_PTRACE: u32 = 19;
 pub(super) const CAP_SYS_ADMIN: u32 = 21;
@@ -27,7 +27,7 @@ pub(super) fn findings() -> Vec<Finding> {
             "tap",
             "tap devices",
             tap(),
-            "`run --net` needs one: load the module tun and be root, or have somebody make one for this user with \
+            "`run --net` needs one: load the module tun and be root, or let an administrator make one for this user with \
              `ip tuntap add dev NAME mode tap user USER`",
         ),
         Finding::new(
@@ -39,7 +39,7 @@ pub(super) fn findings() -> Vec<Finding> {
     ]
 }
 
-/// Whether guest code runs on the processor's own virtualization.
+/// Returns the kind of this host's KVM: with hardware virtualization or paravirtual.
 pub(super) fn kind_of_kvm() -> &'static str {
     let loaded = |module: &str| Path::new("/sys/module").join(module).exists();
     match () {
@@ -50,7 +50,7 @@ pub(super) fn kind_of_kvm() -> &'static str {
     }
 }
 
-/// Whether this process has it, as the kernel says.
+/// Returns whether this process has capability `number` in its effective set.
 pub(super) fn has_capability(number: u32) -> bool {
     read("/proc/self/status").is_ok_and(|text| effective(&text) >> number & 1 != 0)
 }
@@ -82,17 +82,17 @@ fn tap() -> Result<String, String> {
     let path = "/dev/net/tun";
     File::options().read(true).write(true).open(path).map_err(|error| format!("{path}: {error}"))?;
     if has_capability(CAP_NET_ADMIN) {
-        Ok(format!("{path}, and they can be made (CAP_NET_ADMIN)"))
+        Ok(format!("{path}, and devices can be made (CAP_NET_ADMIN)"))
     } else {
         Err(format!(
-            "{path} can be opened, but without CAP_NET_ADMIN only a device that was made for this user can be used"
+            "{path} can be opened, but without CAP_NET_ADMIN only devices that were made for this user can be used"
         ))
     }
 }
 
 fn namespaces() -> Result<String, String> {
     if !Path::new("/proc/self/ns/net").exists() {
-        return Err("this kernel is built without them".into());
+        return Err("this kernel is built without network namespaces".into());
     }
     if !(has_capability(CAP_SYS_ADMIN) && has_capability(CAP_NET_ADMIN)) {
         return Err("this process lacks CAP_SYS_ADMIN or CAP_NET_ADMIN".into());
@@ -101,7 +101,7 @@ fn namespaces() -> Result<String, String> {
     let installed = |tool: &str| std::env::split_paths(&folders).any(|folder| folder.join(tool).is_file());
     match ["ip", "tc"].into_iter().find(|tool| !installed(tool)) {
         Some(tool) => Err(format!("'{tool}' is not installed")),
-        None => Ok("permitted; ip and tc are there".into()),
+        None => Ok("permitted; ip and tc are installed".into()),
     }
 }
 
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_kernel_says_is_understood() {
+    fn effective_capabilities_are_parsed() {
         let status = "Name:\tx\nCapEff:\t0000000000201000\nSeccomp:\t0\n";
         assert_eq!(effective(status), 1 << CAP_SYS_ADMIN | 1 << CAP_NET_ADMIN);
         assert_eq!(effective("CapEff:\tnonsense\n"), 0);

@@ -1,4 +1,5 @@
-//! What postcopy and lazy restores need: faults of whoever touches the guest's memory.
+//! Findings about page faults that postcopy and lazy restores need: those of vCPUs, of the kernel
+//! and of user code.
 
 use super::Finding;
 use std::fs::File;
@@ -28,7 +29,7 @@ pub(super) fn findings() -> Vec<Finding> {
             "faults_user",
             "faults, user code",
             Userfaultfd::open(missing).map_err(said).map(|_| "missing pages of this process".into()),
-            "nothing can run before its memory is there: needs Linux 5.11 with CONFIG_USERFAULTFD, and no sandbox that forbids it",
+            "no guest can run before its memory is complete: needs Linux 5.11 with CONFIG_USERFAULTFD, and no sandbox that forbids it",
         ),
         Finding::new(
             "minor_shmem",
@@ -45,13 +46,13 @@ pub(super) fn findings() -> Vec<Finding> {
         Finding::new(
             "cpu_latency",
             "processors kept awake",
-            // Opening it asks for nothing that stays when it is closed.
+            // Opening the file has no lasting effect.
             File::options()
                 .write(true)
                 .open("/dev/cpu_dma_latency")
                 .map(|_| "/dev/cpu_dma_latency can be written".into())
                 .map_err(|error| format!("/dev/cpu_dma_latency: {error}")),
-            "a page that is waited for takes longer when processors sleep deeply: be root, or give this user write access to it",
+            "pages that a guest waits for take longer when processors sleep deeply: be root, or give this user write access to the file",
         ),
     ]
 }
@@ -60,7 +61,7 @@ fn said(error: SysError) -> String {
     error.to_string()
 }
 
-/// By which of the ways that a user may have it.
+/// Returns the means that let this process have a userfaultfd for kernel faults.
 fn way() -> String {
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd");
     let device = File::options().read(true).write(true).open("/dev/userfaultfd").is_ok();

@@ -1,8 +1,10 @@
-//! A register for each migration in etcd 3.4 or later, by its JSON gateway (`/v3/kv/...`): plain HTTP requests, each one transaction.
+//! Register for each migration in etcd 3.4 or later, over its JSON gateway (`/v3/kv/...`): HTTP
+//! requests, each with one transaction.
 //!
-//! The register is a key `PREFIX` + migration id, with `open`, `source`, `target` or `target runs` as its value. Each word is one
-//! transaction: a comparison, what to do if it holds, and a read of the key if not. etcd orders transactions by consensus, and answers from the
-//! member that a request came to only what the cluster has agreed on, so that it does not matter who of a cluster is asked.
+//! The register is the key `PREFIX` + migration id, with `open`, `source`, `target` or `target
+//! runs` as its value. Each word is one transaction: a comparison, a write if it holds, and a read
+//! of the key if not. etcd orders transactions by consensus, and each member answers only with what
+//! the cluster has agreed on. Therefore any member of a cluster can be asked.
 
 use super::answer::{self, OPEN, RUNS, SOURCE, TARGET};
 use crate::http_client;
@@ -32,18 +34,18 @@ pub(super) struct Etcd {
     login: Option<Login>,
 }
 
-/// How an etcd is told who asks. Contents of files, not their names.
+/// Credentials for an etcd: contents of files, not their names.
 #[derive(Default)]
 pub(super) struct Access {
-    /// Whose certificates are trusted, PEM.
+    /// Certificates of the trusted authorities, PEM.
     pub(super) ca: Option<Vec<u8>>,
-    /// A certificate and its key, PEM.
+    /// Client certificate and its key, PEM.
     pub(super) own: Option<(Vec<u8>, Vec<u8>)>,
-    /// A user's name and password.
+    /// Name and password of a user.
     pub(super) user: Option<(String, String)>,
 }
 
-/// A user of etcd's, and the token that stands for it until etcd forgets it (minutes, by default).
+/// A user of etcd, and a token that etcd accepts for the user for some time (minutes, by default).
 struct Login {
     name: String,
     password: String,
@@ -72,7 +74,8 @@ impl Etcd {
     /// Sends one request to each member in turn until one answers.
     ///
     /// The member that answered last is asked first, so a member that does not answer costs its time
-    /// once and not with every request. A member that was asked in vain may have heard the request.
+    /// once and not with every request. A member that gave no
+    /// answer may still have executed the request.
     fn post(&self, path: &str, body: &Value) -> Result<Value, ArbiterError> {
         let mut why = String::new();
         let first = self.answered.load(Ordering::Relaxed);
@@ -98,7 +101,7 @@ impl Etcd {
         let kept = login.token().clone();
         if let Some(token) = &kept {
             match self.request(endpoint, &path, body, Some(token)) {
-                // Tokens are forgotten after a while. What was refused was not done.
+                // Tokens expire. A refused request was not executed.
                 Err(error) if error.contains("auth") => {}
                 answer => return answer,
             }
@@ -111,7 +114,7 @@ impl Etcd {
         self.request(endpoint, &path, body, Some(token))
     }
 
-    /// One request of `body`, or why there is no answer.
+    /// Sends one request with `body`. An error is the reason why there is no answer.
     fn request(
         &self,
         endpoint: &str,
@@ -131,7 +134,8 @@ impl Etcd {
         answer::read(&status.to_string(), status.is_success(), &bytes)
     }
 
-    /// If `compare` holds `then` is done, otherwise the key is read; whether it held, and what was read.
+    /// Executes `then` if `compare` holds, and otherwise reads the key. Returns what was read;
+    /// `None` if the comparison held.
     fn decide(
         &self,
         migration: MigrationId,
@@ -153,7 +157,8 @@ impl Etcd {
         json!({ "key": key, "target": "VALUE", "result": "EQUAL", "value": value })
     }
 
-    /// Compares when the key was made: `EQUAL` to never, or `GREATER`.
+    /// Returns a comparison of the key's creation: `EQUAL` holds if it does not exist, `GREATER` if
+    /// it does.
     fn made(&self, migration: MigrationId, result: &str) -> Value {
         let key = BASE64.encode(self.key(migration));
         json!({ "key": key, "target": "CREATE", "result": result, "create_revision": "0" })
@@ -162,7 +167,7 @@ impl Etcd {
 
 impl Login {
     fn token(&self) -> MutexGuard<'_, Option<String>> {
-        // A word, whoever panicked beside it.
+        // The token is valid whether or not another thread panicked.
         self.token.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -180,7 +185,7 @@ impl Arbiter for Etcd {
         match self.decide(migration, self.made(migration, "EQUAL"), self.put(migration, OPEN))? {
             None => Ok(()),
             Some(_) => Err(ArbiterError::NoRegister(format!(
-                "{} is there already, and a migration's id is random: somebody else makes such keys",
+                "{} exists already, and a migration's id is random: another program makes such keys",
                 self.register(migration)
             ))),
         }

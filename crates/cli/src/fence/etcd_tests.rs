@@ -1,4 +1,4 @@
-//! The register in a real etcd, and everything else that may answer where one is looked for.
+//! Tests of the register in a real etcd, and with other servers in its place.
 
 use super::*;
 use authority::Authority;
@@ -57,7 +57,7 @@ fn a_register_goes_one_way() {
     ] {
         assert_eq!(etcd.say(id(2), word), Ok(ruling), "{word:?}");
     }
-    // Registers do not touch each other, and another prefix is another place.
+    // Registers are independent, and so are prefixes.
     said(Word::Look, RUNS_THERE);
     let elsewhere =
         Etcd::new(vec![format!("http://127.0.0.1:{}", process.port())], "/other/".into(), Access::default())
@@ -67,9 +67,9 @@ fn a_register_goes_one_way() {
     etcd.close(id(1)).unwrap();
     assert!(
         matches!(etcd.say(id(1), Word::Claim(Side::Source)), Err(ArbiterError::NoRegister(_))),
-        "and not reopened"
+        "a deleted register is not opened again"
     );
-    // What a person writes by hand is heeded if it can be understood.
+    // A value that an operator writes by hand counts if it is valid.
     let put = json!({ "key": BASE64.encode(etcd.key(id(1))), "value": BASE64.encode("Target\u{1b}") });
     etcd.post("put", &put).unwrap();
     let odd = etcd.say(id(1), Word::Claim(Side::Source));
@@ -80,7 +80,7 @@ fn a_register_goes_one_way() {
 }
 
 #[test]
-fn of_all_who_claim_at_once_one_side_wins() {
+fn one_side_wins_of_concurrent_claims() {
     let Some(process) = etcd_process::start() else { return };
     let etcd = at(process.port());
     let mut won = [0, 0];
@@ -102,7 +102,8 @@ fn of_all_who_claim_at_once_one_side_wins() {
     vmferry_testkit::say(format!("etcd: of 40 races the source won {}, the target {}", won[0], won[1]));
 }
 
-/// Something that answers every connection with these bytes, and with `more` for as long as somebody reads.
+/// Returns an etcd at a server that answers every connection with `bytes`, and with `more` until
+/// the client closes.
 fn answering(bytes: &'static [u8], more: &'static [u8]) -> Etcd {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -120,7 +121,7 @@ fn answering(bytes: &'static [u8], more: &'static [u8]) -> Etcd {
 }
 
 #[test]
-fn what_is_no_answer_of_etcd_decides_nothing_and_takes_no_time_and_no_memory() {
+fn foreign_answers_decide_nothing_and_cost_bounded_time_and_memory() {
     const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n";
     let answers: [(&str, &'static [u8], &'static [u8]); 12] = [
         ("nothing", b"", b""),
@@ -157,7 +158,7 @@ fn what_is_no_answer_of_etcd_decides_nothing_and_takes_no_time_and_no_memory() {
 }
 
 #[test]
-fn who_says_nothing_at_all_is_given_up_and_the_next_member_is_asked() {
+fn silent_member_is_given_up_and_the_next_member_is_asked() {
     let Some(process) = etcd_process::start() else { return };
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let members = [silent.local_addr().unwrap().port(), 1, process.port()];
@@ -170,9 +171,10 @@ fn who_says_nothing_at_all_is_given_up_and_the_next_member_is_asked() {
     drop(TcpStream::connect(silent.local_addr().unwrap()));
 }
 
-/// Members that take connections and never answer cost [`PATIENCE`] each, with the first request only.
+/// Members that accept connections and never answer cost [`PATIENCE`] each, with the first request
+/// only.
 #[test]
-fn silent_members_are_asked_once_and_then_the_one_that_answered() {
+fn silent_members_are_asked_only_with_the_first_request() {
     let Some(process) = etcd_process::start() else { return };
     let silent = [(); 2].map(|()| TcpListener::bind("127.0.0.1:0").unwrap());
     let ports = silent.iter().map(|silent| silent.local_addr().unwrap().port()).chain([process.port()]);
@@ -195,13 +197,13 @@ fn silent_members_are_asked_once_and_then_the_one_that_answered() {
     }
 }
 
-/// A member that answered and then fails is left for the next one in the list.
+/// After a failure of the member that answered last, the next one in the list is asked.
 #[test]
 fn member_that_no_longer_answers_is_left_for_the_next() {
     let (Some(mut first), Some(second)) = (etcd_process::start(), etcd_process::start()) else { return };
     let members = [first.port(), second.port()].map(|port| format!("http://127.0.0.1:{port}")).to_vec();
     let etcd = Etcd::new(members, "/test/".into(), Access::default()).unwrap();
-    // Two processes that are no cluster, to see which of them was asked.
+    // Two processes that form no cluster, to see which of them was asked.
     let opened_at = |port| at(port).say(id(6), Word::Look) == Ok(Ruling::Open);
     etcd.open(id(6)).unwrap();
     assert!(opened_at(first.port()) && !opened_at(second.port()));
@@ -213,7 +215,7 @@ fn member_that_no_longer_answers_is_left_for_the_next() {
     assert!(opened_at(first.port()) && !opened_at(second.port()), "the second answered last");
 }
 
-/// Certificates that are none are told apart before anything is asked.
+/// Invalid certificates are refused before any request.
 #[test]
 fn files_that_are_no_certificates_are_refused() {
     let build = |ca: &[u8], own: Option<(&[u8], &[u8])>| {
@@ -222,16 +224,16 @@ fn files_that_are_no_certificates_are_refused() {
         Etcd::new(vec!["https://127.0.0.1:1".into()], "/test/".into(), access)
     };
     let error = build(b"hello", None).unwrap_err();
-    assert!(format!("{error:#}").contains("ca: there is no certificate"), "{error:#}");
+    assert!(format!("{error:#}").contains("ca: it contains no certificate"), "{error:#}");
     let own = rcgen::generate_simple_self_signed(vec!["localhost".into()]).unwrap();
     let (cert, key) = (own.cert.pem(), own.signing_key.serialize_pem());
     assert!(build(cert.as_bytes(), Some((cert.as_bytes(), b"no key"))).is_err());
     assert!(build(cert.as_bytes(), Some((cert.as_bytes(), key.as_bytes()))).is_ok());
 }
 
-/// By https, to an etcd that asks for certificates: its own authority's, and no other's.
+/// An etcd with https accepts clients with a certificate of its own authority only.
 #[test]
-fn an_etcd_that_asks_for_certificates_gets_them() {
+fn etcd_with_client_certificates_accepts_ours() {
     let (ours, theirs) = (Authority::new(), Authority::new());
     let (certificate, key) = ours.issue("127.0.0.1");
     let started = etcd_process::Etcd::start_encrypted(&certificate, &key, &ours.pem);
@@ -256,9 +258,9 @@ fn an_etcd_that_asks_for_certificates_gets_them() {
     assert_eq!(etcd.say(id(1), Word::Look), Ok(THERE));
 }
 
-/// With users, by a token that etcd forgets.
+/// An etcd with users gives tokens that expire.
 #[test]
-fn an_etcd_that_asks_for_a_password_gets_it_again_and_again() {
+fn expired_token_is_replaced_by_a_new_login() {
     let Some(process) = etcd_process::start() else { return };
     let root = at(process.port());
     let asked = |path: &str, body: Value| root.request(&root.endpoints[0], path, &body, None).unwrap();
@@ -278,7 +280,7 @@ fn an_etcd_that_asks_for_a_password_gets_it_again_and_again() {
     let etcd = login("/test/", "secret");
     etcd.open(id(1)).unwrap();
     assert_eq!(etcd.say(id(1), Word::Claim(Side::Source)), Ok(Ruling::Source));
-    // As after its time has run out.
+    // A token that etcd does not know has the same effect as an expired one.
     *etcd.login.as_ref().unwrap().token() = Some("forgotten.1".into());
     assert_eq!(etcd.say(id(1), Word::Claim(Side::Target)), Ok(Ruling::Source));
     for (other, words) in [

@@ -1,4 +1,5 @@
-//! `--fence`: who decides who owns a guest of which neither side of a migration can know.
+//! Option `--fence`: the arbiter that decides who owns a guest when neither source nor target can
+//! know.
 
 mod answer;
 mod etcd;
@@ -14,13 +15,15 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use vmferry_engine::fence::{Arbiter, ArbiterError, MigrationId, Ruling, Side, Word};
 
-/// Where registers are unless something else is said.
+/// Default prefix of the registers.
 const PREFIX: &str = "/vmferry/";
-/// Most addresses of one cluster, and most bytes of a prefix.
+/// Most addresses of one cluster.
 const MOST_ENDPOINTS: usize = 16;
+/// Most bytes of a prefix.
 const MOST_PREFIX: usize = 256;
 
-/// A fence as the command line says it: `etcd:URL[,URL...][,prefix=PREFIX][,ca=FILE][,cert=FILE,key=FILE][,user=NAME,password=FILE]`.
+/// Arbiter as the command line names it:
+/// `etcd:URL[,URL...][,prefix=PREFIX][,ca=FILE][,cert=FILE,key=FILE][,user=NAME,password=FILE]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct FenceArg {
     endpoints: Vec<String>,
@@ -37,7 +40,7 @@ impl FromStr for FenceArg {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let form = "write etcd:http://127.0.0.1:2379, or etcd:https://one:2379,https://two:2379,ca=FILE";
-        let rest = text.strip_prefix("etcd:").ok_or_else(|| format!("'{text}' is no fence; {form}"))?;
+        let rest = text.strip_prefix("etcd:").ok_or_else(|| format!("'{text}' is no arbiter; {form}"))?;
         let (ca, cert, key, user, password) = (None, None, None, None, None);
         let mut arg = Self { endpoints: Vec::new(), prefix: PREFIX.into(), ca, cert, key, user, password };
         for part in rest.split(',') {
@@ -52,7 +55,7 @@ impl FromStr for FenceArg {
             }
         }
         if arg.endpoints.is_empty() || arg.endpoints.len() > MOST_ENDPOINTS {
-            return Err(format!("1 to {MOST_ENDPOINTS} URLs of one etcd are wanted; {form}"));
+            return Err(format!("1 to {MOST_ENDPOINTS} URLs of one etcd are needed; {form}"));
         }
         goes_together(
             &arg.endpoints,
@@ -63,7 +66,7 @@ impl FromStr for FenceArg {
     }
 }
 
-/// Whether what is given, and what is not, makes sense together.
+/// Checks that the given parts fit together.
 fn goes_together(
     endpoints: &[String],
     (ca, cert, key): (bool, bool, bool),
@@ -76,12 +79,12 @@ fn goes_together(
         return Err("user= and password= (a file that holds it) belong together".into());
     }
     if !ca && (cert || endpoints.iter().any(|at| at.starts_with("https:"))) {
-        return Err("an etcd at https needs ca=FILE: whose certificates are trusted".into());
+        return Err("an etcd at https needs ca=FILE, the certificates of its authorities".into());
     }
     Ok(())
 }
 
-/// Folder-like: what two prefixes hold is apart.
+/// Returns the prefix with a final slash, so that the keys of two prefixes cannot collide.
 fn prefix(text: &str) -> Result<String, String> {
     let prefix = format!("{}/", text.trim_end_matches('/'));
     if prefix.len() > MOST_PREFIX || !prefix.bytes().all(|byte| byte.is_ascii_graphic()) {
@@ -92,7 +95,7 @@ fn prefix(text: &str) -> Result<String, String> {
     Ok(prefix)
 }
 
-/// A URL without a path.
+/// Returns a URL without a path; `None` if `text` is none.
 fn endpoint(text: &str) -> Option<String> {
     let (scheme, rest) = text.split_once("://")?;
     let authority = rest.strip_suffix('/').unwrap_or(rest);
@@ -101,7 +104,8 @@ fn endpoint(text: &str) -> Option<String> {
     fits.then(|| format!("{scheme}://{authority}"))
 }
 
-/// The same with what its files say: it is given to the process that has the guest, which need not be able to read them.
+/// Arbiter with the contents of its files. The process that has the guest gets these contents,
+/// because it need not be able to read the files.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct FenceTexts {
@@ -120,7 +124,8 @@ pub(crate) struct FenceTexts {
     password: Option<String>,
 }
 
-/// A fence in a request: with the contents of its files, or as the command line says it, whose files the process that has the guest reads.
+/// Arbiter in a request: with the contents of its files, or in the form of the command line. In the
+/// second form the process that has the guest reads the files.
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub(crate) enum FenceRequest {
@@ -128,7 +133,7 @@ pub(crate) enum FenceRequest {
     Said(String),
 }
 
-// By hand, for errors that name the field.
+// Not derived, so that errors name the field.
 impl<'de> Deserialize<'de> for FenceRequest {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         match Value::deserialize(deserializer)? {
@@ -143,24 +148,24 @@ fn default_prefix() -> String {
 }
 
 impl fmt::Debug for FenceTexts {
-    // Keys and passwords are not for logs.
+    // Keys and passwords must not be logged.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FenceTexts").field("endpoints", &self.endpoints).finish_non_exhaustive()
     }
 }
 
 impl FenceArg {
-    /// The files that are named.
+    /// Returns the named files.
     pub(crate) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         [&self.ca, &self.cert, &self.key, &self.password].into_iter().flatten()
     }
 
-    /// With what they say.
+    /// Reads the named files.
     pub(crate) fn texts(&self) -> Result<FenceTexts> {
         let bytes = |file: &PathBuf| {
             std::fs::read(file).with_context(|| format!("--fence: cannot read {}", file.display()))
         };
-        // What is between certificates may be in any language.
+        // Comments between certificates may be in any encoding.
         let read = |file: &Option<PathBuf>| {
             let text = |bytes: Vec<u8>| String::from_utf8_lossy(&bytes).into_owned();
             file.as_ref().map(bytes).transpose().map(|read| read.map(text))
@@ -178,14 +183,14 @@ impl FenceArg {
         })
     }
 
-    /// The fence, not yet asked for anything: see [`FenceTexts::build`].
+    /// Returns the arbiter, without a request to it: see [`FenceTexts::build`].
     pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
         self.texts()?.build(insecure)
     }
 }
 
 impl FenceRequest {
-    /// Whether it has a key, or a password.
+    /// Returns whether the request contains a key or a password.
     pub(crate) fn has_secrets(&self) -> bool {
         matches!(self, Self::Texts(texts) if texts.key.is_some() || texts.password.is_some())
     }
@@ -202,21 +207,21 @@ impl FenceRequest {
 }
 
 impl FenceTexts {
-    /// The fence, not yet asked for anything. Plain connections to other hosts only if `insecure`: whoever can change what etcd says
-    /// decides who runs the guest.
+    /// Returns the arbiter, without a request to it. Plain connections to other hosts need
+    /// `insecure`: an attacker who can change the answers of etcd decides who runs the guest.
     pub(crate) fn build(&self, insecure: bool) -> Result<Arc<dyn Arbiter>> {
         let plain = |at: &&String| at.starts_with("http:") && !is_loopback(at);
         if let Some(at) = self.endpoints.iter().find(plain).filter(|_| !insecure) {
             bail!(
-                "--fence: {at} is not on this host, and plain connections can be read and changed on the way; use https, or say \
+                "--fence: {at} is not on this host, and plain connections can be read and changed on the way; use https, or \
                  --insecure to allow it"
             );
         }
-        // A request's are checked as those of a command line are.
+        // The texts may come from a request, so they are checked like those of a command line.
         let endpoints = self.endpoints.iter().map(|at| endpoint(at)).collect::<Option<Vec<_>>>();
         let endpoints = endpoints
             .filter(|all| !all.is_empty() && all.len() <= MOST_ENDPOINTS)
-            .with_context(|| format!("--fence: 1 to {MOST_ENDPOINTS} URLs of one etcd are wanted"))?;
+            .with_context(|| format!("--fence: 1 to {MOST_ENDPOINTS} URLs of one etcd are needed"))?;
         let prefix = self::prefix(&self.prefix).map_err(|error| anyhow!("--fence: {error}"))?;
         goes_together(
             &endpoints,
@@ -243,7 +248,8 @@ fn is_loopback(endpoint: &str) -> bool {
     host == "localhost" || host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
 }
 
-/// A fence that is asked for people, on a thread of its own: whoever serves the control socket has no business with other hosts.
+/// Arbiter that is asked for operators, on a thread of its own: the threads of the control socket
+/// may not connect to other hosts.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
     arbiter: Arc<dyn Arbiter>,
@@ -251,16 +257,17 @@ pub(crate) struct Asked {
 }
 
 impl Asked {
-    /// Starts the thread, which ends with this. By the owner, who may start it.
+    /// Starts the thread, which ends when this value is dropped. Only the machine's owner thread
+    /// may start it.
     ///
     /// # Errors
-    /// If the host has no thread for it.
+    /// If the thread cannot be started.
     pub(crate) fn start(arbiter: Arc<dyn Arbiter>) -> Result<Self> {
         let (claims, asked) = channel::<(MigrationId, Sender<_>)>();
         let at = Arc::clone(&arbiter);
         let work = move || {
             for (migration, answer) in asked {
-                // Who has asked may have gone.
+                // The caller may have gone.
                 let _ = answer.send(at.say(migration, Word::Claim(Side::Source)));
             }
         };
@@ -270,25 +277,28 @@ impl Asked {
 
     fn claim(&self, migration: MigrationId) -> Result<Ruling, ArbiterError> {
         let (answer, answered) = channel();
-        let gone = || ArbiterError::Unreachable("the thread that asks it has ended".into());
+        let gone = || ArbiterError::Unreachable("the thread that asks the arbiter has ended".into());
         self.claims.send((migration, answer)).map_err(|_| gone())?;
         answered.recv().map_err(|_| gone())?
     }
 }
 
-/// Whom a migration of this process asks, and which migration that is.
+/// Arbiter of a migration of this process, and the migration's id.
 #[derive(Debug, Clone)]
 pub(crate) struct Fence(pub(crate) Asked, pub(crate) MigrationId);
 
 impl Fence {
-    /// Claims the guest for its source, for a person who wants it here. It is not, unless this returns well.
+    /// Claims the guest for its source, at the operator's request. The source may run the guest
+    /// only if this call succeeds.
     pub(crate) fn take(&self) -> Result<()> {
         let Self(asked, migration) = self;
         let register = asked.arbiter.register(*migration);
         match asked.claim(*migration) {
             Ok(Ruling::Source) => Ok(()),
-            Ok(ruling) => bail!("the fence {ruling}, and must not run here as well ({register})"),
-            Err(error) => bail!("{error}; nobody can know that it does not run on the target ({register})"),
+            Ok(ruling) => {
+                bail!("the arbiter {ruling}; the guest must not run at the source as well ({register})")
+            }
+            Err(error) => bail!("{error}; the guest may run at the target ({register})"),
         }
     }
 }
@@ -313,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fence_is_named_in_one_word() {
+    fn arbiter_address_is_one_argument() {
         let arg: FenceArg = "etcd:http://127.0.0.1:2379".parse().unwrap();
         assert_eq!(arg.to_string(), "etcd:http://127.0.0.1:2379,prefix=/vmferry/");
         assert_eq!(arg.to_string().parse(), Ok(arg));
@@ -340,17 +350,17 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_connection_to_another_host_has_to_be_allowed() {
-        for (at, here) in [
+    fn plain_connection_to_another_host_must_be_allowed() {
+        for (at, local) in [
             ("http://127.0.0.1:1", true),
             ("http://[::1]:1", true),
             ("http://localhost", true),
             ("http://192.0.2.1:1", false),
             ("http://127.0.0.1.example:1", false),
         ] {
-            assert_eq!(is_loopback(at), here, "{at}");
+            assert_eq!(is_loopback(at), local, "{at}");
             let arg: FenceArg = format!("etcd:{at}").parse().unwrap();
-            assert_eq!(arg.build(false).is_ok(), here, "{at}");
+            assert_eq!(arg.build(false).is_ok(), local, "{at}");
             assert!(arg.build(true).is_ok(), "{at}");
         }
     }

@@ -1,4 +1,4 @@
-//! A guest that is to go: what is asked for, and what became of it.
+//! Migration of the guest of this process: the request and its result.
 
 use crate::advice::advised;
 use crate::api::{MigrateRequest, Place, Shared};
@@ -14,8 +14,9 @@ use vmferry_engine::{
     Connect, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy,
 };
 
-/// Moves the guest away, if that can be begun; says where it is then, and as what this process ends if it is gone. Whoever asked is answered when it has begun; how it goes on is
-/// asked for by `status`.
+/// Migrates the guest, if the request can be executed. Returns the place of the guest afterwards,
+/// and the exit status of this process if the guest is gone. The client gets its answer when the
+/// migration has begun, and reads the progress with `status`.
 pub(super) fn begin(
     machine: &mut Machine,
     shared: &Shared,
@@ -42,7 +43,7 @@ pub(super) fn begin(
 /// A migration that can begin.
 struct Prepared {
     uri: Uri,
-    /// Sockets that were passed as `uri`, if they were.
+    /// Sockets that were passed as `uri`, if any.
     sockets: Option<Sockets>,
     tracker: Option<TrackerKind>,
     reaper: Policy,
@@ -59,17 +60,17 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
     sandbox::goes_to(&uri, &shared.sandbox)?;
     if matches!(uri, Uri::Fd(_)) && (request.plan || request.mode == ModeArg::Auto) {
         bail!(
-            "{uri}: a plan measures the link over connections of its own, and passed sockets are for the migration; leave --plan and --mode auto"
+            "{uri}: a plan measures the link over its own connections, and passed sockets carry only the migration; omit --plan and --mode auto"
         );
     }
     if request.keep_running && !matches!(uri, Uri::File(_)) {
         bail!(
-            "a guest that goes on here can only be copied into a file; leave --keep-running, or use file:PATH"
+            "a guest can only keep running if it is copied into a file; omit --keep-running, or use file:PATH"
         );
     }
     if let (Uri::File(_), Some(option)) = (&uri, of_no_use_for_files(request)) {
         bail!(
-            "{option} is of no use for a guest that goes into a file, which stands still for that; leave it out"
+            "{option} has no effect for a guest that is written into a file, which is stopped for that; omit it"
         );
     }
     let settings = request.settings(shared.tls.as_ref())?;
@@ -77,7 +78,7 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
         settings.fence.clone().or_else(|| shared.fence.clone()).filter(|_| !matches!(uri, Uri::File(_)));
     let settings = Settings { stay_awake: shared.stay_awake, fence, ..settings };
     shared.all_here()?;
-    // Last of what can be refused: they are used up by that.
+    // The sockets are taken last, because a refusal after this point would waste them.
     let sockets = match &uri {
         Uri::Fd(names) => {
             let sockets = shared.descriptors.take(names).and_then(|all| Ok(Sockets::new(all)?));
@@ -86,22 +87,23 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
         _ => None,
     };
     let asked = settings.fence.clone().map(Asked::start).transpose()?;
-    // From here on, before the answer: whoever asks for the status next must not see an older migration's.
+    // This must happen before the answer: a client that reads the status next must not see an older
+    // migration.
     let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
     shared.begin_migration(asked, goes_over && !matches!(uri, Uri::File(_)));
     Ok(Prepared { uri, sockets, tracker, reaper, settings })
 }
 
-/// Reason for which a request is for a running guest only, if it is.
+/// Returns why the request needs a running guest; `None` if it does not.
 fn needs_a_running_guest(request: &MigrateRequest) -> Option<&'static str> {
     if request.uri.starts_with("file:") {
-        return Some("a file does not keep that: the guest would run when it is restored");
+        return Some("a file does not contain this state: the guest would run after the restore");
     }
     let measures = request.plan || request.mode == ModeArg::Auto;
     measures.then_some("a plan (--plan, --mode auto) measures how a running guest writes")
 }
 
-/// An option that asks for something that does not happen there.
+/// Returns the first option that has no effect for a file.
 fn of_no_use_for_files(request: &MigrateRequest) -> Option<&'static str> {
     [
         ("--mode", request.mode != ModeArg::default()),
@@ -115,7 +117,7 @@ fn of_no_use_for_files(request: &MigrateRequest) -> Option<&'static str> {
     .find_map(|(option, said)| said.then_some(option))
 }
 
-/// The tracker that a request asks for; `None` for what the guest's kind does best.
+/// Returns the requested tracker; `None` for the best one for the kind of guest.
 pub(crate) fn tracker(name: Option<&str>) -> Result<Option<TrackerKind>> {
     Ok(match name {
         None | Some("auto") => None,
@@ -126,7 +128,7 @@ pub(crate) fn tracker(name: Option<&str>) -> Result<Option<TrackerKind>> {
     })
 }
 
-/// Moves the guest and says where it is then.
+/// Migrates the guest. Returns its place afterwards.
 fn move_away(
     machine: &mut Machine,
     shared: &Shared,
@@ -161,7 +163,7 @@ fn move_away(
     let left = output::left_ms(&report);
     let mut points = shared.speed.recorded(start.began);
     points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
-    // Milliseconds since the beginning, writes a second.
+    // Points are milliseconds since the beginning, and writes per second.
     report["guest"]["speed"] = json!({ "points": points });
     if let Some(scores) = scores {
         report["plan"] = scores;
@@ -170,12 +172,13 @@ fn move_away(
     (place, if lost { Status::Lost } else { Status::Done })
 }
 
-/// Place of the guest after a migration. It is `here` if it is this side's.
+/// Returns the place of the guest after a migration. It is `here` if the source still owns the
+/// guest.
 fn place_after(report: &Report, keep_running: bool, here: Place) -> Place {
     match report.state {
         _ if report.stands_still => Place::Paused,
         MigrationState::Completed if keep_running => here,
-        // Where it is lost it ran elsewhere; nothing that is here of it may run.
+        // A lost guest ran at the target, so its remains at the source must not run.
         MigrationState::Completed | MigrationState::Lost => Place::Moved,
         MigrationState::Unknown => Place::Unknown,
         _ => here,
