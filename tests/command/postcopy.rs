@@ -155,7 +155,7 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
             assert!(errors(&output).contains(words), "{command}: {output:?}");
         };
         refused("cancel", "too late to cancel");
-        refused("quit", "still needs pages that are here only");
+        refused("quit", "still needs pages that only this process has");
         refused("recover", "is not lost");
         // Ctrl-C: heard, and heeded when the target has everything.
         source.signal(Signal::INT);

@@ -1,16 +1,17 @@
-//! What a guest tells of its allocator and its balloon, for measurements.
+//! Answer to `alloc`: the guest's report on its allocator and its balloon, for measurements.
 
 use crate::guest::Probe;
 use anyhow::{Context, Result, anyhow};
 use serde_json::{Map, Value, json};
 use vmferry_guest_abi::StatsError;
 
-/// The guest's counters, each vCPU's and their histograms, and what the balloon did.
+/// Returns the guest's counters, those of each vCPU with histograms, and the figures of the
+/// balloon.
 pub(super) fn answer(probe: &Probe) -> Result<Value> {
     let vm = probe.kvm().context("a process guest has no allocator")?;
     let stats = match vm.alloc_stats() {
         Ok(stats) => stats,
-        // It boots, or is just writing them.
+        // The guest boots, or writes its statistics at this moment.
         Err(StatsError::NotYet | StatsError::Busy { .. }) => {
             return Ok(json!({ "done": false, "guest": null }));
         }

@@ -1,8 +1,9 @@
-//! Who is to see the report of a migration before the process that made it ends.
+//! Record of the readers that have seen the report of a migration. The process of the source waits
+//! for them before it ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// A client of the control socket, and where there are metrics, whoever scrapes them.
+/// Readers of the report: a client of the control socket and, if metrics are served, a scraper.
 #[derive(Debug)]
 pub(crate) struct Audience {
     client: AtomicBool,
@@ -14,26 +15,27 @@ impl Audience {
         Self { client: AtomicBool::new(false), scraper: metrics.then(|| AtomicBool::new(false)) }
     }
 
-    /// A migration begins: its report has been seen by nobody.
+    /// Records that a migration begins, whose report no reader has seen.
     pub(super) fn forget(&self) {
         for seen in std::iter::once(&self.client).chain(&self.scraper) {
             seen.store(false, Ordering::Release);
         }
     }
 
-    /// A client has it.
+    /// Records that a client has read the report.
     pub(super) fn saw(&self) {
         self.client.store(true, Ordering::Release);
     }
 
-    /// It was scraped.
+    /// Records that a scraper has read the report.
     pub(crate) fn scraped(&self) {
         if let Some(seen) = &self.scraper {
             seen.store(true, Ordering::Release);
         }
     }
 
-    /// Everybody has seen it. If the process was told to end (`quit`) nobody who scrapes now and then is waited for.
+    /// Returns whether all readers have seen the report. A process that was told to end (`quit`)
+    /// does not wait for scrapers, which may come seldom.
     pub(crate) fn satisfied(&self, quit: bool) -> bool {
         let scraped = quit || self.scraper.as_ref().is_none_or(|seen| seen.load(Ordering::Acquire));
         scraped && self.client.load(Ordering::Acquire)
@@ -45,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_satisfied_when_everybody_who_is_there_has_seen_the_report() {
+    fn process_waits_for_all_readers_of_the_report() {
         for metrics in [false, true] {
             let audience = Audience::new(metrics);
             assert!(!audience.satisfied(true));

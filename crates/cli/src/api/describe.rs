@@ -1,4 +1,4 @@
-//! How the guest and its migration are doing, as JSON: what our own commands answer.
+//! State of the guest and its migration as JSON, as vmferry's own commands report it.
 
 use super::{Place, Shared};
 use crate::speed::Sample;
@@ -9,7 +9,8 @@ use vmferry_engine::Monitor;
 use vmferry_engine::plan::Remedy;
 use vmferry_guest_abi::{CpuSnapshot, StatsError, StatsSnapshot};
 
-/// How long a vCPU may take to write its statistics, which is a matter of nanoseconds where it has a processor.
+/// Longest wait for a vCPU that is writing its statistics. Writing takes nanoseconds if the vCPU
+/// has a processor.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 impl Shared {
@@ -29,7 +30,8 @@ impl Shared {
         status
     }
 
-    /// The document of a migration that runs. It has the members that it has at the end, and `progress`; what is not known yet is null.
+    /// Returns the document of a running migration: the members of the final report, and
+    /// `progress`. Values that are not known yet are null.
     fn under_way_so_far(&self, monitor: &Monitor) -> Value {
         let mut status = serde_json::to_value(monitor.report()).unwrap_or_default();
         let stopped =
@@ -53,7 +55,8 @@ impl Shared {
         status
     }
 
-    /// What the guest says of itself. A vCPU that this host keeps from its processor while it writes that is waited for, if it is to run at all.
+    /// Returns the statistics of the guest. A vCPU of a running guest may lose its processor while
+    /// it writes them, so this method waits for it.
     fn stats(&self) -> Result<StatsSnapshot, StatsError> {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -66,13 +69,14 @@ impl Shared {
         }
     }
 
-    /// Each vCPU's clock and writes, and nothing else: light enough to be asked for many times a second.
+    /// Returns each vCPU's clock and writes. The answer is small enough to be requested many times
+    /// a second.
     pub(super) fn writes(&self) -> Result<Value> {
         let stats = self.stats().map_err(|error| anyhow!("{error}"))?;
         Ok(json!({ "vcpus": stats.cpus().iter().map(|cpu| [cpu.t_us, cpu.writes]).collect::<Vec<_>>() }))
     }
 
-    /// What each vCPU's guest says of its stalls, besides that.
+    /// Returns each vCPU's clock, writes and stalls.
     pub(super) fn stalls(&self) -> Result<Value> {
         let stats = self.stats().map_err(|error| anyhow!("{error}"))?;
         let vcpu = |cpu: &CpuSnapshot| {
@@ -91,9 +95,9 @@ impl Shared {
     fn vm(&self) -> Value {
         let place = self.place();
         let stats = match self.stats() {
-            // Its memory is there, with nothing in it: that is no guest that does nothing.
+            // The memory of an awaited guest is empty, which must not be reported as an idle guest.
             _ if place == Place::Awaited => {
-                json!({ "state": null, "why": "the guest has not come yet" })
+                json!({ "state": null, "why": "the guest has not arrived yet" })
             }
             Ok(stats) => {
                 let sample = Sample::of(&stats);
@@ -129,7 +133,7 @@ impl Shared {
     }
 }
 
-/// Tells the operator how this command is told to do what would help.
+/// Returns the text of a remedy, with the option of this command that applies it.
 fn in_options(remedy: Remedy) -> Value {
     let option = match remedy {
         Remedy::LongerDowntime { .. } | Remedy::DowntimeAboveStop { .. } | Remedy::LessIo => {

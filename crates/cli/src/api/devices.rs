@@ -1,4 +1,4 @@
-//! The guest and its devices by the protocol's commands.
+//! QMP commands for the guest and its devices.
 
 use super::machine::Api;
 use super::migration::refused;
@@ -10,10 +10,12 @@ use vmferry_control::{Answer, Arguments, ErrorClass, QmpError};
 use vmferry_engine::MigrationState;
 use vmferry_vmm::BalloonHandle;
 
-/// Where the balloon is in QEMU's tree of objects, for a machine that was told to call it so; and its short name.
+/// Path of the balloon in QEMU's object tree, for a device with the id `balloon0`; and its short
+/// name.
 const BALLOON: [&str; 2] = ["/machine/peripheral/balloon0", "balloon0"];
 
-/// What a guest may tell of its memory: our names, which are the specification's, and the protocol's.
+/// Memory statistics of a guest: vmferry's names, which are those of the specification, and QMP's
+/// names.
 const STATS: [(&str, &str); 16] = [
     ("swap_in", "stat-swap-in"),
     ("swap_out", "stat-swap-out"),
@@ -48,7 +50,7 @@ struct Property {
 }
 
 impl Api {
-    /// `query-status`.
+    /// Executes `query-status`.
     pub(super) fn query_status(&self) -> Value {
         let moving = self.0.under_way().map(|monitor| monitor.progress().state);
         let status = match (self.0.place(), moving) {
@@ -64,7 +66,7 @@ impl Api {
         json!({ "running": status == "running", "status": status })
     }
 
-    /// `stop`: also of a guest that is stopped.
+    /// Executes `stop`, also for a guest that is stopped.
     pub(super) fn stop(&self) -> Result<Answer, QmpError> {
         if self.0.place() != Place::Paused {
             self.0.order(Order::Pause).map_err(refused)?;
@@ -72,7 +74,7 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `cont`: also of a guest that runs.
+    /// Executes `cont`, also for a guest that runs.
     pub(super) fn cont(&self) -> Result<Answer, QmpError> {
         if self.0.place() != Place::Running {
             self.0.order(Order::Resume).map_err(refused)?;
@@ -87,7 +89,7 @@ impl Api {
         })
     }
 
-    /// `balloon`: how much memory the guest is to have.
+    /// Executes `balloon`, which sets the memory of the guest.
     pub(super) fn balloon(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Balloon { value } = arguments.read()?;
         let balloon = self.the_balloon()?;
@@ -96,12 +98,12 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `query-balloon`.
+    /// Executes `query-balloon`.
     pub(super) fn query_balloon(&self) -> Result<Answer, QmpError> {
         Ok(json!({ "actual": self.the_balloon()?.status().actual }).into())
     }
 
-    /// `qom-get`, of what there is: the balloon's statistics.
+    /// Executes `qom-get`. The balloon's statistics are the only properties.
     pub(super) fn qom_get(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let wanted: Property = arguments.read()?;
         if wanted.value.is_some() {
@@ -115,7 +117,7 @@ impl Api {
         }
     }
 
-    /// `qom-set`, of what can be set: how often the guest is asked for statistics.
+    /// Executes `qom-set`. Only the interval of the balloon's statistics can be set.
     pub(super) fn qom_set(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let wanted: Property = arguments.read()?;
         let balloon = self.object(&wanted)?;
@@ -124,7 +126,7 @@ impl Api {
                 let seconds =
                     wanted.value.as_ref().and_then(Value::as_u64).and_then(|value| u32::try_from(value).ok());
                 balloon.set_stats_interval(seconds.ok_or_else(|| {
-                    QmpError::generic("guest-stats-polling-interval is a number of seconds, 0 for never")
+                    QmpError::generic("guest-stats-polling-interval must be a number of seconds, 0 for never")
                 })?);
                 Ok(Answer::done())
             }
@@ -145,7 +147,7 @@ impl Api {
         Err(QmpError { class: ErrorClass::DeviceNotFound, desc: format!("Device '{path}' not found") })
     }
 
-    /// `query-cpus-fast`.
+    /// Executes `query-cpus-fast`.
     pub(super) fn query_cpus(&self) -> Value {
         let each = vcpu_threads().into_iter().map(|(index, thread)| {
             json!({
@@ -159,7 +161,7 @@ impl Api {
         each.collect()
     }
 
-    /// `query-kvm`.
+    /// Executes `query-kvm`.
     pub(super) fn query_kvm(&self) -> Value {
         let enabled = self.0.probe.kvm().is_some();
         json!({ "enabled": enabled, "present": enabled || std::path::Path::new("/dev/kvm").exists() })
@@ -171,7 +173,8 @@ fn no_property(name: &str) -> QmpError {
     QmpError::generic(format!("Property 'virtio-balloon-device.{name}' not found"))
 }
 
-/// What the guest told last and when; what it did not tell is all ones, as the protocol has it.
+/// Returns the last statistics of the guest and their time. QMP demands all ones for missing
+/// values.
 fn guest_stats(balloon: &BalloonHandle) -> Value {
     let status = balloon.status();
     let stat =
@@ -183,7 +186,7 @@ fn guest_stats(balloon: &BalloonHandle) -> Value {
     })
 }
 
-/// The vCPUs' threads of this process, by number.
+/// Returns the vCPU threads of this process: vCPU index and thread id, sorted.
 fn vcpu_threads() -> Vec<(u32, u32)> {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else { return Vec::new() };
     let mut threads: Vec<_> = tasks

@@ -1,4 +1,4 @@
-//! The commands of the control socket, as its server asks for them.
+//! Commands of the control socket.
 
 use super::Shared;
 use super::migration::refused;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use vmferry_client::PREFIX;
 use vmferry_control::{Answer, Arguments, Command, Machine, QmpError, Version};
 
-/// The commands. Those that may overtake others never wait.
+/// Commands of the control socket. Out-of-band commands never wait.
 const COMMANDS: &[Command] = &[
     in_band("balloon"),
     in_band("calc-dirty-rate"),
@@ -68,7 +68,7 @@ const fn urgent(name: &'static str) -> Command {
     Command { name, oob: true }
 }
 
-/// What those of our own commands may be told that are not read as a whole elsewhere.
+/// Arguments of vmferry's own commands that have none.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Nothing {}
@@ -101,7 +101,8 @@ struct Verify {
     _request: u64,
 }
 
-/// Refuses what a command of ours would ignore: whoever said it believes that it is heeded.
+/// Checks the arguments of a vmferry command. Unknown arguments are refused, so that a client does
+/// not assume that they have an effect.
 fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
     let arguments = arguments.clone();
     match name {
@@ -143,7 +144,7 @@ impl Machine for Api {
             "cancel-vcpu-dirty-limit" => self.cancel_limit(arguments),
             "closefd" => self.close_descriptor(arguments),
             "getfd" => Err(QmpError::generic(
-                "getfd takes one descriptor, which is passed with the bytes of the command (SCM_RIGHTS); none came, or several",
+                "getfd takes one descriptor, which must be passed with the bytes of the command (SCM_RIGHTS); this command came with none or with several",
             )),
             "migrate" => self.migrate(arguments),
             "migrate-incoming" => self.migrate_incoming(arguments),
@@ -166,14 +167,14 @@ impl Machine for Api {
 }
 
 impl Api {
-    /// `closefd`.
+    /// Executes `closefd`.
     fn close_descriptor(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Descriptor { fdname } = arguments.read()?;
         self.0.descriptors.take(&[fdname]).map_err(refused)?;
         Ok(Answer::done())
     }
 
-    /// Commands without arguments.
+    /// Executes a command without arguments.
     fn plain(&self, name: &str) -> Result<Answer, QmpError> {
         Ok(match name {
             "cont" => self.cont()?,
@@ -186,7 +187,7 @@ impl Api {
             "query-migrate" => self.query_migrate(),
             "query-migrate-capabilities" => self.0.options().capabilities().into(),
             "query-migrate-parameters" => self.0.options().parameters().into(),
-            // Neither can be given here.
+            // vmferry has no option for either value.
             "query-name" => Answer::done(),
             "query-uuid" => json!({ "UUID": "00000000-0000-0000-0000-000000000000" }).into(),
             "query-status" => self.query_status().into(),
@@ -209,7 +210,7 @@ impl Api {
         if !ended {
             return Ok(answer);
         }
-        // The process may end as soon as somebody has the report.
+        // The process may end as soon as a client has read the report.
         let shared = Arc::clone(&self.0);
         Ok(answer.on_sent(move || shared.audience.saw()))
     }
@@ -220,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_our_own_commands_would_ignore_is_refused() {
+    fn unknown_arguments_of_own_commands_are_refused() {
         let check = |name: &str, value: Value| match value {
             Value::Object(map) => check(name, &Arguments(map)),
             _ => panic!(),

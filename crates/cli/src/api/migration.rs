@@ -1,4 +1,4 @@
-//! Migrations by the protocol's commands.
+//! QMP commands for migrations.
 
 use super::machine::Api;
 use super::options::Options;
@@ -17,7 +17,7 @@ use vmferry_engine::{MigrationState, Progress};
 struct Migrate {
     uri: Option<String>,
     channels: Option<Vec<Channel>>,
-    /// It always is.
+    /// Ignored: `migrate` always detaches.
     #[serde(rename = "detach")]
     _detach: Option<bool>,
     #[serde(default)]
@@ -61,7 +61,7 @@ enum Socket {
     Fd { str: String },
 }
 
-/// Where to, as `uri` or `channels` say.
+/// Returns the address that `uri` or `channels` give.
 fn address(uri: Option<String>, channels: Option<Vec<Channel>>) -> Result<String, QmpError> {
     match (uri, channels.as_deref()) {
         (Some(uri), None) => Ok(uri),
@@ -74,16 +74,16 @@ fn address(uri: Option<String>, channels: Option<Vec<Channel>>) -> Result<String
             Address::Socket(Socket::Fd { str }) => format!("fd:{str}"),
             Address::File { filename } => format!("file:{filename}"),
         }),
-        (None, Some(_)) => Err(QmpError::generic("channels: one channel is wanted, of channel-type main")),
-        (Some(_), Some(_)) => {
-            Err(QmpError::generic("uri and channels are two ways to say the same; give one"))
+        (None, Some(_)) => {
+            Err(QmpError::generic("channels: exactly one channel is supported, of channel-type main"))
         }
+        (Some(_), Some(_)) => Err(QmpError::generic("uri and channels exclude each other; give one")),
         (None, None) => Err(QmpError::generic("need either 'uri' or 'channels' argument")),
     }
 }
 
 impl Api {
-    /// `migrate`: begins, and says so at once.
+    /// Executes `migrate`, which starts a migration and does not wait for its end.
     pub(super) fn migrate(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Migrate { uri, channels, resume, .. } = arguments.read()?;
         let uri = address(uri, channels)?;
@@ -92,18 +92,18 @@ impl Api {
             if shared.place() != Place::Moving {
                 return Err(QmpError::generic("Cannot resume if there is no paused migration"));
             }
-            // To where it went: its pages are there.
+            // The link is taken up to the previous target, which has the pages.
             return shared.answer("recover", &json!({})).map(Answer::new).map_err(refused);
         }
         let options = shared.options();
         let request = options.request(&uri, shared.insecure);
         shared.order(Order::Migrate(Box::new(request))).map_err(refused)?;
-        // Whoever speaks the protocol ends this process when it has seen enough.
+        // A QMP client ends this process itself when it has read what it needs.
         shared.stay.store(true, Ordering::Release);
         Ok(Answer::done())
     }
 
-    /// `migrate-incoming`.
+    /// Executes `migrate-incoming`.
     pub(super) fn migrate_incoming(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Incoming { uri, channels, exit_on_error } = arguments.read()?;
         let uri = address(uri, channels)?;
@@ -115,7 +115,7 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `migrate_cancel`: also when there is nothing to cancel, as the protocol has it.
+    /// Executes `migrate_cancel`. QMP demands success also without a migration.
     pub(super) fn migrate_cancel(&self) -> Result<Answer, QmpError> {
         if self.0.place() == Place::Moving {
             self.0.answer("cancel", &json!({})).map_err(refused)?;
@@ -123,7 +123,7 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `migrate-start-postcopy`.
+    /// Executes `migrate-start-postcopy`.
     pub(super) fn start_postcopy(&self) -> Result<Answer, QmpError> {
         if !self.0.options().has("postcopy-ram") {
             return Err(QmpError::generic(
@@ -134,7 +134,7 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `migrate-pause`: cuts the link of a postcopy.
+    /// Executes `migrate-pause`, which cuts the link of a postcopy migration.
     pub(super) fn migrate_pause(&self) -> Result<Answer, QmpError> {
         match self.0.under_way() {
             Some(monitor) if monitor.progress().state == MigrationState::Postcopy => {
@@ -145,39 +145,40 @@ impl Api {
         }
     }
 
-    /// `migrate-recover`: at the target, which waits for its source where it did before.
+    /// Executes `migrate-recover` at the target, which keeps waiting for the source at the same
+    /// address.
     pub(super) fn migrate_recover(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Recover { uri } = arguments.read()?;
         let paused = self.0.rest().is_some_and(|rest| rest.state == MigrationState::PostcopyPaused);
         if !paused {
             return Err(QmpError::generic(
-                "Migrate recover can only be run at the target of a postcopy that is paused; at its source say migrate with resume",
+                "Migrate recover can only be run at the target of a paused postcopy migration; at the source use migrate with resume",
             ));
         }
         match self.0.incoming() {
             Some(at) if at == uri => Ok(Answer::done()),
             at => Err(QmpError::generic(format!(
-                "this side goes on waiting at {}, where its source takes the link up again; it cannot wait elsewhere",
+                "the target keeps waiting for its source at {}; it cannot wait at another address",
                 at.unwrap_or_default()
             ))),
         }
     }
 
-    /// Fails while a migration is under way, which has its settings.
+    /// Changes the settings. Fails during a migration, which keeps its settings.
     pub(super) fn set_options(
         &self,
         set: impl FnOnce(&mut super::options::Options) -> Result<(), QmpError>,
     ) -> Result<Answer, QmpError> {
         if self.0.place() == Place::Moving {
             return Err(QmpError::generic(
-                "There's a migration process in progress, which keeps the settings it has",
+                "There's a migration process in progress, which keeps its settings",
             ));
         }
         self.0.change_options(set)?;
         Ok(Answer::done())
     }
 
-    /// `query-migrate`.
+    /// Executes `query-migrate`.
     pub(super) fn query_migrate(&self) -> Answer {
         let shared = &self.0;
         let (total, options) = (shared.memory(), shared.options());
@@ -196,7 +197,7 @@ impl Api {
         answer.on_sent(move || shared.audience.saw())
     }
 
-    /// The target's view.
+    /// Returns the migration as the target sees it.
     fn of_arrival(&self) -> Value {
         let shared = &self.0;
         let at = shared.incoming();
@@ -214,7 +215,7 @@ impl Api {
     }
 }
 
-/// Where a target listens, as the protocol says it; a file and what was inherited have no address.
+/// Returns the address of a target in QMP's form. Files and inherited sockets have no address.
 fn socket_address(uri: &str) -> Vec<Value> {
     let address = match uri.split_once(':') {
         Some(("tcp", rest)) => rest.rsplit_once(':').map(|(host, port)| {
@@ -231,8 +232,8 @@ pub(super) fn refused(error: anyhow::Error) -> QmpError {
     QmpError::generic(format!("{error:#}"))
 }
 
-/// A state of ours, as the protocol calls it. That nobody knows where the guest is has no name there: somebody must act before anything
-/// goes on, as after a lost link.
+/// Returns the QMP name of a state. QMP has no name for an unknown owner; like a lost link, that
+/// state needs an action of the operator.
 pub(super) fn status(state: MigrationState) -> &'static str {
     match state {
         MigrationState::Setup => "setup",
@@ -246,7 +247,7 @@ pub(super) fn status(state: MigrationState) -> &'static str {
     }
 }
 
-/// The same, of a migration that has ended.
+/// Returns the QMP name of the state of a migration that has ended.
 pub(super) fn status_of(report: &Value) -> &'static str {
     match report["outcome"].as_str() {
         Some("completed") => "completed",
@@ -260,7 +261,8 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// While it is under way. An end that has no report yet is none yet.
+/// Returns the answer for a running migration. A final state without a report does not count as an
+/// end yet.
 fn of_progress(progress: &Progress, total: u64, options: &Options, cancelled: bool) -> Value {
     let state = match progress.state {
         _ if cancelled && !progress.runs_there => "cancelling",
@@ -280,7 +282,7 @@ fn of_progress(progress: &Progress, total: u64, options: &Options, cancelled: bo
     info
 }
 
-/// After its end.
+/// Returns the answer for a migration that has ended.
 fn of_report(report: &Value, total: u64, options: &Options) -> Value {
     let state = status_of(report);
     let mut info = json!({
@@ -297,7 +299,7 @@ fn of_report(report: &Value, total: u64, options: &Options) -> Value {
     if let Some(vcpus) = report["postcopy"]["vcpus"].as_array().filter(|_| options.has("postcopy-blocktime"))
     {
         let each: Vec<_> = vcpus.iter().map(|vcpu| number(&vcpu["blocked_us"]) / 1000).collect();
-        // The last is everybody who is no vCPU.
+        // The last entry contains all threads that are not vCPUs.
         let each = &each[..each.len().saturating_sub(1)];
         info["postcopy-vcpu-blocktime"] = json!(each);
         info["postcopy-blocktime"] = json!(each.iter().max().copied().unwrap_or(0));

@@ -1,4 +1,4 @@
-//! The control socket's commands, and the client of our own command.
+//! Commands of the control socket, and the client functions of the command line.
 
 mod alloc;
 mod audience;
@@ -29,7 +29,7 @@ use std::time::Duration;
 pub(crate) use vmferry_client::{Client, is_gone};
 use vmferry_engine::{Settings, Tls};
 
-/// What `migrate` is asked to do.
+/// Arguments of `migrate`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct MigrateRequest {
@@ -60,7 +60,7 @@ pub(crate) struct MigrateRequest {
     pub(crate) on_timeout: OnTimeoutArg,
     #[serde(default)]
     pub(crate) auto_converge: AutoConvergeArg,
-    /// Predict it, and score the prediction.
+    /// Predict the migration, and score the prediction.
     #[serde(default)]
     pub(crate) plan: bool,
     #[serde(default)]
@@ -71,10 +71,10 @@ pub(crate) struct MigrateRequest {
     pub(crate) keep_running: bool,
     #[serde(default)]
     pub(crate) insecure: bool,
-    /// For encrypted connections; what the process was started with if it is left out.
+    /// Credentials for encrypted connections. The default is that of the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tls: Option<TlsTexts>,
-    /// As `--fence` says it; what the process was started with if it is left out.
+    /// Arbiter, as in `--fence`. The default is that of the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) fence: Option<FenceRequest>,
     pub(crate) peer_timeout_ms: u64,
@@ -88,11 +88,11 @@ fn reconnect_for_ms() -> u64 {
     u64::try_from(Settings::default().reconnect_for.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// What `dirty-rate` is asked to do.
+/// Arguments of `dirty-rate`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct DirtyRateRequest {
-    /// Ascending.
+    /// Lengths of the windows in milliseconds, ascending.
     pub(crate) windows_ms: Vec<u64>,
     #[serde(default)]
     pub(crate) tracker: Option<String>,
@@ -101,14 +101,14 @@ pub(crate) struct DirtyRateRequest {
 }
 
 impl DirtyRateRequest {
-    /// How long the measurement takes.
+    /// Returns the duration of the measurement.
     pub(crate) fn longest(&self) -> Duration {
         Duration::from_millis(self.windows_ms.last().copied().unwrap_or(0)).min(crate::dirty_rate::LONGEST)
     }
 }
 
 impl MigrateRequest {
-    /// To `uri`, in the way that an engine of its own accord takes.
+    /// Returns a request to `uri` with the default settings of the engine.
     pub(crate) fn to(uri: &str) -> Self {
         let Settings { channels, urgent_channels, downtime_limit, peer_timeout, reconnect_for, .. } =
             Settings::default();
@@ -140,7 +140,8 @@ impl MigrateRequest {
         }
     }
 
-    /// `own`: what the process was started with for encrypted connections.
+    /// Returns the settings for the engine. `own` are the credentials of the process for encrypted
+    /// connections.
     pub(crate) fn settings(&self, own: Option<&Tls>) -> Result<Settings> {
         let given = self.tls.as_ref().map(TlsTexts::build).transpose().context("tls")?;
         Ok(Settings {
@@ -168,26 +169,26 @@ impl MigrateRequest {
 }
 
 impl MigrateRequest {
-    /// Whether it has what is not for everybody: a key, or a password.
+    /// Returns whether the request contains a key or a password.
     pub(crate) fn has_secrets(&self) -> bool {
         self.tls.is_some() || self.fence.as_ref().is_some_and(FenceRequest::has_secrets)
     }
 }
 
-/// A command without arguments and without an answer worth printing.
+/// Sends a command without arguments, whose answer is not printed.
 pub(crate) fn simple(path: &Path, command: &str) -> Result<Status> {
     Client::connect(path)?.call(command, json!({}))?;
     Ok(Status::Done)
 }
 
-/// Prints how the guest and its migration are doing.
+/// Prints the state of the guest and its migration.
 pub(crate) fn status(args: &ApiArgs) -> Result<Status> {
     let status = Client::connect(&args.api)?.call("status", json!({}))?;
     println!("{}", serde_json::to_string_pretty(&status)?);
     Ok(status_of(&status))
 }
 
-/// Exit status of `status` for the document that it prints.
+/// Returns the exit status of `status` for the document that it prints.
 fn status_of(document: &Value) -> Status {
     match document["state"].as_str() {
         _ if document["stands_still"] == true => Status::NotResumed,
@@ -197,7 +198,7 @@ fn status_of(document: &Value) -> Status {
     }
 }
 
-/// Takes up a lost link, or decides who owns a guest of which nobody knows.
+/// Takes up a lost link, or resolves unknown ownership.
 pub(crate) fn recover(args: &RecoverArgs) -> Result<Status> {
     let decision = &args.decision;
     let arguments = match (decision.take, decision.abandon) {

@@ -1,6 +1,6 @@
-//! Capabilities and parameters of migrations, by the protocol's names, and what they are here.
+//! QMP's capabilities and parameters of migrations, and their counterparts in vmferry.
 //!
-//! They hold for the next `migrate`. What there is no counterpart for is refused, not ignored.
+//! They apply to the next `migrate`. An option without a counterpart is refused, not ignored.
 
 use super::MigrateRequest;
 use crate::choices::{AutoConvergeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
@@ -8,10 +8,10 @@ use serde_json::{Map, Value, json};
 use vmferry_control::{Arguments, QmpError};
 use vmferry_engine::{Pace, Settings};
 
-/// Longest downtime that may be allowed, in ms: 2000 s, as the protocol has it.
+/// Longest downtime limit in ms: 2000 s, as in QEMU.
 const MOST_DOWNTIME_MS: u64 = 2_000_000;
 
-/// What can be switched on, and whether it is at first.
+/// Capabilities, and whether they are on by default.
 const CAPABILITIES: [(&str, bool); 8] = [
     ("auto-converge", false),
     ("dirty-limit", false),
@@ -23,17 +23,17 @@ const CAPABILITIES: [(&str, bool); 8] = [
     ("return-path", true),
 ];
 
-/// What holds for the next migration.
+/// Settings for the next migration.
 #[derive(Debug, Clone)]
 pub(super) struct Options {
     on: [bool; CAPABILITIES.len()],
     downtime_limit_ms: u64,
     multifd_channels: u16,
-    /// Bytes a second; 0 for no limit.
+    /// Bytes per second; 0 for no limit.
     max_bandwidth: u64,
-    /// While the guest is stopped, bytes a second; 0 for the same as before.
+    /// Bytes per second while the guest is stopped; 0 for `max_bandwidth`.
     switchover_bandwidth: u64,
-    /// In postcopy, bytes a second; 0 for what leaves queues short.
+    /// Bytes per second in postcopy; 0 for the automatic pace that keeps queues short.
     postcopy_bandwidth: u64,
 }
 
@@ -65,18 +65,18 @@ struct Capability {
 }
 
 impl Options {
-    /// Whether capability `name` is on.
+    /// Returns whether capability `name` is on.
     pub(super) fn has(&self, name: &str) -> bool {
         CAPABILITIES.iter().zip(&self.on).any(|((own, _), on)| *own == name && *on)
     }
 
-    /// `query-migrate-capabilities`.
+    /// Executes `query-migrate-capabilities`.
     pub(super) fn capabilities(&self) -> Value {
         let each = CAPABILITIES.iter().zip(&self.on);
         each.map(|((name, _), on)| json!({ "capability": name, "state": on })).collect()
     }
 
-    /// `migrate-set-capabilities`: all or none.
+    /// Executes `migrate-set-capabilities`. Sets all or none.
     pub(super) fn set_capabilities(&mut self, arguments: Arguments) -> Result<(), QmpError> {
         let wanted: SetCapabilities = arguments.read()?;
         let mut on = self.on;
@@ -99,7 +99,7 @@ impl Options {
         Ok(())
     }
 
-    /// `query-migrate-parameters`.
+    /// Executes `query-migrate-parameters`.
     pub(super) fn parameters(&self) -> Value {
         json!({
             "avail-switchover-bandwidth": self.switchover_bandwidth,
@@ -112,7 +112,7 @@ impl Options {
         })
     }
 
-    /// `migrate-set-parameters`: all or none.
+    /// Executes `migrate-set-parameters`. Sets all or none.
     pub(super) fn set_parameters(&mut self, arguments: Arguments) -> Result<(), QmpError> {
         let mut changed = self.clone();
         for (name, value) in &arguments.0 {
@@ -132,7 +132,7 @@ impl Options {
                 let channels = number(name, value, 1, Settings::MAX_CHANNELS.into())?;
                 self.multifd_channels = u16::try_from(channels).unwrap_or(Settings::MAX_CHANNELS);
             }
-            // The only values that there are.
+            // These are the only supported values.
             "mode" if value == "normal" => {}
             "multifd-compression" if value == "none" => {}
             "mode" | "multifd-compression" => {
@@ -147,11 +147,12 @@ impl Options {
         Ok(())
     }
 
-    /// A migration to `uri` by what was set. Connections to other hosts are not encrypted, and allowed if `insecure`.
+    /// Returns a request for a migration to `uri` with these settings. Connections to other hosts
+    /// are not encrypted, and need `insecure`.
     pub(super) fn request(&self, uri: &str, insecure: bool) -> MigrateRequest {
         let limit = |rate: u64| (rate > 0).then_some(rate);
         MigrateRequest {
-            // Without a timeout, so only when somebody says `migrate-start-postcopy`.
+            // The request has no timeout, so the switch only happens on `migrate-start-postcopy`.
             on_timeout: if self.has("postcopy-ram") { OnTimeoutArg::Postcopy } else { OnTimeoutArg::Cancel },
             urgent: if self.has("postcopy-preempt") { UrgentArg::Dedicated } else { UrgentArg::Shared },
             pace: PaceArg(limit(self.postcopy_bandwidth).map_or(Pace::Auto, Pace::Rate)),
@@ -204,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_set_is_what_the_engine_gets() {
+    fn engine_gets_the_values_that_were_set() {
         let mut options = Options::default();
         let settings = options.request("tcp:a:1", false).settings(None).unwrap();
         assert_eq!((settings.channels, settings.on_timeout, settings.timeout), (1, OnTimeout::Cancel, None));
@@ -231,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn what_there_is_not_is_refused_and_changes_nothing() {
+    fn unsupported_values_are_refused_and_change_nothing() {
         let mut options = Options::default();
         let before = (options.capabilities(), options.parameters());
         for names in [

@@ -1,54 +1,58 @@
-//! What `query-migrate` says of the memory: every member that the protocol has for it, since typed clients take none for granted.
+//! Memory statistics of `query-migrate`. All members of QMP's type are present, because typed
+//! clients demand them.
 
 use serde::Serialize;
 use serde_json::Value;
 use vmferry_engine::{MigrationState, Progress};
 
-/// Bytes of a page.
+/// Size of a page in bytes.
 pub(super) const PAGE: u64 = 4096;
 
-/// `MigrationRAMStats` of the protocol. Bytes and pages since the beginning, unless it says otherwise.
+/// QMP's `MigrationRAMStats`. Bytes and pages count from the beginning of the migration, unless the
+/// field says otherwise.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Ram {
     pub(super) transferred: u64,
-    /// Bytes that are still to be sent, as far as is known.
+    /// Bytes that are still to be sent, as far as known.
     pub(super) remaining: u64,
-    /// Bytes of the guest.
+    /// Bytes of guest memory.
     pub(super) total: u64,
-    /// Pages of zeros.
+    /// Zero pages.
     pub(super) duplicate: u64,
-    /// Nothing: the protocol has dropped it, and older clients want it.
+    /// Always 0: QMP has removed this member, and older clients demand it.
     pub(super) skipped: u64,
     /// Pages with content.
     pub(super) normal: u64,
     pub(super) normal_bytes: u64,
-    /// A second, while the guest ran here.
+    /// Dirty pages per second, while the guest ran at the source.
     pub(super) dirty_pages_rate: u64,
     pub(super) mbps: f64,
-    /// Passes.
+    /// Number of passes.
     pub(super) dirty_sync_count: u64,
     pub(super) dirty_sync_missed_zero_copy: u64,
-    /// Pages that the target asked for.
+    /// Pages that the target requested.
     pub(super) postcopy_requests: u64,
     pub(super) page_size: u64,
     pub(super) pages_per_second: u64,
-    /// The same bytes as in `transferred`, if there are several channels.
+    /// Same bytes as in `transferred`, if there are several channels.
     pub(super) multifd_bytes: u64,
-    /// Of `transferred`, while the guest ran here,
+    /// Part of `transferred` that was sent while the guest ran at the source.
     pub(super) precopy_bytes: u64,
-    /// while it stood still, if it was not to run before it was whole,
+    /// Part of `transferred` that was sent while the guest was stopped, without postcopy.
     pub(super) downtime_bytes: u64,
-    /// and otherwise from then on.
+    /// Part of `transferred` that was sent after the guest was stopped, in postcopy.
     pub(super) postcopy_bytes: u64,
 }
 
 impl Ram {
-    /// While the migration is under way, by `multifd` or not, of a guest of `total` bytes.
+    /// Returns the statistics of a running migration of a guest with `total` bytes. `multifd` is
+    /// the capability.
     pub(super) fn of_progress(progress: &Progress, total: u64, multifd: bool) -> Self {
         let left = progress.left_pages.unwrap_or(progress.remaining_pages);
         let wire = progress.wire_bytes;
-        // Channels are counted while the guest runs here. What comes after that is the downtime's until the guest runs there.
+        // The channel counters end when the guest is stopped. Later bytes belong to the downtime
+        // until the guest runs at the target.
         let precopy = match progress.state {
             MigrationState::Setup | MigrationState::Precopy => wire,
             _ => progress.channel_bytes.iter().sum::<u64>().min(wire),
@@ -69,7 +73,7 @@ impl Ram {
         }
     }
 
-    /// After its end.
+    /// Returns the statistics of a migration that has ended.
     pub(super) fn of_report(report: &Value, total: u64, multifd: bool) -> Self {
         let bytes = &report["bytes"];
         let wire = number(&bytes["wire"]);
@@ -83,8 +87,8 @@ impl Ram {
             of.map(|pass| number(&pass["wire_bytes"])).sum()
         };
         let (precopy, stopped) = (sum(false), sum(true));
-        // What belongs to no pass is of one that was broken off. A postcopy's last pass begins when the guest is stopped and ends
-        // with the migration.
+        // Bytes outside of all passes belong to a pass that was broken off. The last pass of a
+        // postcopy migration begins when the guest is stopped and ends with the migration.
         let rest = wire.saturating_sub(precopy + stopped);
         let (precopy, downtime, postcopy) = if report["postcopy"].is_object() {
             (precopy, 0, stopped + rest)
@@ -104,7 +108,7 @@ impl Ram {
         }
     }
 
-    /// At the target of a postcopy, where so many pages have not come yet.
+    /// Returns the statistics of the target of a postcopy migration, with `left` missing pages.
     pub(super) fn of_rest(left: u64, requests: u64, total: u64) -> Self {
         Self {
             remaining: left * PAGE,
@@ -129,7 +133,7 @@ impl Ram {
     }
 }
 
-/// A number of the report's, whole.
+/// Returns a number of the report as an integer.
 pub(super) fn number(value: &Value) -> u64 {
     value.as_u64().unwrap_or_else(|| whole(value.as_f64().unwrap_or(0.0)))
 }
@@ -166,7 +170,7 @@ mod tests {
     ];
 
     #[test]
-    fn every_member_is_there_and_the_bytes_add_up() {
+    fn every_member_is_present_and_the_bytes_add_up() {
         let under_way = |state, runs_there| {
             let mut progress = Progress::default();
             (progress.state, progress.runs_there) = (state, runs_there);

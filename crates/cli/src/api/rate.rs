@@ -1,4 +1,4 @@
-//! How fast the guest dirties its memory, by the protocol's commands: begun by one, asked for by another.
+//! QMP commands for the dirty rate: one starts a measurement, another reads the result.
 
 use super::machine::Api;
 use super::migration::refused;
@@ -33,7 +33,8 @@ impl Unit {
     }
 }
 
-/// Every page is looked at, whatever is asked for; what was used is told with the result.
+/// Requested method. Every page is observed with each method; the result names the tracker that was
+/// used.
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case")]
 enum Way {
@@ -64,7 +65,7 @@ struct Query {
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct Limit {
     cpu_index: Option<usize>,
-    /// MiB a second.
+    /// Limit in MiB per second.
     dirty_rate: u32,
 }
 
@@ -79,11 +80,11 @@ enum State {
     #[default]
     Unstarted,
     Measuring,
-    /// What was measured.
+    /// Result of the measurement.
     Measured(Value),
 }
 
-/// The measurement that was asked for last.
+/// Latest measurement.
 #[derive(Debug, Default)]
 pub(super) struct Measurement(Mutex<Inner>);
 
@@ -102,7 +103,7 @@ impl Measurement {
 }
 
 impl Api {
-    /// `calc-dirty-rate`: begins, and says so at once.
+    /// Executes `calc-dirty-rate`, which starts a measurement and does not wait for its end.
     pub(super) fn calc_dirty_rate(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let calc: Calc = arguments.read()?;
         let window_ms = calc.calc_time.saturating_mul(calc.calc_time_unit.millis());
@@ -114,7 +115,7 @@ impl Api {
             )));
         }
         if self.0.place() != Place::Running {
-            return Err(QmpError::generic("the guest does not run here: it dirties nothing"));
+            return Err(QmpError::generic("the guest does not run in this process, so it dirties no memory"));
         }
         let tracker = match calc.mode {
             Some(Way::DirtyRing) => Some("ring".to_owned()),
@@ -147,7 +148,7 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `query-dirty-rate`.
+    /// Executes `query-dirty-rate`.
     pub(super) fn query_dirty_rate(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Query { calc_time_unit: unit } = arguments.read()?;
         let inner = self.0.measurement.lock();
@@ -177,7 +178,7 @@ impl Api {
 }
 
 impl Api {
-    /// `set-vcpu-dirty-limit`.
+    /// Executes `set-vcpu-dirty-limit`.
     pub(super) fn set_limit(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Limit { cpu_index: cpu, dirty_rate } = arguments.read()?;
         if dirty_rate == 0 {
@@ -188,14 +189,14 @@ impl Api {
         Ok(Answer::done())
     }
 
-    /// `cancel-vcpu-dirty-limit`.
+    /// Executes `cancel-vcpu-dirty-limit`.
     pub(super) fn cancel_limit(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let CancelLimit { cpu_index: cpu } = arguments.read()?;
         self.0.order(Order::Limit { cpu, limit: None }).map_err(refused)?;
         Ok(Answer::done())
     }
 
-    /// `query-vcpu-dirty-limit`.
+    /// Executes `query-vcpu-dirty-limit`.
     pub(super) fn query_limits(&self) -> Value {
         let each = self.0.limited().into_iter().map(|limited| {
             json!({
@@ -208,7 +209,7 @@ impl Api {
     }
 }
 
-/// As whole MiB a second, which is what the protocol calls MB/s.
+/// Returns whole MiB per second, which QMP calls MB/s.
 fn mebibytes(bytes_per_s: &Value) -> Value {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "clamped to what fits")]
     let whole = (bytes_per_s.as_f64().unwrap_or(0.0) / f64::from(1 << 20)).clamp(0.0, 1e15).round() as u64;

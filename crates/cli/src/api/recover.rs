@@ -1,4 +1,4 @@
-//! A guest of which nobody knows: who is asked, and what a person may decide.
+//! Resolution of unknown ownership: the arbiter, and decisions of the operator.
 
 use super::Shared;
 use crate::fence::Fence;
@@ -7,7 +7,7 @@ use serde_json::Value;
 use vmferry_engine::MigrationState;
 
 impl Shared {
-    /// Who is asked about the guest of the migration under way, or of the last one, if somebody is.
+    /// Returns the arbiter of the current or latest migration, if it has one.
     pub(crate) fn fence(&self) -> Option<Fence> {
         let arbiter = self.fence_now()?;
         let (report, monitor) = self.latest();
@@ -19,7 +19,7 @@ impl Shared {
         Some(Fence(arbiter, id.parse().ok()?))
     }
 
-    /// Whether nobody knows who owns the guest of the migration under way.
+    /// Returns whether the owner of the migrating guest is unknown.
     pub(super) fn undecided(&self) -> bool {
         let under_way = self.under_way();
         under_way.is_some_and(|monitor| monitor.progress().state == MigrationState::Unknown)
@@ -34,17 +34,17 @@ impl Shared {
         match arguments["take"].as_bool() {
             None => monitor.recover(),
             Some(false) => monitor.abandon(),
-            // Whoever migrates asks the same, and will be given the same answer.
+            // The migrating thread asks the arbiter as well, and gets the same answer.
             Some(true) if !monitor.progress().runs_there && self.fence().is_some() => {
                 self.fence().map_or(Ok(()), |fence| fence.take())?;
                 monitor.recover();
             }
             Some(true) if !monitor.progress().runs_there => bail!(
-                "nobody knows yet whether the target runs this guest: say recover --abandon to end the attempts to ask it, and then \
+                "it is not known yet whether the target runs this guest: use recover --abandon to end the attempts to reach the target, and then \
                  decide with --take or --abandon"
             ),
             Some(true) => bail!(
-                "the guest has run on the target since: what is here of it is old and must not run; --abandon gives it up"
+                "the guest has run on the target since: its state at the source is old and must not run; --abandon gives the guest up"
             ),
         }
         Ok(())

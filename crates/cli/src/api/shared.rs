@@ -1,7 +1,8 @@
-//! What the threads of a `run` share, and the commands of our own.
+//! State that the threads of a `run` share, and vmferry's own commands.
 //!
-//! Whoever asks reads the shared state, and passes what the machine has to do to the thread that owns it, which may be busy migrating;
-//! what must work during a migration (`status`, `cancel`) needs nothing of that thread.
+//! The threads of the control socket read the shared state, and pass orders to the thread that owns
+//! the machine. The owner may be busy with a migration. Therefore commands that must work during a
+//! migration (`status`, `cancel`) do not need the owner.
 
 mod latest;
 mod quit;
@@ -32,10 +33,10 @@ use vmferry_engine::{
     Arrival, FillState, LazyProgress, MigrationState, Monitor, RestState, RestWatch, Tls, Uri,
 };
 
-/// How long the machine's owner may take for a command.
+/// Longest time that the machine's owner may take for a command.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What the owner of the machine is asked to do, and where the answer goes.
+/// Order for the machine's owner.
 pub(crate) enum Order {
     Pause,
     Resume,
@@ -45,87 +46,88 @@ pub(crate) enum Order {
     },
     DirtyRate(DirtyRateRequest),
     Plan(Box<PlanRequest>),
-    /// Look whether the guest has ended, or the process is to end.
+    /// Check whether the guest has ended, or the process must end.
     Look,
-    /// Bytes a second that a vCPU, or each, may dirty.
+    /// Limit the dirty rate of a vCPU, or of each vCPU, in bytes per second.
     Limit {
         cpu: Option<usize>,
         limit: Option<f64>,
     },
 }
 
-/// An order, and where its answer goes: an empty object, unless something was asked for.
+/// An order, and the channel for its answer: an empty object, unless the order asks for a value.
 pub(crate) struct Errand {
     pub(crate) order: Order,
     pub(crate) reply: SyncSender<Result<Value, String>>,
-    /// Whoever asked has been told that nothing came of it: it must not be done any more.
+    /// The caller has been told that the order failed, so it must not be executed any more.
     pub(crate) abandoned: Arc<AtomicBool>,
 }
 
-/// Where the guest of this process is.
+/// Place of the guest of this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Place {
-    /// Not here yet.
+    /// The guest has not arrived.
     Awaited,
     Running,
     Paused,
-    /// Being moved away; runs here until that is done.
+    /// The guest is being migrated; it runs in this process until the switchover.
     Moving,
-    /// On the target.
+    /// The guest is at the target.
     Moved,
-    /// Nobody knows: see `recover`.
+    /// The owner is unknown: see `recover`.
     Unknown,
     Ended,
 }
 
-/// Where a guest is to be waited for, and where it is said whether it is.
+/// Address at which to wait for a guest, and the channel for the result.
 pub(crate) type Incoming = (Uri, SyncSender<Result<(), String>>);
 
-/// What is known of the migration under way, or of the last one.
+/// Current or latest migration.
 #[derive(Default)]
 pub(crate) struct Migration {
     pub(crate) monitor: Option<Arc<Monitor>>,
-    /// The report, once it has ended.
+    /// Report, once the migration has ended.
     pub(crate) report: Option<Value>,
-    /// State of the guest when it began.
+    /// State of the guest at the beginning of the migration.
     start: Option<Start>,
-    /// The guest may run on the target before all of its memory is there.
+    /// The guest may run at the target before its memory is complete.
     goes_over: bool,
 }
 
-/// Looks at a restore.
+/// Function that returns the progress of a restore.
 type Watch = Box<dyn Fn() -> LazyProgress + Send + Sync>;
 
-/// What all threads of a `run` share.
+/// State that all threads of a `run` share.
 pub(crate) struct Shared {
     pub(crate) kind: String,
     pub(crate) probe: SharedProbe,
     pub(crate) speed: Speed,
     pub(crate) tell: Tell,
-    /// Bytes of the guest's memory.
+    /// Guest memory in bytes.
     memory: u64,
-    /// Whether connections to other hosts may be unencrypted.
+    /// Connections to other hosts may be unencrypted.
     pub(super) insecure: bool,
-    /// For encrypted connections, unless a migration says otherwise.
+    /// Credentials for encrypted connections, unless a migration brings its own.
     pub(crate) tls: Option<Tls>,
-    /// Who decides who owns a guest of which nobody knows, unless a migration says otherwise.
+    /// Arbiter for unknown ownership, unless a migration brings its own.
     pub(crate) fence: Option<Arc<dyn Arbiter>>,
-    /// The same, of the migration under way or the last one.
+    /// Arbiter of the current or latest migration.
     fence_now: Mutex<Option<Asked>>,
-    /// Whether this host's processors stay awake in postcopy, whichever side of it this is.
+    /// This host's processors stay awake in postcopy, at the source and at the target.
     pub(crate) stay_awake: bool,
     pub(crate) arrival: Arrival,
     pub(crate) quit: AtomicBool,
-    /// Who has seen the report of a migration that has ended.
+    /// Readers that have seen the report of a migration that has ended.
     pub(crate) audience: Audience,
-    /// The process stays when its guest has moved away, until somebody says that it is to end.
+    /// The process stays after its guest has moved, until a client tells it to end.
     pub(crate) stay: AtomicBool,
     quit_reason: Mutex<&'static str>,
     pub(super) measurement: Measurement,
     limited: Mutex<Vec<Limited>>,
     options: Mutex<Options>,
-    /// Who waits to be told where to wait for a guest, if anybody does; `None` in it once that was told.
+    /// Channel to the thread that waits for an address, with `--incoming defer`. The inner `None`
+    /// means that the address was given.
     deferred: Mutex<Option<Option<SyncSender<Incoming>>>>,
     place: Mutex<Place>,
     /// The operator has paused the guest.
@@ -133,22 +135,22 @@ pub(crate) struct Shared {
     migration: Mutex<Migration>,
     incoming: Mutex<Option<String>>,
     received: Mutex<Option<Value>>,
-    /// What is still to come of a guest that came before its memory.
+    /// Missing pages of a guest that runs before its memory is complete.
     rest: Mutex<Option<RestWatch>>,
-    /// How far a guest that already runs has come out of its file.
+    /// Progress of the restore of a guest that already runs.
     restore: Mutex<Option<Watch>>,
     orders: SyncSender<Errand>,
     /// Sockets for migrations that were passed to this process.
     pub(crate) descriptors: Descriptors,
-    /// What the process was to be confined to.
+    /// Requested confinement of the process.
     pub(crate) sandbox: SandboxArgs,
-    /// What is in force of that, once it is.
+    /// Confinement that is in force, once it is.
     pub(crate) confinement: OnceLock<InForce>,
 }
 
-/// The arguments of a command, as what it takes.
+/// Parses the arguments of a command.
 fn fit<T: serde::de::DeserializeOwned>(arguments: &Value) -> Result<T> {
-    serde_json::from_value(arguments.clone()).context("the arguments do not fit")
+    serde_json::from_value(arguments.clone()).context("the arguments do not fit the command")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -206,7 +208,7 @@ impl Shared {
         *lock(&self.place) = place;
     }
 
-    /// Notes that the guest is here, where it runs or is paused, and tells the clients.
+    /// Records that this process has the guest, running or paused, and sends an event.
     pub(crate) fn is_here(&self, place: Place) {
         self.held.store(place == Place::Paused, Ordering::Release);
         self.set_place(place);
@@ -217,7 +219,7 @@ impl Shared {
         }
     }
 
-    /// Returns true if the operator has paused the guest, also while it is moved.
+    /// Returns whether the operator has paused the guest, also during a migration.
     pub(super) fn held(&self) -> bool {
         self.held.load(Ordering::Acquire)
     }
@@ -238,27 +240,27 @@ impl Shared {
         *lock(&self.restore) = Some(Box::new(watch));
     }
 
-    /// Where a target waits for its guest.
+    /// Returns the address at which a target waits for its guest.
     pub(super) fn incoming(&self) -> Option<String> {
         lock(&self.incoming).clone()
     }
 
-    /// What is known of how a guest came, if one did.
+    /// Returns the report on the arrival of the guest, if it has arrived.
     pub(super) fn received(&self) -> Option<Value> {
         lock(&self.received).clone()
     }
 
-    /// How a guest is doing that came before its memory.
+    /// Returns the state of a guest that runs before its memory is complete.
     pub(super) fn rest(&self) -> Option<RestState> {
         lock(&self.rest).as_ref().map(RestWatch::now)
     }
 
-    /// Bytes of the guest's memory.
+    /// Returns the guest memory in bytes.
     pub(super) fn memory(&self) -> u64 {
         self.memory
     }
 
-    /// What holds for the next migration.
+    /// Returns the settings for the next migration.
     pub(super) fn options(&self) -> Options {
         lock(&self.options).clone()
     }
@@ -273,18 +275,19 @@ impl Shared {
         Ok(())
     }
 
-    /// Lets it be said where to wait for a guest; what is said comes out of this.
+    /// Allows clients to give the address at which to wait for a guest. Returns the channel that
+    /// delivers the address.
     pub(crate) fn defer(&self) -> Receiver<Incoming> {
         let (sender, incoming) = sync_channel(1);
         *lock(&self.deferred) = Some(Some(sender));
         incoming
     }
 
-    /// Has a target that was deferred wait at `uri`; fails if it cannot.
+    /// Makes a deferred target wait at `uri`. Fails if the target cannot wait there.
     pub(super) fn wait_at(&self, uri: Uri) -> Result<()> {
         let sender = match &mut *lock(&self.deferred) {
             None => bail!(
-                "--incoming defer was not given: this process waits for no guest, or was told where before"
+                "--incoming defer was not given: this process waits for no guest, or has its address from the command line"
             ),
             Some(None) => bail!("the incoming migration has already been started"),
             Some(sender) => sender.take(),
@@ -293,16 +296,16 @@ impl Shared {
         let (reply, answer) = sync_channel(1);
         let waits = match sender.try_send((uri, reply)) {
             Ok(()) => answer.recv_timeout(PATIENCE).context("this process is busy or ends")?,
-            Err(_) => bail!("it is ending"),
+            Err(_) => bail!("this process is ending"),
         };
         if waits.is_err() {
-            // Another address may do.
+            // The client may try another address.
             *lock(&self.deferred) = Some(Some(sender));
         }
         waits.map_err(|why| anyhow!(why))
     }
 
-    /// The vCPUs that have a limit, as they were seen last.
+    /// Returns the vCPUs that have a limit, with their last measured rates.
     pub(super) fn limited(&self) -> Vec<Limited> {
         lock(&self.limited).clone()
     }
@@ -311,7 +314,7 @@ impl Shared {
         *lock(&self.limited) = limited;
     }
 
-    /// Looks at what nobody reports; called now and then.
+    /// Observes values that no component reports. Called periodically.
     pub(crate) fn observe(&self) {
         self.speed.look(&self.probe);
         let balloon = self.probe.balloon().map(|balloon| balloon.status().actual);
@@ -322,49 +325,56 @@ impl Shared {
         lock(&self.restore).as_ref().map(|watch| watch())
     }
 
-    /// Whether the guest runs here and its source still has pages of it, or its file some that cannot be had.
+    /// Returns whether the guest runs in this process without all of its memory: the source still
+    /// has pages, or pages of the file cannot be read.
     pub(crate) fn lacks_pages(&self) -> bool {
         lock(&self.rest).as_ref().is_some_and(|rest| rest.now().state != MigrationState::Completed)
             || self.restore().is_some_and(|restore| restore.state == FillState::Failed)
     }
 
-    /// Fails while pages of the guest are elsewhere: whoever read all of its memory now would wait for them.
+    /// Checks that all pages of the guest have arrived. Otherwise a thread that reads all memory
+    /// would wait for them.
     pub(crate) fn all_here(&self) -> Result<()> {
         match self.restore() {
             Some(LazyProgress { state: FillState::Completed, .. }) => Ok(()),
             Some(LazyProgress { error: Some(why), .. }) => {
-                bail!("pages of the guest are in its file and cannot be had: {why}")
+                bail!("pages of the guest cannot be read from its file: {why}")
             }
             Some(LazyProgress { placed, pages, .. }) => {
-                bail!("{placed} of {pages} pages of the guest have come out of its file; wait for the rest")
+                bail!(
+                    "{placed} of {pages} pages of the guest have been read from its file; wait for the rest"
+                )
             }
-            None if self.lacks_pages() => bail!("pages of the guest are still at its source; wait for them"),
+            None if self.lacks_pages() => {
+                bail!("pages of the guest are still at the source; wait until they have arrived")
+            }
             None => Ok(()),
         }
     }
 
-    /// Has the machine's owner look around. One that has other orders does so anyway.
+    /// Makes the machine's owner check the state of the guest and the process. An owner that has
+    /// other orders checks it anyway.
     pub(crate) fn look(&self) {
         let (reply, _) = sync_channel(1);
         let _ = self.orders.try_send(Errand { order: Order::Look, reply, abandoned: Arc::default() });
     }
 
-    /// Has a guest that may go over before all of its memory is there do that now.
+    /// Switches a guest that may run before its memory is complete to the target now.
     fn switch(&self) -> Result<()> {
         match (&*lock(&self.migration), self.place()) {
             (Migration { monitor: Some(monitor), goes_over: true, .. }, Place::Moving) => {
                 monitor.switch_now()
             }
             (_, Place::Moving) => bail!(
-                "this guest goes over with all of its memory or not at all, as its migration was begun; to have the rest follow \
-                 takes --mode hybrid, or --on-timeout postcopy"
+                "this migration switches the guest with all of its memory or not at all; start it with --mode hybrid or --on-timeout postcopy to \
+                 send the rest of the memory afterwards"
             ),
             _ => bail!("no migration is under way"),
         }
         Ok(())
     }
 
-    /// A command of our own, by its name without `x-vmferry-`.
+    /// Executes a vmferry command, by its name without `x-vmferry-`.
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
             "status" => return Ok(self.status()),
@@ -373,11 +383,11 @@ impl Shared {
             "balloon" => return crate::balloon::answer(self, arguments),
             "alloc" => return super::alloc::answer(&self.probe),
             "cancel" if self.handed_over() => bail!(
-                "too late to cancel: the guest runs on the target, and what is here of it is old; it ends by itself, or, once \
-                 its link is lost, with recover --abandon"
+                "too late to cancel: the guest runs at the target, and its state at the source is old; the migration ends by itself, or with \
+                 recover --abandon once its link is lost"
             ),
             "cancel" if self.undecided() => {
-                bail!("too late to cancel: the guest was handed over, and the fence is asked who owns it")
+                bail!("too late to cancel: the guest was handed over, and the arbiter is asked for its owner")
             }
             "cancel" => match (&*lock(&self.migration), self.place()) {
                 (Migration { monitor: Some(monitor), .. }, Place::Moving) => {
@@ -392,23 +402,21 @@ impl Shared {
                 let request =
                     arguments["request"].as_u64().context("verify-guest needs a number `request`")?;
                 if !self.probe.request_verify(request) {
-                    bail!(
-                        "the guest has no statistics page to be asked by, or it has not come yet; try again later"
-                    );
+                    bail!("the guest has no statistics page, or has not arrived yet; try again later");
                 }
             }
             "quit" if self.handed_over() => bail!(
-                "the guest runs on the target and still needs pages that are here only; this process ends when it has all"
+                "the guest runs at the target and still needs pages that only this process has; this process ends when the target has all"
             ),
             "quit" if self.undecided() => bail!(
-                "nobody knows whether the target runs this guest, and the fence is asked; wait, or decide with recover --take or --abandon"
+                "it is not known whether the target runs this guest, and the arbiter is asked; wait, or decide with recover --take or --abandon"
             ),
             "quit" if self.place() == Place::Moving => {
-                bail!("the guest is being moved; cancel that first");
+                bail!("the guest is being migrated; cancel the migration first");
             }
             "quit" if self.place() == Place::Unknown => {
                 bail!(
-                    "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
+                    "it is not known whether the target runs this guest; decide with recover --take or --abandon"
                 );
             }
             "quit" => self.ask_to_quit("host-qmp-quit"),
@@ -417,7 +425,7 @@ impl Shared {
             "resume" => return self.order(Order::Resume),
             "recover" => {
                 let take = arguments["take"].as_bool().context(
-                    "no link of a postcopy is lost here; to decide about a guest of which nobody knows, say --take or --abandon",
+                    "no postcopy link of this process is lost; to resolve unknown ownership, use --take or --abandon",
                 )?;
                 return self.order(Order::Recover { take });
             }
@@ -429,20 +437,22 @@ impl Shared {
         Ok(json!({}))
     }
 
-    /// Passes an order to the machine's owner and waits until it was taken.
+    /// Passes an order to the machine's owner and waits for its answer.
     pub(super) fn order(&self, order: Order) -> Result<Value> {
         match self.place() {
-            Place::Moving => bail!("the guest is being moved; wait, or cancel that first"),
-            Place::Awaited => bail!("the guest is not here yet"),
-            Place::Moved => bail!("the guest has moved away"),
+            Place::Moving => bail!("the guest is being migrated; wait, or cancel the migration first"),
+            Place::Awaited => bail!("the guest has not arrived yet"),
+            Place::Moved => bail!("the guest has moved to its target"),
             Place::Ended => bail!("the guest has ended"),
             Place::Unknown if !matches!(order, Order::Recover { .. }) => {
                 bail!(
-                    "nobody knows whether the target runs this guest; decide with recover --take or --abandon"
+                    "it is not known whether the target runs this guest; decide with recover --take or --abandon"
                 );
             }
             Place::Running | Place::Paused if matches!(order, Order::Migrate(_)) && self.lacks_pages() => {
-                bail!("pages of this guest are still coming from where it was; wait until all are here");
+                bail!(
+                    "pages of this guest are still at the source or in its file; wait until all have arrived"
+                );
             }
             Place::Running | Place::Paused | Place::Unknown => {}
         }
@@ -455,13 +465,13 @@ impl Shared {
         };
         let errand = Errand { order, reply, abandoned: Arc::clone(&abandoned) };
         self.orders.try_send(errand).map_err(|error| match error {
-            TrySendError::Full(_) => anyhow!("it is busy with other commands; try again"),
-            TrySendError::Disconnected(_) => anyhow!("it is ending"),
+            TrySendError::Full(_) => anyhow!("this process is busy with other commands; try again"),
+            TrySendError::Disconnected(_) => anyhow!("this process is ending"),
         })?;
         let answer = answer.recv_timeout(patience).inspect_err(|_| abandoned.store(true, Ordering::Release));
         answer
             .context(
-                "the machine's thread was busy for too long; what it has not begun by now it will not do",
+                "the machine's thread was busy for too long; a command that it has not begun will not be executed",
             )?
             .map_err(|why| anyhow!(why))
     }

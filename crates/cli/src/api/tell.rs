@@ -1,4 +1,4 @@
-//! What clients of the control socket are told as it happens.
+//! Events for clients of the control socket.
 
 use super::migration;
 use serde_json::{Value, json};
@@ -8,26 +8,26 @@ use std::time::{Duration, Instant};
 use vmferry_control::Events;
 use vmferry_engine::{Change, MigrationState};
 
-/// A balloon that grows is told of no more often than this.
+/// Shortest interval between events about the balloon.
 const BALLOON_EVERY: Duration = Duration::from_secs(1);
 
-/// Tells all clients what happens. Clones tell the same.
+/// Sender of events to all clients. Clones send to the same clients.
 #[derive(Debug, Clone)]
 pub(crate) struct Tell(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     events: Events,
-    /// Whether they want to hear of migrations: the capability `events`.
+    /// Clients want events of migrations: the capability `events`.
     migrations: AtomicBool,
-    /// Whether the guest runs here, as they were told.
+    /// The guest runs in this process, according to the last event.
     runs: AtomicBool,
-    /// Where the latest migration stands, as they were told or would have been.
+    /// State of the latest migration, according to the last event, sent or suppressed.
     status: Mutex<&'static str>,
     seen: Mutex<Seen>,
 }
 
-/// What was seen at the last look.
+/// Values at the last observation.
 #[derive(Debug, Default)]
 struct Seen {
     balloon: Option<(u64, Instant)>,
@@ -45,37 +45,39 @@ impl Tell {
         self.0.migrations.store(wanted, Ordering::Release);
     }
 
-    /// The guest runs here; told if it did not before.
+    /// Records that the guest runs in this process. Sends an event if it did not run before.
     pub(crate) fn runs(&self) {
         if !self.0.runs.swap(true, Ordering::AcqRel) {
             self.0.events.emit("RESUME", Value::Null);
         }
     }
 
-    /// The guest does not run here; told if it did before.
+    /// Records that the guest does not run in this process. Sends an event if it ran before.
     pub(crate) fn stands(&self) {
         if self.0.runs.swap(false, Ordering::AcqRel) {
             self.0.events.emit("STOP", Value::Null);
         }
     }
 
-    /// This process ends, because its guest wants that or somebody else.
+    /// Sends the event that this process ends, at the request of its guest (`guest`) or of the
+    /// operator.
     pub(crate) fn ends(&self, guest: bool, reason: &str) {
         self.0.events.emit("SHUTDOWN", json!({ "guest": guest, "reason": reason }));
     }
 
-    /// The guest was asked to shut down.
+    /// Sends the event that the guest was asked to shut down.
     pub(crate) fn power_button(&self) {
         self.0.events.emit("POWERDOWN", Value::Null);
     }
 
-    /// The guest asked for a reset.
+    /// Sends the event that the guest asked for a reset.
     pub(crate) fn reset(&self) {
         self.0.events.emit("RESET", json!({ "guest": true, "reason": "guest-reset" }));
     }
 
-    /// A migration is in another state, by the protocol's name. One that is being cancelled goes no further, whatever its engine still
-    /// says of a moment before.
+    /// Records a new state of the migration, by its QMP name, and sends an event. A migration that
+    /// is being cancelled does not become active again: the engine may still report an earlier
+    /// moment.
     pub(crate) fn migration(&self, status: &'static str) {
         let mut last = self.0.status.lock().unwrap_or_else(PoisonError::into_inner);
         let late = *last == "cancelling" && matches!(status, "active" | "device");
@@ -83,13 +85,14 @@ impl Tell {
             return;
         }
         *last = status;
-        // With the lock: in this order.
+        // The lock is held so that events keep this order.
         if self.0.migrations.load(Ordering::Acquire) {
             self.0.events.emit("MIGRATION", json!({ "status": status }));
         }
     }
 
-    /// A pass begins, which is how a migration becomes active: its engine says that a moment later.
+    /// Records the beginning of a pass. The first pass makes the migration active, which the engine
+    /// reports a moment later.
     fn pass(&self, pass: u32) {
         if *self.0.status.lock().unwrap_or_else(PoisonError::into_inner) == "setup" {
             self.migration("active");
@@ -99,7 +102,8 @@ impl Tell {
         }
     }
 
-    /// What the source's engine says while it works. Of the end of it they are told when its report can be had.
+    /// Handles a change that the source's engine reports. The end of the migration is sent when its
+    /// report is available.
     pub(super) fn change(&self, change: Change) {
         use MigrationState::{Postcopy, PostcopyPaused, Precopy, Switchover};
         match change {
@@ -116,7 +120,8 @@ impl Tell {
         }
     }
 
-    /// Looks at what nobody reports: how much memory the guest has, and how a guest that came before its memory is doing.
+    /// Observes values that no component reports: the size of the balloon, and the rest of a
+    /// postcopy migration at the target.
     pub(super) fn look(&self, balloon: Option<u64>, rest: Option<MigrationState>) {
         self.look_at(Instant::now(), balloon, rest);
     }
@@ -160,7 +165,7 @@ mod tests {
         }
     }
 
-    /// What a client is told of what `happens`.
+    /// Returns the events that a client gets for what `happens`.
     fn told(happens: impl FnOnce(&Tell)) -> Vec<String> {
         let path = std::env::temp_dir().join(format!("vmferry-tell-{:?}", std::thread::current().id()));
         let events = Events::new().unwrap();
@@ -177,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn a_migration_is_told_in_order_and_each_state_once() {
+    fn migration_events_are_in_order_and_each_state_is_sent_once() {
         let names = told(|tell| {
             tell.runs();
             tell.runs();
@@ -197,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_is_cancelled_goes_no_further() {
+    fn migration_that_is_cancelled_does_not_become_active_again() {
         let names = told(|tell| {
             tell.of_migrations(true);
             tell.migration("cancelling");
@@ -212,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_reports_is_told_when_it_changes() {
+    fn observed_values_are_sent_when_they_change() {
         let names = told(|tell| {
             tell.of_migrations(true);
             let begin = Instant::now();
@@ -223,6 +228,6 @@ mod tests {
             tell.look_at(begin + BALLOON_EVERY, Some(7), None);
         });
         let states = ["MIGRATION \"postcopy-active\"", "MIGRATION \"completed\"", "BALLOON_CHANGE 7"];
-        assert_eq!(names, states, "a change within a second is told with the next");
+        assert_eq!(names, states, "a change within a second is sent with the next one");
     }
 }

@@ -1,4 +1,4 @@
-//! The migration under way, or the last one.
+//! State of the current or latest migration.
 
 use super::{Migration, Place, Shared, lock};
 use crate::api::migration;
@@ -10,7 +10,7 @@ use std::sync::atomic::Ordering;
 use vmferry_engine::{MigrationState, Monitor};
 
 impl Shared {
-    /// Whom the migration under way or the last one asks.
+    /// Returns the arbiter of the current or latest migration.
     pub(crate) fn fence_now(&self) -> Option<Asked> {
         lock(&self.fence_now).clone()
     }
@@ -27,17 +27,18 @@ impl Shared {
         self.set_place(Place::Moving);
     }
 
-    /// The monitor of the migration that was begun.
+    /// Returns the monitor of the migration that was begun.
     pub(crate) fn monitor(&self) -> Arc<Monitor> {
         lock(&self.migration).monitor.get_or_insert_default().clone()
     }
 
-    /// State of the guest when the migration under way began, or the last one.
+    /// Returns the state of the guest at the beginning of the current or latest migration.
     pub(crate) fn start(&self) -> Start {
         *lock(&self.migration).start.get_or_insert_with(|| Start::now(&self.speed, &self.probe))
     }
 
-    /// The report of the last migration if it has ended, or else the monitor of the one under way, if one is.
+    /// Returns the report of the latest migration if it has ended, or else the monitor of the
+    /// current one.
     pub(crate) fn latest(&self) -> (Option<Value>, Option<Arc<Monitor>>) {
         let migration = lock(&self.migration);
         match &migration.report {
@@ -46,7 +47,7 @@ impl Shared {
         }
     }
 
-    /// The monitor of the migration under way, if one is.
+    /// Returns the monitor of the current migration, if there is one.
     pub(crate) fn under_way(&self) -> Option<Arc<Monitor>> {
         let migration = lock(&self.migration);
         if migration.report.is_some() { None } else { migration.monitor.clone() }
@@ -64,15 +65,16 @@ impl Shared {
         self.tell.migration(status);
     }
 
-    /// The guest runs again. The report of the last migration no longer says that it is stopped
-    /// here.
+    /// Records that the guest runs again. The report of the latest migration no longer says that
+    /// the guest is stopped at the source.
     pub(crate) fn was_resumed(&self) {
         if let Some(report) = &mut lock(&self.migration).report {
             report["stands_still"] = json!(false);
         }
     }
 
-    /// Returns whether the guest runs on the target while this side still has pages of the guest.
+    /// Returns whether the guest runs at the target while this process still has pages of the
+    /// guest.
     pub(super) fn handed_over(&self) -> bool {
         use MigrationState::{Postcopy, PostcopyPaused};
         let migration = lock(&self.migration);

@@ -1,10 +1,10 @@
-//! Ending the process.
+//! End of the process.
 
 use super::{Place, Shared, lock};
 use std::sync::atomic::Ordering;
 
 impl Shared {
-    /// Why the process ends, by the protocol's name.
+    /// Returns why the process ends, by the reason's QMP name.
     pub(crate) fn quit_reason(&self) -> &'static str {
         *lock(&self.quit_reason)
     }
@@ -14,14 +14,14 @@ impl Shared {
         *lock(&self.quit_reason) = reason;
         if self.handed_over() {
             eprintln!(
-                "vmferry: the guest runs on the target and still needs pages that are here only; this process ends when it has \
-                 all, or with `vmferry recover --abandon` if its link is lost"
+                "vmferry: the guest runs at the target and still needs pages that only this process has; this process ends when the target has \
+                 all, or with `vmferry recover --abandon` if the link is lost"
             );
         }
         if self.place() == Place::Moving && !self.handed_over() {
             eprintln!(
-                "vmferry: the guest is being moved; this process ends when that is over, and its guest with it if it has not left \
-                 (`vmferry cancel` ends both now)"
+                "vmferry: the guest is being migrated; this process ends when the migration has ended, and the guest ends too if it has not \
+                 moved (`vmferry cancel` ends both now)"
             );
         }
         self.quit.store(true, Ordering::Release);
