@@ -179,7 +179,7 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
         assert_ne!(place(&pair.target).as_deref(), Some("running"), "{what}");
         assert_eq!(code(&vmferry(&["status", "--api", &pair.source.api])), 3);
         for (command, words) in [
-            (&["recover", "--take"][..], "nobody can know"),
+            (&["recover", "--take"][..], "the guest may run at the target"),
             (&["cancel"], "too late to cancel"),
             (&["quit"], "decide with recover"),
         ] {
@@ -323,7 +323,7 @@ fn a_person_takes_only_what_the_fence_gives() {
     );
     pair.source.wait("the end of asking", |s| s["vm"]["place"] == "unknown");
     let output = recover("--take");
-    assert!(code(&output) == 1 && errors(&output).contains("nobody can know"), "{output:?}");
+    assert!(code(&output) == 1 && errors(&output).contains("the guest may run at the target"), "{output:?}");
     etcd.signal(Signal::CONT).unwrap();
     // Its source may have been granted it before, or not.
     wait_for("the target's ruling", || match place(&pair.target) {

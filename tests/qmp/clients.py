@@ -343,8 +343,8 @@ async def a_migration(vmferry, folder, kind):
         assert ram["precopy-bytes"] == ram["transferred"] == ram["multifd-bytes"] > 0, info
         assert info["ram"]["remaining"] <= MEMORY and "total-time" in info, info
         assert await client.execute("query-status") == {"running": True, "status": "running"}
-        await refused(second, "stop", "being moved")
-        await refused(second, "migrate", "being moved", {"uri": uri})
+        await refused(second, "stop", "being migrated")
+        await refused(second, "migrate", "being migrated", {"uri": uri})
         await refused(second, "migrate-set-parameters", "in progress", {"downtime-limit": 1})
         for watcher in watchers:
             await watcher.wait("MIGRATION", status="completed")
@@ -364,7 +364,7 @@ async def a_migration(vmferry, folder, kind):
         assert await client.execute("query-status") == {"running": False, "status": "postmigrate"}
         assert (await there.execute("query-migrate"))["status"] == "completed"
         assert await there.execute("query-status") == {"running": True, "status": "running"}
-        await refused(client, "cont", "moved away")
+        await refused(client, "cont", "moved to its target")
         # It stays until it is told to go. A source that nobody watches ends by itself after a second. On a busy host a defect may go
         # unseen here.
         await asyncio.sleep(1.5)

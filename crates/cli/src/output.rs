@@ -1,4 +1,4 @@
-//! What people see of a migration after its end, and where results go.
+//! Report of a migration for operators, and files for results.
 
 use crate::Status;
 use anyhow::{Context, Result};
@@ -11,7 +11,7 @@ use std::path::Path;
 use vmferry_client::printable;
 use vmferry_engine::{MigrationState, Report};
 
-/// `report` as that of a migration that failed for `why`.
+/// Turns `report` into the report of a migration that failed because of `why`.
 pub(crate) fn failed(mut report: Report, why: &str) -> Report {
     report.state = MigrationState::Failed;
     report.outcome = Some("failed".into());
@@ -19,7 +19,8 @@ pub(crate) fn failed(mut report: Report, why: &str) -> Report {
     report
 }
 
-/// When the guest began to run on the target, in ms since the beginning; `None` if it has not, as far as is known.
+/// Returns when the guest began to run at the target, in ms since the beginning; `None` if it has
+/// not, as far as known.
 pub(crate) fn left_ms(report: &Value) -> Option<f64> {
     let mut phases = report["phases"].as_array().into_iter().flatten();
     let stopped = phases.rfind(|phase| phase["phase"] == "switchover")?;
@@ -30,14 +31,14 @@ pub(crate) fn left_ms(report: &Value) -> Option<f64> {
     left.then(|| Some(stopped["start_ms"].as_f64()? + stopped["ms"].as_f64()?))?
 }
 
-/// The document of a migration that did not begin.
+/// Returns the document of a migration that did not begin.
 pub(crate) fn not_begun(why: &str) -> Value {
     let report = failed(Report::default(), why);
     serde_json::to_value(report)
         .unwrap_or_else(|_| json!({ "state": "failed", "outcome": "failed", "error": why }))
 }
 
-/// The exit status for a migration's document.
+/// Returns the exit status for a migration's document.
 pub(crate) fn exit_status(report: &Value) -> Status {
     if report["stands_still"] == true {
         return Status::NotResumed;
@@ -51,7 +52,7 @@ pub(crate) fn exit_status(report: &Value) -> Status {
     }
 }
 
-/// Where `--json` and `--events` write: a file, or standard output for `-`.
+/// Opens the output of `--json` and `--events`: a file, or standard output for `-`.
 pub(crate) fn open(path: &Path) -> Result<Box<dyn Write + Send>> {
     if path == Path::new("-") {
         return Ok(Box::new(std::io::stdout()));
@@ -59,7 +60,8 @@ pub(crate) fn open(path: &Path) -> Result<Box<dyn Write + Send>> {
     Ok(Box::new(File::create(path).with_context(|| format!("cannot write {}", path.display()))?))
 }
 
-/// What failed, and each cause after a colon, in one line. A cause that the line has already is not said again: some errors say theirs.
+/// Returns the error and each cause after a colon, in one line. A cause that the line already
+/// contains is not repeated: some errors contain theirs.
 pub(crate) fn chain(error: &anyhow::Error) -> String {
     let line = error.chain().fold(String::new(), |line, cause| match cause.to_string() {
         cause if line.is_empty() => cause,
@@ -69,23 +71,25 @@ pub(crate) fn chain(error: &anyhow::Error) -> String {
     printable(&line)
 }
 
-/// A size for people.
+/// Formats a size.
 pub(crate) fn bytes(count: u64) -> String {
     ByteSize::b(count).display().iec().to_string()
 }
 
-/// Where further lines of a report's line begin.
+/// Column at which continuation lines of the report begin.
 pub(crate) const INDENT: usize = 13;
-/// A terminal that is narrower than this breaks lines itself.
+/// Fewest columns for which lines are broken. A narrower terminal breaks lines itself.
 const NARROWEST: usize = 40;
 
-/// Columns of the terminal that standard output is, or standard error; `None` if it is none.
+/// Returns the columns of the terminal on standard output or standard error; `None` if it is no
+/// terminal.
 pub(crate) fn columns(of_stderr: bool) -> Option<usize> {
     let size = if of_stderr { tcgetwinsize(std::io::stderr()) } else { tcgetwinsize(std::io::stdout()) };
     size.ok().map(|size| usize::from(size.ws_col)).filter(|columns| *columns >= NARROWEST)
 }
 
-/// Prints the report on standard output, or on standard error; on a terminal, lines are broken between words.
+/// Prints the report on standard output or standard error. On a terminal, lines are broken between
+/// words.
 pub(crate) fn print(document: &Value, on_stderr: bool) -> Result<()> {
     let mut text = Vec::new();
     report(document, &mut text)?;
@@ -101,7 +105,8 @@ pub(crate) fn print(document: &Value, on_stderr: bool) -> Result<()> {
     Ok(())
 }
 
-/// A line as lines of at most so many characters, as long as words allow; those that follow the first are indented.
+/// Breaks a line between words into lines of at most `columns` characters. Continuation lines are
+/// indented.
 pub(crate) fn fold(line: &str, columns: usize, indent: usize) -> String {
     let (mut text, mut at) = (String::new(), 0);
     for word in line.split_inclusive(' ') {
@@ -116,7 +121,7 @@ pub(crate) fn fold(line: &str, columns: usize, indent: usize) -> String {
     text
 }
 
-/// Prints the report for people.
+/// Writes the report as text.
 fn report(report: &Value, mut out: impl Write) -> Result<()> {
     writeln!(out, "outcome      {}", report["outcome"].as_str().unwrap_or("?"))?;
     if let Some(error) = report["error"].as_str() {
@@ -153,13 +158,13 @@ fn count(value: &Value) -> u64 {
     value.as_u64().unwrap_or(0)
 }
 
-/// How long it took, and what went over the link.
+/// Writes durations and the transferred data.
 fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     let part = |name: &str| {
         format!("{} {}", name.trim_end_matches("_ms").replace('_', " "), ms(&report["downtime"][name]))
     };
     writeln!(out, "total        {} (setup {})", ms(&report["total_ms"]), ms(&report["setup_ms"]))?;
-    // A guest that was never stopped had no downtime, rather than one of nothing.
+    // A guest that was never stopped has no downtime line.
     if report["outcome"] == "completed" || report["downtime_ms"].as_f64().is_some_and(|ms| ms > 0.0) {
         writeln!(
             out,
@@ -172,7 +177,7 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     if let times @ 1.. = count(&report["put_off"]) {
         writeln!(
             out,
-            "put off      {times} times: the guest went on, because its I/O did not come to rest in the time that it may stand still ({} in all)",
+            "deferred     {times} times: the switchover was deferred, because the guest's I/O did not quiesce within the downtime limit ({} in all)",
             ms(&report["put_off_ms"])
         )?;
     }
@@ -201,7 +206,7 @@ fn times(report: &Value, out: &mut impl Write) -> Result<()> {
     Ok(())
 }
 
-/// What the guest felt of it, and by what.
+/// Writes the effects on the guest and their causes.
 fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
     let guest = &report["guest"];
     if let (Some(before), Some(during)) =
@@ -235,7 +240,7 @@ fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
     if let Some(ring) = report.get("ring").filter(|ring| !ring.is_null()) {
         writeln!(
             out,
-            "ring         {} entries, {}: full {} times, vCPUs stood still {} us for that, {} harvests, reaper {}",
+            "ring         {} entries, {}: full {} times, vCPUs were stopped for {} us, {} harvests, reaper {}",
             count(&ring["entries"]),
             ring["policy"].as_str().unwrap_or("?"),
             count(&ring["full_exits"]),
@@ -248,7 +253,7 @@ fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
         let held = throttle["held_ms"].as_array().map_or(&[][..], Vec::as_slice);
         writeln!(
             out,
-            "throttle     up to {:.0} % of a vCPU's time; held for {}",
+            "throttle     up to {:.0} % of a vCPU's time; stopped for {}",
             throttle["highest_share"].as_f64().unwrap_or(0.0) * 100.0,
             held.iter().map(ms).collect::<Vec<_>>().join(", ")
         )?;
@@ -262,7 +267,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_line_is_broken_between_words() {
+    fn lines_are_broken_between_words() {
         let line = "downtime     31.2 ms (predicted ?): pause 1.1 ms, last harvest 0.0 ms, last pages 0.0 ms";
         assert_eq!(fold(line, 200, INDENT), line);
         let folded = fold(line, 60, INDENT);
@@ -273,14 +278,14 @@ mod tests {
     }
 
     #[test]
-    fn a_cause_is_said_once() {
+    fn cause_is_not_repeated() {
         let once = anyhow::anyhow!("refused").context("cannot listen: refused").context("--api");
         assert_eq!(chain(&once), "--api: cannot listen: refused");
         assert_eq!(chain(&anyhow::anyhow!("b").context("a")), "a: b");
     }
 
     #[test]
-    fn a_guest_that_was_never_stopped_has_no_downtime() {
+    fn guest_that_was_never_stopped_has_no_downtime() {
         let shown = |outcome: &str, downtime: f64| {
             let mut out = Vec::new();
             let passes = json!([{}]);

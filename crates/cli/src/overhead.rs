@@ -1,17 +1,17 @@
-//! How much of the host's memory a VM takes beside its guest's.
+//! Host memory that a VM uses in addition to its guest memory.
 
 use std::ops::Range;
 use vmferry_vmm::{RamRegion, VmHandle};
 
-/// This process's share of memory (proportional set size) without what the guest has of its own, in KiB; `None` where the kernel does not
-/// say (proc(5), `smaps`). Dirty bitmaps and rings are part of it.
+/// Returns the memory of this process (proportional set size) without guest memory, in KiB; `None`
+/// if the kernel does not report it (proc(5), `smaps`). Dirty bitmaps and rings are included.
 pub(crate) fn kib(vm: &VmHandle) -> Option<u64> {
     let span = |ram: &RamRegion| ram.host_address()..ram.host_address() + ram.region().len;
     let guest: Vec<_> = vm.ram().regions().iter().map(span).collect();
     Some(outside(&std::fs::read_to_string("/proc/self/smaps").ok()?, &guest))
 }
 
-/// The sum of all mappings in `smaps` that do not overlap `spans`.
+/// Returns the sum of all mappings in `smaps` that do not overlap `spans`, in KiB.
 fn outside(smaps: &str, spans: &[Range<u64>]) -> u64 {
     let (mut sum, mut counts) = (0, false);
     for line in smaps.lines() {
@@ -26,7 +26,7 @@ fn outside(smaps: &str, spans: &[Range<u64>]) -> u64 {
     sum
 }
 
-/// The addresses of a mapping, if `line` begins one.
+/// Returns the addresses of a mapping, if `line` begins one.
 fn range(line: &str) -> Option<Range<u64>> {
     let (start, end) = line.split_once(' ')?.0.split_once('-')?;
     Some(u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?)
@@ -49,7 +49,7 @@ Pss:                  12 kB
 ";
 
     #[test]
-    fn what_the_guest_has_is_not_counted() {
+    fn guest_memory_is_not_counted() {
         let guest = 0x7f00_0000_0000..0x7f00_4000_0000;
         assert_eq!(outside(SMAPS, std::slice::from_ref(&guest)), 712);
         assert_eq!(outside(SMAPS, &[]), 900_712);

@@ -1,4 +1,4 @@
-//! How a migration goes, while it does: a bar with the verdict on a terminal, a line now and then elsewhere.
+//! Progress of a running migration: a bar with the verdict on a terminal, periodic lines elsewhere.
 
 use crate::output::bytes;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -6,31 +6,32 @@ use serde_json::Value;
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
-/// Without a terminal, a line this often.
+/// Interval of the lines without a terminal.
 const LINE_EVERY: Duration = Duration::from_secs(1);
-/// The rate of the link is that of so long.
+/// Time over which the rate of the link is measured.
 const RATE_OVER: Duration = Duration::from_millis(500);
-/// A page, in bytes.
+/// Size of a page in bytes.
 const PAGE: f64 = 4096.0;
-/// Narrowest terminal that is taken at its word.
+/// Fewest columns that are assumed for a terminal.
 const NARROWEST: usize = 30;
 /// Most lines below the bar.
 const MOST_LINES: usize = 5;
 
-/// Shows `status` documents, one after another.
+/// Display of successive `status` documents.
 pub(crate) struct Progress {
     bar: Option<ProgressBar>,
     colours: bool,
     last_line: Option<Instant>,
-    /// What a line was about that was printed elsewhere than on a terminal.
+    /// Phase, pass and verdict of the last line that was printed without a terminal.
     told: Option<(&'static str, u64, Option<bool>)>,
     link: Link,
-    /// The pass under way: its number, when it began and the bytes until then.
+    /// Current pass: its number, its begin, and the bytes sent before it.
     pass: Option<(u64, Instant, f64)>,
 }
 
 impl Progress {
-    /// Of a migration that may send so many bytes a second, if it has a limit.
+    /// Returns the display of a migration that may send `limit` bytes per second, if it has a
+    /// limit.
     pub(crate) fn new(limit: Option<u64>) -> Self {
         let bar = std::io::stderr()
             .is_terminal()
@@ -63,7 +64,7 @@ impl Progress {
         }
     }
 
-    /// On a terminal, a pass that has ended leaves a line behind.
+    /// Prints a line for each pass that has ended, on a terminal.
     fn end_of_pass(&mut self, now: Instant, status: &Value) {
         let progress = &status["progress"];
         let (number, pages) = (count(progress, "pass"), count(progress, "pass_pages"));
@@ -98,12 +99,12 @@ impl Progress {
     }
 }
 
-/// What the link carries, seen from here.
+/// Rate of the link, computed from the source's counters.
 #[derive(Debug, Default)]
 struct Link {
-    /// When, and each channel's bytes; the first one is all together.
+    /// Time, and bytes of each channel; the first entry is the sum of all.
     looks: std::collections::VecDeque<(Instant, Vec<f64>)>,
-    /// Bytes a second that it may carry at most, if that is limited.
+    /// Limit of the rate in bytes per second, if there is one.
     limit: Option<f64>,
 }
 
@@ -113,7 +114,7 @@ impl Link {
         Self { limit: limit.filter(|limit| *limit > 0).map(|limit| limit as f64), ..Self::default() }
     }
 
-    /// What it carries, how much of its limit that is, and how its channels share in it.
+    /// Returns the rate, its share of the limit, and the shares of the channels, as text.
     fn use_at(&self, rate: f64) -> String {
         let mut text = format!("link {}/s", bytes(whole(rate)));
         if let Some(limit) = self.limit {
@@ -139,7 +140,7 @@ impl Link {
         }
     }
 
-    /// Bytes a second; `None` until something was seen to move.
+    /// Returns bytes per second; `None` until bytes have been sent.
     fn rate(&self) -> Option<f64> {
         let ((from, before), (to, after)) = (self.looks.front()?, self.looks.back()?);
         let seconds = to.saturating_duration_since(*from).as_secs_f64();
@@ -147,7 +148,7 @@ impl Link {
         (seconds > 0.02 && moved > 0.0).then(|| moved / seconds)
     }
 
-    /// The share of what moved that each channel carried, in percent; empty while only one does.
+    /// Returns the share of each channel in percent; empty with one channel.
     fn shares(&self) -> Vec<f64> {
         let (Some((_, before)), Some((_, after))) = (self.looks.front(), self.looks.back()) else {
             return Vec::new();
@@ -164,16 +165,16 @@ impl Link {
     }
 }
 
-/// What there is to say.
+/// Content of the display.
 #[derive(Debug, Default, PartialEq)]
 struct View {
     phase: &'static str,
     pass: u64,
-    /// Before the bar.
+    /// Text before the bar.
     head: String,
     done: u64,
     all: u64,
-    /// Whether it will end by itself, if anybody knows.
+    /// The migration converges; `None` if that is not known.
     verdict: Option<bool>,
     lines: Vec<String>,
 }
@@ -199,19 +200,19 @@ impl View {
             ..Self::default()
         };
         match phase {
-            "setup" => view.lines.push("connecting, agreeing, starting to track".into()),
+            "setup" => view.lines.push("connecting, negotiating, starting to track".into()),
             "waiting" => {
-                view.lines.push(format!("{}; the guest runs on, and is stopped again later", busy(progress)));
-                view.lines.push("`vmferry switch` stops it for as long as that takes, up to 10 s".into());
+                view.lines
+                    .push(format!("{}; the guest keeps running, and is stopped again later", busy(progress)));
+                view.lines.push("`vmferry switch` stops it for as long as its I/O needs, up to 10 s".into());
             }
             "switchover" => {
-                view.lines
-                    .push(format!("{} left, the guest stands still", left(progress, "remaining_pages")));
+                view.lines.push(format!("{} left, the guest is stopped", left(progress, "remaining_pages")));
             }
             "postcopy" => {
-                let lacking = count(progress, "left_pages");
-                view.all = view.all.max(lacking);
-                view.done = view.all - lacking;
+                let missing = count(progress, "left_pages");
+                view.all = view.all.max(missing);
+                view.done = view.all - missing;
                 let pace = progress["pace"]
                     .as_f64()
                     .map_or(String::new(), |pace| format!(", pace {}/s", bytes(whole(pace))));
@@ -234,19 +235,19 @@ impl View {
         let dirty = progress["dirty_pages_per_s"].as_f64().unwrap_or(0.0) * PAGE;
         let rate = link.rate().or(progress["bandwidth"].as_f64());
         let shown = rate.map_or("link ?".into(), |rate| link.use_at(rate));
-        // The first pass ends before anything is known of it.
+        // The first pass ends before the dirty rate is known.
         let known = dirty > 0.0 || count(progress, "pass") > 0;
         let dirties = if known { format!("dirty {}/s", bytes(whole(dirty))) } else { "dirty ?".into() };
         self.lines.push(format!("{} left, {dirties}, {shown}", left(progress, "remaining_pages")));
         let verdict = Verdict::of(progress, dirty, rate);
         self.verdict = verdict.converging;
         self.lines.push(verdict.to_string());
-        // What `--mode auto` did of its own accord.
+        // `course` contains what `--mode auto` has changed by itself.
         let change = progress["course"].as_array().and_then(|course| course.last()?["why"].as_str());
         self.lines.extend(change.map(str::to_owned));
     }
 
-    /// The lines below the bar, broken where the terminal ends.
+    /// Returns the lines below the bar, broken at the width of the terminal.
     fn below(&self, columns: usize) -> String {
         let mut lines: Vec<String> = self.lines.iter().flat_map(|line| wrap(line, columns)).collect();
         if lines.len() > MOST_LINES {
@@ -257,19 +258,19 @@ impl View {
     }
 }
 
-/// Whether precopy will end by itself, and when; or what would help.
+/// Expected end of precopy, and remedies if precopy does not converge.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Verdict {
     converging: Option<bool>,
     eta_s: Option<f64>,
     passes: Option<u64>,
     help: Vec<String>,
-    /// Why, if it is not the rates.
+    /// Reason other than the rates.
     busy: Option<String>,
 }
 
 impl Verdict {
-    /// What the engine says; or, where it says nothing (yet), what follows from the two rates.
+    /// Returns the engine's verdict. Without one, estimates the end from the two rates.
     fn of(progress: &Value, dirty: f64, link: Option<f64>) -> Self {
         let said = &progress["verdict"];
         let eta_s = said["eta_s"].as_f64();
@@ -289,16 +290,17 @@ impl Verdict {
         let remaining = count(progress, "remaining_pages") as f64 * PAGE;
         match link {
             Some(link) if link > dirty => Self { eta_s: Some(remaining / (link - dirty)), ..Self::default() },
-            // That alone does not say that it will not end: the guest may write the same pages again and again.
+            // A dirty rate above the link's rate does not prove that precopy does not converge: the
+            // guest may write the same pages repeatedly.
             _ => Self::default(),
         }
     }
 }
 
-/// What keeps the guest from being stopped.
+/// Returns why the guest cannot be stopped.
 fn busy(progress: &Value) -> String {
     format!(
-        "the guest's I/O does not come to rest: {}",
+        "the guest's I/O does not quiesce: {}",
         progress["busy"].as_str().unwrap_or("no reason was given")
     )
 }
@@ -316,7 +318,7 @@ impl std::fmt::Display for Verdict {
             }
             (Some(true), Some(eta)) => {
                 write!(f, "converges, ETA {eta:.1} s")?;
-                self.passes.map_or(Ok(()), |passes| write!(f, ", passes to come {passes}"))
+                self.passes.map_or(Ok(()), |passes| write!(f, ", passes left {passes}"))
             }
             (Some(true), None) => f.write_str("converges"),
             (None, Some(eta)) => write!(f, "ETA {eta:.1} s"),
@@ -336,7 +338,7 @@ fn style(verdict: Option<bool>, colours: bool) -> ProgressStyle {
         .map_or_else(|_| ProgressStyle::default_bar(), |style| style.progress_chars("=> "))
 }
 
-/// Columns of the terminal that standard error is.
+/// Returns the columns of the terminal on standard error.
 fn columns() -> usize {
     let size = rustix::termios::tcgetwinsize(std::io::stderr());
     size.map_or(80, |size| usize::from(size.ws_col)).max(NARROWEST)
@@ -356,7 +358,8 @@ fn whole(value: f64) -> u64 {
     whole
 }
 
-/// At most so many characters, the last column left free: a terminal would begin a new line.
+/// Cuts a text to fit into `columns`. The last column stays free: a terminal would begin a new
+/// line.
 fn cut(text: &str, columns: usize) -> String {
     let room = columns.saturating_sub(1);
     if text.chars().count() <= room {
@@ -365,7 +368,7 @@ fn cut(text: &str, columns: usize) -> String {
     text.chars().take(room.saturating_sub(1)).chain(['…']).collect()
 }
 
-/// Lines of at most so many characters, broken between words; the further ones are indented.
+/// Breaks a text between words into lines that fit into `columns`. Continuation lines are indented.
 fn wrap(text: &str, columns: usize) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split_whitespace() {
@@ -410,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pass_says_what_is_left_what_moves_and_when_it_ends() {
+    fn pass_shows_remaining_memory_rates_and_expected_end() {
         let view = View::of(&precopy(&json!({})), &link(&[6_000_000.0, 2_000_000.0]));
         assert_eq!((view.head.as_str(), view.done, view.all, view.verdict), ("pass 1", 400, 1000, None));
         assert_eq!(view.lines[0], "2.3 MiB left, dirty 3.9 MiB/s, link 7.6 MiB/s by channels 75/25 %");
@@ -428,19 +431,19 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_its_link_is_given_up_by_the_engine_alone() {
+    fn high_dirty_rate_alone_gives_no_verdict() {
         let view = View::of(&precopy(&json!({"dirty_pages_per_s": 1e6})), &link(&[8e6]));
         assert_eq!((view.verdict, view.lines[1].as_str()), (None, "ETA ?"));
         assert!(!view.lines[0].contains("channels"));
     }
 
     #[test]
-    fn what_the_engine_says_goes_before_the_estimate() {
+    fn verdict_of_the_engine_replaces_the_estimate() {
         let said = json!({"verdict": {"converging": true, "eta_s": 2.25, "passes_left": 3, "help": []}, "dirty_pages_per_s": 1e6});
         let view = View::of(&precopy(&said), &link(&[8e6]));
         assert_eq!(
             (view.verdict, view.lines[1].as_str()),
-            (Some(true), "converges, ETA 2.2 s, passes to come 3")
+            (Some(true), "converges, ETA 2.2 s, passes left 3")
         );
         let said = json!({"verdict": {"converging": false, "help": ["a faster link"]}, "course": [{"why": "slowed"}]});
         let view = View::of(&precopy(&said), &link(&[8e6]));
@@ -451,19 +454,19 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_waits_for_its_disk_is_not_said_to_outrun_its_link() {
+    fn slow_disk_is_reported_instead_of_the_rates() {
         let said = json!({"busy": "disk 0 is slow", "verdict": {"converging": false, "help": ["less I/O"]}});
         let view = View::of(&precopy(&said), &link(&[8e6]));
-        let want = "the guest's I/O does not come to rest: disk 0 is slow; what would help: less I/O";
+        let want = "the guest's I/O does not quiesce: disk 0 is slow; what would help: less I/O";
         assert_eq!((view.verdict, view.lines[1].as_str()), (Some(false), want));
     }
 
     #[test]
-    fn every_state_has_its_words() {
+    fn every_state_has_its_text() {
         for (state, progress, want) in [
             ("setup", json!({}), "connecting"),
-            ("setup", json!({"busy": "disk 0 is slow"}), "disk 0 is slow; the guest runs on"),
-            ("switchover", json!({"remaining_pages": 256}), "1.0 MiB left, the guest stands still"),
+            ("setup", json!({"busy": "disk 0 is slow"}), "disk 0 is slow; the guest keeps running"),
+            ("switchover", json!({"remaining_pages": 256}), "1.0 MiB left, the guest is stopped"),
             (
                 "postcopy",
                 json!({"left_pages": 512, "pace": 1048576}),
@@ -474,7 +477,7 @@ mod tests {
             let view = View::of(&json!({"state": state, "progress": progress}), &Link::default());
             assert!(view.lines[0].contains(want), "{view:?}");
         }
-        // Nothing that a socket says is trusted to be there.
+        // The members of a document may be missing or of another type.
         View::of(&json!(null), &Link::default());
         View::of(&json!({"state": 7, "progress": {"verdict": [], "channel_bytes": {}}}), &Link::default());
     }

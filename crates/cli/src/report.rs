@@ -1,4 +1,4 @@
-//! `vmferry report`: result files as one page.
+//! `vmferry report`: combines result files into one HTML page.
 
 use crate::{Status, output};
 use anyhow::{Context, Result};
@@ -9,10 +9,12 @@ use vmferry_report::{input, page};
 
 #[derive(Debug, Args)]
 pub(crate) struct ReportArgs {
-    /// Result files; the --json and the --events of one migration become one part of the page
+    /// Result files of migrations and benches
+    ///
+    /// The --json and --events files of one migration become one part of the page.
     #[arg(value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
-    /// Where the page goes, - for standard output
+    /// File for the page, - for standard output
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: PathBuf,
 }
@@ -25,7 +27,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Status> {
             results.push((name(path, &args.files), found));
         }
     }
-    // Written only now: a bad file must not cost a page that is already there.
+    // The output is opened last: an invalid input must not destroy an existing page.
     let mut out = output::open(&args.output)?;
     out.write_all(page(results).as_bytes())
         .and_then(|()| out.flush())
@@ -33,7 +35,8 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// What the page calls a file: its name without `.json`, or its whole path where others are called the same.
+/// Returns the title of a file on the page: its name without `.json`, or its path if several files
+/// have the same name.
 fn name(path: &Path, all: &[PathBuf]) -> String {
     let of = |path: &Path| {
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
@@ -52,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn files_are_told_apart() {
+    fn files_with_the_same_name_get_different_titles() {
         let all = ["a/x.json", "b/x.json", "y.json", "y.json"].map(PathBuf::from);
         assert_eq!(name(&all[0], &all), "a/x.json");
         assert_eq!(name(&all[2], &all), "y");

@@ -1,4 +1,4 @@
-//! `--sandbox` and `--jail`: what a `run` is left with.
+//! Options `--sandbox` and `--jail`: confinement of `run`.
 
 use crate::args::{GuestKind, RunArgs};
 use crate::choices::IncomingArg;
@@ -11,18 +11,20 @@ use std::path::{Component, Path, PathBuf};
 use vmferry_confine::{Capability, Confinement, File, Jail, Measure, Mode, Plan, Ports, Use};
 use vmferry_engine::Uri;
 
-/// Whether the process confines itself.
+/// Extent of the confinement of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SandboxArg {
-    /// Confined as far as the host can do it (`status` says how far); a forbidden system call fails
+    /// Confine as far as the host supports it; forbidden calls fail
+    ///
+    /// `status` reports which restrictions are in force.
     #[default]
     On,
-    /// The same, but a forbidden system call ends the process, and its guest
+    /// Confine; a forbidden call ends the process and its guest
     Kill,
-    /// Nothing is forbidden; the kernel logs the system calls that would have been
+    /// Forbid nothing; the kernel logs calls that `on` would forbid
     Log,
-    /// Not confined
+    /// Do not confine
     Off,
 }
 
@@ -36,7 +38,7 @@ impl SandboxArg {
         }
     }
 
-    /// As it is written.
+    /// Returns the value as it is written on the command line.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::On => "on",
@@ -49,27 +51,35 @@ impl SandboxArg {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct SandboxArgs {
-    /// Confine the process before the guest runs and before a peer is heard, to the files, ports and system calls that it needs
+    /// Confine the process to what it needs
+    ///
+    /// The process can only use the files, ports and system calls that its options need. The
+    /// confinement begins before the guest runs and before a peer sends data.
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) sandbox: SandboxArg,
-    /// Where `migrate` and `migrate-incoming` may find and make file:PATH and unix:PATH; may be given several times
+    /// Folder for file:PATH and unix:PATH of migrations (repeatable)
+    ///
+    /// The commands migrate and migrate-incoming may use and create files in it.
     #[arg(long = "migrate-dir", value_name = "DIR")]
     migrate_dirs: Vec<PathBuf>,
-    /// Started as root: take a root of its own, mounted at this empty folder, with nothing in it but what is named here
+    /// Use this empty folder as the root directory; needs root
+    ///
+    /// The new root directory contains only the files that the options name.
     #[arg(long, value_name = "DIR", requires_all = ["uid", "gid"])]
     jail: Option<PathBuf>,
-    /// Who the process is in its jail
+    /// User id of the process in the jail
     #[arg(long, value_name = "NUMBER", requires = "jail")]
     uid: Option<u32>,
-    /// And its group
+    /// Group id of the process in the jail
     #[arg(long, value_name = "NUMBER", requires = "jail")]
     gid: Option<u32>,
 }
 
-/// What every process reads that runs a guest: what the kernel tells of the process, of processors and of memory.
+/// Files that every process with a guest reads: the kernel's information about the process,
+/// processors and memory.
 const HOST: [&str; 5] =
     ["/proc", "/sys/devices/system/cpu", "/sys/devices/system/node", "/sys/kernel/mm", "/sys/fs/cgroup"];
-/// How a peer is found by its name.
+/// Files for the resolution of host names.
 const RESOLVER: [&str; 7] = [
     "/etc/hosts",
     "/etc/resolv.conf",
@@ -79,23 +89,25 @@ const RESOLVER: [&str; 7] = [
     "/etc/services",
     "/run/systemd/resolve",
 ];
-/// Ports below this are for those who may ([`Capability::CAP_NET_BIND_SERVICE`]).
+/// Lowest port that needs no capability ([`Capability::CAP_NET_BIND_SERVICE`]).
 const PRIVILEGED: u16 = 1024;
 
-/// Confines the process, which has one thread, as far as it can be while it still sets up.
+/// Begins the confinement of the process, as far as its setup still works. The process must have
+/// one thread.
 ///
 /// # Errors
-/// If there cannot be a jail that was asked for.
+/// If a folder of `--migrate-dir` does not exist, or the jail cannot be entered.
 pub(crate) fn begin(args: &RunArgs) -> Result<Confinement> {
     for folder in &args.sandbox.migrate_dirs {
-        // What is not there now stays out of reach.
+        // A folder that is created later would stay out of reach.
         if !folder.is_dir() {
             bail!("--migrate-dir {}: there is no such folder; make it first", folder.display());
         }
     }
     let plan = plan(args);
     if plan.mode != Mode::Off || plan.jail.is_some() {
-        // Has the resolver load its modules, which is not possible later, and looks nothing up.
+        // The resolver loads its modules on the first call, which is impossible later. This call
+        // looks up no name.
         let _ = ("localhost", 0).to_socket_addrs();
     }
     let confinement = Confinement::begin(&plan)?;
@@ -110,8 +122,9 @@ pub(crate) fn begin(args: &RunArgs) -> Result<Confinement> {
     Ok(confinement)
 }
 
-/// Fails if this process has put `uri`, to which its guest is to go, out of its own reach. A Unix socket that is there it can connect to:
-/// landlock does not forbid that before Linux 7.1; but in a jail there is none.
+/// Checks that this process can reach `uri`, the target of its guest. Outside of a jail, an
+/// existing Unix socket can be reached: landlock does not restrict connections before Linux 7.1. A
+/// jail contains no socket of another process.
 pub(crate) fn goes_to(uri: &Uri, args: &SandboxArgs) -> Result<()> {
     match uri {
         Uri::Unix(_) if args.jail.is_none() => Ok(()),
@@ -119,7 +132,7 @@ pub(crate) fn goes_to(uri: &Uri, args: &SandboxArgs) -> Result<()> {
     }
 }
 
-/// Likewise for one where it is to wait for a guest.
+/// Checks that this process can reach `uri` to wait for a guest.
 pub(crate) fn reachable(uri: &Uri, args: &SandboxArgs) -> Result<()> {
     let (Uri::File(path) | Uri::Unix(path)) = uri else { return Ok(()) };
     if !args.sandbox.mode().forbids() && args.jail.is_none() {
@@ -128,7 +141,7 @@ pub(crate) fn reachable(uri: &Uri, args: &SandboxArgs) -> Result<()> {
     let named = folder_of(path);
     let Ok(folder) = named.canonicalize() else {
         bail!(
-            "cannot use {uri}: the folder {} is not there, or not within reach of this vmferry",
+            "cannot use {uri}: the folder {} does not exist, or this vmferry cannot reach it",
             named.display()
         );
     };
@@ -138,7 +151,7 @@ pub(crate) fn reachable(uri: &Uri, args: &SandboxArgs) -> Result<()> {
         return Ok(());
     }
     bail!(
-        "cannot use {uri}: this vmferry is confined to what its command line names, and that is in no --migrate-dir; start it with \
+        "cannot use {uri}: this vmferry is confined to what its command line names, and the path is in no --migrate-dir; start it with \
          --migrate-dir {}, or with --sandbox off",
         folder.display()
     );
@@ -156,11 +169,11 @@ fn plan(args: &RunArgs) -> Plan {
     plan
 }
 
-/// Everything that the command line names, and what each guest needs of its host.
+/// Returns all files that the command line names, and those that every guest needs.
 fn files(args: &RunArgs) -> Vec<File> {
     let read = |path: &Path| File::new(path, Use::Read);
     let mut files: Vec<_> = HOST.into_iter().chain(RESOLVER).map(|path| read(path.as_ref())).collect();
-    // The text of a panic's backtrace.
+    // A panic reads the executable for its backtrace.
     files.extend(std::env::current_exe().ok().map(|path| read(&path)));
     files.push(File::new("/dev/null", Use::Device));
     files.push(File::new("/dev/userfaultfd", Use::Device));
@@ -197,11 +210,11 @@ fn ports(args: &RunArgs) -> Ports {
     Ports::Only(incoming.into_iter().chain(args.metrics.map(|address| address.port())).collect())
 }
 
-/// What root keeps, if it is root.
+/// Returns the capabilities that a process of root keeps.
 fn keep(ports: &Ports) -> Vec<vmferry_confine::Kept> {
     let mut keep = Vec::new();
     if !Path::new("/dev/userfaultfd").exists() {
-        keep.push((Capability::CAP_SYS_PTRACE, "(userfaultfd, for want of /dev/userfaultfd)"));
+        keep.push((Capability::CAP_SYS_PTRACE, "(for userfaultfd, because /dev/userfaultfd is missing)"));
     }
     let low = |port: &u16| (1..PRIVILEGED).contains(port);
     if matches!(ports, Ports::Only(ports) if ports.iter().any(low)) || *ports == Ports::Any {
@@ -217,7 +230,7 @@ fn folder_of(path: &Path) -> PathBuf {
     }
 }
 
-/// What this host can do of it, for `check`.
+/// Returns the confinement that this host supports, for `check`.
 pub(crate) fn available() -> [Result<String, String>; 2] {
     let result = |measure: Measure| if measure.in_force { Ok(measure.detail) } else { Err(measure.detail) };
     vmferry_confine::available().map(result)

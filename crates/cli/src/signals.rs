@@ -1,5 +1,6 @@
-//! Signals to `vmferry run`: SIGTERM asks the guest to shut down, as whoever ends a service means it; everything else, and SIGTERM to a guest
-//! that does not listen, ends the process in the ordinary way, with the terminal as it was and the control socket removed.
+//! Signals to `vmferry run`. SIGTERM asks the guest to shut down, as a service manager expects.
+//! SIGINT and SIGHUP, and SIGTERM to a guest that ignores its power button, end the process in the
+//! ordinary way: the terminal is restored and the control socket is removed.
 
 use crate::api::{Place, Shared};
 use anyhow::{Context, Result, bail};
@@ -7,10 +8,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::sync::Arc;
 
-/// Watches for signals from now on.
+/// Starts to watch for signals.
 ///
 /// # Errors
-/// If they cannot be caught.
+/// If the signals cannot be caught.
 pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot catch signals")?;
     let shared = Arc::clone(shared);
@@ -32,10 +33,10 @@ pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
 /// Presses the guest's power button.
 ///
 /// # Errors
-/// If nobody would hear it.
+/// If the guest would not notice.
 pub(crate) fn press_power_button(shared: &Shared) -> Result<()> {
     if !matches!(shared.place(), Place::Running | Place::Moving) {
-        bail!("the guest does not run here, or stands still");
+        bail!("the guest does not run in this process, or is paused");
     }
     let guest = shared.probe.kvm().context("this kind of guest has no power button")?;
     if guest.press_power_button()? {
@@ -43,7 +44,7 @@ pub(crate) fn press_power_button(shared: &Shared) -> Result<()> {
         return Ok(());
     }
     bail!(
-        "the guest does not listen for its power button (Linux: the driver `button`, and somebody who acts on it); `quit` ends it \
-         without asking it"
+        "the guest does not listen for its power button (Linux needs the driver `button` and a program that handles the button); `quit` \
+         ends the guest without a shutdown"
     )
 }

@@ -1,4 +1,4 @@
-//! How fast the guest runs, from its own reports.
+//! Speed of the guest, from its own statistics.
 
 use crate::guest::SharedProbe;
 use crate::output;
@@ -8,18 +8,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use vmferry_guest_abi::StatsSnapshot;
 
-/// How often the guest's reports are looked at.
+/// Interval at which the guest's statistics are read.
 pub(crate) const EVERY: Duration = Duration::from_millis(50);
-/// How long before its beginning a recording reaches.
+/// Time before the beginning of a recording that the recording includes.
 const LEAD: Duration = Duration::from_secs(2);
-/// Most looks of a recording.
+/// Most samples of a recording.
 const MOST_LOOKS: usize = 1024;
-/// Two looks may be so much farther apart by the host's clock than by the guest's, which reports every 10 ms.
+/// Time by which two samples may be farther apart by the host's clock than by the guest's, which is
+/// updated every 10 ms.
 const CLOCKS_APART: Duration = Duration::from_millis(30);
-/// How far back the speed before a migration reaches, in guest microseconds.
+/// Time over which the speed before a migration is measured, in guest microseconds.
 const BEFORE_US: u64 = 1_000_000;
 
-/// A guest's clock and its writes until then, of its first vCPU's time and all vCPUs' writes.
+/// Latest guest clock of all vCPUs in microseconds, and number of writes of all vCPUs until then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Sample {
     pub(crate) t_us: u64,
@@ -32,7 +33,7 @@ impl Sample {
         Self { t_us, writes: stats.writes() }
     }
 
-    /// Writes a second from `earlier` to this; `None` if no time has passed.
+    /// Returns writes per second from `earlier` to this sample; `None` if no time has passed.
     pub(crate) fn since(self, earlier: Self) -> Option<f64> {
         let us = self.t_us.checked_sub(earlier.t_us).filter(|us| *us > 0)?;
         #[expect(clippy::cast_precision_loss, reason = "a ratio for people")]
@@ -40,7 +41,7 @@ impl Sample {
     }
 }
 
-/// A guest that was at the source for a shorter part of a migration has no speed during it.
+/// Shortest time at the source for which the speed during a migration is computed.
 const SHORTEST: Duration = Duration::from_millis(50);
 
 /// State of the guest when its migration began.
@@ -62,10 +63,11 @@ impl Start {
 
     /// Returns the member `guest` of a migration's document, whose other members are in `report`. The migration may still run.
     pub(crate) fn document(&self, report: &Value, stats: Option<&StatsSnapshot>) -> Value {
-        // From the handover on the guest's count goes on at the target.
+        // After the handover, the guest's count continues at the target.
         let left = output::left_ms(report).map(|ms| Duration::from_secs_f64(ms.max(0.0) / 1e3));
         let here = left.unwrap_or_else(|| self.began.elapsed());
-        // The guest is stopped for a verification only on request. That time is not downtime, and is left out here as well.
+        // The guest is stopped for a verification only on request. That time is not part of the
+        // downtime, and is left out of the speed, too.
         let verify = report["verify_ms"].as_f64().unwrap_or(0.0) / 1e3;
         let during = self.sample.zip(stats).filter(|_| here >= SHORTEST).map(|(before, stats)| {
             #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
@@ -86,14 +88,15 @@ impl Start {
     }
 }
 
-/// Returns the sum of all stalls that the guest has seen by its own clock, of all vCPUs together.
+/// Returns the sum of all stalls of all vCPUs, by the guest's clock, in microseconds.
 fn stall_sum_us(stats: &StatsSnapshot) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "microseconds for people")]
     stats.cpus().iter().map(|cpu| cpu.stall_sum_us as f64).sum()
 }
 
-/// Returns the time for which vCPUs stood still at the source, in microseconds and of all vCPUs together, by the causes that `report` names.
-/// The switchover is one of them only for a guest that `stayed`: otherwise it ends at the target.
+/// Returns the time for which vCPUs were stopped at the source, summed over all vCPUs and all
+/// causes in `report`, in microseconds. The switchover counts only for a guest that `stayed`:
+/// otherwise it ends at the target.
 fn accounted_us(report: &Value, cpus: usize, stayed: bool) -> f64 {
     let of = |value: &Value| value.as_f64().unwrap_or(0.0);
     let held: f64 = report["throttle"]["held_ms"].as_array().into_iter().flatten().map(of).sum();
@@ -104,10 +107,10 @@ fn accounted_us(report: &Value, cpus: usize, stayed: bool) -> f64 {
     of(&report["ring"]["full_stall_us"]) + (held + stopped) * 1e3
 }
 
-/// A sample and when it was taken.
+/// Time of a sample, and the sample.
 type Look = (Instant, Sample);
 
-/// The samples of the last few seconds, and those since a recording began.
+/// Samples of the last few seconds, and those of a recording.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Speed(Arc<Mutex<Looks>>);
 
@@ -117,11 +120,12 @@ struct Looks {
     recording: Option<Recording>,
 }
 
-/// Grows to [`MOST_LOOKS`]; then every second one goes, and as many fewer are taken from there on.
+/// Recording of samples. When it reaches [`MOST_LOOKS`], every second sample is removed, and the
+/// sampling interval doubles.
 #[derive(Debug, Default)]
 struct Recording {
     looks: Vec<Look>,
-    /// Looks to leave out after one that is kept.
+    /// Number of samples to skip after a kept one.
     skip: u32,
     skipped: u32,
 }
@@ -146,7 +150,7 @@ impl Recording {
 }
 
 impl Speed {
-    /// Looks at the guest once; called every [`EVERY`] by whoever watches it.
+    /// Takes a sample. Called every [`EVERY`] by the thread that watches the guest.
     pub(crate) fn look(&self, probe: &SharedProbe) {
         let Ok(stats) = probe.stats() else { return };
         self.take((Instant::now(), Sample::of(&stats)));
@@ -165,7 +169,7 @@ impl Speed {
         }
     }
 
-    /// Writes a second over the last second.
+    /// Returns writes per second over the last second.
     pub(crate) fn recent(&self) -> Option<f64> {
         let looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (_, newest) = *looks.recent.back()?;
@@ -173,7 +177,7 @@ impl Speed {
         newest.since(looks.recent.iter().find(close)?.1)
     }
 
-    /// Keeps what is seen from now on, and what has been seen of late.
+    /// Starts a recording, which includes recent samples.
     pub(crate) fn record(&self) {
         let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
@@ -182,14 +186,15 @@ impl Speed {
         looks.recording = Some(recording);
     }
 
-    /// Ends the recording: milliseconds since `start` and writes a second, for each stretch between two looks its middle.
+    /// Ends the recording. Returns milliseconds since `start` and writes per second, for the middle
+    /// of each interval between two samples.
     pub(crate) fn recorded(&self, start: Instant) -> Vec<[f64; 2]> {
         let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         points(start, &looks.recording.take().unwrap_or_default().looks)
     }
 }
 
-/// See [`Speed::recorded`].
+/// Computes the points of [`Speed::recorded`] from samples.
 pub(crate) fn points(start: Instant, looks: &[Look]) -> Vec<[f64; 2]> {
     let ms = |at: Instant| {
         at.saturating_duration_since(start).as_secs_f64() * 1e3
@@ -199,7 +204,7 @@ pub(crate) fn points(start: Instant, looks: &[Look]) -> Vec<[f64; 2]> {
     let point = |pair: &[Look]| {
         let [(from, before), (to, after)] = [pair[0], pair[1]];
         let guest = Duration::from_micros(after.t_us.saturating_sub(before.t_us));
-        // By the guest's clock, which its count belongs to; but a guest whose clock stood still did not run meanwhile.
+        // The guest's clock belongs to its count. A guest whose clock stood still did not run.
         let time = guest.max(to.saturating_duration_since(from).saturating_sub(CLOCKS_APART)).as_secs_f64();
         #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
         let writes = after.writes.saturating_sub(before.writes) as f64;
@@ -222,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_shows_when_the_guest_stood_still_and_stays_small() {
+    fn recording_shows_stalls_and_stays_small() {
         let start = Instant::now();
         let at = |ms: u64| start + Duration::from_millis(ms);
         let look = |ms, t_us, writes| (at(ms), Sample { t_us, writes });
@@ -238,11 +243,11 @@ mod tests {
         let points = speed.recorded(start);
         assert!((256..MOST_LOOKS).contains(&points.len()), "{}", points.len());
         assert!(points[1..].iter().all(|[_, speed]| (speed - 10_000.0).abs() < 1.0), "{points:?}");
-        assert_eq!(speed.recorded(start), Vec::<[f64; 2]>::new(), "it has ended");
+        assert_eq!(speed.recorded(start), Vec::<[f64; 2]>::new(), "the recording has ended");
     }
 
     #[test]
-    fn every_cause_at_the_source_is_accounted_for_once() {
+    fn stalls_at_the_source_are_counted_once_for_each_cause() {
         let report = json!({
             "downtime_ms": 40.0, "verify_ms": 2.0, "put_off_ms": 8.0, "trial_pause_ms": 1.5,
             "ring": { "full_stall_us": 700 }, "throttle": { "held_ms": [20.0, 0.25] },

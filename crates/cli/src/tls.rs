@@ -1,4 +1,5 @@
-//! `--tls-*`: encrypted connections, as the command line and the control socket say it.
+//! Options `--tls-*`: credentials for encrypted connections, on the command line and on the control
+//! socket.
 
 use anyhow::{Context, Result};
 use clap::Args;
@@ -8,23 +9,27 @@ use vmferry_engine::{Tls, TlsError};
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct TlsArgs {
-    /// Encrypt connections: this host's certificate, and those between it and the authority, in PEM's form
+    /// Encrypt connections with this certificate of this host (PEM)
+    ///
+    /// The file also contains the certificates between the host's and that of the authority.
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"])]
     tls_cert: Option<PathBuf>,
-    /// Its private key
+    /// Private key of the certificate
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_ca"])]
     tls_key: Option<PathBuf>,
-    /// The certificates of the authorities whose hosts are trusted
+    /// Certificates of the trusted authorities
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
     tls_ca: Option<PathBuf>,
-    /// The name in the other side's certificate; a source wants the name or address that it connects to if this is left out, a target
-    /// takes guests from every host of the authorities
+    /// Name in the certificate of the peer
+    ///
+    /// Without it, a source expects the name or address that it connects to, and a target accepts
+    /// every host of the authorities.
     #[arg(long, value_name = "NAME", requires = "tls_cert")]
     tls_peer: Option<String>,
 }
 
-/// What is needed for encrypted connections, as text: it is given to the process that has the guest, which need not be able to read the
-/// files.
+/// Credentials for encrypted connections, as text. The process that has the guest gets the text,
+/// because it need not be able to read the files.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct TlsTexts {
@@ -36,14 +41,14 @@ pub(crate) struct TlsTexts {
 }
 
 impl std::fmt::Debug for TlsTexts {
-    // Keys are not for logs.
+    // Keys must not be logged.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("TlsTexts").field("peer", &self.peer).finish_non_exhaustive()
     }
 }
 
 impl TlsArgs {
-    /// What the files say; `None` if none were given.
+    /// Reads the files; `None` if no files were given.
     pub(crate) fn texts(&self) -> Result<Option<TlsTexts>> {
         let (Some(certificate), Some(key), Some(authorities)) = (&self.tls_cert, &self.tls_key, &self.tls_ca)
         else {
@@ -55,7 +60,7 @@ impl TlsArgs {
             authorities: read("--tls-ca", authorities)?,
             peer: self.tls_peer.clone(),
         };
-        // Said here, where the files are known, and not by somebody who was given texts.
+        // The texts are checked in this process, which knows the names of the files.
         texts.build().with_context(|| {
             format!(
                 "--tls-cert {}, --tls-key {}, --tls-ca {}",
@@ -67,12 +72,12 @@ impl TlsArgs {
         Ok(Some(texts))
     }
 
-    /// The files that are named.
+    /// Returns the named files.
     pub(crate) fn files(&self) -> impl Iterator<Item = &PathBuf> {
         self.tls_cert.iter().chain(&self.tls_key).chain(&self.tls_ca)
     }
 
-    /// The same, ready for use.
+    /// Reads the files and parses their contents.
     pub(crate) fn load(&self) -> Result<Option<Tls>> {
         Ok(self.texts()?.map(|texts| texts.build()).transpose()?)
     }

@@ -1,4 +1,5 @@
-//! What this process says while it works: lines on standard error, and spans for an OpenTelemetry collector where it is built to.
+//! Log lines on standard error, and spans for an OpenTelemetry collector if the feature `otel` is
+//! built in.
 
 #[cfg(feature = "otel")]
 mod otel;
@@ -8,18 +9,19 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer};
 
-/// Sends what is left of it when it is dropped.
+/// Logging and tracing of the process. Dropping it sends the remaining spans.
 pub(crate) struct Traces {
     #[cfg(feature = "otel")]
     spans: Option<otel::Spans>,
 }
 
-/// Begins: lines as `VMFERRY_LOG` filters them, spans where `OTEL_EXPORTER_OTLP_ENDPOINT` says once they are sent ([`Traces::send`]).
-/// Starts no thread.
+/// Begins logging: lines as `VMFERRY_LOG` filters them, and spans to `OTEL_EXPORTER_OTLP_ENDPOINT`
+/// after [`Traces::send`]. Starts no thread.
 pub(crate) fn begin() -> Traces {
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
-        // It would say so on standard error, and end the process where that is what fails.
+        // Internal errors would be printed on standard error, and would end the process if standard
+        // error is what fails.
         .log_internal_errors(false)
         .with_target(false)
         .without_time()
@@ -40,7 +42,7 @@ pub(crate) fn begin() -> Traces {
 }
 
 impl Traces {
-    /// Sends spans from now on, on a thread that is confined as others are.
+    /// Starts to send spans, on a thread that is confined like the others.
     #[cfg_attr(not(feature = "otel"), expect(clippy::unused_self, reason = "nothing is sent"))]
     pub(crate) fn send(&self) {
         #[cfg(feature = "otel")]

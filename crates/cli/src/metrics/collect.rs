@@ -1,6 +1,8 @@
-//! From the status to metrics. Each scrape reads the status once; nothing is counted here.
+//! Conversion of the status to metrics. Each scrape reads the status once; this module counts
+//! nothing.
 //!
-//! Names end in their base unit (seconds, bytes), counters in `_total`. What is unknown is left out, never zero.
+//! Names end in their base unit (seconds, bytes), counters in `_total`. Unknown values are left
+//! out, never reported as zero.
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text::encode};
@@ -9,12 +11,12 @@ use prometheus_client::registry::{Registry, Unit};
 use serde_json::Value;
 use std::fmt;
 
-/// A page, in bytes.
+/// Size of a page in bytes.
 const PAGE: f64 = 4096.0;
 const MS: f64 = 1e-3;
 const US: f64 = 1e-6;
 
-/// How a metric counts.
+/// Kind of a metric.
 #[derive(Clone, Copy, PartialEq)]
 enum Kind {
     Gauge,
@@ -22,24 +24,24 @@ enum Kind {
 }
 use Kind::{Counter, Gauge};
 
-/// One number of the status: name without prefix and unit, unit, what it is, how it counts, where in the status, and what it is
-/// multiplied by.
+/// Single numbers of the status: name without prefix and unit, unit, help text, kind, path in the
+/// status, and factor.
 type Number = (&'static str, &'static str, &'static str, Kind, &'static str, f64);
 
 const NUMBERS: &[Number] = &[
     ("guest_writes", "", "Writes that the guest has counted", Counter, "vm.guest.writes", 1.0),
     ("guest_clock", "seconds", "The guest's own clock", Gauge, "vm.guest.t_us", US),
-    ("guest_damaged_pages", "", "Pages that the guest found damaged", Gauge, "vm.guest.corrupt", 1.0),
+    ("guest_damaged_pages", "", "Pages that the guest found corrupt", Gauge, "vm.guest.corrupt", 1.0),
     (
         "guest_longest_stall",
         "seconds",
-        "Longest time that a vCPU stood still, by its own clock",
+        "Longest stall of a vCPU, by its own clock",
         Gauge,
         "vm.guest.stall_max_us",
         US,
     ),
     ("balloon_memory", "bytes", "The guest's memory without its balloon", Gauge, "vm.balloon.memory", 1.0),
-    ("balloon_target", "bytes", "Memory that the guest is to have", Gauge, "vm.balloon.target", 1.0),
+    ("balloon_target", "bytes", "Target of the guest's memory", Gauge, "vm.balloon.target", 1.0),
     ("balloon_actual", "bytes", "Memory that the guest has", Gauge, "vm.balloon.actual", 1.0),
     ("ring_entries", "", "Entries of each vCPU's dirty ring", Gauge, "vm.rings.entries", 1.0),
     (
@@ -53,7 +55,7 @@ const NUMBERS: &[Number] = &[
     (
         "ring_full_stall",
         "seconds",
-        "Time that vCPUs stood still for full rings, since tracking began",
+        "Time for which full rings stopped vCPUs, since tracking began",
         Gauge,
         "vm.rings.full_stall_us",
         US,
@@ -76,18 +78,11 @@ const NUMBERS: &[Number] = &[
         MS,
     ),
     ("migration_pass", "", "Number of the pass under way, from 0", Gauge, "progress.pass", 1.0),
-    (
-        "migration_pass_pages",
-        "",
-        "Pages that the pass under way has to look at",
-        Gauge,
-        "progress.pass_pages",
-        1.0,
-    ),
+    ("migration_pass_pages", "", "Pages of the pass under way", Gauge, "progress.pass_pages", 1.0),
     (
         "migration_pass_done_pages",
         "",
-        "Pages of it that are sent or left out",
+        "Pages of the pass under way that are sent or skipped",
         Gauge,
         "progress.pass_done",
         1.0,
@@ -103,7 +98,7 @@ const NUMBERS: &[Number] = &[
     (
         "migration_left",
         "bytes",
-        "Memory that a guest on the target still lacks, seen from the source",
+        "Memory that a guest at the target is still missing, seen from the source",
         Gauge,
         "progress.left_pages",
         PAGE,
@@ -111,7 +106,7 @@ const NUMBERS: &[Number] = &[
     (
         "migration_dirty_rate",
         "bytes_per_second",
-        "Memory that the guest dirtied a second, in the last pass",
+        "Memory that the guest dirtied per second, in the last pass",
         Gauge,
         "progress.dirty_pages_per_s",
         PAGE,
@@ -119,7 +114,7 @@ const NUMBERS: &[Number] = &[
     (
         "migration_bandwidth",
         "bytes_per_second",
-        "What the last telling pass moved a second",
+        "Bytes per second that the last meaningful pass sent",
         Gauge,
         "progress.bandwidth",
         1.0,
@@ -128,7 +123,7 @@ const NUMBERS: &[Number] = &[
     (
         "migration_eta",
         "seconds",
-        "Time until the guest runs on the target, as it looks now",
+        "Expected time until the guest runs at the target",
         Gauge,
         "progress.verdict.eta_s",
         1.0,
@@ -136,18 +131,18 @@ const NUMBERS: &[Number] = &[
     (
         "migration_converging",
         "",
-        "Whether precopy will end by itself, as it looks now",
+        "1 if precopy is expected to converge, 0 if not",
         Gauge,
         "progress.verdict.converging",
         1.0,
     ),
-    ("migration_total", "seconds", "How long the migration has taken", Gauge, "total_ms", MS),
+    ("migration_total", "seconds", "Duration of the migration", Gauge, "total_ms", MS),
     ("migration_setup", "seconds", "From the first connection to the first page", Gauge, "setup_ms", MS),
-    ("migration_downtime", "seconds", "How long the guest has stood still", Gauge, "downtime_ms", MS),
+    ("migration_downtime", "seconds", "Time during which no vCPU ran", Gauge, "downtime_ms", MS),
     (
         "migration_predicted_downtime",
         "seconds",
-        "The downtime that was predicted when the guest was stopped",
+        "Downtime that was predicted when the guest was stopped",
         Gauge,
         "predicted_downtime_ms",
         MS,
@@ -168,7 +163,7 @@ const NUMBERS: &[Number] = &[
     (
         "migration_skipped_pages",
         "",
-        "Pages that were not compared because their content does not count",
+        "Pages that were not compared because the guest reported them as free",
         Gauge,
         "skipped_pages",
         1.0,
@@ -176,7 +171,7 @@ const NUMBERS: &[Number] = &[
     (
         "migration_suspect_pages_resent",
         "",
-        "Pages that were sent again because they arrived damaged",
+        "Pages that were sent again after a digest mismatch",
         Gauge,
         "suspect_pages_resent",
         1.0,
@@ -185,19 +180,19 @@ const NUMBERS: &[Number] = &[
     (
         "migration_throttle_highest",
         "ratio",
-        "Highest share of its time that a vCPU was held",
+        "Highest share of its time for which a vCPU was throttled",
         Gauge,
         "throttle.highest_share",
         1.0,
     ),
-    ("postcopy_left_pages", "", "Pages that are still to come, seen from the target", Gauge, "left", 1.0),
-    ("postcopy_requests", "", "Pages that were asked for", Gauge, "postcopy.requests", 1.0),
-    ("postcopy_pages", "", "Pages that came with content", Gauge, "postcopy.pages", 1.0),
-    ("postcopy_duplicate_pages", "", "Pages that came twice", Gauge, "postcopy.duplicates", 1.0),
+    ("postcopy_left_pages", "", "Pages that are still missing, seen from the target", Gauge, "left", 1.0),
+    ("postcopy_requests", "", "Pages that were requested", Gauge, "postcopy.requests", 1.0),
+    ("postcopy_pages", "", "Pages that arrived with content", Gauge, "postcopy.pages", 1.0),
+    ("postcopy_duplicate_pages", "", "Pages that arrived twice", Gauge, "postcopy.duplicates", 1.0),
     (
         "postcopy_prefetched_pages",
         "",
-        "Pages asked for ahead of a run of faults",
+        "Pages requested ahead of a run of faults",
         Gauge,
         "postcopy.prefetched",
         1.0,
@@ -205,7 +200,7 @@ const NUMBERS: &[Number] = &[
     (
         "postcopy_prefetched_used_pages",
         "",
-        "Those of them that were used",
+        "Prefetched pages that were used",
         Gauge,
         "postcopy.prefetched_used",
         1.0,
@@ -213,14 +208,15 @@ const NUMBERS: &[Number] = &[
     (
         "postcopy_duration",
         "seconds",
-        "From the guest's start on the target until its last page was there",
+        "Time from the guest's start at the target until its last page arrived",
         Gauge,
         "postcopy.ms",
         MS,
     ),
 ];
 
-/// Numbers that differ in one label: name, unit, what they are, the label, and for each of its values where and by what.
+/// Numbers with one label: name, unit, help text, label, and path and factor for each value of the
+/// label.
 type Labelled =
     (&'static str, &'static str, &'static str, &'static str, &'static [(&'static str, &'static str, f64)]);
 
@@ -228,7 +224,7 @@ const LABELLED: &[Labelled] = &[
     (
         "migration_downtime_part",
         "seconds",
-        "What the downtime was made of",
+        "Parts of the downtime",
         "part",
         &[
             ("pause", "downtime.pause_ms", MS),
@@ -245,7 +241,7 @@ const LABELLED: &[Labelled] = &[
     (
         "migration_pages",
         "",
-        "Pages by how they went",
+        "Pages by the way they were sent",
         "kind",
         &[
             ("raw", "bytes.raw_pages", 1.0),
@@ -256,7 +252,7 @@ const LABELLED: &[Labelled] = &[
     (
         "migration_guest_speed",
         "",
-        "Writes a second that the guest made",
+        "Writes per second of the guest",
         "when",
         &[("before", "guest.before_writes_per_s", 1.0), ("during", "guest.during_writes_per_s", 1.0)],
     ),
@@ -270,21 +266,21 @@ const LABELLED: &[Labelled] = &[
     (
         "migration_free_page_reports",
         "",
-        "Answers to which pages are free",
+        "Reports of free pages",
         "use",
         &[("all", "free_pages.reports", 1.0), ("dropped", "free_pages.dropped_reports", 1.0)],
     ),
     (
         "postcopy_fault_latency",
         "seconds",
-        "From a fault to its page being placed: what this share of them took at most",
-        // Not `quantile`: that is for summaries.
+        "Time from a fault to its page being placed, for this share of the faults",
+        // The label `quantile` is reserved for summaries.
         "share",
         &[("0.5", "postcopy.p50_us", US), ("0.99", "postcopy.p99_us", US), ("1", "postcopy.max_us", US)],
     ),
 ];
 
-/// Lists of numbers: name, unit, what they are, the label, where, and by what they are multiplied.
+/// Lists of numbers: name, unit, help text, label, path and factor.
 type List = (&'static str, &'static str, &'static str, &'static str, &'static str, f64);
 
 const LISTS: &[List] = &[
@@ -306,20 +302,20 @@ const LISTS: &[List] = &[
     ),
 ];
 
-/// Words of which one is true: name, what they are, the label, where, and which there are.
+/// States of which one is true: name, help text, label, path and possible values.
 type States = (&'static str, &'static str, &'static str, &'static str, &'static [&'static str]);
 
 const STATES: &[States] = &[
     (
         "guest_place",
-        "Where the guest is",
+        "Place of the guest",
         "place",
         "vm.place",
         &["awaited", "running", "paused", "moving", "moved", "unknown", "ended"],
     ),
     (
         "migration_state",
-        "Where the migration under way, or the last one, stands",
+        "State of the current or latest migration",
         "state",
         "state",
         &[
@@ -337,7 +333,7 @@ const STATES: &[States] = &[
     ),
 ];
 
-/// The metrics of a status, as a scrape gets them.
+/// Returns the metrics of a status as text.
 pub(crate) fn text(status: Value) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("vmferry");
     registry.register_collector(Box::new(Metrics(status)));
@@ -385,7 +381,8 @@ impl Metrics {
             let shown: Vec<_> = known.iter().map(|(labels, number)| (&labels[..], *number)).collect();
             gauge(encoder, (name, unit, help), Gauge, &shown)?;
         }
-        // While it runs its progress says what was sent, and afterwards its report.
+        // While the migration runs, `progress` contains the sent bytes, and afterwards the report
+        // does.
         match self.number("bytes.wire").or_else(|| self.number("progress.wire_bytes")) {
             Some(wire) => gauge(
                 encoder,
@@ -409,7 +406,12 @@ impl Metrics {
         }
         let text = |path: &str| self.at(path).as_str().unwrap_or_default().to_owned();
         let about = [("version", env!("CARGO_PKG_VERSION").to_owned()), ("kind", text("vm.kind"))];
-        gauge(encoder, ("build_info", "", "This vmferry"), Gauge, &[(&about[..], 1.0)])?;
+        gauge(
+            encoder,
+            ("build_info", "", "Version of this vmferry, and kind of its guest"),
+            Gauge,
+            &[(&about[..], 1.0)],
+        )?;
         if self.at("id").is_string() {
             let about = [
                 ("id", text("id")),
@@ -427,7 +429,8 @@ impl Metrics {
         })
     }
 
-    /// Faults by how long they took. A status has each bucket alone, a histogram those below it too.
+    /// Encodes the histogram of fault latencies. The status has separate buckets, and a histogram
+    /// has cumulative ones.
     fn faults(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
         let Some(buckets) = self.at("postcopy.hist_us").as_object() else { return Ok(()) };
         let mut buckets: Vec<(f64, u64)> = buckets
@@ -439,7 +442,7 @@ impl Metrics {
         #[expect(clippy::cast_precision_loss, reason = "a sum of times")]
         let sum = self.number("postcopy.mean_us").unwrap_or(0.0) * US * count as f64;
         buckets.push((f64::INFINITY, 0));
-        let help = "From a fault to its page being placed";
+        let help = "Time from a fault to its page being placed";
         let mut metric =
             encoder.encode_descriptor("postcopy_fault", help, Some(&Unit::Seconds), MetricType::Histogram)?;
         metric.encode_histogram::<NoLabelSet>(sum, count, &buckets, None)
@@ -454,7 +457,7 @@ impl Collector for Metrics {
     }
 }
 
-/// One metric with the values of all its labels.
+/// Encodes one metric with the values of all its labels.
 fn gauge(
     encoder: &mut DescriptorEncoder<'_>,
     (name, unit, help): (&str, &str, &str),

@@ -1,5 +1,6 @@
-//! As much of HTTP as a scrape needs: `GET /metrics`, one answer, closed. Whoever connects gets a few seconds and some
-//! kilobytes of attention, a few at a time; the guest and its control socket notice none of it.
+//! Minimal HTTP server for scrapes: `GET /metrics`, one answer, then the connection closes. A
+//! client gets a few seconds and a few kilobytes, and few clients are served at once. Clients
+//! cannot delay the guest or the control socket.
 
 use super::plain::plain;
 use anyhow::{Context, Result, bail};
@@ -9,30 +10,30 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Most scrapes at once; further ones are turned away.
+/// Most scrapes at once. Further ones are refused.
 const MOST_CLIENTS: usize = 8;
 /// Longest request in bytes.
 const MOST_BYTES: usize = 8 << 10;
-/// How long all of a scrape may take.
+/// Longest time of a scrape.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// What the text is, for those who ask for that.
+/// Content type of OpenMetrics, for clients that accept it.
 const OPEN: &str = "application/openmetrics-text";
 const OPEN_CONTENT: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-/// For others.
+/// Content type for other clients.
 const PLAIN_CONTENT: &str = "text/plain; version=0.0.4; charset=utf-8";
 const WORDS: &str = "text/plain; charset=utf-8";
 
-/// What a scrape is answered with, made anew for each.
+/// Function that makes the text of a scrape.
 pub(crate) type Source = dyn Fn() -> Result<String> + Send + Sync;
 
-/// Listens until the process ends.
+/// A server that listens until the process ends.
 pub(crate) struct Exporter {
-    /// Where.
+    /// Address at which the server listens.
     pub(crate) address: SocketAddr,
 }
 
 impl Exporter {
-    /// Answers scrapes at `address`, which other hosts can reach only if that is wanted (`public`).
+    /// Serves scrapes at `address`. An address that other hosts can reach needs `public`.
     pub(crate) fn start(address: SocketAddr, public: bool, source: Arc<Source>) -> Result<Self> {
         Self::with_patience(address, public, PATIENCE, source)
     }
@@ -45,7 +46,7 @@ impl Exporter {
     ) -> Result<Self> {
         if !public && !address.ip().is_loopback() {
             bail!(
-                "--metrics {address} could be read by other hosts, unencrypted and by anybody; use 127.0.0.1:{}, or say --metrics-public",
+                "--metrics {address} would let every host that reaches it read the metrics, unencrypted; use 127.0.0.1:{}, or add --metrics-public",
                 address.port()
             );
         }
@@ -57,7 +58,7 @@ impl Exporter {
             for stream in listener.incoming() {
                 match stream {
                     Ok(stream) => accept(stream, patience, &clients, &source),
-                    // Out of descriptors: what is closed meanwhile frees some.
+                    // The process is out of descriptors. Waiting lets other connections close.
                     Err(_) => std::thread::sleep(Duration::from_millis(100)),
                 }
             }
@@ -76,7 +77,7 @@ fn accept(mut stream: TcpStream, patience: Duration, clients: &Arc<AtomicUsize>,
     }
     let (own, source) = (Arc::clone(clients), Arc::clone(source));
     let work = move || {
-        // A client that leaves, stalls or talks nonsense is its own affair.
+        // Errors of a client have no effect on the server.
         let _ = converse(&mut stream, patience, &*source);
         own.fetch_sub(1, Ordering::AcqRel);
     };
@@ -112,7 +113,7 @@ fn converse(stream: &mut TcpStream, patience: Duration, source: &Source) -> Resu
     send(stream, deadline, &answer)
 }
 
-/// All of it, but not for ever: whoever reads a byte a second is left.
+/// Sends the whole text until `deadline`. A client that reads too slowly is disconnected.
 fn send(stream: &mut TcpStream, deadline: Instant, text: &str) -> Result<()> {
     let mut rest = text.as_bytes();
     while !rest.is_empty() {
@@ -151,7 +152,7 @@ fn respond(request: &[u8], source: &Source) -> String {
     }
 }
 
-/// Whether the client wants OpenMetrics.
+/// Returns whether the client accepts OpenMetrics.
 fn accepts_open(request: &[u8]) -> bool {
     String::from_utf8_lossy(request).lines().any(|line| {
         let header = line.split_once(':');
@@ -186,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scrape_is_answered_and_nonsense_too() {
+    fn valid_and_invalid_requests_are_answered() {
         let exporter = exporter(vmferry_testkit::PATIENCE);
         let good = ask(&exporter, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         assert!(
@@ -210,14 +211,15 @@ mod tests {
             let answer = ask(&exporter, request);
             assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {answer}");
         }
-        // More than is ever read: the answer may be lost with the connection, but nobody hangs.
+        // The request is longer than the server reads: the answer may be lost, but the client must
+        // not hang.
         let _ = ask(&exporter, &vec![b'x'; 4 << 20]);
         assert!(ask(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 "));
     }
 
     #[test]
-    fn those_who_dawdle_are_left_and_do_not_keep_others_out_for_long() {
-        // One that is busy may be left as well: it asks again.
+    fn slow_clients_are_disconnected_and_block_others_only_briefly() {
+        // A request may also be refused while slow clients are connected, so it is repeated.
         let exporter = exporter(Duration::from_millis(300));
         let slow: Vec<TcpStream> = (0..MOST_CLIENTS * 2)
             .map(|_| {
@@ -233,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn other_hosts_are_let_in_only_on_request() {
+    fn other_hosts_are_served_only_on_request() {
         let start =
             |public| Exporter::start("0.0.0.0:0".parse().unwrap(), public, Arc::new(|| Ok(String::new())));
         assert!(start(false).err().unwrap().to_string().contains("--metrics-public"));

@@ -1,4 +1,5 @@
-//! `run --metrics ADDR`: what `status` says, in the text format of OpenMetrics, for Prometheus and its kin.
+//! Option `run --metrics ADDR`: the status in the text format of OpenMetrics, for Prometheus and
+//! similar programs.
 
 mod collect;
 mod http;
@@ -9,7 +10,8 @@ use anyhow::Result;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-/// Tells whoever asks at `address`, which other hosts can reach only if that is wanted (`public`), until the process ends.
+/// Serves metrics at `address` until the process ends. An address that other hosts can reach needs
+/// `public`.
 pub(crate) fn start(address: SocketAddr, public: bool, shared: &Arc<Shared>) -> Result<()> {
     let told = Arc::clone(shared);
     let source = move || {

@@ -1,14 +1,15 @@
-//! The same metrics in Prometheus's older text format, for whoever does not ask for OpenMetrics: there a counter's family has the name of its
-//! samples, and there are no units and no end.
+//! Conversion to Prometheus's older text format, for clients that do not accept OpenMetrics. In
+//! that format a counter's family has the name of its samples, and there are no units and no end
+//! mark.
 
 use std::collections::BTreeSet;
 
-/// What a `# WORD NAME ...` line is about, and the rest of it.
+/// Returns the name in a `# WORD NAME ...` line, and the rest of the line.
 fn about<'a>(line: &'a str, word: &str) -> Option<(&'a str, &'a str)> {
     line.strip_prefix("# ")?.strip_prefix(word)?.strip_prefix(' ')?.split_once(' ')
 }
 
-/// `text` is OpenMetrics as `collect` makes it.
+/// Converts `text`, which is OpenMetrics as `collect` makes it.
 pub(super) fn plain(text: &str) -> String {
     let kinds = text.lines().filter_map(|line| about(line, "TYPE"));
     let counters: BTreeSet<_> = kinds.filter(|(_, kind)| *kind == "counter").map(|(name, _)| name).collect();
@@ -34,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counters_are_called_as_their_samples_are() {
+    fn counter_family_has_the_name_of_its_samples() {
         let open = "# HELP a_bytes What # TYPE it is\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total 1.0\n\
                     # HELP b Another\n# TYPE b gauge\nb{x=\"# EOF\"} 2.0\n# EOF\n";
         let want = "# HELP a_bytes_total What # TYPE it is\n# TYPE a_bytes_total counter\na_bytes_total 1.0\n\

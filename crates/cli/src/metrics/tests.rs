@@ -2,7 +2,7 @@ use super::*;
 use serde_json::json;
 use std::collections::BTreeSet;
 
-/// A status that has everything.
+/// Returns a status with all members.
 fn status() -> Value {
     let mut status = json!({
         "id": "ab", "state": "completed", "outcome": "completed", "mode": "hybrid", "tracker": "ring",
@@ -28,14 +28,14 @@ fn status() -> Value {
     status
 }
 
-/// Names without labels, of what has a value.
+/// Returns the names of the metrics that have a value, without labels.
 fn names(text: &str) -> BTreeSet<String> {
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     lines.map(|line| line.split(['{', ' ']).next().unwrap().to_owned()).collect()
 }
 
 #[test]
-fn units_are_base_units_and_kinds_are_told() {
+fn units_are_base_units_and_kinds_are_given() {
     let text = text(status()).unwrap();
     for line in [
         "vmferry_migration_total_seconds 1.5",
@@ -61,7 +61,7 @@ fn units_are_base_units_and_kinds_are_told() {
 }
 
 #[test]
-fn what_is_unknown_is_left_out_and_hostile_text_stays_a_label() {
+fn unknown_values_are_left_out_and_hostile_text_stays_a_label() {
     let text = text(
         json!({"state": null, "vm": {"place": "running", "kind": "a\"b\\c\nd", "guest": {"writes": "many"}}}),
     )

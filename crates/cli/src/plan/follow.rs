@@ -1,4 +1,5 @@
-//! A migration that was predicted, and is scored; and one that follows the prediction as long as it holds.
+//! Migrations that are predicted and scored, and migrations that follow the prediction as long as
+//! it holds.
 
 use super::{Made, make};
 use crate::api::{MigrateRequest, Shared};
@@ -11,9 +12,9 @@ use vmferry_engine::{
     AutoConverge, MigrateError, MigrationMode, MigrationState, Report, Settings, TrackerKind, Uri, migrate,
 };
 
-/// Plans, moves the guest, and scores the plan; the report, and its `plan`.
+/// Plans, migrates the guest, and scores the plan. Returns the report and its member `plan`.
 ///
-/// Without `--mode auto` a guest that cannot be predicted is moved all the same, as it was asked for.
+/// Without `--mode auto`, a guest that cannot be predicted is migrated as requested.
 pub(crate) fn moved(
     machine: &mut Machine,
     shared: &Shared,
@@ -26,7 +27,7 @@ pub(crate) fn moved(
     let way = super::Way { uri: Some(uri), bandwidth: None };
     let made = match make(machine, &way, tracker, settings, None, (&monitor, &|| monitor.cancelled())) {
         Ok(made) => made,
-        // Whoever cancels is told so by the migration.
+        // A cancelled planning is reported by the migration, which is cancelled, too.
         Err(error) if auto && !cancelled(&error) => {
             return Err(MigrateError::Vm(format!("no plan can be made: {error:#}")));
         }
@@ -41,7 +42,7 @@ pub(crate) fn moved(
     let mut report = migrate(machine.source(), uri, tracker, &own, &monitor)?;
     let mut refused = None;
     if auto && report.refused_feature {
-        // The target has taken nothing: it is asked for what any can do.
+        // The target has taken nothing. The second attempt uses only what every target supports.
         refused = report.error.take();
         own.mode = MigrationMode::Precopy;
         own.auto = own.auto.map(|auto| Auto { postcopy: false, ..auto });
@@ -56,7 +57,8 @@ fn cancelled(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(MigrateError::Cancelled { .. }))
 }
 
-/// What the plan recommends, of what is allowed: whoever did not say that the guest may be slowed does not want that.
+/// Returns the recommended way, restricted to what is allowed: the guest is only slowed if the
+/// request permits it.
 fn choose(made: &Made, settings: &Settings) -> Way {
     match made.plan.recommended {
         Way::AutoConverge if settings.auto_converge == AutoConverge::Off => Way::Hybrid,
@@ -64,7 +66,7 @@ fn choose(made: &Made, settings: &Settings) -> Way {
     }
 }
 
-/// The settings for the chosen way, and what may be done when it does not hold.
+/// Returns the settings for the chosen way, and for the case that the plan does not hold.
 fn follow(made: &Made, chosen: Way, settings: &Settings) -> Settings {
     let expected = made.plan.of(Way::Precopy).map(|precopy| Expected {
         converges: precopy.probability,
@@ -77,7 +79,8 @@ fn follow(made: &Made, chosen: Way, settings: &Settings) -> Settings {
 fn document(made: &Made, taken: Way, report: &Report, refused: Option<String>) -> Value {
     let plan = &made.plan;
     let predicted = plan.of(taken);
-    // One that somebody called off, or that failed, says nothing about the prediction; one that ran out of time does.
+    // A cancelled or failed migration says nothing about the prediction, but one whose time limit
+    // expired does.
     let ended = matches!(report.state, MigrationState::Completed) || out_of_time(report);
     let error = predicted.filter(|_| ended).map(|predicted| score(predicted, &Real::of(report)));
     json!({

@@ -1,4 +1,4 @@
-//! `vmferry plan`: what a migration would be like, before anything moves; and migrations that follow a plan.
+//! `vmferry plan`: predicts a migration before it begins; and migrations that follow a plan.
 
 mod follow;
 mod table;
@@ -21,39 +21,44 @@ use std::time::Duration;
 use vmferry_engine::plan::{GuestCost, Link, Looked, Plan, measure, probe};
 use vmferry_engine::{Monitor, Settings, TrackerKind, Uri};
 
-/// How long making one takes at most: the link, the guest's writes, and its answer to what is free.
+/// Longest time that planning takes: measuring the link, the guest's writes, and its report of free
+/// pages.
 pub(crate) const LONGEST: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Control socket of the vmferry whose guest is to be moved
+    /// Control socket of the vmferry whose guest would move
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Where to: tcp:HOST:PORT or unix:PATH, of a target that waits for a guest; the link to it is measured for a second
+    /// Target: tcp:HOST:PORT or unix:PATH
+    ///
+    /// The target must wait for a guest. The link to it is measured for a second.
     #[arg(required_unless_present = "bandwidth")]
     pub(crate) uri: Option<Uri>,
-    /// What the link carries, for example 2gbit or 250M/s, instead of measuring it
+    /// Rate of the link, for example 2gbit or 250M/s, instead of measuring
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) bandwidth: Option<u64>,
-    /// Watch the guest's writes for so long; as long as a first pass takes, up to 3s, if left out
+    /// Time for which the guest's writes are watched
+    ///
+    /// The default is the duration of a first pass, at most 3s.
     #[arg(long, value_name = "T", value_parser = time)]
     pub(crate) watch: Option<Duration>,
-    /// How long the guest may be stopped
+    /// Longest downtime
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
     pub(crate) downtime_limit: Duration,
-    /// How long the migration may take
+    /// Time limit of the migration
     #[arg(long, value_name = "T", value_parser = time)]
     pub(crate) timeout: Option<Duration>,
-    /// Use no more than this
+    /// Limit of the bandwidth
     #[arg(long, value_name = "RATE", value_parser = rate)]
     pub(crate) max_bandwidth: Option<u64>,
-    /// Parallel channels
+    /// Number of bulk channels
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) channels: u16,
-    /// How the guest's writes are found
+    /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto")]
     pub(crate) tracker: TrackerArg,
-    /// Leave out what the guest says is free, where it can be asked
+    /// Skip pages that the guest reports as free
     #[arg(long, value_enum, default_value = "on")]
     pub(crate) free_pages: OnOff,
     /// Allow an unencrypted connection to another host
@@ -66,20 +71,20 @@ pub(crate) struct PlanArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
-/// What `plan` is asked for.
+/// Arguments of `plan`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct PlanRequest {
-    /// The target; none if only the bandwidth is known.
+    /// Target; `None` if only the bandwidth is known.
     #[serde(default)]
     pub(crate) to: Option<String>,
-    /// Bytes a second, instead of measuring.
+    /// Bandwidth in bytes per second, instead of measuring.
     #[serde(default)]
     pub(crate) bandwidth: Option<u64>,
-    /// How long the guest is watched.
+    /// Time for which the guest is watched, in milliseconds.
     #[serde(default)]
     pub(crate) watch_ms: Option<u64>,
-    /// The migration that is meant; its own address does not count.
+    /// Migration to plan. Its own address is not used.
     pub(crate) migrate: MigrateRequest,
 }
 
@@ -117,7 +122,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// A plan, and what making it cost.
+/// A plan, and the cost of making it.
 struct Made {
     plan: Plan,
     cost: GuestCost,
@@ -135,10 +140,10 @@ impl Made {
     }
 }
 
-/// The machine's side: looks at the link and at the guest.
+/// Makes a plan in the process of the guest: measures the link and the guest.
 pub(crate) fn order(machine: &mut Machine, shared: &Shared, request: &PlanRequest) -> Result<Value> {
     if shared.place() != Place::Running {
-        bail!("the guest does not run: there is nothing to plan by");
+        bail!("the guest does not run, so its writes cannot be measured");
     }
     let uri = request.to.as_deref().map(str::parse::<Uri>).transpose()?;
     let link = Way { uri: uri.as_ref(), bandwidth: request.bandwidth };
@@ -149,7 +154,7 @@ pub(crate) fn order(machine: &mut Machine, shared: &Shared, request: &PlanReques
     make(machine, &link, tracker, &settings, watch, (&Monitor::new(), &stop))?.value()
 }
 
-/// Over what a guest is to go, and what is known of it.
+/// Address of the target and bandwidth, as far as given.
 struct Way<'a> {
     uri: Option<&'a Uri>,
     bandwidth: Option<u64>,
@@ -169,11 +174,11 @@ impl Way<'_> {
                 spread: 0.05,
                 ..link
             })),
-            // Who knows the rate need not measure.
+            // If the rate is given, the link need not be measured.
             Err(error) => given
                 .map(Link::given)
                 .ok_or(error)
-                .context("the link could not be measured (say --bandwidth RATE to plan without)"),
+                .context("the link could not be measured (--bandwidth RATE plans without a measurement)"),
         }
     }
 }
@@ -188,7 +193,7 @@ fn make(
 ) -> Result<Made> {
     let link = way.look(settings, monitor)?;
     let looked = measure(machine.source(), tracker, watch, link, settings, stop)
-        .context("the guest could not be looked at")?;
+        .context("the guest could not be measured")?;
     let Looked { inputs, cost, tracker, busy } = looked;
     Ok(Made { plan: Plan::make(inputs, settings), cost, tracker, busy })
 }

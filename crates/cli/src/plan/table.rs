@@ -1,4 +1,4 @@
-//! A plan as people read it.
+//! Text form of a plan.
 
 use crate::output::{self, INDENT};
 use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
@@ -6,10 +6,10 @@ use serde_json::Value;
 
 const HEAD: [&str; 7] = ["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"];
 
-/// A figure for people.
+/// Formatter of a figure.
 type Shown = fn(f64) -> String;
 
-/// The table, at most so many columns wide if there is a terminal, and what it means in words.
+/// Returns the table, at most `columns` wide if there is a terminal, and its explanation.
 pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
     let mut table = modes(plan, " ");
     if let Some(columns) =
@@ -25,33 +25,34 @@ pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
         None => line,
     };
     let text = |name: &str| plan[name].as_str().unwrap_or("?").to_owned();
-    let means = fold("Expected, and in brackets between what nine of ten runs on paper lie.".into(), 0);
+    let means =
+        fold("Expected values; nine of ten simulated runs lie within the range in brackets.".into(), 0);
     let words = [
         format!("recommended  {}: {}", text("recommended"), text("reason")),
         format!("how sure     {}", text("certainty")),
         format!("measured     {}", measured(&plan["inputs"])),
-        format!("that cost    {}", cost(&plan["guest_cost"])),
+        format!("its cost     {}", cost(&plan["guest_cost"])),
     ];
     let busy = plan["busy"]
         .as_str()
-        .map(|why| format!("but          {why}; the plan is for when its I/O is at rest"));
+        .map(|why| format!("but          {why}; the plan assumes that the guest's I/O is quiesced"));
     let words = words.into_iter().chain(busy).map(|line| fold(line, INDENT));
     format!("{table}\n{means}\n\n{}", words.collect::<Vec<_>>().join("\n"))
 }
 
-/// How narrow a column may become: no word of its head is broken, and no mode's name.
+/// Returns the least width of a column: no word of its head is broken, and no mode's name.
 fn least(title: &str) -> ColumnConstraint {
     if title == HEAD[0] {
         return ColumnConstraint::ContentWidth;
     }
     let word = title.split(' ').map(str::len).max().unwrap_or(0);
-    // Nor is a time in brackets taken apart from its unit.
+    // A time in brackets is not separated from its unit.
     let word = if title == "total" { "to 1.3 s)".len() } else { word };
-    // What surrounds it counts.
+    // The width includes the padding.
     ColumnConstraint::LowerBoundary(Width::Fixed(u16::try_from(word + 2).unwrap_or(u16::MAX)))
 }
 
-/// How each way would go; `between` stands before what is in brackets.
+/// Returns the table of all ways. `between` precedes the range in brackets.
 fn modes(plan: &Value, between: &str) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
@@ -94,7 +95,7 @@ fn interval(value: &Value, shown: Shown, between: &str) -> String {
         (Some(low), Some(expected), Some(high)) if low == high => expected,
         (Some(low), Some(expected), Some(high)) => {
             let unit = |text: &str| text.split_once(' ').map(|(_, unit)| unit.to_owned());
-            // A unit that both have is said once.
+            // A common unit is printed once.
             let low = low.split_once(' ').filter(|_| unit(&low) == unit(&high)).map_or(&*low, |(low, _)| low);
             format!("{expected}{between}({low} to {high})")
         }
@@ -127,7 +128,7 @@ fn measured(inputs: &Value) -> String {
     let number = |name: &str| inputs[name].as_f64().unwrap_or(0.0);
     let cost = |name: &str| inputs["costs"][name].as_f64().unwrap_or(0.0);
     let link = &inputs["link"];
-    let said = if link["measured"] == true { "" } else { " (as was said)" };
+    let said = if link["measured"] == true { "" } else { " (as given)" };
     let last = inputs["curve"].as_array().and_then(|curve| curve.last()).cloned().unwrap_or_default();
     format!(
         "{} of {} hold content; link {:.0} MB/s{said}, round trip {:.2} ms; {} dirtied within {}; stopping takes {:.1} ms",
@@ -144,7 +145,7 @@ fn measured(inputs: &Value) -> String {
 fn cost(cost: &Value) -> String {
     let number = |name: &str| cost[name].as_f64().unwrap_or(0.0);
     format!(
-        "the guest's writes were tracked for {}, {} page faults of it took about {}; it was stopped {} times for {:.1} ms in all",
+        "the guest's writes were tracked for {}, {} of its page faults took about {}; it was stopped {} times for {:.1} ms in all",
         time(number("tracked_ms")),
         count(number("faults")),
         time(number("faults_ms")),
@@ -159,7 +160,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_plan_is_a_table_and_words() {
+    fn plan_is_printed_as_a_table_with_an_explanation() {
         let interval =
             |low: f64, expected: f64, high: f64| json!({ "low": low, "expected": expected, "high": high });
         let plan = json!({
@@ -183,7 +184,7 @@ mod tests {
             "* hybrid",
             "954 MiB",
             "hybrid: because",
-            "as was said",
+            "as given",
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }

@@ -1,4 +1,4 @@
-//! What is known of one guest: its last status, and how some figures went.
+//! State of one guest on the screen: its last status, and the history of some figures.
 
 use super::source::What;
 use serde_json::Value;
@@ -6,32 +6,32 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Points of a line: a minute at four a second.
+/// Most points of a line: one minute at four points per second.
 const MOST_POINTS: usize = 240;
-/// An answer that is older is old.
+/// Age from which an answer counts as stale.
 const STALE: Duration = Duration::from_secs(2);
-/// Lines that a rate over the link reaches back.
+/// Points over which the rate of the link is computed.
 const RATE_OVER: usize = 4;
 const PAGE: f64 = 4096.0;
 
-/// One guest.
+/// A guest on the screen.
 #[derive(Debug, Default)]
 pub(crate) struct Guest {
-    /// What the screen calls it.
+    /// Name on the screen.
     pub(crate) name: String,
     status: Value,
-    /// When that came.
+    /// Time of the last status.
     seen: Option<Instant>,
-    /// Why nothing comes.
+    /// Reason why no status comes.
     gone: Option<String>,
     points: VecDeque<Point>,
-    /// Pages within each window in seconds; or why there are none.
+    /// Pages written within each window in seconds, or the reason why the measurement failed.
     pub(crate) rate: Option<Result<Vec<(f64, f64)>, String>>,
-    /// Whether that is being measured anew.
+    /// A measurement of the dirty rate runs.
     pub(crate) measuring: bool,
 }
 
-/// Some figures at a time.
+/// Figures of one status.
 #[derive(Debug, Clone, Copy)]
 struct Point {
     at: Instant,
@@ -75,19 +75,19 @@ impl Guest {
         }
     }
 
-    /// Why what is shown is not what is; `None` if it is.
+    /// Returns why the shown status is not current; `None` if it is.
     pub(crate) fn trouble(&self, now: Instant) -> Option<String> {
         let age = self.seen.map(|seen| now.saturating_duration_since(seen));
         match (&self.gone, age) {
             (Some(why), None) => Some(why.clone()),
             (Some(why), Some(age)) => Some(format!("gone for {} s: {why}", age.as_secs())),
-            (None, None) => Some("asking".into()),
+            (None, None) => Some("connecting".into()),
             (None, Some(age)) if age > STALE => Some(format!("no answer for {} s", age.as_secs())),
             (None, Some(_)) => None,
         }
     }
 
-    /// The value at a path in the last status.
+    /// Returns the value at a path in the last status.
     pub(crate) fn at(&self, path: &[&str]) -> &Value {
         path.iter().fold(&self.status, |value, name| &value[*name])
     }
@@ -100,17 +100,18 @@ impl Guest {
         self.at(path).as_str().unwrap_or("-")
     }
 
-    /// Where its migration stands; `-` if there is none.
+    /// Returns the state of the migration; `-` if there is none.
     pub(crate) fn state(&self) -> &str {
         self.text(&["state"])
     }
 
-    /// Bytes that it has: what its balloon leaves, if it has one.
+    /// Returns the memory of the guest and its memory without a balloon, in bytes; `None` without a
+    /// balloon.
     pub(crate) fn memory(&self) -> Option<(f64, f64)> {
         Some((self.number(&["vm", "balloon", "actual"])?, self.number(&["vm", "balloon", "memory"])?))
     }
 
-    /// Bytes that are still to be sent.
+    /// Returns the bytes that are still to be sent.
     pub(crate) fn left(&self) -> Option<f64> {
         let own = self
             .number(&["progress", "left_pages"])
@@ -126,7 +127,7 @@ impl Guest {
         self.number(&["progress", "dirty_pages_per_s"]).map(|pages| pages * PAGE)
     }
 
-    /// Bytes a second over its link, of late.
+    /// Returns the recent rate of the link in bytes per second.
     pub(crate) fn sent(&self) -> Option<f64> {
         self.sent_at(self.points.len().checked_sub(1)?)
     }
@@ -137,13 +138,14 @@ impl Guest {
         (seconds > 0.0 && now.wire >= before.wire).then(|| (now.wire - before.wire) / seconds)
     }
 
-    /// Faults that took less than so many microseconds; of a target in postcopy, or of a migration that has ended.
+    /// Returns the number of faults by their upper bound in microseconds, of a target in postcopy
+    /// or of a migration that has ended.
     pub(crate) fn faults(&self) -> BTreeMap<u64, u64> {
         let buckets = self.at(&["postcopy", "hist_us"]).as_object().into_iter().flatten();
         buckets.filter_map(|(bound, count)| Some((bound.parse().ok()?, count.as_u64()?))).collect()
     }
 
-    /// Each vCPU's ring: entries in use, of how many, and how often it was full.
+    /// Returns for each vCPU's ring the entries in use, the size, and how often the ring was full.
     pub(crate) fn rings(&self) -> Vec<(u64, u64, u64)> {
         let rings = self.at(&["vm", "rings"]);
         let entries = rings["entries"].as_u64().unwrap_or(0);
@@ -155,7 +157,7 @@ impl Guest {
         used.filter_map(ring).collect()
     }
 
-    /// Points of a line, x in seconds before now.
+    /// Returns the points of a line, with x in seconds before now.
     pub(crate) fn line(&self, now: Instant, which: Line) -> Vec<(f64, f64)> {
         let x = |at: Instant| -now.saturating_duration_since(at).as_secs_f64();
         let points = self.points.iter().enumerate();
@@ -168,18 +170,18 @@ impl Guest {
     }
 }
 
-/// Which of its figures.
+/// Figure that a line shows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Line {
-    /// Writes a second that the guest counts.
+    /// Writes per second that the guest counts.
     Writes,
-    /// Bytes a second that it dirties.
+    /// Bytes per second that the guest dirties.
     Dirty,
-    /// Bytes a second over its link.
+    /// Bytes per second over the link.
     Sent,
 }
 
-/// The windows of a measured rate: seconds and pages.
+/// Returns the windows of a measured rate: seconds and pages.
 fn windows(value: &Value) -> Vec<(f64, f64)> {
     let windows = value["windows"].as_array().into_iter().flatten();
     windows

@@ -1,7 +1,7 @@
-//! `vmferry top`: guests and their migrations on one screen.
+//! `vmferry top`: shows guests and their migrations on one screen.
 //!
-//! A thread for each control socket asks for the status, again and again; the screen shows what came last and how old it is. So
-//! a socket that hangs, or a vmferry that has gone, costs the screen nothing.
+//! A thread for each control socket polls the status. The screen shows the last status and its age.
+//! Therefore a socket that hangs, or a process that has ended, does not block the screen.
 
 mod guest;
 mod source;
@@ -24,14 +24,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// How often the screen is drawn.
+/// Interval at which the screen is drawn.
 const FRAME: Duration = Duration::from_millis(250);
 /// Most guests on one screen.
 const MOST_GUESTS: usize = 64;
 
 #[derive(Debug, Args)]
 pub(crate) struct TopArgs {
-    /// Control sockets of the vmferrys that are watched
+    /// Control sockets of the vmferry processes to watch
     #[arg(long, value_name = "PATH", required = true, num_args = 1..)]
     pub(crate) api: Vec<PathBuf>,
 }
@@ -63,15 +63,15 @@ pub(crate) fn top(args: &TopArgs) -> Result<Status> {
     let result = screen.run(&mut terminal, &news, &[&ended, &panicked]);
     ratatui::restore();
     if panicked.load(Ordering::Acquire) {
-        bail!("a thread of this screen has panicked, as said above");
+        bail!("a thread of this screen has panicked; see the message above");
     }
     result.map(|()| Status::Done)
 }
 
-/// The terminal, for the screen alone. A panic leaves it as it was, and is told: on whatever thread, for the screen could not go on
-/// on a terminal that is no longer its own.
+/// Takes the terminal for the screen. A panic on any thread restores the terminal, is printed, and
+/// ends the screen, which no longer owns the terminal.
 fn take_terminal(panicked: &Arc<AtomicBool>) -> Result<DefaultTerminal> {
-    // Its hook gives the terminal back.
+    // The hook of `try_init` restores the terminal.
     let terminal = ratatui::try_init().context("cannot use this terminal")?;
     let (panicked, hook) = (Arc::clone(panicked), std::panic::take_hook());
     std::panic::set_hook(Box::new(move |info| {
@@ -81,24 +81,25 @@ fn take_terminal(panicked: &Arc<AtomicBool>) -> Result<DefaultTerminal> {
     Ok(terminal)
 }
 
-/// Waits for a key, or for `within`. False once the terminal has hung up: what reads keys would then read for ever.
+/// Waits for a key, at most for `within`. Returns `false` once the terminal has hung up: reading
+/// keys would then never block.
 fn terminal_is_there(within: Duration) -> std::io::Result<bool> {
     let stdin = std::io::stdin();
     let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
     match rustix::event::poll(&mut keys, Some(&within.try_into().unwrap_or_default())) {
-        // A signal: it has set its flag.
+        // A signal has interrupted the wait, and its handler has set the flag.
         Ok(_) | Err(rustix::io::Errno::INTR) => {}
         Err(error) => return Err(error.into()),
     }
     Ok(!keys[0].revents().intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL))
 }
 
-/// Everything that is shown.
+/// State of the screen.
 #[derive(Default)]
 pub(crate) struct Screen {
     guests: Vec<Guest>,
     sources: Vec<Source>,
-    /// Which guest is looked at.
+    /// Index of the chosen guest.
     chosen: usize,
     help: bool,
     quit: bool,
@@ -121,7 +122,8 @@ impl Screen {
             if !terminal_is_there(FRAME).context("cannot read keys")? {
                 bail!("the terminal is gone");
             }
-            // Each key at once, or the screen would lag behind whoever holds one down.
+            // One key for each frame at most would let the screen lag behind a key that is held
+            // down, so reading does not wait.
             while !self.quit && event::poll(Duration::ZERO).context("cannot read keys")? {
                 if let Event::Key(key) = event::read().context("cannot read keys")? {
                     self.key(key);

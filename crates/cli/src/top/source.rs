@@ -1,4 +1,4 @@
-//! Who asks a vmferry, so that the screen need not wait for its answers.
+//! Threads that query vmferry processes, so that the screen need not wait for answers.
 
 use crate::api::Client;
 use anyhow::Result;
@@ -9,32 +9,33 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-/// How often the status is asked for.
+/// Interval at which the status is read.
 const EVERY: Duration = Duration::from_millis(250);
-/// How long after a failure.
+/// Delay after a failure.
 const AGAIN: Duration = Duration::from_secs(1);
-/// The windows of a measured dirty rate.
+/// Windows of a measured dirty rate in milliseconds.
 const WINDOWS_MS: [u64; 5] = [50, 100, 200, 500, 1000];
 
-/// What is new of a guest.
+/// An update about a guest.
 pub(crate) struct News {
-    /// Which, by its number.
+    /// Index of the guest.
     pub(crate) guest: usize,
     pub(crate) what: What,
 }
 
-/// See [`News`].
+/// Content of [`News`].
 #[derive(Debug)]
 pub(crate) enum What {
-    /// Its status.
+    /// Status of the guest.
     Status(Box<Value>),
-    /// Pages that it wrote within each of some windows.
+    /// Pages that the guest wrote within each window.
     Rate(Result<Value, String>),
-    /// It cannot be asked.
+    /// The process cannot be reached.
     Gone(String),
 }
 
-/// The threads that ask one guest. They end with the process: one of them may be waiting for an answer that never comes.
+/// Threads that query one guest. They end with the process: a thread may wait for an answer that
+/// never comes.
 pub(crate) struct Source {
     guest: usize,
     path: PathBuf,
@@ -57,7 +58,7 @@ impl Source {
         Ok(source)
     }
 
-    /// Has the dirty rate measured, unless that is being done.
+    /// Starts a measurement of the dirty rate, unless one runs.
     pub(crate) fn measure(&self) {
         if self.measuring.swap(true, Ordering::AcqRel) {
             return;
@@ -77,7 +78,7 @@ impl Source {
     }
 }
 
-/// Asks until something fails; ends well when nobody listens any more.
+/// Reads the status until a call fails. Returns `Ok` when the screen has ended.
 fn ask(guest: usize, path: &Path, tell: &Sender<News>) -> Result<()> {
     let mut client = Client::connect(path)?;
     loop {

@@ -1,4 +1,4 @@
-//! The screen, from real answers of running guests (`answers/`).
+//! Tests of the screen with real answers of running guests (`answers/`).
 
 use super::guest::Line;
 use super::source::What;
@@ -51,7 +51,7 @@ fn press(screen: &mut Screen, code: KeyCode) {
 }
 
 #[test]
-fn a_precopy_shows_its_pass_its_rates_and_the_guests_memory() {
+fn precopy_shows_pass_rates_and_guest_memory() {
     let text = drawn(&screen(&["precopy"]), (120, 40), later(5000));
     for part in [
         "vmferry top",
@@ -60,16 +60,16 @@ fn a_precopy_shows_its_pass_its_rates_and_the_guests_memory() {
         "pass ",
         " left, dirties ",
         "sends 3.8 MiB/s",
-        "writes a second",
+        "writes per second",
         "has 96.0 MiB of 96.0 MiB",
-        "d measures it",
+        "press d to measure",
     ] {
         assert!(text.contains(part), "{part} is not in\n{text}");
     }
 }
 
 #[test]
-fn a_target_shows_how_long_its_guest_waits() {
+fn target_shows_fault_latencies() {
     let small = drawn(&screen(&["target"]), (80, 24), later(5000));
     assert!(small.contains("99 % 1688 us"), "{small}");
     let text = drawn(&screen(&["target"]), (120, 40), later(5000));
@@ -104,7 +104,7 @@ fn every_size_can_be_drawn() {
 }
 
 #[test]
-fn one_that_goes_away_or_hangs_is_told_and_comes_back() {
+fn guest_that_ends_or_hangs_is_marked_until_it_answers() {
     let mut screen = screen(&["precopy", "rings"]);
     assert!(drawn(&screen, (120, 30), later(60_000)).contains("no answer for "));
     screen.guests[0].take(later(5000), What::Gone("the process ended".into()));
@@ -114,11 +114,11 @@ fn one_that_goes_away_or_hangs_is_told_and_comes_back() {
     screen.guests[0].take(back, What::Status(Box::new(answer("precopy"))));
     assert!(screen.guests[0].trouble(back).is_none());
     let never = Guest::new(Path::new("x"));
-    assert_eq!(never.trouble(back).as_deref(), Some("asking"));
+    assert_eq!(never.trouble(back).as_deref(), Some("connecting"));
 }
 
 #[test]
-fn keys_choose_help_and_leave() {
+fn keys_choose_a_guest_show_help_and_quit() {
     let mut screen = screen(&["precopy", "target"]);
     for (code, chosen) in [(KeyCode::Down, 1), (KeyCode::Tab, 0), (KeyCode::Up, 1), (KeyCode::BackTab, 0)] {
         press(&mut screen, code);
@@ -127,26 +127,26 @@ fn keys_choose_help_and_leave() {
     press(&mut screen, KeyCode::Char('?'));
     assert!(drawn(&screen, (80, 24), later(0)).contains("Ctrl-C   leave"));
     press(&mut screen, KeyCode::Esc);
-    assert!(!screen.help && !screen.quit, "the help is left first");
+    assert!(!screen.help && !screen.quit, "Esc closes the help first");
     screen.key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL));
     assert!(screen.quit);
     press(&mut Screen::default(), KeyCode::Tab);
 }
 
 #[test]
-fn a_measured_rate_is_a_curve_and_a_refusal_is_told() {
+fn measured_rate_is_a_curve_and_a_refusal_is_shown() {
     let mut screen = screen(&["precopy"]);
     let windows =
         json!({"windows": [{"window_ms": 50.0, "pages": 100}, {"window_ms": 1000.0, "pages": 900}]});
     screen.guests[0].take(later(0), What::Rate(Ok(windows)));
     assert_eq!(screen.guests[0].rate, Some(Ok(vec![(0.05, 100.0), (1.0, 900.0)])));
     assert!(drawn(&screen, (120, 40), later(5000)).contains("1.0 s"));
-    screen.guests[0].take(later(0), What::Rate(Err("it is being moved".into())));
-    assert!(drawn(&screen, (120, 40), later(5000)).contains("it is being moved"));
+    screen.guests[0].take(later(0), What::Rate(Err("the guest is being migrated".into())));
+    assert!(drawn(&screen, (120, 40), later(5000)).contains("the guest is being migrated"));
 }
 
 #[test]
-fn nothing_that_a_socket_says_is_trusted() {
+fn malformed_answers_are_drawn_safely() {
     let mut guest = Guest::new(Path::new("x"));
     for status in [
         json!(null),
@@ -164,21 +164,22 @@ fn nothing_that_a_socket_says_is_trusted() {
     assert!(guest.line(later(100), Line::Writes).len() == 4);
 }
 
-/// For the next one.
+/// Subject of `panic_restores_the_terminal_and_is_printed`.
 #[test]
 #[ignore = "panics on a terminal that another test gives it"]
 fn panics() {
     let panicked = Arc::new(AtomicBool::new(false));
     let mut terminal = take_terminal(&panicked).unwrap();
     terminal.draw(|frame| view::draw(frame, &screen(&["precopy"]), later(5000))).unwrap();
-    // On whatever thread: a screen that goes on would draw on a terminal that is not its own.
+    // A panic on any thread must end the screen, which would draw on a terminal that it no longer
+    // owns.
     let _ = std::thread::spawn(|| panic!("out of luck")).join();
     assert!(panicked.load(Ordering::Acquire));
     panic!("again");
 }
 
 #[test]
-fn a_panic_gives_the_terminal_back_and_is_read_there() {
+fn panic_restores_the_terminal_and_is_printed() {
     let left = crate::on_terminal::run("top::tests::panics");
     assert!(left.as_it_was(), "{:?}\n{:?}\n{}", left.before, left.after, left.text);
     let (entered, gone) = (left.text.find("\u{1b}[?1049h"), left.text.find("\u{1b}[?1049l"));

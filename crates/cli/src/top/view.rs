@@ -1,4 +1,4 @@
-//! The screen. Pure: everything that it shows it is given.
+//! Drawing of the screen. The functions depend only on their arguments.
 
 use super::Screen;
 use super::guest::{Guest, Line};
@@ -14,14 +14,14 @@ use ratatui::widgets::{
 };
 use std::time::Instant;
 
-/// What of the guest's statistics is in bytes; the rest are counts.
+/// Statistics of the guest that are in bytes. The others are counts.
 const BYTES: [&str; 6] = ["swap_in", "swap_out", "free", "total", "available", "caches"];
-/// Fewer columns or rows show no charts.
+/// Fewest columns and rows for charts.
 const LEAST: (u16, u16) = (40, 12);
 /// Narrowest and widest bar of the histogram.
 const BAR: (u16, u16) = (4, 8);
 
-/// Draws everything.
+/// Draws the screen.
 pub(super) fn draw(frame: &mut Frame<'_>, screen: &Screen, now: Instant) {
     let area = frame.area();
     let list =
@@ -54,7 +54,7 @@ fn size(value: f64) -> String {
     bytes(value.clamp(0.0, 1e18) as u64)
 }
 
-/// `123`, `12.3k`, `4.5M`.
+/// Formats a number as `123`, `12.3k` or `4.5M`.
 fn short(value: f64) -> String {
     match value {
         large if large >= 1e9 => format!("{:.1}G", large / 1e9),
@@ -64,7 +64,7 @@ fn short(value: f64) -> String {
     }
 }
 
-/// The columns: title, width. The first two take what is left.
+/// Columns of the table: title and width. The first two columns take the remaining width.
 const COLUMNS: [(&str, u16); 7] = [
     ("guest", 9),
     ("migration", 9),
@@ -77,9 +77,9 @@ const COLUMNS: [(&str, u16); 7] = [
 
 fn table<'a>(screen: &'a Screen, now: Instant, area: Rect) -> Table<'a> {
     let shown = usize::from(area.height.saturating_sub(1)).max(1);
-    // The chosen one is always among them.
+    // The chosen guest is always visible.
     let first = (screen.chosen + 1).saturating_sub(shown);
-    // In a narrow terminal the last columns go.
+    // A narrow terminal does not show the last columns.
     let mut room = area.width;
     let fits = COLUMNS.iter().take_while(|(_, width)| {
         let fits = room >= *width;
@@ -114,7 +114,7 @@ fn table<'a>(screen: &'a Screen, now: Instant, area: Rect) -> Table<'a> {
     Table::new(rows, widths).header(head.style(Style::new().fg(Color::DarkGray)))
 }
 
-/// The guest that was chosen.
+/// Draws the chosen guest.
 fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     let [progress, rest] = Layout::vertical([Constraint::Length(4), Constraint::Min(0)]).areas(area);
     migration(frame, guest, now, progress);
@@ -159,7 +159,7 @@ fn migration(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     };
     frame.render_widget(Gauge::default().ratio(share).label(label).gauge_style(Style::new().fg(colour)), bar);
     frame.render_widget(Paragraph::new(summary(guest)), first);
-    // Two lines: errors say what to do in the end.
+    // Errors get two lines, because they end with advice.
     frame.render_widget(Paragraph::new(remark(guest, now)).wrap(Wrap { trim: true }), second);
 }
 
@@ -197,10 +197,10 @@ fn remark(guest: &Guest, now: Instant) -> Text<'_> {
         }
     }
     if guest.at(&["vm", "guest", "corrupt"]).as_u64().is_some_and(|corrupt| corrupt > 0) {
-        return Span::styled("the guest found damaged pages of its own", red).into();
+        return Span::styled("the guest found corrupt pages", red).into();
     }
     if let Some(why) = guest.at(&["progress", "busy"]).as_str() {
-        return Span::styled(format!("its I/O does not come to rest: {why}"), red).into();
+        return Span::styled(format!("the guest's I/O does not quiesce: {why}"), red).into();
     }
     if guest.at(&["progress", "verdict", "converging"]) == false {
         let help = guest.at(&["progress", "verdict", "help"])[0].as_str().unwrap_or("see `vmferry migrate`");
@@ -213,10 +213,10 @@ fn boxed(title: &str) -> Block<'_> {
     Block::bordered().title(title).border_style(Style::new().fg(Color::DarkGray))
 }
 
-/// A line: its name, its colour, its points.
+/// Name, colour and points of a line.
 type Curve<'a> = (&'a str, Color, Vec<(f64, f64)>);
 
-/// Draws lines over the last minute, the highest value at the upper edge.
+/// Draws lines over the last minute, with the highest value at the upper edge.
 fn lines(frame: &mut Frame<'_>, title: &str, lines: &[Curve<'_>], unit: fn(f64) -> String, area: Rect) {
     let all = || lines.iter().flat_map(|(_, _, points)| points);
     let highest = all().map(|(_, y)| *y).fold(0.0, f64::max).max(1.0);
@@ -238,7 +238,7 @@ fn rates(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     let (dirty, sent) = (guest.line(now, Line::Dirty), guest.line(now, Line::Sent));
     lines(
         frame,
-        "dirtied and sent a second",
+        "dirtied and sent per second",
         &[("dirtied", Color::Red, dirty), ("sent", Color::Cyan, sent)],
         size,
         area,
@@ -248,7 +248,7 @@ fn rates(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
 fn writes(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
     lines(
         frame,
-        "guest, writes a second",
+        "guest, writes per second",
         &[("writes", Color::Green, guest.line(now, Line::Writes))],
         short,
         area,
@@ -304,7 +304,7 @@ fn faults(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
     let room = area.width.saturating_sub(2);
     let each = room / u16::try_from(faults.len()).unwrap_or(u16::MAX).max(1);
     let width = each.saturating_sub(1).clamp(BAR.0, BAR.1);
-    // The longest waits, if not all fit.
+    // If not all bars fit, the longest waits are shown.
     let skip = faults.len().saturating_sub(usize::from(room / (width + 1)).max(1));
     let bars = faults.into_iter().skip(skip).map(|(bound, count)| {
         #[expect(clippy::cast_precision_loss, reason = "a label")]
@@ -324,13 +324,13 @@ fn faults(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
     frame.render_widget(chart.block(boxed(&title)), area);
 }
 
-/// The measured dirty rate: how many pages within how long.
+/// Draws the measured dirty rate: pages over the length of the window.
 fn curve(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
     let title = if guest.measuring { "dirty pages by window (measuring)" } else { "dirty pages by window" };
     let points = match &guest.rate {
         Some(Ok(points)) if !points.is_empty() => points,
         Some(Ok(_)) | None => {
-            let text = "d measures it: for a second each page that the guest writes costs it a fault";
+            let text = "press d to measure: for a second, each page that the guest writes costs a fault";
             frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: true }).block(boxed(title)), area);
             return;
         }
@@ -355,14 +355,14 @@ fn curve(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
 }
 
 fn help(frame: &mut Frame<'_>, area: Rect) {
-    // Short lines: the least terminal with this help on it has 60 columns.
+    // The lines are short: the narrowest terminal that shows this help has 60 columns.
     let text = "q, Esc, Ctrl-C   leave\n\
                 up, down, Tab    choose a guest\n\
-                d                measure its dirty rate: each page that\n\
-                \u{20}                it writes in a second costs a fault\n\
+                d                measure the dirty rate: each page that\n\
+                \u{20}                is written in a second costs a fault\n\
                 ?                this help\n\
                 \n\
-                Nothing else is changed by looking: the screen asks\n\
+                The screen changes nothing else: the screen asks\n\
                 for the status four times a second.";
     let (width, height) = (60.min(area.width), 10.min(area.height));
     let own = Rect::new((area.width - width) / 2, (area.height - height) / 2, width, height);

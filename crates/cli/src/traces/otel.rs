@@ -1,4 +1,5 @@
-//! Spans, as OTLP over HTTP. The environment says where to, as OpenTelemetry's specification names its variables.
+//! Export of spans as OTLP over HTTP. Environment variables of OpenTelemetry's specification
+//! configure it.
 
 use crate::http_client;
 use anyhow::{Context as _, Result};
@@ -20,20 +21,20 @@ use tracing_subscriber::registry::LookupSpan;
 use ureq::Agent;
 use vmferry_thread::Role;
 
-/// Any of these has spans sent.
+/// Variables that name the collector. Either enables the export.
 const WHERE: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"];
-/// Who vouches for a collector that is reached by https: a PEM file.
+/// Variables that name a PEM file with the authorities of a collector at https.
 const AUTHORITY: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_CERTIFICATE", "OTEL_EXPORTER_OTLP_CERTIFICATE"];
-/// How long it may take to answer, in milliseconds.
+/// Variables with the time limit for an answer, in milliseconds.
 const TIMEOUT: [&str; 2] = ["OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "OTEL_EXPORTER_OTLP_TIMEOUT"];
-/// That, where nothing is said: the specification's.
+/// Default time limit for an answer, from the specification.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the process's end waits for the last spans to be taken.
+/// Longest wait for the last spans at the end of the process.
 const LAST: Duration = Duration::from_secs(2);
 /// Most bytes of an answer; a real one has a few.
 const MOST_BYTES: u64 = 64 << 10;
 
-/// Where spans go. Ends with sending those that are left.
+/// Exporter of spans. Dropping it sends the remaining spans.
 pub(super) struct Spans {
     provider: SdkTracerProvider,
     late: Late,
@@ -41,7 +42,8 @@ pub(super) struct Spans {
 }
 
 impl Spans {
-    /// If the environment says where to. Reads what it needs of files, and sends nothing yet.
+    /// Returns an exporter if the environment names a collector. Reads the needed files, and sends
+    /// nothing yet.
     pub(super) fn begin() -> Option<Self> {
         first(WHERE)?;
         let exporter =
@@ -52,11 +54,12 @@ impl Spans {
         Some(Self { provider, late, exporter: Mutex::new(Some(exporter)) })
     }
 
-    /// What turns `tracing`'s spans into these.
+    /// Returns the layer that turns spans of `tracing` into OpenTelemetry spans.
     pub(super) fn layer<S: Subscriber + for<'a> LookupSpan<'a>>(&self) -> impl Layer<S> + use<S> {
         tracing_opentelemetry::layer()
             .with_tracer(self.provider.tracer("vmferry"))
-            // Where in the source a span begins, and how long its thread was in it, are no news of a migration.
+            // The source location of a span and the time of its thread are not information about a
+            // migration.
             .with_location(false)
             .with_threads(false)
             .with_target(false)
@@ -64,7 +67,8 @@ impl Spans {
             .with_filter(LevelFilter::INFO)
     }
 
-    /// From now on. The batch processor starts a thread of its own, which has what the thread has that starts it.
+    /// Starts to send. The batch processor starts its own thread, which inherits the confinement of
+    /// the thread that starts it.
     pub(super) fn send(&self) {
         let Some(exporter) = self.exporter.lock().unwrap_or_else(PoisonError::into_inner).take() else {
             return;
@@ -72,7 +76,7 @@ impl Spans {
         let late = self.late.clone();
         let started = vmferry_thread::spawn(Role::Traces, "traces", move || {
             let mut processor = BatchSpanProcessor::builder(exporter).build();
-            // The provider has told it of its resource before it was there.
+            // The provider has set the resource before this processor existed.
             processor.set_resource(&resource());
             let _ = late.0.set(processor);
         });
@@ -94,7 +98,8 @@ impl Drop for Spans {
     }
 }
 
-/// A processor that is there once there may be threads. What ends before is nobody's: no guest runs yet.
+/// A processor that works once threads may start. Spans that end before are dropped: no guest runs
+/// yet.
 #[derive(Debug, Clone, Default)]
 struct Late(Arc<OnceLock<BatchSpanProcessor>>);
 
@@ -120,7 +125,7 @@ impl SpanProcessor for Late {
     }
 }
 
-/// Who says it; `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` say more of it.
+/// Returns the resource of the spans. `OTEL_SERVICE_NAME` and `OTEL_RESOURCE_ATTRIBUTES` add to it.
 fn resource() -> Resource {
     let builder =
         Resource::builder().with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")));
@@ -139,16 +144,16 @@ fn exporter() -> Result<SpanExporter> {
     Ok(SpanExporter::builder().with_http().with_http_client(client).build()?)
 }
 
-/// The first of these variables that says something.
+/// Returns the value of the first of these variables that is not empty.
 fn first(names: [&str; 2]) -> Option<String> {
     names.into_iter().filter_map(|name| std::env::var(name).ok()).find(|value| !value.is_empty())
 }
 
-/// Sends requests on the thread that asks: the exporter's own.
+/// HTTP client that sends requests on the calling thread, which belongs to the exporter.
 #[derive(Debug)]
 struct Client {
     agent: Agent,
-    /// The last one was in vain, and it was said.
+    /// The last request failed, and the failure was printed.
     failing: AtomicBool,
 }
 
@@ -166,10 +171,10 @@ impl Client {
         let result = self.post(request);
         let why = match &result {
             Ok(response) if response.status().is_success() => None,
-            Ok(response) => Some(format!("it answers {}", response.status())),
+            Ok(response) => Some(format!("the collector answers {}", response.status())),
             Err(error) => Some(format!("{error:#}")),
         };
-        // Once for each time that it begins: this is not what a VMM's log is for.
+        // Only the first of successive failures is printed, so that the log of a VMM is not filled.
         if self.failing.swap(why.is_some(), Ordering::Relaxed) != why.is_some() {
             match why {
                 Some(why) => eprintln!("vmferry: traces do not reach {to}: {why}"),
@@ -181,7 +186,7 @@ impl Client {
 }
 
 impl HttpClient for Client {
-    // As `async_trait` has it.
+    // Written out as `async_trait` would generate it.
     fn send_bytes<'life0, 'async_trait>(
         &'life0 self,
         request: Request<Bytes>,
