@@ -1,9 +1,9 @@
-//! The balloon, from outside.
+//! The balloon over the command line and the control socket.
 
 use crate::support::{Folder, Run, code, document, errors, has_kvm, vmferry};
 
 #[test]
-fn a_target_is_set_and_shown() {
+fn target_is_set_and_shown() {
     if !has_kvm() {
         return;
     }
@@ -31,7 +31,7 @@ fn a_target_is_set_and_shown() {
 }
 
 #[test]
-fn a_target_moves_with_its_guest() {
+fn target_moves_with_its_guest() {
     if !has_kvm() {
         return;
     }
@@ -56,13 +56,13 @@ fn a_target_moves_with_its_guest() {
 }
 
 #[test]
-fn a_guest_whose_balloon_has_no_extension_moves() {
+fn guest_whose_balloon_has_no_extension_moves() {
     if !has_kvm() {
         return;
     }
     let folder = Folder::new();
     let extension = ["--balloon-extension", "off"];
-    // Only a guest with an allocator drives its balloon.
+    // Only a guest with an allocator has a driver for its balloon.
     let workload = ["--workload", "uniform,ws=4M,rate=1k,alloc=16M"];
     let source = Run::start("kvm", &folder, "source", &[extension, workload].concat());
     let features = |run: &Run| run.status().unwrap()["vm"]["balloon"]["features"].to_string();
@@ -79,7 +79,7 @@ fn a_guest_whose_balloon_has_no_extension_moves() {
 }
 
 #[test]
-fn a_guest_without_one_says_so() {
+fn guest_without_balloon_is_refused() {
     let folder = Folder::new();
     let source = Run::source("process", &folder);
     let output = vmferry(&["balloon", "--api", &source.api]);

@@ -1,4 +1,4 @@
-//! What the command says of its host.
+//! Report of `vmferry check` on this host.
 
 use crate::support::{Folder, Need, VMFERRY, code, document, say, skip, vmferry};
 use serde_json::Value;
@@ -28,7 +28,7 @@ fn find<'a>(document: &'a Value, id: &str) -> &'a Value {
     checks.iter().find(|check| check["id"] == id).unwrap_or_else(|| panic!("no {id}: {document}"))
 }
 
-/// Everything is named, and what is missing says what to do.
+/// Checks that every feature is named, and that missing features come with advice.
 fn complete(document: &Value) {
     for id in IDS {
         let check = find(document, id);
@@ -40,7 +40,7 @@ fn complete(document: &Value) {
 }
 
 #[test]
-fn what_the_host_can_do_is_said_to_people_and_to_programs() {
+fn host_features_are_reported_as_text_and_as_json() {
     let output = vmferry(&["check", "--json", "-"]);
     let document = document(&output);
     complete(&document);
@@ -51,13 +51,13 @@ fn what_the_host_can_do_is_said_to_people_and_to_programs() {
         let starts = if check["ok"] == true { "yes  " } else { "no   " };
         assert!(line.starts_with(starts), "{line}: {check}");
         say(line);
-        // What to do has a line of its own.
+        // The advice has its own line.
         let how = check["how"].as_str().map(str::to_owned);
         assert!(how.is_none_or(|how| lines.next().unwrap().trim() == how), "{check}: {text}");
     }
     assert_eq!(lines.next(), None);
     assert_eq!(code(&output), code(&vmferry(&["check"])));
-    // Into a file, what people read stays on standard output.
+    // With `--json FILE`, the text stays on standard output.
     let folder = Folder::new();
     let output = vmferry(&["check", "--json", &folder.path("found")]);
     assert_eq!(String::from_utf8(output.stdout).unwrap(), text);
@@ -65,14 +65,14 @@ fn what_the_host_can_do_is_said_to_people_and_to_programs() {
     assert_eq!(code(&vmferry(&["check", "--json", "/nonexistent/found"])), 1);
 }
 
-/// What is claimed is so: a guest whose pages come later needs what the check names.
+/// An ordinary user without access to faults of the kernel is told how to get access.
 #[test]
 fn an_ordinary_user_is_told_how_to_get_the_faults_of_the_kernel() {
-    let nobody = 65_534;
+    let ordinary = 65_534;
     let mut command = Command::new(VMFERRY);
     command.args(["check", "--json", "-"]).stdin(Stdio::null());
     if rustix::process::geteuid().is_root() {
-        command.uid(nobody).gid(nobody);
+        command.uid(ordinary).gid(ordinary);
     }
     let output = match command.output() {
         Ok(output) => output,

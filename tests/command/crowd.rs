@@ -1,15 +1,17 @@
-//! Strangers at the doors of a process: many, silent, or slow with what they say. `vmferry-bench limits` is the same with thousands.
+//! Many foreign, silent or slow connections to a process. `vmferry-bench limits` tests the same
+//! with thousands.
 
 use crate::support::{Folder, Run, can_track, code, errors, vmferry};
 use std::io::Write;
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 
-/// More than a target lets be silent, and more than it hears at once.
+/// More silent connections than a target accepts at once.
 const SILENT: usize = 300;
 const HALF: usize = 64;
-/// What a process may have open meanwhile, and its threads.
+/// Most descriptors that a process may have open meanwhile.
 const MOST_DESCRIPTORS: usize = 400;
+/// Most threads that a process may have meanwhile.
 const MOST_THREADS: usize = 80;
 
 fn count(run: &Run, what: &str) -> usize {
@@ -17,7 +19,7 @@ fn count(run: &Run, what: &str) -> usize {
 }
 
 #[test]
-fn a_crowd_keeps_no_source_out_and_costs_a_bounded_amount() {
+fn many_silent_peers_do_not_lock_out_the_source_and_cost_bounded_resources() {
     if !can_track() {
         return;
     }
@@ -28,11 +30,11 @@ fn a_crowd_keeps_no_source_out_and_costs_a_bounded_amount() {
     let mut strangers: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(at).unwrap()).collect();
     for _ in 0..HALF {
         let mut stream = TcpStream::connect(at).unwrap();
-        // Half a word, and no more of it; it may have been sent away already.
+        // The first byte of a greeting. The write fails if the target has closed the connection.
         let _ = stream.write_all(b"v");
         strangers.push(stream);
     }
-    // The control socket of the source has a crowd, too.
+    // The control socket of the source gets many silent clients, too.
     let clients: Vec<UnixStream> = (0..20).filter_map(|_| UnixStream::connect(&source.api).ok()).collect();
     let moved = vmferry(&["migrate", "--api", &source.api, &uri]);
     assert_eq!(code(&moved), 0, "{}", errors(&moved));

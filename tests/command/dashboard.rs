@@ -1,4 +1,5 @@
-//! The dashboard's panels, asked of a real Prometheus that has watched migrations; and what `promtool` says of the metrics.
+//! Panels of the dashboard, evaluated by a real Prometheus that has watched migrations; and the
+//! checks of `promtool`.
 
 use crate::support::{Folder, Need, PATIENCE, Run, can_track, code, kinds, say, skip, wait_for};
 use serde_json::Value;
@@ -9,12 +10,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const DASHBOARD: &str = include_str!("../../docs/grafana/vmferry.json");
-/// How often it scrapes, and over how long a panel's rates are. A scrape that takes longer than the
-/// first is lost.
+/// Interval of the scrapes. A scrape that takes longer is lost.
 const SCRAPE: &str = "500ms";
+/// Time over which the rates of a panel are computed.
 const RATE: &str = "5s";
 
-/// A body, by GET.
+/// Returns the body of the answer to a GET request.
 fn get(port: u16, path: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect(("127.0.0.1", port))?;
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -30,9 +31,9 @@ struct Prometheus {
 }
 
 impl Prometheus {
-    /// One that scrapes these addresses.
+    /// Starts a Prometheus that scrapes these addresses.
     fn start(folder: &Folder, targets: &[&str]) -> Self {
-        // Its own choice of a port it does not tell.
+        // Prometheus does not report a port that it chooses itself.
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let config = folder.path("prometheus.yml");
         let text = format!(
@@ -70,12 +71,12 @@ impl Prometheus {
         });
     }
 
-    /// What its API answers; `None` if it cannot be reached.
+    /// Returns the answer of the API; `None` if the API cannot be reached.
     fn ask(&self, query: &str) -> Option<Value> {
         serde_json::from_str(&get(self.port, &format!("/api/v1/{query}")).ok()?).ok()
     }
 
-    /// The series that an expression has had since then.
+    /// Returns the series of an expression since a time.
     fn series(&self, expression: &str, since: f64) -> Vec<Value> {
         let encoded: String = expression.bytes().map(|byte| format!("%{byte:02x}")).collect();
         let end = now();
@@ -97,7 +98,7 @@ fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
 }
 
-/// Whether these programs are here; says so if not.
+/// Returns whether these programs are installed; otherwise reports the skipped test.
 fn installed(programs: &[&str]) -> bool {
     let missing = |program: &&&str| Command::new(program).arg("--version").output().is_err();
     let missing: Vec<_> = programs.iter().filter(missing).collect();
@@ -107,18 +108,18 @@ fn installed(programs: &[&str]) -> bool {
     missing.is_empty()
 }
 
-/// Numbers of a series over time, those that are some.
+/// Returns the values of a series that are numbers.
 fn values(series: &Value) -> Vec<f64> {
     let points = series["values"].as_array().unwrap().iter();
     points.map(|point| point[1].as_str().unwrap().parse::<f64>().unwrap()).filter(|v| v.is_finite()).collect()
 }
 
-/// The labels that a panel names.
+/// Returns the labels that a panel names.
 fn labels(legend: &str) -> Vec<&str> {
     legend.split("{{").skip(1).map(|part| part.split("}}").next().unwrap().trim()).collect()
 }
 
-/// Asks for a panel, and looks at what comes by its unit.
+/// Evaluates a panel, and checks its values by their unit.
 fn ask(prometheus: &Prometheus, panel: &Value, since: f64, instances: &BTreeSet<String>) {
     let title = panel["title"].as_str().unwrap();
     let unit = panel["fieldConfig"]["defaults"]["unit"].as_str().unwrap();
@@ -145,9 +146,10 @@ fn ask(prometheus: &Prometheus, panel: &Value, since: f64, instances: &BTreeSet<
         }
         let most = numbers.iter().copied().fold(f64::MIN, f64::max);
         let least = numbers.iter().copied().fold(f64::MAX, f64::min);
-        // What a guest of 96 MiB can have, in this unit; a scale that is wrong by a thousand is seen.
+        // The bounds hold for a guest of 96 MiB. A scale that is wrong by a factor of 1000 exceeds
+        // them.
         let bound = match unit {
-            // Counts, by a unit of its other axis.
+            // A heatmap contains counts; the unit belongs to its other axis.
             _ if panel["type"] == "heatmap" => f64::MAX,
             "percentunit" => 4.0,
             "s" => 600.0,
@@ -181,7 +183,7 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
     let since = now();
     let prometheus = Prometheus::start(&folder, &[&first, &second, &third]);
     check_metrics(&first, &folder);
-    // A guest that has not come writes nothing, which is not the same as writing at a rate of 0.
+    // A guest that has not arrived has no write count, which differs from a rate of 0.
     let (here, awaited) = (metrics(&first), metrics(&second));
     assert!(
         here.contains("vmferry_guest_writes_total") && !awaited.contains("vmferry_guest_writes_total"),
@@ -204,7 +206,7 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
     if !postcopy {
         skip(Need::Uffd, crate::support::errors(&moved));
     }
-    // What it says after its end is told before it goes; and it goes then.
+    // The source waits for a scrape of its final report before it ends.
     for (name, address) in [("downtime", &first), ("total", &first)] {
         let expression = format!("vmferry_migration_{name}_seconds{{instance=\"{address}\"}}");
         let told = prometheus.series(&expression, since);
@@ -218,7 +220,7 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
         let lacks = (!kvm && ["rings", "Full rings", "Memory"].iter().any(|part| title.contains(part)))
             || (!postcopy && title.contains("Waits for a page"));
         if lacks {
-            say(format!("{title}: not asked: no guest here has that"));
+            say(format!("{title}: skipped: no guest of this test has the values"));
             continue;
         }
         ask(&prometheus, panel, since, &instances);
@@ -229,7 +231,7 @@ fn metrics(address: &str) -> String {
     get(address.rsplit(':').next().unwrap().parse().unwrap(), "/metrics").unwrap()
 }
 
-/// The metrics as `promtool` has them.
+/// Checks the metrics with `promtool`.
 fn check_metrics(address: &str, folder: &Folder) {
     let file = folder.path("metrics");
     std::fs::write(&file, metrics(address)).unwrap();

@@ -1,4 +1,4 @@
-//! Guests that move over encrypted connections, and connections that do not come about.
+//! Migrations over encrypted connections, and refused connections.
 
 use crate::authority::Authority;
 use crate::support::{
@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use vmferry_testkit::wait;
 
-/// `--tls-*` for a host of `name`, with files in `folder`.
+/// Returns the options `--tls-*` for a host with the name `name`, with files in `folder`.
 fn options(folder: &Folder, authority: &Authority, name: &str) -> Vec<String> {
     let (certificate, key) = authority.issue(name);
     let mut options = Vec::new();
@@ -35,7 +35,7 @@ fn target(kind: &str, folder: &Folder, own: &[String]) -> (Run, String) {
 }
 
 #[test]
-fn a_guest_moves_encrypted_and_by_no_other_way() {
+fn target_with_certificate_accepts_only_encrypted_connections_of_known_hosts() {
     if !can_track() {
         return;
     }
@@ -43,14 +43,15 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
         let (folder, ours, theirs) = (Folder::new(), Authority::new(), Authority::new());
         let (there, uri) = target(kind, &folder, &options(&folder, &ours, "127.0.0.1"));
         let here = Run::source(kind, &folder);
-        // In the clear; from a stranger's host; to another host than was meant.
+        // Unencrypted; with a certificate of a foreign authority; with the name of another host.
         let plain = here.migrate(&uri, &[]);
         assert!(errors(&plain).contains("it takes encrypted connections only"), "{plain:?}");
-        let stranger = options(&folder, &theirs, "stranger");
-        let stranger: Vec<_> = stranger.iter().map(String::as_str).collect();
-        let refused = here.migrate(&uri, &stranger);
+        let foreign = options(&folder, &theirs, "foreign");
+        let foreign: Vec<_> = foreign.iter().map(String::as_str).collect();
+        let refused = here.migrate(&uri, &foreign);
         assert!(errors(&refused).contains("certificate is not accepted"), "{refused:?}");
-        // One whom the target does not know, and who knows the target.
+        // The target does not know the authority of the source, but the source knows that of the
+        // target.
         let mut unknown = options(&folder, &theirs, "unknown");
         unknown[5] = options(&folder, &ours, "known")[5].clone();
         let unknown: Vec<_> = unknown.iter().map(String::as_str).collect();
@@ -64,7 +65,7 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
             assert_eq!(code(output), 1, "{output:?}");
         }
         here.goes_on();
-        // And as it is meant.
+        // With matching certificates.
         let moved = here.migrate(&uri, &[&own[..], &["--verify", "--json", "-"]].concat());
         assert_eq!(code(&moved), 0, "{moved:?}");
         assert_eq!(document(&moved)["mismatched_pages"], 0);
@@ -74,13 +75,13 @@ fn a_guest_moves_encrypted_and_by_no_other_way() {
 }
 
 #[test]
-fn what_is_missing_or_does_not_fit_is_said_before_anything_begins() {
+fn missing_and_mismatched_credentials_are_refused_before_the_start() {
     let (folder, authority) = (Folder::new(), Authority::new());
     let mut own = options(&folder, &authority, "host");
     let words: Vec<_> = own.iter().map(String::as_str).collect();
     let usage = vmferry(&[&["run", "--guest", "process"], &words[..4]].concat());
     assert!(code(&usage) == 2 && errors(&usage).contains("--tls-ca"), "{usage:?}");
-    // The key of another.
+    // The key belongs to another certificate.
     own[3] = options(&folder, &authority, "other")[3].clone();
     let words: Vec<_> = own.iter().map(String::as_str).collect();
     let refused = vmferry(&[&["run", "--guest", "process"], &words[..]].concat());
@@ -91,9 +92,9 @@ fn what_is_missing_or_does_not_fit_is_said_before_anything_begins() {
     assert!(errors(&missing).contains(&format!("--tls-cert {}", own[1])), "{missing:?}");
 }
 
-/// Whoever was quicker to listen where a control socket is looked for is given no key.
+/// A process of another user that listens at the path of a control socket gets no key.
 #[test]
-fn keys_are_not_for_whoever_listens() {
+fn keys_are_sent_only_to_trusted_processes() {
     if !rustix::process::geteuid().is_root() {
         return skip(Need::Root, "only root can become another user");
     }
@@ -119,7 +120,7 @@ for _ in range(2):
     let migrate = ["migrate", "--api", &api, "tcp:127.0.0.1:1"];
     let words: Vec<_> = own.iter().map(String::as_str).collect();
     let refused = vmferry(&[&migrate[..], &words[..]].concat());
-    // Where only that user can make sockets it is the one who is meant.
+    // If only that user can create sockets in the folder, its process is trusted.
     std::os::unix::fs::chown(folder.path("."), Some(ANOTHER), Some(ANOTHER)).unwrap();
     std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o755)).unwrap();
     let meant = vmferry(&[&migrate[..], &words[..]].concat());

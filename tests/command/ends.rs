@@ -1,4 +1,4 @@
-//! How a guest's machine ends and begins anew: by signals, by its power button, by its own reset.
+//! End and restart of a guest's machine: by signals, by its power button, by a reset.
 
 #[path = "../../crates/vmm/src/boot/testing.rs"]
 #[expect(dead_code, reason = "the loaders' tests use more of it")]
@@ -10,13 +10,13 @@ use crate::support::{
 use image::TestElf;
 use rustix::process::Signal;
 
-/// Waits for the end of its process; gives the status.
+/// Waits for the end of the process. Returns its exit status.
 fn ended(run: &mut Run) -> i32 {
     wait_for_end(&mut run.child).unwrap_or(-1)
 }
 
 #[test]
-fn sigterm_ends_a_guest_that_has_no_ear_for_its_power_button() {
+fn sigterm_ends_a_guest_without_driver_for_its_power_button() {
     for kind in kinds() {
         let folder = Folder::new();
         let mut run = Run::source(kind, &folder);
@@ -32,7 +32,7 @@ fn sigterm_ends_a_guest_that_has_no_ear_for_its_power_button() {
 }
 
 #[test]
-fn hangup_and_interrupt_end_it_in_the_ordinary_way() {
+fn sighup_and_sigint_end_the_process_in_the_ordinary_way() {
     for signal in [Signal::HUP, Signal::INT] {
         let folder = Folder::new();
         let mut run = Run::source("process", &folder);
@@ -42,7 +42,7 @@ fn hangup_and_interrupt_end_it_in_the_ordinary_way() {
     }
 }
 
-/// A kernel that writes a byte to its serial port, waits a little, and resets its machine.
+/// Returns a kernel that writes a byte to its serial port, waits a little, and resets its machine.
 fn resetting() -> Vec<u8> {
     let code = [
         // mov dx, 0x3f8; mov al, 'r'; out dx, al
@@ -61,7 +61,7 @@ fn times(serial: &str) -> usize {
 }
 
 #[test]
-fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
+fn guest_that_resets_is_started_again_without_leaks() {
     if !has_kvm() {
         return;
     }
@@ -81,12 +81,13 @@ fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
     let held = || {
         let here =
             |what: &str| std::fs::read_dir(format!("/proc/{}/{what}", run.child.id())).unwrap().count();
-        // A command that is being answered has a socket and a thread.
+        // A command in progress has a socket and a thread.
         (here("fd"), here("task"))
     };
     reach(3);
     let before = held();
-    // Seven resets show a descriptor or a thread that each of them leaves behind. During a reset there may be some more.
+    // After seven resets, a leaked descriptor or thread of each reset is visible. During a reset
+    // there may be a few more.
     reach(10);
     wait_for(&format!("files and threads as before, {before:?}"), || {
         let after = held();
@@ -94,7 +95,7 @@ fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
     });
     let status = run.status().unwrap();
     assert_eq!(status["vm"]["place"], "running", "{status}");
-    // The disk was never given away.
+    // The disk stayed locked.
     let other = vmferry(&["run", "--memory", "16M", "--kernel", &kernel, "--disk", &disk]);
     assert!(code(&other) == 1 && errors(&other).contains("is in use by"), "{other:?}");
     assert_eq!(code(&vmferry(&["quit", "--api", &run.api])), 0);
@@ -102,7 +103,7 @@ fn a_guest_that_resets_is_started_again_and_nothing_is_left_behind() {
 }
 
 #[test]
-fn a_guest_that_resets_ends_the_command_if_that_is_asked_for() {
+fn guest_that_resets_ends_the_command_with_on_reset_exit() {
     if !has_kvm() {
         return;
     }
@@ -115,7 +116,7 @@ fn a_guest_that_resets_ends_the_command_if_that_is_asked_for() {
 }
 
 #[test]
-fn a_vm_takes_little_of_the_host_beside_its_guests_memory() {
+fn vm_needs_little_memory_besides_guest_memory() {
     if !has_kvm() {
         return;
     }

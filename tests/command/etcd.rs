@@ -1,4 +1,4 @@
-//! A real etcd for a test, and what stands before it.
+//! A real etcd for tests, and a proxy before it.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -12,7 +12,7 @@ pub(crate) fn start() -> Option<Etcd> {
     or_skip(Etcd::start())
 }
 
-/// `None`, and the calling test is skipped, where it is not installed.
+/// Returns the etcd; `None` if it is not installed. The calling test is skipped then.
 pub(crate) fn or_skip(etcd: Result<Etcd, NoEtcd>) -> Option<Etcd> {
     match etcd {
         Ok(etcd) => Some(etcd),
@@ -24,7 +24,7 @@ pub(crate) fn or_skip(etcd: Result<Etcd, NoEtcd>) -> Option<Etcd> {
     }
 }
 
-/// Stands before an etcd, and holds its answers back.
+/// A proxy before an etcd, which delays the answers.
 pub(crate) struct Slow {
     port: u16,
     delay_ms: Arc<AtomicU64>,
@@ -36,7 +36,7 @@ impl Slow {
         let port = listener.local_addr().unwrap().port();
         let (to, delay_ms) = (etcd.port(), Arc::<AtomicU64>::default());
         let delay = Arc::clone(&delay_ms);
-        // Ends with the test's process; it holds nothing but sockets.
+        // The thread ends with the test process, and holds only sockets.
         std::thread::spawn(move || {
             for client in listener.incoming().flatten() {
                 let Ok(server) = TcpStream::connect(("127.0.0.1", to)) else { continue };

@@ -1,4 +1,4 @@
-//! Migrations that end early: refused, called off, or cut by the death of a side.
+//! Migrations that end early: refused, cancelled, or cut by the death of the source or target.
 
 use crate::support::{
     Folder, Run, VMFERRY, beside, can_track, code, document, errors, finish, kinds, spawn, vmferry, wait_for,
@@ -15,7 +15,7 @@ use vmferry_control::{
 };
 
 #[test]
-fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
+fn unsuitable_target_is_named_and_the_guest_stays() {
     if !can_track() {
         return;
     }
@@ -28,15 +28,15 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
         assert!(words.iter().all(|word| text.contains(word)), "{uri}: {words:?} in {text}");
         source.goes_on();
     };
-    // Nobody there: a port that was free a moment ago.
+    // No listener: a port that was free a moment ago.
     let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     fails(&format!("tcp:{free}"), &[], &["cannot connect", "--incoming"]);
     fails("tcp:192.0.2.1:7000", &[], &["not on this host", "--insecure"]);
     fails("unix:/nonexistent/x", &[], &["cannot connect"]);
-    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x", "/nonexistent is not there"]);
+    fails("file:/nonexistent/x", &[], &["cannot use file:/nonexistent/x", "/nonexistent does not exist"]);
     let file = format!("file:{}", folder.path("none/x"));
     fails(&file, &[], &["cannot use", &file]);
-    // Somebody else: one that talks, one that is silent.
+    // Foreign listeners: one that sends data, and one that is silent.
     let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = format!("tcp:{}", stranger.local_addr().unwrap());
     std::thread::spawn(move || {
@@ -47,14 +47,14 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
     });
     fails(&at, &[], &["does not speak the vmferry protocol"]);
     fails(&at, &["--peer-timeout", "500ms"], &["did not answer the greeting"]);
-    // A target whose machine differs says how, and goes on waiting.
+    // A target whose machine differs names the difference, and keeps waiting.
     let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
     let other = Run::start("process", &folder, "other", &["--workload", "idle,ws=4M", "--cpus", "2"]);
     other.wait("the guest running", |s| s["vm"]["guest"]["state"] == "running");
     let output = other.migrate(&uri, &[]);
     assert_eq!(code(&output), 1);
     assert!(errors(&output).contains("vCPUs: the guest has 2, the target has 1"), "{output:?}");
-    // A second target cannot have the same port; the first still takes the right guest.
+    // A second target cannot use the same port; the first still accepts a matching guest.
     let output = vmferry(&["run", "--guest", "process", "--memory", "96M", "--incoming", &uri]);
     assert_eq!(code(&output), 1);
     assert!(errors(&output).contains("cannot listen"), "{output:?}");
@@ -63,8 +63,8 @@ fn whoever_cannot_take_the_guest_is_named_and_the_guest_stays() {
     target.whole();
 }
 
-/// A migration that takes most of a minute, so that a starved host acts before its end, and that is
-/// well under way.
+/// Starts a migration that takes most of a minute, so that a starved host acts before its end.
+/// Returns when the migration has sent some pages.
 fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
     let mut args = vec!["migrate", "--api", &source.api, uri, "--max-bandwidth", "1M/s"];
     args.extend(more);
@@ -73,9 +73,9 @@ fn slow(source: &Run, uri: &str, more: &[&str]) -> Child {
     child
 }
 
-/// Waits until a thread of `child` is blocked as it writes to this descriptor.
+/// Waits until a thread of `child` is blocked while it writes to this descriptor.
 fn blocked_writing(child: &Child, descriptor: u32) {
-    // Its number and its first argument; "running" if the thread is in none.
+    // The line has the number and the first argument of the system call, or "running".
     let call = format!("{} {descriptor:#x} ", libc::SYS_write);
     wait_for(&format!("a thread that writes to {descriptor}"), || {
         let threads = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
@@ -86,20 +86,20 @@ fn blocked_writing(child: &Child, descriptor: u32) {
     });
 }
 
-/// As Ctrl-C does.
+/// Sends SIGINT, as Ctrl-C does.
 fn interrupt(child: &Child) {
     let pid = rustix::process::Pid::from_child(child);
     rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
 }
 
 #[test]
-fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
+fn cancelled_migration_leaves_the_guest_at_the_source() {
     if !can_track() {
         return;
     }
     let folder = Folder::new();
     let source = Run::source("process", &folder);
-    // By `cancel`.
+    // With `cancel`.
     let (mut target, uri) = Run::target("process", &folder, "t1", "tcp:127.0.0.1:0");
     let child = slow(&source, &uri, &[]);
     assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 1, "not while it is being moved");
@@ -112,13 +112,14 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     source.goes_on();
     let ended = wait_for_end(&mut target.child);
     assert_eq!(ended, Some(1), "the target ends without having run the guest");
-    // By Ctrl-C.
+    // With Ctrl-C.
     let (_t2, uri) = Run::target("process", &folder, "t2", "tcp:127.0.0.1:0");
     let child = slow(&source, &uri, &[]);
     interrupt(&child);
     assert_eq!(code(&finish(child)), 1);
     source.goes_on();
-    // By Ctrl-C while the target says nothing, which it may for longer than this test lasts.
+    // With Ctrl-C while the target is silent, which the source permits for longer than this test
+    // takes.
     let (mut silent, uri) = Run::target("process", &folder, "silent", "tcp:127.0.0.1:0");
     silent.signal(rustix::process::Signal::STOP);
     for way in ["precopy", "auto"] {
@@ -132,7 +133,7 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     }
     silent.kill();
     source.goes_on();
-    // By the clock; and by the clock the other way.
+    // By the time limit, with each of two actions.
     let (_t3, uri) = Run::target("process", &folder, "t3", "tcp:127.0.0.1:0");
     let output = source.migrate(&uri, &["--max-bandwidth", "8M/s", "--timeout", "500ms"]);
     assert_eq!(code(&output), 1);
@@ -146,27 +147,27 @@ fn a_migration_that_is_called_off_leaves_the_guest_where_it_was() {
     t4.whole();
 }
 
-/// Nor is a reader that is there and does not read waited for, by who presses Ctrl-C twice.
+/// A second Ctrl-C ends the command although the reader of `--events` never reads.
 #[test]
-fn ctrl_c_is_heard_while_nobody_reads() {
+fn ctrl_c_works_while_the_reader_of_events_is_blocked() {
     if !can_track() {
         return;
     }
-    // With standard error of its own, and together with standard output.
+    // Standard error is separate, or the same pipe as standard output.
     beside(["", "2>&1"], |to| {
         let folder = Folder::new();
         let source = Run::source("process", &folder);
         let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
         let mut child = Command::new("sh")
             .args(["-c", &format!("exec \"$@\" {to}"), "sh", VMFERRY, "migrate", "--api", &source.api, &uri])
-            // Most of a minute, so that a starved host acts before its end.
+            // The migration takes most of a minute, so that a starved host acts before its end.
             .args(["--max-bandwidth", "1M/s", "--events", "-"])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It holds some looks, and not the last one, which is the whole report.
+        // The pipe holds some statuses, but not the last one, which is the whole report.
         let pipe = child.stdout.as_ref().unwrap();
         rustix::pipe::fcntl_setpipe_size(pipe, 4096).unwrap();
         let held = || rustix::io::ioctl_fionread(pipe).unwrap();
@@ -187,7 +188,7 @@ fn ctrl_c_is_heard_while_nobody_reads() {
 }
 
 #[test]
-fn the_death_of_one_side_costs_the_other_nothing() {
+fn source_and_target_survive_the_death_of_the_peer_before_the_handover() {
     if !can_track() {
         return;
     }
@@ -206,16 +207,17 @@ fn the_death_of_one_side_costs_the_other_nothing() {
         let child = slow(&source, &uri, &[]);
         source.kill();
         let output = finish(child);
-        assert_eq!(code(&output), 3, "nobody runs it where it was: {output:?}");
+        assert_eq!(code(&output), 3, "the guest ended with its source: {output:?}");
         assert!(errors(&output).contains("the process that had the guest is gone"), "{output:?}");
         assert_eq!(wait_for_end(&mut target.child), Some(1), "a guest that did not come was not run");
         assert!(!Path::new(&target.api).exists(), "no socket is left behind");
     });
 }
 
-/// Lines that are lost cost nobody a guest, and a report that is lost does not say that it stayed.
+/// A lost line of output does not end a guest's process, and a lost report does not change the exit
+/// status.
 #[test]
-fn nothing_depends_on_whether_somebody_reads_what_is_said() {
+fn guest_and_exit_status_do_not_depend_on_readers_of_the_output() {
     if !can_track() {
         return;
     }
@@ -259,10 +261,10 @@ impl Machine for Ended {
     }
 }
 
-/// No real guest here refuses to be resumed, so the document stands for the source. The engine's own test of the document is
-/// `failures_after_the_end_change_nothing_and_are_said`.
+/// No real guest refuses to be resumed, so the document replaces the source. The engine tests the
+/// document itself in `failures_after_the_end_change_nothing_and_are_said`.
 #[test]
-fn migrate_and_status_end_with_6_if_the_guest_could_not_be_resumed() {
+fn migrate_and_status_end_with_6_if_the_resume_failed() {
     for (outcome, words) in [("failed", "was not moved"), ("completed", "holds a copy of the guest")] {
         let folder = Folder::new();
         let api = folder.path("api");
@@ -274,7 +276,9 @@ fn migrate_and_status_end_with_6_if_the_guest_could_not_be_resumed() {
         let moved = vmferry(&["migrate", "--api", &api, "tcp:127.0.0.1:7000"]);
         assert_eq!(code(&moved), 6, "{moved:?}");
         let text = errors(&moved);
-        for word in [words, "is stopped at the source because it could not be resumed: no vCPU", "`vmferry resume`"] {
+        for word in
+            [words, "is stopped at the source because it could not be resumed: no vCPU", "`vmferry resume`"]
+        {
             assert!(text.contains(word), "{word}: {text}");
         }
         let status = vmferry(&["status", "--api", &api]);

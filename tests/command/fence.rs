@@ -1,5 +1,5 @@
-//! Who owns a guest whose handover was cut at the worst moment, decided by a real etcd: never two, and never nobody for longer than
-//! the etcd is out of reach.
+//! Ownership of a guest after a handover that was cut at the worst moment, decided by a real etcd.
+//! There are never two owners, and the owner is unknown only while the etcd is out of reach.
 
 use crate::authority::Authority;
 use crate::etcd::{self, Etcd, Slow};
@@ -14,40 +14,43 @@ use std::time::Duration;
 use vmferry_engine::Uri;
 use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
 
-/// The commit of a precopy, or a postcopy, is cut: it still arrives (`CutBehindCommit`), or it does not.
+/// Cuts at the commit of a precopy or postcopy migration: the commit still arrives
+/// (`CutBehindCommit`), or it does not.
 const CUTS: [Harm; 2] = [Harm::CutBehindCommit, Harm::CutAllAtCommit];
 const MODES: [&str; 2] = ["precopy", "postcopy"];
 
-/// `None`, and says why, where there is none, or no guest can be moved.
+/// Returns an etcd; `None` if there is none or no guest can be moved. The calling test is skipped
+/// then.
 fn an_etcd() -> Option<Etcd> {
     can_track().then(etcd::start).flatten()
 }
 
-/// A precopy with these arguments ends, however much the guest writes.
+/// Arguments with which a precopy migration ends, however much the guest writes.
 const ENDS: [&str; 6] = ["--max-bandwidth", "40M/s", "--timeout", "2s", "--on-timeout", "switch"];
 
 struct Pair {
     source: Run,
     target: Run,
-    /// Where the source goes.
+    /// Address to which the source connects.
     uri: String,
     proxy: Proxy,
     _folder: Folder,
 }
 
 impl Pair {
-    /// Two sides with a fence each, and a link between them that is cut at the commit.
+    /// Starts source and target with an arbiter each, and a proxy that cuts the link at the commit.
     fn new(kind: &str, fences: [&str; 2], harm: Option<Harm>) -> Self {
         Self::with_target(kind, fences, "10s", harm)
     }
 
-    /// A precopy that ends within two seconds, and an etcd that was stopped when it had begun.
+    /// Begins a precopy migration that ends within two seconds, and stops the etcd when the
+    /// migration has begun.
     fn begun_without(&self, etcd: &Etcd) -> Child {
         self.begun(|| self.migrate(&ENDS), || etcd.signal(Signal::STOP).unwrap())
     }
 
-    /// A precopy that `migrate` begins. It cannot end before `meanwhile` has returned: its pages
-    /// take minutes until then.
+    /// Begins the precopy migration that `migrate` starts. The migration cannot end before
+    /// `meanwhile` has returned: its pages take minutes until then.
     fn begun(&self, migrate: impl FnOnce() -> Child, meanwhile: impl FnOnce()) -> Child {
         self.proxy.slow_pages(true);
         let child = migrate();
@@ -58,7 +61,7 @@ impl Pair {
         child
     }
 
-    /// The same, with a target that loses patience with a silent source only after so long.
+    /// Starts the pair with a target that gives up a silent source after `patience`.
     fn with_target(kind: &str, fences: [&str; 2], patience: &str, harm: Option<Harm>) -> Self {
         let folder = Folder::new();
         let at = folder.path("wire");
@@ -83,7 +86,8 @@ impl Pair {
         spawn(&[&args[..], more].concat())
     }
 
-    /// Waits until one side runs the guest and the other never will; says whether it is the target.
+    /// Waits until one side runs the guest and the other never will. Returns whether the target
+    /// runs it.
     fn one_owner(&mut self, what: &str) -> bool {
         let moved = wait_for("one owner", || {
             let (here, there) = (place(&self.source), place(&self.target));
@@ -106,13 +110,13 @@ impl Pair {
     }
 }
 
-/// Where the guest is, as a side's process says; `None` once that has ended.
+/// Returns the place of the guest that the process reports; `None` once the process has ended.
 fn place(run: &Run) -> Option<String> {
     run.status()?["vm"]["place"].as_str().map(str::to_owned)
 }
 
 #[test]
-fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
+fn arbiter_decides_after_an_answer_is_lost_at_the_handover() {
     let Some(etcd) = an_etcd() else { return };
     let fence = etcd.fence();
     beside(kinds(), |kind| {
@@ -123,12 +127,13 @@ fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
                 let output = finish(pair.migrate(&["--mode", mode]));
                 assert!(pair.proxy.harmed() > 0, "{what}: no commit was cut: {output:?}");
                 let moved = pair.one_owner(&what);
-                // Whoever asked is told where it is: by its exit status, and in words.
+                // The exit status and the text of the command name the owner.
                 let (wanted, words) = if moved { (0, "completed") } else { (1, "stays at the source") };
                 assert_eq!(code(&output), wanted, "{what}: {output:?}");
                 let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), errors(&output));
                 assert!(said.contains(words), "{what}: {said}");
-                // A commit that did not arrive moves nothing; after one that did both may claim, and one wins.
+                // A commit that did not arrive moves nothing. After one that arrived both sides may
+                // claim, and one wins.
                 assert!(!moved || harm == Harm::CutBehindCommit, "{what}");
                 say(format!("{what}: {}", if moved { "target" } else { "source" }));
             }
@@ -136,19 +141,19 @@ fn an_answer_that_is_lost_at_the_handover_is_asked_of_the_fence() {
     });
 }
 
-/// How the fence is out of reach at the handover.
+/// Outage of the etcd at the handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outage {
-    /// Its process stands still, with what was sent to it in its sockets.
+    /// The process is stopped, with received data in its sockets.
     Stopped,
-    /// It is killed, and started again.
+    /// The process is killed and started again.
     Killed,
-    /// What it answers comes too late; what it is told comes.
+    /// Requests arrive, but the answers come too late.
     Late,
 }
 
 #[test]
-fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
+fn guest_runs_nowhere_while_the_arbiter_is_unreachable_and_then_at_one_side() {
     let mut cases = Vec::new();
     for case in [
         (Outage::Stopped, Harm::CutBehindCommit),
@@ -187,7 +192,7 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
             assert!(code(&output) == 1 && errors(&output).contains(words), "{what}: {output:?}");
         }
         if harm == Harm::CutBehindCommit {
-            // The target has the commit and all of the guest, and does not run it: nobody has said that it may.
+            // The target has the commit and the whole guest, but must not run it without a ruling.
             pair.target.wait("not knowing there", |s| s["state"] == "unknown");
             assert_eq!(code(&vmferry(&["status", "--api", &pair.target.api])), 3);
         }
@@ -201,14 +206,15 @@ fn while_the_fence_is_out_of_reach_nobody_runs_and_then_one_does() {
     });
 }
 
-/// Without an answer for as long as the link holds the guest goes back by the target's own word.
+/// The target gives the guest back if it gets no ruling while the link holds.
 #[test]
-fn a_target_that_cannot_claim_gives_the_guest_back() {
+fn target_that_cannot_claim_gives_the_guest_back() {
     let Some(etcd) = an_etcd() else { return };
     beside(MODES, |mode| {
-        // Only the target's way to the fence is lost, after the register was looked for.
+        // Only the target loses the arbiter, after it has checked the register.
         let slow = Slow::before(&etcd);
-        // A source that has handed over is silent: the link must hold for as long as three attempts take.
+        // After the handover the source is silent, so the target must tolerate silence for the
+        // duration of three attempts.
         let mut pair = Pair::with_target("process", [&etcd.fence(), &slow.fence()], "60s", None);
         let slowly = ["--mode", "hybrid", "--max-bandwidth", "30M/s", "--reconnect-for", "5s"];
         let migrate = || pair.migrate_patiently("60s", &slowly);
@@ -218,15 +224,15 @@ fn a_target_that_cannot_claim_gives_the_guest_back() {
         }
         let output = finish(child);
         assert_eq!(code(&output), 1, "{output:?}");
-        // By its own word after three attempts.
+        // The target gives the guest back after three attempts.
         assert!(errors(&output).contains("the guest was not started on the target"), "{output:?}");
         assert!(!pair.one_owner(mode));
     });
 }
 
-/// A side that stands still between being told and doing it finds out what became of the guest meanwhile.
+/// A process that was stopped between its claim and the ruling learns the owner before it acts.
 #[test]
-fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
+fn process_that_was_stopped_does_not_run_a_guest_of_the_peer() {
     let (Some(one), Some(other)) = (an_etcd(), an_etcd()) else { return };
     beside([("target", one), ("source", other)], |(stopped, etcd)| {
         let fence = etcd.fence();
@@ -236,9 +242,9 @@ fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
         side.wait("not knowing", |s| s["state"] == "unknown");
         side.signal(Signal::STOP);
         etcd.signal(Signal::CONT).unwrap();
-        // Either side may have won by now: what the one that stands still had asked may be granted too.
+        // Either side may have won by now: the claim of the stopped one may be granted, too.
         let other = if stopped == "target" { &pair.source } else { &pair.target };
-        // If it was the target, the source waits to hear that the guest runs there.
+        // If the target was stopped, the source waits for the message that the guest runs.
         let given = |status: &Value| {
             let ruling = status["progress"]["fence"].as_str();
             ruling.is_some_and(|ruling| ruling.contains("has given it to the target"))
@@ -251,13 +257,14 @@ fn a_side_that_was_stopped_for_long_does_not_run_what_the_other_has() {
         side.signal(Signal::CONT);
         finish(child);
         let moved = pair.one_owner(stopped);
-        let won = if moved == (stopped == "source") { "the other" } else { "the one that stood still" };
-        assert!(!other_runs || won == "the other", "{stopped} stood still");
+        let won = if moved == (stopped == "source") { "the other" } else { "the stopped one" };
+        assert!(!other_runs || won == "the other", "{stopped} was stopped");
         say(format!("fence, {stopped} stopped: {won} has the guest"));
     });
 }
 
-/// Each request that the two members do not answer takes 4 s, and each side makes several.
+/// Each request takes 4 s at the two members that do not answer, and each side makes several
+/// requests.
 #[test]
 fn migration_succeeds_when_the_first_two_members_never_answer() {
     let Some(etcd) = an_etcd() else { return };
@@ -272,7 +279,7 @@ fn migration_succeeds_when_the_first_two_members_never_answer() {
 }
 
 #[test]
-fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves() {
+fn different_arbiters_are_refused_before_the_migration() {
     let (Some(etcd), Some(other)) = (an_etcd(), an_etcd()) else { return };
     let folder = Folder::new();
     let source = Run::source("process", &folder);
@@ -282,7 +289,7 @@ fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves(
     let status = fenced.wait("the target listening", |s| s["vm"]["incoming"].is_string());
     let fenced_uri = status["vm"]["incoming"].as_str().unwrap();
     let prefixed = format!("{},prefix=/elsewhere", etcd.fence());
-    let nobody = "etcd:http://127.0.0.1:1".to_owned();
+    let absent = "etcd:http://127.0.0.1:1".to_owned();
     let refused = |uri: &str, fence: Option<&str>, words: &str| {
         let more: Vec<&str> = fence.map_or(vec![], |fence| vec!["--fence", fence]);
         let output = source.migrate(uri, &more);
@@ -294,11 +301,11 @@ fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves(
     refused(fenced_uri, None, "do not have the same fence");
     refused(fenced_uri, Some(&prefixed), "do not have the same fence");
     refused(fenced_uri, Some(&other.fence()), "this is not the etcd that the source uses");
-    refused(fenced_uri, Some(&nobody), "the fence cannot be used");
-    refused(fenced_uri, Some("etcd:http://192.0.2.1:2379"), "say --insecure");
+    refused(fenced_uri, Some(&absent), "the fence cannot be used");
+    refused(fenced_uri, Some("etcd:http://192.0.2.1:2379"), "use https, or --insecure");
     let output = source.migrate(fenced_uri, &["--fence", "consul:x"]);
     assert!(code(&output) == 2 && errors(&output).contains("is no arbiter"), "{output:?}");
-    // After all that both still wait for a guest.
+    // Both targets still wait for a guest.
     plain.wait("the target waiting", |s| s["vm"]["place"] == "awaited");
     let output = source.migrate(fenced_uri, &["--fence", &etcd.fence(), "--verify"]);
     assert_eq!(code(&output), 0, "{output:?}");
@@ -306,9 +313,9 @@ fn sides_that_would_not_ask_the_same_fence_are_told_apart_before_anything_moves(
     fenced.whole();
 }
 
-/// Once nobody asks any more the register decides what a person may do, and what the register says is theirs to write.
+/// After the attempts have ended, the register limits the operator's decision.
 #[test]
-fn a_person_takes_only_what_the_fence_gives() {
+fn operator_can_take_the_guest_only_if_the_arbiter_permits() {
     let Some(etcd) = an_etcd() else { return };
     let fence = etcd.fence();
     let mut pair = Pair::new("process", [&fence, &fence], Some(Harm::CutBehindCommit));
@@ -325,27 +332,30 @@ fn a_person_takes_only_what_the_fence_gives() {
     let output = recover("--take");
     assert!(code(&output) == 1 && errors(&output).contains("the guest may run at the target"), "{output:?}");
     etcd.signal(Signal::CONT).unwrap();
-    // Its source may have been granted it before, or not.
+    // The arbiter may have given the guest to the source before.
     wait_for("the target's ruling", || match place(&pair.target) {
         Some(place) if place != "running" => Err(place),
         _ => Ok(()),
     });
     let output = recover("--take");
     if place(&pair.target).is_some() {
-        assert!(code(&output) == 1 && errors(&output).contains("must not run at the source as well"), "{output:?}");
+        assert!(
+            code(&output) == 1 && errors(&output).contains("must not run at the source as well"),
+            "{output:?}"
+        );
         pair.target.goes_on();
         assert_eq!(code(&recover("--abandon")), 0);
     } else {
         assert_eq!(code(&output), 0, "{output:?}");
         pair.source.goes_on();
     }
-    pair.one_owner("a person");
+    pair.one_owner("an operator");
 }
 
-/// By https and with a certificate of its own, on processes that are confined: `run` may read the files that it was given, and needs none of
-/// those that `migrate` was.
+/// An etcd with https and client certificates, used by confined processes: `run` may read its own
+/// credentials, and needs no file that `migrate` was given.
 #[test]
-fn a_fence_with_certificates_is_reached_from_within_the_sandbox() {
+fn arbiter_with_certificates_is_reached_from_the_sandbox() {
     if !can_track() {
         return;
     }
@@ -367,9 +377,9 @@ fn a_fence_with_certificates_is_reached_from_within_the_sandbox() {
     let target = Run::start("process", &folder, "target", &more);
     let status = target.wait("the target listening", |s| s["vm"]["incoming"].is_string());
     let uri = status["vm"]["incoming"].as_str().unwrap();
-    let missing = fence("source.example").replace("source.example.key", "nobody.key");
+    let missing = fence("source.example").replace("source.example.key", "absent.key");
     let refused = source.migrate(uri, &["--fence", &missing]);
-    assert!(code(&refused) == 1 && errors(&refused).contains("nobody.key"), "{refused:?}");
+    assert!(code(&refused) == 1 && errors(&refused).contains("absent.key"), "{refused:?}");
     let output = source.migrate(uri, &["--fence", &fence("source.example")]);
     assert_eq!(code(&output), 0, "{output:?}");
     target.goes_on();

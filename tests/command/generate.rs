@@ -1,4 +1,4 @@
-//! What packages and shells take from the command.
+//! Manual pages and completions for packages and shells.
 
 use crate::support::{Folder, Need, code, errors, skip, vmferry};
 use std::process::Command;
@@ -25,7 +25,7 @@ fn manual_pages_need_a_folder() {
 }
 
 #[test]
-fn completions_are_what_the_shell_understands() {
+fn completions_are_valid_scripts_and_complete_options() {
     for shell in ["bash", "zsh", "fish"] {
         let made = vmferry(&["completions", shell]);
         assert_eq!(code(&made), 0, "{}", errors(&made));
@@ -36,7 +36,7 @@ fn completions_are_what_the_shell_understands() {
             Err(error) => skip(Need::Program, format!("{shell}: {error}")),
         }
     }
-    // What somebody gets who types `vmferry migrate --mo` and asks for more.
+    // Completion of `vmferry migrate --mo`.
     let script = r#"source /dev/stdin <<<"$1"; COMP_WORDS=(vmferry migrate --mo) COMP_CWORD=2
         _vmferry vmferry --mo migrate; printf '%s\n' "${COMPREPLY[@]}""#;
     let words = String::from_utf8(vmferry(&["completions", "bash"]).stdout).unwrap();

@@ -1,4 +1,5 @@
-//! The command end to end: real processes, real sockets, and a guest that must be the same afterwards.
+//! End-to-end tests of the command: real processes, real sockets, and a guest that must be
+//! unchanged after each migration.
 
 #[path = "../../crates/engine/src/channel/tls/authority.rs"]
 mod authority;

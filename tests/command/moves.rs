@@ -1,4 +1,4 @@
-//! Migrations that go well: between processes, through a file, of every kind of guest.
+//! Successful migrations: between processes and through files, of every kind of guest.
 
 use crate::support::{
     Folder, Need, Run, WORKLOAD, beside, can, can_track, code, document, errors, finish, kinds, say, spawn,
@@ -6,13 +6,13 @@ use crate::support::{
 };
 
 #[test]
-fn the_demo_moves_a_guest_of_each_kind_and_reports() {
+fn demo_moves_a_guest_of_each_kind_and_reports() {
     if !can_track() {
         return;
     }
     beside(kinds(), |kind| {
-        // Three seconds, in which the command sees the progress also on a starved host. The guest
-        // writes so little that it converges.
+        // The migration takes three seconds, so that the command sees its progress also on a
+        // starved host. The guest writes so little that precopy converges.
         let slow = ["--link", "16M/s", "--workload", "uniform,ws=16M,data=48M,rate=500,fill=random"];
         let demo = ["demo", "--guest", kind, "--memory", "96M", "--json", "-"];
         let output = vmferry(&[&demo[..], &slow].concat());
@@ -20,7 +20,7 @@ fn the_demo_moves_a_guest_of_each_kind_and_reports() {
         let report = document(&output);
         assert_eq!((&report["outcome"], &report["state"]), (&"completed".into(), &"completed".into()));
         assert_eq!(report["mismatched_pages"], 0);
-        // What the guest said is free has nothing to be compared.
+        // Pages that the guest reported as free are not compared.
         let pages = |field: &str| report[field].as_u64().unwrap();
         assert_eq!(
             pages("verified_pages") + pages("skipped_pages"),
@@ -57,7 +57,7 @@ fn the_demo_moves_a_guest_of_each_kind_and_reports() {
 }
 
 #[test]
-fn a_guest_that_is_paused_stays_paused_where_it_goes() {
+fn paused_guest_stays_paused_at_the_target() {
     if !can_track() {
         return;
     }
@@ -65,7 +65,7 @@ fn a_guest_that_is_paused_stays_paused_where_it_goes() {
         let folder = Folder::new();
         let source = Run::source(kind, &folder);
         assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 0);
-        // Also where it stays because nothing comes of the migration.
+        // The guest also stays paused at the source if the migration fails.
         assert_ne!(code(&source.migrate("tcp:127.0.0.1:1", &[])), 0);
         let still = source.wait("the failure", |s| s["vm"]["place"] == "paused");
         let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
@@ -81,7 +81,7 @@ fn a_guest_that_is_paused_stays_paused_where_it_goes() {
 }
 
 #[test]
-fn a_guest_goes_there_and_on_and_through_a_file() {
+fn guest_moves_twice_and_through_a_file() {
     if !can_track() {
         return;
     }
@@ -109,13 +109,13 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
         fourth.wait("all of its pages", |s| {
             s["vm"]["restore"].is_null() || s["vm"]["restore"]["state"] == "completed"
         });
-        // A copy: the guest goes on here and there.
+        // A copy: the guest continues at the source, and the copy runs as well.
         let file = format!("file:{}", folder.path("copy"));
         let output = fourth.migrate(&file, &["--keep-running", "--json", "-"]);
         assert_eq!(code(&output), 0, "{output:?}");
         let id = document(&output)["id"].clone();
         fourth.goes_on();
-        // Nothing is replaced, and nothing is promised that does not happen.
+        // Existing files are not overwritten, and options without effect are refused.
         for (more, words) in
             [(&["--keep-running"][..], "there already"), (&["--verify"], "--verify is of no use")]
         {
@@ -134,13 +134,14 @@ fn a_guest_goes_there_and_on_and_through_a_file() {
     });
 }
 
-/// The most memory that was ever resident in the process, in KiB; none if it has ended.
+/// Returns the peak resident memory of the process in KiB; `None` if the process has ended.
 fn peak_kib(run: &Run) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{}/status", run.child.id())).ok()?;
     status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?.trim().trim_end_matches(" kB").parse().ok()
 }
 
-/// Heaps that glibc made for threads: 64 MiB of addresses each, at such an address, of which the rest is kept from use.
+/// Returns the number of heaps that glibc made for threads. Each is 64 MiB of address space at an
+/// aligned address, mostly without access.
 fn heaps_of_threads(run: &Run) -> usize {
     const HEAP: u64 = 64 << 20;
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", run.child.id())).unwrap();
@@ -154,7 +155,7 @@ fn heaps_of_threads(run: &Run) -> usize {
 }
 
 #[test]
-fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
+fn migration_memory_does_not_depend_on_the_size_of_the_guest() {
     const MOST_ADDED_KIB: u64 = 64 << 10;
     if !can_track() {
         return;
@@ -173,7 +174,7 @@ fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
         let uri = status["vm"]["incoming"].as_str().unwrap();
         let mut child = spawn(&["migrate", "--api", &source.api, uri, "--channels", "4"]);
         let mut during = before;
-        // The source ends soon after its report was read: it is looked at all the time.
+        // The source ends soon after its report was read, so its memory is sampled continuously.
         wait_for("the end of the migration", || {
             during = during.max(peak_kib(&source).unwrap_or(0));
             child.try_wait().unwrap().ok_or("it goes on")
@@ -193,7 +194,7 @@ fn a_migration_adds_little_memory_whatever_the_size_of_the_guest() {
 }
 
 #[test]
-fn a_guest_with_dirty_rings_moves_by_them_and_is_measured_by_vcpu() {
+fn guest_with_dirty_rings_moves_and_is_measured_for_each_vcpu() {
     if !can(Need::Kvm, "dirty_rings") {
         return;
     }
@@ -201,7 +202,7 @@ fn a_guest_with_dirty_rings_moves_by_them_and_is_measured_by_vcpu() {
     let with = ["--dirty-ring", "1024", "--cpus", "2"];
     let source = Run::start("kvm", &folder, "source", &[&with[..], &["--workload", WORKLOAD]].concat());
     source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
-    // A starved host may not let each vCPU run within a window: the guest is measured until it
+    // A starved host may not run each vCPU within a window, so the measurement is repeated until it
     // does.
     wait_for("a rate of each vCPU", || {
         let rate = ["dirty-rate", "--api", &source.api, "--windows", "100ms,500ms", "--json", "-"];

@@ -1,4 +1,4 @@
-//! Migrations over sockets that the processes were given: at start, or over their control sockets.
+//! Migrations over sockets that the processes inherit, or get over their control sockets.
 
 use crate::support::{
     Folder, PATIENCE, Run, VMFERRY, can_track, code, document, errors, finish, kinds, vmferry,
@@ -14,7 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 use vmferry_control::Client;
 
-/// The number that the first passed descriptor has in its process; then the next number, and so on.
+/// Number of the first passed descriptor in its process. Further descriptors have the next numbers.
 const FIRST: RawFd = 200;
 
 /// Starts the command with `descriptors` open under their numbers.
@@ -22,27 +22,29 @@ fn spawn_with(args: &[&str], descriptors: Vec<OwnedFd>) -> Child {
     let mut command = Command::new(VMFERRY);
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let arrange = move || {
-        // Out of the way first: one may have a number that another one gets.
+        // Duplicate to high numbers first: a descriptor may have a number that another one gets.
         let high: Vec<_> = descriptors
             .iter()
-            // SAFETY: duplicates a descriptor that is open.
+            // SAFETY: the call duplicates a descriptor that is open.
             .map(|descriptor| unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_DUPFD_CLOEXEC, 400) })
             .collect();
         for (from, to) in high.into_iter().zip(FIRST..) {
-            // SAFETY: both are numbers; nothing in the child has the second.
+            // SAFETY: the call takes two numbers; no code in the child owns the second one.
             if unsafe { libc::dup2(from, to) } < 0 {
                 return Err(std::io::Error::last_os_error());
             }
         }
         Ok(())
     };
-    // SAFETY: only calls that may be made between fork and exec; the vector was allocated before,
-    // and a small one more is made in the child of a process whose allocator knows fork.
+    // SAFETY: the closure makes only calls that are permitted between fork and exec. The vector was
+    // allocated before the fork. The small vector in the child is allocated by an allocator that
+    // handles fork.
     unsafe { command.pre_exec(arrange) };
     command.spawn().unwrap()
 }
 
-/// A `run` whose descriptors are open under their numbers. A forbidden system call ends it.
+/// Starts a `run` with `descriptors` open under their numbers. A forbidden system call ends the
+/// process.
 fn run_with(kind: &str, folder: &Folder, name: &str, more: &[&str], descriptors: Vec<OwnedFd>) -> Run {
     let api = folder.path(name);
     let mut args = vec!["run", "--guest", kind, "--memory", "96M", "--api", &api, "--peer-timeout", "120s"];
@@ -68,20 +70,20 @@ fn connection(uri: &str) -> OwnedFd {
     TcpStream::connect(uri.strip_prefix("tcp:").unwrap()).unwrap().into()
 }
 
-/// `fd:` with so many numbers.
+/// Returns a URI `fd:` with `count` numbers.
 fn numbered(count: usize) -> String {
     let numbers: Vec<_> = (FIRST..).take(count).map(|number| number.to_string()).collect();
     format!("fd:{}", numbers.join(","))
 }
 
-/// Begins a migration over `descriptors` of the command's own.
+/// Begins a migration over `descriptors` of the command's process.
 fn begin_over(source: &Run, descriptors: Vec<OwnedFd>, more: &[&str]) -> Child {
     let uri = numbered(descriptors.len());
     let args = ["migrate", "--api", &source.api, &uri, "--peer-timeout", "120s"];
     spawn_with(&[&args[..], more].concat(), descriptors)
 }
 
-/// Migrates over `descriptors` of the command's own.
+/// Migrates over `descriptors` of the command's process.
 fn migrate_over(source: &Run, descriptors: Vec<OwnedFd>, more: &[&str]) -> std::process::Output {
     finish(begin_over(source, descriptors, more))
 }
@@ -104,10 +106,10 @@ fn refused(client: &mut Client, command: &str, arguments: Value) -> String {
     client.execute(command, arguments).unwrap_err().to_string()
 }
 
-/// Whatever number a client names, it is none of what the process has opened itself: its control
-/// socket, its memory, its log.
+/// A client cannot name descriptors that the process has opened itself: its control socket, its
+/// memory, its log.
 #[test]
-fn a_client_cannot_name_descriptors_that_were_not_passed() {
+fn client_cannot_name_descriptors_that_were_not_passed() {
     let folder = Folder::new();
     let (here, _there) = unix_pair();
     let args = ["--incoming", "defer", "--pass-fd", "200"];
@@ -123,7 +125,7 @@ fn a_client_cannot_name_descriptors_that_were_not_passed() {
         let want = format!("no descriptor '{number}' was passed to this process");
         assert!(error.contains(&want) && error.contains("known: 200"), "{number}: {error}");
     }
-    // Its control socket still takes clients.
+    // The control socket still accepts clients.
     client(&target).execute("query-status", json!({})).unwrap();
     let status = target.status().unwrap();
     assert!(status["vm"]["place"] == "awaited" && status["vm"]["incoming"].is_null(), "{status}");
@@ -132,7 +134,7 @@ fn a_client_cannot_name_descriptors_that_were_not_passed() {
 }
 
 #[test]
-fn a_guest_comes_over_listening_sockets_that_were_passed_at_start() {
+fn guest_arrives_over_inherited_listening_sockets() {
     if !can_track() {
         return;
     }
@@ -152,7 +154,7 @@ fn a_guest_comes_over_listening_sockets_that_were_passed_at_start() {
                 target
             }
             _ => {
-                // As a service manager starts it.
+                // Start the target as a service manager does.
                 let script = r#"exec 3<&0 </dev/null; export LISTEN_PID=$$ LISTEN_FDS=1; exec "$@""#;
                 let api = folder.path("target");
                 let args = ["run", "--guest", "process", "--memory", "96M", "--api", &api];
@@ -177,7 +179,7 @@ fn a_guest_comes_over_listening_sockets_that_were_passed_at_start() {
 }
 
 #[test]
-fn a_guest_moves_over_one_connected_socket_or_a_set_of_them() {
+fn guest_moves_over_one_or_several_connected_sockets() {
     if !can_track() {
         return;
     }
@@ -194,10 +196,11 @@ fn a_guest_moves_over_one_connected_socket_or_a_set_of_them() {
             let source = Run::source(kind, &folder);
             let more = [more, &["--json", "-"]].concat();
             let moved = if count == 6 {
-                // To a target that listens.
+                // The target listens.
                 let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
-                // The kernel takes the connections. A target that runs would hang up on one that
-                // says nothing for 5 s, which a starved host may need to start the command.
+                // The kernel accepts the connections for a target that has not started. A running
+                // target would close a connection that is silent for 5 s, which a starved host may
+                // need to start the command.
                 target.signal(Signal::STOP);
                 let here = (0..count).map(|_| connection(&uri)).collect();
                 let child = begin_over(&source, here, &more);
@@ -215,7 +218,7 @@ fn a_guest_moves_over_one_connected_socket_or_a_set_of_them() {
             let lazy = more.contains(&"--mode");
             assert_eq!(report["postcopy"].is_object(), lazy, "{report}");
             if !lazy {
-                // Those that the guest says are free have no content that counts.
+                // Pages that the guest reports as free are not compared.
                 let compared = report["verified_pages"].as_u64().zip(report["skipped_pages"].as_u64());
                 assert_eq!(compared.map(|(verified, skipped)| verified + skipped), Some(96 << 8), "{report}");
             }
@@ -224,9 +227,9 @@ fn a_guest_moves_over_one_connected_socket_or_a_set_of_them() {
     }
 }
 
-/// As what drives QEMU has it: one connection to a target that listens, passed to the source.
+/// The way of QEMU's management tools: one connection to a listening target, passed to the source.
 #[test]
-fn a_guest_moves_by_getfd_and_migrate() {
+fn guest_moves_with_getfd_and_migrate() {
     if !can_track() {
         return;
     }
@@ -246,7 +249,7 @@ fn a_guest_moves_by_getfd_and_migrate() {
     let error = refused(&mut qmp, "closefd", json!({ "fdname": "migrate" }));
     assert!(error.contains("no descriptor 'migrate'"), "{error}");
 
-    // As above.
+    // As above, the kernel accepts the connection for a target that has not started.
     target.signal(Signal::STOP);
     qmp.pass("migrate", connection(&uri).as_fd()).unwrap();
     qmp.execute("migrate", json!({ "uri": "fd:migrate" })).unwrap();
@@ -267,7 +270,7 @@ fn a_guest_moves_by_getfd_and_migrate() {
 }
 
 #[test]
-fn sockets_that_do_not_fit_are_named_and_the_guest_stays() {
+fn unsuitable_sockets_are_named_and_the_guest_stays() {
     if !can_track() {
         return;
     }
@@ -281,7 +284,7 @@ fn sockets_that_do_not_fit_are_named_and_the_guest_stays() {
         (ends(3), &["--channels", "4"], "3 sockets were passed for 5 channels"),
         (vec![null()], &[], "the descriptor is not a socket"),
         (vec![listening], &[], "the socket listens, and is not connected"),
-        (ends(1), &["--mode", "auto"], "leave --plan and --mode auto"),
+        (ends(1), &["--mode", "auto"], "omit --plan and --mode auto"),
     ];
     for (descriptors, more, words) in cases {
         let output = migrate_over(&source, descriptors, more);
@@ -290,16 +293,16 @@ fn sockets_that_do_not_fit_are_named_and_the_guest_stays() {
     }
     let output = source.migrate("fd:200", &[]);
     assert!(errors(&output).contains("started without descriptor 200"), "{output:?}");
-    // What was passed for a migration that did not begin is closed again.
+    // A descriptor that was passed for a refused migration is closed.
     let error = refused(&mut client(&source), "closefd", json!({ "fdname": "none" }));
     assert!(error.contains("none waits to be used"), "{error}");
-    // The peer hangs up.
+    // The peer closes the connection.
     let (here, there) = tcp_pair();
     drop(there);
     let output = migrate_over(&source, vec![here], &[]);
     assert!(code(&output) == 1 && errors(&output).contains("did not answer the greeting"), "{output:?}");
     source.goes_on();
-    // A target whose only connection has ended cannot be reached by any source.
+    // A target whose only connection has ended cannot be reached by a source any more.
     let (here, there) = tcp_pair();
     let mut target = run_with("process", &folder, "target", &["--incoming", "fd:200"], vec![there]);
     drop(here);

@@ -1,4 +1,4 @@
-//! What is said of a migration before it begins, and what `--mode auto` makes of it.
+//! Predictions of migrations, and `--mode auto`, which follows them.
 
 use crate::support::{Folder, Run, beside, can_track, code, document, errors, kinds, say, vmferry};
 use serde_json::Value;
@@ -14,13 +14,14 @@ fn mode<'a>(plan: &'a Value, name: &str) -> &'a Value {
 }
 
 #[test]
-fn a_plan_says_what_to_expect_and_moves_nothing() {
+fn plan_predicts_and_moves_nothing() {
     if !can_track() {
         return;
     }
     beside(kinds(), |kind| {
         let folder = Folder::new();
-        // A twentieth of the link: it converges also where a starved host measures a slow link.
+        // The guest dirties a twentieth of the link's rate, so that precopy converges also where a
+        // starved host measures a slow link.
         let light = ["--workload", "uniform,ws=16M,data=48M,rate=1k,fill=random"];
         let source = Run::start(kind, &folder, "source", &light);
         source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
@@ -28,8 +29,8 @@ fn a_plan_says_what_to_expect_and_moves_nothing() {
         let made = plan(&source, &[&uri, "--max-bandwidth", "100M/s"]);
         let precopy = mode(&made, "precopy");
         let total = &precopy["total_ms"];
-        // 48 MiB at 100 MB/s, and what is written meanwhile. On a starved host the link is measured
-        // far slower.
+        // 48 MiB at 100 MB/s, and the pages that are written meanwhile. A starved host measures a
+        // far slower link.
         let expected = total["expected"].as_f64().unwrap();
         assert!((400.0..200_000.0).contains(&expected), "{kind}: {made}");
         assert!(total["low"].as_f64() <= total["expected"].as_f64(), "{made}");
@@ -38,13 +39,14 @@ fn a_plan_says_what_to_expect_and_moves_nothing() {
         for name in ["auto-converge", "postcopy", "hybrid"] {
             assert_eq!(mode(&made, name)["converges"], "yes", "{kind} {name}: {made}");
         }
-        // A link of a thousandth of what it dirties, so that the answer is the same on a host that is busy.
+        // The link carries a thousandth of the dirty rate, so that the answer is the same on a busy
+        // host.
         let slow = plan(&source, &["--bandwidth", "4k/s", "--downtime-limit", "50ms"]);
         assert_eq!(mode(&slow, "precopy")["converges"], "no", "{slow}");
         assert_ne!(slow["recommended"], "precopy", "{slow}");
         assert_eq!(slow["inputs"]["link"]["measured"], false, "{slow}");
         say(format!("{kind}: precopy in {expected:.0} ms, {}", made["reason"]));
-        // Nothing has moved: both are as they were, and the guest can go.
+        // Nothing has moved: source and target are unchanged, and the guest can still move.
         assert_eq!(target.status().unwrap()["vm"]["place"], "awaited");
         let moved = source.migrate(&uri, &["--plan", "--json", "-"]);
         assert_eq!(code(&moved), 0, "{moved:?}");
@@ -57,7 +59,7 @@ fn a_plan_says_what_to_expect_and_moves_nothing() {
 }
 
 #[test]
-fn a_plan_needs_a_target_or_a_rate() {
+fn plan_needs_a_target_or_a_rate() {
     let nothing = vmferry(&["plan", "--api", "nowhere"]);
     assert_eq!(code(&nothing), 2, "{nothing:?}");
     if !can_track() {
@@ -65,14 +67,14 @@ fn a_plan_needs_a_target_or_a_rate() {
     }
     let folder = Folder::new();
     let source = Run::source("process", &folder);
-    let nobody = format!("unix:{}", folder.path("nobody"));
-    let failed = vmferry(&["plan", "--api", &source.api, &nobody]);
+    let absent = format!("unix:{}", folder.path("absent"));
+    let failed = vmferry(&["plan", "--api", &source.api, &absent]);
     assert_eq!(code(&failed), 1, "{failed:?}");
     assert!(errors(&failed).contains("--bandwidth"), "{}", errors(&failed));
 }
 
 #[test]
-fn auto_moves_a_guest_that_outruns_the_link() {
+fn auto_mode_moves_a_guest_that_dirties_faster_than_the_link_carries() {
     if !can_track() {
         return;
     }
@@ -82,7 +84,8 @@ fn auto_moves_a_guest_that_outruns_the_link() {
             Run::start(kind, &folder, "source", &["--workload", "uniform,ws=16M,rate=20k,fill=random"]);
         source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
         let (target, uri) = Run::target(kind, &folder, "target", "tcp:127.0.0.1:0");
-        // 80 MB/s are written to 16 MiB, and 8 MB/s go over: they take two seconds, and 20 ms are allowed.
+        // The guest writes 80 MB/s to 16 MiB, and the link carries 8 MB/s: sending 16 MiB takes two
+        // seconds, and the downtime limit is 20 ms.
         let slow = ["--mode", "auto", "--max-bandwidth", "8M/s", "--downtime-limit", "20ms", "--json", "-"];
         let output = source.migrate(&uri, &slow);
         assert_eq!(code(&output), 0, "{kind}: {output:?}");

@@ -1,4 +1,5 @@
-//! Guests that run on the target before their memory is there: every way to get there, and what may go wrong on it.
+//! Guests that run at the target before their memory is complete: all ways of the switch, and
+//! failures of them.
 
 use crate::support::{
     Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds, say, skip,
@@ -12,7 +13,7 @@ use std::process::{Child, Command, Stdio};
 use vmferry_engine::Uri;
 use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
 
-/// Moves a loaded guest with these arguments, and looks at it on the other side.
+/// Moves a loaded guest with these arguments, and checks the guest at the target.
 fn moves(kind: &str, uri: impl Fn(&Folder) -> String, more: &[&str]) -> Value {
     let folder = Folder::new();
     let source = Run::source(kind, &folder);
@@ -35,15 +36,15 @@ fn tcp(_: &Folder) -> String {
 }
 
 #[test]
-fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
+fn postcopy_works_with_every_urgent_path_and_pace() {
     beside(kinds(), |kind| {
         let fast = ["--mode", "postcopy", "--max-bandwidth", "60M/s"];
         for (path, pace) in
             [("shared", "off"), ("interleaved", "auto"), ("dedicated", "50M/s"), ("dedicated", "auto")]
         {
-            // A guest that a starved host does not let run before its pages have come asks for
-            // none. The migration is repeated until the guest has asked; all else holds for each
-            // migration.
+            // A guest that a starved host does not run before its pages have arrived requests no
+            // page. The migration is repeated until the guest has requested pages; all other checks
+            // hold for each migration.
             let moves = || moves(kind, tcp, &[&fast[..], &["--urgent", path, "--pace", pace]].concat());
             let asked = |report: &Value| report["postcopy"]["faults"].as_u64() > Some(0);
             let report = (0..8).map(|_| moves()).find(asked);
@@ -62,19 +63,19 @@ fn a_guest_runs_there_first_by_every_urgent_path_and_pace() {
 }
 
 #[test]
-fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand() {
+fn guest_that_does_not_converge_switches_automatically_by_timeout_or_on_request() {
     if !can_track() {
         return;
     }
     beside(kinds(), |kind| {
-        // The guest outruns it with a fifth of its rate, as on a busy host.
+        // The guest exceeds the link with a fifth of its rate, as on a busy host.
         let slowest = ["--max-bandwidth", "12M/s", "--downtime-limit", "1ms"];
         let report = moves(kind, tcp, &[&slowest[..], &["--mode", "hybrid"]].concat());
         assert!(report["passes"].as_array().unwrap().len() > 1, "{report}");
         let slow = ["--max-bandwidth", "40M/s", "--downtime-limit", "1ms"];
         let clock = ["--timeout", "200ms", "--on-timeout", "postcopy"];
         moves(kind, tcp, &[&slow[..], &clock].concat());
-        // By hand.
+        // On request.
         let folder = Folder::new();
         let source = Run::source(kind, &folder);
         let (target, proxy) = slowly(kind, &folder, "target");
@@ -88,10 +89,11 @@ fn a_guest_that_does_not_converge_is_switched_by_itself_by_the_clock_or_by_hand(
     });
 }
 
-/// A migration in `state`, with some pages sent, whose command has seen that state.
+/// Starts a migration and waits until it is in `state` with some pages sent, and the command has
+/// seen that state.
 fn begun(source: &Run, uri: &str, more: &[&str], state: &str) -> Child {
     let events = format!("{}.events", source.api);
-    // Of the migration before.
+    // The counter may still be that of the previous migration.
     let _ = std::fs::remove_file(&events);
     let child = spawn(&[&["migrate", "--api", &source.api, uri, "--events", &events], more].concat());
     source.wait(state, |s| s["state"] == state && s["progress"]["wire_bytes"].as_u64() > Some(64 << 10));
@@ -104,11 +106,11 @@ fn begun(source: &Run, uri: &str, more: &[&str], state: &str) -> Child {
     child
 }
 
-/// Silence that a test waits for: longer than the pauses of a thread on a starved host.
+/// Tolerated silence in a test: longer than the pauses of a thread on a starved host.
 const SILENCE: &str = "6s";
 
-/// A target behind a proxy, over which a pass takes minutes until the test says otherwise: a
-/// starved host looks before its end.
+/// Starts a target behind a proxy, over which a pass takes minutes until the test speeds the proxy
+/// up. Therefore a starved host looks before the end of the pass.
 pub(crate) fn slowly(kind: &str, folder: &Folder, name: &str) -> (Run, Proxy) {
     let at = folder.path(&format!("{name}.wire"));
     let (target, _) = Run::target(kind, folder, name, &format!("unix:{at}"));
@@ -118,7 +120,7 @@ pub(crate) fn slowly(kind: &str, folder: &Folder, name: &str) -> (Run, Proxy) {
 }
 
 #[test]
-fn a_source_that_dies_in_postcopy_takes_the_guest_with_it_and_everybody_says_so() {
+fn death_of_the_source_in_postcopy_is_reported_as_a_lost_guest() {
     for kind in kinds() {
         let folder = Folder::new();
         let mut source = Run::source(kind, &folder);
@@ -133,15 +135,16 @@ fn a_source_that_dies_in_postcopy_takes_the_guest_with_it_and_everybody_says_so(
         let status = target.wait("the loss", |s| s["state"] == "postcopy-paused");
         assert!(status["left"].as_u64() > Some(0) && status["why"].is_string(), "{status}");
         assert_eq!(code(&vmferry(&["status", "--api", &target.api])), 3);
-        // Its vCPUs sleep, and the command still ends it.
+        // The vCPUs sleep on missing pages, and `quit` still ends the process.
         assert_eq!(code(&vmferry(&["quit", "--api", &target.api])), 0);
         wait_for_end(&mut target.child);
     }
 }
 
-/// The target is not heard of for a while: stopped as it stands, as by a host that swaps, or a network that is down.
+/// The target is silent for a while: its process is stopped, as by a host that swaps or a network
+/// that is down.
 #[test]
-fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
+fn lost_link_is_taken_up_automatically_or_by_recover() {
     beside([true, false], |by_hand| {
         let folder = Folder::new();
         let source = Run::source("process", &folder);
@@ -157,7 +160,7 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
         refused("cancel", "too late to cancel");
         refused("quit", "still needs pages that only this process has");
         refused("recover", "is not lost");
-        // Ctrl-C: heard, and heeded when the target has everything.
+        // Ctrl-C takes effect when the target has all pages.
         source.signal(Signal::INT);
         target.signal(Signal::STOP);
         proxy.slow_pages(false);
@@ -189,7 +192,7 @@ fn a_link_that_is_lost_is_taken_up_by_itself_or_by_recover() {
 }
 
 #[test]
-fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
+fn source_keeps_the_guest_if_the_target_is_gone_before_the_start() {
     if !can_track() {
         return;
     }
@@ -202,7 +205,7 @@ fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
     let output = finish(child);
     assert!(code(&output) == 1 && errors(&output).contains("stays at the source"), "{output:?}");
     source.goes_on();
-    // Not gone, but silent; when it wakes up it is too late.
+    // The target is silent, not gone; when it continues it is too late.
     let (mut target, proxy) = slowly("process", &folder, "t2");
     let child = begun(&source, &proxy.uri().to_string(), &hybrid, "precopy");
     target.signal(Signal::STOP);
@@ -214,9 +217,10 @@ fn a_target_that_is_gone_before_it_ran_the_guest_hands_it_back() {
     source.whole();
 }
 
-/// The target's channel threads end the watch over its memory, under their confinement. Then the source asks the target.
+/// The target's channel threads unregister the guest memory, under their confinement. Then the
+/// source asks the target.
 #[test]
-fn a_commit_that_is_lost_leaves_the_guest_at_its_source() {
+fn lost_commit_leaves_the_guest_at_the_source() {
     if !can_track() {
         return;
     }
@@ -242,9 +246,9 @@ fn a_commit_that_is_lost_leaves_the_guest_at_its_source() {
     });
 }
 
-/// A KVM guest's memory is touched by the kernel, and its faults need a permission.
+/// The kernel accesses the memory of a KVM guest, and handling these faults needs a permission.
 #[test]
-fn a_target_that_may_not_have_faults_says_how_to_permit_it() {
+fn target_without_permission_for_faults_says_how_to_get_it() {
     let forbidden = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let root = rustix::process::geteuid().is_root();
     if !root || forbidden.trim() != "0" {
@@ -281,7 +285,7 @@ fn a_target_that_may_not_have_faults_says_how_to_permit_it() {
     assert_eq!(code(&output), 1, "{output:?}");
     assert!(errors(&output).contains("vm.unprivileged_userfaultfd"), "{output:?}");
     source.goes_on();
-    // It goes on waiting: for a guest that comes with all of its memory it needs no permission.
+    // The target keeps waiting: a guest that arrives with all of its memory needs no permission.
     let output = source.migrate(uri, &["--mode", "precopy"]);
     assert_eq!(code(&output), 0, "{output:?}");
     target.wait("the guest at the target", |s| s["vm"]["place"] == "running");

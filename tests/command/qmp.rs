@@ -1,4 +1,4 @@
-//! The control socket, from outside: by the protocol's own clients, and by clients that mean no good.
+//! The control socket, used by QMP's own client libraries and by hostile clients.
 
 use crate::support::{
     Folder, Need, PATIENCE, Run, VMFERRY, beside, can_track, code, document, errors, finish, kinds, say,
@@ -12,7 +12,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-/// A client that says what it likes.
+/// A client that sends arbitrary text.
 struct Raw(BufReader<UnixStream>);
 
 impl Raw {
@@ -41,7 +41,7 @@ impl Raw {
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line:?}"))
     }
 
-    /// The answer; events are passed over.
+    /// Returns the answer to a command. Events are skipped.
     fn ask(&mut self, command: &str, arguments: &Value) -> Value {
         self.say(&format!("{}\n", json!({"execute": command, "arguments": arguments})));
         std::iter::repeat_with(|| self.line()).find(|message| message.get("event").is_none()).unwrap()
@@ -49,14 +49,14 @@ impl Raw {
 }
 
 #[test]
-fn the_protocols_own_clients_find_what_they_expect() {
+fn qmp_client_libraries_get_the_expected_answers() {
     if !can_track() {
         return;
     }
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/qmp/run");
     let output = Command::new(script).arg(VMFERRY).args(kinds()).stdin(Stdio::null()).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
-    // 77: the clients cannot be had here.
+    // Status 77: the client libraries cannot be installed.
     if code(&output) == 77 {
         return skip(Need::Program, text);
     }
@@ -79,7 +79,7 @@ fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
             half.say("{\"execute\": \"query-stat");
             let mut flood = Raw::ready(run);
             flood.0.get_mut().set_nonblocking(true).unwrap();
-            // Until the socket takes no more: none of the answers is ever read.
+            // Write until the socket is full: none of the answers is ever read.
             while flood.0.get_mut().write(b"{\"execute\": \"x-vmferry-status\"}\n").is_ok() {}
             bad.extend([half, flood, Raw::connect(run)]);
             let mut huge = Raw::ready(run);
@@ -113,7 +113,7 @@ fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
 }
 
 #[test]
-fn the_guest_runs_at_its_speed_while_somebody_floods_the_socket() {
+fn guest_keeps_its_speed_while_a_client_floods_the_socket() {
     if !can_track() {
         return;
     }
@@ -123,7 +123,8 @@ fn the_guest_runs_at_its_speed_while_somebody_floods_the_socket() {
         let guest = &status["vm"]["guest"];
         Some((guest["t_us"].as_u64()?, guest["writes"].as_u64()?))
     };
-    // How long the guest takes for a second's work, by its own clock. A stalled guest would never be done.
+    // Time that the guest needs for one second of work, by its own clock. A stalled guest would
+    // never finish.
     let speed = |run: &Run| {
         let (t0, w0) = writes(&run.wait("statistics", |s| writes(s).is_some())).unwrap();
         let done = |s: &Value| writes(s).is_some_and(|(_, now)| now >= w0 + 20_000);
@@ -141,7 +142,7 @@ fn the_guest_runs_at_its_speed_while_somebody_floods_the_socket() {
 }
 
 #[test]
-fn the_socket_is_its_users_and_roots_alone() {
+fn socket_accepts_only_its_user_and_root() {
     let folder = Folder::new();
     let run = Run::start("process", &folder, "api", &["--workload", "idle,ws=4M"]);
     let mode = std::fs::metadata(&run.api).unwrap().permissions().mode();
@@ -149,7 +150,7 @@ fn the_socket_is_its_users_and_roots_alone() {
     if !rustix::process::geteuid().is_root() {
         return skip(Need::Root, "only root can become another user");
     }
-    // Another user who can open the socket, because somebody changed its mode, is refused all the same.
+    // Another user who can open the socket, because its mode was changed, is refused as well.
     std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o755)).unwrap();
     std::fs::set_permissions(&run.api, std::fs::Permissions::from_mode(0o666)).unwrap();
     let script = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); print(s.recv(999).decode())";
@@ -164,7 +165,7 @@ fn the_socket_is_its_users_and_roots_alone() {
 }
 
 #[test]
-fn a_target_that_was_deferred_waits_to_be_told_where_and_can_be_ended() {
+fn deferred_target_waits_for_its_address_and_can_be_ended() {
     let folder = Folder::new();
     let mut run = Run::start("process", &folder, "api", &["--incoming", "defer"]);
     let status = run.status().unwrap();
@@ -174,11 +175,11 @@ fn a_target_that_was_deferred_waits_to_be_told_where_and_can_be_ended() {
     assert!(wrong["error"]["desc"].as_str().unwrap().contains("no migration address"), "{wrong}");
     assert_eq!(client.ask("quit", &json!({})), json!({"return": {}}));
     wait_for_end(&mut run.child);
-    // Its last word was that it ends.
+    // The last event says that the process ends.
     let mut rest = String::new();
     client.0.read_to_string(&mut rest).unwrap();
     assert!(rest.contains("SHUTDOWN") && rest.contains("host-qmp-quit"), "{rest}");
-    // Without a socket nobody could ever tell it.
+    // Without a control socket, no client could give the address.
     let output = finish(spawn(&["run", "--guest", "process", "--memory", "16M", "--incoming", "defer"]));
     assert!(code(&output) != 0 && errors(&output).contains("--api"), "{output:?}");
 }

@@ -1,5 +1,6 @@
-//! The process that runs a guest is confined: each of its threads, before and during a migration, on both sides. What a confined thread
-//! cannot do is tested thread by thread in `crates/confine/tests`; here it is that the command's own are those threads.
+//! Confinement of the process that runs a guest: of each thread, before and during a migration, at
+//! source and target. `crates/confine/tests` tests what a confined thread cannot do. These tests
+//! check that the command's threads are confined.
 
 use crate::support::{
     Folder, Need, Run, VMFERRY, WORKLOAD, code, errors, finish, has_kvm, kinds, say, skip, spawn, vmferry,
@@ -9,7 +10,7 @@ use crate::threads::{can_confine, confined, filters_around, threads};
 use std::os::unix::fs::chown;
 
 #[test]
-fn every_thread_is_confined_before_and_during_a_migration_on_both_sides() {
+fn every_thread_is_confined_before_and_during_a_migration_at_source_and_target() {
     if !can_confine() {
         return;
     }
@@ -51,7 +52,7 @@ fn every_thread_is_confined_before_and_during_a_migration_on_both_sides() {
 }
 
 #[test]
-fn it_can_be_left_and_what_is_not_in_force_is_said() {
+fn sandbox_can_be_switched_off_and_status_names_what_is_not_in_force() {
     let folder = Folder::new();
     for (mode, in_force) in [("off", 0), ("log", 2)] {
         let run = Run::start("process", &folder, mode, &["--workload", WORKLOAD, "--sandbox", mode]);
@@ -64,7 +65,7 @@ fn it_can_be_left_and_what_is_not_in_force_is_said() {
         }
         let around = filters_around();
         assert!(threads(&run).iter().all(|thread| thread.number("Seccomp_filters") >= around + in_force));
-        // Nothing is out of reach.
+        // All files can be reached.
         let file = format!("file:{}", folder.path(&format!("{mode}.snapshot")));
         let output = run.migrate(&file, &["--keep-running"]);
         assert_eq!(code(&output), 0, "{output:?}");
@@ -72,14 +73,14 @@ fn it_can_be_left_and_what_is_not_in_force_is_said() {
 }
 
 #[test]
-fn files_are_reached_where_the_command_line_says_and_nowhere_else() {
+fn only_files_that_the_command_line_names_are_reached() {
     let (folder, elsewhere) = (Folder::new(), Folder::new());
     let run = Run::source("process", &folder);
     let file = format!("file:{}", elsewhere.path("guest"));
     let output = run.migrate(&file, &["--keep-running"]);
     assert!(code(&output) == 1 && errors(&output).contains("--migrate-dir"), "{output:?}");
     run.goes_on();
-    // Not upwards either.
+    // A path with `..` is refused, too.
     let name = elsewhere.path("");
     let name = name.trim_end_matches('/').rsplit('/').next().unwrap();
     let output = run.migrate(&format!("file:{}/../{name}/guest", folder.path("")), &["--keep-running"]);
@@ -92,7 +93,7 @@ fn files_are_reached_where_the_command_line_says_and_nowhere_else() {
 }
 
 #[test]
-fn a_console_is_set_up_read_and_left_as_it_was() {
+fn console_is_set_up_read_and_restored() {
     if !has_kvm() {
         return;
     }
@@ -104,16 +105,16 @@ fn a_console_is_set_up_read_and_left_as_it_was() {
     assert_eq!(terminal.end().code(), Some(0), "{}", terminal.text());
 }
 
-/// Whose a jailed process is.
-const SOMEBODY: u32 = 64_001;
+/// User of a jailed process.
+const JAILED: u32 = 64_001;
 
 #[test]
-fn a_jail_has_nothing_but_what_was_named() {
+fn jail_contains_only_the_named_files() {
     let folder = Folder::new();
     let jail = folder.path("jail");
-    let prison = ["--jail", &jail, "--uid", "64001", "--gid", "64001"];
+    let jailed = ["--jail", &jail, "--uid", "64001", "--gid", "64001"];
     if !rustix::process::geteuid().is_root() {
-        let output = vmferry(&[&["run", "--guest", "process", "--memory", "64M"], &prison[..]].concat());
+        let output = vmferry(&[&["run", "--guest", "process", "--memory", "64M"], &jailed[..]].concat());
         assert!(code(&output) == 1 && errors(&output).contains("only root can make a jail"), "{output:?}");
         return skip(Need::Root, "only the refusal of a jail was tested");
     }
@@ -121,17 +122,17 @@ fn a_jail_has_nothing_but_what_was_named() {
     assert!(code(&root) == 1 && errors(&root).contains("must not be root"), "{root:?}");
     for kind in kinds() {
         let own = Folder::new();
-        chown(own.path(""), Some(SOMEBODY), Some(SOMEBODY)).unwrap();
+        chown(own.path(""), Some(JAILED), Some(JAILED)).unwrap();
         let serial = own.path("serial");
         let mut more = vec!["--workload", WORKLOAD];
-        more.extend(prison);
+        more.extend(jailed);
         if kind == "kvm" {
-            // Root makes nothing in somebody else's folder.
+            // Root creates no file in a folder of another user.
             let args = ["run", "--memory", "64M", "--serial", &serial];
-            let output = vmferry(&[&args[..], &prison[..]].concat());
-            assert!(code(&output) == 1 && errors(&output).contains("must be there"), "{output:?}");
+            let output = vmferry(&[&args[..], &jailed[..]].concat());
+            assert!(code(&output) == 1 && errors(&output).contains("must exist"), "{output:?}");
             std::fs::write(&serial, "").unwrap();
-            chown(&serial, Some(SOMEBODY), Some(SOMEBODY)).unwrap();
+            chown(&serial, Some(JAILED), Some(JAILED)).unwrap();
         }
         if kind == "kvm" {
             more.extend(["--serial", &serial]);
@@ -155,7 +156,7 @@ fn a_jail_has_nothing_but_what_was_named() {
         }
         let told = source.status().unwrap()["vm"]["confinement"].clone();
         assert_eq!(told["jail"]["in_force"], true, "{told}");
-        // From jail to jail: what a migration opens late is there as well.
+        // From jail to jail: files that a migration opens late are in the jail as well.
         let mut more = vec!["--incoming", "tcp:127.0.0.1:0"];
         let other = folder.path("other");
         more.extend(["--jail", &other, "--uid", "64001", "--gid", "64001"]);
@@ -174,9 +175,10 @@ fn a_jail_has_nothing_but_what_was_named() {
     }
 }
 
-/// What whoever starts it has open is not the guest's, and what the guest says on its console is not everybody's.
+/// Descriptors of the parent process are closed, and only its user can read the output of a
+/// console.
 #[test]
-fn descriptors_that_were_inherited_are_closed_and_a_console_is_its_users() {
+fn inherited_descriptors_are_closed_and_console_files_have_mode_0600() {
     let folder = Folder::new();
     let (api, serial) = (folder.path("api"), folder.path("serial"));
     let script = r#"exec 8</etc/hostname 9</etc/passwd; exec "$@""#;

@@ -1,4 +1,5 @@
-//! What the tests share: processes of the command, ended and waited for whatever happens.
+//! Common parts of the tests: processes of the command, which are ended and waited for in every
+//! case.
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
@@ -14,18 +15,19 @@ pub(crate) use vmferry_testkit::{Folder, Need, PATIENCE, say, skip, wait_for};
 pub(crate) const VMFERRY: &str = env!("CARGO_BIN_EXE_vmferry");
 pub(crate) const WORKLOAD: &str = "uniform,ws=16M,data=48M,rate=20k,fill=random";
 
-/// The kinds of guest that run here. The calling test is skipped for KVM where there is none.
+/// Returns the kinds of guests that run on this host. The calling test is skipped for KVM if there
+/// is none.
 pub(crate) fn kinds() -> Vec<&'static str> {
     if has_kvm() { vec!["process", "kvm"] } else { vec!["process"] }
 }
 
-/// Returns whether KVM guests run here. The calling test is skipped if they do not.
+/// Returns whether KVM guests run on this host. The calling test is skipped if they do not.
 pub(crate) fn has_kvm() -> bool {
     let opened = std::fs::File::options().read(true).write(true).open("/dev/kvm");
     opened.map_err(|error| skip(Need::Kvm, format!("/dev/kvm: {error}"))).is_ok()
 }
 
-/// What `vmferry check` reports. It is the same for all tests.
+/// Returns the report of `vmferry check`. It is the same for all tests.
 fn checked() -> &'static Value {
     static CHECKED: OnceLock<Value> = OnceLock::new();
     CHECKED.get_or_init(|| document(&vmferry(&["check", "--json", "-"])))
@@ -62,8 +64,8 @@ pub(crate) fn vmferry(args: &[&str]) -> Output {
 
 /// Starts the command.
 ///
-/// A system call that is on no list ends a `run`, so that no test misses it. A `migrate` bears
-/// silence for longer than a thread stands still on a starved host, unless the test says otherwise.
+/// A forbidden system call ends a `run`, so that no test misses it. A `migrate` tolerates silence
+/// for longer than a thread pauses on a starved host, unless the test says otherwise.
 pub(crate) fn spawn(args: &[&str]) -> Child {
     let of = |command, option| args.first() == Some(&command) && !args.contains(&option);
     let more: &[&str] = if of("run", "--sandbox") {
@@ -83,7 +85,7 @@ pub(crate) fn spawn(args: &[&str]) -> Child {
         .unwrap()
 }
 
-/// Waits for the end of `child`; reads all that it writes.
+/// Waits for the end of `child`, and reads all of its output.
 pub(crate) fn finish(child: Child) -> Output {
     let (pid, (send, ended)) = (Pid::from_child(&child), mpsc::channel());
     std::thread::spawn(move || send.send(child.wait_with_output()));
@@ -106,7 +108,7 @@ pub(crate) fn errors(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// A `vmferry run`, ended and waited for when dropped.
+/// A process `vmferry run`. It is ended and waited for when this value is dropped.
 pub(crate) struct Run {
     pub(crate) child: Child,
     pub(crate) api: String,
@@ -144,7 +146,7 @@ impl Run {
         self.ask("x-vmferry-status", json!({}))
     }
 
-    /// What its control socket answers; `None` if that cannot be reached.
+    /// Returns the answer of the control socket; `None` if the socket cannot be reached.
     fn ask(&self, command: &str, arguments: Value) -> Option<Value> {
         Client::connect(Path::new(&self.api), PATIENCE).ok()?.execute(command, arguments).ok()
     }
@@ -156,7 +158,8 @@ impl Run {
         })
     }
 
-    /// The guest goes on here: it writes more than it had, and finds nothing wrong.
+    /// Checks that the guest continues in this process: its write count rises, and it finds no
+    /// corrupt page.
     pub(crate) fn goes_on(&self) {
         let before = self.wait("statistics", |s| s["vm"]["guest"]["writes"].is_u64());
         let writes = before["vm"]["guest"]["writes"].as_u64();
@@ -165,7 +168,7 @@ impl Run {
         assert_eq!(after["vm"]["place"], "running", "{after}");
     }
 
-    /// All pages of the guest are as it left them.
+    /// Checks that all pages of the guest are intact.
     pub(crate) fn whole(&self) {
         self.ask("x-vmferry-verify-guest", json!({ "request": 77 })).unwrap();
         let status = self.wait("the guest checking itself", |s| s["vm"]["guest"]["verify_done"] == 77);
@@ -178,7 +181,7 @@ impl Run {
         vmferry(&args)
     }
 
-    /// Where its metrics are; and what else it says, which it has to be able to say.
+    /// Returns the address of the metrics, and the rest of standard error, which must stay open.
     pub(crate) fn metrics(&mut self) -> (String, BufReader<ChildStderr>) {
         let mut said = BufReader::new(self.child.stderr.take().unwrap());
         let mut line = String::new();
@@ -189,12 +192,12 @@ impl Run {
         (line.split("http://").nth(1).unwrap().split('/').next().unwrap().to_owned(), said)
     }
 
-    /// Stops the process as it stands (`STOP`), or lets it go on (`CONT`).
+    /// Stops the process (`STOP`) or continues it (`CONT`).
     pub(crate) fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Has it end by its control socket, and waits for that.
+    /// Ends the process with `quit`, and waits for its end.
     pub(crate) fn quit(mut self) {
         assert_eq!(code(&vmferry(&["quit", "--api", &self.api])), 0);
         assert_eq!(wait_for_end(&mut self.child), Some(0));
@@ -206,9 +209,11 @@ impl Run {
     }
 }
 
-/// Ends the process. A failed test reports how the process had ended by then, and what it wrote to standard error.
+/// Ends the process. A failed test reports how the process had ended by then, and its standard
+/// error.
 ///
-/// A process that its confinement ended fails the test, also where the test expects the process to end.
+/// A process that its confinement ended fails the test, even if the test expects the process to
+/// end.
 impl Drop for Run {
     fn drop(&mut self) {
         let ended = self.child.try_wait();

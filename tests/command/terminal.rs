@@ -1,4 +1,4 @@
-//! A terminal for the commands that want one: a pseudo-terminal, and what was written to it.
+//! A pseudo-terminal for commands that need a terminal, and a record of its output.
 
 use crate::support::{VMFERRY, wait_for};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-/// A command on a terminal of its own; ended when dropped.
+/// A command on its own terminal. It is ended when this value is dropped.
 pub(crate) struct Terminal {
     child: Child,
     master: Option<File>,
@@ -28,14 +28,16 @@ impl Terminal {
         })
     }
 
-    /// As a shell starts it: the terminal is its controlling one, and it is in the foreground.
+    /// Starts the command as a shell does: with the terminal as its controlling terminal, and in
+    /// the foreground.
     pub(crate) fn foreground(args: &[&str]) -> Self {
         Self::run(80, args, &[], |command| {
             let lead = || {
                 rustix::process::setsid()?;
                 Ok(rustix::process::ioctl_tiocsctty(std::io::stdin())?)
             };
-            // SAFETY: two system calls, between fork and exec; nothing is allocated and no lock is taken.
+            // SAFETY: the closure makes two system calls between fork and exec, allocates nothing
+            // and takes no lock.
             unsafe { command.pre_exec(lead) };
         })
     }
@@ -75,7 +77,7 @@ impl Terminal {
                 if poll(&mut [PollFd::new(&reader, PollFlags::IN)], Some(&tick)).unwrap() == 0 {
                     continue;
                 }
-                // Fails when the other end is closed.
+                // The read fails when the other end is closed.
                 let Ok(read @ 1..) = reader.read(&mut piece) else { return };
                 to.lock().unwrap().extend_from_slice(&piece[..read]);
             }
@@ -83,7 +85,7 @@ impl Terminal {
         Self { child, master: Some(master), written, gone, reading: Some(reading) }
     }
 
-    /// As a window that is closed, or a connection that is lost: nobody has the other end any more.
+    /// Closes the other end of the terminal, as a closed window or a lost connection does.
     pub(crate) fn hang_up(&mut self) {
         self.gone.store(true, Ordering::Release);
         self.reading.take().unwrap().join().unwrap();

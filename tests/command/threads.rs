@@ -1,4 +1,4 @@
-//! What confines each thread of a process, as the kernel says it (proc(5), `status`).
+//! Confinement of each thread of a process, as the kernel reports it (proc(5), `status`).
 
 use crate::support::{Need, Run, can, wait_for};
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ impl Thread {
 
 pub(crate) fn threads(run: &Run) -> Vec<Thread> {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", run.child.id())).unwrap();
-    // Threads come and go.
+    // Threads may start and end meanwhile.
     let texts = tasks.filter_map(|task| std::fs::read_to_string(task.ok()?.path().join("status")).ok());
     texts
         .map(|text| {
@@ -28,7 +28,8 @@ pub(crate) fn threads(run: &Run) -> Vec<Thread> {
         .collect()
 }
 
-/// What was in force on this process before: a container may have filters of its own.
+/// Returns the number of filters on this process before the test: a container may have installed
+/// some.
 pub(crate) fn filters_around() -> u64 {
     let text = std::fs::read_to_string("/proc/self/status").unwrap();
     text.lines()
@@ -36,9 +37,10 @@ pub(crate) fn filters_around() -> u64 {
         .map_or(0, |n| n.trim().parse().unwrap())
 }
 
-/// Two filters hold for the process, and at least one more for each thread; returns their names.
+/// Checks that each thread has the two process-wide filters and at least one more. Returns the
+/// names of the threads.
 pub(crate) fn confined(run: &Run, what: &str) -> Vec<String> {
-    // One that has just begun confines itself next.
+    // A thread that has just started installs its filters next.
     wait_for(&format!("the confinement of all threads {what}"), || {
         let threads = threads(run);
         let open = |thread: &&Thread| {
@@ -55,7 +57,7 @@ pub(crate) fn confined(run: &Run, what: &str) -> Vec<String> {
     })
 }
 
-/// Returns whether this host confines at all. The calling test is skipped if it does not.
+/// Returns whether this host supports confinement. The calling test is skipped if it does not.
 pub(crate) fn can_confine() -> bool {
     can(Need::Kernel, "seccomp")
 }

@@ -1,4 +1,4 @@
-//! What else the command does: wrong usage, pausing, measuring.
+//! Further functions of the command: wrong usage, pausing, measuring.
 
 use crate::support::{
     Folder, Run, beside, can_track, code, document, errors, has_kvm, kinds, vmferry, wait_for,
@@ -6,7 +6,7 @@ use crate::support::{
 use serde_json::Value;
 
 #[test]
-fn wrong_usage_is_told_before_anything_begins() {
+fn wrong_usage_is_refused_before_the_start() {
     for args in [
         &["migrate"][..],
         &["run", "--memory", "lots"],
@@ -38,12 +38,12 @@ fn wrong_usage_is_told_before_anything_begins() {
 }
 
 #[test]
-fn a_guest_is_paused_resumed_and_asked_about() {
+fn guest_is_paused_and_resumed() {
     let folder = Folder::new();
     let source = Run::source("process", &folder);
     assert_eq!(code(&vmferry(&["pause", "--api", &source.api])), 0);
     let still = source.wait("the pause", |s| s["vm"]["place"] == "paused");
-    // Two processes later, a guest that runs would have written.
+    // A guest that runs would have written during the start of two processes.
     let later = document(&vmferry(&["status", "--api", &source.api]));
     assert_eq!(later["vm"]["guest"]["writes"], still["vm"]["guest"]["writes"]);
     for (uri, option) in [("file:/tmp/of-no-use", "--mode=precopy"), ("tcp:127.0.0.1:1", "--mode=auto")] {
@@ -60,18 +60,19 @@ fn a_guest_is_paused_resumed_and_asked_about() {
 }
 
 #[test]
-fn the_dirty_rate_falls_with_the_window_and_the_guest_goes_on() {
+fn dirty_rate_falls_with_the_window_and_the_guest_continues() {
     if !can_track() {
         return;
     }
     beside(kinds(), |kind| {
         let folder = Folder::new();
-        // So small a working set that a second is enough to write all of it, also on a host that lets the guest run for a tenth of it.
+        // The working set is so small that a second is enough to write all of it, also on a host
+        // that runs the guest for a tenth of the time.
         let workload = "uniform,ws=1M,data=48M,rate=20k,fill=random";
         let source = Run::start(kind, &folder, "source", &["--workload", workload]);
         source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(100));
-        // A guest that a starved host lets run only after the first window has a rate that rises.
-        // The guest is measured until it has run in that window.
+        // If a starved host runs the guest only after the first window, the rate rises. The
+        // measurement is repeated until the guest has run in that window.
         let result = wait_for("a guest that runs when its rate is measured", || {
             let rate = ["dirty-rate", "--api", &source.api, "--windows", "50ms,200ms,1s", "--json", "-"];
             let output = vmferry(&rate);
@@ -84,10 +85,12 @@ fn the_dirty_rate_falls_with_the_window_and_the_guest_goes_on() {
         for (shorter, longer) in windows.iter().zip(&windows[1..]) {
             assert!(shorter["pages"].as_u64() <= longer["pages"].as_u64(), "{result}");
         }
-        // Of the ends alone: a busy host lets the guest hardly run within a short window, but not in all of them.
+        // Only the first and last windows are compared: a busy host may hardly run the guest within
+        // one short window.
         let rate = |window: &Value| window["bytes_per_s"].as_f64().unwrap();
         assert!(rate(&windows[2]) < rate(&windows[0]).max(rate(&windows[1])), "{result}");
-        // Within a second 20,000 writes reach all of the 256 pages, and reads and counters some more.
+        // Within a second, 20,000 writes reach all of the 256 pages, besides some pages with reads
+        // and counters.
         let pages = windows[2]["pages"].as_u64().unwrap();
         assert!((128..=48 << 8).contains(&pages), "{result}");
         source.goes_on();
@@ -103,7 +106,7 @@ fn the_dirty_rate_falls_with_the_window_and_the_guest_goes_on() {
 }
 
 #[test]
-fn more_memory_than_kvm_takes_is_refused_with_what_to_do() {
+fn more_memory_than_kvm_supports_is_refused_with_advice() {
     if !has_kvm() {
         return;
     }
@@ -116,7 +119,7 @@ fn more_memory_than_kvm_takes_is_refused_with_what_to_do() {
 }
 
 #[test]
-fn the_help_explains_values_by_what_they_do() {
+fn help_does_not_explain_on_and_off_values() {
     for command in ["run", "migrate", "demo"] {
         let help = String::from_utf8_lossy(&vmferry(&[command, "--help"]).stdout).into_owned();
         for line in help.lines() {

@@ -1,4 +1,5 @@
-//! Watching guests and their migrations: on a terminal, from Prometheus, afterwards as a page.
+//! Observation of guests and their migrations: on a terminal, with Prometheus, and as a page of
+//! results.
 
 use crate::postcopy::slowly;
 use crate::support::{
@@ -19,8 +20,8 @@ fn results_become_a_page_and_other_files_are_refused() {
         let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
         let moved = source.migrate(
             &uri,
-            // Four seconds, in which the command sees more than three changes also on a starved
-            // host.
+            // The migration takes four seconds, so that the command sees more than three changes
+            // also on a starved host.
             &["--json", &json, "--events", &events, "--max-bandwidth", "12M/s", "--downtime-limit", "2s"],
         );
         assert_eq!(code(&moved), 0, "{moved:?}");
@@ -67,7 +68,7 @@ fn results_become_a_page_and_other_files_are_refused() {
     assert!(errors(&refused).contains("10000 files are more than"), "{refused:?}");
 }
 
-/// The members that a migration's document has for scripts.
+/// Members of a migration's document on which scripts may rely.
 const CONTRACT: [&str; 22] = [
     "state",
     "outcome",
@@ -93,7 +94,7 @@ const CONTRACT: [&str; 22] = [
     "progress",
 ];
 
-/// The members of members.
+/// Members of these members.
 const PARTS: [(&str, &[&str]); 4] = [
     (
         "downtime",
@@ -123,11 +124,11 @@ fn status_and_events_have_every_member_of_the_contract_while_a_migration_runs() 
     let source = Run::source("process", &folder);
     source.wait("its speed", |s| s["vm"]["guest"]["writes_per_s"].as_f64() > Some(0.0));
     let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
-    // 48 MiB at this rate take longer than the test waits for anything.
+    // At this rate, 48 MiB take longer than any wait of the test.
     let slow = ["--max-bandwidth", "500k/s", "--events", &events];
     let args = ["migrate", "--api", &source.api, &uri];
     let migration = spawn(&[&args[..], &slow].concat());
-    // The account lags behind the progress by up to 20 ms.
+    // The report lags behind the progress by up to 20 ms.
     let moving =
         |s: &Value| s["state"] == "precopy" && s["passes"].as_array().is_some_and(|all| !all.is_empty());
     let status = source.wait("the first pages sent", moving);
@@ -160,7 +161,7 @@ fn status_and_events_have_every_member_of_the_contract_while_a_migration_runs() 
     source.goes_on();
 }
 
-/// The metrics at an address.
+/// Returns the metrics at an address.
 fn scrape(address: &str) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -173,7 +174,7 @@ fn scrape(address: &str) -> String {
 }
 
 #[test]
-fn prometheus_is_told_of_the_guest_and_its_migration() {
+fn metrics_describe_the_guest_and_its_migration() {
     let folder = Folder::new();
     let more = ["--workload", crate::support::WORKLOAD, "--metrics", "127.0.0.1:0"];
     let mut source = Run::start("process", &folder, "source", &more);
@@ -189,10 +190,10 @@ fn prometheus_is_told_of_the_guest_and_its_migration() {
         assert!(text.contains(part), "{part} is not in {text}");
     }
     assert!(!text.contains("vmferry_migration_state"), "{text}");
-    // Nobody listens there.
+    // No process listens at this address.
     let failed = source.migrate("tcp:127.0.0.1:1", &[]);
     assert_eq!(code(&failed), 1);
-    // Why is said, and once.
+    // The cause is printed once.
     let said = String::from_utf8_lossy(&failed.stdout).into_owned() + &errors(&failed);
     assert_eq!(said.matches("refused").count(), 1, "{said}");
     let text = scrape(&address);
@@ -204,7 +205,7 @@ fn prometheus_is_told_of_the_guest_and_its_migration() {
 }
 
 #[test]
-fn a_migration_is_shown_on_a_terminal() {
+fn migration_is_shown_on_a_terminal() {
     if !can_track() {
         return;
     }
@@ -231,18 +232,18 @@ fn a_migration_is_shown_on_a_terminal() {
 }
 
 #[test]
-fn top_shows_guests_survives_their_end_and_leaves_the_terminal_as_it_was() {
+fn top_shows_guests_survives_their_end_and_restores_the_terminal() {
     let folder = Folder::new();
     let mut source = Run::source("process", &folder);
     let hangs = folder.path("hangs");
-    // It takes connections and never answers.
+    // This listener accepts connections and never answers.
     let _listener = UnixListener::bind(&hangs).unwrap();
     let nowhere = folder.path("nowhere");
     let api = source.api.clone();
     let args = ["top", "--api", &api, &hangs, &nowhere];
     let mut terminal = Terminal::start(120, &args, &[]);
     terminal.wait_for("\u{1b}[?1049h");
-    // Single words: what has not changed on the screen is not written again, blanks least of all.
+    // Single words: unchanged cells of the screen, blanks in particular, are not written again.
     for part in ["vmferry", "running", "migration", "cannot"] {
         terminal.wait_for(part);
     }
@@ -260,7 +261,8 @@ fn top_shows_guests_survives_their_end_and_leaves_the_terminal_as_it_was() {
     rustix::process::kill_process(other.pid(), rustix::process::Signal::TERM).unwrap();
     other.end();
     other.wait_for("\u{1b}[?1049l");
-    // A terminal that is gone, on which it is told so (as its session's leader) and on which it is not.
+    // A terminal that is gone: one that sends SIGHUP, because the command is the leader of its
+    // session, and one that does not.
     for started in [Terminal::foreground(&args), Terminal::start(80, &args, &[])] {
         let mut closed = started;
         closed.wait_for("vmferry");

@@ -1,13 +1,13 @@
-//! The pages tell the truth: what they show is run, options that they name exist, links lead somewhere.
+//! Tests of the documentation: commands in pages run, named options exist, and links have targets.
 //!
-//! A block's info string says what it is:
+//! The info string of a block says how it is tested:
 //!
-//! | info | what it is | what is done with it |
+//! | info | content | test |
 //! |---|---|---|
-//! | `sh` | commands | run in an empty folder; a line that begins with `vmferry run` keeps a shell of its own |
-//! | `sh norun: WHY` | commands that need what a test has not | options are looked up, and WHY is printed |
-//! | `usage` | shapes of commands | options are looked up |
-//! | anything else | not for a shell | must not begin a line with `vmferry` or `cargo` |
+//! | `sh` | commands | run in an empty folder; a line that begins with `vmferry run` has its own shell |
+//! | `sh norun: WHY` | commands that need what a test does not have | options are looked up, and WHY is printed |
+//! | `usage` | forms of commands | options are looked up |
+//! | other | no commands | must not begin a line with `vmferry` or `cargo` |
 
 mod page;
 mod script;
@@ -43,7 +43,7 @@ fn blocks(pages: &[Page]) -> impl Iterator<Item = (&Page, &Block)> {
 #[test]
 fn every_block_of_commands_says_whether_it_can_be_run() {
     for (page, block) in blocks(&pages()) {
-        // Not the crate `vmferry` in a Cargo.toml.
+        // Skip the crate `vmferry` in a Cargo.toml.
         let is_command = |line: &str| line.starts_with("vmferry ") && !line.starts_with("vmferry = ");
         let commands = block.commands().any(|line| is_command(&line) || line.starts_with("cargo "));
         let marked = block.kind != Kind::Other;
@@ -52,7 +52,7 @@ fn every_block_of_commands_says_whether_it_can_be_run() {
 }
 
 #[test]
-fn blocks_of_commands_run_as_they_stand() {
+fn blocks_of_commands_run_unchanged() {
     let kvm =
         std::fs::File::options().read(true).write(true).open("/dev/kvm").map_err(|error| error.to_string());
     let mut ran = 0;
@@ -74,9 +74,9 @@ fn blocks_of_commands_run_as_they_stand() {
     assert!(ran > 0, "no block was run at all");
 }
 
-/// A threat is met where its page says, by tests that are there.
+/// The files and tests that the threat model names exist.
 #[test]
-fn what_the_threat_model_names_exists() {
+fn files_and_tests_of_the_threat_model_exist() {
     let (text, mut file, mut found) = (std::fs::read_to_string(root().join("SECURITY.md")).unwrap(), None, 0);
     for (number, line) in (1..).zip(text.lines()) {
         for name in line.split('`').skip(1).step_by(2) {
@@ -100,7 +100,7 @@ fn what_the_threat_model_names_exists() {
     assert!(found > 20, "{found} tests are named");
 }
 
-/// The options of each command, from its help.
+/// Returns the help of each command, which contains its options.
 fn options() -> BTreeMap<String, String> {
     let help = |args: &[&str]| {
         let out = Command::new(env!("CARGO_BIN_EXE_vmferry")).args(args).output().unwrap();
@@ -115,7 +115,7 @@ fn options() -> BTreeMap<String, String> {
 }
 
 #[test]
-fn commands_and_options_that_are_shown_exist() {
+fn commands_and_options_in_pages_exist() {
     let known = options();
     assert!(known.contains_key("migrate"), "{:?}", known.keys());
     let mut looked = 0;
@@ -123,7 +123,7 @@ fn commands_and_options_that_are_shown_exist() {
         for line in block.commands() {
             let words = page::words(&line);
             if words.windows(2).any(|pair| pair == ["-p", "vmferry"]) {
-                // The crate, and not the command.
+                // Skip the crate of the same name.
                 continue;
             }
             let mut rest = words.iter().map(String::as_str).skip_while(|word| *word != "vmferry").skip(1);
@@ -142,7 +142,7 @@ fn commands_and_options_that_are_shown_exist() {
 }
 
 #[test]
-fn links_lead_somewhere() {
+fn links_have_existing_targets() {
     let root = root();
     for page in pages() {
         let folder = root.join(&page.name).parent().unwrap().to_owned();
@@ -155,7 +155,7 @@ fn links_lead_somewhere() {
 }
 
 #[test]
-fn the_book_has_every_page() {
+fn book_contains_every_page() {
     let summary = Page::read(&root(), &root().join("docs/SUMMARY.md"));
     let listed: Vec<_> = summary.links().collect();
     for page in pages() {

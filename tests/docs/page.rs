@@ -1,9 +1,9 @@
-//! What of a page matters here: its blocks and its links.
+//! Blocks and links of a page.
 
 use std::path::Path;
 
 pub(crate) struct Page {
-    /// From the root of the tree.
+    /// Path from the root of the repository.
     pub(crate) name: String,
     text: String,
     pub(crate) blocks: Vec<Block>,
@@ -38,20 +38,20 @@ pub(crate) struct Block {
 }
 
 impl Block {
-    /// Its lines without comments, with those put together that go on.
+    /// Returns the lines without comments. Continued lines are joined.
     pub(crate) fn commands(&self) -> impl Iterator<Item = String> {
         let whole = self.text.replace("\\\n", " ");
         let lines: Vec<_> = whole.lines().map(|line| uncomment(line).trim().to_owned()).collect();
         lines.into_iter().filter(|line| !line.is_empty())
     }
 
-    /// A guest is of KVM unless something else is said.
+    /// Returns whether a block runs a KVM guest, which is the default kind.
     pub(crate) fn needs_kvm(&self) -> bool {
         self.commands().any(|line| line.starts_with("vmferry run ") && !line.contains("--guest process"))
     }
 }
 
-/// A comment begins at a `#` that stands alone or at the start of a word, outside quotes.
+/// Removes a comment. It begins at a `#` outside of quotes that is the first character of a word.
 fn uncomment(line: &str) -> &str {
     let (mut quote, mut before) = (None, ' ');
     for (at, c) in line.char_indices() {
@@ -66,7 +66,7 @@ fn uncomment(line: &str) -> &str {
     line
 }
 
-/// Split at blanks, as far as finding options needs it: quoted text is one word.
+/// Splits a line at blanks. Quoted text is one word.
 pub(crate) fn words(line: &str) -> Vec<String> {
     let (mut words, mut quote) = (vec![String::new()], None);
     for c in line.chars() {
@@ -89,7 +89,7 @@ impl Page {
         Self { name, text, blocks }
     }
 
-    /// Targets of `[text](target)` outside blocks.
+    /// Returns the targets of `[text](target)` outside of blocks.
     pub(crate) fn links(&self) -> impl Iterator<Item = String> {
         let mut inside = false;
         let prose: Vec<_> = self

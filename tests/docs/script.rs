@@ -1,4 +1,5 @@
-//! Runs a block as its reader would: guests in shells of their own, everything else in one more.
+//! Runs a block as its reader would: guests in their own shells, and the other commands in one
+//! shell.
 
 use crate::page::{Block, words};
 use std::fs::File;
@@ -27,7 +28,7 @@ impl Guest {
             let ended = guest.child.try_wait().unwrap();
             let said = read(&guest.log);
             assert!(ended.is_none(), "{place}: `{line}` ended: {ended:?}: {said}");
-            // A guest that is taken out of a file is not announced.
+            // A guest that is restored from a file prints no message.
             let is_up = ["the guest runs", "waiting for a guest at"];
             let up = line.contains("file:") || is_up.iter().any(|words| said.contains(words));
             if up && guest.socket.exists() { Ok(()) } else { Err(said) }
@@ -73,7 +74,7 @@ fn read(path: &Path) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
 }
 
-/// A port that nobody has; pages say 7000, which somebody might.
+/// Returns a free port. Pages use port 7000, which another process may use.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -84,7 +85,7 @@ pub(crate) fn run(place: &str, block: &Block) {
     std::fs::create_dir_all(&folder).unwrap();
     let folder = Folder(folder);
     let port = format!("127.0.0.1:{}", free_port());
-    // Dropped before the folder is.
+    // Guests are dropped before the folder.
     let mut guests = Vec::new();
     for (number, part) in parts(block).into_iter().enumerate() {
         match part.replace("127.0.0.1:7000", &port) {
@@ -96,7 +97,7 @@ pub(crate) fn run(place: &str, block: &Block) {
     }
 }
 
-/// The lines that keep a shell, each for itself; what lies between them goes into one shell together.
+/// Splits a block into lines that need their own shell, and the scripts between them.
 fn parts(block: &Block) -> Vec<String> {
     let mut parts: Vec<String> = Vec::new();
     for line in block.commands() {
@@ -113,7 +114,7 @@ fn parts(block: &Block) -> Vec<String> {
 
 fn foreground(place: &str, folder: &Path, number: usize, script: &str, guests: &[Guest]) {
     let log = folder.join(format!("part-{number}.log"));
-    // Says which line it was.
+    // The error output names the failed line.
     let mut child = shell(folder, &format!("set -x\n{script}"), &log);
     let status =
         wait_for(&format!("{place}: its end"), || child.try_wait().unwrap().ok_or_else(|| read(&log)));

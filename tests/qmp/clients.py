@@ -1,8 +1,8 @@
-"""Drives `vmferry run --api` with qemu.qmp and qmp-shell, as operators' tools do.
+"""Tests `vmferry run --api` with qemu.qmp and qmp-shell, as operators' tools use it.
 
     clients.py VMFERRY KIND...
 
-Ends with status 0 if all that it looks at is as it should be, and says on standard output what it looked at.
+Ends with status 0 if all tests pass, and prints the tests on standard output.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ import time
 
 from qemu.qmp import EventListener, ExecuteError, QMPClient
 
-# Longer than anything here takes on a busy host.
+# Longer than any step of a test takes on a busy host.
 PATIENCE = 180
 WORKLOAD = "uniform,ws=16M,data=48M,rate=20k,fill=random"
 MEMORY = 96 << 20
 PAGE = 4096
 
 
-# Members that the protocol's reference has and does not call optional: clients that are made from its schema refuse an answer
-# which lacks one.
+# Members that QMP's reference does not call optional. Clients that are generated from its schema
+# refuse an answer that lacks one.
 MEMBERS = {
     "query-status": {"running": bool, "status": str},
     "query-kvm": {"enabled": bool, "present": bool},
@@ -47,14 +47,14 @@ MEMBERS = {
 
 
 def whole(kind, answer):
-    """The answer, which has all that belongs to it."""
+    """Checks that the answer has all members, and returns the answer."""
     for name, its_type in MEMBERS[kind].items():
         assert type(answer.get(name)) is its_type, f"{name} of {kind}: {answer}"
     return answer
 
 
 class Guest:
-    """A `vmferry run`, ended and waited for."""
+    """A `vmferry run`, which is ended and waited for."""
 
     def __init__(self, vmferry, folder, name, kind, *more):
         self.api = os.path.join(folder, name)
@@ -69,7 +69,7 @@ class Guest:
             try:
                 await client.connect(self.api)
                 return client
-            except Exception as error:  # Whatever the library wraps it in.
+            except Exception as error:  # The library wraps errors in various types.
                 if time.monotonic() > until or self.process.poll() is not None:
                     raise AssertionError(f"{self.api}: {error}; {self.said()}") from error
                 await asyncio.sleep(0.05)
@@ -86,7 +86,7 @@ class Guest:
         return self.process.returncode
 
     async def close(self):
-        """The end of a process with a VM can take seconds, in which the other tests must go on."""
+        """Ends the process without blocking the event loop: a process with a VM can take seconds to end."""
         if self.process.poll() is None:
             self.process.kill()
         await asyncio.to_thread(self.process.wait)
@@ -94,7 +94,7 @@ class Guest:
 
 
 class Watcher:
-    """All events that a client is told, with what they say."""
+    """Records all events that a client gets."""
 
     def __init__(self, client, names=None):
         self.client = client
@@ -103,7 +103,7 @@ class Watcher:
         self.seen = []
 
     async def wait(self, name, **data):
-        """Waits for an event and gives it; what came before is kept in `seen`."""
+        """Waits for an event and returns it; earlier events are kept in `seen`."""
 
         def fits(event):
             return event["event"] == name and all(event.get("data", {}).get(k) == v for k, v in data.items())
@@ -114,7 +114,7 @@ class Watcher:
                 self.seen.append(event)
                 if fits(event):
                     return event
-                # Nothing comes after the end of a migration.
+                # After the end of a migration, no event follows.
                 if event["event"] == "MIGRATION" and event["data"]["status"] == "failed":
                     info = await self.client.execute("query-migrate")
                     raise AssertionError(f"{name} {data} is awaited, and the migration failed: {info}")
@@ -132,7 +132,7 @@ class Watcher:
 
 
 async def until(what, look, within=PATIENCE):
-    """Waits until `look` gives something."""
+    """Waits until `look` returns a value."""
     end = time.monotonic() + within
     while True:
         found = await look()
@@ -143,7 +143,7 @@ async def until(what, look, within=PATIENCE):
 
 
 async def refused(client, command, words, arguments=None, error_class="GenericError"):
-    """The command fails with this class, and says these words."""
+    """Checks that the command fails with this class and these words."""
     try:
         answer = await client.execute(command, arguments)
     except ExecuteError as error:
@@ -154,7 +154,7 @@ async def refused(client, command, words, arguments=None, error_class="GenericEr
 
 
 async def leave(client):
-    """However its other side ended."""
+    """Disconnects, whether or not the server still runs."""
     with contextlib.suppress(Exception):
         await client.disconnect()
 
@@ -198,7 +198,7 @@ async def set_capabilities(client, **states):
 
 
 async def queries(client, kind):
-    """What can be asked of a guest that runs."""
+    """Tests queries about a running guest."""
     version = await client.execute("query-version")
     assert version["package"].startswith("vmferry-") and set(version["qemu"]) == {"major", "minor", "micro"}
     names = {command["name"] for command in await client.execute("query-commands")}
@@ -233,7 +233,7 @@ async def queries(client, kind):
 
 
 async def settings(client):
-    """Capabilities and parameters."""
+    """Tests capabilities and parameters."""
     before = {c["capability"]: c["state"] for c in await client.execute("query-migrate-capabilities")}
     assert before["multifd"] is False and before["return-path"] is True, before
     await set_capabilities(client, multifd=True)
@@ -254,7 +254,7 @@ async def settings(client):
 
 
 async def stop_and_cont(client):
-    """Everybody is told, once."""
+    """Tests that each client gets each event once."""
     other = Watcher(client, ["STOP", "RESUME"])
     await client.execute("stop")
     event = await other.wait("STOP")
@@ -282,7 +282,7 @@ async def dirty_rate(client):
 
     info = await until("the dirty rate", measured)
     whole("query-dirty-rate", info)
-    # 20 k writes a second into 16 MiB dirty 29 MiB a second, and some on a busy host.
+    # 20,000 writes per second into 16 MiB dirty 29 MiB per second; a busy host slows the guest.
     assert 1 <= info["dirty-rate"] <= 100 and info["calc-time"] == 4000 and info["mode"] == "dirty-bitmap", info
 
 
@@ -306,14 +306,15 @@ async def balloon(client, kind):
     await refused(client, "qom-set", "seconds", {**interval, "value": -1})
     await refused(client, "qom-get", "not found", {**stats, "property": "colour"})
     await refused(client, "qom-get", "not found", {**stats, "path": "/machine/nothing"}, "DeviceNotFound")
-    # The measuring guest has no driver unless it is told to; where it has, everybody is told.
+    # The measuring guest has a balloon driver only with some workloads. With a driver, all clients
+    # get the event.
     if (await client.execute("x-vmferry-status"))["vm"]["balloon"]["driver"]:
         await watcher.wait("BALLOON_CHANGE")
     client.remove_listener(watcher.listener)
 
 
 async def a_migration(vmferry, folder, kind):
-    """Set up, moved with events, and what both sides say of it."""
+    """Tests the setup, the events and the reports of a migration at source and target."""
     async with contextlib.AsyncExitStack() as stack:
         source, client = await source_of(vmferry, folder, kind, stack)
         await queries(client, kind)
@@ -328,7 +329,8 @@ async def a_migration(vmferry, folder, kind):
         arriving = Watcher(there)
         for each in (client, there):
             await set_capabilities(each, events=True)
-        # Six seconds at least, and then the 16 MB that the guest writes fit the limit.
+        # The migration takes at least six seconds, and then the 16 MB that the guest writes fit the
+        # limit.
         slow = {"max-bandwidth": 8_000_000, "downtime-limit": 4000}
         await client.execute("migrate-set-parameters", slow)
         await client.execute("migrate", {"uri": uri})
@@ -365,8 +367,8 @@ async def a_migration(vmferry, folder, kind):
         assert (await there.execute("query-migrate"))["status"] == "completed"
         assert await there.execute("query-status") == {"running": True, "status": "running"}
         await refused(client, "cont", "moved to its target")
-        # It stays until it is told to go. A source that nobody watches ends by itself after a second. On a busy host a defect may go
-        # unseen here.
+        # The source stays until `quit`, because a QMP client started the migration. Otherwise it
+        # would end after a second. On a busy host this check may miss a defect.
         await asyncio.sleep(1.5)
         goodbye = Watcher(second, ["SHUTDOWN"])
         await client.execute("quit")
@@ -392,7 +394,7 @@ async def called_off(vmferry, folder, kind):
         assert (await client.execute("query-migrate"))["status"] == "cancelled"
         assert await client.execute("query-status") == {"running": True, "status": "running"}
         await target.ended()
-        # Nobody there.
+        # No process listens at this address.
         await client.execute("migrate", {"uri": "unix:/nonexistent/x"})
         await watcher.wait("MIGRATION", status="failed")
         info = await client.execute("query-migrate")
@@ -403,8 +405,9 @@ async def called_off(vmferry, folder, kind):
 class Forwarder:
     """Forwards connections to a target, and slows what the source sends.
 
-    It runs in the event loop of the clients: while these get no processor time, no byte of the guest
-    moves either. A postcopy over it cannot end before the clients have looked at it.
+    The forwarder runs in the event loop of the clients: while they get no processor time, no byte of
+    the guest moves. Therefore a postcopy through the forwarder cannot end before the clients have
+    seen it.
     """
 
     CHUNK = 16 << 10
@@ -455,14 +458,16 @@ async def by_postcopy(vmferry, folder, kind):
             await set_capabilities(each, events=True, postcopy_ram=True, postcopy_blocktime=True)
         watcher, arriving = Watcher(client), Watcher(there)
         way = await stack.enter_async_context(Forwarder(uri))
-        # So slow that precopy does not end by itself: the guest writes all of its 16 MB in a pass.
+        # The limit is so low that precopy does not converge: the guest writes all of its 16 MB in a
+        # pass.
         rates = {"max-bandwidth": 8_000_000, "max-postcopy-bandwidth": 8_000_000}
         await client.execute("migrate-set-parameters", rates)
         await client.execute("migrate", {"uri": way.uri})
         await watcher.wait("MIGRATION_PASS", **{"pass": 1})
         await client.execute("migrate-start-postcopy")
         await watcher.wait("MIGRATION", status="postcopy-active")
-        # At most 50 chunks a second on each channel: 16 MB take five seconds, also if the guest asks for all of them.
+        # With at most 50 chunks per second on each channel, 16 MB take five seconds, even if the
+        # guest requests all pages.
         way.delay = 0.02
         await arriving.wait("RESUME")
         info = await client.execute("query-migrate")
@@ -471,7 +476,7 @@ async def by_postcopy(vmferry, folder, kind):
         assert await client.execute("query-status") == {"running": False, "status": "postmigrate"}
         assert (await there.execute("query-status"))["running"] is True
         await refused(client, "migrate_cancel", "too late")
-        # The link is cut, and taken up again, both by the operator; out of band, as tools do.
+        # The operator cuts the link and takes it up again, with out-of-band commands as tools do.
         await client.execute_msg(client.make_execute_msg("migrate-pause", oob=True))
         await watcher.wait("MIGRATION", status="postcopy-paused")
         assert (await client.execute("query-migrate"))["status"] == "postcopy-paused"
@@ -492,7 +497,7 @@ async def by_postcopy(vmferry, folder, kind):
 
 
 async def vcpu_limits(vmferry, folder, kind):
-    """A vCPU that may dirty only so much; the other may do what it likes."""
+    """Tests that one vCPU keeps its limit while the other is unlimited."""
     if kind == "process" or not await has_rings(vmferry):
         print(f"qemu.qmp: vcpu_limits, {kind} guest: there are no dirty rings: only that it is refused")
         async with contextlib.AsyncExitStack() as stack:
@@ -505,7 +510,7 @@ async def vcpu_limits(vmferry, folder, kind):
         assert len(await client.execute("query-cpus-fast")) == 2
         await refused(client, "set-vcpu-dirty-limit", "no vCPU 2", {"cpu-index": 2, "dirty-rate": 5})
         await refused(client, "set-vcpu-dirty-limit", "at least 1", {"dirty-rate": 0})
-        # More than it can reach shows what it does unlimited.
+        # A limit above the reachable rate reports the unlimited rate.
         await client.execute("set-vcpu-dirty-limit", {"dirty-rate": 4000})
 
         async def rates(at_least):
@@ -550,7 +555,7 @@ async def many_clients(vmferry, folder, kind):
 
 
 async def by_shell(vmferry, folder, kind):
-    """qmp-shell, as a person types."""
+    """Tests qmp-shell with typed commands."""
     async with contextlib.AsyncExitStack() as stack:
         guest, client = await source_of(vmferry, folder, kind, stack)
         lines = "query-status\nmigrate uri=http://x\nstop\nmigrate-set-parameters downtime-limit=77\nnothing\n"
@@ -589,7 +594,7 @@ async def one(vmferry, kind, test):
 
 
 async def main():
-    """All at once: the tests wait most of the time."""
+    """Runs all tests at once: they wait most of the time."""
     vmferry, *kinds = sys.argv[1:]
     await asyncio.gather(*(one(vmferry, kind, test) for kind in kinds for test in TESTS))
 

@@ -1,4 +1,5 @@
-//! A collector of traces, as far as the protocol needs one: HTTP on loopback, and bodies read by its published definition.
+//! A minimal collector of traces: HTTP on loopback, and bodies parsed with the published protocol
+//! definition.
 
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value};
@@ -12,7 +13,7 @@ use std::time::Instant;
 
 use crate::support::PATIENCE;
 
-/// A span, and who sent it.
+/// A received span with the attributes of its resource.
 #[derive(Debug, Clone)]
 pub(crate) struct Received {
     pub(crate) span: Span,
@@ -21,7 +22,7 @@ pub(crate) struct Received {
 }
 
 impl Received {
-    /// An attribute that is a number, and no text.
+    /// Returns a numeric attribute.
     pub(crate) fn number(&self, name: &str) -> Option<i64> {
         let value = self.span.attributes.iter().find(|pair| pair.key == name)?.value.clone()?.value?;
         match value {
@@ -38,7 +39,7 @@ impl Received {
 #[derive(Default)]
 struct Heard {
     spans: Vec<Received>,
-    /// Requests that came whole, answered or not.
+    /// Number of complete requests, answered or not.
     requests: usize,
     answered: usize,
 }
@@ -55,7 +56,7 @@ pub(crate) struct Collector {
 }
 
 impl Collector {
-    /// One that answers each request with this status, or never.
+    /// Starts a collector that answers each request with `status`, or never.
     pub(crate) fn start(status: Option<&'static str>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -71,11 +72,11 @@ impl Collector {
     }
 
     pub(crate) fn endpoint(&self) -> String {
-        // By a name: it has to be looked up by a confined thread.
+        // The endpoint has a host name, so that a confined thread must resolve it.
         format!("http://localhost:{}", self.port)
     }
 
-    /// What has come once `done` says that it is enough.
+    /// Waits until `done` holds for the received spans, and returns them.
     pub(crate) fn wait(&self, what: &str, done: impl Fn(&[Received]) -> bool) -> Vec<Received> {
         self.until(what, |heard| done(&heard.spans));
         self.inner.heard.lock().unwrap().spans.clone()
@@ -101,7 +102,7 @@ impl Collector {
     }
 }
 
-/// Requests of a connection, until it ends.
+/// Serves the requests of a connection until the connection ends.
 fn serve(stream: TcpStream, status: Option<&str>, inner: &Inner) {
     let mut reader = BufReader::new(stream);
     while let Some((path, content, body)) = request(&mut reader) {
@@ -115,7 +116,7 @@ fn serve(stream: TcpStream, status: Option<&str>, inner: &Inner) {
         inner.changed.notify_all();
         drop(heard);
         let Some(status) = status else {
-            // Held open, and never answered: until the other side has enough.
+            // The connection stays open without an answer until the client closes it.
             let _ = reader.read(&mut [0]);
             return;
         };
@@ -128,7 +129,7 @@ fn serve(stream: TcpStream, status: Option<&str>, inner: &Inner) {
     }
 }
 
-/// Path, type and body of the next request.
+/// Returns path, content type and body of the next request.
 fn request(reader: &mut BufReader<TcpStream>) -> Option<(String, String, Vec<u8>)> {
     let mut line = String::new();
     reader.read_line(&mut line).ok().filter(|read| *read > 0)?;

@@ -1,4 +1,4 @@
-//! A migration as a collector of traces sees it, from processes that are confined: `--features otel`.
+//! Traces of a migration at a collector, sent by confined processes: `--features otel`.
 
 mod collector;
 mod real;
@@ -14,12 +14,12 @@ use std::os::unix::fs::chown;
 use std::process::{Command, Stdio};
 use support::{Folder, Need, Run, VMFERRY, WORKLOAD, can_track, code, errors, finish, say, skip};
 
-/// What its thread is called, as far as the kernel keeps a name.
+/// Name of the sending thread, as far as the kernel keeps it.
 const THREAD: &str = "OpenTelemetry.T";
-/// A status of spans, by the protocol.
+/// Status code "error" of a span in the protocol.
 const ERROR: i32 = 2;
 
-/// A source that sends its traces there, whose guest runs.
+/// Starts a source whose guest runs, and which sends its traces to `endpoint`.
 fn source(folder: &Folder, endpoint: &str, more: &[&str]) -> Run {
     let api = folder.path("source");
     let own = folder.path("");
@@ -29,7 +29,7 @@ fn source(folder: &Folder, endpoint: &str, more: &[&str]) -> Run {
         .args(more)
         .env("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
         .env("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
-        // What has ended is sent this often: the test need not wait longer.
+        // Ended spans are sent at this interval, so that the test need not wait longer.
         .env("OTEL_BSP_SCHEDULE_DELAY", "50")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -41,7 +41,7 @@ fn source(folder: &Folder, endpoint: &str, more: &[&str]) -> Run {
     run
 }
 
-/// Moves the guest; returns the report.
+/// Moves the guest. Returns the report.
 fn migrate(source: &Run, target: &str, more: &[&str]) -> Value {
     let output = source.migrate(target, &[&["--json", "-"], more].concat());
     let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
@@ -49,7 +49,7 @@ fn migrate(source: &Run, target: &str, more: &[&str]) -> Value {
     report
 }
 
-/// A migration that is ended so, once it is on its way.
+/// Begins a migration and lets `end` make it fail while it runs.
 fn in_vain(source: &Run, folder: &Folder, name: &str, end: impl Fn(&mut Run)) {
     let (mut target, uri) = Run::target("process", folder, name, "tcp:127.0.0.1:0");
     let migration = support::spawn(&["migrate", "--api", &source.api, &uri, "--max-bandwidth", "1M/s"]);
@@ -75,7 +75,7 @@ fn only<'a>(spans: &'a [Received], name: &str) -> &'a Received {
     found[0]
 }
 
-/// A child begins and ends within its parent, in the same trace.
+/// Checks that a child begins and ends within its parent, in the same trace.
 fn below(child: &Received, parent: &Received) {
     let (child, parent) = (&child.span, &parent.span);
     assert_eq!((&child.parent_span_id, &child.trace_id), (&parent.span_id, &parent.trace_id), "{child:?}");
@@ -84,7 +84,7 @@ fn below(child: &Received, parent: &Received) {
     assert!(child.end_time_unix_nano <= parent.end_time_unix_nano, "{child:?} {parent:?}");
 }
 
-/// One after the other.
+/// Checks that the spans follow each other.
 fn in_turn(spans: &[&Received]) {
     for pair in spans.windows(2) {
         let (before, after) = (&pair[0].span, &pair[1].span);
@@ -120,7 +120,7 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     in_turn(&passes);
     for (number, pass) in passes.iter().enumerate() {
         assert_eq!(pass.number("number"), i64::try_from(number).ok(), "{pass:?}");
-        // The last one is sent while the guest stands still.
+        // The last span is sent while the guest is stopped.
         let parent = phases[1..].iter().find(|phase| phase.span.span_id == pass.span.parent_span_id);
         below(pass, parent.expect("a pass below its phase"));
     }
@@ -137,7 +137,7 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
         assert_eq!(received.resource["deployment.environment"], "test");
         assert_ne!(received.span.status.clone().unwrap_or_default().code, ERROR, "{received:?}");
     }
-    // The report's clock is another one than the spans', but it is the same migration.
+    // The report and the spans use different clocks, so the times may differ slightly.
     let ms = |received: &Received| {
         #[expect(clippy::cast_precision_loss, reason = "milliseconds")]
         let nanos = (received.span.end_time_unix_nano - received.span.start_time_unix_nano) as f64;
@@ -180,7 +180,7 @@ fn a_real_collector_understands_every_span() {
 }
 
 #[test]
-fn a_postcopy_has_its_phase_and_a_failed_migration_is_an_error() {
+fn postcopy_has_its_own_phase_and_a_failed_migration_is_an_error() {
     if !can_track() {
         return;
     }
@@ -215,7 +215,7 @@ fn a_postcopy_has_its_phase_and_a_failed_migration_is_an_error() {
 }
 
 #[test]
-fn a_collector_that_is_absent_mute_or_refuses_delays_and_fails_nothing() {
+fn failing_collector_neither_delays_nor_fails_a_migration() {
     if !can_track() {
         return;
     }
@@ -231,7 +231,8 @@ fn a_collector_that_is_absent_mute_or_refuses_delays_and_fails_nothing() {
         });
         let told_to = |port| format!("vmferry: traces do not reach http://localhost:{port}/v1/traces: ");
         if kind != "absent" {
-            // From here on the exporter waits for an answer, or between attempts; the migration that follows does not.
+            // The exporter waits for an answer or for its next attempt. The following migration
+            // must not wait.
             collector.wait_for_a_request();
         }
         let (_target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
@@ -240,7 +241,7 @@ fn a_collector_that_is_absent_mute_or_refuses_delays_and_fails_nothing() {
         if kind == "mute" {
             assert_eq!(collector.answered(), 0);
         }
-        // The process ends all the same, and says what became of its traces: once.
+        // The process ends normally, and reports the lost traces once.
         let told = end(&mut source);
         say(format!("{kind}: {told}"));
         match kind {
@@ -255,7 +256,7 @@ fn a_collector_that_is_absent_mute_or_refuses_delays_and_fails_nothing() {
 }
 
 #[test]
-fn the_thread_that_sends_is_confined_in_a_jail_too() {
+fn sending_thread_is_confined_in_a_jail() {
     if !can_track() || !threads::can_confine() {
         return;
     }

@@ -1,14 +1,15 @@
-//! What OpenTelemetry's own Collector makes of the spans: its exporter `debug` says all that it has understood.
+//! The Collector of OpenTelemetry as a receiver of spans: its exporter `debug` prints all received
+//! data.
 
 use crate::support::{Folder, Need, skip, wait_for};
 use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 
-/// Its names, by distribution.
+/// Names of the program in distributions.
 const NAMES: [&str; 2] = ["otelcol", "otelcol-contrib"];
 
-/// A span as the Collector writes it: what stands before the colons, and the attributes by their names.
+/// A span as the Collector prints it: fields before the colons, and attributes by name.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Said {
     fields: BTreeMap<String, String>,
@@ -28,7 +29,7 @@ pub(crate) struct Otelcol {
 }
 
 impl Otelcol {
-    /// One that listens, if it is installed; says so if not.
+    /// Starts a Collector if it is installed; otherwise reports the skipped test.
     pub(crate) fn start(folder: &Folder) -> Option<Self> {
         let version =
             |name: &&&str| Command::new(name).arg("--version").output().is_ok_and(|out| out.status.success());
@@ -36,7 +37,7 @@ impl Otelcol {
             skip(Need::Program, format!("none of {NAMES:?}; docs/operations.md says how one is built"));
             return None;
         };
-        // Its own choice of a port it does not tell.
+        // The Collector does not report a port that it chooses itself.
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         let (config, log) = (folder.path("otelcol.yaml"), folder.path("otelcol.log"));
         let text = format!(
@@ -59,7 +60,7 @@ impl Otelcol {
         Some(own)
     }
 
-    /// Waits until the log is so, and gives it.
+    /// Waits until `done` holds for the log, and returns the log.
     fn until(&self, what: &str, done: impl Fn(&str) -> bool) -> String {
         wait_for(what, || {
             let log = std::fs::read_to_string(&self.log).unwrap();
@@ -67,7 +68,8 @@ impl Otelcol {
         })
     }
 
-    /// All spans and what they come from, once one of this name is there.
+    /// Returns all spans and the attributes of their resource, once a span of this name has
+    /// arrived.
     pub(crate) fn spans(&self, name: &str) -> (BTreeMap<String, String>, Vec<Said>) {
         let log = self.until(name, |log| read(log).1.iter().any(|span| span.is("Name") == name));
         read(&log)
@@ -81,7 +83,7 @@ impl Drop for Otelcol {
     }
 }
 
-/// The resource's attributes, and the spans.
+/// Parses the attributes of the resource, and the spans.
 fn read(log: &str) -> (BTreeMap<String, String>, Vec<Said>) {
     let (mut resource, mut spans) = (BTreeMap::new(), Vec::<Said>::new());
     let mut of_span = false;

@@ -16,8 +16,6 @@ use vmferry_engine::Uri;
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SandboxArg {
     /// Confine as far as the host supports it; forbidden calls fail
-    ///
-    /// `status` reports which restrictions are in force.
     #[default]
     On,
     /// Confine; a forbidden call ends the process and its guest
