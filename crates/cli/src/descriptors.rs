@@ -182,7 +182,7 @@ pub(crate) struct Handed(Vec<String>);
 
 impl Handed {
     /// Passes the descriptors that `uri` names by number to the vmferry that `client` is connected
-    /// to. Returns the address with the names that they have there. Names that are words refer to
+    /// to. Returns the address with their names in that process. Names that are words refer to
     /// descriptors that the other vmferry has.
     ///
     /// # Errors

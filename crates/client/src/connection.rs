@@ -41,20 +41,20 @@ impl Client {
     /// # Errors
     /// If the process belongs to another user, or its user is not known.
     pub fn trusted_with_secrets(&self) -> Result<()> {
-        let uid = self.inner.peer_uid().context("it cannot be told whose vmferry that is")?;
+        let uid = self.inner.peer_uid().context("the user of the process that listens is unknown")?;
         if uid == 0 || uid == rustix::process::geteuid().as_raw() {
             return Ok(());
         }
         let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
         let folder = folder.unwrap_or(Path::new("."));
-        let meta =
-            std::fs::metadata(folder).with_context(|| format!("cannot look at {}", folder.display()))?;
+        let meta = std::fs::metadata(folder)
+            .with_context(|| format!("cannot read the owner of {}", folder.display()))?;
         if meta.uid() == uid && meta.mode() & 0o022 == 0 {
             return Ok(());
         }
         bail!(
-            "user {uid} listens at {}, and is not given keys or passwords: that is for this user's, root's, or that of the owner of the \
-             socket's folder if only that user can write there",
+            "user {uid} listens at {}, and is not given keys or passwords: they are only for processes of this user, of root, or of the owner \
+             of the socket's folder if no other user can write to the folder",
             self.path.display()
         )
     }

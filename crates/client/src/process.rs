@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn process_that_ends_early_is_reported_with_its_last_words() {
+    fn process_that_ends_early_is_reported_with_its_output() {
         // `cat` has no such options, and says so.
         let error = Alone::start(&Setup::new(Path::new("cat"), 4096, "idle")).unwrap_err();
         let said = format!("{error:#}");

@@ -30,8 +30,8 @@ pub enum Use {
     Write,
     /// Reading and writing the file, and `ioctl` requests of a device.
     Device,
-    /// Creating sockets in the folder and removing them. Landlock cannot tell sockets from other
-    /// files here: any file in the folder can be removed.
+    /// Creating sockets in the folder and removing them. Landlock has no right to remove only
+    /// sockets, so every file in the folder can be removed.
     Sockets,
     /// Creating, using and removing files and sockets in the folder.
     Folder,

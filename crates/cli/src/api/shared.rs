@@ -283,7 +283,7 @@ impl Shared {
         incoming
     }
 
-    /// Makes a deferred target wait at `uri`. Fails if the target cannot wait there.
+    /// Makes a deferred target wait at `uri`. Fails if the target cannot wait at `uri`.
     pub(super) fn wait_at(&self, uri: Uri) -> Result<()> {
         let sender = match &mut *lock(&self.deferred) {
             None => bail!(

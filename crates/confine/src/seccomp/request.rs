@@ -94,7 +94,7 @@ pub(super) const INTERRUPT: &[u64] = &[
 /// Requests that place pages in guest memory.
 pub(super) const PLACE: &[u64] = &[
     ior(UFFD, 0x02),  // UFFDIO_WAKE
-    ior(UFFD, 0x01),  // UFFDIO_UNREGISTER: when all are there
+    ior(UFFD, 0x01),  // UFFDIO_UNREGISTER: when all pages are placed
     iowr(UFFD, 0x03), // UFFDIO_COPY
     iowr(UFFD, 0x04), // UFFDIO_ZEROPAGE
     iowr(UFFD, 0x05), // UFFDIO_MOVE
