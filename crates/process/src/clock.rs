@@ -1,21 +1,22 @@
-//! The guest's clock: goes on across a pause and across a move, so that the guest sees its downtime.
+//! Clock of the guest, which continues during a pause and across a migration.
+//! The guest therefore sees its downtime.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Nanoseconds since the guest's start, on every host that it runs on.
+/// Clock that counts nanoseconds since the guest's start, across all hosts that the guest runs on.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
     base: Instant,
-    /// What it read at `base`, in ns.
+    /// Guest time at `base`, in ns.
     offset: u64,
 }
 
-/// A reading that another host can go on from.
+/// Reading of the guest's clock from which another host continues.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct SavedClock {
-    /// The guest's clock in ns.
+    /// Guest time, in ns.
     pub(crate) ns: u64,
-    /// The hosts' common time at that reading: ns since 1970.
+    /// Wall-clock time of the reading, in ns since 1970.
     pub(crate) realtime_ns: u64,
 }
 
@@ -32,8 +33,9 @@ impl Clock {
         SavedClock { ns: self.ns(), realtime_ns: realtime_ns() }
     }
 
-    /// Goes on from `saved`, advanced by the time that has passed: hiding the downtime would be a lie to the guest
-    /// (hazards.md 14). Hosts whose clocks disagree backwards cannot make it go back.
+    /// Returns a clock that continues from `saved`, advanced by the wall-clock time since then.
+    /// The guest must see its downtime (hazards.md 14). If the target's wall clock is behind that
+    /// of the source, the guest's clock still does not go back.
     pub(crate) fn restore(saved: SavedClock) -> Self {
         let passed = realtime_ns().saturating_sub(saved.realtime_ns);
         Self { base: Instant::now(), offset: saved.ns.saturating_add(passed) }
@@ -59,6 +61,9 @@ mod tests {
         let moved = Clock::restore(saved);
         assert!(moved.ns() >= saved.ns + 5_000_000);
         let behind = Clock::restore(SavedClock { realtime_ns: u64::MAX, ..saved });
-        assert!(behind.ns() >= saved.ns, "a host whose clock is behind does not turn the guest's back");
+        assert!(
+            behind.ns() >= saved.ns,
+            "the guest's clock does not go back on a host whose clock is behind"
+        );
     }
 }

@@ -1,51 +1,53 @@
-//! What can fail.
+//! Errors of a process guest.
 
 use vmferry_guest_abi::{LayoutError, WorkloadError};
 
-/// What failed, and what to do about it.
+/// Error of a process guest, with the action to take where there is one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The options ask for something impossible.
+    /// The options contradict each other or exceed a limit.
     #[error("{0}")]
     Options(String),
-    /// The host gave no memory.
-    #[error("cannot map {bytes} bytes of guest memory: {source}; give the guest less, or free some")]
+    /// The host cannot map the guest's memory.
+    #[error(
+        "cannot map {bytes} bytes of guest memory: {source}; give the guest less memory, or free memory on the host"
+    )]
     Map {
-        /// How much was asked for.
+        /// Size of the memory that was requested, in bytes.
         bytes: u64,
-        /// Why.
+        /// Error of the system call.
         source: std::io::Error,
     },
-    /// The workload does not fit the guest.
+    /// The workload does not fit into the guest's memory or number of vCPUs.
     #[error("the workload does not fit: {0}")]
     Workload(LayoutError),
-    /// The host refused a thread.
-    #[error("the host refused a thread: {0}")]
+    /// The host cannot create a thread.
+    #[error("cannot create a thread of the guest: {0}")]
     Thread(std::io::Error),
-    /// A thread of the guest that does not stop.
+    /// A thread of the guest does not pause.
     #[error(
-        "thread {cpu} of the guest did not pause within {} ms; does it wait for a page that does not come?",
+        "thread {cpu} of the guest did not pause within {} ms; it may be waiting for a missing page",
         .within.as_millis()
     )]
     Unresponsive {
-        /// Which.
+        /// Index of the thread.
         cpu: usize,
-        /// How long it was waited for.
+        /// Time after which the wait was given up.
         within: std::time::Duration,
     },
-    /// A step that does not fit the guest's state.
+    /// The operation is not possible in the guest's present state.
     #[error("cannot {what}: {why}")]
     WrongState {
-        /// What was asked.
+        /// Operation that was requested.
         what: &'static str,
-        /// Why not.
+        /// Reason.
         why: &'static str,
     },
-    /// Saved state that is not one of ours.
+    /// The saved state is not that of a process guest with these options.
     #[error("the saved state cannot be loaded: {0}")]
     State(String),
-    /// The saved workload.
+    /// The saved workload cannot be parsed.
     #[error("the saved workload cannot be run: {0}")]
     SavedWorkload(WorkloadError),
 }

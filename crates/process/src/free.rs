@@ -1,11 +1,11 @@
-//! Which pages of the guest are free: those of its heap that it does not use.
+//! Free pages of the guest: the pages of its heap that are not in use.
 
 use crate::heap::Heap;
 use crate::ram::Ram;
 use vmferry_core::{PageIndex, PageRun};
 use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
 
-/// Looks into the table that the guest keeps.
+/// Reader of the table in which the guest marks the free pages of its heap.
 #[derive(Debug)]
 pub(crate) struct FreeHeap {
     heap: Heap,

@@ -1,4 +1,4 @@
-//! The guest and its life: filled, running, paused, moved.
+//! The guest and its life cycle: filling, running, paused, migrated.
 
 use crate::clock::Clock;
 use crate::free::FreeHeap;
@@ -20,21 +20,22 @@ use vmferry_guest_abi::{
     stats_bytes,
 };
 
-/// A guest without KVM. Dropping it ends its threads.
+/// Guest without KVM. Dropping the guest ends its threads.
 #[derive(Debug)]
 pub struct ProcessGuest {
     pub(crate) options: ProcessOptions,
     pub(crate) memory: Arc<Memory>,
-    /// There once the guest has a workload: its own, or one that came with its state.
+    /// Workload and threads' state; `None` until the guest has a workload of its own or one from a
+    /// loaded state.
     running: Option<(Workload, Arc<Shared>)>,
-    /// State that the operator wants.
+    /// Run state that the operator requested.
     wanted: RunState,
     threads: Vec<JoinHandle<()>>,
     pub(crate) lazy: Arc<LazySlot>,
     counts: Arc<Counts>,
 }
 
-/// A view of a process guest for threads other than its owner's.
+/// View of a process guest for threads other than the owner's.
 #[derive(Debug, Clone)]
 pub struct ProcessHandle {
     memory: Arc<Memory>,
@@ -42,22 +43,27 @@ pub struct ProcessHandle {
     counts: Arc<Counts>,
 }
 
-/// How long threads may take to pause, or to end: they do within a millisecond, unless they wait for memory.
+/// Longest time that threads may take to pause or to end. They take less than a millisecond unless
+/// they wait for missing pages.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How often a thread that does not pause is looked at.
+/// Interval at which a thread that has not paused yet is polled.
 const LOOK: Duration = Duration::from_micros(50);
-/// The longest that the guest's end waits before it takes threads for asleep on a missing page, and wakes them.
+/// Time after which the end of the guest assumes that its threads sleep on missing pages, and wakes
+/// them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 impl ProcessGuest {
-    /// A guest that will run `workload`, not started.
+    /// Returns a guest that will run `workload`. The guest is not started.
     ///
     /// # Errors
-    /// If the options are impossible, the host has no memory, or the workload does not fit.
+    /// Fails if the options are impossible, the host has no memory, or the workload does not fit.
     pub fn new(options: ProcessOptions, workload: Workload) -> Result<Self, Error> {
         let mut guest = Self::new_incoming(options)?;
         if !options.heap.is_multiple_of(PAGE_SIZE) {
-            return Err(Error::Options(format!("a heap of {} bytes: whole pages are needed", options.heap)));
+            return Err(Error::Options(format!(
+                "a heap of {} bytes is not a whole number of pages",
+                options.heap
+            )));
         }
         let heap = options.heap / PAGE_SIZE;
         let (ram, layout) = Ram::new(&guest.memory, &workload, options.cpus, heap)?;
@@ -74,10 +80,10 @@ impl ProcessGuest {
         Ok(guest)
     }
 
-    /// An empty guest that takes one from elsewhere.
+    /// Returns an empty guest that can receive a guest from another process.
     ///
     /// # Errors
-    /// If the options are impossible or the host has no memory.
+    /// Fails if the options are impossible or the host has no memory.
     pub fn new_incoming(options: ProcessOptions) -> Result<Self, Error> {
         let (memory, lazy) = (Arc::new(Memory::new(&options)?), Arc::new(LazySlot::new(options.cpus)));
         let counts = Arc::default();
@@ -85,7 +91,8 @@ impl ProcessGuest {
         Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), lazy, counts })
     }
 
-    /// Gives the guest its workers, each with whether it has filled its share of memory.
+    /// Gives the guest its workers. The flag of each worker is true if the worker has filled its
+    /// share of memory.
     fn furnish(
         &mut self,
         workload: Workload,
@@ -93,7 +100,7 @@ impl ProcessGuest {
         clock: Clock,
         workers: Vec<(Worker, bool)>,
     ) {
-        // A guest that came with some content came with its heap's, or with what was done of that.
+        // A guest whose memory came filled also has the content of its heap, complete or in part.
         let churn = Churn::new(workers.iter().all(|(_, filled)| *filled));
         let heap = Heap::new(&ram, usable_pages(&self.memory), heap).map(|heap| (heap, Mutex::new(churn)));
         let filled = AtomicU64::new(workers.iter().map(|(_, filled)| u64::from(*filled)).sum());
@@ -110,14 +117,14 @@ impl ProcessGuest {
     }
 
     pub(crate) fn shared(&self, what: &'static str) -> Result<&Arc<Shared>, Error> {
-        let missing = Error::WrongState { what, why: "the guest has not come yet" };
+        let missing = Error::WrongState { what, why: "no guest is loaded" };
         self.running.as_ref().map(|(_, shared)| shared).ok_or(missing)
     }
 
     /// Lets the threads run, for the first time or after a pause.
     ///
     /// # Errors
-    /// If there is nothing to run, or the host refuses a thread.
+    /// Fails if there is no workload to run, or if the host cannot create a thread.
     pub fn start(&mut self) -> Result<(), Error> {
         let shared = Arc::clone(self.shared("run the guest")?);
         for index in self.threads.len()..shared.cpus.len() {
@@ -134,26 +141,29 @@ impl ProcessGuest {
         Ok(())
     }
 
-    /// Stops the threads: when this returns none writes, and none will before [`start`](Self::start).
+    /// Stops the threads. After this call returns, no thread writes memory until
+    /// [`start`](Self::start).
     ///
     /// # Errors
-    /// If there is no guest; [`Error::Unresponsive`] if a thread does not stop, for it sleeps on a missing page.
+    /// Fails if there is no guest. Returns [`Error::Unresponsive`] if a thread does not stop
+    /// because it sleeps on a missing page.
     pub fn pause(&mut self) -> Result<(), Error> {
         let shared = self.shared("pause the guest")?;
         shared.gate.set(false, false);
         stopped(shared, PATIENCE)
     }
 
-    /// State that the operator wants.
+    /// Returns the run state that the operator requested.
     #[must_use]
     pub fn run_state(&self) -> RunState {
         self.wanted
     }
 
-    /// Stops the threads, or lets them run, as the operator wants. A guest that is paused so stays paused where it is moved to.
+    /// Stops the threads or lets them run, as the operator requests. A guest that is paused by this
+    /// call stays paused on the target of a migration.
     ///
     /// # Errors
-    /// As for [`pause`](Self::pause) and [`start`](Self::start).
+    /// Fails as [`pause`](Self::pause) and [`start`](Self::start) do.
     pub fn set_run_state(&mut self, wanted: RunState) -> Result<(), Error> {
         match wanted {
             RunState::Paused => self.pause()?,
@@ -163,35 +173,36 @@ impl ProcessGuest {
         Ok(())
     }
 
-    /// The state besides memory. The guest must be paused.
+    /// Returns the guest's state besides its memory. The guest must be paused.
     ///
     /// # Errors
-    /// If there is no guest.
+    /// Fails if there is no guest.
     pub(crate) fn save_state(&self) -> Result<Vec<Section>, Error> {
         let Some((workload, shared)) = &self.running else {
-            return Err(Error::WrongState { what: "save the guest", why: "the guest has not come yet" });
+            return Err(Error::WrongState { what: "save the guest", why: "no guest is loaded" });
         };
         let workers = shared.cpus.iter().map(|cpu| lock(&cpu.worker).save()).collect();
         let heap = shared.heap.as_ref().map_or(0, |(heap, _)| heap.all_pages());
         Saved { workload: *workload, clock: shared.clock.save(), workers, heap }.sections()
     }
 
-    /// Takes the state of a guest whose memory is here. It stays paused.
+    /// Loads the state of a guest whose memory this process has. The guest stays paused.
     ///
     /// # Errors
-    /// If this guest is not empty, or the state is not one of a guest like this.
+    /// Fails if this guest is not empty, or if the state does not fit a guest with these options.
     pub(crate) fn load_state(&mut self, sections: &[Section]) -> Result<(), Error> {
         if self.running.is_some() {
-            return Err(Error::WrongState { what: "load a guest", why: "there is one already" });
+            return Err(Error::WrongState { what: "load a guest", why: "a guest is loaded already" });
         }
         let saved = Saved::from_sections(sections, self.options.cpus)?;
         let (ram, layout) = Ram::new(&self.memory, &saved.workload, self.options.cpus, saved.heap)?;
         let restore = |(state, cpu)| {
             let mut worker = Worker::new(&saved.workload, &layout, cpu);
             worker.restore(state);
-            // From the pause on, by the guest's own clock: what passes until the first step is a stall that it sees.
+            // The stall starts at the pause, in guest time: the guest sees all time until its first
+            // step.
             worker.resume(saved.clock.ns);
-            // Fills nothing, but says whether there is nothing left to fill.
+            // Fills no page. Returns true if no page is left to fill.
             let filled = worker.fill(&ram, 0);
             (worker, filled)
         };
@@ -200,23 +211,24 @@ impl ProcessGuest {
         Ok(())
     }
 
-    /// What says which of its pages are free, if it has a heap.
+    /// Returns the reader of the heap's free pages, or `None` if the guest has no heap.
     pub(crate) fn free_heap(&self) -> Option<FreeHeap> {
         let (_, shared) = self.running.as_ref()?;
         let (heap, _) = shared.heap.as_ref()?;
         Some(FreeHeap::new(heap.clone(), shared.ram.clone()))
     }
 
-    /// Looks at every page in use of the heap; says how many are not as the guest left them. The guest must be paused.
+    /// Checks every heap page in use, and returns the number of pages whose content differs from
+    /// what the guest wrote. The guest must be paused.
     ///
     /// # Errors
-    /// If there is no guest.
+    /// Fails if there is no guest.
     pub fn check_heap(&self) -> Result<u64, Error> {
         let shared = self.shared("check the guest's heap")?;
         Ok(shared.heap.as_ref().map_or(0, |(heap, _)| heap.check_all()))
     }
 
-    /// Ends the threads. Memory stays until the guest is dropped.
+    /// Ends the threads. The memory stays mapped until the guest is dropped.
     pub fn stop(&mut self) {
         if let Some((_, shared)) = &self.running {
             shared.gate.set(false, true);
@@ -224,9 +236,9 @@ impl ProcessGuest {
         if let Some((_, shared)) = &self.running
             && !self.lazy.stop_or_sleep(LAST_PATIENCE, |within| stopped(shared, within).is_ok())
         {
-            tracing::warn!("the guest is ended while it waits for pages that have not come");
+            tracing::warn!("the guest is ended while its threads wait for missing pages");
         }
-        // Whoever sleeps on a missing page wakes, and ends.
+        // Wakes threads that sleep on missing pages, so that they end.
         self.lazy.end();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
@@ -235,7 +247,7 @@ impl ProcessGuest {
         }
     }
 
-    /// A view for other threads.
+    /// Returns a view for other threads.
     #[must_use]
     pub fn handle(&self) -> ProcessHandle {
         let (memory, lazy, counts) =
@@ -244,8 +256,8 @@ impl ProcessGuest {
     }
 }
 
-/// Waits until no thread works. A thread holds its worker's lock for as long as it does: who gets the lock has seen it
-/// stop.
+/// Waits until no thread works. A thread holds the lock of its worker while it works. Getting that
+/// lock therefore shows that the thread has stopped.
 fn stopped(shared: &Shared, within: Duration) -> Result<(), Error> {
     let begin = Instant::now();
     for cpu in &shared.cpus {
@@ -266,33 +278,35 @@ impl Drop for ProcessGuest {
 }
 
 impl ProcessHandle {
-    /// What the guest did with its heap since it came here.
+    /// Returns what the guest did with its heap in this process.
     #[must_use]
     pub fn heap(&self) -> HeapFigures {
         self.counts.figures()
     }
 
-    /// What the guest reports of itself on its statistics page.
+    /// Returns the figures that the guest reports on its statistics page.
     ///
     /// # Errors
-    /// If there is no guest yet, or a thread wrote its report at every attempt; or if the page has not come yet: this never
-    /// waits for one.
+    /// Fails if no guest is loaded, if a thread wrote its report during every attempt, or if the
+    /// statistics page is missing. Never waits for a missing page.
     pub fn stats(&self) -> Result<StatsSnapshot, StatsError> {
         let page = stats_page(&self.memory);
-        // What the page says of their number is taken once: the loads of the snapshot are bounded by what was looked for.
+        // The number of vCPUs is read once. It bounds the loads of the snapshot to the pages that
+        // were found present.
         let cpus = self.look(0, || page.header.cpus.load(Ordering::Relaxed).min(MAX_CPUS as u64))?;
         self.look(cpus, || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
     }
 
-    /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.
-    /// `false` if its statistics page has not come yet.
+    /// Asks the guest to check all its pages. When the guest has done so,
+    /// [`StatsSnapshot::verified`] returns true for this number. Returns false if the statistics
+    /// page is missing.
     pub fn request_verify(&self, request: u64) -> bool {
         let page = stats_page(&self.memory);
         self.look(0, || page.header.verify_request.store(request, Ordering::Relaxed)).is_ok()
     }
 
-    /// What `read` says if the header and the blocks of `cpus` threads are there: these are threads that must never sleep on
-    /// guest memory (hazards.md 18).
+    /// Returns the result of `read` if the statistics header and the blocks of `cpus` threads are
+    /// present. The threads that call this must never sleep on guest memory (hazards.md 18).
     fn look<T>(&self, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
         let region = self.memory.layout().regions()[0].id;
         let first = STATS_GPA >> PAGE_SHIFT;

@@ -1,32 +1,34 @@
-//! Memory that the guest takes and gives up again, page by page, and knows which of it is free.
+//! Heap of the guest: memory that the guest takes and gives up page by page, and of which it knows
+//! the free pages.
 //!
-//! It lies at the end of the guest's memory: first a table with a word for each page of the rest, then those pages. A word is the
-//! stamp of a page in use, or 0: the page is free. The table is in guest memory and moves with it; so whoever has the guest can
-//! check that no page in use was lost, and nobody minds what became of a free one.
+//! The heap lies at the end of guest memory. It starts with a table that has one word for each of
+//! the pages that follow. The word is the stamp of a page in use, or 0 for a free page. The table
+//! is in guest memory and moves with the guest. The target can therefore check that no page in use
+//! was lost. The content of a free page does not matter.
 
 use crate::ram::Ram;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use vmferry_guest_abi::PAGE_WORDS;
 
-/// Deeds between two looks at whether to pause.
+/// Heap operations between two checks of the gate.
 const DEEDS: u32 = 8;
-/// Of so many pages about one is in use.
+/// About one heap page in this many is in use.
 const IN_USE_ONE_IN: u64 = 4;
 
-/// What the guest did with its heap, since it came here.
+/// Heap activity of a guest in this process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HeapFigures {
-    /// Pages that were free, taken and written.
+    /// Free pages that were taken and written.
     pub taken: u64,
     /// Pages that were given up.
     pub freed: u64,
-    /// Pages in use that were found as they were left.
+    /// Pages in use whose content was as expected.
     pub checked: u64,
-    /// Pages in use that were not.
+    /// Pages in use whose content differed.
     pub corrupt: u64,
 }
 
-/// The same, for others to look at.
+/// Counters behind [`HeapFigures`], shared with other threads.
 #[derive(Debug, Default)]
 pub(crate) struct Counts {
     taken: AtomicU64,
@@ -51,28 +53,29 @@ fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// The heap of one guest. One thread works on it; others may look which pages are free.
+/// Heap of one guest. One thread works on it; other threads may read which pages are free.
 #[derive(Debug, Clone)]
 pub(crate) struct Heap {
     ram: Ram,
-    /// The first page of the table, of everything that a workload can use.
+    /// First page of the table, counted in the pages that a workload can use.
     table: u64,
-    /// The first page behind it.
+    /// First page after the table.
     first: u64,
-    /// Pages behind it.
+    /// Number of pages after the table.
     pages: u64,
 }
 
-/// What the thread that works on a heap remembers. It begins anew wherever the guest comes to.
+/// State of the thread that works on a heap. The state is not part of the guest: it starts anew in
+/// each process.
 #[derive(Debug)]
 pub(crate) struct Churn {
     random: u64,
-    /// The first page that was not written for the first time, if any.
+    /// First page that has not been written for the first time; `u64::MAX` if the heap came filled.
     filled: u64,
 }
 
 impl Churn {
-    /// Of a heap that has its first content, or is to get it.
+    /// Returns the state for a heap that is `filled`, or that still has to get its first content.
     pub(crate) fn new(filled: bool) -> Self {
         Self { random: 0x9e37_79b9_7f4a_7c15, filled: if filled { u64::MAX } else { 0 } }
     }
@@ -86,7 +89,8 @@ impl Churn {
 }
 
 impl Heap {
-    /// The last `all` pages of `usable` ones; `None` if that is too few for a heap.
+    /// Returns the heap of the last `all` pages of `usable` ones, or `None` if `all` is too few for
+    /// a heap.
     pub(crate) fn new(ram: &Ram, usable: u64, all: u64) -> Option<Self> {
         let table_pages = all.div_ceil(PAGE_WORDS as u64 + 1);
         let pages = all - table_pages;
@@ -94,7 +98,7 @@ impl Heap {
         (pages > 0).then(|| Self { ram: ram.clone(), table, first: table + table_pages, pages })
     }
 
-    /// Its pages and its table's.
+    /// Returns the number of pages of the heap, table included.
     pub(crate) fn all_pages(&self) -> u64 {
         self.first - self.table + self.pages
     }
@@ -104,12 +108,13 @@ impl Heap {
         self.ram.word(self.table + page / PAGE_WORDS as u64, (page % PAGE_WORDS as u64) as usize)
     }
 
-    /// Calls `each` for every page that is free at that moment, numbered as everything that a workload can use.
+    /// Calls `each` for every page that is free at that moment, by its number among the pages that
+    /// a workload can use.
     ///
-    /// Whoever tracks writes since before this call finds every write to those pages from that moment on: the guest's word comes
-    /// before its first write.
+    /// A caller that has tracked writes since before this call finds every later write to these
+    /// pages, because the guest sets a page's word before it writes the page.
     pub(crate) fn each_free(&self, mut each: impl FnMut(u64)) {
-        // Whatever the caller did to track writes comes first.
+        // Orders the caller's start of write tracking before the loads below.
         fence(Ordering::SeqCst);
         for page in 0..self.pages {
             if self.word(page).load(Ordering::Acquire) == 0 {
@@ -118,13 +123,14 @@ impl Heap {
         }
     }
 
-    /// Whether pages are yet to be written for the first time.
+    /// Returns true if pages are left to be written for the first time.
     pub(crate) fn is_new(&self, churn: &Churn) -> bool {
         churn.filled < self.pages
     }
 
-    /// A few deeds, or a part of the first content: every page is written once, and most are given up. Says whether all pages
-    /// that were looked at were as they should be.
+    /// Performs a few heap operations, or a part of the first fill, in which every page is written
+    /// once and most are given up. Returns true if all pages that were checked had the expected
+    /// content.
     pub(crate) fn step(&self, churn: &mut Churn, counts: &Counts) -> bool {
         let before = counts.corrupt.load(Ordering::Relaxed);
         for _ in 0..DEEDS {
@@ -155,7 +161,8 @@ impl Heap {
         counts.corrupt.load(Ordering::Relaxed) == before
     }
 
-    /// Checks every page in use; how many differ. Nobody works on the heap.
+    /// Checks every page in use and returns the number of pages that differ. No thread may work on
+    /// the heap meanwhile.
     pub(crate) fn check_all(&self) -> u64 {
         let counts = Counts::default();
         for page in 0..self.pages {
@@ -169,7 +176,7 @@ impl Heap {
 
     fn take(&self, page: u64, stamp: u64, counts: &Counts) {
         self.word(page).store(stamp, Ordering::Relaxed);
-        // It is in use before it is written: pairs with `each_free`.
+        // The page is marked as in use before it is written. Pairs with the fence in `each_free`.
         fence(Ordering::SeqCst);
         for word in 0..PAGE_WORDS {
             self.ram.word(self.first + page, word).store(content(stamp, word), Ordering::Relaxed);
@@ -186,7 +193,7 @@ impl Heap {
         let same = |word: usize| {
             self.ram.word(self.first + page, word).load(Ordering::Relaxed) == content(stamp, word)
         };
-        // Both ends, and something between.
+        // The first word, the last word and one in between.
         let between = (stamp >> 20) as usize % PAGE_WORDS;
         let fine = [0, between, PAGE_WORDS - 1].into_iter().all(same);
         count(if fine { &counts.checked } else { &counts.corrupt });

@@ -1,4 +1,5 @@
-//! State that says what bytes say: anything. For the fuzz target and for its test, which runs it on seeded noise.
+//! Loads arbitrary bytes as a guest's state, for the fuzz target and for a test that runs it on
+//! seeded noise.
 
 use crate::clock::SavedClock;
 use crate::ram::stats_page;
@@ -9,18 +10,18 @@ use std::sync::atomic::Ordering;
 use vmferry_engine::Section;
 use vmferry_guest_abi::SavedWorker;
 
-/// Memory of the guest, in bytes, and its threads.
+/// Guest memory, in bytes.
 const MEMORY: u64 = 8 << 20;
 const CPUS: u32 = 2;
 /// Steps that each thread takes.
 const STEPS: u64 = 64;
-/// Most changes that are made; bytes behind them are not looked at.
+/// Most changes that are made to the sections. Bytes after these changes are not used.
 const CHANGES: usize = 32;
 
 const WORKLOADS: [&str; 4] =
     ["uniform,ws=2M,rate=100k,fill=random", "sequential,ws=1M", "idle", "zipf:0.9,ws=1M,data=2M,sweep=10k"];
 
-/// The sections of a guest, changed as the bytes say.
+/// Returns the sections of a guest, changed as `bytes` say.
 fn sections(bytes: &[u8]) -> Vec<Section> {
     let Some((&[workload, heap], mut rest)) = bytes.split_first_chunk::<2>() else { return Vec::new() };
     let saved = Saved {
@@ -51,10 +52,10 @@ fn sections(bytes: &[u8]) -> Vec<Section> {
     sections
 }
 
-/// Loads what `bytes` say, and if that is taken for a guest's state lets the guest take some steps.
+/// Loads the sections that `bytes` describe. If they are accepted, lets the guest take some steps.
 ///
 /// # Panics
-/// If the guest does.
+/// Panics if the guest panics.
 pub fn drive(bytes: &[u8]) {
     let mut guest = ProcessGuest::new_incoming(ProcessOptions::new(MEMORY, CPUS)).expect("memory");
     if guest.load_state(&sections(bytes)).is_err() {

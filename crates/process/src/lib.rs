@@ -1,8 +1,10 @@
-//! The guest that needs no KVM: threads that write to memory, tracked by write protection.
+//! A guest that needs no KVM: threads that write to memory, tracked by write protection.
 //!
-//! It runs the workloads of the bare-metal guest (guest/abi) with the same stamps and checks, keeps the same statistics
-//! page at the same place, and moves by the same engine. Its "vCPUs" are threads; its guest-physical addresses are only
-//! names. What it cannot show is what KVM adds: exits, interrupt controllers, the cost of a dirty-logging fault.
+//! The guest runs the workloads of the bare-metal guest (guest/abi) with the same stamps and
+//! checks. It keeps the same statistics page at the same address and is migrated by the same
+//! engine. Its vCPUs are threads, and its guest-physical addresses are only names. A process guest
+//! cannot show what KVM adds: exits, interrupt controllers, and the cost of a fault for dirty
+//! logging.
 
 mod clock;
 mod error;

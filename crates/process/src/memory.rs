@@ -13,7 +13,7 @@ use vmferry_dirty::{Backing, MappedRegion, touched};
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::LazyRegion;
 
-/// A mapping that is unmapped when dropped.
+/// Mapping that is unmapped when dropped.
 #[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
@@ -33,7 +33,7 @@ impl Mapping {
         let (start, file) = if options.memfd {
             let file = memfd_create("vmferry-process", MemfdFlags::CLOEXEC)?;
             ftruncate(&file, region.len)?;
-            // SAFETY: a new mapping at an address of the kernel's choice, of a file that nobody else has.
+            // SAFETY: a new mapping at an address of the kernel's choice, of a file that only this process has.
             (unsafe { mmap(hint, len, prot, MapFlags::SHARED, &file, 0) }?, Some(Arc::new(file)))
         } else {
             // SAFETY: a new mapping at an address of the kernel's choice.
@@ -54,7 +54,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: mapped by `new`; `Memory` owns the mapping and outlives everything that knows its address.
+        // SAFETY: mapped by `new`; `Memory` owns the mapping and outlives all users of its address.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
@@ -64,7 +64,7 @@ impl Drop for Mapping {
 pub(crate) struct Memory {
     mapped: MappedMemory,
     regions: Vec<MappedRegion>,
-    // Last: dropped after everything that points into it.
+    // Last field: dropped after everything that points into the mappings.
     mappings: Vec<Mapping>,
 }
 
@@ -92,14 +92,14 @@ impl Memory {
             .zip(&mappings)
             .map(|(region, mapping)| (*region, mapping.start))
             .collect();
-        // SAFETY: the mappings live in `mappings`, which is dropped last; everybody reaches them through raw addresses
-        // (engine, tracker) or atomics (`Ram`, the statistics page).
+        // SAFETY: the mappings live in `mappings`, which is dropped last; all accesses are through
+        // raw addresses (engine, tracker) or atomics (`Ram`, the statistics page).
         let mapped =
             unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
         Ok(Self { mapped, regions: regions.collect(), mappings })
     }
 
-    /// The regions, as missing pages need them.
+    /// Returns the regions in the form that demand paging needs.
     pub(crate) fn lazy_regions(&self) -> Vec<LazyRegion> {
         let backing = |mapping: &Mapping| match &mapping.file {
             None => vmferry_fault::Backing::Anonymous,
@@ -114,12 +114,13 @@ impl Memory {
         self.regions.iter().zip(&self.mappings).map(lazy).collect()
     }
 
-    /// The regions, as trackers want them.
+    /// Returns the regions in the form that dirty trackers need.
     pub(crate) fn regions(&self) -> &[MappedRegion] {
         &self.regions
     }
 
-    /// The address of the first byte of the region at `position` of the layout, and its length in bytes.
+    /// Returns the address of the first byte of the region at `position` of the layout, and its
+    /// length in bytes.
     pub(crate) fn span(&self, position: usize) -> (NonNull<u8>, usize) {
         (self.mappings[position].start, self.mappings[position].len)
     }

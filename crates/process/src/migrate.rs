@@ -1,4 +1,4 @@
-//! The engine's traits.
+//! Implementation of the engine's traits.
 
 use crate::ProcessGuest;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ impl SourceVm for ProcessGuest {
         match kind.unwrap_or(TrackerKind::Wp) {
             TrackerKind::Wp => Ok(Box::new(WpTracker::new(self.memory.regions().to_vec())?)),
             other => Err(VmError::new(format!(
-                "a process guest's pages cannot be tracked by `{other}`, which needs KVM; use `wp`"
+                "cannot track the pages of a process guest with `{other}`, which needs KVM; use `wp`"
             ))),
         }
     }
@@ -63,13 +63,15 @@ impl TargetVm for ProcessGuest {
         let make = |threads| {
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.options.huge_pages;
-            // Its threads load and store, and so does who verifies it; while pages are missing no system call is given an
-            // address in this memory (the engine's receivers, which do, are done before it begins). If one were, it
-            // would fail (EFAULT), and not read a page that has not come. So what any user may have is enough.
+            // The guest's threads load and store, and so do the threads that verify it. While pages
+            // are missing, no system call is given an address in this memory: the engine's
+            // receivers, which do that, have ended by then. Such a call would fail (EFAULT) and
+            // could not read a missing page. A userfaultfd for user-mode faults, which any user may
+            // have, is therefore enough.
             options.user_mode_only = true;
             let owner = Arc::clone(&self.memory) as _;
-            // SAFETY: `Memory` owns the mappings, which are made of what they say; everybody reaches them through raw
-            // addresses or atomics.
+            // SAFETY: `Memory` owns the mappings, whose backing is as stated; all accesses are
+            // through raw addresses or atomics.
             unsafe { UffdMemory::new(self.memory.lazy_regions(), owner, &options) }
         };
         Ok(self.lazy.get_or_make(make)?)

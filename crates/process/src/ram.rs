@@ -1,4 +1,4 @@
-//! The workload's view of memory: pages by number, counters, the statistics page.
+//! The workload's view of memory: numbered pages, counters, the statistics page.
 
 use crate::Error;
 use crate::memory::Memory;
@@ -11,22 +11,23 @@ use vmferry_guest_abi::{
     Layout, PAGE_SIZE, PAGE_WORDS, PageStore, STATS_BYTES, STATS_GPA, StatsPage, Workload,
 };
 
-/// What lies below is not the workload's: a machine has its boot structures and the statistics page there.
+/// Bytes at the start of memory that the workload does not use. A machine has its boot structures
+/// and the statistics page there.
 const RESERVED: u64 = STATS_GPA + STATS_BYTES;
 
-/// Pages of the guest that a workload can use, for counters and content.
+/// Returns the number of guest pages that a workload can use, for counters and content.
 pub(crate) fn usable_pages(memory: &Memory) -> u64 {
     memory.layout().pages().saturating_sub(RESERVED / PAGE_SIZE)
 }
 
-/// Guest memory divided for a workload: counters first, then content, through all regions.
+/// Guest memory divided for a workload: counters first, then content, across all regions.
 #[derive(Debug, Clone)]
 pub(crate) struct Ram {
-    // Holds the mappings that the addresses below point into.
+    // Keeps the mappings that the addresses below point into.
     _memory: Arc<Memory>,
-    /// Address and pages of each region, without what is reserved at the start of the first.
+    /// Address and number of pages of each region, without the reserved start of the first region.
     spans: Vec<(NonNull<u8>, u64)>,
-    /// The regions' names.
+    /// IDs of the regions.
     regions: Vec<RegionId>,
     table_pages: u64,
 }
@@ -37,7 +38,8 @@ unsafe impl Send for Ram {}
 unsafe impl Sync for Ram {}
 
 impl Ram {
-    /// For a workload, and `heap` pages that it leaves alone.
+    /// Returns the memory for a workload, and its layout. The workload does not use the last `heap`
+    /// pages.
     pub(crate) fn new(
         memory: &Arc<Memory>,
         workload: &Workload,
@@ -46,12 +48,14 @@ impl Ram {
     ) -> Result<(Self, Layout), Error> {
         if workload.alloc.is_some() {
             return Err(Error::Options(
-                "a process guest has no allocator: leave alloc= out of the workload, or use --guest kvm"
+                "a process guest has no allocator: remove alloc= from the workload, or use a KVM guest"
                     .to_owned(),
             ));
         }
         let usable = usable_pages(memory).checked_sub(heap);
-        let usable = usable.ok_or_else(|| Error::Options(format!("a heap of {heap} pages is too large")))?;
+        let usable = usable.ok_or_else(|| {
+            Error::Options(format!("a heap of {heap} pages is too large for the guest's memory"))
+        })?;
         let layout = Layout::new(workload, usable, u64::from(cpus)).map_err(Error::Workload)?;
         let count = memory.layout().regions().len();
         let mut spans: Vec<_> = (0..count)
@@ -68,7 +72,7 @@ impl Ram {
         Ok((ram, layout))
     }
 
-    /// Which page of which region page `page` of everything usable is.
+    /// Returns region and page number of usable page `page`.
     pub(crate) fn place(&self, page: u64) -> Option<(RegionId, u64)> {
         let (mut left, mut reserved) = (page, RESERVED / PAGE_SIZE);
         for (region, (_, pages)) in self.regions.iter().zip(&self.spans) {
@@ -81,7 +85,7 @@ impl Ram {
         None
     }
 
-    /// Word `word` of page `page` of everything usable, counters included.
+    /// Returns word `word` of usable page `page`, counters included.
     #[inline]
     pub(crate) fn word(&self, page: u64, word: usize) -> &AtomicU64 {
         let mut left = page;
@@ -128,13 +132,15 @@ impl PageStore for Ram {
     }
 }
 
-/// The statistics page of a guest: at its fixed place in guest memory, so that it moves with the guest.
+/// Returns the statistics page of a guest. Its address in guest memory is fixed, so the page moves
+/// with the guest.
 pub(crate) fn stats_page(memory: &Memory) -> &StatsPage {
     let (start, len) = memory.span(0);
     debug_assert!(RESERVED <= len as u64);
     #[expect(clippy::cast_possible_truncation, reason = "a small constant")]
-    // SAFETY: within the first region, which is larger; page-aligned; zeros or a former guest's words are valid, as every
-    // field is an atomic; mapped for as long as `memory` is borrowed.
+    // SAFETY: within the first region, which is larger; page-aligned; zeros and the words of a
+    // received guest are valid, as every field is an atomic; mapped for as long as `memory` is
+    // borrowed.
     unsafe {
         start.add(STATS_GPA as usize).cast::<StatsPage>().as_ref()
     }

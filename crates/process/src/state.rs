@@ -12,19 +12,19 @@ const CLOCK: &str = "process-clock";
 const WORKER: &str = "process-worker";
 const HEAP: &str = "process-heap";
 
-/// Everything that is saved.
+/// Saved state of a guest.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Saved {
     pub(crate) workload: Workload,
     pub(crate) clock: SavedClock,
     pub(crate) workers: Vec<SavedWorker>,
-    /// Pages of the heap; its content is in memory.
+    /// Number of pages of the heap, whose content is in memory.
     pub(crate) heap: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 struct WorkloadV1 {
-    /// As on the command line.
+    /// Workload in the form of the command line.
     spec: String,
 }
 
@@ -53,16 +53,20 @@ impl Saved {
         Ok(sections)
     }
 
-    /// Reads the sections of a guest with `cpus` threads; each must be there once (that of a heap only if it has one), and no other.
+    /// Reads the sections of a guest with `cpus` threads. Each section must exist exactly once, and
+    /// no other section may exist. The section of the heap exists only if the guest has one.
     pub(crate) fn from_sections(sections: &[Section], cpus: u32) -> Result<Self, Error> {
         let known = |s: &&Section| ![WORKLOAD, CLOCK, WORKER, HEAP].contains(&s.name.as_str());
         if let Some(unknown) = sections.iter().find(known) {
-            return Err(Error::State(format!("section '{}' is unknown here", unknown.name)));
+            return Err(Error::State(format!("section '{}' is unknown", unknown.name)));
         }
         let heap = sections.iter().any(|section| section.name == HEAP);
         let expected = usize::try_from(cpus).map_or(usize::MAX, |cpus| cpus + 2 + usize::from(heap));
         if sections.len() != expected {
-            return Err(Error::State(format!("{} sections came, {expected} are needed", sections.len())));
+            return Err(Error::State(format!(
+                "{} sections were received, {expected} are needed",
+                sections.len()
+            )));
         }
         let workload: WorkloadV1 = find(sections, WORKLOAD, 0)?;
         let workers = (0..cpus).map(|index| {
@@ -90,7 +94,7 @@ fn section(name: &str, instance: u32, state: &impl Serialize) -> Result<Section,
 fn find<T: DeserializeOwned>(sections: &[Section], name: &str, instance: u32) -> Result<T, Error> {
     let mut found = sections.iter().filter(|s| s.name == name && s.instance == instance);
     let (Some(section), None) = (found.next(), found.next()) else {
-        return Err(Error::State(format!("section '{name}' {instance} is missing or there twice")));
+        return Err(Error::State(format!("section '{name}' {instance} is missing or duplicated")));
     };
     if section.version != VERSION {
         return Err(Error::State(format!(
@@ -140,13 +144,13 @@ mod tests {
     }
 
     #[test]
-    fn what_is_missing_foreign_or_of_another_version_is_named() {
+    fn error_names_section_that_is_missing_unknown_or_of_another_version() {
         let sections = saved(2, 6).sections().unwrap();
         let refused = |sections: &[Section]| Saved::from_sections(sections, 2).unwrap_err().to_string();
-        assert!(refused(&sections[..3]).contains("3 sections came, 4 are needed"));
+        assert!(refused(&sections[..3]).contains("3 sections were received, 4 are needed"));
         let mut twice = sections.clone();
         twice[3] = twice[2].clone();
-        assert!(refused(&twice).contains("'process-worker' 0 is missing or there twice"));
+        assert!(refused(&twice).contains("'process-worker' 0 is missing or duplicated"));
         let mut newer = sections.clone();
         newer[1].version = 9;
         assert!(refused(&newer).contains("'process-clock' has version 9"));

@@ -1,4 +1,4 @@
-//! The threads that stand for vCPUs.
+//! Threads that take the role of vCPUs.
 
 use crate::clock::Clock;
 use crate::heap::{Churn, Counts, Heap};
@@ -9,16 +9,17 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_guest_abi::{CpuBlock, Every, REPORT_NS, State, Step, Worker};
 
-/// Steps between two looks at whether to pause: some microseconds.
+/// Steps between two checks of the gate: some microseconds.
 const STEPS: u32 = 64;
-/// Pages filled between two such looks.
+/// Pages filled between two checks of the gate.
 const FILL_PAGES: u64 = 64;
-/// Between two series of deeds on the heap: 20,000 deeds a second.
+/// Interval between two series of heap operations, in ns: 20,000 operations per second.
 const HEAP_NS: u64 = 400_000;
 /// Longest sleep of an idle thread.
 const NAP: Duration = Duration::from_millis(1);
 
-/// Whether threads run. Changed under the lock, so that a thread that is about to wait cannot miss it.
+/// Gate that lets threads run, or holds them. It changes under the lock, so that a thread that is
+/// about to wait cannot miss the change.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     /// `(running, ending)`.
@@ -61,22 +62,24 @@ impl Gate {
     fn nap(&self) {
         let state = lock(&self.state);
         if *state == (true, false) {
-            // Wakes early when it changes, so that a pause need not wait for the nap.
+            // Wakes as soon as the gate changes, so that a pause does not wait for the end of the
+            // nap.
             drop(self.changed.wait_timeout(state, NAP));
         }
     }
 }
 
-/// One thread's work. Locked by the thread while it runs: who has paused the gate and then locks it, owns it.
+/// Work of one thread. The thread holds the lock of the worker while it runs. A caller that has
+/// closed the gate and then gets the lock owns the worker.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) index: usize,
     pub(crate) worker: Mutex<Worker>,
-    /// Whether the content that the guest starts with has been written.
+    /// True if the thread has written the initial content of its share of memory.
     pub(crate) filled: AtomicBool,
 }
 
-/// What all threads share.
+/// State that all threads share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) gate: Gate,
@@ -85,19 +88,20 @@ pub(crate) struct Shared {
     pub(crate) clock: Clock,
     pub(crate) cpus: Vec<Cpu>,
     pub(crate) filled: AtomicU64,
-    /// What the first thread works on besides, and what it remembers of it.
+    /// Heap, on which the first thread works as well, and the state of that work.
     pub(crate) heap: Option<(Heap, Mutex<Churn>)>,
     pub(crate) counts: Arc<Counts>,
 }
 
 impl Shared {
-    /// A thread's whole life.
+    /// Runs thread `index` until the guest ends.
     pub(crate) fn run(&self, index: usize) {
         let cpu = &self.cpus[index];
         while self.gate.pass() {
             let mut worker = lock(&cpu.worker);
-            // A pause may have come between the gate and the lock, and its owner may have had the lock already: then not
-            // even a report may be written. If it comes from now on, its owner waits for the lock.
+            // A pause may have come between the gate and the lock, and its caller may have had the
+            // lock already. In that case the thread must not write anything, not even a report. If
+            // the pause comes later, its caller waits for the lock.
             if self.gate.open() {
                 self.fill(cpu, &mut worker);
                 self.work(cpu, &mut worker);
@@ -159,7 +163,8 @@ impl Shared {
                 block.publish(&worker.report(now));
             }
         }
-        // The last report before a pause, so that the numbers that move are the newest.
+        // Publishes a last report before a pause, so that the figures that move with the guest are
+        // the newest.
         if cpu.filled.load(Ordering::Relaxed) {
             block.publish(&worker.report(self.clock.ns()));
         }

@@ -1,5 +1,5 @@
-//! Pages that are needed and do not come: by the loading of the state while its source is dead, and by a guest whose
-//! keeper was dropped.
+//! Missing pages that never arrive: while the device state loads and the source is dead, and for a
+//! guest whose demand-paging memory was dropped.
 
 use crate::rig::{can_fault, given_up, options, running, settings, stands_still, whole};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -18,7 +18,8 @@ use vmferry_testkit_peers::link::{Harm, Proxy, Rule};
 use vmferry_testkit_peers::pair;
 use vmferry_wire::Role;
 
-/// A guest whose device state cannot be loaded without reading its memory, as a device that looks at its rings does.
+/// Guest whose device state can only be loaded by reading guest memory, like a device that reads
+/// its rings.
 struct Touching {
     guest: ProcessGuest,
     begun: Arc<AtomicBool>,
@@ -45,7 +46,7 @@ impl TargetVm for Touching {
         let memory = self.guest.memory();
         let region = memory.layout().regions()[0];
         let mut page = [0; PAGE_BYTES];
-        // The guest's last page: what is sent in order comes to it late.
+        // The guest's last page: a source that sends in order sends it late.
         let last = region.pages() - 1;
         memory.window(region.id, PageRun::from(last..last + 1))?.copy_page(0, &mut page);
         self.loaded.store(true, Ordering::Release);
@@ -61,11 +62,12 @@ struct Blocked {
     source: ProcessGuest,
     sent: Result<Report, MigrateError>,
     received: Result<(), ReceiveFailure>,
-    /// From the harm to both sides' end.
+    /// Time from the harm until both sides have ended.
     took: Duration,
 }
 
-/// Moves a guest over a link that withholds what is asked for; `harm` is done when the loading waits for it.
+/// Migrates a guest over a link that withholds requested pages. Calls `harm` while the load waits
+/// for such a page.
 fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
     let mut source = running();
     let (begun, loaded) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
@@ -82,9 +84,10 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
         let meanwhile = || {
             wait("the state to be loaded", || begun.load(Ordering::Acquire));
             wait("the page to be withheld", || proxy.harmed() > 0);
-            // Time for a load that does not wait. One that gets no processor meanwhile is missed, and no more.
+            // Gives a load that does not wait the time to finish. A thread that gets no processor
+            // in this time only makes the test miss a defect.
             std::thread::sleep(Duration::from_millis(100));
-            assert!(!loaded.load(Ordering::Acquire), "the loading reads a page that has not come");
+            assert!(!loaded.load(Ordering::Acquire), "the load finished without a missing page");
             let began = Instant::now();
             harm(&proxy);
             wait("the target's end", || receiving.is_finished());
@@ -101,7 +104,7 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
     Blocked { source, sent, received, took }
 }
 
-/// The target says why it has no guest, and the guest goes on where it was.
+/// Checks that the target says why it has no guest, and that the guest continues on the source.
 fn ended_well(what: &str, ended: &Blocked) {
     let why = ended.received.as_ref().unwrap_err().to_string();
     let sent = ended.sent.as_ref().map(|report| (report.state, report.error.clone()));
@@ -114,28 +117,29 @@ fn ended_well(what: &str, ended: &Blocked) {
 }
 
 #[test]
-fn a_state_whose_pages_cannot_come_is_given_up() {
+fn loading_device_state_fails_when_its_pages_cannot_arrive() {
     if !can_fault() {
         return;
     }
-    // What is found out by silence takes longer than this test.
+    // Detection by silence takes longer than this test.
     let patient = Settings { peer_timeout: PATIENCE * 2, ..settings(MigrationMode::Postcopy) };
     let dead = blocked(&patient, |proxy| {
         proxy.close(true);
         proxy.cut(|_| true);
     });
     ended_well("a source that died", &dead);
-    // One channel is enough: what it carried cannot come over another before the guest runs.
+    // One dead channel is enough: its pages cannot arrive over another channel before the guest
+    // runs.
     let part = blocked(&patient, |proxy| proxy.cut(|role| role == Role::Urgent));
     ended_well("an urgent channel that died", &part);
-    // A source that is there, answers, and does not bring the page is given a while.
+    // A source that answers but does not send the page is given some time.
     let settings = Settings { peer_timeout: Duration::from_secs(4), ..patient };
     let silent = blocked(&settings, |_| {});
     ended_well("a page that is withheld", &silent);
 }
 
 #[test]
-fn a_state_whose_pages_come_is_loaded() {
+fn device_state_is_loaded_when_its_pages_arrive() {
     if !can_fault() {
         return;
     }
@@ -148,22 +152,22 @@ fn a_state_whose_pages_come_is_loaded() {
     let tcp = "tcp:127.0.0.1:0".parse::<Uri>().unwrap();
     let settings = settings(MigrationMode::Postcopy);
     let (sent, came) = pair::moved(&tcp, &mut source, &mut target, None, &settings, &Monitor::new());
-    let rest = came.unwrap().expect("pages are lacking");
+    let rest = came.unwrap().expect("pages are missing");
     assert_eq!(sent.state, MigrationState::Completed);
     assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0));
     whole(&target.guest, "loaded with its pages");
 }
 
-/// Threads of this process by their names' beginning.
+/// Returns the number of threads of this process whose name starts with `prefix`.
 fn threads(prefix: &str) -> usize {
     let names = std::fs::read_dir("/proc/self/task").unwrap().filter_map(|task| {
-        // One that ends meanwhile has none.
+        // A thread that ends meanwhile has no name.
         std::fs::read_to_string(task.ok()?.path().join("comm")).ok()
     });
     names.filter(|name| name.starts_with(prefix)).count()
 }
 
-/// Lets a source end that waits for somebody to say how it goes on, also if a test fails meanwhile.
+/// Ends a source that waits for the operator's decision, also if a test fails meanwhile.
 struct Abandoned<'a>(&'a Monitor);
 
 impl Drop for Abandoned<'_> {
@@ -172,7 +176,7 @@ impl Drop for Abandoned<'_> {
     }
 }
 
-/// Receives a guest and does `with` to what keeps house for it.
+/// Receives a guest and calls `with` on the state that serves its missing pages.
 fn kept(
     settings: &Settings,
     with: impl FnOnce(vmferry_engine::Rest, &Monitor),
@@ -184,8 +188,8 @@ fn kept(
     let report = std::thread::scope(|scope| {
         let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor).unwrap());
         let abandoned = Abandoned(&monitor);
-        with(receive(&mut target, &listener, &arrival).unwrap().rest.expect("pages are lacking"), &monitor);
-        // Nobody takes the link up: there is no house any more.
+        with(receive(&mut target, &listener, &arrival).unwrap().rest.expect("pages are missing"), &monitor);
+        // No connection is accepted any more, so the source cannot recover the link.
         drop(listener);
         wait("the loss", || monitor.progress().awaits_recover || sending.is_finished());
         drop(abandoned);
@@ -195,14 +199,14 @@ fn kept(
 }
 
 #[test]
-fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
-    if !can_fault() || !alone("blocked::a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread") {
+fn dropped_rest_fills_no_missing_page_and_leaves_no_thread() {
+    if !can_fault() || !alone("blocked::dropped_rest_fills_no_missing_page_and_leaves_no_thread") {
         return;
     }
     let settings = Settings {
         max_bandwidth: Some(1 << 20),
         reconnect_for: Duration::ZERO,
-        // It is told of the loss. Finding it out takes longer than this test.
+        // The source is told of the loss. Detection by silence would take longer than this test.
         peer_timeout: PATIENCE * 2,
         ..settings(MigrationMode::Postcopy)
     };
@@ -210,27 +214,26 @@ fn a_rest_that_is_dropped_makes_nothing_up_and_leaves_no_thread() {
     let (report, [source, target]) = kept(&settings, |rest, monitor| {
         let watch = rest.watch();
         drop(rest);
-        // One that has been joined is listed for a moment longer.
+        // A joined thread stays listed for a moment.
         wait("its threads to end", || threads("target-") == 0);
         let left = watch.now().left;
         wait("the source to see it", || monitor.progress().state == MigrationState::PostcopyPaused);
-        // What would come later on a busy host is missed, and no more.
+        // Pages that would arrive later than this on a busy host only make the test miss a defect.
         std::thread::sleep(Duration::from_millis(200));
-        assert_eq!(watch.now().left, left, "nothing comes");
+        assert_eq!(watch.now().left, left, "a page arrived");
         seen = Some(left);
     });
     assert!(seen.is_some_and(|left| left > 0), "{seen:?}");
     assert_eq!(report.state, MigrationState::Lost, "{:?}", report.error);
     stands_still(&source, "dropped");
-    // Its threads sleep on pages that do not come; it can be ended all the same.
+    // The guest's threads sleep on pages that never arrive. The guest can be ended all the same.
     drop(target);
 }
 
-/// All pages are there, also those that nobody sent because they are zero.
+/// All pages are present, also zero pages that were never sent.
 #[test]
-fn a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest() {
-    if !can_fault() || !alone("blocked::a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest")
-    {
+fn rest_dropped_after_the_last_page_leaves_a_complete_guest() {
+    if !can_fault() || !alone("blocked::rest_dropped_after_the_last_page_leaves_a_complete_guest") {
         return;
     }
     let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
@@ -239,7 +242,12 @@ fn a_rest_that_is_dropped_when_nothing_is_lacking_leaves_a_whole_guest() {
         wait("all pages", || watch.now().left == 0);
         drop(rest);
     });
-    assert_eq!(report.state, MigrationState::Lost, "nobody said that all is there: {:?}", report.error);
+    assert_eq!(
+        report.state,
+        MigrationState::Lost,
+        "the source was not told that all pages arrived: {:?}",
+        report.error
+    );
     wait("its threads to end", || threads("target-") == 0);
     stands_still(&source, "dropped at the end");
     whole(&target, "dropped at the end");

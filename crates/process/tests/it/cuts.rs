@@ -1,4 +1,5 @@
-//! Every channel cut, stalled and damaged, at many points, under load: the link is taken up again and nothing is lost.
+//! Cuts, stalls and damage on every channel at many points under load. The link is recovered and no
+//! page is lost.
 
 use crate::rig::{can_fault, go, settings};
 use std::sync::Mutex;
@@ -8,14 +9,16 @@ use vmferry_testkit::{in_parallel, say};
 use vmferry_testkit_peers::link::{Harm, Rule};
 use vmferry_wire::Role;
 
-/// How long silence is borne where it is what is tried. A side that is taken for silent on a busy host is one more lost link.
+/// Timeout for silence in tests of silence. A side that is taken for dead on a busy host only adds
+/// one more lost link.
 const SILENCE: Duration = Duration::from_secs(4);
 
-/// Number of migrations at the same time: they mostly wait for each other, and for timeouts.
+/// Number of concurrent migrations. They mostly wait for each other and for timeouts.
 const THREADS: usize = 4;
 
-/// Places at which a channel is in the middle of a postcopy: of the bulk, in frames and between them, at its begin and
-/// towards its end; on urgent channels, within the first requests and pages.
+/// Returns points at which a channel is in the middle of a postcopy. On bulk channels these are
+/// inside frames and between them, at the start and near the end. On urgent channels they are
+/// within the first requests and pages.
 fn places() -> Vec<Rule> {
     let mut rules = Vec::new();
     let mut add = |role, to_target, afters: &[usize], harms: &[Harm]| {
@@ -24,7 +27,7 @@ fn places() -> Vec<Rule> {
         }
     };
     let cuts = [Harm::CutOne, Harm::CutAll];
-    // Behind the reply to the hello, on the way back.
+    // After the reply to the greeting, in the direction from target to source.
     add(Role::Bulk, true, &[0, 63, 64, 1000, 300_000, 1_500_000, 3_000_000], &cuts);
     add(Role::Bulk, true, &[20, 100_000, 2_000_001], &[Harm::Stall, Harm::Flip]);
     add(Role::Urgent, true, &[0, 64, 80, 4000, 40_000], &cuts);
@@ -38,7 +41,7 @@ fn places() -> Vec<Rule> {
 }
 
 #[test]
-fn a_channel_that_is_harmed_in_postcopy_costs_time_and_nothing_else() {
+fn harmed_channel_in_postcopy_costs_only_time() {
     if !can_fault() {
         return;
     }
@@ -62,17 +65,17 @@ fn a_channel_that_is_harmed_in_postcopy_costs_time_and_nothing_else() {
     });
     let (harmed, interrupted, damaged) = counts.into_inner().unwrap();
     say(format!(
-        "{all} migrations, {harmed} harmed: {interrupted} were taken up again, {damaged} had damaged pages; {:.1} s",
+        "{all} migrations, {harmed} harmed: {interrupted} were recovered, {damaged} had damaged pages; {:.1} s",
         began.elapsed().as_secs_f64()
     ));
     assert!(u64::from(harmed) * 10 > all as u64 * 8, "harm came too late: {harmed} of {all}");
     assert!(interrupted * 2 > harmed && damaged > 0, "{interrupted} {damaged}");
 }
 
-/// Cuts at any byte of the control channel, before the handover and after it; what they leave is one guest, or a state that
-/// says that there may be none.
+/// Cuts at any byte of the control channel, before the handover and after it, leave one guest, or a
+/// state that says that there may be none.
 #[test]
-fn a_control_channel_cut_anywhere_leaves_one_guest() {
+fn cut_of_control_channel_at_any_byte_leaves_one_guest() {
     if !can_fault() {
         return;
     }
@@ -92,7 +95,7 @@ fn a_control_channel_cut_anywhere_leaves_one_guest() {
             ..settings(MigrationMode::Postcopy)
         };
         let moved = go(&settings, vec![rule], |view| {
-            // Nobody will come back: the target has ended without having run it.
+            // No target will reconnect: the target has ended without running the guest.
             view.until("an end, or a call for help", || view.monitor.progress().awaits_recover);
             view.monitor.abandon();
         });
@@ -111,13 +114,14 @@ fn a_control_channel_cut_anywhere_leaves_one_guest() {
     assert!(count(MigrationState::Failed) > 0 && count(MigrationState::Completed) > 0, "{ends:?}");
 }
 
-/// The link breaks again and again, also while it is being taken up.
+/// The link breaks repeatedly, also while it is being recovered.
 #[test]
-fn a_link_that_breaks_all_the_time_gets_there_in_the_end() {
+fn migration_completes_over_a_link_that_breaks_repeatedly() {
     if !can_fault() {
         return;
     }
-    // The hybrid has less to send after the handover: slower, so that the cuts find it at work.
+    // The hybrid mode has less to send after the handover. A lower rate makes sure that the cuts
+    // hit a busy link.
     let cases = [(MigrationMode::Postcopy, Pace::Off, 4 << 20), (MigrationMode::Hybrid, Pace::Auto, 1 << 20)];
     for (mode, pace, rate) in cases {
         let settings = Settings { pace, max_bandwidth: Some(rate), ..settings(mode) };
@@ -130,7 +134,8 @@ fn a_link_that_breaks_all_the_time_gets_there_in_the_end() {
                     false
                 }
             });
-            // At once, or a guest whose pages come quickly has them all before the first cut.
+            // The first cut comes at once: a guest whose pages arrive quickly could have them all
+            // already.
             view.proxy.cut(|_| true);
             for _ in 0..12 {
                 random =
@@ -145,13 +150,13 @@ fn a_link_that_breaks_all_the_time_gets_there_in_the_end() {
         });
         let report = moved.completed(&what);
         say(format!(
-            "{mode}: {} cuts, taken up {} times, {} faults, longest {:.0} ms",
+            "{mode}: {} cuts, recovered {} times, {} faults, longest {:.0} ms",
             moved.harmed,
             report.interruptions,
             report.postcopy.as_ref().map_or(0, |postcopy| postcopy.faults),
             report.postcopy.as_ref().map_or(0.0, |postcopy| postcopy.max_us / 1e3)
         ));
-        // On a busy host most cuts hit a link that is still being taken up.
+        // On a busy host most cuts hit a link that is still being recovered.
         assert!(report.interruptions > 0, "{what}");
     }
 }

@@ -1,4 +1,4 @@
-//! The same over encrypted connections.
+//! Migrations over encrypted connections.
 
 use crate::authority::Authority;
 use crate::rig::{can_fault, go, settings};
@@ -14,7 +14,7 @@ fn encrypted() -> Settings {
 }
 
 #[test]
-fn pages_come_to_a_running_guest() {
+fn pages_arrive_at_a_running_guest_over_tls() {
     if !can_fault() {
         return;
     }
@@ -24,10 +24,10 @@ fn pages_come_to_a_running_guest() {
     assert!(report.postcopy.as_ref().is_some_and(|postcopy| postcopy.faults > 0), "{report:?}");
 }
 
-/// A link that was cut, or a byte that was changed, which is the end of an encrypted connection: it is taken up again, encrypted, and no
-/// page is lost or taken damaged.
+/// A cut, or a changed byte, ends an encrypted connection. The link is recovered with encryption,
+/// and no page is lost or accepted with damage.
 #[test]
-fn a_lost_link_is_taken_up_again() {
+fn lost_encrypted_link_is_recovered() {
     if !can_fault() {
         return;
     }
@@ -41,7 +41,7 @@ fn a_lost_link_is_taken_up_again() {
         let rule = Rule::in_channel(role, 0, to_target, after, harm);
         let moved = go(&encrypted(), vec![rule], |_| {});
         let report = moved.completed(&format!("{rule:?}"));
-        // What a flipped byte hits is never taken for a page.
+        // A frame that a flipped byte hit is never accepted as a page.
         assert!(report.postcopy.as_ref().is_none_or(|postcopy| postcopy.damaged == 0), "{rule:?}");
         interrupted += u32::from(report.interruptions > 0);
     }

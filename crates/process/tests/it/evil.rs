@@ -1,4 +1,4 @@
-//! Sources that mean harm to a target that takes a guest before its memory, and strangers beside them.
+//! Hostile sources that hand a guest over before its memory, and connections from strangers.
 
 use crate::rig::{can_fault, options, running, take, whole};
 use std::io::Read;
@@ -18,15 +18,15 @@ use vmferry_wire::{
     LackingPages, Mode, REQUEST_BYTES, RefusalCode, Request, Role, ToSource, ToTarget, Token,
 };
 
-/// Of the guest in these tests.
+/// Number of pages of the guest in these tests.
 const PAGES: u64 = 6144;
 
-/// A scripted source that has a real guest to send.
+/// Scripted source that has a real guest to send.
 struct Evil {
     source: Source,
     sections: Vec<Section>,
     memory: Arc<dyn GuestMemory>,
-    /// The target's.
+    /// Memory of the target.
     there: Arc<dyn GuestMemory>,
 }
 
@@ -45,7 +45,8 @@ impl DerefMut for Evil {
 }
 
 impl Evil {
-    /// Offers the guest, and opens the channels. Returns what the target said instead of accepting it.
+    /// Offers the guest and opens the channels. Returns the target's answer if it is not an
+    /// acceptance.
     fn begin(&mut self, machine: &MachineConfig, mode: Mode, bulk: u16, urgent: u16) -> Option<ToSource> {
         let answer = self.offer(machine, mode, bulk, urgent);
         let Some(ToSource::Accept { bulk: token, urgent: other, .. }) = answer else { return answer };
@@ -57,7 +58,8 @@ impl Evil {
         content(&self.memory, page)
     }
 
-    /// Waits until what was said on a bulk channel has been read, before the handover: a page comes behind it.
+    /// Waits until the target has read what was sent on a bulk channel before the handover. A page
+    /// that follows on the channel shows this.
     fn until_read(&mut self, channel: usize, page: u64) {
         self.send(channel, page);
         wait("a page at the target", || content(&self.there, page) == self.content(page));
@@ -68,7 +70,7 @@ impl Evil {
         self.frame(channel, 1, page, &content, |_| {});
     }
 
-    /// Sends a page that is not what its digest says.
+    /// Sends a page whose content does not match its digest.
     fn damaged(&mut self, channel: usize, page: u64) {
         self.frame(channel, 1, page, &[1; PAGE_BYTES], |frame| frame.content.fill(2));
     }
@@ -85,7 +87,7 @@ impl Evil {
         self.say(&ToTarget::Lacking(LackingPages { region: RegionId(0), first, words }));
     }
 
-    /// Hands the guest over with every page lacking.
+    /// Hands the guest over with every page missing.
     fn hand_over(&mut self) {
         self.state();
         self.lacking(0, 768);
@@ -95,7 +97,7 @@ impl Evil {
         assert!(matches!(self.hear(), Some(ToSource::Running { .. })));
     }
 
-    /// Takes the link up again; says what the target lacks.
+    /// Recovers the link. Returns the pages that the target reports as missing.
     fn come_back(&mut self) -> Vec<u64> {
         self.reconnect();
         let mut lacking = Vec::new();
@@ -120,7 +122,7 @@ impl Evil {
         }
     }
 
-    /// The rest of a good migration.
+    /// Plays the rest of a correct migration.
     fn finish(&mut self, lacking: &[u64]) {
         for page in lacking {
             self.send(0, *page);
@@ -136,7 +138,7 @@ fn content(memory: &Arc<dyn GuestMemory>, page: u64) -> Vec<u8> {
     content.to_vec()
 }
 
-/// What a target says of what `act` did to it.
+/// Returns what the target reports after `act` was done to it.
 fn visit(
     act: impl FnOnce(&mut Evil, &MachineConfig, &dyn Fn() -> RestState),
 ) -> (Result<RestState, ReceiveFailure>, ProcessGuest) {
@@ -153,7 +155,7 @@ fn visit(
         let mut evil = Evil { source: scripted, sections, memory, there };
         let rest = || {
             let now = || watch.lock().unwrap().as_ref().map(RestWatch::now);
-            wait_for("the guest at the target", || now().ok_or("it has not come"))
+            wait_for("the guest at the target", || now().ok_or("no guest has arrived"))
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &rest))) {
             arrival.abandon();
@@ -181,7 +183,7 @@ fn refused(what: &str, mode: Mode, bulk: u16, act: impl FnOnce(&mut Evil)) {
 }
 
 #[test]
-fn a_guest_is_not_started_over_what_cannot_be() {
+fn target_does_not_start_a_guest_after_a_protocol_violation() {
     if !can_fault() {
         return;
     }
@@ -212,7 +214,7 @@ fn a_guest_is_not_started_over_what_cannot_be() {
     });
     refused("beyond its end", Mode::Hybrid, 1, |evil| evil.lacking(PAGES, 8));
     refused("is cut as the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
-    // Damaged, and not among those that come again.
+    // A damaged page that is not among the pages to be sent again.
     refused("arrived damaged", Mode::Hybrid, 1, |evil| {
         evil.damaged(0, 300);
         evil.barrier(0, 0);
@@ -220,7 +222,8 @@ fn a_guest_is_not_started_over_what_cannot_be() {
         evil.state();
         evil.say(&ToTarget::LoadLazily { pages: 0 });
     });
-    // Gone right before the commit: this side cannot know that it was not said, and stays to be asked.
+    // The source goes right before the commit. The target cannot know that the commit was not sent,
+    // and stays so that it can be asked.
     refused("before the guest was started on the target", Mode::Postcopy, 1, |evil| {
         evil.state();
         evil.lacking(0, 768);
@@ -231,17 +234,17 @@ fn a_guest_is_not_started_over_what_cannot_be() {
             assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
             evil.reconnect();
             assert!(matches!(evil.hear(), Some(ToSource::Returned(_))));
-            // Too late, by whomever it is said.
+            // The commit comes too late.
             evil.say(&ToTarget::Commit);
             evil.say(&ToTarget::Ping(5));
-            assert!(matches!(evil.hear(), Some(ToSource::Pong(5))), "and it starts nothing");
+            assert!(matches!(evil.hear(), Some(ToSource::Pong(5))), "no guest is started");
         }
         evil.say(&ToTarget::Thanks);
     });
 }
 
 #[test]
-fn impossible_numbers_of_urgent_channels_are_refused() {
+fn target_refuses_impossible_numbers_of_urgent_channels() {
     if !can_fault() {
         return;
     }
@@ -254,26 +257,26 @@ fn impossible_numbers_of_urgent_channels_are_refused() {
             };
             assert!(why.detail.contains("urgent channels were asked for"), "{why}");
         });
-        assert!(matches!(received, Err(ReceiveFailure::Stopped)), "it waits on: {received:?}");
+        assert!(matches!(received, Err(ReceiveFailure::Stopped)), "the target keeps waiting: {received:?}");
     }
 }
 
-/// Pages twice, damaged, outside; the link lost and taken up by the right one and by a stranger: the guest has each page as it
-/// came first, and undamaged.
+/// Pages are sent twice, damaged and out of range, and the link is lost and recovered, while a
+/// stranger tries as well. The guest keeps the first undamaged copy of each page.
 #[test]
-fn a_guest_that_runs_bears_what_its_source_sends() {
+fn running_guest_keeps_the_first_intact_copy_of_each_page() {
     if !can_fault() {
         return;
     }
     let (received, target) = visit(|evil, machine, rest| {
         assert_eq!(evil.begin(machine, Mode::Postcopy, 1, 1), None);
         evil.hand_over();
-        // Twice, with other content the second time.
+        // Page 1000 twice, with other content the second time.
         evil.send(0, 1000);
         wait("the first", || rest().left == PAGES - 1);
         evil.frame(1, 1, 1000, &[3; PAGE_BYTES], |_| {});
         wait("the second", || rest().postcopy.duplicates == 1);
-        // Damaged: asked for again, on an urgent channel, behind what the guest asks for.
+        // A damaged page is requested again on an urgent channel, after the guest's own requests.
         let good = evil.content(1001);
         evil.frame(0, 1, 1001, &good, |frame| frame.content.fill(4));
         let mut bytes = [0; REQUEST_BYTES];
@@ -284,16 +287,16 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
                 break;
             }
         }
-        // A stranger, and one who knows the migration's name only.
+        // A stranger, and a peer that knows only the migration's name.
         assert_eq!(evil.refused(Role::Control, Token::NONE), Some(RefusalCode::Busy));
         assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
         assert_eq!(evil.refused(Role::Bulk, Token([9; 16])), Some(RefusalCode::Token));
-        assert_eq!(rest().state, MigrationState::Postcopy, "nothing of this is a loss");
-        // The source notices a loss first: nothing has happened here.
+        assert_eq!(rest().state, MigrationState::Postcopy, "none of this loses the link");
+        // The source notices the loss first. The target has not noticed anything.
         let lacking = evil.come_back();
         assert!(lacking.contains(&1001) && !lacking.contains(&1000), "{}", lacking.len());
         wait("the link", || rest().state == MigrationState::Postcopy);
-        // Outside: this link is as good as lost, and the next one brings the rest.
+        // An out-of-range page makes the target drop this link. The next link brings the rest.
         evil.frame(0, 1, PAGES, &[5; PAGE_BYTES], |_| {});
         wait("the loss", || rest().state == MigrationState::PostcopyPaused);
         let lacking = evil.come_back();
@@ -308,16 +311,16 @@ fn a_guest_that_runs_bears_what_its_source_sends() {
     whole(&target, "borne");
 }
 
-/// Digests that never match: the link is given up after 10,000, not the guest.
+/// If digests never match, the target drops the link after 10,000 pages, but not the guest.
 #[test]
-fn pages_that_are_damaged_for_ever_end_the_link() {
+fn link_ends_when_digests_never_match() {
     if !can_fault() {
         return;
     }
     let (received, target) = visit(|evil, machine, rest| {
         assert_eq!(evil.begin(machine, Mode::Postcopy, 1, 1), None);
         evil.hand_over();
-        // What the target asks for is read and not heeded.
+        // The target's requests are read and ignored.
         let mut urgent = evil.data[1].0.try_clone().unwrap();
         let reading = std::thread::spawn(move || while matches!(urgent.read(&mut [0; 4096]), Ok(1..)) {});
         for _ in 0..10_010 {

@@ -1,5 +1,5 @@
-//! A process guest whose free pages stay behind: it takes and gives up pages of its heap all the time, moves in every mode, and
-//! finds each page in use as it left it.
+//! Migrations of a process guest that skip its free pages. The guest takes and gives up heap pages
+//! all the time, is migrated in every mode, and finds each page in use unchanged.
 
 use crate::rig::verified;
 use vmferry_engine::{
@@ -21,7 +21,7 @@ fn options(memfd: bool) -> ProcessOptions {
     options
 }
 
-/// A guest that has written all of its heap, and uses a part of it.
+/// Returns a guest that has written all of its heap and uses a part of it.
 fn running(memfd: bool) -> ProcessGuest {
     let mut guest = ProcessGuest::new(options(memfd), LOAD.parse().unwrap()).unwrap();
     guest.start().unwrap();
@@ -55,7 +55,7 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
 fn compare(mode: MigrationMode, memfd: bool) {
     let (with, without) = (moved(mode, memfd, true), moved(mode, memfd, false));
     say(format!(
-        "{mode}, memfd {memfd}: {} bytes and {:.1} ms with free pages left out, {} and {:.1} ms without; {} pages, {:?}",
+        "{mode}, memfd {memfd}: {} bytes and {:.1} ms with free pages skipped, {} and {:.1} ms without; {} pages, {:?}",
         with.bytes.wire,
         with.total_ms,
         without.bytes.wire,
@@ -63,13 +63,13 @@ fn compare(mode: MigrationMode, memfd: bool) {
         with.bytes.free_pages_skipped,
         with.free_pages
     ));
-    // Three quarters of the heap are free, about.
+    // About three quarters of the heap are free.
     let least = HEAP / 4096 / 2;
     assert!(with.bytes.free_pages_skipped > least, "{with:?}");
     assert_eq!(with.skipped_pages, with.bytes.free_pages_skipped);
     assert_eq!(with.verified_pages + with.skipped_pages, MEMORY / 4096, "{with:?}");
-    // Of what the guest writes meanwhile there is more the longer a migration takes, on a busy host: that is no part of the first pass.
-    // A postcopy sends no page twice.
+    // Only the first pass is compared in precopy: a longer migration on a busy host has more pages
+    // to send again. A postcopy sends no page twice.
     let sent = |report: &Report| match (mode, &report.passes[..]) {
         (MigrationMode::Postcopy, _) => report.bytes.wire,
         (_, passes) => passes[0].wire_bytes,
@@ -79,14 +79,14 @@ fn compare(mode: MigrationMode, memfd: bool) {
 }
 
 #[test]
-fn free_pages_stay_behind_in_precopy() {
+fn precopy_skips_free_pages() {
     for memfd in [false, true] {
         compare(MigrationMode::Precopy, memfd);
     }
 }
 
 #[test]
-fn free_pages_are_not_waited_for_in_postcopy() {
+fn postcopy_skips_free_pages() {
     if let Err(error) = ProcessGuest::new_incoming(options(false)).unwrap().lazy_memory() {
         return skip(Need::Uffd, error);
     }
@@ -96,20 +96,20 @@ fn free_pages_are_not_waited_for_in_postcopy() {
 }
 
 #[test]
-fn a_heap_must_fit() {
+fn heap_that_does_not_fit_is_refused() {
     let refused = |heap| {
         let mut options = options(false);
         options.heap = heap;
         ProcessGuest::new(options, LOAD.parse().unwrap()).unwrap_err().to_string()
     };
-    assert!(refused(4097).contains("whole pages"), "{}", refused(4097));
+    assert!(refused(4097).contains("whole number of pages"), "{}", refused(4097));
     assert!(refused(MEMORY).contains("too large"), "{}", refused(MEMORY));
     assert!(refused(MEMORY - (8 << 20)).contains("workload"), "{}", refused(MEMORY - (8 << 20)));
 }
 
-/// The checks above could find what is lost.
+/// The checks above can detect a lost page.
 #[test]
-fn a_page_of_the_heap_that_is_lost_is_found() {
+fn lost_page_of_the_heap_is_detected() {
     let mut guest = running(false);
     SourceVm::pause(&mut guest).unwrap();
     assert_eq!(guest.check_heap().unwrap(), 0);

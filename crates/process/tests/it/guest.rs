@@ -1,4 +1,4 @@
-//! Process guests that run, stand still, move by hand and by the engine, and notice what was lost.
+//! Tests of process guests that run, pause, move by hand and by the engine, and detect lost pages.
 
 use crate::rig::verified;
 use std::sync::Arc;
@@ -35,7 +35,7 @@ fn running(workload: &str, memfd: bool) -> ProcessGuest {
     guest
 }
 
-/// What the guest reports; `None` while it writes its report.
+/// Returns the guest's report, or `None` while the guest writes it.
 fn stats(handle: &ProcessHandle) -> Option<StatsSnapshot> {
     handle.stats().ok()
 }
@@ -75,28 +75,30 @@ fn moved(from: &mut ProcessGuest, without: &[u64]) -> ProcessGuest {
     to
 }
 
-/// A page of content: behind the statistics page and 8 pages of counters.
+/// Number of a content page: after the statistics page and 8 pages of counters.
 const CONTENT: u64 = (STATS_GPA + STATS_BYTES) / 4096 + 100;
 
 #[test]
-fn an_allocating_workload_is_refused_with_what_to_do() {
+fn allocating_workload_is_refused_with_advice() {
     let error = ProcessGuest::new(options(false), "idle,alloc=8M".parse().unwrap()).unwrap_err().to_string();
-    assert!(error.contains("leave alloc= out of the workload, or use --guest kvm"), "{error}");
+    assert!(error.contains("remove alloc= from the workload, or use a KVM guest"), "{error}");
 }
 
 #[test]
-fn a_paused_guest_stands_still_from_the_first_moment() {
+fn paused_guest_writes_nothing_after_pause_returns() {
     let mut guest = running("uniform,ws=2M", false);
     let memory = guest.memory();
-    // Every page that the guest writes, statistics, counters, content, and some more.
+    // Every page that the guest writes (statistics, counters, content), and some more.
     let snapshot = || (0..1000).map(|index| page(&memory, index)).collect::<Vec<_>>();
     for round in 0..40 {
-        // Right after a resume threads may be anywhere between waking up and their first step. Any moment is as good.
+        // Right after a resume, a thread may be anywhere between its wake-up and its first step.
+        // Any moment is as good as another.
         SourceVm::resume(&mut guest).unwrap();
         std::thread::sleep(Duration::from_micros(round % 4 * 300));
         SourceVm::pause(&mut guest).unwrap();
         let first = snapshot();
-        // Time for a thread that has not stopped. One that gets no processor meanwhile is missed, and no more.
+        // Gives a thread that has not stopped the time to write. A thread that gets no processor in
+        // this time only makes the test miss a defect.
         std::thread::sleep(Duration::from_millis(2));
         assert!(snapshot() == first, "round {round}: a page changed while the guest was paused");
     }
@@ -107,7 +109,7 @@ fn a_paused_guest_stands_still_from_the_first_moment() {
 }
 
 #[test]
-fn a_pause_right_after_a_resume_holds_too() {
+fn pause_right_after_resume_stops_all_writes() {
     let mut guest = running("uniform,ws=1M", false);
     let memory = guest.memory();
     // Every page that the guest writes: statistics, counters, content.
@@ -117,14 +119,14 @@ fn a_pause_right_after_a_resume_holds_too() {
         SourceVm::resume(&mut guest).unwrap();
         SourceVm::pause(&mut guest).unwrap();
         let first = snapshot();
-        // As above.
+        // See the test above.
         std::thread::sleep(Duration::from_micros(200));
         assert!(snapshot() == first, "round {round}: a page changed while the guest was paused");
     }
 }
 
 #[test]
-fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
+fn every_workload_continues_on_the_target_without_a_corrupt_page() {
     for workload in
         ["idle", "uniform,ws=8M", "sequential,ws=4M,data=8M,rate=100k", "zipf:0.99,ws=8M,fill=mix:30"]
     {
@@ -137,16 +139,16 @@ fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
             let before = stats(&source.handle()).expect("whole reports from a paused guest");
             let mut target = moved(&mut source, &[]);
             assert_eq!(stats(&target.handle()).unwrap(), before, "{workload}");
-            // What the move takes at least, which the guest is to notice.
+            // Least duration of the move, which the guest has to notice.
             std::thread::sleep(Duration::from_millis(30));
             target.start().unwrap();
             let after = verified(&target.handle(), 7);
             assert_eq!(after.corrupt(), 0, "{workload}: {:?}", after.first_corrupt());
             assert_eq!(after.state, State::Running, "{workload}");
-            assert_eq!(after.ready_us, before.ready_us, "{workload}: it was ready once");
+            assert_eq!(after.ready_us, before.ready_us, "{workload}: the guest became ready twice");
             for (old, new) in before.cpus().iter().zip(after.cpus()) {
-                assert!(new.t_us >= old.t_us + 30_000, "{workload}: its clock goes on, through the move");
-                assert!(new.stall_max_us >= 30_000, "{workload}: it noticed the move: {new:?}");
+                assert!(new.t_us >= old.t_us + 30_000, "{workload}: the clock must continue across the move");
+                assert!(new.stall_max_us >= 30_000, "{workload}: the stall must include the move: {new:?}");
                 assert!(new.writes >= old.writes, "{workload}");
             }
             if workload != "idle" {
@@ -154,7 +156,7 @@ fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
                     stats(&target.handle()).is_some_and(|stats| stats.writes() > before.writes())
                 });
             }
-            // The source may go on, too, if the move failed.
+            // If the move fails, the source may continue as well.
             SourceVm::resume(&mut source).unwrap();
             assert_eq!(verified(&source.handle(), 8).corrupt(), 0, "{workload}");
             target.stop();
@@ -163,7 +165,7 @@ fn every_workload_goes_on_elsewhere_without_a_corrupt_page() {
 }
 
 #[test]
-fn a_guest_that_is_still_filling_its_memory_can_be_moved() {
+fn guest_that_still_fills_its_memory_can_be_moved() {
     let mut source = guest("uniform,ws=24M", false);
     source.start().unwrap();
     let memory = source.memory();
@@ -178,7 +180,7 @@ fn a_guest_that_is_still_filling_its_memory_can_be_moved() {
 }
 
 #[test]
-fn a_page_that_was_lost_is_found() {
+fn lost_page_is_detected() {
     for workload in ["uniform,ws=8M", "idle,data=8M", "uniform,ws=4M,data=8M,rate=1k"] {
         let mut source = running(workload, false);
         SourceVm::pause(&mut source).unwrap();
@@ -191,7 +193,7 @@ fn a_page_that_was_lost_is_found() {
 }
 
 #[test]
-fn a_page_of_an_older_version_is_found() {
+fn page_of_an_older_version_is_detected() {
     let mut source = running("sequential,ws=4M", false);
     let old = page(&source.memory(), CONTENT);
     let moves = |guest: &ProcessGuest| page(&guest.memory(), CONTENT) != old;
@@ -204,7 +206,8 @@ fn a_page_of_an_older_version_is_found() {
     assert!(verified(&target.handle(), 1).corrupt() > 0);
 }
 
-/// Live, by hand: passes while the guest writes, then a pause and the rest. `lose` takes pages out of the last harvest.
+/// Moves a running guest by hand: passes while the guest writes, then a pause and the last pass.
+/// `lose` removes pages from the last harvest.
 fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
     let mut source = running("uniform,ws=8M,rate=200k", memfd);
     let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
@@ -218,7 +221,7 @@ fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
         tracker.harvest(&mut dirty).unwrap();
         copy(&from, &to, dirty.region(RegionId(0)).unwrap());
     }
-    // So many writes that pages are dirty for certain.
+    // So many writes that some pages are certainly dirty.
     let writes = || stats(&source.handle()).map_or(0, |stats| stats.writes());
     let before = writes();
     wait("writes", || writes() > before + 4000);
@@ -235,14 +238,14 @@ fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
     verified(&target.handle(), 1).corrupt()
 }
 
-/// Whether this host can track writes without KVM; if not, the calling test is skipped.
+/// Returns true if this host can track writes without KVM. If not, the calling test is skipped.
 fn can_track() -> bool {
     let available = vmferry_dirty::WpTracker::available();
     available.map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
 
 #[test]
-fn a_live_move_loses_nothing_and_one_withheld_page_is_found() {
+fn live_move_loses_no_page_and_detects_a_withheld_page() {
     if !can_track() {
         return;
     }
@@ -257,7 +260,7 @@ fn a_live_move_loses_nothing_and_one_withheld_page_is_found() {
 }
 
 #[test]
-fn the_engine_moves_it_and_every_page_agrees() {
+fn engine_migrates_the_guest_and_every_page_matches() {
     if !can_track() {
         return;
     }
@@ -272,11 +275,11 @@ fn the_engine_moves_it_and_every_page_agrees() {
     let after = verified(&target.handle(), 3);
     assert_eq!(after.corrupt(), 0, "{:?}", after.first_corrupt());
     let writes = after.writes();
-    wait("writes on the other side", || stats(&target.handle()).is_some_and(|stats| stats.writes() > writes));
+    wait("writes on the target", || stats(&target.handle()).is_some_and(|stats| stats.writes() > writes));
 }
 
 #[test]
-fn a_guest_goes_into_a_file_and_out_of_it() {
+fn guest_is_saved_to_a_file_and_restored() {
     let mut why_not = None;
     for memfd in [false, true] {
         let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", memfd);
@@ -300,7 +303,7 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
                     (report.bytes.raw_pages, report.bytes.raw_pages)
                 );
                 assert_eq!(verified(&lazy.handle(), 4).corrupt(), 0);
-                println!("lazily, memfd {memfd}: {progress:?}");
+                println!("by demand paging, memfd {memfd}: {progress:?}");
             }
             Err(MigrateError::NotLazy { why }) => why_not = Some(why),
             Err(error) => panic!("{error}"),
@@ -312,7 +315,7 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
 }
 
 #[test]
-fn wrong_steps_and_wrong_options_are_refused() {
+fn invalid_steps_and_options_are_refused() {
     let mut empty = ProcessGuest::new_incoming(options(false)).unwrap();
     assert!(TargetVm::start(&mut empty, RunState::Running).is_err(), "nothing to start");
     assert!(SourceVm::save(&mut empty).is_err(), "nothing to save");

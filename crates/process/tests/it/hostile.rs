@@ -1,4 +1,4 @@
-//! Targets that mean harm to a guest that is handed over before its memory.
+//! Hostile targets of a postcopy migration.
 
 use crate::rig::{running, stands_still, whole};
 use std::io::Write;
@@ -19,12 +19,13 @@ fn page(region: u32, page: u64, ahead: u16, again: bool) -> Request {
     Request::Page { region: RegionId(region), page: PageIndex(page), ahead, again }
 }
 
-/// A scripted target, and what the source knows.
+/// Scripted hostile target, with what the source knows.
 struct Liar<'a> {
     target: Target<'a>,
-    /// What the source knows.
+    /// Handle to the source's migration.
     monitor: &'a Monitor,
-    /// The target is going to take up a link that it loses: the test does not give it up.
+    /// True if the target recovers a link that it loses, so the test does not abandon the
+    /// migration.
     returns: &'a AtomicBool,
 }
 
@@ -43,19 +44,19 @@ impl DerefMut for Liar<'_> {
 }
 
 impl Liar<'_> {
-    /// Goes along until everything but the commit was said.
+    /// Plays along until everything but the commit was sent.
     fn until_handed_over(&mut self) {
         self.accept(2);
         while !matches!(self.hear().unwrap(), ToTarget::LoadLazily { .. }) {}
     }
 
-    /// Goes along until it has the guest.
+    /// Plays along until the target has the guest.
     fn until_running(&mut self) {
         self.until_handed_over();
         self.say(&ToSource::Ready { load_us: 1 });
         assert_eq!(self.hear(), Some(ToTarget::Commit));
         self.say(&ToSource::Running { start_us: 1, cpu_us: 1 });
-        // What follows goes another way than this message, and may arrive before it.
+        // Later messages take another channel than this one, and may arrive first.
         wait("the source to know that it runs", || self.monitor.progress().runs_there);
     }
 
@@ -63,7 +64,7 @@ impl Liar<'_> {
         let _ = self.data[1].write_all(&request.encode());
     }
 
-    /// Loses the link, and takes it up again as far as the new control channel.
+    /// Loses the link and recovers it up to the new control channel.
     fn until_back(&mut self) {
         self.until_running();
         self.back_after(|liar| {
@@ -72,7 +73,7 @@ impl Liar<'_> {
         });
     }
 
-    /// Does `lose`, which loses the link, and takes it up again as far as the new control channel.
+    /// Calls `lose`, which loses the link, and recovers the link up to the new control channel.
     ///
     /// The source opens the link when it is told to, so no time limit has to hold.
     fn back_after(&mut self, lose: impl FnOnce(&mut Self)) {
@@ -117,7 +118,8 @@ fn settings(what: &str) -> Settings {
     }
 }
 
-/// Migrates to a target that does as `script` says; gives up once nobody tries any more. Says why the link was lost.
+/// Migrates to a target that follows `script`. Abandons the migration when neither side tries any
+/// more. Returns the reasons for which the link was lost as well.
 fn meet(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<String>) {
     let mut source = running();
     let listener = Listener::tcp();
@@ -156,7 +158,7 @@ fn all(mut cases: Vec<(&'static str, Script)>, check: impl Fn(&str, Script) + Sy
 }
 
 #[test]
-fn whatever_a_target_does_before_the_commit_the_guest_stays() {
+fn guest_stays_on_the_source_whatever_the_target_does_before_the_commit() {
     let after_handover = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_handed_over();
@@ -189,7 +191,7 @@ fn whatever_a_target_does_before_the_commit_the_guest_stays() {
             Box::new(|liar| {
                 liar.agree();
                 liar.take(1);
-                // The urgent channel is never answered.
+                // The target never answers on the urgent channel.
                 liar.listen();
             }),
         ),
@@ -210,10 +212,10 @@ fn whatever_a_target_does_before_the_commit_the_guest_stays() {
     });
 }
 
-/// The guest is theirs: what they do with it is their affair, but the source says what it sees, keeps what it has, and ends when
-/// it is told to.
+/// The target owns the guest, so the source cannot repair what the target does. The source reports
+/// what it sees, keeps its memory, and ends when the operator says so.
 #[test]
-fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
+fn source_reports_what_a_hostile_target_does_after_the_commit() {
     let asks = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_running();
@@ -253,7 +255,8 @@ fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
                 liar.listen();
             }),
         ),
-        // Asks for one page for ever, and takes none: neither memory nor threads are lost on it.
+        // The target requests one page without end and receives none. Neither memory nor threads
+        // are lost.
         (
             "timed out",
             Box::new(|liar| {
@@ -265,7 +268,7 @@ fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
                 asking.join().unwrap();
             }),
         ),
-        // The source opens its channels before it acts on a wrong number.
+        // The source opens its channels before it reacts to a wrong number.
         ("were to be", back(5, None, 2)),
         ("were to be", back(1, Some((0, 0, 8)), 2)),
         ("names pages beyond its end", back(64, Some((0, 6144, 8)), 0)),
@@ -278,7 +281,7 @@ fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
                 liar.listen();
             }),
         ),
-        // Says what it lacks, and opens no channel.
+        // The target reports its missing pages and accepts no channel.
         (
             "did not answer the greeting",
             Box::new(|liar| {
@@ -298,9 +301,10 @@ fn whatever_a_target_does_with_a_guest_the_source_says_what_it_sees() {
     });
 }
 
-/// Asked anew what it lacks, a target may say: nothing. That is its own word, and nobody knows better.
+/// A target that is asked again for its missing pages may report none. Only the target knows them,
+/// so the source believes it.
 #[test]
-fn a_target_that_insists_to_have_everything_is_believed() {
+fn source_believes_a_target_that_reports_no_missing_page() {
     let (report, source, reasons) = meet(
         &settings("were not sent to it"),
         Box::new(|liar| {

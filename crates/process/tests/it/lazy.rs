@@ -1,4 +1,4 @@
-//! A process guest that runs before its memory has come.
+//! Tests of a process guest that runs before its memory has arrived.
 
 use crate::rig::{self, can_fault, running, verified};
 use std::sync::Arc;
@@ -28,7 +28,8 @@ struct Move {
     lazy: Arc<dyn LazyMemory>,
 }
 
-/// The source paused, the target loaded and without any page; `None`, and why, where the host cannot do it.
+/// Returns a paused source and a target that is loaded without any page, or `None` where the host
+/// cannot do demand paging.
 fn moving(memfd: bool) -> Option<Move> {
     let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
     let lazy = match target.lazy_memory() {
@@ -55,7 +56,7 @@ fn moving(memfd: bool) -> Option<Move> {
     Some(Move { source, target, lazy })
 }
 
-/// Serves the faults of `stripe`; counts those of vCPUs and of others.
+/// Serves the faults of shard `stripe`. Counts the faults of vCPUs and of other threads.
 fn serve(
     memory: &dyn GuestMemory,
     lazy: &dyn LazyMemory,
@@ -78,11 +79,14 @@ fn serve(
 }
 
 #[test]
-fn a_guest_runs_before_its_memory_has_come() {
+fn guest_runs_before_its_memory_has_arrived() {
     for memfd in [false, true] {
         let Some(Move { source, mut target, lazy }) = moving(memfd) else { return };
         let handle = target.handle();
-        assert!(handle.stats().is_err() && !handle.request_verify(1), "nobody who looks may sleep");
+        assert!(
+            handle.stats().is_err() && !handle.request_verify(1),
+            "a reader of statistics must not sleep"
+        );
         let (memory, done) = (source.memory(), AtomicBool::new(false));
         let counts = [AtomicU64::new(0), AtomicU64::new(0)];
         std::thread::scope(|scope| {
@@ -101,14 +105,14 @@ fn a_guest_runs_before_its_memory_has_come() {
         });
         let [own, others] = counts.map(AtomicU64::into_inner);
         say(format!("process guest (memfd: {memfd}): {own} faults of its threads, {others} of others"));
-        assert!(own > 4096, "its threads are known: {own} faults");
-        assert_eq!(others, 0, "nobody else touches its memory");
+        assert!(own > 4096, "faults are not attributed to the guest's threads: {own} faults");
+        assert_eq!(others, 0, "other threads touched guest memory");
         assert_eq!(verified(&handle, 8).corrupt(), 0);
     }
 }
 
 #[test]
-fn a_guest_whose_pages_do_not_come_cannot_be_paused_and_says_so_and_can_be_dropped() {
+fn pausing_a_guest_with_missing_pages_fails_and_dropping_it_works() {
     let Some(Move { source, mut target, lazy }) = moving(false) else { return };
     target.start().unwrap();
     wait("a thread that sleeps", || {
@@ -119,14 +123,14 @@ fn a_guest_whose_pages_do_not_come_cannot_be_paused_and_says_so_and_can_be_dropp
         matches!(error, Error::Unresponsive { within, .. } if within == Duration::from_secs(10)),
         "{error}"
     );
-    // Ends its threads, and does not wait for those that sleep.
+    // Ends the guest's threads without waiting for the threads that sleep.
     drop(target);
     drop((source, lazy));
 }
 
-/// A page that has not come looks to the guest's memory as one that was never touched.
+/// A missing page looks to the guest's memory like a page that was never touched.
 #[test]
-fn guest_whose_pages_still_arrive_is_not_moved_on_or_saved() {
+fn guest_with_missing_pages_is_neither_migrated_nor_saved() {
     if !can_fault() {
         return;
     }
@@ -134,7 +138,7 @@ fn guest_whose_pages_still_arrive_is_not_moved_on_or_saved() {
     let mut target = ProcessGuest::new_incoming(rig::options()).unwrap();
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), false).unwrap();
     let (uri, arrival) = (listener.uri().unwrap(), Arrival::new(PATIENCE));
-    // Three seconds for all pages, and longer where the host is starved.
+    // All pages take three seconds, and longer where the host is starved.
     let slow = Settings { max_bandwidth: Some(8 << 20), ..rig::settings(MigrationMode::Postcopy) };
     let nowhere: Uri = "unix:/nonexistent/vmferry".parse().unwrap();
     std::thread::scope(|scope| {

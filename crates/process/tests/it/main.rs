@@ -1,5 +1,5 @@
-//! Process guests that run, stand still and move, and process guests that run on the target before their memory is there, over links
-//! and beside peers that do harm.
+//! Tests of process guests that run, pause and migrate, and that run on the target before their
+//! memory has arrived, over faulty links and with hostile peers.
 
 #[path = "../../../engine/src/channel/tls/authority.rs"]
 mod authority;

@@ -1,4 +1,4 @@
-//! Lost links that are taken up by hand, given up, or not needed any more.
+//! Lost links that the operator recovers, that are abandoned, or that are not needed any more.
 
 use crate::rig::{View, asleep, can_fault, go, settings, stands_still, whole, writes};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use vmferry_engine::{MigrationMode, MigrationState, Settings};
 use vmferry_testkit::{say, wait};
 use vmferry_wire::Role;
 
-/// Slow, and nobody tries by himself.
+/// Settings of a slow link that is never reconnected without the operator.
 fn by_hand() -> Settings {
     Settings {
         reconnect_for: Duration::ZERO,
@@ -15,7 +15,7 @@ fn by_hand() -> Settings {
     }
 }
 
-/// Until some pages have come, and then until both sides know that the link is lost.
+/// Waits until some pages have arrived, cuts the link, and waits until both sides know of the loss.
 fn cut_in_the_middle(view: &View<'_>) {
     view.until("pages at the target", || view.rest().is_some_and(|rest| rest.left < 5500));
     assert!(!view.finished());
@@ -35,7 +35,7 @@ fn both_paused(view: &View<'_>) {
 }
 
 #[test]
-fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
+fn lost_link_waits_for_the_operator_and_continues_where_it_stopped() {
     if !can_fault() {
         return;
     }
@@ -45,10 +45,11 @@ fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
             let (here, there) = (view.monitor.progress(), view.rest().unwrap());
             assert!(here.interrupted.is_some() && here.runs_there, "{here:?}");
             assert!(there.why.is_some() && there.left > 0, "{there:?}");
-            // Nobody tries, and nothing comes. What would come later on a busy host is missed, and no more.
+            // Neither side reconnects and no page arrives. Pages that would arrive later than this
+            // on a busy host only make the test miss a defect.
             std::thread::sleep(Duration::from_millis(200));
             assert_eq!(view.rest().unwrap().left, there.left);
-            // Without a way to the target one attempt is made, and the state stays.
+            // Without a path to the target, recovery makes one attempt and the state stays.
             view.proxy.close(true);
             let turned_away = view.proxy.turned_away();
             view.monitor.recover();
@@ -60,12 +61,12 @@ fn a_lost_link_waits_for_somebody_and_goes_on_where_it_was() {
         }
     });
     let report = moved.completed("recovered by hand");
-    // One that is cut while it is still being taken up is not counted again.
+    // A link that is cut during its recovery is not counted again.
     assert!(report.interruptions > 0, "{}", report.interruptions);
 }
 
 #[test]
-fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
+fn abandoned_link_means_a_lost_guest() {
     if !can_fault() {
         return;
     }
@@ -74,7 +75,7 @@ fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
         let mut left = 0;
         let moved = go(&settings, vec![], |view| {
             view.until("pages at the target", || view.rest().is_some_and(|rest| rest.left < 5500));
-            // Too late, and without effect.
+            // The cancel comes too late and has no effect.
             view.monitor.cancel();
             view.proxy.close(true);
             view.proxy.cut(|_| true);
@@ -87,22 +88,26 @@ fn a_link_that_is_given_up_is_a_guest_that_is_lost() {
             }
             left = view.rest().unwrap().left;
             view.monitor.abandon();
-            // Also while it is being tried, which is not waited for to its end.
+            // The end also comes during an attempt, without waiting for the attempt.
             view.until("the end", || false);
         });
         assert_eq!(moved.state(), MigrationState::Lost, "{}", moved.error());
         assert!(moved.error().contains("given up before the target said"), "{}", moved.error());
         stands_still(&moved.source, "given up");
         let rest = moved.received.unwrap();
-        assert_eq!((rest.state, rest.left), (MigrationState::PostcopyPaused, left), "nothing is made up");
+        assert_eq!(
+            (rest.state, rest.left),
+            (MigrationState::PostcopyPaused, left),
+            "no missing page is filled"
+        );
         assert!(left > 0);
         asleep(moved.target);
     }
 }
 
-/// The guest's threads go on until they need a page, and no further; what they have is right.
+/// The guest's threads run until they need a missing page. What they have is correct.
 #[test]
-fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
+fn guest_runs_without_a_link_until_it_needs_a_missing_page() {
     if !can_fault() {
         return;
     }
@@ -110,11 +115,11 @@ fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
         cut_in_the_middle(view);
         let waits = |view: &View<'_>| view.rest().unwrap().postcopy.requests;
         let before = waits(view);
-        // What threads have to wait for at least, below.
+        // Least time that the threads wait, checked below.
         std::thread::sleep(Duration::from_secs(3));
-        assert_eq!(waits(view), before, "there is nobody to ask");
+        assert_eq!(waits(view), before, "a page was requested without a link");
         view.monitor.recover();
-        view.until("whoever waits to be asked for", || waits(view) > before);
+        view.until("the requests of waiting threads", || waits(view) > before);
     });
     let report = moved.completed("without a link");
     let longest = report.postcopy.as_ref().unwrap().max_us;
@@ -122,16 +127,16 @@ fn the_guest_goes_on_without_a_link_until_it_needs_a_page() {
     assert!(longest > 400e3, "the time without a link counts: {longest} us");
 }
 
-/// All pages come, and the source never hears of it, until somebody takes up the link again.
+/// All pages arrive, but the source is not told until the operator recovers the link.
 #[test]
-fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
+fn complete_target_waits_for_a_source_that_was_not_told() {
     if !can_fault() {
         return;
     }
-    // One of the sides finds the loss by silence.
+    // One of the sides detects the loss by silence.
     let settings = Settings { max_bandwidth: None, peer_timeout: Duration::from_secs(10), ..by_hand() };
     let mut ended_by_itself = 0;
-    // The cut finds it with everything, or nearly, by chance.
+    // By chance the cut hits a target that has all pages or nearly all.
     for _ in 0..4 {
         let moved = go(&settings, vec![], |view| {
             view.until("nearly all pages at the target", || view.rest().is_some_and(|rest| rest.left < 200));
@@ -142,13 +147,13 @@ fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
                 return;
             }
             let rest = view.rest().unwrap();
-            // Of a guest that lacks nothing nobody says that it is paused.
+            // A guest without missing pages is never reported as paused.
             view.until("the target to see it", || {
                 let rest = view.rest().unwrap();
                 rest.state
                     == if rest.left == 0 { MigrationState::Completed } else { MigrationState::PostcopyPaused }
             });
-            say(format!("{} pages were lacking when the link was lost", rest.left));
+            say(format!("{} pages were missing when the link was lost", rest.left));
             view.monitor.recover();
         });
         moved.completed("told late");
@@ -156,9 +161,10 @@ fn a_target_that_has_everything_waits_for_a_source_that_does_not_know() {
     say(format!("{ended_by_itself} of 4 had ended before the cut"));
 }
 
-/// A target that is told to stop leaves its guest's threads asleep, and its source waits for somebody.
+/// A target that is told to stop leaves its guest's threads asleep, and the source waits for the
+/// operator.
 #[test]
-fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
+fn target_stopped_in_postcopy_fills_no_missing_page() {
     if !can_fault() {
         return;
     }
@@ -175,9 +181,10 @@ fn a_target_that_is_stopped_in_postcopy_makes_nothing_up() {
     asleep(moved.target);
 }
 
-/// Cancelled before the handover it stays; the target has not run it.
+/// A migration that is cancelled before the handover leaves the guest on the source; the target has
+/// not run it.
 #[test]
-fn before_the_handover_it_can_be_called_off() {
+fn migration_can_be_cancelled_before_the_handover() {
     if !can_fault() {
         return;
     }

@@ -1,4 +1,4 @@
-//! A loaded guest that moves, and what must hold of it afterwards.
+//! Migration of a loaded guest for tests, and the conditions that must hold afterwards.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
@@ -13,14 +13,14 @@ use vmferry_testkit::{Need, say, skip, wait, wait_for};
 use vmferry_testkit_peers::link::{Proxy, Rule};
 
 const MEMORY: u64 = 24 << 20;
-/// 8 MiB of random content, all of it written to.
+/// Workload with 8 MiB of random content.
 const LOAD: &str = "uniform,ws=6M,data=8M,rate=20k,fill=random";
 
 pub(crate) fn options() -> ProcessOptions {
     ProcessOptions::new(MEMORY, 2)
 }
 
-/// Whether this host lets pages come later; if not, the calling test is skipped.
+/// Returns true if this host supports demand paging. If not, the calling test is skipped.
 pub(crate) fn can_fault() -> bool {
     let possible = ProcessGuest::new_incoming(options()).unwrap().lazy_memory();
     possible.map_err(|error| skip(Need::Uffd, error)).is_ok()
@@ -42,14 +42,14 @@ pub(crate) fn writes(guest: &ProcessGuest) -> u64 {
     stats(&guest.handle()).writes()
 }
 
-/// Has the guest check all its pages.
+/// Has the guest check all its pages. Returns the statistics after the check.
 pub(crate) fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
     wait("the guest's page of requests", || handle.request_verify(request));
     wait("the guest's check of all its pages", || stats(handle).verified(request));
     stats(handle)
 }
 
-/// The guest goes on, and all its pages are as it left them.
+/// Checks that the guest runs and that all its pages are as it left them.
 pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
     let handle = guest.handle();
     let before = stats(&handle).writes();
@@ -58,22 +58,25 @@ pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
     assert_eq!(after.corrupt(), 0, "{what}: {:?}", after.first_corrupt());
 }
 
-/// The guest stands still.
+/// Checks that the guest does not run.
 pub(crate) fn stands_still(guest: &ProcessGuest, what: &str) {
     let before = writes(guest);
-    // Time for a thread that runs. One that gets no processor meanwhile is missed, and no more.
+    // Gives a running thread the time to write. A thread that gets no processor in this time only
+    // makes the test miss a defect.
     std::thread::sleep(Duration::from_millis(60));
-    assert_eq!(writes(guest), before, "{what}: it runs");
+    assert_eq!(writes(guest), before, "{what}: the guest runs");
 }
 
-/// Keeps a guest that lacks pages until this process ends: whoever waits for one must not be given zeros, so its threads sleep on.
+/// Keeps a guest with missing pages until this process ends. Its threads sleep on: a missing page
+/// must not read as zeros.
 pub(crate) fn asleep(guest: ProcessGuest) {
-    // Not forgotten: what nothing leads to any more would count as leaked.
+    // Kept reachable, because unreachable memory would count as leaked.
     static ASLEEP: Mutex<Vec<ProcessGuest>> = Mutex::new(Vec::new());
     ASLEEP.lock().unwrap().push(guest);
 }
 
-/// Slow enough that the harm comes in the middle; and nobody who is there is taken for silent.
+/// Settings of a link that is slow enough for the harm to come in the middle, and with timeouts
+/// that do not take a live peer for dead.
 pub(crate) fn settings(mode: MigrationMode) -> Settings {
     Settings {
         mode,
@@ -84,7 +87,7 @@ pub(crate) fn settings(mode: MigrationMode) -> Settings {
     }
 }
 
-/// What can be seen while a guest moves.
+/// Observations of a migration under way.
 pub(crate) struct View<'a> {
     pub(crate) monitor: &'a Monitor,
     pub(crate) proxy: &'a Proxy,
@@ -94,7 +97,7 @@ pub(crate) struct View<'a> {
 }
 
 impl View<'_> {
-    /// How the target does, once the guest runs there.
+    /// Returns the target's state, once the guest runs on the target.
     pub(crate) fn rest(&self) -> Option<RestState> {
         self.rest.lock().unwrap().as_ref().map(RestWatch::now)
     }
@@ -103,7 +106,7 @@ impl View<'_> {
         (self.finished)()
     }
 
-    /// Until `done`, or the end.
+    /// Waits until `done` returns true or the migration ends.
     pub(crate) fn until(&self, what: &str, mut done: impl FnMut() -> bool) {
         wait(what, || self.finished() || done());
     }
@@ -114,7 +117,7 @@ pub(crate) struct Moved {
     pub(crate) received: Result<RestState, ReceiveFailure>,
     pub(crate) source: ProcessGuest,
     pub(crate) target: ProcessGuest,
-    /// How often harm was done.
+    /// Number of times that harm was done.
     pub(crate) harmed: u32,
 }
 
@@ -130,7 +133,7 @@ impl Moved {
         }
     }
 
-    /// It came, all of it, each page once.
+    /// Checks that the guest arrived completely, each page once.
     pub(crate) fn completed(&self, what: &str) -> &Report {
         let report = self.sent.as_ref().unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
@@ -143,14 +146,14 @@ impl Moved {
         report
     }
 
-    /// It stayed, and nothing of it ran elsewhere.
+    /// Checks that the guest stayed on the source and that no part of it ran on the target.
     pub(crate) fn stayed(&self, what: &str) {
         assert_eq!(self.state(), MigrationState::Failed, "{what}: {}", self.error());
         assert!(self.received.is_err(), "{what}: the target says that it came");
         whole(&self.source, what);
     }
 
-    /// Whatever became of it: one guest, whole, or none and its state says so.
+    /// Checks that there is one complete guest, or none and the state says so.
     pub(crate) fn one_guest(&self, what: &str) {
         match self.state() {
             MigrationState::Completed => drop(self.completed(what)),
@@ -161,7 +164,7 @@ impl Moved {
     }
 }
 
-/// Takes the guest and what comes behind it.
+/// Receives the guest and the pages that follow it.
 pub(crate) fn take(
     target: &mut ProcessGuest,
     listener: &Listener,
@@ -173,7 +176,7 @@ pub(crate) fn take(
     Ok(rest.finish(listener, arrival))
 }
 
-/// Has a target stop when it is dropped.
+/// Guard that stops a target when it is dropped.
 struct Stopped<'a>(&'a Arrival);
 
 impl Drop for Stopped<'_> {
@@ -182,7 +185,7 @@ impl Drop for Stopped<'_> {
     }
 }
 
-/// Ends a migration that does not end, so that the test does.
+/// Abandons a migration that does not end, so that the test ends.
 pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
     wait("the end of what was given up", || {
         arrival.abandon();
@@ -192,11 +195,12 @@ pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn()
     });
 }
 
-/// Moves a loaded guest over a link with these `rules`; `meanwhile` looks on, and does what it likes.
+/// Migrates a loaded guest over a link with these `rules`. Calls `meanwhile`, which may observe the
+/// migration and act on it.
 pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&View<'_>)) -> Moved {
     let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
     let anywhere = "tcp:127.0.0.1:0".parse::<Uri>().unwrap();
-    // One host, and so one certificate.
+    // Both sides are one host, so they share one certificate.
     let listener = match settings.tls.clone() {
         Some(tls) => Listener::bind_encrypted(&anywhere, tls).unwrap(),
         None => Listener::bind(&anywhere, false).unwrap(),
@@ -212,7 +216,8 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
             View { monitor: &monitor, proxy: &proxy, arrival: &arrival, rest: &watch, finished: &finished };
         let to_the_end = || {
             meanwhile(&view);
-            // On a busy host the pace of the bulk falls so low that megabytes take minutes: what counts is that they go on.
+            // On a busy host the pace of the bulk channels falls so low that megabytes take
+            // minutes. Only progress is checked.
             while !finished() {
                 let sent = monitor.progress().wire_bytes;
                 wait("the source's end, or bytes", || finished() || monitor.progress().wire_bytes > sent);
@@ -224,15 +229,16 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
             resume_unwind(panic);
         }
         let sent = sending.join().unwrap();
-        // Whatever happens: a target that waits on is told to stop.
+        // A target that keeps waiting is told to stop in any case.
         let stopped = Stopped(&arrival);
-        // One whose source is gone before it could thank waits on for it, and has everything all the same.
+        // A target whose source ended before the last acknowledgement keeps waiting, although it
+        // has all pages.
         let rest = || watch.lock().unwrap().as_ref().map(RestWatch::now);
         let complete = || rest().is_some_and(|rest| rest.state == MigrationState::Completed);
         let begin = Instant::now();
         let ended = || match sent.as_ref().map(|report| report.state) {
             Ok(MigrationState::Completed) => false,
-            // One that was left alone, or never heard of a guest, waits on.
+            // A target without a source, or one that never received a guest, keeps waiting.
             Ok(MigrationState::Lost) | Err(_) => true,
             Ok(_) => begin.elapsed() > settings.peer_timeout * 2,
         };
