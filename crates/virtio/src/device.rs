@@ -1,4 +1,4 @@
-//! What a virtio device is, apart from its transport.
+//! Interface of a virtio device to its transport.
 
 use crate::queue::{RingError, VirtQueue};
 use crate::signals::Signals;
@@ -8,133 +8,150 @@ use std::fmt::Debug;
 use std::sync::Arc;
 use vm_memory::GuestMemory;
 
-/// A queue that a device has.
+/// Queue of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueueSpec {
-    /// Its index.
+    /// Index of the queue.
     pub index: u16,
-    /// Most entries, a power of two.
+    /// Maximum number of entries, a power of two.
     pub max_size: u16,
 }
 
-/// Whether a queue has been served.
+/// Result of serving a queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum Progress {
-    /// It is empty, and the driver will notify when it is not.
+    /// The queue is empty, and the driver will notify when it is not.
     Done,
-    /// There may be more in it.
+    /// The queue may have more buffers.
     More,
 }
 
-/// Why a device goes on.
+/// Reason for which a device resumes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resume {
     /// The guest is about to run for the first time.
     First,
-    /// It stood still for a moment, and runs again where it ran.
+    /// The guest was paused for a moment and runs again on the same host.
     Again,
-    /// It has come from elsewhere: the device was loaded, and whatever is around the guest may not know yet where it is now.
+    /// The guest was migrated. The device was loaded, and the guest's neighbours may not know yet
+    /// where the guest runs.
     Moved,
 }
 
-/// By which a device's own threads say that they have something for the driver: a request that is done, a packet that came.
+/// Bell by which a device's own threads report that they have something for the driver: a request
+/// that is done, or a packet that arrived.
 ///
-/// The device is then [served](Device::serve) on the thread that rings, which must hold none of the locks that the device takes. That
-/// may touch guest memory and so sleep on a page that has not come (postcopy): it is for threads that nobody waits for but the guest.
+/// The device is then [served](Device::serve) on the thread that rings, which must not hold any
+/// lock that the device takes. Serving may touch guest memory and so sleep on a missing page
+/// (postcopy). Only threads that nothing but the guest waits for may ring.
 pub trait Doorbell: Send + Sync + Debug {
-    /// Has `queue` served as if its driver had notified. Does nothing if the driver has not set it up, or the device is gone.
+    /// Has `queue` served as if its driver had notified. Does nothing if the driver has not set the
+    /// queue up, or if the device is gone.
     fn ring(&self, queue: u16);
 }
 
-/// What connects a device to its machine, apart from its transport.
+/// Connection of a device to its machine, apart from its transport.
 #[derive(Debug, Clone)]
 pub struct Wiring {
-    /// Its interrupts.
+    /// Interrupts of the device.
     pub signals: Arc<Signals>,
-    /// For its threads. Does not keep the device alive: a device ends its threads when it is dropped.
+    /// Bell for the device's threads. The bell does not keep the device alive: a device ends its
+    /// threads when it is dropped.
     pub doorbell: Arc<dyn Doorbell>,
 }
 
-/// A device, as its transport calls it: one call at a time.
+/// Device as its transport calls it, one call at a time.
 ///
-/// A device is a folder: the device itself, the handling of its queues, metrics, saved state ([`balloon`](crate::balloon) is one).
+/// A device is a folder: the device itself, the handling of its queues, metrics and saved state.
+/// See [`balloon`](crate::balloon).
 pub trait Device: Send + Debug {
-    /// Its saved state, serialized: a type for nothing else.
+    /// Type of the device's saved state, used for nothing else.
     type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
 
-    /// Its device id (virtio 1.2, section 5).
+    /// ID of the device type (virtio 1.2, section 5).
     const ID: u32;
 
-    /// Its queues. Indices without one do not exist.
+    /// Queues of the device. An index that is not listed does not exist.
     const QUEUES: &'static [QueueSpec];
 
-    /// The features of the device type that it offers; those of rings and transport are the transport's.
+    /// Returns the features of the device type that are offered. The transport adds those of rings
+    /// and transport.
     fn features(&self) -> u128;
 
-    /// Returns false if the device does not have queue `index` of [`QUEUES`](Self::QUEUES), as it was made. Saved state has the
-    /// queue all the same.
+    /// Returns false if this device was created without queue `index` of [`QUEUES`](Self::QUEUES).
+    /// The saved state contains the queue in any case.
     fn has_queue(&self, index: u16) -> bool {
         let _ = index;
         true
     }
 
-    /// The driver reads `data.len()` bytes of the configuration at `offset`. Given zeros; what does not exist is left so.
+    /// Reads `data.len()` bytes of the configuration at `offset` for the driver. `data` comes
+    /// filled with zeros, and fields that do not exist are left unchanged.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
-    /// The driver writes to the configuration.
+    /// Writes `data` to the configuration at `offset` for the driver.
     fn write_config(&mut self, offset: u64, data: &[u8]);
 
-    /// The driver is ready, has accepted `features` and set up the queues `ready`.
+    /// Activates the device. The driver is ready, has accepted `features`, and has set up the
+    /// queues `ready`.
     fn activate(&mut self, features: u128, ready: &[u16]);
 
-    /// Serves `queue`, a portion of it. The driver has put something in, or it is to be looked at for another reason.
+    /// Serves a portion of `queue`. The driver has added buffers, or the queue has to be checked
+    /// for another reason.
     ///
     /// # Errors
-    /// If the ring cannot be followed: the device then rests until it is reset.
+    /// Fails if the ring is invalid. The device then stops until it is reset.
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError>;
 
-    /// The vCPUs stand still and the state is about to be saved: from here to [`resumed`](Self::resumed) the device begins nothing new
-    /// (also in [`serve`](Self::serve), which is still called to give back what is done). Says whether nothing is under way any more; if
-    /// something is, it is asked again after each ring of its [`Doorbell`]. Waits for nothing.
+    /// Begins to quiesce the device, because the vCPUs are paused and the state is about to be
+    /// saved. Until [`resumed`](Self::resumed), the device begins nothing new. This also holds for
+    /// [`serve`](Self::serve), which is still called to give back buffers that are done. Returns
+    /// true if nothing is under way. Otherwise the device is asked again after each ring of its
+    /// [`Doorbell`]. Does not wait.
     ///
     /// The default is for a device that does all its work in [`serve`](Self::serve).
     fn quiesce(&mut self) -> bool {
         true
     }
 
-    /// The guest is about to run. Touches no guest memory, as pages may still be elsewhere; every queue is served right after.
+    /// Resumes the device, because the guest is about to run. Must not touch guest memory, because
+    /// pages may be missing. Every queue is served right after.
     ///
     /// # Errors
-    /// What the device needs and cannot have, in words for a person: the guest then does not run here.
+    /// Returns what the device needs and cannot have, as a message for the operator. The guest then
+    /// does not run on this host.
     fn resumed(&mut self, how: Resume) -> Result<(), String> {
         let _ = how;
         Ok(())
     }
 
-    /// The driver switches `queue` off: when this returns, nothing touches its rings and the buffers in them any more.
+    /// Takes `queue` away, because the driver switches it off. After this returns, nothing touches
+    /// the queue's rings and buffers any more.
     fn taken_away(&mut self, queue: u16) {
         let _ = queue;
     }
 
-    /// The driver resets the device. What is under way still ends, but nothing of it reaches the driver's memory after this.
+    /// Resets the device for the driver. Requests under way still end, but do not write to the
+    /// driver's memory after this returns.
     fn reset(&mut self);
 
-    /// The device rests now, because of `error`.
+    /// Reports to the device that it stops because of `error`.
     fn broken(&mut self, error: &RingError);
 
-    /// Its state.
+    /// Returns the device's state.
     fn save(&self) -> Self::Saved;
 
-    /// Takes up `saved`; if `active`, the driver was ready, with these features and these queues of so many entries. Says whether the
-    /// configuration is another one than was saved.
+    /// Loads `saved`. If `active` is given, the driver was ready with these features and these
+    /// queues and sizes. Returns true if the configuration differs from the saved one.
     ///
     /// # Errors
-    /// What cannot be, in words; nothing has changed then.
+    /// Returns the reason as a message. The device is unchanged then.
     fn load(&mut self, saved: &Self::Saved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String>;
 }
 
-/// Copies what `bytes` has at `offset` to `data`; what it has not stays as it is.
+/// Copies the bytes at `offset` to `data`. The part of `data` beyond the end of `bytes` is left
+/// unchanged.
 pub(crate) fn read_bytes(bytes: &[u8], offset: u64, data: &mut [u8]) {
     let from = usize::try_from(offset).unwrap_or(usize::MAX);
     if let Some(rest) = bytes.get(from..) {

@@ -1,8 +1,9 @@
-//! Counters of what a device did.
+//! Counters of a device.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Makes a type of counters, and a type of their values at one moment: `figures!(Metrics, pub Figures, "what they are of"; names)`.
+/// Defines a type of counters, and a type of their values at one moment: `figures!(Metrics, pub
+/// Figures, "what they count"; names)`.
 macro_rules! figures {
     ($metrics:ident, $figures:ident, $doc:literal; $($(#[$meta:meta])* $name:ident,)*) => {
         #[derive(Debug, Default)]

@@ -1,4 +1,5 @@
-//! A driver that does what bytes say: anything. For the fuzz target and for the tests, which run it on seeded noise.
+//! Driver that follows arbitrary bytes, for the fuzz target and for the tests, which run it on
+//! seeded noise.
 
 use crate::device::{Device, Resume};
 use crate::mmio::TransportSaved;
@@ -7,13 +8,13 @@ use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::PageSet;
 use vmferry_guest_abi::balloon::RANGES_QUEUE;
 
-/// Most steps that are taken; bytes behind them are not looked at.
+/// Maximum number of steps. Bytes after the last step are not used.
 pub(crate) const STEPS: usize = 256;
-/// Most calls to the host for one step: a portion of each queue, for the notification and each round of work; a buffer of hints calls
-/// at most for each of its parts.
+/// Maximum number of calls to the host for one step: a portion of each queue, for the notification
+/// and each round of work. A buffer of hints causes at most one call for each of its parts.
 const CALLS: usize = 9 * 6 * 64 * 17;
 
-/// Bytes that are used up as choices; zeros when there are none left.
+/// Bytes that are used up as choices. When none are left, the choices are zeros.
 pub(crate) struct Choices<'a>(pub(crate) &'a [u8]);
 
 impl Choices<'_> {
@@ -31,7 +32,7 @@ impl Choices<'_> {
         u32::from_le_bytes([self.byte(), self.byte(), self.byte(), self.byte()])
     }
 
-    /// An address, most often in memory, often at a page.
+    /// Returns an address, most often in memory, often at a page boundary.
     pub(crate) fn address(&mut self) -> u64 {
         let page = u64::from(self.byte()) << 12;
         match self.byte() {
@@ -56,11 +57,11 @@ impl Choices<'_> {
     }
 }
 
-/// Does to a balloon what `bytes` say.
+/// Drives a balloon as `bytes` say.
 ///
 /// # Panics
-/// If the host is called with what is not in memory (`testing` knows), or more often than a step can account for; if
-/// saved state is not loaded; or if the device panics.
+/// Panics if the host is called with memory that does not exist (checked by `testing`) or more
+/// often than a step can explain, if saved state is not loaded, or if the device panics.
 pub fn drive(bytes: &[u8]) {
     let mut choices = Choices(bytes);
     let mut guest = Guest::new();
@@ -75,12 +76,12 @@ pub fn drive(bytes: &[u8]) {
         for call in calls {
             let (Call::Drop(_, runs) | Call::Zeros(runs) | Call::Hint(_, runs)) = call else { continue };
             let pages: u64 = runs.iter().map(|(_, run)| run.end - run.start).sum();
-            assert!(pages <= LOW + HIGH.1, "each page once in a call");
+            assert!(pages <= LOW + HIGH.1, "a call contains a page twice");
         }
     }
 }
 
-/// What a driver does first, with features and queues as chosen.
+/// Initializes the driver, with features and queues as chosen.
 fn start(guest: &mut Guest, choices: &mut Choices<'_>) {
     let wanted = choices.byte();
     let own = choices.byte();
@@ -129,14 +130,14 @@ fn step(guest: &mut Guest, choices: &mut Choices<'_>) {
     }
 }
 
-/// Some bytes somewhere in the guest's memory.
+/// Writes some bytes to an address in the guest's memory.
 pub(crate) fn scribble<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>) {
     let at = choices.address();
     let bytes: Vec<u8> = (0..choices.byte() % 32).map(|_| choices.byte()).collect();
     let _ = guest.memory.write_slice(&bytes, GuestAddress(at));
 }
 
-/// Some register, as it is meant to be accessed, or in any other width.
+/// Accesses a register, in the correct width or any other.
 pub(crate) fn registers<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>) {
     let at = choices.word() % 0x210;
     if choices.byte() & 1 == 0 {
@@ -149,10 +150,10 @@ pub(crate) fn registers<D: Device + 'static>(guest: &Driver<D>, choices: &mut Ch
     guest.device.read(at.into(), &mut bytes);
 }
 
-/// A device at rest goes on elsewhere, with its state as it was saved, or damaged.
+/// Continues on a new device with the state of a quiesced one, as it was saved or damaged.
 ///
 /// # Panics
-/// If what was saved is not loaded, or the device does not go on.
+/// Panics if the undamaged state is not loaded, or if the device cannot resume.
 pub(crate) fn moved<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>) {
     let mut bytes = postcard::to_stdvec(&guest.device.save()).expect("state is serialized");
     let harm = choices.byte();
@@ -168,7 +169,7 @@ pub(crate) fn moved<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choice
     guest.device.resumed(Resume::Moved).expect("it needs nothing");
 }
 
-/// Descriptors as chosen, and a head.
+/// Offers a chain of descriptors as chosen.
 pub(crate) fn chain<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choices<'_>, queue: u16) {
     let entries = choices.byte() % 5;
     for _ in 0..entries {
@@ -183,7 +184,7 @@ pub(crate) fn chain<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choice
         let (gpa, len, next) = (choices.address(), choices.length(), u16::from(choices.byte()) % (SIZE + 1));
         guest.descriptor(queue, index, (gpa, len, flags, next));
     }
-    // Its ring, also where the device has no such queue.
+    // The ring is written also where the device has no such queue.
     let at = GuestAddress(rings(queue) + crate::testing::AVAIL + 2);
     let index: u16 = guest.memory.read_obj(at).unwrap_or(0);
     let slot = GuestAddress(at.0 + 2 + 2 * u64::from(index % SIZE));
@@ -191,7 +192,7 @@ pub(crate) fn chain<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choice
     let _ = guest.memory.write_obj(index.wrapping_add(1), at);
 }
 
-/// Page numbers or ranges that make sense here and there.
+/// Offers page numbers or ranges that are often valid.
 fn numbers(guest: &mut Guest, choices: &mut Choices<'_>) {
     let queue = [0, 1, RANGES_QUEUE][usize::from(choices.byte()) % 3];
     let count = choices.byte() % 12;
@@ -217,7 +218,7 @@ fn numbers(guest: &mut Guest, choices: &mut Choices<'_>) {
     guest.notify(queue);
 }
 
-/// The host does something.
+/// Performs an action of the host.
 fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
     match choices.byte() % 7 {
         0 => guest.control.set_target(choices.long()),
@@ -235,7 +236,7 @@ fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
     }
 }
 
-/// The device goes on in another one, with its state as saved, or damaged.
+/// Continues on another device with the state as it was saved or damaged.
 fn elsewhere(guest: &mut Guest, choices: &mut Choices<'_>) {
     moved(guest, choices);
     guest.work();
@@ -243,13 +244,13 @@ fn elsewhere(guest: &mut Guest, choices: &mut Choices<'_>) {
 
 #[cfg(test)]
 pub(crate) mod tests {
-    /// The fuzz target finds more, as it sees what it reaches.
+    /// The fuzz target finds more, because it sees which code it reaches.
     #[test]
-    fn noise_neither_panics_nor_leaves_memory() {
+    fn noise_causes_no_panic_and_no_access_outside_memory() {
         noise(2000, super::drive);
     }
 
-    /// Calls `drive` with the same `seeds` kinds of noise in every run. They take about a second.
+    /// Calls `drive` with the same `seeds` kinds of noise in every run. A run takes about a second.
     pub(crate) fn noise(seeds: u32, drive: impl Fn(&[u8])) {
         let mut state = 0x9e37_79b9_7f4a_7c15u64;
         for seed in 0..seeds {
@@ -261,7 +262,7 @@ pub(crate) mod tests {
                 state ^= state << 17;
                 *byte = state.to_le_bytes()[5];
             }
-            // The first bytes leave out features and queues: most drivers leave out none.
+            // The first bytes leave out features and queues. Most drivers leave out none.
             if seed % 4 != 0 {
                 bytes[..3].fill(0);
             }

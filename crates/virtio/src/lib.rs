@@ -1,29 +1,35 @@
-//! Virtio devices behind the virtio-mmio transport (virtio 1.2). Knows guest memory, and neither KVM nor any VMM.
+//! Virtio devices with the virtio-mmio transport (virtio 1.2). This crate knows guest memory, but
+//! neither KVM nor a VMM.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | [`mmio`] | the transport: registers, status machine, features, queues |
-//! | [`queue`] | a virtqueue and what a driver puts into it, as far as that can be trusted |
+//! | [`queue`] | a virtqueue and its checked buffers |
 //! | [`signals`] | interrupts and the generation of the configuration |
-//! | [`device`] | what a device is |
-//! | [`runs`] | guest addresses to pages |
+//! | [`device`] | the interface of a device |
+//! | [`runs`] | conversion of guest addresses to pages |
 //! | [`balloon`] | the memory balloon |
 //! | [`blk`] | disks |
 //! | [`rng`] | random numbers |
 //! | [`net`] | the network interface |
 //!
-//! # Who does the work
-//! A notification is processed on the thread of the vCPU that wrote the register, before that write returns. For the balloon this
-//! is the shortest way: a driver that reports or inflates waits for the answer in any case, the vCPU that frees pays for it, no
-//! other thread has to wake, and once all vCPUs are paused no request is half done. What would take too long is done in portions
-//! ([`mmio::MmioTransport::work`]), between which the vCPU's thread looks whether it is to pause. A device that waits for a disk or
-//! a network hands its requests to threads of its own, which ring its [`device::Doorbell`] when they are done.
+//! # Threads
+//! A notification is processed on the thread of the vCPU that wrote the register, before that write
+//! returns. This is the shortest path for the balloon, for these reasons:
+//! - A driver that reports or inflates waits for the answer in any case.
+//! - The vCPU that frees the pages pays for it, and no other thread has to wake.
+//! - Once all vCPUs are paused, no request is half done.
+//!
+//! Long work is done in portions ([`mmio::MmioTransport::work`]), between which the vCPU's thread
+//! checks whether it has to pause. A device that waits for a disk or a network hands its requests
+//! to threads of its own, which ring its [`device::Doorbell`] when they are done.
 //!
 //! # Hostile drivers
-//! Everything that a driver writes is taken as an attack: registers, rings, descriptors, what lies in buffers. A ring or a chain
-//! that cannot be followed stops the device until the driver resets it (`DEVICE_NEEDS_RESET`); a buffer that can be, with content
-//! that cannot be, is counted, given back, and otherwise ignored. Nothing panics, no address outside guest memory is touched,
-//! nothing is allocated without a bound, and the work of one notification is bounded.
+//! Everything that a driver writes is treated as an attack: registers, rings, descriptors, and the
+//! content of buffers. An invalid ring or chain stops the device until the driver resets it
+//! (`DEVICE_NEEDS_RESET`). A valid buffer with invalid content is counted, given back, and
+//! otherwise ignored. Nothing panics, no address outside guest memory is touched, all allocations
+//! are bounded, and so is the work of one notification.
 #![forbid(unsafe_code)]
 
 pub mod balloon;

@@ -1,4 +1,4 @@
-//! The balloon, as other threads see it.
+//! Control of the balloon by other threads than the vCPUs'.
 
 use super::extension::Published;
 use super::metrics::{BalloonFigures, Metrics, add};
@@ -11,24 +11,24 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 use vmferry_core::Layout;
 
-/// Hints: stop, and keep the pages (5.5.6.4).
+/// Command about hints: stop, and keep the hinted pages out of use (5.5.6.4).
 pub(super) const STOP: u32 = 0;
-/// Hints: it is over, the pages are the guest's.
+/// Command about hints: the request is over, and the guest may use the hinted pages.
 pub(super) const DONE: u32 = 1;
-/// The first id of a request for hints.
+/// First ID of a request for hints.
 pub(super) const FIRST: u32 = 2;
 
 /// Reason for which the guest cannot be asked for hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum AskError {
-    /// Its driver is not there, or knows no hints.
+    /// No driver is ready, or the driver does not support hints.
     #[error("the guest's driver gives no hints about free pages")]
     NoDriver,
 }
 
-/// State that the device shares with [`BalloonControl`]. Locks are held for a copy only, never while guest memory is
-/// touched.
+/// State that the device shares with [`BalloonControl`]. Locks are held only for a copy, never
+/// while guest memory is touched.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) layout: Layout,
@@ -37,13 +37,13 @@ pub(super) struct Shared {
     pub(super) metrics: Metrics,
     /// Accepted features 0 to 63, and 64 to 127; zeros while no driver is ready.
     features: [AtomicU64; 2],
-    /// Pages that the balloon is to have.
+    /// Number of pages that the host requests the balloon to have.
     pub(super) target: AtomicU32,
-    /// Pages that it has, as the driver says.
+    /// Number of pages in the balloon, as the driver reports.
     pub(super) actual: AtomicU32,
-    /// What the driver is to do about hints: [`STOP`], [`DONE`], or a request.
+    /// Command to the driver about hints: [`STOP`], [`DONE`], or the ID of a request.
     pub(super) command: AtomicU32,
-    /// The request made last.
+    /// ID of the latest request for hints.
     pub(super) asked: AtomicU32,
     pub(super) poison: AtomicU32,
     pub(super) stats_wanted: AtomicBool,
@@ -101,13 +101,14 @@ impl Shared {
         *lock(&self.stats)
     }
 
-    /// The guest relies on finding its poison in free pages. Zeros are what a dropped page reads as, so they are no obstacle.
+    /// Returns true if the guest relies on finding its poison in free pages. A poison of zeros is
+    /// no obstacle, because a dropped page reads as zeros.
     pub(super) fn poisoned(&self) -> bool {
         self.has(feature::PAGE_POISON) && self.poison.load(Ordering::Acquire) != 0
     }
 
     pub(super) fn bad_range(&self, what: &'static str, why: BadRange) {
-        tracing::debug!(?why, "the guest's {what} is not in its memory");
+        tracing::debug!(?why, "a {what} of the guest's balloon driver is not in guest memory");
         match why {
             BadRange::Unaligned => add(&self.metrics.unaligned, 1),
             BadRange::Outside => add(&self.metrics.outside, 1),
@@ -115,7 +116,7 @@ impl Shared {
     }
 
     pub(super) fn malformed(&self, what: &'static str) {
-        tracing::debug!("the guest sent {what} that make no sense");
+        tracing::debug!("the guest's balloon driver sent malformed {what}");
         add(&self.metrics.malformed, 1);
     }
 
@@ -135,25 +136,25 @@ impl Shared {
     }
 
     pub(super) fn host_error(&self, error: &super::HostError) {
-        tracing::warn!(%error, "the host does not take a guest's pages back");
+        tracing::warn!(%error, "the host cannot take back pages of the guest");
         add(&self.metrics.host_errors, 1);
     }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // What is in it is replaced as a whole.
+    // A panic leaves the value consistent, because it is always replaced as a whole.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The balloon, as the VMM's other threads see it. No method waits for a request of the guest that is being processed, nor touches
-/// guest memory, but for those that are given it.
+/// Control of the balloon by other threads of the VMM. No method waits for a request of the guest
+/// that is being processed. Only the methods that take guest memory as an argument touch it.
 #[derive(Debug, Clone)]
 pub struct BalloonControl {
     pub(super) shared: Arc<Shared>,
 }
 
 impl BalloonControl {
-    /// The features that the guest's driver accepted; 0 while there is none.
+    /// Returns the features that the guest's driver accepted, or 0 if no driver is ready.
     #[must_use]
     pub fn features(&self) -> u128 {
         self.shared.features()
@@ -165,13 +166,14 @@ impl BalloonControl {
         self.shared.has(bit)
     }
 
-    /// Returns the number of pages that the balloon is to have.
+    /// Returns the number of pages that the host requests the balloon to have.
     #[must_use]
     pub fn target(&self) -> u32 {
         self.shared.target.load(Ordering::Acquire)
     }
 
-    /// Sets how many pages the balloon is to have, at most those that there are. The driver gets there when it can.
+    /// Sets the number of pages that the balloon is to have, limited to the guest's pages. The
+    /// driver works towards the number in its own time.
     pub fn set_target(&self, pages: u32) {
         let most = u32::try_from(self.shared.layout.pages()).unwrap_or(u32::MAX);
         let pages = pages.min(most);
@@ -180,20 +182,21 @@ impl BalloonControl {
         }
     }
 
-    /// Returns the number of pages that it has, as the driver says.
+    /// Returns the number of pages in the balloon, as the driver reports.
     #[must_use]
     pub fn actual(&self) -> u32 {
         self.shared.actual.load(Ordering::Acquire)
     }
 
-    /// The guest's latest statistics.
+    /// Returns the guest's latest statistics.
     #[must_use]
     pub fn stats(&self) -> GuestStats {
         self.shared.stats()
     }
 
-    /// Lets the statistics queue, when it is [served](crate::mmio::MmioTransport::notify) next, ask the guest for new ones; gives the
-    /// index of that queue, if the guest has statistics.
+    /// Makes the statistics queue request new statistics from the guest the next time that the
+    /// queue is [served](crate::mmio::MmioTransport::notify). Returns the queue's index, or `None`
+    /// if the guest has no statistics.
     #[must_use]
     pub fn want_stats(&self) -> Option<u16> {
         let wanted = self.has(feature::STATS);
@@ -201,26 +204,28 @@ impl BalloonControl {
         wanted.then_some(super::device::STATS_QUEUE)
     }
 
-    /// Returns the time at which statistics came last; `None` if none have come here yet.
+    /// Returns the time at which the latest statistics arrived, or `None` if none have arrived in
+    /// this process.
     #[must_use]
     pub fn stats_at(&self) -> Option<SystemTime> {
         *lock(&self.shared.stats_at)
     }
 
-    /// Returns the figures so far.
+    /// Returns the counters.
     #[must_use]
     pub fn figures(&self) -> BalloonFigures {
         self.shared.metrics.figures()
     }
 
-    /// Asks the guest which pages are free. The host is [told](BalloonHost::hinted) as they come, with the id given here. A request
-    /// under way is over.
+    /// Asks the guest which pages are free, and returns the ID of the request. The host is
+    /// [told](BalloonHost::hinted) of the hints under this ID as they arrive. An earlier request
+    /// ends.
     ///
-    /// What was written to a page since this call counts; what was in it before does not. So a migration that skips hinted pages tracks writes
-    /// before it asks.
+    /// A hint covers what was in a page before this call, but not what is written to the page after
+    /// it. A migration that skips hinted pages therefore starts to track writes before this call.
     ///
     /// # Errors
-    /// If its driver cannot answer.
+    /// Fails if the guest's driver does not support hints.
     pub fn ask(&self) -> Result<u32, AskError> {
         if !self.has(feature::FREE_PAGE_HINT) {
             return Err(AskError::NoDriver);
@@ -233,14 +238,16 @@ impl BalloonControl {
         Ok(command)
     }
 
-    /// Ends the request under way; the guest keeps the pages that it hinted out of use until [`done`](Self::done).
+    /// Ends the current request. The guest keeps the hinted pages out of use until
+    /// [`done`](Self::done).
     pub fn stop(&self) {
         if self.shared.command.load(Ordering::Acquire) >= FIRST {
             self.command(STOP);
         }
     }
 
-    /// Ends the request under way; the guest uses all its pages again. Does nothing without a request.
+    /// Ends the current request and lets the guest use all its pages again. Does nothing without a
+    /// request.
     pub fn done(&self) {
         if self.shared.asked.load(Ordering::Acquire) >= FIRST
             && self.shared.command.load(Ordering::Acquire) != DONE

@@ -1,4 +1,4 @@
-//! The device.
+//! The balloon device.
 
 use super::control::{BalloonControl, STOP, Shared};
 use super::extension::{self, Extension, FEATURE_RANGES, RANGES_QUEUE};
@@ -14,16 +14,17 @@ use std::sync::atomic::Ordering;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BALLOON;
 use vm_memory::GuestMemory;
 
-/// Most entries of a queue.
+/// Maximum number of entries of a queue.
 const QUEUE_SIZE: u16 = 256;
 const INFLATE_QUEUE: u16 = 0;
 const DEFLATE_QUEUE: u16 = 1;
-/// The first of the queues that depend on features.
+/// Index of the first queue that depends on features.
 const FIRST_OPTIONAL: u16 = 2;
-/// Index of the queue of statistics, for each way in which drivers number queues: no driver leaves out a queue before it.
+/// Index of the statistics queue. All numbering schemes of drivers agree on this index, because no
+/// optional queue precedes it.
 pub(super) const STATS_QUEUE: u16 = 2;
 
-/// Offsets in the configuration (5.5.4), all 32 bits.
+/// Offsets in the configuration (5.5.4). All fields are 32 bits wide.
 mod config {
     pub(super) const ACTUAL: u64 = 4;
     pub(super) const POISON: u64 = 12;
@@ -40,7 +41,7 @@ pub(super) enum Role {
     Ranges,
 }
 
-/// The optional queues in the specification's order, each with the feature that it depends on.
+/// Optional queues in the specification's order, each with the feature that it depends on.
 const OPTIONAL: [(u32, Role); 3] = [
     (feature::STATS, Role::Stats),
     (feature::FREE_PAGE_HINT, Role::Hint),
@@ -49,11 +50,14 @@ const OPTIONAL: [(u32, Role); 3] = [
 
 /// Roles of all queues.
 ///
-/// The specification gives the queues the indices 0 to 4, whatever is negotiated. QEMU numbers those whose features its *device
-/// offers*; this device offers all, which comes to the same. Linux numbers those whose features its *driver accepts*: a driver without
-/// statistics has hints at 2 and reports at 3. The two disagree only if a driver leaves something out, and then a driver that counts
-/// like Linux has made a queue ready that does not exist for one that counts like the specification, because that feature was not
-/// accepted; no driver does so otherwise.
+/// The specification gives the queues the indices 0 to 4, whatever is negotiated. QEMU numbers the
+/// queues whose features its *device offers*. This device offers all, so both schemes agree. Linux
+/// numbers the queues whose features its *driver accepts*: a driver without statistics has hints at
+/// 2 and reports at 3.
+///
+/// The two schemes differ only if a driver leaves a feature out. A driver that counts like Linux
+/// has then made a queue ready that does not exist for a driver that counts like the specification,
+/// because that queue's feature was not accepted. No other driver does this.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Roles {
     optional: [Option<Role>; OPTIONAL.len()],
@@ -84,14 +88,14 @@ impl Roles {
     }
 }
 
-/// The balloon.
+/// Virtio memory balloon.
 #[derive(Debug)]
 pub struct Balloon {
     pub(super) shared: Arc<Shared>,
     pub(super) roles: Roles,
-    /// The statistics buffer that is kept, by its first descriptor.
+    /// First descriptor of the statistics buffer that the device keeps.
     pub(super) held: Option<u16>,
-    /// The request for hints that the driver answers at the moment.
+    /// ID of the request for hints that the driver is answering.
     pub(super) stream: Option<u32>,
     pub(super) extension: Extension,
     buffer: Buffer,
@@ -100,7 +104,7 @@ pub struct Balloon {
 }
 
 impl Balloon {
-    /// A balloon of no pages.
+    /// Returns a balloon without pages.
     #[must_use]
     pub fn new(options: BalloonOptions, host: Arc<dyn BalloonHost>, signals: Arc<Signals>) -> Self {
         let extension = Extension::new(options.extension);
@@ -136,7 +140,8 @@ impl Device for Balloon {
     };
 
     fn features(&self) -> u128 {
-        // Without MUST_TELL_HOST: a page that the guest uses before it said so is there when it is touched.
+        // MUST_TELL_HOST is not offered: a page that the guest uses before telling the host is
+        // present when it is touched.
         [
             feature::STATS,
             feature::DEFLATE_ON_OOM,
@@ -208,7 +213,7 @@ impl Device for Balloon {
         self.shared.set_features(0);
         self.shared.actual.store(0, Ordering::Release);
         self.shared.poison.store(0, Ordering::Release);
-        // What a driver that is gone was asked, no other one is to answer.
+        // A request to a driver that is gone must not be answered by the next driver.
         self.shared.command.store(STOP, Ordering::Release);
         self.shared.stats_wanted.store(false, Ordering::Release);
         self.shared.set_stats(stats::GuestStats::default());
@@ -220,9 +225,9 @@ impl Device for Balloon {
     }
 
     fn broken(&mut self, error: &RingError) {
-        // Once: a guest could do this all day.
+        // Warns only once, because a guest could repeat the violation without limit.
         if self.shared.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::warn!(%error, "the guest's balloon driver did what it must not; the balloon rests until it is reset");
+            tracing::warn!(%error, "the guest's balloon driver broke the virtio rules; the balloon stops until the driver resets it");
         }
     }
 

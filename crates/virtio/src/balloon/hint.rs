@@ -1,8 +1,9 @@
-//! Free pages that need not be sent: free page hinting (5.5.6.4).
+//! Free page hinting (5.5.6.4): free pages that need not be sent.
 //!
-//! The host sets a command in the configuration; the driver puts the command that it answers into the queue, as a readable buffer of 4
-//! bytes, then free pages as writable buffers, then [`STOP`] when it has no more. A driver can be late: hints for a command that is no
-//! longer the current one are ignored and counted.
+//! The host writes a command to the configuration. The driver puts the command that it answers into
+//! the queue, as a readable buffer of 4 bytes. Free pages follow as writable buffers, and [`STOP`]
+//! follows the last one. Hints for a command that is no longer current are ignored and counted,
+//! because a driver can be late.
 
 use super::control::{FIRST, STOP, Shared};
 use super::metrics::add;
@@ -11,7 +12,7 @@ use crate::runs::Gather;
 use std::sync::atomic::Ordering;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// A buffer of the hinting queue. `stream` is the command that the driver answers at the moment.
+/// Processes a buffer of the hinting queue. `stream` is the command that the driver is answering.
 pub(super) fn buffer<M: GuestMemory>(
     shared: &Shared,
     stream: &mut Option<u32>,
@@ -27,7 +28,7 @@ pub(super) fn buffer<M: GuestMemory>(
             }
             continue;
         }
-        // What came before it in this buffer belongs to the command before.
+        // The hints before the command in this buffer belong to the previous command.
         pass_on(shared, *stream, gather);
         if part.len != 4 {
             shared.malformed("hints");
@@ -41,7 +42,7 @@ pub(super) fn buffer<M: GuestMemory>(
     pass_on(shared, *stream, gather);
 }
 
-/// The driver says what it answers from now on.
+/// Handles the driver's announcement of the command that it answers from now on.
 fn begin(shared: &Shared, stream: &mut Option<u32>, command: u32) {
     if command == STOP {
         if let Some(ended) = stream.take() {
@@ -60,8 +61,8 @@ fn pass_on(shared: &Shared, stream: Option<u32>, gather: &mut Gather) {
     if runs.is_empty() {
         return;
     }
-    // The command may have changed since the driver named it. It may do so after this look as well: the id goes with the hints, for
-    // which the host compares.
+    // The command may have changed since the driver named it, and may change after this check as
+    // well. The ID is passed on with the hints, so that the host can compare it.
     match stream.filter(|command| *command == shared.command.load(Ordering::Acquire)) {
         Some(command) => {
             add(&shared.metrics.hinted_pages, runs.iter().map(|run| run.run.count).sum());

@@ -1,4 +1,4 @@
-//! Pages into the balloon and out of it, by page numbers (5.5.6).
+//! Inflating and deflating by page numbers (5.5.6).
 
 use super::Why;
 use super::control::Shared;
@@ -9,17 +9,18 @@ use std::time::Instant;
 use vm_memory::GuestMemory;
 use vmferry_core::{PAGE_SHIFT, PAGE_SIZE};
 
-/// Most page numbers in one buffer. Linux sends 256; a buffer of 16384 is among those that are compared.
+/// Maximum number of page numbers in one buffer. Linux sends 256. Benchmarks also use a buffer of
+/// 16384.
 const MAX_NUMBERS: usize = 65_536;
 
-/// Direction in which pages go.
+/// Direction in which pages move: into the balloon or out of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Way {
     In,
     Out,
 }
 
-/// A buffer of page numbers, of 32 bits each.
+/// Processes a buffer of 32-bit page numbers.
 pub(super) fn numbers<M: GuestMemory>(
     shared: &Shared,
     way: Way,
@@ -41,12 +42,13 @@ pub(super) fn numbers<M: GuestMemory>(
     let pages = gather.merged().iter().map(|run| run.run.count).sum();
     match way {
         Way::In => inflated(shared, pages, gather.merged(), began),
-        // What they hold is not defined (5.5.6): there is nothing to do, a page comes when it is touched.
+        // The content of the pages is undefined (5.5.6), and a page is allocated when it is
+        // touched. Nothing has to be done.
         Way::Out => add(&shared.metrics.deflated_pages, pages),
     }
 }
 
-/// Drops what was put into the balloon by a request that came at `began`.
+/// Drops the pages of a request to inflate that arrived at `began`.
 pub(super) fn inflated(shared: &Shared, pages: u64, runs: &[GuestRun], began: Instant) {
     add(&shared.metrics.inflated_pages, pages);
     shared.drop_pages(Why::Inflated, runs);

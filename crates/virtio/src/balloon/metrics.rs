@@ -5,39 +5,39 @@ use crate::figures::figures;
 pub(super) use crate::figures::add;
 
 figures! {
-    Metrics, BalloonFigures, "What a balloon did since it was made; a reset by the driver changes nothing in it.";
+    Metrics, BalloonFigures, "Activity of a balloon since it was created. A reset by the driver does not change the counters.";
     /// Pages put into the balloon.
     inflated_pages,
-    /// Nanoseconds in requests that put pages into it, dropping included.
+    /// Time spent in requests that put pages into the balloon, dropping included, in ns.
     inflate_ns,
-    /// Pages taken out of it.
+    /// Pages taken out of the balloon.
     deflated_pages,
     /// Buffers and hypercalls with reports.
     reports,
     /// Pages reported.
     reported_pages,
-    /// Pages that stayed because the guest relies on what is in them (page poison).
+    /// Reported pages that were kept because the guest relies on their content (page poison).
     poisoned_pages,
-    /// Pages that stayed because the host could not lose them at that moment.
+    /// Pages that were kept because the host could not drop them at that moment.
     held_pages,
     /// Pages that were dropped.
     dropped_pages,
-    /// Nanoseconds in dropping.
+    /// Time spent on dropping pages, in ns.
     drop_ns,
     /// Pages hinted.
     hinted_pages,
-    /// Hints for a command that was over.
+    /// Hints for a command that had ended.
     stale_hints,
     /// Statistics received.
     stats,
-    /// Ranges and page numbers that are not in memory.
+    /// Ranges and page numbers outside guest memory.
     outside,
     /// Ranges that are not whole pages.
     unaligned,
-    /// Buffers that made no sense.
+    /// Malformed buffers.
     malformed,
-    /// Rings that could not be followed.
+    /// Invalid rings.
     broken,
-    /// Refusals of the host.
+    /// Operations that the host refused.
     host_errors,
 }

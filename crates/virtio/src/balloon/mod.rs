@@ -1,18 +1,19 @@
-//! The memory balloon (virtio 1.2, section 5.5), and an [`extension`] of it that can be left out.
+//! The memory balloon (virtio 1.2, section 5.5), and an optional [`extension`] of it.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | `device` | queues and their roles, features, configuration |
-//! | `inflate` | page numbers, in and out |
+//! | `inflate` | page numbers, in both directions |
 //! | `report` | free pages that are given back |
 //! | `hint` | free pages that a migration need not send |
-//! | `stats` | what the guest says of its memory |
-//! | `metrics` | what happened |
+//! | `stats` | statistics of guest memory |
+//! | `metrics` | counters |
 //! | `persist` | saved state |
-//! | [`extension`] | what the device has beyond the specification: ranges, a map of free pages, reports by a hypercall |
+//! | [`extension`] | additions to the specification: ranges, a map of free pages, reports by a hypercall |
 //!
-//! [`Balloon`] is the device, which its transport owns; [`BalloonControl`] is what the VMM's other threads have of it, none of which
-//! ever waits for a request that is being processed. [`BalloonHost`] is what the VMM does with memory.
+//! [`Balloon`] is the device, which its transport owns. [`BalloonControl`] is the handle for other
+//! threads of the VMM, none of which ever waits for a request that is being processed. The VMM
+//! implements [`BalloonHost`], the operations on guest memory.
 
 mod control;
 mod device;
@@ -39,13 +40,13 @@ use vmferry_core::Layout;
 
 /// Feature bits of the specification that the device offers.
 ///
-/// The queues of the specification are always there, whatever a driver accepts.
+/// The queues of the specification always exist, whatever a driver accepts.
 pub mod feature {
     /// The guest reports statistics.
     pub const STATS: u32 = 1;
     /// The guest may take pages back when it runs out of memory.
     pub const DEFLATE_ON_OOM: u32 = 2;
-    /// The guest says which pages are free when it is asked.
+    /// The guest reports its free pages on request.
     pub const FREE_PAGE_HINT: u32 = 3;
     /// The guest fills free pages with a value.
     pub const PAGE_POISON: u32 = 4;
@@ -56,54 +57,54 @@ pub mod feature {
 /// Reason for which pages are dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Why {
-    /// The guest put them into the balloon.
+    /// The guest put the pages into the balloon.
     Inflated,
-    /// The guest does not use them.
+    /// The guest reported the pages as unused.
     Reported,
 }
 
 /// Result of a request to drop pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dropped {
-    /// They are gone.
+    /// The pages were dropped.
     Done,
-    /// They stay for now: their content cannot be lost at the moment.
+    /// The pages were kept, because their content must not be lost at the moment.
     Held,
 }
 
 /// Error of the host.
 pub type HostError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Operations of the VMM on guest memory for the balloon. Called from vCPUs' threads, several at once; never with pages that are
-/// not in the layout. The runs of one call neither overlap nor touch.
+/// Operations of the VMM on guest memory for the balloon. vCPU threads call them, several at once.
+/// All pages are in the layout. The runs of one call neither overlap nor touch.
 pub trait BalloonHost: Send + Sync + Debug {
-    /// Gives `runs` back to the host: the guest does not need what is in them, and must find zeros or what was there. When this
-    /// returns, the guest may use them again.
+    /// Gives `runs` back to the host. The guest does not need the content of these pages; each page
+    /// must read as zeros or as before. After this call returns, the guest may use the pages again.
     ///
     /// # Errors
-    /// If the host refuses; some may be gone.
+    /// Fails if the host refuses. Some of the pages may have been dropped.
     fn drop_pages(&self, why: Why, runs: &[GuestRun]) -> Result<Dropped, HostError>;
 
-    /// Makes `runs`, which are the guest's again, read as zeros.
+    /// Makes `runs` read as zeros. The guest may use these pages again.
     ///
     /// # Errors
-    /// If the host refuses; some may be zeros.
+    /// Fails if the host refuses. Some of the pages may read as zeros.
     fn make_zeros(&self, runs: &[GuestRun]) -> Result<(), HostError>;
 
-    /// The guest does not need what is in `runs`; asked by `command`.
+    /// Receives hints: the guest does not need the content of `runs`. The request was `command`.
     fn hinted(&self, command: u32, runs: &[GuestRun]);
 
-    /// The guest has no more hints for `command`.
+    /// Receives the end of the hints for `command`.
     fn hints_end(&self, command: u32);
 }
 
 /// Options of a balloon.
 #[derive(Debug, Clone)]
 pub struct BalloonOptions {
-    /// The guest's memory.
+    /// Layout of guest memory.
     pub layout: Layout,
-    /// Whether the [`extension`] is offered. A device without it is the one of virtio 1.2.
+    /// True if the device offers the [`extension`]. Without it the device is that of virtio 1.2.
     pub extension: bool,
-    /// The whole pages of its RAM as the memory map told the guest, for its map of free pages.
+    /// Whole pages of RAM as the memory map reported them to the guest, for the map of free pages.
     pub ram: Vec<WholePages>,
 }

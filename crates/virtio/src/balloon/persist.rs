@@ -7,22 +7,23 @@ use crate::device::QueueSpec;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 
-/// The balloon, apart from its registers and queues.
+/// State of a balloon, apart from its registers and queues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonSaved {
-    /// Pages that it is to have.
+    /// Number of pages that the host requests the balloon to have.
     pub target: u32,
-    /// Pages that it has, as the driver says.
+    /// Number of pages in the balloon, as the driver reports.
     pub actual: u32,
     /// Command to the driver about hints.
     pub command: u32,
-    /// The last request for hints.
+    /// ID of the latest request for hints.
     pub asked: u32,
     /// Value with which the driver fills free pages.
     pub poison: u32,
-    /// The statistics buffer that the device keeps, by its first descriptor.
+    /// First descriptor of the statistics buffer that the device keeps.
     pub held: Option<u16>,
-    /// Registers of the extension: address and pages of the guest's map of free pages, if written.
+    /// Registers of the extension: address and number of pages of the guest's map of free pages, if
+    /// written.
     pub map: Option<(u64, u64)>,
     /// The guest's latest statistics.
     pub stats: GuestStats,
@@ -43,11 +44,12 @@ impl BalloonSaved {
         }
     }
 
-    /// Takes it up. A buffer that is kept must be one that the queue can have; everything else may be anything, as a driver may
-    /// write anything.
+    /// Loads this state. The kept statistics buffer must be one that the queue can have. Every
+    /// other field may have any value, because a driver may write any value.
     ///
-    /// A request for hints does not survive a move: the thread that asked is on the source. The guest is told that the request is
-    /// over, or it would keep the hinted pages out of use for ever.
+    /// A request for hints does not survive a migration, because the thread that asked is on the
+    /// source. The guest is told that the request is over. Without this it would keep the hinted
+    /// pages out of use for ever.
     pub(super) fn load(
         &self,
         balloon: &mut Balloon,
@@ -60,7 +62,9 @@ impl BalloonSaved {
         if let Some(held) = self.held
             && stats.is_none_or(|queue| held >= queue.max_size)
         {
-            return Err(format!("it keeps a statistics buffer at {held}, where there is none"));
+            return Err(format!(
+                "the balloon keeps a statistics buffer at descriptor {held}, which does not exist"
+            ));
         }
         balloon.extension.check(self.map)?;
         let command = if self.asked >= FIRST { DONE } else { STOP };

@@ -1,4 +1,4 @@
-//! Free pages that are given back: free page reporting (5.5.6.6).
+//! Free page reporting (5.5.6.6): free pages that are given back to the host.
 
 use super::Why;
 use super::control::Shared;
@@ -6,9 +6,10 @@ use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::Gather;
 
-/// A buffer of the reporting queue: its parts are the free pages themselves.
+/// Processes a buffer of the reporting queue, whose parts are the free pages themselves.
 ///
-/// The driver does not use them until it has the buffer back. A page that it does use is its own loss: it reads as zeros.
+/// The driver must not use the pages before it gets the buffer back. If it does, a page reads as
+/// zeros and only the guest is harmed.
 pub(super) fn buffer(shared: &Shared, gather: &mut Gather, buffer: &Buffer) {
     gather.clear();
     for part in buffer.parts() {
@@ -30,8 +31,8 @@ pub(super) fn give_back(shared: &Shared, gather: &mut Gather) {
     add(&shared.metrics.reports, 1);
     add(&shared.metrics.reported_pages, pages);
     if shared.poisoned() {
-        // The guest will look whether its poison is still there, and a dropped page reads as zeros (5.5.6.6.2: content must not
-        // become anything but the poison).
+        // The guest will check that its poison is still in the page. A dropped page reads as zeros,
+        // but the content must not become anything but the poison (5.5.6.6.2).
         add(&shared.metrics.poisoned_pages, pages);
     } else {
         shared.drop_pages(Why::Reported, runs);

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
 use vm_memory::GuestMemory;
 
-/// Names of the tags, in their order: those of the specification, and those that Linux 6.12 added to its header.
+/// Names of the tags, in order: the specification's, then those that Linux 6.12 added to its
+/// header.
 const NAMES: [&str; 16] = [
     "swap_in",
     "swap_out",
@@ -29,30 +30,30 @@ const NAMES: [&str; 16] = [
     "direct_reclaims",
 ];
 
-/// Bytes of a statistic: a 16-bit tag and a 64-bit value.
+/// Size of a statistic, in bytes: a 16-bit tag and a 64-bit value.
 const ENTRY: usize = 10;
-/// Most bytes of statistics that are looked at: each tag some times over.
+/// Maximum size of statistics that is read, in bytes: each tag several times.
 const MOST: usize = 64 * ENTRY;
 
-/// The guest's latest statistics: what it chose to tell. Sizes are in bytes.
+/// Latest statistics that the guest reported. Sizes are in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestStats {
     values: [Option<u64>; NAMES.len()],
 }
 
 impl GuestStats {
-    /// The statistics that are there, by name.
+    /// Returns the statistics that the guest reported, by name.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
         NAMES.iter().zip(&self.values).filter_map(|(name, value)| Some((*name, (*value)?)))
     }
 
-    /// The statistic `name`, if the guest told it.
+    /// Returns the statistic `name`, if the guest reported it.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<u64> {
         self.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
     }
 
-    /// Reads entries in any order; unknown tags are ignored, the last of a tag counts.
+    /// Parses entries in any order. Unknown tags are ignored. The last entry of a tag counts.
     fn parse(bytes: &[u8]) -> Self {
         let mut stats = Self::default();
         for entry in bytes.as_chunks::<ENTRY>().0 {
@@ -66,10 +67,10 @@ impl GuestStats {
     }
 }
 
-/// The device's side of the statistics queue: it keeps the driver's buffer until it wants to know more.
+/// Serves the statistics queue. The device keeps the driver's buffer until it wants new statistics.
 ///
-/// Takes a buffer, reads it and keeps it; gives the one that it has back if statistics are wanted, or if the driver, against the
-/// rules, puts a second one in.
+/// Takes a buffer, reads it and keeps it. Gives the kept buffer back if new statistics are wanted,
+/// or if the driver breaks the rules and puts a second buffer in.
 pub(super) fn serve<M: GuestMemory>(
     shared: &Shared,
     signals: &Signals,

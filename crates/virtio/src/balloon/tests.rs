@@ -14,7 +14,7 @@ const DEFLATES: u16 = 1;
 const STATS: u16 = 2;
 const HINTS: u16 = 3;
 const REPORTS: u16 = 4;
-/// The specification's features.
+/// Feature bits of the specification.
 const ALL: [u32; 5] = [1, 2, 3, 4, 5];
 const OWN: [u32; 3] = [96, 97, 98];
 
@@ -37,7 +37,7 @@ fn set_target(guest: &Guest, pages: u32) {
 }
 
 #[test]
-fn page_numbers_are_dropped_as_runs() {
+fn pages_of_one_buffer_are_dropped_as_runs() {
     let mut guest = guest();
     guest.memory.write_slice(&[9; 0x2000], GuestAddress(0x2_8000)).unwrap();
     let part = guest.bytes(&numbers(&[42, 41, 40, 50, 41, 129, 128]));
@@ -55,15 +55,15 @@ fn page_numbers_are_dropped_as_runs() {
 }
 
 #[test]
-fn page_numbers_that_make_no_sense_are_counted_and_given_back() {
+fn malformed_page_numbers_are_counted_and_given_back() {
     let mut guest = guest();
     let part = guest.bytes(&numbers(&[64, 127, 160, u32::MAX, 5]));
     guest.send(INFLATES, &[part]);
     assert_eq!(guest.calls(), [Call::Drop(Why::Inflated, vec![(0, 5..6)])]);
     assert_eq!(guest.control.figures().outside, 4);
     for (part, what) in [
-        ((0x1_4000, 6, 0), "a fraction of a number"),
-        ((0x1_4000, 4, WRITE), "to be written"),
+        ((0x1_4000, 6, 0), "half a page number"),
+        ((0x1_4000, 4, WRITE), "writable by the device"),
         ((0x5_0000, 4, 0), "not in memory"),
         ((0x3_f000, 0x2000, 0), "across the end of a region"),
         ((0x1_4000, 0x10_0000, 0), "too many"),
@@ -79,10 +79,10 @@ fn page_numbers_that_make_no_sense_are_counted_and_given_back() {
 }
 
 #[test]
-fn ranges_go_in_and_come_out_as_zeros() {
+fn ranges_are_dropped_on_inflate_and_read_as_zeros_on_deflate() {
     let mut guest = guest();
     let bytes = ranges(INFLATE, 3, &[(0x2_0000, 0x4000), (0x2_2000, 0x3000), (0x8_0000, 0x1000)]);
-    // In two parts, cut in the middle of a range.
+    // Two parts, split in the middle of a range.
     let (gpa, len, _) = guest.bytes(&bytes);
     guest.send(RANGES_QUEUE, &[(gpa, 13, 0), (gpa + 13, len - 13, 0)]);
     assert_eq!(guest.calls(), [Call::Drop(Why::Inflated, vec![(0, 32..37), (1, 0..1)])]);
@@ -92,11 +92,11 @@ fn ranges_go_in_and_come_out_as_zeros() {
     assert_eq!(guest.used(RANGES_QUEUE), 2);
 
     for (bytes, what) in [
-        (ranges(3, 1, &[(0x2_0000, 0x1000)]), "neither in nor out"),
+        (ranges(3, 1, &[(0x2_0000, 0x1000)]), "neither inflate nor deflate"),
         (ranges(INFLATE, 0, &[]), "no range"),
-        (ranges(INFLATE, 2, &[(0x2_0000, 0x1000)]), "fewer than said"),
-        (ranges(INFLATE, 1, &[(0x2_0000, 0x1000), (0x2_1000, 0x1000)]), "more than said"),
-        (ranges(INFLATE, u32::MAX, &[(0x2_0000, 0x1000)]), "far fewer than said"),
+        (ranges(INFLATE, 2, &[(0x2_0000, 0x1000)]), "fewer than announced"),
+        (ranges(INFLATE, 1, &[(0x2_0000, 0x1000), (0x2_1000, 0x1000)]), "more than announced"),
+        (ranges(INFLATE, u32::MAX, &[(0x2_0000, 0x1000)]), "far fewer than announced"),
         (vec![1, 0, 0], "less than a header"),
         ([ranges(INFLATE, 1, &[(0x2_0000, 0x1000)]), vec![0]].concat(), "a byte too many"),
     ] {
@@ -124,7 +124,7 @@ fn ranges_go_in_and_come_out_as_zeros() {
 }
 
 #[test]
-fn a_queue_for_ranges_without_its_feature_is_none() {
+fn queue_for_ranges_is_ignored_without_its_feature() {
     let mut guest = Guest::ready(&ALL, &[0, 1, 2, 3, 4, RANGES_QUEUE]);
     let part = guest.bytes(&ranges(INFLATE, 1, &[(0x2_0000, 0x1000)]));
     guest.send(RANGES_QUEUE, &[part]);
@@ -149,7 +149,7 @@ fn reports_are_dropped_unless_the_guest_relies_on_its_poison() {
 }
 
 #[test]
-fn reports_that_make_no_sense_drop_nothing_outside() {
+fn malformed_reports_drop_nothing_outside_memory() {
     let mut guest = guest();
     guest.send(REPORTS, &[(0x1_8000, 0x1000, 0)]);
     assert_eq!((guest.calls(), guest.control.figures().malformed), (vec![], 1));
@@ -171,17 +171,18 @@ fn reports_that_make_no_sense_drop_nothing_outside() {
 }
 
 #[test]
-fn a_guest_that_gives_its_rings_away_harms_itself() {
+fn guest_that_reports_its_rings_as_free_needs_a_reset() {
     let mut guest = guest();
     guest.send(REPORTS, &[(0, 0x2_0000, WRITE)]);
     assert_eq!(guest.calls(), [Call::Drop(Why::Reported, vec![(0, 0..32)])]);
-    // The driver's index reads as 0 now, the device expects 1: 65535 buffers, which no ring has.
+    // The driver's index now reads as 0 while the device expects 1. This means 65535 buffers, which
+    // no ring has.
     assert!(guest.needs_reset());
 }
 
 #[test]
-fn queues_are_found_however_the_driver_numbers_them() {
-    // (features, where reports are for a driver that counts those it accepted)
+fn queues_are_found_in_every_numbering_scheme() {
+    // (features, queue of reports for a driver that counts the accepted features)
     for (bits, counted) in
         [(vec![5], 2), (vec![1, 5], 3), (vec![3, 5], 3), (vec![1, 3, 5], 4), (vec![3, 4, 5, 96], 3)]
     {
@@ -202,14 +203,14 @@ fn queues_are_found_however_the_driver_numbers_them() {
     }
 }
 
-/// A driver's word about which command it answers.
+/// Sends the driver's announcement of the command that it answers.
 fn command(guest: &mut Guest, command: u32) {
     let part = guest.bytes(&command.to_le_bytes());
     guest.send(HINTS, &[part]);
 }
 
 #[test]
-fn hints_are_taken_for_the_command_that_is_current() {
+fn only_hints_for_the_current_command_are_accepted() {
     let mut guest = guest();
     assert_eq!(guest.config(8), 0);
     guest.control.done();
@@ -243,8 +244,12 @@ fn hints_are_taken_for_the_command_that_is_current() {
     assert_eq!(guest.config(8), 1);
     let generation = guest.get(register::VIRTIO_MMIO_CONFIG_GENERATION);
     guest.control.done();
-    assert_eq!(guest.get(register::VIRTIO_MMIO_CONFIG_GENERATION), generation, "said once");
-    assert_eq!(guest.control.ask(), Ok(4), "an id is not used twice");
+    assert_eq!(
+        guest.get(register::VIRTIO_MMIO_CONFIG_GENERATION),
+        generation,
+        "a second end changes the configuration"
+    );
+    assert_eq!(guest.control.ask(), Ok(4), "an ID is used twice");
     assert_eq!(guest.used(HINTS), 11);
 }
 
@@ -257,7 +262,7 @@ fn command_and_hints_may_be_one_buffer() {
     assert_eq!(guest.calls(), [Call::Hint(2, vec![(0, 24..26)])]);
     let part = guest.bytes(&[0; 5]);
     guest.send(HINTS, &[(0x1_a000, 0x1000, WRITE), part, (0x1_b000, 0x1000, WRITE)]);
-    assert_eq!(guest.calls(), [Call::Hint(2, vec![(0, 26..27)])], "up to the part that makes no sense");
+    assert_eq!(guest.calls(), [Call::Hint(2, vec![(0, 26..27)])], "hints up to the malformed part");
     assert_eq!(guest.control.figures().malformed, 1);
     guest.send(HINTS, &[(0x3_f000, 0x2000, WRITE), (0x1_8001, 0x1000, WRITE), (0x5_0000, 4, 0)]);
     let figures = guest.control.figures();
@@ -278,11 +283,11 @@ fn statistics_are_kept_until_new_ones_are_wanted() {
     guest.device.notify(&guest.memory, STATS);
     assert_eq!((guest.used(STATS), guest.interrupts()), (1, 1));
     guest.device.notify(&guest.memory, STATS);
-    assert_eq!(guest.used(STATS), 1, "there is none to give back");
+    assert_eq!(guest.used(STATS), 1, "no buffer to give back");
     let part = guest.bytes(&entry(4, 600));
     guest.send(STATS, &[part]);
     assert_eq!((guest.control.stats().get("free"), guest.control.stats().get("total")), (Some(600), None));
-    // A second buffer, against the rules: the first goes back.
+    // A second buffer breaks the rules: the first is given back.
     guest.send(STATS, &[(0x1_4000, 7, 0)]);
     assert_eq!((guest.used(STATS), guest.control.figures().malformed), (2, 1));
     assert_eq!(guest.control.stats().get("free"), Some(600));
@@ -298,24 +303,24 @@ fn statistics_are_kept_until_new_ones_are_wanted() {
 }
 
 #[test]
-fn the_target_is_the_hosts_and_the_rest_the_drivers() {
+fn driver_cannot_change_the_target() {
     let guest = guest();
     set_target(&guest, 20);
     assert_eq!((guest.config(0), guest.interrupts()), (20, 1));
     guest.control.set_target(20);
     assert_eq!(guest.interrupts(), 1, "no change");
     guest.control.set_target(u32::MAX);
-    assert_eq!(guest.config(0), 96, "no more than there is");
+    assert_eq!(guest.config(0), 96, "limited to the guest's pages");
     for (offset, value) in [(0, 1), (4, 15), (8, 7), (12, 9)] {
         guest.set(register::VIRTIO_MMIO_CONFIG + offset, value);
     }
     assert_eq!([0, 4, 8, 12].map(|at| guest.config(at)), [96, 15, 0, 9]);
     guest.set(register::VIRTIO_MMIO_STATUS, 0);
-    assert_eq!([0, 4, 8, 12].map(|at| guest.config(at)), [96, 0, 0, 0], "only the target outlives a reset");
+    assert_eq!([0, 4, 8, 12].map(|at| guest.config(at)), [96, 0, 0, 0], "only the target survives a reset");
 }
 
 #[test]
-fn a_blocks_list_is_reported_by_hypercall() {
+fn list_of_blocks_is_reported_by_hypercall() {
     let guest = guest();
     let entries = [
         report_entry(0x2_0000, 2),
@@ -329,7 +334,7 @@ fn a_blocks_list_is_reported_by_hypercall() {
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
     guest.memory.write_slice(&bytes, GuestAddress(0x1_4000)).unwrap();
     guest.control.report(&guest.memory, 0x14);
-    // The third is not aligned to its order's size but by an entry that is none; the last ends outside.
+    // The third entry has an invalid order, and the last one ends outside memory.
     assert_eq!(guest.calls(), [Call::Drop(Why::Reported, vec![(0, 32..37), (1, 0..16)])]);
     let figures = guest.control.figures();
     assert_eq!((figures.malformed, figures.reports), (3, 1));
@@ -351,12 +356,13 @@ fn publish(guest: &Guest, gpa: u64, pages: u64) {
 }
 
 #[test]
-fn the_guests_own_map_is_read_around_the_holes() {
+fn map_of_the_guest_is_read_across_holes() {
     let guest = guest();
     let mut free = PageSet::empty(&layout());
     assert_eq!(guest.control.read_map(&guest.memory, &mut free), Err(MapError::None));
     publish(&guest, 0x1_4000, 86);
-    // 30 pages, a hole of 10, 24 pages, a hole, 32 pages; bits: 29, 30, 53, 54, 85; and one behind the end.
+    // 30 pages, a hole of 10, 24 pages, a hole, 32 pages. Bits 29, 30, 53, 54 and 85 are set, and
+    // one after the end.
     let mut bits = [0u8; 16];
     for bit in [29usize, 30, 53, 54, 85, 86] {
         bits[bit / 8] |= 1 << (bit % 8);
@@ -391,7 +397,7 @@ fn the_guests_own_map_is_read_around_the_holes() {
 }
 
 #[test]
-fn a_map_published_before_the_driver_is_ready_moves_with_its_guest() {
+fn map_published_before_driver_is_ready_migrates() {
     let mut guest = Guest::new();
     assert!(guest.negotiate(&[32, 97]));
     publish(&guest, 0x1_4000, 86);
@@ -402,7 +408,7 @@ fn a_map_published_before_the_driver_is_ready_moves_with_its_guest() {
 }
 
 #[test]
-fn a_device_without_the_extension_is_the_specifications() {
+fn device_without_the_extension_is_that_of_the_specification() {
     let mut guest = Guest::with_extension(false);
     let bank = |guest: &Guest, bank| {
         guest.set(register::VIRTIO_MMIO_DEVICE_FEATURES_SEL, bank);
@@ -425,13 +431,13 @@ fn a_device_without_the_extension_is_the_specifications() {
 }
 
 #[test]
-fn state_that_uses_the_extension_needs_it() {
+fn state_with_the_extension_is_refused_by_a_device_without_it() {
     let load = |from: &Guest| {
         let there = Guest::with_extension(false);
         there.device.load(&there.memory, &from.device.save()).map_err(|error| error.to_string())
     };
     let guest = Guest::ready(&ALL, &[0, 1, 2, 3, 4]);
-    assert_eq!(load(&guest), Ok(()), "a driver of the specification does not use it");
+    assert_eq!(load(&guest), Ok(()), "a driver of the specification does not use the extension");
     publish(&guest, 0x1_4000, 86);
     assert!(load(&guest).unwrap_err().contains("this balloon has no extension"));
     for bit in OWN {
@@ -443,7 +449,7 @@ fn state_that_uses_the_extension_needs_it() {
 }
 
 #[test]
-fn a_request_for_hints_ends_with_a_move() {
+fn request_for_hints_ends_with_a_migration() {
     let mut guest = guest();
     let id = guest.control.ask().unwrap();
     command(&mut guest, id);
@@ -452,8 +458,8 @@ fn a_request_for_hints_ends_with_a_move() {
     assert_eq!((there.config(8), there.interrupts()), (1, 0));
     there.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
     assert_eq!((there.interrupts(), there.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 2));
-    assert_eq!(there.control.ask(), Ok(id + 1), "an id of before is not used again");
-    // The source's guest, if it stays after all, answers on.
+    assert_eq!(there.control.ask(), Ok(id + 1), "an earlier ID is used again");
+    // If the guest stays on the source after all, it continues its answer.
     guest.send(HINTS, &[(0x1_8000, 0x1000, WRITE)]);
     assert_eq!(guest.calls(), [Call::Hint(id, vec![(0, 24..25)])]);
 }

@@ -1,4 +1,4 @@
-//! The device.
+//! The block device.
 
 use super::metrics::add;
 use super::persist::BlkSaved;
@@ -15,36 +15,38 @@ use virtio_bindings::virtio_blk as spec;
 use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
 use vm_memory::GuestMemory;
 
-/// Most entries of the queue, and most requests under way.
+/// Maximum number of queue entries, and of requests under way.
 const QUEUE_SIZE: u16 = 256;
-/// Most segments of data in a request: a chain has a header and an answer beside them, and is no longer than the queue.
+/// Maximum number of data segments of a request. A chain also has a header and a status byte, and
+/// is not longer than the queue.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
-/// Bytes of a block, which a driver should not cut (5.2.5).
+/// Size of a block, in bytes. A driver should not split blocks (5.2.5).
 const BLOCK: u32 = 512;
-/// Blocks are best written this many (as a power of two) at once, aligned: a page of the host's cache.
+/// Preferred unit of aligned writes, in blocks, as a power of two: a page of the host's page cache.
 const PHYSICAL_EXPONENT: u8 = 3;
 
-/// Where the cache's mode is in the configuration (5.2.4).
+/// Offset of the cache mode in the configuration (5.2.4).
 const WRITEBACK: usize = 32;
-/// Bytes of the configuration, up to what is known of writing zeros.
+/// Size of the configuration in bytes, up to the fields for writing zeros.
 const CONFIG: usize = 60;
 
-/// A disk.
+/// Virtio block device.
 #[derive(Debug)]
 pub struct Blk {
     options: BlkOptions,
     work: Arc<BlkWork>,
     signals: Arc<Signals>,
-    /// Accepted by the driver; 0 while none is ready.
+    /// Features that the driver accepted; 0 while no driver is ready.
     features: u128,
-    /// What the driver chose, if it may.
+    /// Cache mode that the driver chose, if it may choose.
     writeback: bool,
     buffer: Buffer,
     done: Vec<Done>,
 }
 
 impl Blk {
-    /// A disk like `options`. Somebody has to [do its work](BlkWork::run).
+    /// Returns a disk with `options`. The caller must provide threads that [do its
+    /// work](BlkWork::run).
     #[must_use]
     pub fn new(options: BlkOptions, wiring: Wiring) -> Self {
         Self {
@@ -58,7 +60,7 @@ impl Blk {
         }
     }
 
-    /// What its threads work at. They are done when the device is dropped.
+    /// Returns the work that the disk's threads do. The work ends when the device is dropped.
     #[must_use]
     pub fn work(&self) -> Arc<BlkWork> {
         Arc::clone(&self.work)
@@ -77,7 +79,8 @@ impl Blk {
         }
     }
 
-    /// Whether writes wait for stable storage (5.2.6.2): as the driver chose if it may choose, otherwise unless it knows flushes.
+    /// Sets whether writes wait for stable storage (5.2.6.2). The driver's choice counts if the
+    /// driver may choose. Otherwise writes wait unless the driver supports flushes.
     fn set_cache(&self) {
         let back = if self.has(spec::VIRTIO_BLK_F_CONFIG_WCE) {
             self.writeback
@@ -94,7 +97,7 @@ impl Blk {
         put(12, &SEG_MAX.to_le_bytes());
         put(20, &BLOCK.to_le_bytes());
         put(24, &[PHYSICAL_EXPONENT, 0]);
-        // The least and the best size of a request, in blocks.
+        // Minimum and optimal size of a request, in blocks.
         put(26, &(1u16 << PHYSICAL_EXPONENT).to_le_bytes());
         put(28, &0u32.to_le_bytes());
         put(WRITEBACK, &[u8::from(self.writeback)]);
@@ -110,7 +113,7 @@ impl Blk {
         config
     }
 
-    /// Takes requests out of the ring, a portion. Says whether it gave buffers back, too.
+    /// Takes a portion of requests out of the ring. Sets `used` if buffers were given back as well.
     fn take<M: GuestMemory>(
         &mut self,
         queue: &mut VirtQueue,
@@ -119,8 +122,9 @@ impl Blk {
     ) -> Result<Progress, RingError> {
         let limits = self.limits();
         for _ in 0..PORTION {
-            // A driver may offer what it has not got back: no more than there could rightly be are taken. Each that is done has the
-            // ring looked at again.
+            // A driver may offer buffers again that it has not got back. The number of requests
+            // under way is therefore limited to the size of the queue. The ring is checked again
+            // each time that a request is done.
             if self.work.held() >= usize::from(queue.size()) {
                 return Ok(Progress::Done);
             }
@@ -131,7 +135,7 @@ impl Blk {
             match request.parse(&self.buffer, memory, &limits) {
                 Ok(()) => self.work.push(request, limits),
                 Err(error) => {
-                    tracing::debug!(%error, "a guest's disk request cannot be answered");
+                    tracing::debug!(%error, "a disk request of the guest has no room for an answer");
                     add(&self.work.metrics.malformed, 1);
                     self.work.keep(request);
                     queue.give_back(memory, self.buffer.head(), 0)?;
@@ -213,9 +217,9 @@ impl Device for Blk {
     }
 
     fn broken(&mut self, error: &RingError) {
-        // Once: a guest could do this all day.
+        // Warns only once, because a guest could repeat the violation without limit.
         if self.work.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::warn!(%error, "the guest's disk driver did what it must not; the disk rests until it is reset");
+            tracing::warn!(%error, "the guest's disk driver broke the virtio rules; the disk stops until the driver resets it");
         }
     }
 
@@ -236,7 +240,7 @@ impl Device for Blk {
                 format!("{sectors} sectors, {mode}, called {}", name(id))
             };
             return Err(format!(
-                "the guest's disk ({}) is another one than this ({})",
+                "the guest's disk ({}) differs from this one ({})",
                 words(sectors, read_only, id),
                 words(here.sectors, here.read_only, here.id)
             ));

@@ -1,4 +1,5 @@
-//! A driver of a disk that does what bytes say: anything. For the fuzz target and for the tests, which run it on seeded noise.
+//! Disk driver that follows arbitrary bytes, for the fuzz target and for the tests, which run it on
+//! seeded noise.
 
 use super::testing::{DATA, DiskGuest, SECTORS, content, options, until};
 use super::{BlkOptions, SECTOR};
@@ -8,14 +9,15 @@ use crate::testing::{NEXT, SIZE, WRITE, rings};
 use std::time::Instant;
 use vm_memory::{Bytes, GuestAddress};
 
-/// What is asked for.
+/// Types of the requests.
 const KINDS: [u32; 8] = [0, 1, 1, 4, 8, 11, 13, 99];
 
-/// Does to a disk what `bytes` say.
+/// Drives a disk as `bytes` say.
 ///
 /// # Panics
-/// If the device panics; if anything is written where no request says so (a disk that is read-only is never written, and none beyond its
-/// end); if it does not come to rest; if saved state is not loaded.
+/// Panics if the device panics, if anything is written that no request allows (a read-only disk is
+/// never written, and no disk beyond its end), if the disk does not quiesce, or if saved state is
+/// not loaded.
 pub fn drive(bytes: &[u8]) {
     let mut choices = Choices(bytes);
     let read_only = choices.byte() & 1 == 1;
@@ -29,14 +31,14 @@ pub fn drive(bytes: &[u8]) {
         step(&mut guest, &mut choices);
         assert!(guest.work.held() <= 256, "more under way than the queue can have");
     }
-    // Whatever the driver did, it comes to rest.
+    // The disk quiesces whatever the driver did.
     until("rest", || guest.device.quiesce(Instant::now()));
     let disk = guest.disk.bytes();
     assert_eq!(disk.len() as u64, SECTORS * SECTOR);
-    assert!(!read_only || disk == content(), "a disk that is read-only was written");
+    assert!(!read_only || disk == content(), "a read-only disk was written");
 }
 
-/// What a driver does first, with features and a queue as chosen.
+/// Initializes the driver, with features and a queue as chosen.
 fn start(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
     let wanted = choices.word();
     let bits: Vec<u32> = [2, 5, 6, 9, 10, 11, 13, 14, 28, 29]
@@ -94,7 +96,7 @@ fn step(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
     }
 }
 
-/// A request that makes sense here and there.
+/// Offers a request that is often well-formed.
 fn request(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
     let kind = KINDS[usize::from(choices.byte()) % KINDS.len()];
     let sector = match choices.byte() {
@@ -116,7 +118,7 @@ fn request(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
         parts.push((at, len, if into != wrong { WRITE } else { 0 }));
     }
     parts.push(guest.answer(number));
-    // By hand, as the queue may not be there.
+    // Written directly, because the queue may not exist.
     let first = u16::from(choices.byte()) % SIZE;
     for (n, (gpa, len, flags)) in (0u16..).zip(&parts) {
         let more = if usize::from(n) + 1 < parts.len() { NEXT } else { 0 };
@@ -129,7 +131,7 @@ fn request(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
     guest.notify(0);
 }
 
-/// The device comes to rest and goes on with its state as it was saved, or damaged.
+/// Quiesces the device and continues on another device, with the state as it was saved or damaged.
 fn elsewhere(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
     until("rest", || guest.device.quiesce(Instant::now()));
     moved(guest, choices);
@@ -138,9 +140,10 @@ fn elsewhere(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
 
 #[cfg(test)]
 mod tests {
-    /// Noise for some seconds. (The fuzz target finds more, as it sees what it reaches.)
+    /// Runs noise for some seconds. (The fuzz target finds more, because it sees which code it
+    /// reaches.)
     #[test]
-    fn noise_neither_panics_nor_writes_what_it_must_not() {
+    fn noise_causes_no_panic_and_no_forbidden_write() {
         crate::hostile::tests::noise(300, super::drive);
     }
 }

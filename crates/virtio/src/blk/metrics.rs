@@ -1,11 +1,11 @@
-//! What happened.
+//! Counters of a disk.
 
 use crate::figures::figures;
 
 pub(super) use crate::figures::add;
 
 figures! {
-    Metrics, BlkFigures, "What a disk did since it was made; a reset by the driver changes nothing in it.";
+    Metrics, BlkFigures, "Activity of a disk since it was created. A reset by the driver does not change the counters.";
     /// Reads.
     reads,
     /// Bytes read.
@@ -16,23 +16,23 @@ figures! {
     written_bytes,
     /// Flushes that the driver asked for.
     flushes,
-    /// Ranges that the driver does not need any more.
+    /// Ranges that the driver discarded.
     discards,
-    /// Ranges that were to be zeros.
+    /// Ranges that the driver filled with zeros.
     zeroes,
-    /// Refusals of the host: requests that were right, and that the file could not do.
+    /// Correct requests that the host could not do.
     host_errors,
-    /// Requests that were answered with an error: those, and what no driver should ask for (beyond the end, in fractions of a sector, to
-    /// write to what is read-only).
+    /// Requests that were answered with an error: those that the host could not do, and those that
+    /// no driver should send (beyond the end, a fraction of a sector, a write to a read-only disk).
     io_errors,
-    /// Requests of a kind that the device does not know.
+    /// Requests of an unknown type.
     unsupported,
-    /// Chains that are no request at all, and that can only be given back.
+    /// Chains that are not requests and can only be given back.
     malformed,
-    /// Rings that could not be followed.
+    /// Invalid rings.
     broken,
-    /// Requests that took no waiting, done by the thread that was notified of them.
+    /// Requests done without waiting, by the thread that received the notification.
     at_once,
-    /// Nanoseconds that requests took, from being taken to their end.
+    /// Time from the start of requests to their end, in ns.
     busy_ns,
 }

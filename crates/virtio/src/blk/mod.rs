@@ -1,27 +1,33 @@
-//! A disk (virtio 1.2, section 5.2): a raw file, or anything else that a [`Disk`] is made of.
+//! The block device (virtio 1.2, section 5.2): a raw file, or any other implementation of [`Disk`].
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | `device` | features, configuration, the queue |
-//! | `request` | what a chain of descriptors asks for |
-//! | `work` | requests under way, and how they come to rest |
-//! | `run` | doing one |
-//! | `metrics` | what happened |
+//! | `request` | parsing of a request from a chain of descriptors |
+//! | `work` | requests under way, and quiescing |
+//! | `run` | execution of a request |
+//! | `metrics` | counters |
 //! | `persist` | saved state |
 //!
-//! # Who does the work
-//! Where the host's kernel passes notifications on by itself, a thread waits for them ([`BlkWork::attend`]): it takes requests out of the
-//! ring, does at once what needs no waiting (what the host's page cache has), and leaves the rest to other threads ([`BlkWork::run`]).
-//! Elsewhere the vCPU that notifies takes requests out of the ring, and those threads do all of them. Either way a guest goes on while
-//! its disk works, and a request may take as long as it takes. Threads, not io_uring: each request is one system call straight from or
-//! into guest memory either way, a buffered write in io_uring ends up on a thread of the kernel's in any case, hosts that harden
-//! themselves switch io_uring off, and with threads it is plain who sleeps when a page is missing (postcopy): nobody that
-//! anybody else waits for.
+//! # Threads
+//! Where KVM passes notifications on by itself, a thread waits for them ([`BlkWork::attend`]). This
+//! thread takes requests out of the ring and does the ones that need no waiting at once (data in
+//! the host's page cache). It leaves the rest to other threads ([`BlkWork::run`]). Elsewhere the
+//! vCPU that notifies takes requests out of the ring, and those threads do all of them. In both
+//! cases the guest continues while its disk works, and a request may take any time.
 //!
-//! # What is on stable storage
-//! A driver that knows flushes (`VIRTIO_BLK_F_FLUSH`) gets writes that are answered once the host's page cache has them, and everything
-//! answered before a flush is on stable storage when the flush is answered. For one that does not, or that chose so (`writeback`), every
-//! write is on stable storage when it is answered (5.2.6.2).
+//! The disk uses threads and not io_uring for these reasons:
+//! - Each request is one system call straight from or into guest memory in both designs.
+//! - A buffered write in io_uring runs on a kernel thread in any case.
+//! - Hardened hosts disable io_uring.
+//! - With threads it is clear which thread sleeps on a missing page (postcopy): a thread that no
+//!   other thread waits for.
+//!
+//! # Stable storage
+//! A driver that supports flushes (`VIRTIO_BLK_F_FLUSH`) gets a write answered once the host's page
+//! cache has the data. When a flush is answered, everything that was answered before it is on
+//! stable storage. For a driver without flushes, or one that chose so (`writeback`), every write is
+//! on stable storage when it is answered (5.2.6.2).
 
 mod device;
 #[cfg(any(test, feature = "hostile"))]
@@ -49,63 +55,64 @@ use std::io;
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
-/// The queue of requests.
+/// Index of the queue of requests.
 const QUEUE: u16 = 0;
 
-/// What a disk's bytes are kept in. Called from the disk's threads, several at once; offsets and lengths are multiples of [`SECTOR`] and
-/// within its size.
+/// Storage of a disk's bytes. The disk's threads call this, several at once. Offsets and lengths
+/// are multiples of [`SECTOR`] and within the disk's size.
 pub trait Disk: Send + Sync + Debug {
-    /// Fills all of `into` with what is at `offset`. Marking the pages is not its affair.
+    /// Fills all of `into` from `offset`. The caller marks the pages as dirty.
     ///
     /// # Errors
-    /// If the host does not give it; anything may be in `into`.
+    /// Fails if the host cannot read. `into` may then have any content.
     fn read<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> io::Result<()>;
 
     /// Writes all of `from` at `offset`.
     ///
     /// # Errors
-    /// If the host does not take it; some may be written.
+    /// Fails if the host cannot write. Some of the data may have been written.
     fn write<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> io::Result<()>;
 
-    /// As [`read`](Self::read), but only if that takes no waiting for the storage or for guest memory. Says whether all was done; if not,
-    /// anything may be in `into`.
+    /// Reads as [`read`](Self::read) does, but only if this needs no wait for storage or guest
+    /// memory. Returns true if everything was read. Otherwise `into` may have any content.
     fn read_at_once<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> bool {
         let _ = (offset, into);
         false
     }
 
-    /// As [`write`](Self::write), likewise; if it says `false`, some may be written.
+    /// Writes as [`write`](Self::write) does, but without waiting. If this returns false, some of
+    /// the data may have been written.
     fn write_at_once<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> bool {
         let _ = (offset, from);
         false
     }
 
-    /// Brings everything that was written to stable storage.
+    /// Brings all written data to stable storage.
     ///
     /// # Errors
-    /// If that is not certain.
+    /// Fails if it is not certain that the data is on stable storage.
     fn flush(&self) -> io::Result<()>;
 
-    /// Nobody needs what is in `len` bytes at `offset`: they may read as anything from now on.
+    /// Discards `len` bytes at `offset`, which may read as anything from now on.
     ///
     /// # Errors
-    /// If the host fails; not if it only cannot do it.
+    /// Fails if the host fails, but not if the host only does not support it.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
 
-    /// Makes `len` bytes at `offset` zeros, which need no place of their own if `unmap`.
+    /// Makes `len` bytes at `offset` read as zeros. If `unmap` is true, the zeros need no space.
     ///
     /// # Errors
-    /// If they may not be zeros.
+    /// Fails if the bytes may not read as zeros.
     fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
 }
 
-/// What a disk is to be like. Equal on both sides of a move.
+/// Options of a disk. Equal on source and target of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlkOptions {
-    /// Its size, in [sectors](SECTOR).
+    /// Size of the disk, in [sectors](SECTOR).
     pub sectors: u64,
-    /// Whether it cannot be written.
+    /// True if the guest cannot write to the disk.
     pub read_only: bool,
-    /// What it says that it is called; padded with zeros.
+    /// ID that the disk reports, padded with zeros.
     pub id: [u8; ID_BYTES],
 }

@@ -2,16 +2,18 @@
 
 use serde::{Deserialize, Serialize};
 
-/// A disk, apart from its registers and queue. It is at rest when it is saved, so there is no request in it: what the driver has put in
-/// the ring and nobody has begun is in the ring, and what was begun is done.
+/// State of a disk, apart from its registers and queue. The disk is quiesced when it is saved, so
+/// no request is part of the state. A request that was not begun is in the ring. A request that was
+/// begun is done.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlkSaved {
-    /// Its size, by which the other side knows that it has the same disk.
+    /// Size of the disk in sectors, by which the target checks that it has the same disk.
     pub sectors: u64,
-    /// Whether it cannot be written.
+    /// True if the guest cannot write to the disk.
     pub read_only: bool,
-    /// What it says that it is called.
+    /// ID that the disk reports.
     pub id: [u8; super::ID_BYTES],
-    /// Whether writes may be answered before they are on stable storage, if the driver chose.
+    /// True if writes may be answered before they are on stable storage, if the driver chose the
+    /// cache mode.
     pub writeback: bool,
 }

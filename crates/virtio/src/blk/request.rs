@@ -1,19 +1,20 @@
-//! A request, as a chain of descriptors says it (5.2.6): a header, data, and a byte for the answer.
+//! Requests as chains of descriptors (5.2.6): a header, data, and a byte for the status.
 //!
-//! How these are cut into descriptors is the driver's affair (2.7.4): the header is the first bytes that the device may read, the answer
-//! the last that it may write, and all else is data.
+//! The driver may split them into descriptors in any way (2.7.4). The header is the first bytes
+//! that the device may read, the status is the last byte that it may write, and everything else is
+//! data.
 
 use crate::queue::{Buffer, BufferError, Part};
 use virtio_bindings::virtio_blk as spec;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Bytes of a sector, whatever the size of a block (5.2.4).
+/// Size of a sector in bytes, whatever the size of a block (5.2.4).
 pub const SECTOR: u64 = 512;
 
-/// Bytes of a header: type, reserved, sector.
+/// Size of a header in bytes: type, reserved, sector.
 const HEADER: usize = 16;
 
-/// How a request ended, as the driver is told.
+/// Status of a request, as the driver is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Status {
     Ok,
@@ -32,7 +33,7 @@ impl Status {
     }
 }
 
-/// What is to be done.
+/// Operation of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Op {
     Read,
@@ -41,11 +42,11 @@ pub(super) enum Op {
     Id,
     Discard,
     Zeroes,
-    /// Nothing but this answer.
+    /// No operation, only an answer with this status.
     Refuse(Status),
 }
 
-/// What may be asked of the disk: its size, and what was negotiated.
+/// Limits of requests: the disk's size and the negotiated features.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Limits {
     pub(super) sectors: u64,
@@ -55,25 +56,25 @@ pub(super) struct Limits {
 }
 
 impl Limits {
-    /// Whether `bytes` from `sector` on are on the disk.
+    /// Returns true if `bytes` from `sector` on are on the disk.
     pub(super) fn contain(&self, sector: u64, bytes: u64) -> bool {
         bytes.is_multiple_of(SECTOR)
             && sector.checked_add(bytes / SECTOR).is_some_and(|end| end <= self.sectors)
     }
 }
 
-/// A request. Used again for others, so that none is allocated for each.
+/// Request. The value is used again for later requests, to save an allocation for each.
 #[derive(Debug)]
 pub(super) struct Request {
-    /// By which its buffer is given back.
+    /// First descriptor of the request's buffer, by which the buffer is given back.
     pub(super) head: u16,
     pub(super) op: Op,
     pub(super) sector: u64,
-    /// The data, for the device to read or to write, whichever `op` says.
+    /// Data, which the device reads or writes depending on `op`.
     pub(super) data: Vec<Part>,
-    /// Where the answer goes.
+    /// Guest address of the status byte.
     pub(super) status: u64,
-    /// Bytes before the answer that the device may write.
+    /// Number of bytes before the status that the device may write.
     pub(super) writable: u64,
 }
 
@@ -85,15 +86,16 @@ impl Default for Request {
 }
 
 impl Request {
-    /// Bytes of data.
+    /// Returns the length of the data, in bytes.
     pub(super) fn len(&self) -> u64 {
         self.data.iter().map(|part| u64::from(part.len)).sum()
     }
 
-    /// Takes in what `buffer` says. A request that cannot be done is one whose answer says so.
+    /// Parses `buffer`. A request that cannot be done becomes a request that is answered with an
+    /// error.
     ///
     /// # Errors
-    /// If there is no place for an answer, or nobody can know which it is.
+    /// Fails if there is no place for the status, or if its place is not clear.
     pub(super) fn parse<M: GuestMemory>(
         &mut self,
         buffer: &Buffer,
@@ -107,7 +109,7 @@ impl Request {
         if writable.iter().any(|part| !part.writable) {
             return Err(BufferError::Direction);
         }
-        // The answer is the last byte of the last part that has any.
+        // The status is the last byte of the last writable part that is not empty.
         let answer = writable.iter().rposition(|part| part.len > 0).ok_or(BufferError::Content)?;
         let (before, last) = (&writable[..answer], writable[answer]);
         self.status = last.gpa.checked_add(u64::from(last.len) - 1).ok_or(BufferError::Outside)?;
@@ -126,7 +128,8 @@ impl Request {
         Ok(())
     }
 
-    /// What `header` asks for, over data the first `outbound` parts of which are the driver's to send.
+    /// Returns the operation that `header` requests. The first `outbound` parts of the data are
+    /// sent by the driver.
     fn op_of(&mut self, header: &[u8; HEADER], outbound: usize, limits: &Limits) -> Op {
         let kind = u32::from_le_bytes([header[0], header[1], header[2], header[3]]);
         let sector = header.last_chunk().map_or(u64::MAX, |sector| u64::from_le_bytes(*sector));
@@ -149,7 +152,7 @@ impl Request {
     }
 }
 
-/// Reads the header from the beginning of `parts`; the rest of them goes to `data`.
+/// Reads the header from the beginning of `parts`. The rest of the parts goes to `data`.
 fn take_header<M: GuestMemory>(
     parts: &[Part],
     memory: &M,

@@ -1,4 +1,4 @@
-//! Doing a request, on a thread of the disk's own.
+//! Execution of a request, on a thread of the disk.
 
 use super::Disk;
 use super::metrics::{Metrics, add};
@@ -9,43 +9,47 @@ use virtio_bindings::virtio_blk::{VIRTIO_BLK_ID_BYTES, VIRTIO_BLK_WRITE_ZEROES_F
 use vm_memory::bitmap::{BS, BitmapSlice};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions, VolatileSlice};
 
-/// Bytes of the name that a driver can ask for.
+/// Length of the ID that a driver can request, in bytes.
 pub const ID_BYTES: usize = VIRTIO_BLK_ID_BYTES as usize;
 
-/// Most ranges in one request to discard or to write zeros.
+/// Maximum number of ranges in one request to discard or to write zeros.
 pub(super) const MAX_RANGES: u32 = 16;
-/// Most sectors in one of them: 1 GiB. A file system that cannot make zeros by itself gets them written, and a pause waits for that.
+/// Maximum number of sectors in one range: 1 GiB. On a file system that cannot make zeros by
+/// itself, zeros are written, and a pause waits for the write.
 pub(super) const MAX_RANGE_SECTORS: u32 = 1 << 21;
-/// Longer requests are not tried at once: others that need more than a copy of memory would wait for them.
+/// Maximum length of a request that is tried without waiting, in bytes. Requests that need more
+/// than a copy of memory would wait for longer ones.
 const AT_ONCE_MOST: u64 = 64 << 10;
-/// Bytes of a range: first sector, number of sectors, flags.
+/// Size of a range in bytes: first sector, number of sectors, flags.
 const RANGE: usize = 16;
 
-/// What requests are done with.
+/// Context in which requests are executed.
 #[derive(Debug)]
 pub(super) struct Job<'a, D> {
     pub(super) disk: &'a D,
     pub(super) limits: Limits,
     pub(super) id: [u8; ID_BYTES],
-    /// Everything that is written is on stable storage before it is answered.
+    /// True if everything that is written must be on stable storage before it is answered.
     pub(super) write_through: bool,
     pub(super) metrics: &'a Metrics,
 }
 
 impl<D: Disk> Job<'_, D> {
-    /// Does `request` and writes its answer; says how many bytes of the buffer, from its beginning, were written.
+    /// Executes `request` and writes its status. Returns the number of bytes at the start of the
+    /// buffer that were written.
     pub(super) fn run<M: GuestMemory>(&self, request: &Request, memory: &M) -> u32 {
         self.answer(request, memory, self.perform(request, memory))
     }
 
-    /// The same, if it takes no waiting. What was tried in vain can be [run](Self::run).
+    /// Executes `request` as [`run`](Self::run) does, if this needs no wait. A request that needs a
+    /// wait returns `None` and can then be [run](Self::run).
     pub(super) fn run_at_once<M: GuestMemory>(&self, request: &Request, memory: &M) -> Option<u32> {
         let (len, offset) = (request.len(), request.sector.saturating_mul(SECTOR));
         let (done, counts) = match request.op {
             Op::Read if len <= AT_ONCE_MOST => {
                 let into = slices(memory, &request.data, Permissions::Write).ok()?;
                 let done = self.disk.read_at_once(offset, &into);
-                // As in `read`: whatever came of it.
+                // As in `read`: the pages are marked whatever the result.
                 into.iter().for_each(mark);
                 (done, (&self.metrics.reads, &self.metrics.read_bytes))
             }
@@ -74,13 +78,14 @@ impl<D: Disk> Job<'_, D> {
             Status::IoError => add(&self.metrics.io_errors, 1),
             Status::Unsupported => add(&self.metrics.unsupported, 1),
         }
-        // The data first, then the answer, then the used ring: a driver that sees one sees what came before.
+        // The data is written first, then the status, then the used ring. A driver that sees one of
+        // them also sees the earlier ones.
         let answered = memory.write_obj(status.byte(), GuestAddress(request.status)).is_ok();
         let whole = answered && filled == request.writable;
         u32::try_from(filled + u64::from(whole)).unwrap_or(u32::MAX)
     }
 
-    /// Says how many bytes were given to the driver.
+    /// Executes the request and returns the number of bytes that were given to the driver.
     fn perform<M: GuestMemory>(&self, request: &Request, memory: &M) -> Result<u64, Status> {
         match request.op {
             Op::Refuse(status) => Err(status),
@@ -105,9 +110,10 @@ impl<D: Disk> Job<'_, D> {
     fn read<M: GuestMemory>(&self, request: &Request, memory: &M) -> Result<u64, Status> {
         let into = slices(memory, &request.data, Permissions::Write)?;
         let read = self.disk.read(request.sector * SECTOR, &into);
-        // The kernel wrote the guest's pages behind the back of every tracker (hazards.md 4): they are marked now that it has, and
-        // all of them even if it failed, because it may have written some. A harvest that comes between finds the mark next time,
-        // and the last one comes when nothing is under way any more.
+        // The kernel wrote guest pages without any dirty tracker seeing it (hazards.md 4). All of
+        // the pages are marked after the read, even if it failed, because it may have written some.
+        // A harvest in between finds the mark the next time, and the last harvest comes when no
+        // request is under way any more.
         into.iter().for_each(mark);
         self.done(read)?;
         add(&self.metrics.reads, 1);
@@ -116,7 +122,7 @@ impl<D: Disk> Job<'_, D> {
     }
 
     fn write<M: GuestMemory>(&self, request: &Request, memory: &M) -> Result<(), Status> {
-        // All of the data is found before any of it is written.
+        // All of the data is located before any of it is written.
         let from = slices(memory, &request.data, Permissions::Read)?;
         self.done(self.disk.write(request.sector * SECTOR, &from))?;
         add(&self.metrics.writes, 1);
@@ -134,7 +140,8 @@ impl<D: Disk> Job<'_, D> {
         Ok((ID_BYTES - rest.len()) as u64)
     }
 
-    /// Calls `each` with the ranges that the data names, once all of them were found to be on the disk.
+    /// Calls `each` with the ranges that the data names, after all of them were found to be on the
+    /// disk.
     fn ranges<M: GuestMemory>(
         &self,
         request: &Request,
@@ -162,7 +169,7 @@ impl<D: Disk> Job<'_, D> {
         let [sector, rest] = bytes.as_chunks::<8>().0 else { return Err(Status::IoError) };
         let (sector, rest) = (u64::from_le_bytes(*sector), u64::from_le_bytes(*rest));
         let (count, flags) = (rest & u64::from(u32::MAX), rest >> 32);
-        // A discard unmaps anyway, and must not say so (5.2.6.2).
+        // A discard always unmaps, and must not set the flag (5.2.6.2).
         let known = if op == Op::Zeroes { u64::from(VIRTIO_BLK_WRITE_ZEROES_FLAG_UNMAP) } else { 0 };
         if flags & !known != 0 {
             return Err(Status::Unsupported);
@@ -179,7 +186,7 @@ impl<D: Disk> Job<'_, D> {
 
     fn done(&self, result: io::Result<()>) -> Result<(), Status> {
         result.map_err(|error| {
-            // Whose disk it is says so to people, once for each kind.
+            // The implementation of the disk reports each kind of error once to the operator.
             tracing::debug!(%error, disk = ?self.disk, "a guest's disk request failed");
             add(&self.metrics.host_errors, 1);
             Status::IoError
@@ -187,17 +194,17 @@ impl<D: Disk> Job<'_, D> {
     }
 }
 
-/// A range to discard or to fill with zeros, which is on the disk.
+/// Range to discard or to fill with zeros. The range is on the disk.
 #[derive(Debug, Clone, Copy)]
 struct Range {
-    /// Bytes from the disk's beginning.
+    /// Offset from the start of the disk, in bytes.
     offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     len: u64,
     unmap: bool,
 }
 
-/// `parts` in this process, if all of them are in memory.
+/// Returns the memory of `parts` in this process, if all of them are in guest memory.
 fn slices<'a, M: GuestMemory>(
     memory: &'a M,
     parts: &[Part],

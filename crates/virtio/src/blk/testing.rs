@@ -1,4 +1,4 @@
-//! A disk for tests: a real file, a gate that holds requests back, threads, and a driver.
+//! Disk for tests: a real file, a gate that holds requests back, threads, and a driver.
 
 use super::{Blk, BlkFigures, BlkOptions, BlkWork, Disk, ID_BYTES, SECTOR};
 use crate::testing::{Driver, Memory, WRITE, memory};
@@ -15,14 +15,15 @@ use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
 pub(crate) const SECTORS: u64 = 64;
-/// Where [`DiskGuest::header`] puts headers, and where answers and data go.
+/// Address at which [`DiskGuest::header`] puts headers. The next constant is the address of the
+/// answers.
 pub(crate) const HEADER: u64 = 0x1_0000;
 pub(crate) const ANSWER: u64 = 0x1_1000;
 pub(crate) const DATA: u64 = 0x2_0000;
-/// An answer that was not written.
+/// Value of a status byte that was not written.
 pub(crate) const NONE: u8 = 0xee;
 
-/// A file without a name.
+/// Returns a file without a name that contains `bytes`.
 pub(crate) fn file(bytes: &[u8]) -> File {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
@@ -33,7 +34,7 @@ pub(crate) fn file(bytes: &[u8]) -> File {
     file
 }
 
-/// What the file was asked to do that is not seen in it.
+/// Operations of the file that cannot be seen in its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Asked {
     Flush,
@@ -46,11 +47,11 @@ pub(crate) struct FileDisk {
     file: File,
     pub(crate) asked: Mutex<Vec<Asked>>,
     pub(crate) fail: AtomicBool,
-    /// Nothing has to be waited for.
+    /// True if no operation has to wait for storage.
     pub(crate) cached: AtomicBool,
     open: Mutex<bool>,
     opened: Condvar,
-    /// Requests that wait at the gate.
+    /// Number of requests that wait at the gate.
     pub(crate) waiting: AtomicUsize,
 }
 
@@ -134,7 +135,7 @@ impl Disk for FileDisk {
     }
 }
 
-/// A guest with a disk.
+/// Guest with a disk.
 #[derive(Debug)]
 pub(crate) struct DiskGuest {
     pub(crate) disk: Arc<FileDisk>,
@@ -177,13 +178,13 @@ pub(crate) fn options(read_only: bool) -> BlkOptions {
     BlkOptions { sectors: SECTORS, read_only, id }
 }
 
-/// A disk's content: each sector is full of its number and its place in it.
+/// Returns a disk's content: each sector is filled according to its number and the position in it.
 pub(crate) fn content() -> Vec<u8> {
     (0..SECTORS * SECTOR).map(|at| (at / SECTOR * 7 + at % 251).to_le_bytes()[0]).collect()
 }
 
 impl DiskGuest {
-    /// A disk of [`content`], before its driver.
+    /// Returns a guest whose disk has [`content`], before its driver starts.
     pub(crate) fn new(options: BlkOptions, threads: usize) -> Self {
         let disk = Arc::new(FileDisk {
             file: file(&content()),
@@ -197,7 +198,7 @@ impl DiskGuest {
         Self::on(disk, options, threads)
     }
 
-    /// On a disk that is there.
+    /// Returns a guest on an existing disk.
     pub(crate) fn on(disk: Arc<FileDisk>, options: BlkOptions, threads: usize) -> Self {
         let memory = memory();
         let mut work = None;
@@ -214,14 +215,14 @@ impl DiskGuest {
         Self { threads: (0..threads).map(spawn).collect(), bell: None, disk, work, driver }
     }
 
-    /// A driver with `bits`.
+    /// Returns a guest whose driver accepts `bits`.
     pub(crate) fn ready(bits: &[u32]) -> Self {
         let mut guest = Self::new(options(false), 2);
         guest.start(bits, &[0]);
         guest
     }
 
-    /// The same, with a thread that is told of notifications by [`kick`](Self::kick).
+    /// Returns a ready guest with a thread that is told of notifications by [`kick`](Self::kick).
     pub(crate) fn attended(bits: &[u32], cached: bool) -> Self {
         let mut guest = Self::new(options(false), 2);
         guest.disk.cached.store(cached, Ordering::Relaxed);
@@ -229,7 +230,7 @@ impl DiskGuest {
         let (work, memory, disk) = (Arc::clone(&guest.work), guest.memory.clone(), Arc::clone(&guest.disk));
         let attend = move || {
             work.attend(&memory, &*disk, || {
-                // As an eventfd: what came meanwhile counts as one.
+                // Notifications that come meanwhile count as one, as on an eventfd.
                 let _ = kicks.recv();
                 while kicks.try_recv().is_ok() {}
             });
@@ -240,19 +241,19 @@ impl DiskGuest {
         guest
     }
 
-    /// What KVM does when the driver notifies.
+    /// Does what KVM does when the driver notifies.
     pub(crate) fn kick(&self) {
         self.bell.as_ref().expect("an attendant").send(()).expect("it waits");
     }
 
-    /// The same state over the same file.
+    /// Returns a guest with the same state on the same file.
     pub(crate) fn moved(&self) -> Self {
         let there = Self::on(Arc::clone(&self.disk), options(false), 2);
         self.move_to(&there);
         there
     }
 
-    /// Writes the header of request `number`, and gives the part that is it.
+    /// Writes the header of request `number`, and returns its part.
     pub(crate) fn header(&self, number: u64, kind: u32, sector: u64) -> (u64, u32, u16) {
         let at = HEADER + 16 * number;
         let bytes = [&kind.to_le_bytes()[..], &[0; 4], &sector.to_le_bytes()].concat();
@@ -260,7 +261,7 @@ impl DiskGuest {
         (at, 16, 0)
     }
 
-    /// The part for the answer of request `number`.
+    /// Returns the part for the status of request `number`.
     pub(crate) fn answer(&self, number: u64) -> (u64, u32, u16) {
         self.memory.write_obj(NONE, GuestAddress(ANSWER + number)).expect("memory");
         (ANSWER + number, 1, WRITE)
@@ -270,7 +271,7 @@ impl DiskGuest {
         self.memory.read_obj(GuestAddress(ANSWER + number)).expect("memory")
     }
 
-    /// Waits until `count` buffers were given back.
+    /// Waits until `count` buffers have been given back.
     pub(crate) fn wait(&self, count: u16) {
         until("buffers given back", || self.used(0) == count);
     }
@@ -285,7 +286,8 @@ impl DiskGuest {
         bytes
     }
 
-    /// Sends one request with `data` and waits; gives the answer, and the length that came with it.
+    /// Sends one request with `data` and waits for it. Returns the status and the length in the
+    /// used ring.
     pub(crate) fn ask(&mut self, kind: u32, sector: u64, data: &[(u64, u32, u16)]) -> (u8, u32) {
         let parts = [&[self.header(0, kind, sector)], data, &[self.answer(0)]].concat();
         self.ask_raw(&parts)

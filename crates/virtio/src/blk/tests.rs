@@ -1,4 +1,4 @@
-//! Tests of the disk, with a driver in front of it and a real file behind it.
+//! Tests of the disk with a driver and a real file.
 
 mod answers;
 mod attended;
@@ -29,7 +29,7 @@ fn features(guest: &DiskGuest) -> u32 {
 }
 
 #[test]
-fn it_says_what_it_is() {
+fn configuration_describes_the_device() {
     let guest = DiskGuest::new(options(false), 1);
     assert_eq!(guest.get(register::VIRTIO_MMIO_DEVICE_ID), 2);
     let bits = |bits: &[u32]| bits.iter().fold(3 << 28, |all, bit| all | 1 << bit);
@@ -37,18 +37,19 @@ fn it_says_what_it_is() {
     // Capacity, most segments, block size, and the discard limits.
     let words = [0, 4, 12, 20, 36, 40, 44, 48, 52].map(|at| guest.config(at));
     assert_eq!(words, [64, 0, 254, 512, 1 << 21, 16, 8, 1 << 21, 16]);
-    // Topology: eight blocks in a physical one, none skipped, eight at least; then the cache, one queue, zeros that unmap.
+    // Topology: eight blocks in a physical one, none skipped, eight at least. Then the cache, one
+    // queue, and zeros that unmap.
     assert_eq!([24, 32, 56].map(|at| guest.config(at)), [0x0008_0003, 0x0001_0001, 1]);
-    assert_eq!(guest.config(60), 0, "nothing behind it");
+    assert_eq!(guest.config(60), 0, "zeros after the configuration");
     let guest = DiskGuest::new(options(true), 1);
     assert_eq!(features(&guest), bits(&[2, 5, 6, 9, 10, 11]));
 }
 
 #[test]
-fn sectors_are_read_and_written_in_whatever_pieces() {
+fn sectors_are_read_and_written_in_pieces_of_any_size() {
     let mut guest = DiskGuest::ready(&ALL);
     let was = content();
-    // Into pieces, one of which is in the second region.
+    // One of the pieces is in the second region.
     let pieces = [(DATA, 100, WRITE), (0x8_0000, 400, WRITE), (DATA + 0x1000, 1036, WRITE)];
     assert_eq!(guest.ask(0, 5, &pieces), (OK, 1537));
     let read = [guest.data(DATA, 100), guest.data(0x8_0000, 400), guest.data(DATA + 0x1000, 1036)].concat();
@@ -68,16 +69,16 @@ fn sectors_are_read_and_written_in_whatever_pieces() {
 }
 
 #[test]
-fn header_and_answer_may_be_cut_and_joined_as_the_driver_likes() {
+fn header_and_status_may_be_split_and_joined_by_the_driver() {
     let mut guest = DiskGuest::ready(&ALL);
     let was = content();
-    // A header in three pieces, data and answer in one.
+    // A header in three pieces, and data and status in one.
     let (at, _, _) = guest.header(0, spec::VIRTIO_BLK_T_IN, 9);
     guest.answer(0);
     let parts = [(at, 3, 0), (at + 3, 0, 0), (at + 3, 12, 0), (at + 15, 1, 0), (ANSWER - 512, 513, WRITE)];
     assert_eq!(guest.ask_raw(&parts), (OK, 513));
     assert_eq!(guest.data(ANSWER - 512, 512), was[9 * 512..10 * 512]);
-    // Header and data in one; an answer with nothing behind it.
+    // Header and data in one, and a status at the end of a part.
     guest.header(0, spec::VIRTIO_BLK_T_OUT, 3);
     guest.memory.write_slice(&[0x5a; 512], GuestAddress(HEADER + 16)).unwrap();
     let parts = [(HEADER, 528, 0), guest.answer(0), (ANSWER + 9, 0, WRITE)];
@@ -86,13 +87,13 @@ fn header_and_answer_may_be_cut_and_joined_as_the_driver_likes() {
 }
 
 #[test]
-fn its_name_is_given_as_far_as_there_is_room() {
+fn id_is_cut_to_the_size_of_the_buffer() {
     let mut guest = DiskGuest::ready(&ALL);
     assert_eq!(guest.ask(8, 0, &[(DATA, 4, WRITE), (DATA + 100, 16, WRITE)]), (OK, 21));
     assert_eq!(guest.data(DATA, 4), b"disk");
     assert_eq!(guest.data(DATA + 100, 16), b"7\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
     assert_eq!(guest.ask(8, 0, &[(DATA, 3, WRITE)]), (OK, 4));
-    assert_eq!(guest.ask(8, 0, &[(DATA, 64, WRITE)]), (OK, 20), "no answer counts behind a gap");
+    assert_eq!(guest.ask(8, 0, &[(DATA, 64, WRITE)]), (OK, 20), "the length ends before a gap");
 }
 
 fn ranges(guest: &DiskGuest, ranges: &[(u64, u32, u32)]) -> [(u64, u32, u16); 1] {
@@ -121,7 +122,7 @@ fn ranges_are_discarded_and_filled_with_zeros() {
     want[5120..5632].fill(0);
     assert_eq!(guest.disk.bytes(), want);
 
-    // The first is right, but all are looked at before any is done.
+    // The first range is valid, but all ranges are checked before any is processed.
     for (kind, bad, answer) in [
         (discard, (8, 8, 1), UNSUPPORTED),
         (discard, (8, 8, 2), UNSUPPORTED),
@@ -149,18 +150,18 @@ fn ranges_are_discarded_and_filled_with_zeros() {
 }
 
 #[test]
-fn writes_wait_for_stable_storage_unless_the_driver_flushes() {
+fn writes_wait_for_stable_storage_unless_driver_supports_flushes() {
     let cache = |guest: &DiskGuest| guest.config(32) & 0xff;
     let write = |guest: &mut DiskGuest| {
         assert_eq!(guest.ask(1, 0, &[(DATA, 512, 0)]).0, OK);
         guest.disk.asked()
     };
-    assert_eq!(write(&mut DiskGuest::ready(&[])), [Asked::Flush], "it knows no flush");
+    assert_eq!(write(&mut DiskGuest::ready(&[])), [Asked::Flush], "the driver does not support flushes");
     let mut guest = DiskGuest::ready(&[FLUSH]);
     assert_eq!(write(&mut guest), []);
     assert_eq!(guest.ask(4, 0, &[]), (OK, 1));
     assert_eq!(guest.disk.asked(), [Asked::Flush]);
-    // By choice, to and fro; and the choice moves along.
+    // The driver switches the cache mode in both directions, and the choice migrates.
     let mut guest = DiskGuest::ready(&ALL);
     assert_eq!((write(&mut guest), cache(&guest)), (vec![], 1));
     guest.device.write(&guest.memory, 0x100 + 32, &[0]);
@@ -174,15 +175,16 @@ fn writes_wait_for_stable_storage_unless_the_driver_flushes() {
     guest.device.resumed(crate::device::Resume::Again).unwrap();
     guest.device.write(&guest.memory, 0x100 + 32, &[1]);
     assert_eq!(write(&mut guest), []);
-    // A reset chooses nothing.
+    // A reset restores the default mode.
     guest.device.write(&guest.memory, 0x100 + 32, &[0]);
     guest.set(register::VIRTIO_MMIO_STATUS, 0);
     assert_eq!(cache(&guest), 1);
 }
 
-/// Pages are marked once the host has written them, not before, and also if it then failed: it may have written some.
+/// Pages are marked after the host has written them, not before, and also if the host then failed,
+/// because it may have written some.
 #[test]
-fn pages_that_were_read_into_are_marked_after_that() {
+fn pages_are_marked_after_the_host_has_written_them() {
     use vm_memory::bitmap::{AtomicBitmap, Bitmap, BitmapSlice};
     use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 

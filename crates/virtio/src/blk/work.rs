@@ -1,25 +1,31 @@
-//! The requests under way, between the device and the threads that do them.
+//! Requests under way, between the device and the threads that do them.
 //!
-//! # One request's way
-//! [`Blk`](super::Blk) takes it out of the ring and puts it in here (`queued`); a thread takes it (`running`), does it, puts it down as
-//! done (`done`) and rings, whereupon the device, on that thread, gives its buffer back. A request is in exactly one of these places, and
-//! the thread that rang is counted (`ringing`) until it is back.
+//! # States of a request
+//! [`Blk`](super::Blk) takes a request out of the ring and queues it (`queued`). A thread takes the
+//! request (`running`), does it, marks it as done (`done`) and rings the doorbell. On that thread,
+//! the device then gives the buffer back. A request is in exactly one of these states. The thread
+//! that rings is counted (`ringing`) until it returns.
 //!
 //! # The attendant
-//! If there is a thread that waits for notifications, it rings for each, and what the device takes out of the ring then is its own: it
-//! tries each request at once, gives all that were done back together, and looks into the ring again before it asks to be notified. So
-//! the driver of a busy disk need not notify, and one interrupt stands for all that was done meanwhile. What would have to be waited for
-//! it hands to the other threads (`handed`).
+//! A thread that waits for notifications is the attendant. It rings for each notification and owns
+//! what the device then takes out of the ring. It tries each request without waiting, gives all
+//! that were done back together, and checks the ring again before it asks for the next
+//! notification. The driver of a busy disk therefore need not notify, and one interrupt covers all
+//! requests that were done meanwhile. The attendant hands requests that need a wait to the other
+//! threads (`handed`).
 //!
-//! # Coming to rest
-//! From `running == 0` on no thread touches the guest's memory or the file for a request; whoever takes the buffers away under them (a
-//! reset, a queue that is switched off) waits for that. From `ringing == 0` on every buffer was given back, unless there is no ring any
-//! more to give it back in. Both together are rest: what is saved then has no request under way, and the file has all that was
-//! answered. A thread that makes it so while somebody waits for it rings once more.
+//! # Quiescing
+//! Once `running == 0`, no thread touches guest memory or the file for a request. An operation that
+//! takes the buffers away (a reset, a queue that is switched off) waits for this state. Once
+//! `ringing == 0`, every buffer has been given back, unless the ring no longer exists. Both
+//! together mean that the disk is quiesced: the saved state has no request under way, and the file
+//! has everything that was answered. A thread that establishes this while the disk is quiescing
+//! rings once more.
 //!
 //! # Missing pages
-//! In postcopy a thread sleeps wherever it touches a page that has not come: in a request, or at the ring. Nobody but the guest waits for
-//! it: the device's lock is held for the ring only, and a pause waits for a bounded time.
+//! In postcopy a thread sleeps when it touches a missing page, in a request or at the ring. Only
+//! the guest waits for it: the device's lock is held for the ring only, and a pause waits for a
+//! bounded time.
 
 use super::metrics::{BlkFigures, Metrics, add};
 use super::request::{Limits, Request};
@@ -32,7 +38,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use vm_memory::GuestMemory;
 
-/// A buffer to be given back.
+/// Buffer to be given back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Done {
     pub(super) head: u16,
@@ -49,20 +55,20 @@ struct Queued {
 #[derive(Debug, Default)]
 struct State {
     queued: VecDeque<Queued>,
-    /// Tried at once, in vain.
+    /// Requests that the attendant tried but that need a wait.
     handed: VecDeque<Queued>,
-    /// What is queued is the attendant's, which looks for it.
+    /// True if the attendant owns the queued requests and checks for new ones.
     attending: bool,
-    /// Threads that wait to be told of something to do.
+    /// Number of threads that wait for a request.
     idle: usize,
-    /// Threads that wait until nothing is running.
+    /// Number of threads that wait until nothing is running.
     forgetting: usize,
     running: usize,
     done: Vec<Done>,
     ringing: usize,
-    /// Somebody waits until all rests; nothing new is begun.
+    /// True while the disk is quiescing or quiesced: no new request is begun.
     resting: bool,
-    /// For the next ones.
+    /// Allocated requests for reuse.
     spare: Vec<Request>,
     ended: bool,
 }
@@ -73,14 +79,15 @@ impl State {
     }
 }
 
-/// What a disk's threads and its device share. Its lock is never held while guest memory or the file is touched.
+/// State that a disk's threads and its device share. The lock is never held while guest memory or
+/// the file is touched.
 #[derive(Debug)]
 pub struct BlkWork {
     id: [u8; ID_BYTES],
     state: Mutex<State>,
-    /// A request was queued, or it is over.
+    /// Signalled when a request was queued or the work ends.
     wanted: Condvar,
-    /// A request is done.
+    /// Signalled when a request is done.
     calm: Condvar,
     pub(super) write_through: AtomicBool,
     pub(super) metrics: Metrics,
@@ -100,14 +107,15 @@ impl BlkWork {
         })
     }
 
-    /// What the disk did so far.
+    /// Returns the counters of the disk.
     #[must_use]
     pub fn figures(&self) -> BlkFigures {
         self.metrics.figures()
     }
 
-    /// Does requests over `memory` and `disk` until the device is dropped. For as many threads as there are to be requests at once; each
-    /// of them may sleep as long as a page of the guest's is missing.
+    /// Does requests over `memory` and `disk` until the device is dropped. Called on as many
+    /// threads as requests are to be done at once. Each thread may sleep as long as a guest page is
+    /// missing.
     pub fn run<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D) {
         while let Some(Queued { request, limits, since }) = self.next() {
             let written = self.job(disk, limits).run(&request, memory);
@@ -117,9 +125,10 @@ impl BlkWork {
         }
     }
 
-    /// Takes requests out of the ring whenever `wait` returns, which is to say that the driver has notified, and does those over `memory`
-    /// and `disk` that take no waiting; the threads that [run](Self::run) do the others. Until the device is dropped; `wait` has to return
-    /// then, too. For one thread.
+    /// Takes requests out of the ring whenever `wait` returns, which means that the driver has
+    /// notified. Does the requests over `memory` and `disk` that need no wait; the threads that
+    /// [run](Self::run) do the others. Returns when the device is dropped, so `wait` must return
+    /// then as well. Called on one thread.
     pub fn attend<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D, mut wait: impl FnMut()) {
         wait();
         while !self.begin_attending() {
@@ -139,13 +148,15 @@ impl BlkWork {
         }
     }
 
-    /// Whether the attendant looks for more requests before the driver has to notify again.
+    /// Returns true if the attendant checks for more requests before the driver has to notify
+    /// again.
     pub(super) fn looks_again(&self) -> bool {
         let state = self.lock();
         state.attending && !state.queued.is_empty()
     }
 
-    /// Tries all that is queued; says whether there was anything, and whether any was done, which then counts as ringing.
+    /// Tries all queued requests. Returns whether there was any, and whether any was done. If one
+    /// was done, this thread counts as ringing.
     fn attempt<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D) -> (bool, bool) {
         let (mut some, mut done) = (false, false);
         while let Some(Queued { request, limits, since }) = self.next_to_attempt() {
@@ -188,7 +199,8 @@ impl BlkWork {
         None
     }
 
-    /// What is queued from now on is the attendant's. Says whether it is over.
+    /// Makes the attendant the owner of requests that are queued from now on. Returns true if the
+    /// work has ended.
     fn begin_attending(&self) -> bool {
         let mut state = self.lock();
         state.attending = !state.ended;
@@ -198,7 +210,7 @@ impl BlkWork {
     fn next_to_attempt(&self) -> Option<Queued> {
         let mut state = self.lock();
         let next = state.queued.pop_front();
-        // What comes from here on is anybody's.
+        // From here on, any thread may take queued requests.
         state.attending = next.is_some();
         state.running += usize::from(next.is_some());
         next
@@ -211,7 +223,8 @@ impl BlkWork {
         self.tell_one(state);
     }
 
-    /// Wakes a thread, if one waits. Without the lock, or it would wake to wait for that.
+    /// Wakes an idle thread, if there is one. Releases the lock first, so that the thread does not
+    /// wait for it.
     fn tell_one(&self, state: MutexGuard<'_, State>) {
         let idle = state.idle > 0;
         drop(state);
@@ -220,7 +233,7 @@ impl BlkWork {
         }
     }
 
-    /// A request is done; whoever did it rings if it `rings`.
+    /// Records that a request is done. If `rings`, the calling thread counts as ringing.
     fn finish(&self, request: Request, written: u32, since: Instant, rings: bool) {
         add(&self.metrics.busy_ns, u64::try_from(since.elapsed().as_nanos()).unwrap_or(u64::MAX));
         let mut state = self.lock();
@@ -233,7 +246,8 @@ impl BlkWork {
         }
     }
 
-    /// Somebody has rung. Rings once more if that was all that the one who waits for rest had to wait for.
+    /// Records that the calling thread has rung. Rings once more if this was the last step towards
+    /// a quiesced disk.
     fn rang(&self) {
         let mut state = self.lock();
         state.ringing -= 1;
@@ -244,7 +258,7 @@ impl BlkWork {
         }
     }
 
-    /// A request to be filled in.
+    /// Returns a request to be filled in.
     pub(super) fn spare(&self) -> Request {
         self.lock().spare.pop().unwrap_or_default()
     }
@@ -253,7 +267,7 @@ impl BlkWork {
         self.lock().spare.push(request);
     }
 
-    /// How many requests are in here that have buffers of the driver's.
+    /// Returns the number of requests that hold buffers of the driver.
     pub(super) fn held(&self) -> usize {
         let state = self.lock();
         state.queued.len() + state.handed.len() + state.running + state.done.len()
@@ -267,20 +281,22 @@ impl BlkWork {
         }
     }
 
-    /// The buffers to be given back, into `done`, which is empty. Says whether new requests may be begun.
+    /// Moves the buffers to be given back into `done`, which must be empty. Returns true if new
+    /// requests may be begun.
     pub(super) fn collect(&self, done: &mut Vec<Done>) -> bool {
         let mut state = self.lock();
         std::mem::swap(&mut state.done, done);
         !state.resting
     }
 
-    /// See [`Device::quiesce`](crate::device::Device::quiesce).
+    /// Implements [`Device::quiesce`](crate::device::Device::quiesce).
     pub(super) fn rest(&self) -> bool {
         let mut state = self.lock();
         state.resting = true;
         let rests = state.rests();
         if rests {
-            // Of a ring that there is no more: the driver has given up on the device, or switched the queue off.
+            // These buffers belong to a ring that no longer exists: the driver has failed, or has
+            // switched the queue off.
             state.done.clear();
         }
         rests
@@ -290,8 +306,8 @@ impl BlkWork {
         self.lock().resting = false;
     }
 
-    /// The driver takes its buffers away: what was not begun is forgotten, and what was is waited for, as nothing must touch them when
-    /// this returns.
+    /// Takes the driver's buffers away. Drops requests that were not begun, and waits for the ones
+    /// that were, because nothing may touch the buffers after this returns.
     pub(super) fn forget(&self) {
         let mut state = self.lock();
         while let Some(queued) = state.queued.pop_front().or_else(|| state.handed.pop_front()) {
@@ -305,7 +321,7 @@ impl BlkWork {
         state.done.clear();
     }
 
-    /// Ends the threads once they have done what they are at; what is queued is not begun.
+    /// Ends the threads after their current requests. Queued requests are not begun.
     pub fn end(&self) {
         self.lock().ended = true;
         self.wanted.notify_all();

@@ -13,7 +13,7 @@ fn reporter() -> Guest {
 }
 
 #[test]
-fn it_says_what_it_is() {
+fn configuration_describes_the_device() {
     let guest = Guest::new();
     let ids = [0, 4, 8, 12].map(|at| guest.get(at));
     assert_eq!(ids, [0x7472_6976, 2, 5, VENDOR]);

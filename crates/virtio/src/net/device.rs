@@ -303,7 +303,7 @@ impl<P: FramePort> Device for Net<P> {
     }
 
     fn broken(&mut self, error: &RingError) {
-        // Once: a guest could do this all day.
+        // Warns only once, because a guest could repeat the violation without limit.
         if self.shared.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!(%error, "the guest's network driver did what it must not; its network rests until it is reset");
         }

@@ -216,7 +216,7 @@ impl Device for Rng {
     fn reset(&mut self) {}
 
     fn broken(&mut self, error: &RingError) {
-        // Once: a guest could do this all day.
+        // Warns only once, because a guest could repeat the violation without limit.
         if self.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!(%error, "the guest's driver for random numbers did what it must not; the device rests until it is reset");
         }

@@ -6,7 +6,7 @@ use crate::runs::Gather;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use vmferry_guest_abi::balloon::{REPORT_ENTRIES, reported};
 
-/// Takes the page of reports at `gpa`.
+/// Processes the page of reports at `gpa`.
 pub(super) fn report<M: GuestMemory>(shared: &Shared, memory: &M, gpa: u64) {
     let mut page = [0; REPORT_ENTRIES * 8];
     if memory.read_slice(&mut page, GuestAddress(gpa)).is_err() {

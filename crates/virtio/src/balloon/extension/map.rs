@@ -6,30 +6,30 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use vmferry_core::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
 use vmferry_guest_abi::balloon::{FreeMap, free_map};
 
-/// Whole pages of RAM, as the memory map told the guest: `pages` of `region`, which are the next
-/// bits of its map.
+/// Whole pages of RAM as the memory map reported them to the guest: `pages` of `region`, which are
+/// the next bits of the guest's map.
 ///
-/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has as many of these as there are pieces.
-/// Of a piece that does not begin and end at a page boundary only the whole pages count.
+/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has one value for each piece of RAM. A
+/// piece that does not begin and end at a page boundary counts with its whole pages only.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WholePages {
-    /// The region.
+    /// Region of the pages.
     pub region: RegionId,
-    /// Its pages.
+    /// Pages in the region.
     pub pages: Range<u64>,
 }
 
-/// Reason for which there is no map to read.
+/// Reason for which no map can be read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
-    /// The guest has published none.
+    /// The guest has not published a map.
     #[error("the guest keeps no map of its free pages")]
     None,
-    /// The guest relies on what is in its free pages.
-    #[error("the guest relies on what is in its free pages (page poison)")]
+    /// The guest relies on the content of its free pages.
+    #[error("the guest relies on the content of its free pages (page poison)")]
     Poison,
-    /// The map does not fit the memory.
+    /// The map does not fit the guest's memory.
     #[error("the guest's map of {pages} pages at {gpa:#x} does not fit its memory")]
     Misfit {
         /// Address that the driver wrote.
@@ -38,7 +38,7 @@ pub enum MapError {
         pages: u64,
     },
     /// Pages of the guest are missing.
-    #[error("the guest's pages are still coming from elsewhere")]
+    #[error("pages of the guest are still arriving from the source")]
     Elsewhere,
 }
 
@@ -57,7 +57,7 @@ impl MapRegisters {
         saved.map_or(Self::default(), |(gpa, pages)| Self { pages, gpa })
     }
 
-    /// Returns address and pages, if a driver has written to them.
+    /// Returns the map's address and number of pages, if a driver has written them.
     pub(super) fn saved(&self) -> Option<(u64, u64)> {
         (*self != Self::default()).then_some((self.gpa, self.pages))
     }

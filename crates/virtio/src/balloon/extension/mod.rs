@@ -1,4 +1,4 @@
-//! The balloon extension: what the device has beyond virtio 1.2.
+//! Extension of the balloon beyond virtio 1.2.
 //!
 //! `docs/balloon-extension.md` specifies the extension. [`vmferry_guest_abi::balloon`] has its
 //! numbers and layouts, for device and driver.
@@ -33,10 +33,10 @@ use vmferry_guest_abi::balloon::free_map;
 /// Feature bits of the extension.
 pub const FEATURES: u128 = 1 << FEATURE_RANGES | 1 << FEATURE_FREE_MAP | 1 << FEATURE_HYPERCALL;
 
-/// First byte of the configuration that belongs to the extension.
+/// Offset of the first byte of the configuration that belongs to the extension.
 pub(super) const CONFIG: u64 = free_map::PAGES;
 
-/// The extension in the device: whether it is offered, and its registers.
+/// Extension as part of the device: whether it is offered, and its registers.
 #[derive(Debug)]
 pub(super) struct Extension {
     offered: bool,
@@ -76,26 +76,28 @@ impl Extension {
         shared.extension.set_map(map);
     }
 
-    /// Clears the registers, for a reset of the device.
+    /// Clears the registers when the device is reset.
     pub(super) fn reset(&mut self, shared: &Shared) {
         self.registers = MapRegisters::default();
         shared.extension.set_map(None);
     }
 
-    /// Returns address and pages of the registers, if a driver has written to them.
+    /// Returns the map's address and number of pages from the registers, if a driver has written
+    /// them.
     pub(super) fn saved(&self) -> Option<(u64, u64)> {
         self.registers.saved()
     }
 
-    /// Returns an error if registers that were [saved](Self::saved) cannot be those of this device.
+    /// Returns an error if registers that were [saved](Self::saved) cannot be the registers of this
+    /// device.
     pub(super) fn check(&self, saved: Option<(u64, u64)>) -> Result<(), String> {
         if self.offered || saved.is_none() {
             return Ok(());
         }
-        Err("its guest keeps a map of free pages, and this balloon has no extension".to_owned())
+        Err("the guest keeps a map of free pages, but this balloon has no extension".to_owned())
     }
 
-    /// Takes up `saved`, after the accepted features were set.
+    /// Loads `saved` after the accepted features have been set.
     pub(super) fn load(&mut self, shared: &Shared, saved: Option<(u64, u64)>) {
         self.registers = MapRegisters::of(saved);
         self.publish(shared);
@@ -131,13 +133,13 @@ impl BalloonControl {
         self.shared.extension.map()
     }
 
-    /// Adds the pages that the guest's map says are free to `free`, a set of its layout. Returns
-    /// how many there are.
+    /// Adds the pages that the guest's map marks as free to `free`, a set for the guest's layout.
+    /// Returns the number of these pages.
     ///
-    /// Each bit is what it was at some moment during the call.
+    /// Each bit has the value that it had at some moment during the call.
     ///
     /// # Errors
-    /// If there is no map, or none that fits; `free` may have pages of it.
+    /// Fails if there is no map or the map does not fit. `free` may then contain some of its pages.
     pub fn read_map<M: GuestMemory>(&self, memory: &M, free: &mut PageSet) -> Result<u64, MapError> {
         let map = self.map().ok_or(MapError::None)?;
         if self.shared.poisoned() {
@@ -146,10 +148,11 @@ impl BalloonControl {
         map::read(&self.shared.extension.ram, memory, map, free)
     }
 
-    /// Reports the blocks that are listed in `page`, whose number a vCPU wrote to the port of the
-    /// hypercall.
+    /// Reports the blocks that are listed in page number `page`, which a vCPU wrote to the
+    /// hypercall's port.
     ///
-    /// Several vCPUs may do so at once. Does nothing if the driver has not accepted the feature.
+    /// Several vCPUs may call this at once. Does nothing if the driver has not accepted the
+    /// feature.
     pub fn report<M: GuestMemory>(&self, memory: &M, page: u32) {
         if self.has(FEATURE_HYPERCALL) {
             hypercall::report(&self.shared, memory, u64::from(page) << PAGE_SHIFT);

@@ -1,4 +1,4 @@
-//! Inflation and deflation by ranges.
+//! Inflating and deflating by ranges.
 
 use super::super::control::Shared;
 use super::super::inflate::{Way, inflated};
@@ -9,12 +9,12 @@ use std::time::Instant;
 use vm_memory::GuestMemory;
 use vmferry_guest_abi::balloon::{DEFLATE, INFLATE, MAX_RANGES};
 
-/// Bytes of the header of a buffer.
+/// Size of a buffer's header, in bytes.
 const HEADER: usize = 8;
-/// Bytes of a range.
+/// Size of a range, in bytes.
 const RANGE: usize = 16;
 
-/// Takes a buffer of the queue of ranges.
+/// Processes a buffer of the queue for ranges.
 pub(crate) fn ranges<M: GuestMemory>(
     shared: &Shared,
     (gather, bytes): (&mut Gather, &mut Vec<u8>),
@@ -48,7 +48,7 @@ pub(crate) fn ranges<M: GuestMemory>(
     }
 }
 
-/// Returns the direction and the ranges. There must be as many ranges as the header says.
+/// Returns the direction and the ranges. The number of ranges must match the header.
 fn header(bytes: &[u8]) -> Result<(Way, &[[u8; RANGE]]), BufferError> {
     let (header, ranges) = bytes.split_at_checked(HEADER).ok_or(BufferError::Content)?;
     let (ranges, []) = ranges.as_chunks() else { return Err(BufferError::Content) };
@@ -58,11 +58,11 @@ fn header(bytes: &[u8]) -> Result<(Way, &[[u8; RANGE]]), BufferError> {
         _ if what == u64::from(DEFLATE) => Way::Out,
         _ => return Err(BufferError::Content),
     };
-    // The buffer was read up to `MAX_RANGES` ranges, so this bounds the count, too.
+    // The buffer was read up to `MAX_RANGES` ranges, which bounds the count as well.
     if count == 0 || count != ranges.len() as u64 { Err(BufferError::Content) } else { Ok((way, ranges)) }
 }
 
-/// Returns the little-endian number in `bytes`, at most 8.
+/// Returns the little-endian number in `bytes`, which has at most 8 bytes.
 fn word(bytes: &[u8]) -> u64 {
     bytes.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }

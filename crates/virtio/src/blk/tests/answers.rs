@@ -1,36 +1,36 @@
-//! What no driver should ask for is answered, and changes nothing.
+//! Tests that invalid requests are answered and change nothing.
 
 use super::*;
 use proptest::prelude::*;
 
 #[test]
-fn what_cannot_be_done_is_answered_and_changes_nothing() {
+fn invalid_request_is_answered_and_changes_nothing() {
     let mut guest = DiskGuest::ready(&ALL);
     let (read, write) = (spec::VIRTIO_BLK_T_IN, spec::VIRTIO_BLK_T_OUT);
     let into = |len| (DATA, len, WRITE);
     let from = |len| (DATA, len, 0);
     type Case<'a> = (&'a str, u32, u64, Vec<(u64, u32, u16)>, u8);
     let cases: Vec<Case<'_>> = vec![
-        ("a kind that is none", 77, 0, vec![into(512)], UNSUPPORTED),
+        ("an unknown type", 77, 0, vec![into(512)], UNSUPPORTED),
         ("erasing for good", spec::VIRTIO_BLK_T_SECURE_ERASE, 0, vec![from(16)], UNSUPPORTED),
         ("a SCSI command", spec::VIRTIO_BLK_T_SCSI_CMD, 0, vec![into(512)], UNSUPPORTED),
         ("zones", spec::VIRTIO_BLK_T_ZONE_REPORT, 0, vec![into(512)], UNSUPPORTED),
         ("beyond the end", read, SECTORS, vec![into(512)], IO_ERROR),
         ("across the end", write, SECTORS - 1, vec![from(1024)], IO_ERROR),
-        ("around the end of numbers", write, u64::MAX, vec![from(1024)], IO_ERROR),
+        ("beyond the last sector number", write, u64::MAX, vec![from(1024)], IO_ERROR),
         ("half a sector", read, 0, vec![into(256)], IO_ERROR),
         ("a sector and a byte", write, 0, vec![from(512), from(1)], IO_ERROR),
         ("nothing to read into", read, 0, vec![], IO_ERROR),
         ("nothing to write", write, 0, vec![], IO_ERROR),
-        ("a read out of the driver's data", read, 0, vec![from(512)], IO_ERROR),
-        ("a write of the device's data", write, 0, vec![into(512)], IO_ERROR),
-        ("a write that is also read into", write, 0, vec![from(512), into(512)], IO_ERROR),
+        ("a read from readable data", read, 0, vec![from(512)], IO_ERROR),
+        ("a write to writable data", write, 0, vec![into(512)], IO_ERROR),
+        ("a write with readable and writable data", write, 0, vec![from(512), into(512)], IO_ERROR),
         ("no memory", write, 0, vec![(0x5_0000, 512, 0)], IO_ERROR),
         ("memory that ends", write, 0, vec![(0x3_ff00, 512, 0)], IO_ERROR),
         ("memory and then none", write, 0, vec![from(512), (u64::MAX - 511, 512, 0)], IO_ERROR),
         ("reads into memory that ends", read, 0, vec![into(512), (0x9_ff00, 512, WRITE)], IO_ERROR),
-        ("the name without room", spec::VIRTIO_BLK_T_GET_ID, 0, vec![], IO_ERROR),
-        ("the name where no memory is", spec::VIRTIO_BLK_T_GET_ID, 0, vec![(1 << 40, 20, WRITE)], IO_ERROR),
+        ("the ID without room", spec::VIRTIO_BLK_T_GET_ID, 0, vec![], IO_ERROR),
+        ("the ID outside memory", spec::VIRTIO_BLK_T_GET_ID, 0, vec![(1 << 40, 20, WRITE)], IO_ERROR),
     ];
     let count = cases.len() as u64;
     for (name, kind, sector, data, answer) in cases {
@@ -41,12 +41,12 @@ fn what_cannot_be_done_is_answered_and_changes_nothing() {
     assert_eq!(guest.disk.bytes(), content());
     let BlkFigures { io_errors, unsupported, host_errors, .. } = guest.figures();
     assert_eq!((io_errors + unsupported, host_errors), (count, 0));
-    assert!(!guest.needs_reset(), "a driver that asks for nonsense may go on");
+    assert!(!guest.needs_reset(), "an invalid request stopped the device");
     assert_eq!(guest.ask(0, 0, &[(DATA, 512, WRITE)]).0, OK);
 }
 
 #[test]
-fn headers_that_are_none_are_answered() {
+fn invalid_headers_are_answered() {
     let mut guest = DiskGuest::ready(&ALL);
     for (name, header) in
         [("short", (HEADER, 15)), ("no memory", (0x5_0000, 16)), ("at the end", (0x3_fff8, 16))]
@@ -59,19 +59,19 @@ fn headers_that_are_none_are_answered() {
 }
 
 #[test]
-fn what_cannot_even_be_answered_is_given_back() {
+fn request_without_a_status_byte_is_given_back() {
     let mut guest = DiskGuest::ready(&ALL);
     let header = guest.header(0, spec::VIRTIO_BLK_T_OUT, 0);
     guest.answer(0);
     for (name, parts) in [
         ("no place for an answer", vec![header, (DATA, 512, 0)]),
-        ("an empty one", vec![header, (DATA, 512, 0), (ANSWER, 0, WRITE)]),
-        ("to read behind to write", vec![header, (ANSWER, 1, WRITE), (DATA, 512, 0)]),
-        ("at the end of numbers", vec![header, (DATA, 512, 0), (u64::MAX, 2, WRITE)]),
+        ("an empty status part", vec![header, (DATA, 512, 0), (ANSWER, 0, WRITE)]),
+        ("a readable part after a writable one", vec![header, (ANSWER, 1, WRITE), (DATA, 512, 0)]),
+        ("at the end of the address space", vec![header, (DATA, 512, 0), (u64::MAX, 2, WRITE)]),
     ] {
         assert_eq!(guest.ask_raw(&parts), (NONE, 0), "{name}");
     }
-    // This one is done, but nobody can be told.
+    // This request is done, but its status cannot be written.
     let parts = [header, (DATA, 512, 0), (0x5_0000, 1, WRITE)];
     guest.memory.write_slice(&[0; 512], GuestAddress(DATA)).unwrap();
     assert_eq!(guest.ask_raw(&parts), (NONE, 0));
@@ -82,7 +82,7 @@ fn what_cannot_even_be_answered_is_given_back() {
 }
 
 #[test]
-fn a_disk_that_is_read_only_is_not_written() {
+fn read_only_disk_is_not_written() {
     let mut guest = DiskGuest::new(options(true), 1);
     guest.start(&[FLUSH, spec::VIRTIO_BLK_F_RO], &[0]);
     assert_eq!(guest.ask(1, 0, &[(DATA, 512, 0)]), (IO_ERROR, 1));
@@ -95,7 +95,7 @@ fn a_disk_that_is_read_only_is_not_written() {
 }
 
 #[test]
-fn a_host_that_fails_is_an_error_of_the_request() {
+fn host_error_becomes_an_error_of_the_request() {
     let mut guest = DiskGuest::ready(&ALL);
     guest.disk.fail.store(true, std::sync::atomic::Ordering::Relaxed);
     let data = ranges(&guest, &[(8, 8, 0)]);
@@ -113,12 +113,12 @@ fn a_host_that_fails_is_an_error_of_the_request() {
     assert_eq!(guest.ask(1, 0, &[(DATA, 512, 0)]).0, OK);
 }
 
-/// A request as some driver may send it.
+/// Request that a driver may send, valid or not.
 #[derive(Debug, Clone)]
 struct Wild {
     kind: u32,
     sector: u64,
-    /// Place (page of memory, or not), length, for the device to write.
+    /// Position (a page of memory, or outside), length, and whether the device may write.
     data: Vec<(u8, u32, bool)>,
     fill: u8,
 }
@@ -133,7 +133,7 @@ fn wild() -> impl Strategy<Value = Wild> {
 }
 
 impl Wild {
-    /// Places 0 to 31 are in memory, a page each.
+    /// Returns the address of a position. Positions 0 to 31 are pages of memory.
     fn place(place: u8) -> u64 {
         if place < 32 {
             DATA + u64::from(place) * 0x1000 % 0x1_f000
@@ -142,7 +142,7 @@ impl Wild {
         }
     }
 
-    /// What the disk is like after it, by rules of its own.
+    /// Applies the request to `disk` by an independent model, and returns the expected status.
     fn after(&self, guest: &DiskGuest, disk: &mut [u8]) -> u8 {
         let ordered = self.data.is_sorted_by_key(|(_, _, writable)| *writable);
         let parts = self.data.iter().filter(|(_, len, _)| *len > 0);
@@ -207,13 +207,13 @@ impl Wild {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// Whatever is asked for, one after the other: what was right is done, and nothing else touches the disk.
+    /// For any sequence of requests, valid ones are done, and nothing else changes the disk.
     #[test]
-    fn the_disk_is_what_the_right_writes_made_of_it(requests in prop::collection::vec(wild(), 1..40)) {
+    fn disk_content_is_the_result_of_the_valid_writes(requests in prop::collection::vec(wild(), 1..40)) {
         let mut guest = DiskGuest::ready(&ALL);
         let mut disk = content();
         for (n, wild) in requests.iter().enumerate() {
-            // Sectors or, now and then, ranges that make sense.
+            // Sectors, or sometimes ranges that are valid.
             let fill = if wild.kind >= 11 { [wild.fill % 66, 0, 0, 0, 0, 0, 0, 0, wild.fill % 5, 0, 0, 0, wild.fill >> 7, 0, 0, 0] }
                 else { [wild.fill; 16] };
             for (place, len, writable) in &wild.data {

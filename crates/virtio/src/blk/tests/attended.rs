@@ -1,4 +1,4 @@
-//! A disk whose notifications come to a thread of its own.
+//! Tests of a disk whose notifications arrive on a thread of its own.
 
 use super::rest::soon;
 use super::*;
@@ -6,7 +6,7 @@ use crate::device::Resume;
 use crate::testing::{AVAIL, USED};
 use std::time::Duration;
 
-/// Which place of the ring the driver is to notify of (2.7.10).
+/// Returns the ring index at which the driver is asked to notify (2.7.10).
 fn wants_notification_at(guest: &DiskGuest) -> u16 {
     guest.memory.read_obj(GuestAddress(rings(0) + USED + 4 + 8 * u64::from(SIZE))).unwrap()
 }
@@ -14,40 +14,40 @@ fn wants_notification_at(guest: &DiskGuest) -> u16 {
 const EVENT_IDX: u32 = 29;
 
 #[test]
-fn what_needs_no_waiting_is_done_at_once_and_given_back_together() {
+fn cached_requests_are_done_at_once_and_given_back_together() {
     let mut guest = DiskGuest::attended(&[&ALL[..], &[EVENT_IDX]].concat(), true);
     let before = guest.interrupts();
     for number in 0..5 {
         guest.write_of(number, 0x33);
     }
-    // The driver wants to hear of the fifth.
+    // The driver wants an interrupt for the fifth buffer.
     guest.memory.write_obj(4u16, GuestAddress(rings(0) + AVAIL + 4 + 2 * u64::from(SIZE))).unwrap();
     guest.kick();
     guest.wait(5);
     until("the interrupt", || guest.interrupts() == before + 1);
-    until("the wish to be notified", || wants_notification_at(&guest) == 5);
+    until("the request for a notification", || wants_notification_at(&guest) == 5);
     assert_eq!((0..5).map(|n| guest.sector(n)).collect::<Vec<_>>(), [0x33; 5]);
     assert_eq!((guest.figures().at_once, guest.figures().writes), (5, 5));
     assert_eq!(guest.interrupts(), before + 1);
 }
 
 #[test]
-fn what_would_be_waited_for_goes_to_other_threads_and_nobody_waits_behind_it() {
+fn requests_that_wait_go_to_other_threads_and_delay_no_other_request() {
     let mut guest = DiskGuest::attended(&ALL, false);
     guest.disk.gate(false);
     guest.write_of(0, 1);
     guest.write_of(1, 1);
     guest.kick();
     guest.waiting(2);
-    // Both threads are at the gate; the attendant is not.
+    // Both threads are at the gate. The attendant is not.
     guest.write_of(2, 1);
     guest.kick();
-    until("the third in here", || guest.work.held() == 3);
+    until("the third request under way", || guest.work.held() == 3);
     guest.disk.gate(true);
     guest.wait(3);
     assert_eq!([0, 1, 2].map(|n| guest.sector(n)), [1; 3]);
     assert_eq!(guest.figures().at_once, 0);
-    // A flush is waited for whatever the cache has, and so is a write for a driver without flushes.
+    // A flush always needs a wait, and so does a write for a driver without flushes.
     guest.disk.cached.store(true, std::sync::atomic::Ordering::Relaxed);
     let flush = [guest.header(3, spec::VIRTIO_BLK_T_FLUSH, 0), guest.answer(3)];
     guest.put(0, &flush);
@@ -63,7 +63,7 @@ fn what_would_be_waited_for_goes_to_other_threads_and_nobody_waits_behind_it() {
 }
 
 #[test]
-fn an_answer_reaches_the_driver_of_a_request_that_was_done_at_once() {
+fn driver_gets_the_status_of_a_request_done_at_once() {
     let mut guest = DiskGuest::attended(&ALL, true);
     let read = [guest.header(0, spec::VIRTIO_BLK_T_IN, 7), (DATA, 1024, WRITE), guest.answer(0)];
     guest.put(0, &read);
@@ -71,7 +71,7 @@ fn an_answer_reaches_the_driver_of_a_request_that_was_done_at_once() {
     guest.wait(1);
     assert_eq!((guest.answered(0), guest.used_len(0, 0)), (OK, 1025));
     assert_eq!(guest.data(DATA, 1024), content()[7 * 512..9 * 512]);
-    // What the file refuses is tried again by a thread, which tells of it.
+    // A request that the file refuses is tried again by a thread, which reports the error.
     guest.disk.fail.store(true, std::sync::atomic::Ordering::Relaxed);
     guest.write_of(1, 1);
     guest.kick();
@@ -79,9 +79,10 @@ fn an_answer_reaches_the_driver_of_a_request_that_was_done_at_once() {
     assert_eq!((guest.answered(1), guest.figures().io_errors), (IO_ERROR, 1));
 }
 
-/// Kicks that nobody has heard when the guest is stopped are not lost: neither here nor elsewhere does anybody need them.
+/// Notifications that have not been received when the guest is stopped are not lost. Neither the
+/// source nor the target needs them.
 #[test]
-fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
+fn guest_stopped_with_a_pending_notification_loses_no_request() {
     for cached in [false, true] {
         let mut guest = DiskGuest::attended(&ALL, cached);
         for round in 0..100u8 {
@@ -92,11 +93,12 @@ fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
             assert!(guest.device.quiesce(soon()));
             let at_rest = guest.used(0);
             if round % 10 == 0 {
-                // A request that is begun at rest needs less. On a busy host a defect may go unseen here.
+                // A request that is begun while quiesced needs less time. On a busy host the test
+                // may miss a defect.
                 std::thread::sleep(Duration::from_micros(300));
             }
-            assert_eq!(guest.used(0), at_rest, "something was begun at rest");
-            // Now and then the bell is not even rung until the guest runs again.
+            assert_eq!(guest.used(0), at_rest, "a request was begun while quiesced");
+            // In some rounds the bell is rung only after the guest runs again.
             guest.device.resumed(Resume::Again).unwrap();
             guest.work();
             guest.wait((u16::from(round) + 1) * 3);
@@ -107,7 +109,7 @@ fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
         guest.kick();
         // As above.
         std::thread::sleep(Duration::from_millis(5));
-        assert_ne!(guest.sector(0), 0xff, "it was begun at rest");
+        assert_ne!(guest.sector(0), 0xff, "the request was begun while quiesced");
         let there = guest.moved();
         there.device.resumed(Resume::Moved).unwrap();
         there.work();
@@ -117,7 +119,7 @@ fn a_guest_that_was_stopped_with_a_kick_on_its_way_loses_no_request() {
 }
 
 #[test]
-fn a_busy_driver_and_resets_do_not_disturb_the_attendant() {
+fn attendant_survives_a_busy_driver_and_resets() {
     let mut guest = DiskGuest::attended(&ALL, true);
     for round in 0..50u16 {
         for number in 0..4 {
@@ -125,7 +127,7 @@ fn a_busy_driver_and_resets_do_not_disturb_the_attendant() {
             guest.kick();
         }
         if round % 3 == 0 {
-            // Whatever was begun by now.
+            // A reset at any state of the requests.
             guest.start(&ALL, &[0]);
         } else {
             let given = if round % 3 == 1 { 4 } else { 8 };

@@ -1,4 +1,4 @@
-//! Requests under way: apart from the vCPU, brought to rest, moved, and taken away.
+//! Tests of requests under way: apart from the vCPU, quiesced, moved, and taken away.
 
 use super::*;
 use crate::device::Resume;
@@ -34,14 +34,14 @@ impl DiskGuest {
 }
 
 #[test]
-fn a_notification_does_not_wait_for_the_disk() {
+fn notification_does_not_wait_for_the_disk() {
     let mut guest = DiskGuest::ready(&ALL);
     guest.disk.gate(false);
     for number in 0..4 {
         guest.write_of(number, 0x40);
         guest.notify(0);
     }
-    // Two threads: two are begun.
+    // Two threads begin two requests.
     guest.waiting(2);
     assert_eq!((guest.used(0), guest.interrupts()), (0, 0));
     guest.disk.gate(true);
@@ -53,7 +53,7 @@ fn a_notification_does_not_wait_for_the_disk() {
 }
 
 #[test]
-fn at_rest_everything_begun_is_done_and_the_rest_is_in_the_ring() {
+fn quiesced_disk_has_done_begun_requests_and_left_the_others_in_the_ring() {
     let mut guest = DiskGuest::ready(&ALL);
     guest.disk.gate(false);
     for number in 0..2 {
@@ -62,20 +62,21 @@ fn at_rest_everything_begun_is_done_and_the_rest_is_in_the_ring() {
     guest.notify(0);
     guest.waiting(2);
     assert!(!guest.device.quiesce(Instant::now() + SHORT), "two are at the gate");
-    // Offered after that: not begun, and not lost.
+    // A request that is offered after that is neither begun nor lost.
     guest.write_of(2, 2);
     guest.notify(0);
     guest.disk.gate(true);
     assert!(guest.device.quiesce(soon()));
     assert_eq!((guest.used(0), guest.answered(2)), (2, NONE));
     assert_ne!(guest.sector(2), 2);
-    assert!(guest.device.quiesce(Instant::now()), "it stays so");
+    assert!(guest.device.quiesce(Instant::now()), "the disk stays quiesced");
 
     let (saved, disk) = (guest.device.save(), guest.disk.bytes());
     assert_eq!((saved.queues[0].next_avail, saved.queues[0].next_used), (2, 2));
     let there = guest.moved();
     assert_eq!(there.device.save(), saved);
-    // Nothing happens on either side until one goes on. On a busy host a defect may go unseen here.
+    // Nothing happens on either side until one is resumed. On a busy host the test may miss a
+    // defect.
     std::thread::sleep(SHORT);
     assert_eq!((guest.disk.bytes(), there.used(0)), (disk, 2));
     there.device.resumed(Resume::Moved).unwrap();
@@ -85,7 +86,7 @@ fn at_rest_everything_begun_is_done_and_the_rest_is_in_the_ring() {
 }
 
 #[test]
-fn a_guest_that_stays_goes_on_after_its_rest() {
+fn guest_that_stays_continues_after_quiescing() {
     let mut guest = DiskGuest::ready(&ALL);
     for round in 0..20u8 {
         for number in 0..3 {
@@ -94,7 +95,8 @@ fn a_guest_that_stays_goes_on_after_its_rest() {
         guest.notify(0);
         assert!(guest.device.quiesce(soon()));
         let at_rest = guest.used(0);
-        // A request that is begun at rest needs less. On a busy host a defect may go unseen here.
+        // A request that is begun while quiesced needs less time. On a busy host the test may miss
+        // a defect.
         std::thread::sleep(Duration::from_micros(300));
         assert_eq!(guest.used(0), at_rest);
         guest.device.resumed(Resume::Again).unwrap();
@@ -105,7 +107,7 @@ fn a_guest_that_stays_goes_on_after_its_rest() {
 }
 
 #[test]
-fn a_reset_waits_for_what_is_under_way_and_forgets_the_rest() {
+fn reset_waits_for_begun_requests_and_drops_the_others() {
     let mut guest = DiskGuest::ready(&ALL);
     guest.disk.gate(false);
     for number in 0..4 {
@@ -115,20 +117,21 @@ fn a_reset_waits_for_what_is_under_way_and_forgets_the_rest() {
     guest.waiting(2);
     let (device, memory) = (std::sync::Arc::clone(&guest.device), guest.memory.clone());
     let reset = std::thread::spawn(move || device.write(&memory, 0x70, &[0; 4]));
-    // A reset that does not wait needs less. On a busy host a defect may go unseen here.
+    // A reset that does not wait needs less time. On a busy host the test may miss a defect.
     std::thread::sleep(SHORT);
-    assert!(!reset.is_finished(), "memory that a request may still write is the guest's again");
+    assert!(!reset.is_finished(), "the reset returned while a request may still write guest memory");
     guest.disk.gate(true);
     reset.join().unwrap();
     assert_eq!([0, 1, 2, 3].map(|number| guest.sector(number) == 7), [true, true, false, false]);
     guest.start(&ALL, &[0]);
     assert_eq!(guest.ask(0, 0, &[(DATA, 512, WRITE)]).0, OK);
-    // Of the old ring nothing is given back into the new one: what is used is the request above.
+    // Nothing of the old ring is given back into the new one. The used buffer is that of the
+    // request above.
     assert_eq!((guest.used(0), guest.needs_reset()), (1, false));
 }
 
 #[test]
-fn a_device_that_is_given_up_comes_to_rest_all_the_same() {
+fn abandoned_device_quiesces() {
     type GiveUp = fn(&DiskGuest);
     let ways: [(&str, GiveUp); 3] = [
         ("the queue is switched off", |guest| {
@@ -152,10 +155,11 @@ fn a_device_that_is_given_up_comes_to_rest_all_the_same() {
         guest.write_of(1, 9);
         guest.notify(0);
         guest.waiting(2);
-        // A queue is switched off when nothing uses it any more.
+        // Switching a queue off waits until nothing uses it any more.
         let disk = std::sync::Arc::clone(&guest.disk);
         let later = std::thread::spawn(move || {
-            // `give_up` then waits for the gate, unless this host is busy. The result is the same without the wait.
+            // `give_up` then waits for the gate, unless this host is busy. The result is the same
+            // without the wait.
             std::thread::sleep(SHORT);
             disk.gate(true);
         });
@@ -170,8 +174,9 @@ fn a_device_that_is_given_up_comes_to_rest_all_the_same() {
 }
 
 #[test]
-fn no_more_is_taken_than_there_could_rightly_be() {
-    // The same buffer offered again and again, as fast as it is taken: used and offered are the driver's to say.
+fn device_takes_no_more_requests_than_the_queue_has_entries() {
+    // The same buffer is offered again and again, as fast as it is taken. The driver controls both
+    // rings.
     let mut guest = DiskGuest::ready(&ALL);
     guest.disk.gate(false);
     guest.write_of(0, 3);
@@ -187,7 +192,7 @@ fn no_more_is_taken_than_there_could_rightly_be() {
 }
 
 #[test]
-fn another_disk_is_refused_and_changes_nothing() {
+fn state_of_another_disk_is_refused_and_changes_nothing() {
     let guest = DiskGuest::ready(&ALL);
     let good = guest.device.save();
     type Harm = fn(&mut BlkSaved);
@@ -208,9 +213,9 @@ fn another_disk_is_refused_and_changes_nothing() {
     }
 }
 
-/// A bell that is rung by a thread that then sleeps in the ring, as on a page that does not come.
+/// Bell that is rung by a thread which then sleeps in the ring, as on a missing page.
 #[test]
-fn who_stops_and_resumes_the_guest_never_waits_for_a_thread_that_sleeps_in_the_ring() {
+fn pause_and_resume_do_not_wait_for_a_thread_that_sleeps_in_the_ring() {
     use crate::device::{Device, Progress, QueueSpec};
     use crate::queue::{RingError, VirtQueue};
     use crate::testing::{Driver, memory};
@@ -261,7 +266,7 @@ fn who_stops_and_resumes_the_guest_never_waits_for_a_thread_that_sleeps_in_the_r
     assert!(!guest.device.quiesce(Instant::now() + SHORT));
     guest.device.resumed(Resume::Again).unwrap();
     assert!(told.try_recv().is_err());
-    assert!(guest.device.due() && !guest.device.work(&guest.memory), "another thread is at it");
+    assert!(guest.device.due() && !guest.device.work(&guest.memory), "another thread serves the device");
     barrier.wait();
     sleeper.join().unwrap();
     assert_eq!(told.recv_timeout(vmferry_testkit::PATIENCE).unwrap(), Resume::Again);
