@@ -1,4 +1,4 @@
-//! A virtqueue and the buffers in it, as far as a driver can be trusted: not at all.
+//! A virtqueue and its buffers, all of which are checked because drivers are not trusted.
 
 use crate::device::Progress;
 use crate::signals::Signals;
@@ -7,93 +7,95 @@ use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Most buffers that are served in one go, before somebody looks whether the vCPU is to do something else: a hostile driver on
-/// another vCPU can fill a ring as fast as it is emptied.
+/// Maximum number of buffers that are served before the caller checks whether the vCPU has other
+/// work. A hostile driver on another vCPU can fill a ring as fast as it is emptied.
 pub const PORTION: u32 = 64;
 
-/// A ring that cannot be followed. Only a reset helps.
+/// Error of an invalid ring. The device must be reset.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RingError {
-    /// The rings themselves.
+    /// The rings themselves are invalid.
     #[error("the rings of queue {queue} cannot be used")]
     Ring {
-        /// Which queue.
+        /// Index of the queue.
         queue: u16,
-        /// What is wrong.
+        /// Reason.
         #[source]
         source: virtio_queue::Error,
     },
-    /// A chain of descriptors that loops, is longer than its queue, or leaves its table.
-    #[error("the chain at descriptor {head} of queue {queue} has no end")]
+    /// A chain of descriptors loops, is longer than its queue, or leaves its table.
+    #[error("the chain at descriptor {head} of queue {queue} has no valid end")]
     Chain {
-        /// Which queue.
+        /// Index of the queue.
         queue: u16,
-        /// Its first descriptor.
+        /// First descriptor of the chain.
         head: u16,
     },
-    /// Addresses that are not aligned or not in memory, when a queue is set up.
-    #[error("queue {queue} was set up where no rings can be")]
+    /// An address is not aligned or not in memory when a queue is set up.
+    #[error("the addresses or the size of queue {queue} are invalid")]
     Setup {
-        /// Which queue.
+        /// Index of the queue.
         queue: u16,
     },
 }
 
-/// What is wrong with a buffer that came over a sound ring.
+/// Error of a buffer on a valid ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {
-    /// A descriptor that is for the device to write where one to read is due, or the reverse.
-    #[error("a descriptor is of the wrong direction")]
+    /// A descriptor is writable by the device where a readable one is due, or the reverse.
+    #[error("a descriptor has the wrong direction")]
     Direction,
-    /// More bytes than any sensible driver sends.
-    #[error("it has more than {0} bytes")]
+    /// The buffer has more bytes than a sensible driver sends.
+    #[error("the buffer has more than {0} bytes")]
     TooLong(usize),
-    /// It is not in memory.
-    #[error("it is not all in memory")]
+    /// A part of the buffer is not in memory.
+    #[error("a part of the buffer is not in guest memory")]
     Outside,
-    /// What is in it is not what its kind is made of.
-    #[error("its content is malformed")]
+    /// The content of the buffer is malformed.
+    #[error("the content of the buffer is malformed")]
     Content,
 }
 
-/// One descriptor of a buffer.
+/// Descriptor of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// Where it begins, as the driver says.
+    /// Guest address, as the driver wrote it.
     pub gpa: u64,
-    /// Its length in bytes, likewise.
+    /// Length in bytes, as the driver wrote it.
     pub len: u32,
-    /// Whether it is for the device to write.
+    /// True if the device may write to it; false if the device may read it.
     pub writable: bool,
 }
 
-/// A buffer: a chain of descriptors. Used again for the next, so that none is allocated for each.
+/// Buffer, which is a chain of descriptors. The value is used again for later buffers, to save an
+/// allocation for each.
 #[derive(Debug, Default)]
 pub struct Buffer {
     head: u16,
-    /// `parts.len() <= ` size of the queue.
+    /// Descriptors: `parts.len() <=` size of the queue.
     parts: Vec<Part>,
 }
 
 impl Buffer {
-    /// Its descriptors, in order.
+    /// Returns the descriptors, in order.
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }
 
-    /// The index of its first descriptor, by which it is given back.
+    /// Returns the index of the first descriptor, by which the buffer is given back.
     #[must_use]
     pub fn head(&self) -> u16 {
         self.head
     }
 
-    /// Reads all of it into `bytes`, which is cleared first.
+    /// Reads the whole buffer into `bytes`, which is cleared first.
     ///
     /// # Errors
-    /// If a part is for writing, it is longer than `most`, or not in memory.
+    /// Fails if a part is writable, if the buffer is longer than `most`, or if a part is not in
+    /// memory.
     pub fn read<M: GuestMemory>(
         &self,
         memory: &M,
@@ -117,12 +119,13 @@ impl Buffer {
     }
 }
 
-/// A virtqueue that the driver has set up.
+/// Virtqueue that the driver has set up.
 #[derive(Debug)]
 pub struct VirtQueue {
     index: u16,
     queue: Queue,
-    /// The place for the next buffer that is given back, when the driver was last thought of.
+    /// Index of the next buffer to be given back when the driver's wish for an interrupt was last
+    /// checked.
     told: u16,
 }
 
@@ -132,13 +135,13 @@ impl VirtQueue {
         Self { index, queue, told }
     }
 
-    /// Its index in the device.
+    /// Returns the queue's index in the device.
     #[must_use]
     pub fn index(&self) -> u16 {
         self.index
     }
 
-    /// How many entries it has.
+    /// Returns the number of entries.
     #[must_use]
     pub fn size(&self) -> u16 {
         self.queue.size()
@@ -157,10 +160,10 @@ impl VirtQueue {
         move |source| RingError::Ring { queue, source }
     }
 
-    /// Takes the next buffer; `false` if there is none.
+    /// Takes the next buffer. Returns false if there is none.
     ///
     /// # Errors
-    /// If rings or chain cannot be followed.
+    /// Fails if the rings or the chain are invalid.
     pub fn pop<M: GuestMemory>(&mut self, memory: &M, buffer: &mut Buffer) -> Result<bool, RingError> {
         let (index, size) = (self.index, usize::from(self.queue.size()));
         let failed = self.ring_error();
@@ -168,9 +171,10 @@ impl VirtQueue {
         let head = chain.head_index();
         buffer.head = head;
         buffer.parts.clear();
-        // The iterator ends at a loop, at a table's end, at what is not in memory, and at a good end alike: the last descriptor
-        // tells which, as only a good end has no next. (An indirect table may be longer than the queue, a chain must not:
-        // 2.7.5.3.1.)
+        // The iterator ends in the same way at a loop, at the end of a table, at an address outside
+        // memory, and at a valid end. The last descriptor tells these apart, because only a valid
+        // end has no next descriptor. An indirect table may be longer than the queue, but a chain
+        // must not (2.7.5.3.1).
         let mut ended = false;
         for descriptor in chain {
             if buffer.parts.len() == size {
@@ -183,10 +187,10 @@ impl VirtQueue {
         if ended { Ok(true) } else { Err(RingError::Chain { queue: index, head }) }
     }
 
-    /// Gives the buffer at `head` back, `written` bytes of which the device wrote.
+    /// Gives the buffer at `head` back, of which the device wrote `written` bytes.
     ///
     /// # Errors
-    /// If the ring cannot be written.
+    /// Fails if the ring cannot be written.
     pub fn give_back<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -197,10 +201,11 @@ impl VirtQueue {
         self.queue.add_used(memory, head, written).map_err(failed)
     }
 
-    /// Gives several buffers back at once, each with the bytes that the device wrote: the driver sees all of them or none.
+    /// Gives several buffers back at once, each with the number of bytes that the device wrote. The
+    /// driver sees all of them or none.
     ///
     /// # Errors
-    /// If the ring cannot be written.
+    /// Fails if the ring cannot be written.
     pub fn give_back_all<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -210,7 +215,7 @@ impl VirtQueue {
         let outside = |_| RingError::Ring { queue: self.index, source: virtio_queue::Error::AddressOverflow };
         let mut next = self.queue.next_used();
         for (head, written) in used {
-            // 2.7.8: flags, index, then the entries.
+            // 2.7.8: flags and index, then the entries.
             let at = ring + 4 + 8 * u64::from(next % size);
             let entry = u64::from(*head) | u64::from(*written) << 32;
             memory.write_slice(&entry.to_le_bytes(), GuestAddress(at)).map_err(outside)?;
@@ -221,29 +226,33 @@ impl VirtQueue {
         Ok(())
     }
 
-    /// Puts the last `count` buffers that were taken, and not given back, where they were: they are taken again.
+    /// Puts back the last `count` buffers that were taken and not given back. They are taken again
+    /// later.
     pub fn put_back(&mut self, count: u16) {
         self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(count));
     }
 
-    /// The driver need not notify until the queue is seen [empty](Self::empty): somebody is looking.
+    /// Tells the driver that it need not notify until the queue is seen [empty](Self::empty),
+    /// because the device checks the ring by itself.
     ///
     /// # Errors
-    /// If the ring cannot be written.
+    /// Fails if the ring cannot be written.
     pub fn quiet<M: GuestMemory>(&mut self, memory: &M) -> Result<(), RingError> {
         let failed = self.ring_error();
         self.queue.disable_notification(memory).map_err(failed)
     }
 
-    /// Whether the driver wants to hear of the buffers given back since this was last asked.
+    /// Returns true if the driver wants an interrupt for the buffers that were given back since the
+    /// last call.
     ///
     /// # Errors
-    /// If the ring cannot be read.
+    /// Fails if the ring cannot be read.
     pub fn wants_interrupt<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let event_idx = self.queue.event_idx_enabled();
-        // The index at which it wants to hear stands behind the ring's entries (2.7.6).
+        // The index at which the driver wants an interrupt follows the ring's entries (2.7.6).
         let behind = if event_idx { 4 + 2 * u64::from(self.queue.size()) } else { 0 };
-        // Everything that was given back is visible before what the driver wants is read (2.7.7.2).
+        // The buffers that were given back must be visible before the driver's wish is read
+        // (2.7.7.2).
         fence(Ordering::SeqCst);
         let wants: u16 = memory
             .load(GuestAddress(self.queue.avail_ring() + behind), Ordering::Acquire)
@@ -254,15 +263,15 @@ impl VirtQueue {
         if !event_idx {
             return Ok(u32::from(wants) & VRING_AVAIL_F_NO_INTERRUPT == 0);
         }
-        // Whether it was passed: before <= wants < now, around the end of 16 bits.
+        // True if the index was passed: before <= wants < now, modulo 2^16.
         Ok(now.wrapping_sub(wants).wrapping_sub(1) < now.wrapping_sub(before))
     }
 
-    /// Serves the queue as most devices do: takes each buffer, lets `each` see it, gives it back; at most a [`PORTION`]. The driver
-    /// is interrupted once, if it wants that.
+    /// Serves the queue in the usual way: takes each buffer, calls `each` with it, and gives it
+    /// back, up to a [`PORTION`]. The driver is interrupted once, if it wants an interrupt.
     ///
     /// # Errors
-    /// If rings or a chain cannot be followed. Buffers served before are given back.
+    /// Fails if the rings or a chain are invalid. Buffers that were served before are given back.
     pub fn serve<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -292,10 +301,11 @@ impl VirtQueue {
         result
     }
 
-    /// The queue was seen empty: asks to be notified of the next buffer, and looks whether one has come before that was said.
+    /// Asks the driver to notify of the next buffer, because the queue was seen empty. Then checks
+    /// whether a buffer arrived before the driver could see this.
     ///
     /// # Errors
-    /// If the ring cannot be written or read.
+    /// Fails if the ring cannot be written or read.
     pub fn empty<M: GuestMemory>(&mut self, memory: &M) -> Result<Progress, RingError> {
         let failed = self.ring_error();
         let more = self.queue.enable_notification(memory).map_err(failed)?;

@@ -1,4 +1,4 @@
-//! Guest addresses to pages of regions, checked, sorted and merged.
+//! Conversion of guest addresses to pages of regions, which are checked, sorted and merged.
 
 use std::ops::Range;
 use vmferry_core::{Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, RegionId};
@@ -6,25 +6,25 @@ use vmferry_core::{Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, RegionId};
 /// Pages of one region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GuestRun {
-    /// The region.
+    /// Region of the pages.
     pub region: RegionId,
-    /// Its pages.
+    /// Pages in the region.
     pub run: PageRun,
 }
 
-/// Why a range of guest addresses is not pages.
+/// Reason for which a range of guest addresses is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BadRange {
-    /// Empty, or not whole pages.
+    /// The range is empty or not made of whole pages.
     Unaligned,
-    /// Not all in one region of memory.
+    /// The range is not completely in one region of memory.
     Outside,
 }
 
-/// The pages of a range of guest addresses.
+/// Returns the pages of a range of guest addresses.
 ///
 /// # Errors
-/// If they are not whole pages of one region.
+/// Fails if the range is not made of whole pages of one region.
 pub fn pages_at(layout: &Layout, gpa: u64, len: u64) -> Result<GuestRun, BadRange> {
     if len == 0 || !len.is_multiple_of(PAGE_SIZE) || !gpa.is_multiple_of(PAGE_SIZE) {
         return Err(BadRange::Unaligned);
@@ -40,22 +40,22 @@ pub fn pages_at(layout: &Layout, gpa: u64, len: u64) -> Result<GuestRun, BadRang
     Ok(GuestRun { region: region.id, run: PageRun::from(first..first + (len >> PAGE_SHIFT)) })
 }
 
-/// Runs as they come; merged when all are there.
+/// Collection of runs, which are merged when all have been added.
 #[derive(Debug, Default)]
 pub struct Gather {
     runs: Vec<GuestRun>,
 }
 
 impl Gather {
-    /// Forgets all.
+    /// Removes all runs.
     pub fn clear(&mut self) {
         self.runs.clear();
     }
 
-    /// Adds a range of guest addresses; says how many pages it has.
+    /// Adds a range of guest addresses. Returns its number of pages.
     ///
     /// # Errors
-    /// If they are not whole pages of one region.
+    /// Fails if the range is not made of whole pages of one region.
     pub fn add(&mut self, layout: &Layout, gpa: u64, len: u64) -> Result<u64, BadRange> {
         let new = pages_at(layout, gpa, len)?;
         match self.runs.last_mut() {
@@ -67,8 +67,9 @@ impl Gather {
         Ok(new.run.count)
     }
 
-    /// What was added, each page once: by region and page, runs neither overlap nor touch. So whatever a driver repeats, the work
-    /// for one buffer is bounded by the pages that there are.
+    /// Returns all added pages, each once, sorted by region and page. The runs neither overlap nor
+    /// touch. Whatever a driver repeats, the work for one buffer is therefore bounded by the number
+    /// of the guest's pages.
     pub fn merged(&mut self) -> &[GuestRun] {
         let key = |g: &GuestRun| (g.region, g.run.first.0);
         if !self.runs.is_sorted_by_key(key) {
@@ -86,8 +87,8 @@ impl Gather {
     }
 }
 
-/// Copies `count` bits of `from`, starting at bit `at`, to the pages from `to.start` on, by words of 64 pages; `each` gets the number
-/// of a word and its bits.
+/// Copies `count` bits of `from`, starting at bit `at`, to the pages from `to.start` on, in words
+/// of 64 pages. Calls `each` with the number of a word and its bits.
 pub(crate) fn copy_bits(from: &[u64], at: u64, to: Range<u64>, mut each: impl FnMut(usize, u64)) {
     let mut page = to.start;
     while page < to.end {
@@ -101,7 +102,7 @@ pub(crate) fn copy_bits(from: &[u64], at: u64, to: Range<u64>, mut each: impl Fn
     }
 }
 
-/// 64 bits of `from`, starting at bit `at`; bits beyond its end are zero.
+/// Returns 64 bits of `from`, starting at bit `at`. Bits beyond its end are zero.
 fn bits_at(from: &[u64], at: u64) -> u64 {
     let word = usize::try_from(at / 64).unwrap_or(usize::MAX);
     let get = |word: usize| from.get(word).copied().unwrap_or(0);
@@ -118,13 +119,13 @@ mod tests {
     fn layout() -> Layout {
         let region =
             |id, gpa, pages: u64| Region { id: RegionId(id), gpa: Gpa(gpa), len: pages << PAGE_SHIFT };
-        // The last two touch: a range must not cross from one into the other.
+        // The last two regions touch. A range must not cross from one into the other.
         Layout::new(vec![region(0, 0, 16), region(1, 32 << PAGE_SHIFT, 8), region(2, 40 << PAGE_SHIFT, 8)])
             .unwrap()
     }
 
     #[test]
-    fn only_whole_pages_of_one_region_are_pages() {
+    fn only_ranges_of_whole_pages_in_one_region_are_valid() {
         let page = |n: u64| n << PAGE_SHIFT;
         let good = pages_at(&layout(), page(34), page(6)).unwrap();
         assert_eq!(good, GuestRun { region: RegionId(1), run: PageRun::from(2..8) });
@@ -146,7 +147,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn merged_runs_are_what_was_added_each_page_once(ranges in prop::collection::vec((0u64..48, 1u64..5), 0..40)) {
+        fn merged_runs_contain_each_added_page_once(ranges in prop::collection::vec((0u64..48, 1u64..5), 0..40)) {
             let layout = layout();
             let mut gather = Gather::default();
             let mut want = std::collections::BTreeSet::new();
@@ -163,7 +164,7 @@ mod tests {
         }
 
         #[test]
-        fn copied_bits_are_the_bits(words in prop::collection::vec(any::<u64>(), 1..6), at in 0u64..200, start in 0u64..130, count in 0u64..300) {
+        fn copied_bits_equal_their_source(words in prop::collection::vec(any::<u64>(), 1..6), at in 0u64..200, start in 0u64..130, count in 0u64..300) {
             let bit = |n: u64| words.get(usize::try_from(n / 64).unwrap()).is_some_and(|w| w >> (n % 64) & 1 == 1);
             let mut out = [0u64; 8];
             copy_bits(&words, at, start..start + count, |word, bits| out[word] |= bits);

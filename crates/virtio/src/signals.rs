@@ -1,4 +1,4 @@
-//! What a device tells its driver without being asked.
+//! Interrupts and configuration changes that a device signals to its driver.
 
 use std::fmt::Debug;
 use std::io;
@@ -6,47 +6,48 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 
-/// The interrupt line of a device: edge triggered, so that each call is an interrupt.
+/// Interrupt line of a device. The line is edge triggered, so each call is an interrupt.
 pub trait Interrupt: Send + Sync + Debug {
-    /// Sends the interrupt. When it returns, the interrupt controller has it.
+    /// Sends the interrupt. When this returns, the interrupt controller has it.
     ///
     /// # Errors
-    /// If the host refuses.
+    /// Fails if the host refuses.
     fn trigger(&self) -> io::Result<()>;
 }
 
-/// Interrupt status and configuration generation of one device, and its line. Without a lock: a vCPU reads and acknowledges while
-/// another one's request is being processed, and a control thread must never wait for that.
+/// Interrupt status, configuration generation and interrupt line of one device. There is no lock: a
+/// vCPU reads and acknowledges while a request of another vCPU is being processed, and a control
+/// thread must never wait for that.
 #[derive(Debug)]
 pub struct Signals {
     status: AtomicU32,
     generation: AtomicU32,
-    /// Whether the driver has said that it is ready for interrupts (DRIVER_OK).
+    /// True if the driver is ready for interrupts (DRIVER_OK).
     live: AtomicBool,
     line: Box<dyn Interrupt>,
 }
 
 impl Signals {
-    /// Nothing to tell, on `line`.
+    /// Returns signals on `line`, with nothing pending.
     #[must_use]
     pub fn new(line: Box<dyn Interrupt>) -> Arc<Self> {
         let (status, generation) = (AtomicU32::new(0), AtomicU32::new(0));
         Arc::new(Self { status, generation, live: AtomicBool::new(false), line })
     }
 
-    /// The device has used a buffer.
+    /// Signals that the device has used a buffer.
     pub fn used_buffer(&self) {
         self.raise(VIRTIO_MMIO_INT_VRING);
     }
 
-    /// The configuration has changed; what changed can be read already.
+    /// Signals that the configuration has changed. The change must already be readable.
     pub fn config_changed(&self) {
         self.generation.fetch_add(1, Ordering::AcqRel);
         self.raise(VIRTIO_MMIO_INT_CONFIG);
     }
 
-    /// Sends the interrupt again if something is still unacknowledged. An interrupt that is not needed is harmless, one that is lost
-    /// is not: for a guest that has just been loaded or resumed.
+    /// Sends the interrupt again if something is still unacknowledged, for a guest that has just
+    /// been loaded or resumed. An unneeded interrupt is harmless, but a lost one is not.
     pub fn again(&self) {
         if self.status.load(Ordering::Acquire) != 0 {
             self.trigger();
@@ -79,9 +80,10 @@ impl Signals {
     }
 
     fn raise(&self, bit: u32) {
-        // Before DRIVER_OK a driver must not get interrupts (3.1.1); what changed until then it reads anyway.
+        // Before DRIVER_OK a driver must not get interrupts (3.1.1). It reads earlier changes
+        // anyway.
         if self.live.load(Ordering::Acquire) {
-            // The status first: the driver reads it when the interrupt comes.
+            // The status is set first, because the driver reads it when the interrupt arrives.
             self.status.fetch_or(bit, Ordering::AcqRel);
             self.trigger();
         }
@@ -89,7 +91,7 @@ impl Signals {
 
     fn trigger(&self) {
         if let Err(error) = self.line.trigger() {
-            tracing::warn!(%error, "an interrupt of a virtio device cannot be sent");
+            tracing::warn!(%error, "cannot send an interrupt of a virtio device");
         }
     }
 }

@@ -1,5 +1,5 @@
-//! A guest's side, by hand: memory with a hole, a driver that does what it is told; and for its balloon a host that checks what it is
-//! called with.
+//! Guest for tests: memory with a hole, a driver that the test controls, and, for the balloon, a
+//! host that checks its calls.
 
 use crate::balloon::{
     Balloon, BalloonControl, BalloonHost, BalloonOptions, Dropped, HostError, Why, extension::WholePages,
@@ -18,12 +18,12 @@ use vmferry_core::{Gpa, Layout, PAGE_SHIFT, Region, RegionId};
 
 pub(crate) type Memory = GuestMemoryMmap<()>;
 
-/// Pages of the first region, which begins at 0.
+/// Number of pages of the first region, which begins at address 0.
 pub(crate) const LOW: u64 = 64;
-/// Where the second begins, and how many pages it has.
+/// First page number and number of pages of the second region.
 pub(crate) const HIGH: (u64, u64) = (128, 32);
 
-/// Entries of each queue that [`Guest::queue`] sets up.
+/// Number of entries of each queue that [`Guest::queue`] sets up.
 pub(crate) const SIZE: u16 = 16;
 
 pub(crate) const NEXT: u16 = 1;
@@ -52,7 +52,7 @@ impl Interrupt for Wire {
     }
 }
 
-/// What a host was called with.
+/// Call to the host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Call {
     Drop(Why, Vec<(u32, std::ops::Range<u64>)>),
@@ -61,7 +61,8 @@ pub(crate) enum Call {
     End(u32),
 }
 
-/// Checks that it is never called with anything but runs in memory, in order, apart; zeros what it is to drop.
+/// Host that checks that all runs are in memory, in order and apart, and that zeros the pages that
+/// it drops.
 #[derive(Debug)]
 pub(crate) struct Host {
     memory: Memory,
@@ -127,17 +128,17 @@ impl BalloonHost for Host {
     }
 }
 
-/// A guest's driver and its memory, and a device behind its registers.
+/// Driver and memory of a guest, and a device with its registers.
 #[derive(Debug)]
 pub(crate) struct Driver<D: Device + 'static> {
     pub(crate) memory: Memory,
     pub(crate) line: Arc<Line>,
     pub(crate) device: Arc<MmioTransport<D>>,
-    /// For each queue that was set up, the next descriptor and the next place in its ring.
+    /// Next descriptor and next ring index of each queue that was set up.
     next: std::collections::BTreeMap<u16, (u16, u16)>,
 }
 
-/// A guest with a balloon.
+/// Guest with a balloon.
 #[derive(Debug)]
 pub(crate) struct Guest {
     pub(crate) host: Arc<Host>,
@@ -170,7 +171,7 @@ impl<D: Device> Doorbell for Bell<D> {
     }
 }
 
-/// Where the descriptors of queue `index` are; its rings follow.
+/// Returns the address of the descriptors of queue `index`. The rings of the queue follow.
 pub(crate) fn rings(index: u16) -> u64 {
     0x1000 + 0x1000 * u64::from(index.min(8))
 }
@@ -188,7 +189,7 @@ impl Guest {
         Self::with_extension(true)
     }
 
-    /// Returns a guest whose balloon has the extension, or not.
+    /// Returns a guest whose balloon offers the extension if `extension` is true.
     pub(crate) fn with_extension(extension: bool) -> Self {
         let memory = memory();
         let host = Arc::new(Host { memory: memory.clone(), calls: Mutex::default(), refuse: false.into() });
@@ -210,14 +211,14 @@ impl Guest {
         std::mem::take(&mut self.host.calls.lock().expect("no panic"))
     }
 
-    /// A driver with VERSION_1 and `bits`, and `queues`.
+    /// Returns a guest whose driver accepts VERSION_1 and `bits`, and sets up `queues`.
     pub(crate) fn ready(bits: &[u32], queues: &[u16]) -> Self {
         let mut guest = Self::new();
         guest.start(bits, queues);
         guest
     }
 
-    /// Another one like it, to which its memory and state were moved.
+    /// Returns another guest of this kind, with this guest's memory and state.
     pub(crate) fn moved(&self) -> Self {
         let there = Self::new();
         self.move_to(&there);
@@ -226,7 +227,7 @@ impl Guest {
 }
 
 impl<D: Device + 'static> Driver<D> {
-    /// The device that `make` makes, before its driver.
+    /// Returns the device that `make` creates, before its driver starts.
     pub(crate) fn new(memory: Memory, make: impl FnOnce(Wiring) -> D) -> Self {
         let line = Arc::new(Line::default());
         let signals = Signals::new(Box::new(Wire(Arc::clone(&line))));
@@ -255,7 +256,8 @@ impl<D: Device + 'static> Driver<D> {
         self.line.0.load(Ordering::Relaxed)
     }
 
-    /// Up to FEATURES_OK, with the device features of `bits`; says whether they were taken.
+    /// Negotiates up to FEATURES_OK, with the device features of `bits`. Returns true if the device
+    /// accepted them.
     pub(crate) fn negotiate(&mut self, bits: &[u32]) -> bool {
         self.next.clear();
         self.set(register::VIRTIO_MMIO_STATUS, 0);
@@ -292,14 +294,15 @@ impl<D: Device + 'static> Driver<D> {
         self.work();
     }
 
-    /// A driver with VERSION_1 and `bits`, and `queues`.
+    /// Starts a driver that accepts VERSION_1 and `bits`, and sets up `queues`.
     pub(crate) fn start(&mut self, bits: &[u32], queues: &[u16]) {
         assert!(self.negotiate(&[&[32], bits].concat()));
         queues.iter().for_each(|queue| self.queue(*queue));
         self.ok();
     }
 
-    /// Does what a vCPU's thread does before it runs on; bounded, as a hostile guest can keep it busy.
+    /// Does what a vCPU's thread does before it runs on. The work is bounded, because a hostile
+    /// guest can keep the thread busy.
     pub(crate) fn work(&self) {
         for _ in 0..8 {
             if !self.device.due() || !self.device.work(&self.memory) {
@@ -349,12 +352,13 @@ impl<D: Device + 'static> Driver<D> {
         self.notify(queue);
     }
 
-    /// Goes on where `other` was, whose memory and state came here.
+    /// Continues with the descriptors and rings of `other`, whose memory and state were moved to
+    /// this guest.
     pub(crate) fn adopt(&mut self, other: &Self) {
         self.next.clone_from(&other.next);
     }
 
-    /// Moves its memory and state to `there`, another one like it.
+    /// Moves memory and state to `there`, another guest of this kind.
     pub(crate) fn move_to(&self, there: &Self) {
         for page in (0..LOW).chain(HIGH.0..HIGH.0 + HIGH.1) {
             let (mut bytes, at) = ([0; 4096], GuestAddress(page << PAGE_SHIFT));
@@ -364,12 +368,12 @@ impl<D: Device + 'static> Driver<D> {
         there.device.load(&there.memory, &self.device.save()).expect("state as it was saved");
     }
 
-    /// Buffers that the device has given back.
+    /// Returns the number of buffers that the device has given back.
     pub(crate) fn used(&self, queue: u16) -> u16 {
         self.memory.read_obj(GuestAddress(rings(queue) + USED + 2)).expect("memory")
     }
 
-    /// The length that came with buffer number `place`.
+    /// Returns the length that came with buffer number `place`.
     pub(crate) fn used_len(&self, queue: u16, place: u16) -> u32 {
         let at = rings(queue) + USED + 4 + 8 * u64::from(place % SIZE);
         self.memory.read_obj(GuestAddress(at + 4)).expect("memory")
@@ -379,7 +383,7 @@ impl<D: Device + 'static> Driver<D> {
         self.get(register::VIRTIO_MMIO_STATUS) & 64 != 0
     }
 
-    /// Writes `bytes` at page 20, where nothing else is, and gives the part that is them.
+    /// Writes `bytes` to page 20, which nothing else uses, and returns the part for them.
     pub(crate) fn bytes(&self, bytes: &[u8]) -> (u64, u32, u16) {
         self.memory.write_slice(bytes, GuestAddress(0x14000)).expect("memory");
         (0x14000, u32::try_from(bytes.len()).expect("short"), 0)

@@ -141,7 +141,7 @@ pub(crate) struct DiskGuest {
     pub(crate) disk: Arc<FileDisk>,
     pub(crate) work: Arc<BlkWork>,
     threads: Vec<JoinHandle<()>>,
-    /// Of the attendant, if there is one.
+    /// Bell of the attendant, if there is one.
     bell: Option<Sender<()>>,
     driver: Driver<Blk>,
 }

@@ -25,12 +25,13 @@ use virtio_queue::{Queue, QueueT};
 use vm_memory::{GuestAddress, GuestMemory};
 use vmferry_guest_abi::balloon::VENDOR;
 
-/// Bytes of a device's window: the registers and a configuration of 256 bytes.
+/// Size of a device's window in bytes: the registers and a configuration of 256 bytes.
 pub const WINDOW: u64 = 0x200;
 
-/// Where in it a driver writes how far it is; 0 resets the device (4.2.2).
+/// Offset of the status register in the window. Writing 0 resets the device (4.2.2).
 pub const STATUS: u64 = register::VIRTIO_MMIO_STATUS as u64;
-/// Where in it a driver writes the index of a queue to notify the device (4.2.2).
+/// Offset of the register in the window to which a driver writes the index of a queue to notify the
+/// device (4.2.2).
 pub const NOTIFY: u64 = register::VIRTIO_MMIO_QUEUE_NOTIFY as u64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"virt");
@@ -39,15 +40,16 @@ const VERSION: u32 = 2;
 const NEEDS_RESET: u32 = VIRTIO_CONFIG_S_NEEDS_RESET;
 const DRIVER_OK: u32 = VIRTIO_CONFIG_S_DRIVER_OK;
 const FEATURES_OK: u32 = VIRTIO_CONFIG_S_FEATURES_OK;
-/// The bits of the status that a driver sets.
+/// Bits of the status that a driver sets.
 const DRIVERS: u32 =
     VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER | DRIVER_OK | FEATURES_OK | VIRTIO_CONFIG_S_FAILED;
 
-/// Features of rings and transport: descriptors in tables of their own, notifications by index, and no legacy.
+/// Features of rings and transport: indirect descriptors, notifications by index, and no legacy
+/// interface.
 const TRANSPORT_FEATURES: u128 =
     1 << VIRTIO_RING_F_INDIRECT_DESC | 1 << VIRTIO_RING_F_EVENT_IDX | 1 << VIRTIO_F_VERSION_1;
 
-/// A queue as its driver describes it, before it is checked.
+/// Queue as its driver describes it, before it is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Setup {
     spec: QueueSpec,
@@ -62,7 +64,8 @@ impl Setup {
         Self { spec, size: spec.max_size.into(), descriptors: 0, driver: 0, device: 0 }
     }
 
-    /// The queue, if it can be one: a size that is allowed, rings that are aligned and in memory.
+    /// Returns the queue if the description is valid: an allowed size, and rings that are aligned
+    /// and in memory.
     fn queue<M: GuestMemory>(&self, memory: &M) -> Result<Queue, RingError> {
         let index = self.spec.index;
         let ring = |source| RingError::Ring { queue: index, source };
@@ -79,13 +82,13 @@ impl Setup {
 #[derive(Debug)]
 struct Slot {
     setup: Setup,
-    /// There while the queue is ready.
+    /// Queue while it is ready.
     queue: Option<VirtQueue>,
-    /// It is to be served, again or for the first time.
+    /// True if the queue has to be served, again or for the first time.
     due: bool,
 }
 
-/// What the driver has set.
+/// Registers that the driver has set, and the device.
 #[derive(Debug)]
 struct Core<D> {
     device: D,
@@ -97,23 +100,26 @@ struct Core<D> {
     slots: Vec<Slot>,
 }
 
-/// A device and its registers. All methods may be called from all vCPUs' threads at once.
+/// Device and its registers. All methods may be called from the threads of all vCPUs at once.
 #[derive(Debug)]
 pub struct MmioTransport<D> {
     signals: Arc<Signals>,
     core: Mutex<Core<D>>,
-    /// A queue was served: for whoever waits until the device has come to rest.
+    /// Signalled when a queue was served, for a thread that waits until the device is quiesced.
     served: Condvar,
-    /// Somebody does; set with `core`'s lock held, so that a thread which then has it, and sees this not set, kept nobody waiting.
+    /// True while a thread waits for `served`. Set with the lock of `core` held: a thread that
+    /// later has the lock and finds this false has kept no other thread waiting.
     awaited: AtomicBool,
-    /// Some queue is due.
+    /// True if some queue is due.
     more: AtomicBool,
-    /// The guest runs again, and whoever held `core` at that moment has to tell the device.
+    /// True if the guest runs again and the thread that held `core` at that moment has to tell the
+    /// device.
     resumes: AtomicBool,
 }
 
 impl<D: Device> MmioTransport<D> {
-    /// `device`, as after a reset. `signals` are those that it was made with.
+    /// Returns the transport of `device` in the state after a reset. `signals` are the ones that
+    /// the device was created with.
     #[must_use]
     pub fn new(device: D, signals: Arc<Signals>) -> Self {
         let slot = |spec: &QueueSpec| Slot { setup: Setup::new(*spec), queue: None, due: false };
@@ -131,11 +137,11 @@ impl<D: Device> MmioTransport<D> {
         Self { signals, core: Mutex::new(core), served: Condvar::new(), awaited, more, resumes }
     }
 
-    /// The driver reads `data.len()` bytes at `offset` of the window.
+    /// Reads `data.len()` bytes at `offset` of the window for the driver.
     pub fn read(&self, offset: u64, data: &mut [u8]) {
         data.fill(0);
         if let Some(within) = offset.checked_sub(register::VIRTIO_MMIO_CONFIG.into()) {
-            // Fields are up to 64 bits; a string instruction could ask for more.
+            // Fields have up to 64 bits. A string instruction could ask for more.
             let len = data.len().min(8);
             self.core().device.read_config(within, &mut data[..len]);
         } else if let Some(register) = aligned(offset, data.len()) {
@@ -143,8 +149,8 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// The driver writes `data` at `offset` of the window. A notification is served before this returns; what is left of it is
-    /// [due](Self::due).
+    /// Writes `data` at `offset` of the window for the driver. A notification is served before this
+    /// returns. What is left of it is [due](Self::due).
     pub fn write<M: GuestMemory>(&self, memory: &M, offset: u64, data: &[u8]) {
         if let Some(within) = offset.checked_sub(register::VIRTIO_MMIO_CONFIG.into()) {
             if data.len() <= 8 {
@@ -155,21 +161,23 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Whether a queue has not been served to its end; [`work`](Self::work) goes on.
+    /// Returns true if a queue has not been served to its end. [`work`](Self::work) continues with
+    /// it.
     #[must_use]
     pub fn due(&self) -> bool {
         self.more.load(Ordering::Acquire) || self.resumes.load(Ordering::Acquire)
     }
 
-    /// Goes on with queues that are [due](Self::due), a portion of each; says whether it did. Does nothing while another thread is
-    /// serving the device: that thread goes on itself.
+    /// Serves a portion of each queue that is [due](Self::due), and returns true if it did. Does
+    /// nothing while another thread is serving the device, because that thread continues by itself.
     pub fn work<M: GuestMemory>(&self, memory: &M) -> bool {
         let Some(core) = self.try_core() else { return false };
         self.serve(memory, core);
         true
     }
 
-    /// Serves queue `index`, as if the driver had notified: for threads that have something for the driver.
+    /// Serves queue `index` as if the driver had notified. For threads that have something for the
+    /// driver.
     pub fn notify<M: GuestMemory>(&self, memory: &M, index: u16) {
         let mut core = self.core();
         if let Some(slot) = core.slots.iter_mut().find(|slot| slot.setup.spec.index == index) {
@@ -179,17 +187,20 @@ impl<D: Device> MmioTransport<D> {
         self.tell_served();
     }
 
-    /// Wakes whoever waits for rest; a system call is spent only if somebody does.
+    /// Wakes a thread that waits for the device to be quiesced. Without such a thread, no system
+    /// call is made.
     fn tell_served(&self) {
         if self.awaited.load(Ordering::Acquire) {
             self.served.notify_all();
         }
     }
 
-    /// Lets a thread of the device's own work on queue `index`: take buffers out, or give some back. `None` if there is no driver or it
-    /// has not set up this queue, or if the ring cannot be followed: the device then rests.
+    /// Lets a thread of the device work on queue `index`: take buffers out, or give some back.
+    /// Returns `None` if no driver is ready, the driver has not set the queue up, or the ring is
+    /// invalid, which stops the device.
     ///
-    /// Vcpus wait for `act` when they access most registers, so what takes long is done between two calls of this.
+    /// vCPUs wait for `act` when they access most registers. Long work must therefore be done
+    /// between two calls.
     pub fn with_queue<T>(
         &self,
         index: u16,
@@ -204,7 +215,8 @@ impl<D: Device> MmioTransport<D> {
             self.more.store(false, Ordering::Release);
         }
         drop(core);
-        // Set while this thread had the lock, it is this thread's to do, as in `serve`.
+        // A resume that was requested while this thread had the lock is done by this thread, as in
+        // `serve`.
         if self.resumes.load(Ordering::Acquire)
             && let Some(core) = self.try_core()
         {
@@ -213,9 +225,10 @@ impl<D: Device> MmioTransport<D> {
         result?.ok()
     }
 
-    /// A thread of the device's own has come to rest without a [notification](Self::notify): whoever waits for that looks again.
+    /// Reports that a thread of the device is quiesced without a [notification](Self::notify), so
+    /// that a waiting thread checks again.
     pub fn rested(&self) {
-        // Not between the look and the wait.
+        // Takes the lock so that this does not come between the check and the wait.
         drop(self.core());
         self.tell_served();
     }
@@ -226,7 +239,8 @@ impl<D: Device> MmioTransport<D> {
             let more = core.serve_due(memory, &self.signals);
             self.more.store(more, Ordering::Release);
             drop(core);
-            // Set while this thread had the lock, it is this thread's to do; while another one has it now, that one's.
+            // A resume that was requested while this thread had the lock is done by this thread. If
+            // another thread has the lock now, that thread does it.
             if !self.resumes.load(Ordering::Acquire) {
                 return;
             }
@@ -235,15 +249,18 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Lets the device finish what is under way and begin nothing new until [`resumed`](Self::resumed), for a guest whose vCPUs stand
-    /// still: what is saved after this is the state. `false` if it has not come to rest by `deadline`; it still begins nothing new if
-    /// it could be told.
+    /// Quiesces the device, for a guest whose vCPUs are paused. The device finishes what is under
+    /// way and begins nothing new until [`resumed`](Self::resumed). The state that is saved after
+    /// this is consistent. Returns false if the device is not quiesced by `deadline`. It then still
+    /// begins nothing new, if it could be told.
     #[must_use]
     pub fn quiesce(&self, deadline: Instant) -> bool {
-        /// Between two looks whether the lock is free: seldom needed, as it is held for the length of a ring.
+        /// Interval of attempts to take the lock. Seldom needed, because the lock is held only
+        /// while a ring is processed.
         const BETWEEN: Duration = Duration::from_millis(1);
         let left = || deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero());
-        // Not by waiting for the lock: a thread of the device's may hold it and sleep on a page that does not come (hazards.md 18).
+        // Does not wait for the lock: a thread of the device may hold it and sleep on a missing
+        // page (hazards.md 18).
         let mut core = loop {
             match (self.try_core(), left()) {
                 (Some(core), _) => break core,
@@ -261,17 +278,18 @@ impl<D: Device> MmioTransport<D> {
         rests
     }
 
-    /// The guest is about to run, here for the first time, again, or after it was loaded: what it was told is told again, and all
-    /// queues are due. Never waits for a thread that sleeps on a missing page: such a one, of a guest that did not come to rest, tells
-    /// the device itself when it wakes.
+    /// Tells the device that the guest is about to run for the first time, again, or after it was
+    /// loaded. Pending interrupts are sent again, and all queues are due. Never waits for a thread
+    /// that sleeps on a missing page. Such a thread of a guest that was not quiesced tells the
+    /// device itself when it wakes.
     ///
     /// # Errors
-    /// If the device says that it cannot run here; see [`Device::resumed`].
+    /// Fails if the device cannot run on this host. See [`Device::resumed`].
     pub fn resumed(&self, how: Resume) -> Result<(), String> {
         let mut core = self.try_core();
         if core.is_none() {
             self.resumes.store(true, Ordering::Release);
-            // It may have been let go before that could be seen.
+            // The lock may have been released before its holder could see the flag.
             core = self.try_core();
         }
         if let Some(mut core) = core {
@@ -282,7 +300,7 @@ impl<D: Device> MmioTransport<D> {
         Ok(())
     }
 
-    /// The lock, unless another thread has it.
+    /// Returns the lock, unless another thread has it.
     fn try_core(&self) -> Option<MutexGuard<'_, Core<D>>> {
         let mut core = match self.core.try_lock() {
             Ok(core) => core,
@@ -292,13 +310,14 @@ impl<D: Device> MmioTransport<D> {
         if self.resumes.swap(false, Ordering::AcqRel)
             && let Err(why) = core.resumed(Resume::Again)
         {
-            tracing::warn!(device = D::ID, why, "a virtio device cannot go on");
+            tracing::warn!(device = D::ID, why, "a virtio device cannot resume");
         }
         Some(core)
     }
 
     fn core(&self) -> MutexGuard<'_, Core<D>> {
-        // A panic while it was held would be a defect of a device, which the driver can reset.
+        // A panic while the lock was held would be a defect of a device, which the driver can
+        // reset.
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -353,12 +372,13 @@ impl<D: Device> MmioTransport<D> {
     }
 }
 
-/// The register at `offset`, if it is accessed as registers are: 32 bits, aligned (4.2.2.2).
+/// Returns the register at `offset` if the access is valid for registers: 32 bits, aligned
+/// (4.2.2.2).
 fn aligned(offset: u64, len: usize) -> Option<u32> {
     u32::try_from(offset).ok().filter(|at| len == 4 && at.is_multiple_of(4))
 }
 
-/// Bank `select` of 32 of the bits; there are four.
+/// Returns bank `select` of the four banks of 32 feature bits.
 fn bank(features: u128, select: u32) -> u32 {
     let bytes = features.to_le_bytes();
     let at = usize::try_from(select).unwrap_or(usize::MAX).saturating_mul(4);

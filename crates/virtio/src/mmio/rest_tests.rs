@@ -1,4 +1,5 @@
-//! Tests of a device with a thread of its own: it completes requests while the vCPUs go on, comes to rest, and goes on.
+//! Tests of a device with a thread of its own that completes requests while the vCPUs run, is
+//! quiesced, and resumes.
 
 use super::*;
 use crate::device::Progress;
@@ -23,7 +24,7 @@ impl Interrupt for Arc<Line> {
     }
 }
 
-/// Gives its buffers to somebody, and back to the driver when they come back.
+/// Device that gives its buffers to another thread, and back to the driver when they return.
 #[derive(Debug)]
 struct Slow {
     signals: Arc<Signals>,
@@ -53,7 +54,7 @@ impl Device for Slow {
             self.signals.used_buffer();
         }
         while !self.resting && queue.pop(memory, &mut self.buffer)? {
-            self.out.send(self.buffer.head()).expect("somebody is there");
+            self.out.send(self.buffer.head()).expect("the receiver exists");
             self.away += 1;
         }
         Ok(Progress::Done)
@@ -84,7 +85,7 @@ struct Rig {
 }
 
 impl Rig {
-    /// A driver that is ready.
+    /// Returns a device whose driver is ready.
     fn new(refuses: bool) -> Self {
         let line = Arc::new(Line::default());
         let signals = Signals::new(Box::new(Arc::clone(&line)));
@@ -119,7 +120,7 @@ impl Rig {
         rig
     }
 
-    /// The driver offers a buffer, the descriptor of that number, and notifies.
+    /// Offers the buffer whose descriptor has the next number, and notifies.
     fn offer(&mut self) {
         let write = |at: u64, bytes: &[u8]| {
             self.memory.write_slice(bytes, GuestAddress(rings(0) + at)).unwrap();
@@ -138,7 +139,7 @@ impl Rig {
 }
 
 #[test]
-fn a_request_is_completed_by_whoever_rings() {
+fn request_is_completed_by_the_thread_that_rings() {
     let mut rig = Rig::new(false);
     rig.offer();
     let head = rig.requests.recv_timeout(LONG).unwrap();
@@ -153,30 +154,35 @@ fn a_request_is_completed_by_whoever_rings() {
 }
 
 #[test]
-fn rest_comes_when_nothing_is_under_way_and_nothing_begins_until_it_is_over() {
+fn device_quiesces_when_nothing_is_under_way_and_begins_nothing_until_resumed() {
     let mut rig = Rig::new(false);
     rig.offer();
     let head = rig.requests.recv_timeout(LONG).unwrap();
     assert!(!rig.device.quiesce(Instant::now() + SHORT), "a request is under way");
     rig.offer();
-    assert!(rig.requests.try_recv().is_err(), "begun at rest");
+    assert!(rig.requests.try_recv().is_err(), "a request was begun while quiesced");
     std::thread::scope(|scope| {
         let rest = scope.spawn(|| rig.device.quiesce(Instant::now() + LONG));
-        // The other thread then waits, unless this host is busy. The result is the same without the wait.
+        // The other thread then waits, unless this host is busy. The result is the same without the
+        // wait.
         std::thread::sleep(SHORT);
         rig.done.send(head).unwrap();
         rig.device.notify(&rig.memory, 0);
         assert!(rest.join().unwrap());
     });
-    assert_eq!(rig.used(), 1, "what was under way is in what is saved");
+    assert_eq!(rig.used(), 1, "the saved state has the request that was under way");
     assert!(rig.requests.try_recv().is_err());
     rig.device.resumed(Resume::Again).unwrap();
     assert!(rig.device.due() && rig.device.work(&rig.memory));
-    assert_eq!(rig.requests.recv_timeout(LONG), Ok(1), "what was offered at rest is begun after it");
+    assert_eq!(
+        rig.requests.recv_timeout(LONG),
+        Ok(1),
+        "a request that was offered while quiesced is begun after the resume"
+    );
 }
 
 #[test]
-fn a_device_that_cannot_go_on_says_so_and_stays_at_rest() {
+fn device_that_cannot_resume_reports_it_and_stays_quiesced() {
     let mut rig = Rig::new(true);
     assert!(rig.device.quiesce(Instant::now() + LONG));
     rig.offer();

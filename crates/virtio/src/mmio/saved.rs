@@ -10,70 +10,70 @@ use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use virtio_queue::QueueT;
 use vm_memory::GuestMemory;
 
-/// A queue.
+/// State of a queue.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueSaved {
-    /// Its index.
+    /// Index of the queue.
     pub index: u16,
-    /// Its size, as the driver set it.
+    /// Size of the queue, as the driver set it.
     pub size: u32,
-    /// Address of the descriptors.
+    /// Guest address of the descriptors.
     pub descriptors: u64,
-    /// Address of what the driver offers.
+    /// Guest address of the driver's ring (available buffers).
     pub driver: u64,
-    /// Address of what the device gives back.
+    /// Guest address of the device's ring (used buffers).
     pub device: u64,
-    /// Whether the driver has made it ready.
+    /// True if the driver has made the queue ready.
     pub ready: bool,
-    /// The next buffer that is taken.
+    /// Index of the next buffer to take.
     pub next_avail: u16,
-    /// The next place for one that is given back.
+    /// Index of the next buffer to give back.
     pub next_used: u16,
 }
 
-/// Registers and queues of a device, and the device behind them.
+/// State of a device's registers and queues, and of the device itself.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportSaved<D> {
     /// The device status.
     pub status: u32,
-    /// The selected bank of what the device offers.
+    /// Selected bank of the offered features.
     pub device_select: u32,
-    /// The selected bank of what the driver accepts.
+    /// Selected bank of the accepted features.
     pub driver_select: u32,
-    /// What the driver accepts.
+    /// Features that the driver accepts.
     pub driver_features: u128,
-    /// The selected queue.
+    /// Index of the selected queue.
     pub queue_select: u32,
     /// The interrupt status.
     pub interrupt: u32,
     /// The generation of the configuration.
     pub generation: u32,
-    /// The queues that the device has.
+    /// Queues of the device.
     pub queues: Vec<QueueSaved>,
-    /// The device.
+    /// State of the device.
     pub device: D,
 }
 
-/// Why saved state cannot be loaded.
+/// Reason for which saved state cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
-    /// The device does not have these queues.
-    #[error("it has other queues than this device")]
+    /// The saved queues are not the queues of this device.
+    #[error("the saved state has other queues than this device")]
     Queues,
-    /// A queue that is ready where none can be.
+    /// A queue is ready whose description is invalid.
     #[error(transparent)]
     Ring(#[from] RingError),
-    /// A status that no device gets into.
-    #[error("a device status of {0:#x} with features {1:#x}")]
+    /// The saved status is one that no device can have.
+    #[error("a device status of {0:#x} with features {1:#x} is not possible")]
     Status(u32, u128),
-    /// The device says no.
+    /// The device refuses its state.
     #[error("{0}")]
     Device(String),
 }
 
 impl<D: Device> MmioTransport<D> {
-    /// The state; the vCPUs stand still.
+    /// Returns the state. The vCPUs must be paused.
     #[must_use]
     pub fn save(&self) -> TransportSaved<D::Saved> {
         let core = self.core();
@@ -99,11 +99,13 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Takes up `saved`, which a peer or a file may have made up. Sends no interrupt and touches no guest memory (pages may still
-    /// be elsewhere): [`resumed`](Self::resumed) does, when the guest runs.
+    /// Loads `saved`, which a peer or a file may have made up. Sends no interrupt and does not
+    /// touch guest memory, because pages may be missing. [`resumed`](Self::resumed) does both when
+    /// the guest runs.
     ///
     /// # Errors
-    /// If it cannot be the state of this device with this memory; nothing has changed then.
+    /// Fails if `saved` cannot be the state of this device with this memory. Nothing has changed
+    /// then.
     pub fn load<M: GuestMemory>(
         &self,
         memory: &M,

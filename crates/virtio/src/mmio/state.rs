@@ -1,4 +1,4 @@
-//! What a driver sets, and what follows from it.
+//! Registers that a driver sets, and the effects of setting them.
 
 use super::{Core, DRIVER_OK, DRIVERS, FEATURES_OK, NEEDS_RESET, Setup, Slot, TRANSPORT_FEATURES};
 use crate::device::{Device, Progress, Resume};
@@ -15,12 +15,12 @@ impl<D: Device> Core<D> {
         self.device.features() | TRANSPORT_FEATURES
     }
 
-    /// The driver is there and the device works for it.
+    /// Returns true if the driver is ready and the device serves it.
     pub(super) fn running(&self) -> bool {
         self.status & (DRIVER_OK | VIRTIO_CONFIG_S_FAILED | NEEDS_RESET) == DRIVER_OK
     }
 
-    /// Features and queues may be changed: by a driver that is there, until it is ready.
+    /// Returns true if a driver may still change features and queues.
     pub(super) fn negotiating(&self) -> bool {
         self.status & FEATURES_OK == 0
     }
@@ -43,7 +43,8 @@ impl<D: Device> Core<D> {
         }
     }
 
-    /// The status as the driver writes it: 0 is a reset, everything else adds bits (2.1.1: a driver must not clear one).
+    /// Sets the status that the driver writes: 0 resets the device, and any other value adds bits
+    /// (2.1.1: a driver must not clear a bit).
     pub(super) fn set_status(&mut self, value: u32, signals: &Signals) {
         if value == 0 {
             self.reset(signals);
@@ -51,11 +52,11 @@ impl<D: Device> Core<D> {
         }
         let mut added = value & DRIVERS & !self.status;
         if added & FEATURES_OK != 0 && !self.acceptable(self.driver_features) {
-            tracing::debug!(features = self.driver_features, "a driver's features are refused");
+            tracing::debug!(features = self.driver_features, "refused the features of a driver");
             added &= !FEATURES_OK;
         }
         if (self.status | added) & FEATURES_OK == 0 {
-            // Ready without features agreed upon: refused, too (3.1.1).
+            // DRIVER_OK without agreed features is refused as well (3.1.1).
             added &= !DRIVER_OK;
         }
         self.status |= added;
@@ -66,8 +67,9 @@ impl<D: Device> Core<D> {
             for slot in &mut self.slots {
                 if let Some(queue) = &mut slot.queue {
                     queue.queue_mut().set_event_idx(event_idx);
-                    // A driver may have put buffers in and notified before it was ready (Linux does, for statistics); the device
-                    // must not look at them until now (2.1.2), so it does now.
+                    // A driver may have added buffers and notified before it was ready (Linux does,
+                    // for statistics). The device must not process them before this point (2.1.2),
+                    // so it does now.
                     slot.due = true;
                     ready.push(queue.index());
                 }
@@ -76,12 +78,12 @@ impl<D: Device> Core<D> {
         }
     }
 
-    /// Only what is offered, and not a legacy driver's choice.
+    /// Returns true if all `features` are offered and the driver is not a legacy driver.
     pub(super) fn acceptable(&self, features: u128) -> bool {
         features & !self.offered() == 0 && features & 1 << VIRTIO_F_VERSION_1 != 0
     }
 
-    /// The guest is about to run: the device goes on, and all queues are due.
+    /// Resumes the device for a guest that is about to run, and makes all queues due.
     pub(super) fn resumed(&mut self, how: Resume) -> Result<(), String> {
         self.device.resumed(how)?;
         self.slots.iter_mut().for_each(|slot| slot.due = slot.queue.is_some());
@@ -99,7 +101,7 @@ impl<D: Device> Core<D> {
         self.device.reset();
     }
 
-    /// Addresses and size of the selected queue, which must not be ready.
+    /// Sets an address or the size of the selected queue, which must not be ready.
     pub(super) fn set_up(&mut self, at: u32, value: u32) {
         let Some(Slot { setup, queue: None, .. }) = self.selected_mut() else { return };
         match at {
@@ -114,8 +116,8 @@ impl<D: Device> Core<D> {
         }
     }
 
-    /// Makes the selected queue ready, between FEATURES_OK and DRIVER_OK; or takes it away, at any time, which is what drivers do
-    /// before they reset a device.
+    /// Makes the selected queue ready, between FEATURES_OK and DRIVER_OK, or takes it away at any
+    /// time. Drivers take queues away before they reset a device.
     pub(super) fn set_ready<M: GuestMemory>(&mut self, value: u32, memory: &M, signals: &Signals) {
         let may = self.status & (FEATURES_OK | DRIVER_OK | NEEDS_RESET) == FEATURES_OK;
         let Some(slot) = self.selected_mut() else { return };
@@ -133,15 +135,15 @@ impl<D: Device> Core<D> {
         }
     }
 
-    /// The device cannot go on: it says so and waits for a reset (2.1.2).
+    /// Stops the device, which sets DEVICE_NEEDS_RESET and waits for a reset (2.1.2).
     pub(super) fn rest(&mut self, error: &RingError, signals: &Signals) {
-        tracing::debug!(%error, device = D::ID, "a virtio device rests until its driver resets it");
+        tracing::debug!(%error, device = D::ID, "a virtio device stops until its driver resets it");
         self.status |= NEEDS_RESET;
         self.device.broken(error);
         signals.config_changed();
     }
 
-    /// Serves a portion of each queue that is due; says whether any still is.
+    /// Serves a portion of each queue that is due. Returns true if any queue is still due.
     pub(super) fn serve_due<M: GuestMemory>(&mut self, memory: &M, signals: &Signals) -> bool {
         if !self.running() {
             return false;

@@ -1,4 +1,4 @@
-//! Tests of the transport, with the balloon behind it.
+//! Tests of the transport with the balloon as its device.
 
 use super::*;
 use crate::balloon::{BalloonSaved, feature};
@@ -38,21 +38,21 @@ fn configuration_describes_the_device() {
 }
 
 #[test]
-fn features_that_cannot_be_are_refused() {
+fn invalid_features_are_refused() {
     let mut guest = Guest::new();
     assert!(!guest.negotiate(&[1]), "without VERSION_1");
     assert!(!guest.negotiate(&[32, 0]), "MUST_TELL_HOST is not offered");
-    assert!(!guest.negotiate(&[32, 70]), "a bank of which nothing is offered");
+    assert!(!guest.negotiate(&[32, 70]), "a bank without offered features");
     guest.set(register::VIRTIO_MMIO_STATUS, 0xf);
-    assert_eq!(guest.get(register::VIRTIO_MMIO_STATUS), 3, "not ready either");
+    assert_eq!(guest.get(register::VIRTIO_MMIO_STATUS), 3, "DRIVER_OK is refused as well");
     assert!(guest.negotiate(&[32, 28, 29, 96, 97, 98]));
-    // Agreed upon: no change any more.
+    // Features cannot change after the agreement.
     guest.set(register::VIRTIO_MMIO_DRIVER_FEATURES_SEL, 0);
     guest.set(register::VIRTIO_MMIO_DRIVER_FEATURES, u32::MAX);
     guest.ok();
     assert_eq!(guest.get(register::VIRTIO_MMIO_STATUS), 0xf);
     assert_eq!(guest.control.features(), 1 << 32 | 3 << 28 | 7 << 96);
-    // Bits cannot be cleared one by one, and no driver sets the device's own.
+    // Single bits cannot be cleared, and a driver cannot set the device's own bits.
     guest.set(register::VIRTIO_MMIO_STATUS, 0x40 | 1);
     assert_eq!(guest.get(register::VIRTIO_MMIO_STATUS), 0xf);
     guest.set(register::VIRTIO_MMIO_STATUS, 0);
@@ -60,7 +60,7 @@ fn features_that_cannot_be_are_refused() {
 }
 
 #[test]
-fn registers_are_accessed_as_words_and_the_configuration_as_anything() {
+fn registers_need_aligned_words_and_the_configuration_takes_any_width() {
     let guest = Guest::new();
     guest.control.set_target(0x55);
     for (offset, len) in [(1u64, 4usize), (0, 2), (0, 8), (0x70, 1), (u64::MAX, 4), (0xfd, 4)] {
@@ -82,7 +82,7 @@ fn registers_are_accessed_as_words_and_the_configuration_as_anything() {
 }
 
 #[test]
-fn queues_where_none_can_be_stop_the_device() {
+fn invalid_queue_addresses_stop_the_device() {
     let good = (16, 0x2000, 0x2400, 0x2800);
     for (size, descriptors, driver, device) in [
         (0, good.1, good.2, good.3),
@@ -109,7 +109,7 @@ fn queues_where_none_can_be_stop_the_device() {
         assert_eq!(guest.control.figures().broken, 1);
         guest.ok();
         guest.notify(0);
-        // A reset helps.
+        // A reset recovers the device.
         assert!(guest.negotiate(&[32]) && !guest.needs_reset());
         guest.queue(0);
         assert_eq!(guest.get(register::VIRTIO_MMIO_QUEUE_READY), 1);
@@ -117,7 +117,7 @@ fn queues_where_none_can_be_stop_the_device() {
 }
 
 #[test]
-fn queues_are_set_up_between_features_and_readiness_only() {
+fn queues_are_set_up_only_between_features_ok_and_driver_ok() {
     let mut guest = Guest::new();
     guest.queue(0);
     assert_eq!(guest.get(register::VIRTIO_MMIO_QUEUE_READY), 0, "before FEATURES_OK");
@@ -128,7 +128,7 @@ fn queues_are_set_up_between_features_and_readiness_only() {
     assert_eq!(guest.get(register::VIRTIO_MMIO_QUEUE_READY), 0, "after DRIVER_OK");
     guest.set(register::VIRTIO_MMIO_QUEUE_SEL, 0);
     assert_eq!(guest.get(register::VIRTIO_MMIO_QUEUE_READY), 1);
-    // A queue that is ready cannot be moved under the device's feet.
+    // The addresses of a ready queue cannot be changed.
     guest.set(register::VIRTIO_MMIO_QUEUE_DESC_LOW, 0x9000);
     assert_eq!(guest.device.save().queues[0].descriptors, rings(0));
     guest.set(register::VIRTIO_MMIO_QUEUE_READY, 0);
@@ -137,7 +137,7 @@ fn queues_are_set_up_between_features_and_readiness_only() {
 }
 
 #[test]
-fn what_came_before_the_driver_was_ready_is_served_then() {
+fn buffers_offered_before_driver_ok_are_served_after_it() {
     let mut guest = Guest::new();
     assert!(guest.negotiate(&[32, feature::REPORTING, 1, 3]));
     guest.queue(REPORTS);
@@ -148,7 +148,7 @@ fn what_came_before_the_driver_was_ready_is_served_then() {
 }
 
 #[test]
-fn rings_that_cannot_be_followed_stop_the_device() {
+fn invalid_rings_stop_the_device() {
     type Harm = fn(&mut Guest);
     let harms: [(&str, Harm); 8] = [
         ("a loop", |guest| {
@@ -160,7 +160,7 @@ fn rings_that_cannot_be_followed_stop_the_device() {
             guest.descriptor(REPORTS, 0, (0x1_8000, 0x1000, NEXT | WRITE, SIZE));
             guest.offer(REPORTS, 0);
         }),
-        ("a head that is none", |guest| guest.offer(REPORTS, SIZE)),
+        ("an invalid head", |guest| guest.offer(REPORTS, SIZE)),
         ("an index far ahead", |guest| {
             guest.memory.write_obj(SIZE + 2, vm_memory::GuestAddress(rings(REPORTS) + AVAIL + 2)).unwrap();
         }),
@@ -172,7 +172,7 @@ fn rings_that_cannot_be_followed_stop_the_device() {
             guest.descriptor(REPORTS, 0, (0x5_0000, 256, INDIRECT, 0));
             guest.offer(REPORTS, 0);
         }),
-        ("a table of a fraction", |guest| {
+        ("a table with half an entry", |guest| {
             guest.descriptor(REPORTS, 0, (0x5000, 255, INDIRECT, 0));
             guest.offer(REPORTS, 0);
         }),
@@ -192,15 +192,15 @@ fn rings_that_cannot_be_followed_stop_the_device() {
         assert!(guest.needs_reset(), "{name}");
         assert_eq!((guest.calls(), guest.used(REPORTS)), (vec![], 1), "{name}");
         assert_eq!(guest.get(register::VIRTIO_MMIO_CONFIG_GENERATION), generation + 1, "{name}");
-        assert!(guest.interrupts() > before, "{name}: the driver is told");
-        // It rests.
+        assert!(guest.interrupts() > before, "{name}: the driver is not notified");
+        // The device has stopped.
         guest.send(0, &[(0x1_4000, 4, 0)]);
         assert_eq!(guest.used(0), 0, "{name}");
     }
 }
 
 #[test]
-fn a_table_of_its_own_may_hold_a_chain_no_longer_than_the_queue() {
+fn indirect_chain_may_not_be_longer_than_the_queue() {
     for (entries, fine) in [(SIZE, true), (SIZE + 1, false)] {
         let mut guest = reporter();
         for n in 0..entries {
@@ -223,7 +223,7 @@ fn a_table_of_its_own_may_hold_a_chain_no_longer_than_the_queue() {
 }
 
 #[test]
-fn interrupts_come_as_the_driver_wants_them() {
+fn interrupts_follow_the_drivers_suppression() {
     let mut guest = reporter();
     guest.send(REPORTS, &[(0x1_8000, 0x1000, WRITE)]);
     assert_eq!((guest.interrupts(), guest.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 1));
@@ -249,7 +249,7 @@ fn interrupts_come_as_the_driver_wants_them() {
 }
 
 #[test]
-fn a_driver_that_is_not_ready_gets_no_interrupt() {
+fn driver_that_is_not_ready_gets_no_interrupt() {
     let guest = Guest::new();
     let before = guest.get(register::VIRTIO_MMIO_CONFIG_GENERATION);
     guest.control.set_target(3);
@@ -262,8 +262,9 @@ fn a_driver_that_is_not_ready_gets_no_interrupt() {
 }
 
 #[test]
-fn a_ring_that_refills_itself_is_served_in_portions() {
-    // The used ring lies over the driver's ring, so that each buffer that is given back offers another.
+fn ring_that_refills_itself_is_served_in_portions() {
+    // The used ring overlaps the driver's ring, so that each buffer that is given back offers
+    // another one.
     let mut guest = Guest::new();
     assert!(guest.negotiate(&[32, 1, 3, 5]));
     guest.queue(REPORTS);
@@ -281,10 +282,11 @@ fn a_ring_that_refills_itself_is_served_in_portions() {
 }
 
 #[test]
-fn a_device_goes_on_elsewhere_in_the_middle_of_things() {
+fn device_migrates_with_pending_buffers_and_interrupts() {
     let mut guest = reporter();
     guest.send(REPORTS, &[(0x1_8000, 0x1000, WRITE)]);
-    // Offered and not served, an interrupt not acknowledged, a queue half set up.
+    // A buffer that was offered and not served, an interrupt that was not acknowledged, and a queue
+    // that is partly set up.
     guest.put(REPORTS, &[(0x1_a000, 0x1000, WRITE)]);
     guest.set(register::VIRTIO_MMIO_QUEUE_SEL, 16);
     guest.set(register::VIRTIO_MMIO_QUEUE_NUM, 8);
@@ -293,14 +295,14 @@ fn a_device_goes_on_elsewhere_in_the_middle_of_things() {
     assert_eq!(there.device.save(), saved);
     assert_eq!((there.calls(), there.interrupts()), (vec![], 0));
     there.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
-    assert_eq!(there.interrupts(), 1, "what was told is told again");
+    assert_eq!(there.interrupts(), 1, "the pending interrupt is sent again");
     there.work();
     let drop = Call::Drop(crate::balloon::Why::Reported, vec![(0, 0x1a..0x1b)]);
     assert_eq!((there.calls(), there.used(REPORTS)), (vec![drop], 2));
 }
 
 #[test]
-fn state_that_cannot_be_is_refused_and_changes_nothing() {
+fn invalid_state_is_refused_and_changes_nothing() {
     let guest = reporter();
     let good = guest.device.save();
     type Harm = fn(&mut TransportSaved<BalloonSaved>);

@@ -1,4 +1,4 @@
-//! The device.
+//! The network device.
 
 use super::announce::Announce;
 use super::metrics::{Metrics, NetFigures, add};
@@ -13,12 +13,13 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_NET;
 use virtio_bindings::virtio_net as net;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
-/// Most entries of a queue for frames: what Linux's driver and QEMU's device have.
+/// Maximum number of entries of a queue for frames, as in Linux's driver and QEMU's device.
 const QUEUE_SIZE: u16 = 256;
-/// Commands come one at a time.
+/// Maximum number of entries of the control queue. Commands come one at a time.
 const CONTROL_SIZE: u16 = 64;
 
-/// All that is offered, wherever the guest goes: a host's side that has less does without.
+/// Offered features, which are the same on every host. A host whose tap has fewer offloads does
+/// without them.
 const FEATURES: [u32; 14] = [
     net::VIRTIO_NET_F_CSUM,
     net::VIRTIO_NET_F_GUEST_CSUM,
@@ -36,12 +37,12 @@ const FEATURES: [u32; 14] = [
     net::VIRTIO_NET_F_GUEST_ANNOUNCE,
 ];
 
-/// What the status in the configuration can say; the bindings have them as 32 bits.
+/// Status field of the configuration. The bindings have its bits as 32-bit values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Status {
-    /// Frames can come and go.
+    /// True if the link is up.
     pub(super) link: bool,
-    /// The driver is to announce the guest.
+    /// True if the driver has been asked to announce the guest.
     pub(super) announce: bool,
 }
 
@@ -51,33 +52,36 @@ impl Status {
     }
 }
 
-/// Whether the thread that carries frames may.
+/// State of the thread that carries frames.
 #[derive(Debug, Clone, Copy)]
 struct Gate {
-    /// It is to begin nothing new.
+    /// True if the thread must begin nothing new.
     halted: bool,
-    /// It has put back all that it had.
+    /// True if the thread has put back all buffers that it had.
     parked: bool,
 }
 
-/// What the device, the thread that carries frames and everybody else share. Locks are held for a copy only, except `way`.
+/// State that the device, the thread that carries frames, and other threads share. Locks are held
+/// only for a copy, except `way`.
 #[derive(Debug)]
 pub(super) struct Shared<P> {
     pub(super) port: P,
     pub(super) signals: Arc<Signals>,
     pub(super) metrics: Metrics,
-    /// Held while frames are on their way between the port and the driver's buffers. Taken with the transport's lock held, and let go
-    /// without: a reset, which has that lock, waits until nothing reaches the driver's memory any more.
+    /// Held while frames move between the port and the driver's buffers. Taken with the transport's
+    /// lock held, and released without it. A reset, which holds that lock, waits until nothing
+    /// reaches the driver's memory any more.
     pub(super) way: Mutex<()>,
-    /// Counts drivers: what was taken from one is not given to the next. Changes with the transport's lock held.
+    /// Number of the current driver. Buffers of one driver are not given to the next. Changes with
+    /// the transport's lock held.
     pub(super) epoch: AtomicU64,
-    /// What the driver accepted; 0 while there is none.
+    /// Features that the driver accepted; 0 while no driver is ready.
     pub(super) features: AtomicU64,
     gate: Mutex<Gate>,
     options: Mutex<NetOptions>,
     status: Mutex<Status>,
     pub(super) announce: Announce,
-    /// The guest is a copy with an address of its own, which its driver does not use yet.
+    /// True if the guest is a copy with an address of its own, which its driver does not use yet.
     copied: AtomicBool,
 }
 
@@ -106,7 +110,7 @@ impl<P: FramePort> Shared<P> {
         lock(&self.gate).halted
     }
 
-    /// A driver accepted `features`, or none is there any more (0).
+    /// Records that a driver accepted `features`, or that there is no driver any more (0).
     pub(super) fn set_features(&self, features: u128) {
         let low = u64::try_from(features & u128::from(u64::MAX)).unwrap_or(0);
         self.features.store(low, Ordering::Release);
@@ -119,12 +123,12 @@ impl<P: FramePort> Shared<P> {
             ecn: csum && self.has(net::VIRTIO_NET_F_GUEST_ECN),
         };
         if let Err(error) = self.port.set_offloads(offloads) {
-            // Frames then come whole, which every driver takes.
-            tracing::warn!(%error, "the host's network interface has no offloads; frames are slower than they could be");
+            // Frames then arrive without offloads, which every driver accepts.
+            tracing::warn!(%error, "the host's network interface does not support offloads; the guest's network is slower than with offloads");
         }
     }
 
-    /// Asks the driver to announce the guest, if it knows how.
+    /// Asks the driver to announce the guest, if the driver supports it.
     pub(super) fn ask_announce(&self) {
         if self.has(net::VIRTIO_NET_F_GUEST_ANNOUNCE) {
             self.set_announce(true);
@@ -135,11 +139,11 @@ impl<P: FramePort> Shared<P> {
 }
 
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every change is a single assignment: a panic elsewhere cannot leave one half done.
+    // Every change is a single assignment, so a panic cannot leave one half done.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A network interface at the port `P`.
+/// Virtio network interface at the port `P`.
 #[derive(Debug)]
 pub struct Net<P> {
     shared: Arc<Shared<P>>,
@@ -147,7 +151,8 @@ pub struct Net<P> {
 }
 
 impl<P: FramePort> Net<P> {
-    /// A network interface without a driver; its thread is [halted](NetControl::halted) until the guest runs.
+    /// Returns a network interface without a driver. Its thread is [halted](NetControl::halted)
+    /// until the guest runs.
     #[must_use]
     pub fn new(options: NetOptions, port: P, signals: Arc<Signals>) -> Self {
         let shared = Shared {
@@ -166,7 +171,7 @@ impl<P: FramePort> Net<P> {
         Self { shared: Arc::new(shared), buffer: Buffer::default() }
     }
 
-    /// What other threads have of it.
+    /// Returns the handle for other threads.
     #[must_use]
     pub fn control(&self) -> NetControl<P> {
         NetControl { shared: Arc::clone(&self.shared) }
@@ -176,7 +181,7 @@ impl<P: FramePort> Net<P> {
         &self.shared
     }
 
-    /// One command; gives the bytes that were written.
+    /// Executes one command. Returns the number of bytes that were written.
     fn command<M: GuestMemory>(&self, memory: &M) -> u32 {
         let metrics = &self.shared.metrics;
         add(&metrics.commands, 1);
@@ -224,7 +229,7 @@ impl<P: FramePort> Net<P> {
     }
 }
 
-/// Class and command (5.1.6.5), wherever the driver has cut them.
+/// Returns class and command (5.1.6.5), however the driver has split them.
 fn command_head<M: GuestMemory>(parts: &[Part], memory: &M) -> Option<[u8; 2]> {
     let mut head = [0; 2];
     let mut got = 0;
@@ -252,7 +257,8 @@ impl<P: FramePort> Device for Net<P> {
     }
 
     fn read_config(&self, offset: u64, data: &mut [u8]) {
-        // 5.1.4: address, status, pairs of queues (only with a feature that is not offered; there is one), packet size.
+        // 5.1.4: address, status, number of queue pairs (needs a feature that is not offered; there
+        // is one pair), packet size.
         let NetOptions { mac, mtu } = self.shared.options();
         let fields = [self.shared.status().bits(), 1, mtu].map(u16::to_le_bytes);
         let bytes = [&mac.bytes()[..], fields.as_flattened()].concat();
@@ -260,12 +266,14 @@ impl<P: FramePort> Device for Net<P> {
     }
 
     fn write_config(&mut self, _: u64, _: &[u8]) {
-        // Nothing in it is the driver's (5.1.4.2: the address is, of drivers before 1.0).
+        // No field may be written by the driver (5.1.4.2: drivers before 1.0 may write the
+        // address).
     }
 
     fn activate(&mut self, features: u128, ready: &[u16]) {
         self.shared.set_features(features);
-        // What came before there was a driver may have offloads that it does not know, and is old.
+        // Frames from before the driver was ready are old and may use offloads that the driver does
+        // not support.
         self.shared.port.flush();
         self.shared.port.kicked();
         tracing::debug!(features, ?ready, "the guest's network driver is ready");
@@ -289,13 +297,13 @@ impl<P: FramePort> Device for Net<P> {
     }
 
     fn taken_away(&mut self, _: u16) {
-        // Until frames that are on their way have arrived. Buffers that were taken from it are not given back: there is nothing to
-        // give them back to.
+        // Waits until frames under way have arrived. Buffers that were taken from the queue are not
+        // given back, because the queue no longer exists.
         drop(lock(&self.shared.way));
     }
 
     fn reset(&mut self) {
-        // Until frames that are on their way have arrived.
+        // Waits until frames under way have arrived.
         let way = lock(&self.shared.way);
         self.shared.set_features(0);
         self.shared.set_announce(false);
@@ -305,7 +313,7 @@ impl<P: FramePort> Device for Net<P> {
     fn broken(&mut self, error: &RingError) {
         // Warns only once, because a guest could repeat the violation without limit.
         if self.shared.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::warn!(%error, "the guest's network driver did what it must not; its network rests until it is reset");
+            tracing::warn!(%error, "the guest's network driver broke the virtio rules; the network interface stops until the driver resets it");
         }
     }
 
@@ -318,8 +326,8 @@ impl<P: FramePort> Device for Net<P> {
     }
 }
 
-/// A network interface, for other threads than the vCPUs'. None of the methods waits for a request that is being processed, nor for
-/// guest memory.
+/// Handle of a network interface for threads other than the vCPUs'. No method waits for a request
+/// that is being processed or for guest memory.
 #[derive(Debug)]
 pub struct NetControl<P> {
     shared: Arc<Shared<P>>,
@@ -336,29 +344,32 @@ impl<P: FramePort> NetControl<P> {
         &self.shared
     }
 
-    /// The host's side.
+    /// Returns the host's end of the interface.
     #[must_use]
     pub fn port(&self) -> &P {
         &self.shared.port
     }
 
-    /// What happened so far.
+    /// Returns the counters.
     #[must_use]
     pub fn figures(&self) -> NetFigures {
         self.shared.metrics.figures()
     }
 
-    /// The guest's address: the one that it was made with, or came with.
+    /// Returns the guest's address: the one that the interface was created with, or the one that
+    /// was loaded.
     #[must_use]
     pub fn mac(&self) -> Mac {
         self.shared.options().mac
     }
 
-    /// Gives the interface another address, for a guest that is a copy and has not run here. Its state was loaded before.
+    /// Gives the interface another address, for a guest that is a copy and has not run on this
+    /// host. The guest's state must be loaded before.
     ///
-    /// A driver reads the address when it starts, so a driver that runs goes on with the old one until it is started again: Linux's re-reads
-    /// only the link's status when the configuration changes. Therefore the copy is not announced when it starts. Announcements of the
-    /// driver would lead the frames for the original's addresses to the copy.
+    /// A driver reads the address when it starts. A running driver keeps the old address until it
+    /// is started again, because Linux's driver re-reads only the link status when the
+    /// configuration changes. Therefore the copy is not announced when it starts. Announcements of
+    /// its driver would redirect the frames for the original's addresses to the copy.
     pub fn renew_mac(&self, mac: Mac) {
         self.shared.copied.store(true, Ordering::Release);
         self.shared.set_options(NetOptions { mac, ..self.shared.options() });
@@ -366,31 +377,32 @@ impl<P: FramePort> NetControl<P> {
         self.shared.signals.config_changed();
     }
 
-    /// Whether the guest has a driver for it.
+    /// Returns true if the guest has a driver for the interface.
     #[must_use]
     pub fn driver(&self) -> bool {
         self.shared.features.load(Ordering::Acquire) != 0
     }
 
-    /// Whether the thread that carries frames is to begin nothing new.
+    /// Returns true if the thread that carries frames must begin nothing new.
     #[must_use]
     pub fn halted(&self) -> bool {
         self.shared.halted()
     }
 
-    /// Has it begin nothing new, until the device is told that the guest runs.
+    /// Halts the thread that carries frames, until the device is told that the guest runs.
     pub fn halt(&self) {
         lock(&self.shared.gate).halted = true;
         self.shared.port.kicked();
     }
 
-    /// The thread has begun nothing since it was halted, and has [parked](super::Receiver::park).
+    /// Records that the thread has begun nothing since it was halted, and has
+    /// [parked](super::Receiver::park).
     pub fn parked(&self) {
         let mut gate = lock(&self.shared.gate);
         gate.parked = gate.halted;
     }
 
-    /// Halts it, and says whether it has parked.
+    /// Halts the thread that carries frames. Returns true if the thread has parked.
     fn quiesce(&self) -> bool {
         let parked = {
             let mut gate = lock(&self.shared.gate);
@@ -403,7 +415,7 @@ impl<P: FramePort> NetControl<P> {
         parked
     }
 
-    /// It may begin; if `moved`, the guest's neighbours are to learn where it is now.
+    /// Lets the thread begin again. If `moved`, the guest's location is announced to the network.
     fn resumed(&self, moved: bool) {
         *lock(&self.shared.gate) = Gate { halted: false, parked: false };
         if moved && !self.shared.copied.load(Ordering::Acquire) {
@@ -413,7 +425,7 @@ impl<P: FramePort> NetControl<P> {
         self.shared.port.kicked();
     }
 
-    /// The host's side is gone: the guest sees that the cable is out.
+    /// Reports that the host's end is gone. The guest sees that the link is down.
     pub fn unplugged(&self) {
         let was = std::mem::replace(&mut lock(&self.shared.status).link, false);
         if was {

@@ -1,4 +1,5 @@
-//! A network driver that does what bytes say, and a network that brings whatever it likes. For the fuzz target and for the tests.
+//! Network driver that follows arbitrary bytes, and a network that sends arbitrary frames. For the
+//! fuzz target and for the tests.
 
 use super::testing::{NetGuest, lock};
 use super::{ETHERNET, FRAME_MAX, HEADER, RX, TX};
@@ -9,16 +10,17 @@ use std::time::Instant;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vm_memory::{Bytes, GuestAddress};
 
-/// Most steps that are taken; bytes behind them are not looked at.
+/// Maximum number of steps. Bytes after the last step are not used.
 const STEPS: usize = 256;
-/// Most frames that wait on the wire: what is asked of memory is to be the device's, not this network's.
+/// Maximum number of frames that wait on the wire. The memory use of a run should be that of the
+/// device, not of this network.
 const WAITING: usize = 32;
 
-/// Does to a network interface what `bytes` say.
+/// Drives a network interface as `bytes` say.
 ///
 /// # Panics
-/// If something is sent that is no frame; if there is more work than a step can account for; if saved state is not loaded; or if the
-/// device panics.
+/// Panics if something is sent that is not a frame, if there is more work than a step can explain,
+/// if saved state is not loaded, or if the device panics.
 pub fn drive(bytes: &[u8]) {
     let mut choices = Choices(bytes);
     let mut guest = NetGuest::new();
@@ -34,13 +36,14 @@ pub fn drive(bytes: &[u8]) {
     }
 }
 
-/// What a driver does first, with features and queues as chosen.
+/// Initializes the driver, with features and queues as chosen.
 fn start(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     let left_out = u32::from(choices.word());
     let queues = choices.byte();
     let offered = super::testing::ALL.into_iter().zip(0..);
     let mut bits: Vec<u32> = offered.filter(|(_, n)| left_out >> n & 1 == 0).map(|(bit, _)| bit).collect();
-    // No event index, or indirect descriptors, which the specification lets go together with anything.
+    // The event index and indirect descriptors are left out in some runs. The specification allows
+    // both with any other feature.
     bits.retain(|bit| *bit != VIRTIO_RING_F_EVENT_IDX || queues & 8 == 0);
     bits.extend((queues & 16 == 0).then_some(28));
     bits.push(32);
@@ -62,7 +65,8 @@ fn step(guest: &mut NetGuest, choices: &mut Choices<'_>) {
         }
         5 | 6 => {
             let len = usize::from(choices.word()) % (FRAME_MAX + 10);
-            // A host's network gives a header at least. Bytes of one kind: a pattern byte by byte takes most of an instrumented run.
+            // The host's network gives at least a header. All other bytes are equal, because a
+            // pattern would take most of an instrumented run.
             let mut frame = vec![0; HEADER];
             frame.resize(HEADER + len, choices.byte());
             (frame[0], frame[1]) = (choices.byte() & 3, choices.byte() & 0x83);
@@ -90,7 +94,7 @@ fn step(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     }
 }
 
-/// Descriptors as chosen, and a head.
+/// Offers a chain of descriptors as chosen.
 fn chain(guest: &mut NetGuest, choices: &mut Choices<'_>, queue: u16) {
     let wanted = if queue == RX { WRITE } else { 0 };
     for _ in 0..choices.byte() % 5 {
@@ -112,7 +116,7 @@ fn chain(guest: &mut NetGuest, choices: &mut Choices<'_>, queue: u16) {
     let _ = guest.driver.memory.write_obj(index.wrapping_add(1), at);
 }
 
-/// The host does something.
+/// Performs an action of the host.
 fn host(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     match choices.byte() % 8 {
         0 => guest.sheltered = !guest.sheltered,
@@ -126,20 +130,20 @@ fn host(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     }
 }
 
-/// The device goes on with its state as saved, or damaged.
+/// Continues on another device with the state as it was saved or damaged.
 fn elsewhere(guest: &mut NetGuest, choices: &mut Choices<'_>) {
     let device = &guest.driver.device;
     let _ = device.quiesce(Instant::now());
     guest.receiver.park(device);
     guest.control.parked();
-    assert!(device.quiesce(Instant::now()), "it has parked");
+    assert!(device.quiesce(Instant::now()), "the interface has not parked");
     moved(&guest.driver, choices);
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn noise_neither_panics_nor_leaves_memory() {
+    fn noise_causes_no_panic_and_no_access_outside_memory() {
         crate::hostile::tests::noise(2000, super::drive);
     }
 }

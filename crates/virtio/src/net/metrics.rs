@@ -1,45 +1,46 @@
-//! What happened.
+//! Counters of a network interface.
 
 use crate::figures::figures;
 
 pub(super) use crate::figures::add;
 
 figures! {
-    Metrics, NetFigures, "What a network interface did since it was made; a reset by the driver changes nothing in it.";
-    /// Frames that the guest got.
+    Metrics, NetFigures, "Activity of a network interface since it was created. A reset by the driver does not change the counters.";
+    /// Frames that the guest received.
     rx_frames,
-    /// Bytes in them, without headers.
+    /// Bytes in received frames, without headers.
     rx_bytes,
-    /// Frames that were copied on their way to the guest, because it had few buffers or its memory was still coming.
+    /// Frames that were copied on the way to the guest, because it had few buffers or pages of its
+    /// memory were missing.
     rx_copied,
-    /// Frames for the guest that were longer than what it can take.
+    /// Frames to the guest that were dropped because they exceed what the guest can accept.
     rx_too_long,
-    /// Frames for the guest that it did not agree to take.
+    /// Frames to the guest that were dropped because the driver did not agree to their offloads.
     rx_unwanted,
-    /// Frames for the guest that were given up because it had no room for too long.
+    /// Frames to the guest that were dropped because the guest had no room for too long.
     rx_given_up,
-    /// Times that there was no room for a frame.
+    /// Number of times that a frame found no room.
     rx_full,
-    /// Receive buffers that made no sense.
+    /// Malformed receive buffers.
     rx_malformed,
     /// Frames that the guest sent.
     tx_frames,
-    /// Bytes in them, without headers.
+    /// Bytes in sent frames, without headers.
     tx_bytes,
-    /// Frames of the guest that the host's network did not take.
+    /// Frames from the guest that the host's network refused.
     tx_refused,
-    /// Times that the host's network had no room.
+    /// Number of times that the host's network had no room.
     tx_busy,
-    /// Transmit buffers that made no sense.
+    /// Malformed transmit buffers.
     tx_malformed,
     /// Commands on the control queue.
     commands,
-    /// Those that made no sense.
+    /// Malformed commands on the control queue.
     commands_malformed,
-    /// Times that the guest was asked to announce itself.
+    /// Number of times that the guest was asked to announce itself.
     announce_asked,
-    /// Times that it said it did.
+    /// Number of times that the guest confirmed an announcement.
     announce_done,
-    /// Rings that could not be followed.
+    /// Invalid rings.
     broken,
 }

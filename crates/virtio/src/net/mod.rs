@@ -1,25 +1,29 @@
 //! The network interface (virtio 1.2, section 5.1).
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | `device` | features, configuration, the control queue |
 //! | `rx` | frames to the guest |
-//! | `tx` | frames of the guest |
-//! | `announce` | telling neighbours where the guest is now |
-//! | `metrics` | what happened |
+//! | `tx` | frames from the guest |
+//! | `announce` | announcement of the guest's new location |
+//! | `metrics` | counters |
 //! | `persist` | saved state |
 //!
-//! # Who does the work
-//! [`Net`] is the device, which its transport owns; [`NetControl`] is what other threads have of it. Frames are carried by a thread of
-//! the VMM's with [`Receiver`] and [`Transmitter`], which go through the transport's lock to take buffers out of the queues and to give
-//! them back, and hold none while they wait for the host's network or for a page of guest memory that is still to come: vCPUs get at
-//! the registers meanwhile. A vCPU that notifies only wakes that thread ([`FramePort::kicked`]).
+//! # Threads
+//! [`Net`] is the device, which its transport owns. [`NetControl`] is the handle for other threads.
+//! A thread of the VMM carries frames with [`Receiver`] and [`Transmitter`]. They take the
+//! transport's lock to take buffers out of the queues and to give them back. They hold no lock
+//! while they wait for the host's network or for a missing page of guest memory, so vCPUs can
+//! access the registers meanwhile. A vCPU that notifies only wakes that thread
+//! ([`FramePort::kicked`]).
 //!
-//! What the thread has taken and not used it puts back when it [parks](Receiver::park), so saved state has no buffers in flight.
+//! When the thread [parks](Receiver::park), it puts back the buffers that it has taken and not
+//! used. Saved state therefore has no buffers in flight.
 //!
 //! # Frames
-//! A frame goes from the driver's buffers to the [`FramePort`] and back without a copy, behind the header that the driver made or
-//! gets: checksums and segmentation are the host's or the next guest's business. Frames are not interpreted here.
+//! A frame moves between the driver's buffers and the [`FramePort`] without a copy, after the
+//! header that the driver writes or reads. Checksums and segmentation are left to the host or the
+//! next guest. This module does not interpret frames.
 
 mod announce;
 mod device;
@@ -51,48 +55,51 @@ use std::str::FromStr;
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 
-/// Bytes of the header in front of each frame, in a driver's buffers and at the port (5.1.6).
+/// Size of the header in front of each frame, in a driver's buffers and at the port, in bytes
+/// (5.1.6).
 pub const HEADER: usize = 12;
 
-/// Bytes of an Ethernet header, without which there is no frame.
+/// Size of an Ethernet header in bytes. Every frame has one.
 const ETHERNET: usize = 14;
 
-/// Most bytes of a header and its frame: 64 KiB of segments, which offloads cut or join, behind an Ethernet header with two tags.
+/// Maximum size of a header and its frame in bytes: 64 KiB of segments, which offloads split or
+/// join, after an Ethernet header with two tags.
 pub const FRAME_MAX: usize = HEADER + ETHERNET + 8 + 65535;
 
-/// Largest packet of Ethernet as everybody has it.
+/// Size of the largest packet of standard Ethernet, in bytes.
 pub const MTU: u16 = 1500;
 
-/// Smallest packet that a network interface must carry (RFC 791).
+/// Size of the smallest packet that a network interface must carry, in bytes (RFC 791).
 const MTU_MIN: u16 = 68;
 
-/// The driver's receive queue.
+/// Index of the receive queue.
 pub const RX: u16 = 0;
-/// Its transmit queue.
+/// Index of the transmit queue.
 pub const TX: u16 = 1;
-/// Its control queue: the next after one pair, as there is one pair only.
+/// Index of the control queue, which follows the only queue pair.
 const CONTROL: u16 = 2;
 
 /// An Ethernet address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mac([u8; 6]);
 
-/// Text or bytes that are not the address of one interface.
+/// Error for text or bytes that are not the address of a single interface.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "'{0}' is no MAC address of an interface: six bytes as in 52:54:00:12:34:56, the first one even (odd is for groups), not all zeros"
+    "'{0}' is no MAC address of an interface; give six bytes as in 52:54:00:12:34:56, of which the first is even (odd means a group) and not all are zero"
 )]
 pub struct BadMac(String);
 
 impl Mac {
+    /// Returns the address of an interface with these bytes.
     /// # Errors
-    /// If it is a group's, or nobody's.
+    /// Fails if the address is a group address or all zeros.
     pub fn new(bytes: [u8; 6]) -> Result<Self, BadMac> {
         let mac = Self(bytes);
         if bytes[0] & 1 == 1 || bytes == [0; 6] { Err(BadMac(mac.to_string())) } else { Ok(mac) }
     }
 
-    /// One that nobody has assigned ("locally administered"), of `random` bytes: 46 bits of them count.
+    /// Returns a locally administered address from the `random` bytes, of which 46 bits are used.
     #[must_use]
     pub fn local(random: [u8; 6]) -> Self {
         let mut bytes = random;
@@ -100,7 +107,7 @@ impl Mac {
         Self(bytes)
     }
 
-    /// Its bytes, in the order in which they are sent.
+    /// Returns the bytes in transmission order.
     #[must_use]
     pub fn bytes(self) -> [u8; 6] {
         self.0
@@ -133,75 +140,78 @@ impl FromStr for Mac {
     }
 }
 
-/// Frames that a driver takes before they are whole, as it said.
+/// Offloads that a driver accepts in received frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Offloads {
-    /// Without a checksum.
+    /// Frames without a checksum.
     pub csum: bool,
-    /// Several segments of TCP over IPv4 in one.
+    /// Frames with several segments of TCP over IPv4.
     pub tso4: bool,
-    /// Likewise over IPv6.
+    /// Frames with several segments of TCP over IPv6.
     pub tso6: bool,
-    /// Such segments with congestion notification.
+    /// Such frames with explicit congestion notification.
     pub ecn: bool,
 }
 
-/// A frame that was received.
+/// Result of receiving a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Got {
-    /// Bytes that were written, header included.
+    /// Number of bytes that were written, header included.
     pub bytes: usize,
-    /// There were more, which are lost.
+    /// True if the frame was longer and its end was lost.
     pub cut: bool,
 }
 
-/// Why the port did not take or give a frame.
+/// Reason for which the port did not send or receive a frame.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
-    /// Not now: no frame is there, or no room.
+    /// No frame is waiting, or there is no room, at the moment.
     #[error("not now")]
     NotNow,
-    /// Not this one.
+    /// The port refuses this frame.
     #[error("a frame is refused")]
     Refused(#[source] io::Error),
-    /// Never again.
+    /// The host's interface no longer exists.
     #[error("the host's network interface is gone")]
     Gone(#[source] io::Error),
 }
 
-/// The host's side of the wire. Frames have a header of [`HEADER`] bytes in front, of which the port leaves the last two alone. None of
-/// the methods waits for anything but memory.
+/// Host's end of the network interface. Frames have a header of [`HEADER`] bytes in front, of which
+/// the port ignores the last two. No method waits for anything but memory.
 pub trait FramePort: Send + Sync + Debug {
-    /// Sends a frame that lies in `pieces`, one after the other.
+    /// Sends the frame that consists of `pieces`, in order.
     ///
     /// # Errors
-    /// [`PortError`]; the frame was not sent then.
+    /// Returns a [`PortError`]. The frame was not sent then.
     fn send<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> Result<(), PortError>;
 
-    /// Receives the next frame into `pieces`, one after the other. Marks nothing as written.
+    /// Receives the next frame into `pieces`, in order. The caller marks the pages as dirty.
     ///
     /// # Errors
-    /// [`PortError`]; `pieces` may have been written to unless it is [`PortError::NotNow`].
+    /// Returns a [`PortError`]. Unless it is [`PortError::NotNow`], `pieces` may have been written
+    /// to.
     fn receive<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> Result<Got, PortError>;
 
-    /// From now on frames may come with these offloads, and no others.
+    /// Sets the offloads that received frames may use from now on.
     ///
     /// # Errors
-    /// If the host does not have them.
+    /// Fails if the host does not support these offloads.
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
 
-    /// Loses all frames that wait to be received: they came before there was anybody.
+    /// Drops all frames that wait to be received, because they are from before the driver was
+    /// ready.
     fn flush(&self);
 
-    /// The driver, or whoever controls the device, has something for the thread that carries frames.
+    /// Wakes the thread that carries frames, because the driver or the owner of the device has
+    /// something for it.
     fn kicked(&self);
 }
 
-/// What a network interface is made of.
+/// Options of a network interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NetOptions {
-    /// Its address, until another one is loaded.
+    /// Address of the interface until another one is loaded.
     pub mac: Mac,
-    /// The largest packet that the host's side carries, in bytes; the guest is told.
+    /// Largest packet that the host's end carries, in bytes. The guest is told this value.
     pub mtu: u16,
 }

@@ -5,15 +5,16 @@ use super::{FramePort, MTU_MIN, Mac, NetOptions};
 use crate::device::QueueSpec;
 use serde::{Deserialize, Serialize};
 
-/// The network interface, apart from its registers and queues. Frames are not part of it: those that wait at the host's side, and no
-/// driver's buffer is half used when it is saved.
+/// State of a network interface, apart from its registers and queues. Frames are not part of the
+/// state: they wait at the host's end. No buffer of the driver is partly used when the state is
+/// saved.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NetSaved {
-    /// Its address.
+    /// Address of the interface.
     pub mac: [u8; 6],
-    /// The largest packet, as the guest was told.
+    /// Largest packet in bytes, as the guest was told.
     pub mtu: u16,
-    /// The driver has been asked to announce the guest and has not said that it did.
+    /// True if the driver has been asked to announce the guest and has not confirmed it.
     pub announce: bool,
 }
 
@@ -23,7 +24,8 @@ impl NetSaved {
         Self { mac: mac.bytes(), mtu, announce: net.shared().status().announce }
     }
 
-    /// Takes it up: the guest's address is what it was, whatever this side was made with.
+    /// Loads this state. The guest keeps its address, whatever address the interface was created
+    /// with.
     pub(super) fn load<P: FramePort>(
         &self,
         net: &mut Net<P>,
@@ -31,14 +33,14 @@ impl NetSaved {
     ) -> Result<bool, String> {
         let mac = Mac::new(self.mac).map_err(|error| error.to_string())?;
         if self.mtu < MTU_MIN {
-            return Err(format!("packets of at most {} bytes: no network has such", self.mtu));
+            return Err(format!("a largest packet of {} bytes is below the minimum of a network", self.mtu));
         }
         let (shared, here) = (net.shared(), net.shared().options());
         if here.mtu < self.mtu {
             tracing::warn!(
                 here = here.mtu,
                 guest = self.mtu,
-                "the guest sends larger packets than this host's interface carries; give the tap the same MTU on both hosts"
+                "the guest sends larger packets than this host's interface carries; set the same MTU on the tap of both hosts"
             );
         }
         shared.set_options(NetOptions { mac, mtu: self.mtu });

@@ -1,4 +1,5 @@
-//! Whatever driver and network do, in whatever order: frames arrive whole, in order and once.
+//! Property tests: for any order of actions of driver and network, frames arrive complete, in order
+//! and once.
 
 use super::testing::{ALL, NetGuest, as_got, frame, lock};
 use super::{HEADER, RX, TX};
@@ -9,15 +10,15 @@ use vm_memory::{Bytes, GuestAddress};
 
 #[derive(Debug, Clone)]
 enum Act {
-    /// The driver puts a receive buffer of these parts in.
+    /// The driver adds a receive buffer of these parts.
     Post(Vec<u32>),
-    /// A frame of so many bytes comes.
+    /// A frame of this many bytes arrives.
     Come(usize),
-    /// The driver sends a frame of so many bytes, cut there.
+    /// The driver sends a frame of this many bytes, split at these positions.
     Send(usize, Vec<usize>),
     Receive,
     Transmit,
-    /// The host takes so many frames.
+    /// The host accepts this many frames.
     Room(Option<u32>),
     Shelter(bool),
     Move,
@@ -36,18 +37,18 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// What driver and network know.
+/// Knowledge of driver and network.
 #[derive(Default)]
 struct Model {
     came: Vec<Vec<u8>>,
     got: Vec<Vec<u8>>,
     sent: Vec<Vec<u8>>,
     arrived: Vec<Vec<u8>>,
-    /// Descriptors of each buffer that is in a queue, in order.
+    /// Number of descriptors of each buffer in a queue, in order.
     in_use: [std::collections::VecDeque<usize>; 2],
     moves: usize,
     places: [u64; 2],
-    /// Bytes that a receive buffer must have.
+    /// Minimum size of a receive buffer, in bytes.
     least: u32,
 }
 
@@ -56,9 +57,9 @@ impl Model {
         usize::from(SIZE) - self.in_use[usize::from(queue)].iter().sum::<usize>()
     }
 
-    /// A place for `len` bytes of a queue's own half of memory.
+    /// Returns an address for `len` bytes in the queue's own half of memory.
     fn at(&mut self, queue: u16) -> u64 {
-        // 16 are in use at most.
+        // At most 16 addresses are in use.
         let place = &mut self.places[usize::from(queue)];
         *place += 1;
         let n = *place % 24;
@@ -75,7 +76,8 @@ impl Model {
 
     fn send(&mut self, guest: &mut NetGuest, len: usize, cuts: &[usize]) {
         let bytes = frame(u32::try_from(self.sent.len()).unwrap() + 1000, len);
-        // Places are taken only for what goes into the queue: else the next would lie where one is in use.
+        // Addresses are taken only for parts that go into the queue. Otherwise the next address
+        // could be in use.
         if self.free(TX) < cuts.len() + 1 {
             return;
         }
@@ -95,7 +97,7 @@ impl Model {
         self.sent.push(bytes);
     }
 
-    /// The driver looks what has been given back.
+    /// Lets the driver process the buffers that were given back.
     fn look(&mut self, guest: &mut NetGuest) {
         while let Some(frame) = guest.got() {
             let buffers = u16::from_le_bytes([frame[10], frame[11]]);
@@ -150,7 +152,7 @@ proptest! {
     #![proptest_config(ProptestConfig { max_shrink_iters: 2000, ..ProptestConfig::with_cases(300) })]
 
     #[test]
-    fn frames_arrive_whole_in_order_and_once(
+    fn frames_arrive_complete_in_order_and_once(
         acts in prop::collection::vec(act(), 1..120),
         merge: bool,
         event_idx: bool,
@@ -165,12 +167,12 @@ proptest! {
         let mut came = model.came.iter();
         for got in &model.got {
             let buffers = u16::from_le_bytes([got[10], got[11]]);
-            prop_assert!(came.any(|frame| as_got(frame.clone(), buffers) == *got), "a frame that never came, or came before");
+            prop_assert!(came.any(|frame| as_got(frame.clone(), buffers) == *got), "a frame that was not sent, or arrived earlier");
         }
         let figures = guest.control.figures();
         prop_assert_eq!((figures.tx_malformed, figures.rx_malformed, figures.broken), (0, 0, 0));
         if merge {
-            // One that was kept for want of room is lost with its host.
+            // A frame that was held for want of room is lost on its host.
             let lost = model.came.len() - model.got.len();
             prop_assert!(lost <= model.moves, "{} frames of {} are lost", lost, model.came.len());
         }

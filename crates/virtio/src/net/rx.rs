@@ -15,30 +15,33 @@ use virtio_bindings::virtio_net as net;
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{GuestMemory, VolatileSlice};
 
-/// No buffer is taken beyond so many parts: enough for a frame of 64 KiB in parts of 128 bytes.
+/// Maximum number of parts for which buffers are taken: enough for a frame of 64 KiB in parts of
+/// 128 bytes.
 const PARTS: usize = 512;
 
-/// How long a frame waits for room, before it is lost as any frame is for which there is none. A driver that works puts buffers in at
-/// once when it is interrupted; one that keeps too few would never get another frame.
+/// Time that a frame waits for room before it is dropped, as any frame without room is. A working
+/// driver adds buffers as soon as it is interrupted. A driver that keeps too few buffers would
+/// otherwise never get another frame.
 const GIVE_UP: Duration = Duration::from_secs(1);
 
-/// How it went on.
+/// Result of a receive step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum RxStep {
     /// No frame waits at the port.
     Dry,
-    /// There may be more.
+    /// More frames may be waiting.
     More,
-    /// The driver has no room, and notifies when it has. A frame that is kept meanwhile is given up at that time.
+    /// The driver has no room, and notifies when it has. A frame that is held meanwhile is dropped
+    /// at the given time.
     Full(Option<Instant>),
-    /// There is no driver.
+    /// No driver is ready.
     Off,
-    /// The port is gone.
+    /// The port no longer exists.
     Gone,
 }
 
-/// A buffer that was taken and is not used yet.
+/// Buffer that was taken and is not used yet.
 #[derive(Debug, Clone, Copy)]
 struct Posted {
     head: u16,
@@ -46,24 +49,24 @@ struct Posted {
     bytes: usize,
 }
 
-/// What is on its way to the guest.
+/// Next frame on its way to the guest.
 enum Next {
-    /// A frame of so many bytes, in the driver's buffers.
+    /// A frame of this many bytes is in the driver's buffers.
     Placed(usize),
-    /// A frame is kept here.
+    /// A frame is held in `scratch`.
     Held,
-    /// One that nobody gets.
+    /// A frame was lost.
     Lost,
-    /// None, for this reason.
+    /// There is no frame, for this reason.
     None(RxStep),
 }
 
-/// What a driver agreed to.
+/// Terms that a driver agreed to.
 #[derive(Debug, Clone, Copy)]
 struct Terms {
-    /// A frame may lie in several buffers.
+    /// True if a frame may occupy several buffers.
     mergeable: bool,
-    /// A frame has at most so many bytes, header included.
+    /// Maximum size of a frame in bytes, header included.
     longest: usize,
     csum: bool,
     tso4: bool,
@@ -87,7 +90,8 @@ impl Terms {
         }
     }
 
-    /// Whether a frame may have a header that begins with `flags` and `gso` (5.1.6.4.1): offloads change while frames wait.
+    /// Returns true if a frame may have a header that begins with `flags` and `gso` (5.1.6.4.1).
+    /// The offloads can change while frames wait.
     fn allow(self, [flags, gso]: [u8; 2]) -> bool {
         let (flags, gso) = (u32::from(flags), u32::from(gso));
         let kind = match gso & !net::VIRTIO_NET_HDR_GSO_ECN {
@@ -101,26 +105,27 @@ impl Terms {
     }
 }
 
-/// Carries frames from the port to the driver.
+/// Carrier of frames from the port to the driver.
 #[derive(Debug)]
 pub struct Receiver<P> {
     control: NetControl<P>,
     epoch: u64,
-    /// Taken in this order and used in this order, so that the last can be put back.
+    /// Buffers in the order in which they were taken. They are used in this order, so that the last
+    /// ones can be put back.
     posted: VecDeque<Posted>,
-    /// Their parts: `parts.len() == sum of posted.parts`.
+    /// Parts of the buffers: `parts.len() == sum of posted.parts`.
     parts: VecDeque<Part>,
-    /// `room == sum of posted.bytes`.
+    /// Room in bytes: `room == sum of posted.bytes`.
     room: usize,
     buffer: Buffer,
     used: Vec<(u16, u32)>,
     scratch: Vec<u8>,
-    /// A frame of so many bytes is in `scratch`, since then.
+    /// Size of the frame in `scratch`, and the time at which it arrived.
     held: Option<(usize, Instant)>,
 }
 
 impl<P: FramePort> Receiver<P> {
-    /// For the device of `control`.
+    /// Returns the receiver for the device of `control`.
     #[must_use]
     pub fn new(control: NetControl<P>) -> Self {
         Self {
@@ -138,8 +143,9 @@ impl<P: FramePort> Receiver<P> {
 
     /// Carries a portion of the frames that wait at the port.
     ///
-    /// While pages of guest memory may be missing (`sheltered`), frames are received here first: the host's network then never waits
-    /// for a page within a system call, which nothing could interrupt.
+    /// While pages of guest memory may be missing (`sheltered`), frames are first received into a
+    /// buffer of the VMM. The host's network then never waits for a missing page inside a system
+    /// call, which could not be interrupted.
     pub fn receive<M: GuestMemory>(
         &mut self,
         transport: &MmioTransport<Net<P>>,
@@ -164,7 +170,8 @@ impl<P: FramePort> Receiver<P> {
         })
     }
 
-    /// Puts back what was taken and not used. A frame that is kept for want of room stays: it is of this host's network.
+    /// Puts back the buffers that were taken and not used. A frame that is held for want of room
+    /// stays, because it belongs to this host's network.
     pub fn park(&mut self, transport: &MmioTransport<Net<P>>) {
         let shared = Arc::clone(self.control.shared());
         let count = u16::try_from(self.posted.len()).unwrap_or(u16::MAX);
@@ -179,7 +186,7 @@ impl<P: FramePort> Receiver<P> {
         self.held = held;
     }
 
-    /// What was a driver's that is gone.
+    /// Drops all buffers of a driver that is gone.
     fn forget(&mut self) {
         self.posted.clear();
         self.parts.clear();
@@ -219,7 +226,8 @@ impl<P: FramePort> Receiver<P> {
                 self.refuse(head);
                 continue;
             }
-            // More than any frame has is never used, and sums stay small.
+            // A buffer beyond the size of any frame is never used completely. The limit keeps sums
+            // small.
             let bytes = bytes.min(FRAME_MAX);
             let before = self.parts.len();
             self.parts.extend(parts.iter().filter(|part| part.len > 0));
@@ -229,8 +237,8 @@ impl<P: FramePort> Receiver<P> {
         self.hand_back(shared, queue, memory)
     }
 
-    /// The buffer at `head` is of no use. Those before it go back with it, unused, because what is [put back](VirtQueue::put_back) must
-    /// be the last that was taken.
+    /// Refuses the buffer at `head`. The buffers before it are given back unused as well, because
+    /// [put back](VirtQueue::put_back) works only on the buffers that were taken last.
     fn refuse(&mut self, head: u16) {
         self.used.extend(self.posted.drain(..).map(|posted| (posted.head, 0)));
         self.used.push((head, 0));
@@ -268,7 +276,8 @@ impl<P: FramePort> Receiver<P> {
         self.hand_back(shared, queue, memory)?;
         if matches!(step, RxStep::Full(_)) {
             add(&shared.metrics.rx_full, 1);
-            // Those that would be too many stay there and are no room.
+            // Buffers that would exceed the maximum number of parts stay in the queue and do not
+            // count as room.
             if queue.empty(memory)? == Progress::More && self.parts.len() < PARTS {
                 return Ok(RxStep::More);
             }
@@ -276,11 +285,11 @@ impl<P: FramePort> Receiver<P> {
         Ok(step)
     }
 
-    /// Brings frames into the buffers that were taken.
+    /// Carries frames into the buffers that were taken.
     fn carry<M: GuestMemory>(&mut self, shared: &Shared<P>, memory: &M, sheltered: bool) -> RxStep {
         let terms = Terms::of(shared);
         let mut pieces: Vec<Slice<'_, M>> = Vec::with_capacity(self.parts.len());
-        // Where the pieces of each buffer end.
+        // Index of the last piece of each buffer, plus one.
         let mut ends = Vec::with_capacity(self.posted.len());
         let mut parts = self.parts.iter();
         for posted in &self.posted {
@@ -292,7 +301,7 @@ impl<P: FramePort> Receiver<P> {
             if shared.halted() {
                 break;
             }
-            // Those that the next frame may use: all, or the next buffer's.
+            // Pieces that the next frame may use: all, or those of the next buffer.
             let end = if terms.mergeable { pieces.len() } else { ends.get(buffers).copied().unwrap_or(from) };
             let bytes = match self.next(shared, terms, &pieces[from..end], sheltered) {
                 Next::Placed(bytes) => bytes,
@@ -305,7 +314,7 @@ impl<P: FramePort> Receiver<P> {
                 Next::None(step) => return step,
             };
             if !terms.csum {
-                // 5.1.6.4.1: not even that the host has looked at the checksum.
+                // 5.1.6.4.1: such a driver is not even told that the host has checked the checksum.
                 slices::write(&pieces[from..end], 0, &[0]);
             }
             let used = self.consume(bytes);
@@ -318,7 +327,7 @@ impl<P: FramePort> Receiver<P> {
         RxStep::More
     }
 
-    /// Gets the next frame, into `pieces` if any frame fits there.
+    /// Receives the next frame, into `pieces` if any frame fits there.
     fn next<B: BitmapSlice>(
         &mut self,
         shared: &Shared<P>,
@@ -337,7 +346,7 @@ impl<P: FramePort> Receiver<P> {
             let written = match &result {
                 Ok(got) => got.bytes,
                 Err(PortError::NotNow) => 0,
-                // Who knows.
+                // The number of bytes that were written is unknown.
                 Err(_) => FRAME_MAX,
             };
             slices::mark(pieces, written);
@@ -361,7 +370,7 @@ impl<P: FramePort> Receiver<P> {
         }
         let mut head = [0; 2];
         if direct {
-            // The guest may have changed it by now, and be it to its own harm.
+            // The guest may have changed the header by now, which only harms the guest.
             slices::read(pieces, 0, &mut head);
         } else {
             head.copy_from_slice(&self.scratch[..2]);
@@ -377,8 +386,8 @@ impl<P: FramePort> Receiver<P> {
         Next::Held
     }
 
-    /// Copies the frame that is kept into `pieces`, if it fits there; says how long it is. One that cannot fit, or has waited too long,
-    /// is lost.
+    /// Copies the held frame into `pieces` if it fits, and returns its size. A frame that cannot
+    /// fit, or has waited too long, is dropped.
     fn unload<B: BitmapSlice>(
         &mut self,
         shared: &Shared<P>,
@@ -405,7 +414,7 @@ impl<P: FramePort> Receiver<P> {
         None
     }
 
-    /// Counts the buffers with the `bytes` of a frame as used; says how many they are.
+    /// Counts the buffers with the `bytes` of a frame as used. Returns their number.
     fn consume(&mut self, bytes: usize) -> u16 {
         let (mut left, mut count) = (bytes, 0);
         while left > 0 {

@@ -1,18 +1,18 @@
-//! A driver's buffers as pieces of memory.
+//! Buffers of a driver as slices of memory.
 
 use crate::queue::Part;
 use vm_memory::bitmap::{BS, BitmapSlice};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions, VolatileSlice};
 
-/// A piece of the memory `M`.
+/// Slice of the memory `M`.
 pub(super) type Slice<'a, M> = VolatileSlice<'a, BS<'a, <M as GuestMemory>::Bitmap>>;
 
-/// Bytes of `parts`, as their descriptors say.
+/// Returns the total length of `parts` in bytes.
 pub(super) fn total(parts: &[Part]) -> u64 {
     parts.iter().map(|part| u64::from(part.len)).sum()
 }
 
-/// Whether all of `parts` are in memory, and all are for the device to write if `writable`, or none is.
+/// Returns true if all of `parts` are in memory and have the direction `writable`.
 pub(super) fn sound<M: GuestMemory>(memory: &M, parts: &[Part], writable: bool) -> bool {
     let access = if writable { Permissions::Write } else { Permissions::Read };
     parts.iter().all(|part| {
@@ -25,12 +25,14 @@ pub(super) fn sound<M: GuestMemory>(memory: &M, parts: &[Part], writable: bool) 
 pub(super) fn push<'a, M: GuestMemory>(memory: &'a M, part: &Part, slices: &mut Vec<Slice<'a, M>>) {
     let len = usize::try_from(part.len).unwrap_or(usize::MAX);
     if let Ok(pieces) = memory.get_slices(GuestAddress(part.gpa), len, Permissions::ReadWrite) {
-        // None is left out: all of the part was found to be in memory, which does not change.
+        // No piece is left out: the part was found to be completely in memory, and memory does not
+        // change.
         slices.extend(pieces.map_while(Result::ok));
     }
 }
 
-/// Calls `each` with what `slices` have of the bytes `from..from + len`: a slice, where in it, and which of the bytes.
+/// Calls `each` for every piece of the bytes `from..from + len`, with a slice, the offset in it,
+/// and the range of the bytes.
 fn within<B: BitmapSlice>(
     slices: &[VolatileSlice<'_, B>],
     from: usize,
@@ -52,7 +54,7 @@ fn within<B: BitmapSlice>(
     }
 }
 
-/// Marks the first `bytes` as written: by a system call, which marks nothing. After it (hazards.md 4).
+/// Marks the first `bytes` as dirty, after a system call wrote them without marking (hazards.md 4).
 pub(super) fn mark<B: BitmapSlice>(slices: &[VolatileSlice<'_, B>], bytes: usize) {
     within(slices, 0, bytes, |slice, at, range| slice.bitmap().mark_dirty(at, range.len()));
 }
@@ -60,7 +62,7 @@ pub(super) fn mark<B: BitmapSlice>(slices: &[VolatileSlice<'_, B>], bytes: usize
 /// Writes `bytes` at `from`, as far as there is room.
 pub(super) fn write<B: BitmapSlice>(slices: &[VolatileSlice<'_, B>], from: usize, bytes: &[u8]) {
     within(slices, from, bytes.len(), |slice, at, range| {
-        // It lies within the slice.
+        // The range is within the slice.
         let _ = slice.write_slice(&bytes[range], at);
     });
 }

@@ -1,4 +1,4 @@
-//! A guest with a network interface, by hand, and a wire that is a list of frames.
+//! Guest with a network interface for tests, and a wire that is a list of frames.
 
 use super::{
     Announcer, FramePort, Got, HEADER, Mac, Net, NetControl, NetOptions, Offloads, PortError, RX, Receiver,
@@ -13,7 +13,7 @@ use virtio_bindings::virtio_net as net;
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, GuestAddress, VolatileSlice};
 
-/// What Linux's driver accepts.
+/// Features that Linux's driver accepts.
 pub(crate) const ALL: [u32; 15] = [
     net::VIRTIO_NET_F_CSUM,
     net::VIRTIO_NET_F_GUEST_CSUM,
@@ -35,15 +35,15 @@ pub(crate) const ALL: [u32; 15] = [
 
 pub(crate) const MAC: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
 
-/// The host's side: what was sent, what is to come.
+/// Host's end: frames that were sent, and frames to be received.
 #[derive(Debug, Default)]
 pub(crate) struct Wire {
     pub(crate) sent: Mutex<Vec<Vec<u8>>>,
-    /// Frames with their headers.
+    /// Frames to be received, with their headers.
     pub(crate) coming: Mutex<VecDeque<Vec<u8>>>,
     pub(crate) offloads: Mutex<Offloads>,
     pub(crate) kicks: AtomicU32,
-    /// Frames that it takes before it has no room; none for any number.
+    /// Number of frames that are accepted before there is no room; `None` for no limit.
     pub(crate) room: Mutex<Option<u32>>,
     pub(crate) gone: AtomicBool,
 }
@@ -99,7 +99,7 @@ impl FramePort for Wire {
     }
 }
 
-/// A guest with a network interface, and what its thread would have.
+/// Guest with a network interface and the state of the thread that carries frames.
 #[derive(Debug)]
 pub(crate) struct NetGuest {
     pub(crate) driver: Driver<Net<Wire>>,
@@ -108,21 +108,21 @@ pub(crate) struct NetGuest {
     pub(crate) transmitter: Transmitter<Wire>,
     pub(crate) announcer: Announcer<Wire>,
     pub(crate) sheltered: bool,
-    /// The parts of the buffer at each head of a queue, as they were put in.
+    /// Parts of the buffer at each head of a queue, as they were added.
     buffers: BTreeMap<(u16, u16), Vec<(u64, u32)>>,
-    /// The next place of each used ring.
+    /// Index of the next entry of each used ring.
     seen: BTreeMap<u16, u16>,
 }
 
 impl NetGuest {
-    /// One that runs and has no driver.
+    /// Returns a running guest without a driver.
     pub(crate) fn new() -> Self {
         let guest = Self::halted();
         guest.driver.device.resumed(crate::device::Resume::First).expect("it needs nothing");
         guest
     }
 
-    /// One that does not run yet.
+    /// Returns a guest that does not run yet.
     pub(crate) fn halted() -> Self {
         let mut control = None;
         let driver = Driver::new(memory(), |wiring| {
@@ -144,7 +144,7 @@ impl NetGuest {
         }
     }
 
-    /// One with a driver that accepts `bits`.
+    /// Returns a guest whose driver accepts `bits`.
     pub(crate) fn ready(bits: &[u32]) -> Self {
         let mut guest = Self::new();
         guest.driver.start(bits, &[RX, TX, 2]);
@@ -155,7 +155,8 @@ impl NetGuest {
         self.control.port()
     }
 
-    /// Puts a buffer into `queue`; as the driver's rings are small, the caller sees to it that there is room.
+    /// Adds a buffer to `queue`. The driver's rings are small, so the caller makes sure that there
+    /// is room.
     pub(crate) fn put(&mut self, queue: u16, parts: &[(u64, u32)]) {
         let flags = if queue == RX { WRITE } else { 0 };
         let at = GuestAddress(rings(queue) + AVAIL + 2);
@@ -190,7 +191,8 @@ impl NetGuest {
         TxStep::More
     }
 
-    /// The next buffer of `queue` that was given back: its head and the bytes written.
+    /// Returns the next buffer of `queue` that was given back: its head and the number of bytes
+    /// written.
     pub(crate) fn next_used(&mut self, queue: u16) -> Option<(u16, u32)> {
         let seen = self.seen.entry(queue).or_default();
         if *seen == self.driver.used(queue) {
@@ -203,7 +205,7 @@ impl NetGuest {
         Some((u16::try_from(head).expect("a head"), len))
     }
 
-    /// The content of the next buffer of the receive queue that was given back.
+    /// Returns the content of the next buffer of the receive queue that was given back.
     fn next_piece(&mut self) -> Option<Vec<u8>> {
         let (head, len) = self.next_used(RX)?;
         let (mut bytes, mut left) = (Vec::new(), usize::try_from(len).expect("small"));
@@ -218,7 +220,8 @@ impl NetGuest {
         Some(bytes)
     }
 
-    /// The next frame that the driver got, header included; empty for a buffer that came back unused.
+    /// Returns the next frame that the driver received, header included; empty for a buffer that
+    /// came back unused.
     pub(crate) fn got(&mut self) -> Option<Vec<u8>> {
         let mut frame = self.next_piece()?;
         if frame.is_empty() {
@@ -232,24 +235,26 @@ impl NetGuest {
         Some(frame)
     }
 
-    /// The same guest at another host: parked, saved, memory and state moved, and running.
+    /// Returns the same guest on another host: parked, saved, with memory and state moved, and
+    /// running.
     pub(crate) fn moved(self) -> Self {
         let there = self.loaded();
         there.driver.device.resumed(crate::device::Resume::Moved).expect("it needs nothing");
         there
     }
 
-    /// Takes its state to a new device, which does not run yet.
+    /// Moves the guest's state to a new device, which does not run yet.
     pub(crate) fn loaded(mut self) -> Self {
         let now = std::time::Instant::now();
-        assert!(!self.driver.device.quiesce(now), "its thread has not parked");
+        assert!(!self.driver.device.quiesce(now), "quiesced before the thread has parked");
         self.receiver.park(&self.driver.device);
         self.control.parked();
-        assert!(self.driver.device.quiesce(now), "it has parked");
+        assert!(self.driver.device.quiesce(now), "not quiesced after the thread has parked");
         let mut there = Self::halted();
         self.driver.move_to(&there.driver);
         there.driver.adopt(&self.driver);
-        // What waits at the old host's tap is lost on a real network; here it comes to the new one.
+        // On a real network, frames that wait at the old host's tap are lost. The tests move them
+        // to the new host.
         *lock(&there.wire().coming) = std::mem::take(&mut lock(&self.wire().coming));
         *lock(&there.wire().sent) = std::mem::take(&mut lock(&self.wire().sent));
         (there.buffers, there.seen, there.sheltered) = (self.buffers, self.seen, self.sheltered);
@@ -257,7 +262,7 @@ impl NetGuest {
     }
 }
 
-/// A frame of `len` bytes behind its header that no other `number` has.
+/// Returns a frame of `len` bytes after its header, whose content is unique for `number`.
 pub(crate) fn frame(number: u32, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; HEADER];
     let pattern =
@@ -266,7 +271,7 @@ pub(crate) fn frame(number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// It as a driver gets it, in `buffers` buffers.
+/// Returns the frame as a driver receives it, in `buffers` buffers.
 pub(crate) fn as_got(mut frame: Vec<u8>, buffers: u16) -> Vec<u8> {
     frame[HEADER - 2..HEADER].copy_from_slice(&buffers.to_le_bytes());
     frame

@@ -20,14 +20,14 @@ fn without(bits: &[u32]) -> NetGuest {
     NetGuest::ready(&ALL.into_iter().filter(|bit| !bits.contains(bit)).collect::<Vec<_>>())
 }
 
-/// `count` receive buffers of `len` bytes, from number `first` on.
+/// Adds `count` receive buffers of `len` bytes, from number `first` on.
 fn post(guest: &mut NetGuest, first: u64, count: u64, len: u32) {
     for n in first..first + count {
         guest.put(RX, &[(BUFFERS + n * u64::from(len), len)]);
     }
 }
 
-/// The status in the configuration.
+/// Returns the status from the configuration.
 fn status(guest: &NetGuest) -> u32 {
     guest.driver.config(6) & 0xffff
 }
@@ -37,7 +37,7 @@ fn come(guest: &NetGuest, frames: impl IntoIterator<Item = Vec<u8>>) {
 }
 
 #[test]
-fn the_guest_sees_its_address_the_link_and_the_size_of_packets() {
+fn guest_sees_address_link_and_packet_size() {
     let guest = guest();
     let mut bytes = [0; 12];
     for (at, byte) in (0u64..).zip(&mut bytes) {
@@ -55,7 +55,7 @@ fn the_guest_sees_its_address_the_link_and_the_size_of_packets() {
 }
 
 #[test]
-fn addresses_are_those_of_one_interface() {
+fn only_addresses_of_a_single_interface_are_valid() {
     assert_eq!("52:54:00:12:34:56".parse::<Mac>().unwrap().bytes(), MAC);
     assert_eq!("52:54:00:AB:cd:0f".parse::<Mac>().unwrap().to_string(), "52:54:00:ab:cd:0f");
     for bad in [
@@ -82,17 +82,21 @@ fn addresses_are_those_of_one_interface() {
 }
 
 #[test]
-fn a_frame_is_sent_as_it_lies_in_the_drivers_buffers() {
+fn frame_is_sent_from_the_drivers_buffers() {
     let mut guest = guest();
     let sent = frame(1, 100);
     guest.driver.memory.write_slice(&sent[..40], GuestAddress(FRAMES)).unwrap();
-    // Across the end of a page, with an empty part before.
+    // Crosses a page boundary, with an empty part before.
     guest.driver.memory.write_slice(&sent[40..], GuestAddress(FRAMES + 0xff0)).unwrap();
     guest.put(TX, &[(FRAMES, 40), (FRAMES, 0), (FRAMES + 0xff0, 72)]);
     let kicks = guest.wire().kicks.load(Ordering::Relaxed);
     guest.driver.notify(TX);
     assert_eq!(guest.wire().kicks.load(Ordering::Relaxed), kicks + 1, "the thread is woken");
-    assert_eq!((lock(&guest.wire().sent).len(), guest.driver.used(TX)), (0, 0), "and nothing else done");
+    assert_eq!(
+        (lock(&guest.wire().sent).len(), guest.driver.used(TX)),
+        (0, 0),
+        "a notification only wakes the thread"
+    );
     assert_eq!(guest.transmit(), TxStep::Done);
     assert_eq!(*lock(&guest.wire().sent), [sent]);
     assert_eq!((guest.next_used(TX), guest.driver.interrupts()), (Some((0, 0)), 1));
@@ -101,7 +105,7 @@ fn a_frame_is_sent_as_it_lies_in_the_drivers_buffers() {
 }
 
 #[test]
-fn what_is_no_frame_is_counted_and_given_back() {
+fn invalid_frame_is_counted_and_given_back() {
     let mut guest = guest();
     let longest = u32::try_from(FRAME_MAX).unwrap();
     for (parts, what) in [
@@ -123,13 +127,13 @@ fn what_is_no_frame_is_counted_and_given_back() {
     guest.driver.put(TX, &[(FRAMES, 60, WRITE)]);
     assert_eq!((guest.transmit(), guest.control.figures().tx_malformed), (TxStep::Done, 9));
     assert!(lock(&guest.wire().sent).is_empty() && !guest.driver.needs_reset());
-    // The longest that there is.
+    // The longest possible frame.
     guest.put(TX, &[(0, longest)]);
     assert_eq!((guest.transmit(), lock(&guest.wire().sent)[0].len()), (TxStep::Done, FRAME_MAX));
 }
 
 #[test]
-fn frames_that_the_host_has_no_room_for_wait_in_order() {
+fn frames_wait_in_order_while_the_host_has_no_room() {
     for sheltered in [false, true] {
         let mut guest = guest();
         guest.sheltered = sheltered;
@@ -149,13 +153,13 @@ fn frames_that_the_host_has_no_room_for_wait_in_order() {
 }
 
 #[test]
-fn the_guest_sees_a_cable_that_is_out() {
+fn guest_sees_that_the_link_is_down() {
     let mut guest = guest();
     guest.wire().gone.store(true, Ordering::Relaxed);
     guest.put(TX, &[(FRAMES, 60)]);
     post(&mut guest, 0, 4, 0x1000);
     assert_eq!((guest.transmit(), guest.receive()), (TxStep::Gone, RxStep::Gone));
-    assert_eq!(guest.driver.used(TX), 1, "its frames are lost, its buffers are not");
+    assert_eq!(guest.driver.used(TX), 1, "frames are lost, but buffers are given back");
     let before = guest.driver.interrupts();
     guest.control.unplugged();
     guest.control.unplugged();
@@ -163,11 +167,11 @@ fn the_guest_sees_a_cable_that_is_out() {
 }
 
 #[test]
-fn a_frame_comes_in_one_buffer_or_in_several() {
+fn frame_arrives_in_one_or_several_buffers() {
     for sheltered in [false, true] {
         let mut guest = guest();
         guest.sheltered = sheltered;
-        // 14 KiB and more: all frames are copied, as a frame of 64 KiB would not fit.
+        // With only 14 KiB of room all frames are copied, because a frame of 64 KiB would not fit.
         post(&mut guest, 0, 14, 1024);
         come(&guest, [frame(1, 60), frame(2, 1012), frame(3, 1013), frame(4, 4000)]);
         assert_eq!(guest.receive(), RxStep::Dry);
@@ -179,7 +183,7 @@ fn a_frame_comes_in_one_buffer_or_in_several() {
         let figures = guest.control.figures();
         assert_eq!((figures.rx_frames, figures.rx_bytes, figures.rx_copied), (4, 6085, 4));
     }
-    // With room for any frame: straight into the buffers, which the wire finds.
+    // With room for any frame, the port writes straight into the buffers.
     let mut guest = guest();
     post(&mut guest, 0, 1, 0x1_0000);
     guest.put(RX, &[(FRAMES, 100), (FRAMES + 0x100, 0x1000)]);
@@ -190,10 +194,10 @@ fn a_frame_comes_in_one_buffer_or_in_several() {
 }
 
 #[test]
-fn a_long_frame_goes_straight_into_many_buffers() {
+fn long_frame_is_received_directly_into_many_buffers() {
     let mut guest = guest();
     for n in 0..16 {
-        // Overlapping is the driver's own business; here they are as large as memory has room for.
+        // Buffers may overlap, which only concerns the driver. They are as large as memory allows.
         guest.put(RX, &[(0x1_8000 + 0x2000 * (n % 8), 0x2000)]);
     }
     let long = frame(7, 20_000);
@@ -204,9 +208,9 @@ fn a_long_frame_goes_straight_into_many_buffers() {
 }
 
 #[test]
-fn a_driver_without_mergeable_buffers_gets_each_frame_in_one() {
+fn driver_without_mergeable_buffers_gets_each_frame_in_one_buffer() {
     let mut guest = without(&[net::VIRTIO_NET_F_MRG_RXBUF]);
-    // The host's header separate from the frame, as such drivers do.
+    // Such drivers give the header a part of its own.
     for n in 0..4 {
         guest.put(RX, &[(BUFFERS + 0x1000 * n, 12), (BUFFERS + 0x1000 * n + 0x100, 1514)]);
     }
@@ -218,7 +222,7 @@ fn a_driver_without_mergeable_buffers_gets_each_frame_in_one() {
 }
 
 #[test]
-fn without_room_frames_wait_at_the_tap() {
+fn frames_wait_at_the_tap_without_room() {
     let mut guest = guest();
     come(&guest, [frame(1, 60), frame(2, 3000)]);
     assert_eq!(guest.receive(), RxStep::Full(None));
@@ -234,19 +238,20 @@ fn without_room_frames_wait_at_the_tap() {
 }
 
 #[test]
-fn a_frame_that_never_fits_is_given_up() {
+fn frame_that_never_fits_is_dropped() {
     let mut guest = guest();
     post(&mut guest, 0, 2, 512);
     come(&guest, [frame(1, 9000), frame(2, 60)]);
     let RxStep::Full(Some(at)) = guest.receive() else { panic!("there is no room") };
-    // Until the time at which the device gives the frame up. A busy host wakes this thread later, which changes nothing.
+    // Sleeps until the time at which the device drops the frame. A busy host wakes this thread
+    // later, which changes nothing.
     std::thread::sleep(at.saturating_duration_since(Instant::now()));
     assert_eq!((guest.receive(), guest.control.figures().rx_given_up), (RxStep::Dry, 1));
     assert_eq!(guest.got(), Some(as_got(frame(2, 60), 1)));
 }
 
 #[test]
-fn receive_buffers_that_make_no_sense_come_back_unused() {
+fn malformed_receive_buffers_are_given_back_unused() {
     let mut guest = guest();
     post(&mut guest, 0, 2, 1024);
     guest.driver.put(RX, &[(BUFFERS, 1024, 0)]);
@@ -272,12 +277,12 @@ fn receive_buffers_that_make_no_sense_come_back_unused() {
 }
 
 #[test]
-fn a_chain_without_end_stops_the_device() {
+fn endless_chain_stops_the_device() {
     for queue in [RX, TX] {
         let mut guest = guest();
         guest.driver.descriptor(queue, 0, (FRAMES, 60, 1 | if queue == RX { WRITE } else { 0 }, 0));
         guest.driver.offer(queue, 0);
-        // Or one of more bytes than there are addresses of 32 bits, which is as good as none.
+        // A chain of more than 2^32 bytes counts as endless as well.
         if queue == TX {
             guest.driver.descriptor(queue, 0, (FRAMES, u32::MAX, 1, 1));
             guest.driver.descriptor(queue, 1, (FRAMES, u32::MAX, 0, 0));
@@ -292,7 +297,7 @@ fn a_chain_without_end_stops_the_device() {
 }
 
 #[test]
-fn offloads_that_the_driver_does_not_know_do_not_reach_it() {
+fn frames_with_unsupported_offloads_are_dropped() {
     let header = |flags: u8, gso: u32| {
         let mut frame = frame(1, 60);
         (frame[0], frame[1]) = (flags, u8::try_from(gso).unwrap());
@@ -324,25 +329,25 @@ fn offloads_that_the_driver_does_not_know_do_not_reach_it() {
     post(&mut guest, 0, 1, 2048);
     come(&guest, [header(2, 0)]);
     let _ = guest.receive();
-    assert_eq!(guest.got().unwrap()[0], 0, "it does not hear of checksums at all");
+    assert_eq!(guest.got().unwrap()[0], 0, "a driver without checksum offload gets no flags");
 }
 
 #[test]
-fn frames_of_before_there_was_a_driver_are_gone() {
+fn frames_from_before_the_driver_was_ready_are_dropped() {
     let mut guest = NetGuest::new();
     come(&guest, [frame(1, 60)]);
     assert_eq!(guest.receive(), RxStep::Off);
     guest.driver.start(&ALL, &[RX, TX, 2]);
     post(&mut guest, 0, 1, 2048);
     assert_eq!((guest.receive(), guest.got()), (RxStep::Dry, None));
-    // And what was taken from one driver is not given to the next.
+    // Buffers of one driver are not given to the next.
     guest.driver.start(&ALL, &[RX, TX, 2]);
     come(&guest, [frame(2, 60)]);
     assert_eq!((guest.receive(), guest.driver.used(RX)), (RxStep::Full(None), 0));
 }
 
 #[test]
-fn the_control_queue_knows_one_command() {
+fn control_queue_supports_one_command() {
     let mut guest = guest();
     let send = |guest: &mut NetGuest, parts: &[(u64, u32, u16)], head: &[u8]| {
         guest.driver.memory.write_slice(head, GuestAddress(FRAMES)).unwrap();
@@ -356,7 +361,7 @@ fn the_control_queue_knows_one_command() {
     for parts in [&whole[..], &cut[..]] {
         assert_eq!(send(&mut guest, parts, &[3, 0]), (1, 0));
     }
-    // MAC filters, queue pairs, an announcement that does not exist.
+    // MAC filters, queue pairs, and an announcement command that does not exist.
     for head in [[1, 0], [4, 0], [3, 1], [0xff, 0xff]] {
         assert_eq!(send(&mut guest, &whole, &head), (1, 1), "{head:?}");
     }
@@ -377,7 +382,7 @@ fn the_control_queue_knows_one_command() {
 }
 
 #[test]
-fn a_guest_that_has_moved_is_announced_again_and_again() {
+fn migrated_guest_is_announced_repeatedly() {
     let guest = guest();
     assert_eq!((guest.announcer.announce(Instant::now()), status(&guest) & 2), (None, 0));
     let mut there = guest.moved();
@@ -389,10 +394,10 @@ fn a_guest_that_has_moved_is_announced_again_and_again() {
         assert_eq!(there.announcer.announce(now), Some(next), "not before its time");
         pauses.push((next - now).as_millis());
         now = next;
-        // The driver does as it is told.
+        // The driver executes the command.
         there.driver.memory.write_slice(&[3, 0], GuestAddress(FRAMES)).unwrap();
         there.driver.send(2, &[(FRAMES, 2, 0), (FRAMES + 0x100, 1, WRITE)]);
-        assert_eq!(status(&there) & 2, 0, "it says that it did");
+        assert_eq!(status(&there) & 2, 0, "the driver has confirmed the announcement");
     }
     assert!(now - begin > Duration::from_secs(1) && pauses.is_sorted(), "{pauses:?}");
     let expected = announcement(there.control.mac());
@@ -400,10 +405,10 @@ fn a_guest_that_has_moved_is_announced_again_and_again() {
     assert!(sent.len() == pauses.len() + 1 && sent.iter().all(|frame| *frame == expected), "{sent:?}");
     let figures = there.control.figures();
     assert_eq!((figures.announce_asked, figures.announce_done), (6, 5));
-    // A guest that only stood still has not moved; what it was last asked it may still answer.
+    // A guest that was only paused has not moved. It may still answer the last request.
     there.driver.device.resumed(crate::device::Resume::Again).unwrap();
     assert_eq!(there.announcer.announce(Instant::now()), None);
-    // And one without the feature is announced all the same.
+    // A guest without the feature is announced by the VMM all the same.
     let there = without(&[net::VIRTIO_NET_F_GUEST_ANNOUNCE]).moved();
     assert_eq!(status(&there), 1);
     assert!(there.announcer.announce(Instant::now()).is_some());
@@ -425,7 +430,7 @@ fn copy_with_new_address_is_not_announced_and_its_driver_is_told() {
     assert_eq!((status(&there), there.driver.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 2));
     assert_eq!(there.announcer.announce(Instant::now()), None);
     assert_eq!(*lock(&there.wire().sent), [[0u8; 0]; 0]);
-    // When the copy itself moves on, it is announced.
+    // When the copy itself migrates, it is announced.
     let third = there.moved();
     assert!(third.announcer.announce(Instant::now()).is_some());
     assert_eq!(*lock(&third.wire().sent), [announcement(mac)]);
@@ -433,7 +438,7 @@ fn copy_with_new_address_is_not_announced_and_its_driver_is_told() {
 }
 
 #[test]
-fn a_guest_goes_on_elsewhere_with_its_address_and_its_buffers() {
+fn guest_migrates_with_its_address_and_buffers() {
     let mut guest = guest();
     post(&mut guest, 0, 6, 1024);
     come(&guest, [frame(1, 60), frame(2, 2000)]);
@@ -469,7 +474,7 @@ fn nothing_begins_while_the_guest_does_not_run() {
 }
 
 #[test]
-fn saved_state_that_no_network_has_is_refused() {
+fn invalid_saved_state_is_refused() {
     let guest = guest();
     let saved = guest.driver.device.save();
     for (mac, mtu, what) in
@@ -483,7 +488,7 @@ fn saved_state_that_no_network_has_is_refused() {
 }
 
 #[test]
-fn a_flood_is_carried_with_one_interrupt_a_portion() {
+fn flood_of_frames_causes_one_interrupt_per_portion() {
     let mut guest = guest();
     post(&mut guest, 0, u64::from(SIZE), 2048);
     come(&guest, (0..u32::from(SIZE)).map(|n| frame(n, 1000)));

@@ -1,4 +1,4 @@
-//! Frames of the guest.
+//! Frames from the guest.
 
 use super::device::{Net, NetControl, Shared, lock};
 use super::metrics::add;
@@ -11,33 +11,34 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use vm_memory::{GuestMemory, VolatileSlice};
 
-/// How it went on.
+/// Result of a transmit step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum TxStep {
-    /// The queue is empty; the driver notifies when it is not.
+    /// The queue is empty, and the driver notifies when it is not.
     Done,
-    /// There may be more.
+    /// More frames may be in the queue.
     More,
     /// The port has no room at the moment.
     Busy,
-    /// There is no driver.
+    /// No driver is ready.
     Off,
-    /// The port is gone; frames are lost.
+    /// The port no longer exists, and frames are lost.
     Gone,
 }
 
-/// A frame that was taken.
+/// Frame that was taken out of the queue.
 #[derive(Debug, Clone, Copy)]
 struct Chain {
     head: u16,
-    /// Its first part in the list of all, and how many it has; none if it is not a frame.
+    /// Index of the frame's first part in the list of all parts, and the number of its parts; 0 if
+    /// the chain is not a frame.
     first: usize,
     parts: usize,
     bytes: usize,
 }
 
-/// Carries frames from the driver to the port.
+/// Carrier of frames from the driver to the port.
 #[derive(Debug)]
 pub struct Transmitter<P> {
     control: NetControl<P>,
@@ -50,7 +51,7 @@ pub struct Transmitter<P> {
 }
 
 impl<P: FramePort> Transmitter<P> {
-    /// For the device of `control`.
+    /// Returns the transmitter for the device of `control`.
     #[must_use]
     pub fn new(control: NetControl<P>) -> Self {
         Self {
@@ -64,10 +65,11 @@ impl<P: FramePort> Transmitter<P> {
         }
     }
 
-    /// Carries a portion of what is in the queue. Nothing of the driver's is left with it after this.
+    /// Carries a portion of the frames in the queue. Holds no buffer of the driver after this.
     ///
-    /// While pages of guest memory may be missing (`sheltered`), a frame is copied before it is sent: whoever ends such a guest wakes
-    /// those that wait for its pages with something else in them, and the device is [halted](NetControl::halt) before.
+    /// While pages of guest memory may be missing (`sheltered`), a frame is copied before it is
+    /// sent. Ending such a guest wakes the threads that wait for its pages with other content in
+    /// the pages, and the device is [halted](NetControl::halt) before.
     pub fn transmit<M: GuestMemory>(
         &mut self,
         transport: &MmioTransport<Net<P>>,
@@ -110,7 +112,7 @@ impl<P: FramePort> Transmitter<P> {
         Ok(())
     }
 
-    /// Sends what was taken; says how many chains are done with.
+    /// Sends the frames that were taken. Returns the number of chains that are done.
     fn carry<M: GuestMemory>(&mut self, shared: &Shared<P>, memory: &M, sheltered: bool) -> (usize, TxStep) {
         let metrics = &shared.metrics;
         let mut pieces: Vec<Slice<'_, M>> = Vec::new();
@@ -159,7 +161,7 @@ impl<P: FramePort> Transmitter<P> {
         (self.chains.len(), if gone { TxStep::Gone } else { TxStep::More })
     }
 
-    /// Gives back what was sent, and puts back the rest.
+    /// Gives back the buffers that were sent, and puts back the rest.
     fn give<M: GuestMemory>(
         &mut self,
         shared: &Shared<P>,
@@ -169,7 +171,7 @@ impl<P: FramePort> Transmitter<P> {
         step: TxStep,
     ) -> Result<TxStep, RingError> {
         if shared.epoch.load(Ordering::Acquire) != self.epoch {
-            // They were another driver's.
+            // The buffers belonged to another driver.
             return Ok(TxStep::More);
         }
         let (done, rest) = self.chains.split_at(sent);

@@ -1,4 +1,4 @@
-//! The device.
+//! The random number device.
 
 use super::metrics::{Metrics, RngFigures, add};
 use super::timer::Timer;
@@ -15,20 +15,20 @@ use virtio_bindings::virtio_ids::VIRTIO_ID_RNG;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
 const QUEUE: u16 = 0;
-/// Most entries of the queue. Drivers have one buffer in it.
+/// Maximum number of entries of the queue. Drivers keep one buffer in it.
 const QUEUE_SIZE: u16 = 16;
-/// How much is asked of the kernel at once, in bytes.
+/// Number of bytes that are requested from the kernel at once.
 const CHUNK: usize = 4096;
-/// With less than this left a driver waits: few bytes at a time are more trouble than they are worth.
+/// Budget in bytes below which a driver waits, because few bytes at a time are not worth the work.
 const LEAST: u64 = CHUNK as u64;
-/// It waits for so much more: a few wakeups a second are enough.
+/// Budget in bytes at which a waiting driver is served again: a few wake-ups per second are enough.
 const REFILL: u64 = BURST / 2;
 
-/// Nothing: there is no state but the queue. What is drawn after a move is drawn there.
+/// Saved state of the device, which is empty: only the queue has state.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngSaved {}
 
-/// A budget that fills up with time: `0 <= left <= BURST` bytes.
+/// Budget that fills up with time: `0 <= left <= BURST` bytes.
 #[derive(Debug)]
 struct Budget {
     left: u64,
@@ -40,12 +40,13 @@ impl Budget {
         Self { left: BURST, at }
     }
 
-    /// What there is at `now`.
+    /// Returns the budget at `now`, in bytes.
     fn left(&mut self, now: Instant) -> u64 {
         let elapsed = now.saturating_duration_since(self.at);
         let more = elapsed.as_nanos().saturating_mul(BYTES_PER_SECOND.into()) / 1_000_000_000;
         if more > 0 {
-            // What is less than a byte's time is lost; that makes the guest a little slower, never faster.
+            // A remainder of less than a byte's time is lost, which makes the guest slightly
+            // slower, never faster.
             self.left = BURST.min(self.left.saturating_add(u64::try_from(more).unwrap_or(BURST)));
             self.at = now;
         }
@@ -57,7 +58,7 @@ impl Budget {
     }
 }
 
-/// A source of random numbers.
+/// Virtio source of random numbers.
 #[derive(Debug)]
 pub struct Rng {
     signals: Arc<Signals>,
@@ -69,10 +70,10 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// One with its budget full.
+    /// Returns a device with a full budget.
     ///
     /// # Errors
-    /// If the host has no thread for it.
+    /// Fails if the host cannot create the device's thread.
     pub fn new(wiring: Wiring) -> io::Result<Self> {
         Ok(Self {
             signals: wiring.signals,
@@ -84,13 +85,14 @@ impl Rng {
         })
     }
 
-    /// What it did so far.
+    /// Returns the counters.
     #[must_use]
     pub fn figures(&self) -> RngFigures {
         self.metrics.figures()
     }
 
-    /// Serves buffers as long as there is a budget. Says whether the ring is to be looked at again right away.
+    /// Serves buffers as long as there is a budget. Returns whether the ring has to be checked
+    /// again right away.
     fn serve_some<M: GuestMemory>(
         &mut self,
         queue: &mut VirtQueue,
@@ -115,17 +117,17 @@ impl Rng {
                     written
                 }
                 Err(FillError::Buffer(error)) => {
-                    tracing::debug!(%error, "a guest's buffer for random numbers cannot be filled");
+                    tracing::debug!(%error, "cannot fill a guest's buffer for random numbers");
                     add(&self.metrics.malformed, 1);
                     0
                 }
                 Err(FillError::Host(error)) => {
-                    tracing::warn!(%error, "the host has no random numbers for its guest");
+                    tracing::warn!(%error, "the host cannot provide random numbers for the guest");
                     add(&self.metrics.host_errors, 1);
                     0
                 }
             };
-            // Also what is malformed costs something, or it could be sent for ever.
+            // A malformed buffer also uses up budget. Otherwise it could be sent without limit.
             self.budget.spend(written.max(1));
             queue.give_back(memory, self.buffer.head(), u32::try_from(written).unwrap_or(u32::MAX))?;
             *used = true;
@@ -139,7 +141,7 @@ enum FillError {
     Host(io::Error),
 }
 
-/// Fills `bytes` by the kernel's system call, which gives many bytes in parts when a signal comes.
+/// Fills `bytes` with the kernel's system call, which returns fewer bytes when a signal arrives.
 fn draw(mut bytes: &mut [u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         match rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty()) {
@@ -151,7 +153,7 @@ fn draw(mut bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Fills `buffer` from its beginning, with at most `most` bytes; says with how many.
+/// Fills `buffer` from its start with at most `most` bytes. Returns the number of bytes.
 fn fill<M: GuestMemory>(buffer: &Buffer, memory: &M, most: u64) -> Result<u64, FillError> {
     if buffer.parts().iter().any(|part| !part.writable) {
         return Err(FillError::Buffer(BufferError::Direction));
@@ -192,7 +194,7 @@ impl Device for Rng {
 
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError> {
         if self.resting {
-            // The timer rang late. The ring is looked at when the guest runs again.
+            // The timer rang late. The ring is checked when the guest runs again.
             return Ok(Progress::Done);
         }
         let mut used = false;
@@ -218,7 +220,7 @@ impl Device for Rng {
     fn broken(&mut self, error: &RingError) {
         // Warns only once, because a guest could repeat the violation without limit.
         if self.metrics.broken.fetch_add(1, Ordering::Relaxed) == 0 {
-            tracing::warn!(%error, "the guest's driver for random numbers did what it must not; the device rests until it is reset");
+            tracing::warn!(%error, "the guest's driver for random numbers broke the virtio rules; the device stops until the driver resets it");
         }
     }
 

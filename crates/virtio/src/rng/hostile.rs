@@ -1,19 +1,19 @@
-//! A driver of a source of random numbers that does what bytes say: anything. For the fuzz target and for the tests, which run it on
-//! seeded noise.
+//! Driver of a random number device that follows arbitrary bytes, for the fuzz target and for the
+//! tests, which run it on seeded noise.
 
 use super::Rng;
 use crate::hostile::{Choices, STEPS, chain, moved, registers, scribble};
 use crate::testing::{Driver, WRITE, memory};
 use std::time::{Duration, Instant};
 
-/// Guard against hangs, as `vmferry_testkit::PATIENCE`: feature `hostile` has no development
-/// dependencies.
+/// Time limit that guards against hangs, as `vmferry_testkit::PATIENCE` does. Feature `hostile` has
+/// no development dependencies.
 const SOON: Duration = Duration::from_secs(180);
 
-/// Does to it what `bytes` say.
+/// Drives a random number device as `bytes` say.
 ///
 /// # Panics
-/// If the device panics, or saved state is not loaded.
+/// Panics if the device panics, or if saved state is not loaded.
 pub fn drive(bytes: &[u8]) {
     let mut choices = Choices(bytes);
     let mut guest = Driver::new(memory(), |wiring| Rng::new(wiring).expect("a thread"));
@@ -26,7 +26,7 @@ pub fn drive(bytes: &[u8]) {
     }
 }
 
-/// What a driver does first.
+/// Initializes the driver.
 fn start(guest: &mut Driver<Rng>, choices: &mut Choices<'_>) {
     let wanted = choices.byte();
     let bits: Vec<u32> = [28, 29]
@@ -52,14 +52,15 @@ fn step(guest: &mut Driver<Rng>, choices: &mut Choices<'_>) {
         2 => scribble(guest, choices),
         3 | 4 => registers(guest, choices),
         5 => {
-            // Its timer may ring at this very moment, on its own thread, which has the ring for as long as that takes.
-            assert!(guest.device.quiesce(Instant::now() + SOON), "it has nothing under way");
+            // The timer may ring at this moment on its own thread, which then holds the ring for a
+            // short time.
+            assert!(guest.device.quiesce(Instant::now() + SOON), "the device does not quiesce");
             moved(guest, choices);
             guest.work();
         }
         6 => start(guest, choices),
         _ => {
-            // A buffer that makes sense.
+            // Offers a valid buffer.
             let (gpa, len) = (choices.address(), choices.length());
             guest.descriptor(0, 0, (gpa, len, WRITE, 0));
             chain(guest, choices, 0);
@@ -70,9 +71,10 @@ fn step(guest: &mut Driver<Rng>, choices: &mut Choices<'_>) {
 
 #[cfg(test)]
 mod tests {
-    /// Noise for some seconds. (The fuzz target finds more, as it sees what it reaches.)
+    /// Runs noise for some seconds. (The fuzz target finds more, because it sees which code it
+    /// reaches.)
     #[test]
-    fn noise_neither_panics_nor_is_refused_its_state() {
+    fn noise_causes_no_panic_and_no_refused_state() {
         crate::hostile::tests::noise(2000, super::drive);
     }
 }

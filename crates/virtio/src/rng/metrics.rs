@@ -1,21 +1,21 @@
-//! What happened.
+//! Counters of the random number device.
 
 use crate::figures::figures;
 
 pub(super) use crate::figures::add;
 
 figures! {
-    Metrics, RngFigures, "What a source of random numbers did since it was made.";
-    /// Buffers filled, as far as they were.
+    Metrics, RngFigures, "Activity of a random number device since it was created.";
+    /// Buffers that were filled, at least in part.
     buffers,
-    /// Bytes given.
+    /// Bytes given to the guest.
     bytes,
-    /// How often a driver had to wait.
+    /// Number of times that a driver had to wait.
     waits,
-    /// Buffers that were not in memory, or not for the device to write.
+    /// Buffers that were not in memory or not writable by the device.
     malformed,
-    /// Rings that could not be followed.
+    /// Invalid rings.
     broken,
-    /// Refusals of the host.
+    /// Errors of the host.
     host_errors,
 }

@@ -1,4 +1,4 @@
-//! Tests of the source of random numbers.
+//! Tests of the random number device.
 
 use super::*;
 use crate::device::Resume;
@@ -29,14 +29,14 @@ fn data(guest: &Driver<Rng>, at: u64, len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn buffers_are_filled_and_nothing_around_them() {
+fn buffers_are_filled_and_memory_around_them_is_unchanged() {
     let (mut guest, metrics) = ready();
     assert_eq!(guest.get(register::VIRTIO_MMIO_DEVICE_ID), 4);
     guest.send(0, &[(DATA + 8, 64, WRITE), (DATA + 0x1000, 5000, WRITE)]);
     assert_eq!((guest.used(0), guest.used_len(0, 0), guest.interrupts()), (1, 5064, 1));
     let first = data(&guest, DATA, 80);
     assert_eq!((&first[..8], &first[72..]), (&[0; 8][..], &[0; 8][..]));
-    // One in 2^512.
+    // The probability of zeros is one in 2^512.
     assert_ne!(first[8..72], [0; 64]);
     let second = data(&guest, DATA + 0x1000, 5008);
     assert_eq!(second[5000..], [0; 8]);
@@ -50,7 +50,7 @@ fn buffers_are_filled_and_nothing_around_them() {
 }
 
 #[test]
-fn buffers_that_make_no_sense_are_given_back() {
+fn malformed_buffers_are_given_back() {
     let (mut guest, metrics) = ready();
     for parts in [vec![(DATA, 64, 0)], vec![(0x5_0000, 64, WRITE)], vec![(DATA, 64, 0), (DATA, 64, WRITE)]] {
         guest.send(0, &parts);
@@ -62,16 +62,16 @@ fn buffers_that_make_no_sense_are_given_back() {
 }
 
 #[test]
-fn a_guest_gets_no_more_than_its_share() {
+fn guest_gets_no_more_than_its_budget() {
     let (mut guest, metrics) = ready();
     let began = Instant::now();
-    // 32 KiB each: the third waits for what there is by then.
+    // With 32 KiB each, the third buffer has to wait for new budget.
     let mut got = 0;
     for n in 0..6u16 {
         guest.send(0, &[(DATA, 32 << 10, WRITE)]);
         vmferry_testkit::wait("the timer's bell", || guest.used(0) > n);
         let len = guest.used_len(0, n);
-        assert!(len > 0, "at least a byte");
+        assert!(len > 0, "an empty buffer");
         got += u64::from(len);
     }
     let elapsed = began.elapsed();
@@ -83,7 +83,7 @@ fn a_guest_gets_no_more_than_its_share() {
 }
 
 #[test]
-fn nothing_is_drawn_between_rest_and_resume() {
+fn nothing_is_drawn_between_quiesce_and_resume() {
     let (mut guest, metrics) = ready();
     guest.send(0, &[(DATA, 60 << 10, WRITE)]);
     guest.send(0, &[(DATA, 32 << 10, WRITE)]);
@@ -93,7 +93,7 @@ fn nothing_is_drawn_between_rest_and_resume() {
     guest.put(0, &[(DATA, 32 << 10, WRITE)]);
     assert!(guest.device.quiesce(Instant::now() + vmferry_testkit::PATIENCE));
     let (saved, used) = (guest.device.save(), guest.used(0));
-    // The timer would ring within this time. On a busy host a defect may go unseen here.
+    // The timer would ring within this time. On a busy host the test may miss a defect.
     std::thread::sleep(Duration::from_millis(100));
     assert_eq!((guest.device.save(), guest.used(0)), (saved, used));
     guest.device.resumed(Resume::Again).unwrap();

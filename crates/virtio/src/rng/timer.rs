@@ -1,4 +1,4 @@
-//! A thread that rings later.
+//! Thread that rings a doorbell at a later time.
 
 use crate::device::Doorbell;
 use std::io;
@@ -23,7 +23,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the next time to ring; false at the end.
+    /// Waits for the next time to ring. Returns false at the end.
     fn wait(&self) -> bool {
         let mut state = self.lock();
         while !state.ended {
@@ -43,7 +43,7 @@ impl Shared {
     }
 }
 
-/// The thread. It rings without any lock of its own.
+/// Timer thread. It rings without holding a lock of its own.
 #[derive(Debug)]
 pub(super) struct Timer {
     shared: Arc<Shared>,
@@ -63,7 +63,7 @@ impl Timer {
         Ok(Self { shared, thread: Some(thread) })
     }
 
-    /// Rings at `at`, instead of any other time.
+    /// Sets the time of the next ring to `at`, which replaces an earlier time.
     pub(super) fn ring_at(&self, at: Instant) {
         self.shared.lock().at = Some(at);
         self.shared.changed.notify_all();
@@ -74,11 +74,12 @@ impl Drop for Timer {
     fn drop(&mut self) {
         self.shared.lock().ended = true;
         self.shared.changed.notify_all();
-        // A bell that keeps the device alive while it rings may drop it last, and with it this: on the thread itself.
+        // A doorbell that keeps the device alive while it rings may be the last owner. It then
+        // drops the device and this timer on the timer's own thread.
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
-            // Its panic was printed when it happened.
+            // A panic of the thread was printed when it happened.
             let _ = thread.join();
         }
     }
