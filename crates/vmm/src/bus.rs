@@ -1,11 +1,13 @@
-//! The bus at which devices are mapped into the guest's physical memory.
+//! Bus that maps devices into the guest's physical memory.
 //!
-//! Device number n is [`STRIDE`] bytes after device n - 1, the first at [`BASE`], and has interrupt number n of [`LINES`]; so the order in
-//! which devices are plugged in is part of what both sides of a move must agree upon. All lie in the gigabyte below 4 GiB that is kept
-//! free of RAM.
+//! Device number n is [`STRIDE`] bytes after device n - 1, starts at [`BASE`] for n = 0, and has
+//! interrupt number n of [`LINES`]. Source and target of a migration must therefore plug in devices
+//! in the same order. All devices are in the gigabyte below 4 GiB, which has no RAM.
 //!
-//! A guest with ACPI finds them in the DSDT. One without is told on its command line, as Linux's driver reads it
-//! (Documentation/admin-guide/kernel-parameters.txt) and QEMU's microvm writes it: `virtio_mmio.device=512@0xd0000000:16`.
+//! A guest with ACPI finds the devices in the DSDT. A guest without ACPI is told of them on its
+//! command line, in the form that Linux's driver reads
+//! (Documentation/admin-guide/kernel-parameters.txt) and QEMU's microvm writes:
+//! `virtio_mmio.device=512@0xd0000000:16`.
 
 use crate::error::{Error, Result};
 use crate::state::{Sections, StateError};
@@ -16,103 +18,106 @@ use vmferry_engine::Section;
 use vmferry_virtio::device::Resume;
 use vmferry_virtio::mmio::{STATUS, WINDOW};
 
-/// Where the first device is.
+/// Address of the first device.
 const BASE: u64 = 0xd000_0000;
-/// From one device to the next: a page each, so that a guest can map them apart.
+/// Distance between devices: a page each, so that a guest can map them separately.
 const STRIDE: u64 = 0x1000;
-/// Interrupts in the order in which devices get them: first those of the I/O APIC that no PC has (16 and up go nowhere else), then those
-/// of a PC's that nothing here has. Each is for one device only, for they are edges.
+/// Interrupts in the order in which devices get them. First come the inputs of the I/O APIC that a
+/// PC does not use (16 and up), then those of a PC that this machine does not use. Each interrupt
+/// is for one device only, because it is edge triggered.
 const LINES: [u32; 12] = [16, 17, 18, 19, 20, 21, 22, 23, 5, 9, 10, 11];
 
-/// How long a device may take to finish what is under way.
+/// Time that a device may take to finish the work under way.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
-/// The second half of loading a device: takes up what was read.
+/// Second half of loading a device, which applies the state that was read.
 pub(crate) type Load<'a> = Box<dyn FnOnce() -> std::result::Result<(), StateError> + 'a>;
 
-/// A device that is mapped into memory. Registers are accessed from vCPUs' threads, several at once.
+/// Device that is mapped into memory. vCPU threads access its registers, several at once.
 pub(crate) trait MmioDevice: Send + Sync + Debug {
-    /// What it is: the name of its section.
+    /// Returns the name of the device, which is the name of its section.
     fn name(&self) -> &'static str;
 
-    /// The guest reads at `offset` of the window.
+    /// Reads at `offset` of the window for the guest.
     fn read(&self, offset: u64, data: &mut [u8]);
 
-    /// The guest writes there.
+    /// Writes at `offset` of the window for the guest.
     fn write(&self, offset: u64, data: &[u8]);
 
-    /// Whether the device has work left that it did not want to keep the vCPU for.
+    /// Returns true if the device has work left for which it did not keep the vCPU.
     fn due(&self) -> bool;
 
-    /// Does a portion of it; `false` if another thread is at it.
+    /// Does a portion of the work that is left. Returns false if another thread is doing it.
     fn work(&self) -> bool;
 
-    /// The vCPUs stand still: finishes what is under way, and begins nothing until [`resumed`](Self::resumed). `false` if that was not
-    /// possible by `deadline`.
+    /// Quiesces the device while the vCPUs are paused: finishes the work under way, and begins
+    /// nothing until [`resumed`](Self::resumed). Returns false if this was not possible by
+    /// `deadline`.
     fn quiesce(&self, deadline: Instant) -> bool;
 
-    /// The guest is about to run. Touches no guest memory.
+    /// Resumes the device, because the guest is about to run. Must not touch guest memory.
     ///
     /// # Errors
-    /// Why it cannot run here, in words for a person.
+    /// Returns the reason, as a message for the operator, if the device cannot run on this host.
     fn resumed(&self, how: Resume) -> std::result::Result<(), String>;
 
-    /// Its state, at rest.
+    /// Returns the state of the quiesced device.
     fn save(&self) -> std::result::Result<Section, StateError>;
 
-    /// Takes its section out of `parts` and reads it; what comes back applies it.
+    /// Takes the device's section out of `parts` and reads it. The returned function applies it.
     fn prepare(&self, parts: &mut Sections<'_>) -> std::result::Result<Load<'_>, StateError>;
 }
 
-/// Where a device is.
+/// Place of a device on the bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// Its first address; its window is [`WINDOW`] bytes.
+    /// First address of the device's window, which has [`WINDOW`] bytes.
     pub(crate) address: u64,
-    /// Its interrupt, of the I/O APIC; edges, active high.
+    /// Interrupt of the I/O APIC; edge triggered, active high.
     pub(crate) gsi: u32,
 }
 
-/// All places, in the order in which devices get them.
+/// Returns all places, in the order in which devices get them.
 fn places() -> impl Iterator<Item = Place> {
     let addresses = (0..).map(|n| BASE + n * STRIDE);
     addresses.zip(LINES).map(|(address, gsi)| Place { address, gsi })
 }
 
-/// The devices, by their place.
+/// Devices in the order of their places.
 #[derive(Debug, Default)]
 pub(crate) struct Bus {
     devices: Vec<Arc<dyn MmioDevice>>,
 }
 
 impl Bus {
-    /// Plugs in the device that `make` makes for its place.
+    /// Plugs in the device that `make` creates for its place.
     ///
     /// # Errors
-    /// Those of `make`, and if the VM has too many devices.
+    /// Returns the error of `make`, or an error if the VM has too many devices.
     pub(crate) fn plug<D: MmioDevice + 'static>(
         &mut self,
         make: impl FnOnce(Place) -> Result<Arc<D>>,
     ) -> Result<Arc<D>> {
         let place = places().nth(self.devices.len()).ok_or_else(|| {
-            Error::Options(format!("too many devices: a VM can have {}, balloon and all", LINES.len()))
+            Error::Options(format!("too many devices: a VM can have {}, balloon included", LINES.len()))
         })?;
         let device = make(place)?;
         self.devices.push(Arc::clone(&device) as _);
         Ok(device)
     }
 
-    /// Where the devices are.
+    /// Returns the places of the devices.
     pub(crate) fn places(&self) -> Vec<Place> {
         places().take(self.devices.len()).collect()
     }
 
-    /// The devices by name, in order.
+    /// Returns the names of the devices, in order.
     pub(crate) fn names(&self) -> Vec<&'static str> {
         self.devices.iter().map(|device| device.name()).collect()
     }
 
-    /// What a guest without ACPI is told of the devices on its command line; ends with a space, if anything.
+    /// Returns the part of the command line that describes the devices to a guest without ACPI. If
+    /// it is not empty, it ends with a space.
     pub(crate) fn announcement(&self) -> String {
         let place = |Place { address, gsi }| format!("virtio_mmio.device={WINDOW}@{address:#x}:{gsi} ");
         self.places().into_iter().map(place).collect()
@@ -124,7 +129,7 @@ impl Bus {
         Some((device, at % STRIDE)).filter(|(_, offset)| *offset < WINDOW)
     }
 
-    /// Reads as ones where nothing is, as an empty bus does.
+    /// Reads for the guest. Addresses without a device read as ones, as on an empty bus.
     pub(crate) fn read(&self, gpa: u64, data: &mut [u8]) {
         match self.find(gpa) {
             Some((device, offset)) => device.read(offset, data),
@@ -138,29 +143,30 @@ impl Bus {
         }
     }
 
-    /// Whether a device has work left.
+    /// Returns true if a device has work left.
     pub(crate) fn due(&self) -> bool {
         self.devices.iter().any(|device| device.due())
     }
 
-    /// Does a portion of each device's; `false` if others are at all of it.
+    /// Does a portion of each device's work. Returns false if other threads are doing all of it.
     pub(crate) fn work(&self) -> bool {
         self.devices.iter().filter(|device| device.due()).fold(false, |did, device| device.work() | did)
     }
 
-    /// Brings all devices to rest; the vCPUs stand still. What devices do until this returns (memory that they write, interrupts that they
-    /// send) is part of what is to be saved after it.
+    /// Quiesces all devices. The vCPUs must be paused. Memory that devices write and interrupts
+    /// that they send until this returns are part of the state to be saved.
     ///
     /// # Errors
-    /// If one does not come to rest. None begins anything new before [`resumed`](Self::resumed) even then.
+    /// Fails if a device cannot be quiesced. Even then no device begins anything new before
+    /// [`resumed`](Self::resumed).
     pub(crate) fn quiesce(&self) -> Result<()> {
         self.quiesce_by(Instant::now() + PATIENCE)
     }
 
-    /// The same with another patience.
+    /// Quiesces all devices with another deadline.
     pub(crate) fn quiesce_by(&self, deadline: Instant) -> Result<()> {
         let began = Instant::now();
-        // All of them, also behind one that is busy.
+        // All devices are quiesced, also those after a busy one.
         let busy: Vec<_> = self.devices.iter().filter(|device| !device.quiesce(deadline)).collect();
         match busy.first() {
             Some(device) => Err(Error::Busy { name: device.name(), within: began.elapsed() }),
@@ -168,15 +174,15 @@ impl Bus {
         }
     }
 
-    /// Lets the devices go on, for a guest that is about to run.
+    /// Resumes the devices, for a guest that is about to run.
     ///
     /// # Errors
-    /// If one cannot: all are at rest then, as before.
+    /// Fails if a device cannot be resumed. All devices are then quiesced as before.
     pub(crate) fn resumed(&self, how: Resume) -> Result<()> {
         for device in &self.devices {
             if let Err(why) = device.resumed(how) {
                 let name = device.name();
-                // Nothing can be under way yet in those that were told to go on.
+                // Devices that were already resumed cannot have any work under way yet.
                 let _ = self.quiesce();
                 return Err(Error::Device { name, why });
             }
@@ -184,17 +190,17 @@ impl Bus {
         Ok(())
     }
 
-    /// Resets the devices, at rest, as their drivers would.
+    /// Resets the quiesced devices, as their drivers would.
     pub(crate) fn reset(&self) {
         self.devices.iter().for_each(|device| device.write(STATUS, &[0; 4]));
     }
 
-    /// The devices' state, at rest.
+    /// Returns the state of the quiesced devices.
     pub(crate) fn save(&self) -> std::result::Result<Vec<Section>, StateError> {
         self.devices.iter().map(|device| device.save()).collect()
     }
 
-    /// Reads the devices' sections; what comes back applies them.
+    /// Reads the devices' sections. The returned functions apply them.
     pub(crate) fn prepare(&self, parts: &mut Sections<'_>) -> std::result::Result<Vec<Load<'_>>, StateError> {
         self.devices.iter().map(|device| device.prepare(parts)).collect()
     }
@@ -256,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn each_device_has_its_window_and_the_rest_is_empty() {
+    fn each_device_has_its_window_and_the_rest_reads_as_ones() {
         let mut bus = Bus::default();
         assert_eq!(bus.announcement(), "");
         plug(&mut bus, Scratch::default());
@@ -281,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn interrupts_are_apart_and_end() {
+    fn each_device_has_its_own_interrupt_and_their_number_is_limited() {
         let mut bus = Bus::default();
         let mut lines: Vec<u32> = LINES.iter().map(|_| plug(&mut bus, Scratch::default()).1).collect();
         assert_eq!(bus.places().iter().map(|place| place.gsi).collect::<Vec<_>>(), lines);
@@ -292,14 +298,14 @@ mod tests {
             lines.iter().all(|line| {
                 *line < 24 && ![4, crate::power::LINE, crate::generation::LINE].contains(line)
             }),
-            "the I/O APIC has 24, and 4 is the serial port's"
+            "an interrupt beyond the 24 of the I/O APIC, or the serial port's 4"
         );
         let error = bus.plug(|_| Ok(Arc::new(Scratch::default()))).unwrap_err().to_string();
         assert!(error.contains("too many devices"), "{error}");
     }
 
     #[test]
-    fn a_device_that_cannot_go_on_lets_none_go_on() {
+    fn device_that_cannot_resume_keeps_all_devices_quiesced() {
         let mut bus = Bus::default();
         let (first, _) = plug(&mut bus, Scratch::default());
         plug(&mut bus, Scratch { stuck: true, ..Scratch::default() });
@@ -310,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn all_devices_are_brought_to_rest_even_if_one_is_not() {
+    fn all_other_devices_are_quiesced_if_one_is_busy() {
         let mut bus = Bus::default();
         plug(&mut bus, Scratch { busy: true, ..Scratch::default() });
         let (second, _) = plug(&mut bus, Scratch::default());

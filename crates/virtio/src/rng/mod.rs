@@ -3,7 +3,6 @@
 //!
 //! A buffer is given back filled as far as the budget allows, with at least one byte (5.4.6.1). A
 //! driver that has used up its budget waits until a thread of the device rings.
-//! thread of the device's rings when there is something again.
 
 mod device;
 #[cfg(any(test, feature = "hostile"))]

@@ -1,4 +1,4 @@
-//! The differentiated system description table's definitions, in AML.
+//! Definitions of the DSDT (Differentiated System Description Table), in AML.
 
 use super::SLEEP_TYPE_OFF;
 use crate::bus::Place;
@@ -11,24 +11,27 @@ use acpi_tables::aml::{
 };
 use vmferry_virtio::mmio::WINDOW;
 
-/// What Linux's virtio-mmio driver and QEMU call such a device.
+/// Hardware ID of a virtio-mmio device in Linux's driver and in QEMU.
 const VIRTIO_MMIO: &str = "LNRO0005";
-/// A 16550 serial port.
+/// Hardware ID of a 16550 serial port.
 const SERIAL_PORT: &str = "PNP0501";
-/// A control method power button (4.8.2.2.1.2), what it is called here, and what it is notified of when it is pressed.
+/// Hardware ID of a control method power button (4.8.2.2.1.2), followed by the button's name and
+/// the value of the notification that it was pressed.
 const POWER_BUTTON: &str = "PNP0C0C";
 const BUTTON: &str = "PWRB";
 const PRESSED: u8 = 0x80;
-/// A VM generation ID: Linux's driver (drivers/virt/vmgenid.c) finds it by the first, other guests by Microsoft's own name for it.
+/// Hardware ID of a VM generation ID, by which Linux's driver (drivers/virt/vmgenid.c) finds it,
+/// followed by Microsoft's compatible ID for other guests.
 const GENERATION_ID: &str = "VMGENCTR";
 const GENERATION_ID_COMPATIBLE: &str = "VM_Gen_Counter";
-/// Its name here, and the value of the notification that the ID has changed.
+/// Name of the VM generation ID's device, followed by the value of the notification that the ID has
+/// changed.
 const GENERATION: &str = "VGEN";
 const CHANGED: u8 = 0x80;
-/// A generic event device (5.6.9).
+/// Hardware ID of a generic event device (5.6.9).
 const EVENT_DEVICE: &str = "ACPI0013";
 
-/// All definitions.
+/// Returns all definitions.
 pub(super) fn definitions(devices: &[Place]) -> Vec<u8> {
     let mut children = vec![serial_port(), power_button(), generation_id(), events()];
     children.extend((0..).zip(devices).map(|(number, place)| virtio_mmio(number, *place)));
@@ -40,7 +43,7 @@ pub(super) fn definitions(devices: &[Place]) -> Vec<u8> {
     bytes
 }
 
-/// AML that is there already.
+/// Encoded AML.
 struct Raw(Vec<u8>);
 
 impl Aml for Raw {
@@ -55,7 +58,7 @@ fn device(name: &str, children: Vec<&dyn Aml>) -> Raw {
     Raw(bytes)
 }
 
-/// An interrupt that is the device's alone: edges, active high.
+/// Returns an interrupt that only one device uses: edge triggered, active high.
 fn interrupt(gsi: u32) -> Interrupt {
     Interrupt::new(true, true, false, false, gsi)
 }
@@ -96,14 +99,15 @@ fn generation_id() -> Raw {
     )
 }
 
-/// The device that tells of events, each of which has an interrupt: the power button and the VM generation ID.
+/// Returns the event device, which has an interrupt for each event: the power button and the VM
+/// generation ID.
 fn events() -> Raw {
     let lines = [interrupt(power::LINE), interrupt(generation::LINE)];
     let (button, pressed) = (Path::new(BUTTON), PRESSED);
     let button = Notify::new(&button, &pressed);
     let (id, changed) = (Path::new(GENERATION), CHANGED);
     let id = Notify::new(&id, &changed);
-    // The argument is the number of the interrupt.
+    // The method's argument is the number of the interrupt.
     let is_id = Equal::new(&Arg(0), &generation::LINE);
     let (id, button) = (If::new(&is_id, vec![&id]), Else::new(vec![&button]));
     device(
@@ -126,7 +130,7 @@ fn virtio_mmio(number: u8, place: Place) -> Raw {
         vec![
             &Name::new(Path::new("_HID"), &VIRTIO_MMIO),
             &Name::new(Path::new("_UID"), &number),
-            // Its memory accesses are coherent with the processors' caches.
+            // The device's memory accesses are coherent with the processors' caches.
             &Name::new(Path::new("_CCA"), &1u8),
             &Name::new(Path::new("_CRS"), &ResourceTemplate::new(vec![&window, &line])),
         ],

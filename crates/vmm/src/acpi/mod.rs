@@ -1,17 +1,19 @@
-//! ACPI tables: how a guest that reads them (every Linux distribution's kernel) finds its processors, its devices, and its off switch.
-//! ACPI specification 6.5.
+//! ACPI tables, by which a guest (every Linux distribution's kernel) finds its processors, its
+//! devices and its off switch. ACPI specification 6.5.
 //!
-//! | table | what it says here |
+//! | table | content |
 //! |---|---|
-//! | RSDP, XSDT | where the others are |
+//! | RSDP, XSDT | addresses of the other tables |
 //! | FADT | hardware-reduced; how to switch off and reset; no VGA, no CMOS clock, no keyboard controller |
 //! | MADT | a local APIC for each vCPU, the I/O APIC, whose inputs are numbered like interrupts |
 //! | DSDT | serial port, power button, VM generation ID, the event device for both, `LNRO0005` for each virtio-mmio device, and `\_S5` |
 //!
 //! # Why hardware-reduced
-//! The full ACPI hardware (PM1 registers, PM timer, SCI) would be registers to emulate and state to move, for two things: switching off,
-//! which the sleep control register does, and resetting, which the reset register does. Linux then also leaves PIC and PIT alone, whose
-//! set-up and calibration are the most exits of a boot; it takes its time from the paravirtual clock and its ticks from the local APIC.
+//! The full ACPI hardware (PM1 registers, PM timer, SCI) would mean registers to emulate and state
+//! to migrate, for two functions: switching off, which the sleep control register does, and
+//! resetting, which the reset register does. With hardware-reduced tables Linux also leaves PIC and
+//! PIT alone, whose set-up and calibration cause most exits of a boot. It then uses the paravirtual
+//! clock for time and the local APIC for ticks.
 
 mod dsdt;
 #[cfg(test)]
@@ -29,59 +31,62 @@ use acpi_tables::sdt::Sdt;
 use acpi_tables::xsdt::XSDT;
 use vm_memory::{Bytes, GuestAddress};
 
-/// Port of the sleep control register (4.8.3.7); the status register is behind it.
+/// Port of the sleep control register (4.8.3.7). The next port is the status register.
 pub(crate) const SLEEP_CONTROL: u16 = 0x600;
-/// Port of the sleep status register, which never says anything: what sleeps here does not wake up.
+/// Port of the sleep status register, which always reads as zero: a machine that sleeps does not
+/// wake up.
 pub(crate) const SLEEP_STATUS: u16 = 0x601;
-/// Port of the reset register: where PCs have their reset control register, so that a kernel that knows no ACPI finds it, too.
+/// Port of the reset register. PCs have their reset control register at this port, so a kernel
+/// without ACPI finds it as well.
 pub(crate) const RESET: u16 = 0xcf9;
-/// What is written there: a hard reset, and do it.
+/// Value to write to the reset register for a hard reset.
 const RESET_VALUE: u8 = 0x6;
-/// The bit that does it.
+/// Bit of the reset register that triggers the reset.
 const RESET_NOW: u8 = 1 << 2;
 
-/// The sleep type of "soft off", as `\_S5` names it.
+/// Sleep type of "soft off", as `\_S5` names it.
 const SLEEP_TYPE_OFF: u8 = 5;
 const SLEEP_ENABLE: u8 = 1 << 5;
 
-/// Whether `value`, written to [`SLEEP_CONTROL`], switches the machine off.
+/// Returns true if `value`, written to [`SLEEP_CONTROL`], switches the machine off.
 pub(crate) fn switches_off(value: u8) -> bool {
     value & SLEEP_ENABLE != 0 && value >> 2 & 7 == SLEEP_TYPE_OFF
 }
 
-/// Whether `value`, written to [`RESET`], resets the machine.
+/// Returns true if `value`, written to [`RESET`], resets the machine.
 pub(crate) fn resets(value: u8) -> bool {
     value & RESET_NOW != 0
 }
 
 const LOCAL_APIC: u32 = 0xfee0_0000;
 const IO_APIC: u32 = 0xfec0_0000;
-/// The I/O APIC's id register reads so, in KVM.
+/// ID of the I/O APIC, as its ID register reads in KVM.
 const IO_APIC_ID: u8 = 0;
 
 const OEM: [u8; 6] = *b"VMFRRY";
 const OEM_TABLE: [u8; 8] = *b"VMFERRY ";
 const OEM_REVISION: u32 = 1;
-/// With 64-bit integers.
+/// Revision of the DSDT: with 64-bit integers.
 const DSDT_REVISION: u8 = 2;
 
-/// `IAPC_BOOT_ARCH` (5.2.9.3): what is not there. (Neither is a keyboard controller, whose bit says that one is.)
+/// Bits of `IAPC_BOOT_ARCH` (5.2.9.3) for absent hardware. The keyboard controller is absent as
+/// well, but its bit marks presence.
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_CLOCK: u16 = 1 << 5;
 
-/// What the tables tell of.
+/// Hardware that the tables describe.
 #[derive(Debug, Clone)]
 pub(crate) struct Platform {
-    /// vCPUs, whose APIC ids are their numbers: 1 to 254.
+    /// Number of vCPUs, 1 to 254. The APIC ID of a vCPU is its number.
     pub(crate) cpus: u32,
-    /// Where the virtio-mmio devices are.
+    /// Places of the virtio-mmio devices.
     pub(crate) devices: Vec<Place>,
 }
 
-/// Writes the tables into `ram`; gives the address of the RSDP.
+/// Writes the tables into `ram`. Returns the address of the RSDP.
 ///
 /// # Errors
-/// [`BootError::Tables`] if they do not fit.
+/// Returns [`BootError::Tables`] if they do not fit.
 pub(crate) fn install(ram: &GuestRam, platform: &Platform) -> Result<u64, BootError> {
     let (start, end) = ACPI_TABLES;
     let tables = tables(platform, start);
@@ -94,7 +99,7 @@ pub(crate) fn install(ram: &GuestRam, platform: &Platform) -> Result<u64, BootEr
     Ok(start)
 }
 
-/// All tables, as they lie in memory from `start` on; the RSDP first.
+/// Returns the bytes of all tables at address `start`, the RSDP first.
 fn tables(platform: &Platform, start: u64) -> Vec<u8> {
     let mut bytes = vec![0; Rsdp::len()];
     let mut add = |table: &dyn Aml| {
@@ -132,7 +137,7 @@ fn fadt(dsdt: u64) -> impl Aml {
         .flag(Flags::ResetRegSup)
         .flag(Flags::Wbinvd)
         .flag(Flags::Headless)
-        // These say that there is no such button in fixed hardware.
+        // These flags mean that fixed hardware has no such button.
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton);
     table.iapc_boot_arch = (NO_VGA | NO_CMOS_CLOCK).into();
@@ -148,7 +153,8 @@ fn madt(cpus: u32) -> MADT {
     for id in 0..u8::try_from(cpus).unwrap_or(u8::MAX) {
         table.add_structure(ProcessorLocalApic::new(id, id, EnabledStatus::Enabled));
     }
-    // No overrides: KVM's I/O APIC has every interrupt at the input of its number, edges and active high where a PC has that.
+    // There are no overrides: KVM's I/O APIC has every interrupt at the input of its number, edge
+    // triggered and active high as on a PC.
     table.add_structure(IoApic::new(IO_APIC_ID, IO_APIC, 0));
     table
 }

@@ -1,10 +1,10 @@
-//! The tables, read back as a guest reads them: from the RSDP on, with lengths and checksums.
+//! Tests that read the tables back as a guest does: from the RSDP on, with lengths and checksums.
 
 use super::*;
 use crate::options::VmOptions;
 use vmferry_testkit::{Need, skip};
 
-/// Guest memory that a guest reads.
+/// Guest memory as a guest reads it.
 struct Memory(GuestRam);
 
 impl Memory {
@@ -28,7 +28,7 @@ impl Memory {
         u64::from_le_bytes(self.bytes(at, 8).try_into().unwrap())
     }
 
-    /// The table at `at`, whose sum and place are right.
+    /// Returns the table at `at` after checking its checksum and signature.
     fn table(&self, at: u64, signature: &[u8]) -> Vec<u8> {
         let table = self.bytes(at, self.u32(at + 4) as usize);
         assert_eq!(&table[..4], signature);
@@ -38,7 +38,7 @@ impl Memory {
         table
     }
 
-    /// FADT and MADT.
+    /// Returns FADT and MADT.
     fn roots(&self) -> (Vec<u8>, Vec<u8>) {
         let rsdp = self.bytes(0xe_0000, 36);
         assert_eq!(&rsdp[..8], b"RSD PTR ");
@@ -69,7 +69,7 @@ fn count(bytes: &[u8], what: &[u8]) -> usize {
 }
 
 #[test]
-fn the_fadt_says_how_to_switch_off_and_reset() {
+fn fadt_describes_switch_off_and_reset() {
     let (fadt, _) = Memory::new(&platform(1, 0)).roots();
     assert_eq!(fadt.len(), 276);
     let u32_at = |at: usize| u32::from_le_bytes(fadt[at..at + 4].try_into().unwrap());
@@ -87,18 +87,18 @@ fn the_fadt_says_how_to_switch_off_and_reset() {
 }
 
 #[test]
-fn what_switches_off_and_what_does_not() {
-    // Linux: the sleep type of \_S5 shifted left by 2, and the enable bit.
+fn only_soft_off_with_enable_bit_switches_off() {
+    // Linux writes the sleep type of \_S5 shifted left by 2, and the enable bit.
     assert!(switches_off(5 << 2 | 1 << 5));
     for other in [0, 5 << 2, 1 << 5, 4 << 2 | 1 << 5, 1 << 7] {
         assert!(!switches_off(other), "{other:#x}");
     }
-    // What a kernel writes first when it resets by the same port (2, then 6).
+    // A kernel that resets by this port first writes 2, then 6.
     assert!(!resets(2) && resets(6) && resets(0xe));
 }
 
 #[test]
-fn the_madt_names_every_processor_and_the_io_apic() {
+fn madt_lists_every_processor_and_the_io_apic() {
     for cpus in [1, 2, 254] {
         let (_, madt) = Memory::new(&platform(cpus, 0)).roots();
         assert_eq!(madt[36..40], 0xfee0_0000u32.to_le_bytes());
@@ -114,12 +114,13 @@ fn the_madt_names_every_processor_and_the_io_apic() {
 }
 
 #[test]
-fn the_dsdt_names_every_device_with_its_place() {
+fn dsdt_lists_every_device_with_its_place() {
     for devices in [0, 1, 12] {
         let dsdt = Memory::new(&platform(2, devices)).dsdt();
         assert_eq!(count(&dsdt, b"LNRO0005\0"), devices as usize);
         for place in platform(2, devices).devices {
-            // Memory32Fixed, 9 bytes, writable, address, length; extended interrupt, 6 bytes, edge and consumer, one, its number.
+            // Memory32Fixed: 9 bytes, writable, address, length. Extended interrupt: 6 bytes, edge
+            // and consumer, one interrupt, its number.
             let window = [
                 &[0x86, 9, 0, 1][..],
                 &u32::try_from(place.address).unwrap().to_le_bytes(),
@@ -139,7 +140,8 @@ fn the_dsdt_names_every_device_with_its_place() {
         // If (Arg0 == 7) { Notify (VGEN, 0x80) } Else { Notify (PWRB, 0x80) }
         let which = b"_EVT\x09\xa0\x0c\x93\x68\x0a\x07\x86VGEN\x0a\x80\xa1\x08\x86PWRB\x0a\x80";
         assert_eq!(count(&dsdt, which), 1);
-        // The ID's device, and its address as two halves: Name (ADDR, Package (2) {0xfe010, 0})
+        // The device of the ID, and its address as two halves: Name (ADDR, Package (2) {0xfe010,
+        // 0})
         assert_eq!(count(&dsdt, b"\x08_HID\x0dVMGENCTR\0\x08_CID\x0dVM_Gen_Counter\0"), 1);
         assert_eq!(count(&dsdt, b"\x08ADDR\x12\x08\x02\x0c\x10\xe0\x0f\x00\x00"), 1);
         // Name (_S5, Package (4) {5, 0, 0, 0})
@@ -171,14 +173,15 @@ fn acpica_runs_the_definitions_and_notifies_the_device_of_each_event() {
         }
     }
     run("iasl", &["-d", "dsdt.aml"]).unwrap();
-    // 6035: Linux's driver looks for VMGENCTR, which is no ACPI ID by the specification.
+    // 6035: Linux's driver looks for VMGENCTR, which the specification does not allow as an ACPI
+    // ID.
     let compiled = run("iasl", &["-vw", "6035", "-p", "again", "dsdt.dsl"]).unwrap();
     assert!(compiled.contains(" 0 Errors"), "{compiled}");
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]
-fn the_largest_tables_fit() {
+fn largest_tables_fit() {
     let tables = tables(&platform(crate::MAX_CPUS, 12), ACPI_TABLES.0);
     assert!((tables.len() as u64) < (ACPI_TABLES.1 - ACPI_TABLES.0) / 4, "{}", tables.len());
 }

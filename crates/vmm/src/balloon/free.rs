@@ -1,26 +1,28 @@
-//! The engine's questions about free pages, to the guest's map or its driver.
+//! Answers to the engine's questions about free pages, from the guest's map or its driver.
 
 use super::BalloonHandle;
 use vmferry_core::PageSet;
 use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
 
-/// The map if the guest keeps one, else hints.
+/// Source of free pages: the guest's map if the guest keeps one, otherwise hints.
 ///
-/// Hints come from a driver that keeps the pages that it named unused until it is told to use them again, and that may name
-/// none of them a second time before that: so [`stop`](FreePages::stop), which the engine calls at the end of each pass, tells it.
+/// A driver that gives hints keeps the named pages unused until it is told to use them again, and
+/// may not name a page a second time before that. The engine therefore calls
+/// [`stop`](FreePages::stop) at the end of each pass, which tells the driver.
 #[derive(Debug)]
 pub(crate) struct BalloonFree {
     balloon: BalloonHandle,
     answers: Answers,
-    /// The question that is open, and the driver's number for it.
+    /// Open question, and the driver's ID for it.
     open: Option<(u64, u32)>,
-    /// Scratch.
+    /// Scratch space.
     pages: PageSet,
 }
 
 impl BalloonFree {
-    /// None if the guest's driver says nothing about free pages, or relies on what is in them: a page that is left out reads as zeros or
-    /// as it was once, and a guest that reads what it has freed (to find its poison, or zeros) finds that.
+    /// Returns `None` if the guest's driver does not report free pages, or relies on their content.
+    /// A skipped page reads as zeros or as some earlier content. A guest that reads pages that it
+    /// has freed (to find its poison, or zeros) would see this.
     pub(crate) fn new(balloon: BalloonHandle) -> Option<Self> {
         let answers = if balloon.relies_on_free_pages() {
             return None;
@@ -99,7 +101,7 @@ mod tests {
     use vmferry_virtio::signals::Interrupt;
 
     const PAGES: u64 = 2048;
-    /// `VIRTIO_F_VERSION_1`.
+    /// Feature bit of `VIRTIO_F_VERSION_1`.
     const VERSION_1: u32 = 32;
 
     #[derive(Debug)]
@@ -111,7 +113,7 @@ mod tests {
         }
     }
 
-    /// A balloon whose driver has accepted these features.
+    /// Returns a balloon whose driver has accepted these features.
     fn balloon(features: &[u32]) -> (BalloonHandle, Arc<GuestRam>) {
         let ram = Arc::new(GuestRam::new(&VmOptions::new(PAGES << 12, 1)).unwrap());
         let lazy = Arc::new(LazySlot::new(1));
@@ -136,11 +138,11 @@ mod tests {
     }
 
     #[test]
-    fn the_map_is_read_at_once_and_once_a_question() {
+    fn map_is_read_at_once_and_once_per_question() {
         let (handle, ram) = balloon(&[FEATURE_FREE_MAP, FREE_PAGE_HINT]);
         let whole: u64 =
             crate::boot::whole_pages(ram.layout()).iter().map(|w| w.pages.end - w.pages.start).sum();
-        // The last page of memory, and nothing else.
+        // Only the last page of memory is free.
         let (gpa, last) = (0x20_0000, whole - 1);
         ram.map().write_obj(1u8 << (last % 8), GuestAddress(gpa + last / 8)).unwrap();
         handle.0.device().write(0x100 + free_map::PAGES, &whole.to_le_bytes());
@@ -153,14 +155,14 @@ mod tests {
         assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 7, complete: true }));
         assert!(report.pages().region(RegionId(0)).unwrap().bits().eq([PAGES - 1]));
         assert_eq!(polled(&mut free, &mut report), None);
-        // Withdrawn: an error, by which the engine goes on without.
+        // A withdrawn map is an error, after which the engine continues without free pages.
         handle.0.device().write(0x100 + free_map::GPA, &0u64.to_le_bytes());
         free.ask(8).unwrap();
         assert!(free.poll(&mut report).is_err());
     }
 
     #[test]
-    fn hints_come_in_parts_for_the_question_that_is_open() {
+    fn hints_arrive_in_parts_for_the_open_question() {
         let (handle, ram) = balloon(&[FREE_PAGE_HINT]);
         let mut free = BalloonFree::new(handle.clone()).expect("hints");
         assert_eq!(free.answers(), Answers::ByGuest);
@@ -185,9 +187,9 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_reads_what_it_freed_is_not_asked() {
+    fn guest_that_reads_freed_pages_is_not_asked() {
         for features in [&[][..], &[FREE_PAGE_HINT, PAGE_POISON], &[FEATURE_FREE_MAP]] {
-            // The last one has not published its map.
+            // The last guest has not published its map.
             assert!(BalloonFree::new(balloon(features).0).is_none(), "{features:?}");
         }
     }

@@ -6,15 +6,15 @@ use vmferry_virtio::runs::GuestRun;
 
 #[derive(Debug)]
 struct Board {
-    /// The request that hints are for.
+    /// ID of the request that the hints are for.
     command: Option<u32>,
-    /// What was hinted for it and not taken yet.
+    /// Hinted pages that have not been taken yet.
     pages: PageSet,
     ended: bool,
     late: u64,
 }
 
-/// Where hints wait for whoever asked for them.
+/// Board on which hints wait for the thread that asked for them.
 #[derive(Debug)]
 pub(super) struct HintBoard(Mutex<Board>);
 
@@ -24,11 +24,13 @@ impl HintBoard {
     }
 
     fn lock(&self) -> MutexGuard<'_, Board> {
-        // Sets only grow under it, until they are taken: a panic elsewhere leaves nothing that is wrong.
+        // The sets only grow under the lock until they are taken, so a panic cannot leave them
+        // inconsistent.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has `ask` make a request. Locked meanwhile, so that its first hint finds it here.
+    /// Calls `ask`, which makes a request. The lock is held meanwhile, so that the first hint finds
+    /// the request on the board.
     pub(super) fn begin<E>(&self, ask: impl FnOnce() -> Result<u32, E>) -> Result<u32, E> {
         let mut board = self.lock();
         let command = ask()?;
@@ -38,7 +40,7 @@ impl HintBoard {
         Ok(command)
     }
 
-    /// No hint counts any more.
+    /// Closes the request. Later hints are dropped.
     pub(super) fn close(&self) {
         let mut board = self.lock();
         board.command = None;
@@ -65,8 +67,8 @@ impl HintBoard {
         }
     }
 
-    /// Moves what was hinted for `command` to `into`: how many pages, and whether the guest has no more. `None` if it is not the
-    /// request under way.
+    /// Moves the pages that were hinted for `command` to `into`. Returns their number, and whether
+    /// the guest has no more hints. Returns `None` if `command` is not the current request.
     pub(super) fn take(&self, command: u32, into: &mut PageSet) -> Option<(u64, bool)> {
         let mut board = self.lock();
         if board.command != Some(command) {

@@ -1,4 +1,4 @@
-//! What happens to the pages that a guest gives back.
+//! Handling of pages that a guest gives back.
 
 use super::hints::HintBoard;
 use crate::memory::{DropError, GuestRam};
@@ -10,19 +10,24 @@ use vmferry_fault::LazySlot;
 use vmferry_virtio::balloon::{BalloonHost, Dropped, HostError, Why};
 use vmferry_virtio::runs::GuestRun;
 
-/// The guest's RAM, as the balloon sees it.
+/// RAM of the guest, as the balloon's host.
 ///
-/// # While pages are still to come
-/// A guest that runs before its memory has come (postcopy, lazy restore) has pages that are registered as missing. To drop a page then
-/// would make it missing once more: if it had come, nobody would send it again and whoever touches it would sleep for ever; if it had
-/// not, it would come later and be what it was before the guest gave it away. So until all have come nothing is dropped: the pages stay
-/// as they are, which a guest that reports or inflates must reckon with, and the device counts them as held. None is lost and none
-/// comes back old: a page that the guest has written since is there, and what is there is never placed again.
+/// # While pages are missing
+/// A guest that runs before its memory has arrived (postcopy, restore by demand paging) has pages
+/// that are registered as missing. Dropping a page would make it missing again. If the page had
+/// arrived, the source would not send it again, and a thread that touches it would sleep for ever.
+/// If it had not arrived, it would arrive later with the content from before the guest gave it up.
 ///
-/// [`LazySlot::settled`] keeps it so: a drop that has begun ends before pages can be missing, and one that has not does nothing.
+/// Therefore nothing is dropped until all pages have arrived. The pages keep their content, which a
+/// guest that reports or inflates must expect, and the device counts them as held. No page is lost
+/// and no page gets old content: a page that the guest has written since is present, and a present
+/// page is never placed again.
 ///
-/// During precopy nothing is held back; see [`GuestRam::drop_pages`]. Memory out of the host's pool of huge pages always is: it was set
-/// aside for this guest.
+/// [`LazySlot::settled`] ensures this: a drop that has begun ends before pages can be missing, and
+/// a drop that has not begun does nothing.
+///
+/// During precopy no drop is held back. See [`GuestRam::drop_pages`]. Memory from the host's pool
+/// of huge pages is never dropped, because it is reserved for this guest.
 #[derive(Debug)]
 pub(super) struct RamHost {
     ram: Arc<GuestRam>,
@@ -48,7 +53,8 @@ impl RamHost {
         }
     }
 
-    /// Writes zeros; marks the pages, as every write of the VMM. Sleeps on pages that are still to come, as the guest itself would.
+    /// Writes zeros and marks the pages, as every write of the VMM does. Sleeps on missing pages,
+    /// as the guest itself would.
     fn overwrite(&self, run: &GuestRun) -> Result<(), HostError> {
         let region = self.ram.layout().region(run.region).ok_or("no such region")?;
         for page in run.run.range() {
@@ -65,7 +71,7 @@ impl BalloonHost for RamHost {
     }
 
     fn make_zeros(&self, runs: &[GuestRun]) -> Result<(), HostError> {
-        // Whichever way they were dropped, if they were at all.
+        // However the pages were dropped, if they were dropped at all.
         match self.drop_all(runs, DropWay::DontNeed)? {
             Dropped::Done => Ok(()),
             Dropped::Held => runs.iter().try_for_each(|run| self.overwrite(run)),

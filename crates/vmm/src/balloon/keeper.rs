@@ -1,4 +1,4 @@
-//! A thread that asks the guest for statistics now and then.
+//! Thread that asks the guest for statistics at intervals.
 
 use super::VmBalloon;
 use crate::error::{Error, Result};
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 #[derive(Debug, Default)]
 struct State {
-    /// The guest runs: its memory and its device may change.
+    /// True while the guest runs: its memory and its device may change.
     running: bool,
     ending: bool,
 }
@@ -25,8 +25,8 @@ impl Gate {
     }
 }
 
-/// The thread. It touches guest memory and the device only while the guest runs: [`set_running`](Self::set_running) waits until it has
-/// let go.
+/// Thread that asks for statistics. It touches guest memory and the device only while the guest
+/// runs. [`set_running`](Self::set_running) waits until the thread has let go of both.
 #[derive(Debug)]
 pub(crate) struct Keeper {
     gate: Arc<Gate>,
@@ -34,7 +34,7 @@ pub(crate) struct Keeper {
 }
 
 impl Keeper {
-    /// Starts it, for a guest that does not run yet.
+    /// Starts the thread, for a guest that does not run yet.
     pub(crate) fn start(balloon: Arc<VmBalloon>, every: Duration) -> Result<Self> {
         let gate = Arc::new(Gate::default());
         let own = Arc::clone(&gate);
@@ -53,7 +53,8 @@ impl Keeper {
         Ok(Self { gate, thread: Some(thread) })
     }
 
-    /// Whether the guest runs. When this returns after `false`, the thread touches nothing of it.
+    /// Sets whether the guest runs. After this returns for `false`, the thread does not touch the
+    /// guest.
     pub(crate) fn set_running(&self, running: bool) {
         self.gate.lock().running = running;
     }
@@ -64,7 +65,7 @@ impl Drop for Keeper {
         self.gate.lock().ending = true;
         self.gate.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // Its panic was printed when it happened.
+            // A panic of the thread was printed when it happened.
             let _ = thread.join();
         }
     }

@@ -1,11 +1,12 @@
-//! The balloon of a VM: its device on the bus, what it does with memory, and the view of it for other threads.
+//! The balloon of a VM: its device on the bus, its operations on guest memory, and the handle for
+//! other threads.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `host` | pages given back, and when they are not |
+//! | `host` | pages that are given back, and the cases in which they are kept |
 //! | `free`, `hints` | free pages that a migration need not send |
-//! | `handle` | the view for other threads |
-//! | `keeper` | a thread that asks the guest for statistics |
+//! | `handle` | handle for other threads |
+//! | `keeper` | thread that asks the guest for statistics |
 
 mod free;
 mod handle;
@@ -37,7 +38,7 @@ impl Saved for TransportSaved<BalloonSaved> {
     const VERSION: u32 = 1;
 }
 
-/// A VM's balloon.
+/// Balloon of a VM.
 #[derive(Debug)]
 pub(crate) struct VmBalloon {
     device: Arc<VirtioMmio<Balloon>>,
@@ -45,9 +46,10 @@ pub(crate) struct VmBalloon {
     hints: Arc<HintBoard>,
     ram: Arc<GuestRam>,
     lazy: Arc<LazySlot>,
-    /// Whether the device offers the extension.
+    /// True if the device offers the extension.
     extension: bool,
-    /// The keeper asks for statistics at each of so many ticks, by default of a second each; at none if 0.
+    /// Number of ticks, by default of a second each, after which the keeper asks for statistics; 0
+    /// for never.
     every: AtomicU32,
     ticks: AtomicU32,
 }
@@ -74,26 +76,28 @@ impl VmBalloon {
         Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy), extension, every, ticks }
     }
 
-    /// What is on the bus.
+    /// Returns the device on the bus.
     pub(crate) fn device(&self) -> &Arc<VirtioMmio<Balloon>> {
         &self.device
     }
 
-    /// Returns what the two sides of a migration must have alike. A peer of an earlier version has the extension, and says `on`.
+    /// Returns the property that source and target of a migration must have in common. A peer of an
+    /// earlier version has the extension and reports `on`.
     pub(crate) fn description(&self) -> &'static str {
         if self.extension { "on" } else { "without-extension" }
     }
 
-    /// A vCPU writes to the port of the hypercall; several words are several calls.
+    /// Handles a vCPU's write to the hypercall's port. Several words are several calls.
     pub(crate) fn report(&self, data: &[u8]) {
         for page in data.as_chunks().0 {
             self.control.report(self.ram.map(), u32::from_le_bytes(*page));
         }
     }
 
-    /// Asks the guest for new statistics, if it has any. Called while the guest runs, by a thread that must not sleep on a page that is
-    /// still to come: while any is, nothing is asked. (Pages can only become missing before a guest runs, so this look holds for all of
-    /// the call. The lock that it takes is not kept: a vCPU takes that one while it has the device's.)
+    /// Asks the guest for new statistics, if it has any. Called while the guest runs, by a thread
+    /// that must not sleep on a missing page: while pages are missing, nothing is asked. Pages can
+    /// only become missing before a guest runs, so this check holds for the whole call. The lock
+    /// that the check takes is not kept, because a vCPU takes it while holding the device's lock.
     fn refresh(&self) {
         let tick = self.ticks.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
         let every = self.every.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Tests of the balloon with real memory, and without KVM.
+//! Tests of the balloon with real memory and without KVM.
 
 use super::hints::HintBoard;
 use super::host::RamHost;
@@ -36,10 +36,11 @@ fn page(ram: &GuestRam, page: u64) -> [u8; PAGE_BYTES] {
     bytes
 }
 
-/// A guest that writes a page and reports it free, again and again, and a sender that harvests marks and copies what they name: at the
-/// end both sides have the same. With the mark before the drop this finds a page that is old on the other side within some rounds.
+/// A guest writes a page and reports it free, repeatedly, while a sender harvests marks and copies
+/// the marked pages. At the end both sides must have the same content. If the mark came before the
+/// drop, this test would find an old page on the target within some rounds.
 #[test]
-fn what_is_dropped_during_a_migration_reads_as_zeros_on_both_sides() {
+fn page_dropped_during_a_migration_reads_as_zeros_on_source_and_target() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let ram = ram(backing);
         let host = host(&ram, &Arc::new(LazySlot::new(1)));
@@ -66,7 +67,7 @@ fn what_is_dropped_during_a_migration_reads_as_zeros_on_both_sides() {
                     send(&mut there, &mut harvested);
                 }
             });
-            // All vCPUs have stopped: the last harvest.
+            // All vCPUs have stopped, so this is the last harvest.
             send(&mut there, &mut harvested);
             assert_eq!(page(&ram, 7), [0; PAGE_BYTES], "{backing}, round {round}");
             assert!(there == [0; PAGE_BYTES], "{backing}, round {round}: the target has an old page");
@@ -75,7 +76,7 @@ fn what_is_dropped_during_a_migration_reads_as_zeros_on_both_sides() {
 }
 
 #[test]
-fn nothing_is_dropped_while_pages_are_still_to_come() {
+fn nothing_is_dropped_while_pages_are_missing() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let (ram, lazy) = (ram(backing), Arc::new(LazySlot::new(1)));
         let host = host(&ram, &lazy);
@@ -91,17 +92,18 @@ fn nothing_is_dropped_while_pages_are_still_to_come() {
             Ok(memory) => memory,
             Err(error) => return vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error),
         };
-        // Page 10 is still at the source; 8, 9 and 11 are here.
+        // Page 10 is still at the source; 8, 9 and 11 have arrived.
         let mut missing = PageSet::empty(ram.layout());
         missing.region_mut(RegionId(0)).unwrap().set(10);
         memory.begin(&missing).unwrap();
         assert_eq!(host.drop_pages(Why::Reported, &run(8..12)).unwrap(), Dropped::Held, "{backing}");
-        assert_eq!(page(&ram, 8)[0], 5, "{backing}: not lost");
-        // The guest writes to one that it reported: that is what it finds, whatever comes.
+        assert_eq!(page(&ram, 8)[0], 5, "{backing}: the page was lost");
+        // The guest writes to a page that it reported as free. It must find what it wrote, whatever
+        // arrives later.
         ram.map().write_slice(&[6], GuestAddress(0x9000)).unwrap();
         memory.place(RegionId(0), PageRun::from(9..11), &[5; 2 * PAGE_BYTES]).unwrap();
-        assert_eq!((page(&ram, 9)[0], page(&ram, 10)[0]), (6, 5), "{backing}: not old");
-        // What comes out of the balloon reads as zeros all the same.
+        assert_eq!((page(&ram, 9)[0], page(&ram, 10)[0]), (6, 5), "{backing}: the page has old content");
+        // A page that comes out of the balloon reads as zeros all the same.
         host.make_zeros(&run(11..12)).unwrap();
         assert_eq!(page(&ram, 11), [0; PAGE_BYTES]);
 
@@ -112,7 +114,7 @@ fn nothing_is_dropped_while_pages_are_still_to_come() {
 }
 
 #[test]
-fn hints_wait_for_whoever_asked() {
+fn hints_wait_for_the_thread_that_asked() {
     let ram = ram(Backing::Anonymous);
     let board = HintBoard::new(ram.layout());
     let mut free = PageSet::empty(ram.layout());

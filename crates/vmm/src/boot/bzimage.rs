@@ -1,4 +1,5 @@
-//! Linux's own boot protocol, entered in 64-bit mode: Linux, Documentation/arch/x86/boot.rst, "64-bit Boot Protocol".
+//! Linux's boot protocol, entered in 64-bit mode: Linux, Documentation/arch/x86/boot.rst, "64-bit
+//! Boot Protocol".
 
 use super::elf::{u16_at, u32_at, u64_at};
 use super::map::{CMDLINE, GDT, KERNEL_START, MapEntry, PAGE_TABLES, START_INFO, memory_map};
@@ -12,7 +13,7 @@ use linux_loader::loader::{BzImage, KernelLoader};
 use std::io::Cursor;
 use vm_memory::{Bytes, GuestAddress};
 
-/// Offsets in the setup header, and since when they are there.
+/// Offsets in the setup header.
 mod offset {
     pub(super) const SETUP_SECTS: u64 = 0x1f1;
     pub(super) const SYSSIZE: u64 = 0x1f4;
@@ -24,27 +25,27 @@ mod offset {
     pub(super) const CMDLINE_SIZE: u64 = 0x238;
     pub(super) const PREF_ADDRESS: u64 = 0x258;
     pub(super) const INIT_SIZE: u64 = 0x260;
-    /// End of what is read here.
+    /// End of the part of the header that is read.
     pub(super) const END: u64 = 0x268;
 }
 
-/// The version with 64-bit flags: Linux 3.8, of 2013.
+/// Oldest supported version, which has 64-bit flags: Linux 3.8, of 2013.
 const OLDEST: u16 = 0x20c;
-/// From the start of the protected-mode kernel to where it is entered in 64-bit mode.
+/// Offset of the 64-bit entry point from the start of the protected-mode kernel.
 const ENTRY_64: u64 = 0x200;
-/// A boot loader without an id of its own.
+/// Type of a boot loader without an ID of its own.
 const LOADER: u8 = 0xff;
 
-/// What the setup header says, as far as it matters before anything is loaded.
+/// Fields of the setup header that are needed before anything is loaded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Setup {
-    /// Where the kernel is loaded.
+    /// Address at which the kernel is loaded.
     start: u64,
-    /// End of the memory that it needs until it has its own page tables and memory map.
+    /// End of the memory that the kernel needs until it has its own page tables and memory map.
     end: u64,
     /// Highest address that an initrd may reach, exclusive.
     initrd_top: u64,
-    /// Most bytes of a command line.
+    /// Maximum length of a command line, in bytes.
     cmdline: usize,
 }
 
@@ -59,7 +60,7 @@ impl Setup {
         let version = u16_at(image, offset::VERSION);
         if version < OLDEST {
             return Err(BootError::Invalid(format!(
-                "it is a Linux bzImage with boot protocol {}.{:02}; from {}.{:02} (Linux 3.8) on they can be loaded",
+                "a Linux bzImage with boot protocol {}.{:02} is too old: {}.{:02} (Linux 3.8) is the oldest that can be loaded",
                 version >> 8,
                 version & 0xff,
                 OLDEST >> 8,
@@ -74,7 +75,7 @@ impl Setup {
             sectors => u64::from(sectors),
         };
         let body = u64::from(u32_at(image, offset::SYSSIZE)) * 16;
-        fits("the kernel behind its setup code", (sectors + 1) * 512 + body.max(1))?;
+        fits("the kernel after its setup code", (sectors + 1) * 512 + body.max(1))?;
 
         let preferred = u64_at(image, offset::PREF_ADDRESS);
         let relocatable = image[usize::try_from(offset::RELOCATABLE).unwrap_or(0)] != 0;
@@ -82,7 +83,7 @@ impl Setup {
         if start < KERNEL_START {
             return Err(BootError::LowSegment(start));
         }
-        // One that is loaded lower than it likes moves there by itself.
+        // A kernel that is loaded below its preferred address moves itself to that address.
         let len = u64::from(u32_at(image, offset::INIT_SIZE)).max(has - (sectors + 1) * 512);
         let end = start.max(preferred).saturating_add(len);
         if end > ram_end {
@@ -94,7 +95,7 @@ impl Setup {
     }
 }
 
-/// Loads a bzImage; `rsdp` is where the ACPI tables begin.
+/// Loads a bzImage. `rsdp` is the address of the ACPI tables.
 pub(super) fn load(ram: &GuestRam, kernel: &Kernel<'_>, rsdp: u64) -> Result<BootState, BootError> {
     let invalid = |error: &dyn std::fmt::Display| BootError::Invalid(error.to_string());
     let setup = Setup::read(kernel.image, ram.layout().regions()[0].len)?;
@@ -105,7 +106,7 @@ pub(super) fn load(ram: &GuestRam, kernel: &Kernel<'_>, rsdp: u64) -> Result<Boo
     let initrd = initrd::place(ram, kernel.initrd, setup.end, setup.initrd_top)?;
 
     let mut params = boot_params {
-        hdr: loaded.setup_header.ok_or_else(|| invalid(&"it has no setup header"))?,
+        hdr: loaded.setup_header.ok_or_else(|| invalid(&"the image has no setup header"))?,
         acpi_rsdp_addr: rsdp,
         ..Default::default()
     };
@@ -125,7 +126,7 @@ pub(super) fn load(ram: &GuestRam, kernel: &Kernel<'_>, rsdp: u64) -> Result<Boo
     Ok(BootState { regs, sregs: segments::long_mode })
 }
 
-/// Fills in what a boot loader says in the header.
+/// Fills in the boot loader's fields of the header.
 fn hand_over(header: &mut setup_header, initrd: Option<initrd::Placed>) -> Result<(), BootError> {
     let below_4g =
         |at: u64| u32::try_from(at).map_err(|_| BootError::Invalid(format!("{at:#x} is not below 4 GiB")));
@@ -165,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_its_initrd_and_what_it_is_told_arrive() {
+    fn kernel_initrd_and_boot_parameters_are_loaded() {
         let image = TestBzImage::default().build();
         let kernel = Kernel { image: &image, initrd: Some(b"initrd"), cmdline: "a=b c" };
         let (ram, state) = load_into(&kernel).unwrap();
@@ -196,13 +197,13 @@ mod tests {
     }
 
     #[test]
-    fn one_that_cannot_be_moved_is_loaded_where_it_says() {
+    fn kernel_that_is_not_relocatable_is_loaded_at_its_address() {
         let image = TestBzImage { relocatable: false, ..Default::default() }.build();
         assert_eq!(load_image(&image).unwrap().1.regs.rip, 0x10_0000 + ENTRY_64);
     }
 
     #[test]
-    fn bad_images_are_refused_in_words() {
+    fn bad_images_are_refused_with_a_clear_error() {
         let refused = |image: TestBzImage| load_image(&image.build()).err().unwrap();
         let old = refused(TestBzImage { version: 0x20b, ..Default::default() }).to_string();
         assert!(old.contains("boot protocol 2.11"), "{old}");
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_says_how_long_a_command_line_may_be() {
+    fn kernel_limits_the_length_of_its_command_line() {
         let image = TestBzImage { cmdline_size: 100, ..Default::default() }.build();
         let load = |len: usize| load_into(&Kernel { image: &image, initrd: None, cmdline: &"x".repeat(len) });
         assert!(load(100).is_ok());
@@ -230,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn an_initrd_goes_no_higher_than_the_kernel_takes_it() {
+    fn initrd_stays_below_the_kernels_limit() {
         let image = TestBzImage { initrd_addr_max: (24 << 20) - 1, ..Default::default() }.build();
         let load =
             |len: usize| load_into(&Kernel { image: &image, initrd: Some(&vec![1; len]), cmdline: "" });
@@ -244,7 +245,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn a_damaged_image_never_panics(changes in prop::collection::vec((0x1f1usize..0x270, any::<u8>()), 1..8), cut in 0usize..2000) {
+        fn damaged_image_never_panics(changes in prop::collection::vec((0x1f1usize..0x270, any::<u8>()), 1..8), cut in 0usize..2000) {
             let mut image = TestBzImage::default().build();
             for (at, value) in changes {
                 image[at] = value;

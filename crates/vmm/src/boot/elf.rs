@@ -1,4 +1,4 @@
-//! A look at an ELF file before it is loaded, so that what is wrong with it can be said plainly.
+//! Checks of an ELF file before it is loaded, which give clear errors.
 //!
 //! System V ABI, chapter "Object Files"; offsets are those of the 64-bit class.
 
@@ -11,7 +11,8 @@ const PT_LOAD: u32 = 1;
 const EM_X86_64: u16 = 62;
 const PT_NOTE: u32 = 4;
 
-/// The `N` bytes at `at`; the caller checked that they are there, what is not there reads as zeros.
+/// Returns the `N` bytes at `at`. Bytes beyond the end of the image read as zeros; the caller has
+/// checked that there are none.
 fn bytes<const N: usize>(image: &[u8], at: u64) -> [u8; N] {
     let from = usize::try_from(at).ok().and_then(|at| image.get(at..)?.first_chunk());
     from.copied().unwrap_or([0; N])
@@ -29,7 +30,8 @@ pub(super) fn u64_at(image: &[u8], at: u64) -> u64 {
     u64::from_le_bytes(bytes(image, at))
 }
 
-/// Checks that `image` is a complete x86-64 ELF file whose segments fit between 1 MiB and `ram_end`; gives the end of the last.
+/// Checks that `image` is a complete x86-64 ELF file whose segments fit between 1 MiB and
+/// `ram_end`. Returns the end of the last segment.
 pub(super) fn check(image: &[u8], ram_end: u64) -> Result<u64, BootError> {
     let has = image.len() as u64;
     let fits = |what: &str, start: u64, len: u64| {
@@ -44,7 +46,7 @@ pub(super) fn check(image: &[u8], ram_end: u64) -> Result<u64, BootError> {
     let (offset, entry_len, count) = (u64_at(image, 32), u16_at(image, 54), u64::from(u16_at(image, 56)));
     if u64::from(entry_len) != PROGRAM_HEADER_LEN || count == 0 || offset < HEADER_LEN {
         return Err(BootError::Invalid(format!(
-            "{count} program headers of {entry_len} bytes at {offset:#x} make no sense"
+            "{count} program headers of {entry_len} bytes at {offset:#x} are not valid"
         )));
     }
     fits("the table of program headers", offset, count * PROGRAM_HEADER_LEN)?;
@@ -68,10 +70,12 @@ pub(super) fn check(image: &[u8], ram_end: u64) -> Result<u64, BootError> {
     Ok(end)
 }
 
-/// Segments of notes, and notes in each, that are looked at; kernels have one segment with ten or so.
+/// Maximum number of note segments, and of notes in each, that are checked. Kernels have one
+/// segment with about ten notes.
 const MAX_NOTES: (usize, usize) = (8, 256);
 
-/// Whether `image` is a Linux kernel, by its notes: Linux's are in the name of "Linux" (include/linux/elfnote.h).
+/// Returns true if `image` is a Linux kernel, which has notes with the name "Linux"
+/// (include/linux/elfnote.h).
 pub(super) fn is_linux(image: &[u8]) -> bool {
     let (offset, count) = (u64_at(image, 32), u64::from(u16_at(image, 56)));
     let headers = (0..count).map(|i| offset.saturating_add(i * PROGRAM_HEADER_LEN));

@@ -1,4 +1,4 @@
-//! Where an initial RAM disk goes.
+//! Placement of an initial RAM disk.
 
 use super::BootError;
 use crate::memory::GuestRam;
@@ -12,10 +12,11 @@ pub(super) struct Placed {
     pub(super) len: u64,
 }
 
-/// Puts `initrd` as high as it goes below `top`, where it is out of the kernel's way; the kernel uses memory up to `kernel_end`.
+/// Places `initrd` as high as possible below `top`, where it does not disturb the kernel. The
+/// kernel uses memory up to `kernel_end`.
 ///
 /// # Errors
-/// If it does not fit between the two, or is empty.
+/// Fails if the initrd does not fit between the two addresses, or is empty.
 pub(super) fn place(
     ram: &GuestRam,
     initrd: Option<&[u8]>,
@@ -43,7 +44,7 @@ mod tests {
     use crate::options::VmOptions;
 
     #[test]
-    fn it_lies_at_the_top_and_never_in_the_kernel() {
+    fn initrd_is_placed_at_the_top_and_never_overlaps_the_kernel() {
         let ram = GuestRam::new(&VmOptions::new(8 << 20, 1)).unwrap();
         let place = |len: usize, end: u64| place(&ram, Some(&vec![7; len]), end, 8 << 20);
         assert_eq!(place(1, 4 << 20), Ok(Some(Placed { address: (8 << 20) - 4096, len: 1 })));

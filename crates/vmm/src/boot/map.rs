@@ -1,4 +1,4 @@
-//! Where what a kernel is handed lies, and the map of memory that it is told.
+//! Addresses of boot data, and the memory map for the kernel.
 
 use super::BootError;
 use crate::memory::{GuestRam, HIGH_RAM_START, LOW_RAM_END};
@@ -6,43 +6,49 @@ use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::{Layout, PAGE_SIZE};
 use vmferry_virtio::balloon::extension::WholePages;
 
-// In RAM below 1 MiB, clear of the interrupt vectors, the BIOS data area, and each other.
+// All of these are in RAM below 1 MiB. They do not overlap each other, the interrupt vectors, or
+// the BIOS data area.
 pub(super) const GDT: u64 = 0x500;
-/// What the kernel is entered with the address of: `hvm_start_info`, or `boot_params` ("zero page", 4 KiB).
+/// Address of the structure that the kernel is entered with: `hvm_start_info`, or `boot_params`
+/// ("zero page", 4 KiB).
 pub(super) const START_INFO: u64 = 0x6000;
 pub(super) const MEMORY_MAP: u64 = 0x7000;
 pub(super) const MODULES: u64 = 0x8000;
-/// Page tables of a kernel that is entered in 64-bit mode, six pages.
+/// Address of the six page tables of a kernel that is entered in 64-bit mode.
 pub(super) const PAGE_TABLES: u64 = 0x9000;
 pub(super) const CMDLINE: u64 = 0x2_0000;
 
-/// RAM from here on is the kernel's, below it is boot data.
+/// Start of the RAM for the kernel. RAM below is for boot data.
 pub(super) const KERNEL_START: u64 = 1 << 20;
 
-/// The PC's hole for adapters and firmware: mapped as RAM, but not offered as such.
+/// Hole of a PC for adapters and firmware, which is mapped as RAM but not reported as RAM.
 const LEGACY_HOLE: (u64, u64) = (0x9_fc00, 0x10_0000);
 
-/// Where in that hole the ACPI tables are: where a PC's firmware has them, too, so that a guest that searches finds them.
+/// Range of the ACPI tables in that hole. A PC's firmware has them in this range as well, so that a
+/// guest that searches finds them.
 pub(crate) const ACPI_TABLES: (u64, u64) = (0xe_0000, 0xf_e000);
 
-/// The page of the VM generation ID, in the same hole: an ID must not lie in memory that the map calls RAM or ACPI's.
+/// Address of the page of the VM generation ID, in the same hole: an ID must not be in memory that
+/// the map reports as RAM or as ACPI memory.
 pub(crate) const GENERATION: u64 = 0xf_e000;
 
-/// Where an x86 processor starts after a reset, as far as real mode reaches: `ffff:0000`.
+/// Address at which an x86 processor starts after a reset, as real mode reaches it: `ffff:0000`.
 const RESET_VECTOR: u64 = 0xf_fff0;
-/// mov al, 0xfe; out 0x64, al (the keyboard controller's reset line); then halt for good.
+/// Code at the reset vector: mov al, 0xfe; out 0x64, al (the keyboard controller's reset line);
+/// then an endless halt.
 const RESET_CODE: [u8; 7] = [0xb0, 0xfe, 0xe6, 0x64, 0xf4, 0xeb, 0xfd];
 
-/// Puts what firmware would be to a guest that runs there: code at the reset vector that resets the machine.
+/// Writes a minimal firmware: code at the reset vector that resets the machine.
 ///
-/// Linux goes there to reboot: on a hardware-reduced platform it means to ask EFI, and when there is none the firmware at this address,
-/// instead of writing to ACPI's reset register (arch/x86/kernel/reboot.c, `reboot_init`).
+/// Linux jumps to this address to reboot. On a hardware-reduced platform it prefers to ask EFI.
+/// Without EFI it uses the firmware at this address, instead of writing to ACPI's reset register
+/// (arch/x86/kernel/reboot.c, `reboot_init`).
 pub(super) fn write_firmware(ram: &GuestRam) -> Result<(), BootError> {
     let written = ram.map().write_slice(&RESET_CODE, GuestAddress(RESET_VECTOR));
     written.map_err(|error| BootError::Invalid(error.to_string()))
 }
 
-/// What a range of guest-physical addresses is; the numbers are those of E820 and of PVH.
+/// Type of a range of guest-physical addresses. The numbers are those of E820 and of PVH.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Ram = 1,
@@ -57,14 +63,14 @@ pub(super) struct MapEntry {
     pub(super) kind: Kind,
 }
 
-/// What the guest is told of its memory, by address.
+/// Returns the memory map for the guest, sorted by address.
 pub(super) fn memory_map(layout: &Layout) -> Vec<MapEntry> {
     let entry = |start, end, kind| MapEntry { start, end, kind };
     let mut map = vec![
         entry(0, LEGACY_HOLE.0, Kind::Ram),
         entry(LEGACY_HOLE.0, LEGACY_HOLE.1, Kind::Reserved),
         entry(LEGACY_HOLE.1, layout.regions()[0].len, Kind::Ram),
-        // Devices, interrupt controllers, and what KVM needs for itself.
+        // Devices, interrupt controllers, and memory that KVM needs for itself.
         entry(LOW_RAM_END, HIGH_RAM_START, Kind::Reserved),
     ];
     let high = layout.regions().iter().filter(|r| r.gpa.0 >= HIGH_RAM_START);
@@ -72,7 +78,8 @@ pub(super) fn memory_map(layout: &Layout) -> Vec<MapEntry> {
     map
 }
 
-/// The whole pages of the RAM entries of that memory map, as a guest that counts its pages has them.
+/// Returns the whole pages of the RAM entries of the memory map, as a guest that counts its pages
+/// sees them.
 pub(crate) fn whole_pages(layout: &Layout) -> Vec<WholePages> {
     let ram = memory_map(layout).into_iter().filter(|entry| entry.kind == Kind::Ram);
     let pages = |entry: MapEntry| {
@@ -89,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_map_names_all_ram_once() {
+    fn memory_map_lists_all_ram_once() {
         let map = memory_map(&crate::memory::layout_for(5 << 30).unwrap());
         let ram: u64 = map.iter().filter(|e| e.kind == Kind::Ram).map(|e| e.end - e.start).sum();
         assert_eq!(ram, (5 << 30) - (LEGACY_HOLE.1 - LEGACY_HOLE.0));

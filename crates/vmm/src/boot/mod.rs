@@ -1,7 +1,8 @@
 //! Loading a kernel into guest memory.
 //!
-//! A [`KernelFormat`] is found by its magic number; each format loads its image its own way and says in a [`BootState`]
-//! how the first vCPU is to be set up, so that a new format changes nothing outside this folder.
+//! [`KernelFormat`] detects the format by its magic number. Each format loads its image in its own
+//! way and returns a [`BootState`] for the first vCPU. A new format therefore changes nothing
+//! outside this folder.
 
 mod bzimage;
 mod elf;
@@ -17,107 +18,107 @@ use kvm_bindings::{kvm_regs, kvm_sregs};
 pub(crate) use map::{ACPI_TABLES, GENERATION, whole_pages};
 use vm_memory::{Bytes, GuestAddress};
 
-/// Most bytes that a command line may have, without the NUL that ends it.
+/// Maximum length of a command line in bytes, without the terminating NUL.
 pub const MAX_CMDLINE: usize = 4095;
 
-/// Why a kernel cannot be loaded.
+/// Reason for which a kernel cannot be loaded.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BootError {
-    /// Neither an ELF file nor a bzImage.
+    /// The image is neither an ELF file nor a bzImage.
     #[error("the kernel image is neither a Linux bzImage nor an ELF file: it starts with {0:02x?}")]
     Foreign(Vec<u8>),
-    /// For another machine.
+    /// The image is for another machine.
     #[error("the kernel image is for another machine: {0}; it must be for 64-bit x86 (x86-64, amd64)")]
     Machine(String),
-    /// The file ends before what it says it holds.
+    /// The file ends before the end of its content.
     #[error("the kernel image is truncated: {what} needs {needed} bytes and the file has {has}")]
     Truncated {
-        /// What does not fit.
+        /// Part that does not fit.
         what: String,
-        /// Where it would end.
+        /// End of the part, in bytes from the start of the file.
         needed: u64,
-        /// The file's length.
+        /// Length of the file in bytes.
         has: u64,
     },
-    /// It cannot be loaded for another reason.
+    /// The image cannot be loaded for another reason.
     #[error("the kernel cannot be loaded: {0}")]
     Invalid(String),
-    /// No PVH entry point.
+    /// The image has no PVH entry point.
     #[error(
         "the kernel image has no PVH entry point (ELF note XEN_ELFNOTE_PHYS32_ENTRY); Linux needs CONFIG_PVH=y"
     )]
     NoPvhEntry,
     /// A segment does not fit into RAM.
     #[error(
-        "the kernel needs memory up to {needed:#x} and the guest's RAM below 3 GiB ends at {has:#x}; give it more"
+        "the kernel needs memory up to {needed:#x} and the guest's RAM below 3 GiB ends at {has:#x}; give the guest more memory"
     )]
     Memory {
         /// End of the last segment.
         needed: u64,
-        /// End of RAM.
+        /// End of the RAM below 3 GiB.
         has: u64,
     },
-    /// A segment lies where boot data goes.
+    /// A segment overlaps the boot data.
     #[error("the kernel has a segment at {0:#x}; RAM below 1 MiB is for boot data")]
     LowSegment(u64),
-    /// The initrd does not fit beside the kernel.
+    /// The initrd does not fit next to the kernel.
     #[error(
-        "the initrd has {len} bytes and beside the kernel there is room for {room}; give the guest more memory"
+        "the initrd has {len} bytes and there is room for {room} next to the kernel; give the guest more memory"
     )]
     InitrdTooLarge {
-        /// Its length.
+        /// Length of the initrd in bytes.
         len: u64,
-        /// Bytes between the kernel and the end of the RAM where it may be.
+        /// Number of bytes between the kernel and the end of the RAM in which the initrd may be.
         room: u64,
     },
     /// The command line is too long.
     #[error("the command line has {len} bytes; this kernel takes at most {most}")]
     CmdlineTooLong {
-        /// Its length, with what the machine puts in front.
+        /// Length of the command line in bytes, with the part that the machine adds.
         len: usize,
-        /// What fits.
+        /// Maximum length in bytes.
         most: usize,
     },
     /// The ACPI tables do not fit.
     #[error("the ACPI tables have {len} bytes and there is room for {room}")]
     Tables {
-        /// Their length.
+        /// Length of the tables in bytes.
         len: u64,
-        /// The room.
+        /// Available space in bytes.
         room: u64,
     },
-    /// The command line holds a NUL, or another character that cannot be passed.
+    /// The command line contains a NUL, or another character that cannot be passed.
     #[error("the command line is not valid: {0}")]
     Cmdline(String),
 }
 
-/// A kernel and what goes with it.
+/// Kernel with its initrd and command line.
 #[derive(Debug, Clone, Copy)]
 pub struct Kernel<'a> {
-    /// The kernel's file: a Linux bzImage, or an ELF file with a PVH entry point.
+    /// Content of the kernel's file: a Linux bzImage, or an ELF file with a PVH entry point.
     pub image: &'a [u8],
-    /// The initial RAM disk's file.
+    /// Content of the initial RAM disk's file.
     pub initrd: Option<&'a [u8]>,
-    /// Its command line.
+    /// Command line of the kernel.
     pub cmdline: &'a str,
 }
 
-/// A kernel image's format.
+/// Format of a kernel image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub(crate) enum KernelFormat {
-    /// An ELF file with a PVH entry point.
+    /// ELF file with a PVH entry point.
     PvhElf,
-    /// Linux's own.
+    /// Linux bzImage.
     BzImage,
 }
 
 impl KernelFormat {
-    /// The format of `image`.
+    /// Returns the format of `image`.
     ///
     /// # Errors
-    /// If it is none that can be loaded.
+    /// Fails if the format is not supported.
     pub(crate) fn detect(image: &[u8]) -> Result<Self, BootError> {
         let has = |at: usize, magic: &[u8]| image.get(at..).is_some_and(|rest| rest.starts_with(magic));
         if has(0, b"\x7fELF") {
@@ -127,8 +128,9 @@ impl KernelFormat {
         if has(0x202, b"HdrS") {
             return Ok(Self::BzImage);
         }
-        // Linux, Documentation/arch/arm64/booting.rst and Documentation/arch/riscv/boot-image-header.rst: the images that somebody who
-        // mixes machines up is likely to have.
+        // Linux, Documentation/arch/arm64/booting.rst and
+        // Documentation/arch/riscv/boot-image-header.rst: the most likely images for a wrong
+        // machine.
         for (magic, machine) in [(&b"ARM\x64"[..], "64-bit ARM"), (b"RSC\x05", "RISC-V")] {
             if has(0x38, magic) {
                 return Err(BootError::Machine(format!("a Linux image for {machine}")));
@@ -137,8 +139,8 @@ impl KernelFormat {
         Err(BootError::Foreign(image[..image.len().min(4)].to_vec()))
     }
 
-    /// Whether a guest of this kernel looks for its devices on its command line. Linux looks in the ACPI tables, and one that is built to
-    /// look in both places would find each device twice.
+    /// Returns true if a guest of this kernel finds its devices on its command line. Linux uses the
+    /// ACPI tables. A Linux that is built to use both would find each device twice.
     pub(crate) fn reads_devices(self, image: &[u8]) -> bool {
         match self {
             Self::PvhElf => !elf::is_linux(image),
@@ -146,10 +148,10 @@ impl KernelFormat {
         }
     }
 
-    /// Loads `kernel` into `ram`; `rsdp` is where the ACPI tables begin.
+    /// Loads `kernel` into `ram`. `rsdp` is the address of the ACPI tables.
     ///
     /// # Errors
-    /// [`BootError`]; RAM may then hold parts of the image.
+    /// Returns a [`BootError`]. RAM may then contain parts of the image.
     pub(crate) fn load(self, ram: &GuestRam, kernel: &Kernel<'_>, rsdp: u64) -> Result<BootState, BootError> {
         check_cmdline(kernel.cmdline, MAX_CMDLINE)?;
         map::write_firmware(ram)?;
@@ -160,30 +162,30 @@ impl KernelFormat {
     }
 }
 
-/// Checks that a command line can be passed, to a kernel that takes `most` bytes.
+/// Checks that a command line can be passed to a kernel that accepts `most` bytes.
 fn check_cmdline(cmdline: &str, most: usize) -> Result<(), BootError> {
     if cmdline.len() > most {
         return Err(BootError::CmdlineTooLong { len: cmdline.len(), most });
     }
     match cmdline.chars().find(|c| !matches!(c, ' '..='~')) {
-        Some(odd) => Err(BootError::Cmdline(format!("{odd:?} cannot be part of one"))),
+        Some(odd) => Err(BootError::Cmdline(format!("{odd:?} is not allowed"))),
         None => Ok(()),
     }
 }
 
-/// Puts a command line that was checked where kernels are told to find it.
+/// Writes a checked command line to the address that kernels are told.
 fn write_cmdline(ram: &GuestRam, cmdline: &str) -> Result<(), BootError> {
     let text = [cmdline.as_bytes(), b"\0"].concat();
     let written = ram.map().write_slice(&text, GuestAddress(map::CMDLINE));
     written.map_err(|error| BootError::Invalid(error.to_string()))
 }
 
-/// How the first vCPU starts. The others wait for the guest to start them (INIT, SIPI).
+/// State in which the first vCPU starts. The others wait for the guest to start them (INIT, SIPI).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BootState {
-    /// Its registers.
+    /// General registers.
     pub(crate) regs: kvm_regs,
-    /// Changes its special registers, given as KVM has them after reset.
+    /// Function that changes the special registers from KVM's reset state.
     pub(crate) sregs: fn(&mut kvm_sregs),
 }
 
@@ -192,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn formats_are_told_apart() {
+    fn formats_are_detected() {
         assert_eq!(KernelFormat::detect(b"\x7fELF\x02"), Ok(KernelFormat::PvhElf));
         assert_eq!(KernelFormat::detect(b"MZ"), Err(BootError::Foreign(b"MZ".to_vec())));
         assert_eq!(KernelFormat::detect(b""), Err(BootError::Foreign(vec![])));
@@ -206,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_kernel_that_is_not_linux_reads_devices_from_its_command_line() {
+    fn only_non_linux_kernels_find_devices_on_their_command_line() {
         let elf = testing::TestElf::default();
         assert!(KernelFormat::PvhElf.reads_devices(&elf.build()));
         let linux = testing::TestElf { linux: true, ..elf }.build();

@@ -15,10 +15,10 @@ use vm_memory::{Address, Bytes, GuestAddress};
 
 /// Magic number of `hvm_start_info`: "xEn3" with the 0x80 bit of the "E" set.
 const START_INFO_MAGIC: u32 = 0x336e_c578;
-/// Version with a memory map.
+/// Version of `hvm_start_info` with a memory map.
 const START_INFO_VERSION: u32 = 1;
 
-/// Loads a PVH kernel; `rsdp` is where the ACPI tables begin.
+/// Loads a PVH kernel. `rsdp` is the address of the ACPI tables.
 pub(super) fn load(ram: &GuestRam, kernel: &Kernel<'_>, rsdp: u64) -> Result<BootState, BootError> {
     let invalid = |error: &dyn std::fmt::Display| BootError::Invalid(error.to_string());
     let low_end = ram.layout().regions()[0].len;
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_its_command_line_and_its_map_arrive() {
+    fn kernel_command_line_and_memory_map_are_loaded() {
         let image = TestElf::default().build();
         let (ram, state) = load_into(8 << 20, &image, "a=b c").unwrap();
         assert_eq!((state.regs.rip, state.regs.rbx), (0x10_0010, START_INFO));
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn an_initrd_is_a_module() {
+    fn initrd_is_passed_as_a_module() {
         let image = TestElf::default().build();
         let ram = GuestRam::new(&VmOptions::new(8 << 20, 1)).unwrap();
         let kernel = Kernel { image: &image, initrd: Some(b"initrd"), cmdline: "" };
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn bad_images_are_refused_in_words() {
+    fn bad_images_are_refused_with_a_clear_error() {
         let refused = |elf: TestElf| load_into(8 << 20, &elf.build(), "").err().unwrap();
         assert_eq!(refused(TestElf { note: false, ..Default::default() }), BootError::NoPvhEntry);
         assert!(matches!(refused(TestElf { machine: 183, ..Default::default() }), BootError::Machine(_)));
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_command_line_fits_exactly_or_is_refused() {
+    fn command_line_fits_exactly_or_is_refused() {
         let image = TestElf::default().build();
         assert!(load_into(8 << 20, &image, &"x".repeat(MAX_CMDLINE)).is_ok());
         let error = load_into(8 << 20, &image, &"x".repeat(MAX_CMDLINE + 1)).err().unwrap();
@@ -138,7 +138,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(64))]
         #[test]
-        fn a_damaged_image_never_panics(changes in prop::collection::vec((0usize..300, any::<u8>()), 1..8), cut in 0usize..300) {
+        fn damaged_image_never_panics(changes in prop::collection::vec((0usize..300, any::<u8>()), 1..8), cut in 0usize..300) {
             let mut image = TestElf::default().build();
             for (at, value) in changes {
                 let len = image.len();

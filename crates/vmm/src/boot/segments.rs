@@ -1,9 +1,9 @@
-//! Segments that a kernel is entered with, and the descriptor table that they are in.
+//! Segments with which a kernel is entered, and their descriptor table.
 
 use super::map::{GDT, PAGE_TABLES};
 use kvm_bindings::{kvm_segment, kvm_sregs};
 
-/// A flat segment of 4 GiB; `kind` is the type field of its descriptor.
+/// Returns a flat segment of 4 GiB. `kind` is the type field of its descriptor.
 const fn flat(selector: u16, kind: u8) -> kvm_segment {
     kvm_segment {
         base: 0,
@@ -22,25 +22,29 @@ const fn flat(selector: u16, kind: u8) -> kvm_segment {
     }
 }
 
-/// A busy task state segment of the least size, 32-bit as 64-bit. Its base is 0; nobody loads a task from it.
+/// Returns a busy task state segment of the minimum size, for 32-bit and 64-bit mode. Its base is
+/// 0, and no task is ever loaded from it.
 const fn task(selector: u16) -> kvm_segment {
     kvm_segment { limit: 0x67, type_: 0xb, db: 0, s: 0, g: 0, ..flat(selector, 0) }
 }
 
-/// PVH: what it wants of segments, at selectors of our choice.
+/// Segments that PVH requires, with selectors of our choice.
 const CODE_32: kvm_segment = flat(8, 0xb);
 const DATA_32: kvm_segment = flat(16, 0x3);
 const TASK_32: kvm_segment = task(24);
 const TABLE_32: [u64; 4] = [0, descriptor(&CODE_32), descriptor(&DATA_32), descriptor(&TASK_32)];
 
-/// The 64-bit boot protocol: code at 0x10 and data at 0x18 (`__BOOT_CS`, `__BOOT_DS`; Linux, Documentation/arch/x86/boot.rst).
+/// Segments of the 64-bit boot protocol: code at 0x10 and data at 0x18 (`__BOOT_CS`, `__BOOT_DS`;
+/// Linux, Documentation/arch/x86/boot.rst).
 const CODE_64: kvm_segment = kvm_segment { l: 1, db: 0, ..flat(0x10, 0xb) };
 const DATA_64: kvm_segment = flat(0x18, 0x3);
-/// Of two entries in 64-bit mode, the second of which has the upper half of the base.
+/// Task state segment in 64-bit mode. It has two entries, of which the second is the upper half of
+/// the base.
 const TASK_64: kvm_segment = task(0x20);
 const TABLE_64: [u64; 6] = [0, 0, descriptor(&CODE_64), descriptor(&DATA_64), descriptor(&TASK_64), 0];
 
-/// A segment as the processor reads it from the descriptor table: Intel SDM volume 3, 3.4.5. Base 0.
+/// Returns the descriptor of a segment with base 0, as the processor reads it from the table: Intel
+/// SDM volume 3, 3.4.5.
 const fn descriptor(segment: &kvm_segment) -> u64 {
     let limit = if segment.g == 1 { segment.limit >> 12 } else { segment.limit } as u64;
     let access = (segment.type_ | segment.s << 4 | segment.dpl << 5 | segment.present << 7) as u64;
@@ -48,25 +52,26 @@ const fn descriptor(segment: &kvm_segment) -> u64 {
     limit & 0xffff | access << 40 | (limit >> 16 & 0xf) << 48 | flags << 52
 }
 
-/// The descriptor table for [`protected_mode`]. PVH does not ask for one; a host that emulates part of the guest's start reads it.
+/// Returns the descriptor table for [`protected_mode`]. PVH does not require one, but a host that
+/// emulates part of the guest's start reads it.
 pub(super) fn table_32() -> Vec<u8> {
     TABLE_32.iter().flat_map(|d| d.to_le_bytes()).collect()
 }
 
-/// The descriptor table for [`long_mode`].
+/// Returns the descriptor table for [`long_mode`].
 pub(super) fn table_64() -> Vec<u8> {
     TABLE_64.iter().flat_map(|d| d.to_le_bytes()).collect()
 }
 
 const CR0_PE: u64 = 1;
-/// Always reads as one.
+/// Bit of CR0 that always reads as one.
 const CR0_ET: u64 = 1 << 4;
 const CR0_PG: u64 = 1 << 31;
 const CR4_PAE: u64 = 1 << 5;
 const EFER_LME: u64 = 1 << 8;
 const EFER_LMA: u64 = 1 << 10;
 
-/// 32-bit protected mode without paging.
+/// Sets 32-bit protected mode without paging.
 pub(super) fn protected_mode(sregs: &mut kvm_sregs) {
     enter(sregs, (CODE_32, DATA_32, TASK_32), size_of_val(&TABLE_32));
     sregs.cr0 = CR0_PE | CR0_ET;
@@ -74,7 +79,7 @@ pub(super) fn protected_mode(sregs: &mut kvm_sregs) {
     sregs.efer = 0;
 }
 
-/// 64-bit mode; the first 4 GiB are mapped where they are.
+/// Sets 64-bit mode with an identity mapping of the first 4 GiB.
 pub(super) fn long_mode(sregs: &mut kvm_sregs) {
     enter(sregs, (CODE_64, DATA_64, TASK_64), size_of_val(&TABLE_64));
     sregs.cr3 = PAGE_TABLES;
@@ -91,8 +96,8 @@ fn enter(sregs: &mut kvm_sregs, (code, data, task): (kvm_segment, kvm_segment, k
     (sregs.idt.base, sregs.idt.limit) = (0, 0);
 }
 
-/// The page tables for [`long_mode`]: one page of the fourth level, one of the third, four of the second, with pages of 2 MiB. Intel SDM
-/// volume 3, 4.5.
+/// Returns the page tables for [`long_mode`]: one page of the fourth level, one of the third, four
+/// of the second, with pages of 2 MiB. Intel SDM volume 3, 4.5.
 pub(super) fn page_tables() -> Vec<u8> {
     const PRESENT_WRITABLE: u64 = 3;
     const LARGE: u64 = 1 << 7;
@@ -115,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn descriptors_are_those_of_the_manual() {
+    fn descriptors_match_the_manual() {
         // The classic flat 32-bit code and data descriptors, accessed, and a busy TSS of 104 bytes.
         assert_eq!(TABLE_32, [0, 0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff, 0x0000_8b00_0000_0067]);
         // The same with a 64-bit code segment.

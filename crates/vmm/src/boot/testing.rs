@@ -1,12 +1,12 @@
 //! Small kernel images for tests.
 
-/// What goes into the file; the default is a kernel that halts for good.
+/// Content of an ELF file. The default is a kernel that halts for ever.
 pub(crate) struct TestElf {
     pub(crate) machine: u16,
     pub(crate) addr: u64,
     pub(crate) mem_len: u64,
     pub(crate) note: bool,
-    /// With a note of Linux's.
+    /// True to add a note of Linux.
     pub(crate) linux: bool,
     pub(crate) code: Vec<u8>,
 }
@@ -20,14 +20,15 @@ impl Default for TestElf {
 }
 
 impl TestElf {
-    /// A kernel whose entry point, 16 bytes into the segment, is the start of `code` (32-bit, flat segments).
+    /// Returns a kernel whose entry point, 16 bytes into the segment, is the start of `code`
+    /// (32-bit, flat segments).
     pub(crate) fn with_entry(code: &[u8]) -> Self {
         let mut all = vec![0x90; 16];
         all.extend_from_slice(code);
         Self { mem_len: 0x1000.max(all.len() as u64), code: all, ..Self::default() }
     }
 
-    /// The file: header, two program headers, the note, the code.
+    /// Returns the file: header, two program headers, the note, the code.
     pub(crate) fn build(&self) -> Vec<u8> {
         let mut note = Vec::new();
         for word in [4u32, 4, if self.note { 18 } else { 19 }] {
@@ -71,7 +72,7 @@ impl TestElf {
     }
 }
 
-/// A bzImage; the default halts for good.
+/// Content of a bzImage. The default halts for ever.
 pub(crate) struct TestBzImage {
     pub(crate) version: u16,
     pub(crate) xloadflags: u16,
@@ -99,7 +100,8 @@ impl Default for TestBzImage {
 }
 
 impl TestBzImage {
-    /// The file: boot sector, a sector of setup code, and the kernel, whose 64-bit entry point, 0x200 bytes into it, is `code`.
+    /// Returns the file: boot sector, a sector of setup code, and the kernel, whose 64-bit entry
+    /// point, 0x200 bytes into it, is `code`.
     pub(crate) fn build(&self) -> Vec<u8> {
         let mut file = vec![0; 0x400 + 0x200];
         file.extend_from_slice(&self.code);
