@@ -1,16 +1,16 @@
-//! The devices that a guest finds at its ports.
+//! Devices at the guest's ports.
 //!
 //! | port | device |
 //! |---|---|
 //! | 0x3f8 to 0x3ff | 16550 serial port, interrupt 4 |
-//! | 0x64 | keyboard controller, of which only the reset line is there |
+//! | 0x64 | keyboard controller, of which only the reset line exists |
 //! | 0x600, 0x601 | ACPI sleep control and status: switches the machine off |
 //! | 0xcf9 | reset control, ACPI's reset register |
-//! | 0xf4 | the end: a byte written there stops the VM with that code, as QEMU's isa-debug-exit does |
-//! | 0xf6 | reports of free pages, of a guest that has agreed upon it with its balloon |
+//! | 0xf4 | exit: a byte written to this port stops the VM with that code, as QEMU's isa-debug-exit does |
+//! | 0xf6 | reports of free pages, for a guest that has agreed to them with its balloon |
 //!
-//! Everything else reads as ones and swallows writes, as an empty bus does. PIC, IOAPIC, PIT and local APICs are in the
-//! kernel. Devices at memory addresses are on the [bus](crate::bus).
+//! All other ports read as ones and ignore writes, as on an empty bus. PIC, IOAPIC, PIT and local
+//! APICs are in the kernel. Devices at memory addresses are on the [bus](crate::bus).
 
 use crate::acpi;
 use crate::balloon::VmBalloon;
@@ -29,29 +29,29 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{Serial, SerialEvents};
 use vmferry_fault::LazySlot;
 
-/// The first port of the serial port.
+/// First port of the serial port.
 pub(crate) const SERIAL: u16 = 0x3f8;
-/// How many it has.
+/// Number of the serial port's ports.
 pub(crate) const SERIAL_PORTS: u8 = 8;
 const SERIAL_END: u16 = SERIAL + SERIAL_PORTS as u16;
-/// Its interrupt.
+/// Interrupt of the serial port.
 pub(crate) const SERIAL_IRQ: u32 = 4;
 const KEYBOARD: u16 = 0x64;
-/// The keyboard controller's command that pulses the reset line.
+/// Command of the keyboard controller that pulses the reset line.
 const KEYBOARD_RESET: u8 = 0xfe;
 
-/// What a write to a port asks of the VM.
+/// Action that a write to a port requests of the VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Request {
     /// Reset the machine.
     Reset,
-    /// Switch it off.
+    /// Switch the machine off.
     Off,
-    /// Stop it, with a code.
+    /// Stop the machine with a code.
     Exit(u8),
 }
 
-/// Counts the bytes that the sink did not take.
+/// Counter of the bytes that the sink did not accept.
 #[derive(Debug, Default)]
 pub(crate) struct LostBytes(AtomicU64);
 
@@ -66,7 +66,7 @@ impl SerialEvents for LostBytes {
 
 type Uart = Serial<IrqLine, Arc<LostBytes>, SerialSink>;
 
-/// All devices of a VM; the vCPU threads share them.
+/// Devices of a VM, which the vCPU threads share.
 #[derive(Debug)]
 pub(crate) struct Devices {
     serial: Mutex<Uart>,
@@ -80,11 +80,11 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
-    /// The devices that `options` ask for. Their order on the bus is the same wherever the guest goes: balloon, random numbers, disks,
-    /// network interfaces.
+    /// Returns the devices that `options` ask for. Their order on the bus is the same on every
+    /// host: balloon, random numbers, disks, network interfaces.
     ///
     /// # Errors
-    /// What a device needs and the host does not have.
+    /// Fails if the host does not have what a device needs.
     pub(crate) fn new(
         machine: &Arc<Machine>,
         lazy: &Arc<LazySlot>,
@@ -122,7 +122,7 @@ impl Devices {
             })?;
         }
         if !options.incoming {
-            // A side that waits for its guest gets them with it.
+            // A target gets its disks together with its guest.
             disk::take(&disks)?;
         }
 
@@ -154,11 +154,11 @@ impl Devices {
     }
 
     fn serial(&self) -> MutexGuard<'_, Uart> {
-        // A panic while the lock was held left whole register values behind, at worst a byte is lost.
+        // A panic while the lock was held leaves complete register values. At worst a byte is lost.
         self.serial.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A guest writes `data` to `port`; several bytes are several writes of one byte.
+    /// Handles a guest's write of `data` to `port`. Several bytes are several writes of one byte.
     pub(crate) fn write_port(&self, port: u16, data: &[u8]) -> Option<Request> {
         match (port, data.first()) {
             (SERIAL..SERIAL_END, _) => {
@@ -185,7 +185,7 @@ impl Devices {
         }
     }
 
-    /// A guest reads `port`.
+    /// Handles a guest's read of `port`.
     pub(crate) fn read_port(&self, port: u16, data: &mut [u8]) {
         match port {
             SERIAL..SERIAL_END => {
@@ -193,41 +193,41 @@ impl Devices {
                 let mut serial = self.serial();
                 data.iter_mut().for_each(|byte| *byte = serial.read(register));
             }
-            // No output waiting, input taken: the controller is idle.
+            // No output is waiting and the input was taken: the controller is idle.
             KEYBOARD => data.fill(0),
             acpi::SLEEP_CONTROL | acpi::SLEEP_STATUS | acpi::RESET => data.fill(0),
             _ => data.fill(0xff),
         }
     }
 
-    /// The devices at memory addresses.
+    /// Returns the devices at memory addresses.
     pub(crate) fn bus(&self) -> &Bus {
         &self.bus
     }
 
-    /// The network interfaces.
+    /// Returns the network interfaces.
     pub(crate) fn nets(&self) -> &[VmNet] {
         &self.nets
     }
 
-    /// The balloon, if there is one.
+    /// Returns the balloon, if there is one.
     pub(crate) fn balloon(&self) -> Option<&Arc<VmBalloon>> {
         self.balloon.as_ref()
     }
 
-    /// The disks, in order.
+    /// Returns the disks, in order.
     pub(crate) fn disks(&self) -> &[VmDisk] {
         &self.disks
     }
 
-    /// Queues input for the guest's serial port; says how many bytes it took.
+    /// Queues input for the guest's serial port. Returns the number of bytes that were accepted.
     pub(crate) fn serial_input(&self, bytes: &[u8]) -> usize {
         let mut serial = self.serial();
         let take = bytes.len().min(serial.fifo_capacity());
         if take == 0 { 0 } else { serial.enqueue_raw_bytes(&bytes[..take]).unwrap_or(0) }
     }
 
-    /// Bytes of serial output that the sink did not take.
+    /// Returns the number of bytes of serial output that the sink did not accept.
     pub(crate) fn serial_lost(&self) -> u64 {
         self.lost.0.load(Ordering::Relaxed)
     }
@@ -236,7 +236,8 @@ impl Devices {
         SerialSaved::from(&self.serial().state())
     }
 
-    /// Loads the serial port. May pulse its interrupt: load the interrupt controllers after it.
+    /// Loads the serial port. This may pulse its interrupt, so the interrupt controllers must be
+    /// loaded afterwards.
     pub(crate) fn load_serial(&self, saved: &SerialSaved) -> std::result::Result<(), String> {
         let line = IrqLine { machine: Arc::clone(&self.machine), gsi: SERIAL_IRQ };
         let state = saved.into();

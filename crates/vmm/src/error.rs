@@ -1,4 +1,4 @@
-//! What can go wrong, in words for the person who runs the VM.
+//! Errors of the VMM, as messages for the operator.
 
 use crate::boot::BootError;
 use crate::disk::DiskError;
@@ -9,7 +9,7 @@ use std::time::Duration;
 use vmferry_kvm::NotPaused;
 use vmferry_sys::tap::TapError;
 
-/// What went wrong: what failed, where, and what to do where that is known.
+/// Error with the operation, the object and the cause, and the action to take where it is known.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -26,33 +26,33 @@ pub enum Error {
     /// `/dev/kvm` cannot be opened for another reason.
     #[error("cannot open /dev/kvm")]
     OpenKvm(#[source] io::Error),
-    /// The kernel speaks another KVM API.
+    /// The kernel has another version of the KVM API.
     #[error(
-        "KVM speaks API version {found} here and this program speaks 12: the kernel is older than 2.6.22 or broken"
+        "KVM on this host has API version {found} and this program needs 12: the kernel is older than 2.6.22 or broken"
     )]
     ApiVersion {
-        /// What the kernel says.
+        /// Version that the kernel reports.
         found: i32,
     },
-    /// Capabilities that the VMM cannot do without.
-    #[error("KVM on this host lacks {}: the VM cannot be built", .0.join(", "))]
+    /// KVM does not have required capabilities.
+    #[error("KVM on this host lacks {}: cannot create the VM", .0.join(", "))]
     MissingCaps(Vec<&'static str>),
-    /// Options that no VM can have.
+    /// The options are impossible.
     #[error("{0}")]
     Options(String),
-    /// KVM cannot be set up for a guest that can be moved.
+    /// KVM cannot be set up for a guest that can be migrated.
     #[error(transparent)]
     Setup(#[from] vmferry_kvm::Error),
     /// An ioctl failed.
     #[error("{what} failed")]
     Kvm {
-        /// Which, and on what.
+        /// Name of the ioctl and its object.
         what: String,
-        /// What the kernel said.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
-    /// Guest memory cannot be had.
+    /// Guest memory cannot be allocated.
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// The kernel image cannot be loaded.
@@ -61,72 +61,72 @@ pub enum Error {
     /// Saved state cannot be read or applied.
     #[error(transparent)]
     State(#[from] StateError),
-    /// A vCPU thread could not be started.
+    /// The thread of a vCPU cannot be started.
     #[error("cannot start the thread of vCPU {cpu}")]
     Thread {
-        /// Which.
+        /// Number of the vCPU.
         cpu: u32,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
-    /// A network interface's tap cannot be had.
+    /// The tap of a network interface cannot be used.
     #[error(transparent)]
     Tap(#[from] TapError),
-    /// A disk cannot be had.
+    /// A disk cannot be used.
     #[error(transparent)]
     Disk(#[from] DiskError),
-    /// A device's thread could not be started.
-    #[error("{name}: no thread for it")]
+    /// The thread of a device cannot be started.
+    #[error("{name}: cannot start the device's thread")]
     DeviceThread {
-        /// Which device.
+        /// Name of the device.
         name: &'static str,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
-    /// A device cannot do what is asked of the VM.
+    /// A device cannot do what was requested of the VM.
     #[error("{name}: {why}")]
     Device {
-        /// Which.
+        /// Name of the device.
         name: &'static str,
-        /// Why.
+        /// Reason.
         why: String,
     },
-    /// A device has work under way that takes longer than it was given.
-    #[error("{name}: it did not finish its work within {:.1} s", .within.as_secs_f64())]
+    /// A device has work under way that did not end in the given time.
+    #[error("{name}: the device did not finish its work within {:.1} s", .within.as_secs_f64())]
     Busy {
-        /// Which device.
+        /// Name of the device.
         name: &'static str,
-        /// How long it was waited for.
+        /// Time after which the wait was given up.
         within: Duration,
     },
-    /// A vCPU did not answer.
+    /// A vCPU did not respond.
     #[error("vCPU {cpu} did not {what} within {} ms", crate::vcpu::PATIENCE.as_millis())]
     Unresponsive {
-        /// Which.
+        /// Number of the vCPU.
         cpu: u32,
-        /// What it was asked to do.
+        /// Action that was requested of the vCPU.
         what: &'static str,
     },
-    /// What was asked is not possible in the VM's present state.
+    /// The operation is not possible in the VM's present state.
     #[error("cannot {what}: {why}")]
     WrongState {
-        /// What was asked.
+        /// Operation that was requested.
         what: &'static str,
-        /// Why it is not possible now.
+        /// Reason.
         why: String,
     },
 }
 
 impl Error {
-    /// Whether nothing is wrong but that I/O takes its time.
+    /// Returns true if the only cause is slow I/O.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Busy { .. } | Self::Disk(DiskError::Slow { .. }))
     }
 
-    /// The failure of ioctl `what`.
+    /// Returns the error of a failed ioctl `what`.
     pub(crate) fn kvm(what: impl Into<String>, source: kvm_ioctls::Error) -> Self {
         Self::Kvm { what: what.into(), source: io::Error::from_raw_os_error(source.errno()) }
     }
@@ -138,5 +138,5 @@ impl From<NotPaused> for Error {
     }
 }
 
-/// The crate's results.
+/// Result of the operations of this crate.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -1,4 +1,5 @@
-//! The VM generation ID as a guest finds it, before and after it is copied, moved, or reset.
+//! Tests of the VM generation ID as a guest sees it, before and after it is copied, migrated, or
+//! reset.
 
 use super::*;
 use crate::boot::testing::TestElf;
@@ -17,11 +18,12 @@ use vmferry_kvm::state::IoapicState;
 use vmferry_testkit::{Need, PATIENCE, skip};
 
 const MEMORY: u64 = 8 << 20;
-/// Vector of the interrupt, and the bit of it in the third word of the local APIC's requests.
+/// Vector of the interrupt, and the register offset of the third word of the local APIC's interrupt
+/// requests.
 const VECTOR: u8 = 0x41;
 const REQUESTS: usize = 0x220;
 const REQUESTED: u8 = 1 << 1;
-/// Where the guest puts the ID that it found when the interrupt came.
+/// Address at which the guest stores the ID that it found when the interrupt arrived.
 const FOUND: u64 = 0x30_0000;
 const FOUND_CODE: u8 = 6;
 
@@ -30,7 +32,8 @@ fn store(to: u32, value: u32) -> Vec<u8> {
     [&[0xc7, 0x05][..], &to.to_le_bytes(), &value.to_le_bytes()].concat()
 }
 
-/// Code of a guest that waits for the interrupt, takes the ID to [`FOUND`] and ends with [`FOUND_CODE`].
+/// Returns the code of a guest that waits for the interrupt, copies the ID to [`FOUND`] and ends
+/// with [`FOUND_CODE`].
 fn guest() -> Vec<u8> {
     let find = |n: u32| {
         let address = |gpa: u64| (u32::try_from(gpa).unwrap() + 4 * n).to_le_bytes();
@@ -42,7 +45,7 @@ fn guest() -> Vec<u8> {
         vec![0x66, 0xba, low, high, 0xb0, byte, 0xee]
     };
     [
-        // The local APIC takes interrupts, and the I/O APIC has an entry for this one.
+        // The local APIC accepts interrupts, and the I/O APIC has an entry for this one.
         store(0xfee0_00f0, 0x1ff),
         store(0xfec0_0000, 0x10 + 2 * LINE),
         store(0xfec0_0010, VECTOR.into()),
@@ -60,7 +63,7 @@ fn id(vm: &Vm, at: u64) -> [u8; 16] {
     vm.ram().map().read_obj(GuestAddress(at)).unwrap()
 }
 
-/// A VM whose guest waits for the interrupt.
+/// Returns a VM whose guest waits for the interrupt.
 fn waiting() -> Vm {
     let (sink, output) = SerialSink::capture();
     let mut options = VmOptions::new(MEMORY, 1);
@@ -82,19 +85,19 @@ fn incoming() -> Vm {
     Vm::new(options).unwrap()
 }
 
-/// A path that nothing has.
+/// Returns a path that does not exist.
 fn path(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("vmferry-generation-{}-{name}", std::process::id()))
 }
 
-/// Takes the guest in the file at `path` into a new VM.
+/// Restores the guest in the file at `path` into a new VM.
 fn restored(path: &std::path::Path) -> Vm {
     let mut vm = incoming();
     let _ = restore(&mut vm, path).unwrap();
     vm
 }
 
-/// Whether the interrupt has come; the guest is paused for the question.
+/// Returns true if the interrupt has arrived. The guest is paused for the check.
 fn interrupted(vm: &mut Vm) -> bool {
     vm.pause().unwrap();
     let saved = vm.save_state().unwrap();
@@ -103,7 +106,7 @@ fn interrupted(vm: &mut Vm) -> bool {
 }
 
 #[test]
-fn every_copy_gets_an_id_of_its_own_and_its_guest_is_told() {
+fn every_copy_gets_a_new_id_and_its_guest_is_told() {
     if let Err(error) = open_kvm() {
         return skip(Need::Kvm, error);
     }
@@ -114,10 +117,10 @@ fn every_copy_gets_an_id_of_its_own_and_its_guest_is_told() {
     assert_eq!(save_copy(&mut source, &path, &Monitor::new()).unwrap().state, MigrationState::Completed);
     let mut ids = vec![original];
     let mut found = |vm: &Vm| {
-        let exit = vm.handle().wait_for_exit_timeout(PATIENCE).expect("the guest hears of its new ID");
+        let exit = vm.handle().wait_for_exit_timeout(PATIENCE).expect("the guest is told of its new ID");
         assert_eq!(exit, Exit::PoweredOff(FOUND_CODE));
         let now = id(vm, ADDRESS);
-        assert_eq!(id(vm, FOUND), now, "the ID is there when the interrupt comes");
+        assert_eq!(id(vm, FOUND), now, "the ID must be written before the interrupt");
         assert!(!ids.contains(&now), "{now:x?} of {ids:x?}");
         ids.push(now);
         let mut marked = Bitmap::new(MEMORY >> PAGE_SHIFT);
@@ -133,7 +136,7 @@ fn every_copy_gets_an_id_of_its_own_and_its_guest_is_told() {
         Err(error) => panic!("{error}"),
     }
     std::fs::remove_file(&path).unwrap();
-    assert!(!interrupted(&mut source), "the original is the guest that it was");
+    assert!(!interrupted(&mut source), "the original got an interrupt");
     assert_eq!(id(&source, ADDRESS), original);
 }
 
@@ -163,7 +166,7 @@ fn guest_that_moves_keeps_its_id() {
     assert!(!interrupted(&mut last));
 }
 
-/// As a version without the ID started it.
+/// A guest as a version without the ID started it.
 #[test]
 fn copy_of_a_guest_without_the_device_runs_as_it_is() {
     if let Err(error) = open_kvm() {
@@ -177,7 +180,7 @@ fn copy_of_a_guest_without_the_device_runs_as_it_is() {
     std::fs::remove_file(&path).unwrap();
     assert_eq!(id(&copy, ADDRESS), [0; 16]);
     assert!(!interrupted(&mut copy));
-    // The guest would have heard of it.
+    // The guest would have been told.
     assert_eq!(IoapicState::read(copy.machine().fd()).unwrap().redirection[LINE as usize] & 1 << 16, 0);
 }
 

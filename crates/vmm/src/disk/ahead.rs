@@ -1,7 +1,8 @@
-//! Writing out ahead of the pause.
+//! Writing out disks ahead of the pause.
 //!
-//! The pause of a move includes a flush of the disks. What the host's page cache holds then is all that the guest has written since the
-//! move began and the host saw no reason to write out, unless somebody makes it: here, for as long as the move goes on.
+//! The pause of a migration includes a flush of the disks. The host's page cache then contains
+//! everything that the guest has written since the migration began and that the host did not write
+//! out. This module makes the host write out the data for as long as the migration runs.
 
 use super::VmDisk;
 use super::file::RawFile;
@@ -14,36 +15,38 @@ use vmferry_core::PageSet;
 use vmferry_engine::{DirtyTracker, Protect, RingFigures, TrackerKind, VmError};
 use vmferry_virtio::blk::BlkWork;
 
-/// How much the guest writes in this time is what is left for the pause, on storage that keeps up. Often costs the guest's disk what it
-/// saves by putting writes together.
+/// Interval of writing out. On storage that keeps up, the pause has to write only what the guest
+/// writes in this time. A shorter interval would cost the guest's disk the advantage of combined
+/// writes.
 const EVERY: Duration = Duration::from_millis(200);
 
-/// A thread that does it; ends when this is dropped.
+/// Thread that writes out ahead. The thread ends when this value is dropped.
 #[derive(Debug)]
 pub(crate) struct WriteAhead {
-    /// Closed with this, which the thread sees.
+    /// Closed when this value is dropped, which the thread notices.
     _ending: Sender<()>,
 }
 
 impl WriteAhead {
-    /// For `disks`; `None` if none of them can be written.
+    /// Starts the thread for `disks`. Returns `None` if none of them can be written.
     ///
     /// # Errors
-    /// If the host has no thread for it.
+    /// Fails if the host cannot create the thread.
     pub(crate) fn start(disks: &[VmDisk]) -> Result<Option<Self>> {
         let written: Vec<_> = disks.iter().filter(|disk| !disk.read_only).map(Written::new).collect();
         if written.is_empty() {
             return Ok(None);
         }
         let (ending, ended) = channel();
-        // Nobody waits for it: it may be in the middle of a system call that takes as long as the storage does.
+        // The thread is not joined: it may be in a system call that takes as long as the storage
+        // does.
         vmferry_thread::spawn(vmferry_thread::Role::Disk, "write-ahead", move || live(written, &ended))
             .map_err(|source| Error::DeviceThread { name: super::DiskSection::NAME, source })?;
         Ok(Some(Self { _ending: ending }))
     }
 }
 
-/// A disk, and how much had been written to it when that was last begun to be written out.
+/// Disk, and the number of bytes that had been written to it when it was last written out.
 struct Written {
     file: Arc<RawFile>,
     work: Arc<BlkWork>,
@@ -74,14 +77,15 @@ fn live(mut disks: Vec<Written>, ended: &mpsc::Receiver<()>) {
     }
 }
 
-/// A tracker, with which writing out ahead begins and ends: it is there as long as the move's memory passes.
+/// Dirty tracker that starts and stops writing out together with the tracking. The tracker exists
+/// as long as the memory passes of a migration.
 pub(crate) struct WithWriteAhead {
     tracker: Box<dyn DirtyTracker>,
     ahead: Option<WriteAhead>,
 }
 
 impl WithWriteAhead {
-    /// `tracker`, and that.
+    /// Returns `tracker` with writing out of `disks`.
     pub(crate) fn new(tracker: Box<dyn DirtyTracker>, disks: &[VmDisk]) -> Result<Self> {
         Ok(Self { tracker, ahead: WriteAhead::start(disks)? })
     }

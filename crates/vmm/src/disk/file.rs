@@ -1,4 +1,4 @@
-//! A raw file, or a block device, as a disk.
+//! Raw file, or block device, as a disk.
 
 use super::flush::{Late, Losses};
 use super::{DiskError, lease};
@@ -19,47 +19,52 @@ use vmferry_fault::LazySlot;
 use vmferry_sys::lock::LockKind;
 use vmferry_virtio::blk::{Disk, SECTOR};
 
-/// Most pieces of memory that the kernel takes in one call.
+/// Maximum number of pieces of memory that the kernel accepts in one call.
 const IOV_MAX: usize = 1024;
-/// Zeros are written by so many bytes where the file system cannot make them.
+/// Number of zeros that are written at once where the file system cannot make zeros, in bytes.
 const ZEROS: usize = 64 << 10;
 
-/// The file.
+/// Open file of a disk.
 ///
-/// # While the guest's pages are still to come
-/// A thread that touches one sleeps until it comes (postcopy). If the guest is ended instead, it wakes, and finds zeros where the
-/// guest's data should have been. Those must not get to the disk, which outlives the guest: whatever a write is made of is touched first,
-/// and then it is looked whether the guest was [given up](Self::abandon), which is said before anybody is woken.
-/// Touching first also keeps a sleeper out of the file system, where it would sleep with the file's lock.
+/// # While pages are missing
+/// A thread that touches a missing page sleeps until the page arrives (postcopy). If the guest is
+/// ended instead, the thread wakes and finds zeros instead of the guest's data. These zeros must
+/// not reach the disk, which outlives the guest. A write therefore first touches all of its data
+/// and then checks whether the guest was [abandoned](Self::abandon). The flag is set before any
+/// sleeping thread is woken.
+///
+/// Touching first also keeps a sleeping thread out of the file system, where it would hold the
+/// file's lock.
 #[derive(Debug)]
 pub(super) struct RawFile {
     path: PathBuf,
     file: File,
-    /// The same file, opened for the flushes of moves ([`Losses`]).
+    /// Same file, opened for the flushes of migrations ([`Losses`]).
     moving: File,
     losses: Losses,
     late: Late,
-    /// Bytes.
+    /// Size in bytes.
     size: u64,
     read_only: bool,
     block_device: bool,
-    /// The lock is had, and I/O may be done.
+    /// True if this VM holds the lock, so that I/O is allowed.
     held: AtomicBool,
     abandoned: AtomicBool,
-    /// The file system does not say whether something would have to be waited for; of reading, and of writing.
+    /// True if the file system does not report whether an operation would wait; for reads, and for
+    /// writes.
     never_at_once: [AtomicBool; 2],
-    /// What the host refused last.
+    /// Latest error of the host.
     refused: Mutex<Option<Refused>>,
     lazy: Arc<LazySlot>,
 }
 
 impl RawFile {
-    /// Opens the file of `options`. Neither locks it nor reads of it.
+    /// Opens the file of `options`. Neither locks nor reads the file.
     pub(super) fn open(options: &DiskOptions, lazy: &Arc<LazySlot>) -> Result<Self, DiskError> {
         let path = options.path.clone();
         let failed = |source| DiskError::Open { path: options.path.clone(), source };
         let mut open = File::options();
-        // Without waiting: opening a pipe would, for its other end.
+        // Opens without waiting: opening a pipe would wait for its other end.
         open.read(true).write(!options.read_only).custom_flags(libc::O_NONBLOCK);
         let file = open.open(&path).map_err(failed)?;
         let meta = file.metadata().map_err(failed)?;
@@ -74,7 +79,7 @@ impl RawFile {
         let moving = open.open(&path).map_err(failed)?;
         let also = moving.metadata().map_err(failed)?;
         if (also.dev(), also.ino()) != (meta.dev(), meta.ino()) {
-            return Err(failed(io::Error::other("another file took its place just now")));
+            return Err(failed(io::Error::other("the file was replaced while it was opened")));
         }
         Ok(Self {
             path,
@@ -93,7 +98,7 @@ impl RawFile {
         })
     }
 
-    /// The same with another file behind it, and held.
+    /// Returns this disk with another file, as held.
     #[cfg(test)]
     pub(super) fn on(self, file: File) -> Self {
         let moving = file.try_clone().unwrap();
@@ -108,21 +113,21 @@ impl RawFile {
         &self.path
     }
 
-    /// What the host refused last, in words.
+    /// Returns the latest error of the host as a message.
     pub(super) fn last_error(&self) -> Option<String> {
         let refused = self.refused.lock().unwrap_or_else(PoisonError::into_inner);
         refused.as_ref().map(|refused| refused.words.clone())
     }
 
-    /// Keeps what the host refuses, and says it whenever it is something else than before: a full or broken disk fails as often as it is
-    /// asked.
+    /// Records an error of the host, and logs it when it differs from the previous one, because a
+    /// full or broken disk fails on every request.
     fn note<T>(&self, what: &str, result: io::Result<T>) -> io::Result<T> {
         if let Err(error) = &result
             && self.check().is_ok()
         {
             let words = match error.kind() {
                 io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => format!(
-                    "{what}: there is no room left for it ({error}); the guest gets I/O errors until there is"
+                    "{what}: no room left on the storage ({error}); the guest gets I/O errors until there is room"
                 ),
                 _ => format!("{what}: {error}; the guest gets an I/O error"),
             };
@@ -135,7 +140,7 @@ impl RawFile {
         result
     }
 
-    /// Makes the disk this VM's. Says whether it was not before.
+    /// Makes the disk this VM's own. Returns true if it was not before.
     pub(super) fn take(&self) -> Result<bool, DiskError> {
         if self.held.load(Ordering::Acquire) {
             return Ok(false);
@@ -151,15 +156,15 @@ impl RawFile {
             });
         }
         if self.block_device {
-            // What this host's page cache has of it may be older than what another host wrote. A file system sees to that itself, when
-            // the lock is taken.
+            // This host's page cache may have older data than another host wrote. A file system
+            // handles this itself when the lock is taken.
             let _ = rustix::fs::fadvise(&self.file, 0, None, Advice::DontNeed);
         }
         self.held.store(true, Ordering::Release);
         Ok(true)
     }
 
-    /// The disk is this VM's no more. Requests are at rest.
+    /// Gives the disk up. Requests must be quiesced.
     pub(super) fn give_up(&self) -> Result<(), DiskError> {
         if self.held.swap(false, Ordering::AcqRel) {
             lease::give_up(&self.file, &self.path)?;
@@ -167,7 +172,7 @@ impl RawFile {
         Ok(())
     }
 
-    /// Brings what was written to where another host finds it.
+    /// Writes all data to where another host finds it.
     pub(super) fn sync(&self) -> Result<(), DiskError> {
         if self.read_only || !self.held.load(Ordering::Acquire) {
             return Ok(());
@@ -175,7 +180,9 @@ impl RawFile {
         let flushed = self.moving.sync_data().inspect_err(|_| self.losses.found());
         let whole = flushed.and_then(|()| {
             if self.losses.untold() {
-                return Err(io::Error::other("it failed before, and the guest has not flushed it since"));
+                return Err(io::Error::other(
+                    "an earlier flush failed, and the guest has not flushed the disk since",
+                ));
             }
             Ok(())
         });
@@ -186,34 +193,36 @@ impl RawFile {
         &self.late
     }
 
-    /// Has the host begin to write out what it has not, without waiting for it.
+    /// Makes the host begin to write out its cached data, without waiting for the end.
     pub(super) fn write_out(&self) {
         if !self.read_only {
-            // SAFETY: takes numbers only. A hint: if it fails, a later flush takes longer.
+            // SAFETY: takes numbers only. The call is a hint: if it fails, a later flush takes
+            // longer.
             let _ =
                 unsafe { libc::sync_file_range(self.file.as_raw_fd(), 0, 0, libc::SYNC_FILE_RANGE_WRITE) };
         }
     }
 
-    /// The guest is over: nothing is written any more.
+    /// Records that the guest was ended. Nothing is written any more.
     pub(super) fn abandon(&self) {
         self.abandoned.store(true, Ordering::Release);
     }
 
-    /// Whether requests may be done. For one that writes: called after everything that it is made of was touched.
+    /// Returns an error if requests are not allowed. A write must call this after all of its data
+    /// was touched.
     fn check(&self) -> io::Result<()> {
         if !self.held.load(Ordering::Acquire) {
-            return Err(io::Error::other("the disk is not this side's"));
+            return Err(io::Error::other("this VM does not hold the disk"));
         }
         if self.abandoned.load(Ordering::Acquire) {
-            return Err(io::Error::other("the guest is over"));
+            return Err(io::Error::other("the guest was ended"));
         }
         Ok(())
     }
 
-    /// Sleeps until all of `slices` is there.
+    /// Sleeps until all pages of `slices` are present.
     fn touch<B: BitmapSlice>(&self, slices: &[VolatileSlice<'_, B>]) {
-        // Pages can only become missing before a guest runs: what is settled now stays so.
+        // Pages can only become missing before a guest runs, so a settled memory stays settled.
         if self.lazy.settled(|| ()).is_some() {
             return;
         }
@@ -222,13 +231,14 @@ impl RawFile {
             let pages = start / PAGE_BYTES..=(start + slice.len().saturating_sub(1)) / PAGE_BYTES;
             for page in pages {
                 let at = (page * PAGE_BYTES).saturating_sub(start);
-                // Beyond the slice only if it is empty.
+                // The address is outside the slice only if the slice is empty.
                 let _ = std::hint::black_box(slice.load::<u8>(at, Ordering::Relaxed));
             }
         }
     }
 
-    /// Does all of a request by one `call` that does not wait, or says that it was not possible.
+    /// Does a whole request by one `call` that does not wait. Returns false if this was not
+    /// possible.
     fn at_once<B: BitmapSlice>(
         &self,
         slices: &[VolatileSlice<'_, B>],
@@ -236,7 +246,7 @@ impl RawFile {
         never: &AtomicBool,
         call: impl Fn(&[libc::iovec], libc::off_t) -> isize,
     ) -> bool {
-        // While pages are to come, the call could sleep on one.
+        // While pages are missing, the call could sleep on one.
         let may =
             !never.load(Ordering::Relaxed) && self.lazy.settled(|| ()).is_some() && self.check().is_ok();
         let (pieces, Ok(at)) = (Pieces::new(slices).all, libc::off_t::try_from(offset)) else { return false };
@@ -255,7 +265,8 @@ impl RawFile {
             return match rustix::fs::fallocate(&self.file, flags | FallocateFlags::KEEP_SIZE, offset, len) {
                 Ok(()) => Ok(true),
                 Err(Errno::INTR) => continue,
-                // Not on this file system, or not at these addresses (block devices have larger units than sectors).
+                // Not supported by this file system, or for these addresses (block devices have
+                // larger units than sectors).
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::NODEV) => Ok(false),
                 Err(error) => Err(error.into()),
             };
@@ -263,22 +274,22 @@ impl RawFile {
     }
 }
 
-/// A refusal of the host.
+/// Error of the host.
 #[derive(Debug)]
 struct Refused {
     kind: io::ErrorKind,
     words: String,
 }
 
-/// The number of bytes of a file, or of a block device, which does not tell otherwise.
+/// Returns the size of a file or a block device, in bytes. Seeking works for both.
 fn size(file: &File) -> io::Result<u64> {
     let mut file = file;
     file.seek(SeekFrom::End(0))
 }
 
-/// The pieces of memory of one request, of which the kernel has done some.
+/// Pieces of memory of one request, some of which the kernel has done.
 struct Pieces {
-    /// `0 <= first <= all.len()`, and everything before is done.
+    /// All pieces: `0 <= first <= all.len()`, and all before `first` are done.
     all: Vec<libc::iovec>,
     first: usize,
 }
@@ -292,7 +303,7 @@ impl Pieces {
         Self { all: slices.iter().map(iovec).collect(), first: 0 }
     }
 
-    /// Calls `call` with what is left and the offset that it belongs to, until nothing is left.
+    /// Calls `call` with the remaining pieces and their offset, until none is left.
     fn each(
         mut self,
         mut offset: u64,
@@ -336,8 +347,9 @@ impl Disk for RawFile {
         self.check()?;
         let read = Pieces::new(into).each(offset, io::ErrorKind::UnexpectedEof, |pieces, at| {
             let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
-            // SAFETY: the pieces are parts of `into`, guest memory that is mapped writable for as long as the slices live, of which
-            // nobody holds a reference; that the guest may use it meanwhile is what a volatile slice says.
+            // SAFETY: the pieces are parts of `into`, guest memory that is mapped writable for as
+            // long as the slices live, and to which there are no references; a volatile slice
+            // allows the guest to use the memory meanwhile.
             unsafe { libc::preadv(self.file.as_raw_fd(), pieces.as_ptr(), count, at) }
         });
         self.note("reading", read)
@@ -348,7 +360,7 @@ impl Disk for RawFile {
         self.check()?;
         let written = Pieces::new(from).each(offset, io::ErrorKind::WriteZero, |pieces, at| {
             let count = libc::c_int::try_from(pieces.len()).unwrap_or(libc::c_int::MAX);
-            // SAFETY: as for reading; the kernel only reads them.
+            // SAFETY: as for reading; the kernel only reads the pieces.
             unsafe { libc::pwritev(self.file.as_raw_fd(), pieces.as_ptr(), count, at) }
         });
         self.note("writing", written)
@@ -381,7 +393,7 @@ impl Disk for RawFile {
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         self.check()?;
         if len > 0 {
-            // What cannot be punched out stays as it is, which is as good as anything.
+            // A range that cannot be punched out keeps its content, which a discard allows.
             self.fallocate(FallocateFlags::PUNCH_HOLE, offset, len)?;
         }
         Ok(())

@@ -1,5 +1,5 @@
-//! Bringing what was written to where another host finds it: all disks at once, for no longer than a guest may stand still, and without
-//! taking from the guest what it has to be told.
+//! Flush of all disks at once to where another host finds the data. The flush takes no longer than
+//! the guest may be paused, and does not hide errors from the guest.
 
 use super::{DiskError, VmDisk};
 use std::io;
@@ -10,11 +10,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 use vmferry_thread::{Role, spawn};
 
-/// Brings what was written to `disks` to where another host finds it; requests are at rest. What is not done by `deadline` goes on without
-/// anybody who waits for it, which does no harm: it writes what was written before.
+/// Writes the data of `disks` to where another host finds it. Requests must be quiesced. A flush
+/// that is not done by `deadline` continues without a waiting thread, which does no harm: it writes
+/// what was written before.
 ///
 /// # Errors
-/// If it is not certain of a disk: the guest must not go anywhere then.
+/// Fails if a disk's data may not be on storage. The guest must not migrate then.
 pub(crate) fn sync(disks: &[VmDisk], deadline: Instant) -> Result<(), DiskError> {
     let flush = |disk: &VmDisk| {
         let file = Arc::clone(&disk.file);
@@ -38,7 +39,7 @@ where
     for (late, (path, flush)) in flushes {
         let (done, awaited) = channel();
         let flushing = spawn(Role::Disk, "flush", move || {
-            // Nobody may wait for it any more.
+            // The receiver may have stopped waiting.
             let _ = done.send(flush());
         });
         match flushing {
@@ -68,8 +69,9 @@ where
     result
 }
 
-/// A disk's flush of an attempt before that nobody waited for. There is one at most: on storage that hangs, attempt after attempt would leave a thread
-/// behind. What it says counts no more, as requests were done since.
+/// Flush of an earlier attempt that is no longer waited for. There is at most one per disk: on
+/// storage that hangs, every attempt would otherwise leave a thread behind. Its result does not
+/// count any more, because requests were done since.
 #[derive(Debug, Default)]
 pub(super) struct Late(Mutex<Option<Receiver<Result<(), DiskError>>>>);
 
@@ -78,7 +80,7 @@ impl Late {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(flush);
     }
 
-    /// Waits for it.
+    /// Waits for the flush. Returns true if it ended by `deadline`, or if there is none.
     fn over_by(&self, deadline: Instant) -> bool {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let left = deadline.saturating_duration_since(Instant::now());
@@ -92,16 +94,19 @@ impl Late {
     }
 }
 
-/// Whether the guest was told of writes that are lost.
+/// Record of whether the guest was told of lost writes.
 ///
-/// The kernel says once for each time that a file was opened that something could not be written out, and counts it as clean from then on.
-/// So the flush of a move has the file opened for itself, and does not take the guest's answer away; but a guest that has moved would get
-/// it no more. Until a flush of its own has come after the move's, the guest stays.
+/// For each opened file, the kernel reports only once that data could not be written out, and then
+/// counts the data as clean. The flush of a migration therefore uses a file that was opened
+/// separately, and does not take away the guest's error. A guest that has migrated would not get
+/// the error any more. The guest therefore stays until it has done a flush of its own after the
+/// failed one.
 #[derive(Debug, Default)]
 pub(super) struct Losses {
-    /// Flushes of moves that have failed.
+    /// Number of failed flushes of migrations.
     found: AtomicU32,
-    /// How many of those the guest has flushed after: it was told then, or had been before.
+    /// Number of those failed flushes after which the guest has flushed: it was told then or
+    /// earlier.
     told: AtomicU32,
 }
 
@@ -110,7 +115,7 @@ impl Losses {
         self.found.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Does the guest's `flush`, which tells of what was found before it.
+    /// Does the guest's `flush`, which reports the losses that were found before it.
     pub(super) fn telling<T>(&self, flush: impl FnOnce() -> T) -> T {
         let found = self.found.load(Ordering::Acquire);
         let flushed = flush();
@@ -135,7 +140,7 @@ mod tests {
         (name.into(), Box::new(flush))
     }
 
-    /// Of disks that have nothing under way.
+    /// Returns flushes for disks without an earlier flush.
     fn apart(
         flushes: impl IntoIterator<Item = (PathBuf, Flush)>,
         late: &[Late],
@@ -148,9 +153,9 @@ mod tests {
     }
 
     #[test]
-    fn disks_are_flushed_at_once_and_not_one_after_the_other() {
+    fn disks_are_flushed_concurrently() {
         let (first, second) = (channel(), channel());
-        // Each waits for the other.
+        // Each flush waits for the other.
         let both = [
             flush("one", move || {
                 first.0.send(()).unwrap();
@@ -167,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_disk_is_named_and_not_waited_for() {
+    fn slow_disk_is_named_and_not_waited_for() {
         let (go_on, held) = channel::<()>();
         let (said, hears) = channel();
         let flushes = [
@@ -182,19 +187,19 @@ mod tests {
         let brief = || Instant::now() + Duration::from_millis(50);
         let error = all(apart(flushes, &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
-        // It goes on, and no other begins beside it.
+        // The flush continues, and no other flush of the disk begins.
         let again = || ["slow.img", "quick.img"].map(|name| flush(name, || panic!("beside another")));
         let error = all(apart(again(), &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
         drop(go_on);
         assert_eq!(hears.recv_timeout(PATIENCE), Ok("done late"));
-        // What it says counts no more: the next is waited for.
+        // The result of the late flush does not count. The next flush is waited for.
         let next = ["slow.img", "quick.img"].map(|name| flush(name, || Ok(())));
         all(apart(next, &late), soon()).unwrap();
     }
 
     #[test]
-    fn what_the_host_refuses_and_a_panic_are_errors() {
+    fn host_errors_and_panics_become_errors() {
         let refused = || {
             Err(DiskError::Flush { path: "bad.img".into(), source: io::Error::from_raw_os_error(libc::EIO) })
         };
@@ -206,11 +211,11 @@ mod tests {
     }
 
     #[test]
-    fn a_loss_is_untold_until_a_flush_that_began_after_it_was_found() {
+    fn loss_is_untold_until_a_flush_that_began_after_it() {
         let losses = Losses::default();
         assert!(!losses.untold());
         losses.telling(|| losses.found());
-        assert!(losses.untold(), "that flush may have been answered already");
+        assert!(losses.untold(), "that flush may already have been answered");
         losses.telling(|| {});
         assert!(!losses.untold());
         losses.found();

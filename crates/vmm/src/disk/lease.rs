@@ -1,22 +1,24 @@
-//! Whose a disk is: the lock by which two sides never write one.
+//! Ownership of a disk: the lock that keeps two VMs from writing to one disk.
 //!
-//! # The order of a move
+//! # Order in a migration
 //! | source | target |
 //! |---|---|
-//! | has the lock since it was started | has the file open, has never read it |
-//! | vCPUs stand still, requests come to rest, everything is flushed ([`Vm::save_state`](crate::Vm::save_state)) | |
-//! | | loads the state, which says that it is the same disk |
-//! | gives the lock up ([`SourceVm::release`](vmferry_engine::SourceVm::release)), then sends the commit | |
+//! | holds the lock since its start | has the file open, has never read it |
+//! | vCPUs are paused, requests are quiesced, everything is flushed ([`Vm::save_state`](crate::Vm::save_state)) | |
+//! | | loads the state, which shows that it is the same disk |
+//! | releases the lock ([`SourceVm::release`](vmferry_engine::SourceVm::release)), then sends the commit | |
 //! | | takes the lock, then lets the vCPUs run ([`Vm::start`](crate::Vm::start)) |
 //!
-//! Until the commit the lock stays where the guest is, so that nothing that happens to the link or to the target can keep the guest from
-//! going on there. In between nobody has it, and nobody runs. If the target does not get it, it does not run the guest and says so, and
-//! the guest is the source's again, which takes the lock back before it lets the vCPUs run. If the source hears nothing at all, it does
-//! not know who runs the guest, but the lock does: a source that is told to run it all the same does not get the lock while the target
-//! has it.
+//! Until the commit, the source holds the lock, so that no failure of the link or the target can
+//! keep the guest from continuing on the source. Between release and take no VM holds the lock and
+//! no guest runs. If the target does not get the lock, it does not run the guest and reports this.
+//! The guest then belongs to the source, which takes the lock back before it lets the vCPUs run. If
+//! the source gets no answer, it does not know who runs the guest, but the lock decides: a source
+//! that is told to run the guest does not get the lock while the target holds it.
 //!
-//! The lock is on all of the file, so it also stands against VMMs and tools that lock parts of it. It is as good as the file system: NFS
-//! and cluster file systems carry it to other hosts, a local one has no other hosts. Block devices are locked on this host only.
+//! The lock covers the whole file, so it also excludes VMMs and tools that lock parts of it. The
+//! lock is as good as the file system: NFS and cluster file systems carry it to other hosts, and a
+//! local file system has no other hosts. Block devices are locked on this host only.
 
 use super::DiskError;
 use std::fs::{self, File};
@@ -25,7 +27,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use vmferry_sys::lock::{LockKind, try_lock, unlock};
 
-/// Takes the lock of `file`; does nothing if it is had already.
+/// Takes the lock of `file`. Does nothing if the file is locked through it already.
 pub(super) fn take(file: &File, path: &Path, kind: LockKind) -> Result<(), DiskError> {
     match try_lock(file.as_fd(), kind) {
         Ok(true) => Ok(()),
@@ -34,12 +36,12 @@ pub(super) fn take(file: &File, path: &Path, kind: LockKind) -> Result<(), DiskE
     }
 }
 
-/// Gives it up.
+/// Releases the lock of `file`.
 pub(super) fn give_up(file: &File, path: &Path) -> Result<(), DiskError> {
     unlock(file.as_fd()).map_err(|source| DiskError::Lock { path: path.into(), source })
 }
 
-/// Who has a lock on `file`, as far as that can be seen from here.
+/// Returns a description of the holder of a lock on `file`, as far as this process can see it.
 fn holder(file: &File) -> String {
     let found = file.metadata().ok().and_then(|meta| {
         let processes = fs::read_dir("/proc").ok()?;
@@ -52,11 +54,12 @@ fn holder(file: &File) -> String {
             let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
             format!("process {pid} ({})", name.trim().escape_debug())
         }
-        None => "somebody that cannot be seen from here (another host, or another user's process)".to_owned(),
+        None => "an unknown holder (another host, or another user's process)".to_owned(),
     }
 }
 
-/// Whether process `pid` has the file `id` open, with a lock, other than as `file`.
+/// Returns true if process `pid` has the file `id` open and locked through another descriptor than
+/// `file`.
 fn locks(pid: u32, id: (u64, u64), file: &File) -> bool {
     use std::os::fd::AsRawFd;
     let own = (pid == std::process::id()).then(|| file.as_raw_fd().to_string());

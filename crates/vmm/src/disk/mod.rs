@@ -1,13 +1,13 @@
-//! Disks: raw files and block devices behind `vmferry-virtio`'s [`Blk`].
+//! Disks: raw files and block devices as storage of `vmferry-virtio`'s [`Blk`].
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `file` | reading and writing it, straight out of and into guest memory |
-//! | `lease` | whose it is: two sides of a move never write one disk |
-//! | `ahead` | writing out ahead of the pause of a move |
+//! | `file` | reads and writes, straight from and into guest memory |
+//! | `lease` | ownership: source and target never write to one disk at a time |
+//! | `ahead` | writing out ahead of the pause of a migration |
 //! | `flush` | writing out in that pause |
 //!
-//! A move does not copy disks: they are on storage that both sides reach.
+//! A migration does not copy disks. They are on storage that both hosts reach.
 
 mod ahead;
 mod file;
@@ -36,105 +36,106 @@ use vmferry_virtio::blk::{Blk, BlkFigures, BlkOptions, BlkSaved, BlkWork, ID_BYT
 use vmferry_virtio::mmio::TransportSaved;
 use vmferry_virtio::signals::Interrupt;
 
-/// Requests of one disk that are done at once. Each takes a thread, which sleeps while the disk works; more than this help where the
-/// storage is far away, and cost an idle guest nothing but their stacks.
+/// Number of requests of one disk that are done at once. Each takes a thread, which sleeps while
+/// the disk works. More than one helps where the storage is far away, and costs an idle guest only
+/// the threads' stacks.
 const THREADS: usize = 8;
 
-/// Why a VM cannot have a disk.
+/// Reason for which a VM cannot use a disk.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
-    /// It cannot be opened.
+    /// The disk cannot be opened.
     #[error("cannot open the disk {}", .path.display())]
     Open {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
-    /// It is something else.
+    /// The path is neither a file nor a block device.
     #[error("the disk {} is neither a file nor a block device", .path.display())]
     Kind {
-        /// What was given.
+        /// Path that was given.
         path: PathBuf,
     },
-    /// It is not whole sectors.
-    #[error("the disk {} has {size} bytes: it must have a multiple of {SECTOR}, and some", .path.display())]
+    /// The size is not a whole number of sectors, or 0.
+    #[error("the disk {} has {size} bytes: the size must be a multiple of {SECTOR} and not 0", .path.display())]
     Size {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
-        /// Its size.
+        /// Size in bytes.
         size: u64,
     },
-    /// Its size changed while this side waited for its guest.
-    #[error("the disk {} had {was} bytes when it was opened, and has {now} now; start this side again", .path.display())]
+    /// The size changed while the target waited for its guest.
+    #[error("the disk {} had {was} bytes when it was opened, and has {now} now; restart this process", .path.display())]
     Changed {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
-        /// The size when it was opened.
+        /// Size in bytes when the disk was opened.
         was: u64,
-        /// And now.
+        /// Size in bytes now.
         now: u64,
     },
-    /// Somebody else has it.
+    /// Another VM or process holds the disk.
     #[error(
-        "the disk {} is in use by {by}: a disk is written by one VM at a time; end that one, or move its guest here",
+        "the disk {} is in use by {by}: only one VM at a time can write to a disk; end that VM, or migrate its guest to this one",
         .path.display()
     )]
     InUse {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
-        /// Who, as far as is known.
+        /// Description of the holder, as far as it is known.
         by: String,
     },
-    /// It cannot be locked.
-    #[error("the disk {} cannot be locked against others", .path.display())]
+    /// The disk cannot be locked.
+    #[error("cannot lock the disk {}", .path.display())]
     Lock {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: vmferry_sys::SysError,
     },
-    /// What was written may not be on it.
-    #[error("not all that the guest wrote to the disk {} could be brought there", .path.display())]
+    /// Data that the guest wrote may not be on the storage.
+    #[error("not all data that the guest wrote to the disk {} could be written to storage", .path.display())]
     Flush {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
-        /// Why.
+        /// Error of the flush.
         #[source]
         source: io::Error,
     },
-    /// It is not known yet whether what was written is on it.
+    /// The flush did not end in time, so it is unknown whether all data is on the storage.
     #[error(
         "the disk {} did not take in time what the guest has written to it: move the guest when it writes less, or when the storage is \
          less busy",
         .path.display()
     )]
     Slow {
-        /// The file.
+        /// Path of the disk.
         path: PathBuf,
     },
 }
 
-/// How a disk is doing.
+/// Status of a disk.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct DiskStatus {
-    /// Its file.
+    /// Path of the disk.
     pub path: PathBuf,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Whether the guest cannot write it.
+    /// True if the guest cannot write to the disk.
     pub read_only: bool,
-    /// What the host refused last, in words; the guest was told of an I/O error then.
+    /// Latest error of the host as a message. The guest got an I/O error then.
     pub last_error: Option<String>,
-    /// What happened so far.
+    /// Counters of the disk.
     pub figures: BlkFigures,
 }
 
-/// A saved disk, registers and queue included; not what is on it.
+/// Saved state of a disk, registers and queue included. The disk's content is not part of it.
 pub(crate) type DiskSection = TransportSaved<BlkSaved>;
 
 impl Saved for DiskSection {
@@ -142,7 +143,7 @@ impl Saved for DiskSection {
     const VERSION: u32 = 1;
 }
 
-/// A VM's disk.
+/// Disk of a VM.
 #[derive(Debug)]
 pub(crate) struct VmDisk {
     device: Arc<VirtioMmio<Blk>>,
@@ -150,12 +151,13 @@ pub(crate) struct VmDisk {
     file: Arc<RawFile>,
     read_only: bool,
     threads: Vec<JoinHandle<()>>,
-    /// Wakes the thread that waits for notifications, if KVM passes them on.
+    /// Bell that wakes the thread that waits for notifications, if KVM passes them on.
     bell: Option<Arc<OwnedFd>>,
 }
 
 impl VmDisk {
-    /// Disk number `instance` of a VM. Its file is opened, and not this VM's yet: see [`take`].
+    /// Returns disk number `instance` of a VM. Its file is open, but not yet owned by this VM: see
+    /// [`take`].
     pub(crate) fn new(
         (machine, lazy): (&Machine, &Arc<LazySlot>),
         options: &DiskOptions,
@@ -184,7 +186,7 @@ impl VmDisk {
         Ok(disk)
     }
 
-    /// Has a thread of its own take requests out of the ring when the driver notifies.
+    /// Starts a thread that takes requests out of the ring when the driver notifies.
     fn attend(&mut self, machine: &Machine, instance: u32, kicks: &Kicks) -> Result<()> {
         let bell =
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC).map_err(|error| no_thread(error.into()))?;
@@ -207,7 +209,7 @@ impl VmDisk {
         &self.device
     }
 
-    /// What both sides of a move must agree upon.
+    /// Returns the properties that source and target of a migration must have in common.
     pub(crate) fn description(&self) -> String {
         let mode = if self.read_only { "read-only" } else { "writable" };
         format!("{} bytes, {mode}", self.file.size())
@@ -223,7 +225,7 @@ impl VmDisk {
         }
     }
 
-    /// What it did so far.
+    /// Returns the counters of the disk.
     pub(crate) fn figures(&self) -> BlkFigures {
         self.work.figures()
     }
@@ -234,11 +236,11 @@ impl Drop for VmDisk {
         self.file.abandon();
         self.work.end();
         if let Some(bell) = &self.bell {
-            // It fails only if nobody has waited for ages, and then it need not.
+            // The write fails only if the counter is full, and then the thread wakes in any case.
             let _ = rustix::io::write(bell, &1u64.to_ne_bytes());
         }
         for thread in self.threads.drain(..) {
-            // Its panic was printed when it happened.
+            // A panic of the thread was printed when it happened.
             let _ = thread.join();
         }
     }
@@ -248,17 +250,17 @@ fn no_thread(source: io::Error) -> Error {
     Error::DeviceThread { name: DiskSection::NAME, source }
 }
 
-/// Waits until `bell` was rung since it was last waited for.
+/// Waits until `bell` has been rung since the last wait.
 fn wait(bell: &OwnedFd) {
     let mut count = [0; 8];
-    // Nothing but a signal ends this otherwise, and looking for work that is not there is harmless.
+    // Otherwise only a signal ends the wait. A check for work that does not exist is harmless.
     let _ = rustix::io::read(bell, &mut count);
 }
 
-/// Makes all of `disks` this VM's, or none.
+/// Makes all of `disks` this VM's own, or none.
 ///
 /// # Errors
-/// Which cannot be, and why.
+/// Returns the error of the disk that cannot be taken.
 pub(crate) fn take(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
     let mut taken: Vec<&VmDisk> = Vec::new();
     for disk in disks {
@@ -268,7 +270,7 @@ pub(crate) fn take(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
             Err(error) => {
                 for disk in taken {
                     if let Err(error) = disk.file.give_up() {
-                        tracing::warn!(%error, "a disk that is not needed stays locked");
+                        tracing::warn!(%error, "cannot unlock a disk that is not needed");
                     }
                 }
                 return Err(error);
@@ -278,10 +280,10 @@ pub(crate) fn take(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
     Ok(())
 }
 
-/// Leaves all of `disks`, whose requests are at rest, to somebody else.
+/// Releases all of `disks`, whose requests must be quiesced.
 ///
 /// # Errors
-/// If one may still be locked. All were tried.
+/// Fails if a disk may still be locked. All disks were tried.
 pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
     let mut all = Ok(());
     for disk in disks {
@@ -290,7 +292,7 @@ pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
     all
 }
 
-/// The guest is over: whatever a thread still does, it writes nothing.
+/// Records that the guest was ended. Threads that still work on its requests write nothing.
 pub(crate) fn abandon(disks: &[VmDisk]) {
     disks.iter().for_each(|disk| disk.file.abandon());
 }

@@ -1,4 +1,4 @@
-//! Tests of disks with real files and real memory, and without KVM.
+//! Tests of disks with real files and real memory, without KVM.
 
 use super::DiskError;
 use super::file::RawFile;
@@ -17,7 +17,7 @@ use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
 use vmferry_testkit::{Need, PATIENCE, skip};
 use vmferry_virtio::blk::Disk;
 
-/// A file that is removed at the end.
+/// File that is removed when dropped.
 struct Temp(PathBuf);
 
 impl Temp {
@@ -56,7 +56,7 @@ fn ram() -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&options).unwrap())
 }
 
-/// The memory at these addresses, of these lengths.
+/// Slices of the memory at these addresses, with these lengths.
 macro_rules! slices {
     ($ram:expr, $parts:expr) => {{
         let mut slices = Vec::new();
@@ -73,12 +73,12 @@ fn pattern(len: usize) -> Vec<u8> {
 }
 
 #[test]
-fn bytes_go_straight_between_file_and_memory_in_any_pieces() {
+fn file_reads_and_writes_guest_memory_in_pieces_of_any_size() {
     let (disk, ram) = (Temp::new(&pattern(4 << 20)), ram());
     let file = disk.open(false);
     assert!(file.take().unwrap() && !file.take().unwrap());
     assert_eq!(file.size(), 4 << 20);
-    // More pieces than the kernel takes at once, of odd lengths.
+    // More pieces than the kernel accepts at once, of odd lengths.
     let mut parts: Vec<_> = (0..3000u64).map(|n| (n * 701, 701)).collect();
     let len = 3000 * 701 / 512 * 512;
     parts.truncate(len / 701 + 1);
@@ -95,12 +95,12 @@ fn bytes_go_straight_between_file_and_memory_in_any_pieces() {
     let mut want = pattern(4 << 20);
     want[512..1024].fill(0xab);
     assert_eq!(disk.bytes(), want);
-    // Beyond the end there is nothing to read; the device never asks for it.
+    // Beyond the end there is nothing to read. The device never asks for it.
     assert!(file.read(4 << 20, &slices!(ram, [(0, 512)])).is_err());
 }
 
 #[test]
-fn ranges_read_as_zeros_on_whatever_file_system() {
+fn ranges_read_as_zeros_on_any_file_system() {
     let disk = Temp::new(&pattern(1 << 20));
     let file = disk.open(false);
     file.take().unwrap();
@@ -119,9 +119,10 @@ fn ranges_read_as_zeros_on_whatever_file_system() {
     assert_eq!((bytes.len(), &bytes[576 << 10..]), (1 << 20, &want[576 << 10..]));
 }
 
-/// What a disk needs of the host, on threads that are confined to what theirs is: its own, and a vCPU's that serves it at once.
+/// A disk's operations on threads that are confined as in production: the disk's own threads, and a
+/// vCPU's thread that serves a request at once.
 #[test]
-fn confined_threads_do_all_that_a_disk_does() {
+fn confined_threads_can_do_all_disk_operations() {
     vmferry_confine::confine_threads().unwrap();
     for role in [vmferry_thread::Role::Disk, vmferry_thread::Role::Vcpu] {
         let (disk, ram) = (Temp::new(&pattern(1 << 20)), ram());
@@ -147,7 +148,7 @@ fn confined_threads_do_all_that_a_disk_does() {
 }
 
 #[test]
-fn what_is_no_disk_is_an_error_that_says_so() {
+fn path_that_is_not_a_disk_is_refused_with_a_clear_error() {
     let error = |path: &Path| open(path, false).unwrap_err();
     let missing = error(Path::new("/nonexistent/disk.img"));
     assert!(matches!(missing, DiskError::Open { .. }), "{missing}");
@@ -157,9 +158,9 @@ fn what_is_no_disk_is_an_error_that_says_so() {
     for size in [0, 1, 511, 513, 1 << 20 | 256] {
         let disk = Temp::new(&vec![0; size]);
         let error = error(&disk.0).to_string();
-        assert!(error.ends_with("it must have a multiple of 512, and some"), "{error}");
+        assert!(error.ends_with("the size must be a multiple of 512 and not 0"), "{error}");
     }
-    // A pipe is not waited for.
+    // Opening a pipe must not wait for its other end.
     let pipe = std::env::temp_dir().join(format!("vmferry-disk-pipe-{}", std::process::id()));
     rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR).unwrap();
     let refused = open(&pipe, true);
@@ -168,10 +169,10 @@ fn what_is_no_disk_is_an_error_that_says_so() {
 }
 
 #[test]
-fn a_disk_is_one_sides_at_a_time() {
+fn disk_belongs_to_one_side_at_a_time() {
     let (disk, ram) = (Temp::new(&pattern(1 << 16)), ram());
     let (here, there) = (disk.open(false), disk.open(false));
-    // Waiting for its guest, a side has it open and does nothing to it.
+    // A target that waits for its guest has the file open and does not use it.
     assert!(there.read(0, &slices!(ram, [(0, 512)])).is_err());
     assert!(there.write(0, &slices!(ram, [(0, 512)])).is_err());
     assert!(
@@ -182,8 +183,8 @@ fn a_disk_is_one_sides_at_a_time() {
     here.take().unwrap();
     let error = there.take().unwrap_err();
     assert!(matches!(&error, DiskError::InUse { by, .. } if by == "another VM of this process"), "{error}");
-    assert!(disk.open(true).take().is_err(), "not even to read it");
-    // The handover, and back.
+    assert!(disk.open(true).take().is_err(), "a reader got the lock");
+    // The handover, and back again.
     here.sync().unwrap();
     here.give_up().unwrap();
     assert!(here.write(0, &slices!(ram, [(0, 512)])).is_err());
@@ -196,7 +197,7 @@ fn a_disk_is_one_sides_at_a_time() {
 }
 
 #[test]
-fn many_may_read_what_nobody_writes() {
+fn read_only_disk_has_several_readers() {
     let disk = Temp::new(&pattern(1 << 16));
     let readers = [disk.open(true), disk.open(true)];
     readers.iter().for_each(|reader| assert!(reader.take().unwrap()));
@@ -209,7 +210,7 @@ fn many_may_read_what_nobody_writes() {
 }
 
 #[test]
-fn a_disk_that_has_changed_its_size_is_not_taken() {
+fn disk_that_changed_its_size_is_not_taken() {
     let disk = Temp::new(&pattern(1 << 16));
     let file = disk.open(false);
     File::options().write(true).open(&disk.0).unwrap().set_len(1 << 17).unwrap();
@@ -220,19 +221,19 @@ fn a_disk_that_has_changed_its_size_is_not_taken() {
 
 const HELD: &str = "VMFERRY_TEST_HELD_DISK";
 
-/// Not a test: what the other process of the next one does.
+/// Helper process of the next test, which holds a disk. Not a test by itself.
 #[test]
 fn hold_a_disk_for_another_process() {
     let Some(path) = std::env::var_os(HELD) else { return };
     let file = open(Path::new(&path), false).unwrap();
     file.take().unwrap();
     writeln!(std::io::stdout(), "\nheld").unwrap();
-    // Until it is killed, or its parent has ended.
+    // Runs until it is killed or its parent has ended.
     let _ = std::io::stdin().read_to_end(&mut Vec::new());
 }
 
 #[test]
-fn another_process_that_has_it_is_named_and_its_end_frees_it() {
+fn process_that_holds_a_disk_is_named_and_its_end_frees_the_disk() {
     let disk = Temp::new(&pattern(1 << 16));
     let mut other = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "disk::tests::hold_a_disk_for_another_process", "--nocapture"])
@@ -242,7 +243,10 @@ fn another_process_that_has_it_is_named_and_its_end_frees_it() {
         .spawn()
         .unwrap();
     let lines = BufReader::new(other.stdout.take().unwrap()).lines();
-    assert!(lines.map_while(Result::ok).any(|line| line == "held"), "it ended without holding the disk");
+    assert!(
+        lines.map_while(Result::ok).any(|line| line == "held"),
+        "the process ended without holding the disk"
+    );
     let error = disk.open(false).take().unwrap_err().to_string();
     let ended = other.kill().and_then(|()| other.wait());
     assert!(error.contains(&format!("is in use by process {} (", other.id())), "{error}");
@@ -257,7 +261,7 @@ fn wait_for_fault(memory: &UffdMemory) {
     assert_eq!(fault.page, PageIndex(8));
 }
 
-/// Page 8 has not come yet.
+/// Returns memory of which page 8 is missing.
 fn missing(ram: &Arc<GuestRam>, lazy: &LazySlot) -> Option<Arc<UffdMemory>> {
     let made = lazy.get_or_make(|threads| {
         let options = UffdOptions::new(threads);
@@ -280,7 +284,7 @@ fn missing(ram: &Arc<GuestRam>, lazy: &LazySlot) -> Option<Arc<UffdMemory>> {
 }
 
 #[test]
-fn requests_sleep_on_pages_that_are_to_come_and_write_what_comes() {
+fn requests_sleep_on_missing_pages_and_write_what_arrives() {
     let (disk, ram, lazy) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(LazySlot::new(1)));
     ram.map().write_slice(&[5; 4 * PAGE_BYTES], GuestAddress(0x7000)).unwrap();
     let Some(memory) = missing(&ram, &lazy) else { return };
@@ -290,7 +294,7 @@ fn requests_sleep_on_pages_that_are_to_come_and_write_what_comes() {
         let write = scope.spawn(|| file.write(512, &slices!(ram, [(0x7f00, 512)])));
         wait_for_fault(&memory);
         assert!(!write.is_finished() && disk.bytes() == pattern(1 << 16));
-        // Others go on meanwhile: the sleeper has no lock of the file's.
+        // Other requests continue meanwhile, because the sleeping thread holds no lock of the file.
         file.write(4096, &slices!(ram, [(0x7000, 512)])).unwrap();
         memory.place(RegionId(0), PageRun::from(8..9), &[6; PAGE_BYTES]).unwrap();
         write.join().unwrap().unwrap();
@@ -301,7 +305,7 @@ fn requests_sleep_on_pages_that_are_to_come_and_write_what_comes() {
 }
 
 #[test]
-fn a_guest_that_is_given_up_writes_no_zeros_for_pages_that_never_came() {
+fn abandoned_guest_writes_no_zeros_for_missing_pages() {
     let (disk, ram, lazy) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(LazySlot::new(1)));
     ram.map().write_slice(&[5; 4 * PAGE_BYTES], GuestAddress(0x7000)).unwrap();
     let Some(memory) = missing(&ram, &lazy) else { return };
@@ -318,7 +322,7 @@ fn a_guest_that_is_given_up_writes_no_zeros_for_pages_that_never_came() {
     assert_eq!(disk.bytes(), pattern(1 << 16));
 }
 
-/// A loop device over a file of `len` bytes, released at the end; `None` where one cannot be had.
+/// Loop device over a file, released when dropped.
 struct Loop(String);
 
 impl Loop {
@@ -340,20 +344,20 @@ impl Drop for Loop {
 }
 
 #[test]
-fn a_block_device_is_a_disk_with_its_own_size_and_ranges() {
+fn block_device_works_as_a_disk() {
     let below = Temp::new(&pattern(1 << 20));
     let Some(device) = Loop::on(&below.0) else { return };
     let (ram, path) = (ram(), Path::new(&device.0));
     let file = open(path, false).unwrap();
     assert_eq!(file.size(), 1 << 20);
     file.take().unwrap();
-    // Somebody else does not get it.
+    // Another VM does not get the device.
     assert!(matches!(open(path, false).unwrap().take(), Err(DiskError::InUse { .. })));
     file.read(4096, &slices!(ram, [(0, 8192)])).unwrap();
     let mut read = vec![0; 8192];
     ram.map().read_slice(&mut read, GuestAddress(0)).unwrap();
     assert_eq!(read, pattern(1 << 20)[4096..][..8192]);
-    // What was read is in the cache of the host now: no waiting.
+    // The data that was read is now in the host's page cache, so no wait is needed.
     assert!(file.read_at_once(4096, &slices!(ram, [(0x10_0000, 8192)])));
     let mut again = vec![0; 8192];
     ram.map().read_slice(&mut again, GuestAddress(0x10_0000)).unwrap();
@@ -375,7 +379,7 @@ fn a_block_device_is_a_disk_with_its_own_size_and_ranges() {
     assert_eq!(file.last_error(), None);
 }
 
-/// A file system with room for little, until this is dropped.
+/// File system with little room, unmounted when dropped.
 struct Narrow(PathBuf);
 
 impl Narrow {
@@ -401,7 +405,7 @@ impl Drop for Narrow {
 }
 
 #[test]
-fn writes_that_are_lost_are_told_to_the_guest_and_keep_it_from_moving_until_then() {
+fn lost_writes_prevent_a_migration_until_the_guest_was_told() {
     let Some(narrow) = Narrow::new(1 << 20) else { return };
     let below = narrow.0.join("sparse.img");
     File::create(&below).unwrap().set_len(8 << 20).unwrap();
@@ -409,7 +413,7 @@ fn writes_that_are_lost_are_told_to_the_guest_and_keep_it_from_moving_until_then
     let (ram, file) = (ram(), open(Path::new(&device.0), false).unwrap());
     file.take().unwrap();
     let lose = || {
-        // The host's page cache has room; what is below has not.
+        // The host's page cache has room, but the storage below does not.
         for at in 0..4 {
             file.write(at << 20, &slices!(ram, [(0, 1 << 20)])).unwrap();
         }
@@ -417,7 +421,7 @@ fn writes_that_are_lost_are_told_to_the_guest_and_keep_it_from_moving_until_then
     lose();
     let error = file.sync().unwrap_err();
     assert!(matches!(error, DiskError::Flush { .. }), "{error}");
-    // The kernel has said it once, and would not again.
+    // The kernel has reported the loss once, and would not report it again.
     let error = file.sync().unwrap_err();
     assert!(
         matches!(&error, DiskError::Flush { source, .. } if source.to_string().contains("before")),
@@ -426,7 +430,7 @@ fn writes_that_are_lost_are_told_to_the_guest_and_keep_it_from_moving_until_then
     assert!(file.flush().is_err(), "the guest is told");
     assert!(file.last_error().unwrap().starts_with("flushing: "));
     file.sync().unwrap();
-    // The other way round.
+    // The other order: the guest's flush comes first.
     lose();
     assert!(file.flush().is_err());
     assert!(file.sync().is_err());
@@ -435,27 +439,28 @@ fn writes_that_are_lost_are_told_to_the_guest_and_keep_it_from_moving_until_then
 }
 
 #[test]
-fn what_the_host_refuses_is_told_in_words() {
+fn host_errors_are_reported_as_clear_messages() {
     let full = Path::new("/dev/full");
     let ram = ram();
-    // A device that is always full, as a disk: not one that a VM could be given, but what a full file system answers.
+    // A device that is always full, as a disk. A VM could not be given this device, but a full file
+    // system answers in the same way.
     let disk = Temp::new(&[0; 4096]);
     let file = disk.open(false).on(File::options().read(true).write(true).open(full).unwrap());
     assert!(file.write(0, &slices!(ram, [(0, 512)])).is_err());
     let words = file.last_error().unwrap();
     assert!(
-        words.starts_with("writing: there is no room left for it") && words.contains("os error 28"),
+        words.starts_with("writing: no room left on the storage") && words.contains("os error 28"),
         "{words}"
     );
 }
 
 #[test]
-fn what_is_not_cached_or_still_to_come_is_not_done_at_once() {
+fn uncached_data_and_missing_pages_are_not_read_at_once() {
     let (disk, ram) = (Temp::new(&pattern(1 << 16)), ram());
     let file = disk.open(false);
-    assert!(!file.read_at_once(0, &slices!(ram, [(0, 512)])), "the disk is not this side's");
+    assert!(!file.read_at_once(0, &slices!(ram, [(0, 512)])), "this VM does not hold the disk");
     file.take().unwrap();
-    // Beyond its end there is less than was asked for.
+    // Beyond the end there is less than was requested.
     assert!(!file.read_at_once((1 << 16) - 512, &slices!(ram, [(0, 1024)])));
     file.read(0, &slices!(ram, [(0, 4096)])).unwrap();
     let at_once = file.read_at_once(0, &slices!(ram, [(0x1000, 4000), (0x3000, 96)]));
@@ -467,5 +472,5 @@ fn what_is_not_cached_or_still_to_come_is_not_done_at_once() {
         assert_eq!(read, pattern(1 << 16)[..4000]);
     }
     file.abandon();
-    assert!(!file.read_at_once(0, &slices!(ram, [(0, 512)])), "the guest is over");
+    assert!(!file.read_at_once(0, &slices!(ram, [(0, 512)])), "the guest was ended");
 }
