@@ -1,4 +1,4 @@
-//! A VM, as other threads than its owner's see it.
+//! Handle of a VM for threads other than its owner's.
 
 use crate::balloon::BalloonHandle;
 use crate::devices::Devices;
@@ -15,7 +15,7 @@ use vmferry_fault::LazySlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
 use vmferry_virtio::blk::BlkFigures;
 
-/// What all views of a VM share.
+/// State that all handles of a VM share.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) board: Arc<Board>,
@@ -31,8 +31,8 @@ impl Shared {
     }
 }
 
-/// A view of a VM for threads other than its owner's: how its guest is doing, while the owner, or an engine that the
-/// owner lent it to, runs and moves it.
+/// Handle of a VM for threads other than its owner's. It shows the state of the guest while the
+/// owner, or an engine that the owner lent the VM to, runs and migrates it.
 #[derive(Debug, Clone)]
 pub struct VmHandle(Arc<Shared>);
 
@@ -41,37 +41,37 @@ impl VmHandle {
         Self(shared)
     }
 
-    /// The VM's balloon, if it has one.
+    /// Returns the handle of the VM's balloon, if it has one.
     #[must_use]
     pub fn balloon(&self) -> Option<BalloonHandle> {
         self.0.devices.balloon().map(|balloon| BalloonHandle(Arc::clone(balloon)))
     }
 
-    /// The VM's network interfaces.
+    /// Returns the status of the VM's network interfaces.
     #[must_use]
     pub fn nets(&self) -> Vec<NetStatus> {
         self.0.devices.nets().iter().map(VmNet::status).collect()
     }
 
-    /// How its disks are doing, in their order.
+    /// Returns the status of the VM's disks, in order.
     #[must_use]
     pub fn disk_status(&self) -> Vec<DiskStatus> {
         self.0.devices.disks().iter().map(crate::disk::VmDisk::status).collect()
     }
 
-    /// The dirty rings of its vCPUs, if it was made with them.
+    /// Returns the dirty rings of the vCPUs, if the VM was created with them.
     #[must_use]
     pub fn rings(&self) -> Option<&DirtyRings> {
         self.0.rings.as_ref()
     }
 
-    /// What its disks did, in their order.
+    /// Returns the counters of the VM's disks, in order.
     #[must_use]
     pub fn disks(&self) -> Vec<BlkFigures> {
         self.0.devices.disks().iter().map(crate::disk::VmDisk::figures).collect()
     }
 
-    /// Waits until the guest has ended, and says how.
+    /// Waits until the guest has ended. Returns how it ended.
     #[must_use]
     pub fn wait_for_exit(&self) -> Exit {
         loop {
@@ -87,56 +87,59 @@ impl VmHandle {
         self.0.board.wait_exit(Some(timeout))
     }
 
-    /// How the guest ended, if it did.
+    /// Returns how the guest ended, if it has.
     #[must_use]
     pub fn exit(&self) -> Option<Exit> {
         self.0.board.exit()
     }
 
-    /// What the guest reports of itself on its statistics page.
+    /// Returns the figures that the guest reports on its statistics page.
     ///
     /// # Errors
-    /// If the guest has not written it yet, is none that does, or was stopped while it wrote; or if the page has not come
-    /// yet: this never waits for one.
+    /// Fails if the guest has not written the page yet, does not keep one, or was stopped while it
+    /// wrote, or if the page is missing. Never waits for a missing page.
     pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
         stats::snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
     }
 
-    /// What the guest reports of its allocator and its balloon, if it has an allocator.
+    /// Returns the figures that the guest reports about its allocator and its balloon, if it has an
+    /// allocator.
     ///
     /// # Errors
-    /// As for [`stats`](Self::stats).
+    /// Fails as [`stats`](Self::stats) does.
     pub fn alloc_stats(&self) -> std::result::Result<AllocSnapshot, StatsError> {
         stats::alloc_snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
     }
 
-    /// Asks the guest to check every page that it has; [`StatsSnapshot::verified`] with the same number says when it has.
-    /// Does nothing to a guest that keeps no statistics page, or whose page has not come yet, and says so by `false`.
+    /// Asks the guest to check all its pages. When the guest has done so,
+    /// [`StatsSnapshot::verified`] returns true for this number. Returns false if the guest keeps
+    /// no statistics page, or if the page is missing.
     pub fn request_verify(&self, request: u64) -> bool {
         stats::request_verify(self.0.machine.ram(), &self.0.lazy, request)
     }
 
-    /// Presses the power button: a guest that listens to it shuts down. Says whether it does listen.
+    /// Presses the power button, at which a guest with a driver for it shuts down. Returns true if
+    /// the guest has such a driver.
     ///
     /// # Errors
-    /// If KVM refuses.
+    /// Fails if KVM refuses.
     pub fn press_power_button(&self) -> crate::Result<bool> {
         crate::power::press(&self.0.machine)
     }
 
-    /// Queues input for the guest's serial port; says how many bytes were taken.
+    /// Queues input for the guest's serial port. Returns the number of bytes that were accepted.
     #[must_use]
     pub fn serial_input(&self, bytes: &[u8]) -> usize {
         self.0.devices.serial_input(bytes)
     }
 
-    /// Bytes of serial output that could not be written to the sink.
+    /// Returns the number of bytes of serial output that could not be written to the sink.
     #[must_use]
     pub fn serial_lost(&self) -> u64 {
         self.0.devices.serial_lost()
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     #[must_use]
     pub fn ram(&self) -> &Arc<GuestRam> {
         self.0.machine.ram()

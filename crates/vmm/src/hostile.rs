@@ -1,5 +1,6 @@
-//! State that says what bytes say: anything. For the fuzz target and for its test. [`vmferry_kvm::hostile`] has the part
-//! of what is in KVM; the serial port is here. Devices on the bus have targets of their own, in their crate.
+//! Loads arbitrary bytes as state, for the fuzz target and for its test. [`vmferry_kvm::hostile`]
+//! has the part for KVM's state, and this module has the serial port. Devices on the bus have fuzz
+//! targets of their own in their crate.
 
 use crate::state::{Saved as _, Sections, SerialSaved, StateError};
 use vm_superio::serial::{NoEvents, SerialState};
@@ -7,7 +8,7 @@ use vm_superio::{Serial, Trigger};
 use vmferry_engine::Section;
 pub use vmferry_kvm::hostile::changed_state;
 
-/// An interrupt line without a listener.
+/// Interrupt line without a listener.
 struct Unheard;
 
 impl Trigger for Unheard {
@@ -28,10 +29,11 @@ fn take_serial(parts: &mut Sections<'_>) -> Result<(), StateError> {
     Ok(())
 }
 
-/// Takes the state that `bytes` say apart and makes of it what KVM and the serial port would be given.
+/// Parses the state that `bytes` describe and converts it to what KVM and the serial port would be
+/// given.
 ///
 /// # Panics
-/// If what was understood is not what is saved again.
+/// Panics if the parsed state differs from what is saved again.
 pub fn drive(bytes: &[u8]) {
     vmferry_kvm::hostile::drive(bytes, (make_serial, take_serial));
 }

@@ -1,18 +1,19 @@
 //! Interrupt lines of the kernel's interrupt controllers.
 //!
-//! Devices pulse their lines by `KVM_IRQ_LINE`, not by an eventfd (`KVM_IRQFD`). When [`IrqLine::trigger`] returns, the interrupt is in the
-//! controller, and a save that follows has it. An eventfd is passed on by a kernel thread, which a save would have to wait for
-//! ([`kicks`](crate::kicks) has the figures).
+//! Devices pulse their lines by `KVM_IRQ_LINE`, not by an eventfd (`KVM_IRQFD`). When
+//! [`IrqLine::trigger`] returns, the interrupt is in the controller, and a later save includes it.
+//! An eventfd is passed on by a kernel thread, which a save would have to wait for (see
+//! [`kicks`](crate::kicks) for measurements).
 
 use crate::kvm::Machine;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_virtio::signals::Interrupt;
 
-/// Inputs of KVM's I/O APIC.
+/// Number of inputs of KVM's I/O APIC.
 const INPUTS: usize = 24;
 
-/// The locks of a VM's interrupt lines.
+/// Locks of a VM's interrupt lines.
 #[derive(Debug, Default)]
 pub(crate) struct LineLocks([Mutex<()>; INPUTS]);
 
@@ -23,7 +24,7 @@ impl LineLocks {
     }
 }
 
-/// An edge-triggered interrupt line. Several values may stand for one line of a VM.
+/// Edge-triggered interrupt line. Several values may stand for one line of a VM.
 #[derive(Debug)]
 pub(crate) struct IrqLine {
     pub(crate) machine: Arc<Machine>,
@@ -32,7 +33,7 @@ pub(crate) struct IrqLine {
 
 impl IrqLine {
     fn lock(&self) -> MutexGuard<'_, ()> {
-        // The lock guards no data, and a panic cannot leave any half changed.
+        // The lock guards no data, so a panic cannot leave anything half changed.
         self.machine.lines().of(self.gsi).lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -46,11 +47,12 @@ impl IrqLine {
     }
 }
 
-/// Raises a line and lowers it again, and holds the lock of the line meanwhile.
+/// Raises a line and lowers it again, while holding the line's lock.
 ///
-/// KVM keeps the level of each line, and only a change from low to high is an edge (arch/x86/kvm/ioapic.c and i8259.c). A thread that raised
-/// the line between the two calls of another thread would make no edge. If the guest has already served the first interrupt, it would never
-/// learn of the second event.
+/// KVM keeps the level of each line, and only a change from low to high is an edge
+/// (arch/x86/kvm/ioapic.c and i8259.c). A thread that raised the line between the two calls of
+/// another thread would cause no edge. If the guest had already served the first interrupt, it
+/// would never learn of the second event.
 fn pulse<G>(lock: impl FnOnce() -> G, set: impl Fn(bool) -> io::Result<()>) -> io::Result<()> {
     let _held = lock();
     set(true)?;

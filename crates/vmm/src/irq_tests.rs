@@ -1,4 +1,5 @@
-//! Two threads that pulse one line: in every interleaving (shuttle), and on KVM in the interleaving that loses an edge without a lock.
+//! Tests of two threads that pulse one line: in every interleaving (shuttle), and on KVM in the
+//! interleaving that loses an edge without a lock.
 
 use super::*;
 use crate::boot::testing::TestElf;
@@ -11,13 +12,13 @@ use std::time::Instant;
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_testkit::{Need, skip};
 
-/// An input of an interrupt controller, and a guest that serves each interrupt at once.
+/// Input of an interrupt controller, and a guest that serves each interrupt at once.
 #[derive(Default)]
 struct Input {
     high: AtomicBool,
-    /// Events that the devices have published.
+    /// Number of events that the devices have published.
     published: AtomicU32,
-    /// Events that the guest found when it served the last interrupt.
+    /// Number of events that the guest found when it served the latest interrupt.
     served: AtomicU32,
 }
 
@@ -31,7 +32,8 @@ impl Input {
     }
 }
 
-/// Two threads publish an event each and pulse the line, under a lock if `locked`. Panics if the guest does not learn of both.
+/// Lets two threads publish an event each and pulse the line, under a lock if `locked`. Panics if
+/// the guest does not learn of both.
 fn two_events(locked: bool) {
     let shared = Arc::new((Input::default(), shuttle::sync::Mutex::new(())));
     let publish = move |shared: Arc<(Input, shuttle::sync::Mutex<()>)>| {
@@ -47,23 +49,25 @@ fn two_events(locked: bool) {
 }
 
 #[test]
-fn every_pulse_of_two_threads_is_an_edge() {
+fn every_pulse_of_two_threads_is_an_edge_under_the_lock() {
     shuttle::check_dfs(|| two_events(true), None);
 }
 
 #[test]
 #[should_panic(expected = "an edge is lost")]
-fn the_model_finds_the_edge_that_is_lost_without_a_lock() {
+fn model_finds_the_edge_that_is_lost_without_a_lock() {
     shuttle::check_dfs(|| two_events(false), None);
 }
 
-/// The line that the test on KVM pulses. No device has it.
+/// Line that the test on KVM pulses. No device has it.
 const LINE: u32 = 5;
-/// Words in guest memory: the number of each thread's last event, and behind them what the guest found of each.
+/// Guest-physical addresses: the number of each thread's latest event, followed by what the guest
+/// found of each.
 const PUBLISHED: u64 = 0x30_0000;
 const FOUND: u64 = PUBLISHED + 8;
 
-/// Code of a guest that polls the master interrupt controller of a PC. For each interrupt of [`LINE`] it copies the words.
+/// Returns the code of a guest that polls the master interrupt controller of a PC. For each
+/// interrupt of [`LINE`] it copies the words.
 fn polling_guest() -> Vec<u8> {
     // mov al, value; out port, al
     let out = |port: u8, value: u8| [0xb0, value, 0xe6, port];
@@ -72,10 +76,12 @@ fn polling_guest() -> Vec<u8> {
         let address = |gpa: u64| u32::try_from(gpa).unwrap().to_le_bytes();
         [&[0xa1][..], &address(from), &[0xa3], &address(to)].concat()
     };
-    // Edges, vectors from 0x20 on, a slave at input 2, 8086 mode; then all lines but one are masked.
+    // Edge triggered, vectors from 0x20 on, a slave at input 2, 8086 mode. Then all lines but one
+    // are masked.
     let setup = [(0x20, 0x11), (0x21, 0x20), (0x21, 4), (0x21, 1), (0x21, !(1 << LINE))];
     let setup: Vec<u8> = setup.into_iter().flat_map(|(port, value)| out(port, value)).collect();
-    // Poll command; in al, 0x20; and al, 7; cmp al, LINE; jne to the poll command. KVM says 7 if there is none.
+    // Poll command; in al, 0x20; and al, 7; cmp al, LINE; jne to the poll command. KVM returns 7 if
+    // there is no interrupt.
     let line = u8::try_from(LINE).unwrap();
     let poll = [&out(0x20, 0x0c)[..], &[0xe4, 0x20, 0x24, 7, 0x3c, line, 0x75, 0xf4]].concat();
     let copies = [copy(PUBLISHED, FOUND), copy(PUBLISHED + 4, FOUND + 4)].concat();
@@ -83,7 +89,7 @@ fn polling_guest() -> Vec<u8> {
     [setup, poll, copies, vec![0xeb, back]].concat()
 }
 
-/// The guest's word at `gpa`.
+/// Returns the guest's word at `gpa`.
 fn word(vm: &Vm, gpa: u64) -> u32 {
     vm.ram().map().load(GuestAddress(gpa), SeqCst).unwrap()
 }
@@ -105,8 +111,8 @@ fn serves(vm: &Vm, thread: u64, event: u32) {
     wait_for("the guest's service", || word(vm, FOUND + 4 * thread) == event);
 }
 
-/// The second thread: it comes while the line is high and the first interrupt has been served. `tried` hears when it has raised the line,
-/// or would have to wait for the lock.
+/// Pulses as the second thread, while the line is high and the first interrupt has been served.
+/// Sends to `tried` when the thread has raised the line, or would have to wait for the lock.
 fn pulse_second(vm: &Vm, line: &IrqLine, event: u32, tried: &Sender<()>) {
     publish(vm, 1, event);
     let lock = || match line.machine.lines().of(LINE).try_lock() {
@@ -119,7 +125,7 @@ fn pulse_second(vm: &Vm, line: &IrqLine, event: u32, tried: &Sender<()>) {
     };
     let set = |high| {
         line.set(high)?;
-        // Nobody listens any more once the first thread has gone on.
+        // The receiver is gone once the first thread continues.
         let _ = tried.send(());
         Ok(())
     };
@@ -127,7 +133,7 @@ fn pulse_second(vm: &Vm, line: &IrqLine, event: u32, tried: &Sender<()>) {
 }
 
 #[test]
-fn an_edge_while_another_thread_holds_the_line_high_reaches_the_guest() {
+fn edge_reaches_the_guest_while_another_thread_holds_the_line_high() {
     if let Err(error) = open_kvm() {
         return skip(Need::Kvm, error);
     }

@@ -1,4 +1,5 @@
-//! A disk request of a guest of a few instructions, whose notification comes by KVM's eventfd and by the vCPU's thread.
+//! Test of a disk request by a guest of a few instructions, with notification by KVM's eventfd and
+//! by the vCPU's thread.
 
 use crate::boot::testing::TestElf;
 use crate::{DiskOptions, Exit, Vm, VmOptions, open_kvm, passes_kicks};
@@ -6,7 +7,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmferry_testkit::{Need, PATIENCE, skip};
 
 const WINDOW: u32 = 0xd000_0000;
-/// Where the queue of the disk is, its header, its data and its answer.
+/// Addresses of the disk's queue, of the request's header, data and status.
 const RINGS: u64 = 0x20_0000;
 const HEADER: u64 = 0x20_3000;
 const DATA: u64 = 0x20_4000;
@@ -22,7 +23,8 @@ fn register(offset: u32, value: u32) -> Vec<u8> {
     set(WINDOW + offset, value)
 }
 
-/// Sets the device up, notifies it `kicks` times, and waits until a request is given back.
+/// Returns code that sets the device up, notifies it `kicks` times, and waits until a request is
+/// given back.
 fn program(kicks: usize) -> Vec<u8> {
     let rings = u32::try_from(RINGS).unwrap();
     let mut code = [(0x70, 0), (0x70, 3), (0x24, 1), (0x20, 1), (0x70, 0xb), (0x30, 0), (0x38, SIZE.into())]
@@ -38,7 +40,8 @@ fn program(kicks: usize) -> Vec<u8> {
         .chain(&[(0x44, 1), (0x70, 0xf)])
         .flat_map(|(offset, value)| register(*offset, *value))
         .collect::<Vec<_>>();
-    // Offered after the device was ready, so that only a notification can tell of it.
+    // The request is offered after the device was ready, so that only a notification can announce
+    // it.
     code.extend(set(rings + 0x1000, 0x0001_0000));
     (0..kicks).for_each(|_| code.extend(register(0x50, 0)));
     // cmp word [used index], 1; jne back to it
@@ -50,7 +53,7 @@ fn program(kicks: usize) -> Vec<u8> {
     code
 }
 
-/// A request to read sector 1: a header, data, an answer.
+/// Writes a request to read sector 1: a header, data, a status.
 fn write_request(vm: &Vm) {
     let ram = vm.ram().map();
     let put = |bytes: &[u8], at| ram.write_slice(bytes, GuestAddress(at)).unwrap();
@@ -65,7 +68,7 @@ fn write_request(vm: &Vm) {
 }
 
 #[test]
-fn a_notification_reaches_the_disk_by_eventfd_and_without() {
+fn notification_reaches_the_disk_with_and_without_eventfd() {
     match open_kvm().and_then(|_| passes_kicks()) {
         Ok(true) => {}
         Ok(false) => return skip(Need::Kvm, "KVM has no ioeventfd here"),
@@ -90,7 +93,8 @@ fn a_notification_reaches_the_disk_by_eventfd_and_without() {
         assert_eq!((&data[..512], data[512]), (&content[512..1024], 0), "by eventfd: {kicks}");
         let figures = vm.handle().disks()[0];
         assert_eq!(figures.reads, 1, "{figures:?}");
-        // Without an attendant nothing is done at once; with one, what the page cache has, if its file system can say so.
+        // Without an attendant no request is done at once. With one, cached requests are, if the
+        // file system supports this.
         assert!(kicks || figures.at_once == 0, "{figures:?}");
         println!("by eventfd: {kicks}, notified {times} times, done at once: {}", figures.at_once);
     }

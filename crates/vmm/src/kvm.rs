@@ -1,4 +1,4 @@
-//! Opening KVM and making an empty virtual machine of it.
+//! Opening KVM and creating an empty virtual machine.
 
 use crate::error::{Error, Result};
 use crate::irq::LineLocks;
@@ -10,20 +10,21 @@ use std::sync::Arc;
 use vmferry_dirty::Marks;
 use vmferry_kvm::{KvmVm, RingEntries, missing_capabilities};
 
-/// Three pages for KVM's own use on Intel hosts, in the hole below the firmware (Linux, virt/kvm/api.rst,
-/// `KVM_SET_TSS_ADDR`).
+/// Address of three pages for KVM's own use on Intel hosts, in the hole below the firmware (Linux,
+/// virt/kvm/api.rst, `KVM_SET_TSS_ADDR`).
 const TSS_ADDR: usize = 0xfffb_d000;
-/// One more page, likewise (`KVM_SET_IDENTITY_MAP_ADDR`).
+/// Address of another page for KVM (`KVM_SET_IDENTITY_MAP_ADDR`).
 const IDENTITY_MAP_ADDR: u64 = 0xfffb_c000;
 
-/// What the VMM cannot do without, besides [what moving a guest needs](missing_capabilities).
+/// Capabilities that the VMM requires, besides [what migrating a guest
+/// needs](missing_capabilities).
 const NEEDED: &[(Cap, &str)] =
     &[(Cap::SetTssAddr, "KVM_CAP_SET_TSS_ADDR"), (Cap::SetIdentityMapAddr, "KVM_CAP_SET_IDENTITY_MAP_ADDR")];
 
-/// Opens `/dev/kvm` and checks that a VM can be built with it.
+/// Opens `/dev/kvm` and checks that a VM can be created with it.
 ///
 /// # Errors
-/// What is missing, and what to do about it.
+/// Returns what is missing, and the action to take.
 pub fn open_kvm() -> Result<Kvm> {
     let kvm = Kvm::new().map_err(|error| match error.errno() {
         libc::ENOENT | libc::ENODEV | libc::ENXIO => Error::NoKvm,
@@ -39,24 +40,26 @@ pub fn open_kvm() -> Result<Kvm> {
     if missing.is_empty() { Ok(kvm) } else { Err(Error::MissingCaps(missing)) }
 }
 
-/// The most entries that a vCPU's dirty ring can have on this host; `None` if there are no dirty rings.
+/// Returns the maximum number of entries of a vCPU's dirty ring on this host, or `None` if there
+/// are no dirty rings.
 ///
 /// # Errors
-/// If KVM cannot be used.
+/// Fails if KVM cannot be used.
 pub fn largest_dirty_ring() -> Result<Option<u32>> {
     let vm = open_kvm()?.create_vm().map_err(|e| Error::kvm("KVM_CREATE_VM", e))?;
     Ok(vmferry_kvm::largest_dirty_ring(&vm)?.map(RingEntries::get))
 }
 
-/// Whether KVM on this host passes the notifications of drivers on to devices' threads by itself (ioeventfd).
+/// Returns true if KVM on this host passes the notifications of drivers on to devices' threads by
+/// itself (ioeventfd).
 ///
 /// # Errors
-/// If KVM cannot be used.
+/// Fails if KVM cannot be used.
 pub fn passes_kicks() -> Result<bool> {
     Ok(crate::kicks::offered(&open_kvm()?))
 }
 
-/// A KVM VM with its memory slots, and the memory that it runs in.
+/// KVM VM with its memory slots, and the guest memory.
 #[derive(Debug)]
 pub(crate) struct Machine {
     vm: Arc<KvmVm>,
@@ -65,8 +68,8 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    /// Makes a VM with interrupt controllers, timer and memory, and no vCPU; those that come will have a dirty ring of
-    /// `ring` entries.
+    /// Creates a VM with interrupt controllers, timer and memory, and without vCPUs. vCPUs that are
+    /// created later get a dirty ring of `ring` entries.
     pub(crate) fn new(kvm: &Kvm, ram: Arc<GuestRam>, ring: Option<RingEntries>) -> Result<Self> {
         let marks = |id| ram.region(id).map(|region| region.marks().bitmap() as Arc<dyn Marks>);
         // SAFETY: a vCPU's thread holds the machine, by the devices, and drops its vCPU first.
@@ -74,7 +77,7 @@ impl Machine {
         Ok(Self { vm: Arc::new(vm), ram, lines: LineLocks::default() })
     }
 
-    /// The VM with its slots, for what tracks its dirty pages.
+    /// Returns the VM with its slots, for the trackers of its dirty pages.
     pub(crate) fn vm(&self) -> &Arc<KvmVm> {
         &self.vm
     }
@@ -87,7 +90,7 @@ impl Machine {
         &self.ram
     }
 
-    /// The locks of its interrupt lines.
+    /// Returns the locks of the VM's interrupt lines.
     pub(crate) fn lines(&self) -> &LineLocks {
         &self.lines
     }

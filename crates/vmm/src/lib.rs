@@ -1,24 +1,25 @@
-//! The reference VMM: runs a guest on KVM and implements the engine's traits for it.
+//! The reference VMM, which runs a guest on KVM and implements the engine's traits for it.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
-//! | `options` | what a VM is to be like |
-//! | `memory` | guest RAM: mappings, and marks for what the VMM itself writes |
-//! | `boot` | kernel images and how a guest is entered |
-//! | `acpi` | tables by which a guest finds out about its machine |
+//! | `options` | options of a VM |
+//! | `memory` | guest RAM: mappings, and marks for pages that the VMM itself writes |
+//! | `boot` | kernel images and entry of a guest |
+//! | `acpi` | tables that describe the machine to the guest |
 //! | `kvm` | opening KVM, an empty VM |
 //! | `devices`, `power` | serial port, reset, exit port; power button |
-//! | `generation` | the VM generation ID, which tells copies apart |
+//! | `generation` | the VM generation ID, which distinguishes copies |
 //! | `irq` | interrupt lines |
-//! | `bus`, `virtio`, `kicks` | devices at memory addresses, and what is the same for all of them |
-//! | `balloon`, `disk`, `rng` | those devices |
+//! | `bus`, `virtio`, `kicks` | devices at memory addresses, and their common parts |
+//! | `balloon`, `disk`, `rng` | these devices |
 //! | `vcpu` | a thread for each vCPU: run, pause, save, load |
 //! | `state` | saved state of devices as versioned sections |
 //! | `vm`, `migrate` | the VM, and the engine's traits |
 //!
-//! What is in KVM is saved, loaded, tracked and paused by the crate `vmferry-kvm`.
+//! The crate `vmferry-kvm` saves, loads, tracks and pauses what is in KVM.
 //!
-//! [`Vm`] is the whole of it; [`VmHandle`] is how other threads look at it while it runs or moves.
+//! [`Vm`] is the whole VM. [`VmHandle`] is its handle for other threads while it runs or is
+//! migrated.
 
 mod acpi;
 mod balloon;

@@ -1,4 +1,4 @@
-//! The engine's traits.
+//! Implementation of the engine's traits.
 
 use crate::balloon::BalloonFree;
 use crate::disk::WithWriteAhead;
@@ -17,8 +17,8 @@ impl Vm {
     fn log_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
         if self.rings().is_some() {
             return Err(VmError::new(
-                "this VM has dirty rings, and so KVM keeps no dirty log of it; use `ring` or `wp`, or start it without \
-                 --dirty-ring",
+                "this VM has dirty rings, so KVM keeps no dirty log of it; use `ring` or `wp`, or start the VM without dirty \
+                 rings",
             ));
         }
         Ok(Box::new(self.machine().vm().log_tracker()?))
@@ -27,8 +27,8 @@ impl Vm {
     fn ring_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
         let rings = self.rings().ok_or_else(|| {
             VmError::new(
-                "this VM was started without dirty rings, and cannot get them now; use `log` or `wp`, or start it with \
-                 --dirty-ring 4096",
+"this VM was started without dirty rings and cannot get them now; use `log` or `wp`, or start the VM with \
+                 dirty rings",
             )
         })?;
         Ok(Box::new(RingTracker::with_policy(rings, Arc::clone(self.reaper()))))
@@ -36,11 +36,12 @@ impl Vm {
 }
 
 impl Migratable for Vm {
-    /// Returns what a VM must be like to take the guest.
+    /// Returns the properties that a VM must have to receive the guest.
     ///
-    /// The processor's features are part of it: a guest that found one goes on using it, and takes along what CPUID tells it. The
-    /// frequency of the time stamp counter is not, because hosts of one kind differ by a few kHz, and some can scale it: loading the
-    /// state finds out.
+    /// The processor's features are included: a guest that has found a feature continues to use it,
+    /// and keeps what CPUID reported. The frequency of the time stamp counter is not included,
+    /// because hosts of one type differ by a few kHz, and some can scale it. Loading the state
+    /// checks it.
     fn config(&self) -> MachineConfig {
         let balloon = self.devices().balloon().map_or("off", |balloon| balloon.description());
         let disks = (0..).zip(self.devices().disks());
@@ -73,11 +74,12 @@ impl SourceVm for Vm {
             }
             other => {
                 return Err(VmError::new(format!(
-                    "a KVM guest's pages cannot be tracked by `{other}`; use `log`, `ring` or `wp`"
+                    "cannot track the pages of a KVM guest with `{other}`; use `log`, `ring` or `wp`"
                 )));
             }
         };
-        // A move begins: what the host has not written of the disks yet would be waited for when the guest stands still.
+        // A migration begins. Disk data that the host has not written out yet would otherwise
+        // extend the pause.
         let tracker = WithWriteAhead::new(tracker, self.devices().disks()).map_err(VmError::new)?;
         Ok(Box::new(tracker))
     }
@@ -123,12 +125,13 @@ impl SourceVm for Vm {
 impl TargetVm for Vm {
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         let make = |threads| {
-            // With KVM's faults and those of system calls: vCPUs, and devices some day, touch memory in the kernel.
+            // Includes the faults of KVM and of system calls, because vCPUs and devices touch
+            // memory in the kernel.
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.ram().huge_pages();
             let regions = self.ram().regions().iter().map(crate::memory::RamRegion::lazy).collect();
-            // SAFETY: the RAM owns its mappings, which are made of what they say; this crate makes no references to
-            // guest bytes other than to atomics.
+            // SAFETY: the RAM owns its mappings, whose backing is as stated; this crate makes no
+            // references to guest bytes other than to atomics.
             unsafe { UffdMemory::new(regions, Arc::clone(self.ram()) as _, &options) }
         };
         Ok(self.lazy().get_or_make(make)?)

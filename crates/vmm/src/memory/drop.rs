@@ -1,4 +1,4 @@
-//! Pages that are given back to the host while the guest runs.
+//! Giving pages back to the host while the guest runs.
 
 use super::{GuestRam, MemoryError, RamRegion};
 use crate::options::{Backing, DropWay};
@@ -7,12 +7,12 @@ use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::{PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
 
-/// Why pages could not be given back.
+/// Reason for which pages cannot be given back.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DropError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    #[error("pages of {region} cannot be given back to the host")]
+    #[error("cannot give pages of {region} back to the host")]
     Host {
         region: RegionId,
         #[source]
@@ -21,38 +21,49 @@ pub(crate) enum DropError {
 }
 
 impl GuestRam {
-    /// Whether the host has set all of it aside for this guest. Such pages are not given back: the reservation would go with them, and a
-    /// guest that touches one when the pool is empty is killed.
+    /// Returns true if the host has reserved all of the memory for this guest. Such pages are not
+    /// given back, because the reservation would be lost, and a guest that touches one while the
+    /// pool is empty is killed.
     pub(crate) fn reserved(&self) -> bool {
         self.regions().iter().any(|ram| ram.backing() == Backing::HugePages)
     }
 
-    /// Gives the pages of `run` back to the host; they read as zeros when this returns, if `way` is [`DropWay::DontNeed`]. The caller
-    /// knows that the guest does not need what is in them, and that no page can be missing
-    /// ([`LazySlot::settled`](vmferry_fault::LazySlot::settled)).
+    /// Gives the pages of `run` back to the host. If `way` is [`DropWay::DontNeed`], they read as
+    /// zeros after this returns. The caller must know that the guest does not need their content,
+    /// and that no page can be missing ([`LazySlot::settled`](vmferry_fault::LazySlot::settled)).
     ///
     /// # Dropped, then marked
-    /// For a migration a drop is a write of zeros that KVM does not see (hazards.md 4), so it is marked like one, and *after* it was done:
-    /// a harvest takes the mark first and reads the page later. If the mark is taken, the page that is read is the dropped one, and the
-    /// target gets zeros; if the drop comes after the read, so does its mark, and a later harvest has the page sent again. The other
-    /// way round, a harvest between mark and drop would take the mark, send what was there, and leave the drop without one: zeros here,
-    /// an old page there. There is always a later harvest: drops happen on vCPUs' threads, in the exit that asked for them, and the
-    /// last harvest is made when all vCPUs have been paused, hence out of such an exit.
+    /// For a migration a drop is a write of zeros that KVM does not see (hazards.md 4). It is
+    /// therefore marked like a write, and *after* the drop: a harvest takes the mark first and the
+    /// page is read later.
+    /// - If the harvest takes the mark, the page that is read has been dropped, and the target gets
+    ///   zeros.
+    /// - If the drop comes after the read, so does its mark, and a later harvest has the page sent
+    ///   again.
     ///
-    /// A page that the guest writes between drop and mark is marked for nothing, and in KVM's log too, as the dropped page was mapped
-    /// anew for that write.
+    /// In the reverse order, a harvest between mark and drop would take the mark, send the old
+    /// content, and leave the drop without a mark. The source would have zeros and the target an
+    /// old page.
+    ///
+    /// There is always a later harvest. Drops happen on vCPU threads, in the exit that requested
+    /// them. The last harvest is made when all vCPUs have been paused, and therefore outside of
+    /// such an exit.
+    ///
+    /// A page that the guest writes between drop and mark is marked needlessly. It is in KVM's log
+    /// as well, because the dropped page was mapped again for that write.
     pub(crate) fn drop_pages(&self, id: RegionId, run: PageRun, way: DropWay) -> Result<(), DropError> {
         let not_ram = || MemoryError::NotRam { what: format!("{id}, {run}") };
         let ram = self.region(id).filter(|ram| run.end() <= ram.region().pages()).ok_or_else(not_ram)?;
         let dropped = ram.give_back(run, way);
-        // Also after an error: some may be gone.
+        // Also after an error: some pages may have been dropped.
         ram.marks().bitmap().set_range(run.range());
         dropped.map_err(|source| DropError::Host { region: id, source })
     }
 }
 
 impl GuestRam {
-    /// Makes all of it zeros, for a guest that starts anew: given back to the host, unless that has set it aside for good.
+    /// Makes all memory zeros, for a guest that starts anew. The memory is given back to the host,
+    /// unless it is reserved.
     pub(crate) fn clear(&self) -> Result<(), DropError> {
         static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
         for ram in self.regions() {
@@ -77,13 +88,15 @@ impl RamRegion {
         let span = start..start + run.bytes();
         match (way, self.file()) {
             (DropWay::Nothing, _) => Ok(()),
-            // Through the file, so that the pages are gone and not only this mapping of them. A part of a huge page that somebody holds
-            // at the moment is overwritten with zeros instead: nothing is gained, nothing is lost.
+            // Punches a hole in the file, so that the pages are freed and not only this mapping of
+            // them. A part of a huge page that is in use elsewhere at the moment is overwritten
+            // with zeros instead, with the same result for the guest.
             (_, Some(file)) => {
                 memfd::erase(file.as_fd(), run.first.offset()..run.first.offset() + run.bytes())
             }
-            // SAFETY: the caller checked that the run lies in the mapping, which is private and anonymous as it has no file; this crate
-            // makes no references to guest bytes other than to atomics.
+            // SAFETY: the caller checked that the run lies in the mapping, which is private and
+            // anonymous as it has no file; this crate makes no references to guest bytes other than
+            // to atomics.
             (DropWay::DontNeed, None) => unsafe { mapping::drop_pages(span) },
             // SAFETY: as above.
             (DropWay::Free, None) => unsafe { mapping::free_pages(span) },
@@ -118,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_in_memory_is_not_dropped() {
+    fn pages_outside_memory_are_not_dropped() {
         let ram = GuestRam::new(&VmOptions::new(8 << 20, 1)).unwrap();
         for (region, run) in [(0, 2047..2049), (1, 0..1), (0, u64::MAX - 1..u64::MAX)] {
             let dropped = ram.drop_pages(RegionId(region), PageRun::from(run), DropWay::DontNeed);

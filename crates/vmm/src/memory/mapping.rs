@@ -1,4 +1,4 @@
-//! One mapping, aligned so that huge pages fit it.
+//! Mapping of memory with an alignment for huge pages.
 
 use super::pool::{Advice, HugePagePool};
 use crate::options::Backing;
@@ -11,45 +11,45 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use vmferry_core::LayoutError;
 
-/// Why guest memory cannot be had.
+/// Reason for which guest memory cannot be allocated.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The size is not one that a guest can have.
+    /// The size is not possible for a guest.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// The host does not map it.
-    #[error("cannot map {len} bytes of {backing} guest memory; does the host have that much to give?")]
+    /// The host refuses the mapping.
+    #[error("cannot map {len} bytes of {backing} guest memory; check that the host has enough free memory")]
     Map {
-        /// How much.
+        /// Size of the mapping in bytes.
         len: u64,
-        /// Of what.
+        /// Backing of the memory.
         backing: Backing,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
     /// The host has too few huge pages.
     #[error("cannot map {len} bytes of guest memory: {advice}")]
     HugePages {
-        /// How much.
+        /// Size of the mapping in bytes.
         len: u64,
-        /// What to do.
+        /// Action to take.
         advice: Advice,
-        /// Why.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
     /// The range is not guest RAM.
     #[error("{what} is not in guest memory")]
     NotRam {
-        /// The range.
+        /// Description of the range.
         what: String,
     },
 }
 
-/// Mappings start at a multiple of this, so that guest and host agree on where a 2 MiB page begins; otherwise KVM could
-/// never map one.
+/// Alignment of mappings in bytes. With it, guest and host agree on the start of a 2 MiB page.
+/// Otherwise KVM could never map one.
 const ALIGN: usize = 2 << 20;
 
 /// Memory mapped readable and writable, unmapped when dropped.
@@ -61,8 +61,8 @@ pub(crate) struct Mapping {
     file: Option<Arc<OwnedFd>>,
 }
 
-// SAFETY: a `Mapping` is an address range and a file; it hands out the address only, and whoever uses that says why no
-// reference to the bytes is made.
+// SAFETY: a `Mapping` is an address range and a file; it returns only the address, and code that
+// uses the address says why no reference to the bytes is made.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; no method changes anything.
 unsafe impl Sync for Mapping {}
@@ -70,7 +70,8 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps `len` bytes (whole pages, not 0) of zeros.
     pub(crate) fn new(len: u64, backing: Backing) -> Result<Self, MemoryError> {
-        // Huge pages are reserved here: later there is no way to say that there are too few, but to kill who touches one.
+        // Huge pages are reserved at this point. Later, a lack of them could not be reported as an
+        // error: the kernel would kill the process that touches one.
         let failed = |source: io::Error| match backing {
             Backing::HugePages => {
                 MemoryError::HugePages { len, advice: HugePagePool::read().advice(len), source }
@@ -90,24 +91,25 @@ impl Mapping {
         Ok(Self { start, len: size, backing, file })
     }
 
-    /// The first byte.
+    /// Returns the address of the first byte.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// What it is made of.
+    /// Returns the backing of the memory.
     pub(crate) fn backing(&self) -> Backing {
         self.backing
     }
 
-    /// The memfd behind it.
+    /// Returns the memfd of the mapping, if there is one.
     pub(crate) fn file(&self) -> Option<&Arc<OwnedFd>> {
         self.file.as_ref()
     }
 
-    /// Asks for huge pages.
+    /// Asks the kernel for huge pages.
     pub(crate) fn advise_huge(&self) -> io::Result<()> {
-        // SAFETY: the range is this mapping, and the advice changes how it is backed, not what it holds.
+        // SAFETY: the range is this mapping, and the advice changes how it is backed, not its
+        // content.
         unsafe {
             rustix::mm::madvise(self.start.as_ptr().cast(), self.len, rustix::mm::Advice::LinuxHugepage)?
         };
@@ -117,13 +119,14 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `map_aligned` mapped this range and nobody else unmaps it; users of the address hold the owner of
-        // this mapping alive.
+        // SAFETY: `map_aligned` mapped this range and nothing else unmaps it; users of the address
+        // keep the owner of this mapping alive.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
-/// A memfd of `len` bytes that nobody can shrink: a mapping of a shrunken file would fault on access.
+/// Creates a memfd of `len` bytes that cannot be shrunk: a mapping of a shrunken file would fault
+/// on access.
 fn memfd(len: u64, of: MemfdFlags) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create("vmferry-guest", flags | of)?;
@@ -132,8 +135,8 @@ fn memfd(len: u64, of: MemfdFlags) -> io::Result<OwnedFd> {
     Ok(file)
 }
 
-/// Maps `len` bytes at a multiple of [`ALIGN`]: reserves more addresses than needed, maps in the middle of them, and
-/// gives the rest back.
+/// Maps `len` bytes at a multiple of [`ALIGN`]: reserves more addresses than needed, maps in the
+/// middle of them, and unmaps the rest.
 fn map_aligned(len: usize, backing: Backing, file: Option<&OwnedFd>) -> io::Result<NonNull<u8>> {
     let spare = len.checked_add(ALIGN).ok_or(io::ErrorKind::OutOfMemory)?;
     // SAFETY: a new range of addresses, inaccessible; nothing else refers to it.
@@ -147,20 +150,21 @@ fn map_aligned(len: usize, backing: Backing, file: Option<&OwnedFd>) -> io::Resu
     };
     let head = reserved.addr().next_multiple_of(ALIGN) - reserved.addr();
     let start = reserved.wrapping_byte_add(head);
-    // NORESERVE: a guest rarely touches all of its memory, and the host's owner decides about overcommit. Of huge pages
-    // there is none.
+    // NORESERVE: a guest rarely touches all of its memory, and the host's administrator decides
+    // about overcommit. Huge pages are never overcommitted.
     let reserve = if backing == Backing::HugePages { MapFlags::empty() } else { MapFlags::NORESERVE };
     let fixed = MapFlags::FIXED | reserve;
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: `start..start + len` lies within the range reserved above (head <= ALIGN), which is ours to replace.
+    // SAFETY: `start..start + len` lies within the range reserved above (head <= ALIGN), which this
+    // function owns.
     let mapped = unsafe {
         match file {
             None => rustix::mm::mmap_anonymous(start, len, access, fixed | MapFlags::PRIVATE),
             Some(file) => rustix::mm::mmap(start, len, access, fixed | MapFlags::SHARED, file, 0),
         }
     };
-    // SAFETY: unmaps what is left of the reservation, to which nothing refers: all of it if the mapping failed,
-    // otherwise what lies before and after the mapping.
+    // SAFETY: unmaps the rest of the reservation, to which nothing refers: all of it if the mapping
+    // failed, otherwise what lies before and after the mapping.
     unsafe {
         match mapped {
             Err(_) => unmap(reserved, spare),
@@ -173,13 +177,13 @@ fn map_aligned(len: usize, backing: Backing, file: Option<&OwnedFd>) -> io::Resu
     NonNull::new(mapped?.cast()).ok_or_else(|| io::ErrorKind::AddrNotAvailable.into())
 }
 
-/// Unmaps `len` bytes at `start`; does nothing for 0 bytes.
+/// Unmaps `len` bytes at `start`. Does nothing for 0 bytes.
 ///
 /// # Safety
-/// Nothing refers to the range.
+/// Nothing may refer to the range.
 unsafe fn unmap(start: *mut c_void, len: usize) {
     if len > 0 {
-        // SAFETY: the caller's promise.
+        // SAFETY: guaranteed by the caller.
         let _ = unsafe { rustix::mm::munmap(start, len) };
     }
 }
@@ -205,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_mapped_is_an_error() {
+    fn mapping_that_the_host_refuses_is_an_error() {
         let error = Mapping::new(1 << 62, Backing::Anonymous).unwrap_err();
         assert!(error.to_string().contains("anonymous guest memory"), "{error}");
     }

@@ -5,23 +5,24 @@ use vm_memory::bitmap::{Bitmap, RefSlice, WithBitmapSlice};
 use vmferry_bitmap::AtomicBitmap;
 use vmferry_core::PAGE_SIZE;
 
-/// The marks of one region, as a bitmap backend of `vm-memory`.
+/// Marks of one region, as a bitmap backend of `vm-memory`.
 ///
-/// Whoever writes guest memory through `vm-memory` (loader, device models) marks the pages without knowing it:
-/// `vm-memory` calls [`Bitmap::mark_dirty`] after each write, and the mark is a `Release`; the tracker takes the marks
-/// by an `Acquire` swap and the page is read after that. So either the harvest sees the mark and the read sees the write,
-/// or the mark is found by the next harvest.
+/// Code that writes guest memory through `vm-memory` (loader, device models) marks the pages
+/// automatically: `vm-memory` calls [`Bitmap::mark_dirty`] after each write, and the mark is a
+/// `Release`. The tracker takes the marks by an `Acquire` swap, and the page is read after that.
+/// Therefore either the harvest sees the mark and the read sees the write, or the next harvest
+/// finds the mark.
 #[derive(Debug, Clone)]
 pub struct WriteMarks(Arc<AtomicBitmap>);
 
 impl WriteMarks {
-    /// No marks, for a region of `pages` pages.
+    /// Returns marks for a region of `pages` pages, none of which is marked.
     #[must_use]
     pub fn new(pages: u64) -> Self {
         Self(Arc::new(AtomicBitmap::new(pages)))
     }
 
-    /// The bitmap, for the tracker that harvests it.
+    /// Returns the bitmap, for the tracker that harvests it.
     #[must_use]
     pub fn bitmap(&self) -> Arc<AtomicBitmap> {
         Arc::clone(&self.0)
@@ -37,7 +38,8 @@ impl Bitmap for WriteMarks {
         if len == 0 {
             return;
         }
-        // vm-memory checked the range before it wrote. Pages beyond the end do not exist and cannot have been written.
+        // vm-memory checked the range before it wrote. Pages beyond the end do not exist and cannot
+        // have been written.
         let (offset, len) = (offset as u64, len as u64);
         let first = offset / PAGE_SIZE;
         let end = offset.saturating_add(len).div_ceil(PAGE_SIZE).min(self.0.len());
@@ -61,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_page_of_a_write_is_marked_and_no_other() {
+    fn only_the_pages_of_a_write_are_marked() {
         let marks = WriteMarks::new(10);
         marks.mark_dirty(4095, 2);
         marks.slice_at(4096 * 4).mark_dirty(4096, 4096);

@@ -1,7 +1,8 @@
 //! Guest memory: mappings of this process that are the guest's RAM.
 //!
-//! RAM lies below 3 GiB and, what does not fit there, above 4 GiB; the gigabyte between is for devices, as on every PC.
-//! Each part is one region, one mapping and one KVM memory slot, all of the same number.
+//! RAM lies below 3 GiB, and the rest of it above 4 GiB. The gigabyte in between is for devices, as
+//! on every PC. Each part is one region, one mapping and one KVM memory slot, all with the same
+//! number.
 
 mod drop;
 mod mapping;
@@ -17,15 +18,15 @@ pub use ram::{GuestRam, RamRegion};
 
 use vmferry_core::{Gpa, Layout, LayoutError, Region, RegionId};
 
-/// RAM ends here at the latest, below the hole for devices.
+/// Upper limit of the low RAM, below the hole for devices.
 pub const LOW_RAM_END: u64 = 3 << 30;
-/// RAM goes on here, above the hole.
+/// Start of the high RAM, above the hole.
 pub const HIGH_RAM_START: u64 = 4 << 30;
 
-/// Where the RAM of a guest with `memory` bytes lies.
+/// Returns the layout of the RAM of a guest with `memory` bytes.
 ///
 /// # Errors
-/// If `memory` is not whole pages, or more than a layout may have.
+/// Fails if `memory` is not whole pages, or more than a layout may have.
 pub fn layout_for(memory: u64) -> Result<Layout, LayoutError> {
     let low = memory.min(LOW_RAM_END);
     let mut regions = vec![Region { id: RegionId(0), gpa: Gpa(0), len: low }];
@@ -40,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ram_goes_around_the_hole() {
+    fn ram_is_split_around_the_hole() {
         let small = layout_for(1 << 30).unwrap();
         assert_eq!(small.regions().len(), 1);
         assert_eq!(small.regions()[0].len, 1 << 30);

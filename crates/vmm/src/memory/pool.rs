@@ -2,23 +2,23 @@
 
 use std::fmt;
 
-/// Bytes of a huge page.
+/// Size of a huge page in bytes.
 pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// Where the kernel tells about the pool of this size.
+/// Directory in which the kernel describes the pool of this page size.
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// How many huge pages the host has.
+/// Number of huge pages of the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HugePagePool {
-    /// All.
+    /// All huge pages.
     pub pages: u64,
-    /// Those that nobody uses, or has been promised.
+    /// Huge pages that are neither in use nor reserved.
     pub free: u64,
 }
 
 impl HugePagePool {
-    /// Reads it; zeros if this kernel has none.
+    /// Reads the numbers; zeros if this kernel has no such pool.
     #[must_use]
     pub fn read() -> Self {
         let number = |name: &str| {
@@ -29,13 +29,13 @@ impl HugePagePool {
         Self { pages, free: free.saturating_sub(number("resv_hugepages")) }
     }
 
-    /// What to do for `bytes` of memory.
+    /// Returns advice for `bytes` of memory.
     pub(super) fn advice(self, bytes: u64) -> Advice {
         Advice { pool: self, need: bytes.div_ceil(HUGE_PAGE_BYTES) }
     }
 }
 
-/// How to get enough huge pages, as a sentence.
+/// Advice on how to get enough huge pages, displayed as a sentence.
 #[derive(Debug, Clone, Copy)]
 pub struct Advice {
     pool: HugePagePool,
@@ -46,13 +46,13 @@ impl fmt::Display for Advice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pool: HugePagePool { pages, free }, need } = *self;
         if free >= need {
-            return write!(f, "it takes {need} huge pages of 2 MiB, and the host has {free} free");
+            return write!(f, "{need} huge pages of 2 MiB are needed, and the host has {free} free");
         }
         let want = pages + (need - free);
         write!(
             f,
-            "it takes {need} huge pages of 2 MiB, and the host has {free} free; `sysctl vm.nr_hugepages={want}` (as root, \
-             best soon after boot) gets them, or choose another --memory-backing"
+            "{need} huge pages of 2 MiB are needed, and the host has {free} free; `sysctl vm.nr_hugepages={want}` (as root, \
+             best soon after boot) gets them, or choose another memory backing"
         )
     }
 }
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_advice_says_how_many_pages_the_host_must_have() {
+    fn advice_says_how_many_pages_the_host_must_have() {
         let pool = HugePagePool { pages: 10, free: 3 };
         let text = pool.advice(64 << 20).to_string();
         assert!(text.contains("32 huge pages") && text.contains("has 3 free"), "{text}");

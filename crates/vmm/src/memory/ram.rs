@@ -1,4 +1,4 @@
-//! All RAM of a guest.
+//! RAM of a guest.
 
 use super::mapping::{Mapping, MemoryError};
 use super::marks::WriteMarks;
@@ -14,7 +14,7 @@ use vmferry_dirty::{Backing, MappedRegion};
 use vmferry_engine::{GuestMemory, VmError};
 use vmferry_fault::LazyRegion;
 
-/// One region of RAM and its mapping.
+/// Region of RAM and its mapping.
 #[derive(Debug)]
 pub struct RamRegion {
     region: Region,
@@ -23,7 +23,7 @@ pub struct RamRegion {
 }
 
 impl RamRegion {
-    /// The same, as trackers want to know it.
+    /// Returns the region in the form that trackers need.
     #[must_use]
     pub fn mapped(&self) -> MappedRegion {
         let backing = match (self.mapping.backing(), self.mapping.file()) {
@@ -41,7 +41,7 @@ impl RamRegion {
         }
     }
 
-    /// The same, as missing pages need it.
+    /// Returns the region in the form that demand paging needs.
     pub(crate) fn lazy(&self) -> LazyRegion {
         use vmferry_fault::Backing;
         let backing = match (self.mapping.backing(), self.mapping.file().cloned()) {
@@ -52,48 +52,49 @@ impl RamRegion {
         LazyRegion { id: self.region.id, host: self.host_address(), len: self.region.len, backing }
     }
 
-    /// Where it is mapped in this process, as a number.
+    /// Returns the address of the mapping in this process, as a number.
     #[must_use]
     pub fn host_address(&self) -> u64 {
         self.mapping.start().addr().get() as u64
     }
 
-    /// Its id, where the guest sees it, its length.
+    /// Returns the region's ID, guest-physical address and length.
     #[must_use]
     pub fn region(&self) -> Region {
         self.region
     }
 
-    /// Where it is mapped in this process.
+    /// Returns the address of the mapping in this process.
     #[must_use]
     pub fn host(&self) -> NonNull<u8> {
         self.mapping.start()
     }
 
-    /// The memfd behind it, if there is one.
+    /// Returns the memfd of the mapping, if there is one.
     #[must_use]
     pub fn file(&self) -> Option<&Arc<OwnedFd>> {
         self.mapping.file()
     }
 
-    /// What it is made of.
+    /// Returns the backing of the memory.
     #[must_use]
     pub fn backing(&self) -> crate::Backing {
         self.mapping.backing()
     }
 
-    /// The marks of pages that the VMM itself wrote.
+    /// Returns the marks of pages that the VMM itself wrote.
     #[must_use]
     pub fn marks(&self) -> &WriteMarks {
         &self.marks
     }
 }
 
-/// All RAM of a guest, mapped in this process.
+/// RAM of a guest, mapped in this process.
 #[derive(Debug)]
 pub struct GuestRam {
     layout: Layout,
-    // Views of the mappings below; they own nothing, so the order in which the fields are dropped does not matter.
+    // Views of the mappings below. They own nothing, so the order in which the fields are dropped
+    // does not matter.
     map: GuestMemoryMmap<WriteMarks>,
     regions: Vec<RamRegion>,
     huge_pages: bool,
@@ -104,7 +105,7 @@ impl GuestRam {
     /// Maps the RAM that `options` ask for.
     ///
     /// # Errors
-    /// [`MemoryError`] if the host does not give it.
+    /// Returns a [`MemoryError`] if the host refuses.
     pub fn new(options: &VmOptions) -> Result<Self, MemoryError> {
         let layout = super::layout_for(options.memory)?;
         vmferry_dirty::prepare();
@@ -123,46 +124,46 @@ impl GuestRam {
         Ok(Self { layout, map, regions, huge_pages: options.huge_pages, notes })
     }
 
-    /// Which regions there are.
+    /// Returns the layout of the RAM.
     #[must_use]
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The regions with their mappings, by guest-physical address.
+    /// Returns the regions with their mappings, by guest-physical address.
     #[must_use]
     pub fn regions(&self) -> &[RamRegion] {
         &self.regions
     }
 
-    /// The same memory for device models and loaders; writes through it mark their pages.
+    /// Returns the memory for device models and loaders. Writes through it mark their pages.
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap<WriteMarks> {
         &self.map
     }
 
-    /// Whether huge pages were asked for.
+    /// Returns true if huge pages were requested.
     #[must_use]
     pub fn huge_pages(&self) -> bool {
         self.huge_pages
     }
 
-    /// What the host would not give, as sentences.
+    /// Returns what the host refused, as sentences.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The region named `id`.
+    /// Returns the region with ID `id`.
     #[must_use]
     pub fn region(&self, id: RegionId) -> Option<&RamRegion> {
         self.regions.iter().find(|r| r.region.id == id)
     }
 
-    /// The live bytes of `run`.
+    /// Returns the live bytes of `run`.
     ///
     /// # Errors
-    /// [`MemoryError::NotRam`] if region `id` has no such pages.
+    /// Returns [`MemoryError::NotRam`] if region `id` has no such pages.
     pub fn window(&self, id: RegionId, run: PageRun) -> Result<Window<'_>, MemoryError> {
         let not_ram = || MemoryError::NotRam { what: format!("{id}, {run}") };
         let ram = self.region(id).ok_or_else(not_ram)?;
@@ -180,10 +181,10 @@ impl GuestRam {
         Ok(unsafe { Window::new(start, len) })
     }
 
-    /// Where `len` bytes at `gpa` are mapped in this process.
+    /// Returns the address in this process of `len` bytes at `gpa`.
     ///
     /// # Errors
-    /// [`MemoryError::NotRam`] if they are not all in one region.
+    /// Returns [`MemoryError::NotRam`] if the bytes are not all in one region.
     pub fn host_range(&self, gpa: Gpa, len: usize) -> Result<NonNull<u8>, MemoryError> {
         let end = gpa.0.checked_add(len as u64);
         let ram = self
@@ -213,7 +214,7 @@ impl GuestMemory for GuestRam {
     }
 }
 
-/// The mappings as `vm-memory` sees them, without owning them.
+/// Returns the mappings as `vm-memory` sees them, without owning them.
 fn view(regions: &[RamRegion]) -> Result<GuestMemoryMmap<WriteMarks>, MemoryError> {
     let not_mapped = |ram: &RamRegion, why: MmapRegionError| MemoryError::NotRam {
         what: format!("{} ({why})", ram.region.id),
@@ -225,7 +226,7 @@ fn view(regions: &[RamRegion]) -> Result<GuestMemoryMmap<WriteMarks>, MemoryErro
         let builder = MmapRegionBuilder::new_with_bitmap(len, ram.marks.clone())
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
             .with_mmap_flags(libc::MAP_NORESERVE);
-        // SAFETY: the mapping is there for `len` bytes, and lives in the same `GuestRam` as this view of it.
+        // SAFETY: the mapping has `len` bytes, and lives in the same `GuestRam` as this view of it.
         let mapped = unsafe { builder.with_raw_mmap_pointer(ram.mapping.start().as_ptr()) }.build();
         let mapped = mapped.map_err(|error| not_mapped(ram, error))?;
         let view = GuestRegionMmap::new(mapped, GuestAddress(ram.region.gpa.0));
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn writes_of_the_vmm_are_seen_through_windows_and_marked() {
+    fn writes_of_the_vmm_are_visible_through_windows_and_marked() {
         let ram = ram(8 << 20);
         ram.map().write_slice(&[1, 2, 3], GuestAddress(0x2fff)).unwrap();
         let window = ram.window(RegionId(0), PageRun::new(PageIndex(2), 2)).unwrap();
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_ram_is_an_error() {
+    fn range_outside_ram_is_an_error() {
         let ram = ram(4 << 20);
         assert!(ram.window(RegionId(0), PageRun::new(PageIndex(1023), 1)).is_ok());
         for run in [
@@ -277,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_beyond_the_hole_has_two_regions() {
+    fn guest_beyond_the_hole_has_two_regions() {
         let ram = ram((3 << 30) + (4 << 20));
         assert_eq!(ram.regions().len(), 2);
         ram.map().write_slice(&[9], GuestAddress(4 << 30)).unwrap();

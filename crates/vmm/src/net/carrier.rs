@@ -1,4 +1,4 @@
-//! The thread that carries a network interface's frames.
+//! Thread that carries a network interface's frames.
 
 use super::no_thread;
 use super::port::TapPort;
@@ -14,24 +14,26 @@ use std::time::{Duration, Instant};
 use vmferry_fault::LazySlot;
 use vmferry_virtio::net::{Announcer, Net, NetControl, Receiver, RxStep, Transmitter, TxStep};
 
-/// How soon a tap that had no room is asked again: it tells nobody when it has.
+/// Interval at which a tap without room is tried again. A tap does not report when it has room.
 const BUSY: Duration = Duration::from_millis(2);
 
 const BELL: u64 = 0;
 const FRAMES: u64 = 1;
 
-/// What the thread and its owner share.
+/// State that the thread and its owner share.
 #[derive(Debug, Default)]
 struct Common {
     ending: AtomicBool,
     wakeups: AtomicU64,
 }
 
-/// The thread. Dropping this ends it.
+/// Thread that carries frames. Dropping this ends the thread.
 ///
-/// It sleeps until the driver kicks or the tap has frames; both are told by edges, so that nothing has to be read to silence them. While
-/// pages of guest memory are still to come it can fall asleep on one: with the device's lock if it is one of the rings, with none if it is
-/// a buffer. Nobody but the guest's vCPUs waits for it then (hazards.md 18).
+/// The thread sleeps until the driver notifies or the tap has frames. Both are reported as edges,
+/// so that nothing has to be read to clear them. While pages of guest memory are missing, the
+/// thread can fall asleep on one: with the device's lock held if the page is part of a ring, and
+/// without a lock if the page is a buffer. Then only the guest's vCPUs wait for the thread
+/// (hazards.md 18).
 #[derive(Debug)]
 pub(super) struct Carrier {
     common: Arc<Common>,
@@ -40,7 +42,7 @@ pub(super) struct Carrier {
 }
 
 impl Carrier {
-    /// Starts it for `device`, halted until the guest runs.
+    /// Starts the thread for `device`, halted until the guest runs.
     pub(super) fn start(
         device: Arc<VirtioMmio<Net<TapPort>>>,
         control: NetControl<TapPort>,
@@ -75,7 +77,7 @@ impl Drop for Carrier {
         self.common.ending.store(true, Ordering::Release);
         self.control.halt();
         if let Some(thread) = self.thread.take() {
-            // Its panic was printed when it happened.
+            // A panic of the thread was printed when it happened.
             let _ = thread.join();
         }
     }
@@ -90,11 +92,11 @@ struct Worker {
     common: Arc<Common>,
     device: Arc<VirtioMmio<Net<TapPort>>>,
     lazy: Arc<LazySlot>,
-    /// Frames at the tap wake it.
+    /// True if frames at the tap wake the thread.
     listening: bool,
 }
 
-/// What is to be done, and until when it can wait.
+/// Work that is due, and the time until which the rest can wait.
 struct Due {
     receive: bool,
     transmit: bool,
@@ -139,12 +141,12 @@ impl Worker {
         }
     }
 
-    /// Does what is due, once; then says what is due next.
+    /// Does the work that is due, once. Then updates `due` with the work that is due next.
     fn carry(&mut self, due: &mut Due) {
         let (transport, memory) = (self.device.transport(), self.device.memory());
         due.at = self.announcer.announce(Instant::now());
         let mut sooner = |at: Instant| due.at = Some(due.at.map_or(at, |other| other.min(at)));
-        // Pages can only become missing before a guest runs, so this holds for all of it.
+        // Pages can only become missing before a guest runs, so this holds for the whole call.
         let sheltered = self.lazy.settled(|| ()).is_none();
         if due.transmit {
             let step = self.transmitter.transmit(transport, memory, sheltered);
@@ -163,14 +165,15 @@ impl Worker {
                 RxStep::Gone => self.control.unplugged(),
                 _ => {}
             }
-            // A tap that is not listened to wakes nobody with frames that have no place to go.
+            // Without room for frames, the thread does not listen to the tap, so that frames do not
+            // wake it.
             let listening = matches!(step, RxStep::More | RxStep::Dry);
-            // Those that came while it was not are told when that begins.
+            // Frames that arrived meanwhile are reported when listening begins.
             self.listen(listening);
         }
     }
 
-    /// Whether frames at the tap wake it.
+    /// Sets whether frames at the tap wake the thread.
     fn listen(&mut self, listening: bool) {
         if self.listening == listening {
             return;
@@ -180,14 +183,17 @@ impl Worker {
         let data = epoll::EventData::new_u64(FRAMES);
         match epoll::modify(&self.poll, self.control.port().frames(), data, flags) {
             Ok(()) => self.listening = listening,
-            Err(error) => tracing::warn!(%error, "a network interface may be slow"),
+            Err(error) => {
+                tracing::warn!(%error, "cannot change which events wake the thread of a network interface; the interface may be slow")
+            }
         }
     }
 
-    /// Sleeps until the bell was rung or frames came, or until `at`; says which.
+    /// Sleeps until the bell was rung or frames arrived, or until `at`. Returns which of the two
+    /// happened.
     fn wait(&self, at: Option<Instant>) -> (bool, bool) {
         let left = at.map(|at| at.saturating_duration_since(Instant::now()));
-        // Rounded up, or it would spin for the last fraction.
+        // Rounded up, because the thread would otherwise spin for the last fraction.
         let timeout = left.map(|left| Timespec {
             tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
             tv_nsec: left.subsec_nanos().into(),
@@ -198,7 +204,8 @@ impl Worker {
         if let Err(error) = woken
             && error != rustix::io::Errno::INTR
         {
-            // Nothing that it is called with can be wrong; not at full speed, should it ever be.
+            // The arguments are always valid. The sleep limits the rate of an error that should not
+            // occur.
             tracing::warn!(%error, "a network interface cannot wait for frames");
             std::thread::sleep(Duration::from_millis(100));
         }

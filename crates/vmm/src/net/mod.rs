@@ -1,6 +1,7 @@
-//! A VM's network interfaces: each at a tap of the host's, with a thread that carries its frames.
+//! Network interfaces of a VM. Each uses a tap of the host, and has a thread that carries its
+//! frames.
 //!
-//! | module | what |
+//! | module | content |
 //! |---|---|
 //! | `port` | the tap |
 //! | `carrier` | the thread |
@@ -31,37 +32,37 @@ impl Saved for TransportSaved<NetSaved> {
     const VERSION: u32 = 1;
 }
 
-/// How a network interface is doing.
+/// Status of a network interface.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NetStatus {
-    /// The host's tap by name.
+    /// Name of the host's tap.
     pub tap: String,
-    /// The guest's address.
+    /// Address of the guest.
     pub mac: Mac,
-    /// Whether the guest has a driver for it.
+    /// True if the guest has a driver for the interface.
     pub driver: bool,
-    /// What happened so far.
+    /// Counters of the interface.
     pub figures: NetFigures,
-    /// How often the thread that carries frames was woken.
+    /// Number of times that the thread that carries frames was woken.
     pub wakeups: u64,
 }
 
-/// A VM's network interface.
+/// Network interface of a VM.
 #[derive(Debug)]
 pub(crate) struct VmNet {
     device: Arc<VirtioMmio<Net<TapPort>>>,
     control: NetControl<TapPort>,
     carrier: Carrier,
-    /// The address that it was made with.
+    /// Address that the interface was created with.
     mac: Mac,
 }
 
 impl VmNet {
-    /// Number `instance` of the VM's, at the tap that `options` name.
+    /// Returns network interface number `instance` of the VM, at the tap that `options` name.
     ///
     /// # Errors
-    /// What is wrong with the tap.
+    /// Fails if the tap cannot be used.
     pub(crate) fn new(
         (ram, lazy): (&Arc<GuestRam>, &Arc<LazySlot>),
         options: &NetOptions,
@@ -75,7 +76,7 @@ impl VmNet {
         let net = Net::new(vmferry_virtio::net::NetOptions { mac, mtu }, port, wiring.signals);
         let control = net.control();
         if let Some(kicks) = kicks {
-            // One that is not passed on comes by way of the device to the same bell.
+            // A notification that KVM does not pass on rings the same bell through the device.
             for queue in [vmferry_virtio::net::RX, vmferry_virtio::net::TX] {
                 kicks.ring(queue, control.port().bell());
             }
@@ -85,17 +86,18 @@ impl VmNet {
         Ok(Self { device, control, carrier, mac })
     }
 
-    /// What is on the bus.
+    /// Returns the device on the bus.
     pub(crate) fn device(&self) -> &Arc<VirtioMmio<Net<TapPort>>> {
         &self.device
     }
 
-    /// Has its thread begin nothing new; waits for nothing.
+    /// Makes the thread begin nothing new. Does not wait.
     pub(crate) fn halt(&self) {
         self.control.halt();
     }
 
-    /// Gives the guest, which is a copy, the address that the interface was made with instead of its original's.
+    /// Gives a guest that is a copy the address that the interface was created with, instead of its
+    /// original's.
     pub(crate) fn renew_mac(&self) {
         self.control.renew_mac(self.mac);
     }
@@ -115,10 +117,11 @@ fn no_thread(source: std::io::Error) -> Error {
     Error::DeviceThread { name: <TransportSaved<NetSaved> as Saved>::NAME, source }
 }
 
-/// An address that nobody else has: the guest keeps it wherever it goes, as it is part of its state.
+/// Returns a random address. The guest keeps it on every host, because it is part of its state.
 fn random_mac() -> Result<Mac> {
     let mut bytes = [0; 6];
-    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
-        .map_err(|error| Error::Options(format!("no random MAC address: {error}; give mac=")))?;
+    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty()).map_err(|error| {
+        Error::Options(format!("cannot get a random MAC address: {error}; choose an address"))
+    })?;
     Ok(Mac::local(bytes))
 }

@@ -1,4 +1,4 @@
-//! A tap as a network device's port.
+//! Tap as a network device's port.
 
 use crate::error::Result;
 use rustix::event::EventfdFlags;
@@ -9,12 +9,12 @@ use vm_memory::bitmap::BitmapSlice;
 use vmferry_sys::tap;
 use vmferry_virtio::net::{FramePort, Got, HEADER, Offloads, PortError};
 
-/// Frames that are lost at most when a driver begins; a tap keeps 500 or 1000.
+/// Maximum number of old frames that are dropped when a driver starts. A tap keeps 500 or 1000.
 const STALE: u32 = 4096;
 
 const _: () = assert!(HEADER == tap::HEADER);
 
-/// A tap, and the bell of the thread that carries its frames.
+/// Tap, and the bell of the thread that carries its frames.
 #[derive(Debug)]
 pub(crate) struct TapPort {
     name: String,
@@ -26,7 +26,7 @@ impl TapPort {
     /// Opens the tap `name`.
     ///
     /// # Errors
-    /// [`tap::TapError`], as it is.
+    /// Returns the [`tap::TapError`] unchanged.
     pub(crate) fn open(name: &str) -> Result<Self> {
         let fd = tap::open(name)?;
         let bell = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
@@ -34,12 +34,13 @@ impl TapPort {
         Ok(Self { name: name.to_owned(), fd, bell })
     }
 
-    /// The largest packet that it carries. Says so if it carries none yet.
+    /// Returns the size of the largest packet that the tap carries, in bytes. Logs a warning if the
+    /// tap is down.
     pub(crate) fn mtu(&self) -> Result<u16> {
         let (mtu, up) = tap::mtu(&self.name).map_err(tap::TapError::from)?;
         if !up {
             tracing::warn!(
-                "the tap {0} is down, and the guest's frames are lost: ip link set {0} up",
+                "the tap {0} is down, and the guest's frames are lost; run: ip link set {0} up",
                 self.name
             );
         }
@@ -50,12 +51,12 @@ impl TapPort {
         &self.name
     }
 
-    /// Readable while frames wait.
+    /// Returns the descriptor that is readable while frames wait.
     pub(super) fn frames(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 
-    /// Readable with each [`kick`](FramePort::kicked).
+    /// Returns the descriptor that is readable after each [`kick`](FramePort::kicked).
     pub(super) fn bell(&self) -> BorrowedFd<'_> {
         self.bell.as_fd()
     }
@@ -72,8 +73,9 @@ fn failed(error: io::Error) -> PortError {
 impl FramePort for TapPort {
     fn send<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> std::result::Result<(), PortError> {
         let each = pieces.iter().map(|piece| (piece.ptr_guard_mut().as_ptr(), piece.len()));
-        // SAFETY: a slice is mapped, readable and writable, for as long as it is borrowed, and the guards of mapped memory guard
-        // nothing (they are for memory of Xen's). The guest writes there whenever it likes, which `send` allows.
+        // SAFETY: a slice is mapped, readable and writable, for as long as it is borrowed, and the
+        // guards of mapped memory guard nothing (they are for Xen memory). The guest may write the
+        // memory at any time, which `send` allows.
         unsafe { tap::send(self.fd.as_fd(), each) }.map(|_| ()).map_err(failed)
     }
 
@@ -82,12 +84,13 @@ impl FramePort for TapPort {
         pieces: &[VolatileSlice<'_, B>],
     ) -> std::result::Result<Got, PortError> {
         let each = pieces.iter().map(|piece| (piece.ptr_guard_mut().as_ptr(), piece.len()));
-        // SAFETY: as above; what is written there is the guest's buffers, or ours that nobody else has.
+        // SAFETY: as above; the written memory is the guest's buffers, or a buffer of ours without
+        // other users.
         let received = unsafe { tap::receive(self.fd.as_fd(), each) };
         let received = received.map_err(|error| match error.raw_os_error() {
             // A frame that the kernel cannot describe.
             Some(libc::EAGAIN | libc::EINVAL) => failed(error),
-            // It would be so the next time.
+            // The error would be the same the next time.
             _ => PortError::Gone(error),
         })?;
         Ok(Got { bytes: received.bytes, cut: received.cut })
@@ -107,7 +110,8 @@ impl FramePort for TapPort {
     fn flush(&self) {
         let mut byte = [0];
         for _ in 0..STALE {
-            // A frame is taken whole, however little of it is wanted. One that has no place for its header is refused, and gone too.
+            // A read removes the whole frame, however little of it fits. A frame without room for
+            // its header is refused, and removed as well.
             match rustix::io::read(&self.fd, &mut byte) {
                 Ok(_) | Err(rustix::io::Errno::INVAL) => {}
                 Err(_) => break,
@@ -116,7 +120,7 @@ impl FramePort for TapPort {
     }
 
     fn kicked(&self) {
-        // It can only fail when the thread has 2^64 - 1 kicks to come.
+        // The write fails only if 2^64 - 1 kicks are pending.
         let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 }

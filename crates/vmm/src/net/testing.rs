@@ -1,4 +1,4 @@
-//! A network namespace with a tap, what a host has at it, and a driver by hand.
+//! Network namespace with a tap, the host's end of it, and a driver that the test controls.
 
 use super::VmNet;
 use crate::bus::MmioDevice;
@@ -16,11 +16,11 @@ use vmferry_virtio::signals::Interrupt;
 use vmferry_testkit::{Need, skip, wait};
 pub(super) use vmferry_virtio::net::{RX, TX};
 
-/// For local experiments (IEEE 802): no kernel sends such by itself.
+/// EtherType for local experiments (IEEE 802), which no kernel sends by itself.
 const KIND: u16 = 0x88b5;
-/// Most buffers and descriptors of a queue.
+/// Maximum number of buffers and descriptors of a queue.
 const SIZE: u16 = 32;
-/// Bytes of a receive buffer.
+/// Size of a receive buffer in bytes.
 const BUFFER: u32 = 4096;
 
 #[derive(Debug, Default)]
@@ -39,12 +39,13 @@ pub(super) fn ram() -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&options).unwrap())
 }
 
-/// Runs `test` with a tap that is up, in a network namespace that goes with it; skips the calling test where that is not allowed.
+/// Runs `test` with a tap that is up, in a network namespace that ends with the test. Skips the
+/// calling test where this is not allowed.
 pub(super) fn sandbox(test: impl FnOnce(&str) + Send) {
-    // The thread that carries frames makes the system calls of its role, and no others.
+    // The thread that carries frames can only make the system calls of its role.
     vmferry_confine::confine_threads().unwrap();
     let run = || {
-        // SAFETY: the network only, of this thread only.
+        // SAFETY: changes only the network namespace of this thread.
         if unsafe { libc::unshare(libc::CLONE_NEWNET) } != 0 {
             let error = std::io::Error::last_os_error();
             return Err(format!("no network namespace: {error}"));
@@ -75,13 +76,13 @@ fn interface(name: &str) -> libc::ifreq {
 
 fn socket(kind: i32, protocol: u16) -> std::io::Result<OwnedFd> {
     let domain = if kind == libc::SOCK_RAW { libc::AF_PACKET } else { libc::AF_INET };
-    // SAFETY: makes a descriptor, which is ours.
+    // SAFETY: creates a descriptor, which this function owns.
     let fd = last(unsafe { libc::socket(domain, kind | libc::SOCK_CLOEXEC, protocol.to_be().into()) })?;
     // SAFETY: as above.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// A tap that stays as long as its namespace, without IPv6, and up.
+/// Creates a tap that lasts as long as its namespace, without IPv6, and up.
 fn make_tap(name: &str) -> std::io::Result<()> {
     let fd = std::fs::File::options().read(true).write(true).open("/dev/net/tun")?;
     let mut request = interface(name);
@@ -98,18 +99,18 @@ fn make_tap(name: &str) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether frames that are sent to the tap get there: the kernel sees some time after it was opened that somebody listens, and throws them
-/// away until then.
+/// Returns true if frames that are sent to the tap reach it. The kernel notices only some time
+/// after the open that the tap is in use, and drops frames until then.
 fn runs(name: &str) -> bool {
     let Ok(socket) = socket(libc::SOCK_DGRAM, 0) else { return false };
     let mut request = interface(name);
-    // SAFETY: the request has this structure, and answers with flags in it.
+    // SAFETY: the request takes this structure, and returns flags in it.
     let got = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &raw mut request) } == 0;
     // SAFETY: as above.
     got && i32::from(unsafe { request.ifr_ifru.ifru_flags }) & libc::IFF_RUNNING != 0
 }
 
-/// The host's end of a tap: what it sends goes to the guest, and it sees what the guest sends.
+/// Host's end of a tap. Frames that it sends go to the guest, and it sees the frames of the guest.
 pub(super) struct Host {
     socket: OwnedFd,
 }
@@ -131,13 +132,13 @@ impl Host {
         Self { socket }
     }
 
-    /// Another tap of the same namespace, and its host's end.
+    /// Creates another tap in the same namespace. Returns its host's end.
     pub(super) fn another(&self, name: &str) -> Self {
         make_tap(name).unwrap();
         Self::at(name)
     }
 
-    /// Frame `number` of `len` bytes, from here.
+    /// Returns frame `number` of `len` bytes, as sent by the host.
     pub(super) fn frame(&self, number: u8, len: usize) -> Vec<u8> {
         frame([2, 0, 0, 0, 0, 1], number, len)
     }
@@ -146,7 +147,7 @@ impl Host {
         rustix::net::send(&self.socket, &self.frame(number, len), rustix::net::SendFlags::empty()).unwrap();
     }
 
-    /// The next frame of this kind that came from the guest within `time`.
+    /// Returns the next frame of this kind that arrived from the guest within `time`.
     pub(super) fn receive_kind(&self, kind: u16, time: Duration) -> Option<Vec<u8>> {
         let deadline = Instant::now() + time;
         loop {
@@ -161,14 +162,14 @@ impl Host {
             let got =
                 rustix::net::recv(&self.socket, &mut bytes[..], rustix::net::RecvFlags::empty()).unwrap();
             bytes.truncate(got.0);
-            // What it sent itself it sees, too.
+            // The socket also sees the frames that it sent itself.
             if bytes[12..14] == kind.to_be_bytes() && bytes[6..12] != [2, 0, 0, 0, 0, 1] {
                 return Some(bytes);
             }
         }
     }
 
-    /// The next frame of the tests' kind.
+    /// Returns the next frame of the tests' kind.
     pub(super) fn receive_own(&self, time: Duration) -> Option<Vec<u8>> {
         self.receive_kind(KIND, time)
     }
@@ -180,12 +181,12 @@ fn frame(from: [u8; 6], number: u8, len: usize) -> Vec<u8> {
     head.into_iter().chain(body).collect()
 }
 
-/// A guest's driver: one descriptor a buffer, no event index, each receive buffer a page.
+/// Driver of a guest: one descriptor per buffer, no event index, each receive buffer a page.
 pub(super) struct Driver {
     pub(super) net: VmNet,
     pub(super) ram: Arc<GuestRam>,
     pub(super) lazy: Arc<LazySlot>,
-    /// Buffers put into each queue, and those seen to come back.
+    /// Number of buffers added to each queue, and number of buffers seen to be given back.
     put: [u16; 2],
     seen: [u16; 2],
 }
@@ -204,7 +205,7 @@ impl Driver {
         &**self.net.device()
     }
 
-    /// Goes on where `other` is: memory and all.
+    /// Continues as the driver of `other`: memory and all.
     pub(super) fn take_over(&mut self, other: &Self) {
         let mut page = [0; 4096];
         for at in (0..8u64 << 20).step_by(4096).map(GuestAddress) {
@@ -218,12 +219,12 @@ impl Driver {
         0x10_0000 + 0x4000 * u64::from(queue)
     }
 
-    /// Where receive buffer `n` is.
+    /// Returns the address of receive buffer `n`.
     pub(super) fn buffer(&self, n: u16) -> u64 {
         0x20_0000 + u64::from(BUFFER) * u64::from(n)
     }
 
-    /// Where frames are sent from.
+    /// Returns the address from which frames are sent.
     pub(super) fn frame_at(&self) -> u64 {
         0x30_0000
     }
@@ -232,7 +233,7 @@ impl Driver {
         self.device().write(at, &value.to_le_bytes());
     }
 
-    /// Becomes ready, with mergeable buffers and nothing else.
+    /// Makes the driver ready, with mergeable buffers and no other feature.
     pub(super) fn start(&self) {
         self.set(0x70, 3);
         for (select, bits) in [(0, 1 << 15), (1, 1)] {
@@ -266,7 +267,7 @@ impl Driver {
         map.store(self.put[which], GuestAddress(at + 0x1002), Ordering::Release).unwrap();
     }
 
-    /// Puts receive buffer `n` in.
+    /// Adds receive buffer `n`.
     pub(super) fn post(&mut self, n: u16) {
         let gpa = self.buffer(n);
         self.offer(RX, n, gpa, BUFFER);
@@ -276,12 +277,12 @@ impl Driver {
         self.set(0x50, queue.into());
     }
 
-    /// How many buffers of `queue` have come back.
+    /// Returns the number of buffers of `queue` that were given back.
     pub(super) fn used(&self, queue: u16) -> u16 {
         self.ram.map().load(GuestAddress(Self::rings(queue) + 0x2002), Ordering::Acquire).unwrap()
     }
 
-    /// The next frame of the tests' kind, and the buffer that it came in.
+    /// Returns the next frame of the tests' kind, and the number of its buffer.
     pub(super) fn next_frame(&mut self) -> (u16, Vec<u8>) {
         loop {
             let seen = self.seen[usize::from(RX)];
@@ -296,18 +297,19 @@ impl Driver {
             if bytes[HEADER + 12..HEADER + 14] == KIND.to_be_bytes() {
                 return (buffer, bytes.split_off(HEADER));
             }
-            // Of the host's kernel's own (IPv6): the buffer goes back.
+            // A frame that the host's kernel sent by itself (IPv6): the buffer is added again.
             self.post(buffer);
         }
     }
 
-    /// Sends frame `number` of `len` bytes, and gives it.
+    /// Sends frame `number` of `len` bytes, and returns it.
     pub(super) fn send(&mut self, number: u8, len: usize) -> Vec<u8> {
         let bytes = frame([2, 0, 0, 0, 0, 2], number, len);
         let (at, whole) = (self.frame_at(), [&[0; HEADER][..], &bytes].concat());
-        // As the guest's vCPU does, which marks nothing here.
+        // Writes as the guest's vCPU does, which marks nothing in the VMM.
         let window = self.ram.host_range(vmferry_core::Gpa(at), whole.len()).unwrap();
-        // SAFETY: so many bytes of memory that nobody refers to; the device reads them when it is notified.
+        // SAFETY: this many bytes of memory without references; the device reads them when it is
+        // notified.
         unsafe { std::ptr::copy_nonoverlapping(whole.as_ptr(), window.as_ptr(), whole.len()) };
         let index = self.put[usize::from(TX)] % SIZE;
         self.offer(TX, index, at, u32::try_from(whole.len()).unwrap());

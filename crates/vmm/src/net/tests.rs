@@ -24,7 +24,7 @@ fn soon() -> Instant {
 }
 
 #[test]
-fn what_is_wrong_with_a_tap_is_said() {
+fn invalid_tap_is_a_clear_error() {
     sandbox(|tap| {
         let (ram, lazy) = (ram(), Arc::new(LazySlot::new(1)));
         let open = |name: &str| {
@@ -51,7 +51,7 @@ fn what_is_wrong_with_a_tap_is_said() {
 }
 
 #[test]
-fn frames_go_both_ways_and_what_is_written_is_marked() {
+fn frames_pass_in_both_directions_and_written_pages_are_marked() {
     sandbox(|tap| {
         let host = Host::at(tap);
         let mut driver = Driver::new(tap, None);
@@ -59,7 +59,8 @@ fn frames_go_both_ways_and_what_is_written_is_marked() {
         assert_eq!(sections.name, "virtio-net");
         driver.device().resumed(Resume::First).unwrap();
         driver.start();
-        // The thread receives without being asked again, and straight into the buffers: 20 are more than a frame of 64 KiB.
+        // The thread receives without another notification, straight into the buffers: 20 of them
+        // have room for more than a frame of 64 KiB.
         for n in 0..20 {
             driver.post(n);
         }
@@ -88,19 +89,23 @@ fn frames_go_both_ways_and_what_is_written_is_marked() {
             wait("the buffer", || driver.used(TX) == u16::from(number) + 1);
         }
         marks.harvest(&mut harvested);
-        assert!(!harvested.test(driver.frame_at() >> 12), "what is only read is not marked");
+        assert!(!harvested.test(driver.frame_at() >> 12), "a page that was only read is marked");
         let figures = driver.net.status().figures;
         assert_eq!((figures.tx_frames, figures.tx_refused), (40, 0));
     });
 }
 
 #[test]
-fn a_guest_that_comes_is_announced_on_the_wire() {
+fn arriving_guest_is_announced_on_the_wire() {
     sandbox(|tap| {
         let host = Host::at(tap);
         let driver = Driver::new(tap, Some("52:54:00:00:00:07"));
         driver.device().resumed(Resume::First).unwrap();
-        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(200)), None, "it has not moved");
+        assert_eq!(
+            host.receive_kind(0x8035, Duration::from_millis(200)),
+            None,
+            "announced before a migration"
+        );
         assert!(driver.device().quiesce(soon()));
         let begin = Instant::now();
         driver.device().resumed(Resume::Moved).unwrap();
@@ -113,14 +118,15 @@ fn a_guest_that_comes_is_announced_on_the_wire() {
         }
         say(format!("announcements after {times:?}"));
         assert!(times[5] >= Duration::from_millis(1200), "{times:?}");
-        // The pauses grow by 100 ms, so a seventh would come after 550 ms. On a busy host a defect may go unseen here.
-        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(700)), None, "and no more");
+        // The pauses grow by 100 ms, so a seventh announcement would come after 550 ms. On a busy
+        // host the test may miss a defect.
+        assert_eq!(host.receive_kind(0x8035, Duration::from_millis(700)), None, "a seventh announcement");
         assert!(driver.device().quiesce(soon()));
     });
 }
 
 #[test]
-fn a_guest_goes_on_at_another_tap() {
+fn guest_continues_at_another_tap() {
     sandbox(|tap| {
         let host = Host::at(tap);
         let mut here = Driver::new(tap, None);
@@ -131,7 +137,7 @@ fn a_guest_goes_on_at_another_tap() {
         host.send(1, 100);
         assert_eq!(here.next_frame().1, host.frame(1, 100));
         assert!(here.device().quiesce(soon()));
-        // This frame, and perhaps some of the host's kernel's own.
+        // This frame, and perhaps some that the host's kernel sent by itself.
         let used = here.used(RX);
         host.send(2, 100);
         let sections = [here.device().save().unwrap()];
@@ -142,32 +148,33 @@ fn a_guest_goes_on_at_another_tap() {
         let mut parts = Sections::new(&sections).unwrap();
         there.device().prepare(&mut parts).unwrap()().unwrap();
         parts.finish().unwrap();
-        assert_eq!(there.net.status().mac, here.net.status().mac, "the guest's address, not this side's");
+        assert_eq!(there.net.status().mac, here.net.status().mac, "the guest keeps its address");
         there.device().resumed(Resume::Moved).unwrap();
         assert!(other.receive_kind(0x8035, PATIENCE).is_some());
         other.send(3, 100);
         assert_eq!(there.next_frame().1, other.frame(3, 100));
         let sent = there.send(4, 100);
         assert_eq!(other.receive_own(PATIENCE), Some(sent));
-        // The other interface has carried frames since the second one was sent here.
-        assert_eq!(here.used(RX), used, "nothing is written any more");
-        // The source's guest stays after all: it has what came meanwhile, and its buffers.
+        // The other interface has carried frames since the second frame was sent to this one.
+        assert_eq!(here.used(RX), used, "a halted interface wrote a frame");
+        // The guest stays on the source after all. It has its buffers, and receives the frame that
+        // arrived meanwhile.
         here.device().resumed(Resume::Again).unwrap();
         assert_eq!(here.next_frame().1, host.frame(2, 100));
         assert_eq!(host.receive_kind(0x8035, Duration::from_millis(200)), None);
     });
 }
 
-/// Trap 18: a frame comes, the page that it goes to is still at the source, and the link is gone.
+/// Hazard 18: a frame arrives whose page is still at the source, and the link is lost.
 #[test]
-fn nobody_hangs_when_a_frame_waits_for_a_page() {
+fn no_thread_hangs_when_a_frame_waits_for_a_missing_page() {
     sandbox(|tap| {
         let host = Host::at(tap);
         let mut driver = Driver::new(tap, None);
         driver.device().resumed(Resume::First).unwrap();
         driver.start();
         assert!(driver.device().quiesce(soon()));
-        // Nobody here brings pages that were never touched.
+        // In this test no source sends pages that were never touched.
         let touch = |page| driver.ram.map().write_slice(&[0; 4096], GuestAddress(page)).unwrap();
         (0..3).for_each(|page| touch(Driver::rings(TX) + (page << 12)));
         (0..4).for_each(|n| touch(driver.buffer(n)));
@@ -201,12 +208,15 @@ fn nobody_hangs_when_a_frame_waits_for_a_page() {
             driver.device().resumed(Resume::Again).unwrap();
             host.send(1, 100);
             let stripe = memory.stripe_of(RegionId(0), PageIndex(missing));
-            let fault = memory.next_fault(stripe, PATIENCE).unwrap().expect("somebody comes to the page");
+            let fault = memory.next_fault(stripe, PATIENCE).unwrap().expect("the thread touches the page");
             assert_eq!(fault.page, PageIndex(missing));
-            assert!(!driver.device().quiesce(Instant::now() + Duration::from_millis(100)), "it sleeps");
-            // The page comes after this only: a status that waits for it would never return.
+            assert!(
+                !driver.device().quiesce(Instant::now() + Duration::from_millis(100)),
+                "quiesced while the thread sleeps"
+            );
+            // The page arrives only after this. A status that waits for it would never return.
             assert!(driver.net.status().driver);
-            // The page comes, and everything goes on.
+            // The page arrives, and everything continues.
             memory.place(RegionId(0), PageRun::from(missing..missing + 1), &page).unwrap();
             assert!(driver.device().quiesce(soon()));
             driver.device().resumed(Resume::Again).unwrap();
@@ -267,9 +277,10 @@ fn copy_gets_the_addresses_of_its_own_vm_and_is_not_announced() {
     });
 }
 
-/// The whole way of a VM, with a guest that knows no network: whoever is around learns where it is now all the same.
+/// A complete migration of a VM whose guest has no network driver. The network learns the guest's
+/// new location all the same.
 #[test]
-fn a_vm_that_moves_is_announced_at_its_new_tap() {
+fn migrated_vm_is_announced_at_its_new_tap() {
     if let Err(error) = crate::open_kvm() {
         return skip(Need::Kvm, error);
     }
@@ -297,7 +308,11 @@ fn a_vm_that_moves_is_announced_at_its_new_tap() {
             target.ram().map().write_slice(&page, at).unwrap();
         }
         target.load_state(&saved).unwrap();
-        assert_eq!(other.receive_kind(0x8035, Duration::from_millis(100)), None, "not before it runs");
+        assert_eq!(
+            other.receive_kind(0x8035, Duration::from_millis(100)),
+            None,
+            "announced before the guest runs"
+        );
         target.start().unwrap();
         let mac = source.handle().nets()[0].mac;
         assert_eq!(target.handle().nets()[0].mac, mac);
@@ -305,7 +320,7 @@ fn a_vm_that_moves_is_announced_at_its_new_tap() {
             other.receive_kind(0x8035, PATIENCE).expect("an announcement"),
             announcement(mac)[HEADER..]
         );
-        // Paused in the middle of its announcements, it goes on with them.
+        // Paused in the middle of its announcements, the guest continues with them.
         target.pause().unwrap();
         target.resume().unwrap();
         assert!(other.receive_kind(0x8035, PATIENCE).is_some());
