@@ -1,8 +1,9 @@
-//! The power button: by it a host asks an operating system to shut down.
+//! Power button, by which a host asks an operating system to shut down.
 //!
-//! A hardware-reduced machine has no button in fixed hardware, so it is one that ACPI tells of: an event of a generic event device
-//! (ACPI 6.5, 5.6.9), whose method notifies a control method power button (4.8.2.2.1.2). The event is an edge of [`LINE`], and nothing
-//! is kept of it: a press that comes while nobody listens is not heard, as on any machine without an operating system.
+//! A hardware-reduced machine has no button in fixed hardware. ACPI describes the button instead:
+//! an event of a generic event device (ACPI 6.5, 5.6.9), whose method notifies a control method
+//! power button (4.8.2.2.1.2). The event is an edge of [`LINE`] and is not stored: a press is lost
+//! while the guest has no driver that listens, as on any machine without an operating system.
 
 use crate::error::{Error, Result};
 use crate::irq::IrqLine;
@@ -11,13 +12,14 @@ use std::sync::Arc;
 use vm_superio::Trigger;
 use vmferry_kvm::state::IoapicState;
 
-/// Its interrupt: a floppy controller's, which there is none of.
+/// Interrupt of the button: that of a PC's floppy controller, which this machine does not have.
 pub(crate) const LINE: u32 = 6;
 
-/// In an entry of the I/O APIC's redirection table: the interrupt goes nowhere.
+/// Bit of an entry of the I/O APIC's redirection table that masks the interrupt.
 const MASKED: u64 = 1 << 16;
 
-/// Presses it; `false` if the guest does not listen: it has no driver for it, or is not that far yet.
+/// Presses the button. Returns false if the guest does not listen, because it has no driver for the
+/// button or has not loaded it yet.
 pub(crate) fn press(machine: &Arc<Machine>) -> Result<bool> {
     let entry = IoapicState::read(machine.fd())?.redirection[LINE as usize];
     if entry & MASKED != 0 {

@@ -1,4 +1,4 @@
-//! The source of random numbers, on the bus.
+//! Random number device on the bus.
 
 use crate::error::{Error, Result};
 use crate::kvm::Machine;
@@ -9,7 +9,7 @@ use vmferry_virtio::mmio::TransportSaved;
 use vmferry_virtio::rng::{Rng, RngSaved};
 use vmferry_virtio::signals::Interrupt;
 
-/// The saved device, registers and queue included.
+/// Saved state of the device, registers and queue included.
 type RngSection = TransportSaved<RngSaved>;
 
 impl Saved for RngSection {
@@ -17,7 +17,7 @@ impl Saved for RngSection {
     const VERSION: u32 = 1;
 }
 
-/// One with its interrupt at `line`.
+/// Returns a device with its interrupt at `line`.
 pub(crate) fn make(machine: &Machine, line: Box<dyn Interrupt>) -> Result<Arc<VirtioMmio<Rng>>> {
     let (wiring, socket) = wire(line);
     let device = Rng::new(wiring);

@@ -1,4 +1,4 @@
-//! Saved state of what is the VMM's own: devices. What is in KVM is saved by `vmferry_kvm`.
+//! Saved state of the VMM's own devices. `vmferry_kvm` saves what is in KVM.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -7,27 +7,27 @@ use vmferry_engine::Section;
 pub use vmferry_kvm::StateError;
 pub(crate) use vmferry_kvm::{SectionKind, Sections};
 
-/// A type that is saved as a section.
+/// Type that is saved as a section.
 pub(crate) trait Saved: Serialize + DeserializeOwned {
-    /// The section's name.
+    /// Name of the section.
     const NAME: &'static str;
-    /// The version of the format; grows when a field is added, removed or changes its meaning.
+    /// Version of the format. It increases when a field is added, removed or changes its meaning.
     const VERSION: u32;
-    /// Both.
+    /// Name and version.
     const KIND: SectionKind = SectionKind { name: Self::NAME, version: Self::VERSION };
 
-    /// The section of this state.
+    /// Returns the section of this state.
     fn section(&self, instance: u32) -> Result<Section, StateError> {
         Self::KIND.section(instance, self)
     }
 
-    /// Takes the section of this type number `instance` out of `parts`.
+    /// Takes the section of this type with number `instance` out of `parts`.
     fn take(parts: &mut Sections<'_>, instance: u32) -> Result<Self, StateError> {
         parts.take(Self::KIND, instance)
     }
 }
 
-/// The 16550 serial port.
+/// State of the 16550 serial port.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SerialSaved {
     pub(crate) baud_divisor_low: u8,
@@ -84,7 +84,7 @@ impl From<&SerialSaved> for SerialState {
 
 #[cfg(feature = "hostile")]
 impl SerialSaved {
-    /// Makes a state up, out of these bits.
+    /// Returns a made-up state from these bits.
     pub(crate) fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
         let mut byte = || bits().to_le_bytes()[0];
         Self {
@@ -133,7 +133,7 @@ mod tests {
             input: vec![10, 11],
         };
         let section = saved.section(0).unwrap();
-        // The bytes are on the wire: they do not change.
+        // The bytes are part of the wire format and must not change.
         assert_eq!(section.payload, [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 10, 11]);
         let sections = [section];
         let mut parts = Sections::new(&sections).unwrap();

@@ -1,7 +1,7 @@
 //! Reading the statistics page that the bare-metal guest keeps (guest/abi).
 //!
-//! Whoever does so is a thread that must never sleep on guest memory (hazards.md 18): every look at the page is a
-//! [`LazySlot::look`].
+//! The threads that read the page must never sleep on guest memory (hazards.md 18), so every access
+//! to the page is a [`LazySlot::look`].
 
 use crate::memory::GuestRam;
 use std::sync::atomic::Ordering;
@@ -12,16 +12,16 @@ use vmferry_guest_abi::{
     alloc_stats_bytes, stats_bytes,
 };
 
-/// What the guest reports, a guest of at most `cpus` vCPUs.
+/// Returns the report of a guest with at most `cpus` vCPUs.
 pub(crate) fn snapshot(ram: &GuestRam, lazy: &LazySlot, cpus: u32) -> Result<StatsSnapshot, StatsError> {
     let page: &StatsPage = page(ram, STATS_GPA).ok_or(StatsError::NotYet)?;
-    // The guest may have fewer, and never touched what is behind their blocks. What it says is taken once: the loads of
-    // the snapshot are bounded by what was looked for.
+    // The guest may have fewer vCPUs, and never touched the pages after their blocks. The number is
+    // read once. It bounds the loads of the snapshot to the pages that were found present.
     let cpus = look(ram, lazy, 0, || page.header.cpus.load(Ordering::Relaxed).min(u64::from(cpus)))?;
     look(ram, lazy, cpus, || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
 }
 
-/// What the guest reports of its allocator and its balloon, a guest of at most `cpus` vCPUs.
+/// Returns the report about allocator and balloon of a guest with at most `cpus` vCPUs.
 pub(crate) fn alloc_snapshot(
     ram: &GuestRam,
     lazy: &LazySlot,
@@ -32,31 +32,32 @@ pub(crate) fn alloc_snapshot(
     look_at(ram, lazy, (ALLOC_STATS_GPA, bytes), || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
 }
 
-/// Writes the number of a verify request onto the page of a guest that has one, and marks that page as written; says
-/// whether it did.
+/// Writes the number of a verify request to the statistics page of the guest, and marks the page as
+/// dirty. Returns true if the guest has such a page and it is present.
 pub(crate) fn request_verify(ram: &GuestRam, lazy: &LazySlot, request: u64) -> bool {
     let Some(page) = page::<StatsPage>(ram, STATS_GPA) else { return false };
     let written = look(ram, lazy, 0, || {
-        // Whether it is a guest that keeps one; the blocks of its vCPUs read as zeros.
+        // True if the guest keeps the page. The blocks of its vCPUs read as zeros.
         let ours = !matches!(page.snapshot_of(0), Err(StatsError::NotYet | StatsError::Invalid { .. }));
         if ours {
             page.header.verify_request.store(request, Ordering::Relaxed);
         }
         ours
     });
-    // KVM does not see this write (hazards.md 4): write, then mark. The page lies in the first region, which starts at 0.
+    // KVM does not see this write (hazards.md 4), so it is marked after the write. The page lies in
+    // the first region, which starts at 0.
     if let (Ok(true), Some(region)) = (written, ram.regions().first()) {
         region.marks().bitmap().set(STATS_GPA >> PAGE_SHIFT);
     }
     written == Ok(true)
 }
 
-/// What `read` says if the header and the blocks of `cpus` vCPUs are there.
+/// Returns the result of `read` if the header and the blocks of `cpus` vCPUs are present.
 fn look<T>(ram: &GuestRam, lazy: &LazySlot, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
     look_at(ram, lazy, (STATS_GPA, stats_bytes(cpus)), read)
 }
 
-/// What `read` says if so many bytes are there, from a guest-physical address of the first region on.
+/// Returns the result of `read` if this range, which starts in the first region, is present.
 fn look_at<T>(
     ram: &GuestRam,
     lazy: &LazySlot,
@@ -69,10 +70,11 @@ fn look_at<T>(
     lazy.look(region.id, run, read).ok_or(StatsError::Elsewhere)
 }
 
-/// What a page of statistics may be seen as.
+/// Type through which a page of statistics may be accessed.
 ///
 /// # Safety
-/// Any bytes are a value, every field is an atomic, and the alignment is at most that of a page.
+/// Any bytes must be a valid value, every field must be an atomic, and the alignment must be at
+/// most that of a page.
 unsafe trait Shared {}
 
 // SAFETY: 64-bit atomics throughout, aligned to a page.

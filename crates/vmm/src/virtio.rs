@@ -1,12 +1,14 @@
-//! Virtio devices on the bus: what is the same for all of them.
+//! Common part of all virtio devices on the bus.
 //!
 //! # How to add a device
-//! 1. The device is a folder of `vmferry-virtio` and implements [`Device`]. It is made with a [`Wiring`]: threads of its own put what is
-//!    done where [`Device::serve`] finds it, and ring the doorbell.
+//! 1. The device is a folder of `vmferry-virtio` and implements [`Device`]. It is created with a
+//!    [`Wiring`]: threads of the device put finished work where [`Device::serve`] finds it, and
+//!    ring the doorbell.
 //! 2. Its saved state gets a name and a version: [`Saved`] for `TransportSaved<D::Saved>`.
-//! 3. [`Devices`](crate::devices::Devices) makes a [`VirtioMmio`] of it and plugs it into the [bus](crate::bus), which gives it an address
-//!    and an interrupt. Everything else follows: it is announced to the guest, comes to rest before state is saved, is saved and loaded
-//!    as a section of its name and instance, and both sides of a move compare which devices they have.
+//! 3. [`Devices`](crate::devices::Devices) makes a [`VirtioMmio`] of the device and plugs it into
+//!    the [bus](crate::bus), which gives it an address and an interrupt. The rest follows: the
+//!    device is announced to the guest, quiesced before state is saved, and saved and loaded as a
+//!    section of its name and instance. Source and target of a migration compare their devices.
 
 use crate::bus::{Load, MmioDevice};
 use crate::memory::{GuestRam, WriteMarks};
@@ -19,7 +21,7 @@ use vmferry_virtio::device::{Device, Doorbell, Resume, Wiring};
 use vmferry_virtio::mmio::{MmioTransport, TransportSaved};
 use vmferry_virtio::signals::{Interrupt, Signals};
 
-/// A virtio device, its registers, and the memory that its driver's queues are in.
+/// Virtio device, its registers, and the memory of its driver's queues.
 #[derive(Debug)]
 pub(crate) struct VirtioMmio<D> {
     transport: MmioTransport<D>,
@@ -27,8 +29,8 @@ pub(crate) struct VirtioMmio<D> {
     instance: u32,
 }
 
-/// The place of a device that is being made: [`wire`] gives what the device is made with, and [`plug`](Self::plug)
-/// takes the device.
+/// Place of a device that is being created. [`wire`] returns what the device is created with, and
+/// [`plug`](Self::plug) takes the device.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Socket<D> {
@@ -36,7 +38,7 @@ pub(crate) struct Socket<D> {
     bell: Arc<Bell<D>>,
 }
 
-/// What to make a device with whose interrupt is at `line`, and where it goes then.
+/// Returns what a device with its interrupt at `line` is created with, and the place for it.
 pub(crate) fn wire<D: Device + 'static>(line: Box<dyn Interrupt>) -> (Wiring, Socket<D>) {
     let (signals, bell) = (Signals::new(line), Arc::new(Bell(OnceLock::new())));
     let wiring = Wiring { signals: Arc::clone(&signals), doorbell: Arc::clone(&bell) as _ };
@@ -44,23 +46,24 @@ pub(crate) fn wire<D: Device + 'static>(line: Box<dyn Interrupt>) -> (Wiring, So
 }
 
 impl<D: Device + 'static> Socket<D> {
-    /// The device, number `instance` of its kind, with its registers.
+    /// Returns the device, number `instance` of its type, with its registers.
     pub(crate) fn plug(self, device: D, ram: &Arc<GuestRam>, instance: u32) -> Arc<VirtioMmio<D>> {
         let transport = MmioTransport::new(device, self.signals);
         let made = Arc::new(VirtioMmio { transport, ram: Arc::clone(ram), instance });
-        // Rung before this it did nothing, as for any device that no driver has set up. It is set once: `self` is gone.
+        // A ring before this point did nothing, as for a device that no driver has set up. The
+        // value is set only once, because `self` is consumed.
         let _ = self.bell.0.set(Arc::downgrade(&made));
         made
     }
 }
 
 impl<D: Device + 'static> VirtioMmio<D> {
-    /// Its registers, for a thread of its own.
+    /// Returns the device's registers, for a thread of the device.
     pub(crate) fn transport(&self) -> &MmioTransport<D> {
         &self.transport
     }
 
-    /// The memory that its driver's queues are in.
+    /// Returns the memory of the driver's queues.
     pub(crate) fn memory(&self) -> &GuestMemoryMmap<WriteMarks> {
         self.ram.map()
     }
@@ -71,7 +74,7 @@ impl<D: Device + 'static> VirtioMmio<D> {
     }
 }
 
-/// The way from a device's threads to the device.
+/// Doorbell by which a device's threads reach the device.
 #[derive(Debug)]
 struct Bell<D>(OnceLock<Weak<VirtioMmio<D>>>);
 

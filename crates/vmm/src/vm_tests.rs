@@ -1,4 +1,4 @@
-//! Tests of a VM with kernels of a few instructions, and of what is inside it.
+//! Tests of a VM with kernels of a few instructions, and of its internals.
 
 use crate::boot::testing::{TestBzImage, TestElf};
 use crate::state::{Saved, Sections};
@@ -12,13 +12,13 @@ const MEMORY: u64 = 8 << 20;
 
 /// Confines the threads of the VM to the system calls of their roles.
 ///
-/// Returns whether this user may use a KVM here; without one the calling test is skipped.
+/// Returns true if this user may use KVM. If not, the calling test is skipped.
 fn kvm() -> bool {
     vmferry_confine::confine_threads().unwrap();
     open_kvm().map_err(|error| skip(Need::Kvm, error)).is_ok()
 }
 
-/// Runs 32-bit code until the guest ends; gives what it wrote to the serial port.
+/// Runs 32-bit code until the guest ends. Returns its exit and its serial output.
 fn run(code: &[u8]) -> (Exit, String) {
     let (sink, output) = SerialSink::capture();
     let mut options = VmOptions::new(MEMORY, 1);
@@ -39,7 +39,7 @@ fn out(port: u16, byte: u8) -> Vec<u8> {
 const HALT: [u8; 3] = [0xf4, 0xeb, 0xfd];
 
 #[test]
-fn a_guest_writes_to_its_serial_port_and_ends() {
+fn guest_writes_to_its_serial_port_and_ends() {
     if !kvm() {
         return;
     }
@@ -48,7 +48,7 @@ fn a_guest_writes_to_its_serial_port_and_ends() {
 }
 
 #[test]
-fn a_guest_resets_itself() {
+fn guest_resets_itself() {
     if !kvm() {
         return;
     }
@@ -59,27 +59,28 @@ fn a_guest_resets_itself() {
 }
 
 #[test]
-fn a_guest_that_goes_to_the_reset_vector_resets_itself() {
+fn guest_that_jumps_to_the_reset_vector_resets_itself() {
     if !kvm() {
         return;
     }
-    // The way there from protected mode, as far as this test needs it: the code that is there does the same in both modes.
+    // Jumps there from protected mode, which is enough for this test: the code at the vector does
+    // the same in both modes.
     let jump = [0xb8, 0xf0, 0xff, 0x0f, 0x00, 0xff, 0xe0];
     assert_eq!(run(&jump).0, Exit::Reset);
 }
 
 #[test]
-fn a_guest_switches_itself_off() {
+fn guest_switches_itself_off() {
     if !kvm() {
         return;
     }
-    // Anything else that is written there changes nothing.
+    // Other values change nothing.
     let code = [out(0x600, 0), out(0xcf9, 2), out(0x600, 5 << 2 | 1 << 5), HALT.to_vec()].concat();
     assert_eq!(run(&code).0, Exit::SwitchedOff);
 }
 
 #[test]
-fn a_bzimage_is_entered_in_64_bit_mode_with_its_command_line() {
+fn bzimage_is_entered_in_64_bit_mode_with_its_command_line() {
     if !kvm() {
         return;
     }
@@ -105,13 +106,13 @@ fn a_bzimage_is_entered_in_64_bit_mode_with_its_command_line() {
 }
 
 #[test]
-fn a_guest_that_cannot_go_on_is_reported_with_its_place() {
+fn failed_guest_is_reported_with_its_instruction_pointer() {
     if !kvm() {
         return;
     }
-    // No interrupt table: ud2 ends in a triple fault.
+    // Without an interrupt table, ud2 ends in a triple fault.
     let (exit, _) = run(&[0x0f, 0x0b]);
-    // A host that emulates what a kernel does may fail before that.
+    // A host that emulates parts of the kernel's start may fail before that.
     let (Exit::TripleFault(fault) | Exit::Failed(fault)) = exit else { panic!("{exit}") };
     assert_eq!(fault.cpu, 0);
     assert!(fault.what.contains("triple fault") || fault.what.contains("KVM"), "{fault}");
@@ -119,7 +120,7 @@ fn a_guest_that_cannot_go_on_is_reported_with_its_place() {
 }
 
 #[test]
-fn commands_out_of_turn_are_errors() {
+fn commands_in_the_wrong_stage_are_errors() {
     if !kvm() {
         return;
     }
@@ -127,7 +128,7 @@ fn commands_out_of_turn_are_errors() {
     assert_eq!(vm.start().unwrap_err().to_string(), "cannot start the guest: the VM has no guest yet");
     assert!(vm.pause().is_err() && vm.resume().is_err() && vm.save_state().is_err());
     let load = vm.load_state(&[]).unwrap_err().to_string();
-    assert_eq!(load, "cannot load a guest's state: the VM was not made to take a guest");
+    assert_eq!(load, "cannot load a guest's state: the VM was not created to receive a guest");
     let image = TestElf::with_entry(&HALT).build();
     vm.load_kernel(&image, "").unwrap();
     assert!(vm.load_kernel(&image, "").is_err());
@@ -150,14 +151,14 @@ fn bad_options_are_errors_without_kvm() {
     }
 }
 
-/// What a vCPU's state is but for what changes with time.
+/// Returns a vCPU's state without what changes with time.
 fn without_time(section: &Section) -> Section {
     let one = [section.clone()];
     let Ok(mut vcpu) = VcpuState::take(&mut Sections::new(&one).unwrap(), section.instance) else {
         return section.clone();
     };
     (vcpu.tsc, vcpu.realtime_ns) = (0, 0);
-    // The local APIC's current count (0x390) runs on; registers are 16 bytes apart.
+    // The current count of the local APIC (0x390) continues. Registers are 16 bytes apart.
     vcpu.lapic[0x390..0x394].fill(0);
     vcpu.section(section.instance).unwrap()
 }
@@ -169,7 +170,7 @@ fn incoming(cpus: u32) -> Vm {
 }
 
 #[test]
-fn state_that_is_loaded_is_saved_the_same() {
+fn loaded_state_is_saved_unchanged() {
     if !kvm() {
         return;
     }
@@ -177,7 +178,7 @@ fn state_that_is_loaded_is_saved_the_same() {
     let mut options = VmOptions::new(MEMORY, 3);
     options.serial = sink;
     let mut source = Vm::new(options).unwrap();
-    // Registers with something in them, a byte that says so, then: add ecx, 1; jmp back to it.
+    // Sets registers, writes a byte that shows this, then: add ecx, 1; jmp back to it.
     let registers = [0xbb, 0x78, 0x56, 0x34, 0x12, 0xbe, 0xef, 0xbe, 0xad, 0xde];
     let code = [&registers[..], &out(0x3f8, b'r'), &[0x83, 0xc1, 0x01, 0xeb, 0xfb]].concat();
     source.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
@@ -195,7 +196,7 @@ fn state_that_is_loaded_is_saved_the_same() {
     assert_eq!(names(&saved), names(&again));
     for (a, b) in saved.iter().zip(&again) {
         match a.name.as_str() {
-            // The guest's clock goes on; the timer's load time is the host's.
+            // The guest's clock continues, and the timer's load time is the host's.
             "kvm-clock" | "pit" => {}
             _ => compare(a, b),
         }
@@ -206,7 +207,7 @@ fn state_that_is_loaded_is_saved_the_same() {
 }
 
 #[test]
-fn the_state_of_a_busy_guest_is_saved_the_same() {
+fn state_of_a_busy_guest_is_saved_unchanged() {
     if !kvm() {
         return;
     }
@@ -246,7 +247,7 @@ fn compare(a: &Section, b: &Section) {
 }
 
 #[test]
-fn state_that_does_not_fit_is_refused_and_can_be_loaded_again() {
+fn invalid_state_is_refused_and_another_can_be_loaded() {
     if !kvm() {
         return;
     }
@@ -259,7 +260,7 @@ fn state_that_does_not_fit_is_refused_and_can_be_loaded_again() {
         let mut less = saved.clone();
         let gone = less.remove(drop);
         if gone.name == ShadowStackState::NAME {
-            // It may be missing while the guest has not switched shadow stacks on.
+            // The section may be missing while the guest has not enabled shadow stacks.
             target.load_state(&less).unwrap();
             continue;
         }
@@ -315,7 +316,7 @@ fn confined_vcpus_set_up_machine_check_banks_and_the_shadow_stack_pointer() {
 }
 
 #[test]
-fn a_guest_that_was_shown_more_than_is_offered_here_is_refused_by_name() {
+fn guest_with_features_that_the_host_lacks_is_refused_by_feature_name() {
     if !kvm() {
         return;
     }
@@ -333,7 +334,7 @@ fn a_guest_that_was_shown_more_than_is_offered_here_is_refused_by_name() {
     assert!(sentence.as_ref().is_some_and(|s| s.contains("the target does not offer")), "{sentence:?}");
     let error = error.unwrap_err().to_string();
     assert!(error.contains("which this host does not offer"), "{error}");
-    // The other way is fine, and the guest keeps what it was shown.
+    // The other direction works, and the guest keeps the processor that it was shown.
     let mut options = VmOptions::new(MEMORY, 1);
     options.cpu = CpuChoice::Baseline;
     let mut source = Vm::new(options).unwrap();
@@ -355,7 +356,8 @@ fn pausing_never_misses_a_vcpu() {
         return;
     }
     let mut vm = Vm::new(VmOptions::new(MEMORY, 2)).unwrap();
-    // Exits all the time, so that kicks come at every point of the loop: out 0x80, al; jmp back to it.
+    // The guest exits all the time, so that kicks arrive at every point of the loop: out 0x80, al;
+    // jmp back to it.
     vm.load_kernel(&TestElf::with_entry(&[0xe6, 0x80, 0xeb, 0xfc]).build(), "").unwrap();
     vm.start().unwrap();
     for round in 0..2000 {
@@ -366,14 +368,15 @@ fn pausing_never_misses_a_vcpu() {
 }
 
 #[test]
-fn a_guest_that_resets_its_machine_starts_again_in_the_same_one() {
+fn guest_that_resets_its_machine_restarts_in_the_same_vm() {
     if !kvm() {
         return;
     }
     // On a thread with descriptors of its own, so that those of tests beside this one are not counted.
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // SAFETY: closes the descriptors of this thread's table only. None of them is used by it.
+            // SAFETY: closes the descriptors of this thread's table only. None of them is used by
+            // it.
             let own = unsafe { libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_UNSHARE.cast_signed()) };
             assert_eq!(own, 0, "{}", std::io::Error::last_os_error());
             reset_again_and_again();
@@ -390,7 +393,8 @@ fn reset_again_and_again() {
     let files = || std::fs::read_dir("/proc/thread-self/fd").unwrap().count();
     let ended = || handle.wait_for_exit_timeout(PATIENCE).expect("the guest ends");
     let mut before = 0;
-    // Whatever the guest left of its processor and its memory must not be there the next time: it says so by '!'.
+    // Nothing that the guest left in its processor and its memory may be there the next time. If
+    // there is, the guest writes '!'.
     // cmp dword [0x300000], 0; je over: mov dx, 0x3f8; mov al, '!'; out dx, al; over: mov dword [0x300000], 1
     let look = [
         &[0x83, 0x3d, 0, 0, 0x30, 0, 0, 0x74, 7][..],
@@ -403,7 +407,7 @@ fn reset_again_and_again() {
         vm.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
         vm.start().unwrap();
         assert_eq!(ended(), Exit::Reset);
-        assert!(vm.save_state().is_err(), "only a reset helps");
+        assert!(vm.save_state().is_err(), "the state was saved without a reset");
         vm.reset().unwrap();
         assert_eq!(handle.exit(), None);
         assert!(vm.start().is_err(), "there is no kernel yet");
@@ -414,7 +418,7 @@ fn reset_again_and_again() {
     assert_eq!(output.text(), "abcdef");
     assert_eq!(files(), before, "open descriptors");
 
-    // A guest that uses all of the machine, with all processors.
+    // A guest that uses all of the machine, with all vCPUs.
     let args = format!("workload=uniform,ws=4M stats=page cpus=2 tsc_khz={}", vm.tsc_khz());
     vm.load_kernel(vmferry_guest_image::ELF, &args).unwrap();
     vm.start().unwrap();
@@ -428,7 +432,7 @@ fn reset_again_and_again() {
 }
 
 #[test]
-fn a_guest_that_crashes_its_processor_can_be_started_again() {
+fn guest_after_a_triple_fault_can_be_restarted() {
     if !kvm() {
         return;
     }
@@ -447,13 +451,14 @@ fn a_guest_that_crashes_its_processor_can_be_started_again() {
 }
 
 #[test]
-fn a_guest_hears_its_power_button_if_it_listens() {
+fn guest_that_listens_receives_the_power_button() {
     if !kvm() {
         return;
     }
     let mut vm = Vm::new(VmOptions::new(MEMORY, 1)).unwrap();
-    // The I/O APIC's entry 6: mov dword [0xfec00000], 0x1c; mov dword [0xfec00010], 0x40 (fixed, edges, vector 0x40, not masked); then
-    // the local APIC is looked at until it has the interrupt: test byte [0xfee00220], 1; jz back to it.
+    // The I/O APIC's entry 6: mov dword [0xfec00000], 0x1c; mov dword [0xfec00010], 0x40 (fixed,
+    // edge triggered, vector 0x40, not masked). Then the guest polls the local APIC until it has
+    // the interrupt: test byte [0xfee00220], 1; jz back to it.
     let code = [
         &[0xc7, 0x05, 0, 0, 0xc0, 0xfe, 0x1c, 0, 0, 0][..],
         &[0xc7, 0x05, 0x10, 0, 0xc0, 0xfe, 0x40, 0, 0, 0],
@@ -463,11 +468,11 @@ fn a_guest_hears_its_power_button_if_it_listens() {
         &HALT,
     ]
     .concat();
-    // Software-enabled first, or it takes nothing: mov dword [0xfee000f0], 0x1ff
+    // The local APIC must be software-enabled first: mov dword [0xfee000f0], 0x1ff
     let code = [&[0xc7, 0x05, 0xf0, 0, 0xe0, 0xfe, 0xff, 1, 0, 0][..], &code].concat();
     vm.load_kernel(&TestElf::with_entry(&code).build(), "").unwrap();
     let handle = vm.handle();
-    assert!(!handle.press_power_button().unwrap(), "nobody listens before there is a guest");
+    assert!(!handle.press_power_button().unwrap(), "the button was accepted before there is a guest");
     vm.start().unwrap();
     wait("a guest that listens", || {
         assert_eq!(handle.exit(), None);

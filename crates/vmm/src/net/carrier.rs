@@ -132,9 +132,9 @@ impl Worker {
             self.carry(&mut due);
             if !due.receive && !due.transmit {
                 let (bell, frames) = self.wait(due.at);
-                // Somebody may be waited for.
+                // Work may be due at this time.
                 let late = due.at.is_some_and(|at| at <= Instant::now());
-                // While it listens for frames no notification of the driver's has anything to do with receiving.
+                // While the thread listens for frames, a notification does not concern receiving.
                 let receive = frames || late || bell && !self.listening;
                 due = Due { receive, transmit: bell || late, at: None };
             }

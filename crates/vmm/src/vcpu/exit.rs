@@ -1,15 +1,15 @@
-//! How a guest ends.
+//! End of a guest.
 
 use std::fmt;
 
-/// What made a vCPU fail.
+/// Failure of a vCPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VcpuFault {
-    /// Which vCPU.
+    /// Number of the vCPU.
     pub cpu: u32,
-    /// What KVM said.
+    /// Description of the failure.
     pub what: String,
-    /// Where it was.
+    /// Instruction pointer at the failure.
     pub rip: Option<u64>,
 }
 
@@ -25,33 +25,34 @@ impl fmt::Display for VcpuFault {
 
 impl std::error::Error for VcpuFault {}
 
-/// How a guest ended.
+/// Reason for which a guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Exit {
-    /// It switched itself off, as operating systems do (ACPI S5).
+    /// The guest switched itself off, as operating systems do (ACPI S5).
     SwitchedOff,
-    /// It wrote this code to the exit port, as measuring guests do.
+    /// The guest wrote this code to the exit port, as benchmark guests do.
     PoweredOff(u8),
-    /// It asked for a reset, by one of the ways that a PC has.
+    /// The guest requested a reset, in one of the ways that a PC has.
     Reset,
-    /// A vCPU met a fault on its way to a fault on its way to a fault, which resets a PC: a crash, or the last way to reset that an
+    /// A vCPU had a triple fault, which resets a PC: a crash, or the last way to reset that an
     /// operating system tries.
     TripleFault(VcpuFault),
-    /// A vCPU cannot go on.
+    /// A vCPU cannot continue.
     Failed(VcpuFault),
     /// [`Vm::stop`](crate::Vm::stop) was called, or the VM was dropped.
     Stopped,
 }
 
 impl Exit {
-    /// Whether the guest ended because it or its owner wanted it to: switched off, powered off with code 0, or stopped.
+    /// Returns true if the guest ended on request of the guest or the owner: switched off, powered
+    /// off with code 0, or stopped.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         matches!(self, Self::SwitchedOff | Self::PoweredOff(0) | Self::Stopped)
     }
 
-    /// Whether the guest would start anew on a PC.
+    /// Returns true if the end of the guest would restart a PC.
     #[must_use]
     pub fn is_reset(&self) -> bool {
         matches!(self, Self::Reset | Self::TripleFault(_))

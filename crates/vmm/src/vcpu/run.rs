@@ -1,4 +1,4 @@
-//! The thread of a vCPU.
+//! Thread of a vCPU.
 
 use super::exit::{Exit, VcpuFault};
 use super::{Board, Throttle};
@@ -16,32 +16,33 @@ use vmferry_fault::VcpuThreads;
 use vmferry_kvm::{VcpuRunner, VcpuSaver, VcpuState};
 use vmferry_sys::ring::EXIT_RING_FULL;
 
-/// What a vCPU thread can be asked. Answers go to the sender; a thread whose vCPU runs answers when it is paused.
+/// Request to a vCPU thread. Results go to the sender. A thread whose vCPU runs responds when it is
+/// paused.
 #[derive(Debug)]
 pub(crate) enum Command {
-    /// Run the guest until kicked.
+    /// Run the guest until the thread is kicked.
     Run,
-    /// Set the registers that a kernel is entered with.
+    /// Set the registers with which a kernel is entered.
     Boot(BootState, Sender<Result<()>>),
-    /// Read all state.
+    /// Read the whole state.
     Save(Sender<std::result::Result<VcpuState, StateError>>),
-    /// Set what CPUID says, if that is to change, then all state.
+    /// Set the CPUID table, if it is given, and then the whole state.
     Load(Box<(VcpuState, Option<CpuId>)>, Sender<std::result::Result<(), StateError>>),
     /// End the thread.
     Quit,
 }
 
-/// What every vCPU thread needs.
+/// Context that all vCPU threads share.
 #[derive(Debug)]
 pub(crate) struct VcpuContext {
     pub(crate) board: Arc<Board>,
     pub(crate) devices: Arc<Devices>,
     pub(crate) throttle: Arc<Throttle>,
-    /// Where each says which thread it is.
+    /// Registry of the threads that run vCPUs.
     pub(crate) threads: Arc<VcpuThreads>,
 }
 
-/// A vCPU's thread, from outside. Dropping it ends the thread, once it is paused.
+/// Handle of a vCPU's thread. Dropping it ends the thread, once the thread is paused.
 #[derive(Debug)]
 pub(crate) struct Vcpu {
     cpu: u32,
@@ -50,7 +51,7 @@ pub(crate) struct Vcpu {
 }
 
 impl Vcpu {
-    /// Starts the thread of `vcpu`, number `cpu`, paused.
+    /// Starts the thread of `vcpu`, number `cpu`, in the paused state.
     pub(crate) fn spawn(
         cpu: u32,
         (vcpu, ring): (VcpuFd, Option<RingVcpu>),
@@ -69,12 +70,13 @@ impl Vcpu {
         Ok(Self { cpu, commands, thread: Some(thread) })
     }
 
-    /// Sends `command`. A thread that is gone takes nothing, which [`Vcpu::ask`] and the board notice.
+    /// Sends `command`. If the thread is gone, the command is lost, which [`Vcpu::ask`] and the
+    /// board notice.
     pub(crate) fn send(&self, command: Command) {
         let _ = self.commands.send(command);
     }
 
-    /// Sends the command that `make` makes of an answer's sender.
+    /// Sends the command that `make` creates with a sender for the result.
     pub(crate) fn ask<T>(&self, what: &'static str, make: impl FnOnce(Sender<T>) -> Command) -> Answer<T> {
         let (sender, receiver) = channel();
         self.send(make(sender));
@@ -85,7 +87,8 @@ impl Vcpu {
     pub(crate) fn join(&mut self) {
         self.send(Command::Quit);
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread was printed when it happened, and the board says that the vCPU is gone.
+            // A panic of the thread was printed when it happened, and the board shows that the vCPU
+            // is gone.
             let _ = thread.join();
         }
     }
@@ -97,7 +100,7 @@ impl Drop for Vcpu {
     }
 }
 
-/// An answer that a vCPU thread will give.
+/// Pending result of a vCPU thread.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Answer<T> {
@@ -107,7 +110,7 @@ pub(crate) struct Answer<T> {
 }
 
 impl<T> Answer<T> {
-    /// Waits for it.
+    /// Waits for the result.
     pub(crate) fn wait(self) -> Result<T> {
         let Self { cpu, what, receiver } = self;
         receiver.recv_timeout(super::PATIENCE).map_err(|error| match error {
@@ -119,13 +122,13 @@ impl<T> Answer<T> {
     }
 }
 
-/// What one `KVM_RUN` led to.
+/// Result of one `KVM_RUN`.
 enum Step {
-    /// Call it again.
+    /// Call `KVM_RUN` again.
     Again,
-    /// Somebody asked for a pause.
+    /// A pause was requested.
     Kicked,
-    /// The guest is over.
+    /// The guest has ended.
     End(Exit),
 }
 
@@ -145,8 +148,9 @@ impl Worker {
             match command {
                 Command::Run if !self.runner.may_run() => {}
                 Command::Run => {
-                    // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs do not bark when it goes on. To
-                    // a guest that has none, or did not run yet, it cannot be told.
+                    // Tells a guest with a paravirtual clock that it was paused, so that its
+                    // watchdogs do not report a lockup when it continues. A guest without such a
+                    // clock, or one that has not run yet, cannot be told.
                     let _ = self.vcpu.kvmclock_ctrl();
                     match self.run() {
                         Some(exit) => {
@@ -186,7 +190,7 @@ impl Worker {
         self.vcpu.set_regs(&boot.regs).map_err(|e| Error::kvm("KVM_SET_REGS", e))
     }
 
-    /// Runs the guest until somebody kicks it (`None`) or it is over.
+    /// Runs the guest until the thread is kicked (`None`) or the guest has ended.
     fn run(&mut self) -> Option<Exit> {
         let mut held = None;
         loop {
@@ -202,11 +206,11 @@ impl Worker {
         }
     }
 
-    /// Has KVM complete the access by which the guest has ended, without running it on: whoever starts it anew loads state, which
-    /// nothing must change afterwards.
+    /// Has KVM complete the access by which the guest has ended, without running the guest further.
+    /// A restart loads state, which nothing may change afterwards.
     fn complete(&mut self, exit: &Exit) {
         if matches!(exit, Exit::Reset | Exit::SwitchedOff | Exit::PoweredOff(_)) {
-            // It returns at once, with the error that says so; the board takes the request back.
+            // `KVM_RUN` returns at once with an error. The board takes the request back.
             self.runner.request_completion();
             let _ = self.vcpu.run();
         }
@@ -214,8 +218,9 @@ impl Worker {
 
     fn step(&mut self) -> Step {
         let devices = &self.context.devices;
-        // What a device left of an earlier exit, a portion at a time. Whoever asks for a pause is not kept waiting; the exit itself is
-        // then completed by entering KVM once more, below.
+        // Does work that a device left over from an earlier exit, one portion at a time. A
+        // requested pause is not delayed. The exit itself is completed below, by entering KVM once
+        // more.
         while devices.bus().due() && !self.runner.pause_requested() && devices.bus().work() {}
         let exit = match self.vcpu.run() {
             Ok(exit) => exit,
@@ -245,40 +250,40 @@ impl Worker {
                 devices.bus().write(gpa, data);
                 return Step::Again;
             }
-            // No interrupt controller of ours is outside the kernel.
+            // All interrupt controllers are in the kernel.
             VcpuExit::Intr | VcpuExit::IoapicEoi(_) | VcpuExit::IrqWindowOpen => {
                 return Step::Again;
             }
             VcpuExit::Shutdown => {
                 return Step::End(Exit::TripleFault(self.fault("triple fault".to_owned())));
             }
-            VcpuExit::Hlt => "it halted outside the kernel's interrupt controller".to_owned(),
+            VcpuExit::Hlt => "the vCPU halted outside the kernel's interrupt controller".to_owned(),
             VcpuExit::FailEntry(reason, host) => {
                 format!("the processor refused to enter the guest, reason {reason:#x}, on host CPU {host}")
             }
             VcpuExit::InternalError => self.internal_error(),
             VcpuExit::MemoryFault { gpa, .. } => {
-                format!("KVM cannot reach guest memory at {gpa:#x}; is the host out of memory?")
+                format!("KVM cannot reach guest memory at {gpa:#x}; the host may be out of memory")
             }
             VcpuExit::Unsupported(EXIT_RING_FULL) => match self.ring.as_ref().map(RingVcpu::on_full) {
                 Some(Ok(())) => return Step::Again,
-                Some(Err(error)) => format!("its dirty ring is full and cannot be emptied: {error}"),
-                None => "its dirty ring is full, and it was given none".to_owned(),
+                Some(Err(error)) => format!("the dirty ring is full and cannot be emptied: {error}"),
+                None => "KVM reported a full dirty ring for a vCPU without a ring".to_owned(),
             },
-            VcpuExit::Unsupported(reason) => format!("KVM exit {reason}, which is not expected"),
-            other => format!("KVM exit {other:?}, which is not expected"),
+            VcpuExit::Unsupported(reason) => format!("unexpected KVM exit {reason}"),
+            other => format!("unexpected KVM exit {other:?}"),
         };
         Step::End(Exit::Failed(self.fault(what)))
     }
 
-    /// `KVM_RUN` returned an error.
+    /// Handles an error of `KVM_RUN`.
     fn interrupted(&self, error: kvm_ioctls::Error) -> Step {
         match error.errno() {
             libc::EINTR if self.runner.pause_requested() => Step::Kicked,
-            // Somebody else's signal; or a vCPU that waited to be started and was.
+            // A signal for another purpose, or a vCPU that waited for its start and was started.
             libc::EINTR | libc::EAGAIN => Step::Again,
             libc::EFAULT => Step::End(Exit::Failed(
-                self.fault("KVM cannot reach guest memory; is the host out of memory?".to_owned()),
+                self.fault("KVM cannot reach guest memory; the host may be out of memory".to_owned()),
             )),
             _ => Step::End(Exit::Failed(self.fault(format!("KVM_RUN: {error}")))),
         }
@@ -288,13 +293,13 @@ impl Worker {
         VcpuFault { cpu: self.cpu, what, rip: self.vcpu.get_regs().ok().map(|regs| regs.rip) }
     }
 
-    /// Says what KVM could not do: virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`.
+    /// Describes what KVM could not do: virt/kvm/api.rst, `KVM_EXIT_INTERNAL_ERROR`.
     fn internal_error(&mut self) -> String {
-        // SAFETY: the exit reason says that this member of the union is the valid one; it is plain numbers.
+        // SAFETY: the exit reason says that this member of the union is valid; it is plain numbers.
         let internal = unsafe { self.vcpu.get_kvm_run().__bindgen_anon_1.internal };
         match internal.suberror {
             1 => "KVM cannot emulate an instruction of the guest".to_owned(),
-            2 => "exceptions came at the same time in a way that KVM cannot deliver".to_owned(),
+            2 => "KVM cannot deliver exceptions that happened at the same time".to_owned(),
             3 => "KVM could not deliver an event to the guest".to_owned(),
             other => format!("internal error {other} of KVM"),
         }

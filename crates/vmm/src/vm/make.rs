@@ -1,4 +1,4 @@
-//! Making vCPUs and what goes with them.
+//! Creation of vCPUs and their threads.
 
 use crate::devices::Devices;
 use crate::error::{Error, Result};

@@ -1,4 +1,4 @@
-//! A virtual machine.
+//! Virtual machine.
 
 mod make;
 mod state;
@@ -27,21 +27,22 @@ use vmferry_fault::LazySlot;
 use vmferry_kvm::{CpuModel, VcpuSaver};
 use vmferry_virtio::device::Resume;
 
-/// The longest that the guest's end waits for vCPUs before it takes them for asleep on a missing page, and wakes them.
+/// Time that the guest's end waits for vCPUs before it assumes that they sleep on a missing page,
+/// and wakes them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
-/// Where a VM is in its life.
+/// Stage in the life cycle of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// Neither kernel nor saved state.
+    /// The VM has neither a kernel nor a loaded state.
     Empty,
-    /// Ready to run, never ran here.
+    /// The guest is ready to run and has never run in this VM.
     Ready,
-    /// Its vCPUs run.
+    /// The vCPUs run.
     Running,
-    /// Its vCPUs stand still.
+    /// The vCPUs are paused.
     Paused,
-    /// Its vCPUs are gone.
+    /// The vCPUs have ended.
     Stopped,
 }
 
@@ -57,7 +58,7 @@ impl Stage {
     }
 }
 
-/// A virtual machine on KVM.
+/// Virtual machine on KVM.
 ///
 /// ```no_run
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -72,49 +73,49 @@ impl Stage {
 /// # Ok(()) }
 /// ```
 ///
-/// Dropping it stops the guest and waits for its threads.
+/// Dropping the value stops the guest and waits for its threads.
 #[derive(Debug)]
 pub struct Vm {
-    // First, so that the threads are gone before anything they use.
+    // First field, so that the threads end before anything that they use is dropped.
     vcpus: Vec<Vcpu>,
     shared: Arc<Shared>,
     stage: Stage,
-    /// State that the operator wants.
+    /// Run state that the operator requested.
     wanted: RunState,
-    /// The guest has come from elsewhere and has not run here.
+    /// True if the guest was received and has not run in this VM.
     has_come: bool,
     incoming: bool,
     reaper: Arc<dyn ReaperPolicy>,
     throttle: Arc<Throttle>,
-    /// There if the guest is asked for statistics.
+    /// Thread that asks the guest for statistics, if the options request it.
     keeper: Option<Keeper>,
     tsc_khz: u32,
-    /// The processors that can be offered here.
+    /// Processor that this host can offer.
     offer: CpuModel,
-    /// Those that the guest was shown, which may be less if it has come from elsewhere.
+    /// Processor that the guest was shown, which may have fewer features if the guest was received.
     model: CpuModel,
-    /// What a reset brings back; there once a kernel was loaded.
+    /// State that a reset restores; `None` until a kernel was loaded.
     pristine: Option<Pristine>,
-    /// What kernels are given that boot here, and what a reset does not change.
+    /// ID that kernels which boot in this VM are given. A reset does not change it.
     generation: GenerationId,
-    /// Whether a copy gets other addresses than its original's.
+    /// True if a copy gets other addresses than its original's.
     new_macs: bool,
     notes: Vec<String>,
 }
 
 impl Vm {
-    /// Makes a VM, stopped and empty: [`load_kernel`](Self::load_kernel) next, or the engine's
-    /// [`TargetVm::load`](vmferry_engine::TargetVm::load).
+    /// Creates a VM, stopped and empty. The next step is [`load_kernel`](Self::load_kernel), or the
+    /// engine's [`TargetVm::load`](vmferry_engine::TargetVm::load).
     ///
     /// # Errors
-    /// What the host lacks, and what to do about it.
+    /// Returns what the host lacks, and the action to take.
     pub fn new(options: VmOptions) -> Result<Self> {
         options.check()?;
         let kvm = open_kvm()?;
         let most = kvm.get_max_vcpus();
         if options.cpus as usize > most {
             return Err(Error::Options(format!(
-                "{} vCPUs: KVM on this host runs at most {most}",
+                "{} vCPUs are not possible: KVM on this host runs at most {most}",
                 options.cpus
             )));
         }
@@ -154,29 +155,28 @@ impl Vm {
         })
     }
 
-    /// Loads a kernel and its command line; [`start`](Self::start) then boots it. See [`load`](Self::load).
+    /// Loads a kernel and its command line. [`start`](Self::start) then boots the kernel. See
+    /// [`load`](Self::load).
     ///
     /// # Errors
-    /// As for [`load`](Self::load).
+    /// Fails as [`load`](Self::load) does.
     pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
         self.load(&Kernel { image, initrd: None, cmdline })
     }
 
-    /// Loads a kernel and what goes with it; [`start`](Self::start) then boots it.
+    /// Loads a kernel with its initrd and command line. [`start`](Self::start) then boots the
+    /// kernel.
     ///
-    /// The machine is described in ACPI tables; a kernel that is not Linux is told of its devices on its command line, in front of
-    /// what it is given.
+    /// ACPI tables describe the machine. For a kernel that is not Linux, the command line starts
+    /// with a description of the devices.
     ///
     /// # Errors
-    /// [`Error::Boot`] if the image cannot be loaded; [`Error::WrongState`] if the VM has a guest already, or waits for
-    /// one from elsewhere.
+    /// Returns [`Error::Boot`] if the image cannot be loaded, and [`Error::WrongState`] if the VM
+    /// has a guest already or waits for one from a source.
     pub fn load(&mut self, kernel: &Kernel<'_>) -> Result<()> {
         let what = "load a kernel";
         if self.incoming {
-            return Err(Error::WrongState {
-                what,
-                why: "the VM waits for a guest from elsewhere".to_owned(),
-            });
+            return Err(Error::WrongState { what, why: "the VM waits for a guest from a source".to_owned() });
         }
         self.expect(what, &[Stage::Empty])?;
         let format = KernelFormat::detect(kernel.image)?;
@@ -196,10 +196,11 @@ impl Vm {
         Ok(())
     }
 
-    /// Lets the vCPUs run, for the first time.
+    /// Lets the vCPUs run for the first time.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if there is no guest, or it was started before; [`Error::Device`] if a device cannot run here.
+    /// Returns [`Error::WrongState`] if there is no guest or it was started before, and
+    /// [`Error::Device`] if a device cannot run on this host.
     pub fn start(&mut self) -> Result<()> {
         self.expect("start the guest", &[Stage::Ready])?;
         self.run("start the guest")
@@ -208,19 +209,21 @@ impl Vm {
     /// Lets the vCPUs run again after [`pause`](Self::pause). Does nothing if they run.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if there is no guest to resume, or it has ended; [`Error::Device`] if a device cannot go on, for example
-    /// because another side has taken its disk: the guest then stays as it is.
+    /// Returns [`Error::WrongState`] if there is no guest to resume or it has ended. Returns
+    /// [`Error::Device`] if a device cannot resume, for example because another VM has taken its
+    /// disk. The guest then stays paused.
     pub fn resume(&mut self) -> Result<()> {
         let what = "resume the guest";
         self.expect(what, &[Stage::Paused, Stage::Running])?;
         if self.stage == Stage::Running { Ok(()) } else { self.run(what) }
     }
 
-    /// Takes a guest that its operator has paused on the host that it comes from: its disks are this side's, and no vCPU runs before
-    /// [`set_run_state`](Self::set_run_state).
+    /// Takes over a guest that its operator has paused on the source. The disks belong to this VM
+    /// afterwards, and no vCPU runs before [`set_run_state`](Self::set_run_state).
     ///
     /// # Errors
-    /// [`Error::WrongState`] if there is no guest, or it was started before; [`Error::Device`] if another side has its disk.
+    /// Returns [`Error::WrongState`] if there is no guest or it was started before, and
+    /// [`Error::Device`] if another VM holds its disk.
     pub fn start_paused(&mut self) -> Result<()> {
         self.expect("take the paused guest", &[Stage::Ready])?;
         disk::take(self.shared.devices.disks())?;
@@ -228,16 +231,17 @@ impl Vm {
         Ok(())
     }
 
-    /// State that the operator wants.
+    /// Returns the run state that the operator requested.
     #[must_use]
     pub fn run_state(&self) -> RunState {
         self.wanted
     }
 
-    /// Stops the vCPUs, or lets them run, as the operator wants. A guest that is paused so stays paused where it is moved to.
+    /// Stops the vCPUs or lets them run, as the operator requests. A guest that is paused by this
+    /// call stays paused on the target of a migration.
     ///
     /// # Errors
-    /// As for [`pause`](Self::pause) and [`resume`](Self::resume).
+    /// Fails as [`pause`](Self::pause) and [`resume`](Self::resume) do.
     pub fn set_run_state(&mut self, wanted: RunState) -> Result<()> {
         match wanted {
             RunState::Paused => self.pause()?,
@@ -247,11 +251,11 @@ impl Vm {
         Ok(())
     }
 
-    /// Ends a pause that was not the operator's: the disks are this side's again, and the vCPUs run unless the operator has paused the
-    /// guest.
+    /// Ends a pause that the operator did not request. The disks belong to this VM again, and the
+    /// vCPUs run unless the operator has paused the guest.
     ///
     /// # Errors
-    /// As for [`resume`](Self::resume).
+    /// Fails as [`resume`](Self::resume) does.
     pub(crate) fn end_pause(&mut self) -> Result<()> {
         match self.wanted {
             RunState::Running => self.resume(),
@@ -271,11 +275,11 @@ impl Vm {
             Stage::Ready => Resume::First,
             _ => Resume::Again,
         };
-        // Not before the disks are this side's: see `disk::lease` for the order.
+        // The disks must belong to this VM first. See `disk::lease` for the order.
         disk::take(self.shared.devices.disks())?;
         if let Err(error) = self.shared.devices.bus().resumed(how) {
             if how == Resume::Moved && self.stage == Stage::Ready {
-                // The guest goes back, and needs them there.
+                // The guest returns to the source, which needs the disks.
                 disk::give_up(self.shared.devices.disks())?;
             }
             return Err(error);
@@ -287,15 +291,17 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops the vCPUs: when this returns none runs, and no access to a device is half done. Does nothing if they stand
-    /// still already.
+    /// Stops the vCPUs. After this returns, no vCPU runs, and no access to a device is half done.
+    /// Does nothing if the vCPUs are paused already.
     ///
     /// # Errors
-    /// [`Error::Unresponsive`] if a vCPU does not stop, for example because the host's kernel lets nothing interrupt its
-    /// sleep on a missing page; [`Error::WrongState`] if there is no guest.
+    /// Returns [`Error::Unresponsive`] if a vCPU does not stop, for example because the host's
+    /// kernel lets nothing interrupt its sleep on a missing page. Returns [`Error::WrongState`] if
+    /// there is no guest.
     pub fn pause(&mut self) -> Result<()> {
         self.expect("pause the guest", &[Stage::Running, Stage::Paused])?;
-        // Paused from here on even if a vCPU does not answer: the others have stopped, and `resume` lets them run.
+        // The VM counts as paused even if a vCPU does not respond: the others have stopped, and
+        // `resume` lets them run.
         self.stage = Stage::Paused;
         self.keeper.iter().for_each(|keeper| keeper.set_running(false));
         Ok(self.shared.board.pause_all(PATIENCE)?)
@@ -306,23 +312,24 @@ impl Vm {
         self.stage = Stage::Stopped;
         self.keeper = None;
         self.shared.board.record_exit(Exit::Stopped);
-        // Before anybody is woken who sleeps on a page that does not come.
+        // This must come before threads that sleep on missing pages are woken with other content.
         disk::abandon(self.shared.devices.disks());
-        // Nor is sent what such a page then seems to have been.
+        // For the same reason no frame may be sent from such a page.
         self.shared.devices.nets().iter().for_each(VmNet::halt);
         let board = &self.shared.board;
         let stopped = |within| board.pause_all(within).is_ok();
         let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
-        // Nobody runs the guest any more, and one that sleeps on a missing page does not before it sees the kick.
+        // No thread runs the guest any more. A thread that sleeps on a missing page sees the kick
+        // before it could run the guest.
         self.shared.lazy.end();
         if sleeps {
-            // A vCPU that does not stop now is waited for below.
+            // A vCPU that does not stop in this time is waited for below.
             let _ = self.shared.board.pause_all(PATIENCE);
         }
         self.vcpus.iter_mut().for_each(Vcpu::join);
         match self.shared.devices.bus().quiesce() {
-            // A disk whose requests go on is not for others: its lock goes with this process.
-            Err(error) => tracing::warn!(%error, "a device goes on after its guest"),
+            // A disk whose requests continue is not for other VMs. Its lock ends with this process.
+            Err(error) => tracing::warn!(%error, "a device is still busy after the end of its guest"),
             Ok(()) => {
                 if let Err(error) = disk::give_up(self.shared.devices.disks()) {
                     tracing::warn!(%error, "a disk stays locked until this process ends");
@@ -331,58 +338,59 @@ impl Vm {
         }
     }
 
-    /// A view for other threads.
+    /// Returns a handle for other threads.
     #[must_use]
     pub fn handle(&self) -> VmHandle {
         VmHandle::new(Arc::clone(&self.shared))
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     #[must_use]
     pub fn ram(&self) -> &Arc<GuestRam> {
         self.shared.machine.ram()
     }
 
-    /// How many vCPUs it has.
+    /// Returns the number of vCPUs.
     #[must_use]
     pub fn cpus(&self) -> u32 {
         u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX)
     }
 
-    /// The frequency of the guest's time stamp counters, in kHz; a guest that has no way to find out is told on its
-    /// command line.
+    /// Returns the frequency of the guest's time stamp counters, in kHz. A guest that has no other
+    /// way to find out is told on its command line.
     #[must_use]
     pub fn tsc_khz(&self) -> u32 {
         self.tsc_khz
     }
 
-    /// What the host would not give and the VM does without, as sentences.
+    /// Returns what the host refused and the VM does without, as sentences.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The dirty rings of its vCPUs, if it was made with them.
+    /// Returns the dirty rings of the vCPUs, if the VM was created with them.
     #[must_use]
     pub fn rings(&self) -> Option<&DirtyRings> {
         self.shared.rings.as_ref()
     }
 
-    /// Sets the harvest policy of the rings, for trackers that are made from now on. A VM starts with [`Predict`].
+    /// Sets the harvest policy of the rings, for trackers that are created from now on. A VM starts
+    /// with [`Predict`].
     pub fn set_reaper(&mut self, policy: Arc<dyn ReaperPolicy>) {
         self.reaper = policy;
     }
 
-    /// Slows the vCPUs: each stands still for its share of the time, 0 to 1, in slices of at most 10 ms. The last share stands
-    /// for all further vCPUs; zeros let them run freely again.
+    /// Throttles the vCPUs: each is stopped for its share of the time, 0 to 1, in slices of at most
+    /// 10 ms. The last share applies to all further vCPUs. Zeros end the throttling.
     ///
     /// # Errors
-    /// If the host has no thread for it.
+    /// Fails if the host cannot create the throttle's thread.
     pub fn set_throttle(&mut self, shares: &[f64]) -> Result<()> {
         self.throttle.set(shares).map_err(|source| Error::Thread { cpu: 0, source })
     }
 
-    /// How long each vCPU has stood still because it was slowed, since the VM was made.
+    /// Returns the time for which each vCPU was stopped by the throttle since the VM was created.
     #[must_use]
     pub fn throttled(&self) -> Vec<Duration> {
         self.throttle.totals()
@@ -404,7 +412,7 @@ impl Vm {
         &self.shared.lazy
     }
 
-    /// The guest's processors.
+    /// Returns the processor that the guest was shown.
     pub(crate) fn model(&self) -> &CpuModel {
         &self.model
     }

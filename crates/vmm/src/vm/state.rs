@@ -1,4 +1,4 @@
-//! A VM's state: saved, loaded, and brought back to what it was before its first kernel.
+//! State of a VM: saving, loading, and resetting to the state before the first kernel.
 
 use super::{Stage, Vm};
 use crate::error::{Error, Result};
@@ -15,7 +15,7 @@ use vmferry_kvm::{GuestState, KvmChips, VcpuState, VmState};
 /// Every VM has KVM's interrupt controllers and timer.
 const CHIPS: KvmChips = KvmChips { irqchip: true, pit: true };
 
-/// What a machine is like before its first kernel, apart from its memory and the devices on its bus.
+/// State of a machine before its first kernel, apart from its memory and the devices on its bus.
 #[derive(Debug)]
 pub(super) struct Pristine {
     vcpus: Vec<VcpuState>,
@@ -30,21 +30,24 @@ impl Vm {
         Ok(Pristine { vcpus, shared, serial: self.shared.devices.save_serial() })
     }
 
-    /// Brings the machine back to what it was before its first kernel, once its guest has asked for a reset: processors, interrupt
-    /// controllers and devices as new, memory all zeros. A kernel can be [loaded](Self::load) next. Disks and networks stay this VM's.
+    /// Resets the machine to the state before its first kernel, after its guest has requested a
+    /// reset. Processors, interrupt controllers and devices are as new, and memory is all zeros. A
+    /// kernel can be [loaded](Self::load) next. The VM keeps its disks and networks.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if the guest has not asked for a reset, or its kernel was loaded elsewhere, where it came from; otherwise what
-    /// the host refused: the VM is of no use then.
+    /// Returns [`Error::WrongState`] if the guest has not requested a reset, or if the guest was
+    /// received and its kernel was loaded on another host. Otherwise returns the error of the host.
+    /// The VM cannot be used after that.
     pub fn reset(&mut self) -> Result<()> {
         let what = "reset the machine";
         self.expect(what, &[Stage::Running, Stage::Paused])?;
         let board = &self.shared.board;
         if !board.exit().is_some_and(|exit| exit.is_reset()) {
-            return Err(Error::WrongState { what, why: "its guest has not asked for it".to_owned() });
+            return Err(Error::WrongState { what, why: "the guest has not asked for it".to_owned() });
         }
         let Some(pristine) = self.pristine.take() else {
-            let why = "its guest came from elsewhere, and its kernel with it".to_owned();
+            let why =
+                "the guest was migrated to this VM, and its kernel was loaded on another host".to_owned();
             return Err(Error::WrongState { what, why });
         };
         self.keeper.iter().for_each(|keeper| keeper.set_running(false));
@@ -61,26 +64,28 @@ impl Vm {
         Ok(())
     }
 
-    /// Brings devices to rest, and what was written to disks to where another host finds it; the guest is paused, or was never started. For no
-    /// longer than `within`, nor than 10 s. [`resume`](Self::resume) lets the devices go on.
+    /// Quiesces the devices and writes out disk data to where another host finds it. The guest must
+    /// be paused, or never started. Takes no longer than `within` and no longer than 10 s.
+    /// [`resume`](Self::resume) resumes the devices.
     ///
     /// # Errors
-    /// One that [is busy](Error::is_busy) if that takes longer; [`Error::Disk`] if something that was written is lost; [`Error::WrongState`] if
-    /// the guest runs, or has ended.
+    /// Returns an error that [is busy](Error::is_busy) if more time is needed, [`Error::Disk`] if
+    /// written data is lost, and [`Error::WrongState`] if the guest runs or has ended.
     pub fn settle(&mut self, within: Duration) -> Result<()> {
-        self.expect_alive("bring its devices to rest")?;
-        // What is finished now sends interrupts and writes memory (hazards.md 13).
-        // One patience for both: the guest stands still meanwhile.
+        self.expect_alive("quiesce its devices")?;
+        // Work that ends now sends interrupts and writes memory (hazards.md 13). One deadline
+        // covers both steps, because the guest is paused meanwhile.
         let deadline = Instant::now() + within.min(bus::PATIENCE);
         self.shared.devices.bus().quiesce_by(deadline)?;
         Ok(disk::sync(self.shared.devices.disks(), deadline)?)
     }
 
-    /// [Brings devices to rest](Self::settle) and saves vCPUs, interrupt controllers and devices; the guest is paused, or was never started.
-    /// [`resume`](Self::resume) lets the devices go on.
+    /// [Quiesces the devices](Self::settle) and saves vCPUs, interrupt controllers and devices. The
+    /// guest must be paused, or never started. [`resume`](Self::resume) resumes the devices.
     ///
     /// # Errors
-    /// As [`settle`](Self::settle); [`Error::State`] if KVM does not give some of it.
+    /// Fails as [`settle`](Self::settle) does. Returns [`Error::State`] if KVM refuses a part of
+    /// the state.
     pub fn save_state(&mut self) -> Result<Vec<Section>> {
         self.settle(bus::PATIENCE)?;
         self.save_rested()
@@ -94,7 +99,7 @@ impl Vm {
         }
     }
 
-    /// Saves it with its devices at rest.
+    /// Saves the state of a VM whose devices are quiesced.
     pub(crate) fn save_rested(&self) -> Result<Vec<Section>> {
         let what = "save the guest's state";
         self.expect_alive(what)?;
@@ -106,26 +111,30 @@ impl Vm {
         Ok(sections)
     }
 
-    /// Leaves the disks to whoever gets the guest; its state was [saved](Self::save_state), and it has not run since. It can still
-    /// be [resumed](Self::resume) if nobody has taken them.
+    /// Releases the disks for the VM that gets the guest. The guest's state must have been
+    /// [saved](Self::save_state), and the guest must not have run since. The guest can still be
+    /// [resumed](Self::resume) if no other VM has taken the disks.
     ///
     /// # Errors
-    /// If a disk may still be locked; [`Error::WrongState`] if the guest runs.
+    /// Fails if a disk may still be locked. Returns [`Error::WrongState`] if the guest runs.
     pub fn release(&mut self) -> Result<()> {
-        self.expect("give the guest's disks away", &[Stage::Paused, Stage::Ready])?;
+        self.expect("release the guest's disks", &[Stage::Paused, Stage::Ready])?;
         Ok(disk::give_up(self.shared.devices.disks())?)
     }
 
-    /// Loads what [`save_state`](Self::save_state) gave, into a VM that waits for a guest; [`start`](Self::start) then
-    /// runs it. All memory must be there.
+    /// Loads the result of [`save_state`](Self::save_state) into a VM that waits for a guest.
+    /// [`start`](Self::start) then runs the guest. All memory must be mapped.
     ///
     /// # Errors
-    /// [`Error::State`] if a section is missing, unknown, of another version or damaged, or KVM does not take it. The VM
-    /// is then still empty, and loading can be tried again.
+    /// Returns [`Error::State`] if a section is missing, unknown, of another version or damaged, or
+    /// if KVM refuses it. The VM is then still empty, and loading can be tried again.
     pub fn load_state(&mut self, sections: &[Section]) -> Result<()> {
         let what = "load a guest's state";
         if !self.incoming {
-            return Err(Error::WrongState { what, why: "the VM was not made to take a guest".to_owned() });
+            return Err(Error::WrongState {
+                what,
+                why: "the VM was not created to receive a guest".to_owned(),
+            });
         }
         self.expect(what, &[Stage::Empty, Stage::Ready])?;
         self.stage = Stage::Empty;
@@ -136,7 +145,7 @@ impl Vm {
         let devices = self.shared.devices.bus().prepare(&mut parts)?;
         parts.finish()?;
 
-        // Everything was understood; only now is anything changed.
+        // All sections are valid. Only now is anything changed.
         devices.into_iter().try_for_each(|load| load())?;
         let table = |(cpu, saved)| Ok((saved, Some(model.of_vcpu(cpu)?)));
         let vcpus = (0..).zip(vcpus).map(table).collect::<Result<_>>()?;
@@ -146,18 +155,19 @@ impl Vm {
         Ok(())
     }
 
-    /// Gives the guest, which was [loaded](Self::load_state) and is a copy, a new VM generation ID; by [`VmOptions::new_macs`] also the MAC
-    /// addresses that this VM was made with. [`start`](Self::start) then runs it.
+    /// Gives the guest, which was [loaded](Self::load_state) and is a copy, a new VM generation ID.
+    /// With [`VmOptions::new_macs`], also gives it the MAC addresses that this VM was created with.
+    /// [`start`](Self::start) then runs the guest.
     ///
     /// # Errors
-    /// [`Error::WrongState`] if no guest was loaded, or its memory cannot be written.
+    /// Returns [`Error::WrongState`] if no guest was loaded, or if its memory cannot be written.
     ///
     /// [`VmOptions::new_macs`]: crate::VmOptions::new_macs
     pub fn renew_identity(&mut self) -> Result<()> {
         self.expect("give the guest a new identity", &[Stage::Ready])?;
         if !generation::renew(&self.shared.machine)? {
             tracing::warn!(
-                "the guest was started by a version without VM generation IDs: it cannot tell that it is a copy"
+                "the guest was started by a version without VM generation IDs and cannot detect that it is a copy"
             );
         }
         if self.new_macs {
@@ -166,13 +176,14 @@ impl Vm {
         Ok(())
     }
 
-    /// All vCPUs at once, each in its thread.
+    /// Saves all vCPUs at once, each in its thread.
     fn save_vcpus(&self, what: &'static str) -> Result<Vec<VcpuState>> {
         let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
         answers.into_iter().map(|answer| Ok(answer.wait()??)).collect()
     }
 
-    /// The machine apart from its bus; each vCPU with what CPUID is to say from now on, if that changes.
+    /// Loads the machine apart from its bus, and each vCPU with its new CPUID table, if there is
+    /// one.
     fn load_machine(
         &self,
         what: &'static str,
