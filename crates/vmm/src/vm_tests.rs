@@ -372,7 +372,7 @@ fn guest_that_resets_its_machine_restarts_in_the_same_vm() {
     if !kvm() {
         return;
     }
-    // On a thread with descriptors of its own, so that those of tests beside this one are not counted.
+    // Runs on a thread with its own descriptor table, so that descriptors of concurrent tests are not counted.
     std::thread::scope(|scope| {
         scope.spawn(|| {
             // SAFETY: closes the descriptors of this thread's table only. None of them is used by

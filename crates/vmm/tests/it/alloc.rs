@@ -1,4 +1,4 @@
-//! The bare-metal guest's allocator and driver with this VMM's balloon.
+//! Tests of the bare-metal guest's allocator and balloon driver with this VMM's balloon.
 
 use crate::confined::kvm;
 use crate::rig::boot_with;
@@ -66,7 +66,7 @@ impl Guest {
 }
 
 #[test]
-fn what_is_freed_is_reported_in_every_way() {
+fn freed_memory_is_reported_in_every_mode() {
     if !kvm() {
         return;
     }
@@ -77,7 +77,7 @@ fn what_is_freed_is_reported_in_every_way() {
             let reports = report != ReportMode::Off;
             let balloon = guest.balloon();
             let given = || balloon.status().figures.reported_pages * PAGE_SIZE;
-            // vCPUs tell what they did one after the other, and not when the device counts it.
+            // vCPUs report what they did one after the other, and not when the device counts it.
             let done = guest.wait("rounds", |now| {
                 now.done()
                     && (now.guest.unreported_pages == 0) == reports
@@ -86,7 +86,8 @@ fn what_is_freed_is_reported_in_every_way() {
             });
             let case = format!("{report}, frag={frag}: {:?} {:?}", done.guest, done.cpus());
             let dropped = given();
-            // A vCPU that is later may use what the other one has freed, but half of the 128 MiB is in use at one time at least.
+            // A late vCPU may use what the other one has freed, but at least half of the 128 MiB is
+            // in use at some time.
             assert!(!reports || dropped >= 60 * MIB, "{case}");
             assert!(reports || dropped == 0, "{case}");
             assert_eq!(done.sum(|cpu| cpu.short_rounds), 0, "{case}");
@@ -97,7 +98,7 @@ fn what_is_freed_is_reported_in_every_way() {
 }
 
 #[test]
-fn memory_is_inflated_by_ranges_and_by_numbers() {
+fn memory_is_inflated_by_ranges_and_by_page_numbers() {
     if !kvm() {
         return;
     }
@@ -116,7 +117,7 @@ fn memory_is_inflated_by_ranges_and_by_numbers() {
 }
 
 #[test]
-fn the_balloon_follows_its_target() {
+fn balloon_follows_its_target() {
     if !kvm() {
         return;
     }
@@ -130,13 +131,13 @@ fn the_balloon_follows_its_target() {
     guest.vm.stop();
 }
 
-/// All rounds are done, and the host has been told of everything that is free.
+/// Returns true if all rounds are done, and the host has been told of all free memory.
 fn settled(now: &AllocSnapshot) -> bool {
     now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
 }
 
 #[test]
-fn the_map_says_what_is_free() {
+fn map_contains_the_free_pages() {
     if !kvm() {
         return;
     }
@@ -147,7 +148,7 @@ fn the_map_says_what_is_free() {
     let mut free = guest.empty_set();
     let count = guest.balloon().read_map(&mut free).unwrap();
     assert_eq!(count, done.guest.free_pages);
-    // Half of what it allocated is kept.
+    // Half of the allocated memory is kept.
     assert_eq!(done.guest.pages - count, 32 * MIB / PAGE_SIZE / 2);
     guest.verify(1);
     guest.vm.stop();
@@ -170,7 +171,7 @@ fn free_pages_are_hinted_on_demand() {
         });
         let now = guest.wait("the walk", |now| now.guest.hint_walks == walk);
         assert_eq!(u64::from(command), now.guest.hint_id);
-        // All but what is kept for the guest itself.
+        // All free pages but those that are reserved for the guest itself.
         assert!(hinted.count() + now.guest.low_pages + 1024 >= done.guest.free_pages, "{:?}", now.guest);
         assert_eq!(hinted.count(), now.guest.held_pages);
         sizes.push(now.guest.held_pages);
@@ -180,7 +181,7 @@ fn free_pages_are_hinted_on_demand() {
             guest.wait("the end", |now| now.guest.held_pages == 0);
         } else {
             guest.balloon().stop_hints();
-            // The guest looks at its balloon between writes.
+            // The guest checks its balloon between writes.
             guest.wait_writes(50);
             assert_eq!(guest.handle.alloc_stats().unwrap().guest.held_pages, hinted.count());
         }

@@ -1,9 +1,10 @@
-//! Threads that are confined as the command's are, and the KVM that they use.
+//! Confinement of threads as in the command, and the check for KVM.
 
 use vmferry_testkit::{Need, say, skip};
 use vmferry_vmm::{Error, open_kvm};
 
-/// Before any thread is started. A sanitizer's runtime calls what filters forbid, and says so by `VMFERRY_TEST_UNCONFINED`.
+/// Confines threads before any is started. A sanitizer's runtime makes system calls that the
+/// filters forbid, so its tests set `VMFERRY_TEST_UNCONFINED`.
 fn threads() {
     if std::env::var_os("VMFERRY_TEST_UNCONFINED").is_some() {
         return say("threads are not confined: VMFERRY_TEST_UNCONFINED is set");
@@ -13,7 +14,7 @@ fn threads() {
 
 /// Confines the threads of the VM and of its migrations to the system calls of their roles.
 ///
-/// Returns whether this user may use a KVM here; without one the calling test is skipped.
+/// Returns true if this user may use KVM. If not, the calling test is skipped.
 pub(crate) fn kvm() -> bool {
     threads();
     match open_kvm() {

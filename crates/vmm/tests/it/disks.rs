@@ -1,5 +1,5 @@
-//! Whose a disk is while its guest moves. (The guest of these tests does not use it: what happens on it is tested with the device and in
-//! Linux guests.)
+//! Tests of the ownership of a disk while its guest migrates. The guest of these tests does not use
+//! the disk; I/O is tested with the device and in Linux guests.
 
 use crate::confined::kvm;
 use crate::rig::{boot, patient};
@@ -14,14 +14,13 @@ use vmferry_vmm::{DiskError, DiskOptions, Error, Vm, VmHandle, VmOptions};
 
 const MEMORY: u64 = 64 << 20;
 
-/// A disk that is removed at the end.
+/// Disk that is removed when dropped.
 struct Temp(PathBuf);
 
 impl Temp {
     fn new(name: &str) -> Self {
         let name = format!("vmferry-disks-{}-{name}", std::process::id());
-        // In memory, if that can be: a flush to a busy disk may take longer than a VM waits for
-        // one.
+        // In memory, if possible: a flush to a busy disk may take longer than a VM waits for it.
         let places = ["/dev/shm".into(), std::env::temp_dir()];
         let path = places.map(|place: PathBuf| place.join(&name));
         let path = path.into_iter().find(|path| std::fs::write(path, [7; 1 << 16]).is_ok());
@@ -41,7 +40,7 @@ impl Temp {
         vm
     }
 
-    /// Whether somebody has it.
+    /// Returns true if a VM holds the disk.
     fn taken(&self) -> bool {
         match Vm::new(self.options(false)) {
             Ok(_) => false,
@@ -67,7 +66,7 @@ fn goes_on(handle: &VmHandle) {
     wait("the guest going on", || writes() > before + 100);
 }
 
-/// Moves the guest of `source`; the target has `disk`.
+/// Migrates the guest of `source` to a target with `disk`.
 fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
     let mut target = Vm::new(disk.options(true)).unwrap();
     let settings = Settings { mode, ..patient() };
@@ -78,7 +77,7 @@ fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
 }
 
 #[test]
-fn a_disk_goes_with_its_guest() {
+fn disk_moves_with_its_guest() {
     if !kvm() {
         return;
     }
@@ -94,7 +93,8 @@ fn a_disk_goes_with_its_guest() {
             continue;
         }
         assert_eq!(report.state, MigrationState::Completed, "{mode:?}: {report:?}");
-        // The target has it: a source that is told to go on does not, and does not take it along when it ends.
+        // The target holds the disk. A source that is told to resume does not get it, and does not
+        // release it when it ends.
         let error = vm.resume().unwrap_err().to_string();
         assert!(error.contains("is in use by another VM of this process"), "{error}");
         drop(vm);
@@ -107,13 +107,13 @@ fn a_disk_goes_with_its_guest() {
 }
 
 #[test]
-fn a_guest_whose_disk_cannot_be_had_there_stays_and_keeps_it() {
+fn guest_whose_disk_the_target_cannot_take_stays_and_keeps_it() {
     if !kvm() {
         return;
     }
     let (disk, other) = (Temp::new("stays"), Temp::new("held"));
     let mut vm = disk.running();
-    // What looks like the same disk over there is somebody else's.
+    // The disk with the same properties on the target is held by another VM.
     let _holder = Vm::new(other.options(false)).unwrap();
     for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
         let (report, target) = moved(&mut vm, &other, mode);
@@ -123,13 +123,13 @@ fn a_guest_whose_disk_cannot_be_had_there_stays_and_keeps_it() {
             why.contains("is in use by another VM of this process") || why.contains("userfaultfd");
         assert!(understood, "{mode:?}: {why}");
         drop(target);
-        assert!(disk.taken(), "{mode:?}: the source has it again");
+        assert!(disk.taken(), "{mode:?}: the source must hold the disk again");
         goes_on(&vm.handle());
     }
 }
 
 #[test]
-fn a_disk_is_free_once_its_guest_is_in_a_file_and_taken_when_it_comes_out() {
+fn disk_is_released_after_a_save_and_taken_on_restore() {
     if !kvm() {
         return;
     }
@@ -148,7 +148,7 @@ fn a_disk_is_free_once_its_guest_is_in_a_file_and_taken_when_it_comes_out() {
 }
 
 #[test]
-fn another_disk_is_refused_before_anything_moves() {
+fn different_disk_is_refused_before_the_migration_begins() {
     if !kvm() {
         return;
     }

@@ -1,4 +1,4 @@
-//! A KVM guest moved by the real engine, and what happens when a page is withheld on purpose.
+//! Tests of a KVM guest migrated by the real engine, also with a page that is withheld on purpose.
 
 mod stalls;
 mod throttled;
@@ -21,10 +21,10 @@ use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 
 const MEMORY: u64 = 64 << 20;
-/// Every page of the working set is written many times while the guest is moved.
+/// Workload that writes every page of the working set many times while the guest is migrated.
 const WORKLOAD: &str = "sequential,ws=8M,rate=50k,fill=random";
 
-/// However long a pass takes, some pages are not written during it.
+/// Workload that leaves some pages unwritten during a pass, however long the pass takes.
 const SLOW: &str = "uniform,ws=8M,rate=2k,fill=random";
 
 fn running() -> Vm {
@@ -39,10 +39,10 @@ fn running_work(options: VmOptions, workload: &str) -> Vm {
     working(options, workload, 4000)
 }
 
-/// A source that hides the writes to one page: the one that it finds to be a page of the working set.
+/// Source that hides the writes to one page of the working set.
 struct Withholding {
     vm: Vm,
-    /// Its index in region 0.
+    /// Index of the page in region 0.
     page: Arc<AtomicU64>,
 }
 
@@ -53,7 +53,8 @@ struct Hiding {
 }
 
 impl Hiding {
-    /// The number that the guest stamped on this page and its count of writes, if it has written it at least twice.
+    /// Returns the number that the guest stamped on this page and its count of writes, if the guest
+    /// has written it at least twice.
     fn stamp(&self, page: u64) -> Option<(u64, u64)> {
         let window = self.memory.window(RegionId(0), (page..page + 1).into()).ok()?;
         let mut bytes = [0; PAGE_BYTES];
@@ -62,16 +63,17 @@ impl Hiding {
         (word(0) < 2048 && (2..1 << 20).contains(&word(8))).then(|| (word(0), word(8)))
     }
 
-    /// Whether this is a page of the working set: those are numbered one after the other. (A block of the statistics
-    /// page can look like one stamp by chance, but not like two neighbours.)
+    /// Returns true if this is a page of the working set, whose pages are numbered consecutively. A
+    /// block of the statistics page can look like one stamp by chance, but not like two neighbours.
     fn stamped(&self, page: u64) -> bool {
         let number = |page| self.stamp(page).map(|(number, _)| number);
         number(page).is_some_and(|own| number(page + 1) == Some(own + 1))
     }
 
-    /// Chooses a page that the guest has written since it was sent, by its own count: KVM may call a page dirty that was only
-    /// read. And not one that is dirty by now: written while it was sent it would have arrived damaged, and be sent
-    /// again whatever is withheld. Waits until there is one.
+    /// Chooses a page that the guest has written since it was sent, by the guest's own count. KVM's
+    /// log is not enough, because KVM may call a page dirty that was only read. The page must not
+    /// be dirty by now either: if it was written while it was sent, it would arrive damaged and be
+    /// sent again whatever is withheld. Waits until there is such a page.
     fn choose(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
         let mut since = PageSet::empty(self.memory.layout());
         let sent = dirty.region(RegionId(0)).unwrap();
@@ -131,13 +133,13 @@ impl SourceVm for Withholding {
     }
 }
 
-/// A tracker whose harvest waits until the guest has dirtied some pages.
+/// Tracker whose harvest waits until the guest has dirtied some pages.
 ///
-/// A guest that a starved host does not let run dirties nothing. It would converge where it has to
-/// outrun its link.
+/// A guest that does not run on a starved host dirties nothing. It would converge although it has
+/// to outrun its link.
 struct Outrunning {
     tracker: Box<dyn DirtyTracker>,
-    /// Number of pages that a harvest waits for. It is 0 while the guest is paused.
+    /// Number of pages that a harvest waits for; 0 while the guest is paused.
     least: Arc<AtomicU64>,
 }
 
@@ -156,7 +158,7 @@ impl DirtyTracker for Outrunning {
     }
 }
 
-/// A source whose guest outruns its link, until it was held for some time by the throttle.
+/// Source whose guest outruns its link until the throttle has held it for some time.
 struct UntilHeld {
     vm: Vm,
     /// Number of pages that each harvest finds.
@@ -202,7 +204,7 @@ impl SourceVm for UntilHeld {
     }
 }
 
-/// Moves `source` into a fresh VM by the engine, over a Unix socket.
+/// Migrates `source` into a new VM with the engine, over a Unix socket.
 fn moved(source: &mut dyn SourceVm, kind: TrackerKind, verify: bool) -> (Report, Vm) {
     moved_with(source, kind, verify, VmOptions::new(MEMORY, 1))
 }
@@ -214,7 +216,7 @@ fn moved_with(
     options: VmOptions,
 ) -> (Report, Vm) {
     let mut target = empty(options);
-    // Slow enough for some passes.
+    // Slow enough for several passes.
     let settings = Settings { verify, max_bandwidth: Some(80 << 20), ..patient() };
     let (report, came) =
         pair::moved(&unix_uri(), source, &mut target, Some(kind), &settings, &Monitor::new());
@@ -223,7 +225,7 @@ fn moved_with(
 }
 
 #[test]
-fn the_engine_moves_a_running_guest_by_both_trackers() {
+fn engine_migrates_a_running_guest_with_both_trackers() {
     if !kvm() {
         return;
     }
@@ -231,19 +233,19 @@ fn the_engine_moves_a_running_guest_by_both_trackers() {
     for kind in [TrackerKind::Log, TrackerKind::Wp] {
         let (report, target) = moved(&mut vm, kind, true);
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-        // What the guest said is free has nothing to be compared.
+        // Pages that the guest reported as free are not compared.
         assert_eq!(
             (report.verified_pages + report.skipped_pages, report.mismatched_pages),
             (MEMORY >> 12, 0)
         );
-        assert!(report.passes.len() >= 2, "the guest wrote while it was moved: {report:?}");
+        assert!(report.passes.len() >= 2, "the guest did not write during the migration: {report:?}");
         assert_eq!(corrupt(&target), 0);
         vm = target;
     }
 }
 
 #[test]
-fn a_guest_goes_into_a_file_and_out_of_it() {
+fn guest_is_saved_to_a_file_and_restored() {
     if !kvm() {
         return;
     }
@@ -263,16 +265,16 @@ fn a_guest_goes_into_a_file_and_out_of_it() {
             assert_eq!(progress.state, FillState::Completed, "{progress:?}");
             assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
             assert_eq!(corrupt(&lazy), 0);
-            println!("lazily: {progress:?}");
+            println!("by demand paging: {progress:?}");
         }
-        Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("lazy restore: {why}")),
+        Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("restore by demand paging: {why}")),
         Err(error) => panic!("{error}"),
     }
 }
 
-/// By dirty rings so small that they are full again and again, under each policy.
+/// Uses dirty rings so small that they fill up repeatedly, under each policy.
 #[test]
-fn the_engine_moves_a_guest_with_dirty_rings() {
+fn engine_migrates_a_guest_with_dirty_rings() {
     if !kvm() {
         return;
     }
@@ -283,14 +285,15 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
     options.dirty_ring = Some(256);
     let mut vm = running_with(options.clone());
     for policy in Policy::ALL {
-        // A sequential guest fills its ring and waits for it. A busy host may let the guest write little during one migration.
+        // A sequential guest fills its ring and waits for it. A busy host may let the guest write
+        // little during one migration.
         wait("a migration during which the ring was full", || {
             vm.set_reaper(Arc::new(policy));
-            // Signals come all the time while vCPUs empty their rings.
+            // Signals arrive all the time while vCPUs empty their rings.
             vm.set_throttle(&[0.3]).unwrap();
             let (report, target) = moved_with(&mut vm, TrackerKind::Ring, true, options.clone());
             assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-            // What the guest said is free has nothing to be compared.
+            // Pages that the guest reported as free are not compared.
             assert_eq!(
                 (report.verified_pages + report.skipped_pages, report.mismatched_pages),
                 (MEMORY >> 12, 0)
@@ -305,29 +308,32 @@ fn the_engine_moves_a_guest_with_dirty_rings() {
     }
 }
 
-/// Share from which on a guest counts as slowed.
+/// Share from which a guest counts as throttled.
 const NOTICEABLE: f64 = 0.1;
-/// Time for which a guest that is slowed was held at least.
+/// Least time for which a throttled guest was held.
 const HELD: Duration = Duration::from_millis(20);
 
-/// A guest that dirties more than the link carries goes nowhere, unless it is slowed.
+/// A guest that dirties more than the link carries does not converge unless it is throttled.
 #[test]
-fn a_guest_is_slowed_until_it_converges() {
+fn guest_is_throttled_until_it_converges() {
     if !kvm() {
         return;
     }
-    // The first must not converge for several passes. The second may take as long as this host needs.
+    // The first must not converge for several passes. The second may take as long as this host
+    // needs.
     for (auto_converge, state, timeout) in [
         (AutoConverge::Off, MigrationState::Cancelled, Duration::from_secs(2)),
         (AutoConverge::All, MigrationState::Completed, PATIENCE),
     ] {
-        // Five times what the downtime allows.
+        // Five times what the downtime limit allows.
         let vm = running_work(VmOptions::new(MEMORY, 1), "sequential,ws=2M,rate=12k,fill=random");
         let mut source = UntilHeld::new(vm, 256);
         let mut target = empty(VmOptions::new(MEMORY, 1));
-        // The guest writes all of its 512 pages again within 43 ms. The link needs 500 ms for them, and 50 ms are allowed: 51 pages. The
-        // guest is throttled from 4 % of its rate on, so also on a host that is busy with other work. The throttle can slow the full
-        // rate to half of the link: it leaves the guest 4 % of its time, and 3 % is the least that a guest gets.
+        // The guest writes all of its 512 pages again within 43 ms. The link needs 500 ms for them,
+        // and 50 ms are allowed: 51 pages. The guest is throttled from 4 % of its rate on, and
+        // therefore also on a host that is busy with other work. The throttle can slow the full
+        // rate to half of the link: it leaves the guest 4 % of its time, and 3 % is the minimum for
+        // a guest.
         let settings = Settings {
             auto_converge,
             max_bandwidth: Some(4 << 20),
@@ -356,7 +362,7 @@ fn a_guest_is_slowed_until_it_converges() {
 }
 
 #[test]
-fn a_vcpu_that_is_held_still_pauses_at_once_and_runs_freely_afterwards() {
+fn held_vcpu_pauses_at_once_and_runs_freely_afterwards() {
     if !kvm() {
         return;
     }
@@ -375,15 +381,15 @@ fn a_vcpu_that_is_held_still_pauses_at_once_and_runs_freely_afterwards() {
             stats(&vm.handle()).is_some_and(|stats| stats.writes() > writes + 10_000)
         });
     };
-    // The hold that is under way is counted when it ends, which is before the guest works again.
+    // The current hold is counted when it ends, which is before the guest works again.
     work();
     let held = vm.throttled()[0];
     work();
-    assert_eq!(vm.throttled()[0], held, "it is held no more");
+    assert_eq!(vm.throttled()[0], held, "the vCPU is still held");
 }
 
 #[test]
-fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
+fn verification_names_a_withheld_page_and_the_guest_stays() {
     if !kvm() {
         return;
     }
@@ -392,7 +398,7 @@ fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
         Withholding { vm: running_work(VmOptions::new(MEMORY, 1), SLOW), page: Arc::clone(&page) };
     let (report, _) = moved(&mut source, TrackerKind::Log, true);
     let page = page.load(Ordering::Relaxed);
-    assert_ne!(page, u64::MAX, "a page of the working set was withheld");
+    assert_ne!(page, u64::MAX, "no page of the working set was withheld");
     assert_eq!((report.state, report.mismatched_pages), (MigrationState::Failed, 1), "{report:?}");
     assert!(
         report.error.as_ref().is_some_and(|why| why.contains(&format!("region 0 page {page:#x}"))),
@@ -405,7 +411,7 @@ fn a_page_that_is_withheld_is_named_by_the_verification_and_the_guest_stays() {
 }
 
 #[test]
-fn a_page_that_is_withheld_is_found_by_the_guest_itself() {
+fn guest_detects_a_withheld_page() {
     if !kvm() {
         return;
     }
@@ -414,6 +420,6 @@ fn a_page_that_is_withheld_is_found_by_the_guest_itself() {
         Withholding { vm: running_work(VmOptions::new(MEMORY, 1), SLOW), page: Arc::clone(&page) };
     let (report, target) = moved(&mut source, TrackerKind::Log, false);
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-    assert_ne!(page.load(Ordering::Relaxed), u64::MAX, "a page of the working set was withheld");
-    assert!(corrupt(&target) > 0, "the guest misses its page");
+    assert_ne!(page.load(Ordering::Relaxed), u64::MAX, "no page of the working set was withheld");
+    assert!(corrupt(&target) > 0, "the guest did not detect the withheld page");
 }

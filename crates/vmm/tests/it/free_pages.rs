@@ -1,5 +1,5 @@
-//! KVM guests that allocate, touch and free memory, and move without what is free: by hints and by their own map, with every
-//! tracker, before and after their memory.
+//! Tests of KVM guests that allocate, touch and free memory, and whose free pages a migration
+//! skips: by hints and by their own map, with every tracker, in precopy and postcopy.
 
 use crate::confined::kvm;
 use crate::rig::{boot_with, empty, patient};
@@ -15,7 +15,7 @@ use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const MIB: u64 = 1 << 20;
 const MEMORY: u64 = 256 * MIB;
-/// What the guest touches and frees.
+/// Memory that the guest touches and frees, in bytes.
 const FREED: u64 = 128 * MIB;
 
 fn options(tracker: TrackerKind) -> VmOptions {
@@ -24,7 +24,8 @@ fn options(tracker: TrackerKind) -> VmOptions {
     options
 }
 
-/// A guest whose allocator has worked: `rounds` of it, or 0 for ever. Nothing is reported, so that what is free is still there.
+/// Returns a guest whose allocator has worked for `rounds` rounds, or works without end for 0.
+/// Nothing is reported, so that free pages keep their content.
 fn running(hints: HintMode, tracker: TrackerKind, rounds: u32) -> Vm {
     let rounds_text = if rounds > 0 { format!(",rounds={rounds}") } else { String::new() };
     let workload = format!("uniform,ws=8M,rate=2k,fill=random,alloc={FREED}{rounds_text}");
@@ -54,7 +55,7 @@ struct Case {
     mode: MigrationMode,
     rounds: u32,
     free_pages: bool,
-    /// The senders wait for the guest's first answer.
+    /// True if the senders wait for the guest's first answer.
     waits: bool,
 }
 
@@ -63,9 +64,10 @@ fn moved(case: &Case) -> Report {
     let what = format!("{mode}, {tracker}, hints {hints}, rounds {rounds}, free pages {free_pages}");
     let mut source = running(hints, tracker, rounds);
     let mut target = empty(options(tracker));
-    // A guest that allocates without end outruns the link, and is moved by this timeout after a few passes. Each pass asks it anew.
+    // A guest that allocates without end outruns the link, and this timeout migrates it after a few
+    // passes. Each pass asks the guest again.
     let timeout = if rounds == 0 { Duration::from_millis(1500) } else { Duration::from_secs(5) };
-    // A link of 2 Gbit/s: a pass takes long enough for a guest to be asked in.
+    // A link of 2 Gbit/s: a pass takes long enough to ask the guest.
     let settings = Settings {
         mode,
         free_pages,
@@ -92,7 +94,7 @@ fn moved(case: &Case) -> Report {
     }
     whole(&handle, &what);
     say(format!(
-        "{what}: {} KiB on the wire, {:.0} ms, downtime {:.1} ms, {} pages left out, {:?}",
+        "{what}: {} KiB on the wire, {:.0} ms, downtime {:.1} ms, {} pages skipped, {:?}",
         report.bytes.wire >> 10,
         report.total_ms,
         report.downtime_ms,
@@ -113,7 +115,7 @@ fn trackers() -> Vec<TrackerKind> {
 }
 
 #[test]
-fn what_a_guest_has_touched_and_freed_stays_behind() {
+fn touched_and_freed_pages_are_skipped() {
     if !kvm() {
         return;
     }
@@ -123,11 +125,10 @@ fn what_a_guest_has_touched_and_freed_stays_behind() {
         let all = moved(&case(HintMode::Demand, false));
         assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
         // One vCPU may have used what the other had freed.
-        assert!(all.bytes.wire > FREED / 2, "it was touched: {}", all.bytes.wire);
+        assert!(all.bytes.wire > FREED / 2, "the freed memory was not sent: {}", all.bytes.wire);
         for hints in [HintMode::Demand, HintMode::Incremental] {
             let report = moved(&case(hints, true));
-            // What channels have taken is sent, whatever the guest says then: a chunk of 8 MiB
-            // each.
+            // A chunk of 8 MiB that a channel has taken is sent, whatever the guest then answers.
             assert!(report.bytes.free_pages_skipped * PAGE_SIZE > FREED / 2, "{report:?}");
             assert!(report.bytes.wire < all.bytes.wire, "{} {}", report.bytes.wire, all.bytes.wire);
         }
@@ -135,7 +136,7 @@ fn what_a_guest_has_touched_and_freed_stays_behind() {
 }
 
 #[test]
-fn what_is_freed_and_used_again_arrives() {
+fn pages_freed_and_used_again_arrive() {
     if !kvm() {
         return;
     }
@@ -148,7 +149,7 @@ fn what_is_freed_and_used_again_arrives() {
 }
 
 #[test]
-fn a_guest_that_runs_there_first_does_not_wait_for_what_is_free() {
+fn postcopy_guest_does_not_wait_for_free_pages() {
     if !kvm() {
         return;
     }

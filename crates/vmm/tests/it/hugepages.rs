@@ -1,4 +1,4 @@
-//! KVM guests on huge pages of the host's pool (hugetlbfs), moved by the real engine.
+//! Tests of KVM guests on huge pages of the host's pool (hugetlbfs), migrated by the real engine.
 
 use crate::confined::kvm;
 use crate::pool::Pool;
@@ -16,10 +16,11 @@ use vmferry_wire::Role;
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
-/// Writes all over a part of memory, so that faults come from everywhere.
+/// Workload that writes all over a part of memory, so that faults come from everywhere.
 const WORKLOAD: &str = "uniform,ws=24M,rate=50k,fill=mix:30";
 
-/// Huge pages for so many guests; `None`, and the calling test is skipped, where this host has no KVM or none of them.
+/// Reserves huge pages for this number of guests. Returns `None`, and the calling test is skipped,
+/// where this host has no KVM or too few huge pages.
 fn pool(guests: u64) -> Option<Pool> {
     if !kvm() {
         return None;
@@ -84,7 +85,7 @@ const BOTH_WAYS: [(Backing, Backing); 3] = [
 ];
 
 #[test]
-fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
+fn guest_migrates_to_and_from_huge_pages_with_every_tracker() {
     let Some(_pool) = pool(2) else { return };
     let rings = largest_dirty_ring().unwrap().is_some();
     if !rings {
@@ -101,7 +102,7 @@ fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
         for (_, to) in BOTH_WAYS {
             let settings = Settings { verify: true, max_bandwidth: Some(100 << 20), ..patient() };
             let (report, target, _) = moved(&mut vm, of(to), Some(kind), &settings);
-            // What the guest said is free has nothing to be compared.
+            // Pages that the guest reported as free are not compared.
             assert_eq!(
                 (report.verified_pages + report.skipped_pages, report.mismatched_pages),
                 (MEMORY >> 12, 0)
@@ -113,7 +114,7 @@ fn a_guest_is_moved_onto_huge_pages_and_off_them_by_every_tracker() {
 }
 
 #[test]
-fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
+fn loaded_guest_runs_before_its_huge_pages_have_arrived() {
     let Some(_pool) = pool(2) else { return };
     let paths = [UrgentPath::Dedicated, UrgentPath::Interleaved, UrgentPath::Shared];
     for (mode, bandwidth) in [(MigrationMode::Postcopy, 60 << 20), (MigrationMode::Hybrid, 30 << 20)] {
@@ -121,9 +122,9 @@ fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
             let settings =
                 Settings { mode, urgent, urgent_channels: 2, max_bandwidth: Some(bandwidth), ..patient() };
             let what = format!("{mode:?}, {urgent:?}, {from} to {to}");
-            // A guest that a starved host does not let run before its pages have come asks for
-            // none. The migration is repeated until the guest has asked; all else holds for each
-            // migration.
+            // A guest that does not run on a starved host before its pages have arrived requests
+            // none. The migration is repeated until the guest has requested one. All other checks
+            // apply to each migration.
             let asked = (0..8).any(|_| {
                 let mut source = running(options(from));
                 let before = stats(&source.handle()).map_or(0, |stats| stats.writes());
@@ -136,14 +137,15 @@ fn a_loaded_guest_runs_on_huge_pages_before_they_have_come() {
                 wait("the guest going on", || writes() > before);
                 figures.faults > 0
             });
-            assert!(asked, "{what}: no page was asked for");
+            assert!(asked, "{what}: no page was requested");
         }
     }
 }
 
-/// Huge pages of which some parts have come when the link is lost: the rest comes on the next, and nothing twice.
+/// The link is lost when parts of some huge pages have arrived. The rest arrives over the next
+/// link, and nothing arrives twice.
 #[test]
-fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
+fn link_lost_in_the_middle_of_huge_pages_is_recovered() {
     let Some(_pool) = pool(2) else { return };
     let mut cut = 0;
     for (role, after) in [(Role::Urgent, 900_000), (Role::Urgent, 3_000_000), (Role::Bulk, 700_000)] {
@@ -165,12 +167,12 @@ fn a_link_that_is_lost_in_the_middle_of_huge_pages_is_taken_up_again() {
         say(format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
         cut += proxy.harmed();
     }
-    // How much goes which way depends on where the guest writes.
+    // The number of bytes in each direction depends on where the guest writes.
     assert!(cut > 0);
 }
 
 #[test]
-fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
+fn restored_guest_runs_on_huge_pages() {
     let Some(_pool) = pool(2) else { return };
     for (from, to) in BOTH_WAYS {
         let mut source = running(options(from));
@@ -190,7 +192,7 @@ fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
                 assert_eq!(progress.state, FillState::Completed, "{progress:?}");
                 assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
                 assert_eq!(corrupt(&lazy), 0, "{from} to {to}");
-                say(format!("lazily, {from} to {to}: {progress:?}"));
+                say(format!("by demand paging, {from} to {to}: {progress:?}"));
             }
             Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("{from} to {to}: {why}")),
             Err(error) => panic!("{error}"),
@@ -199,10 +201,10 @@ fn a_guest_in_a_file_runs_on_huge_pages_at_once() {
 }
 
 #[test]
-fn too_few_huge_pages_are_said_at_the_start() {
+fn too_few_huge_pages_are_reported_at_the_start() {
     let Some(_pool) = pool(1) else { return };
     let mut too_large = options(Backing::HugePages);
-    // More than any host here has.
+    // More memory than any host of the tests has.
     too_large.memory = 1 << 44;
     let error = Vm::new(too_large).unwrap_err();
     let text = error.to_string();
@@ -210,5 +212,5 @@ fn too_few_huge_pages_are_said_at_the_start() {
     let mut uneven = options(Backing::HugePages);
     uneven.memory = (16 << 20) + 4096;
     let text = Vm::new(uneven).unwrap_err().to_string();
-    assert!(text.contains("a multiple of that"), "{text}");
+    assert!(text.contains("a multiple of 2 MiB is needed"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Real guests on real KVM: booting, pausing, and moving one by hand.
+//! Tests of real guests on real KVM: booting, pausing, and moving one by hand.
 
 use crate::confined::kvm;
 use crate::rig::boot;
@@ -63,7 +63,7 @@ impl Guest {
         self.wait("the guest fills its memory", |s| s.state == State::Running && s.writes() > 1000)
     }
 
-    /// Waits until every vCPU wrote, and checked all its pages once more.
+    /// Waits until every vCPU has written, and has checked all its pages once more.
     fn wait_sweep(&self, cpus: u32) -> StatsSnapshot {
         let before = self.wait("the guest reports", |_| true);
         let sweeps: Vec<u64> = before.cpus().iter().map(|cpu| cpu.sweeps).collect();
@@ -76,7 +76,7 @@ impl Guest {
 }
 
 #[test]
-fn the_guest_boots_and_counts() {
+fn guest_boots_and_counts() {
     if !kvm() {
         return;
     }
@@ -87,13 +87,13 @@ fn the_guest_boots_and_counts() {
     for note in guest.vm.notes() {
         println!("note: {note}");
     }
-    let later = guest.wait("it counts on", |s| s.writes() > stats.writes() + 1000);
+    let later = guest.wait("the guest counts on", |s| s.writes() > stats.writes() + 1000);
     assert_eq!(later.corrupt(), 0);
     assert_eq!(later.cpus().len(), 2);
 }
 
 #[test]
-fn a_busy_guest_pauses_quickly_and_goes_on() {
+fn busy_guest_pauses_quickly_and_resumes() {
     if !kvm() {
         return;
     }
@@ -106,14 +106,16 @@ fn a_busy_guest_pauses_quickly_and_goes_on() {
         guest.vm.pause().unwrap();
         taken.push(start.elapsed());
         let frozen = guest.handle.stats().map(|s| s.writes());
-        // The guest writes every few microseconds if it runs. A busy host can only hide that here, and the test passes then.
+        // A running guest writes every few microseconds. A busy host can only hide a defect, and
+        // the test passes then.
         std::thread::sleep(Duration::from_millis(1));
-        assert_eq!(guest.handle.stats().map(|s| s.writes()), frozen, "a paused guest stands still");
+        assert_eq!(guest.handle.stats().map(|s| s.writes()), frozen, "a paused guest wrote");
         guest.vm.resume().unwrap();
     }
     taken.sort();
     println!("pause: median {:?}, worst {:?}", taken[taken.len() / 2], taken[taken.len() - 1]);
-    // The benches measure these times. Here a pause whose kick is lost fails, as `Error::Unresponsive`.
+    // Benchmarks measure these times. In this test a pause whose kick is lost fails with
+    // `Error::Unresponsive`.
     assert_eq!(guest.wait_sweep(2).corrupt(), 0);
 }
 
@@ -178,21 +180,21 @@ fn move_by_hand(memory: u64, cpus: u32, workload: &str, backing: Backing, moves:
 }
 
 #[test]
-fn a_guest_goes_on_in_another_vm() {
+fn guest_continues_in_another_vm() {
     if kvm() {
         move_by_hand(128 << 20, 2, "uniform,ws=8M,rate=50k", Backing::Anonymous, 3);
     }
 }
 
 #[test]
-fn a_guest_in_a_memfd_goes_on_in_another_vm() {
+fn guest_in_a_memfd_continues_in_another_vm() {
     if kvm() {
         move_by_hand(64 << 20, 1, "sequential,ws=4M,rate=50k", Backing::Memfd, 2);
     }
 }
 
 #[test]
-fn an_idle_guest_goes_on_in_another_vm() {
+fn idle_guest_continues_in_another_vm() {
     if !kvm() {
         return;
     }
@@ -209,7 +211,7 @@ fn an_idle_guest_goes_on_in_another_vm() {
 }
 
 #[test]
-fn a_page_that_is_not_moved_is_found_by_the_guest() {
+fn guest_detects_a_page_that_was_not_moved() {
     if !kvm() {
         return;
     }
@@ -219,7 +221,8 @@ fn a_page_that_is_not_moved_is_found_by_the_guest() {
     let saved = guest.vm.save_state().unwrap();
     let mut target = Guest::new(64 << 20, 1, |options| options.incoming = true);
     copy_memory(&guest.vm, &target.vm);
-    // Each page of content begins with its number: the one between 99 and 101 is the guest's page 100.
+    // Each page of content begins with its number. The page between 99 and 101 is the guest's page
+    // 100.
     let ram = guest.vm.ram().regions()[0].region();
     let window = target.vm.ram().window(ram.id, ram.run()).unwrap();
     let starts_with = |index: usize, number: u64| {
@@ -237,19 +240,19 @@ fn a_page_that_is_not_moved_is_found_by_the_guest() {
 }
 
 #[test]
-fn a_guest_with_memory_on_both_sides_of_the_hole_runs() {
+fn guest_with_memory_on_both_sides_of_the_hole_runs() {
     if !kvm() {
         return;
     }
-    // Shows that a guest with two memory slots boots and runs. Its working set lies below the hole: filling more than
-    // 3 GiB, so that it reaches the upper slot, would take too long for a test.
+    // Shows that a guest with two memory slots boots and runs. Its working set lies below the hole:
+    // filling more than 3 GiB to reach the upper slot would take too long for a test.
     let guest = Guest::boot((3 << 30) + (64 << 20), 1, "uniform,ws=4M,rate=10k", |_| {});
     assert_eq!(guest.wait_running().corrupt(), 0);
     assert_eq!(guest.vm.ram().regions().len(), 2);
 }
 
 #[test]
-fn a_guest_that_gives_up_says_why_and_ends() {
+fn guest_that_panics_reports_the_reason_and_ends() {
     if !kvm() {
         return;
     }
@@ -259,13 +262,14 @@ fn a_guest_that_gives_up_says_why_and_ends() {
     let exit = guest.handle.wait_for_exit_timeout(PATIENCE);
     assert_eq!(exit, Some(Exit::PoweredOff(vmferry_guest_abi::PANIC_EXIT)), "{}", guest.serial.text());
     assert!(guest.serial.text().contains("PANIC"), "{}", guest.serial.text());
-    // The other vCPU was told, and nothing runs on.
+    // The other vCPU was told, and no vCPU runs on.
     guest.vm.pause().unwrap();
     assert!(guest.vm.resume().is_err() && guest.vm.save_state().is_err());
     guest.vm.stop();
 }
 
-/// Copies the pages of `set` from `from` to `to` while the guest may run, each protected before it is read; says how many.
+/// Copies the pages of `set` from `from` to `to` while the guest may run. Each page is protected
+/// before it is read. Returns the number of pages.
 fn send(tracker: &dyn DirtyTracker, set: &PageSet, from: &Vm, to: &Vm) -> u64 {
     let protector = tracker.protector();
     let (mut page, mut sent) = ([0; 4096], 0);
@@ -287,7 +291,7 @@ fn send(tracker: &dyn DirtyTracker, set: &PageSet, from: &Vm, to: &Vm) -> u64 {
     sent
 }
 
-/// A live migration in its barest form, with the tracker that the VM gives to the engine.
+/// Performs a minimal live migration, with the tracker that the VM gives to the engine.
 fn move_live(kind: TrackerKind, cpus: u32, huge_pages: bool) {
     let (memory, workload) = (128 << 20, "uniform,ws=16M,rate=20k");
     let mut guest = Guest::boot(memory, cpus, workload, |options| options.huge_pages = huge_pages);
@@ -298,7 +302,7 @@ fn move_live(kind: TrackerKind, cpus: u32, huge_pages: bool) {
     assert_eq!(tracker.kind(), kind);
     tracker.start().unwrap();
 
-    // First pass: what was touched, asked after it was protected.
+    // The first pass sends the touched pages. They are queried after they were protected.
     let mut set = PageSet::full(&layout);
     for (id, pages) in PageSet::full(&layout).iter() {
         let run = layout.region(id).unwrap().run();
@@ -336,7 +340,7 @@ fn move_live(kind: TrackerKind, cpus: u32, huge_pages: bool) {
     assert_eq!(target.handle.stats().unwrap().corrupt(), 0);
 }
 
-/// Every page is the same on both sides, which stand still.
+/// Checks that every page has the same content in both VMs, whose vCPUs are paused.
 fn compare_memory(a: &Vm, b: &Vm) {
     let mut scratch = [0; 4096];
     for ram in a.ram().regions() {
@@ -350,21 +354,21 @@ fn compare_memory(a: &Vm, b: &Vm) {
 }
 
 #[test]
-fn a_running_guest_is_moved_with_the_log() {
+fn running_guest_is_moved_with_the_log() {
     if kvm() {
         move_live(TrackerKind::Log, 2, true);
     }
 }
 
 #[test]
-fn a_running_guest_is_moved_with_write_protection() {
+fn running_guest_is_moved_with_write_protection() {
     if kvm() {
         move_live(TrackerKind::Wp, 2, false);
     }
 }
 
 #[test]
-fn a_running_guest_on_huge_pages_is_moved_with_write_protection() {
+fn running_guest_on_huge_pages_is_moved_with_write_protection() {
     if kvm() {
         move_live(TrackerKind::Wp, 1, true);
     }

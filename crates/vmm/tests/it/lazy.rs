@@ -1,4 +1,4 @@
-//! A KVM guest that runs before its memory has come.
+//! Tests of a KVM guest that runs before its memory has arrived.
 
 use crate::confined::kvm;
 use crate::rig::{boot, empty, verified};
@@ -22,14 +22,15 @@ fn running() -> Vm {
     vm
 }
 
-/// A guest on its way: the source, which stands still and has all the pages, and the target, which has none.
+/// Guest during its move: the paused source, which has all pages, and the target, which has none.
 struct Move {
     source: Vm,
     target: Vm,
     lazy: Arc<dyn LazyMemory>,
 }
 
-/// `None`, and the calling test is skipped, where this host cannot do it.
+/// Returns a guest during its move, or `None`, where the calling test is skipped, if this host
+/// cannot do demand paging.
 fn moving(backing: Backing) -> Option<Move> {
     if !kvm() {
         return None;
@@ -47,7 +48,7 @@ fn moving(backing: Backing) -> Option<Move> {
     let mut source = running();
     source.pause().unwrap();
     let saved = source.save_state().unwrap();
-    // What a precopy left behind: stale everywhere.
+    // Stale content everywhere, as a precopy leaves it.
     for ram in target.ram().regions() {
         let window = target.ram().window(ram.region().id, ram.region().run()).unwrap();
         (0..window.pages()).for_each(|page| window.write_page(page, &[0xa5; PAGE_BYTES]));
@@ -62,7 +63,7 @@ struct Counts {
     done: AtomicBool,
     /// Locked by the test while no fault may be resolved.
     gate: Mutex<()>,
-    /// Faults that were read and are not resolved yet: of each, a thread sleeps.
+    /// Number of faults that were read and are not resolved yet. A thread sleeps for each.
     waiting: AtomicU64,
     placed: AtomicU64,
     of_vcpus: AtomicU64,
@@ -106,11 +107,12 @@ fn with_served(moving: &mut Move, work: impl FnOnce(&mut Vm, &Counts)) -> Counts
 }
 
 #[test]
-fn a_guest_runs_before_its_memory_has_come() {
+fn guest_runs_before_its_memory_has_arrived() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let Some(mut moving) = moving(backing) else { return };
         let before = moving.source.handle().stats().unwrap().writes();
-        // A look must not wait for a page: none comes yet, so that a look that waits never returns.
+        // A reader of statistics must not wait for a page: none arrives yet, so a reader that waits
+        // never returns.
         assert!(moving.target.handle().stats().is_err());
         assert!(!moving.target.handle().request_verify(1));
         let lazy = Arc::clone(&moving.lazy);
@@ -130,19 +132,20 @@ fn a_guest_runs_before_its_memory_has_come() {
             counts.others.load(Ordering::Relaxed)
         ));
         assert!((4096..=MEMORY >> 12).contains(&placed), "{placed} pages");
-        // KVM proper may hand a fault to a kernel worker and halt the vCPU meanwhile, so that an interrupt finds it; such a
-        // fault is nobody's. kvm_pvm takes them all in the vCPU's thread.
+        // KVM proper may hand a fault to a kernel worker and halt the vCPU meanwhile, so that an
+        // interrupt finds it. Such a fault is not attributed to a vCPU. kvm_pvm handles all faults
+        // in the vCPU's thread.
         if std::path::Path::new("/sys/module/kvm_pvm").exists() {
             assert!(counts.of_vcpus.into_inner() >= placed);
         }
-        // What was never asked for reads as zeros, and the guest does not miss it.
+        // Pages that were never requested read as zeros, and the guest does not need them.
         let stats = verified(&moving.target.handle(), 8);
         assert_eq!(stats.corrupt(), 0, "{:?}", stats.first_corrupt());
     }
 }
 
 #[test]
-fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
+fn vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_resumed() {
     let Some(mut moving) = moving(Backing::Anonymous) else { return };
     with_served(&mut moving, |target, counts| {
         target.start().unwrap();
@@ -150,7 +153,7 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
         for _ in 0..20 {
             let placed = counts.placed.load(Ordering::Relaxed);
             wait("some pages that came", || counts.placed.load(Ordering::Relaxed) > placed + 10);
-            // From here on no page comes.
+            // From here on no page arrives.
             let gate = counts.gate.lock().unwrap();
             wait("a thread that sleeps on a page", || counts.waiting.load(Ordering::Acquire) > 0);
             let begin = Instant::now();
@@ -163,7 +166,7 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
                     say(format!(
                         "pause of a sleeping vCPU: the host's kernel does not interrupt it: {error}"
                     ));
-                    assert!(slowest < PATIENCE, "it does not hang");
+                    assert!(slowest < PATIENCE, "the pause hung");
                     target.pause().unwrap();
                     target.resume().unwrap();
                     break;
@@ -177,7 +180,7 @@ fn a_vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_goes_on() {
 }
 
 #[test]
-fn a_vm_that_sleeps_can_be_dropped() {
+fn vm_whose_vcpus_sleep_can_be_dropped() {
     let Some(Move { source, mut target, lazy }) = moving(Backing::Anonymous) else { return };
     target.start().unwrap();
     let fault = |stripe| lazy.next_fault(stripe, Duration::ZERO).unwrap().is_some();
@@ -186,7 +189,7 @@ fn a_vm_that_sleeps_can_be_dropped() {
     drop(target);
     assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
     say(format!("a VM that sleeps is gone after {:?}", begin.elapsed()));
-    // The engine may still hold it.
+    // The engine may still hold a reference to it.
     lazy.end().unwrap();
     drop((lazy, source));
 }

@@ -1,4 +1,5 @@
-//! The VMM on the host's KVM: guests that boot, allocate, pause, are tracked, and move by the real engine.
+//! Tests of the VMM on the host's KVM: guests that boot, allocate, pause, are tracked, and are
+//! migrated by the real engine.
 
 mod alloc;
 mod confined;

@@ -1,4 +1,5 @@
-//! Guests that boot and check themselves, and VMs of tests that are the real one but for some methods.
+//! Guests that boot and check themselves, and test VMs that forward all but some methods to the
+//! real one.
 
 use vmferry_engine::Settings;
 use vmferry_guest_abi::{GuestArgs, StatsSink, StatsSnapshot};
@@ -7,7 +8,7 @@ use vmferry_vmm::{Vm, VmHandle, VmOptions};
 
 /// Settings with a peer timeout that only a hang reaches.
 ///
-/// A thread of a starved host can stand still for longer than the default timeout.
+/// A thread of a starved host can be stopped for longer than the default timeout.
 pub(crate) fn patient() -> Settings {
     Settings { peer_timeout: PATIENCE, ..Settings::default() }
 }
@@ -21,7 +22,7 @@ pub(crate) fn boot(options: VmOptions, workload: &str) -> Vm {
     boot_with(options, workload, |_| {})
 }
 
-/// Boots the bare-metal guest with `workload` and the arguments that `change` made of the usual ones.
+/// Boots the bare-metal guest with `workload` and the default arguments as changed by `change`.
 pub(crate) fn boot_with(options: VmOptions, workload: &str, change: impl FnOnce(&mut GuestArgs)) -> Vm {
     let cpus = options.cpus;
     let mut vm = Vm::new(options).expect("a VM");
@@ -41,7 +42,7 @@ pub(crate) fn working(options: VmOptions, workload: &str, writes: u64) -> Vm {
     vm
 }
 
-/// A VM without a guest, for one that comes.
+/// Returns a VM without a guest, which can receive one.
 pub(crate) fn empty(mut options: VmOptions) -> Vm {
     options.incoming = true;
     Vm::new(options).unwrap()
@@ -54,7 +55,8 @@ pub(crate) fn verified(handle: &VmHandle, request: u64) -> StatsSnapshot {
     wait_for("a report", || handle.stats())
 }
 
-/// Returns how many pages of the guest are not as it left them, by its own check.
+/// Returns the number of pages whose content differs from what the guest wrote, by the guest's own
+/// check.
 pub(crate) fn corrupt(vm: &Vm) -> u64 {
     verified(&vm.handle(), 5).corrupt()
 }

@@ -1,4 +1,4 @@
-//! All trackers give the same answer: the pages that the guest wrote, by its own account.
+//! Tests that all trackers report the same pages: those that the guest wrote, by its own account.
 
 use crate::confined::kvm;
 use crate::rig::working;
@@ -10,17 +10,17 @@ use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 
 const MEMORY: u64 = 64 << 20;
 const CPUS: u32 = 2;
-/// Each page of the working set is written several times between the two looks.
+/// Workload that writes each page of the working set several times between the two comparisons.
 const WORKLOAD: &str = "sequential,ws=8M,data=16M,rate=20k,fill=random";
 const WS_PAGES: u64 = (8 << 20) / PAGE_BYTES as u64;
-/// So small that it is full again and again.
+/// Number of ring entries, so small that the ring fills up repeatedly.
 const RING: u32 = 256;
 
 fn writes(vm: &Vm) -> u64 {
     vm.handle().stats().map_or(0, |stats| stats.writes())
 }
 
-/// Writes of each vCPU.
+/// Returns the number of writes of each vCPU.
 fn writes_by_cpu(vm: &Vm) -> Vec<u64> {
     vm.handle()
         .stats()
@@ -33,7 +33,7 @@ fn running(ring: Option<u32>) -> Vm {
     working(options, WORKLOAD, 5000)
 }
 
-/// All of the guest's memory, in the order of its regions.
+/// Returns all of the guest's memory, in the order of its regions.
 fn copy(vm: &Vm) -> Vec<Page> {
     let ram = vm.ram();
     let mut pages = Vec::new();
@@ -66,11 +66,11 @@ fn word(page: &Page, index: usize) -> u64 {
     u64::from_le_bytes(page[8 * index..8 * index + 8].try_into().unwrap())
 }
 
-/// The counters on the pages of the working set, by page number.
+/// Returns the counters on the pages of the working set, by page number.
 fn stamps(pages: &[Page]) -> Vec<u64> {
     let mut counters = vec![0; usize::try_from(WS_PAGES).unwrap()];
     for (page, next) in pages.iter().zip(&pages[1..]) {
-        // They are numbered one after the other, which no other page is by chance.
+        // Pages are numbered consecutively, which no other page is by chance.
         let number = word(page, 0);
         if number < WS_PAGES && (word(next, 0) == number + 1 || number + 1 == WS_PAGES) && word(page, 1) > 0 {
             counters[usize::try_from(number).unwrap()] = word(page, 1);
@@ -79,8 +79,8 @@ fn stamps(pages: &[Page]) -> Vec<u64> {
     counters
 }
 
-/// The counters that the guest keeps of the same pages elsewhere: a table of numbers like those on the pages. A vCPU that
-/// was stopped between the two is off by one.
+/// Returns the counters that the guest keeps of the same pages in a table, whose numbers match
+/// those on the pages. If a vCPU was stopped between the two updates, they differ by one.
 fn own_counters(pages: &[Page], stamps: &[u64]) -> Vec<u64> {
     let near = |page: &Page, stamps: &[u64]| {
         stamps.iter().enumerate().all(|(index, stamp)| word(page, index).abs_diff(*stamp) <= 1)
@@ -93,7 +93,7 @@ fn own_counters(pages: &[Page], stamps: &[u64]) -> Vec<u64> {
 
 /// Counts of one comparison.
 struct Compared {
-    /// Pages that differ, and those of them that the tracker did not report.
+    /// Number of pages that differ, and those of them that the tracker did not report.
     changed: usize,
     missed: Vec<usize>,
     reported: u64,
@@ -124,7 +124,7 @@ fn check(kind: TrackerKind) {
     vm.pause().unwrap();
     let (before, written, begun) = (copy(&vm), writes(&vm), writes_by_cpu(&vm));
     assert_eq!(begun.len(), usize::try_from(CPUS).unwrap());
-    // What was written until here may be reported, and need not be.
+    // Writes up to this point may be reported, but need not be.
     let layout = vm.ram().layout().clone();
     tracker.harvest(&mut PageSet::empty(&layout)).unwrap();
     protect_all(&vm, &*tracker);
@@ -137,7 +137,7 @@ fn check(kind: TrackerKind) {
             next = now + 4 * u64::from(RING);
             tracker.harvest(&mut dirty).unwrap();
         }
-        // Each vCPU, since a busy host may run one of them much later than the other.
+        // Checked for each vCPU, since a busy host may run one of them much later than the other.
         let rounds = |(now, begun): (u64, &u64)| now > begun + 2 * WS_PAGES;
         let by_cpu = writes_by_cpu(&vm);
         !by_cpu.is_empty() && by_cpu.into_iter().zip(&begun).all(rounds)
@@ -183,7 +183,7 @@ fn each_tracker_reports_what_the_guest_wrote() {
 
 /// The choice between ring and log is made when the VM starts (hazards.md 2).
 #[test]
-fn a_tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
+fn tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
     if !kvm() {
         return;
     }

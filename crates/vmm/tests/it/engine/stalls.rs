@@ -1,15 +1,17 @@
-//! The time that vCPUs stand still, as the host accounts for it, against the guest's own clock: once for each cause.
+//! Tests that compare the time for which vCPUs do not run, as the host accounts for it, with the
+//! guest's own clock: once for each cause.
 //!
-//! A guest's clock sees every gap in its loop, also those that other work on this host makes. So noise only ever adds to what the guest sees,
-//! and these bounds hold on a busy host, too:
+//! A guest's clock sees every gap in its loop, also gaps caused by other work on this host. Noise
+//! therefore only adds to what the guest sees, and these bounds hold on a busy host as well:
 //!
 //! | cause | what the host counts | bound |
 //! |---|---|---|
 //! | full dirty ring, throttle | only time in which the vCPU is out of the guest | host <= guest |
 //! | missing pages | the same, until the page is known to be placed | host <= guest and the time of placing |
-//! | blackout, verification, trial pauses, busy I/O | also stopping and starting the vCPUs | time at a certain standstill <= guest, and <= host |
+//! | blackout, verification, trial pauses, busy I/O | also stopping and starting the vCPUs | time for which no vCPU ran <= guest, and <= host |
 //!
-//! What is left, the residue, is printed: tracking faults, the host's scheduler, and exits shorter than 8 us, which no guest counts.
+//! The remaining difference, the residue, is printed. It consists of tracking faults, the host's
+//! scheduler, and exits shorter than 8 us, which no guest counts.
 
 use super::{MEMORY, running_work};
 use crate::confined::kvm;
@@ -29,16 +31,17 @@ use vmferry_testkit::{Need, say, skip, wait};
 use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
-/// Dirties its 8 MiB again and again.
+/// Workload that dirties its 8 MiB repeatedly.
 const WORKLOAD: &str = "sequential,ws=8M,rate=50k,fill=random";
-/// So slow a link that there are some passes.
+/// Link rate in bytes per second, slow enough for several passes.
 const LINK: u64 = 80 << 20;
-/// By how much the clocks of guest and host may differ: the frequency that the guest is told is rounded, and the host's clock is steered.
+/// Maximum ratio of the clocks of guest and host: the frequency that the guest is told is rounded,
+/// and the host's clock is steered.
 const CLOCKS: f64 = 1.002;
-/// What a move may take from the guest's clock when it sets the counter anew.
+/// Maximum time that a migration may take from the guest's clock when it sets the counter, in us.
 const CLOCK_STEP_US: f64 = 500.0;
 
-/// Time for which it is certain that no vCPU ran.
+/// Time for which certainly no vCPU ran.
 #[derive(Default)]
 struct Standstill {
     since: Option<Instant>,
@@ -46,12 +49,12 @@ struct Standstill {
 }
 
 impl Standstill {
-    /// All vCPUs have stopped.
+    /// Records that all vCPUs have stopped.
     fn begins(watch: &Mutex<Self>) {
         watch.lock().unwrap().since.get_or_insert_with(Instant::now);
     }
 
-    /// The vCPUs are about to be started.
+    /// Records that the vCPUs are about to be started.
     fn ends(watch: &Mutex<Self>) {
         let mut watch = watch.lock().unwrap();
         if let Some(since) = watch.since.take() {
@@ -60,11 +63,11 @@ impl Standstill {
     }
 }
 
-/// A source that notes when its guest stood still, and whose I/O is busy at times.
+/// Source that records when its guest was paused, and whose I/O is busy at times.
 struct Watched {
     vm: Vm,
     still: Arc<Mutex<Standstill>>,
-    /// How long its I/O keeps each of the next pauses, in vain.
+    /// Durations for which busy I/O makes the next pauses fail.
     busy: VecDeque<Duration>,
 }
 
@@ -90,7 +93,7 @@ impl SourceVm for Watched {
     }
     fn settle(&mut self, within: Duration) -> Result<(), VmError> {
         let Some(time) = self.busy.pop_front() else { return SourceVm::settle(&mut self.vm, within) };
-        // A disk that takes its time.
+        // Acts as a slow disk.
         std::thread::sleep(time);
         Err(VmError::busy("requests are under way"))
     }
@@ -100,8 +103,9 @@ impl SourceVm for Watched {
     }
 }
 
-/// Memory that notes how long pages are being placed. The vCPU that waits for a page is woken within that time, and the engine looks at
-/// the clock after it: by that much at most the engine counts too much, as where the host lets the vCPU run first.
+/// Memory that records how long pages are being placed. The vCPU that waits for a page is woken
+/// within that time, and the engine reads the clock after it. The engine therefore counts at most
+/// this time too much, for example where the host lets the vCPU run first.
 #[derive(Debug)]
 struct Placing {
     memory: Arc<dyn LazyMemory>,
@@ -150,7 +154,7 @@ impl LazyMemory for Placing {
     }
 }
 
-/// A target that notes when its guest is started.
+/// Target that records when its guest is started.
 struct Started {
     vm: Vm,
     still: Arc<Mutex<Standstill>>,
@@ -180,18 +184,18 @@ impl TargetVm for Started {
     }
 }
 
-/// A migration, and what both sides say of the only vCPU's stalls, in microseconds.
+/// Report of a migration, and what both sides count for the only vCPU's stalls, in microseconds.
 struct Account {
     report: Report,
-    /// Sum of the stalls that the guest saw from before the migration until after it.
+    /// Sum of the stalls that the guest saw from before the migration until after it, in us.
     seen: f64,
     still: f64,
-    /// By how much the host may have counted too much.
+    /// Maximum time that the host may have counted too much, in us.
     excess: f64,
 }
 
 impl Account {
-    /// What the host counted while the vCPU was out of the guest.
+    /// Returns what the host counted while the vCPU was out of the guest, in us.
     fn counted(&self) -> f64 {
         let ring = self.report.ring.as_ref().map_or(0, |ring| ring.vcpus[0].full_stall_us);
         let held = self.report.throttle.as_ref().map_or(0.0, |throttle| throttle.held_ms[0]);
@@ -199,17 +203,18 @@ impl Account {
         (ring + faults) as f64 + held * 1e3
     }
 
-    /// What the host reports for stopping the guest.
+    /// Returns what the host reports for stopping the guest, in us.
     fn paused(&self) -> f64 {
         let report = &self.report;
         (report.downtime_ms + report.verify_ms + report.put_off_ms + report.trial_pause_ms) * 1e3
     }
 
-    /// Checks the bounds, and prints the residue of `cause`, of which the host counted `host` microseconds.
+    /// Checks the bounds, and prints the residue of `cause`, for which the host counted `host`
+    /// microseconds.
     fn judge(&self, cause: &str, host: f64) {
         let Self { report, seen, still, excess } = self;
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-        assert!(host > 0.0, "{cause} did not come to pass: {report:?}");
+        assert!(host > 0.0, "{cause} did not happen: {report:?}");
         let (counted, paused) = (self.counted(), self.paused());
         let residue = seen - counted - paused;
         say(format!(
@@ -218,17 +223,17 @@ impl Account {
         ));
         assert!(
             counted + still <= seen * CLOCKS + CLOCK_STEP_US + excess,
-            "{cause}: the host accounts for {counted:.0} us and {still:.0} us of standstill, of which {excess:.0} may be too much, and the \
+            "{cause}: the host accounts for {counted:.0} us and {still:.0} us without any vCPU, of which {excess:.0} may be too much, and the \
              guest saw {seen:.0}: {report:?}"
         );
         assert!(
             *still <= paused + CLOCK_STEP_US,
-            "{cause}: the guest stood still for {still:.0} us, and the report says {paused:.0}: {report:?}"
+            "{cause}: no vCPU ran for {still:.0} us, and the report says {paused:.0}: {report:?}"
         );
     }
 }
 
-/// The vCPU's block with all stalls that it has had until now: it has reported twice since.
+/// Returns the vCPU's block with all stalls up to now: the vCPU has reported twice since the call.
 fn fresh(handle: &VmHandle) -> CpuSnapshot {
     let mut first = None;
     let mut last = CpuSnapshot::default();
@@ -240,7 +245,8 @@ fn fresh(handle: &VmHandle) -> CpuSnapshot {
     last
 }
 
-/// A VM without a balloon: its guest takes for its own will what passes while it is outside for its own I/O.
+/// Returns options of a VM without a balloon: the guest does not count the time in which it is
+/// outside for its own I/O.
 fn watched_options(ring: Option<u32>) -> VmOptions {
     let mut options = VmOptions::new(MEMORY, 1);
     (options.balloon, options.dirty_ring) = (false, ring);
@@ -277,7 +283,7 @@ fn full_rings_are_accounted_for() {
     if largest_dirty_ring().unwrap().is_none() {
         return skip(Need::Kvm, "no dirty rings");
     }
-    // A host that hardly lets the guest run lets the reaper come first.
+    // On a host that hardly lets the guest run, the reaper may empty the ring first.
     let full = |_| {
         let account = account(Some(256), &settings(), &[]);
         account.report.ring.as_ref().is_some_and(|ring| ring.full_stall_us > 0).then_some(account)
@@ -292,7 +298,8 @@ fn throttling_is_accounted_for() {
     if !kvm() {
         return;
     }
-    // A fifth of that: the guest dirties more, also on a host that gives it a tenth of a processor.
+    // A fifth of the usual link: the guest dirties more, also on a host that gives it a tenth of a
+    // processor.
     let settings = Settings {
         auto_converge: AutoConverge::All,
         max_bandwidth: Some(LINK / 5),
@@ -302,8 +309,8 @@ fn throttling_is_accounted_for() {
         ..settings()
     };
     let held = |account: &Account| account.report.throttle.as_ref().map_or(0.0, |all| all.held_ms[0]);
-    // A guest that a starved host does not let run is not held. Each migration is repeated until
-    // there is a hold to account for; the account of that one decides.
+    // A guest that does not run on a starved host is not held. The migration is repeated until
+    // there is a hold to account for, and the account of that migration decides.
     let account = (0..8).map(|_| account(None, &settings, &[])).find(|account| held(account) > 0.0);
     let account = account.expect("a guest that outruns its link is held");
     account.judge("throttle", held(&account) * 1e3);
@@ -323,7 +330,7 @@ fn blackout_trial_pauses_and_verification_are_accounted_for() {
 }
 
 #[test]
-fn pauses_in_vain_are_accounted_for() {
+fn pauses_with_busy_io_are_accounted_for() {
     if !kvm() {
         return;
     }
@@ -345,8 +352,9 @@ fn missing_pages_are_accounted_for() {
     let blocked = |account: &Account| {
         account.report.postcopy.as_ref().map_or(0, |postcopy| postcopy.vcpus[0].blocked_us)
     };
-    // A guest that a starved host does not let run before its pages have come waits for none. The
-    // migration is repeated until there is a wait to account for; the account of that one decides.
+    // A guest that does not run on a starved host before its pages have arrived waits for none. The
+    // migration is repeated until there is a wait to account for, and the account of that migration
+    // decides.
     let account = (0..8).map(|_| account(None, &settings, &[])).find(|account| blocked(account) > 0);
     let account = account.expect("a guest that writes all over its memory waits for pages");
     account.judge("missing_page", blocked(&account) as f64);

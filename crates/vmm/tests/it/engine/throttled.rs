@@ -1,4 +1,5 @@
-//! A guest with one vCPU that writes much and one that writes little, moved by the real engine (`auto-converge=writers`).
+//! Test of a guest with one vCPU that writes much and one that writes little, migrated by the real
+//! engine (`auto-converge=writers`).
 
 use super::{MEMORY, Outrunning};
 use crate::confined::kvm;
@@ -16,23 +17,25 @@ use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
 const CPUS: u32 = 2;
-/// vCPU 0 writes so many times a second, over and over to the same 4 MiB.
+/// Number of writes per second of vCPU 0, which go to the same 4 MiB.
 const HEAVY: u64 = 50_000;
-/// vCPU 1 writes this many times less.
+/// Factor by which vCPU 1 writes less.
 const SKEW: u64 = 250;
-/// Bytes a second. The heavy vCPU dirties its 4 MiB faster than this carries them, also on a host that gives it a tenth of a processor. The
-/// light one dirties 0.8 MB a second, less than half of what a guest may that is throttled (half of this).
+/// Link rate in bytes per second. The heavy vCPU dirties its 4 MiB faster than this link carries
+/// them, also on a host that gives it a tenth of a processor. The light one dirties 0.8 MB per
+/// second, less than half of what a throttled guest may dirty (half of this rate).
 const LINK: u64 = 8 << 20;
-/// Shares from which on the heavy vCPU counts as throttled.
+/// Share from which the heavy vCPU counts as throttled.
 const THROTTLED: f64 = 0.5;
 
-/// Time of the guest that is measured while it is throttled.
+/// Time of the guest that is measured while it is throttled, in us.
 const MEASURED_US: u64 = 2_000_000;
 
-/// A source that notes what its guest had done whenever it was throttled anew or stopped.
+/// Source that records what its guest had done whenever the throttle changed or the guest was
+/// paused.
 struct Noting {
     vm: Vm,
-    /// Number of pages that each harvest of the running guest finds, and waits for.
+    /// Number of pages that each harvest of the running guest finds and waits for.
     outruns: u64,
     least: Arc<AtomicU64>,
     notes: Arc<Mutex<Vec<Note>>>,
@@ -40,11 +43,11 @@ struct Noting {
 
 #[derive(Clone)]
 struct Note {
-    /// The shares that held from then on.
+    /// Shares that applied from then on.
     shares: Vec<f64>,
-    /// What the guest had reported.
+    /// Report of the guest up to then.
     stats: StatsSnapshot,
-    /// How long the host had held the light vCPU.
+    /// Time for which the host had held the light vCPU.
     light_held: Duration,
 }
 
@@ -57,11 +60,11 @@ impl Noting {
     }
 }
 
-/// What each vCPU did in all stretches of time in which the first one was throttled, and the other was not; and how long the host
-/// held the other one in these stretches.
+/// Returns what each vCPU did in all periods in which the first one was throttled and the other was
+/// not, and how long the host held the other one in these periods.
 ///
-/// On a host that gives the link hardly any time, the light vCPU may outrun the link as well, and be throttled. A hold that begins
-/// then can end in the next stretch, so that one is left out.
+/// On a host that gives the link hardly any time, the light vCPU may outrun the link as well, and
+/// be throttled. A hold that begins then can end in the next period, which is therefore left out.
 fn throttled(notes: &[Note]) -> ([Work; 2], Duration) {
     let (mut work, mut light_held) = ([Work::default(); 2], Duration::ZERO);
     let mut light_was_throttled = false;
@@ -76,8 +79,8 @@ fn throttled(notes: &[Note]) -> ([Work; 2], Duration) {
     (work, light_held)
 }
 
-/// Whether the guest was throttled for as long as is measured, and the host let the light vCPU run
-/// for some of that time.
+/// Returns true if the guest was throttled for the measured time, and the host let the light vCPU
+/// run for some of it.
 fn measured(notes: &Mutex<Vec<Note>>, handle: &VmHandle) -> bool {
     let mut notes = notes.lock().unwrap().clone();
     let (Some(last), Some(stats)) = (notes.last(), stats(handle)) else { return false };
@@ -116,12 +119,12 @@ impl SourceVm for Noting {
     }
 }
 
-/// What a vCPU did, by its own clock.
+/// Work of a vCPU, by its own clock.
 #[derive(Debug, Default, Clone, Copy)]
 struct Work {
     writes: u64,
     us: u64,
-    /// Of `us`, time in which it could not go on.
+    /// Part of `us` in which the vCPU could not run.
     stalled_us: u64,
 }
 
@@ -137,18 +140,19 @@ impl Work {
         self.writes as f64 * 1e6 / self.us as f64
     }
 
-    /// Time in which it could go on.
+    /// Returns the time in which the vCPU could run, in us.
     fn running_us(self) -> u64 {
         self.us.saturating_sub(self.stalled_us)
     }
 
-    /// Writes a second of the time in which it could go on.
+    /// Returns the number of writes per second of the time in which the vCPU could run.
     fn per_running_second(self) -> f64 {
         self.writes as f64 * 1e6 / self.running_us() as f64
     }
 }
 
-/// A VM without a balloon: its guest takes for its own will what passes while it is outside for its own I/O.
+/// Returns options of a VM without a balloon: the guest does not count the time in which it is
+/// outside for its own I/O.
 fn options() -> VmOptions {
     let mut options = VmOptions::new(MEMORY, CPUS);
     (options.balloon, options.dirty_ring) = (false, Some(4096));
@@ -156,7 +160,8 @@ fn options() -> VmOptions {
 }
 
 fn running() -> Vm {
-    // Without a sweep: KVM also calls a page dirty that was only read, if it was part of a huge page until then.
+    // Without a sweep, because KVM also calls a page dirty that was only read if it was part of a
+    // huge page until then.
     let workload = format!("sequential,ws=8M,rate={HEAVY},skew={SKEW},sweep=0,fill=random");
     let vm = boot(options(), &workload);
     let handle = vm.handle();
@@ -166,7 +171,7 @@ fn running() -> Vm {
     vm
 }
 
-/// What the vCPUs do in half a second without a migration.
+/// Returns what the vCPUs do in half a second without a migration.
 fn at_full_speed(handle: &VmHandle) -> [Work; 2] {
     let before = stats(handle).unwrap();
     let mut work = [Work::default(); 2];
@@ -179,7 +184,7 @@ fn at_full_speed(handle: &VmHandle) -> [Work; 2] {
     work
 }
 
-/// Moves the guest to a new VM; `watch` runs meanwhile.
+/// Migrates the guest to a new VM. Calls `watch` meanwhile.
 fn attempt(
     source: &mut Noting,
     settings: &Settings,
@@ -193,7 +198,8 @@ fn attempt(
     (report, came.ok().map(|_| target))
 }
 
-/// Bounds that other work on this host cannot break: it makes vCPUs slower, and gives them less time, but it holds none and writes nothing.
+/// Checks bounds that other work on this host cannot break: it makes vCPUs slower and gives them
+/// less time, but holds none and writes nothing.
 #[test]
 fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     if !kvm() {
@@ -203,8 +209,8 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
         return skip(Need::Kvm, "no dirty rings, which tell vCPUs apart");
     }
     let notes = Arc::<Mutex<Vec<Note>>>::default();
-    // What the link carries in 30 ms: also a guest that has 3 % of its time dirties that much while
-    // its pages are sent.
+    // The pages that the link carries in 30 ms: also a guest that has 3 % of its time dirties that
+    // much while its pages are sent.
     let (outruns, least) = (64, Arc::default());
     let mut source = Noting { vm: running(), outruns, least, notes: Arc::clone(&notes) };
     let handle = source.vm.handle();
@@ -212,11 +218,11 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     let settings = Settings {
         auto_converge: AutoConverge::Writers,
         max_bandwidth: Some(LINK),
-        // Never reached: the cancel ends it.
+        // Never reached, because the cancel ends the migration.
         downtime_limit: Duration::from_millis(1),
         ..patient()
     };
-    // The guest writes too much for the link until it was throttled for long enough.
+    // The guest writes too much for the link until it has been throttled for long enough.
     let (report, _) = attempt(&mut source, &settings, |monitor| {
         wait("the measured time", || measured(&notes, &handle));
         monitor.cancel();
@@ -224,7 +230,7 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     assert_eq!(report.state, MigrationState::Cancelled, "{report:?}");
     let throttle = report.throttle.expect("the guest outran its link and was throttled");
     let ([heavy, light], light_held) = throttled(&notes.lock().unwrap());
-    // It runs on here, and moves over a link that is fast enough.
+    // The guest continues on the source, and migrates over a link that is fast enough.
     source.outruns = 0;
     let (report, target) = attempt(&mut source, &patient(), |_| ());
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
@@ -232,18 +238,19 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
 
     let kept = |work: Work, cpu: usize| work.per_second() / before[cpu].per_second();
     say(format!(
-        "writers: of their speed the heavy vCPU kept {:.2}, the light one {:.2}; {heavy:?}, {light:?}, {throttle:?}",
+        "writers: the heavy vCPU kept {:.2} of its speed, the light one {:.2}; {heavy:?}, {light:?}, {throttle:?}",
         kept(heavy, 0),
         kept(light, 1)
     ));
     assert!(heavy.us >= MEASURED_US, "the heavy vCPU was throttled for {heavy:?} only: {throttle:?}");
-    // The host held the one and never the other. The vCPU is held for at least as long as it runs.
-    // The bound is far below that: on a starved host the thread that brings the vCPU out of the
-    // guest may be late, and the time in which the host runs neither does not count.
+    // The host held the heavy vCPU and never the light one. The heavy vCPU is held for at least as
+    // long as it runs. The bound is far below that: on a starved host the thread that brings the
+    // vCPU out of the guest may be late, and the time in which the host runs neither does not
+    // count.
     let (held, ran) = (throttle.held_ms[0] * 1e3, heavy.running_us());
     assert!(held * 20.0 > ran as f64, "held for {held:.0} us, and it ran for {ran} us: {throttle:?}");
     assert_eq!(light_held, Duration::ZERO, "the light vCPU was held: {throttle:?}");
-    // By the guest's own counts and clock.
+    // The guest's own counts and clock.
     assert!(heavy.per_second() < HEAVY as f64 / 2.0, "the heavy vCPU kept its speed: {heavy:?}");
     let wanted = (HEAVY / SKEW) as f64;
     let wrote = light.per_running_second();
