@@ -1,7 +1,9 @@
-//! What a guest tells of its allocator and of what it does with its balloon, behind the [`StatsPage`](crate::StatsPage).
+//! Report of a guest's allocator and of its balloon, after the [`StatsPage`](crate::StatsPage).
 //!
-//! A header page for the whole guest and 1 KiB for each of 64 vCPUs, in the same style: 64-bit little-endian words, each block
-//! with a sequence word that is odd while it is written (a seqlock). The magic is there only in guests that have an allocator.
+//! There is a header page for the whole guest, and 1 KiB for each of 64 vCPUs. The format is that
+//! of the statistics page: 64-bit little-endian words, and in each block a sequence word that is
+//! odd while the block is written (a seqlock). The magic number exists only in guests that have an
+//! allocator.
 
 use crate::{MAX_CPUS, STATS_BYTES, STATS_GPA, StatsError};
 use core::fmt;
@@ -10,39 +12,41 @@ use core::sync::atomic::{AtomicU64, Ordering, fence};
 /// First word of the header: "vmfalloc" in ASCII, little-endian.
 pub const ALLOC_STATS_MAGIC: u64 = u64::from_le_bytes(*b"vmfalloc");
 
-/// Second word of the header. A layout that moves a field gets another number.
+/// Second word of the header. The number changes with every layout that moves a field.
 pub const ALLOC_STATS_VERSION: u64 = 1;
 
-/// Guest physical address of the [`AllocPage`].
+/// Guest-physical address of the [`AllocPage`].
 pub const ALLOC_STATS_GPA: u64 = STATS_GPA + STATS_BYTES;
 
-/// Bytes of the whole [`AllocPage`], a multiple of 4096.
+/// Size of the whole [`AllocPage`] in bytes, a multiple of 4096.
 pub const ALLOC_STATS_BYTES: u64 = alloc_stats_bytes(MAX_CPUS as u64);
 
-/// Buckets of the histograms: bucket `i` counts calls that took from `64 << i` nanoseconds to below twice that; the first one
-/// also all that are shorter, the last one all that are longer.
+/// Number of buckets of the histograms. Bucket `i` counts calls that took from `64 << i`
+/// nanoseconds to below twice that. The first bucket also counts all shorter calls, and the last
+/// one all longer calls.
 pub const ALLOC_HIST_BUCKETS: usize = 24;
 
 const HEADER_WORDS: usize = 512;
 const BLOCK_WORDS: usize = 128;
 
-/// Words of the header: magic, version, vCPUs, and where the guest's block begins.
+/// Word indices in the header: magic number, version, vCPUs, and start of the guest's block.
 const MAGIC: usize = 0;
 const VERSION: usize = 1;
 const CPUS: usize = 2;
 const GUEST: usize = 8;
 
-/// Bytes that are written by a guest with `cpus` vCPUs, at the start of its [`AllocPage`].
+/// Returns the number of bytes that a guest with `cpus` vCPUs writes, from the start of its
+/// [`AllocPage`].
 #[must_use]
 pub const fn alloc_stats_bytes(cpus: u64) -> u64 {
     let cpus = if cpus < MAX_CPUS as u64 { cpus } else { MAX_CPUS as u64 };
     8 * (HEADER_WORDS as u64 + cpus * BLOCK_WORDS as u64)
 }
 
-/// How often a reader tries again when the guest is writing, see the statistics page.
+/// Number of attempts of a reader while the guest is writing. See the statistics page.
 const READ_TRIES: u32 = 1000;
 
-/// A structure of 64-bit counters, with its order on the page.
+/// Defines a structure of 64-bit counters in the order of the page.
 macro_rules! counters {
     ($(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $field:ident,)* } $({ $($(#[$hist_doc:meta])* $hist:ident,)* })?) => {
         $(#[$meta])*
@@ -53,7 +57,7 @@ macro_rules! counters {
         }
 
         impl $name {
-            /// Each counter with its name, but for histograms.
+            /// Returns each counter with its name, without the histograms.
             pub fn fields(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($field), self.$field),)*].into_iter()
             }
@@ -64,7 +68,7 @@ macro_rules! counters {
             }
 
             fn take(mut next: impl FnMut() -> u64) -> Self {
-                // Fields are read in the order in which they stand here, which is the order on the page.
+                // Fields are read in the order of their definition, which is the order on the page.
                 Self {
                     $($field: next(),)*
                     $($($hist: core::array::from_fn(|_| next()),)*)?
@@ -75,141 +79,146 @@ macro_rules! counters {
 }
 
 counters! {
-    /// What one vCPU did with memory. Everything is cumulative since start.
+    /// Memory activity of one vCPU. All counters are cumulative since the start.
     AllocCpu {
         /// Guest clock at this report, in microseconds since the guest's entry.
         t_us,
-        /// Rounds that were completed: allocated, touched, checked, freed.
+        /// Number of completed rounds: allocated, touched, checked, freed.
         rounds,
-        /// Rounds that got less memory than they were to have.
+        /// Number of rounds that got less memory than intended.
         short_rounds,
-        /// 1 once all rounds are done; the guest allocates nothing more.
+        /// 1 once all rounds are done. The guest then allocates nothing more.
         done,
-        /// Blocks allocated.
+        /// Number of allocated blocks.
         allocs,
-        /// Blocks freed.
+        /// Number of freed blocks.
         frees,
-        /// Bytes allocated.
+        /// Number of allocated bytes.
         alloc_bytes,
-        /// Bytes touched: every page written to.
+        /// Number of touched bytes: every page was written to.
         touched_bytes,
-        /// Bytes freed.
+        /// Number of freed bytes.
         freed_bytes,
-        /// Nanoseconds in allocations.
+        /// Time spent in allocations, in ns.
         alloc_ns,
-        /// Nanoseconds touching what was allocated.
+        /// Time spent touching allocated memory, in ns.
         touch_ns,
-        /// Nanoseconds checking it before it was freed.
+        /// Time spent checking memory before it was freed, in ns.
         check_ns,
-        /// Nanoseconds in frees, synchronous reports included.
+        /// Time spent in frees, synchronous reports included, in ns.
         free_ns,
-        /// The longest allocation, in nanoseconds.
+        /// Duration of the longest allocation, in ns.
         alloc_max_ns,
-        /// The longest free, in nanoseconds.
+        /// Duration of the longest free, in ns.
         free_max_ns,
-        /// Allocations that waited for blocks that were being reported, hinted or in the balloon.
+        /// Number of allocations that waited for blocks that were being reported, were hinted, or
+        /// were in the balloon.
         waits,
-        /// Nanoseconds waited.
+        /// Time spent waiting, in ns.
         wait_ns,
-        /// Allocations for which there was no memory.
+        /// Number of allocations that failed for lack of memory.
         failed,
-        /// Reports sent: requests to the device, or hypercalls.
+        /// Number of reports sent: requests to the device, or hypercalls.
         reports,
-        /// Blocks in them.
+        /// Number of blocks in reports.
         report_blocks,
-        /// Bytes of those.
+        /// Number of bytes in reported blocks.
         report_bytes,
-        /// Nanoseconds in reporting: isolating, the report itself, putting back.
+        /// Time spent reporting, in ns: isolating, the report itself, putting back.
         report_ns,
-        /// The longest of them.
+        /// Duration of the longest report, in ns.
         report_max_ns,
-        /// Times that a buffer was full, or flushed because nothing had been freed for some time.
+        /// Number of times that a buffer was full, or was flushed because nothing had been freed
+        /// for some time.
         flushes,
-        /// Entries of the buffer that named nothing to report: allocated since, or reported with a larger block.
+        /// Number of buffer entries without a block to report: allocated since, or reported with a
+        /// larger block.
         stale,
-        /// Freed blocks that were not noted, because the buffer was still full: they are found by the flush when all is quiet.
+        /// Number of freed blocks that were not noted, because the buffer was still full. The flush
+        /// after a quiet time finds them.
         missed,
-        /// Times that reporting was put off: another vCPU was at it, or memory was low.
+        /// Number of times that reporting was deferred, because another vCPU was reporting or
+        /// memory was low.
         deferred,
-        /// Guest clock at the last free, in microseconds.
+        /// Guest clock at the latest free, in microseconds.
         last_free_us,
-        /// Guest clock at the end of the last report, in microseconds.
+        /// Guest clock at the end of the latest report, in microseconds.
         last_report_us,
     }
     {
-        /// Allocations by length.
+        /// Histogram of allocations by duration.
         alloc_hist,
-        /// Frees by length, synchronous reports included.
+        /// Histogram of frees by duration, synchronous reports included.
         free_hist,
     }
 }
 
 counters! {
-    /// What is true for the whole guest, as its first vCPU tells it.
+    /// State of the whole guest, as its first vCPU reports it.
     AllocGuest {
         /// Guest clock at this report, in microseconds since the guest's entry.
         t_us,
-        /// Pages that the allocator has in all.
+        /// Number of pages of the allocator.
         pages,
-        /// Pages that are free, reported or not.
+        /// Number of free pages, reported or not.
         free_pages,
-        /// Free pages that have not been reported since they were last in use.
+        /// Number of free pages that have not been reported since they were last in use.
         unreported_pages,
-        /// Pages that are just being reported.
+        /// Number of pages that are being reported.
         isolated_pages,
-        /// Pages that are kept back because they were hinted as free.
+        /// Number of pages that are kept back because they were hinted as free.
         held_pages,
-        /// Pages in the balloon.
+        /// Number of pages in the balloon.
         balloon_pages,
-        /// Pages that the host wants in the balloon.
+        /// Number of pages that the host requests in the balloon.
         target_pages,
-        /// Below so many free pages, nothing is reported.
+        /// Number of free pages below which nothing is reported.
         low_pages,
-        /// Features that were negotiated with the balloon, bits 0 to 63; 0 if there is none.
+        /// Features that were negotiated with the balloon, bits 0 to 63; 0 if there is no balloon.
         features,
         /// Features of the balloon extension that were negotiated, from bit 96 on.
         private_features,
-        /// The command that was answered last.
+        /// Latest command that was answered.
         hint_id,
-        /// Walks of the free lists.
+        /// Number of walks of the free lists.
         hint_walks,
-        /// Blocks hinted.
+        /// Number of hinted blocks.
         hint_blocks,
-        /// Bytes of those.
+        /// Number of bytes in hinted blocks.
         hint_bytes,
-        /// Nanoseconds in walks, the host's part included.
+        /// Time spent in walks, the host's part included, in ns.
         hint_ns,
-        /// Nanoseconds of the last walk.
+        /// Duration of the latest walk, in ns.
         hint_last_ns,
-        /// Guest clock at its end, in microseconds.
+        /// Guest clock at the end of the latest walk, in microseconds.
         hint_last_us,
-        /// Times that hinted pages were taken back because memory was short.
+        /// Number of times that hinted pages were taken back because memory was short.
         hint_releases,
-        /// Where the map of free pages lies; 0 if there is none.
+        /// Guest-physical address of the map of free pages; 0 if there is none.
         map_gpa,
-        /// Its bits.
+        /// Number of bits of the map.
         map_pages,
-        /// Nanoseconds that it took to make the map.
+        /// Time that it took to create the map, in ns.
         map_ns,
-        /// Guest clock when it was published, in microseconds.
+        /// Guest clock at the publication of the map, in microseconds.
         map_us,
-        /// Pages given to the balloon by `inflate=`.
+        /// Number of pages given to the balloon by `inflate=`.
         inflate_pages,
-        /// Requests that it took.
+        /// Number of requests of that inflation.
         inflate_requests,
-        /// Nanoseconds allocating them.
+        /// Time spent allocating pages for that inflation, in ns.
         inflate_alloc_ns,
-        /// Nanoseconds sending them, the host's part included.
+        /// Time spent sending them, the host's part included, in ns.
         inflate_send_ns,
-        /// Nanoseconds of it all.
+        /// Duration of the whole inflation, in ns.
         inflate_ns,
-        /// Guest clock when it was done, in microseconds; 0 before.
+        /// Guest clock at the end of the inflation, in microseconds; 0 before.
         inflate_us,
     }
 }
 
 impl AllocCpu {
-    /// The bucket of a call that took `ns` nanoseconds.
+    /// Returns the bucket of a call that took `ns` nanoseconds.
     #[must_use]
     #[inline]
     pub fn bucket(ns: u64) -> usize {
@@ -217,7 +226,7 @@ impl AllocCpu {
     }
 }
 
-/// A block: the first word is its sequence.
+/// Block of words, of which the first is the sequence.
 struct Words<const N: usize>([AtomicU64; N]);
 
 impl<const N: usize> Words<N> {
@@ -225,12 +234,14 @@ impl<const N: usize> Words<N> {
         Self([const { AtomicU64::new(0) }; N])
     }
 
-    /// Publishes what `fill` puts, at word `start` and behind. Only the owner of the block calls this.
+    /// Publishes the values of `fill` at word `start` and after it. Only the owner of the block may
+    /// call this.
     fn publish(&self, start: usize, fill: impl FnOnce(&mut dyn FnMut(u64))) {
         let sequence = &self.0[start];
         let seq = sequence.load(Ordering::Relaxed) | 1;
         sequence.store(seq, Ordering::Relaxed);
-        // Pairs with the acquire fence of the reader: who sees a new field sees the odd sequence too.
+        // Pairs with the acquire fence of the reader: a reader that sees a new field also sees the
+        // odd sequence.
         fence(Ordering::Release);
         let mut at = start;
         fill(&mut |value| {
@@ -247,7 +258,7 @@ impl<const N: usize> fmt::Debug for Words<N> {
     }
 }
 
-/// The page as host and guest share it: valid when zeroed (no magic).
+/// Page that host and guest share. A zeroed page is valid and has no magic number.
 #[derive(Debug)]
 #[repr(C, align(4096))]
 pub struct AllocPage {
@@ -260,36 +271,38 @@ const _: () = assert!(size_of::<AllocCpu>() < 8 * BLOCK_WORDS && ALLOC_STATS_BYT
 const _: () = assert!(size_of::<AllocGuest>() < 8 * (HEADER_WORDS - GUEST));
 
 impl AllocPage {
-    /// A zeroed page, as a guest finds it.
+    /// Returns a zeroed page, as a guest finds it.
     #[must_use]
     pub const fn new() -> Self {
         Self { header: Words::new(), cpus: [const { Words::new() }; MAX_CPUS] }
     }
 
-    /// Says that the guest has an allocator, and `cpus` vCPUs that use it.
+    /// Announces that the guest has an allocator and `cpus` vCPUs that use it.
     pub fn begin(&self, cpus: u64) {
         self.header.0[VERSION].store(ALLOC_STATS_VERSION, Ordering::Relaxed);
         self.header.0[CPUS].store(cpus, Ordering::Relaxed);
         self.header.0[MAGIC].store(ALLOC_STATS_MAGIC, Ordering::Release);
     }
 
-    /// Publishes what is true for the whole guest. Only its first vCPU calls this.
+    /// Publishes the state of the whole guest. Only the first vCPU may call this.
     pub fn publish_guest(&self, guest: &AllocGuest) {
         self.header.publish(GUEST, |put| guest.put(put));
     }
 
-    /// Publishes what vCPU `cpu` did. Only that vCPU calls this; there is no block for those beyond the 64th.
+    /// Publishes the activity of vCPU `cpu`. Only that vCPU may call this. vCPUs beyond the 64th
+    /// have no block.
     pub fn publish_cpu(&self, cpu: usize, report: &AllocCpu) {
         if let Some(block) = self.cpus.get(cpu) {
             block.publish(0, |put| report.put(put));
         }
     }
 
-    /// Reads a consistent copy without touching anything behind the blocks of `cpus` vCPUs, whatever the guest says of their
-    /// number: the rest reads as zeros. See [`alloc_stats_bytes`].
+    /// Reads a consistent copy without touching anything after the blocks of `cpus` vCPUs, whatever
+    /// number the guest reports. The rest reads as zeros. See [`alloc_stats_bytes`].
     ///
     /// # Errors
-    /// [`StatsError`] when there is no allocator, or when its guest was stopped while it wrote.
+    /// Returns a [`StatsError`] if there is no allocator, or if the guest was stopped while it
+    /// wrote.
     pub fn snapshot_of(&self, cpus: usize) -> Result<AllocSnapshot, StatsError> {
         let end = HEADER_WORDS + cpus.min(MAX_CPUS) * BLOCK_WORDS;
         AllocSnapshot::read(|word| if word < end { self.word(word).load(Ordering::Acquire) } else { 0 })
@@ -309,22 +322,24 @@ impl Default for AllocPage {
     }
 }
 
-/// A copy of the [`AllocPage`] as plain numbers.
+/// Copy of the [`AllocPage`] as plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllocSnapshot {
-    /// What is true for the whole guest.
+    /// State of the whole guest.
     pub guest: AllocGuest,
-    /// `1..=64`.
+    /// Number of vCPUs, `1..=64`.
     cpus: usize,
     blocks: [AllocCpu; MAX_CPUS],
 }
 
 impl AllocSnapshot {
-    /// Reads a copy by a function that loads the 64-bit little-endian word with the given index (`0..ALLOC_STATS_BYTES / 8`) of the
-    /// [`AllocPage`]. It must really read at each call, whole words, in the order of the calls.
+    /// Reads a copy with a function that loads the 64-bit little-endian word with the given index
+    /// (`0..ALLOC_STATS_BYTES / 8`) of the [`AllocPage`]. Each call must read the memory again, in
+    /// whole words and in the order of the calls.
     ///
     /// # Errors
-    /// [`StatsError`] when there is no allocator, or when its guest was stopped while it wrote.
+    /// Returns a [`StatsError`] if there is no allocator, or if the guest was stopped while it
+    /// wrote.
     pub fn read(mut load: impl FnMut(usize) -> u64) -> Result<Self, StatsError> {
         match load(MAGIC) {
             ALLOC_STATS_MAGIC => {}
@@ -351,19 +366,19 @@ impl AllocSnapshot {
         Ok(Self { guest, cpus, blocks })
     }
 
-    /// The vCPUs' blocks, as many as the guest has.
+    /// Returns the blocks of the guest's vCPUs.
     #[must_use]
     pub fn cpus(&self) -> &[AllocCpu] {
         &self.blocks[..self.cpus]
     }
 
-    /// The sum of one counter over all vCPUs.
+    /// Returns the sum of one counter over all vCPUs.
     #[must_use]
     pub fn sum(&self, of: impl Fn(&AllocCpu) -> u64) -> u64 {
         self.cpus().iter().map(of).sum()
     }
 
-    /// Whether every vCPU has done all its rounds.
+    /// Returns true if every vCPU has done all its rounds.
     #[must_use]
     pub fn done(&self) -> bool {
         self.cpus().iter().all(|cpu| cpu.done != 0)
@@ -405,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_published_is_read() {
+    fn published_report_is_read_unchanged() {
         let page = AllocPage::new();
         assert_eq!(page.snapshot_of(64), Err(StatsError::NotYet));
         page.begin(2);
@@ -425,7 +440,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_page_is_refused() {
         for (word, value) in [(MAGIC, 1), (VERSION, 2), (CPUS, 0), (CPUS, 65)] {
             let page = AllocPage::new();
             page.begin(1);
@@ -439,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn words_lie_where_the_structure_has_them() {
+    fn word_indices_match_the_structure() {
         let page = AllocPage::new();
         for word in 0..usize::try_from(ALLOC_STATS_BYTES / 8).unwrap() {
             let address = std::ptr::from_ref(page.word(word)).addr();

@@ -1,32 +1,33 @@
-//! The part of a workload that allocates memory, touches it and frees it again.
+//! Part of a workload that allocates memory, touches it and frees it again.
 
 use crate::units::write_size;
 use core::fmt;
 
-/// Most that `frag=` may be: the pages of the largest block.
+/// Maximum of `frag=`: the number of pages of the largest block.
 pub(crate) const MAX_FRAG: u64 = 1 << crate::balloon::MAX_ORDER;
 
-/// `alloc=SIZE[,rounds=N][,frag=N]`: each vCPU allocates its share of so much memory, touches all of it, checks and frees it, and
-/// begins again.
+/// `alloc=SIZE[,rounds=N][,frag=N]`: each vCPU allocates its share of this memory, touches all of
+/// it, checks and frees it, and starts again.
 ///
-/// Without `frag` the blocks are of mixed orders: order `k` (of 0 to 10) comes with probability `2^-(k+1)`, so each order holds
-/// about the same number of bytes, by a generator that is seeded with the vCPU's index and the round. They are freed in another
-/// order than they were allocated in.
+/// Without `frag` the blocks have mixed orders. Order `k` (of 0 to 10) has the probability
+/// `2^-(k+1)`, so each order gets about the same number of bytes. The generator is seeded with the
+/// vCPU's index and the round. The blocks are freed in another order than they were allocated in.
 ///
-/// With `frag=N` all blocks are single pages, and one in `N` is kept when the others are freed, so that nothing merges into
-/// blocks of more than `N - 1` pages. The kept ones are freed when the next round begins; those of the last round stay.
+/// With `frag=N` all blocks are single pages, and one in `N` is kept when the others are freed, so
+/// that nothing merges into blocks of more than `N - 1` pages. The kept pages are freed when the
+/// next round begins. Those of the last round stay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Allocation {
-    /// Bytes to allocate in each round, of all vCPUs, at least a page.
+    /// Bytes that all vCPUs together allocate in each round, at least a page.
     pub bytes: u64,
-    /// Rounds, after which the vCPU allocates nothing more; 0: no end.
+    /// Number of rounds, after which the vCPU allocates nothing more; 0 for no end.
     pub rounds: u64,
-    /// One page in how many is kept: `2..=1024`, or 0: none.
+    /// One page in this many is kept: `2..=1024`, or 0 for none.
     pub frag: u64,
 }
 
 impl Allocation {
-    /// Round after round of `bytes` bytes, all of them freed.
+    /// Returns an allocation of `bytes` bytes in rounds without end, all of which are freed.
     #[must_use]
     pub fn new(bytes: u64) -> Self {
         Self { bytes, rounds: 0, frag: 0 }

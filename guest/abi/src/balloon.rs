@@ -1,11 +1,11 @@
-//! The balloon extension: numbers and layouts of what vmferry's balloon has beyond virtio 1.2.
+//! Balloon extension: numbers and layouts of the additions of vmferry's balloon to virtio 1.2.
 //!
 //! `docs/balloon-extension.md` specifies the extension: inflation by ranges, a map of free pages,
 //! and reports by a hypercall.
 
 use crate::PAGE_SIZE;
 
-/// Vendor id of a device that may offer the extension, as virtio-mmio shows it.
+/// Vendor ID of a device that may offer the extension, as virtio-mmio reports it.
 ///
 /// The feature bits of the extension mean nothing on a device of another vendor.
 pub const VENDOR: u32 = u32::from_le_bytes(*b"vmfy");
@@ -17,7 +17,7 @@ pub const FEATURE_RANGES: u32 = 96;
 /// space.
 pub const FEATURE_FREE_MAP: u32 = 97;
 
-/// Feature bit: the device takes writes to [`REPORT_PORT`].
+/// Feature bit: the device accepts writes to [`REPORT_PORT`].
 pub const FEATURE_HYPERCALL: u32 = 98;
 
 /// Index of the queue that inflates and deflates by ranges.
@@ -25,7 +25,7 @@ pub const FEATURE_HYPERCALL: u32 = 98;
 /// A buffer holds a [`RangesHeader`] and as many [`Range`]s as the header says, and nothing else.
 pub const RANGES_QUEUE: u16 = 16;
 
-/// Most ranges in one buffer.
+/// Maximum number of ranges in one buffer.
 pub const MAX_RANGES: u32 = 65_536;
 
 /// Offsets of the fields of [`FreeMap`] in the configuration space, in bytes. Each field is a
@@ -65,10 +65,10 @@ pub struct RangesHeader {
     pub count: u32,
 }
 
-/// The host gets the ranges, and their content is lost.
+/// Value of [`RangesHeader::what`]: the host gets the ranges, and their content is lost.
 pub const INFLATE: u32 = 1;
 
-/// The guest uses the ranges again, and they read as zeros.
+/// Value of [`RangesHeader::what`]: the guest uses the ranges again, and they read as zeros.
 pub const DEFLATE: u32 = 2;
 
 /// Guest memory, in whole pages.
@@ -86,7 +86,7 @@ pub struct Range {
 /// them all.
 pub const REPORT_PORT: u16 = 0xf6;
 
-/// Entries in a page of reports, and blocks in a guest's buffer of freed ones.
+/// Number of entries in a page of reports, and of blocks in a guest's buffer of freed ones.
 pub const REPORT_ENTRIES: usize = 512;
 
 /// Largest order of a block: 4 MiB.
@@ -99,14 +99,15 @@ pub const MAX_ORDER: u32 = 10;
 /// costs the guest a fault for each page.
 pub const REPORT_FROM: u32 = 9;
 
-/// An entry of a page of reports: the block of `1 << order` pages at `gpa`. An entry of 0 is empty.
+/// Returns the entry of a page of reports for the block of `1 << order` pages at `gpa`. An entry of
+/// 0 is empty.
 #[must_use]
 pub const fn report_entry(gpa: u64, order: u32) -> u64 {
     gpa | (order as u64 + 1)
 }
 
-/// The block that an entry names, as address and length in bytes; `None` if it is empty or cannot
-/// be a block.
+/// Returns the block that an entry names, as address and length in bytes, or `None` if the entry is
+/// empty or invalid.
 #[must_use]
 pub const fn reported(entry: u64) -> Option<Range> {
     let order = match entry % PAGE_SIZE {
@@ -125,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_entry_names_the_block_it_was_made_of_and_nothing_else() {
+    fn entry_decodes_to_its_block_and_invalid_entries_to_none() {
         for order in 0..=MAX_ORDER {
             let gpa = 3 * (PAGE_SIZE << order);
             assert_eq!(reported(report_entry(gpa, order)), Some(Range { gpa, len: PAGE_SIZE << order }));

@@ -1,50 +1,53 @@
-//! What a guest's command line says of its balloon.
+//! Options of a guest's command line for its balloon.
 
 use crate::PAGE_SIZE;
 use crate::units::{parse_size, write_size};
 use core::fmt;
 
-/// How a guest gives freed memory back: `report=off|sync|async|hypercall`.
+/// Method by which a guest gives freed memory back: `report=off|sync|async|hypercall`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReportMode {
-    /// Not at all.
+    /// Freed memory is not given back.
     Off,
-    /// The vCPU whose buffer of 512 freed blocks is full reports them through the balloon's queue, before `free` returns.
+    /// The vCPU whose buffer of 512 freed blocks is full reports them through the balloon's queue,
+    /// before `free` returns.
     #[default]
     Sync,
-    /// A vCPU whose buffer of 1000 is full goes on, and the last vCPU reports for all, between steps of its own work.
+    /// A vCPU whose buffer of 1000 is full continues. The last vCPU reports for all, between steps
+    /// of its own work.
     Async,
-    /// As [`Sync`](Self::Sync), by a bare hypercall ([`REPORT_PORT`](crate::balloon::REPORT_PORT)).
+    /// As [`Sync`](Self::Sync), but by a hypercall ([`REPORT_PORT`](crate::balloon::REPORT_PORT)).
     Hypercall,
 }
 
-/// How a guest tells which memory is free: `hints=off|demand|incremental`.
+/// Method by which a guest reports free memory: `hints=off|demand|incremental`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum HintMode {
-    /// Not at all.
+    /// Free memory is not reported.
     Off,
-    /// It walks its free lists when it is asked.
+    /// The guest walks its free lists on request.
     #[default]
     Demand,
-    /// It keeps a [map](crate::balloon::FreeMap) up to date.
+    /// The guest keeps a [map](crate::balloon::FreeMap) up to date.
     Incremental,
 }
 
-/// In which portions memory is given to the balloon.
+/// Portions in which memory is given to the balloon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InflateBy {
-    /// So many page numbers a request, of pages that are allocated one by one.
+    /// Number of page numbers per request, of pages that are allocated one by one.
     Pages(u32),
-    /// Ranges, of blocks as large as there are.
+    /// Ranges, of blocks as large as possible.
     Ranges,
 }
 
-/// `inflate=SIZE[,by=256|16384|ranges]`: what a guest gives to its balloon once, after it has booted.
+/// `inflate=SIZE[,by=256|16384|ranges]`: memory that a guest gives to its balloon once, after it
+/// has booted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Inflation {
-    /// How much, in bytes.
+    /// Size in bytes.
     pub bytes: u64,
-    /// In which portions. Default: 256 page numbers a request.
+    /// Portions of the inflation. Default: 256 page numbers per request.
     pub by: InflateBy,
 }
 
@@ -107,25 +110,26 @@ impl fmt::Display for Inflation {
     }
 }
 
-/// Windows of virtio-mmio devices that a guest remembers; further ones are not looked at.
+/// Maximum number of windows of virtio-mmio devices that a guest uses. Further windows are ignored.
 pub const MAX_WINDOWS: usize = 8;
 
-/// Where the machine says that virtio-mmio devices are: `virtio_mmio.device=512@0xADDR:IRQ`, as Linux reads it
-/// (Documentation/admin-guide/kernel-parameters.txt) and vmferry and QEMU's microvm write it. Not printed with the arguments:
-/// it is the machine's to say.
+/// Windows of virtio-mmio devices from the machine's part of the command line:
+/// `virtio_mmio.device=512@0xADDR:IRQ`, as Linux reads it
+/// (Documentation/admin-guide/kernel-parameters.txt) and vmferry and QEMU's microvm write it. The
+/// windows are not printed with the arguments, because the machine adds them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Windows {
-    /// Addresses, 0 for none.
+    /// Addresses; 0 for none.
     addresses: [u64; MAX_WINDOWS],
 }
 
 impl Windows {
-    /// The addresses, in the order in which they stood there.
+    /// Returns the addresses, in the order of the command line.
     pub fn iter(&self) -> impl Iterator<Item = u64> {
         self.addresses.into_iter().filter(|address| *address != 0)
     }
 
-    /// Takes the value of one `virtio_mmio.device=`; `false` if it is none.
+    /// Adds the value of one `virtio_mmio.device=`. Returns false if it is not valid.
     pub(crate) fn add(&mut self, text: &str) -> bool {
         let Some(address) = parse_window(text) else { return false };
         if let Some(slot) = self.addresses.iter_mut().find(|slot| **slot == 0) {
@@ -135,7 +139,7 @@ impl Windows {
     }
 }
 
-/// `SIZE@BASE:IRQ[:ID]`, of which the base counts.
+/// Returns the base of `SIZE@BASE:IRQ[:ID]`.
 fn parse_window(text: &str) -> Option<u64> {
     let (size, rest) = text.split_once('@')?;
     parse_size(size)?;

@@ -1,48 +1,52 @@
-//! The kernel command line of the bare-metal guest: how a host tells it what to do.
+//! Kernel command line of the bare-metal guest, by which a host configures it.
 
 use crate::balloon::{MAX_ORDER, REPORT_FROM};
 use crate::{HintMode, Inflation, ReportMode, Text, Windows, Workload, WorkloadError};
 use core::fmt;
 use core::str::FromStr;
 
-/// Where a guest reports.
+/// Destination of a guest's reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StatsSink {
-    /// The statistics page, every 10 ms.
+    /// Statistics page, every 10 ms.
     Page,
     /// Lines on the serial port, every 100 ms and every second.
     Serial,
 }
 
-/// The guest's command line: `workload=SPEC stats=page|serial cpus=N tsc_khz=N`, in any order, separated by spaces, and of the
-/// balloon `report=off|sync|async|hypercall report_from=ORDER hints=off|demand|incremental inflate=SIZE,by=256|16384|ranges`.
+/// Command line of the guest: `workload=SPEC stats=page|serial cpus=N tsc_khz=N`, in any order,
+/// separated by spaces. Options of the balloon: `report=off|sync|async|hypercall report_from=ORDER
+/// hints=off|demand|incremental inflate=SIZE,by=256|16384|ranges`.
 ///
-/// Printed by [`Display`](fmt::Display), parsed by [`FromStr`].
+/// The value is printed by [`Display`](fmt::Display) and parsed by [`FromStr`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GuestArgs {
-    /// What to do. Default: `idle`.
+    /// Workload. Default: `idle`.
     pub workload: Workload,
-    /// Where to report. Default: the serial port.
+    /// Destination of reports. Default: the serial port.
     pub stats: StatsSink,
-    /// vCPUs to start; the guest gives up when they do not come. Default: those that answer within 100 ms.
+    /// Number of vCPUs to start. The guest panics if one does not respond. Default: those that
+    /// respond within 100 ms.
     pub cpus: Option<u32>,
-    /// Frequency of the TSC in kHz. Default: what CPUID says, or a measurement against the PIT.
+    /// Frequency of the TSC in kHz. Default: the value from CPUID, or a measurement against the
+    /// PIT.
     pub tsc_khz: Option<u32>,
-    /// How freed memory is given back, where there is a balloon. Default: synchronously.
+    /// Method of giving freed memory back, if there is a balloon. Default: synchronously.
     pub report: ReportMode,
-    /// Least order of a freed block that is reported at once, 0 to 10; smaller ones are once they have merged or lain idle for some
-    /// milliseconds. Default: [`REPORT_FROM`](crate::balloon::REPORT_FROM).
+    /// Least order of a freed block that is reported at once, 0 to 10. Smaller blocks are reported
+    /// once they have merged, or have been idle for some milliseconds. Default:
+    /// [`REPORT_FROM`](crate::balloon::REPORT_FROM).
     pub report_from: u32,
-    /// How free memory is told of, where there is a balloon. Default: on demand.
+    /// Method of reporting free memory, if there is a balloon. Default: on demand.
     pub hints: HintMode,
-    /// What is given to the balloon once after boot. Default: nothing.
+    /// Memory that is given to the balloon once after boot. Default: none.
     pub inflate: Option<Inflation>,
-    /// Where the machine says that virtio devices are.
+    /// Windows of the machine's virtio devices.
     pub windows: Windows,
 }
 
 impl GuestArgs {
-    /// Arguments with every option at its default.
+    /// Returns arguments with every option at its default.
     #[must_use]
     pub fn new(workload: Workload) -> Self {
         Self {
@@ -59,31 +63,31 @@ impl GuestArgs {
     }
 }
 
-/// Why a command line was refused.
+/// Reason for which a command line was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CmdlineError {
     /// The workload cannot be used.
     Workload(WorkloadError),
-    /// A value cannot be used.
+    /// A value is invalid.
     Value {
-        /// The option.
+        /// Name of the option.
         key: &'static str,
-        /// What stood there.
+        /// Value that was found.
         found: Text,
-        /// What would have been accepted.
+        /// Description of the accepted values.
         accepted: &'static str,
     },
-    /// Not one of the options.
+    /// The option does not exist.
     Unknown {
-        /// What stood there.
+        /// Text that was found.
         found: Text,
     },
 }
 
 const OPTIONS: &str = "workload=, stats=, cpus=, tsc_khz=, report=, report_from=, hints= or inflate=";
 
-// The options of the command line say 64 too.
+// The command line's help text says 64 as well.
 const _: () = assert!(crate::MAX_CPUS == 64);
 
 impl fmt::Display for CmdlineError {
@@ -218,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_says_where_its_devices_are() {
+    fn device_windows_are_taken_from_the_command_line() {
         let line =
             "virtio_mmio.device=512@0xfeb00e00:12 stats=page virtio_mmio.device=4K@4096:5:1 report=sync";
         let args: GuestArgs = line.parse().unwrap();

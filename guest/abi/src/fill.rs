@@ -1,27 +1,27 @@
-//! The content of pages at start: reproducible from the page number, word by word.
+//! Content of pages at start, which can be computed from the page number, word by word.
 
 use crate::pick::mix;
 use core::fmt;
 
-/// What pages contain before they are first written to.
+/// Content of pages before they are first written to.
 ///
-/// Every word of a page can be computed from the page's number alone, so that a page nobody wrote to can be checked after
-/// any number of migrations. The first two words are the stamp (page number, counter 0), except in zero pages, which stay
-/// zero throughout until their first write.
+/// Every word of a page can be computed from the page's number alone. A page that was never written
+/// to can therefore be checked after any number of migrations. The first two words are the stamp
+/// (page number, counter 0), except in zero pages, which stay all zeros until their first write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Fill {
     /// Incompressible words.
     Random,
-    /// All-zero pages, written once at start, so they are resident.
+    /// All-zero pages. They are written once at start, so they are resident.
     Zero,
-    /// Words out of a small dictionary: an LZ codec makes about a third of them.
+    /// Words from a small dictionary. An LZ codec compresses them to about a third.
     Text,
-    /// This percentage of the pages is random; of the others every second page is text and every second zero, all of them
-    /// interleaved pseudo-randomly.
+    /// Mix of kinds: this percentage of the pages is random. Every second of the others is text and
+    /// every second zero, interleaved pseudo-randomly.
     Mix(u8),
 }
 
-/// What one page contains.
+/// Kind of content of one page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PageKind {
     Random,
@@ -29,7 +29,8 @@ pub(crate) enum PageKind {
     Text,
 }
 
-/// Eight-letter words: with 32 of them a page compresses about three times (LZ4; entropy coders do better).
+/// Eight-letter words. With 32 of them a page compresses to about a third (LZ4; entropy coders do
+/// better).
 const WORDS: [&[u8; 8]; 32] = [
     b"harbour ",
     b"current ",
@@ -65,7 +66,7 @@ const WORDS: [&[u8; 8]; 32] = [
     b"crossed ",
 ];
 
-/// Keeps content apart from the other uses of [`mix`].
+/// Seed that keeps content apart from the other uses of [`mix`].
 const CONTENT_SEED: u64 = 0x7665_7373_656c_2031;
 const KIND_SEED: u64 = 0x7665_7373_656c_2032;
 
@@ -85,7 +86,7 @@ impl Fill {
         }
     }
 
-    /// Word `word` (`0..512`) of page `page` at start, before its first write.
+    /// Returns word `word` (`0..512`) of page `page` at start, before its first write.
     #[must_use]
     pub fn word(self, page: u64, word: usize) -> u64 {
         let kind = self.kind(page);
@@ -124,13 +125,14 @@ impl fmt::Display for Fill {
     }
 }
 
-/// Word `word` (`2..512`) of a page of the given kind.
+/// Returns word `word` (`2..512`) of a page of the given kind.
 #[inline]
 pub(crate) fn content(kind: PageKind, page: u64, word: usize) -> u64 {
     if kind == PageKind::Zero {
         return 0;
     }
-    // Pages and words never share an input: a page has 512 words. The seed is added, so page 0 is no special case.
+    // Pages and words never share an input, because a page has 512 words. The seed is added, so
+    // that page 0 is no special case.
     let draw = mix((page.wrapping_mul(512) + word as u64).wrapping_add(CONTENT_SEED));
     match kind {
         PageKind::Text => u64::from_le_bytes(*WORDS[(draw >> 59) as usize]),
@@ -155,14 +157,14 @@ mod tests {
     }
 
     #[test]
-    fn stamps_stand_at_the_start_except_in_zero_pages() {
+    fn pages_start_with_a_stamp_except_zero_pages() {
         assert_eq!(page(Fill::Random, 7)[..2], [7, 0]);
         assert_eq!(page(Fill::Text, 7)[..2], [7, 0]);
         assert!(page(Fill::Zero, 7).iter().all(|word| *word == 0));
     }
 
     #[test]
-    fn text_is_text_and_repeats_itself() {
+    fn text_consists_of_repeated_words() {
         let words = page(Fill::Text, 3);
         let distinct: HashSet<u64> = words[2..].iter().copied().collect();
         assert!((25..=32).contains(&distinct.len()), "{}", distinct.len());
@@ -175,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn mix_has_the_percentage_that_it_says() {
+    fn mix_has_the_requested_percentage() {
         for percent in [0u8, 30, 100] {
             let random = (0..20_000).filter(|p| Fill::Mix(percent).kind(*p) == PageKind::Random).count();
             assert!(random.abs_diff(200 * usize::from(percent)) < 300, "{percent}: {random}");

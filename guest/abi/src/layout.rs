@@ -1,45 +1,47 @@
-//! Which pages there are, and which vCPU owns which.
+//! Pages of a guest, and their owners among the vCPUs.
 
 use crate::{MAX_CPUS, PAGE_SIZE, Pattern, Workload};
 use core::fmt;
 use core::ops::Range;
 
-/// How a guest divides its memory. `1 <= cpus <= 64`, `ws_pages <= data_pages`, and a busy pattern has `ws_pages >= cpus`.
+/// Division of a guest's memory. `1 <= cpus <= 64`, `ws_pages <= data_pages`, and a busy pattern
+/// has `ws_pages >= cpus`.
 ///
-/// Pages are numbered `0..data_pages`; the first `ws_pages` of them are the working set. Besides them the guest needs
-/// [`table_pages`](Self::table_pages) for its counters, in memory that migrates like the rest. A guest that allocates may have no
-/// pages with content: what is left is its allocator's.
+/// Pages are numbered `0..data_pages`. The first `ws_pages` of them are the working set. The guest
+/// also needs [`table_pages`](Self::table_pages) for its counters, in memory that migrates like the
+/// rest. A guest that allocates may have no pages with content, because the remaining memory
+/// belongs to its allocator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
-    /// Pages that are written to.
+    /// Number of pages that are written to.
     pub ws_pages: u64,
-    /// Pages that have content, the working set among them.
+    /// Number of pages that have content, the working set included.
     pub data_pages: u64,
-    /// vCPUs that share them.
+    /// Number of vCPUs that share the pages.
     pub cpus: u64,
 }
 
-/// Why a workload does not fit a guest.
+/// Reason for which a workload does not fit a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// No vCPU, or more than the statistics page has room for.
+    /// There is no vCPU, or more than the statistics page has room for.
     Cpus {
-        /// vCPUs asked for.
+        /// Number of requested vCPUs.
         cpus: u64,
     },
-    /// The memory that the workload asks for is not there.
+    /// The guest has less memory than the workload needs.
     Memory {
-        /// Bytes that the workload needs, its counters among them.
+        /// Number of bytes that the workload needs, its counters included.
         needed: u64,
-        /// Bytes that the guest can use.
+        /// Number of bytes that the guest can use.
         usable: u64,
     },
-    /// Fewer pages of working set than vCPUs.
+    /// The working set has fewer pages than there are vCPUs.
     WorkingSet {
-        /// Pages of working set.
+        /// Number of pages of the working set.
         ws_pages: u64,
-        /// vCPUs.
+        /// Number of vCPUs.
         cpus: u64,
     },
 }
@@ -47,10 +49,10 @@ pub enum LayoutError {
 impl fmt::Display for LayoutError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Cpus { cpus } => write!(f, "{cpus} vCPUs: use 1 to {MAX_CPUS}"),
+            Self::Cpus { cpus } => write!(f, "{cpus} vCPUs are not possible: use 1 to {MAX_CPUS}"),
             Self::Memory { needed, usable } => write!(
                 f,
-                "the workload needs {needed} bytes and the guest can use {usable}; lower ws, data or alloc, or give it more memory"
+                "the workload needs {needed} bytes and the guest can use {usable}; lower ws, data or alloc, or give the guest more memory"
             ),
             Self::WorkingSet { ws_pages, cpus } => {
                 write!(f, "a working set of {ws_pages} pages is too small for {cpus} vCPUs; raise ws")
@@ -61,14 +63,15 @@ impl fmt::Display for LayoutError {
 
 impl core::error::Error for LayoutError {}
 
-/// Counters of 8 bytes in a page.
+/// Number of counters of 8 bytes in a page.
 const COUNTERS_A_PAGE: u64 = PAGE_SIZE / 8;
 
 impl Layout {
-    /// Divides `usable_pages` pages (content and counters) among `cpus` vCPUs as the workload says.
+    /// Divides `usable_pages` pages (content and counters) among `cpus` vCPUs as the workload
+    /// requires.
     ///
     /// # Errors
-    /// [`LayoutError`] when there are too few pages or too many vCPUs.
+    /// Returns a [`LayoutError`] if there are too few pages or too many vCPUs.
     pub fn new(workload: &Workload, usable_pages: u64, cpus: u64) -> Result<Self, LayoutError> {
         if !(1..=MAX_CPUS as u64).contains(&cpus) {
             return Err(LayoutError::Cpus { cpus });
@@ -99,13 +102,13 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Pages that the counters take: 8 bytes for each page of the working set.
+    /// Returns the number of pages of the counters: 8 bytes for each page of the working set.
     #[must_use]
     pub fn table_pages(&self) -> u64 {
         self.ws_pages.div_ceil(COUNTERS_A_PAGE)
     }
 
-    /// What vCPU `cpu` (`0..cpus`) owns.
+    /// Returns the pages that vCPU `cpu` (`0..cpus`) owns.
     #[must_use]
     pub fn share(&self, cpu: u64) -> Share {
         let rest = self.data_pages.saturating_sub(self.ws_pages);
@@ -123,29 +126,29 @@ fn part(pages: u64, index: u64, of: u64) -> Range<u64> {
     cut(index)..cut(index + 1)
 }
 
-/// The pages of one vCPU: nobody else writes or checks them.
+/// Pages of one vCPU. No other vCPU writes or checks them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Share {
-    /// Its part of the working set.
+    /// Part of the working set.
     pub ws: Range<u64>,
-    /// Its part of the pages that are filled at start and then only checked.
+    /// Part of the pages that are filled at start and then only checked.
     pub rest: Range<u64>,
 }
 
 impl Share {
-    /// All its pages.
+    /// Returns the number of all pages.
     #[must_use]
     pub fn len(&self) -> u64 {
         (self.ws.end - self.ws.start) + (self.rest.end - self.rest.start)
     }
 
-    /// Whether it owns nothing, as the last of many vCPUs with little memory may.
+    /// Returns true if the share is empty, as for the last of many vCPUs with little memory.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Its `index`-th page (`0..len`): the working set first.
+    /// Returns page `index` (`0..len`) of the share. The working set comes first.
     #[must_use]
     #[inline]
     pub fn page(&self, index: u64) -> u64 {
@@ -165,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_take_all_memory() {
+    fn defaults_use_all_memory() {
         let all = layout("uniform", 1026, 1).unwrap();
         assert_eq!((all.ws_pages, all.data_pages, all.table_pages()), (1024, 1024, 2));
         let idle = layout("idle", 1026, 1).unwrap();
@@ -173,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_are_taken_as_given() {
+    fn given_sizes_are_used() {
         let both = layout("uniform,ws=1M,data=2M", 100_000, 2).unwrap();
         assert_eq!((both.ws_pages, both.data_pages), (256, 512));
         let ws = layout("uniform,ws=1M", 100_000, 2).unwrap();
@@ -183,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_allocated_is_left_alone() {
+    fn allocator_memory_has_no_content_pages() {
         let idle = layout("idle,alloc=1M", 300, 2).unwrap();
         assert_eq!((idle.ws_pages, idle.data_pages), (0, 0));
         assert!((0..2).all(|cpu| idle.share(cpu).is_empty()));
@@ -194,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_does_not_fit() {
+    fn workload_that_does_not_fit_is_refused() {
         assert!(matches!(layout("uniform,ws=4M", 1024, 1), Err(LayoutError::Memory { .. })));
         assert!(matches!(layout("idle", 0, 1), Err(LayoutError::Memory { .. })));
         assert!(matches!(layout("uniform,ws=4K", 1024, 2), Err(LayoutError::WorkingSet { .. })));

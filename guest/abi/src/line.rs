@@ -1,4 +1,4 @@
-//! What a guest says on its serial port, one line each.
+//! Lines that a guest writes to its serial port.
 
 use crate::stalls::HIST_BUCKETS;
 use crate::worker::{Corrupt, Report, Worker};
@@ -6,7 +6,7 @@ use crate::{Every, Text};
 use core::fmt;
 use core::str::FromStr;
 
-/// What a guest says when its memory is filled and its workload begins.
+/// Line of a guest whose memory is filled and whose workload begins.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ReadyLine {
     /// Number of vCPUs.
@@ -21,18 +21,20 @@ pub struct ReadyLine {
     pub t_us: u64,
 }
 
-/// A line of a guest. Printed by [`Display`](fmt::Display) without the newline, parsed by [`FromStr`].
+/// Line of a guest. It is printed by [`Display`](fmt::Display) without the newline, and parsed by
+/// [`FromStr`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line {
     /// `READY cpus=.. data_pages=.. ws_pages=.. tsc_khz=.. t_us=..`
     Ready(ReadyLine),
-    /// `S cpu t_us writes stall_max_us stall_sum_us stalls`, every 100 ms: all but the clock since the vCPU's last `S` line.
+    /// `S cpu t_us writes stall_max_us stall_sum_us stalls`, every 100 ms. All values except the
+    /// clock count since the vCPU's last `S` line.
     Stats {
         /// Index of the vCPU.
         cpu: u64,
         /// Guest clock in microseconds.
         t_us: u64,
-        /// Writes.
+        /// Number of writes.
         writes: u64,
         /// Longest stall in microseconds.
         stall_max_us: u64,
@@ -45,63 +47,65 @@ pub enum Line {
     Hist {
         /// Index of the vCPU.
         cpu: u64,
-        /// Counts, see [`HIST_BUCKETS`].
+        /// Counts per bucket. See [`HIST_BUCKETS`].
         hist: [u64; HIST_BUCKETS],
     },
-    /// `CORRUPT page=.. want=.. got=.. word=.. cpu=..`, the numbers behind `want` and `got` in hexadecimal.
+    /// `CORRUPT page=.. want=.. got=.. word=.. cpu=..`. The values of `want` and `got` are
+    /// hexadecimal.
     Corrupt {
         /// Index of the vCPU.
         cpu: u64,
-        /// The check that failed.
+        /// Check that failed.
         corrupt: Corrupt,
     },
-    /// `A cpu t_us rounds alloc_mib freed_mib reports reported_mib free_max_us`, every second while the guest allocates: what a vCPU
-    /// did since start.
+    /// `A cpu t_us rounds alloc_mib freed_mib reports reported_mib free_max_us`, every second while
+    /// the guest allocates. Activity of a vCPU since start.
     Alloc {
         /// Index of the vCPU.
         cpu: u64,
         /// Guest clock in microseconds.
         t_us: u64,
-        /// Rounds completed.
+        /// Number of completed rounds.
         rounds: u64,
-        /// Memory allocated, in MiB.
+        /// Allocated memory, in MiB.
         alloc_mib: u64,
-        /// Memory freed, in MiB.
+        /// Freed memory, in MiB.
         freed_mib: u64,
-        /// Reports sent.
+        /// Number of reports sent.
         reports: u64,
-        /// Memory reported, in MiB.
+        /// Reported memory, in MiB.
         reported_mib: u64,
-        /// The longest free, in microseconds.
+        /// Duration of the longest free, in microseconds.
         free_max_us: u64,
     },
-    /// `I pages requests alloc_us send_us total_us`: the inflation that the command line asked for is done.
+    /// `I pages requests alloc_us send_us total_us`. The inflation that the command line requested
+    /// is done.
     Inflated {
-        /// Pages given to the balloon.
+        /// Number of pages given to the balloon.
         pages: u64,
-        /// Requests that it took.
+        /// Number of requests.
         requests: u64,
-        /// Time allocating, in microseconds.
+        /// Time spent allocating, in microseconds.
         alloc_us: u64,
-        /// Time sending, in microseconds.
+        /// Time spent sending, in microseconds.
         send_us: u64,
-        /// All of it, in microseconds.
+        /// Total time, in microseconds.
         total_us: u64,
     },
-    /// `PANIC reason`: the guest gave up.
+    /// `PANIC reason`. The guest has given up.
     Panic(Text),
 }
 
-/// Why a line could not be understood.
+/// Error of a line that cannot be parsed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LineError {
-    /// The line.
+    /// Text of the line.
     pub found: Text,
 }
 
 impl fmt::Display for LineError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "'{}' is no line of a guest of this version", self.found)
+        write!(f, "'{}' is not a line of a guest of this version", self.found)
     }
 }
 
@@ -219,7 +223,7 @@ fn keyed<'a>(parts: &mut impl Iterator<Item = &'a str>, key: &str) -> Option<u64
     if found == key { number(value) } else { None }
 }
 
-/// `S` lines every 100 ms and `H` lines every second, of one vCPU.
+/// Reporter of one vCPU, which creates `S` lines every 100 ms and `H` lines every second.
 #[derive(Clone, Debug)]
 pub struct SerialReporter {
     cpu: u64,
@@ -233,14 +237,14 @@ const STATS_NS: u64 = 100_000_000;
 const HIST_NS: u64 = 1_000_000_000;
 
 impl SerialReporter {
-    /// The reporter of vCPU `cpu`, from `now_ns` on.
+    /// Returns the reporter of vCPU `cpu`, from `now_ns` on.
     #[must_use]
     pub fn new(cpu: u64, now_ns: u64) -> Self {
         let (stats, hist) = (Every::new(STATS_NS, now_ns), Every::new(HIST_NS, now_ns));
         Self { cpu, stats, hist, last: None, last_hist: [0; HIST_BUCKETS] }
     }
 
-    /// The lines that are due: none, the `S` line, or both.
+    /// Returns the lines that are due: none, the `S` line, or both.
     #[inline]
     pub fn poll(&mut self, worker: &mut Worker, now_ns: u64) -> [Option<Line>; 2] {
         if self.stats.due(now_ns) { self.lines(worker, now_ns) } else { [None, None] }
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_come_in_time_and_count_since_the_last() {
+    fn lines_are_due_on_time_and_count_since_the_previous_one() {
         let workload: Workload = "idle,data=64K,sweep=0".parse().unwrap();
         let layout = Layout::new(&workload, 100, 1).unwrap();
         let mut worker = Worker::new(&workload, &layout, 0);

@@ -1,10 +1,11 @@
-//! The few functions of f64 that the zipf picker needs: `core` has none of them.
+//! Functions of f64 that the zipf picker needs and `core` does not have.
 //!
-//! Relative error below 1e-13 on the ranges used, checked against `std` in the tests: far finer than a workload needs.
+//! The relative error is below 1e-13 on the ranges used, checked against `std` in the tests. This
+//! is much finer than a workload needs.
 
 use core::f64::consts::{LN_2, SQRT_2};
 
-/// Natural logarithm of a positive, normal number.
+/// Returns the natural logarithm of a positive, normal number.
 pub(crate) fn ln(x: f64) -> f64 {
     let bits = x.to_bits();
     let mut exponent = exponent_of(bits);
@@ -25,7 +26,7 @@ pub(crate) fn ln(x: f64) -> f64 {
     exponent * LN_2 + 2.0 * s * sum
 }
 
-/// `e^x`; 0 or infinity beyond the range of f64.
+/// Returns `e^x`; 0 or infinity beyond the range of f64.
 pub(crate) fn exp(x: f64) -> f64 {
     if x < -708.0 {
         return 0.0;
@@ -47,23 +48,23 @@ pub(crate) fn exp(x: f64) -> f64 {
     sum * f64::from_bits(u64::try_from(k + 1023).unwrap_or(0) << 52)
 }
 
-/// `ln(1 + x) / x`, also near 0, where the quotient is 1.
+/// Returns `ln(1 + x) / x`, also near 0, where the quotient is 1.
 pub(crate) fn ln1p_over(x: f64) -> f64 {
     if x.abs() > 1e-5 { ln(1.0 + x) / x } else { 1.0 - x * (0.5 - x * (1.0 / 3.0 - 0.25 * x)) }
 }
 
-/// `(e^x - 1) / x`, also near 0, where the quotient is 1.
+/// Returns `(e^x - 1) / x`, also near 0, where the quotient is 1.
 pub(crate) fn expm1_over(x: f64) -> f64 {
     if x.abs() > 1e-5 { (exp(x) - 1.0) / x } else { 1.0 + x * 0.5 * (1.0 + x / 3.0 * (1.0 + 0.25 * x)) }
 }
 
-/// The nearest integer towards zero.
+/// Returns the nearest integer towards zero.
 #[expect(clippy::cast_possible_truncation, reason = "the cast saturates; callers stay far below 2^63")]
 pub(crate) fn truncate(x: f64) -> i64 {
     x as i64
 }
 
-/// The unbiased binary exponent out of a float's bits, as a float.
+/// Returns the unbiased binary exponent from a float's bits, as a float.
 fn exponent_of(bits: u64) -> f64 {
     #[expect(clippy::cast_precision_loss, reason = "eleven bits")]
     let biased = ((bits >> 52) & 0x7ff) as f64;
@@ -81,18 +82,18 @@ mod tests {
 
     proptest! {
         #[test]
-        fn ln_is_stds(x in prop_oneof![1e-300f64..1e300, 1e-3f64..10.0, 1.0f64..1e12]) {
+        fn ln_matches_std(x in prop_oneof![1e-300f64..1e300, 1e-3f64..10.0, 1.0f64..1e12]) {
             prop_assert!(close(ln(x), x.ln()), "{} {}", ln(x), x.ln());
         }
 
         #[test]
-        fn exp_is_stds(x in -700.0f64..700.0) {
+        fn exp_matches_std(x in -700.0f64..700.0) {
             let (ours, std) = (exp(x), x.exp());
             prop_assert!((ours - std).abs() <= 2e-13 * std, "{ours} {std}");
         }
 
         #[test]
-        fn quotients_are_stds(x in prop_oneof![-0.9f64..30.0, -2e-5f64..2e-5]) {
+        fn quotients_match_std(x in prop_oneof![-0.9f64..30.0, -2e-5f64..2e-5]) {
             prop_assume!(x != 0.0);
             prop_assert!((ln1p_over(x) - x.ln_1p() / x).abs() < 1e-10);
             prop_assert!((expm1_over(x) / (x.exp_m1() / x) - 1.0).abs() < 1e-10);

@@ -1,22 +1,22 @@
-//! Time: the guest's clock out of TSC ticks, paces and periods.
+//! Time: the guest's clock from TSC ticks, paces and periods.
 
-/// Turns TSC ticks into nanoseconds.
+/// Clock that converts TSC ticks to nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TscClock {
     /// Ticks at time 0.
     base: u64,
-    /// Nanoseconds a tick, times 2^32.
+    /// Nanoseconds per tick, times 2^32.
     scale: u64,
 }
 
 impl TscClock {
-    /// A clock that reads 0 at `base` ticks, for a TSC of `khz` kHz (at least 1).
+    /// Returns a clock that reads 0 at `base` ticks, for a TSC of `khz` kHz (at least 1).
     #[must_use]
     pub fn new(khz: u32, base: u64) -> Self {
         Self { base, scale: (1_000_000 << 32) / u64::from(khz.max(1)) }
     }
 
-    /// Nanoseconds at `tsc` ticks; 0 before the base.
+    /// Returns the nanoseconds at `tsc` ticks; 0 before the base.
     #[must_use]
     #[inline]
     pub fn ns(&self, tsc: u64) -> u64 {
@@ -27,10 +27,10 @@ impl TscClock {
     }
 }
 
-/// Lets something happen at most `rate` times a second.
+/// Limit of an event to `rate` times a second.
 ///
-/// Who falls behind catches up, but only up to a debt: time in which a vCPU was stopped (a blackout) is lost, as it is for
-/// a real guest, and shows as fewer writes instead of as a burst after it.
+/// A late vCPU catches up, but only up to a debt. Time in which a vCPU was stopped (a blackout) is
+/// lost, as for a real guest, and shows as fewer writes instead of as a burst after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pacer {
     rate: u64,
@@ -44,13 +44,14 @@ pub struct Pacer {
 const SECOND_NS: u64 = 1_000_000_000;
 
 impl Pacer {
-    /// A pace of `rate` a second (at most 10^9; 0 is never), catching up at most `debt_ns` nanoseconds.
+    /// Returns a pace of `rate` per second (at most 10^9; 0 means never), which catches up at most
+    /// `debt_ns` nanoseconds.
     #[must_use]
     pub fn new(rate: u64, debt_ns: u64) -> Self {
         Self { rate: rate.min(SECOND_NS), debt_ns, next_ns: 0, fraction: 0 }
     }
 
-    /// Whether it is time. Each `true` counts as one.
+    /// Returns true if the event is due. Each `true` counts as one event.
     #[inline]
     pub fn due(&mut self, now_ns: u64) -> bool {
         if self.rate == 0 || now_ns < self.next_ns {
@@ -70,7 +71,7 @@ impl Pacer {
     }
 }
 
-/// A period that does not catch up.
+/// Period that does not catch up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Every {
     period_ns: u64,
@@ -78,13 +79,13 @@ pub struct Every {
 }
 
 impl Every {
-    /// A period of `period_ns` nanoseconds; the first one begins at `now_ns`.
+    /// Returns a period of `period_ns` nanoseconds. The first one begins at `now_ns`.
     #[must_use]
     pub fn new(period_ns: u64, now_ns: u64) -> Self {
         Self { period_ns, last_ns: now_ns }
     }
 
-    /// Whether a period is over, or the clock went backwards; if so, the next one begins.
+    /// Returns true if a period is over or the clock went backwards. The next period then begins.
     #[inline]
     pub fn due(&mut self, now_ns: u64) -> bool {
         // A clock that went back wraps to a huge difference.
@@ -130,13 +131,14 @@ mod tests {
     fn short_delays_are_caught_up_and_long_ones_are_lost() {
         let mut pacer = Pacer::new(100_000, 1_000_000);
         assert_eq!(count(&mut pacer, 0, 1_000_000, 1000), 100);
-        // 0.5 ms behind: all 50 come. 100 ms behind: only the debt of 1 ms comes, 100 writes.
+        // 0.5 ms late: all 50 events follow. 100 ms late: only the debt of 1 ms follows, 100
+        // events.
         assert_eq!(count(&mut pacer, 1_500_000, 1_501_000, 10), 51);
         assert_eq!(count(&mut pacer, 101_500_000, 101_502_000, 10), 101);
     }
 
     #[test]
-    fn clocks_that_go_back_stop_nothing() {
+    fn clock_that_goes_back_does_not_stop_the_pace() {
         let mut pacer = Pacer::new(1000, 1_000_000);
         assert!(pacer.due(500 * SECOND_NS));
         assert!(!pacer.due(5));

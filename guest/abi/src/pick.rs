@@ -1,15 +1,16 @@
-//! Which page comes next: a small random number generator and the patterns of writes.
+//! Choice of the next page to write: a small random number generator and the patterns of writes.
 
 use crate::math::{exp, expm1_over, ln, ln1p_over, truncate};
 use crate::{Pattern, Theta};
 
-/// The golden ratio's fraction in 64 bits, the step of [`Prng`].
+/// Step of [`Prng`]: the fraction of the golden ratio in 64 bits.
 const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Scrambles a number: a bijection of 64 bits in which every input bit moves about half of the output bits.
+/// Scrambles a number. This is a bijection of 64 bits in which every input bit changes about half
+/// of the output bits.
 ///
-/// The finalizer of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014, with
-/// the constants of Stafford's variant 13).
+/// The function is the finalizer of splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom
+/// number generators", OOPSLA 2014, with the constants of Stafford's variant 13).
 #[inline]
 pub(crate) fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -17,31 +18,31 @@ pub(crate) fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A fast generator with 64 bits of state, splitmix64. For workloads, not for secrets.
+/// Fast generator with 64 bits of state, splitmix64. For workloads, not for secrets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prng(u64);
 
 impl Prng {
-    /// A generator whose sequence depends on `seed` alone.
+    /// Returns a generator whose sequence depends on `seed` alone.
     #[must_use]
     pub fn new(seed: u64) -> Self {
         Self(mix(seed ^ STEP))
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     #[inline]
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(STEP);
         mix(self.0)
     }
 
-    /// A number below `limit`; 0 when `limit` is 0. The bias is below `limit / 2^64`.
+    /// Returns a number below `limit`; 0 if `limit` is 0. The bias is below `limit / 2^64`.
     #[inline]
     pub fn below(&mut self, limit: u64) -> u64 {
         ((u128::from(self.bits()) * u128::from(limit)) >> 64) as u64
     }
 
-    /// A number in `[0, 1)` with 53 random bits.
+    /// Returns a number in `[0, 1)` with 53 random bits.
     #[inline]
     pub fn unit(&mut self) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "53 bits fit")]
@@ -58,20 +59,21 @@ impl Prng {
     }
 }
 
-/// Draws ranks `1..=n` in proportion to `rank^-theta` without a table.
+/// Distribution of ranks `1..=n` in proportion to `rank^-theta`, drawn without a table.
 ///
-/// Rejection-inversion (W. Hörmann, G. Derflinger: "Rejection-inversion to generate variates from monotone discrete
-/// distributions", ACM TOMACS 6.3, 1996): invert the integral of the density, round, and reject the few draws where the
-/// rounding left the histogram. Less than 1.1 draws a sample.
+/// The method is rejection-inversion (W. Hörmann, G. Derflinger: "Rejection-inversion to generate
+/// variates from monotone discrete distributions", ACM TOMACS 6.3, 1996): invert the integral of
+/// the density, round, and reject the few draws where the rounding left the histogram. A sample
+/// needs less than 1.1 draws.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Zipf {
     n: f64,
     theta: f64,
-    /// Integral from 1 to 1.5, less the weight of rank 1: the lower end of what is inverted.
+    /// Lower end of the inverted range: the integral from 1 to 1.5, less the weight of rank 1.
     low: f64,
-    /// Integral to `n + 0.5`: the upper end.
+    /// Upper end of the inverted range: the integral to `n + 0.5`.
     high: f64,
-    /// Draws that round down by no more than this need no second look.
+    /// Rounding distance up to which a draw is accepted without a further check.
     sure: f64,
 }
 
@@ -86,25 +88,27 @@ impl Zipf {
         zipf
     }
 
-    /// `x^-theta`.
+    /// Returns `x^-theta`.
     fn weight(&self, x: f64) -> f64 {
         exp(-self.theta * ln(x))
     }
 
-    /// Integral of the weight from 1 to `x`: `(x^(1-theta) - 1) / (1 - theta)`, which is `ln x` at `theta == 1`.
+    /// Returns the integral of the weight from 1 to `x`: `(x^(1-theta) - 1) / (1 - theta)`, which
+    /// is `ln x` at `theta == 1`.
     fn integral(&self, x: f64) -> f64 {
         let log = ln(x);
         expm1_over((1.0 - self.theta) * log) * log
     }
 
-    /// The `x` to which the integral is `area`.
+    /// Returns the `x` up to which the integral is `area`.
     fn inverse(&self, area: f64) -> f64 {
-        // Rounding may push the product a little below -1 at the far end, where the logarithm has no value.
+        // Rounding may move the product slightly below -1 at the far end, where the logarithm has
+        // no value.
         let t = (area * (1.0 - self.theta)).max(-1.0 + 1e-15);
         exp(ln1p_over(t) * area)
     }
 
-    /// A rank in `0..n`.
+    /// Returns a rank in `0..n`.
     fn draw(&self, prng: &mut Prng) -> u64 {
         loop {
             let area = self.high + prng.unit() * (self.low - self.high);
@@ -119,7 +123,7 @@ impl Zipf {
     }
 }
 
-/// Chooses the next page to write among `pages` pages, numbered from 0.
+/// Picker of the next page to write among `pages` pages, numbered from 0.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Picker {
     pages: u64,
@@ -133,7 +137,8 @@ enum Kind {
     Never,
     Uniform,
     Sequential,
-    /// Ranks are scattered over the pages by `rank * stride % pages`, so that hot pages are no neighbours.
+    /// Ranks are scattered over the pages by `rank * stride % pages`, so that hot pages are not
+    /// neighbours.
     Zipf {
         zipf: Zipf,
         stride: u64,
@@ -141,7 +146,8 @@ enum Kind {
 }
 
 impl Picker {
-    /// A picker of one vCPU, over its own `pages` pages. Its sequence depends on `seed` alone.
+    /// Returns the picker of one vCPU for its own `pages` pages. Its sequence depends on `seed`
+    /// alone.
     #[must_use]
     pub fn new(pattern: Pattern, pages: u64, seed: u64) -> Self {
         let kind = match pattern {
@@ -156,7 +162,7 @@ impl Picker {
         Self { pages, prng: Prng::new(seed), next: 0, kind }
     }
 
-    /// The next page to write, below the number of pages; `None` for an idle pattern.
+    /// Returns the next page to write, below the number of pages, or `None` for an idle pattern.
     #[inline]
     pub fn pick(&mut self) -> Option<u64> {
         match &self.kind {
@@ -185,7 +191,8 @@ impl Picker {
     }
 }
 
-/// A number near 0.618 of `pages` without a common divisor, so that multiples of it visit every page once.
+/// Returns a number near 0.618 of `pages` without a common divisor, so that multiples of it visit
+/// every page once.
 fn coprime_stride(pages: u64) -> u64 {
     let start = (pages / 1000 * 618 + pages % 1000 * 618 / 1000).max(1);
     (start..=pages.max(start)).find(|stride| gcd(*stride, pages) == 1).unwrap_or(1)
@@ -213,7 +220,7 @@ mod tests {
         for _ in 0..100_000 {
             counts[usize::try_from(picker.pick().unwrap()).unwrap()] += 1;
         }
-        // 1000 expected each, standard deviation 31.
+        // 1000 are expected for each, with a standard deviation of 31.
         assert!(counts.iter().all(|count| (800..1200).contains(count)), "{counts:?}");
     }
 
@@ -230,7 +237,8 @@ mod tests {
         assert_eq!(Picker::new(Pattern::Uniform, 0, 1).pick(), None);
     }
 
-    /// Compares the counts of the hottest ranks with `rank^-theta / sum`, within five standard deviations.
+    /// Compares the counts of the hottest ranks with `rank^-theta / sum`, within five standard
+    /// deviations.
     fn check_zipf(theta: f64, n: u64) {
         let draws = 200_000u32;
         let zipf = Zipf::new(n, Theta::new(theta).unwrap());

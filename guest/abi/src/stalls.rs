@@ -1,36 +1,38 @@
-//! Stalls: moments in which a vCPU could not go on.
+//! Stalls: periods in which a vCPU could not run.
 
-/// Buckets of the histogram: bucket `i` counts stalls from `8 << i` microseconds to below twice that, the last one all
-/// that are longer.
+/// Number of buckets of the histogram. Bucket `i` counts stalls from `8 << i` microseconds to below
+/// twice that. The last bucket counts all longer stalls.
 pub const HIST_BUCKETS: usize = 16;
 
-/// The shortest gap between two iterations of the workload's loop that counts as a stall, in nanoseconds.
+/// Shortest gap between two iterations of the workload's loop that counts as a stall, in
+/// nanoseconds.
 pub const STALL_MIN_NS: u64 = 8_000;
 
-/// What a vCPU has seen of stalls. All cumulative, except the maximum of the window.
+/// Stalls that a vCPU has seen. All values are cumulative, except the maximum of the window.
 ///
-/// Each iteration of a workload's loop takes well below a microsecond, so a gap of 8 us and more is time that somebody took
-/// from the vCPU: a page fault in the host, a full dirty ring, a throttle, another process, a switchover.
+/// Each iteration of a workload's loop takes well below a microsecond. A gap of 8 us or more is
+/// therefore time that was taken from the vCPU: a page fault in the host, a full dirty ring, a
+/// throttle, another process, or a switchover.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stalls {
     pub(crate) last_ns: Option<u64>,
     /// Number of stalls.
     pub count: u64,
-    /// Their sum in nanoseconds.
+    /// Sum of the stalls in nanoseconds.
     pub sum_ns: u64,
-    /// The longest ever, in nanoseconds.
+    /// Longest stall, in nanoseconds.
     pub max_ns: u64,
-    /// The longest since [`take_window`](Self::take_window), in nanoseconds.
+    /// Longest stall since the last [`take_window`](Self::take_window), in nanoseconds.
     pub(crate) window_max_ns: u64,
-    /// How many of which length.
+    /// Number of stalls by length.
     pub hist: [u64; HIST_BUCKETS],
-    /// Their sums in nanoseconds: how long those of a length were on average.
+    /// Sum of the stalls of each length in nanoseconds, from which their average follows.
     pub hist_sum_ns: [u64; HIST_BUCKETS],
 }
 
 impl Stalls {
-    /// Marks an iteration of the loop, and records a stall if the one before is too long ago. A clock that went backwards
-    /// (a migration to a host with another TSC) is no stall.
+    /// Records an iteration of the loop, and a stall if the previous iteration was too long ago. A
+    /// clock that went backwards (a migration to a host with another TSC) is not a stall.
     #[inline]
     pub fn tick(&mut self, now_ns: u64) {
         let gap = self.last_ns.map_or(0, |last| now_ns.saturating_sub(last));
@@ -40,7 +42,8 @@ impl Stalls {
         }
     }
 
-    /// Marks the loop as running from now on: what the vCPU did since the last tick was its own will (printing, sleeping).
+    /// Marks the loop as running from now on. The vCPU spent the time since the last tick on
+    /// purpose (printing, sleeping).
     pub fn resume(&mut self, now_ns: u64) {
         self.last_ns = Some(now_ns);
     }
@@ -57,7 +60,7 @@ impl Stalls {
         self.hist_sum_ns[bucket] += gap_ns;
     }
 
-    /// The longest stall since the last call, in nanoseconds.
+    /// Returns the longest stall since the last call, in nanoseconds.
     pub fn take_window(&mut self) -> u64 {
         core::mem::take(&mut self.window_max_ns)
     }

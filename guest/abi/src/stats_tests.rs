@@ -37,7 +37,7 @@ fn a_page_that_nobody_wrote_is_not_yet_there() {
 }
 
 #[test]
-fn nonsense_is_refused() {
+fn invalid_page_is_refused() {
     for (word, value) in
         [(offset::MAGIC, 1), (offset::VERSION, 2), (offset::CPUS, 0), (offset::CPUS, 65), (3, 9)]
     {
@@ -48,7 +48,7 @@ fn nonsense_is_refused() {
 }
 
 #[test]
-fn what_was_published_is_read() {
+fn published_report_is_read_unchanged() {
     let page = ready_page();
     page.cpus[1].publish(&report(7));
     page.raise(State::Corrupt);

@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused() {
+    fn invalid_page_is_refused() {
         let mut spans = Spans::new();
         for (start, end) in [(0x1000, 0x1000), (0x1001, 0x2000), (0x1000, 0x2001), (0x2000, 0x1000)] {
             assert_eq!(spans.add(start, end, 0), Err(SpansError::Invalid));
