@@ -1,13 +1,13 @@
-//! Builds the bare-metal guest with a cargo of its own and shows where the ELF file lies.
+//! Builds the bare-metal guest with a nested cargo and exports the path of the ELF file.
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-/// The guest's only target: the host's own toolchain can build it, nothing has to be installed.
+/// The guest's only target. The host's own toolchain can build it, so nothing has to be installed.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// What decides how the image looks, relative to `guest/`.
+/// Files and folders that affect the image, relative to `guest/`.
 const SOURCES: [&str; 11] = [
     "Cargo.toml",
     "Cargo.lock",
@@ -49,7 +49,7 @@ fn build() -> Result<PathBuf, String> {
             println!("cargo::warning={line}");
         }
         return Err(format!(
-            "the bare-metal guest in {} was not built ({}); its diagnostics are above",
+            "the bare-metal guest in {} was not built ({}); see the diagnostics above",
             guest.display(),
             output.status
         ));
@@ -58,18 +58,20 @@ fn build() -> Result<PathBuf, String> {
     if elf.is_file() {
         Ok(elf)
     } else {
-        Err(format!("cargo built the guest, but {} is not there", elf.display()))
+        Err(format!("cargo built the guest, but {} does not exist", elf.display()))
     }
 }
 
-/// The nested build: always optimized (a guest in debug mode would measure the compiler), never online (its
-/// dependencies are paths), and independent of how the outer build was called.
+/// Returns the nested build. It is always optimized (a guest in debug mode would measure the
+/// compiler), never online (its dependencies are paths), and independent of how the outer build was
+/// called.
 fn cargo(guest: &Path, target: &Path) -> Result<Command, String> {
     let mut cargo = Command::new(variable("CARGO")?);
     for (name, _) in env::vars_os() {
         let text = name.to_string_lossy();
         let inherited = text.starts_with("CARGO") && text != "CARGO_HOME";
-        // RUSTFLAGS, RUSTC, RUSTC_WRAPPER (clippy sets it), RUSTDOCFLAGS; not RUSTUP_*, which choose the toolchain.
+        // RUSTFLAGS, RUSTC, RUSTC_WRAPPER (clippy sets it), RUSTDOCFLAGS. RUSTUP_* stay, because
+        // they choose the toolchain.
         let compiler =
             text.starts_with("RUSTC") || text.starts_with("RUSTFLAGS") || text.starts_with("RUSTDOC");
         if inherited || compiler {
@@ -78,7 +80,8 @@ fn cargo(guest: &Path, target: &Path) -> Result<Command, String> {
     }
     cargo
         .current_dir(guest)
-        // Beats flags of a user's configuration, such as -Ctarget-cpu=native: the guest enables no AVX.
+        // Overrides flags of a user's configuration, such as -Ctarget-cpu=native: the guest enables
+        // no AVX.
         .env("CARGO_ENCODED_RUSTFLAGS", "-Crelocation-model=static")
         .args([
             "build",

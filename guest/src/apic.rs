@@ -1,4 +1,4 @@
-//! The local APIC: starting the other vCPUs, and the timer that wakes an idle one.
+//! Local APIC: starting the other vCPUs, and the timer that wakes an idle one.
 
 use crate::cpu;
 use crate::memory::pointer;
@@ -18,12 +18,13 @@ const PERIODIC: u32 = 1 << 17;
 const MASKED: u32 = 1 << 16;
 const DIVIDE_BY_1: u32 = 0b1011;
 
-/// To all but oneself, INIT, assert.
+/// Command: to all but the sender, INIT, assert.
 const INIT_OTHERS: u32 = 0x000c_4500;
-/// To all but oneself, start-up, assert; the low byte is the page number where to start.
+/// Command: to all but the sender, start-up, assert. The low byte is the page number of the start
+/// address.
 const START_OTHERS: u32 = 0x000c_4600;
 
-/// Vector of the timer, and of interrupts that nobody sent.
+/// Vector of the timer, followed by the vector of spurious interrupts.
 pub(crate) const TIMER_VECTOR: u8 = 0x20;
 const SPURIOUS_VECTOR: u8 = 0xff;
 
@@ -39,7 +40,8 @@ fn write(register: u64, value: u32) {
 
 const PIC_MASKS: [u16; 2] = [0x21, 0xa1];
 
-/// Masks the old interrupt controllers: firmware leaves them delivering timer ticks at vectors of exceptions.
+/// Masks the old interrupt controllers, because firmware leaves them delivering timer ticks at
+/// vectors of exceptions.
 pub(crate) fn mask_pics() {
     for port in PIC_MASKS {
         cpu::out8(port, 0xff);
@@ -61,13 +63,16 @@ pub(crate) fn start_others(page: u8) {
     write(COMMAND, START_OTHERS | u32::from(page));
 }
 
-/// How long the timer is measured: long beside the time of an access (46 us where it is slowest).
+/// Duration of the timer's calibration in ns: long compared with an access (46 us where it is
+/// slowest).
 const CALIBRATION_NS: u64 = 5_000_000;
 
-/// Readings of which the quickest counts: a host that takes the vCPU away in the middle of one spoils it.
+/// Number of readings, of which the quickest counts: a host that takes the vCPU away in the middle
+/// of a reading spoils it.
 const READINGS: u32 = 5;
 
-/// Raises [`TIMER_VECTOR`] on this vCPU every `period_ns` nanoseconds, once the timer's frequency has been measured.
+/// Raises [`TIMER_VECTOR`] on this vCPU every `period_ns` nanoseconds, after the timer's frequency
+/// has been measured.
 pub(crate) fn start_timer(period_ns: u64, clock: &TscClock) {
     write(TIMER_DIVIDE, DIVIDE_BY_1);
     write(TIMER, MASKED | u32::from(TIMER_VECTOR));

@@ -67,7 +67,7 @@ impl GuestArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum CmdlineError {
-    /// The workload cannot be used.
+    /// The workload is invalid.
     Workload(WorkloadError),
     /// A value is invalid.
     Value {

@@ -1,11 +1,13 @@
-//! The statistics page: what a guest tells its host without an exit.
+//! Statistics page, by which a guest reports to its host without an exit.
 //!
-//! Nine pages at a fixed guest physical address: a header page and 512 bytes for each of 64 vCPUs. Every field is a 64-bit
-//! little-endian word that is only ever accessed as one, so host and guest share it without tearing single values. A
-//! vCPU's block is consistent as a whole by its sequence word, which is odd while the guest writes the block (a seqlock).
+//! There are nine pages at a fixed guest-physical address: a header page, and 512 bytes for each of
+//! 64 vCPUs. Every field is a 64-bit little-endian word that is only accessed as a whole, so host
+//! and guest share it without tearing single values. A sequence word makes a vCPU's block
+//! consistent as a whole. The word is odd while the guest writes the block (a seqlock).
 //!
-//! The host either sees the page as [`&StatsPage`](StatsPage) (it owns the mapping; the cast is its affair) or reads words by
-//! some other means and gives [`StatsSnapshot::read`] a function.
+//! The host either sees the page as [`&StatsPage`](StatsPage) (it owns the mapping and is
+//! responsible for the cast), or reads words by other means and gives [`StatsSnapshot::read`] a
+//! function.
 
 mod error;
 
@@ -16,24 +18,26 @@ use crate::worker::{Corrupt, Report};
 use core::fmt;
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// vCPUs that the statistics page has room for.
+/// Number of vCPUs that the statistics page has room for.
 pub const MAX_CPUS: usize = 64;
 
 /// First word of the header: "vmfstats" in ASCII, little-endian.
 pub const STATS_MAGIC: u64 = u64::from_le_bytes(*b"vmfstats");
 
-/// Second word of the header. A layout that moves a field gets another number.
+/// Second word of the header. The number changes with every layout that moves a field.
 pub const STATS_VERSION: u64 = 1;
 
-/// Bytes of the whole statistics page, a multiple of 4096.
+/// Size of the whole statistics page in bytes, a multiple of 4096.
 pub const STATS_BYTES: u64 = 4096 + MAX_CPUS as u64 * BLOCK_BYTES;
 
-/// Windows whose longest stall a block remembers: 16 reports of 10 ms, so that a host that looks every 100 ms misses none.
+/// Number of windows whose longest stall a block records: 16 reports of 10 ms, so that a host that
+/// reads every 100 ms misses none.
 pub const WINDOWS: usize = 16;
 
 const BLOCK_BYTES: u64 = 512;
 
-/// Bytes that the statistics of a guest with `cpus` vCPUs take, at the start of its statistics page.
+/// Returns the size in bytes of the statistics of a guest with `cpus` vCPUs, from the start of its
+/// statistics page.
 #[must_use]
 pub const fn stats_bytes(cpus: u64) -> u64 {
     4096 + if cpus < MAX_CPUS as u64 { cpus } else { MAX_CPUS as u64 } * BLOCK_BYTES
@@ -41,8 +45,9 @@ pub const fn stats_bytes(cpus: u64) -> u64 {
 const HEADER_WORDS: usize = 512;
 const BLOCK_WORDS: usize = 64;
 
-/// How often a reader tries again when the guest is writing. A guest writes a block in well below a microsecond; one that was
-/// paused in the middle stays odd until it runs again.
+/// Number of attempts of a reader while the guest is writing. A guest writes a block in well below
+/// a microsecond. If the guest was paused in the middle, the sequence stays odd until it runs
+/// again.
 const READ_TRIES: u32 = 1000;
 
 /// Indexes of 64-bit words, for readers without a [`StatsPage`]. Block words count from the start of the block.
@@ -57,17 +62,18 @@ pub mod offset {
     pub const STATE: usize = 3;
     /// Header: frequency of the guest's TSC in kHz.
     pub const TSC_KHZ: usize = 4;
-    /// Header: pages with content.
+    /// Header: number of pages with content.
     pub const DATA_PAGES: usize = 5;
-    /// Header: pages of the working set.
+    /// Header: number of pages of the working set.
     pub const WS_PAGES: usize = 6;
-    /// Header: guest clock when the fill was done, in microseconds.
+    /// Header: guest clock at the end of the fill, in microseconds.
     pub const READY_US: usize = 7;
-    /// Header: written by the host, see [`Header::verify_request`](super::Header::verify_request).
+    /// Header: number written by the host, see
+    /// [`Header::verify_request`](super::Header::verify_request).
     pub const VERIFY_REQUEST: usize = 8;
-    /// Word of the first vCPU's block.
+    /// Index of the first word of the first vCPU's block.
     pub const BLOCKS: usize = super::HEADER_WORDS;
-    /// Words from one vCPU's block to the next.
+    /// Number of words from one vCPU's block to the next.
     pub const BLOCK_WORDS: usize = super::BLOCK_WORDS;
     /// Block: sequence, odd while the block is written.
     pub const SEQ: usize = 0;
@@ -90,23 +96,23 @@ pub mod offset {
     pub(crate) const HIST_SUM: usize = 48;
 }
 
-/// How far a guest is.
+/// State of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum State {
-    /// Not yet in its main program.
+    /// The guest has not reached its main program.
     Booting,
-    /// Writing the content that it starts with.
+    /// The guest writes its initial content.
     Filling,
     /// The workload runs.
     Running,
     /// The workload runs, and a check has failed.
     Corrupt,
-    /// It gave up; the reason stands in a `PANIC` line on the serial port.
+    /// The guest has given up. A `PANIC` line on the serial port has the reason.
     Panicked,
 }
 
 impl State {
-    /// The number in the header.
+    /// Returns the number of the state in the header.
     #[must_use]
     pub fn code(self) -> u64 {
         match self {
@@ -125,7 +131,8 @@ impl State {
     }
 }
 
-/// The first page: what is true for the whole guest. Written by the guest's first vCPU, except where a field says otherwise.
+/// First page, with the state of the whole guest. The guest's first vCPU writes it, except where a
+/// field says otherwise.
 #[derive(Debug)]
 #[repr(C)]
 pub struct Header {
@@ -139,19 +146,21 @@ pub struct Header {
     pub state: AtomicU64,
     /// Frequency of the guest's TSC in kHz.
     pub tsc_khz: AtomicU64,
-    /// Pages with content.
+    /// Number of pages with content.
     pub data_pages: AtomicU64,
-    /// Pages of the working set.
+    /// Number of pages of the working set.
     pub ws_pages: AtomicU64,
-    /// Guest clock when the fill was done, in microseconds since the guest's entry.
+    /// Guest clock at the end of the fill, in microseconds since the guest's entry.
     pub ready_us: AtomicU64,
-    /// Written by the host: a number other than the last one makes every vCPU check all its pages at full speed, once, and
-    /// then show that number in its block. (KVM does not see this write: mark the page dirty if it is to migrate.)
+    /// Number written by the host. A number other than the previous one makes every vCPU check all
+    /// its pages at full speed, once, and then show that number in its block. (KVM does not see
+    /// this write: mark the page as dirty if it is to migrate.)
     pub verify_request: AtomicU64,
     reserved: [AtomicU64; HEADER_WORDS - 9],
 }
 
-/// One vCPU's 512 bytes, eight cache lines of its own. Written by that vCPU only, every 10 ms.
+/// Block of one vCPU: 512 bytes, which are eight cache lines of its own. Only that vCPU writes it,
+/// every 10 ms.
 #[repr(C, align(512))]
 pub struct CpuBlock {
     words: [AtomicU64; BLOCK_WORDS],
@@ -163,13 +172,14 @@ impl fmt::Debug for CpuBlock {
     }
 }
 
-/// The statistics page as host and guest share it: valid when zeroed ([`State::Booting`], no magic).
+/// Statistics page as host and guest share it. A zeroed page is valid ([`State::Booting`], no magic
+/// number).
 #[derive(Debug)]
 #[repr(C, align(4096))]
 pub struct StatsPage {
-    /// What is true for the whole guest.
+    /// State of the whole guest.
     pub header: Header,
-    /// One block for each vCPU.
+    /// Blocks of the vCPUs.
     pub cpus: [CpuBlock; MAX_CPUS],
 }
 
@@ -177,13 +187,14 @@ const _: () = assert!(size_of::<StatsPage>() as u64 == STATS_BYTES);
 const _: () = assert!(size_of::<Header>() == 8 * HEADER_WORDS && size_of::<CpuBlock>() == 8 * BLOCK_WORDS);
 
 impl CpuBlock {
-    /// Publishes a vCPU's report. Only the owner of the block calls this.
+    /// Publishes a vCPU's report. Only the owner of the block may call this.
     pub fn publish(&self, report: &Report) {
         use offset as at;
         let put = |word: usize, value: u64| self.words[word].store(value, Ordering::Relaxed);
         let seq = self.words[at::SEQ].load(Ordering::Relaxed) | 1;
         put(at::SEQ, seq);
-        // Pairs with the acquire fence in `read_block`: who sees a new field sees the odd sequence too.
+        // Pairs with the acquire fence in `read_block`: a reader that sees a new field also sees
+        // the odd sequence.
         fence(Ordering::Release);
         put(at::T_US, report.t_us);
         put(at::WRITES, report.writes);
@@ -213,13 +224,13 @@ impl CpuBlock {
     }
 }
 
-/// The slot of report number `report` (counted from 0).
+/// Returns the slot of report number `report` (counted from 0).
 fn window_slot(report: u64) -> usize {
     usize::try_from(report % WINDOWS as u64).unwrap_or(0)
 }
 
 impl StatsPage {
-    /// A zeroed page, as a guest finds it.
+    /// Returns a zeroed page, as a guest finds it.
     #[must_use]
     pub const fn new() -> Self {
         Self {
@@ -242,16 +253,18 @@ impl StatsPage {
     /// Reads a consistent copy.
     ///
     /// # Errors
-    /// [`StatsError`] when no guest has written the page yet, or when one was stopped while it wrote.
+    /// Returns a [`StatsError`] if no guest has written the page yet, or if a guest was stopped
+    /// while it wrote.
     pub fn snapshot(&self) -> Result<StatsSnapshot, StatsError> {
         StatsSnapshot::read(|word| self.word(word).load(Ordering::Acquire))
     }
 
-    /// As [`snapshot`](Self::snapshot), without touching anything behind the blocks of `cpus` vCPUs, whatever the guest
-    /// says of their number: the rest reads as zeros. See [`stats_bytes`].
+    /// Reads as [`snapshot`](Self::snapshot) does, without touching anything after the blocks of
+    /// `cpus` vCPUs, whatever number the guest reports. The rest reads as zeros. See
+    /// [`stats_bytes`].
     ///
     /// # Errors
-    /// As for [`snapshot`](Self::snapshot).
+    /// Fails as [`snapshot`](Self::snapshot) does.
     pub fn snapshot_of(&self, cpus: usize) -> Result<StatsSnapshot, StatsError> {
         let end = HEADER_WORDS + cpus.min(MAX_CPUS) * BLOCK_WORDS;
         StatsSnapshot::read(|word| if word < end { self.word(word).load(Ordering::Acquire) } else { 0 })
@@ -276,7 +289,7 @@ impl StatsPage {
         }
     }
 
-    /// Raises the state, never lowers it: a guest that was corrupt once stays so.
+    /// Raises the state and never lowers it: a guest that was corrupt once stays so.
     pub fn raise(&self, state: State) {
         self.header.state.fetch_max(state.code(), Ordering::Release);
     }
@@ -288,80 +301,84 @@ impl Default for StatsPage {
     }
 }
 
-/// One vCPU's block as plain numbers.
+/// Copy of one vCPU's block as plain numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CpuSnapshot {
     /// Guest clock at the report, in microseconds since the guest's entry.
     pub t_us: u64,
-    /// Writes since start.
+    /// Number of writes since the start.
     pub writes: u64,
-    /// Pages checked since start, not counting the check before each write.
+    /// Number of pages checked since the start, without the check before each write.
     pub checks: u64,
-    /// Checks that failed since start.
+    /// Number of failed checks since the start.
     pub corrupt: u64,
-    /// The first of them.
+    /// First failed check.
     pub first_corrupt: Option<Corrupt>,
-    /// Stalls since start.
+    /// Number of stalls since the start.
     pub stalls: u64,
-    /// Their sum in microseconds.
+    /// Sum of the stalls in microseconds.
     pub stall_sum_us: u64,
-    /// The longest since start, in microseconds.
+    /// Longest stall since the start, in microseconds.
     pub stall_max_us: u64,
-    /// Reports since start; each closes a window of 10 ms.
+    /// Number of reports since the start. Each closes a window of 10 ms.
     pub reports: u64,
-    /// Complete sweeps over the vCPU's pages.
+    /// Number of complete sweeps over the vCPU's pages.
     pub sweeps: u64,
-    /// The last [`verify_request`](Header::verify_request) that this vCPU has completed.
+    /// Latest [`verify_request`](Header::verify_request) that this vCPU has completed.
     pub verify_done: u64,
-    /// Stalls since start by length, see [`HIST_BUCKETS`].
+    /// Number of stalls since the start by length. See [`HIST_BUCKETS`].
     pub hist: [u64; HIST_BUCKETS],
-    /// The sum of those of each length, in microseconds.
+    /// Sum of the stalls of each length, in microseconds.
     pub hist_sum_us: [u64; HIST_BUCKETS],
-    /// Longest stall in microseconds of the last 16 windows: the window that report `n` (from 0) closed is at `n % 16`.
+    /// Longest stall of each of the last 16 windows, in microseconds. The window that report `n`
+    /// (from 0) closed is at `n % 16`.
     window_max_us: [u64; WINDOWS],
 }
 
 impl CpuSnapshot {
-    /// The longest stall, in microseconds, of the windows closed since the reader last saw `reports` reports. Exact for a
-    /// reader that looks at least every 16 reports; one that looks less often gets the maximum of the last 16 windows.
+    /// Returns the longest stall, in microseconds, of the windows closed since the reader last saw
+    /// `reports` reports. The value is exact for a reader that reads at least every 16 reports. A
+    /// slower reader gets the maximum of the last 16 windows.
     #[must_use]
     pub fn stall_max_since(&self, reports: u64) -> u64 {
         let oldest = reports.max(self.reports.saturating_sub(WINDOWS as u64));
         (oldest..self.reports).map(|report| self.window_max_us[window_slot(report)]).max().unwrap_or(0)
     }
 
-    /// The longest stall, in microseconds, of each of the last windows, at most 16: the oldest first. The last one was
-    /// closed by report `reports - 1`.
+    /// Returns the longest stall, in microseconds, of each of the last windows, at most 16, the
+    /// oldest first. Report `reports - 1` closed the last one.
     pub fn windows(&self) -> impl Iterator<Item = u64> {
         let oldest = self.reports.saturating_sub(WINDOWS as u64);
         (oldest..self.reports).map(|report| self.window_max_us[window_slot(report)])
     }
 }
 
-/// A copy of the statistics page as plain numbers.
+/// Copy of the statistics page as plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StatsSnapshot {
-    /// How far the guest is.
+    /// State of the guest.
     pub state: State,
     /// Frequency of the guest's TSC in kHz.
     pub tsc_khz: u64,
-    /// Pages with content.
+    /// Number of pages with content.
     pub data_pages: u64,
-    /// Pages of the working set.
+    /// Number of pages of the working set.
     pub ws_pages: u64,
-    /// Guest clock when the fill was done, in microseconds; 0 before.
+    /// Guest clock at the end of the fill, in microseconds; 0 before.
     pub ready_us: u64,
-    /// `1..=64`.
+    /// Number of vCPUs, `1..=64`.
     cpus: usize,
     blocks: [CpuSnapshot; MAX_CPUS],
 }
 
 impl StatsSnapshot {
-    /// Reads a copy by a function that loads the 64-bit little-endian word with the given index (`0..STATS_BYTES / 8`). The
-    /// function must really read at each call, whole words, in the order of the calls (volatile reads on x86-64 do).
+    /// Reads a copy with a function that loads the 64-bit little-endian word with the given index
+    /// (`0..STATS_BYTES / 8`). Each call must read the memory again, in whole words and in the
+    /// order of the calls (volatile reads on x86-64 do).
     ///
     /// # Errors
-    /// [`StatsError`] when no guest has written the page yet, or when one was stopped while it wrote.
+    /// Returns a [`StatsError`] if no guest has written the page yet, or if a guest was stopped
+    /// while it wrote.
     pub fn read(mut load: impl FnMut(usize) -> u64) -> Result<Self, StatsError> {
         match load(offset::MAGIC) {
             STATS_MAGIC => {}
@@ -382,7 +399,8 @@ impl StatsSnapshot {
             let start = offset::BLOCKS + cpu * BLOCK_WORDS;
             *block = read_block(|word| load(start + word)).ok_or(StatsError::Busy { cpu })?;
         }
-        // After the blocks: a vCPU raises the state before it publishes why, so a copy with a failed check is of a state that says so.
+        // The state is read after the blocks. A vCPU raises the state before it publishes the
+        // reason, so a copy with a failed check also has that state.
         let code = load(offset::STATE);
         let state = State::from_code(code).ok_or(StatsError::Invalid { word: offset::STATE, value: code })?;
         Ok(Self {
@@ -396,31 +414,31 @@ impl StatsSnapshot {
         })
     }
 
-    /// The vCPUs' blocks, as many as the guest has.
+    /// Returns the blocks of the guest's vCPUs.
     #[must_use]
     pub fn cpus(&self) -> &[CpuSnapshot] {
         &self.blocks[..self.cpus]
     }
 
-    /// Writes since start, of all vCPUs.
+    /// Returns the number of writes of all vCPUs since the start.
     #[must_use]
     pub fn writes(&self) -> u64 {
         self.cpus().iter().map(|cpu| cpu.writes).sum()
     }
 
-    /// Failed checks since start, of all vCPUs.
+    /// Returns the number of failed checks of all vCPUs since the start.
     #[must_use]
     pub fn corrupt(&self) -> u64 {
         self.cpus().iter().map(|cpu| cpu.corrupt).sum()
     }
 
-    /// The first failed check of the first vCPU that has one.
+    /// Returns the first failed check of the first vCPU that has one.
     #[must_use]
     pub fn first_corrupt(&self) -> Option<Corrupt> {
         self.cpus().iter().find_map(|cpu| cpu.first_corrupt)
     }
 
-    /// Whether every vCPU has completed the check that the host asked for with this number.
+    /// Returns true if every vCPU has completed the check that the host requested with this number.
     #[must_use]
     pub fn verified(&self, request: u64) -> bool {
         self.cpus().iter().all(|cpu| cpu.verify_done == request)

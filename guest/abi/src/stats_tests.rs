@@ -12,7 +12,7 @@ fn ready_page() -> StatsPage {
     page
 }
 
-/// A report whose every field follows from `n`, so that a torn one is recognised.
+/// Returns a report whose every field follows from `n`, so that a torn report is recognized.
 fn report(n: u64) -> Report {
     Report {
         t_us: n,
@@ -32,7 +32,7 @@ fn report(n: u64) -> Report {
 }
 
 #[test]
-fn a_page_that_nobody_wrote_is_not_yet_there() {
+fn unwritten_page_is_not_yet_valid() {
     assert_eq!(StatsPage::new().snapshot(), Err(StatsError::NotYet));
 }
 
@@ -73,7 +73,7 @@ fn state_is_never_older_than_a_failed_check() {
     for at in 0..offset::BLOCKS + offset::BLOCK_WORDS {
         let (page, mut happened) = (ready_page(), false);
         let snapshot = StatsSnapshot::read(|word| {
-            // A vCPU finds a failure just before the reader comes to word `at`.
+            // A vCPU finds a failure just before the reader reaches word `at`.
             if word == at && !std::mem::replace(&mut happened, true) {
                 page.raise(State::Corrupt);
                 page.cpus[0].publish(&report(1));
@@ -102,17 +102,17 @@ fn windows_give_every_reader_its_maximum() {
 }
 
 #[test]
-fn a_block_that_stays_odd_is_busy() {
+fn block_that_stays_odd_is_busy() {
     let page = ready_page();
     page.cpus[1].words[offset::SEQ].store(1, Ordering::Relaxed);
     assert_eq!(page.snapshot(), Err(StatsError::Busy { cpu: 1 }));
-    // The guest that goes on heals it.
+    // The guest repairs the block when it continues.
     page.cpus[1].publish(&report(3));
     assert_eq!(page.snapshot().unwrap().cpus()[1].writes, 3);
 }
 
 #[test]
-fn offsets_are_those_of_the_structure() {
+fn offsets_match_the_structure() {
     let page = ready_page();
     for word in 0..offset::BLOCKS + 2 * offset::BLOCK_WORDS {
         let address = std::ptr::from_ref(page.word(word)).addr();
@@ -137,7 +137,7 @@ fn concurrent_readers_never_see_a_torn_block() {
         });
         let mut seen = 0;
         for _ in 0..200_000 {
-            // Busy is allowed (this thread may be slow), a mixture is not.
+            // Busy is allowed (this thread may be slow). A mixture of two reports is not.
             if let Ok(snapshot) = page.snapshot() {
                 let cpu = snapshot.cpus()[0];
                 let n = cpu.t_us;

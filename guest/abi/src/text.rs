@@ -1,11 +1,11 @@
-//! A short piece of text without an allocator, for error messages.
+//! Short text without an allocator, for error messages.
 
 use core::fmt;
 
-/// Bytes that a [`Text`] keeps; longer input is cut.
+/// Maximum size of a [`Text`] in bytes. Longer input is cut.
 const CAPACITY: usize = 64;
 
-/// Up to 64 bytes of somebody's input, kept to name it in an error.
+/// Up to 64 bytes of input, kept to quote it in an error.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Text {
     bytes: [u8; CAPACITY],
@@ -15,7 +15,7 @@ pub struct Text {
 }
 
 impl Text {
-    /// Keeps the beginning of `text`, cut at a character boundary.
+    /// Returns the start of `text`, cut at a character boundary.
     #[must_use]
     pub fn new(text: &str) -> Self {
         let mut len = text.len().min(CAPACITY);
@@ -27,7 +27,7 @@ impl Text {
         Self { bytes, len, cut: len < text.len() }
     }
 
-    /// The text that was kept.
+    /// Returns the kept text.
     #[must_use]
     pub fn as_str(&self) -> &str {
         core::str::from_utf8(&self.bytes[..self.len]).unwrap_or("")

@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-/// Units from the largest; the letter is also accepted in the other case.
+/// Units from the largest to the smallest. The letter is also accepted in the other case.
 const LETTERS: [(u8, u32); 4] = [(b'T', 4), (b'G', 3), (b'M', 2), (b'K', 1)];
 
 /// Parses a size in bytes: `4096`, `64K`, `256M`, `4G`, `1T`. `None` when it is malformed or exceeds 64 bits.
@@ -24,7 +24,7 @@ fn parse(text: &str, base: u64) -> Option<u64> {
         Some((_, power)) => (&text[..text.len() - 1], base.pow(*power)),
         None => (text, 1),
     };
-    // `u64::from_str` takes a leading plus sign, which nobody means to write here.
+    // `u64::from_str` accepts a leading plus sign, which is not allowed in these options.
     if !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
     }

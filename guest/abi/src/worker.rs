@@ -1,14 +1,16 @@
-//! The workload of one vCPU: fill, write, stamp, check.
+//! Workload of one vCPU: fill, write, stamp, check.
 
 use crate::fill::{PageKind, content};
 use crate::stalls::{HIST_BUCKETS, Stalls};
 use crate::{Fill, Layout, PAGE_WORDS, Pacer, Pattern, Picker, Share, Workload};
 
-/// Guest memory as a workload sees it: pages of 512 words, and a table with one counter for each page of the working set.
+/// Guest memory as a workload sees it: pages of 512 words, and a table with one counter for each
+/// page of the working set.
 ///
-/// Both lie in memory that migrates. Each page and its counter are accessed by one vCPU only, but the host reads them at
-/// the same time: implementations use volatile or relaxed atomic accesses of whole words. Page numbers are below
-/// [`Layout::data_pages`] (counters: [`Layout::ws_pages`]), words below 512.
+/// Pages and table are in memory that migrates. Each page and its counter are accessed by one vCPU
+/// only, but the host reads them at the same time. Implementations must use volatile or relaxed
+/// atomic accesses of whole words. Page numbers are below [`Layout::data_pages`] (counters:
+/// [`Layout::ws_pages`]), and words below 512.
 pub trait PageStore {
     /// Reads a word of a page.
     fn load(&self, page: u64, word: usize) -> u64;
@@ -20,23 +22,23 @@ pub trait PageStore {
     fn set_counter(&self, page: u64, value: u64);
 }
 
-/// A check that failed: a word of a page is not what the guest left there.
+/// Failed check: a word of a page differs from what the guest wrote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Corrupt {
-    /// The page, numbered as in [`Layout`].
+    /// Page, numbered as in [`Layout`].
     pub page: u64,
-    /// The word in it: 0 is the page's number, 1 its counter, the others are content.
+    /// Word of the page: 0 is the page's number, 1 its counter, and the others are content.
     pub word: u64,
-    /// What the guest wrote.
+    /// Value that the guest wrote.
     pub want: u64,
-    /// What stands there.
+    /// Value that was found.
     pub got: u64,
 }
 
-/// What a step did.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// It wrote a page, or checked one.
+    /// The step wrote or checked a page.
     Worked,
     /// Nothing was due. An idle vCPU may sleep.
     Waited,
@@ -44,58 +46,63 @@ pub enum Step {
     Corrupt(Corrupt),
 }
 
-/// What a vCPU reports. Everything is cumulative since start, except the window's maximum.
+/// Report of a vCPU. All values are cumulative since the start, except the window's maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Report {
     /// Guest clock in microseconds.
     pub t_us: u64,
-    /// Writes.
+    /// Number of writes.
     pub writes: u64,
-    /// Pages checked by the sweep.
+    /// Number of pages that the sweep has checked.
     pub checks: u64,
-    /// Checks that failed.
+    /// Number of failed checks.
     pub corrupt: u64,
-    /// The first of them.
+    /// First failed check.
     pub first_corrupt: Option<Corrupt>,
-    /// Stalls of 8 us and more.
+    /// Number of stalls of 8 us and more.
     pub stalls: u64,
-    /// Their sum in microseconds.
+    /// Sum of the stalls in microseconds.
     pub stall_sum_us: u64,
-    /// The longest since start, in microseconds.
+    /// Longest stall since the start, in microseconds.
     pub stall_max_us: u64,
-    /// The longest since the last report, in microseconds.
+    /// Longest stall since the last report, in microseconds.
     pub window_max_us: u64,
-    /// Complete sweeps.
+    /// Number of complete sweeps.
     pub sweeps: u64,
-    /// The last verify request that was completed.
+    /// Latest verify request that was completed.
     pub verify_done: u64,
-    /// Stalls by length.
+    /// Number of stalls by length.
     pub hist: [u64; HIST_BUCKETS],
-    /// The sum of those of each length, in microseconds.
+    /// Sum of the stalls of each length, in microseconds.
     pub hist_sum_us: [u64; HIST_BUCKETS],
 }
 
-/// Pages a second that each vCPU checks at least: all of 1 GiB in about a minute, at about 1 % of a core.
+/// Least number of pages per second that each vCPU checks: all of 1 GiB in about a minute, at about
+/// 1 % of a core.
 const SWEEP_MIN: u64 = 4000;
 
-/// What a paced writer catches up at most: long enough for a page fault in the host, too short for a blackout.
+/// Maximum time that a paced writer catches up, in ns: long enough for a page fault in the host,
+/// too short for a blackout.
 const WRITE_DEBT_NS: u64 = 1_000_000;
 
-/// What the sweep catches up at most: an idle vCPU sleeps 10 ms at a time.
+/// Maximum time that the sweep catches up, in ns: an idle vCPU sleeps for 10 ms at a time.
 const SWEEP_DEBT_NS: u64 = 20_000_000;
 
-/// An idle vCPU that wakes up this much later than it wanted was stalled; less is the granularity of timers.
+/// Delay of a wake-up from which an idle vCPU counts as stalled, in ns. Smaller delays come from
+/// the granularity of timers.
 const OVERSLEPT_NS: u64 = 1_000_000;
 
-/// Words of content that each check of the sweep reads, one in each third of the page.
+/// Number of content words that each check of the sweep reads, one in each third of the page.
 const PROBES: usize = 3;
 const PROBE_WORDS: usize = (PAGE_WORDS - 2) / PROBES;
 
-/// The workload of one vCPU. Drive it by [`fill`](Self::fill) until that is done, then by [`step`](Self::step) in a loop.
+/// Workload of one vCPU. Call [`fill`](Self::fill) until the fill is done, and then
+/// [`step`](Self::step) in a loop.
 ///
-/// A write checks that the page's stamp is the one it left there the last time, and then raises counter and stamp. Beside the
-/// writes a sweep goes over all pages of the vCPU's share in turn and checks stamp and samples of the content, so that a page
-/// that is lost, old or somebody else's is found within one sweep wherever it lies.
+/// A write checks that the page's stamp is the one that was written last, and then raises counter
+/// and stamp. In addition, a sweep visits all pages of the vCPU's share in turn, and checks the
+/// stamp and samples of the content. One sweep therefore detects a page that was lost, that is old,
+/// or that has the content of another page.
 #[derive(Clone, Debug)]
 pub struct Worker {
     share: Share,
@@ -106,7 +113,7 @@ pub struct Worker {
     pacer: Option<Pacer>,
     sweep_pacer: Pacer,
     sweep_with_writes: bool,
-    /// Below `share.len()`, or 0.
+    /// Index of the sweep's next page, below `share.len()`, or 0.
     sweep_at: u64,
     sweeps: u64,
     verify: u64,
@@ -120,7 +127,7 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// The worker of vCPU `cpu` (`0..layout.cpus`).
+    /// Returns the worker of vCPU `cpu` (`0..layout.cpus`).
     #[must_use]
     pub fn new(workload: &Workload, layout: &Layout, cpu: u64) -> Self {
         let share = layout.share(cpu);
@@ -147,7 +154,8 @@ impl Worker {
         }
     }
 
-    /// Writes the content of up to `pages` pages and resets their counters. Returns whether the whole share is done.
+    /// Writes the content of up to `pages` pages and resets their counters. Returns true if the
+    /// whole share is done.
     pub fn fill<S: PageStore>(&mut self, store: &S, pages: u64) -> bool {
         let end = self.share.len().min(self.filled.saturating_add(pages));
         while self.filled < end {
@@ -166,8 +174,8 @@ impl Worker {
         self.filled == self.share.len()
     }
 
-    /// Does what is due at `now_ns`: a write, a check, or nothing. Call it in a tight loop: a gap between two calls is taken for
-    /// a stall.
+    /// Does what is due at `now_ns`: a write, a check, or nothing. Must be called in a tight loop:
+    /// a gap between two calls counts as a stall.
     #[inline]
     pub fn step<S: PageStore>(&mut self, store: &S, now_ns: u64) -> Step {
         self.stalls.tick(now_ns);
@@ -185,25 +193,27 @@ impl Worker {
         step
     }
 
-    /// Whether the workload writes nothing, so that its vCPU may sleep after a [`Step::Waited`].
+    /// Returns true if the workload writes nothing, so that its vCPU may sleep after a
+    /// [`Step::Waited`].
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.idle
     }
 
-    /// Tells the worker that its vCPU does something else from now on, until [`resume`](Self::resume): what the last step took is
-    /// measured before.
+    /// Tells the worker that its vCPU does other work until [`resume`](Self::resume). The time of
+    /// the last step is measured first.
     pub fn pause(&mut self, now_ns: u64) {
         self.stalls.tick(now_ns);
     }
 
-    /// Tells the worker that its vCPU did something else since the last step, which is no stall.
+    /// Tells the worker that its vCPU has done other work since the last step, which does not count
+    /// as a stall.
     pub fn resume(&mut self, now_ns: u64) {
         self.stalls.resume(now_ns);
     }
 
-    /// Tells the worker that its vCPU slept since `from_ns` and wanted to wake up at `until_ns`. Being more than a millisecond
-    /// late is a stall.
+    /// Tells the worker that its vCPU slept and intended to wake up at `until_ns`. A delay of more
+    /// than a millisecond is a stall.
     pub fn slept(&mut self, until_ns: u64, now_ns: u64) {
         let late = now_ns.saturating_sub(until_ns);
         if late >= OVERSLEPT_NS {
@@ -212,12 +222,13 @@ impl Worker {
         self.stalls.resume(now_ns);
     }
 
-    /// Counts a failed check of something else that the vCPU keeps, as one of its own.
+    /// Counts a failed check of other memory that the vCPU keeps as one of the worker's own.
     pub fn found(&mut self, corrupt: Corrupt) {
         self.failed(corrupt);
     }
 
-    /// Starts a check of the whole share at full speed, unless `request` is the one that is done or under way, or 0.
+    /// Starts a check of the whole share at full speed, unless `request` is 0, or is already done
+    /// or under way.
     #[inline]
     pub fn verify(&mut self, request: u64) {
         if request != self.verify && request != 0 {
@@ -229,7 +240,7 @@ impl Worker {
         }
     }
 
-    /// What to report now. Starts a new window.
+    /// Returns the report at `now_ns`, and starts a new window.
     pub fn report(&mut self, now_ns: u64) -> Report {
         Report {
             t_us: now_ns / 1000,
@@ -270,7 +281,7 @@ impl Worker {
         let mut step = self.check_stamp(store, page, counter);
         let kind = self.fill.kind(page);
         for probe in 0..PROBES {
-            // Another word at each sweep, and another in each page: 170 sweeps see every word.
+            // Each sweep and each page uses another word. 170 sweeps check every word.
             #[expect(clippy::cast_possible_truncation, reason = "below 170")]
             let at = (self.sweeps.wrapping_add(page) % PROBE_WORDS as u64) as usize;
             let word = 2 + probe * PROBE_WORDS + at;
@@ -298,7 +309,8 @@ impl Worker {
 
     #[inline]
     fn check_stamp<S: PageStore>(&mut self, store: &S, page: u64, counter: u64) -> Step {
-        // A zero page has no stamp until its first write: it is to be a zero page for the host too.
+        // A zero page has no stamp until its first write, so that it is a zero page for the host as
+        // well.
         let number = if counter == 0 && self.fill.kind(page) == PageKind::Zero { 0 } else { page };
         let step = self.expect(store, page, 1, counter);
         step.worse(self.expect(store, page, 0, number))
@@ -319,7 +331,7 @@ impl Worker {
 }
 
 impl Step {
-    /// The one that says more: the first failure, or else the later step.
+    /// Returns the more important step: the first failure, or else the later step.
     #[inline]
     fn worse(self, other: Self) -> Self {
         match (self, other) {
@@ -329,8 +341,9 @@ impl Step {
     }
 }
 
-/// What a worker must remember when its vCPU's thread ends on one host and begins on another: the process guest's register
-/// state. (The bare-metal guest needs none of this: its workers lie in guest memory.)
+/// State that a worker needs when its vCPU's thread ends on one host and starts on another. It
+/// takes the role of the process guest's registers. (The bare-metal guest does not need it: its
+/// workers are in guest memory.)
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SavedWorker {
     /// Opaque words, to be kept in order.
@@ -338,12 +351,13 @@ pub struct SavedWorker {
 }
 
 impl SavedWorker {
-    /// Words of the state.
+    /// Number of words of the state.
     pub const WORDS: usize = 19 + 2 * HIST_BUCKETS;
 }
 
 impl Worker {
-    /// The state of a worker that has finished its fill. Paces and the clock's last reading are not part of it: they begin anew.
+    /// Returns the state of a worker that has finished its fill. Paces and the latest reading of
+    /// the clock are not part of the state: they begin anew.
     #[must_use]
     pub fn save(&self) -> SavedWorker {
         let [prng, next] = self.picker.state();
@@ -377,8 +391,9 @@ impl Worker {
         SavedWorker { words }
     }
 
-    /// Continues where the saved worker stopped. `self` is a new worker of the same workload, layout and vCPU; values that cannot
-    /// be (a peer sent them) are brought into range, so nothing panics later.
+    /// Continues where the saved worker stopped. `self` must be a new worker of the same workload,
+    /// layout and vCPU. Invalid values (from a peer) are brought into range, so that nothing panics
+    /// later.
     pub fn restore(&mut self, saved: &SavedWorker) {
         let (head, hists) = saved.words.split_at(SavedWorker::WORDS - 2 * HIST_BUCKETS);
         let (hist, sums) = hists.split_at(HIST_BUCKETS);

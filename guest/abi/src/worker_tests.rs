@@ -1,4 +1,4 @@
-//! Tests of the workload: what it finds, and what it keeps.
+//! Tests of the workload: the failures that it detects, and the content that it writes.
 
 use super::*;
 use proptest::prelude::*;
@@ -39,7 +39,7 @@ struct Guest {
 }
 
 impl Guest {
-    /// A guest after its fill. Memory is dirty before, so the fill must write everything.
+    /// Returns a guest after its fill. Memory is dirty before, so the fill must write everything.
     fn new(spec: &str, cpus: u64) -> Self {
         let workload: Workload = spec.parse().unwrap();
         let layout = Layout::new(&workload, 1 << 20, cpus).unwrap();
@@ -54,7 +54,7 @@ impl Guest {
         Self { memory, layout, workers, now: 0 }
     }
 
-    /// Runs `steps` steps on each vCPU, a microsecond each; the failures.
+    /// Runs `steps` steps on each vCPU, a microsecond each. Returns the failures.
     fn run(&mut self, steps: u64) -> Vec<Corrupt> {
         let mut found = Vec::new();
         for _ in 0..steps {
@@ -68,7 +68,7 @@ impl Guest {
         found
     }
 
-    /// Runs until every vCPU has checked all its pages.
+    /// Runs until every vCPU has checked all its pages. Returns the failures.
     fn verify(&mut self, request: u64) -> Vec<Corrupt> {
         for worker in &mut self.workers {
             worker.verify(request);
@@ -97,7 +97,7 @@ const SPECS: [&str; 6] = [
 ];
 
 #[test]
-fn an_undisturbed_guest_finds_nothing() {
+fn undisturbed_guest_detects_no_failure() {
     for spec in SPECS {
         for cpus in [1, 3] {
             let mut guest = Guest::new(spec, cpus);
@@ -110,7 +110,7 @@ fn an_undisturbed_guest_finds_nothing() {
 }
 
 #[test]
-fn the_content_is_what_fill_says() {
+fn content_matches_the_fill() {
     let guest = Guest::new("idle,data=256K,fill=mix:40", 2);
     for page in 0..64 {
         let want: Vec<u64> = (0..PAGE_WORDS).map(|word| Fill::Mix(40).word(page, word)).collect();
@@ -118,7 +118,7 @@ fn the_content_is_what_fill_says() {
     }
 }
 
-/// Replaces a page by something else and returns what the guest then finds.
+/// Replaces a page by other content. Returns the failures that the guest then detects.
 fn disturbed(spec: &str, page: u64, other: impl Fn(&Guest) -> [u64; PAGE_WORDS]) -> Vec<Corrupt> {
     let mut guest = Guest::new(spec, 2);
     assert_eq!(guest.run(5000), []);
@@ -128,8 +128,8 @@ fn disturbed(spec: &str, page: u64, other: impl Fn(&Guest) -> [u64; PAGE_WORDS])
 }
 
 #[test]
-fn a_lost_page_is_found_wherever_it_lies() {
-    // Pages 0..64 are the working set, the others are only filled.
+fn lost_page_is_detected_at_any_position() {
+    // Pages 0..64 are the working set. The others are only filled.
     for page in [0, 1, 31, 32, 63, 64, 100, 255] {
         for spec in ["uniform,ws=256K,data=1M", "idle,data=1M", "uniform,ws=256K,data=1M,fill=text"] {
             let zero = disturbed(spec, page, |_| [0; PAGE_WORDS]);
@@ -144,7 +144,7 @@ fn a_lost_page_is_found_wherever_it_lies() {
 }
 
 #[test]
-fn a_zero_page_that_is_not_zero_is_found() {
+fn zero_page_with_content_is_detected() {
     let mut stamped = [0; PAGE_WORDS];
     stamped[0] = 100;
     let found = disturbed("uniform,ws=256K,data=1M,fill=zero", 100, |_| stamped);
@@ -152,7 +152,7 @@ fn a_zero_page_that_is_not_zero_is_found() {
 }
 
 #[test]
-fn an_old_version_of_a_page_is_found() {
+fn old_version_of_a_page_is_detected() {
     for spec in ["uniform,ws=256K,data=1M", "sequential,ws=256K,fill=zero", "zipf:1.1,ws=4K,rate=100k"] {
         let mut guest = Guest::new(spec, 1);
         guest.run(3000);
@@ -169,7 +169,7 @@ fn an_old_version_of_a_page_is_found() {
 }
 
 #[test]
-fn a_lost_counter_is_found() {
+fn lost_counter_is_detected() {
     let mut guest = Guest::new("uniform,ws=256K", 1);
     guest.run(3000);
     guest.memory.set_counter(5, guest.memory.counter(5) - 1);
@@ -177,7 +177,7 @@ fn a_lost_counter_is_found() {
 }
 
 #[test]
-fn every_word_is_seen_in_time() {
+fn sweeps_check_every_word() {
     let mut guest = Guest::new("idle,data=16K", 1);
     let mut page = guest.page(2);
     page[333] ^= 1;
@@ -195,7 +195,7 @@ fn paced_writers_keep_their_rate() {
 }
 
 #[test]
-fn a_sweep_rate_is_independent_of_the_writes() {
+fn sweep_rate_is_independent_of_the_writes() {
     let mut none = Guest::new("uniform,ws=256K,sweep=0", 1);
     none.run(10_000);
     assert_eq!((none.workers[0].checks, none.workers[0].writes), (0, 10_000));
@@ -219,7 +219,7 @@ fn gaps_between_steps_are_stalls_and_sleep_is_not() {
 }
 
 #[test]
-fn a_stall_counts_before_something_else_is_done_and_that_does_not() {
+fn stall_before_other_work_counts_and_the_other_work_does_not() {
     let mut guest = Guest::new("idle,data=16K", 1);
     guest.run(10);
     guest.now += 100_000;
@@ -233,7 +233,7 @@ fn a_stall_counts_before_something_else_is_done_and_that_does_not() {
 
 proptest! {
     #[test]
-    fn a_restored_worker_goes_on_as_if_nothing_had_happened(steps in 0u64..3000, spec in 0usize..SPECS.len()) {
+    fn restored_worker_continues_like_the_original(steps in 0u64..3000, spec in 0usize..SPECS.len()) {
         let mut moved = Guest::new(SPECS[spec], 2);
         moved.run(steps);
         let saved: Vec<SavedWorker> = moved.workers.iter().map(Worker::save).collect();
@@ -249,7 +249,7 @@ proptest! {
     }
 
     #[test]
-    fn restoring_nonsense_does_not_panic(words in proptest::array::uniform32(any::<u64>())) {
+    fn restoring_invalid_state_does_not_panic(words in proptest::array::uniform32(any::<u64>())) {
         let mut guest = Guest::new("sequential,ws=256K,data=512K", 2);
         let mut saved = guest.workers[0].save();
         saved.words[..32].copy_from_slice(&words);

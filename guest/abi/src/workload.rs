@@ -1,4 +1,4 @@
-//! The workload specification: what a guest does to its memory.
+//! Workload specification: the memory activity of a guest.
 
 use crate::allocation::MAX_FRAG;
 use crate::text::Text;
@@ -7,83 +7,87 @@ use crate::{Allocation, Fill, PAGE_SIZE};
 use core::fmt;
 use core::str::FromStr;
 
-/// The skew of a zipf distribution: the k-th hottest page is written in proportion to `k^-theta`.
+/// Skew of a zipf distribution: the k-th hottest page is written in proportion to `k^-theta`.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd)]
 pub struct Theta(f64);
 
 impl Theta {
-    /// Accepts exponents in `(0, 8]`; with more, all writes go to one page.
+    /// Returns the skew for an exponent in `(0, 8]`. With larger exponents all writes would go to
+    /// one page.
     #[must_use]
     pub fn new(theta: f64) -> Option<Self> {
         (theta > 0.0 && theta <= 8.0).then_some(Self(theta))
     }
 
-    /// The exponent.
+    /// Returns the exponent.
     #[must_use]
     pub fn get(self) -> f64 {
         self.0
     }
 }
 
-/// Which page of the working set is written next.
+/// Pattern that determines the next page of the working set to write.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Pattern {
-    /// No writes; memory is filled at start and then only checked, slowly.
+    /// No writes. Memory is filled at start and then only checked slowly.
     Idle,
     /// Every page is equally likely.
     Uniform,
-    /// One page after the other, round and round.
+    /// One page after the other, repeatedly.
     Sequential,
     /// Few hot pages and a long tail.
     Zipf(Theta),
 }
 
-/// What a guest does to its memory. Parsed from, and printed as, `PATTERN[,key=value]...` without spaces:
+/// Memory activity of a guest. Parsed from, and printed as, `PATTERN[,key=value]...` without
+/// spaces:
 ///
 /// | part | meaning | default |
 /// |---|---|---|
 /// | `idle`, `uniform`, `sequential`, `zipf:THETA` | the pattern of writes | required |
 /// | `ws=256M` | working set: the memory that is written to | `data`, or all usable memory |
 /// | `data=1G` | memory that is filled with content at start, at least `ws` | `ws` |
-/// | `rate=100k` | writes per second and vCPU, 0 = as fast as it can | 0 |
+/// | `rate=100k` | writes per second and vCPU, 0 = as fast as possible | 0 |
 /// | `skew=4` | vCPU i writes at `rate / skew^i`, at least once a second; needs a rate | 1 |
 /// | `fill=random` | content at start: see [`Fill`] | `random` |
 /// | `sweep=4k` | pages per second and vCPU that are checked in sequence, besides one for each write; 0 = no sweep | 4k and one for each write |
-/// | `alloc=4G` | memory to allocate, touch and free besides, see [`Allocation`]; a busy pattern then needs `ws` or `data` | none |
-/// | `rounds=1` | how often; 0 = for ever | 0 |
-/// | `frag=64` | one page in so many is kept until the next round; 0 = none | 0 |
+/// | `alloc=4G` | memory to allocate, touch and free in addition, see [`Allocation`]; a busy pattern then needs `ws` or `data` | none |
+/// | `rounds=1` | number of rounds; 0 = no end | 0 |
+/// | `frag=64` | one page in this many is kept until the next round; 0 = none | 0 |
 ///
-/// Sizes are cut to whole pages. With `alloc`, `data` is nothing by default, and what neither `data` nor counters take belongs to
-/// the guest's allocator.
+/// Sizes are cut to whole pages. With `alloc`, `data` is empty by default, and memory that neither
+/// `data` nor the counters use belongs to the guest's allocator.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Workload {
-    /// The pattern of writes.
+    /// Pattern of writes.
     pub pattern: Pattern,
-    /// Working set in bytes; `None`: as much as `data`.
+    /// Size of the working set in bytes; `None` means as much as `data`.
     pub ws: Option<u64>,
-    /// Memory filled at start in bytes; `None`: as much as `ws`, or all there is.
+    /// Size of the memory that is filled at start in bytes; `None` means as much as `ws`, or all
+    /// memory.
     pub data: Option<u64>,
-    /// Writes per second and vCPU; 0: as fast as it can.
+    /// Number of writes per second and vCPU; 0 means as fast as possible.
     pub rate: u64,
-    /// How many times slower each vCPU writes than the one before it: `1..=1000`, 1 = all alike. More than 1 needs a rate.
+    /// Factor by which each vCPU writes slower than the previous one: `1..=1000`, where 1 means all
+    /// alike. More than 1 needs a rate.
     pub skew: u64,
     /// Content at start.
     pub fill: Fill,
     /// Pages per second and vCPU that are checked in sequence. `None`: the default, one for each write and at least 4000 a
     /// second. `Some(rate)`: exactly that many, independent of the writes (0: no sweep, for measurements of access patterns).
     pub sweep: Option<u64>,
-    /// Memory to allocate and free besides.
+    /// Memory to allocate and free in addition.
     pub alloc: Option<Allocation>,
 }
 
 impl Workload {
-    /// A workload with every key at its default.
+    /// Returns a workload with every key at its default.
     #[must_use]
     pub fn new(pattern: Pattern) -> Self {
         Self { pattern, ws: None, data: None, rate: 0, skew: 1, fill: Fill::Random, sweep: None, alloc: None }
     }
 
-    /// Writes per second of vCPU `cpu`; 0: as fast as it can.
+    /// Returns the number of writes per second of vCPU `cpu`; 0 means as fast as possible.
     #[must_use]
     pub fn rate_of(&self, cpu: u64) -> u64 {
         if self.rate == 0 {
@@ -103,54 +107,54 @@ const ROUNDS: &str = "a whole number, 0 for no end";
 const FRAG: &str = "a whole number from 2 to 1024, or 0";
 const FILL: &str = "random, zero, text or mix:PERCENT with PERCENT from 0 to 100";
 
-/// Why a workload specification was refused.
+/// Reason for which a workload specification was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum WorkloadError {
-    /// The first part is no known pattern.
+    /// The first part is not a known pattern.
     Pattern {
-        /// What stood there.
+        /// Text that was found.
         found: Text,
     },
-    /// `zipf:` without a usable exponent.
+    /// `zipf:` is followed by an invalid exponent.
     Theta {
-        /// What stood there.
+        /// Text that was found.
         found: Text,
     },
     /// A part is not `key=value` with a known key.
     Key {
-        /// What stood there.
+        /// Text that was found.
         found: Text,
     },
-    /// A key stands there twice.
+    /// A key is given twice.
     Twice {
-        /// The key.
+        /// Name of the key.
         key: &'static str,
     },
-    /// A value cannot be used.
+    /// A value is invalid.
     Value {
-        /// The key.
+        /// Name of the key.
         key: &'static str,
-        /// What stood there.
+        /// Value that was found.
         found: Text,
-        /// What would have been accepted.
+        /// Description of the accepted values.
         accepted: &'static str,
     },
-    /// `skew` without a rate that it could divide.
+    /// `skew` is given without a rate that it could divide.
     SkewWithoutRate,
     /// `data` is smaller than `ws`.
     DataBelowWs {
-        /// Bytes of `data`.
+        /// Size of `data` in bytes.
         data: u64,
-        /// Bytes of `ws`.
+        /// Size of `ws` in bytes.
         ws: u64,
     },
-    /// `rounds` or `frag` without `alloc`, which they say more of.
+    /// `rounds` or `frag` is given without `alloc`.
     WithoutAlloc {
-        /// The key.
+        /// Name of the key.
         key: &'static str,
     },
-    /// `alloc` with a pattern that would write to all memory.
+    /// `alloc` is given with a pattern that would write to all memory.
     AllocWithoutWs,
 }
 
@@ -172,7 +176,7 @@ impl fmt::Display for WorkloadError {
                 write!(f, "workload: {key}={found} cannot be used; use {accepted}")
             }
             Self::SkewWithoutRate => {
-                f.write_str("workload: skew= divides a rate; give rate= too, or leave skew out")
+                f.write_str("workload: skew= divides a rate; add rate=, or remove skew=")
             }
             Self::DataBelowWs { data, ws } => {
                 write!(
@@ -181,10 +185,10 @@ impl fmt::Display for WorkloadError {
                 )
             }
             Self::WithoutAlloc { key } => {
-                write!(f, "workload: {key}= is said of alloc=; give alloc= too, or leave {key} out")
+                write!(f, "workload: {key}= needs alloc=; add alloc=, or remove {key}=")
             }
             Self::AllocWithoutWs => f.write_str(
-                "workload: alloc= needs memory that the pattern leaves alone; give ws= too, or use idle",
+                "workload: alloc= needs memory that the pattern does not write to; give ws= too, or use idle",
             ),
         }
     }
@@ -223,7 +227,7 @@ impl fmt::Display for Pattern {
     }
 }
 
-/// The keys of one specification as they are read, each at most once.
+/// Keys of one specification as they are read, each at most once.
 #[derive(Default)]
 struct Keys {
     ws: Option<u64>,

@@ -65,8 +65,8 @@ fn refuses_with_the_reason() {
         ("uniform,ws=1G,data=1M", "less than the working set"),
         ("uniform,alloc=4G", "give ws= too, or use idle"),
         ("idle,alloc=1", "alloc=1 cannot be used"),
-        ("idle,rounds=1", "rounds= is said of alloc="),
-        ("idle,frag=64", "frag= is said of alloc="),
+        ("idle,rounds=1", "rounds= needs alloc="),
+        ("idle,frag=64", "frag= needs alloc="),
         ("idle,alloc=4G,frag=1", "frag=1 cannot be used; use a whole number from 2 to 1024"),
         ("idle,alloc=4G,rounds=-1", "rounds=-1 cannot be used"),
     ];

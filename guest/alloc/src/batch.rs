@@ -1,8 +1,8 @@
-//! Blocks on their way to the host.
+//! Batches of blocks on the way to the host.
 
 use crate::Block;
 
-/// A fixed number of blocks, filled and emptied: those that are isolated, or hinted, at one time.
+/// Fixed-size list of blocks that are isolated or hinted at one time.
 #[derive(Debug)]
 pub struct Batch<'a> {
     slots: &'a mut [Block],
@@ -12,20 +12,20 @@ pub struct Batch<'a> {
 }
 
 impl<'a> Batch<'a> {
-    /// An empty batch of at most as many blocks as there are slots.
+    /// Returns an empty batch of at most as many blocks as there are slots.
     #[must_use]
     pub fn new(slots: &'a mut [Block]) -> Self {
         let most = slots.len();
         Self { slots, len: 0, most }
     }
 
-    /// Empties it, and lets it take at most `most` blocks, at least one.
+    /// Empties the batch and limits it to `most` blocks, at least one.
     pub fn begin(&mut self, most: usize) {
         self.len = 0;
         self.most = most.clamp(1, self.slots.len());
     }
 
-    /// Adds a block; `false` if there is no room.
+    /// Adds a block. Returns false if there is no room.
     #[inline]
     pub fn push(&mut self, block: Block) -> bool {
         let room = !self.is_full();
@@ -36,20 +36,20 @@ impl<'a> Batch<'a> {
         room
     }
 
-    /// The blocks.
+    /// Returns the blocks.
     #[must_use]
     pub fn blocks(&self) -> &[Block] {
         &self.slots[..self.len]
     }
 
-    /// Whether there is no room.
+    /// Returns true if there is no room.
     #[must_use]
     #[inline]
     pub fn is_full(&self) -> bool {
         self.len == self.most
     }
 
-    /// Whether there are no blocks.
+    /// Returns true if there are no blocks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0

@@ -1,33 +1,34 @@
-//! The buddy allocator.
+//! Buddy allocator.
 
 use crate::lists::{Lists, Words};
 use crate::word::{Kind, NIL, Word};
 use crate::{Batch, Block, FreeBits, List, Spans};
 use vmferry_guest_abi::balloon::{MAX_ORDER, REPORT_FROM};
 
-/// Part of the memory that is kept free of reports and hints, 1/32: a guest that has no more than that is about to use it again,
-/// so giving it back would only cost a fault a page, and what is isolated for a report must not be what an allocation waits for.
+/// Part of the memory that is kept free of reports and hints: 1/32. A guest that has no more free
+/// memory is about to use it again. Giving it back would only cost a fault per page, and an
+/// allocation must not wait for memory that is isolated for a report.
 const LOW_SHARE: u64 = 32;
 
-/// Numbers of pages.
+/// Numbers of pages by state.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Pages {
-    /// All that the allocator has.
+    /// All pages of the allocator.
     pub all: u64,
-    /// Free, and not reported since they were last in use.
+    /// Free pages that were not reported since they were last in use.
     pub unreported: u64,
-    /// Free, and reported or never used.
+    /// Free pages that were reported or never used.
     pub reported: u64,
-    /// Being reported.
+    /// Pages that are being reported.
     pub isolated: u64,
-    /// Kept back because they were hinted.
+    /// Pages that are kept back because they were hinted.
     pub held: u64,
-    /// Below so many free ones, nothing is isolated.
+    /// Number of free pages below which nothing is isolated.
     pub low: u64,
 }
 
 impl Pages {
-    /// Pages that can be allocated.
+    /// Returns the number of pages that can be allocated.
     #[must_use]
     pub fn free(&self) -> u64 {
         self.unreported + self.reported
@@ -35,7 +36,7 @@ impl Pages {
 }
 
 /// Why no more blocks were taken into a batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+# Reason for which no more blocks were taken into a batch.
 pub enum Taken {
     /// There are no more.
     All,
@@ -45,17 +46,19 @@ pub enum Taken {
     Low,
 }
 
-/// A buddy allocator for blocks of orders 0 to 10 that knows which free blocks its host has been told of.
+/// Buddy allocator for blocks of orders 0 to 10, which knows the free blocks that were reported to
+/// the host.
 ///
-/// It allocates memory that was not reported before any that was: the host still stands behind it, so it needs no fault, and what
-/// was given back stays given back. A block that merges counts as reported only if both halves were, and if it was reported in pieces
-/// of at least 2 MiB.
+/// The allocator uses unreported memory before reported memory. The host still backs unreported
+/// memory, so it needs no fault, and reported memory stays given back. A merged block counts as
+/// reported only if both halves were reported, and if they were reported in pieces of at least 2
+/// MiB.
 ///
-/// Each frame has one word of 8 bytes, nothing else is kept a page. Allocation, free, isolation are O(1) in the size of memory: at
-/// most one step an order.
+/// Each frame has one word of 8 bytes, and nothing else is kept per page. Allocation, free and
+/// isolation are O(1) in the size of memory: at most one step per order.
 ///
-/// Invariants: every frame belongs to exactly one block, or to none (holes); no two free buddies of one order exist that are both
-/// in the free lists; `free + isolated + held + allocated = all`.
+/// Invariants: every frame belongs to exactly one block, or to none (holes). No two free buddies of
+/// one order are both in the free lists. `free + isolated + held + allocated = all`.
 #[derive(Debug)]
 pub struct Buddy<'a> {
     spans: Spans,
@@ -71,11 +74,12 @@ pub struct Buddy<'a> {
 }
 
 impl<'a> Buddy<'a> {
-    /// An allocator of all memory in `spans`, all of it free and never used, so nothing of it is to be reported. `words` has at
-    /// least [`Spans::frames`] words, of any content.
+    /// Returns an allocator of all memory in `spans`. All of it is free and never used, so that
+    /// none of it has to be reported. `words` must have at least [`Spans::frames`] words, of any
+    /// content.
     ///
     /// # Panics
-    /// If there are fewer words.
+    /// Panics if there are fewer words.
     #[must_use]
     pub fn new(spans: Spans, words: &'a mut [u64]) -> Self {
         assert!(words.len() as u64 >= spans.frames(), "{} words for {} frames", words.len(), spans.frames());
@@ -96,8 +100,8 @@ impl<'a> Buddy<'a> {
         buddy
     }
 
-    /// Calls `with` for the largest aligned blocks that memory consists of, the highest first, so that the lowest end up first in
-    /// their lists.
+    /// Calls `with` for the largest aligned blocks of the memory, the highest first, so that the
+    /// lowest come first in their lists.
     fn each_block(&mut self, mut with: impl FnMut(&mut Self, Block)) {
         let spans = self.spans;
         for span in spans.spans().iter().rev() {
@@ -112,19 +116,20 @@ impl<'a> Buddy<'a> {
         }
     }
 
-    /// Keeps a map of free pages from now on. All its bits are clear, and nothing has been allocated yet.
+    /// Starts to keep a map of free pages. All its bits must be clear, and nothing may have been
+    /// allocated yet.
     pub fn keep_map(&mut self, map: FreeBits<'a>) {
         self.map = Some(map);
         self.each_block(|buddy, block| buddy.mark(block, true));
     }
 
-    /// Which memory it has.
+    /// Returns the memory of the allocator.
     #[must_use]
     pub fn spans(&self) -> &Spans {
         &self.spans
     }
 
-    /// How many pages are what.
+    /// Returns the numbers of pages by state.
     #[must_use]
     pub fn pages(&self) -> Pages {
         Pages {
@@ -137,13 +142,14 @@ impl<'a> Buddy<'a> {
         }
     }
 
-    /// Calls of [`free`](Self::free) so far: who sees it unchanged knows that nothing was freed meanwhile.
+    /// Returns the number of calls of [`free`](Self::free). If it is unchanged, nothing was freed
+    /// meanwhile.
     #[must_use]
     pub fn frees(&self) -> u64 {
         self.frees
     }
 
-    /// Allocates a block of an order (0 to 10); `None` if no block is large enough.
+    /// Allocates a block of an order (0 to 10). Returns `None` if no block is large enough.
     #[inline]
     pub fn alloc(&mut self, order: u32) -> Option<Block> {
         let (lists, from) = match self.unreported.order_from(order) {
@@ -155,7 +161,7 @@ impl<'a> Buddy<'a> {
         };
         let block = lists.first(from)?;
         lists.remove(&mut self.words, block);
-        // The upper halves stay what they were.
+        // The upper halves keep their kind.
         for half in (order..from).rev() {
             lists.insert(&mut self.words, Block { frame: block.frame + (1 << half), order: half });
         }
@@ -165,10 +171,10 @@ impl<'a> Buddy<'a> {
         Some(block)
     }
 
-    /// Frees a block, and returns the one that it has become part of.
+    /// Frees a block. Returns the block that it has become part of.
     ///
     /// # Panics
-    /// If the block is not allocated: somebody has freed it twice.
+    /// Panics if the block is not allocated, for example because it was freed twice.
     #[inline]
     pub fn free(&mut self, block: Block) -> Block {
         let word = self.words.get(block.frame);
@@ -178,10 +184,11 @@ impl<'a> Buddy<'a> {
         self.merge(block, false)
     }
 
-    /// Puts a free block that is in no list into one, merged as far as it goes.
+    /// Puts a free block that is in no list into one, merged as far as possible.
     ///
-    /// Parts that become a block of [`REPORT_FROM`] are reported once more, as a whole: a host that has dropped them one by one has a
-    /// table of small pages for them, and gives a huge page again only when it can drop that too.
+    /// Parts that become a block of [`REPORT_FROM`] are reported once more as a whole. A host that
+    /// has dropped them one by one keeps a table of small pages for them, and provides a huge page
+    /// again only after it has dropped this table too.
     fn merge(&mut self, block: Block, mut reported: bool) -> Block {
         let Block { mut frame, mut order } = block;
         while order < MAX_ORDER {
@@ -205,10 +212,12 @@ impl<'a> Buddy<'a> {
         merged
     }
 
-    /// Isolates for a report what is still free and unreported of a block that was freed once: all of it if it is free (with
-    /// what it has merged into), or the parts that no allocation has taken since; in either case only blocks of at least `least`.
+    /// Isolates for a report the parts of a freed block that are still free and unreported: the
+    /// whole block if it is free (with the block that it merged into), or the parts that no
+    /// allocation has taken since. In both cases only blocks of at least `least` are isolated.
     ///
-    /// At most one step a page of `noted`. [`Taken::Full`] means that there may be more of it.
+    /// Takes at most one step per page of `noted`. [`Taken::Full`] means that there may be more
+    /// parts.
     pub fn isolate(&mut self, noted: Block, least: u32, batch: &mut Batch<'_>) -> Taken {
         for order in noted.order..=MAX_ORDER {
             let block = Block { frame: noted.frame >> order << order, order };
@@ -236,8 +245,9 @@ impl<'a> Buddy<'a> {
         Taken::All
     }
 
-    /// Isolates up to `portion` blocks that are free and unreported, large ones first, until `pages` pages have been (the last block may
-    /// be larger than what was left of them); `None` if there may be more, and room for them.
+    /// Isolates up to `portion` blocks that are free and unreported, large ones first, until
+    /// `pages` pages have been isolated (the last block may exceed this). Returns `None` if there
+    /// may be more blocks and room for them.
     pub fn isolate_any(&mut self, portion: usize, pages: &mut u64, batch: &mut Batch<'_>) -> Option<Taken> {
         for _ in 0..portion {
             if *pages == 0 {
@@ -267,10 +277,10 @@ impl<'a> Buddy<'a> {
         Taken::All
     }
 
-    /// Puts an isolated block back, as reported.
+    /// Puts an isolated block back as reported.
     ///
     /// # Panics
-    /// If it is not isolated.
+    /// Panics if the block is not isolated.
     pub fn put_back(&mut self, block: Block) {
         let word = self.words.get(block.frame);
         assert!(
@@ -281,8 +291,9 @@ impl<'a> Buddy<'a> {
         self.merge(block, true);
     }
 
-    /// Takes up to `portion` free blocks out, large ones first, to be hinted, and kept until [`release_held`](Self::release_held);
-    /// `None` if there may be more, and room for them.
+    /// Takes up to `portion` free blocks out, large ones first, to be hinted and kept until
+    /// [`release_held`](Self::release_held). Returns `None` if there may be more blocks and room
+    /// for them.
     pub fn hold(&mut self, portion: usize, batch: &mut Batch<'_>) -> Option<Taken> {
         for _ in 0..portion {
             let free = self.pages().free();
@@ -308,7 +319,7 @@ impl<'a> Buddy<'a> {
         None
     }
 
-    /// Puts up to `blocks` hinted blocks back; whether there are more.
+    /// Puts up to `blocks` hinted blocks back. Returns true if there are more.
     pub fn release_held(&mut self, blocks: usize) -> bool {
         for _ in 0..blocks {
             if self.held.head == NIL {
@@ -340,13 +351,13 @@ impl<'a> Buddy<'a> {
         Some(block)
     }
 
-    /// The first block of a list.
+    /// Returns the first block of a list.
     #[must_use]
     pub fn first(&self, list: &List) -> Option<Block> {
         self.block(list.head)
     }
 
-    /// The block behind `block` in its owner's list.
+    /// Returns the block after `block` in its owner's list.
     #[must_use]
     pub fn next(&self, block: Block) -> Option<Block> {
         self.block(self.words.get(block.frame).next)
@@ -364,7 +375,8 @@ impl<'a> Buddy<'a> {
         }
     }
 
-    /// Checks all that must hold, block by block; the free blocks with whether they are reported, in order of their frames.
+    /// Checks all invariants, block by block. Returns the blocks in the order of their frames, each
+    /// with whether it is reported.
     #[cfg(test)]
     pub(crate) fn check(&self) -> std::vec::Vec<(Block, bool)> {
         let mut found = std::vec::Vec::new();

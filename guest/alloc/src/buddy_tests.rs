@@ -1,4 +1,4 @@
-//! Tests of the allocator against a model that keeps every page by itself.
+//! Tests of the allocator against a model that keeps the state of every page.
 
 use super::*;
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use std::vec;
 use std::vec::Vec;
 use vmferry_guest_abi::PAGE_SIZE;
 
-/// 3 ranges with odd ends: 16 pages, 5000 pages, 1500 pages behind a hole.
+/// Returns 3 ranges with odd ends: 16 pages, 5000 pages, and 1500 pages after a hole.
 fn spans() -> Spans {
     let mut spans = Spans::new();
     for (start, pages, bit) in [(0x10, 16, 3), (0x123, 5000, 19), (0x10_0000, 1500, 5019)] {
@@ -18,7 +18,7 @@ fn spans() -> Spans {
 }
 
 fn words(spans: &Spans) -> Vec<u64> {
-    // What memory holds before does not count.
+    // The initial content of memory does not matter.
     vec![u64::MAX; usize::try_from(spans.frames()).unwrap()]
 }
 
@@ -54,7 +54,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 0..400)
 }
 
-/// What is allocated, and what was freed once.
+/// Model of the allocated blocks and of those that were freed once.
 struct Model<'a> {
     buddy: Buddy<'a>,
     map: &'a [AtomicU64],
@@ -116,24 +116,24 @@ impl Model<'_> {
         }
     }
 
-    /// What the block is that a page is in.
+    /// Returns the kind of the block that contains a page.
     fn kind(&self, page: u32) -> Kind {
         let words = (0..=MAX_ORDER).map(|order| (order, self.buddy.words.get(page >> order << order)));
         let mut heads = words.filter(|(order, word)| word.order >= *order && word.kind != Kind::Inside);
         heads.next().unwrap().1.kind
     }
 
-    /// All that the model knows of the allocator's state.
+    /// Checks the allocator's state against the model.
     fn check(&self) {
         let free = self.buddy.check();
-        // A page that was freed and not reported is in no block that claims to be reported.
+        // A page that was freed and not reported is in no block that counts as reported.
         for (block, reported) in free {
             assert!(!reported || pages(block).all(|page| !self.unreported.contains(&page)), "{block:?}");
         }
         let used: u64 = self.used.iter().map(|block| block.pages()).sum();
         let counts = self.buddy.pages();
         assert_eq!(counts.all - counts.free() - counts.isolated - counts.held, used);
-        // The map says of every page whether it is allocated.
+        // The map has a bit for every page that is not allocated.
         let mut set = 0;
         for span in self.buddy.spans().spans() {
             set += (span.bit..span.bit + span.pages).filter(|bit| is_set(self.map, *bit)).count() as u64;
@@ -183,14 +183,14 @@ proptest! {
         }
         while model.buddy.release_held(3) {}
         let end = model.buddy.check();
-        // The same blocks as in the beginning, whatever is reported of them.
+        // The blocks are the same as in the beginning, whether they were reported or not.
         prop_assert!(start.iter().map(|(block, _)| block).eq(end.iter().map(|(block, _)| block)));
         prop_assert!(start.iter().all(|(_, reported)| *reported));
     }
 }
 
 #[test]
-fn what_was_not_reported_is_used_first() {
+fn unreported_memory_is_used_first() {
     let spans = spans();
     let mut words = words(&spans);
     let mut buddy = Buddy::new(spans, &mut words);
@@ -198,7 +198,7 @@ fn what_was_not_reported_is_used_first() {
     buddy.free(first);
     assert_eq!(buddy.alloc(0).unwrap().frame, first.frame);
     assert_eq!(buddy.pages().unreported, 7);
-    // Nothing unreported is large enough.
+    // No unreported block is large enough.
     assert!(!first.contains(buddy.alloc(4).unwrap()));
     assert_eq!(buddy.pages().unreported, 7);
     buddy.free(second);
@@ -206,7 +206,7 @@ fn what_was_not_reported_is_used_first() {
 }
 
 #[test]
-fn parts_of_a_block_that_was_split_since_are_still_reported() {
+fn parts_of_a_block_that_was_split_are_still_reported() {
     let spans = spans();
     let mut words = words(&spans);
     let mut buddy = Buddy::new(spans, &mut words);
@@ -219,7 +219,8 @@ fn parts_of_a_block_that_was_split_since_are_still_reported() {
     assert_eq!(batch.blocks().iter().map(|block| block.pages()).sum::<u64>(), 1023);
     assert_eq!((buddy.pages().unreported, buddy.pages().isolated), (0, 1023));
     batch.blocks().to_vec().into_iter().for_each(|block| buddy.put_back(block));
-    // Now the page makes all of it unreported again, and an entry for a part of it finds the whole.
+    // The freed page makes the whole block unreported again, and an entry for a part of it finds
+    // the whole.
     assert_eq!(buddy.free(taken), noted);
     batch.begin(16);
     assert_eq!(buddy.isolate(Block { frame: noted.frame + 512, order: 1 }, 0, &mut batch), Taken::All);
@@ -246,7 +247,7 @@ fn nothing_is_isolated_or_held_when_memory_is_low() {
 }
 
 #[test]
-fn lists_keep_what_was_pushed() {
+fn lists_return_the_pushed_blocks() {
     let spans = spans();
     let mut words = words(&spans);
     let mut buddy = Buddy::new(spans, &mut words);
@@ -263,7 +264,7 @@ fn lists_keep_what_was_pushed() {
 
 #[test]
 #[should_panic(expected = "freed twice")]
-fn freeing_twice_is_noticed() {
+fn freeing_twice_panics() {
     let spans = spans();
     let mut words = words(&spans);
     let mut buddy = Buddy::new(spans, &mut words);

@@ -1,35 +1,38 @@
-//! What a vCPU has freed and not yet reported.
+//! Blocks that a vCPU has freed and not yet reported.
 
 use crate::Block;
 use core::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// A fixed buffer of freed blocks, one for each vCPU. Its owner notes blocks in it, without a lock, until it is full; then it belongs to
-/// whoever reports (the owner itself, or another vCPU), who empties it and thereby gives it back.
+/// Fixed-size buffer of freed blocks, one for each vCPU. Its owner notes blocks in it without a
+/// lock until it is full. It then belongs to the reporter (the owner itself, or another vCPU),
+/// which empties it and thereby gives it back.
 ///
-/// Entries are hints: what of a block is still free is decided under the allocator's lock when it is reported.
+/// Entries are hints: the parts of a block that are still free are determined under the allocator's
+/// lock when the block is reported.
 #[derive(Debug)]
 pub struct FreeBuffer<'a> {
-    /// `frame << 8 | order`
+    /// Noted blocks as `frame << 8 | order`.
     entries: &'a [AtomicU64],
-    /// `len <= entries.len()`. Written by the owner while `handed` is false, by the reporter while it is true.
+    /// Number of noted blocks: `len <= entries.len()`. Written by the owner while `handed` is
+    /// false, and by the reporter while it is true.
     len: AtomicU64,
-    /// Whether it is the reporter's.
+    /// True while the buffer belongs to the reporter.
     handed: AtomicBool,
 }
 
 impl<'a> FreeBuffer<'a> {
-    /// An empty buffer for as many blocks as there are entries, at least one.
+    /// Returns an empty buffer for as many blocks as there are entries, at least one.
     ///
     /// # Panics
-    /// If there are none.
+    /// Panics if there are no entries.
     #[must_use]
     pub fn new(entries: &'a [AtomicU64]) -> Self {
         assert!(!entries.is_empty(), "a buffer without entries");
         Self { entries, len: AtomicU64::new(0), handed: AtomicBool::new(false) }
     }
 
-    /// Notes a freed block, after dropping the latest ones that have merged into it. `false` if there was no room. Only its owner
-    /// calls this.
+    /// Notes a freed block, after dropping the latest entries that have merged into it. Returns
+    /// false if there was no room. Only the owner may call this.
     #[inline]
     pub fn note(&self, block: Block) -> bool {
         if self.is_handed() {
@@ -48,32 +51,33 @@ impl<'a> FreeBuffer<'a> {
         room
     }
 
-    /// Whether there is no room.
+    /// Returns true if there is no room.
     #[must_use]
     #[inline]
     pub fn is_full(&self) -> bool {
         self.len() == self.entries.len()
     }
 
-    /// Whether nothing is noted.
+    /// Returns true if no block is noted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Gives the buffer to the reporter. Only its owner calls this.
+    /// Gives the buffer to the reporter. Only the owner may call this.
     pub fn hand_over(&self) {
         self.handed.store(true, Ordering::Release);
     }
 
-    /// Whether it is the reporter's.
+    /// Returns true if the buffer belongs to the reporter.
     #[must_use]
     #[inline]
     pub fn is_handed(&self) -> bool {
         self.handed.load(Ordering::Acquire)
     }
 
-    /// Takes the latest entry out. Called by the reporter while the buffer is handed over, or by an owner that reports itself.
+    /// Takes the latest entry out. Called by the reporter while the buffer is handed over, or by an
+    /// owner that reports itself.
     pub fn pop(&self) -> Option<Block> {
         let len = self.len().checked_sub(1)?;
         self.len.store(len as u64, Ordering::Relaxed);
@@ -109,10 +113,10 @@ mod tests {
     }
 
     #[test]
-    fn what_merged_takes_one_entry() {
+    fn merged_blocks_take_one_entry() {
         let entries: Vec<_> = (0..4).map(|_| AtomicU64::new(7)).collect();
         let buffer = FreeBuffer::new(&entries);
-        // Pages 8 to 15 freed in ascending order, as the allocator merges them.
+        // Frees pages 8 to 15 in ascending order, as the allocator merges them.
         for (frame, order) in [(8, 0), (8, 1), (10, 0), (8, 2), (12, 0), (12, 1), (14, 0), (8, 3)] {
             assert!(buffer.note(block(frame, order)));
         }
@@ -120,13 +124,13 @@ mod tests {
     }
 
     #[test]
-    fn a_full_buffer_takes_nothing_until_it_is_emptied() {
+    fn full_buffer_accepts_nothing_until_it_is_emptied() {
         let entries: Vec<_> = (0..3).map(|_| AtomicU64::new(0)).collect();
         let buffer = FreeBuffer::new(&entries);
         assert!(buffer.is_empty());
         assert!((0..3).all(|frame| buffer.note(block(2 * frame, 0))));
         assert!(buffer.is_full() && !buffer.note(block(100, 0)));
-        // A block that holds the latest has room.
+        // A block that contains the latest entry has room.
         assert!(buffer.note(block(4, 1)) && buffer.is_full());
         buffer.hand_over();
         assert!(!buffer.note(block(0, 10)));

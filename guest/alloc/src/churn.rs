@@ -1,35 +1,38 @@
-//! The workload `alloc=`: allocate, touch, check, free, and again.
+//! Workload `alloc=`: allocate, touch, check and free in rounds.
 
 use crate::{Block, Heap, List, Machine};
 use vmferry_guest_abi::balloon::MAX_ORDER;
 use vmferry_guest_abi::{ALLOC_PAGE, Allocation, Corrupt, PAGE_SIZE, PAGE_WORDS, Prng};
 
-/// Pages that one step touches or checks, so that the vCPU gets to its other work: some microseconds where memory is there, less than
-/// a millisecond where the host must find it.
+/// Number of pages that one step touches or checks, so that the vCPU gets to its other work. A step
+/// takes some microseconds where memory is present, and less than a millisecond where the host must
+/// provide it.
 const STEP_PAGES: u64 = 64;
 
-/// Lists that blocks are put on at random. They are freed list by list, so neighbours are freed at different times.
+/// Number of lists to which blocks are added at random. Blocks are freed list by list, so
+/// neighbours are freed at different times.
 const LISTS: usize = 8;
 
-/// Words of content that are written and checked besides the stamp, one in each third of a page.
+/// Number of content words that are written and checked besides the stamp, one in each third of a
+/// page.
 const PROBES: u64 = 3;
 const PROBE_WORDS: u64 = (PAGE_WORDS as u64 - 2) / PROBES;
 
-/// Keeps tags and draws apart from other uses of the generator.
+/// Seed that keeps tags and draws apart from other uses of the generator.
 const TAG_SEED: u64 = 0x616c_6c6f_6361_7465;
 
-/// What a step did.
+/// Result of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// Some of the round.
+    /// The step did a part of the round.
     Worked,
-    /// Nothing: all rounds are done.
+    /// The step did nothing, because all rounds are done.
     Done,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
-    /// Frees what the last round kept, then begins the next.
+    /// Frees the pages that the last round kept, then begins the next round.
     Begin,
     Allocate,
     /// Touches the pages of a block from `at` on.
@@ -39,7 +42,7 @@ enum Phase {
     },
     /// Takes the next block to free.
     Next,
-    /// Checks its pages from `at` on, then frees it.
+    /// Checks the block's pages from `at` on, then frees the block.
     Check {
         block: Block,
         at: u64,
@@ -47,16 +50,16 @@ enum Phase {
     Done,
 }
 
-/// The allocation workload of one vCPU. Drive it by [`step`](Self::step).
+/// Allocation workload of one vCPU, driven by [`step`](Self::step).
 ///
-/// Each page that it touches gets a stamp (its page number and the round's tag) and a word in each third of the page, which all
-/// depend on both. They are checked before the page is freed, so a page that was dropped, overwritten or taken from an earlier round
-/// is found.
+/// Each touched page gets a stamp (its page number and the round's tag) and a word in each third of
+/// the page, which depends on both. All are checked before the page is freed. A page that was
+/// dropped, overwritten or taken from an earlier round is therefore detected.
 #[derive(Debug)]
 pub struct Churn {
     spec: Allocation,
     cpu: u64,
-    /// Pages of this vCPU in a round.
+    /// Number of pages of this vCPU in a round.
     share: u64,
     left: u64,
     drawn: u64,
@@ -64,14 +67,15 @@ pub struct Churn {
     round: u64,
     phase: Phase,
     lists: [List; LISTS],
-    /// One page in `frag`, of the round before `round` while that one has not begun.
+    /// Pages kept, one in `frag`. They belong to the round before `round` while that round has not
+    /// begun.
     kept: List,
     kept_tag: u64,
     freeing_kept: bool,
 }
 
 impl Churn {
-    /// The workload of vCPU `cpu` of `cpus`.
+    /// Returns the workload of vCPU `cpu` of `cpus`.
     #[must_use]
     pub fn new(spec: Allocation, cpu: u64, cpus: u64) -> Self {
         let pages = spec.bytes / PAGE_SIZE;
@@ -92,7 +96,8 @@ impl Churn {
         }
     }
 
-    /// Does the next bit of work. Calls `found` for each word that is not what was written there.
+    /// Does the next part of the work. Calls `found` for each word that differs from what was
+    /// written.
     pub fn step<M: Machine>(
         &mut self,
         machine: &M,
@@ -130,7 +135,7 @@ impl Churn {
         self.phase = Phase::Allocate;
     }
 
-    /// The order of the next block: see [`Allocation`].
+    /// Returns the order of the next block. See [`Allocation`].
     fn order(&mut self) -> u32 {
         let order = if self.spec.frag == 0 { self.prng.bits().trailing_ones().min(MAX_ORDER) } else { 0 };
         order.min(self.left.ilog2())
@@ -223,10 +228,11 @@ impl Churn {
         }
     }
 
-    /// Checks all that it has allocated and touched, at once.
+    /// Checks all memory that is allocated and touched, at once.
     pub fn verify<M: Machine>(&self, machine: &M, found: &mut dyn FnMut(Corrupt)) {
         let own = self.lists.iter().map(|list| (list, self.tag()));
-        // The kept pages are of this round once all others are freed, and while it lasts.
+        // The kept pages belong to the current round once all others are freed, and while the round
+        // lasts.
         let between = self.freeing_kept || self.phase == Phase::Begin || self.phase == Phase::Done;
         let kept = if between { self.kept_tag } else { self.tag() };
         for (list, tag) in own.chain([(&self.kept, kept)]) {
@@ -239,19 +245,20 @@ impl Churn {
         }
     }
 
-    /// What marks the pages of this vCPU and round.
+    /// Returns the tag that marks the pages of this vCPU and round.
     fn tag(&self) -> u64 {
         Prng::new(TAG_SEED ^ self.cpu << 48 ^ self.round).bits()
     }
 }
 
-/// The words of a page that are written: stamp first, then the probes.
+/// Returns the words of a page that are written: the stamp first, then the probes.
 fn words(tag: u64, gpa: u64) -> impl Iterator<Item = (u64, u64)> {
     let page = gpa / PAGE_SIZE;
     let at = page.wrapping_add(tag) % PROBE_WORDS;
     let probe = move |probe: u64| {
         let word = 2 + probe * PROBE_WORDS + at;
-        // Odd, so every bit of the tag counts; a page that is somebody else's, or of another round, differs.
+        // The factor is odd, so every bit of the tag counts. A page of another vCPU or round
+        // differs.
         (word, (tag ^ page.rotate_left(32) ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15))
     };
     [(0, page), (1, tag)].into_iter().chain((0..PROBES).map(probe))

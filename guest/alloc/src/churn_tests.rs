@@ -1,4 +1,4 @@
-//! Tests of the allocation workload: what it leaves behind, and what it finds.
+//! Tests of the allocation workload: the state that it leaves, and the failures that it detects.
 
 use super::*;
 use crate::heap::tests::{Model, buffers, entries, machine, own_heap, settle, spans, words};
@@ -12,7 +12,7 @@ fn spec(bytes: u64, rounds: u64, frag: u64) -> Allocation {
     Allocation { bytes, rounds, frag }
 }
 
-/// Runs all rounds on one vCPU; what was found wrong.
+/// Runs all rounds on one vCPU. Returns the failures.
 fn run(machine: &Model<'_>, churn: &mut Churn, heap: &mut Heap<'_>) -> Vec<Corrupt> {
     let mut wrong = Vec::new();
     while churn.step(machine, heap, &mut |corrupt| wrong.push(corrupt)) == Progress::Worked {
@@ -36,7 +36,7 @@ fn everything_is_touched_checked_freed_and_reported() {
     }
     assert_eq!(stats.alloc_hist.iter().sum::<u64>(), stats.allocs);
     assert_eq!(stats.free_hist.iter().sum::<u64>(), stats.frees);
-    // All is as it was: the same blocks, all of them known to be reported.
+    // The blocks are the same as in the beginning, and all of them count as reported.
     assert_eq!(machine.with(|buddy| buddy.check()), start);
 }
 
@@ -48,21 +48,22 @@ fn fragmented_memory_is_reported_too() {
     assert_eq!(run(&machine, &mut churn, &mut heap), []);
     settle(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(churn.kept.pages(), 48 * 256 / 64);
-    // What was freed lies in pieces of at most 32 pages, but for some at the borders of what was allocated.
+    // Freed memory is in pieces of at most 32 pages, except at some borders of the allocated
+    // memory.
     let large = machine.with(|buddy| {
         let free = buddy.check().into_iter().filter(|(block, _)| block.order > 5);
         free.map(|(block, _)| block.pages()).sum::<u64>()
     });
     assert!(large < 16_384 - 48 * 256 + 1000, "{large}");
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
-    // Those that were kept are still there.
+    // The kept pages are still allocated.
     let mut wrong = Vec::new();
     churn.verify(&machine, &mut |corrupt| wrong.push(corrupt));
     assert_eq!(wrong, []);
 }
 
 #[test]
-fn a_host_that_takes_more_than_was_reported_is_noticed() {
+fn host_that_drops_more_than_reported_is_detected() {
     for frag in [0, 8] {
         machine!(mut machine, 8192);
         machine.greed = 1;
@@ -76,7 +77,7 @@ fn a_host_that_takes_more_than_was_reported_is_noticed() {
 }
 
 #[test]
-fn a_page_of_an_earlier_round_is_noticed() {
+fn page_of_an_earlier_round_is_detected() {
     machine!(machine, 4096);
     let mut slots = [Block::default(); 8];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
@@ -110,7 +111,8 @@ fn shares_add_up() {
     }
 }
 
-/// Several vCPUs at once in memory that is barely enough, so that they take from each other and wait.
+/// Runs several vCPUs at once in memory that is barely enough, so that they take from each other
+/// and wait.
 fn together(reports: [Reports; 3], entries_each: usize, frag: u64) {
     const PAGES: u64 = 8192;
     machine!(machine, PAGES);
@@ -148,14 +150,14 @@ fn together(reports: [Reports; 3], entries_each: usize, frag: u64) {
 }
 
 #[test]
-fn vcpus_that_report_themselves_do_not_hurt_each_other() {
+fn vcpus_that_report_themselves_do_not_disturb_each_other() {
     for frag in [0, 16] {
         together([Reports::Own; 3], SYNC_ENTRIES, frag);
     }
 }
 
 #[test]
-fn vcpus_with_one_that_reports_do_not_hurt_each_other() {
+fn vcpus_with_one_reporter_do_not_disturb_each_other() {
     for frag in [0, 16] {
         together([Reports::Handed, Reports::Handed, Reports::ForAll], ASYNC_ENTRIES, frag);
     }

@@ -1,8 +1,9 @@
-//! The map of free pages that a host reads.
+//! Map of free pages, which a host reads.
 
 use core::sync::atomic::{AtomicU64, Ordering, fence};
 
-/// The bits of `vmferry_guest_abi::balloon::FreeMap`. Written under the allocator's lock only, read by the host at any time.
+/// Bits of `vmferry_guest_abi::balloon::FreeMap`. They are written only under the allocator's lock,
+/// and the host may read them at any time.
 #[derive(Clone, Copy, Debug)]
 pub struct FreeBits<'a> {
     words: &'a [AtomicU64],
@@ -10,21 +11,23 @@ pub struct FreeBits<'a> {
 
 impl<'a> FreeBits<'a> {
     /// A map of `64 * words.len()` pages.
-    #[must_use]
+    # Returns a map of `64 * words.len()` pages.
     pub fn new(words: &'a [AtomicU64]) -> Self {
         Self { words }
     }
 
-    /// Says that pages are free, after their last use: what was written to them is ordered before.
+    /// Marks pages as free after their last use. Earlier writes to the pages are ordered before the
+    /// mark.
     pub(crate) fn set(&self, bit: u64, pages: u64) {
-        // On x86-64 this only keeps the compiler from moving a write to the page behind the bit.
+        // On x86-64 this only keeps the compiler from moving a write to the page after the bit.
         fence(Ordering::Release);
         self.each(bit, pages, |word, mask| {
             word.store(word.load(Ordering::Relaxed) | mask, Ordering::Relaxed)
         });
     }
 
-    /// Says that pages are in use, before they are: what is written to them later is ordered behind.
+    /// Marks pages as in use before they are used. Later writes to the pages are ordered after the
+    /// mark.
     pub(crate) fn clear(&self, bit: u64, pages: u64) {
         self.each(bit, pages, |word, mask| {
             word.store(word.load(Ordering::Relaxed) & !mask, Ordering::Relaxed)

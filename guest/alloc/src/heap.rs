@@ -1,84 +1,92 @@
-//! One vCPU's side of the allocator: it allocates, frees, and gives back.
+//! Allocator of one vCPU: it allocates, frees, and gives memory back.
 
 use crate::{Batch, Block, Buddy, FreeBuffer, Taken};
 use vmferry_guest_abi::AllocCpu;
 
-/// Blocks that are isolated or put back under one hold of the lock: about 2 us.
+/// Number of blocks that are isolated or put back while the lock is held: about 2 us.
 pub const PORTION: usize = 32;
 
-/// When nothing has been freed for so long, what is noted is reported although no buffer is full, and however small it is. Short beside the 100 ms within which memory is to be back, long beside the time between two
-/// frees of a busy vCPU.
+/// Time without a free after which noted blocks are reported although no buffer is full, however
+/// small they are, in ns. The time is short compared with the 100 ms within which memory is to be
+/// given back, and long compared with the time between two frees of a busy vCPU.
 pub const FLUSH_NS: u64 = 20_000_000;
 
-/// In a guest that goes on freeing, what nobody has wanted for so long is reported although it is small. By then its neighbours are
-/// free too if they belong together, and a fault when it is used after all is a small part of its time.
+/// Time after which unused blocks of a guest that continues to free are reported although they are
+/// small, in ns. By then related neighbours are free as well, and a later fault costs little
+/// compared with this time.
 pub const IDLE_NS: u64 = 1_000_000_000;
 
-/// How often [`Heap::tick`] looks, at most.
+/// Minimum interval between two checks of [`Heap::tick`], in ns.
 const TICK_NS: u64 = 1_000_000;
 
-/// Longest wait of an allocation for blocks that are being reported. A report of 512 blocks of 4 MiB takes some 100 ms where the
-/// host drops pages slowest; a host that is not back after this long will not be.
+/// Longest wait of an allocation for blocks that are being reported, in ns. A report of 512 blocks
+/// of 4 MiB takes about 100 ms where the host drops pages slowest. A host that has not answered
+/// after this time will not.
 const WAIT_NS: u64 = 1_000_000_000;
 
-/// Reports of one sweep over what is idle; the rest waits for the next tick, so that the vCPU gets to its other work.
+/// Number of reports of one sweep over idle blocks. The rest waits for the next tick, so that the
+/// vCPU gets to its other work.
 const SWEEP_REPORTS: u32 = 16;
 
-/// What an allocator needs from the machine that it runs on.
+/// Operations that an allocator needs from its machine.
 ///
-/// Reports need a claim: [`claim`](Self::claim), any number of [`report`](Self::report)s, [`release`](Self::release).
+/// Reports need a claim: [`claim`](Self::claim), any number of [`report`](Self::report)s,
+/// [`release`](Self::release).
 pub trait Machine {
-    /// Does something with the allocator under its lock.
+    /// Calls `work` with the allocator under its lock.
     fn with<R>(&self, work: impl FnOnce(&mut Buddy<'_>) -> R) -> R;
 
-    /// The clock, in nanoseconds.
+    /// Returns the time in nanoseconds.
     fn now_ns(&self) -> u64;
 
     /// Reads the word at a guest-physical address in an allocated block of the caller.
     fn load(&self, gpa: u64) -> u64;
 
-    /// Writes it.
+    /// Writes the word at a guest-physical address in an allocated block of the caller.
     fn store(&self, gpa: u64, value: u64);
 
-    /// Makes some memory free that is not in use: pages that were hinted, or that the balloon has. `false` if there is none.
+    /// Frees some memory that is not in use: pages that were hinted, or that are in the balloon.
+    /// Returns false if there is none.
     fn relieve(&self) -> bool;
 
-    /// Takes the way to the host for this vCPU; `false` if another has it. Never waits for another vCPU.
+    /// Claims the channel to the host for this vCPU. Returns false if another vCPU has it. Never
+    /// waits for another vCPU.
     fn claim(&self) -> bool;
 
-    /// Blocks that one report can hold, at least 1.
+    /// Returns the maximum number of blocks of one report, at least 1.
     fn most(&self) -> usize;
 
-    /// Reports isolated blocks, at most [`most`](Self::most), and returns when the host has dropped them.
+    /// Reports isolated blocks, at most [`most`](Self::most). Returns when the host has dropped
+    /// them.
     fn report(&self, blocks: &[Block]);
 
-    /// Gives the way to the host back.
+    /// Releases the channel to the host.
     fn release(&self);
 }
 
-/// Who reports what a vCPU frees.
+/// Reporter of the blocks that a vCPU frees.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reports {
-    /// Nobody.
+    /// Nothing is reported.
     Off,
-    /// The vCPU itself, before the call of `free` that filled its buffer returns.
+    /// The vCPU itself reports, before the call of `free` that filled its buffer returns.
     Own,
-    /// Another vCPU, when it gets to it.
+    /// Another vCPU reports, between steps of its work.
     Handed,
-    /// This vCPU, for all others and itself, in [`Heap::tick`].
+    /// This vCPU reports for all others and itself, in [`Heap::tick`].
     ForAll,
 }
 
-/// One vCPU's side of the allocator. Counts what it does in an [`AllocCpu`].
+/// Allocator of one vCPU. It counts its activity in an [`AllocCpu`].
 #[derive(Debug)]
 pub struct Heap<'a> {
     buffers: &'a [FreeBuffer<'a>],
-    /// Index of this vCPU, and of its buffer.
+    /// Index of this vCPU and of its buffer.
     cpu: usize,
     reports: Reports,
-    /// Whether it looks for what no buffer holds, when all is quiet.
+    /// True if this vCPU searches for blocks that are in no buffer, when nothing is freed.
     sweeps: bool,
-    /// Least order of a block that is reported out of a buffer.
+    /// Least order of a block that is reported from a buffer.
     least: u32,
     batch: Batch<'a>,
     next_tick_ns: u64,
@@ -87,7 +95,7 @@ pub struct Heap<'a> {
     stats: AllocCpu,
 }
 
-/// How long a number has stayed the same.
+/// Time for which a number has stayed the same.
 #[derive(Clone, Copy, Debug, Default)]
 struct Quiet {
     number: u64,
@@ -96,7 +104,7 @@ struct Quiet {
 
 impl Quiet {
     fn for_long(&mut self, number: u64, now_ns: u64) -> bool {
-        // A clock that went back (another host) counts as quiet for long, once.
+        // A clock that went back (another host) counts as a long quiet time, once.
         let quiet = number == self.number && now_ns.wrapping_sub(self.since_ns) >= FLUSH_NS;
         if number != self.number {
             *self = Self { number, since_ns: now_ns };
@@ -105,13 +113,15 @@ impl Quiet {
     }
 }
 
-/// How much of what is free and unreported nobody wants.
+/// Number of free and unreported pages that are idle.
 ///
-/// A page that was freed a moment ago may be wanted in the next, or be part of a large block once its neighbours are free. So nothing
-/// is, until no vCPU has freed anything for [`FLUSH_NS`]: then all is. In a guest that goes on, the least number of unreported pages
-/// that there were in a time of [`IDLE_NS`] is: as allocations take unreported pages first, it did without so many.
+/// A page that was just freed may be used again at once, or may become part of a large block once
+/// its neighbours are free. Therefore no page is idle until no vCPU has freed anything for
+/// [`FLUSH_NS`]; then all are. In a guest that continues, the least number of unreported pages
+/// within [`IDLE_NS`] is idle: allocations take unreported pages first, so the guest did without
+/// this many.
 ///
-/// `owed <= unreported`, as of the last look.
+/// Invariant: `owed <= unreported`, as of the last call.
 #[derive(Clone, Copy, Debug, Default)]
 struct Idle {
     all: Quiet,
@@ -121,14 +131,15 @@ struct Idle {
 }
 
 impl Idle {
-    /// Pages to report now, when `unreported` pages are free and unreported after so many `frees`.
+    /// Returns the number of pages to report now, if `unreported` pages are free and unreported
+    /// after `frees` frees.
     fn look(&mut self, frees: u64, unreported: u64, now_ns: u64) -> u64 {
         self.least = self.least.min(unreported);
         self.owed = self.owed.min(unreported);
         if self.all.for_long(frees, now_ns) {
             self.owed = unreported;
         }
-        // A clock that went back (another host) ends the time early, once.
+        // A clock that went back (another host) ends the interval early, once.
         if now_ns.wrapping_sub(self.since_ns) >= IDLE_NS {
             self.owed = self.owed.max(self.least);
             (self.since_ns, self.least) = (now_ns, unreported);
@@ -138,7 +149,8 @@ impl Idle {
 }
 
 impl<'a> Heap<'a> {
-    /// The heap of vCPU `cpu`, which has the buffer with that index. `sweeps` is true for one vCPU of all, one that reports.
+    /// Returns the heap of vCPU `cpu`, which has the buffer with that index. `sweeps` must be true
+    /// for exactly one vCPU, which reports.
     #[must_use]
     pub fn new(
         buffers: &'a [FreeBuffer<'a>],
@@ -161,14 +173,15 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// The same heap; of what a buffer holds it reports only blocks of at least this order, 0 by default. Smaller ones stay free and
-    /// unreported until they have merged, all is quiet, or nobody has wanted them for [`IDLE_NS`].
+    /// Returns the heap with a least order of blocks that it reports from a buffer, 0 by default.
+    /// Smaller blocks stay free and unreported until they have merged, nothing is freed any more,
+    /// or they have been idle for [`IDLE_NS`].
     #[must_use]
     pub fn reporting_from(self, order: u32) -> Self {
         Self { least: order.min(vmferry_guest_abi::balloon::MAX_ORDER), ..self }
     }
 
-    /// What it has counted.
+    /// Returns the counters.
     #[must_use]
     pub fn stats(&self) -> &AllocCpu {
         &self.stats
@@ -178,8 +191,9 @@ impl<'a> Heap<'a> {
         &mut self.stats
     }
 
-    /// Allocates a block of `order`, or else the largest smaller one. It never waits for a report, unless there is no memory but
-    /// what is being reported: then until that is put back, at most a second. `None` if there is none.
+    /// Allocates a block of `order`, or else the largest smaller one. Waits for a report only if
+    /// the only remaining memory is being reported: until it is put back, at most a second. Returns
+    /// `None` if there is no memory.
     pub fn alloc<M: Machine>(&mut self, machine: &M, order: u32) -> Option<Block> {
         let start = machine.now_ns();
         let found = machine.with(|buddy| (0..=order).rev().find_map(|order| buddy.alloc(order)));
@@ -217,7 +231,7 @@ impl<'a> Heap<'a> {
         block
     }
 
-    /// Frees a block, and reports if that fills this vCPU's buffer and reports are its own affair.
+    /// Frees a block. Reports if this fills the vCPU's buffer and the vCPU reports itself.
     pub fn free<M: Machine>(&mut self, machine: &M, block: Block) {
         let start = machine.now_ns();
         let merged = machine.with(|buddy| buddy.free(block));
@@ -245,7 +259,7 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Empties this vCPU's buffer: reports it, or gives it to who does.
+    /// Empties this vCPU's buffer: reports it, or gives it to the reporter.
     fn pass_on<M: Machine>(&mut self, machine: &M) {
         if self.reports == Reports::Own {
             self.report_buffer(machine, self.cpu);
@@ -255,10 +269,10 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// What is to be done besides: reports for others, and what is left over when nothing more is freed. Call it often; it looks at
-    /// most once a millisecond.
+    /// Does background work: reports for other vCPUs, and reports of what is left over when nothing
+    /// is freed. Should be called often. It checks at most once per millisecond.
     pub fn tick<M: Machine>(&mut self, machine: &M, now_ns: u64) {
-        // A clock that went far back must not stop this for as long.
+        // A clock that went far back must not stop this work for as long.
         let early = self.next_tick_ns.wrapping_sub(now_ns);
         if self.reports == Reports::Off || early.wrapping_sub(1) < 2 * TICK_NS {
             return;
@@ -283,8 +297,8 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Reports what nobody wants: small blocks, parts of noted blocks that were allocated meanwhile and split, and blocks that were
-    /// never noted because a buffer was full.
+    /// Reports idle blocks: small blocks, parts of noted blocks that were allocated and split
+    /// meanwhile, and blocks that were never noted because a buffer was full.
     fn sweep<M: Machine>(&mut self, machine: &M) {
         let mut owed = self.idle.owed;
         self.drain(machine, SWEEP_REPORTS, |buddy, batch| buddy.isolate_any(PORTION, &mut owed, batch));
@@ -317,8 +331,9 @@ impl<'a> Heap<'a> {
         }
     }
 
-    /// Isolates, reports and puts back until `next` says that there is no more, at most `reports` times. `next` isolates a portion under
-    /// the lock and says why it has ended, or `None` if it has not. `false` if another vCPU is at it.
+    /// Isolates, reports and puts back until `next` reports the end, at most `reports` times.
+    /// `next` isolates a portion under the lock, and returns why it ended, or `None` if there is
+    /// more. Returns false if another vCPU has the channel.
     fn drain<M: Machine>(
         &mut self,
         machine: &M,

@@ -1,4 +1,4 @@
-//! Tests of reporting, on a machine whose host really takes away what is reported.
+//! Tests of reporting on a machine whose host really drops the reported memory.
 
 use super::*;
 use crate::{ASYNC_ENTRIES, SYNC_ENTRIES, Spans};
@@ -8,10 +8,11 @@ use std::vec;
 use std::vec::Vec;
 use vmferry_guest_abi::{PAGE_SIZE, PAGE_WORDS};
 
-/// Guest-physical address where memory begins.
+/// Guest-physical address of the start of memory.
 const START: u64 = 0x12_3000;
 
-/// Declares a machine with so many pages. What the machine borrows lives as long as the calling block.
+/// Declares a machine with this number of pages. Its borrowed values live as long as the calling
+/// block.
 macro_rules! machine {
     ($machine:pat, $pages:expr) => {
         let spans = spans($pages);
@@ -21,8 +22,8 @@ macro_rules! machine {
 }
 pub(crate) use machine;
 
-/// Declares the heap of the only vCPU, which reports its own blocks out of a buffer with so many
-/// entries, `$slots` blocks at a time.
+/// Declares the heap of the only vCPU, which reports its own blocks from a buffer with this number
+/// of entries, `$slots` blocks at a time.
 macro_rules! own_heap {
     ($heap:pat, $entries:expr, $slots:expr) => {
         let entries = entries(1, $entries);
@@ -33,18 +34,19 @@ macro_rules! own_heap {
 }
 pub(crate) use own_heap;
 
-/// A machine with words as memory. Time passes by the call of [`advance`](Self::advance), a microsecond at a time by itself.
+/// Machine with words as memory. Each read of the clock advances it by `look_ns`, and
+/// [`advance`](Self::advance) by more.
 pub(crate) struct Model<'a> {
     buddy: Mutex<Buddy<'a>>,
     memory: Vec<AtomicU64>,
     now: AtomicU64,
-    /// Time that passes with each look at the clock.
+    /// Time that passes with each read of the clock, in ns.
     look_ns: u64,
     claimed: AtomicBool,
     pub(crate) most: usize,
-    /// Reports taken.
+    /// Number of reports.
     pub(crate) reports: AtomicU64,
-    /// Pages that a report takes away beyond its blocks, to show that it is noticed.
+    /// Number of pages that a report drops beyond its blocks, to show that this is detected.
     pub(crate) greed: u64,
 }
 
@@ -127,7 +129,7 @@ pub(crate) fn buffers(entries: &[Vec<AtomicU64>]) -> Vec<FreeBuffer<'_>> {
     entries.iter().map(|entries| FreeBuffer::new(entries)).collect()
 }
 
-/// Ticks until all has been quiet for long, and a few times more.
+/// Ticks until nothing has been freed for a long time, and a few times more.
 pub(crate) fn settle(machine: &Model<'_>, heaps: &mut [Heap<'_>]) {
     for _ in 0..80 {
         machine.advance(FLUSH_NS / 10);
@@ -136,10 +138,10 @@ pub(crate) fn settle(machine: &Model<'_>, heaps: &mut [Heap<'_>]) {
 }
 
 #[test]
-fn a_full_buffer_is_reported_by_who_filled_it() {
+fn full_buffer_is_reported_by_the_vcpu_that_filled_it() {
     machine!(machine, 8192);
     own_heap!(mut heap, SYNC_ENTRIES, 512);
-    // Every second page is freed, so that nothing merges.
+    // Frees every second page, so that nothing merges.
     let blocks: Vec<_> = (0..2048).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     for block in blocks.iter().step_by(2).take(511) {
         machine.store(machine.with(|buddy| buddy.spans().gpa(*block)), 7);
@@ -152,18 +154,18 @@ fn a_full_buffer_is_reported_by_who_filled_it() {
     assert_eq!(machine.with(|buddy| (buddy.pages().unreported, buddy.pages().isolated)), (0, 0));
     assert_eq!(machine.load(machine.with(|buddy| buddy.spans().gpa(blocks[0]))), 0);
     assert_eq!((heap.stats().flushes, heap.stats().reports), (1, 8));
-    // What was reported is not reported again.
+    // Reported blocks are not reported again.
     settle(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.reports.load(Ordering::Relaxed), 8);
 }
 
 #[test]
-fn what_is_left_in_a_buffer_is_reported_when_all_is_quiet() {
+fn rest_of_a_buffer_is_reported_after_a_quiet_time() {
     machine!(machine, 8192);
     own_heap!(mut heap, SYNC_ENTRIES, 512);
     let large = heap.alloc(&machine, 10).unwrap();
     heap.free(&machine, large);
-    // A part of it is in use again, the rest has no entry of its own.
+    // A part of the block is in use again, and the rest has no entry of its own.
     let small = heap.alloc(&machine, 0).unwrap();
     heap.tick(&machine, machine.now_ns());
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 1023);
@@ -174,7 +176,7 @@ fn what_is_left_in_a_buffer_is_reported_when_all_is_quiet() {
 }
 
 #[test]
-fn small_blocks_wait_until_they_have_merged_or_nobody_wants_them() {
+fn small_blocks_wait_until_they_have_merged_or_are_idle() {
     machine!(machine, 8192);
     own_heap!(heap, 16, 64);
     let mut heap = heap.reporting_from(9);
@@ -185,11 +187,11 @@ fn small_blocks_wait_until_they_have_merged_or_nobody_wants_them() {
     let mut lone = blocks.iter().filter(|block| !large.contains(block)).step_by(2);
     large.iter().for_each(|block| heap.free(&machine, *block));
     lone.by_ref().take(16).for_each(|block| heap.free(&machine, *block));
-    // The buffer was full: the block that all of the former merged into has gone.
+    // The buffer was full: the block that all earlier blocks merged into was reported.
     assert_eq!((heap.stats().report_blocks, heap.stats().report_bytes), (1, 1024 * PAGE_SIZE));
     assert!(machine.with(|buddy| buddy.pages().unreported) >= 15);
 
-    // Pages that are wanted again and again stay, those beside them go.
+    // Pages that are used repeatedly stay. Those next to them are reported.
     lone.for_each(|block| heap.free(&machine, *block));
     let before = heap.stats().report_bytes;
     for _ in 0..10 {
@@ -219,7 +221,7 @@ fn off_reports_nothing() {
 }
 
 #[test]
-fn another_vcpu_reports_what_was_handed_over() {
+fn other_vcpu_reports_a_buffer_that_was_handed_over() {
     machine!(machine, 8192);
     let entries = entries(2, ASYNC_ENTRIES);
     let buffers = buffers(&entries);
@@ -236,13 +238,13 @@ fn another_vcpu_reports_what_was_handed_over() {
     assert_eq!((reporter.stats().report_blocks, buffers[0].is_empty()), (1000, true));
     let mut heaps = [freer, reporter];
     settle(&machine, &mut heaps);
-    // What was missed is found by the sweep.
+    // The sweep finds the blocks that were not noted.
     assert_eq!((heaps[0].stats().reports, heaps[1].stats().report_blocks), (0, 1200));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
 }
 
 #[test]
-fn who_frees_does_not_wait_for_who_reports() {
+fn freeing_vcpu_does_not_wait_for_a_reporting_vcpu() {
     machine!(machine, 8192);
     own_heap!(mut heap, SYNC_ENTRIES, 512);
     let blocks: Vec<_> = (0..2000).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
@@ -251,7 +253,7 @@ fn who_frees_does_not_wait_for_who_reports() {
     assert_eq!((heap.stats().reports, heap.stats().missed), (0, 88));
     assert_eq!(heap.stats().deferred, 89);
     machine.release();
-    // The next free does it; the one page that had no room is found later.
+    // The next free reports. The one page without room is found later.
     heap.free(&machine, blocks[1200]);
     assert_eq!(heap.stats().report_blocks, 512);
     settle(&machine, std::slice::from_mut(&mut heap));
@@ -273,11 +275,11 @@ fn reporting_stops_when_memory_is_low() {
 }
 
 #[test]
-fn an_allocation_waits_only_for_what_is_being_reported() {
+fn allocation_waits_only_for_memory_that_is_being_reported() {
     let spans = spans(4096);
     let mut words = words(&spans);
-    // The waiting thread looks at the clock for as long as the host keeps the other thread from
-    // running: its time must not run out meanwhile.
+    // The waiting thread reads the clock for as long as the host keeps the other thread from
+    // running. Its time must not run out meanwhile.
     let machine = Model { look_ns: 0, ..Model::new(spans, &mut words) };
     let mut slots = [Block::default(); 64];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
@@ -292,21 +294,22 @@ fn an_allocation_waits_only_for_what_is_being_reported() {
     assert_eq!((heap.stats().waits, heap.stats().failed), (0, 0));
     let got = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| heap.alloc(&machine, 3));
-        // The other thread then waits, unless this host is busy. Both ways must have the same result.
+        // The other thread then waits, unless this host is busy. Both orders must have the same
+        // result.
         std::thread::sleep(std::time::Duration::from_millis(1));
         machine.with(|buddy| buddy.put_back(block));
         waiting.join().unwrap()
     });
-    // Either it came too early and waited, or the block was back before it looked.
+    // The allocation came too early and waited, or the block was back before it checked.
     assert!(got.is_some_and(|got| block.contains(got)));
     while machine.with(|buddy| buddy.alloc(0)).is_some() {}
-    // Nothing is isolated: no wait, and the answer is no.
+    // Nothing is isolated, so the allocation fails without a wait.
     assert_eq!((heap.alloc(&machine, 0), heap.stats().failed), (None, 1));
     assert!(heap.stats().wait_ns < WAIT_NS);
 }
 
 #[test]
-fn a_wait_for_a_host_that_never_answers_ends() {
+fn wait_for_a_host_that_never_answers_ends() {
     machine!(machine, 4096);
     let mut slots = [Block::default(); 64];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
@@ -320,7 +323,7 @@ fn a_wait_for_a_host_that_never_answers_ends() {
 }
 
 #[test]
-fn hinted_pages_come_back_when_memory_is_short() {
+fn hinted_pages_are_taken_back_when_memory_is_short() {
     machine!(machine, 4096);
     let mut slots = [Block::default(); 64];
     let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));

@@ -1,17 +1,19 @@
-//! The bare-metal guest's allocator, and how it gives freed memory back to its host.
+//! Allocator of the bare-metal guest, which gives freed memory back to the host.
 //!
-//! * [`Buddy`] allocates blocks of 4 KiB to 4 MiB, of the frames that [`Spans`] name. Its lists know which free blocks the host has
-//!   been told of.
-//! * [`FreeBuffer`] notes what a vCPU has freed, without a lock.
-//! * [`Heap`] is one vCPU's side of it all: it allocates, frees, and reports when its buffer is full or when all is quiet.
+//! * [`Buddy`] allocates blocks of 4 KiB to 4 MiB from the frames of [`Spans`]. Its lists know the
+//!   free blocks that were reported to the host.
+//! * [`FreeBuffer`] notes the blocks that a vCPU has freed, without a lock.
+//! * [`Heap`] is the allocator of one vCPU: it allocates, frees, and reports when its buffer is
+//!   full or when nothing has been freed for some time.
 //! * [`Churn`] is the workload `alloc=`: allocate, touch, check, free.
 //!
-//! What differs between the guest and a test on the host is behind one trait, [`Machine`]: the lock, the clock, memory, and the way
-//! to the host.
+//! The trait [`Machine`] covers the differences between the guest and a test on the host: the lock,
+//! the clock, memory, and the channel to the host.
 //!
 //! # The lock
-//! One lock for the whole allocator. It is held for one allocation or free (well below a microsecond), or for a portion of
-//! [`PORTION`] blocks when blocks are isolated, put back or hinted, and never while the host is spoken to.
+//! One lock protects the whole allocator. It is held for one allocation or free (well below a
+//! microsecond), or for a portion of [`PORTION`] blocks when blocks are isolated, put back or
+//! hinted. It is never held during communication with the host.
 //!
 //! The crate has no dependencies besides the guest's ABI, needs no allocator and contains no unsafe code.
 #![no_std]
@@ -38,40 +40,41 @@ pub use free_map::FreeBits;
 pub use heap::{FLUSH_NS, Heap, IDLE_NS, Machine, PORTION, Reports};
 pub use spans::{MAX_SPANS, Spans, SpansError};
 
-/// Orders of blocks: 0 (4 KiB) to 10 (4 MiB).
+/// Number of block orders: 0 (4 KiB) to 10 (4 MiB).
 pub const ORDERS: usize = vmferry_guest_abi::balloon::MAX_ORDER as usize + 1;
 
-/// Freed blocks that a vCPU notes before it reports them.
+/// Number of freed blocks that a vCPU notes before it reports them.
 pub const SYNC_ENTRIES: usize = vmferry_guest_abi::balloon::REPORT_ENTRIES;
 
-/// Freed blocks that a vCPU notes before another one reports them, in the asynchronous variant.
+/// Number of freed blocks that a vCPU notes before another one reports them, in the asynchronous
+/// variant.
 pub const ASYNC_ENTRIES: usize = 1000;
 
-/// `1 << order` contiguous frames, aligned to their number.
+/// Block of `1 << order` contiguous frames, aligned to its size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Block {
-    /// The first frame; see [`Spans::gpa`].
+    /// First frame. See [`Spans::gpa`].
     pub frame: u32,
-    /// `0..=10`.
+    /// Order, `0..=10`.
     pub order: u32,
 }
 
 impl Block {
-    /// Pages in it.
+    /// Returns the size in pages.
     #[must_use]
     #[inline]
     pub fn pages(self) -> u64 {
         1 << self.order
     }
 
-    /// Bytes in it.
+    /// Returns the size in bytes.
     #[must_use]
     #[inline]
     pub fn bytes(self) -> u64 {
         vmferry_guest_abi::PAGE_SIZE << self.order
     }
 
-    /// Whether all of `other` lies in it.
+    /// Returns true if all of `other` lies in this block.
     #[must_use]
     #[inline]
     pub fn contains(self, other: Self) -> bool {
@@ -79,28 +82,29 @@ impl Block {
     }
 }
 
-/// Allocated blocks of one owner, chained through the allocator's own words: no memory besides them.
+/// Allocated blocks of one owner, chained through the allocator's own words, so that they need no
+/// other memory.
 #[derive(Debug)]
 pub struct List {
     pub(crate) head: u32,
-    /// Pages in all its blocks.
+    /// Number of pages in all blocks.
     pub(crate) pages: u64,
 }
 
 impl List {
-    /// An empty list.
+    /// Returns an empty list.
     #[must_use]
     pub const fn new() -> Self {
         Self { head: word::NIL, pages: 0 }
     }
 
-    /// Pages in all its blocks.
+    /// Returns the number of pages in all blocks.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.pages
     }
 
-    /// Whether it has none.
+    /// Returns true if the list has no blocks.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.head == word::NIL

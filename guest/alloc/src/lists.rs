@@ -1,14 +1,14 @@
-//! Doubly linked lists of blocks, in the allocator's words.
+//! Doubly linked lists of blocks in the allocator's words.
 
 use crate::word::{Kind, NIL, Word};
 use crate::{Block, ORDERS};
 
-/// The words of all frames.
+/// Words of all frames.
 #[derive(Debug)]
 pub(crate) struct Words<'a>(&'a mut [u64]);
 
 impl<'a> Words<'a> {
-    /// Words as they come; all become [`Kind::Inside`].
+    /// Returns words of any content, after resetting all to [`Kind::Inside`].
     pub(crate) fn new(words: &'a mut [u64]) -> Self {
         words.fill(0);
         Self(words)
@@ -19,7 +19,8 @@ impl<'a> Words<'a> {
         self.0.len()
     }
 
-    /// The word of a frame; beyond the last it is [`Kind::Inside`], so no block is ever found there.
+    /// Returns the word of a frame. A frame after the last one is [`Kind::Inside`], so no block is
+    /// ever found there.
     #[inline]
     pub(crate) fn get(&self, frame: u32) -> Word {
         Word::unpack(self.0.get(frame as usize).copied().unwrap_or(0))
@@ -31,11 +32,11 @@ impl<'a> Words<'a> {
     }
 }
 
-/// Blocks of one kind, a list for each order. The newest is first.
+/// Blocks of one kind, with a list for each order. The newest block is first.
 #[derive(Clone, Debug)]
 pub(crate) struct Lists {
     heads: [u32; ORDERS],
-    /// Bit `order` is set exactly if the list of that order has a block.
+    /// Bit mask of the orders: bit `order` is set exactly if the list of that order has a block.
     nonempty: u32,
     kind: Kind,
     pub(crate) pages: u64,
@@ -46,20 +47,20 @@ impl Lists {
         Self { heads: [NIL; ORDERS], nonempty: 0, kind, pages: 0 }
     }
 
-    /// The smallest order of at least `order` that has a block.
+    /// Returns the smallest order of at least `order` that has a block.
     #[inline]
     pub(crate) fn order_from(&self, order: u32) -> Option<u32> {
         let orders = self.nonempty >> order;
         (orders != 0).then(|| order + orders.trailing_zeros())
     }
 
-    /// The largest order that has a block.
+    /// Returns the largest order that has a block.
     #[inline]
     pub(crate) fn largest(&self) -> Option<u32> {
         self.nonempty.checked_ilog2()
     }
 
-    /// The first block of an order.
+    /// Returns the first block of an order.
     #[inline]
     pub(crate) fn first(&self, order: u32) -> Option<Block> {
         let frame = self.heads[order as usize];
@@ -80,7 +81,8 @@ impl Lists {
         self.pages += block.pages();
     }
 
-    /// Takes a block of this kind out. Its word is left as it was: the caller writes another.
+    /// Takes a block of this kind out of its list. The block's word is left unchanged: the caller
+    /// writes another one.
     #[inline]
     pub(crate) fn remove(&mut self, words: &mut Words<'_>, block: Block) {
         let word = words.get(block.frame);

@@ -1,47 +1,48 @@
-//! Which memory the allocator has, and how it numbers it.
+//! Memory of the allocator, and the numbering of its frames.
 
 use crate::Block;
 use core::fmt;
 use vmferry_guest_abi::PAGE_SIZE;
 
-/// Ranges that an allocator's memory may consist of.
+/// Maximum number of ranges of an allocator's memory.
 pub const MAX_SPANS: usize = 32;
 
-/// Frames of the largest block.
+/// Number of frames of the largest block.
 const ALIGN: u64 = 1 << vmferry_guest_abi::balloon::MAX_ORDER;
 
-/// Frames that can be numbered: links have 28 bits, and one value is the end of a list.
+/// Maximum number of frames: links have 28 bits, and one value is the end of a list.
 const MAX_FRAMES: u64 = crate::word::NIL as u64;
 
-/// One range.
+/// Range of memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Span {
-    /// Guest-physical address of its first page.
+    /// Guest-physical address of the first page.
     pub(crate) start: u64,
     pub(crate) pages: u64,
-    /// The first page's frame: congruent to its page number modulo 1024.
+    /// Frame of the first page, congruent to its page number modulo 1024.
     pub(crate) frame: u64,
-    /// The first page's bit in the map of free pages.
+    /// Bit of the first page in the map of free pages.
     pub(crate) bit: u64,
 }
 
-/// The ranges of memory that an allocator has. Its frames are numbered through all of them, so that holes take no words, and so
-/// that a block of frames is aligned exactly if its address is: each range begins at a frame congruent to its page number modulo
-/// 1024, so no block lies in two of them.
+/// Ranges of memory of an allocator. Frames are numbered across all ranges, so that holes need no
+/// words. A block of frames is aligned exactly if its address is: each range begins at a frame
+/// congruent to its page number modulo 1024, so no block lies in two ranges.
 #[derive(Clone, Copy, Debug)]
 pub struct Spans {
     spans: [Span; MAX_SPANS],
     count: usize,
 }
 
-/// Why a range cannot be added.
+/// Reason for which a range cannot be added.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpansError {
-    /// There are [`MAX_SPANS`] already.
+    /// There are [`MAX_SPANS`] ranges already.
     TooMany,
-    /// More memory than frames can be numbered: about 1 TiB.
+    /// The memory exceeds the number of frames: about 1 TiB.
     TooMuch,
-    /// Not whole pages, or nothing, or before the end of the range before.
+    /// The range is not made of whole pages, is empty, or begins before the end of the previous
+    /// range.
     Invalid,
 }
 
@@ -58,17 +59,18 @@ impl fmt::Display for SpansError {
 impl core::error::Error for SpansError {}
 
 impl Spans {
-    /// No memory.
+    /// Returns an empty set of ranges.
     #[must_use]
     pub const fn new() -> Self {
         Self { spans: [Span { start: 0, pages: 0, frame: 0, bit: 0 }; MAX_SPANS], count: 0 }
     }
 
-    /// Adds guest-physical memory from `start` to `end` (exclusive), behind all that was added before. `bit` is the first page's
-    /// bit in a map of free pages (see `vmferry_guest_abi::balloon::FreeMap`).
+    /// Adds guest-physical memory from `start` to `end` (exclusive), after all earlier ranges.
+    /// `bit` is the first page's bit in a map of free pages (see
+    /// `vmferry_guest_abi::balloon::FreeMap`).
     ///
     /// # Errors
-    /// [`SpansError`]; then nothing was added.
+    /// Returns a [`SpansError`]. Nothing was added then.
     pub fn add(&mut self, start: u64, end: u64, bit: u64) -> Result<(), SpansError> {
         let last = self.spans().last();
         let behind = last.is_none_or(|last| start >= last.start + last.pages * PAGE_SIZE);
@@ -89,19 +91,21 @@ impl Spans {
         &self.spans[..self.count]
     }
 
-    /// Frames that are numbered, and so words that the allocator needs: pages, and up to 2046 for each range.
+    /// Returns the number of frames, which is the number of words that the allocator needs: pages,
+    /// and up to 2046 for each range.
     #[must_use]
     pub fn frames(&self) -> u64 {
         self.spans().last().map_or(0, |last| last.frame + last.pages)
     }
 
-    /// Words that an allocator of `pages` pages in `ranges` ranges needs at most.
+    /// Returns the maximum number of words that an allocator of `pages` pages in `ranges` ranges
+    /// needs.
     #[must_use]
     pub fn frames_at_most(pages: u64, ranges: u64) -> u64 {
         pages + ranges * 2 * (ALIGN - 1)
     }
 
-    /// Pages of memory.
+    /// Returns the number of pages of memory.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.spans().iter().map(|span| span.pages).sum()
@@ -113,14 +117,14 @@ impl Spans {
         self.spans().iter().find(|span| (span.frame..span.frame + span.pages).contains(&frame))
     }
 
-    /// Guest-physical address of a block; 0 if its frame is none of ours.
+    /// Returns the guest-physical address of a block, or 0 if its frame is not in the ranges.
     #[must_use]
     #[inline]
     pub fn gpa(&self, block: Block) -> u64 {
         self.of(block.frame).map_or(0, |span| span.start + (u64::from(block.frame) - span.frame) * PAGE_SIZE)
     }
 
-    /// The bit of a block's first page in the map of free pages.
+    /// Returns the bit of a block's first page in the map of free pages.
     #[inline]
     pub(crate) fn bit(&self, frame: u32) -> Option<u64> {
         self.of(frame).map(|span| span.bit + (u64::from(frame) - span.frame))
@@ -154,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_page_is_refused() {
+    fn invalid_range_is_refused() {
         let mut spans = Spans::new();
         for (start, end) in [(0x1000, 0x1000), (0x1001, 0x2000), (0x1000, 0x2001), (0x2000, 0x1000)] {
             assert_eq!(spans.add(start, end, 0), Err(SpansError::Invalid));

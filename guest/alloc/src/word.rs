@@ -1,6 +1,6 @@
-//! What the allocator keeps of each frame: one word.
+//! State that the allocator keeps for each frame: one word.
 
-/// No frame: the end of a list.
+/// Link value for no frame: the end of a list.
 pub(crate) const NIL: u32 = (1 << LINK_BITS) - 1;
 
 const LINK_BITS: u32 = 28;
@@ -8,28 +8,31 @@ const LINK: u64 = NIL as u64;
 const ORDER_SHIFT: u32 = 2 * LINK_BITS;
 const KIND_SHIFT: u32 = ORDER_SHIFT + 4;
 
-/// What a frame is. Only the first frame of a block says what the block is; the others are [`Inside`](Self::Inside).
+/// Kind of a frame. Only the first frame of a block has the block's kind; the others are
+/// [`Inside`](Self::Inside).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Not the first frame of a block, or no memory.
+    /// The frame is not the first of a block, or is not memory.
     Inside,
-    /// Allocated.
+    /// The block is allocated.
     Used,
-    /// Free, and the host has not been told since it was last in use.
+    /// The block is free, and was not reported since it was last in use.
     Unreported,
-    /// Free, and the host has been told, or has never given anything for it.
+    /// The block is free, and was reported or never backed by the host.
     Reported,
-    /// Free, and being reported.
+    /// The block is free and being reported.
     Isolated,
-    /// Free, hinted, and kept until the host has done with its hints; `Unreported` before.
+    /// The block is free, hinted, and kept until the host is done with its hints. It was
+    /// `Unreported` before.
     HeldUnreported,
-    /// The same; `Reported` before.
+    /// The block is hinted and kept in the same way. It was `Reported` before.
     HeldReported,
 }
 
-/// A frame's word: links to the next and the previous block of the list that the block is in, order, kind.
+/// Word of a frame: links to the next and the previous block of the block's list, the order, and
+/// the kind.
 ///
-/// `next` and `prev` are frames, or [`NIL`]; `order <= 10`.
+/// Invariants: `next` and `prev` are frames, or [`NIL`]; `order <= 10`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word {
     pub(crate) next: u32,
@@ -72,7 +75,7 @@ impl Word {
             | kind << KIND_SHIFT
     }
 
-    /// A block in no list.
+    /// Returns the word of a block that is in no list.
     #[inline]
     pub(crate) fn alone(order: u32, kind: Kind) -> Self {
         Self { next: NIL, prev: NIL, order, kind }
@@ -84,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_keep_what_they_are_given() {
+    fn words_survive_packing() {
         let kinds = [
             Kind::Inside,
             Kind::Used,
@@ -100,7 +103,7 @@ mod tests {
             let word = Word { next: 0, prev: NIL, order: 0, kind };
             assert_eq!(Word::unpack(word.pack()), word);
         }
-        // Memory as it comes is no block.
+        // Zeroed memory contains no block.
         assert_eq!(Word::unpack(0).kind, Kind::Inside);
     }
 }

@@ -1,4 +1,5 @@
-//! The guest's allocator and its driver for the balloon, with QEMU's balloon: an implementation that nobody here has written.
+//! Tests of the guest's allocator and balloon driver with QEMU's balloon, as an independent
+//! implementation.
 
 mod rig;
 
@@ -16,7 +17,8 @@ const MEMORY: u64 = 192 * MIB;
 const ALLOC: u64 = 96 * MIB;
 
 fn args(workload: &str) -> GuestArgs {
-    // A microvm has no speaker port to measure the clock by. What the clock says does not matter here.
+    // A microvm has no speaker port to measure the clock by. The clock does not matter in these
+    // tests.
     let tsc_khz = Some(2_000_000);
     GuestArgs { stats: StatsSink::Page, tsc_khz, ..GuestArgs::new(workload.parse().unwrap()) }
 }
@@ -51,30 +53,31 @@ fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> All
     })
 }
 
-/// All rounds are done, and the host has been told of everything that is free.
+/// Returns true if all rounds are done, and the host has been told of all free memory.
 fn settled(now: &AllocSnapshot) -> bool {
     now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
 }
 
-/// Bytes of memory that the host stands behind.
+/// Returns the size of the memory that the host backs, in bytes.
 fn resident(guest: &Guest) -> u64 {
     guest.memory.metadata().unwrap().blocks() * 512
 }
 
-/// What the host stands behind of a guest that has allocated nothing: image, tables, what the firmware has left.
+/// Returns the memory that the host backs for a guest that has allocated nothing: image, tables,
+/// and remains of the firmware.
 fn base(accelerator: &str) -> u64 {
     let guest = boot(accelerator, &args("idle,data=4K"));
     wait(&guest, "the first report", |now| now.guest.pages != 0);
     resident(&guest)
 }
 
-/// What the host stands behind of memory that is free, besides.
+/// Returns the size of the free memory that the host still backs, in bytes.
 fn residue(guest: &Guest, now: &AllocSnapshot, base: u64) -> u64 {
     resident(guest).saturating_sub(base + (now.guest.pages - now.guest.free_pages) * PAGE_SIZE)
 }
 
 #[test]
-fn what_is_freed_goes_back_to_the_host() {
+fn freed_memory_goes_back_to_the_host() {
     for accelerator in accelerators() {
         let base = base(accelerator);
         for (report, frag) in
@@ -87,12 +90,14 @@ fn what_is_freed_goes_back_to_the_host() {
             let kept = 2 * ALLOC.checked_div(frag).unwrap_or(0);
             let freed = done.sum(|cpu| cpu.freed_bytes);
             let told = done.sum(|cpu| cpu.report_bytes);
-            // A vCPU that is later may use what the other one has freed, but half of it is in use at one time at least.
+            // A late vCPU may use what the other one has freed, but at least half of the memory is
+            // in use at some time.
             assert!(freed >= 2 * ALLOC - kept && told >= ALLOC / 2 - kept, "{case}: {freed} {told}");
             let left = residue(&guest, &done, base);
             assert!(left * 100 <= ALLOC, "{case}: {left} bytes left");
             let by = |cpu: usize| done.cpus()[cpu].reports;
-            // Who frees reports large blocks; small ones, the first vCPU if it reports at all, else the last.
+            // The vCPU that frees reports large blocks. The first vCPU reports small ones if it
+            // reports at all, else the last.
             let sync = report == ReportMode::Sync;
             assert!((by(0) > 0) == sync && (by(1) > 0 || sync && frag != 0), "{case}");
             let stats = guest.verify(1);
@@ -102,20 +107,20 @@ fn what_is_freed_goes_back_to_the_host() {
 }
 
 #[test]
-fn without_reports_it_does_not() {
+fn freed_memory_stays_backed_without_reports() {
     for accelerator in accelerators() {
         let workload = format!("idle,alloc={}M,rounds=1", ALLOC / MIB);
         let guest = boot(accelerator, &GuestArgs { report: ReportMode::Off, ..args(&workload) });
         let done = wait(&guest, "rounds", AllocSnapshot::done);
-        // A vCPU that runs after the other one uses what that one has freed: half of it is left then, but for what the
-        // guest still uses. With reports hardly anything is left.
+        // A vCPU that runs after the other one uses what that one has freed. Half of it is left
+        // then, except for what the guest still uses. With reports hardly anything is left.
         assert!(residue(&guest, &done, 0) * 100 > 25 * ALLOC, "{}", residue(&guest, &done, 0));
         assert_eq!(done.sum(|cpu| cpu.reports), 0);
     }
 }
 
 #[test]
-fn a_page_that_the_host_loses_is_found() {
+fn page_that_the_host_loses_is_detected() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, &args("idle,alloc=8M,rounds=1,frag=2"));
         wait(&guest, "rounds", settled);
@@ -125,8 +130,9 @@ fn a_page_that_the_host_loses_is_found() {
             let word = |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().unwrap());
             word(0) == address / PAGE_SIZE && word(8) != 0
         };
-        // Of all pages only those that are kept, one in two, still have their number in the first word, once the host has dropped the
-        // others. The guest's reports do not say when: they are of several moments.
+        // Once the host has dropped the others, only the kept pages, one in two, still have their
+        // number in the first word. The guest's reports do not show when this is the case, because
+        // they are of several moments.
         let kept = wait_for("only kept pages", || {
             let stamped: Vec<_> = (MIB..MEMORY).step_by(4096).filter(stamp).collect();
             if stamped.len() as u64 == 8 * MIB / PAGE_SIZE / 2 { Ok(stamped[0]) } else { Err(stamped.len()) }
@@ -154,14 +160,15 @@ fn memory_is_inflated_by_page_numbers() {
             let now = wait(&guest, "inflation", |now| now.guest.inflate_us != 0);
             assert_eq!((now.guest.inflate_pages, now.guest.balloon_pages), (16_384, 16_384));
             assert!(now.guest.inflate_send_ns + now.guest.inflate_alloc_ns <= now.guest.inflate_ns);
-            // It stays there, although the host has not asked for it, while the guest checks all of its memory.
+            // The memory stays in the balloon although the host has not requested it, while the
+            // guest checks all of its memory.
             assert_eq!(guest.verify(1).corrupt(), 0);
             assert_eq!(snapshot(&guest).guest.balloon_pages, 16_384);
         }
     }
 }
 
-/// QEMU's monitor.
+/// Connection to QEMU's monitor.
 struct Monitor(BufReader<UnixStream>);
 
 impl Monitor {
@@ -177,7 +184,7 @@ impl Monitor {
         self.0.get_mut().write_all(command.as_bytes()).unwrap();
         loop {
             let mut line = String::new();
-            assert!(self.0.read_line(&mut line).unwrap() != 0, "the monitor is gone");
+            assert!(self.0.read_line(&mut line).unwrap() != 0, "the monitor has closed the connection");
             assert!(!line.starts_with(r#"{"error""#), "{command}: {line}");
             if line.starts_with(r#"{"return""#) {
                 return line;
@@ -187,7 +194,7 @@ impl Monitor {
 }
 
 #[test]
-fn the_balloon_follows_the_host() {
+fn balloon_follows_the_hosts_target() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, &args("uniform,ws=4M,rate=1k,alloc=16M"));
         let mut monitor = Monitor::new(&guest);
@@ -204,7 +211,7 @@ fn the_balloon_follows_the_host() {
 }
 
 #[test]
-fn free_pages_are_hinted_while_the_guest_moves() {
+fn free_pages_are_hinted_during_a_migration() {
     for accelerator in accelerators() {
         for (workload, hints) in [
             ("idle,data=4M", HintMode::Demand),
@@ -221,18 +228,18 @@ fn free_pages_are_hinted_while_the_guest_moves() {
             if hints == HintMode::Demand {
                 wait(&guest, "hints", |now| now.guest.hint_bytes > 50 * MIB && now.guest.hint_id > 1);
             }
-            // A guest that allocates as fast as it can may dirty more than QEMU sends by itself:
-            // here it is to end, not to be quick.
+            // A guest that allocates as fast as it can may dirty more than QEMU sends by itself.
+            // The migration only has to end; its speed does not matter.
             let quick = r#"{"max-bandwidth": 1073741824, "downtime-limit": 20000}"#;
             monitor.ask(&format!(r#"{{"execute": "migrate-set-parameters", "arguments": {quick}}}"#));
             rig::wait("the end of the migration", || {
                 monitor.ask(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#)
             });
-            // QEMU reports the end before it lets the guest go on.
+            // QEMU reports the end before it lets the guest continue.
             rig::wait("the state after a migration", || {
                 monitor.ask(r#"{"execute": "query-status"}"#).contains(r#""status": "postmigrate""#)
             });
-            // It has not really gone anywhere: it goes on, and everything is there.
+            // The guest has not really moved: it continues, and all memory is present.
             monitor.ask(r#"{"execute": "cont"}"#);
             let now = wait(&guest, "the end of the hints", |now| now.guest.held_pages == 0);
             let told = now.guest.hint_bytes;

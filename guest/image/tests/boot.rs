@@ -1,6 +1,7 @@
-//! Boots the guest under QEMU, without and with KVM, and takes pages away from it.
+//! Tests that boot the guest under QEMU, with and without KVM, and change pages of its memory.
 //!
-//! 24 of its 64 MiB lie below 4 GiB, so that both of the guest's ways to map memory are used, without gigabytes.
+//! 24 of its 64 MiB lie below 4 GiB, so that both of the guest's ways to map memory are used
+//! without gigabytes.
 
 mod rig;
 
@@ -35,7 +36,7 @@ fn busy_and_idle_workloads_run_on_every_vcpu() {
 }
 
 #[test]
-fn the_statistics_page_is_where_it_should_be() {
+fn statistics_page_is_at_its_address() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, "sequential,ws=8M,data=16M,rate=10k", StatsSink::Page);
         let (first, second) = (guest.verify(1), guest.verify(2));
@@ -52,9 +53,10 @@ fn the_statistics_page_is_where_it_should_be() {
 }
 
 #[test]
-fn a_lost_page_is_found_by_the_guest_itself() {
+fn guest_detects_a_lost_page() {
     for accelerator in accelerators() {
-        // One page of the working set and one that was only filled, one of each vCPU, below and above 4 GiB.
+        // One page of the working set and one that was only filled, one of each vCPU, below and
+        // above 4 GiB.
         for (workload, page) in [("uniform,ws=8M,data=16M,rate=10k", 7), ("idle,data=48M", 12_000)] {
             let guest = boot(accelerator, workload, StatsSink::Serial);
             guest.memory.write_all_at(&[0; 4096], guest.find(page)).unwrap();
@@ -69,7 +71,7 @@ fn a_lost_page_is_found_by_the_guest_itself() {
 }
 
 #[test]
-fn an_old_version_of_a_page_is_found_by_the_guest_itself() {
+fn guest_detects_an_old_version_of_a_page() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, "uniform,ws=256K,data=8M,rate=10k", StatsSink::Page);
         let address = guest.find(3);

@@ -1,4 +1,4 @@
-//! The image is what boot loaders expect.
+//! Tests that the image has the format that boot loaders expect.
 
 use vmferry_guest_abi::{ALLOC_STATS_BYTES, STATS_BYTES, STATS_GPA};
 use vmferry_guest_image::ELF;
@@ -11,7 +11,7 @@ fn field(offset: u64, bytes: u64) -> u64 {
     ELF[offset..offset + bytes].iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte))
 }
 
-/// Type, file offset, physical address, file size and memory size of each program header.
+/// Returns type, file offset, physical address, file size and memory size of each program header.
 fn segments() -> Vec<[u64; 5]> {
     let (table, entry, count) = (field(32, 8), field(54, 2), field(56, 2));
     (0..count)
@@ -21,7 +21,7 @@ fn segments() -> Vec<[u64; 5]> {
 }
 
 #[test]
-fn it_is_a_static_executable_for_x86_64() {
+fn image_is_a_static_executable_for_x86_64() {
     assert_eq!(ELF[..6], *b"\x7fELF\x02\x01");
     assert_eq!((field(16, 2), field(18, 2)), (2, 62), "ET_EXEC, EM_X86_64");
     assert!(
@@ -31,7 +31,7 @@ fn it_is_a_static_executable_for_x86_64() {
 }
 
 #[test]
-fn it_has_a_pvh_entry_inside_its_code() {
+fn image_has_a_pvh_entry_inside_its_code() {
     let notes: Vec<_> = segments().into_iter().filter(|[kind, ..]| *kind == PT_NOTE).collect();
     let [[_, at, ..]] = notes[..] else { panic!("one note segment, not {}", notes.len()) };
     assert_eq!((field(at, 4), field(at + 4, 4), field(at + 8, 4)), (4, 8, 18), "XEN_ELFNOTE_PHYS32_ENTRY");
@@ -43,7 +43,7 @@ fn it_has_a_pvh_entry_inside_its_code() {
 }
 
 #[test]
-fn it_lies_between_1_and_4_mib_with_the_statistics_first() {
+fn image_lies_between_1_and_4_mib_with_the_statistics_first() {
     let loads: Vec<_> = segments().into_iter().filter(|[kind, ..]| *kind == PT_LOAD).collect();
     assert_eq!((loads[0][2], loads[0][4]), (STATS_GPA, STATS_BYTES + ALLOC_STATS_BYTES));
     for [_, _, start, file, memory] in loads {

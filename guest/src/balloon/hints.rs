@@ -1,11 +1,14 @@
-//! Which pages are free, on demand: free page hinting (virtio 1.2, section 5.5.6.4).
+//! Free page hinting on demand (virtio 1.2, section 5.5.6.4).
 //!
-//! A walk takes the free blocks out of the allocator, large ones first, until memory is low, and hints each in a buffer of its own. They
-//! stay out of it until the host says that it is done with its hints, asks anew, or an allocation needs them (which is counted, and
-//! happens only if there is no other memory). A new request begins with all blocks again, those included that the last one was told of.
+//! A walk takes free blocks out of the allocator, large ones first, until memory is low, and hints
+//! each in a buffer of its own. The blocks stay out of the allocator until the host reports that it
+//! is done with its hints, asks again, or an allocation needs them (which is counted, and happens
+//! only without other memory). A new request begins with all blocks again, including those of the
+//! previous request.
 //!
-//! Using a block while the host has yet to look at it would be wrong: the host could then drop a page that is in use again. So but for
-//! the host's own word that it is done, blocks come back only after the device has given back all that was hinted.
+//! A block must not be used while the host has yet to process its hint: the host could then drop a
+//! page that is in use again. Unless the host itself says that it is done, blocks therefore come
+//! back only after the device has given back all hints.
 
 use crate::carve::Carver;
 use crate::pool::Pool;
@@ -13,27 +16,28 @@ use crate::virtio::{Mmio, Part, VirtQueue};
 use core::sync::atomic::{AtomicU32, Ordering};
 use vmferry_guest_alloc::{Batch, PORTION, Taken};
 
-/// The host wants no more hints; those that it has stay hinted.
+/// Command: the host wants no more hints. The hinted blocks stay hinted.
 pub(super) const STOP: u32 = 0;
-/// The host is done with its hints.
+/// Command: the host is done with its hints.
 pub(super) const DONE: u32 = 1;
 
-/// Commands whose numbers are remembered: a device that stopped looking at the queue may find old ones in it.
+/// Number of commands whose IDs are remembered: a device that stopped processing the queue may find
+/// old ones in it.
 const COMMANDS: usize = 16;
 
-/// Batches that are hinted before the vCPU gets to its other work.
+/// Number of batches that are hinted before the vCPU gets to its other work.
 const BATCHES: u32 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     Idle,
-    /// Blocks are hinted.
+    /// Blocks are being hinted.
     Walking,
-    /// All have been; the device has some of them, and the end is to be told.
+    /// All blocks have been hinted. The device has some of them, and the end has to be reported.
     Ending,
 }
 
-/// What walks have done.
+/// Counters of walks.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Walks {
     pub(super) id: u32,
@@ -45,17 +49,17 @@ pub(super) struct Walks {
     pub(super) last_us: u64,
 }
 
-/// The queue of hints.
+/// Queue of hints.
 #[derive(Debug)]
 pub(super) struct HintQueue {
     queue: VirtQueue,
-    /// The one that ends an answer, and the last commands that were answered.
+    /// Word that ends an answer, followed by the last commands that were answered.
     words: &'static [AtomicU32],
     next_word: usize,
     phase: Phase,
-    /// The command that is to be obeyed.
+    /// Command that has to be obeyed.
     due: Option<u32>,
-    /// Whether it is in the queue.
+    /// True if the command is in the queue.
     said: bool,
     began_ns: u64,
     walks: Walks,
@@ -80,17 +84,18 @@ impl HintQueue {
         self.walks
     }
 
-    /// The host has set another command.
+    /// Accepts another command of the host.
     pub(super) fn command(&mut self, command: u32, now_ns: u64) {
         (self.due, self.said, self.began_ns) = (Some(command), false, now_ns);
     }
 
-    /// Whether all that was hinted has been looked at by the device: if not, none of it may be used.
+    /// Returns true if the device has processed all hints. If not, none of the hinted blocks may be
+    /// used.
     pub(super) fn settled(&mut self) -> bool {
         self.queue.reclaim()
     }
 
-    /// Goes on with what is to be done; whether there was something.
+    /// Continues the work. Returns true if there was any.
     pub(super) fn turn(&mut self, device: Mmio, pool: &Pool, batch: &mut Batch<'_>) -> bool {
         if self.due.is_none() && self.phase == Phase::Idle {
             return false;
@@ -124,8 +129,9 @@ impl HintQueue {
                 release_all(pool);
             }
             _ => {
-                // Hints that the host left in the queue when it stopped the request before are in front of the command, so they do not
-                // belong to it; it is the command that makes the device give them back.
+                // Hints that the host left in the queue when it stopped the previous request come
+                // before the command, so they do not belong to it. The command makes the device
+                // give them back.
                 if !self.said && self.queue.room() != 0 {
                     self.next_word = self.next_word % COMMANDS + 1;
                     self.words[self.next_word].store(command, Ordering::Relaxed);
@@ -150,11 +156,11 @@ impl HintQueue {
         self.queue.add([Part { gpa, len: 4, write: false }].into_iter());
     }
 
-    /// Hints as many blocks as there is room for; whether there is more to do now.
+    /// Hints as many blocks as there is room for. Returns true if there is more to do now.
     fn walk(&mut self, device: Mmio, pool: &Pool, batch: &mut Batch<'_>) -> bool {
         self.queue.reclaim();
         let room = usize::from(self.queue.room());
-        // One place is for the end.
+        // One entry is reserved for the end.
         let Some(room) = room.checked_sub(1).filter(|room| *room != 0) else { return false };
         batch.begin(room);
         let taken = loop {

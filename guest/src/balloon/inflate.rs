@@ -1,4 +1,4 @@
-//! Into the balloon and out of it.
+//! Inflating and deflating.
 
 use super::{Balloon, DEFLATE_ON_OOM, config};
 use crate::carve::Carver;
@@ -10,36 +10,36 @@ use vmferry_guest_abi::balloon::{DEFLATE, INFLATE, MAX_ORDER};
 use vmferry_guest_abi::{InflateBy, PAGE_SIZE};
 use vmferry_guest_alloc::{Block, List};
 
-/// Words of a request: 16384 page numbers, or a header and 4095 ranges.
+/// Number of words of a request: 16384 page numbers, or a header and 4095 ranges.
 const WORDS: usize = 16_384;
-/// Bytes of them.
+/// Size of a request's buffer in bytes.
 pub(super) const BUFFER_BYTES: u64 = 4 * WORDS as u64;
 const RANGES: usize = (WORDS - 2) / 4;
 
-/// Pages that are taken back when an allocation needs one.
+/// Number of pages that are taken back when an allocation needs one.
 const DEFLATE_PAGES: u64 = 256;
 
-/// Page numbers in a request when the command line does not say, as other drivers do.
+/// Number of page numbers in a request by default, as in other drivers.
 pub(super) const PAGE_NUMBERS: u32 = 256;
 
 /// Queues and pages of the balloon.
 #[derive(Debug)]
 pub(super) struct Inflatable {
-    /// Inflate, deflate.
+    /// Queue for inflating and queue for deflating.
     queues: [VirtQueue; 2],
     ranges: Option<VirtQueue>,
     words: &'static [AtomicU32],
     list: List,
 }
 
-/// What a request did.
+/// Result of a request.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Request {
-    /// Pages that changed sides.
+    /// Number of pages that moved into or out of the balloon.
     pub(super) pages: u64,
-    /// Nanoseconds allocating or freeing them.
+    /// Time spent allocating or freeing the pages, in ns.
     pub(super) alloc_ns: u64,
-    /// Nanoseconds telling the host.
+    /// Time spent telling the host, in ns.
     pub(super) send_ns: u64,
 }
 
@@ -55,10 +55,10 @@ impl Inflatable {
         Self { queues, ranges, words, list: List::new() }
     }
 
-    /// Puts the pages of a block into the request, behind `at` words; where it ends.
+    /// Puts the pages of a block into the request, after `at` words. Returns the end in words.
     fn write(&self, at: usize, gpa: u64, block: Block, by: InflateBy) -> usize {
         let put = |at: usize, value: u64| {
-            // Halves of a word, or a page number: guest memory ends below 512 GiB.
+            // The value is half of a word, or a page number: guest memory ends below 512 GiB.
             #[expect(clippy::cast_possible_truncation, reason = "the low half is what is wanted")]
             self.words[at].store(value as u32, Ordering::Relaxed);
         };
@@ -93,12 +93,12 @@ impl Inflatable {
     }
 }
 
-/// Words before the first page or range.
+/// Returns the number of words before the first page or range.
 fn header(by: InflateBy) -> usize {
     if by == InflateBy::Ranges { 2 } else { 0 }
 }
 
-/// Pages or ranges that a request holds.
+/// Returns the number of pages or ranges that a request holds.
 fn most(by: InflateBy) -> usize {
     match by {
         InflateBy::Pages(pages) => usize::try_from(pages).unwrap_or(WORDS).min(WORDS),
@@ -107,12 +107,13 @@ fn most(by: InflateBy) -> usize {
 }
 
 impl Balloon {
-    /// By what the host is told of pages, unless the command line says otherwise.
+    /// Returns the default portions of requests, if the command line does not give them.
     pub(super) fn usual(&self) -> InflateBy {
         if self.pages.lock().ranges.is_some() { InflateBy::Ranges } else { InflateBy::Pages(PAGE_NUMBERS) }
     }
 
-    /// Gives up to `pages` pages to the host, in one request. Leaves alone what is left when memory is low.
+    /// Gives up to `pages` pages to the host, in one request. Keeps the remaining pages when memory
+    /// is low.
     pub(super) fn inflate(&self, pool: &Pool, pages: u64, by: InflateBy) -> Request {
         let mut inflatable = self.pages.lock();
         let now = || pool.clock.ns(cpu::tsc());
@@ -180,12 +181,13 @@ impl Balloon {
         request
     }
 
-    /// Takes some pages back because an allocation has found none, if host and guest have agreed that it may; whether it did.
+    /// Takes some pages back because an allocation has found none, if host and guest have agreed on
+    /// this. Returns true if it did.
     pub(crate) fn deflate_some(&self, pool: &Pool) -> bool {
         self.has(DEFLATE_ON_OOM) && self.deflate(pool, DEFLATE_PAGES, self.usual()).pages != 0
     }
 
-    /// Pages in the balloon.
+    /// Returns the number of pages in the balloon.
     pub(crate) fn actual(&self) -> u64 {
         self.actual.load(Ordering::Relaxed).into()
     }
@@ -194,7 +196,8 @@ impl Balloon {
         self.actual.store(u32::try_from(pages).unwrap_or(u32::MAX), Ordering::Relaxed);
     }
 
-    /// Tells the host how many pages the balloon has. Not with each request: it is an exit.
+    /// Tells the host the number of pages in the balloon. Not called for each request, because it
+    /// causes an exit.
     pub(super) fn tell_actual(&self) {
         self.device.set_config(config::ACTUAL, self.actual.load(Ordering::Relaxed));
     }

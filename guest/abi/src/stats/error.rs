@@ -1,26 +1,27 @@
-//! Why a statistics page could not be read.
+//! Errors of reading a statistics page.
 
 use core::fmt;
 
-/// Why a statistics page could not be read.
+/// Reason for which a statistics page could not be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StatsError {
-    /// There is no magic yet: the guest has not come so far.
+    /// There is no magic number yet: the guest has not started far enough.
     NotYet,
-    /// Another layout, or no statistics page at all.
+    /// The page has another layout, or is not a statistics page.
     Invalid {
-        /// The word that cannot be.
+        /// Index of the invalid word.
         word: usize,
-        /// Its value.
+        /// Value of the word.
         value: u64,
     },
-    /// The vCPU was writing its block at every attempt: it is paused there, or gone. Try again when it runs.
+    /// The vCPU was writing its block at every attempt, because it is paused there or gone. Try
+    /// again when it runs.
     Busy {
         /// Index of the vCPU.
         cpu: usize,
     },
-    /// The page has not come yet: the guest runs before all of its memory is here.
+    /// The page is missing: the guest runs before all of its memory has arrived.
     Elsewhere,
 }
 
@@ -34,7 +35,7 @@ impl fmt::Display for StatsError {
                 write!(f, "word {word} of the statistics page is {value:#x}: not a guest of this version")
             }
             Self::Elsewhere => f.write_str(
-                "the guest's statistics page has not come yet: its memory is still being moved; read it later",
+                "the guest's statistics page is missing: guest memory is still arriving; read it later",
             ),
             Self::Busy { cpu } => {
                 write!(f, "vCPU {cpu} stopped while writing its statistics; read them when it runs again")

@@ -1,4 +1,5 @@
-//! A guest under QEMU, whose memory is a file that QEMU maps shared: a test sees and changes it as a migration would.
+//! Guest under QEMU whose memory is a file that QEMU maps shared. A test reads and changes it as a
+//! migration would.
 #![allow(
     dead_code,
     unreachable_pub,
@@ -34,13 +35,13 @@ pub struct Guest {
 
 impl Drop for Guest {
     fn drop(&mut self) {
-        // It may have ended by itself; either way it is gone afterwards.
+        // QEMU may have ended by itself. In any case it is gone afterwards.
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
     }
 }
 
-/// The accelerators that this host has. The calling test is skipped for each that it lacks.
+/// Returns the accelerators of this host. The calling test is skipped for each that is missing.
 pub fn accelerators() -> Vec<&'static str> {
     if let Err(error) = Command::new("qemu-system-x86_64").arg("--version").stdout(Stdio::null()).status() {
         skip(Need::Qemu, format!("qemu-system-x86_64: {error}"));
@@ -56,10 +57,11 @@ pub fn accelerators() -> Vec<&'static str> {
 }
 
 impl Guest {
-    /// Boots the guest in `bytes` bytes of memory and waits until its share of it is filled. `machine` says what is besides; it is to use
-    /// the memory backend `ram`.
+    /// Boots the guest in `bytes` bytes of memory and waits until its share of it is filled.
+    /// `machine` gives the remaining options of QEMU, which must use the memory backend `ram`.
     pub fn boot(accelerator: &str, args: &GuestArgs, bytes: u64, machine: &[&str]) -> Self {
-        // In memory, if that can be: file systems on disks free what is punched out of a file when they get to it.
+        // In memory, if possible: file systems on disks free punched-out ranges only after some
+        // time.
         let place = Path::new("/dev/shm");
         let folder = tempfile::tempdir_in(place);
         let folder = folder.or_else(|_| tempfile::tempdir()).unwrap();
@@ -67,7 +69,8 @@ impl Guest {
         std::fs::write(&elf, ELF).unwrap();
         let args = GuestArgs { cpus: Some(u32::try_from(CPUS).unwrap()), ..*args };
         let mut qemu = Command::new("qemu-system-x86_64")
-            // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which QEMU aborts.
+            // Some hosts' KVM offers IA32_ARCH_CAPABILITIES and then refuses to set it, at which
+            // QEMU aborts.
             .args(["-accel", accelerator, "-cpu"])
             .arg(if accelerator == "kvm" { "host,-arch-capabilities" } else { "qemu64" })
             .args(["-nodefaults", "-display", "none", "-no-reboot", "-serial", "stdio"])
@@ -96,14 +99,15 @@ impl Guest {
         guest
     }
 
-    /// Reads lines until one of them gives a result. Lines of firmware are skipped, and nobody panics.
+    /// Reads lines until one of them gives a result. Lines of firmware are skipped. A panic of the
+    /// guest fails the test.
     pub fn until<T>(&self, mut wanted: impl FnMut(Line) -> Option<T>) -> T {
         let start = Instant::now();
         loop {
             let left = PATIENCE.saturating_sub(start.elapsed());
             let text = self.lines.recv_timeout(left).unwrap_or_else(|error| {
                 let log = std::fs::read_to_string(self.folder.path().join("qemu.log"));
-                panic!("the line that was waited for did not come: {error}; QEMU says {log:?}")
+                panic!("the expected line did not arrive: {error}; output of QEMU: {log:?}")
             });
             let Ok(line) = text.parse() else { continue };
             assert!(!matches!(line, Line::Panic(_)), "{text}");
@@ -119,14 +123,15 @@ impl Guest {
         page
     }
 
-    /// Where page `page` of a workload with random content lies, recognised by the content that nobody writes to.
+    /// Returns the address of page `page` of a workload with random content, recognized by content
+    /// that the guest never writes to.
     pub fn find(&self, page: u64) -> u64 {
         let content: Vec<u8> =
             (2..PAGE_WORDS).flat_map(|word| Fill::Random.word(page, word).to_le_bytes()).collect();
         (0..self.bytes)
             .step_by(4096)
             .find(|address| self.page(*address)[16..] == content[..])
-            .unwrap_or_else(|| panic!("page {page} is nowhere in memory"))
+            .unwrap_or_else(|| panic!("page {page} is not in memory"))
     }
 
     pub fn stats(&self) -> StatsSnapshot {
@@ -135,11 +140,11 @@ impl Guest {
             self.memory.read_exact_at(&mut bytes, STATS_GPA + 8 * word as u64).unwrap();
             u64::from_le_bytes(bytes)
         };
-        // A vCPU that the host has stopped in the middle of an update is read again.
+        // If the host has stopped a vCPU in the middle of an update, the statistics are read again.
         wait_for("statistics", || StatsSnapshot::read(load))
     }
 
-    /// Has the guest check all its memory; what it then reports.
+    /// Has the guest check all its memory. Returns the report after the check.
     pub fn verify(&self, request: u64) -> StatsSnapshot {
         self.memory
             .write_all_at(&request.to_le_bytes(), STATS_GPA + 8 * offset::VERIFY_REQUEST as u64)
