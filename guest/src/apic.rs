@@ -87,7 +87,7 @@ pub(crate) fn start_timer(period_ns: u64, clock: &TscClock) {
     write(TIMER_START, u32::try_from(period).unwrap_or(u32::MAX).max(1));
 }
 
-/// The timer's count, and the time in nanoseconds when it was read.
+/// Returns the time of the reading in nanoseconds, and the timer's count.
 fn timer_reading(clock: &TscClock) -> (u64, u32) {
     let mut best = (u64::MAX, 0, 0);
     for _ in 0..READINGS {

@@ -1,7 +1,9 @@
-# From the entry in 32-bit protected mode (or real mode, for the other vCPUs) to ring 3 in long mode.
+# Path from the entry in 32-bit protected mode (or real mode, for the other vCPUs) to ring 3 in long
+# mode.
 #
-# Everything in here runs in ring 0, where some hypervisors emulate every instruction. So it is short, the page tables are
-# linked into the image instead of built, and nothing comes back here but traps.
+# All code in this file runs in ring 0, where some hypervisors emulate every instruction. The code
+# is therefore short, the page tables are linked into the image instead of built, and only traps
+# return to it.
 
 .set CODE64, 0x08
 .set DATA, 0x10
@@ -41,7 +43,7 @@ _start:
     xor esi, esi
     jmp enter_long_mode
 
-# Other vCPUs, in protected mode: esi says so.
+# Entry of the other vCPUs in protected mode, marked by esi.
 ap_protected:
     mov ax, DATA
     mov ds, ax
@@ -123,7 +125,8 @@ dead:
     hlt
     jmp dead
 
-# Exceptions, but for one, never happen in a guest that works. They end in trap_main(vector, error, rip, cr2) in ring 3, which tells.
+# Exceptions, except one, never happen in a guest that works. They end in trap_main(vector, error,
+# rip, cr2) in ring 3, which reports them.
 .balign 16
 .global trap_stubs
 trap_stubs:
@@ -160,8 +163,8 @@ trap:
     mov qword ptr [rsp + 32], USER_DATA
     iretq
 
-# `hlt` in ring 3 means: sleep until the next interrupt. (A gate for a software interrupt would be shorter, but not all
-# hypervisors have software interrupts.)
+# `hlt` in ring 3 sleeps until the next interrupt. (A gate for a software interrupt would be
+# shorter, but not all hypervisors support software interrupts.)
 .balign 16
 general_protection:
     push rax
@@ -176,12 +179,12 @@ general_protection:
     cli
     iretq
 
-# Interrupts only happen in the window above; that they woke the vCPU is all they are for.
+# Interrupts only happen in the window above. Their only purpose is to wake the vCPU.
 .global wake_stub
 wake_stub:
     iretq
 
-# Copied to AP_START, where the other vCPUs begin in real mode.
+# Copied to AP_START, where the other vCPUs start in real mode.
 .code16
 .global ap_trampoline
 ap_trampoline:

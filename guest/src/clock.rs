@@ -1,8 +1,8 @@
-//! Guest time: the TSC, and how fast it runs.
+//! Guest time: the TSC and its frequency.
 
 use crate::cpu::{cpuid, cpuid_eax, in8, out8, tsc};
 
-/// What a hypervisor or CPU may claim; anything else is a wrong leaf.
+/// Range of frequencies that a hypervisor or CPU may report. Other values mean a wrong leaf.
 const PLAUSIBLE_KHZ: core::ops::RangeInclusive<u32> = 100_000..=20_000_000;
 
 /// Hypervisor leaf with the TSC frequency in kHz (VMware's, which KVM and others share).
@@ -11,7 +11,8 @@ const LEAF_TIMING: u32 = 0x4000_0010;
 /// Leaf with crystal frequency and TSC ratio (Intel SDM, CPUID leaf 15H).
 const LEAF_TSC: u32 = 0x15;
 
-/// The TSC's frequency in kHz: what the command line says, else CPUID, else a measurement. Panics when there is none of them.
+/// Returns the TSC's frequency in kHz: from the command line, else CPUID, else a measurement.
+/// Panics if there is none of them.
 pub(crate) fn tsc_khz(told: Option<u32>) -> u32 {
     told.or_else(hypervisor_khz)
         .or_else(crystal_khz)
@@ -30,11 +31,14 @@ fn crystal_khz() -> Option<u32> {
 }
 
 const PIT_HZ: u64 = 1_193_182;
-/// 25 ms: the exits of the reads around it (tens of microseconds) make an error of about 0.1 %.
+/// Count of the PIT for 25 ms. The exits of the reads around it (tens of microseconds) cause an
+/// error of about 0.1 %.
 const PIT_COUNT: u16 = 29_830;
-/// Measurements of which the shortest counts: a host that takes the vCPU away makes one longer, never shorter.
+/// Number of measurements, of which the shortest counts: a host that takes the vCPU away makes one
+/// longer, never shorter.
 const PIT_MEASUREMENTS: usize = 3;
-/// Measurements that are made to get them: on a busy host one can take so long that its result is implausible.
+/// Maximum number of attempts for these measurements: on a busy host one can take so long that its
+/// result is implausible.
 const PIT_ATTEMPTS: u32 = 20;
 const PIT_CHANNEL_2: u16 = 0x42;
 const PIT_COMMAND: u16 = 0x43;
@@ -52,7 +56,8 @@ fn best_pit_khz() -> Option<u32> {
         .min()
 }
 
-/// How far the TSC gets while channel 2 of the PIT counts down once (mode 0); none if it does not.
+/// Returns the TSC ticks while channel 2 of the PIT counts down once (mode 0), or `None` if it does
+/// not count.
 fn pit_ticks() -> Option<u64> {
     let [low, high] = PIT_COUNT.to_le_bytes();
     // Channel 2 counts, and the speaker is off.

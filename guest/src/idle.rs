@@ -1,12 +1,13 @@
-//! Sleeping: an idle vCPU must not burn a core of its host.
+//! Sleep of an idle vCPU, which must not occupy a core of its host.
 //!
-//! `hlt` is for ring 0, so the exception that it raises in ring 3 leads there (`general_protection` in `boot.s`), and the local
-//! APIC's timer ends the sleep. Paced workloads do not sleep: a timer is too coarse for them.
+//! `hlt` is for ring 0. The exception that it raises in ring 3 leads to ring 0
+//! (`general_protection` in `boot.s`), and the local APIC's timer ends the sleep. Paced workloads
+//! do not sleep, because a timer is too coarse for them.
 
 use crate::{apic, cpu};
 use vmferry_guest_abi::{REPORT_NS, TscClock, Worker};
 
-/// The timer of one idle vCPU, and the time it keeps.
+/// Timer of one idle vCPU, and its clock.
 #[derive(Debug)]
 pub(crate) struct Sleeper {
     clock: TscClock,

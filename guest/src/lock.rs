@@ -1,11 +1,12 @@
-//! A lock for short work.
+//! Lock for short critical sections.
 
 use core::cell::UnsafeCell;
 use core::fmt;
 use core::ops::{Deref, DerefMut};
 use core::sync::atomic::{AtomicBool, Ordering};
 
-/// A spin lock: test, then test and set. Not fair on purpose: a host may have taken away the vCPU whose turn it would be.
+/// Spin lock: test, then test and set. The lock is not fair on purpose, because a host may have
+/// taken away the vCPU whose turn it would be.
 pub(crate) struct SpinLock<T> {
     locked: AtomicBool,
     value: UnsafeCell<T>,
@@ -35,7 +36,7 @@ impl<T> SpinLock<T> {
     /// Takes the lock if it is free.
     #[inline]
     pub(crate) fn try_lock(&self) -> Option<Guard<'_, T>> {
-        // Lazily: a guard that is made unlocks when it is dropped.
+        // Created lazily, because a guard unlocks when it is dropped.
         (!self.locked.swap(true, Ordering::Acquire)).then(|| Guard { lock: self })
     }
 }
@@ -46,7 +47,7 @@ impl<T> fmt::Debug for SpinLock<T> {
     }
 }
 
-/// The lock, held.
+/// Guard of a held lock.
 pub(crate) struct Guard<'a, T> {
     lock: &'a SpinLock<T>,
 }

@@ -1,40 +1,46 @@
-//! The bare-metal guest of vmferry: boots by PVH, fills its memory, writes to it, and notices when a page is not what it was.
+//! The bare-metal guest of vmferry, which boots by PVH, fills its memory, writes to it, and detects
+//! pages with unexpected content.
 //!
-//! `vmferry` embeds this program (`guest/image`); `qemu-system-x86_64 -kernel` boots the same file. The command line is
-//! [`GuestArgs`], the workload itself is in `vmferry-guest-abi`, which the process guest shares.
+//! `vmferry` embeds this program (`guest/image`), and `qemu-system-x86_64 -kernel` boots the same
+//! file. The command line is [`GuestArgs`]. The workload itself is in `vmferry-guest-abi`, which
+//! the process guest shares.
 //!
-//! # The way up
-//! 1. `boot.s`, 32-bit protected mode, paging off: EBX points to the PVH start info. The page tables for the first 4 GiB are
-//!    linked into the image, so a few dozen instructions later the vCPU is in long mode and leaves for ring 3.
-//! 2. [`plan`]: copies command line and memory map out of the way (`pvh.rs`), finds the TSC's frequency (`clock.rs`), maps
-//!    memory above 4 GiB (`paging.rs`), starts the other vCPUs by INIT and SIPI (`smp.rs`; they come through real mode and
-//!    the same `boot.s`), divides memory (`memory.rs`), and publishes what is to be done.
-//! 3. [`run`](run::run), on every vCPU: fill, wait for the others, then the workload's loop for ever. The first vCPU prints
-//!    `READY` when all have filled their share.
+//! # Start
+//! 1. `boot.s` starts in 32-bit protected mode with paging off. EBX points to the PVH start info.
+//!    The page tables for the first 4 GiB are linked into the image, so after a few dozen
+//!    instructions the vCPU is in long mode and enters ring 3.
+//! 2. [`plan`] copies command line and memory map to a safe place (`pvh.rs`), determines the TSC's
+//!    frequency (`clock.rs`), maps memory above 4 GiB (`paging.rs`), starts the other vCPUs by INIT
+//!    and SIPI (`smp.rs`; they come through real mode and the same `boot.s`), divides memory
+//!    (`memory.rs`), and publishes the plan.
+//! 3. [`run`](run::run) runs on every vCPU: fill, wait for the others, then the workload's loop
+//!    without end. The first vCPU prints `READY` when all have filled their share.
 //!
 //! # Memory
-//! Physical and virtual addresses are the same, by 2 MiB pages.
+//! Physical and virtual addresses are the same, in 2 MiB pages.
 //!
-//! | from | what |
+//! | from | content |
 //! |---|---|
-//! | 0x8000 | trampoline of the other vCPUs, in real mode; the rest of the first mebibyte is left alone |
+//! | 0x8000 | trampoline of the other vCPUs, in real mode; the rest of the first mebibyte is not used |
 //! | 1 MiB | the statistics page ([`STATS_GPA`]), whatever the command line says |
-//! | behind it | code, tables, stacks of 64 vCPUs: the image, up to `image_end` below 4 MiB |
-//! | behind it | page directories for memory above 4 GiB, one page a GiB |
-//! | behind that, or the first range where it fits | the counters, 8 bytes for each page of the working set |
-//! | likewise, if memory is allocated or there is a balloon | the allocator's tables, 8 bytes a page (`pool.rs`) |
-//! | all other RAM of the memory map, up to 512 GiB | pages of the workload, in ascending order; what is left is the allocator's |
+//! | after it | code, tables, stacks of 64 vCPUs: the image, up to `image_end` below 4 MiB |
+//! | after it | page directories for memory above 4 GiB, one page per GiB |
+//! | after that, or the first range where it fits | the counters, 8 bytes for each page of the working set |
+//! | likewise, if memory is allocated or there is a balloon | the allocator's tables, 8 bytes per page (`pool.rs`) |
+//! | all other RAM of the memory map, up to 512 GiB | pages of the workload, in ascending order; the allocator gets the rest |
 //! | 0xfee00000 | the local APIC, uncached |
 //!
-//! # Why ring 3
-//! A paravirtual KVM emulates ring 0, at 0.4 us an instruction, and runs ring 3 natively; to every other hypervisor it makes no
-//! difference. So everything that is hot runs in ring 3 with interrupts off. All pages are user pages, the local APIC included,
-//! and the I/O bitmap of the task state segment permits the ports. What is left to ring 0 is the entry, the exceptions (they
-//! end in a `PANIC` line) and `hlt`, by which idle vCPUs sleep (`idle.rs`).
+//! # Ring 3
+//! A paravirtual KVM emulates ring 0, at 0.4 us per instruction, and runs ring 3 natively. For
+//! every other hypervisor it makes no difference. All hot code therefore runs in ring 3 with
+//! interrupts off. All pages are user pages, the local APIC included, and the I/O bitmap of the
+//! task state segment permits the ports. Ring 0 only has the entry, the exceptions (which end in a
+//! `PANIC` line) and `hlt`, by which idle vCPUs sleep (`idle.rs`).
 //!
-//! # When something is wrong
-//! Every panic and exception prints `PANIC reason` on the serial port, sets [`State::Panicked`] on the statistics page and
-//! writes to the port of QEMU's `isa-debug-exit`; then the vCPU spins. The other vCPUs go on.
+//! # Panics
+//! Every panic and exception prints `PANIC reason` on the serial port, sets [`State::Panicked`] on
+//! the statistics page and writes to the port of QEMU's `isa-debug-exit`. The vCPU then spins. The
+//! other vCPUs continue.
 #![no_std]
 #![no_main]
 
@@ -67,18 +73,18 @@ use vmferry_guest_abi::{
 core::arch::global_asm!(include_str!("boot.s"));
 
 unsafe extern "C" {
-    /// What the boot protocol left in EBX, saved by `boot.s`.
+    /// Value that the boot protocol left in EBX, saved by `boot.s`.
     static start_info: u64;
 }
 
-/// What to do, for all vCPUs.
+/// Plan for all vCPUs.
 static PLAN: smp::Once<Plan> = smp::Once::new();
 
-/// Where `boot.s` leads every vCPU, in ring 3, on its own stack. `apic_id` is below 64.
+/// Entry of every vCPU from `boot.s`, in ring 3, on its own stack. `apic_id` is below 64.
 #[unsafe(no_mangle)]
 extern "C" fn guest_main(apic_id: u64, other: u64) -> ! {
     if other == 0 {
-        // SAFETY: the first vCPU comes here once, and there are no others yet.
+        // SAFETY: the first vCPU gets to this point once, and there are no others yet.
         unsafe { plan() };
     } else {
         smp::arrived();
@@ -93,10 +99,10 @@ extern "C" fn guest_main(apic_id: u64, other: u64) -> ! {
     run::run(plan, apic_id)
 }
 
-/// Finds out what there is and what is to be done, and starts the other vCPUs.
+/// Examines the machine, makes the plan, and starts the other vCPUs.
 ///
 /// # Safety
-/// Called once, by the first vCPU, as the first thing.
+/// Must be called once, by the first vCPU, before anything else.
 unsafe fn plan() {
     assert!((&raw const stats::PAGE).addr() as u64 == STATS_GPA, "link.ld and STATS_GPA differ");
     assert!((&raw const stats::ALLOC).addr() as u64 == ALLOC_STATS_GPA, "link.ld and ALLOC_STATS_GPA differ");
@@ -104,7 +110,7 @@ unsafe fn plan() {
     apic::mask_pics();
     // SAFETY: no other vCPU runs.
     unsafe { traps::init() };
-    // SAFETY: EBX is what the boot protocol says, and only the image has been written to.
+    // SAFETY: EBX has the value of the boot protocol, and only the image has been written to.
     let boot = unsafe { pvh::BootInfo::copy(start_info) };
     let args: GuestArgs = match boot.cmdline().parse() {
         Ok(args) => args,
@@ -125,10 +131,11 @@ unsafe fn plan() {
     );
     let mut layout = fit(workload, &free, cpus);
     let spare = free.pages() - layout.data_pages - layout.table_pages();
-    // With a workload that leaves no memory, a balloon has nothing to do.
+    // If the workload leaves no memory, a balloon has nothing to do.
     let rest = device.is_some() && pool::Tables::worth(&free, &boot, cpus, spare);
     let tables = (workload.alloc.is_some() || rest).then(|| {
-        // SAFETY: `map_high` has mapped what `boot.s` had not; `free` is behind the image and nobody else has it.
+        // SAFETY: `map_high` has mapped what `boot.s` had not; `free` is after the image and has no
+        // other user.
         let tables = unsafe { pool::Tables::take(&mut free, &boot, device, cpus) };
         layout = fit(workload, &free, cpus);
         tables
@@ -137,11 +144,11 @@ unsafe fn plan() {
     let ram = unsafe { memory::Ram::new(&mut free, layout.table_pages(), layout.data_pages) };
     let pool = tables.map(|tables| pool::Pool::new(tables, &free, &boot, &args, (cpus, clock)));
     publish(&layout, tsc_khz);
-    // SAFETY: by the promise above this is the only call.
+    // SAFETY: by the contract of this function this is the only call.
     unsafe { PLAN.set(Plan { args, layout, ram, pool, clock, tsc_khz }) };
 }
 
-/// Divides what is free among `cpus` vCPUs.
+/// Divides the free memory among `cpus` vCPUs.
 fn fit(workload: &Workload, free: &memory::FreeRam, cpus: u32) -> Layout {
     match Layout::new(workload, free.pages(), u64::from(cpus)) {
         Ok(layout) => layout,

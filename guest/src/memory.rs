@@ -1,4 +1,4 @@
-//! Which memory is whose: image, page tables, counters, and everything else for the workload.
+//! Division of memory: image, page tables, counters, and the rest for the workload.
 
 use crate::paging;
 use crate::pvh::{BootInfo, MAX_RANGES, RamRange};
@@ -9,7 +9,7 @@ unsafe extern "C" {
     static image_end: u8;
 }
 
-/// RAM that nobody owns yet: page-aligned ranges behind the image, in ascending order.
+/// RAM without an owner: page-aligned ranges after the image, in ascending order.
 #[derive(Debug)]
 pub(crate) struct FreeRam {
     ranges: [RamRange; MAX_RANGES],
@@ -17,8 +17,8 @@ pub(crate) struct FreeRam {
 }
 
 impl FreeRam {
-    /// All RAM behind the image that page tables can reach. What lies below (the first mebibyte, where hosts keep boot
-    /// structures and the other vCPUs begin) is not used.
+    /// Returns all RAM after the image that page tables can reach. The memory below (the first
+    /// mebibyte, where hosts keep boot structures and the other vCPUs start) is not used.
     pub(crate) fn new(boot: &BootInfo) -> Self {
         let mut free = Self { ranges: [RamRange::default(); MAX_RANGES], count: 0 };
         let first = (&raw const image_end).addr() as u64;
@@ -34,17 +34,18 @@ impl FreeRam {
         free
     }
 
-    /// The ranges.
+    /// Returns the ranges.
     pub(crate) fn ranges(&self) -> &[RamRange] {
         &self.ranges[..self.count]
     }
 
-    /// Pages in all ranges.
+    /// Returns the number of pages in all ranges.
     pub(crate) fn pages(&self) -> u64 {
         self.ranges().iter().map(|range| (range.end - range.start) / PAGE_SIZE).sum()
     }
 
-    /// Takes `pages` contiguous pages out, at the lowest address where they fit; their address.
+    /// Takes `pages` contiguous pages out, at the lowest address where they fit. Returns their
+    /// address.
     pub(crate) fn take(&mut self, pages: u64) -> Option<u64> {
         let bytes = pages.checked_mul(PAGE_SIZE)?;
         let range = self.ranges[..self.count].iter_mut().find(|range| range.end - range.start >= bytes)?;
@@ -69,7 +70,7 @@ impl FreeRam {
     }
 }
 
-/// The workload's memory: page `n` of the workload is the `n`-th page of the ranges.
+/// Memory of the workload: page `n` of the workload is the `n`-th page of the ranges.
 #[derive(Debug)]
 pub(crate) struct Ram {
     ranges: [RamRange; MAX_RANGES],
@@ -78,10 +79,11 @@ pub(crate) struct Ram {
 }
 
 impl Ram {
-    /// Takes a table of `table_pages` pages and `data_pages` pages of content out of `free`, the lowest that there are.
+    /// Takes a table of `table_pages` pages and `data_pages` pages of content out of `free`, at the
+    /// lowest addresses.
     ///
     /// # Safety
-    /// The ranges in `free` are mapped, and nobody else uses them.
+    /// The ranges in `free` must be mapped and have no other user.
     pub(crate) unsafe fn new(free: &mut FreeRam, table_pages: u64, data_pages: u64) -> Self {
         let counters = free.take(table_pages).expect("no contiguous memory for the counters; lower ws");
         let FreeRam { ranges, count } = free.take_lowest(data_pages);
@@ -105,8 +107,9 @@ impl Ram {
 impl PageStore for Ram {
     #[inline]
     fn load(&self, page: u64, word: usize) -> u64 {
-        // SAFETY: `new` was promised that the ranges are mapped and ours; `word` checks that the page is in them, and the
-        // workload uses words below 512. Other vCPUs do not touch this page (`Share`), the host may at any time: volatile.
+        // SAFETY: by the contract of `new` the ranges are mapped and ours; `word` checks that the
+        // page is in them, and the workload uses words below 512. Other vCPUs do not touch this
+        // page (`Share`), the host may at any time: volatile.
         unsafe { self.word(page, word).read_volatile() }
     }
 
@@ -129,7 +132,7 @@ impl PageStore for Ram {
     }
 }
 
-/// An identity-mapped physical address as a pointer.
+/// Returns an identity-mapped physical address as a pointer.
 #[inline]
 pub(crate) fn pointer<T>(address: u64) -> *mut T {
     #[expect(clippy::cast_possible_truncation, reason = "this program only exists for 64 bits")]

@@ -1,4 +1,4 @@
-//! What a vCPU does with the allocator, besides the workload that writes.
+//! Work of a vCPU with the allocator, besides the workload that writes.
 
 use crate::balloon::Service;
 use crate::pool::{Local, Pool};
@@ -6,16 +6,16 @@ use crate::{serial, stats};
 use vmferry_guest_abi::{Corrupt, Every, GuestArgs, Line, REPORT_NS, StatsSink};
 use vmferry_guest_alloc::{Churn, Heap, Progress};
 
-/// Time between two `A` lines.
+/// Time between two `A` lines, in ns.
 const LINE_NS: u64 = 1_000_000_000;
 
-/// One vCPU's part.
+/// Allocation work of one vCPU.
 #[derive(Debug)]
 pub(crate) struct Own<'a> {
     machine: Local<'a>,
     heap: Heap<'static>,
     churn: Option<Churn>,
-    /// The first vCPU's.
+    /// Balloon service, on the first vCPU only.
     service: Option<Service>,
     told: Every,
     lines: Option<Every>,
@@ -23,9 +23,9 @@ pub(crate) struct Own<'a> {
 }
 
 impl<'a> Own<'a> {
-    /// The part of vCPU `cpu` of `cpus`, whose clock shows `now_ns`.
+    /// Returns the allocation work of vCPU `cpu` of `cpus`, whose clock shows `now_ns`.
     pub(crate) fn new(pool: &'a Pool, args: &GuestArgs, cpu: u64, cpus: u64, now_ns: u64) -> Self {
-        // There are 64 at most.
+        // There are at most 64.
         let index = usize::try_from(cpu).unwrap_or(0);
         let churn = args.workload.alloc.map(|alloc| Churn::new(alloc, cpu, cpus));
         let lines = args.stats == StatsSink::Serial && churn.is_some();
@@ -40,7 +40,8 @@ impl<'a> Own<'a> {
         }
     }
 
-    /// Does what is due. Calls `found` for each word that is not what it should be. Whether it did anything.
+    /// Does what is due. Calls `found` for each word with unexpected content. Returns true if there
+    /// was any work.
     pub(crate) fn turn(&mut self, now_ns: u64, found: &mut dyn FnMut(Corrupt)) -> bool {
         let Self { machine, heap, churn, service, .. } = self;
         let churned =
@@ -75,7 +76,7 @@ impl<'a> Own<'a> {
         }
     }
 
-    /// Checks all that is allocated, once for each request other than 0.
+    /// Checks all allocated memory, once for each request other than 0.
     pub(crate) fn verify(&mut self, request: u64, found: &mut dyn FnMut(Corrupt)) {
         if request != self.verified && request != 0 {
             self.verified = request;

@@ -1,26 +1,28 @@
-//! Memory above 4 GiB: one page directory for each GiB that holds RAM. (The first 4 GiB are mapped in `boot.s`.)
+//! Memory above 4 GiB: one page directory for each GiB that contains RAM. (`boot.s` maps the first
+//! 4 GiB.)
 
 use crate::memory::{FreeRam, pointer};
 
-/// What four levels with one third-level table map: 512 GiB.
+/// End of the memory that four levels with one third-level table can map: 512 GiB.
 pub(crate) const LIMIT: u64 = 512 << 30;
 
 const GIB: u64 = 1 << 30;
 const MIB_2: u64 = 2 << 20;
-/// GiB that `boot.s` has mapped.
+/// Number of GiB that `boot.s` has mapped.
 const MAPPED: u64 = 4;
 
-/// Present, writable, user, accessed.
+/// Flags of a table entry: present, writable, user, accessed.
 const TABLE: u64 = 0x27;
-/// The same, dirty, and 2 MiB.
+/// Flags of a 2 MiB page: the same, dirty, and large.
 const PAGE_2M: u64 = 0xe7;
 
 unsafe extern "C" {
-    /// The third-level table, from `boot.s`.
+    /// Third-level table, from `boot.s`.
     static mut pdpt: [u64; 512];
 }
 
-/// Maps all of `free` that lies above 4 GiB, with page directories out of `free` below. Must run before other vCPUs do.
+/// Maps all of `free` above 4 GiB, with page directories taken out of `free` below. Must run before
+/// other vCPUs start.
 pub(crate) fn map_high(free: &mut FreeRam) {
     for gib in MAPPED..LIMIT / GIB {
         let (start, end) = (gib * GIB, (gib + 1) * GIB);
@@ -30,7 +32,8 @@ pub(crate) fn map_high(free: &mut FreeRam) {
         let directory =
             free.take(1).filter(|address| *address < MAPPED * GIB).expect("no memory for page tables");
         for entry in 0..512 {
-            // SAFETY: the page lies in the first 4 GiB, which are mapped, and `take` made it ours.
+            // SAFETY: the page lies in the first 4 GiB, which are mapped, and `take` has made it
+            // ours.
             unsafe { pointer::<u64>(directory + 8 * entry).write_volatile(start + entry * MIB_2 + PAGE_2M) };
         }
         let slot = (&raw mut pdpt).cast::<u64>().wrapping_add(usize::try_from(gib).unwrap_or(0));

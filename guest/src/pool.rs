@@ -1,4 +1,4 @@
-//! The allocator of this guest: what of `vmferry-guest-alloc` needs a machine.
+//! Allocator of this guest: the machine-dependent part for `vmferry-guest-alloc`.
 
 use crate::balloon::{self, Balloon};
 use crate::carve::Carver;
@@ -14,32 +14,32 @@ use vmferry_guest_alloc::{
     ASYNC_ENTRIES, Batch, Block, Buddy, FreeBits, FreeBuffer, Heap, Machine, Reports, SYNC_ENTRIES, Spans,
 };
 
-/// Blocks that a batch holds: a page of reports, or more than a queue does.
+/// Number of blocks of a batch: a page of reports, or more than a queue holds.
 const BATCH: usize = REPORT_ENTRIES;
 
-/// Hinted blocks that are put back at a time, when an allocation needs one.
+/// Number of hinted blocks that are put back at a time when an allocation needs one.
 const RELEASE: usize = 64;
 
 type Slots = SpinLock<Option<&'static mut [Block]>>;
 
-/// The allocator, what its vCPUs need to use it, and the balloon.
+/// Allocator, the memory that its vCPUs need to use it, and the balloon.
 #[derive(Debug)]
 pub(crate) struct Pool {
     buddy: SpinLock<Buddy<'static>>,
     buffers: &'static [FreeBuffer<'static>],
-    /// A page of reports for each vCPU.
+    /// Pages of reports, one for each vCPU.
     pages: &'static [AtomicU64],
-    /// Room for a batch of each vCPU, and for one of hints.
+    /// Slots for a batch of each vCPU, and for one of hints.
     slots: &'static [Slots],
     mode: ReportMode,
-    /// Least order of a block that is reported out of a buffer.
+    /// Least order of a block that is reported from a buffer.
     report_from: u32,
     pub(crate) balloon: Option<Balloon>,
     pub(crate) clock: TscClock,
     cpus: usize,
 }
 
-/// What the allocator's tables take, while it is not yet known what is left for it.
+/// Memory for the allocator's tables, before its remaining memory is known.
 #[derive(Debug)]
 pub(crate) struct Tables {
     carver: Carver,
@@ -48,7 +48,8 @@ pub(crate) struct Tables {
 }
 
 impl Tables {
-    /// Bytes of the tables of an allocator of what is `free`, and of the driver of a balloon.
+    /// Returns the size in bytes of the tables of an allocator of all `free` memory, and of a
+    /// balloon driver.
     fn bytes(free: &FreeRam, boot: &BootInfo, cpus: u32) -> u64 {
         let frames = Spans::frames_at_most(free.pages(), free.ranges().len() as u64);
         let batches = (u64::from(cpus) + 1) * (BATCH * size_of::<Block>() + size_of::<Slots>()) as u64;
@@ -58,7 +59,8 @@ impl Tables {
         8 * frames + map + batches + u64::from(cpus) * each + balloon::TABLE_BYTES + 8 * PAGE_SIZE
     }
 
-    /// Whether tables would be worth their memory if `spare` pages are left besides the workload's: a quarter of it at most.
+    /// Returns true if the tables are worth their memory: with `spare` pages left besides the
+    /// workload's, they take a quarter of these at most.
     pub(crate) fn worth(free: &FreeRam, boot: &BootInfo, cpus: u32, spare: u64) -> bool {
         Self::bytes(free, boot, cpus) <= spare * PAGE_SIZE / 4
     }
@@ -66,17 +68,17 @@ impl Tables {
     /// Takes memory for the tables.
     ///
     /// # Safety
-    /// The ranges in `free` are mapped, and nobody else uses them.
+    /// The ranges in `free` must be mapped and have no other user.
     pub(crate) unsafe fn take(free: &mut FreeRam, boot: &BootInfo, device: Option<Mmio>, cpus: u32) -> Self {
         let bytes = Self::bytes(free, boot, cpus);
-        // SAFETY: the caller's promise is the same.
+        // SAFETY: the contract of this function is the same.
         let carver = unsafe { Carver::new(free, bytes) };
         Self { carver, device, map_pages: boot.pages_below(u64::MAX) }
     }
 }
 
 impl Pool {
-    /// An allocator of all that is `free`.
+    /// Returns an allocator of all `free` memory.
     pub(crate) fn new(
         tables: Tables,
         free: &FreeRam,
@@ -120,7 +122,7 @@ impl Pool {
         Self { buddy, buffers, pages, slots, mode, report_from, balloon, clock, cpus }
     }
 
-    /// What vCPU `cpu` allocates from. Called once for each.
+    /// Returns the heap of vCPU `cpu`. Called once for each vCPU.
     pub(crate) fn heap(&self, cpu: usize) -> Heap<'static> {
         let last = cpu + 1 == self.cpus;
         let (reports, sweeps) = match self.mode {
@@ -132,7 +134,7 @@ impl Pool {
         Heap::new(self.buffers, cpu, reports, sweeps, self.batch(cpu)).reporting_from(self.report_from)
     }
 
-    /// Room for the hints of the balloon's driver. Called once.
+    /// Returns the batch for the hints of the balloon's driver. Called once.
     pub(crate) fn hint_batch(&self) -> Batch<'static> {
         self.batch(self.cpus)
     }
@@ -141,14 +143,14 @@ impl Pool {
         Batch::new(self.slots[index].lock().take().expect("a batch is taken once"))
     }
 
-    /// Does something with the allocator under its lock.
+    /// Calls `work` with the allocator under its lock.
     #[inline]
     pub(crate) fn with<R>(&self, work: impl FnOnce(&mut Buddy<'static>) -> R) -> R {
         work(&mut self.buddy.lock())
     }
 }
 
-/// The allocator as one vCPU sees it.
+/// Allocator as one vCPU uses it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Local<'a> {
     pub(crate) pool: &'a Pool,
@@ -168,7 +170,8 @@ impl Machine for Local<'_> {
 
     #[inline]
     fn load(&self, gpa: u64) -> u64 {
-        // SAFETY: blocks of the allocator are mapped memory that nobody else uses, and the caller has allocated this one.
+        // SAFETY: blocks of the allocator are mapped memory without other users, and the caller has
+        // allocated this one.
         unsafe { pointer::<u64>(gpa).read_volatile() }
     }
 
@@ -187,7 +190,7 @@ impl Machine for Local<'_> {
                     balloon.released();
                     return true;
                 }
-                // The first vCPU is at it: later.
+                // The first vCPU is processing hints, so this is tried again later.
                 None => return true,
                 Some(false) => {}
             }
@@ -196,7 +199,7 @@ impl Machine for Local<'_> {
     }
 
     fn claim(&self) -> bool {
-        // Each vCPU has its own page of reports; there is one queue.
+        // Each vCPU has its own page of reports, but there is only one queue.
         self.pool.mode == ReportMode::Hypercall || self.balloon().claim()
     }
 
@@ -229,7 +232,7 @@ impl Machine for Local<'_> {
 
 impl Local<'_> {
     fn balloon(&self) -> &Balloon {
-        // Without one the mode is off, and nothing is ever reported.
+        // Without a balloon the mode is off, and nothing is ever reported.
         self.pool.balloon.as_ref().expect("reports need a balloon")
     }
 }

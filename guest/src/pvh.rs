@@ -1,22 +1,23 @@
-//! What the boot protocol hands over (Xen's `arch-x86/hvm/start_info.h`): command line and memory map.
+//! Data of the boot protocol (Xen's `arch-x86/hvm/start_info.h`): command line and memory map.
 //!
-//! Both may lie anywhere in memory, so they are copied into the image before anything else is written.
+//! Both may be anywhere in memory, so they are copied into the image before anything else is
+//! written.
 
 use vmferry_guest_abi::PAGE_SIZE;
 
-/// `XEN_HVM_START_MAGIC_VALUE`.
+/// Magic number of the start info, `XEN_HVM_START_MAGIC_VALUE`.
 const MAGIC: u32 = 0x336e_c578;
 
-/// The structure has a memory map from this version on.
+/// First version of the structure with a memory map.
 const VERSION_MEMMAP: u32 = 1;
 
-/// `XEN_HVM_MEMMAP_TYPE_RAM`.
+/// Type of RAM in the memory map, `XEN_HVM_MEMMAP_TYPE_RAM`.
 const RAM: u32 = 1;
 
-/// Ranges of RAM that the guest uses; machines have two to four.
+/// Maximum number of ranges of RAM that the guest uses. Machines have two to four.
 pub(crate) const MAX_RANGES: usize = 32;
 
-/// Entries of a memory map that are looked at.
+/// Maximum number of entries of a memory map that are used.
 const MAX_ENTRIES: u32 = 256;
 
 const CMDLINE_MAX: usize = 1024;
@@ -52,7 +53,7 @@ pub(crate) struct RamRange {
     pub(crate) end: u64,
 }
 
-/// A copy of what the boot protocol said.
+/// Copy of the boot protocol's data.
 #[derive(Clone, Debug)]
 pub(crate) struct BootInfo {
     cmdline: [u8; CMDLINE_MAX],
@@ -62,13 +63,15 @@ pub(crate) struct BootInfo {
 }
 
 impl BootInfo {
-    /// Copies command line and memory map. Panics when there is none.
+    /// Copies command line and memory map. Panics if there is none.
     ///
     /// # Safety
-    /// `address` is what the boot protocol left in EBX, and nothing was written since that it may point to.
+    /// `address` must be the value that the boot protocol left in EBX, and nothing that it may
+    /// point to may have been written since.
     pub(crate) unsafe fn copy(address: u64) -> Self {
         let info: *const StartInfo = pointer(address);
-        // SAFETY: the caller vouches for the address. The structure may be shorter in version 0, but memory is behind it.
+        // SAFETY: the caller guarantees the address. The structure may be shorter in version 0, but
+        // it is followed by memory.
         let info = unsafe { info.read_unaligned() };
         assert!(info.magic == MAGIC, "no PVH start info: magic {:#x} at {address:#x}", info.magic);
         assert!(
@@ -82,7 +85,7 @@ impl BootInfo {
             ranges: [RamRange::default(); MAX_RANGES],
             range_count: 0,
         };
-        // SAFETY: the start info is valid, so is what it points to.
+        // SAFETY: the start info is valid, and so are its pointers.
         unsafe {
             boot.copy_cmdline(info.cmdline_address);
             boot.copy_map(info.memmap_address, info.memmap_entries);
@@ -90,15 +93,17 @@ impl BootInfo {
         boot
     }
 
+    /// Copies the command line.
+    ///
     /// # Safety
-    /// `address` is that of a string that ends with 0, or 0.
+    /// `address` must be that of a string that ends with 0, or 0.
     unsafe fn copy_cmdline(&mut self, address: u64) {
         if address == 0 {
             return;
         }
         let text: *const u8 = pointer(address);
         for byte in 0..CMDLINE_MAX {
-            // SAFETY: the caller vouches for the string, and its end has not been passed.
+            // SAFETY: the caller guarantees the string, and its end has not been passed.
             match unsafe { text.add(byte).read() } {
                 0 => {
                     self.cmdline_len = byte;
@@ -110,12 +115,14 @@ impl BootInfo {
         panic!("the command line is longer than {CMDLINE_MAX} bytes");
     }
 
+    /// Copies the memory map.
+    ///
     /// # Safety
-    /// `address` is that of `entries` entries.
+    /// `address` must be that of `entries` entries.
     unsafe fn copy_map(&mut self, address: u64, entries: u32) {
         let map: *const Entry = pointer(address);
         for index in 0..entries.min(MAX_ENTRIES) {
-            // SAFETY: the caller vouches for the entries.
+            // SAFETY: the caller guarantees the entries.
             let entry = unsafe { map.add(index as usize).read_unaligned() };
             if entry.kind == RAM && self.range_count < MAX_RANGES {
                 self.ranges[self.range_count] =
@@ -125,12 +132,13 @@ impl BootInfo {
         }
     }
 
-    /// The command line; panics when it is not UTF-8.
+    /// Returns the command line. Panics if it is not UTF-8.
     pub(crate) fn cmdline(&self) -> &str {
-        core::str::from_utf8(&self.cmdline[..self.cmdline_len]).expect("the command line is no UTF-8")
+        core::str::from_utf8(&self.cmdline[..self.cmdline_len]).expect("the command line is not UTF-8")
     }
 
-    /// Whole pages of RAM below `address`, in all of the map: what a map of free pages counts.
+    /// Returns the number of whole pages of RAM below `address`, in all of the map. A map of free
+    /// pages has a bit for each.
     pub(crate) fn pages_below(&self, address: u64) -> u64 {
         let pages = |range: &RamRange| {
             let start = range.start.next_multiple_of(PAGE_SIZE);
@@ -139,13 +147,13 @@ impl BootInfo {
         self.ranges().iter().map(pages).sum()
     }
 
-    /// RAM in the order of the map.
+    /// Returns the RAM in the order of the map.
     pub(crate) fn ranges(&self) -> &[RamRange] {
         &self.ranges[..self.range_count]
     }
 }
 
-/// An identity-mapped physical address as a pointer.
+/// Returns an identity-mapped physical address as a pointer.
 fn pointer<T>(address: u64) -> *const T {
     core::ptr::with_exposed_provenance(usize::try_from(address).unwrap_or(0))
 }

@@ -1,4 +1,4 @@
-//! What the compiler expects to find: memory functions, a personality, a panic handler.
+//! Symbols that the compiler needs: memory functions, a personality, a panic handler.
 
 use crate::{cpu, serial, stats};
 use core::arch::asm;
@@ -8,10 +8,10 @@ use vmferry_guest_abi::{DEBUG_EXIT_PORT, PANIC_EXIT, State};
 /// Copies `count` bytes that do not overlap.
 ///
 /// # Safety
-/// As C's `memcpy`.
+/// The contract is that of C's `memcpy`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, count: usize) -> *mut u8 {
-    // SAFETY: the caller vouches for both ranges; the direction flag is clear by the ABI.
+    // SAFETY: the caller guarantees both ranges; the direction flag is clear by the ABI.
     unsafe {
         asm!("rep movsb", inout("rcx") count => _, inout("rdi") to => _, inout("rsi") from => _, options(nostack, preserves_flags));
     }
@@ -21,14 +21,16 @@ unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, count: usize) -> *mut 
 /// Copies `count` bytes that may overlap.
 ///
 /// # Safety
-/// As C's `memmove`.
+/// The contract is that of C's `memmove`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, count: usize) -> *mut u8 {
     if to.addr().wrapping_sub(from.addr()) >= count {
-        // SAFETY: copying upwards is right when the target begins below the source or behind its end.
+        // SAFETY: copying upwards is correct if the target begins below the source or after its
+        // end.
         return unsafe { memcpy(to, from, count) };
     }
-    // SAFETY: the caller vouches for both ranges, and count is above 0 here. The flag is cleared again.
+    // SAFETY: the caller guarantees both ranges, and count is above 0 at this point. The flag is
+    // cleared again.
     unsafe {
         asm!(
             "std", "rep movsb", "cld",
@@ -44,10 +46,10 @@ unsafe extern "C" fn memmove(to: *mut u8, from: *const u8, count: usize) -> *mut
 /// Sets `count` bytes.
 ///
 /// # Safety
-/// As C's `memset`.
+/// The contract is that of C's `memset`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memset(to: *mut u8, byte: i32, count: usize) -> *mut u8 {
-    // SAFETY: the caller vouches for the range; the direction flag is clear by the ABI.
+    // SAFETY: the caller guarantees the range; the direction flag is clear by the ABI.
     unsafe {
         asm!("rep stosb", inout("rcx") count => _, inout("rdi") to => _, in("eax") byte, options(nostack, preserves_flags));
     }
@@ -57,11 +59,12 @@ unsafe extern "C" fn memset(to: *mut u8, byte: i32, count: usize) -> *mut u8 {
 /// Compares `count` bytes.
 ///
 /// # Safety
-/// As C's `memcmp`.
+/// The contract is that of C's `memcmp`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn memcmp(a: *const u8, b: *const u8, count: usize) -> i32 {
     for i in 0..count {
-        // SAFETY: the caller vouches for both ranges. Volatile, so that the loop does not become a call of itself.
+        // SAFETY: the caller guarantees both ranges. The reads are volatile, so that the compiler
+        // does not turn the loop into a call of this function.
         let (a, b) = unsafe { (a.add(i).read_volatile(), b.add(i).read_volatile()) };
         if a != b {
             return i32::from(a) - i32::from(b);
@@ -73,14 +76,14 @@ unsafe extern "C" fn memcmp(a: *const u8, b: *const u8, count: usize) -> i32 {
 /// Compares `count` bytes for equality.
 ///
 /// # Safety
-/// As C's `bcmp`.
+/// The contract is that of C's `bcmp`.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn bcmp(a: *const u8, b: *const u8, count: usize) -> i32 {
     // SAFETY: the same contract.
     unsafe { memcmp(a, b, count) }
 }
 
-/// Named by `core`, which is compiled to unwind; nothing ever does.
+/// Does nothing. `core` names this symbol, because it is compiled to unwind, but nothing unwinds.
 #[unsafe(no_mangle)]
 extern "C" fn rust_eh_personality() {}
 

@@ -1,4 +1,4 @@
-//! The workload's loop on each vCPU.
+//! Loop of the workload on each vCPU.
 
 use crate::memory::Ram;
 use crate::own::Own;
@@ -10,25 +10,26 @@ use vmferry_guest_abi::{
     TscClock, Worker,
 };
 
-/// What all vCPUs share.
+/// State that all vCPUs share.
 #[derive(Debug)]
 pub(crate) struct Plan {
     pub(crate) args: GuestArgs,
     pub(crate) layout: Layout,
     pub(crate) ram: Ram,
-    /// There if there is something to allocate, or a balloon.
+    /// Allocator; `None` if there is nothing to allocate and no balloon.
     pub(crate) pool: Option<Pool>,
     pub(crate) clock: TscClock,
     pub(crate) tsc_khz: u32,
 }
 
-/// vCPUs that have filled their share.
+/// Number of vCPUs that have filled their share.
 static FILLED: AtomicU64 = AtomicU64::new(0);
 
-/// `CORRUPT` lines that a vCPU prints. The statistics count on; a thousand lines would tell no more.
+/// Maximum number of `CORRUPT` lines of a vCPU. The statistics continue to count, and a thousand
+/// lines would show no more.
 const CORRUPT_LINES: u32 = 16;
 
-/// Fills this vCPU's share, waits for the others, and runs the workload for ever.
+/// Fills this vCPU's share, waits for the others, and runs the workload without end.
 pub(crate) fn run(plan: &Plan, index: u64) -> ! {
     let mut worker = Worker::new(&plan.args.workload, &plan.layout, index);
     while !worker.fill(&plan.ram, u64::MAX) {}
@@ -108,7 +109,7 @@ impl Vcpu<'_> {
         }
     }
 
-    /// What is due with the allocator; whether that was anything.
+    /// Does the allocation work that is due. Returns true if there was any.
     #[inline(never)]
     fn turn_own(&mut self, now: u64) -> bool {
         let (mut wrong, mut first) = (0, None);
@@ -117,7 +118,7 @@ impl Vcpu<'_> {
         let busy = own.is_some_and(|own| own.turn(now, &mut |corrupt| note(&mut wrong, &mut first, corrupt)));
         self.found_own(wrong, first);
         if busy {
-            // It takes what it takes, which is nobody's fault but ours.
+            // The time of this work was spent on purpose and is not a stall.
             self.worker.resume(self.plan.clock.ns(cpu::tsc()));
         }
         busy
@@ -152,12 +153,12 @@ impl Vcpu<'_> {
     #[cold]
     fn print(&mut self, line: &Line) {
         serial::line(format_args!("{line}"));
-        // Printing takes most of a millisecond, which is nobody's fault but ours.
+        // Printing takes most of a millisecond, which was spent on purpose and is not a stall.
         self.worker.resume(self.plan.clock.ns(cpu::tsc()));
     }
 }
 
-/// Counts what is wrong, and keeps the first.
+/// Counts failures, and keeps the first one.
 fn note(wrong: &mut u64, first: &mut Option<Corrupt>, corrupt: Corrupt) {
     *wrong += 1;
     first.get_or_insert(corrupt);

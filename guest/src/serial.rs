@@ -1,4 +1,5 @@
-//! The 16550 at port 0x3f8. Each byte is an exit (17 us on the hosts where it was measured), so lines are terse.
+//! 16550 serial port at port 0x3f8. Each byte is an exit (17 us on the measured hosts), so lines
+//! are short.
 
 use crate::cpu::{in8, out8};
 use core::fmt::{self, Write};
@@ -10,24 +11,26 @@ const LINE_CONTROL: u16 = DATA + 3;
 const LINE_STATUS: u16 = DATA + 5;
 const TRANSMITTER_EMPTY: u8 = 0x20;
 
-/// Bytes that the transmitter takes at once.
+/// Number of bytes that the transmitter accepts at once.
 const FIFO: usize = 16;
 
-/// Reads of the status before the next bytes are sent anyway: a port that nobody serves must not stop the guest.
+/// Number of reads of the status before the next bytes are sent anyway: a port without a device
+/// must not stop the guest.
 const PATIENCE: u32 = 1000;
 
-/// The longest line; the rest is cut.
+/// Maximum length of a line. The rest is cut.
 const LINE: usize = 256;
 
 static BUSY: AtomicBool = AtomicBool::new(false);
 
-/// 8 bits, no parity, FIFOs on.
+/// Initializes the port: 8 bits, no parity, FIFOs on.
 pub(crate) fn init() {
     out8(LINE_CONTROL, 0x03);
     out8(FIFO_CONTROL, 0x07);
 }
 
-/// Prints a line unless another vCPU is printing: waiting for it would look like a stall. Returns whether it was printed.
+/// Prints a line unless another vCPU is printing, because waiting for it would look like a stall.
+/// Returns true if the line was printed.
 pub(crate) fn try_line(line: fmt::Arguments<'_>) -> bool {
     if BUSY.swap(true, Ordering::Acquire) {
         return false;
@@ -37,7 +40,7 @@ pub(crate) fn try_line(line: fmt::Arguments<'_>) -> bool {
     true
 }
 
-/// Prints a line, after waiting for its turn.
+/// Prints a line, after waiting for other vCPUs.
 pub(crate) fn line(line: fmt::Arguments<'_>) {
     while !try_line(line) {
         core::hint::spin_loop();
@@ -74,7 +77,7 @@ fn send(line: fmt::Arguments<'_>) {
 
 struct Buffer {
     bytes: [u8; LINE],
-    /// Below `LINE`: the newline has room.
+    /// Length of the text, below `LINE`, so that there is room for the newline.
     len: usize,
 }
 
@@ -84,7 +87,8 @@ impl Write for Buffer {
             if self.len == LINE - 1 {
                 return Err(fmt::Error);
             }
-            // One line is one line, whatever a command line contains.
+            // Newlines are replaced, so that one line stays one line whatever a command line
+            // contains.
             self.bytes[self.len] = if byte == b'\n' { b' ' } else { byte };
             self.len += 1;
         }

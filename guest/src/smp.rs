@@ -1,4 +1,4 @@
-//! Starting the other vCPUs, and waiting for each other.
+//! Starting the other vCPUs, and synchronization between vCPUs.
 
 use crate::memory::pointer;
 use crate::{apic, cpu};
@@ -12,34 +12,37 @@ unsafe extern "C" {
     static ap_trampoline_end: u8;
 }
 
-/// Where the trampoline is copied to; `AP_START` of `boot.s`.
+/// Address to which the trampoline is copied; `AP_START` of `boot.s`.
 const AP_START: u64 = 0x8000;
 const AP_START_PAGE: u8 = 0x08;
 
 const MS: u64 = 1_000_000;
-/// The pause after INIT (Intel SDM, volume 3, 11.4.4.1).
+/// Pause after INIT, in ns (Intel SDM, volume 3, 11.4.4.1).
 const INIT_NS: u64 = 10 * MS;
-/// When the number of vCPUs is not known: how long none must have come.
+/// Time without a new vCPU that ends the start if the number of vCPUs is not known, in ns.
 const QUIET_NS: u64 = 100 * MS;
-/// When it is known: how long to wait for them. Emulated CPUs on a busy host are slow.
+/// Longest wait for the vCPUs if their number is known, in ns. Emulated CPUs on a busy host are
+/// slow.
 const PATIENCE_NS: u64 = 180_000 * MS;
 
-/// vCPUs that run `guest_main`, the first one included.
+/// Number of vCPUs that run `guest_main`, the first one included.
 static ONLINE: AtomicU32 = AtomicU32::new(1);
 
-/// An AP says that it is there.
+/// Counts this vCPU as started. Called by each vCPU but the first.
 pub(crate) fn arrived() {
     ONLINE.fetch_add(1, Ordering::Release);
 }
 
-/// Starts the other vCPUs and returns how many there are in all. Panics when `expected` is given and they do not come.
+/// Starts the other vCPUs and returns the number of all. Panics if `expected` is given and not all
+/// of them start.
 pub(crate) fn start_others(expected: Option<u32>, clock: &TscClock) -> u32 {
     if expected == Some(1) {
         return 1;
     }
     let from = (&raw const ap_trampoline).cast::<u8>();
     let len = (&raw const ap_trampoline_end).addr() - from.addr();
-    // SAFETY: memory below 1 MiB is mapped RAM that the guest does not use otherwise, boot structures have been copied.
+    // SAFETY: memory below 1 MiB is mapped RAM that the guest does not use otherwise; boot
+    // structures have been copied.
     unsafe { core::ptr::copy_nonoverlapping(from, pointer::<u8>(AP_START), len) };
     apic::init_others();
     wait(clock, INIT_NS, || false);
@@ -48,7 +51,7 @@ pub(crate) fn start_others(expected: Option<u32>, clock: &TscClock) -> u32 {
         Some(expected) => {
             wait(clock, PATIENCE_NS, || ONLINE.load(Ordering::Acquire) >= expected);
             let online = ONLINE.load(Ordering::Acquire);
-            assert!(online == expected, "{online} vCPUs came, {expected} were expected (cpus=)");
+            assert!(online == expected, "{online} vCPUs started, {expected} were expected (cpus=)");
             online
         }
         None => loop {
@@ -60,7 +63,7 @@ pub(crate) fn start_others(expected: Option<u32>, clock: &TscClock) -> u32 {
     }
 }
 
-/// Waits until `done`, at most `ns` nanoseconds; whether it was done.
+/// Waits until `done` returns true, at most `ns` nanoseconds. Returns true if it did.
 fn wait(clock: &TscClock, ns: u64, done: impl Fn() -> bool) -> bool {
     let end = clock.ns(cpu::tsc()) + ns;
     while clock.ns(cpu::tsc()) < end {
@@ -72,7 +75,7 @@ fn wait(clock: &TscClock, ns: u64, done: impl Fn() -> bool) -> bool {
     done()
 }
 
-/// A value that the first vCPU sets once and all others wait for.
+/// Value that the first vCPU sets once and all others wait for.
 pub(crate) struct Once<T> {
     value: UnsafeCell<MaybeUninit<T>>,
     set: AtomicBool,
@@ -89,14 +92,15 @@ impl<T> Once<T> {
     /// Sets the value.
     ///
     /// # Safety
-    /// Called once.
+    /// Must be called only once.
     pub(crate) unsafe fn set(&self, value: T) {
-        // SAFETY: the caller promises that this is the only write; readers wait for the flag.
+        // SAFETY: by the contract of this function this is the only write; readers wait for the
+        // flag.
         unsafe { (*self.value.get()).write(value) };
         self.set.store(true, Ordering::Release);
     }
 
-    /// The value, as soon as it is there.
+    /// Returns the value, after waiting until it is set.
     pub(crate) fn get(&self) -> &T {
         while !self.set.load(Ordering::Acquire) {
             core::hint::spin_loop();

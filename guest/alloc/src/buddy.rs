@@ -35,10 +35,10 @@ impl Pages {
     }
 }
 
-/// Why no more blocks were taken into a batch.
-# Reason for which no more blocks were taken into a batch.
+/// Reason for which no more blocks were taken into a batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Taken {
-    /// There are no more.
+    /// There are no more blocks.
     All,
     /// The batch is full.
     Full,

@@ -10,8 +10,8 @@ pub struct FreeBits<'a> {
 }
 
 impl<'a> FreeBits<'a> {
-    /// A map of `64 * words.len()` pages.
-    # Returns a map of `64 * words.len()` pages.
+    /// Returns a map of `64 * words.len()` pages.
+    #[must_use]
     pub fn new(words: &'a [AtomicU64]) -> Self {
         Self { words }
     }

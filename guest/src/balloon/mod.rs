@@ -1,8 +1,9 @@
 //! Driver of the memory balloon (virtio 1.2, section 5.5), and of vmferry's extension of it
 //! (docs/balloon-extension.md).
 //!
-//! The first vCPU serves it: it polls the configuration, inflates and deflates, and answers requests for hints, in [`Service`]. Reports
-//! come from the vCPUs that free (`pool.rs`), and any vCPU that runs out of memory takes pages back.
+//! The first vCPU serves the balloon in [`Service`]: it polls the configuration, inflates and
+//! deflates, and answers requests for hints. Reports come from the vCPUs that free memory
+//! (`pool.rs`), and any vCPU that runs out of memory takes pages back.
 
 mod hints;
 mod inflate;
@@ -22,7 +23,7 @@ use vmferry_guest_abi::balloon::{
 };
 use vmferry_guest_abi::{GuestArgs, HintMode, InflateBy, ReportMode};
 
-/// The balloon's device id.
+/// Device ID of a balloon.
 pub(crate) const DEVICE_ID: u32 = 5;
 
 const MUST_TELL_HOST: u32 = 0;
@@ -31,10 +32,13 @@ const DEFLATE_ON_OOM: u32 = 2;
 const FREE_PAGE_HINT: u32 = 3;
 const REPORTING: u32 = 5;
 
-/// All that this driver knows. It accepts whatever of these is offered, used or not: then the queues that exist are those that are
-/// offered, and have the same numbers for devices that count by what they offer, by what is accepted, or by the specification.
-/// But not page poison, which has no queue: a driver that accepts it, with whatever value, says that the guest relies on what is in
-/// its free pages, and a migration must then send them.
+/// Features that this driver knows. The driver accepts all of them that are offered, used or not.
+/// The queues that exist are then the ones that are offered, and their numbers are the same for
+/// devices that count offered features, accepted features, or as in the specification.
+///
+/// Page poison is not included, because it has no queue. A driver that accepts it, with any value,
+/// declares that the guest relies on the content of its free pages, and a migration must then send
+/// them.
 const KNOWN: u128 = 1 << MUST_TELL_HOST
     | 1 << STATS
     | 1 << DEFLATE_ON_OOM
@@ -45,44 +49,46 @@ const KNOWN: u128 = 1 << MUST_TELL_HOST
     | 1 << FEATURE_FREE_MAP
     | 1 << FEATURE_HYPERCALL;
 
-/// Fields of the configuration, in bytes.
+/// Offsets of the configuration's fields, in bytes.
 mod config {
     pub(super) const TARGET: u64 = 0;
     pub(super) const ACTUAL: u64 = 4;
     pub(super) const COMMAND: u64 = 8;
 }
 
-/// Most entries of a queue that are used.
+/// Maximum number of entries of a queue that are used.
 const QUEUE_SIZE: u16 = 512;
-/// Inflate, deflate, statistics, hints, reports, ranges.
+/// Number of queues: inflate, deflate, statistics, hints, reports, ranges.
 const QUEUES: u64 = 6;
 
-/// Bytes of tables that a driver needs.
+/// Size of the tables that a driver needs, in bytes.
 pub(crate) const TABLE_BYTES: u64 =
     QUEUES * VirtQueue::bytes(QUEUE_SIZE as u64) + inflate::BUFFER_BYTES + 2 * 4096;
 
-/// The balloon.
+/// Memory balloon.
 #[derive(Debug)]
 pub(crate) struct Balloon {
     device: Mmio,
     features: u128,
     hint_mode: HintMode,
-    /// Whether some vCPU is reporting.
+    /// True while a vCPU is reporting.
     claimed: AtomicBool,
     reports: Option<SpinLock<VirtQueue>>,
     pages: SpinLock<Inflatable>,
     hints: SpinLock<Option<HintQueue>>,
     stats: SpinLock<Option<numbers::StatsQueue>>,
-    /// Pages in the balloon.
+    /// Number of pages in the balloon.
     actual: AtomicU32,
-    /// Times that hinted pages were taken back.
+    /// Number of times that hinted pages were taken back.
     releases: AtomicU64,
-    /// Address, bits, time of making (ns), time (us) of the map of free pages.
+    /// Map of free pages: address, number of bits, time that it took to create (ns), and time of
+    /// publication (us).
     map: [AtomicU64; 4],
 }
 
 impl Balloon {
-    /// Starts the device. `None` if the command line wants nothing of it that it offers; panics if it wants what it does not offer.
+    /// Starts the device. Returns `None` if the command line uses nothing that the device offers.
+    /// Panics if the command line needs something that the device does not offer.
     pub(crate) fn new(device: Mmio, args: &GuestArgs, carver: &mut Carver) -> Option<Self> {
         let features = device.negotiate(KNOWN);
         let has = |bit: u32| features >> bit & 1 == 1;
@@ -93,7 +99,7 @@ impl Balloon {
         let by_ranges = args.inflate.is_some_and(|inflate| inflate.by == InflateBy::Ranges);
         assert!(
             !by_ranges || has(FEATURE_RANGES),
-            "inflate=..,by=ranges: this machine's balloon takes no ranges"
+            "inflate=..,by=ranges: this machine's balloon does not support ranges"
         );
         let mut queue = |index: u16| device.queue(index, QUEUE_SIZE, carver);
         let (inflate, deflate) = (queue(0), queue(1));
@@ -126,17 +132,18 @@ impl Balloon {
         self.features >> bit & 1 == 1
     }
 
-    /// Whether blocks can be reported.
+    /// Returns true if blocks can be reported.
     pub(crate) fn reports(&self) -> bool {
         self.reports.is_some() || self.has(FEATURE_HYPERCALL)
     }
 
-    /// Whether a map of free pages is wanted, and known to the host.
+    /// Returns true if a map of free pages is wanted and the host supports it.
     pub(crate) fn keeps_map(&self) -> bool {
         self.hint_mode == HintMode::Incremental && self.has(FEATURE_FREE_MAP)
     }
 
-    /// Tells the host of the map at `gpa` with `pages` bits. It took `made.0` nanoseconds to make, and was done at `made.1` us.
+    /// Tells the host of the map at `gpa` with `pages` bits. Creating the map took `made.0`
+    /// nanoseconds and ended at `made.1` us.
     pub(crate) fn publish_map(&self, gpa: u64, pages: u64, made: (u64, u64)) {
         self.device.set_config64(free_map::PAGES, pages);
         self.device.set_config64(free_map::GPA, gpa);
@@ -145,22 +152,23 @@ impl Balloon {
         }
     }
 
-    /// Takes the queue of reports for one vCPU; `false` if another has it.
+    /// Claims the queue of reports for one vCPU. Returns false if another vCPU has it.
     pub(crate) fn claim(&self) -> bool {
         !self.claimed.swap(true, Ordering::Acquire)
     }
 
-    /// Gives it back.
+    /// Releases the queue of reports.
     pub(crate) fn unclaim(&self) {
         self.claimed.store(false, Ordering::Release);
     }
 
-    /// Blocks that one report holds: descriptors of a queue.
+    /// Returns the number of blocks of one report, which is the number of descriptors of the queue.
     pub(crate) fn report_most(&self) -> usize {
         self.reports.as_ref().map_or(1, |queue| usize::from(queue.lock().size()))
     }
 
-    /// Reports blocks, given by address and bytes, in one buffer, and waits until the host has dropped them.
+    /// Reports blocks, given by address and bytes, in one buffer. Waits until the host has dropped
+    /// them.
     pub(crate) fn report(&self, blocks: impl ExactSizeIterator<Item = (u64, u64)>) {
         if let Some(queue) = &self.reports {
             let mut queue = queue.lock();
@@ -169,7 +177,8 @@ impl Balloon {
         }
     }
 
-    /// Whether hinted pages may be taken back: the device has looked at all of them. `None` if that cannot be said now.
+    /// Returns true if hinted pages may be taken back, because the device has processed all of
+    /// them. Returns `None` if this is unknown at the moment.
     pub(crate) fn hints_settled(&self) -> Option<bool> {
         self.hints.try_lock().map(|mut hints| hints.as_mut().is_none_or(HintQueue::settled))
     }
@@ -180,8 +189,8 @@ impl Balloon {
     }
 }
 
-/// Free memory: for the device to write, as far as it may be said to.
+/// Returns the part for free memory, which the device may write.
 fn part(gpa: u64, bytes: u64) -> Part {
-    // A block has 4 MiB at most.
+    // A block has at most 4 MiB.
     Part { gpa, len: u32::try_from(bytes).unwrap_or(0), write: true }
 }

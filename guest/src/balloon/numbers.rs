@@ -6,18 +6,18 @@ use crate::virtio::{Mmio, Part, VirtQueue};
 use core::sync::atomic::{AtomicU16, Ordering};
 use vmferry_guest_abi::PAGE_SIZE;
 
-/// Tags of the statistics that this guest has: free, total and available memory.
+/// Tags of the statistics of this guest: free, total and available memory.
 const FREE: u16 = 4;
 const TOTAL: u16 = 5;
 const AVAILABLE: u16 = 6;
 
-/// 16-bit words of a statistic: a tag of 16 bits and a value of 64.
+/// Number of 16-bit words of a statistic: a tag of 16 bits and a value of 64.
 const WORDS: usize = 5;
 const COUNT: usize = 3;
 const BYTES: u32 = 30;
 const _: () = assert!(BYTES as usize == 2 * WORDS * COUNT);
 
-/// The queue of statistics. The device keeps the one buffer until it wants newer numbers.
+/// Queue of statistics. The device keeps the only buffer until it wants newer values.
 #[derive(Debug)]
 pub(super) struct StatsQueue {
     queue: VirtQueue,
@@ -29,7 +29,8 @@ impl StatsQueue {
         Self { queue, words: carver.slice(64, WORDS * COUNT, |_| AtomicU16::new(0)) }
     }
 
-    /// Gives the device new numbers if it has given the old ones back; `balloon` are the pages that the balloon has.
+    /// Gives the device new values if it has given the old ones back. `balloon` is the number of
+    /// pages in the balloon.
     pub(super) fn turn(&mut self, device: Mmio, pool: &Pool, balloon: u64) {
         if !self.queue.reclaim() {
             return;

@@ -1,4 +1,4 @@
-//! What the first vCPU does for the balloon, besides its own work.
+//! Work of the first vCPU for the balloon, besides its own.
 
 use super::{Balloon, config};
 use crate::pool::Pool;
@@ -7,26 +7,28 @@ use vmferry_guest_abi::balloon::FEATURE_RANGES;
 use vmferry_guest_abi::{AllocGuest, Inflation, Line, PAGE_SIZE};
 use vmferry_guest_alloc::Batch;
 
-/// How often the configuration is looked at: an exit of some 46 us, so this is 1 % of the vCPU. (One that sleeps looks when it wakes up,
-/// every 10 ms.)
+/// Interval of reading the configuration, in ns. A read is an exit of about 46 us, so this is 1 %
+/// of the vCPU. (A vCPU that sleeps reads when it wakes up, every 10 ms.)
 const POLL_NS: u64 = 5_000_000;
 
-/// Requests to inflate or deflate before the vCPU gets to its other work.
+/// Number of requests to inflate or deflate before the vCPU gets to its other work.
 const REQUESTS: u32 = 64;
 
-/// What the host wanted last, and how far it is.
+/// Latest requests of the host, and the progress with them.
 #[derive(Debug)]
 pub(crate) struct Service {
     batch: Batch<'static>,
-    /// Looks no more often than this.
+    /// Earliest time of the next read, in ns.
     next_poll_ns: u64,
     generation: Option<u32>,
     command: u32,
-    /// Pages that the host wants in the balloon.
+    /// Number of pages that the host requests in the balloon.
     wanted: u32,
-    /// Whether the balloon is to follow it: not after `inflate=`, until the host wants another number.
+    /// True if the balloon follows the host's number. After `inflate=` it does not, until the host
+    /// requests another number.
     follows: bool,
-    /// Whether memory was too low for all that the host wants: tried again at the next look.
+    /// True if memory was too low for the host's request. The request is tried again at the next
+    /// read.
     short: bool,
     inflated: AllocGuest,
 }
@@ -49,7 +51,7 @@ impl Service {
         service
     }
 
-    /// Does what is due; whether that was anything.
+    /// Does what is due. Returns true if there was any work.
     #[inline]
     pub(crate) fn turn(&mut self, pool: &Pool, now_ns: u64) -> bool {
         let Some(balloon) = &pool.balloon else { return false };
@@ -83,7 +85,7 @@ impl Service {
             return;
         }
         let wanted = balloon.device.config(config::TARGET);
-        // What stood there when `inflate=` was done is not what the host wants of it.
+        // The number that was set when `inflate=` was done is not a request of the host.
         self.follows |= !first && wanted != self.wanted;
         self.wanted = wanted;
         let Some(hints) = &mut *balloon.hints.lock() else { return };
@@ -113,7 +115,7 @@ impl Service {
         balloon.tell_actual();
     }
 
-    /// What the command line asks for, once.
+    /// Inflates once as the command line requests.
     fn inflate(&mut self, pool: &Pool, balloon: &Balloon, inflation: Inflation) {
         self.follows = false;
         let start = pool.clock.ns(cpu::tsc());
@@ -141,7 +143,7 @@ impl Service {
         serial::line(format_args!("{line}"));
     }
 
-    /// What is true for the whole guest now.
+    /// Returns the state of the whole guest.
     pub(crate) fn report(&self, pool: &Pool, now_ns: u64) -> AllocGuest {
         let pages = pool.with(|buddy| buddy.pages());
         let guest = AllocGuest {

@@ -1,4 +1,4 @@
-//! The registers.
+//! Registers of a virtio-mmio device.
 
 use super::VirtQueue;
 use crate::carve::Carver;
@@ -27,9 +27,10 @@ const QUEUE_DEVICE: u64 = 0x0a0;
 const CONFIG_GENERATION: u64 = 0x0fc;
 const CONFIG: u64 = 0x100;
 
-/// "virt", little-endian.
+/// Magic number, "virt" in little-endian.
 const MAGIC_VALUE: u32 = 0x7472_6976;
-/// The only version that this driver knows; 1 is the one before the specification.
+/// Version of the interface, the only one that this driver supports. Version 1 predates the
+/// specification.
 const MODERN: u32 = 2;
 
 const ACKNOWLEDGE: u32 = 1;
@@ -37,33 +38,36 @@ const DRIVER: u32 = 2;
 const DRIVER_OK: u32 = 4;
 const FEATURES_OK: u32 = 8;
 
-/// Bit 32: the device is one of the specification.
+/// Feature bit 32: the device follows the specification.
 pub(crate) const VERSION_1: u32 = 32;
-/// First bit of the bank that has the features of vmferry's extensions (docs/balloon-extension.md).
+/// First bit of the bank with the features of vmferry's extensions (docs/balloon-extension.md).
 const EXTENSION: u32 = 96;
 
-/// Where QEMU's microvm has its windows when it says so in ACPI tables only: 24 at most.
+/// Address of the windows of QEMU's microvm when they are described in ACPI tables only: 24 at
+/// most.
 const MICROVM: u64 = 0xfeb0_0000;
 const MICROVM_WINDOWS: u64 = 24;
 const WINDOW: u64 = 0x200;
 
-/// Reads of the status after a reset before the device is given up.
+/// Number of reads of the status after a reset before the device is given up.
 const RESET_READS: u32 = 10_000;
 
-/// The registers of one device. Each access is an exit, where they are slowest of 46 us.
+/// Registers of one device. Each access is an exit, which takes 46 us on the slowest measured
+/// hosts.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Mmio {
     base: u64,
 }
 
-/// The first device of a kind: in the windows that the command line names, or in microvm's if it names none.
+/// Returns the first device of a type: in the windows of the command line, or in microvm's if the
+/// command line has none.
 pub(crate) fn find(windows: &Windows, id: u32) -> Option<Mmio> {
     if windows.iter().next().is_some() {
         return windows.iter().map(|base| Mmio { base }).find(|device| device.is(id));
     }
     (0..MICROVM_WINDOWS)
         .map(|index| Mmio { base: MICROVM + index * WINDOW })
-        // Without the first window there are none.
+        // Without the first window there are no others.
         .take_while(|device| device.read(MAGIC) == MAGIC_VALUE)
         .find(|device| device.is(id))
 }
@@ -74,14 +78,16 @@ impl Mmio {
     }
 
     fn read(self, register: u64) -> u32 {
-        // SAFETY: the first 4 GiB are mapped, windows lie there (`main` checks it), and no memory that Rust knows of is there.
+        // SAFETY: the first 4 GiB are mapped, windows lie in them (`main` checks it), and no memory
+        // that Rust knows of is at these addresses.
         unsafe { pointer::<u32>(self.base + register).read_volatile() }
     }
 
     fn write(self, register: u64, value: u32) {
-        // What the device is to find in memory is written before it is told so.
+        // Data for the device in memory is written before the device is notified.
         fence(Ordering::SeqCst);
-        // SAFETY: as for `read`. What the device does to memory is the affair of who wrote its queues.
+        // SAFETY: as for `read`. The code that filled the queues is responsible for what the device
+        // does to memory.
         unsafe { pointer::<u32>(self.base + register).write_volatile(value) }
     }
 
@@ -91,14 +97,16 @@ impl Mmio {
         self.write(register + 4, high);
     }
 
-    /// Resets the device and agrees upon the features of `known` that it offers; those.
+    /// Resets the device and negotiates the features of `known` that it offers. Returns these
+    /// features.
     pub(crate) fn negotiate(self, known: u128) -> u128 {
         self.write(STATUS, 0);
         let reset = (0..RESET_READS).any(|_| self.read(STATUS) == 0);
         assert!(reset, "the virtio device at {:#x} does not reset", self.base);
         self.write(STATUS, ACKNOWLEDGE);
         self.write(STATUS, ACKNOWLEDGE | DRIVER);
-        // On a device of another vendor the bits of an extension have no meaning that this driver knows.
+        // On a device of another vendor the bits of an extension have no meaning that this driver
+        // knows.
         let own = self.read(VENDOR_ID) == VENDOR;
         let known = if own { known } else { known & ((1 << EXTENSION) - 1) };
         let features = self.offered() & known;
@@ -112,8 +120,9 @@ impl Mmio {
         features
     }
 
-    /// Offered features. A device with two banks may show the second one in place of all others (QEMU does), so what the fourth one
-    /// says only counts if the third is another than the second: there bit 32 is set, and bit 64 is no feature that we know.
+    /// Returns the offered features. A device with two banks may show the second one in place of
+    /// all others (QEMU does). The fourth bank therefore only counts if the third differs from the
+    /// second: the second has bit 32 set, and bit 64 is not a known feature.
     fn offered(self) -> u128 {
         let banks: [u32; 4] = core::array::from_fn(|bank| {
             self.write(DEVICE_FEATURES_SEL, u32::try_from(bank).unwrap_or(0));
@@ -123,14 +132,15 @@ impl Mmio {
         banks[..count].iter().rev().fold(0, |bits, bank| bits << 32 | u128::from(*bank))
     }
 
-    /// Makes queue `index` ready, with at most `most` entries; `None` if the device has no such queue.
+    /// Makes queue `index` ready, with at most `most` entries. Returns `None` if the device has no
+    /// such queue.
     pub(crate) fn queue(self, index: u16, most: u16, carver: &mut Carver) -> Option<VirtQueue> {
         self.write(QUEUE_SEL, index.into());
         let size = u16::try_from(self.read(QUEUE_NUM_MAX)).unwrap_or(u16::MAX).min(most);
         if size == 0 {
             return None;
         }
-        // A power of two is not required of version 2, but nothing is lost by it.
+        // Version 2 does not require a power of two, but it does no harm.
         let size = 1 << size.ilog2();
         let queue = VirtQueue::new(index, size, carver);
         self.write(QUEUE_NUM, size.into());
@@ -142,32 +152,32 @@ impl Mmio {
         Some(queue)
     }
 
-    /// Says that the driver is ready.
+    /// Tells the device that the driver is ready.
     pub(crate) fn ready(self) {
         self.write(STATUS, ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
     }
 
-    /// Tells the device of new buffers in a queue.
+    /// Notifies the device of new buffers in a queue.
     pub(crate) fn notify(self, queue: &VirtQueue) {
         self.write(QUEUE_NOTIFY, queue.index().into());
     }
 
-    /// A number that changes when the configuration does.
+    /// Returns a number that changes when the configuration does.
     pub(crate) fn generation(self) -> u32 {
         self.read(CONFIG_GENERATION)
     }
 
-    /// A 32-bit field of the configuration.
+    /// Returns a 32-bit field of the configuration.
     pub(crate) fn config(self, offset: u64) -> u32 {
         self.read(CONFIG + offset)
     }
 
-    /// Writes one.
+    /// Writes a 32-bit field of the configuration.
     pub(crate) fn set_config(self, offset: u64, value: u32) {
         self.write(CONFIG + offset, value);
     }
 
-    /// Writes a 64-bit field, the low half first.
+    /// Writes a 64-bit field of the configuration, the low half first.
     pub(crate) fn set_config64(self, offset: u64, value: u64) {
         self.write64(CONFIG + offset, value);
     }

@@ -1,4 +1,5 @@
-//! A driver for virtio devices with memory-mapped registers (virtio 1.2, section 4.2), by polling.
+//! Driver for virtio devices with memory-mapped registers (virtio 1.2, section 4.2), which works by
+//! polling.
 
 mod mmio;
 mod queue;

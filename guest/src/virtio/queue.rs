@@ -1,4 +1,4 @@
-//! A split virtqueue (virtio 1.2, section 2.7), by polling.
+//! Split virtqueue (virtio 1.2, section 2.7), used by polling.
 
 use super::Mmio;
 use crate::carve::Carver;
@@ -6,54 +6,55 @@ use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
-/// The device need not interrupt: nobody would hear it.
+/// Flag of the available ring: no interrupts, because nothing handles them.
 const NO_INTERRUPT: u16 = 1;
 
-/// Looks at the used ring before the device is told once more: one that serves a queue in portions may have rested.
+/// Number of reads of the used ring before the device is notified again: a device that serves a
+/// queue in portions may have stopped.
 const PATIENCE: u32 = 100_000;
-/// How often it is told. After that (minutes) the guest gives up.
+/// Maximum number of notifications. After that (minutes) the guest gives up.
 const REMINDERS: u32 = 1_000_000;
 
-/// A part of a buffer.
+/// Part of a buffer.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Part {
     /// Guest-physical address.
     pub(crate) gpa: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub(crate) len: u32,
-    /// Whether it is for the device to write, or to read.
+    /// True if the device may write to the part; false if it may read it.
     pub(crate) write: bool,
 }
 
-/// A queue. Descriptors are used round and round, in the order of the buffers: `added - used <= size`. That needs a device that gives
-/// buffers back in their order, which is checked.
+/// Virtqueue. Descriptors are used cyclically, in the order of the buffers: `added - used <= size`.
+/// The device must give buffers back in their order, which is checked.
 #[derive(Debug)]
 pub(crate) struct VirtQueue {
     index: u16,
     size: u16,
-    /// Two words a descriptor: address; length, flags and next.
+    /// Descriptors of two words each: address; length, flags and next.
     table: &'static [AtomicU64],
-    /// Flags, index, and a descriptor for each entry.
+    /// Available ring: flags, index, and a descriptor for each entry.
     avail: &'static [AtomicU16],
-    /// Flags and index in one, and id and length for each entry.
+    /// Used ring: flags and index in one word, and ID and length for each entry.
     used: &'static [AtomicU32],
-    /// Buffers made available, and given back.
+    /// Number of buffers made available. The next field is the number of buffers given back.
     next_avail: u16,
     next_used: u16,
-    /// Descriptors used, and free again.
+    /// Number of descriptors used. The next field is the number of descriptors that are free again.
     added: u16,
     freed: u16,
-    /// Descriptors of each buffer in flight, by its place in the available ring.
+    /// Number of descriptors of each buffer in flight, by its index in the available ring.
     lens: &'static mut [u16],
 }
 
 impl VirtQueue {
-    /// Bytes of a queue of `size` entries, with what alignment takes.
+    /// Returns the size in bytes of a queue of `size` entries, alignment included.
     pub(crate) const fn bytes(size: u64) -> u64 {
         32 * size + 64
     }
 
-    /// An empty queue; `size` is a power of two.
+    /// Returns an empty queue. `size` must be a power of two.
     pub(crate) fn new(index: u16, size: u16, carver: &mut Carver) -> Self {
         let count = usize::from(size);
         let queue = Self {
@@ -76,12 +77,12 @@ impl VirtQueue {
         self.index
     }
 
-    /// Entries.
+    /// Returns the number of entries.
     pub(crate) fn size(&self) -> u16 {
         self.size
     }
 
-    /// Where descriptors, available ring and used ring lie.
+    /// Returns the addresses of descriptors, available ring and used ring.
     pub(crate) fn addresses(&self) -> [u64; 3] {
         [
             self.table.as_ptr().addr() as u64,
@@ -90,12 +91,12 @@ impl VirtQueue {
         ]
     }
 
-    /// Descriptors that are free.
+    /// Returns the number of free descriptors.
     pub(crate) fn room(&self) -> u16 {
         self.size - self.added.wrapping_sub(self.freed)
     }
 
-    /// Adds one buffer. Panics if there is no room, or it has no parts.
+    /// Adds one buffer. Panics if there is no room, or if it has no parts.
     pub(crate) fn add(&mut self, parts: impl ExactSizeIterator<Item = Part>) {
         let len = u16::try_from(parts.len()).unwrap_or(u16::MAX);
         assert!((1..=self.room()).contains(&len), "{len} descriptors with room for {}", self.room());
@@ -114,11 +115,11 @@ impl VirtQueue {
         self.lens[slot] = len;
         self.avail[2 + slot].store(head, Ordering::Relaxed);
         self.next_avail = self.next_avail.wrapping_add(1);
-        // Who sees the index sees what it stands for.
+        // A reader that sees the index also sees the entry.
         self.avail[1].store(self.next_avail, Ordering::Release);
     }
 
-    /// Takes back what the device has given back; whether nothing is left with it.
+    /// Takes back what the device has given back. Returns true if the device has no buffers left.
     pub(crate) fn reclaim(&mut self) -> bool {
         let index = (self.used[0].load(Ordering::Acquire) >> 16) as u16;
         while self.next_used != index {
@@ -136,8 +137,9 @@ impl VirtQueue {
         self.next_used == self.next_avail
     }
 
-    /// Tells the device, and waits until it has given everything back. Memory that it was given must stay what it is until then,
-    /// however long that takes: so this waits for minutes before the guest gives up.
+    /// Notifies the device, and waits until it has given everything back. The memory must keep its
+    /// content until then, however long this takes. This therefore waits for minutes before the
+    /// guest gives up.
     pub(crate) fn exchange(&mut self, device: Mmio) {
         for _ in 0..REMINDERS {
             device.notify(self);
