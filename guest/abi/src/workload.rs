@@ -73,8 +73,9 @@ pub struct Workload {
     pub skew: u64,
     /// Content at start.
     pub fill: Fill,
-    /// Pages per second and vCPU that are checked in sequence. `None`: the default, one for each write and at least 4000 a
-    /// second. `Some(rate)`: exactly that many, independent of the writes (0: no sweep, for measurements of access patterns).
+    /// Number of pages per second and vCPU that are checked in sequence. `None` means one for each
+    /// write and at least 4000 per second. `Some(rate)` means exactly this many, independent of the
+    /// writes (0: no sweep, for measurements of access patterns).
     pub sweep: Option<u64>,
     /// Memory to allocate and free in addition.
     pub alloc: Option<Allocation>,
