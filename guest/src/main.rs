@@ -80,7 +80,8 @@ unsafe extern "C" {
 /// Plan for all vCPUs.
 static PLAN: smp::Once<Plan> = smp::Once::new();
 
-/// Entry of every vCPU from `boot.s`, in ring 3, on its own stack. `apic_id` is below 64.
+/// Runs the guest on one vCPU. `boot.s` enters this function on every vCPU, in ring 3, on the
+/// vCPU's own stack. `apic_id` is below 64.
 #[unsafe(no_mangle)]
 extern "C" fn guest_main(apic_id: u64, other: u64) -> ! {
     if other == 0 {

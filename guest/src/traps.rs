@@ -46,7 +46,7 @@ pub(crate) unsafe fn init() {
     const { assert!(TIMER_VECTOR as usize > LAST_EXCEPTION) };
 }
 
-/// Entry of every exception from `boot.s`, in ring 3 again.
+/// Panics with the exception. `boot.s` enters this function for every exception, in ring 3 again.
 #[unsafe(no_mangle)]
 extern "C" fn trap_main(vector: u64, error: u64, rip: u64, address: u64) -> ! {
     panic!("exception {vector} error {error:#x} at {rip:#x}, CR2 {address:#x}");

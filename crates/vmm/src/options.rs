@@ -55,7 +55,7 @@ pub enum DropWay {
     /// then a page reads as its old content or as zeros, which a migration cannot know. A
     /// comparison of source and target may find such pages different.
     Free,
-    /// Not at all, for measurements of everything else.
+    /// Pages are not given back, for measurements of everything else.
     Nothing,
 }
 

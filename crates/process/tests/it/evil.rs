@@ -1,4 +1,4 @@
-//! Hostile sources that hand a guest over before its memory, and connections from strangers.
+//! Hostile sources that hand a guest over before its memory, and connections from unrelated peers.
 
 use crate::rig::{can_fault, options, running, take, whole};
 use std::io::Read;
@@ -262,7 +262,7 @@ fn target_refuses_impossible_numbers_of_urgent_channels() {
 }
 
 /// Pages are sent twice, damaged and out of range, and the link is lost and recovered, while a
-/// stranger tries as well. The guest keeps the first undamaged copy of each page.
+/// third peer tries as well. The guest keeps the first undamaged copy of each page.
 #[test]
 fn running_guest_keeps_the_first_intact_copy_of_each_page() {
     if !can_fault() {
@@ -287,7 +287,7 @@ fn running_guest_keeps_the_first_intact_copy_of_each_page() {
                 break;
             }
         }
-        // A stranger, and a peer that knows only the migration's name.
+        // An unrelated peer, and a peer that knows only the migration's name.
         assert_eq!(evil.refused(Role::Control, Token::NONE), Some(RefusalCode::Busy));
         assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
         assert_eq!(evil.refused(Role::Bulk, Token([9; 16])), Some(RefusalCode::Token));

@@ -80,7 +80,7 @@ impl Vm {
         Ok(disk::sync(self.shared.devices.disks(), deadline)?)
     }
 
-    /// [Quiesces the devices](Self::settle) and saves vCPUs, interrupt controllers and devices. The
+    /// Quiesces the devices ([`settle`](Self::settle)) and saves vCPUs, interrupt controllers and devices. The
     /// guest must be paused, or never started. [`resume`](Self::resume) resumes the devices.
     ///
     /// # Errors

@@ -192,7 +192,7 @@ fn tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
         Err(error) => error.to_string(),
     };
     let why = refused(&mut Vm::new(VmOptions::new(MEMORY, 1)).unwrap(), TrackerKind::Ring);
-    assert!(why.contains("--dirty-ring"), "{why}");
+    assert!(why.contains("with dirty rings"), "{why}");
     let Some(largest) = largest_dirty_ring().unwrap() else {
         return skip(Need::Kvm, "KVM has no dirty rings here");
     };
