@@ -34,7 +34,8 @@ fn read(register: u64) -> u32 {
 }
 
 fn write(register: u64, value: u32) {
-    // SAFETY: as for `read`. The writes in this module start CPUs at the trampoline and raise vectors that have gates.
+    // SAFETY: as for `read`. The writes in this module start CPUs at the trampoline and raise
+    // vectors that have gates.
     unsafe { pointer::<u32>(BASE + register).write_volatile(value) }
 }
 

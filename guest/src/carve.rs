@@ -38,7 +38,8 @@ impl Carver {
             // other piece has it, as `at` only grows.
             unsafe { values.add(index).write(make(index)) };
         }
-        // SAFETY: as above; all values have been written, and the memory is never used for anything else.
+        // SAFETY: as above; all values have been written, and the memory is never used for anything
+        // else.
         unsafe { core::slice::from_raw_parts_mut(values, count) }
     }
 }

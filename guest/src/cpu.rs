@@ -13,7 +13,8 @@ pub(crate) fn out8(port: u16, value: u8) {
 
 /// Writes 32 bits to a port, after all earlier writes to memory.
 pub(crate) fn out32(port: u16, value: u32) {
-    // SAFETY: as for `out8`, except that the device may read memory that the caller has prepared: no `nomem`.
+    // SAFETY: as for `out8`, except that the device may read memory that the caller has prepared:
+    // no `nomem`.
     unsafe { asm!("out dx, eax", in("dx") port, in("eax") value, options(nostack, preserves_flags)) }
 }
 
@@ -49,6 +50,7 @@ pub(crate) fn cpuid(leaf: u32) -> Option<[u32; 4]> {
 
 /// Sleeps until the next interrupt, which is served before this returns.
 pub(crate) fn halt() {
-    // SAFETY: `hlt` raises #GP in ring 3; the handler in `boot.s` sleeps instead and changes no registers.
+    // SAFETY: `hlt` raises #GP in ring 3; the handler in `boot.s` sleeps instead and changes no
+    // registers.
     unsafe { asm!("hlt", options(nomem)) }
 }

@@ -121,7 +121,8 @@ impl PageStore for Ram {
 
     #[inline]
     fn counter(&self, page: u64) -> u64 {
-        // SAFETY: the table has a word for each page of the working set, and only those have counters.
+        // SAFETY: the table has a word for each page of the working set, and only those have
+        // counters.
         unsafe { pointer::<u64>(self.counters + 8 * page).read_volatile() }
     }
 

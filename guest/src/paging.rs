@@ -37,8 +37,8 @@ pub(crate) fn map_high(free: &mut FreeRam) {
             unsafe { pointer::<u64>(directory + 8 * entry).write_volatile(start + entry * MIB_2 + PAGE_2M) };
         }
         let slot = (&raw mut pdpt).cast::<u64>().wrapping_add(usize::try_from(gib).unwrap_or(0));
-        // SAFETY: `gib` is below 512, and no other vCPU runs. An entry that was not present needs no flush (Intel SDM, volume
-        // 3, 4.10.2.3: no translation is cached for it).
+        // SAFETY: `gib` is below 512, and no other vCPU runs. An entry that was not present needs
+        // no flush (Intel SDM, volume 3, 4.10.2.3: no translation is cached for it).
         unsafe { slot.write_volatile(directory + TABLE) };
     }
 }

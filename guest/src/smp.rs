@@ -81,7 +81,8 @@ pub(crate) struct Once<T> {
     set: AtomicBool,
 }
 
-// SAFETY: `get` waits for the flag that `set` raises after its write, and nothing is written after that.
+// SAFETY: `get` waits for the flag that `set` raises after its write, and nothing is written after
+// that.
 unsafe impl<T: Sync> Sync for Once<T> {}
 
 impl<T> Once<T> {

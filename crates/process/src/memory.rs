@@ -21,7 +21,8 @@ struct Mapping {
     file: Option<Arc<OwnedFd>>,
 }
 
-// SAFETY: an address and a length; the bytes are reached through raw addresses and atomics only (`Memory`).
+// SAFETY: an address and a length; the bytes are reached through raw addresses and atomics only
+// (`Memory`).
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -33,7 +34,8 @@ impl Mapping {
         let (start, file) = if options.memfd {
             let file = memfd_create("vmferry-process", MemfdFlags::CLOEXEC)?;
             ftruncate(&file, region.len)?;
-            // SAFETY: a new mapping at an address of the kernel's choice, of a file that only this process has.
+            // SAFETY: a new mapping at an address of the kernel's choice, of a file that only this
+            // process has.
             (unsafe { mmap(hint, len, prot, MapFlags::SHARED, &file, 0) }?, Some(Arc::new(file)))
         } else {
             // SAFETY: a new mapping at an address of the kernel's choice.

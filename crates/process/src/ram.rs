@@ -94,8 +94,8 @@ impl Ram {
                 assert!(word < PAGE_WORDS, "word {word} of a page");
                 #[expect(clippy::cast_possible_truncation, reason = "within a mapping of this process")]
                 let offset = (left * PAGE_SIZE) as usize + 8 * word;
-                // SAFETY: inside the span (both checked above), aligned, mapped for as long as `_memory` lives, and every
-                // access in this process is atomic or by raw address.
+                // SAFETY: inside the span (both checked above), aligned, mapped for as long as
+                // `_memory` lives, and every access in this process is atomic or by raw address.
                 return unsafe { AtomicU64::from_ptr(start.as_ptr().add(offset).cast()) };
             }
             left -= pages;

@@ -51,8 +51,8 @@ pub enum DropWay {
     /// At once (`MADV_DONTNEED`, or a hole in the memfd).
     #[default]
     DontNeed,
-    /// Later, when the host needs memory (`MADV_FREE`; for a memfd at once). For measurements only: until
-    /// then a page reads as its old content or as zeros, which a migration cannot know. A
+    /// Later, when the host needs memory (`MADV_FREE`; for a memfd at once). For measurements only:
+    /// until then a page reads as its old content or as zeros, which a migration cannot know. A
     /// comparison of source and target may find such pages different.
     Free,
     /// Pages are not given back, for measurements of everything else.
@@ -169,7 +169,8 @@ pub struct VmOptions {
     pub memory: u64,
     /// Number of vCPUs, 1 to [`MAX_CPUS`].
     pub cpus: u32,
-    /// Processor that the guest is shown. For a VM that waits for a guest, the processor with the most features that the guest may use.
+    /// Processor that the guest is shown. For a VM that waits for a guest, the processor with the
+    /// most features that the guest may use.
     pub cpu: CpuChoice,
     /// Backing of the memory.
     pub backing: Backing,

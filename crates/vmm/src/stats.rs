@@ -85,7 +85,7 @@ unsafe impl Shared for AllocPage {}
 fn page<T: Shared>(ram: &GuestRam, gpa: u64) -> Option<&T> {
     let page = ram.host_range(Gpa(gpa), size_of::<T>()).ok()?;
     debug_assert!(page.cast::<T>().is_aligned());
-    // SAFETY: the bytes are mapped for as long as `ram` is borrowed, aligned (mappings start at 2 MiB, the page at a
-    // multiple of 4 KiB), and by the trait the guest may write them meanwhile.
+    // SAFETY: the bytes are mapped for as long as `ram` is borrowed, aligned (mappings start at 2
+    // MiB, the page at a multiple of 4 KiB), and by the trait the guest may write them meanwhile.
     Some(unsafe { page.cast::<T>().as_ref() })
 }

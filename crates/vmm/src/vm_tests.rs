@@ -84,8 +84,8 @@ fn bzimage_is_entered_in_64_bit_mode_with_its_command_line() {
     if !kvm() {
         return;
     }
-    // mov esi, [rsi + 0x228] (the command line); then, until a zero: lodsb; out dx, al. REX.W shows the mode: in 32-bit code 0x48 is
-    // dec eax, and a byte of the command line would be wrong.
+    // mov esi, [rsi + 0x228] (the command line); then, until a zero: lodsb; out dx, al. REX.W shows
+    // the mode: in 32-bit code 0x48 is dec eax, and a byte of the command line would be wrong.
     let code = [
         &[0x8b, 0xb6, 0x28, 0x02, 0x00, 0x00][..],
         &[0x66, 0xba, 0xf8, 0x03],
@@ -211,7 +211,8 @@ fn state_of_a_busy_guest_is_saved_unchanged() {
     if !kvm() {
         return;
     }
-    // Vector registers, interrupts, paging, several vCPUs in long mode: everything that the guest image uses.
+    // Vector registers, interrupts, paging, several vCPUs in long mode: everything that the guest
+    // image uses.
     let memory = 64 << 20;
     let mut source = Vm::new(VmOptions::new(memory, 2)).unwrap();
     let args = format!("workload=zipf:0.9,ws=4M stats=page cpus=2 tsc_khz={}", source.tsc_khz());
@@ -372,7 +373,8 @@ fn guest_that_resets_its_machine_restarts_in_the_same_vm() {
     if !kvm() {
         return;
     }
-    // Runs on a thread with its own descriptor table, so that descriptors of concurrent tests are not counted.
+    // Runs on a thread with its own descriptor table, so that descriptors of concurrent tests are
+    // not counted.
     std::thread::scope(|scope| {
         scope.spawn(|| {
             // SAFETY: closes the descriptors of this thread's table only. None of them is used by
@@ -395,7 +397,8 @@ fn reset_again_and_again() {
     let mut before = 0;
     // Nothing that the guest left in its processor and its memory may be there the next time. If
     // there is, the guest writes '!'.
-    // cmp dword [0x300000], 0; je over: mov dx, 0x3f8; mov al, '!'; out dx, al; over: mov dword [0x300000], 1
+    // cmp dword [0x300000], 0; je over: mov dx, 0x3f8; mov al, '!'; out dx, al; over: mov dword
+    // [0x300000], 1
     let look = [
         &[0x83, 0x3d, 0, 0, 0x30, 0, 0, 0x74, 7][..],
         &out(0x3f8, b'!'),

@@ -16,7 +16,8 @@ pub enum ReportMode {
     /// A vCPU whose buffer of 1000 is full continues. The last vCPU reports for all, between steps
     /// of its own work.
     Async,
-    /// The vCPU reports as with [`Sync`](Self::Sync), but by a hypercall ([`REPORT_PORT`](crate::balloon::REPORT_PORT)).
+    /// The vCPU reports as with [`Sync`](Self::Sync), but by a hypercall
+    /// ([`REPORT_PORT`](crate::balloon::REPORT_PORT)).
     Hypercall,
 }
 

@@ -79,7 +79,8 @@ pub const ALLOC_PAGE: u64 = 1 << 52;
 /// Interval at which a guest refreshes its block of the statistics page, in nanoseconds.
 pub const REPORT_NS: u64 = 10_000_000;
 
-/// Port of QEMU's `isa-debug-exit` device, to which the guest writes [`PANIC_EXIT`] after a `PANIC` line.
+/// Port of QEMU's `isa-debug-exit` device, to which the guest writes [`PANIC_EXIT`] after a `PANIC`
+/// line.
 pub const DEBUG_EXIT_PORT: u16 = 0xf4;
 
 /// Value that a guest writes to [`DEBUG_EXIT_PORT`] after a panic. QEMU then exits with status `2 *

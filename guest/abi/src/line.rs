@@ -43,7 +43,8 @@ pub enum Line {
         /// Number of stalls of 8 us and more.
         stalls: u64,
     },
-    /// `H cpu b0 b1 .. b15`, every second. Histogram of the stalls since the vCPU's last `H` line, by length.
+    /// `H cpu b0 b1 .. b15`, every second. Histogram of the stalls since the vCPU's last `H` line,
+    /// by length.
     Hist {
         /// Index of the vCPU.
         cpu: u64,

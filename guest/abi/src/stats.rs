@@ -50,7 +50,8 @@ const BLOCK_WORDS: usize = 64;
 /// again.
 const READ_TRIES: u32 = 1000;
 
-/// Indices of 64-bit words, for readers without a [`StatsPage`]. Block words count from the start of the block.
+/// Indices of 64-bit words, for readers without a [`StatsPage`]. Block words count from the start
+/// of the block.
 pub mod offset {
     /// Header: [`STATS_MAGIC`](super::STATS_MAGIC), written last, when the header is complete.
     pub const MAGIC: usize = 0;

@@ -5,13 +5,15 @@ use core::fmt;
 /// Units from the largest to the smallest. The letter is also accepted in the other case.
 const LETTERS: [(u8, u32); 4] = [(b'T', 4), (b'G', 3), (b'M', 2), (b'K', 1)];
 
-/// Parses a size in bytes: `4096`, `64K`, `256M`, `4G`, `1T`. `None` when it is malformed or exceeds 64 bits.
+/// Parses a size in bytes: `4096`, `64K`, `256M`, `4G`, `1T`. `None` when it is malformed or
+/// exceeds 64 bits.
 #[must_use]
 pub fn parse_size(text: &str) -> Option<u64> {
     parse(text, 1024)
 }
 
-/// Parses a rate per second: `0`, `2500`, `100k`, `2M`. `None` when it is malformed or exceeds 64 bits.
+/// Parses a rate per second: `0`, `2500`, `100k`, `2M`. `None` when it is malformed or exceeds 64
+/// bits.
 #[must_use]
 pub fn parse_rate(text: &str) -> Option<u64> {
     parse(text, 1000)

@@ -15,7 +15,8 @@
 //! microsecond), or for a portion of [`PORTION`] blocks when blocks are isolated, put back or
 //! hinted. It is never held during communication with the host.
 //!
-//! The crate has no dependencies besides the guest's ABI, needs no allocator and contains no unsafe code.
+//! The crate has no dependencies besides the guest's ABI, needs no allocator and contains no unsafe
+//! code.
 #![no_std]
 #![forbid(unsafe_code)]
 

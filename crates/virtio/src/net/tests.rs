@@ -426,7 +426,8 @@ fn copy_with_new_address_is_not_announced_and_its_driver_is_told() {
     assert_eq!((there.control.mac(), there.driver.device.save().device.mac), (mac, mac.bytes()));
     assert_eq!(there.driver.config(0).to_le_bytes(), [0x52, 0x54, 0, 9]);
     assert_ne!(there.driver.get(register::VIRTIO_MMIO_CONFIG_GENERATION), generation);
-    // The interrupt says that the configuration has changed. The status does not ask for an announcement.
+    // The interrupt says that the configuration has changed. The status does not ask for an
+    // announcement.
     assert_eq!((status(&there), there.driver.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 2));
     assert_eq!(there.announcer.announce(Instant::now()), None);
     assert_eq!(*lock(&there.wire().sent), [[0u8; 0]; 0]);

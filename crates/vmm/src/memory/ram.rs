@@ -176,8 +176,8 @@ impl GuestRam {
         };
         // SAFETY: `run` lies within the mapping (checked above), so the sum does not leave it.
         let start = unsafe { ram.mapping.start().add(offset) };
-        // SAFETY: the mapping is readable and writable and lives as long as `self`, which the window borrows; this
-        // crate makes no reference to guest bytes other than to atomics.
+        // SAFETY: the mapping is readable and writable and lives as long as `self`, which the
+        // window borrows; this crate makes no reference to guest bytes other than to atomics.
         Ok(unsafe { Window::new(start, len) })
     }
 
@@ -193,7 +193,8 @@ impl GuestRam {
             .find(|r| gpa.0 >= r.region.gpa.0 && end.is_some_and(|end| end <= r.region.gpa.0 + r.region.len));
         let ram = ram.ok_or_else(|| MemoryError::NotRam { what: format!("{len} bytes at {gpa}") })?;
         let offset = usize::try_from(gpa.0 - ram.region.gpa.0).unwrap_or(usize::MAX);
-        // SAFETY: `gpa..gpa + len` lies within the region (found above), so the offset lies within its mapping.
+        // SAFETY: `gpa..gpa + len` lies within the region (found above), so the offset lies within
+        // its mapping.
         Ok(unsafe { ram.mapping.start().add(offset) })
     }
 }

@@ -1,4 +1,5 @@
-//! Tests of the network interface at real taps, each in a network namespace of its own, without KVM.
+//! Tests of the network interface at real taps, each in a network namespace of its own, without
+//! KVM.
 
 use super::VmNet;
 use super::testing::{Driver, Host, RX, TX, ram, sandbox};

@@ -80,8 +80,9 @@ impl Vm {
         Ok(disk::sync(self.shared.devices.disks(), deadline)?)
     }
 
-    /// Quiesces the devices ([`settle`](Self::settle)) and saves vCPUs, interrupt controllers and devices. The
-    /// guest must be paused, or never started. [`resume`](Self::resume) resumes the devices.
+    /// Quiesces the devices ([`settle`](Self::settle)) and saves vCPUs, interrupt controllers and
+    /// devices. The guest must be paused, or never started. [`resume`](Self::resume) resumes the
+    /// devices.
     ///
     /// # Errors
     /// Fails as [`settle`](Self::settle) does. Returns [`Error::State`] if KVM refuses a part of
