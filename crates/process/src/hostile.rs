@@ -61,7 +61,7 @@ pub fn drive(bytes: &[u8]) {
     if guest.load_state(&sections(bytes)).is_err() {
         return;
     }
-    let shared = guest.shared("look at the guest").expect("it was loaded");
+    let shared = guest.shared("look at the guest").expect("the state was loaded");
     for cpu in &shared.cpus {
         let mut worker = lock(&cpu.worker);
         worker.fill(&shared.ram, 32);

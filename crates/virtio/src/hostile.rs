@@ -166,7 +166,7 @@ pub(crate) fn moved<D: Device + 'static>(guest: &Driver<D>, choices: &mut Choice
     let loaded = postcard::from_bytes::<TransportSaved<_>>(&bytes).ok();
     let loaded = loaded.map(|saved| guest.device.load(&guest.memory, &saved));
     assert!(harm >= 128 || matches!(loaded, Some(Ok(()))), "what was saved is loaded: {loaded:?}");
-    guest.device.resumed(Resume::Moved).expect("it needs nothing");
+    guest.device.resumed(Resume::Moved).expect("the device needs nothing");
 }
 
 /// Offers a chain of descriptors as chosen.

@@ -45,5 +45,5 @@ pub mod rng;
 pub mod runs;
 pub mod signals;
 #[cfg(any(test, feature = "hostile"))]
-#[cfg_attr(not(test), expect(dead_code, reason = "the tests use more of it"))]
+#[cfg_attr(not(test), expect(dead_code, reason = "the tests use more of this module"))]
 mod testing;

@@ -71,7 +71,7 @@ fn write_request(vm: &Vm) {
 fn notification_reaches_the_disk_with_and_without_eventfd() {
     match open_kvm().and_then(|_| passes_kicks()) {
         Ok(true) => {}
-        Ok(false) => return skip(Need::Kvm, "KVM has no ioeventfd here"),
+        Ok(false) => return skip(Need::Kvm, "KVM on this host has no ioeventfd"),
         Err(error) => return skip(Need::Kvm, error),
     }
     let path = std::env::temp_dir().join(format!("vmferry-kicks-{}", std::process::id()));

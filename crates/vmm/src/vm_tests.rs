@@ -232,7 +232,7 @@ fn state_of_a_busy_guest_is_saved_unchanged() {
         saved.iter().filter(timeless).zip(again.iter().filter(timeless)).for_each(|(a, b)| compare(a, b));
         source.resume().unwrap();
         let before = writes(&source);
-        wait("the guest going on", || writes(&source) > before);
+        wait("writes of the guest", || writes(&source) > before);
     }
 }
 

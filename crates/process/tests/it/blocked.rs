@@ -215,9 +215,9 @@ fn dropped_rest_fills_no_missing_page_and_leaves_no_thread() {
         let watch = rest.watch();
         drop(rest);
         // A joined thread stays listed for a moment.
-        wait("its threads to end", || threads("target-") == 0);
+        wait("the threads of the target to end", || threads("target-") == 0);
         let left = watch.now().left;
-        wait("the source to see it", || monitor.progress().state == MigrationState::PostcopyPaused);
+        wait("the source to detect the loss", || monitor.progress().state == MigrationState::PostcopyPaused);
         // Pages that would arrive later than this on a busy host only make the test miss a defect.
         std::thread::sleep(Duration::from_millis(200));
         assert_eq!(watch.now().left, left, "a page arrived");
@@ -248,7 +248,7 @@ fn rest_dropped_after_the_last_page_leaves_a_complete_guest() {
         "the source was not told that all pages arrived: {:?}",
         report.error
     );
-    wait("its threads to end", || threads("target-") == 0);
+    wait("the threads of the target to end", || threads("target-") == 0);
     stands_still(&source, "dropped at the end");
     whole(&target, "dropped at the end");
 }

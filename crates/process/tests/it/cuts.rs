@@ -68,7 +68,7 @@ fn harmed_channel_in_postcopy_costs_only_time() {
         "{all} migrations, {harmed} harmed: {interrupted} were recovered, {damaged} had damaged pages; {:.1} s",
         began.elapsed().as_secs_f64()
     ));
-    assert!(u64::from(harmed) * 10 > all as u64 * 8, "harm came too late: {harmed} of {all}");
+    assert!(u64::from(harmed) * 10 > all as u64 * 8, "the harm came too late: {harmed} of {all}");
     assert!(interrupted * 2 > harmed && damaged > 0, "{interrupted} {damaged}");
 }
 

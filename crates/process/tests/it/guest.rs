@@ -319,7 +319,7 @@ fn invalid_steps_and_options_are_refused() {
     let mut empty = ProcessGuest::new_incoming(options(false)).unwrap();
     assert!(TargetVm::start(&mut empty, RunState::Running).is_err(), "nothing to start");
     assert!(SourceVm::save(&mut empty).is_err(), "nothing to save");
-    assert!(empty.handle().stats().is_err(), "nothing to see");
+    assert!(empty.handle().stats().is_err(), "no statistics");
     assert!(empty.load(&[]).is_err(), "no state");
     let mut source = running("uniform,ws=4M", false);
     SourceVm::pause(&mut source).unwrap();
@@ -340,7 +340,7 @@ fn invalid_steps_and_options_are_refused() {
     }
     assert!(
         ProcessGuest::new(options(false), "uniform,ws=64M".parse().unwrap()).is_err(),
-        "more than there is"
+        "more memory than the guest has"
     );
     source.stop();
     source.stop();

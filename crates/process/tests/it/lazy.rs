@@ -155,5 +155,5 @@ fn guest_with_missing_pages_is_neither_migrated_nor_saved() {
     });
     let on = migrate(&mut target, &nowhere, None, &Settings::default(), &Monitor::new());
     assert!(matches!(on, Err(MigrateError::Connect { .. })), "{on:?}");
-    rig::whole(&target, "moved, and all pages are here");
+    rig::whole(&target, "moved, with all pages");
 }

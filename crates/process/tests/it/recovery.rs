@@ -148,7 +148,7 @@ fn complete_target_waits_for_a_source_that_was_not_told() {
             }
             let rest = view.rest().unwrap();
             // A guest without missing pages is never reported as paused.
-            view.until("the target to see it", || {
+            view.until("the target to detect the loss", || {
                 let rest = view.rest().unwrap();
                 rest.state
                     == if rest.left == 0 { MigrationState::Completed } else { MigrationState::PostcopyPaused }
@@ -197,5 +197,5 @@ fn migration_can_be_cancelled_before_the_handover() {
     assert!(moved.received.is_err());
     whole(&moved.source, "called off");
     let before = writes(&moved.source);
-    wait("the guest going on", || writes(&moved.source) > before);
+    wait("writes of the guest", || writes(&moved.source) > before);
 }

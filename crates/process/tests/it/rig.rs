@@ -53,7 +53,7 @@ pub(crate) fn verified(handle: &ProcessHandle, request: u64) -> StatsSnapshot {
 pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
     let handle = guest.handle();
     let before = stats(&handle).writes();
-    wait("the guest going on", || stats(&handle).writes() > before);
+    wait("writes of the guest", || stats(&handle).writes() > before);
     let after = verified(&handle, 77);
     assert_eq!(after.corrupt(), 0, "{what}: {:?}", after.first_corrupt());
 }
@@ -149,7 +149,7 @@ impl Moved {
     /// Checks that the guest stayed on the source and that no part of it ran on the target.
     pub(crate) fn stayed(&self, what: &str) {
         assert_eq!(self.state(), MigrationState::Failed, "{what}: {}", self.error());
-        assert!(self.received.is_err(), "{what}: the target says that it came");
+        assert!(self.received.is_err(), "{what}: the target reports that the guest arrived");
         whole(&self.source, what);
     }
 
@@ -171,7 +171,7 @@ pub(crate) fn take(
     arrival: &Arrival,
     watch: &Mutex<Option<RestWatch>>,
 ) -> Result<RestState, ReceiveFailure> {
-    let rest = receive(target, listener, arrival)?.rest.expect("the guest came before its memory");
+    let rest = receive(target, listener, arrival)?.rest.expect("the guest arrived before its memory");
     *watch.lock().unwrap() = Some(rest.watch());
     Ok(rest.finish(listener, arrival))
 }

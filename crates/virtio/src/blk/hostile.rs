@@ -89,7 +89,7 @@ fn step(guest: &mut DiskGuest, choices: &mut Choices<'_>) {
         13 => start(guest, choices),
         14 => {
             let _ = guest.device.quiesce(Instant::now());
-            guest.device.resumed(Resume::Again).expect("a disk goes on");
+            guest.device.resumed(Resume::Again).expect("a disk resumes");
             guest.work();
         }
         _ => guest.work(),

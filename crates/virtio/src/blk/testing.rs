@@ -29,7 +29,7 @@ pub(crate) fn file(bytes: &[u8]) -> File {
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let path = std::env::temp_dir().join(format!("vmferry-blk-{}-{number}", std::process::id()));
     let file = File::options().read(true).write(true).create_new(true).open(&path).expect("a temporary file");
-    std::fs::remove_file(&path).expect("it was made");
+    std::fs::remove_file(&path).expect("the file exists");
     file.write_all_at(bytes, 0).expect("room");
     file
 }
@@ -58,7 +58,7 @@ pub(crate) struct FileDisk {
 impl FileDisk {
     pub(crate) fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; usize::try_from(SECTORS * SECTOR).expect("small")];
-        self.file.read_exact_at(&mut bytes, 0).expect("it has not shrunk");
+        self.file.read_exact_at(&mut bytes, 0).expect("the file has its full size");
         bytes
     }
 
@@ -243,7 +243,7 @@ impl DiskGuest {
 
     /// Does what KVM does when the driver notifies.
     pub(crate) fn kick(&self) {
-        self.bell.as_ref().expect("an attendant").send(()).expect("it waits");
+        self.bell.as_ref().expect("an attendant").send(()).expect("the attendant waits");
     }
 
     /// Returns a guest with the same state on the same file.

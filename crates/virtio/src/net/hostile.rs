@@ -125,7 +125,7 @@ fn host(guest: &mut NetGuest, choices: &mut Choices<'_>) {
         3 => guest.wire().gone.store(choices.byte() & 1 == 1, Ordering::Relaxed),
         4 => guest.control.unplugged(),
         5 => guest.control.halt(),
-        6 => guest.driver.device.resumed(crate::device::Resume::Moved).expect("it needs nothing"),
+        6 => guest.driver.device.resumed(crate::device::Resume::Moved).expect("the device needs nothing"),
         _ => drop(guest.announcer.announce(Instant::now())),
     }
 }

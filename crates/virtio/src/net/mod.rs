@@ -36,7 +36,7 @@ mod properties;
 mod rx;
 mod slices;
 #[cfg(any(test, feature = "hostile"))]
-#[cfg_attr(not(test), expect(dead_code, reason = "the tests use more of it"))]
+#[cfg_attr(not(test), expect(dead_code, reason = "the tests use more of this module"))]
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;

@@ -118,7 +118,7 @@ impl NetGuest {
     /// Returns a running guest without a driver.
     pub(crate) fn new() -> Self {
         let guest = Self::halted();
-        guest.driver.device.resumed(crate::device::Resume::First).expect("it needs nothing");
+        guest.driver.device.resumed(crate::device::Resume::First).expect("the device needs nothing");
         guest
     }
 
@@ -239,7 +239,7 @@ impl NetGuest {
     /// running.
     pub(crate) fn moved(self) -> Self {
         let there = self.loaded();
-        there.driver.device.resumed(crate::device::Resume::Moved).expect("it needs nothing");
+        there.driver.device.resumed(crate::device::Resume::Moved).expect("the device needs nothing");
         there
     }
 

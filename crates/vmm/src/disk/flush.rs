@@ -62,7 +62,7 @@ where
                 Err(slow(path))
             }
             Err(RecvTimeoutError::Disconnected) => {
-                Err(DiskError::Flush { path, source: io::Error::other("its thread panicked") })
+                Err(DiskError::Flush { path, source: io::Error::other("the flush thread panicked") })
             }
         };
     }

@@ -63,7 +63,7 @@ impl Drop for Temp {
 fn goes_on(handle: &VmHandle) {
     let writes = || handle.stats().map_or(0, |stats| stats.writes());
     let before = writes();
-    wait("the guest going on", || writes() > before + 100);
+    wait("writes of the guest", || writes() > before + 100);
 }
 
 /// Migrates the guest of `source` to a target with `disk`.

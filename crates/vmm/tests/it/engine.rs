@@ -279,7 +279,7 @@ fn engine_migrates_a_guest_with_dirty_rings() {
         return;
     }
     if largest_dirty_ring().unwrap().is_none() {
-        return skip(Need::Kvm, "KVM has no dirty rings here");
+        return skip(Need::Kvm, "KVM on this host has no dirty rings");
     }
     let mut options = VmOptions::new(MEMORY, 1);
     options.dirty_ring = Some(256);
@@ -349,7 +349,7 @@ fn guest_is_throttled_until_it_converges() {
             (AutoConverge::Off, None) => {
                 assert_eq!(source.throttled(), [Duration::ZERO]);
                 let before = stats(&source.vm.handle()).unwrap().writes();
-                wait("the guest going on", || stats(&source.vm.handle()).unwrap().writes() > before + 1000);
+                wait("writes of the guest", || stats(&source.vm.handle()).unwrap().writes() > before + 1000);
             }
             (AutoConverge::All, Some(throttle)) => {
                 let held = Duration::from_secs_f64(throttle.held_ms[0] / 1e3);
@@ -406,7 +406,7 @@ fn verification_names_a_withheld_page_and_the_guest_stays() {
     );
     let handle = source.vm.handle();
     let before = stats(&handle).unwrap().writes();
-    wait("the guest going on at the source", || stats(&handle).is_some_and(|stats| stats.writes() > before));
+    wait("writes of the guest on the source", || stats(&handle).is_some_and(|stats| stats.writes() > before));
     assert_eq!(corrupt(&source.vm), 0);
 }
 

@@ -109,7 +109,7 @@ fn moved(case: &Case) -> Report {
 fn trackers() -> Vec<TrackerKind> {
     let ring = largest_dirty_ring().is_ok_and(|largest| largest.is_some_and(|entries| entries >= 4096));
     if !ring {
-        skip(Need::Kvm, "KVM has no dirty rings of 4096 entries here");
+        skip(Need::Kvm, "KVM on this host has no dirty rings of 4096 entries");
     }
     [TrackerKind::Log, TrackerKind::Wp].into_iter().chain(ring.then_some(TrackerKind::Ring)).collect()
 }

@@ -89,7 +89,7 @@ fn guest_migrates_to_and_from_huge_pages_with_every_tracker() {
     let Some(_pool) = pool(2) else { return };
     let rings = largest_dirty_ring().unwrap().is_some();
     if !rings {
-        skip(Need::Kvm, "KVM has no dirty rings here");
+        skip(Need::Kvm, "KVM on this host has no dirty rings");
     }
     let trackers = [TrackerKind::Log, TrackerKind::Wp, TrackerKind::Ring];
     for kind in trackers.into_iter().filter(|kind| rings || *kind != TrackerKind::Ring) {
@@ -129,12 +129,12 @@ fn loaded_guest_runs_before_its_huge_pages_have_arrived() {
                 let mut source = running(options(from));
                 let before = stats(&source.handle()).map_or(0, |stats| stats.writes());
                 let (_, target, figures) = moved(&mut source, options(to), None, &settings);
-                let figures = figures.expect("the guest came before its memory");
+                let figures = figures.expect("the guest arrived before its memory");
                 say(format!("{what}: {figures:?}"));
                 assert_eq!(figures.duplicates, 0, "{what}");
                 assert_eq!(corrupt(&target), 0, "{what}");
                 let writes = || stats(&target.handle()).map_or(0, |stats| stats.writes());
-                wait("the guest going on", || writes() > before);
+                wait("writes of the guest", || writes() > before);
                 figures.faults > 0
             });
             assert!(asked, "{what}: no page was requested");
@@ -162,7 +162,7 @@ fn link_lost_in_the_middle_of_huge_pages_is_recovered() {
         let link = (&proxy.uri(), &listener);
         let (_, target, figures) =
             moved_over(link, &mut source, options(Backing::HugePages), None, &settings);
-        assert_eq!(figures.expect("the guest came before its memory").duplicates, 0);
+        assert_eq!(figures.expect("the guest arrived before its memory").duplicates, 0);
         assert_eq!(corrupt(&target), 0, "{role:?} after {after} bytes");
         say(format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
         cut += proxy.harmed();

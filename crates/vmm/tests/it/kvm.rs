@@ -172,7 +172,7 @@ fn move_by_hand(memory: u64, cpus: u32, workload: &str, backing: Backing, moves:
         println!("state loaded in {:?}", start.elapsed());
         target.vm.start().unwrap();
         guest = target;
-        let stats = guest.wait("the guest goes on", |s| s.writes() > writes + 1000);
+        let stats = guest.wait("writes of the guest", |s| s.writes() > writes + 1000);
         assert_eq!(stats.corrupt(), 0, "{:?}", stats.cpus()[0].first_corrupt);
         writes = stats.writes();
     }

@@ -152,7 +152,7 @@ fn vcpu_that_sleeps_on_a_missing_page_can_be_paused_and_resumed() {
         let mut slowest = Duration::ZERO;
         for _ in 0..20 {
             let placed = counts.placed.load(Ordering::Relaxed);
-            wait("some pages that came", || counts.placed.load(Ordering::Relaxed) > placed + 10);
+            wait("pages to arrive", || counts.placed.load(Ordering::Relaxed) > placed + 10);
             // From here on no page arrives.
             let gate = counts.gate.lock().unwrap();
             wait("a thread that sleeps on a page", || counts.waiting.load(Ordering::Acquire) > 0);
@@ -188,7 +188,7 @@ fn vm_whose_vcpus_sleep_can_be_dropped() {
     let begin = Instant::now();
     drop(target);
     assert!(begin.elapsed() < PATIENCE, "{:?}", begin.elapsed());
-    say(format!("a VM that sleeps is gone after {:?}", begin.elapsed()));
+    say(format!("a VM with sleeping vCPUs was dropped after {:?}", begin.elapsed()));
     // The engine may still hold a reference to it.
     lazy.end().unwrap();
     drop((lazy, source));

@@ -161,7 +161,7 @@ fn check(kind: TrackerKind) {
     tracker.stop().unwrap();
     vm.resume().unwrap();
     let written = writes(&vm);
-    wait("the guest going on", || writes(&vm) > written + 1000);
+    wait("writes of the guest", || writes(&vm) > written + 1000);
     assert_eq!(vm.handle().stats().unwrap().corrupt(), 0);
 }
 
@@ -177,7 +177,7 @@ fn each_tracker_reports_what_the_guest_wrote() {
     }
     match largest_dirty_ring().unwrap() {
         Some(_) => check(TrackerKind::Ring),
-        None => skip(Need::Kvm, "KVM has no dirty rings here"),
+        None => skip(Need::Kvm, "KVM on this host has no dirty rings"),
     }
 }
 
@@ -194,7 +194,7 @@ fn tracker_that_the_vm_was_not_started_for_is_refused_with_the_reason() {
     let why = refused(&mut Vm::new(VmOptions::new(MEMORY, 1)).unwrap(), TrackerKind::Ring);
     assert!(why.contains("with dirty rings"), "{why}");
     let Some(largest) = largest_dirty_ring().unwrap() else {
-        return skip(Need::Kvm, "KVM has no dirty rings here");
+        return skip(Need::Kvm, "KVM on this host has no dirty rings");
     };
     let mut options = VmOptions::new(MEMORY, 1);
     options.dirty_ring = Some(RING);
