@@ -17,8 +17,8 @@ impl Vm {
     fn log_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
         if self.rings().is_some() {
             return Err(VmError::new(
-                "this VM has dirty rings, so KVM keeps no dirty log of it; use `ring` or `wp`, or start the VM without dirty \
-                 rings",
+                "this VM has dirty rings, so KVM keeps no dirty log of it; use `ring` or `wp`, or start the VM \
+                 without dirty rings",
             ));
         }
         Ok(Box::new(self.machine().vm().log_tracker()?))
@@ -27,8 +27,8 @@ impl Vm {
     fn ring_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
         let rings = self.rings().ok_or_else(|| {
             VmError::new(
-"this VM was started without dirty rings and cannot get them now; use `log` or `wp`, or start the VM with \
-                 dirty rings",
+                "this VM was started without dirty rings and cannot get them now; use `log` or `wp`, or start the \
+                 VM with dirty rings",
             )
         })?;
         Ok(Box::new(RingTracker::with_policy(rings, Arc::clone(self.reaper()))))
