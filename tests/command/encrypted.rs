@@ -45,7 +45,7 @@ fn target_with_certificate_accepts_only_encrypted_connections_of_known_hosts() {
         let here = Run::source(kind, &folder);
         // Unencrypted; with a certificate of a foreign authority; with the name of another host.
         let plain = here.migrate(&uri, &[]);
-        assert!(errors(&plain).contains("it takes encrypted connections only"), "{plain:?}");
+        assert!(errors(&plain).contains("takes encrypted connections only"), "{plain:?}");
         let foreign = options(&folder, &theirs, "foreign");
         let foreign: Vec<_> = foreign.iter().map(String::as_str).collect();
         let refused = here.migrate(&uri, &foreign);

@@ -297,9 +297,9 @@ fn different_arbiters_are_refused_before_the_migration() {
         assert!(errors(&output).contains(words), "{words}: {output:?}");
         source.goes_on();
     };
-    refused(&plain_uri, Some(&etcd.fence()), "do not have the same fence");
-    refused(fenced_uri, None, "do not have the same fence");
-    refused(fenced_uri, Some(&prefixed), "do not have the same fence");
+    refused(&plain_uri, Some(&etcd.fence()), "do not use the same arbiter");
+    refused(fenced_uri, None, "do not use the same arbiter");
+    refused(fenced_uri, Some(&prefixed), "do not use the same arbiter");
     refused(fenced_uri, Some(&other.fence()), "this is not the etcd that the source uses");
     refused(fenced_uri, Some(&absent), "the fence cannot be used");
     refused(fenced_uri, Some("etcd:http://192.0.2.1:2379"), "use https, or --insecure");

@@ -1,4 +1,4 @@
-//! Addresses and indexes, each a type.
+//! Guest addresses, page indexes and page runs.
 
 use crate::PAGE_SHIFT;
 use std::fmt;
@@ -14,7 +14,8 @@ impl fmt::Display for Gpa {
     }
 }
 
-/// Names a region of guest memory within one migration. On KVM this is the number of the memory slot.
+/// Number of a region of guest memory, unique within one migration. On KVM it is the number of the
+/// memory slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct RegionId(pub u32);
 
@@ -24,12 +25,12 @@ impl fmt::Display for RegionId {
     }
 }
 
-/// The index of a 4 KiB page within its region.
+/// Index of a 4 KiB page within its region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct PageIndex(pub u64);
 
 impl PageIndex {
-    /// The page's offset from the start of its region, in bytes.
+    /// Returns the offset of the page from the start of its region, in bytes.
     #[must_use]
     pub fn offset(self) -> u64 {
         self.0 << PAGE_SHIFT
@@ -45,32 +46,33 @@ impl fmt::Display for PageIndex {
 /// Consecutive pages of one region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PageRun {
-    /// The first page.
+    /// First page of the run.
     pub first: PageIndex,
-    /// How many pages.
+    /// Number of pages.
     pub count: u64,
 }
 
 impl PageRun {
-    /// The run of `count` pages from `first`.
+    /// Returns the run of `count` pages from `first`.
     #[must_use]
     pub fn new(first: PageIndex, count: u64) -> Self {
         Self { first, count }
     }
 
-    /// The page after the last one; `u64::MAX` if that does not exist, so that a range check on it fails.
+    /// Returns the index after the last page. Saturates at `u64::MAX`, so that a range check of a
+    /// run that is too long fails.
     #[must_use]
     pub fn end(self) -> u64 {
         self.first.0.saturating_add(self.count)
     }
 
-    /// The run's page indexes.
+    /// Returns the page indexes of the run.
     #[must_use]
     pub fn range(self) -> Range<u64> {
         self.first.0..self.end()
     }
 
-    /// The run's length in bytes; saturates for runs that no region can hold.
+    /// Returns the length of the run in bytes. Saturates for a run that no region can hold.
     #[must_use]
     pub fn bytes(self) -> u64 {
         self.count.saturating_mul(1 << PAGE_SHIFT)

@@ -1,14 +1,17 @@
-//! Lists and texts whose length is checked while they are decoded: a list of empty texts costs a peer a byte each, and us 24 times that.
+//! Lists and texts whose length is checked while they are decoded.
+//!
+//! The check is needed because a short message can otherwise allocate much memory: an empty text in
+//! a list takes 1 byte of the message and 24 bytes of memory in the receiver.
 
 use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Most bytes of a machine's kind, and of each of its names and values.
+/// Maximum length of the kind of a machine, and of each of its names and values, in bytes.
 pub const MAX_NAME_BYTES: usize = 1024;
-/// Most of a machine's further properties.
+/// Maximum number of a machine's further properties.
 pub const MAX_PROPERTIES: usize = 256;
-/// Most names of processor features.
+/// Maximum number of a machine's processor features.
 pub const MAX_FEATURES: usize = 4096;
 
 struct List<T, const MOST: usize>(PhantomData<T>);
@@ -21,7 +24,7 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for List<T, MOST>
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Vec<T>, A::Error> {
-        // It grows as items come: what a peer says of their number reserves nothing.
+        // The list grows as items arrive. The length that the peer claims reserves no memory.
         let mut items = Vec::new();
         while let Some(item) = from.next_element()? {
             if items.len() == MOST {
@@ -33,7 +36,10 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for List<T, MOST>
     }
 }
 
-/// A list of at most `MOST`: `#[serde(deserialize_with = "list::<_, _, MOST>")]`.
+/// Decodes a list of at most `MOST` items: `#[serde(deserialize_with = "list::<_, _, MOST>")]`.
+///
+/// # Errors
+/// If the list is longer or an item is not valid.
 pub fn list<'de, T: Deserialize<'de>, D: Deserializer<'de>, const MOST: usize>(
     deserializer: D,
 ) -> Result<Vec<T>, D::Error> {
@@ -57,22 +63,25 @@ impl Visitor<'_> for Name {
     }
 }
 
-/// A text of at most [`MAX_NAME_BYTES`].
+/// Decodes a text of at most [`MAX_NAME_BYTES`].
+///
+/// # Errors
+/// If the text is longer.
 pub fn name<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     deserializer.deserialize_str(Name)
 }
 
-/// A text as an item of a list.
+/// Text of at most [`MAX_NAME_BYTES`] as an item of a list.
 #[derive(serde::Deserialize)]
 struct Named(#[serde(deserialize_with = "name")] String);
 
-/// Names of features.
+/// Decodes the names of processor features.
 pub(crate) fn features<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
     let names = list::<Named, D, MAX_FEATURES>(deserializer)?;
     Ok(names.into_iter().map(|Named(name)| name).collect())
 }
 
-/// Properties: names and values.
+/// Decodes properties, which are pairs of a name and a value.
 pub(crate) fn properties<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Vec<(String, String)>, D::Error> {

@@ -1,18 +1,20 @@
-//! The remainder of a page straight out of live memory.
+//! CRC remainder of a page that is read directly from live memory.
 //!
-//! The CRC library wants a `&[u8]`, which guest memory cannot be, so its pages would have to be copied first, and the
-//! copy costs half as much again as the digest. A CRC is the remainder of the page, taken as a polynomial, and a block
-//! can be *folded* onto the block behind it without changing that remainder (Gopal et al., "Fast CRC Computation for
-//! Generic Polynomials Using PCLMULQDQ", Intel 2009). So a page is folded onto its last 16 bytes by vector loads, which
-//! need only an address. The library stays the reference: it does all other CPUs, and the tests compare the two.
+//! The CRC library takes a `&[u8]`, which guest memory cannot be, so its pages would have to be
+//! copied first. The copy costs half as much as the digest. A CRC is the remainder of the page,
+//! taken as a polynomial. A block can be *folded* onto the block behind it without changing that
+//! remainder (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel
+//! 2009). This module folds a page onto its last 16 bytes by vector loads, which need only an
+//! address. The library stays the reference: it computes the digest on all other CPUs, and the
+//! tests compare the two.
 //!
-//! Polynomials are kept as the CRC's definition has them, reversed: the lowest bit is the highest power.
+//! Polynomials are reversed, as in the definition of the CRC: the lowest bit is the highest power.
 
-/// The generator of CRC-64/NVME without its highest power, x^64.
+/// Generator polynomial of CRC-64/NVME without its highest power, x^64.
 #[cfg(target_arch = "x86_64")]
 const GENERATOR: u64 = 0x9a6c_9329_ac4b_c9b5;
 
-/// `x^power` modulo the generator.
+/// Returns `x^power` modulo the generator.
 #[cfg(target_arch = "x86_64")]
 const fn power_of_x(power: u32) -> u64 {
     let (mut value, mut done) = (1 << 63, 0);
@@ -27,7 +29,7 @@ const fn power_of_x(power: u32) -> u64 {
     value
 }
 
-/// x^128 divided by the generator, without its highest power, x^64.
+/// Returns x^128 divided by the generator, without the highest power of the quotient, x^64.
 #[cfg(target_arch = "x86_64")]
 const fn reciprocal() -> u64 {
     let generator = GENERATOR.reverse_bits() as u128;
@@ -43,7 +45,7 @@ const fn reciprocal() -> u64 {
     quotient.reverse_bits()
 }
 
-/// Whether [`remainder`] may be called on this CPU.
+/// Returns true if [`remainder`] may be called on this CPU.
 #[inline]
 pub(crate) fn available() -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -57,7 +59,7 @@ pub(crate) fn available() -> bool {
 #[cfg(target_arch = "x86_64")]
 pub(crate) use x86::remainder;
 
-/// Never called: [`available`] is false here.
+/// Never called, because [`available`] returns false on this architecture.
 ///
 /// # Safety
 /// None.
@@ -77,13 +79,15 @@ mod x86 {
         _mm512_xor_si512,
     };
 
-    /// Vectors folded side by side: one multiplication takes several cycles, so several are under way at once.
+    /// Number of vectors that are folded in parallel. One multiplication takes several cycles, so
+    /// several run at the same time.
     const LANES: usize = 4;
     const VECTOR: usize = 64;
     const BLOCK: usize = LANES * VECTOR;
 
-    /// The factors that move 128 bits further by `bits`: of their lower and of their higher half. One power less than
-    /// the distance, because the product of two reversed polynomials is the reversed product times x.
+    /// Returns the factors that move 128 bits further by `bits`: one for the lower half and one for
+    /// the higher half. Each power is one less than the distance, because the product of two
+    /// reversed polynomials is the reversed product times x.
     const fn factors(bits: u32) -> [i64; 2] {
         [power_of_x(bits + 63).cast_signed(), power_of_x(bits - 1).cast_signed()]
     }
@@ -94,15 +98,15 @@ mod x86 {
     const BY_3_LANES: [i64; 2] = factors(384);
     const BY_2_LANES: [i64; 2] = factors(256);
     const BY_LANE: [i64; 2] = factors(128);
-    /// Moves 64 bits further by 128.
+    /// Factor that moves 64 bits further by 128.
     const BY_128: i64 = power_of_x(127).cast_signed();
     const RECIPROCAL: i64 = reciprocal().cast_signed();
 
-    /// Asks for a line of memory that is soon read.
+    /// Prefetches a cache line that is read soon.
     #[inline]
     fn prefetch(at: *const u8) {
         #![allow(unused_unsafe, reason = "the intrinsic is unsafe in older versions of Rust")]
-        // SAFETY: a prefetch reads nothing that could be seen, wherever it points.
+        // SAFETY: a prefetch has no visible effect and does not fault, whatever its address.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) }
     }
 
@@ -117,17 +121,20 @@ mod x86 {
     fn fold(state: __m512i, by: __m512i, onto: __m512i) -> __m512i {
         let low = _mm512_clmulepi64_epi128::<0x00>(state, by);
         let high = _mm512_clmulepi64_epi128::<0x11>(state, by);
-        // The exclusive or of all three.
+        // Exclusive or of all three operands.
         _mm512_ternarylogic_epi64::<0x96>(low, high, onto)
     }
 
-    /// The page at `from`, times x^64, modulo the generator. Nothing hangs on each byte being read only once: a page that
-    /// is written meanwhile has no right digest. The page at `next` is asked for
-    /// meanwhile: the hardware stops reading ahead at the end of a page.
+    /// Returns the page at `from`, times x^64, modulo the generator. Prefetches the page at `next`,
+    /// because the hardware prefetcher stops at the end of a page.
+    ///
+    /// The function need not read each byte only once: a page that is written during the call has
+    /// no correct digest.
     ///
     /// # Safety
-    /// [`available`](super::available) is true, and a page at `from` is mapped readable. Others may write it meanwhile.
-    /// `next` can be anything.
+    /// [`available`](super::available) must return true, and a page at `from` must be mapped
+    /// readable. Other threads and the guest may write the page during the call. `next` may be any
+    /// address.
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq")]
     pub(crate) unsafe fn remainder(from: *const u8, next: *const u8) -> u64 {
         // SAFETY: `at` is at most PAGE_BYTES - VECTOR in every call below, and the page is mapped.
@@ -148,7 +155,7 @@ mod x86 {
         reduce(fold(fold(fold(first, by_vector, second), by_vector, third), by_vector, last))
     }
 
-    /// 64 bytes, times x^64, modulo the generator.
+    /// Returns 64 bytes, times x^64, modulo the generator.
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq")]
     #[inline]
     fn reduce(bytes: __m512i) -> u64 {
@@ -160,18 +167,20 @@ mod x86 {
             _mm_xor_si128(_mm512_extracti32x4_epi32::<0>(moved), _mm512_extracti32x4_epi32::<1>(moved)),
             _mm_xor_si128(_mm512_extracti32x4_epi32::<2>(moved), _mm512_extracti32x4_epi32::<3>(bytes)),
         );
-        // Times x^64, folded from 192 bits to 128: the lower half moves by 128, the higher by 64.
+        // Times x^64, folded from 192 bits to 128: the lower half moves by 128 bits, the higher
+        // half by 64.
         let by = _mm_cvtsi64_si128(BY_128);
         barrett(_mm_xor_si128(_mm_clmulepi64_si128::<0x00>(lanes, by), _mm_srli_si128::<8>(lanes)))
     }
 
-    /// 128 bits modulo the generator, by Barrett's method. Products are shifted by one, see [`factors`].
+    /// Returns 128 bits modulo the generator, by Barrett's method. Products are shifted by one bit:
+    /// see [`factors`].
     #[target_feature(enable = "avx512f,pclmulqdq")]
     #[inline]
     fn barrett(value: __m128i) -> u64 {
         let low = |v: __m128i| _mm_cvtsi128_si64(v).cast_unsigned();
         let high = |v: __m128i| _mm_cvtsi128_si64(_mm_unpackhi_epi64(v, v)).cast_unsigned();
-        // The quotient's powers 0 to 63: both factors have an x^64 that the constants leave out.
+        // Powers 0 to 63 of the quotient. Both factors have an x^64 that the constants leave out.
         let estimate = _mm_clmulepi64_si128::<0x00>(value, _mm_cvtsi64_si128(RECIPROCAL));
         let quotient = low(value) ^ low(estimate) << 1;
         let multiple = _mm_clmulepi64_si128::<0x00>(

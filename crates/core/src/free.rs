@@ -5,7 +5,7 @@ use crate::{Gpa, Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 use std::fmt::Debug;
 use vmferry_bitmap::Bitmap;
 
-/// The way in which a source of free pages answers.
+/// Way in which a source of free pages answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answers {
     /// At once. The source reads a record that the guest keeps up to date, while the guest runs or
@@ -15,7 +15,7 @@ pub enum Answers {
     ByGuest,
 }
 
-/// An answer, or a part of one, from [`FreePages::poll`].
+/// Answer, or part of an answer, from [`FreePages::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
     /// Number of the question, as given to [`FreePages::ask`].
@@ -24,7 +24,7 @@ pub struct Answer {
     pub complete: bool,
 }
 
-/// A source of free pages, such as a balloon device.
+/// Source of free pages, such as a balloon device.
 ///
 /// # Contract
 /// > For each page of an answer there was an instant at which the page was free: the guest writes
@@ -65,13 +65,13 @@ pub trait FreePages: Send + Debug {
     fn stop(&mut self);
 }
 
-/// The free pages of an answer. It takes only pages that the guest has.
+/// Free pages of an answer. Only pages that the guest has are in it.
 #[derive(Debug)]
 pub struct FreeReport {
     layout: Layout,
     pages: PageSet,
     outside: u64,
-    /// True if there may be something to clear.
+    /// True if pages were added since the last [`clear`](Self::clear).
     used: bool,
 }
 
@@ -199,8 +199,8 @@ mod tests {
         report.add(RegionId(5), PageRun::from(u64::MAX - 3..u64::MAX));
         assert_eq!((report.pages().count(), report.outside()), (10, 20));
         report.clear();
-        // From the middle of the first page of a hole's neighbour, through the hole, to the end of
-        // the last address.
+        // The range starts in the middle of page 98, spans the hole between the regions, and ends
+        // at the last address.
         report.add_range(Gpa((98 << 12) + 1), u64::MAX);
         let whole = (u64::MAX >> 12) - 99;
         assert_eq!((count(&report, 0), count(&report, 5), report.outside()), (1, 50, whole - 51));
@@ -218,7 +218,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_map_is_squeezed_and_unfolded(
+        fn map_bits_skip_the_holes_between_regions(
             low in 1u64..300,
             high in 1u64..300,
             words in prop::collection::vec(any::<u64>(), 12),

@@ -1,79 +1,81 @@
-//! Which regions a guest has.
+//! Memory layout of a guest: its regions.
 
 use crate::{Gpa, PAGE_SHIFT, PAGE_SIZE, PageRun, RegionId};
 
-/// Most regions a layout may have: KVM allows more slots, but no machine of ours needs them, and a peer's claim must
-/// have a bound.
+/// Maximum number of regions of a layout. KVM allows more slots, but no supported machine needs
+/// them, and the number that a peer claims must have a bound.
 pub const MAX_REGIONS: usize = 64;
-/// Most pages a layout may have in all: 64 TiB, the physical address space that KVM guests get.
+/// Maximum number of pages of all regions of a layout: 64 TiB, the physical address space of a KVM
+/// guest.
 pub const MAX_PAGES: u64 = 1 << (46 - 12);
 
-/// One region: memory that is contiguous for the guest and for its owner.
+/// Memory region: memory that is contiguous for the guest and in the process that maps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Region {
-    /// Its name in this migration.
+    /// Number of the region in this migration.
     pub id: RegionId,
-    /// Where the guest sees it.
+    /// Guest-physical address of the first byte.
     pub gpa: Gpa,
-    /// Its length in bytes, a multiple of 4 KiB, not 0.
+    /// Length in bytes: a multiple of 4 KiB, not 0.
     pub len: u64,
 }
 
 impl Region {
-    /// How many 4 KiB pages it has.
+    /// Returns the number of 4 KiB pages.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.len >> PAGE_SHIFT
     }
 
-    /// All its pages.
+    /// Returns the run of all pages of the region.
     #[must_use]
     pub fn run(&self) -> PageRun {
         PageRun::from(0..self.pages())
     }
 }
 
-/// What is wrong with a layout.
+/// Reason why regions do not form a layout.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutError {
-    /// No region, or more than [`MAX_REGIONS`].
+    /// There is no region, or there are more than [`MAX_REGIONS`].
     #[error("a guest has 1 to {MAX_REGIONS} memory regions, not {0}")]
     RegionCount(usize),
-    /// A region that is empty or not made of whole pages, or not at a page boundary.
+    /// A region is empty, is not made of whole pages, or does not start at a page boundary.
     #[error("{id} at {gpa} with {len} bytes is not made of whole 4 KiB pages")]
     NotPages {
-        /// Which.
+        /// Number of the region.
         id: RegionId,
-        /// Where the guest sees it.
+        /// Guest-physical address of the region.
         gpa: Gpa,
-        /// Its length in bytes.
+        /// Length of the region in bytes.
         len: u64,
     },
-    /// Two regions of one name.
-    #[error("{0} is there twice")]
+    /// Two regions have the same number.
+    #[error("{0} occurs twice")]
     Twice(RegionId),
-    /// Two regions overlap, or one ends beyond the address space.
+    /// Two regions overlap, or a region ends beyond the address space.
     #[error("{0} overlaps another region or the end of the address space")]
     Overlap(RegionId),
-    /// More pages than [`MAX_PAGES`].
+    /// The regions have more pages than [`MAX_PAGES`].
     #[error("the regions have {0} pages; at most {MAX_PAGES} can be moved")]
     TooLarge(u64),
 }
 
 /// All regions of a guest, in the order of their guest-physical addresses.
 ///
-/// Invariant: names are unique, regions do not overlap, each is whole pages, together at most [`MAX_PAGES`].
+/// Invariants: the numbers of the regions are unique, regions do not overlap, each region consists
+/// of whole pages, and together they have at most [`MAX_PAGES`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     regions: Vec<Region>,
 }
 
 impl Layout {
-    /// Checks and orders `regions`.
+    /// Checks `regions` and sorts them by guest-physical address.
     ///
     /// # Errors
-    /// [`LayoutError`] if they cannot be one guest's memory.
+    /// Returns [`LayoutError`] if the regions cannot be the memory of one guest.
     pub fn new(mut regions: Vec<Region>) -> Result<Self, LayoutError> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(LayoutError::RegionCount(regions.len()));
@@ -100,25 +102,25 @@ impl Layout {
         Ok(Self { regions })
     }
 
-    /// The regions, by guest-physical address.
+    /// Returns the regions in the order of their guest-physical addresses.
     #[must_use]
     pub fn regions(&self) -> &[Region] {
         &self.regions
     }
 
-    /// The region named `id`.
+    /// Returns the region with number `id`.
     #[must_use]
     pub fn region(&self, id: RegionId) -> Option<&Region> {
         self.regions.iter().find(|r| r.id == id)
     }
 
-    /// The place of region `id` in [`Layout::regions`].
+    /// Returns the index of region `id` in [`Layout::regions`].
     #[must_use]
     pub fn position(&self, id: RegionId) -> Option<usize> {
         self.regions.iter().position(|r| r.id == id)
     }
 
-    /// Pages of all regions together.
+    /// Returns the number of pages of all regions together.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.regions.iter().map(Region::pages).sum()
@@ -143,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_guest_is_refused() {
+    fn rejects_regions_that_are_no_layout() {
         let refused = |regions| Layout::new(regions).unwrap_err();
         assert_eq!(refused(vec![]), LayoutError::RegionCount(0));
         assert!(matches!(refused(vec![region(0, 0, 100)]), LayoutError::NotPages { .. }));

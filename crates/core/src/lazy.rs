@@ -5,7 +5,7 @@ use crate::{PageIndex, PageRun, PageSet, RegionId};
 use std::fmt::Debug;
 use std::time::Duration;
 
-/// An access to a missing page. The thread that made it sleeps until the page is placed.
+/// Access to a missing page. The thread that made the access sleeps until the page is placed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Fault {
     /// Region of the page.
@@ -23,11 +23,12 @@ pub struct Fault {
 pub struct Placed {
     /// Pages that were missing before the call.
     pub pages: u64,
-    /// Pages that were present before the call. They are unchanged.
+    /// Pages that were already present before the call. The call does not change them.
     pub there: u64,
 }
 
-/// Guest memory whose pages are placed while the guest runs. Postcopy and a lazy restore need it.
+/// Guest memory whose pages are placed while the guest runs. Postcopy and a lazy restore need this
+/// trait.
 ///
 /// A page is missing from [`begin`](Self::begin) until it is placed, which happens once. A thread
 /// that touches the page before that (a vCPU, a device, a system call, the VMM) sleeps in the
@@ -66,13 +67,15 @@ pub trait LazyMemory: Send + Sync + Debug {
     /// to a page that is not populated sleeps. The vCPUs do not run.
     ///
     /// # Errors
-    /// If the host does not allow it: what is missing, and how to permit it. Memory then makes no
-    /// faults, as before, but the content of pages of `missing` may be gone.
+    /// If the host does not allow demand paging. The text says what the host lacks, and how to
+    /// permit it. Memory then makes no faults, as before, but the content of pages of `missing` may
+    /// be gone.
     fn begin(&self, missing: &PageSet) -> Result<(), VmError>;
 
-    /// The guest runs: from now until [`end`](Self::end) its vCPUs wait for single pages. Called by
-    /// the thread that started the guest, at most once between `begin` and `end`, and perhaps after
-    /// `end`. An implementation may have the vCPUs scheduled accordingly. The default does nothing.
+    /// Tells the memory that the guest runs: from now until [`end`](Self::end) its vCPUs wait for
+    /// single pages. The thread that started the guest calls this, at most once between `begin` and
+    /// `end`, or late, after `end`. An implementation may give the vCPUs another scheduling policy.
+    /// The default does nothing.
     fn started(&self) {}
 
     /// Waits for the next fault of `stripe`. Returns `None` if there was none `within` that time,
@@ -97,7 +100,7 @@ pub trait LazyMemory: Send + Sync + Debug {
     /// pages before the refused page are then placed.
     fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError>;
 
-    /// Places zeros as the pages of `run`, like [`place`](Self::place).
+    /// Places zeros in the pages of `run`, like [`place`](Self::place).
     ///
     /// # Errors
     /// As for `place`.

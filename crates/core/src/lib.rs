@@ -78,9 +78,10 @@ pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerK
 pub use vm::{GuestMemory, Migratable, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
 
-/// Shift of the page that everything here counts in: 4 KiB, the smallest page of x86-64 and of its dirty logs.
+/// Binary logarithm of the page size. All page numbers count pages of 4 KiB, the smallest page of
+/// x86-64 and of its dirty logs.
 pub const PAGE_SHIFT: u8 = 12;
-/// Bytes in a page.
+/// Page size in bytes.
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;
-/// Bytes in a page, as an array length.
+/// Page size in bytes, as an array length.
 pub const PAGE_BYTES: usize = 1 << PAGE_SHIFT;

@@ -1,31 +1,36 @@
-//! What both sides must agree on, and the state that is moved: as it goes over the wire.
+//! Description of a machine, which source and target compare, and sections of device state. Both
+//! have a wire format.
 
 use crate::bounded;
 use crate::{Layout, MAX_REGIONS, Region};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What a machine is like as far as its guest can tell, so that two sides can find out whether they agree.
+/// Description of a machine as its guest sees it. Source and target compare their descriptions.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// The kind of machine, for example `kvm` or `process`. From a peer: at most [`MAX_NAME_BYTES`](bounded::MAX_NAME_BYTES), as each text here.
+    /// Kind of machine, for example `kvm` or `process`. In a message from a peer, each text of this
+    /// type has at most [`MAX_NAME_BYTES`](bounded::MAX_NAME_BYTES).
     #[serde(deserialize_with = "bounded::name")]
     pub kind: String,
     /// Number of vCPUs.
     pub vcpus: u32,
-    /// The memory regions.
+    /// Memory regions.
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_REGIONS>")]
     pub regions: Vec<Region>,
-    /// Anything else that must be equal, as name and value, in a fixed order; at most [`MAX_PROPERTIES`](bounded::MAX_PROPERTIES).
+    /// Further properties that must be equal, as name and value, in a fixed order. At most
+    /// [`MAX_PROPERTIES`](bounded::MAX_PROPERTIES).
     #[serde(deserialize_with = "bounded::properties")]
     pub extra: Vec<(String, String)>,
-    /// What a guest may use of the processor, by name, sorted: of a guest that runs what it was shown, of a machine that waits for one what
-    /// it can offer. It may be more there, and nothing may be missing. At most [`MAX_FEATURES`](bounded::MAX_FEATURES).
+    /// Names of processor features, sorted. For a VM with a guest, they are the features that the
+    /// guest was shown. For a target that waits for a guest, they are the features that it can
+    /// offer: all features of the guest, and perhaps more. At most
+    /// [`MAX_FEATURES`](bounded::MAX_FEATURES).
     #[serde(deserialize_with = "bounded::features")]
     pub features: Vec<String>,
 }
 
-/// Most names in a sentence.
+/// Maximum number of missing features that a message names.
 const MAX_NAMES: usize = 12;
 
 impl MachineConfig {
@@ -36,8 +41,8 @@ impl MachineConfig {
         Self { kind: kind.into(), vcpus, regions, extra: Vec::new(), features: Vec::new() }
     }
 
-    /// Compares this machine, the target, with `guest`, the machine of a guest that is to run on it. Returns the first difference
-    /// as a sentence. Returns `None` if the target can take the guest.
+    /// Compares this machine, the target, with `guest`, the machine of a guest that is to run on
+    /// it. Returns a text about the first difference, or `None` if the target can take the guest.
     #[must_use]
     pub fn difference(&self, guest: &Self) -> Option<String> {
         let differ = |what: &str, guest: &dyn fmt::Display, target: &dyn fmt::Display| {
@@ -70,6 +75,8 @@ impl MachineConfig {
         self.lacks(&guest.features)
     }
 
+    /// Returns a text that names the `features` that this machine does not offer, or `None` if it
+    /// offers all of them.
     fn lacks(&self, features: &[String]) -> Option<String> {
         let lacks = |name: &&String| self.features.binary_search(name).is_err();
         let mut missing: Vec<&str> =
@@ -87,19 +94,20 @@ impl MachineConfig {
     }
 }
 
-/// A piece of saved state: a device, a vCPU, a clock.
+/// Saved state of one device, vCPU or clock.
 ///
-/// The name, instance and version say how to read the payload; the payload is never a runtime type dumped raw.
+/// The name, instance and version determine the format of the payload. The payload has a defined
+/// format: it is never the raw memory of a runtime type.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Section {
-    /// What it is the state of, for example `vcpu`.
+    /// Kind of object whose state the section holds, for example `vcpu`.
     #[serde(deserialize_with = "bounded::name")]
     pub name: String,
-    /// Which one of its kind, for example the vCPU's number.
+    /// Number of the object among those of its kind, for example the number of the vCPU.
     pub instance: u32,
-    /// Version of the payload's format.
+    /// Version of the format of the payload.
     pub version: u32,
-    /// The state.
+    /// Encoded state.
     pub payload: Vec<u8>,
 }
 
@@ -113,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_may_offer_more_than_a_guest_was_shown_and_not_less() {
+    fn target_may_offer_more_features_than_the_guest_has_but_not_fewer() {
         let (old, new) = (machine(&["avx", "sse2"]), machine(&["avx", "avx2", "sse2", "vaes"]));
         assert_eq!(new.difference(&old), None);
         assert_eq!(

@@ -1,10 +1,10 @@
 //! Device state as streams of bytes.
 //!
-//! A [`Section`](crate::Section) is read and loaded as a whole while the guest is paused. A stream is
-//! for a device whose state is larger than a section may be, or whose state can be read while the
-//! guest runs, such as a passed-through device. Its bytes go to the target in pieces, some during the
-//! passes over memory and the rest while the guest is paused. Neither side keeps more than a few
-//! pieces in memory.
+//! A [`Section`](crate::Section) is read and loaded as a whole while the guest is paused. A stream
+//! is for a device whose state is larger than a section may be, or whose state can be read while
+//! the guest runs, such as a passed-through device. The bytes of a stream go to the target in
+//! pieces: some during the passes over memory, and the rest while the guest is paused. Source and
+//! target each keep no more than a few pieces in memory.
 
 use crate::{VmError, bounded};
 use serde::{Deserialize, Serialize};
@@ -27,17 +27,17 @@ impl std::fmt::Display for StreamName {
     }
 }
 
-/// The source's end of a stream. The engine calls it on the thread that called the engine, and drops it
-/// at the end of the migration.
+/// Source's end of a stream. The thread that called the engine makes the calls. The engine drops
+/// the reader at the end of the migration.
 pub trait StateReader {
     /// Returns the name. It does not change.
     fn name(&self) -> StreamName;
 
     /// Returns the number of bytes that [`read`](Self::read) would still return if the guest were
-    /// paused now. The engine predicts the downtime with it.
+    /// paused now. The engine uses the number to predict the downtime.
     ///
     /// # Errors
-    /// If the device does not answer. The migration fails, and the guest stays.
+    /// If the device does not answer. The migration fails, and the guest stays on the source.
     fn left(&mut self) -> Result<u64, VmError>;
 
     /// Reads the next bytes into `buffer`, and returns their number. The call must not write guest
@@ -49,11 +49,11 @@ pub trait StateReader {
     /// the guest runs returns 0 until the guest is paused.
     ///
     /// # Errors
-    /// If the state cannot be read. The migration fails, and the guest stays.
+    /// If the state cannot be read. The migration fails, and the guest stays on the source.
     fn read(&mut self, buffer: &mut [u8]) -> Result<usize, VmError>;
 }
 
-/// The target's end of a stream. The engine calls it on the thread that called the engine.
+/// Target's end of a stream. The thread that called the engine makes the calls.
 pub trait StateWriter {
     /// Takes the next bytes. The guest may still run on the source.
     ///

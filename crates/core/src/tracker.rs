@@ -1,4 +1,4 @@
-//! Dirty tracking: which pages the guest wrote.
+//! Dirty tracking: finds the pages that the guest wrote.
 
 use crate::{PageRun, PageSet, RegionId, VmError};
 use serde::Serialize;
@@ -6,7 +6,7 @@ use std::fmt;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 
-/// A way to find the pages that the guest writes.
+/// Method of finding the pages that the guest writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TrackerKind {
@@ -16,7 +16,7 @@ pub enum TrackerKind {
     Ring,
     /// Write protection by userfaultfd, read by `PAGEMAP_SCAN`.
     Wp,
-    /// A tracker of the embedder's own.
+    /// A tracker that the embedder provides.
     Custom,
 }
 
@@ -31,11 +31,12 @@ impl fmt::Display for TrackerKind {
     }
 }
 
-/// Finds the pages that were written by the guest, by the VMM, or by the kernel for either of them.
+/// Tracker of the pages that were written by the guest, by the VMM, or by the kernel for either of
+/// them.
 ///
 /// # Contract
 /// The following holds for every page `p` between [`start`](Self::start) and [`stop`](Self::stop).
-/// It is what keeps pages from being lost.
+/// Without this rule, pages are lost.
 ///
 /// > After [`Protect::protect`] has returned for `p`, every later write to `p` is reported by a
 /// > later harvest.
@@ -91,8 +92,8 @@ pub trait DirtyTracker: Send {
     fn stop(&mut self) -> Result<(), VmError>;
 }
 
-/// Protects pages right before they are read: see [`DirtyTracker`]. All bulk channels' threads call
-/// it at the same time, and so does the thread that runs the migration.
+/// Protects pages right before they are read: see [`DirtyTracker`]. The threads of all bulk
+/// channels and the thread that runs the migration call it at the same time.
 pub trait Protect: Send + Sync {
     /// Returns the size of a chunk, in pages: a power of two that does not change. No run that the
     /// engine gives to [`protect`](Self::protect) crosses a multiple of this number.
@@ -111,8 +112,8 @@ pub trait Protect: Send + Sync {
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
 }
 
-/// The [`Protect`] of a tracker that needs none: its harvest protects pages again, or takes marks
-/// that later writes set anew.
+/// [`Protect`] of a tracker that needs no protection before the read: its harvest protects pages
+/// again, or takes marks that later writes set again.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NothingToProtect;
 
@@ -131,24 +132,24 @@ pub struct RingFigures {
     pub policy: String,
     /// Number of times that a vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// Time that vCPUs stood still because of full rings, all vCPUs together, in microseconds.
+    /// Time that vCPUs did not run because of full rings, summed over all vCPUs, in microseconds.
     pub full_stall_us: u64,
     /// Harvests of a ring, by the reaper or by the vCPU itself.
     pub harvests: u64,
-    /// CPU time of the reaper, in ms.
+    /// CPU time of the reaper, in milliseconds.
     pub reaper_cpu_ms: f64,
-    /// The share of each vCPU.
+    /// Figures of each vCPU.
     pub vcpus: Vec<VcpuRing>,
 }
 
-/// One vCPU's share of [`RingFigures`].
+/// Share of one vCPU in [`RingFigures`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct VcpuRing {
     /// Number of times that the vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// Time that the vCPU stood still because of its full ring, in microseconds.
+    /// Time that the vCPU did not run because its ring was full, in microseconds.
     pub full_stall_us: u64,
-    /// The longest of these stalls, in microseconds.
+    /// Longest of these stalls, in microseconds.
     pub full_stall_max_us: u64,
     /// Harvests of the vCPU's ring.
     pub harvests: u64,

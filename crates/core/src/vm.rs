@@ -2,10 +2,10 @@
 //!
 //! | trait | called by | purpose |
 //! |---|---|---|
-//! | [`Migratable`] | both sides | the machine's description and memory |
-//! | [`GuestMemory`] | both sides, many threads | the guest's pages |
+//! | [`Migratable`] | source, target | the machine's description and memory |
+//! | [`GuestMemory`] | source, target, many threads | the guest's pages |
 //! | [`DirtyTracker`](crate::DirtyTracker), [`Protect`](crate::Protect) | the source | finding the pages that were written after they were read |
-//! | [`SourceVm`] | the source | pause, settle, save, resume |
+//! | [`SourceVm`] | the source | pause, quiesce, save, resume |
 //! | [`FreePages`] | the source | finding the pages that the guest does not use |
 //! | [`TargetVm`] | the target | load, start |
 //! | [`LazyMemory`] | the target, many threads | placing pages while the guest runs |
@@ -28,9 +28,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 
-/// An error of a VMM's implementation, with a message of its own.
+/// Error of a VMM's implementation of these traits, with a message of its own.
 ///
-/// Displays the wrapped error and its causes: the engine passes the text on, to the log and to the other side.
+/// The display text contains the wrapped error and its causes. The engine passes this text to the
+/// log and to the peer.
 #[derive(Debug)]
 pub struct VmError {
     source: Box<dyn std::error::Error + Send + Sync>,
@@ -68,7 +69,7 @@ impl fmt::Display for VmError {
         let mut cause = self.source.source();
         while let Some(error) = cause {
             let said = error.to_string();
-            // Many errors have their cause in their own text.
+            // The text of many errors already contains the text of their cause.
             if !text.contains(&said) {
                 text.push_str(": ");
                 text.push_str(&said);
@@ -79,7 +80,7 @@ impl fmt::Display for VmError {
     }
 }
 
-/// Without a source: the text has the causes.
+/// The error has no source, because its text already contains the causes.
 impl std::error::Error for VmError {}
 
 impl From<std::io::Error> for VmError {
@@ -88,7 +89,7 @@ impl From<std::io::Error> for VmError {
     }
 }
 
-/// The pages of a guest. Shared by every thread of the engine.
+/// Pages of a guest. All threads of the engine share them.
 pub trait GuestMemory: Send + Sync {
     /// Returns the memory regions. They do not change during a migration.
     fn layout(&self) -> &Layout;
@@ -117,17 +118,18 @@ pub trait GuestMemory: Send + Sync {
     }
 }
 
-/// Source of the engine's knowledge about the cost of stopping a guest.
+/// Method by which the engine learns the time that stopping a guest takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PauseCosts {
-    /// By a trial pause: the engine pauses the guest for an instant.
+    /// The engine measures the time in a trial pause: it pauses the guest briefly.
     #[default]
     Measured,
-    /// By what the VMM says. The guest is paused for the switchover only. Use this for a VM whose pause
-    /// has effects outside the VM, such as one with passed-through or vhost-user devices.
+    /// The VMM declares the time. The guest is paused for the switchover only. Use this variant for
+    /// a VM whose pause has effects outside the VM, such as one with passed-through or vhost-user
+    /// devices.
     ///
-    /// The engine trusts these values when it predicts the downtime. Zeros let it stop the guest as
-    /// soon as the pages fit the limit.
+    /// The engine trusts these values when it predicts the downtime. If they are zero, the engine
+    /// stops the guest as soon as the transfer of the remaining pages fits the limit.
     Declared {
         /// Time that [`SourceVm::pause`] and [`SourceVm::save`] take together.
         stop: Duration,
@@ -141,8 +143,8 @@ pub enum PauseCosts {
 
 /// State of a guest's vCPUs, as its operator wants it.
 ///
-/// A guest that its operator has paused is moved like any other and stays paused on the target, until
-/// the operator resumes it there.
+/// A guest that its operator has paused is moved like any other guest. It stays paused on the
+/// target until the operator resumes it there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum RunState {
     /// The vCPUs run, except while the engine has paused them.
@@ -152,21 +154,21 @@ pub enum RunState {
     Paused,
 }
 
-/// What both sides of a migration ask of a VM. The same type is usually a [`TargetVm`] first and a
-/// [`SourceVm`] later.
+/// Parts of a VM that source and target both need. The same type is usually a [`TargetVm`] first
+/// and a [`SourceVm`] later.
 pub trait Migratable {
     /// Returns the description of this machine. The target's must equal the source's, except for
     /// [`features`](MachineConfig::features): a target that waits for a guest names all features that
     /// it can offer, and a VM with a guest names those that the guest was shown.
     fn config(&self) -> MachineConfig;
 
-    /// Returns the guest's memory. Each call returns a clone of one `Arc`, from the time before the VM
-    /// received its guest to the time after: the engine recognizes by this `Arc` a memory whose pages
+    /// Returns the guest's memory. Each call returns a clone of the same `Arc`, from before the VM
+    /// received its guest until after. The engine uses this `Arc` to recognise a memory whose pages
     /// still arrive.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 }
 
-/// A VM that can be moved to a target.
+/// VM that can be moved to a target.
 ///
 /// The engine may stop the guest more than once:
 ///
@@ -174,17 +176,17 @@ pub trait Migratable {
 ///   `resume`, and drops the saved state. A VM that must not be paused for a measurement declares
 ///   its costs instead: see [`SourceVm::pause_costs`].
 /// - A guest whose I/O is busy is resumed, and stopped again later.
-/// - A migration that fails before the commit ends with `resume`. So does a migration whose guest
-///   is given back later by the target or by the arbiter.
+/// - A migration that fails before the commit ends with `resume`. The engine also calls `resume` if
+///   the target or the arbiter gives the guest back later.
 ///
 /// During a call the engine keeps the link alive for three times the `peer_timeout` of its
 /// settings. After that, the target gives up.
 pub trait SourceVm: Migratable {
-    /// Returns what the target's VMM has to know to create the VM, besides [`config`](Migratable::config): a
-    /// format of the VMM's own, of at most 1 MiB. The target reads it before it has a VM. The default
-    /// returns nothing.
+    /// Returns the information that the target's VMM needs to create the VM, besides
+    /// [`config`](Migratable::config). The format is the VMM's own, and the length is at most 1
+    /// MiB. The target reads it before it has a VM. The default returns nothing.
     ///
-    /// A target of an older version does not get it.
+    /// A target of an older version does not get this information.
     fn description(&self) -> Vec<u8> {
         Vec::new()
     }
@@ -192,7 +194,8 @@ pub trait SourceVm: Migratable {
     /// Returns a tracker for all of the guest's memory. It is not started.
     ///
     /// # Errors
-    /// If there is no tracker of this `kind`: the kind, the reason, and the kinds that there are.
+    /// If there is no tracker of this `kind`. The text names the kind, the reason, and the
+    /// available kinds.
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
 
     /// Returns the source of free pages for one migration. The default returns `None`: there is no
@@ -201,7 +204,7 @@ pub trait SourceVm: Migratable {
         None
     }
 
-    /// Throttles the vCPUs, so that the guest dirties fewer pages. Each vCPU stands still for its
+    /// Throttles the vCPUs, so that the guest dirties fewer pages. Each vCPU does not run for its
     /// share of the time, 0 to 1, in slices of at most 10 ms. The last share counts for all further
     /// vCPUs. A single share of 0 ends throttling.
     ///
@@ -209,10 +212,10 @@ pub trait SourceVm: Migratable {
     /// If this VM cannot be throttled. The migration continues without it.
     fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
         let _ = shares;
-        Err(VmError::new("this VM cannot be slowed"))
+        Err(VmError::new("this VM cannot be throttled"))
     }
 
-    /// Returns for each vCPU the time that it stood still because of [`throttle`](Self::throttle).
+    /// Returns for each vCPU the time that it did not run because of [`throttle`](Self::throttle).
     fn throttled(&self) -> Vec<Duration> {
         Vec::new()
     }
@@ -245,8 +248,8 @@ pub trait SourceVm: Migratable {
     /// The engine calls this between `pause` and `save`. Requests that complete may write guest
     /// memory.
     ///
-    /// `within` is the longest time that the guest may stand still for this. A request that takes
-    /// longer continues, and the call does not wait for it. [`Duration::MAX`] means that the
+    /// `within` is the longest time that the guest may be paused for this call. A request that
+    /// takes longer continues, and the call does not wait for it. [`Duration::MAX`] means that the
     /// operator set no limit: wait as long as the VMM considers reasonable.
     ///
     /// # Errors
@@ -287,11 +290,11 @@ pub trait SourceVm: Migratable {
     /// disks. The target takes them in [`TargetVm::start`]. The guest is paused.
     ///
     /// The engine calls this right before the commit. Until then the source must be able to resume
-    /// the guest. After the commit the locks may be the target's. If the guest stays here,
-    /// [`resume`](Self::resume) takes the locks again before a vCPU runs.
+    /// the guest. After the commit the locks may belong to the target. If the guest stays on the
+    /// source, [`resume`](Self::resume) takes the locks again before a vCPU runs.
     ///
-    /// There is no default: a VM with disks that forgets its locks corrupts them. A VM that holds
-    /// nothing returns `Ok(())`.
+    /// There is no default: if a VM with disks does not release and take its locks, two hosts may
+    /// write the same disk. A VM that holds nothing returns `Ok(())`.
     ///
     /// # Errors
     /// If something may still be held. The engine then calls `resume`.
@@ -306,7 +309,7 @@ pub trait SourceVm: Migratable {
     fn resume(&mut self) -> Result<(), VmError>;
 }
 
-/// An empty VM that receives a guest.
+/// Empty VM that receives a guest.
 ///
 /// Its memory reads as zeros, because the source does not send pages that the guest never touched.
 /// Its vCPUs have not run.
@@ -322,7 +325,8 @@ pub trait TargetVm: Migratable {
     /// clone for as long as the guest lives: see [`LazyMemory`](crate::LazyMemory#dropping).
     ///
     /// # Errors
-    /// If this VM or this host has no demand paging: what is missing, and how to permit it.
+    /// If this VM or this host has no demand paging. The text says what is missing, and how to
+    /// permit it.
     fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
         Err(VmError::new("this VM cannot take pages while its guest runs; move it by precopy"))
     }
@@ -338,13 +342,14 @@ pub trait TargetVm: Migratable {
         None
     }
 
-    /// Returns the end of the source's stream `name`. The engine calls this while the guest still runs
-    /// on the source, unless the migration is a postcopy without passes. The default takes no stream.
+    /// Returns the target's end of the source's stream `name`. The engine calls this while the
+    /// guest still runs on the source, unless the migration is a postcopy without passes. The
+    /// default accepts no stream.
     ///
     /// # Errors
     /// If there is no such device, or the version is unknown. The guest stays on the source.
     fn stream(&mut self, name: &StreamName) -> Result<Box<dyn StateWriter>, VmError> {
-        Err(VmError::new(format!("this VM takes no device state as a stream, and {name} came")))
+        Err(VmError::new(format!("this VM takes no device state as a stream: stream {name} is unexpected")))
     }
 
     /// Returns true if [`prepare`](Self::prepare) is to be called. The default returns false. The engine
@@ -427,7 +432,7 @@ mod tests {
         let denied = || io::Error::new(io::ErrorKind::PermissionDenied, "not for you");
         let error = VmError::new(Failed { what: "KVM_GET_PIT2", source: denied() });
         assert_eq!(error.to_string(), "KVM_GET_PIT2 failed: not for you");
-        // Wrapped again, and with a cause that its text has already.
+        // The error is wrapped again, and its cause is already in its text.
         assert_eq!(VmError::new(error).to_string(), "KVM_GET_PIT2 failed: not for you");
         assert_eq!(VmError::from(denied()).to_string(), "not for you");
     }

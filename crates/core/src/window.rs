@@ -1,28 +1,31 @@
-//! A view of live guest bytes.
+//! View of the live bytes of guest memory.
 
 use crate::{PAGE_BYTES, PageDigest};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 
-/// A view of mapped guest memory, whole pages long, that the guest may change under us at any time.
+/// View of mapped guest memory that the guest may change at any time. Its length is a multiple of
+/// the page size.
 ///
-/// No `&[u8]` is ever made of it: a reference to bytes that somebody else writes is undefined behaviour. What looks at
-/// the content works on a copy, and what moves it (`writev`, `readv`) takes the address.
+/// No `&[u8]` of these bytes is ever made, because a reference to bytes that another thread or the
+/// guest writes is undefined behaviour. Code that examines the content works on a copy, and code
+/// that transfers the content (`writev`, `readv`) uses the address.
 #[derive(Debug, Clone, Copy)]
 pub struct Window<'a> {
     start: NonNull<u8>,
     len: usize,
-    // The mapping outlives the window; its bytes are shared with the guest.
+    // The mapping outlives the window, and its bytes are shared with the guest.
     mapping: PhantomData<&'a std::cell::UnsafeCell<u8>>,
 }
 
-// SAFETY: an address and a length. The bytes are mapped for 'a wherever the window goes (the promise of `new`), no reference to
-// them is made, and every access allows for other writers.
+// SAFETY: a window is an address and a length. The bytes are mapped for `'a` on every thread that
+// gets the window (the promise of `new`), no reference to the bytes is made, and every access
+// allows for other writers.
 unsafe impl Send for Window<'_> {}
 
 impl<'a> Window<'a> {
-    /// A window on the `len` bytes at `start`.
+    /// Returns a window on the `len` bytes at `start`.
     ///
     /// # Safety
     /// For all of `'a`, `start..start + len` is mapped readable and writable in this process, and nothing in this
@@ -40,34 +43,34 @@ impl<'a> Window<'a> {
         Self { start, len, mapping: PhantomData }
     }
 
-    /// The first byte's address, for system calls.
+    /// Returns the address of the first byte, for system calls.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 
-    /// Its length in bytes, a multiple of 4 KiB.
+    /// Returns the length in bytes, a multiple of 4 KiB.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds no page.
+    /// Returns true if the window has no page.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// How many pages it holds.
+    /// Returns the number of pages.
     #[must_use]
     pub fn pages(&self) -> usize {
         self.len / PAGE_BYTES
     }
 
-    /// The pages `first..first + count` of this window.
+    /// Returns the pages `first..first + count` of this window.
     ///
     /// # Panics
-    /// If they are not all in it.
+    /// If the window does not have all these pages.
     #[must_use]
     pub fn slice(&self, first: usize, count: usize) -> Window<'a> {
         assert!(
@@ -75,45 +78,49 @@ impl<'a> Window<'a> {
             "pages {first}+{count} of {}",
             self.pages()
         );
-        // SAFETY: the sum stays within the mapping that `new`'s caller vouched for (asserted above).
+        // SAFETY: the sum stays within the mapping that the caller of `new` guaranteed (asserted
+        // above).
         let start = unsafe { self.start.add(first * PAGE_BYTES) };
         Window { start, len: count * PAGE_BYTES, mapping: PhantomData }
     }
 
-    /// Copies page `page` to `to` and says whether it was all zero; both from the same read of the memory, so that what
-    /// is said of the copy is true of the copy whatever the guest does meanwhile.
+    /// Copies page `page` to `to`, and returns true if the page was all zero. The result describes
+    /// the copy, whatever the guest writes meanwhile, because the memory is read only once.
     ///
     /// # Panics
     /// If there is no such page.
     pub fn copy_page(&self, page: usize, to: &mut [u8; PAGE_BYTES]) -> bool {
         let from = self.slice(page, 1).as_ptr();
-        // SAFETY: `from` points at PAGE_BYTES mapped bytes (slice checked it) and `to` is our own; guest memory and our
-        // buffer do not overlap. A concurrent guest write can tear the copy, which every caller allows for.
+        // SAFETY: `from` points at PAGE_BYTES mapped bytes (`slice` checked the index), and `to` is
+        // a buffer of this process. Guest memory and the buffer do not overlap. A concurrent guest
+        // write can tear the copy, which every caller allows for.
         unsafe { std::ptr::copy_nonoverlapping(from, to.as_mut_ptr(), PAGE_BYTES) };
         is_zero(to)
     }
 
-    /// Copies `from` over page `page`.
+    /// Copies `from` to page `page`.
     ///
     /// # Panics
     /// If there is no such page.
     pub fn write_page(&self, page: usize, from: &[u8; PAGE_BYTES]) {
         let to = self.slice(page, 1).as_ptr();
-        // SAFETY: as in `copy_page`, the other way round.
+        // SAFETY: as in `copy_page`, with source and destination exchanged.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to, PAGE_BYTES) };
     }
 
-    /// Writes zeros over all of it.
+    /// Writes zeros to all pages of the window.
     pub fn zero(&self) {
         // SAFETY: the mapping is writable for `len` bytes (promise of `new`).
         unsafe { std::ptr::write_bytes(self.as_ptr(), 0, self.len) };
     }
 
-    /// The digest of page `page`; `None` for a page of zeros. `scratch` is for a copy, where one is needed.
+    /// Returns the digest of page `page`, or `None` for a page of zeros. `scratch` holds a copy of
+    /// the page if one is needed.
     ///
-    /// The guest may write meanwhile. `None` is true of a copy of the page, so it was all zero at one moment of each of
-    /// its bytes. A digest may be that of a page that turned into zeros, or of a torn one; nobody holds such a page, so
-    /// whoever compares finds a difference, and the page was written after this read, so it comes again (hazards.md 10).
+    /// The guest may write meanwhile. `None` describes a copy of the page: each byte was zero at
+    /// the time of its read. A digest may belong to a page that turned into zeros, or to a torn
+    /// page. Neither the source nor the target has such a page, so a comparison finds a difference.
+    /// The page was written after this read, so the source sends it again (hazards.md 10).
     ///
     /// # Panics
     /// If there is no such page.
@@ -121,14 +128,15 @@ impl<'a> Window<'a> {
     pub fn digest(&self, page: usize, scratch: &mut [u8; PAGE_BYTES]) -> Option<PageDigest> {
         let from = self.slice(page, 1).as_ptr();
         let probe = |at: usize| {
-            // SAFETY: `at` is a multiple of eight inside the page, which is mapped and page-aligned. Relaxed atomic
-            // loads may race with the guest.
+            // SAFETY: `at` is a multiple of eight inside the page, which is mapped and
+            // page-aligned. Relaxed atomic loads may race with writes of the guest.
             unsafe { std::sync::atomic::AtomicU64::from_ptr(from.add(at).cast()) }.load(Ordering::Relaxed)
         };
         if PROBES.into_iter().any(|at| probe(at) != 0) {
-            // Of the last page there is no next one: its own lines are asked for again, which costs nothing.
+            // The last page has no next page. Its own lines are prefetched again instead, which
+            // costs nothing.
             let next = if page + 1 < self.pages() { from.wrapping_add(PAGE_BYTES) } else { from };
-            // SAFETY: the page is mapped (`new`'s promise; slice checked the index).
+            // SAFETY: the page is mapped (the promise of `new`), and `slice` checked the index.
             if let Some(digest) = unsafe { PageDigest::of_live(from, next) } {
                 return Some(digest);
             }
@@ -137,16 +145,18 @@ impl<'a> Window<'a> {
     }
 }
 
-/// Scattered words where nearly every page that is not zero shows it, as offsets in bytes.
+/// Offsets in bytes of a few words that are rarely all zero in a page that is not zero.
 const PROBES: [usize; 3] = [0, PAGE_BYTES / 2, PAGE_BYTES - 8];
 
-/// Whether `page` is all zero. Looks at a few scattered words first: nearly every page that is not zero shows it there.
+/// Returns true if `page` is all zero. Checks the words of [`PROBES`] first, because they show
+/// nearly every page that is not zero.
 fn is_zero(page: &[u8; PAGE_BYTES]) -> bool {
     let word = |at: usize| u64::from_ne_bytes(page[at..at + 8].try_into().expect("eight bytes"));
     if PROBES.into_iter().any(|at| word(at) != 0) {
         return false;
     }
-    // Blocks of 256 bytes are folded without a branch, so that the compiler uses the widest registers there are.
+    // Blocks of 256 bytes are combined without a branch, so that the compiler uses the widest
+    // registers of the CPU.
     page.chunks_exact(256).all(|block| block.iter().fold(0, |or, byte| or | byte) == 0)
 }
 
@@ -165,7 +175,7 @@ mod tests {
         test(unsafe { Window::new(memory.0, pages * PAGE_BYTES) });
     }
 
-    /// Given back also when a test panics, as one must.
+    /// Allocation that is freed also when a test panics.
     struct Memory(NonNull<u8>, Layout);
 
     impl Drop for Memory {

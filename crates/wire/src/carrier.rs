@@ -1,25 +1,27 @@
-//! Pieces of several channels on one connection, which its two sides agree on by [`CARRIER`] in the
-//! first hello.
+//! Pieces of several channels on one connection. Source and target agree on such a connection by
+//! [`CARRIER`] in the first hello.
 //!
 //! A channel on such a connection is a lane. The source opens lanes, numbered from 0. Each
-//! direction of a lane is a byte stream of its own. Its sender may end it, and its receiver may
-//! stop it. A sender has room for [`LANE_ROOM`] bytes at first, and for as many more as the
-//! receiver says afterwards. So a lane that is not read delays no other lane.
+//! direction of a lane is a byte stream of its own. The sender of a direction may end it, and the
+//! receiver may stop it. A sender may send [`LANE_ROOM`] bytes at first, and then as many more as
+//! the receiver grants. A lane that is not read therefore delays no other lane.
 
 use crate::{Fields, WireError, crc};
 
-/// Feature bit of a hello whose connection carries lanes from then on. The peer must understand it.
+/// Feature bit of a hello: the connection carries lanes after the hello. The peer must understand
+/// this bit.
 pub const CARRIER: u64 = 1 << 32;
-/// Bytes of a [`Piece`], without the bytes of [`PieceKind::Bytes`], which follow it.
+/// Length of the header of a [`Piece`] in bytes. The bytes of [`PieceKind::Bytes`] follow the
+/// header.
 pub const PIECE_HEADER_BYTES: usize = 24;
-/// Most bytes that follow a piece.
+/// Maximum number of bytes that follow a piece.
 pub const MAX_PIECE_BYTES: usize = 64 << 10;
-/// Bytes that may be sent on a new lane before the receiver gives more room.
+/// Number of bytes that may be sent on a new lane before the receiver grants more.
 pub const LANE_ROOM: usize = 64 << 10;
-/// Most bytes that there may be room for on a lane.
+/// Maximum number of granted bytes of a lane.
 pub const MAX_LANE_ROOM: usize = 16 << 20;
-/// Most lanes that may be open at once: a control channel, 64 bulk channels, 64 urgent channels,
-/// and a probe channel.
+/// Maximum number of lanes that may be open at the same time: a control channel, 64 bulk channels,
+/// 64 urgent channels, and a probe channel.
 pub const MAX_LANES: usize = 130;
 
 const MAGIC: [u8; 4] = *b"VMFl";
@@ -27,24 +29,24 @@ const MAGIC: [u8; 4] = *b"VMFl";
 /// Header of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
-    /// The lane that it belongs to.
+    /// Lane of the piece.
     pub lane: u16,
-    /// What it says.
+    /// Content of the piece.
     pub kind: PieceKind,
 }
 
-/// What a piece says about its lane.
+/// Content of a piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PieceKind {
-    /// The source opens the lane: the one after the last that it opened.
+    /// The source opens the lane. Its number is one more than that of the lane opened before.
     Open,
-    /// So many bytes of the lane follow, 1 to [`MAX_PIECE_BYTES`].
+    /// The given number of bytes of the lane follow, 1 to [`MAX_PIECE_BYTES`].
     Bytes(usize),
     /// The sender of this piece sends no more bytes on the lane.
     End,
-    /// The sender of this piece takes no more bytes of the lane.
+    /// The sender of this piece accepts no more bytes of the lane.
     Stop,
-    /// The sender of this piece takes so many bytes more, 1 to [`MAX_LANE_ROOM`].
+    /// The sender of this piece grants the given number of further bytes, 1 to [`MAX_LANE_ROOM`].
     Room(usize),
 }
 
@@ -73,10 +75,10 @@ impl Piece {
         bytes
     }
 
-    /// Reads a header. Whether the lane is open is for the reader to check.
+    /// Reads a header. The caller must check that the lane is open.
     ///
     /// # Errors
-    /// [`WireError`] if these bytes are no header of a piece.
+    /// [`WireError`] if these bytes are not the header of a piece.
     pub fn decode(bytes: &[u8; PIECE_HEADER_BYTES]) -> Result<Self, WireError> {
         let (body, sum) = bytes.split_at(PIECE_HEADER_BYTES - 8);
         if body[..4] != MAGIC || sum != crc(body).to_le_bytes() {
@@ -122,7 +124,7 @@ mod tests {
     ];
 
     #[test]
-    fn pieces_survive_the_wire_and_impossible_ones_are_refused() {
+    fn pieces_decode_as_encoded_and_invalid_lengths_are_rejected() {
         for kind in KINDS {
             let piece = Piece { lane: 0xabcd, kind };
             assert_eq!(Piece::decode(&piece.encode()), Ok(piece));

@@ -1,193 +1,203 @@
-//! The messages of the control channel.
+//! Messages of the control channel.
 
 use crate::{Fields, Refusal, Token, WireError, crc};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use vmferry_core::{MachineConfig, RegionId, Section, StreamName, bounded};
 
-/// Bytes before each control message.
+/// Length of the header of a control message in bytes.
 pub const CONTROL_HEADER_BYTES: usize = 16;
-/// Most bytes of one control message's body.
+/// Maximum length of the body of one control message in bytes.
 pub const MAX_CONTROL_BYTES: usize = 4 << 20;
-/// Largest number of bytes of a [`ToTarget::Description`].
+/// Maximum length of a [`ToTarget::Description`] in bytes.
 pub const MAX_DESCRIPTION_BYTES: usize = 1 << 20;
-/// Most bytes of all device state of a guest.
+/// Maximum length of all device state of a guest in bytes.
 pub const MAX_STATE_BYTES: usize = 64 << 20;
-/// Sections of device state that a target takes.
+/// Maximum number of sections of device state.
 pub const MAX_SECTIONS: usize = 65_536;
-/// Largest number of streams of device state of a guest.
+/// Maximum number of streams of device state of a guest.
 pub const MAX_STREAMS: usize = 4096;
-/// Largest number of bytes in a [`ToTarget::StreamBytes`].
+/// Maximum number of bytes in a [`ToTarget::StreamBytes`].
 pub const MAX_STREAM_BYTES: usize = 1 << 20;
-/// Most runs of damaged pages that are named in one message.
+/// Maximum number of runs in one message that names pages with a digest mismatch.
 pub const MAX_NAMED_RUNS: usize = 65_536;
-/// Most entries of fault latencies: one for each vCPU, and one for all other threads.
+/// Maximum number of entries of fault latencies: one for each vCPU, and one for all other threads.
 pub const MAX_LATENCIES: usize = 4097;
-/// Most buckets of a histogram: one for each bit of a number.
+/// Maximum number of buckets of a histogram: one for each bit of a number.
 pub const MAX_BUCKETS: usize = 64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
 
-/// Moment at which the guest changes sides.
+/// Moment at which the guest moves from the source to the target, relative to its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mode {
-    /// After its memory.
+    /// The guest moves after all of its memory.
     Precopy,
-    /// Before its memory.
+    /// The guest moves before its memory.
     Postcopy,
-    /// After as much of its memory as is worth while, before the rest.
+    /// The guest moves after the part of its memory that is worth sending first, and before the
+    /// rest.
     Hybrid,
 }
 
 impl Mode {
-    /// Whether the guest may run before all of its memory has arrived: needs urgent channels.
+    /// Returns true if the guest may run on the target before all of its memory has arrived. Such a
+    /// mode needs urgent channels.
     #[must_use]
     pub fn may_be_lazy(self) -> bool {
         self != Self::Precopy
     }
 }
 
-/// A page by name.
+/// Name of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PageName {
-    /// Its region.
+    /// Region of the page.
     pub region: RegionId,
-    /// Its index there.
+    /// Index of the page in the region.
     pub page: u64,
 }
 
-/// A run of pages by name.
+/// Name of a run of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunName {
-    /// Its region.
+    /// Region of the pages.
     pub region: RegionId,
     /// Index of the first page.
     pub first: u64,
-    /// How many.
+    /// Number of pages.
     pub count: u64,
 }
 
-/// A piece of a set of pages: a bitmap.
+/// Part of a set of missing pages, as a bitmap.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LackingPages {
-    /// Whose pages.
+    /// Region of the pages.
     pub region: RegionId,
-    /// The page of the first bit, a multiple of 64.
+    /// Page of the first bit, a multiple of 64.
     pub first: u64,
-    /// Words of 64 pages, little-endian, the lowest bit first; at most [`MAX_LACKING_BYTES`].
+    /// Words of 64 pages, little-endian, lowest bit first. At most [`MAX_LACKING_BYTES`].
     pub words: Vec<u8>,
 }
 
-/// Most bytes of a [`LackingPages`] bitmap: 32 GiB of memory.
+/// Maximum length of the bitmap in [`LackingPages`] in bytes: 32 GiB of memory.
 pub const MAX_LACKING_BYTES: usize = 1 << 20;
 
-/// How it went to bring pages to a guest that was running: what the target says of it.
+/// Figures of demand paging, as the target reports them to the source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LazyFigures {
-    /// Pages that came with content.
+    /// Pages that arrived with content.
     pub pages: u64,
-    /// Pages that came as zeros.
+    /// Pages that arrived as zeros.
     pub zero_pages: u64,
-    /// Pages that came although they were there already; an honest source sends none.
+    /// Pages that arrived although they were already present. A correct source sends none.
     pub duplicates: u64,
-    /// Pages that came damaged and were asked for again.
+    /// Pages that arrived with a digest mismatch and were requested again.
     pub damaged: u64,
-    /// Faults on pages that were known to be zero: answered without the source.
+    /// Faults on pages that were known to be zero. The target answers them without the source.
     pub zero_faults: u64,
-    /// Pages that were asked for.
+    /// Pages that were requested because of a fault.
     pub requests: u64,
-    /// Pages that were asked for ahead of a run of faults.
+    /// Pages that were requested in advance, behind a run of faults.
     pub ahead: u64,
-    /// How many of these were used, as far as that can be seen: the run went on right behind them.
+    /// Pages of `ahead` that were used, as far as the target can see: the run of faults continued
+    /// right behind them.
     pub ahead_used: u64,
-    /// Microseconds from the guest's start until the last page was here.
+    /// Time from the start of the guest until the last page was present, in microseconds.
     pub elapsed_us: u64,
-    /// Microseconds of CPU that the target's engine threads have used.
+    /// CPU time of the target's engine threads, in microseconds.
     pub cpu_us: u64,
-    /// How long all faults took.
+    /// Latency of all faults.
     pub all: FaultLatency,
-    /// How long those of each vCPU took, from reading the fault to the page being placed; the last is everybody else.
+    /// Latency of the faults of each vCPU, from reading the fault until the page is placed. The
+    /// last entry is for all other threads.
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_LATENCIES>")]
     pub latency: Vec<FaultLatency>,
 }
 
-/// How long faults took.
+/// Latency of faults.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FaultLatency {
-    /// How many.
+    /// Number of faults.
     pub faults: u64,
-    /// All together, in microseconds: how long this vCPU stood still for them.
+    /// Sum of all latencies, in microseconds. For one vCPU, this is the time that it waited for
+    /// pages.
     pub sum_us: u64,
-    /// Half of them took no longer, in nanoseconds.
+    /// Median latency, in nanoseconds.
     pub p50_ns: u64,
-    /// 99 of 100 took no longer, in nanoseconds.
+    /// 99th percentile of the latency, in nanoseconds.
     pub p99_ns: u64,
-    /// The longest, in nanoseconds.
+    /// Longest latency, in nanoseconds.
     pub max_ns: u64,
-    /// How many took less than 2^i microseconds and not less than half of that, for each i from 0.
+    /// Histogram: for each i from 0, the number of faults that took less than 2^i microseconds and
+    /// not less than half of that.
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_BUCKETS>")]
     pub buckets: Vec<u64>,
 }
 
-/// From the source to the target.
+/// Message from the source to the target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTarget {
-    /// What is to come. The target accepts or refuses.
+    /// Description of the migration. The target accepts or refuses it.
     Setup {
-        /// The machine that the guest needs.
+        /// Machine that the guest needs.
         machine: MachineConfig,
-        /// How the guest is moved.
+        /// Mode of the migration.
         mode: Mode,
-        /// How many bulk channels will be opened.
+        /// Number of bulk channels that the source will open.
         bulk_channels: u16,
-        /// How many urgent channels; 0 exactly in precopy.
+        /// Number of urgent channels that the source will open. 0 in precopy, and only there.
         urgent_channels: u16,
-        /// Whether a probe channel will be opened.
+        /// True if the source will open a probe channel.
         probe: bool,
     },
-    /// Pass `pass` begins; about `pages` pages will be looked at.
+    /// A pass begins.
     Pass {
-        /// Its number, from 0.
+        /// Number of the pass, from 0.
         pass: u32,
-        /// How many pages.
+        /// Approximate number of pages that the pass examines.
         pages: u64,
     },
-    /// The vCPUs have stopped: pass `pass` is the last, unless pages turn out damaged.
+    /// The vCPUs have stopped. This pass is the last one, unless the target reports a digest
+    /// mismatch.
     Final {
-        /// The pass's number.
+        /// Number of the pass.
         pass: u32,
     },
-    /// A piece of device state.
+    /// Section of device state.
     Section(Section),
     /// All device state has been sent.
     StateEnd {
-        /// How many sections there were.
+        /// Number of sections.
         sections: u32,
     },
-    /// Digests of all pages will come as pass `pass`: compare them.
+    /// Digests of all pages follow in a pass. The target compares them.
     Verify {
-        /// The pass's number.
+        /// Number of the pass.
         pass: u32,
     },
-    /// All is sent and checked: load the device state and say [`ToSource::Ready`].
-    Load,
-    /// A piece of the set of pages that the target lacks at the handover.
-    Lacking(LackingPages),
-    /// All device state and all pages that are lacking, `pages` of them, have been named: what is here of those pages is
-    /// stale and is dropped. Load the device state (pages that this touches are asked for on the urgent channels) and say
+    /// All pages are sent and checked. The target loads the device state and answers with
     /// [`ToSource::Ready`].
+    Load,
+    /// Part of the set of pages that the target does not have at the handover.
+    Lacking(LackingPages),
+    /// The source has sent all device state and named all missing pages. The target drops its
+    /// content of these pages, which is out of date, and loads the device state. It requests pages
+    /// that this touches on the urgent channels. Then it answers with [`ToSource::Ready`].
     LoadLazily {
-        /// How many pages are lacking.
+        /// Number of missing pages.
         pages: u64,
     },
-    /// The guest is yours: run it. From here on the source does not.
+    /// Commit: the target owns the guest and runs it. From this message on, the source does not run
+    /// the guest.
     Commit,
-    /// The answer to [`ToSource::Complete`]: the source has nothing left to do. Or, of a guest that was to run before all of its
-    /// memory was there, to [`ToSource::Returned`]: the source has heard it, so the target may go.
+    /// Answer to [`ToSource::Complete`]: the source has nothing left to do. Also the answer to
+    /// [`ToSource::Returned`] for a guest that was to run before all of its memory had arrived: the
+    /// source has received the message, so the target may end.
     Thanks,
-    /// Forget it; the guest stays where it was.
+    /// The migration is cancelled. The guest stays on the source.
     Cancel(Refusal),
-    /// Answer with [`ToSource::Pong`] and the same number.
+    /// Request for a [`ToSource::Pong`] with the same number.
     Ping(u64),
     /// Description of the guest by the source's VMM for the target's VMM, before [`Setup`](Self::Setup). The
     /// source sends it only if the reply to its hello has [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION).
@@ -211,17 +221,18 @@ pub enum ToTarget {
     StreamOpen {
         /// Number of the stream, from 0.
         stream: u32,
-        /// Its name.
+        /// Name of the stream.
         name: StreamName,
     },
-    /// The next bytes of a stream, at most [`MAX_STREAM_BYTES`].
+    /// Next bytes of a stream, at most [`MAX_STREAM_BYTES`].
     StreamBytes {
         /// Number of the stream.
         stream: u32,
-        /// The bytes.
+        /// Content.
         bytes: Vec<u8>,
     },
-    /// A stream is complete. Each ends before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily).
+    /// A stream is complete. Each stream ends before [`Load`](Self::Load) or
+    /// [`LoadLazily`](Self::LoadLazily).
     StreamEnd {
         /// Number of the stream.
         stream: u32,
@@ -229,7 +240,8 @@ pub enum ToTarget {
 }
 
 impl ToTarget {
-    /// What it is, for people: its contents, a peer's, may be long.
+    /// Returns the name of the message, for logs and errors. The content comes from a peer and may
+    /// be long, so it is not shown.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -257,88 +269,93 @@ impl ToTarget {
     }
 }
 
-/// From the target to the source.
+/// Message from the target to the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToSource {
-    /// The machine fits; open the channels with these tokens.
+    /// The machine fits. The source opens the channels with these tokens.
     Accept {
-        /// For bulk channels.
+        /// Token for bulk channels.
         bulk: Token,
-        /// For urgent channels and the probe channel.
+        /// Token for urgent channels and the probe channel.
         urgent: Token,
-        /// For a new control channel, should this one be lost while pages are still to come.
+        /// Token for a new control channel, if this one is lost while pages are still missing.
         resume: Token,
     },
-    /// All bulk channels are up.
+    /// All bulk channels are open.
     ChannelsUp,
-    /// All frames of pass `pass` have been received, on all channels.
+    /// All frames of a pass have been received, on all channels.
     Received {
-        /// The pass's number.
+        /// Number of the pass.
         pass: u32,
-        /// Pages that did not match their digest and have not come again since.
+        /// Number of pages with a digest mismatch that have not arrived again since.
         suspects: u64,
-        /// The first of them, at most [`MAX_NAMED_RUNS`]; never empty if `suspects` is not 0.
+        /// First runs of these pages, at most [`MAX_NAMED_RUNS`]. Not empty if `suspects` is not 0.
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
         runs: Vec<RunName>,
     },
-    /// The result of a verification.
+    /// Result of a verification.
     Verified {
-        /// Pages compared.
+        /// Number of compared pages.
         pages: u64,
-        /// Pages that differ.
+        /// Number of pages that differ.
         mismatched: u64,
-        /// The first of them.
+        /// First pages that differ.
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
         samples: Vec<PageName>,
     },
-    /// The device state is loaded; one word and the guest runs.
+    /// The device state is loaded. The guest can run as soon as the source sends the commit.
     Ready {
-        /// Microseconds that loading took.
+        /// Time that loading took, in microseconds.
         load_us: u64,
     },
-    /// The guest runs here.
+    /// The guest runs on the target.
     Running {
-        /// Microseconds that starting the vCPUs took.
+        /// Time that starting the vCPUs took, in microseconds.
         start_us: u64,
-        /// Microseconds of CPU that the target's engine threads have used.
+        /// CPU time of the target's engine threads, in microseconds.
         cpu_us: u64,
     },
-    /// After a new control channel came up: a piece of the set of pages that are still lacking.
+    /// Part of the set of pages that are still missing, sent on a new control channel.
     Lacking(LackingPages),
-    /// After a new control channel came up: that was all; open the other channels anew with these tokens.
+    /// End of the set of missing pages on a new control channel. The source opens the other
+    /// channels again with these tokens.
     Resume {
-        /// How many pages are lacking.
+        /// Number of missing pages.
         pages: u64,
-        /// For bulk channels.
+        /// Token for bulk channels.
         bulk: Token,
-        /// For urgent channels and the probe channel.
+        /// Token for urgent channels and the probe channel.
         urgent: Token,
     },
-    /// Every page is here: the source has done its work.
+    /// Every page is present on the target. The source has nothing left to send.
     Complete(LazyFigures),
-    /// The guest could not be started and will never run here: it is the source's again.
+    /// The guest could not be started and will never run on the target. The source owns the guest
+    /// again.
     Returned(Refusal),
-    /// This cannot go on. The guest has not run here and will not.
+    /// The migration failed. The guest has not run on the target and will not run there.
     Failed(Refusal),
-    /// The answer to a ping.
+    /// Answer to [`ToTarget::Ping`], with its number.
     Pong(u64),
-    /// After [`Accept`](Self::Accept), to a source whose hello has [`FEATURE_COSTS`](crate::FEATURE_COSTS): what the target expects to take
-    /// while the guest stands still.
+    /// Time that the target expects to need while the guest is paused. Sent after
+    /// [`Accept`](Self::Accept), to a source whose hello has
+    /// [`FEATURE_COSTS`](crate::FEATURE_COSTS).
     Costs {
-        /// Microseconds that loading the device state and starting the vCPUs take together.
+        /// Time that loading the device state and starting the vCPUs take together, in
+        /// microseconds.
         load_us: u64,
     },
-    /// After [`Accept`](Self::Accept), to a source whose hello has
-    /// [`FEATURE_TRIAL`](crate::FEATURE_TRIAL): the target's VM prepares itself with the state of a
-    /// trial pause.
+    /// The target's VM prepares itself with the state of a trial pause. Sent after
+    /// [`Accept`](Self::Accept), to a source whose hello has
+    /// [`FEATURE_TRIAL`](crate::FEATURE_TRIAL).
     WantsTrial,
     /// The target's VM has prepared itself with the state of the trial pause. A new
-    /// [`Costs`](Self::Costs) may come before it.
+    /// [`Costs`](Self::Costs) may come before this message.
     Prepared,
 }
 
 impl ToSource {
-    /// What it is, for people: its contents, a peer's, may be long.
+    /// Returns the name of the message, for logs and errors. The content comes from a peer and may
+    /// be long, so it is not shown.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -361,19 +378,19 @@ impl ToSource {
     }
 }
 
-/// The header before a control message's body.
+/// Header before the body of a control message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ControlHeader {
-    /// Bytes of the body, at most [`MAX_CONTROL_BYTES`].
+    /// Length of the body in bytes, at most [`MAX_CONTROL_BYTES`].
     pub len: usize,
     sum: u64,
 }
 
 impl ControlHeader {
-    /// Reads it.
+    /// Reads a header.
     ///
     /// # Errors
-    /// If these bytes are no header, or announce more than is allowed.
+    /// If these bytes are not a header, or announce a body that is too long.
     pub fn decode(bytes: &[u8; CONTROL_HEADER_BYTES]) -> Result<Self, WireError> {
         let mut fields = Fields(bytes);
         let magic = fields.u32();
@@ -396,7 +413,7 @@ impl ControlHeader {
     }
 }
 
-/// The bytes of `message`, header and body.
+/// Encodes `message` as header and body.
 ///
 /// # Errors
 /// [`WireError::TooLarge`] if the body exceeds [`MAX_CONTROL_BYTES`].
@@ -416,10 +433,10 @@ pub fn encode_control<M: Serialize>(message: &M) -> Result<Vec<u8>, WireError> {
     Ok(bytes)
 }
 
-/// The message in `body`, which `header` announced.
+/// Decodes the message in `body`, which `header` announced.
 ///
 /// # Errors
-/// If the body is damaged or no message of this type.
+/// If the body is damaged or is not a message of this type.
 pub fn decode_control<M: DeserializeOwned>(header: ControlHeader, body: &[u8]) -> Result<M, WireError> {
     let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
     if body.len() != header.len || sum(len, body) != header.sum {
@@ -433,7 +450,8 @@ pub fn decode_control<M: DeserializeOwned>(header: ControlHeader, body: &[u8]) -
 }
 
 fn sum(len: u32, body: &[u8]) -> u64 {
-    // The length is mixed in, so that a damaged length is found even where the body happens to fit.
+    // The sum includes the length, so that a damaged length is found even if the body has a fitting
+    // length by chance.
     crc(body) ^ crc(&len.to_le_bytes())
 }
 
@@ -451,7 +469,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sections_survive_the_wire(name in ".{0,40}", instance: u32, version: u32, payload in prop::collection::vec(any::<u8>(), 0..2000)) {
+        fn sections_decode_as_encoded(name in ".{0,40}", instance: u32, version: u32, payload in prop::collection::vec(any::<u8>(), 0..2000)) {
             let message = ToTarget::Section(Section { name, instance, version, payload });
             prop_assert_eq!(roundtrip(&message), Ok(message));
         }
@@ -475,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peers_reason_is_short_and_printable() {
+    fn reason_of_a_peer_is_truncated_and_printable() {
         let detail = format!("\u{1b}[2J{}", "x\n".repeat(crate::MAX_DETAIL_CHARS));
         let message = ToTarget::Cancel(Refusal::new(RefusalCode::Other, detail));
         let Ok(ToTarget::Cancel(why)) = roundtrip(&message) else { panic!("it does not decode") };
@@ -484,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn too_much_is_not_sent_and_not_believed() {
+    fn oversized_messages_are_neither_encoded_nor_decoded() {
         let section =
             Section { name: "x".into(), instance: 0, version: 0, payload: vec![0; MAX_CONTROL_BYTES] };
         assert!(matches!(encode_control(&ToTarget::Section(section)), Err(WireError::TooLarge { .. })));
@@ -509,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn as_much_as_is_allowed_comes_and_no_more() {
+    fn machine_description_decodes_up_to_its_limits() {
         let name = "x".repeat(bounded::MAX_NAME_BYTES);
         let pair = ("a".to_owned(), name.clone());
         let most = MachineConfig {
@@ -533,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn a_target_names_so_many_runs_and_no_more() {
+    fn runs_of_mismatched_pages_decode_up_to_their_limit() {
         let run = RunName { region: RegionId(0), first: 1, count: 1 };
         let received = |count| ToSource::Received { pass: 0, suspects: 1, runs: vec![run; count] };
         assert!(back(&received(MAX_NAMED_RUNS)).is_ok());
@@ -541,7 +559,7 @@ mod tests {
     }
 
     #[test]
-    fn a_section_may_be_long_and_its_name_not() {
+    fn section_payload_may_be_long_but_its_name_may_not() {
         let section = |name: usize, payload| Section {
             name: "n".repeat(name),
             instance: 0,

@@ -1,81 +1,85 @@
-//! What can be wrong with bytes, and how a side says no.
+//! Errors of encoded bytes, and reasons for which a peer refuses.
 
 use serde::{Deserialize, Serialize};
 
-/// Bytes that are no message of this protocol.
+/// Error of bytes that are not a message of this protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
-    /// The stream does not start as ours do.
+    /// The stream does not start with the bytes of this protocol.
     #[error("the peer does not speak the vmferry protocol (its first bytes are {0:02x?})")]
     NotVmferry([u8; 8]),
-    /// A checksum over a header, a table or a control message is wrong: the stream is broken.
+    /// The checksum of a header, a table or a control message is wrong. The stream cannot be used
+    /// any more.
     #[error("the {what} is damaged (its checksum is wrong): the link or the peer corrupts data")]
     Damaged {
-        /// Which part.
+        /// Damaged part.
         what: &'static str,
     },
     /// A field has a value that the protocol does not allow.
     #[error("the peer sent {what} = {value}, allowed is {allowed}")]
     Field {
-        /// Which field.
+        /// Name of the field.
         what: &'static str,
-        /// What it had.
+        /// Value of the field.
         value: u64,
-        /// What it may have.
+        /// Allowed values.
         allowed: &'static str,
     },
     /// A control message does not decode.
     #[error("the peer sent a control message that cannot be read: {0}")]
     Message(String),
-    /// One of ours is larger than the protocol allows.
+    /// A message to send is larger than the protocol allows.
     #[error("{what} of {bytes} bytes is too large to send (at most {limit})")]
     TooLarge {
-        /// What it is.
+        /// Kind of message.
         what: &'static str,
-        /// Its size in bytes.
+        /// Size in bytes.
         bytes: usize,
-        /// The most that may be sent.
+        /// Maximum size in bytes.
         limit: usize,
     },
 }
 
-/// Why a side refuses, as a small code that another version can still understand: in a message it is its byte too, and a code that
-/// only the peer knows must not make a message that says who owns the guest unreadable.
+/// Reason for a refusal, as a small number.
+///
+/// The number is the encoding in messages, too. A code that only a newer peer knows reads as
+/// [`Other`](Self::Other): it must not make a message unreadable that says who owns the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "u8", from = "u8")]
 #[non_exhaustive]
 pub enum RefusalCode {
-    /// Anything that has no code of its own.
+    /// Any reason that has no code of its own.
     Other,
-    /// No common protocol version.
+    /// There is no common protocol version.
     Version,
-    /// A feature that the peer insists on is unknown here.
+    /// The peer requires a feature that this build does not know.
     Feature,
-    /// The target is already taking a guest.
+    /// The target is already receiving a guest.
     Busy,
-    /// The machines differ.
+    /// The machines of source and target differ.
     Machine,
-    /// A channel's token or migration id is not one that was given out.
+    /// The token or the migration id of a channel is not one that the target gave out.
     Token,
-    /// A message that does not fit this moment.
+    /// A message is not allowed at this point of the migration.
     Protocol,
     /// The device state cannot be loaded.
     State,
-    /// Pages did not arrive as they were sent.
+    /// Pages arrived with a digest mismatch.
     Memory,
-    /// A person or a policy said stop.
+    /// The operator or a policy cancelled the migration.
     Cancelled,
-    /// Nothing was heard for too long.
+    /// The peer was silent for too long.
     Timeout,
-    /// The connection is plain, and must be encrypted.
+    /// The connection is not encrypted, and the peer requires encryption.
     Encryption,
-    /// The two sides would not ask the same fence who owns a guest of which nobody knows.
+    /// Source and target do not use the same arbiter.
     Fence,
 }
 
 impl RefusalCode {
-    /// The code's byte in a [`crate::HelloReply`]; 0 there means yes.
+    /// Returns the byte of the code in a [`crate::HelloReply`]. A byte of 0 there means that the
+    /// peer accepts.
     #[must_use]
     pub fn byte(self) -> u8 {
         match self {
@@ -95,7 +99,7 @@ impl RefusalCode {
         }
     }
 
-    /// The code of byte `byte`; codes of a later version read as [`RefusalCode::Other`].
+    /// Returns the code of byte `byte`. Codes of a later version read as [`RefusalCode::Other`].
     #[must_use]
     pub fn from_byte(byte: u8) -> Self {
         match byte {
@@ -134,22 +138,23 @@ impl std::fmt::Display for RefusalCode {
             Self::Other => "refused",
             Self::Version => "no common protocol version",
             Self::Feature => "a required feature is missing",
-            Self::Busy => "it is already taking a guest",
+            Self::Busy => "the target is already receiving a guest",
             Self::Machine => "the machines differ",
             Self::Token => "the channel does not belong to this migration",
-            Self::Protocol => "a message came at the wrong moment",
+            Self::Protocol => "a message is not allowed at this point of the migration",
             Self::State => "the device state cannot be loaded",
-            Self::Memory => "pages did not arrive as they were sent",
+            Self::Memory => "pages arrived with a digest mismatch",
             Self::Cancelled => "cancelled",
             Self::Timeout => "timed out",
-            Self::Encryption => "it takes encrypted connections only: give this side a certificate",
-            Self::Fence => "the two sides do not have the same fence: give both the same fence, or neither",
+            Self::Encryption => "the peer takes encrypted connections only: configure a certificate",
+            Self::Fence => "source and target do not use the same arbiter: configure the same arbiter on both, or on neither",
         })
     }
 }
 
 impl RefusalCode {
-    /// Returns `detail`, behind what the code says. [`Other`](Self::Other) says nothing that the detail does not.
+    /// Returns the text of the code followed by `detail`. The text of [`Other`](Self::Other) is
+    /// left out, because the detail says more.
     fn with_detail(self, detail: &str) -> String {
         if self == Self::Other && !detail.is_empty() {
             detail.to_owned()
@@ -159,22 +164,23 @@ impl RefusalCode {
     }
 }
 
-/// The reason why a side does not go on: it refuses, or something failed.
+/// Reason why a peer does not continue: it refuses, or something failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{}", .code.with_detail(.detail))]
 pub struct Refusal {
-    /// For programs.
+    /// Code, for programs.
     pub code: RefusalCode,
-    /// For people: what failed, and what to do. From a peer at most [`MAX_DETAIL_CHARS`] characters of it are taken,
-    /// and none that could move a terminal's cursor.
+    /// Text for the operator: what failed, and what to do. Of a text from a peer, at most
+    /// [`MAX_DETAIL_CHARS`] characters are kept, and control characters, which could move the
+    /// cursor of a terminal, are replaced.
     #[serde(deserialize_with = "printable")]
     pub detail: String,
 }
 
-/// Most characters that are taken of a peer's reason.
+/// Maximum number of characters that are kept of a peer's reason.
 pub const MAX_DETAIL_CHARS: usize = 1000;
 
-/// Reads a text of a peer's, of which nothing is known but that it is UTF-8.
+/// Reads a text from a peer. Only its encoding, UTF-8, has been checked before.
 fn printable<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let text = String::deserialize(deserializer)?;
     let printed = |c: char| if c.is_control() { '\u{fffd}' } else { c };
@@ -182,7 +188,7 @@ fn printable<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<String
 }
 
 impl Refusal {
-    /// A refusal for `detail`.
+    /// Returns a refusal with this code and text.
     pub fn new(code: RefusalCode, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into() }
     }

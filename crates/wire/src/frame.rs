@@ -1,68 +1,70 @@
-//! The frames of bulk channels: runs of pages, their digests, the pages.
+//! Frames of bulk channels: runs of pages, their digests, and the pages.
 
 use crate::{Fields, WireError, crc};
 use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId};
 
-/// Bytes of a frame's header.
+/// Length of the header of a frame in bytes.
 pub const FRAME_HEADER_BYTES: usize = 64;
-/// Most runs in a frame.
+/// Maximum number of runs in a frame.
 pub const MAX_FRAME_RUNS: usize = 256;
-/// Most pages with content in a frame: 1 MiB of them, which a second-level cache holds between checksum and copy.
+/// Maximum number of pages with content in a frame: 1 MiB of pages, which a second-level cache
+/// holds between checksum and copy.
 pub const MAX_FRAME_PAGES: usize = 256;
-/// Most bytes of a frame's table: runs and digests, eight bytes each.
+/// Maximum length of the table of a frame in bytes. Each run and each digest has eight bytes.
 pub const MAX_TABLE_BYTES: usize = 8 * (MAX_FRAME_RUNS + MAX_FRAME_PAGES);
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFb");
 const KIND_BITS: u32 = 2;
 const MAX_RUN: u32 = u32::MAX >> KIND_BITS;
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FrameKind {
-    /// Pages: zero runs by count, others with digest and content.
+    /// Pages: zero runs as a count, others with digest and content.
     Pages,
-    /// Digests to compare: zero runs by count, others with digest and without content.
+    /// Digests to compare: zero runs as a count, others with digest and without content.
     Digests,
-    /// No pages: everything of this pass has been sent on this channel.
+    /// Frame without pages: all frames of this pass have been sent on this channel.
     Barrier,
-    /// No pages: is to be echoed ([`Request::Echo`](crate::Request::Echo)) at once, with the number that stands in `base`.
+    /// Frame without pages that the target echoes at once
+    /// ([`Request::Echo`](crate::Request::Echo)), with the number in `base`.
     Probe,
 }
 
-/// How page contents are encoded. Codecs are room for later: today's are raw.
+/// Encoding of page contents. Later versions may add codecs: this version has only raw contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Codec {
-    /// As they are, 4096 bytes each.
+    /// Unencoded contents of 4096 bytes each.
     Raw,
 }
 
-/// A frame's fixed header.
+/// Fixed header of a frame.
 ///
-/// `runs <= MAX_FRAME_RUNS`, `pages <= MAX_FRAME_PAGES`; a barrier has neither.
+/// `runs <= MAX_FRAME_RUNS`, `pages <= MAX_FRAME_PAGES`. Both are 0 in a barrier and in a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
-    /// What it is.
+    /// Kind of the frame.
     pub kind: FrameKind,
-    /// How contents are encoded.
+    /// Encoding of the contents.
     pub codec: Codec,
-    /// The region of all its pages.
+    /// Region of all pages of the frame.
     pub region: RegionId,
-    /// The pass.
+    /// Number of the pass.
     pub pass: u32,
-    /// Frames sent on this channel before this one.
+    /// Number of frames that were sent on this channel before this one.
     pub sequence: u64,
-    /// The page that run offsets count from.
+    /// Page to which the offsets of runs are relative. In a probe, its number.
     pub base: PageIndex,
-    /// Runs in the table.
+    /// Number of runs in the table.
     pub runs: usize,
-    /// Pages with a digest, over all runs.
+    /// Number of pages with a digest, over all runs.
     pub pages: usize,
     /// Checksum of the table.
     pub table_sum: u64,
 }
 
 impl FrameHeader {
-    /// The header of a barrier.
+    /// Returns the header of a barrier.
     #[must_use]
     pub fn barrier(pass: u32, sequence: u64) -> Self {
         Self {
@@ -78,22 +80,22 @@ impl FrameHeader {
         }
     }
 
-    /// The header of a probe.
+    /// Returns the header of a probe.
     #[must_use]
     pub fn probe(number: u64, sequence: u64) -> Self {
         Self { kind: FrameKind::Probe, base: PageIndex(number), ..Self::barrier(0, sequence) }
     }
 
-    /// Bytes of the table that follows.
+    /// Returns the length of the table that follows, in bytes.
     #[must_use]
     pub fn table_bytes(&self) -> usize {
         8 * (self.runs + self.pages)
     }
 
-    /// Its bytes.
+    /// Encodes the header.
     ///
     /// # Panics
-    /// If `runs` or `pages` exceed their limits: [`TableWriter`] keeps them.
+    /// If `runs` or `pages` exceed their limits, which [`TableWriter`] enforces.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_HEADER_BYTES] {
         let mut bytes = [0; FRAME_HEADER_BYTES];
@@ -127,10 +129,11 @@ impl FrameHeader {
         bytes
     }
 
-    /// Reads it and checks every limit.
+    /// Reads a header and checks every limit.
     ///
     /// # Errors
-    /// If it is damaged, no header, or says what the protocol does not allow.
+    /// If the bytes are damaged, are not a header, or have a value that the protocol does not
+    /// allow.
     pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, WireError> {
         let mut fields = Fields(bytes);
         let field = |what, value: u64, allowed| WireError::Field { what, value, allowed };
@@ -171,25 +174,25 @@ impl FrameHeader {
     }
 }
 
-/// What a run's pages are.
+/// Kind of the pages of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunKind {
-    /// All zero: nothing follows but their number.
+    /// Pages of zeros, encoded as their number only.
     Zero,
-    /// With a digest each, and their content if the frame has contents.
+    /// Pages with a digest each, and with their content if the frame has contents.
     Data,
 }
 
 /// One run of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RunEntry {
-    /// What its pages are.
+    /// Kind of the pages.
     pub kind: RunKind,
-    /// The pages, in the frame's region.
+    /// Pages in the region of the frame.
     pub run: PageRun,
 }
 
-/// Builds a frame's table; reused from frame to frame, allocated once.
+/// Builder of the table of a frame. It is reused from frame to frame and allocates only once.
 #[derive(Debug)]
 pub struct TableWriter {
     base: PageIndex,
@@ -216,26 +219,27 @@ impl TableWriter {
         self.digests.clear();
     }
 
-    /// Whether nothing was pushed.
+    /// Returns true if no page was pushed.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// Pages with content so far.
+    /// Returns the number of pages with content that were pushed.
     #[must_use]
     pub fn pages(&self) -> usize {
         self.digests.len()
     }
 
-    /// Adds `page`, all zero if `digest` is `None`, at or after every page that was pushed before. Says whether it
-    /// fitted; if not, send this frame and start another.
+    /// Adds `page`, which is all zero if `digest` is `None`. The page must lie behind every page
+    /// that was pushed before. Returns true if the page fits. Otherwise, the caller sends this
+    /// frame and starts another.
     #[must_use]
     pub fn push(&mut self, page: PageIndex, digest: Option<PageDigest>) -> bool {
         self.push_run(PageRun::new(page, 1), digest)
     }
 
-    /// Adds a run of zero pages, as [`TableWriter::push`] does.
+    /// Adds a run of zero pages, like [`TableWriter::push`].
     #[must_use]
     pub fn push_zeros(&mut self, run: PageRun) -> bool {
         self.push_run(run, None)
@@ -267,7 +271,7 @@ impl TableWriter {
         true
     }
 
-    /// The header and the table of what was pushed.
+    /// Returns the header and the table of the pushed pages.
     pub fn finish(
         &mut self,
         kind: FrameKind,
@@ -299,7 +303,7 @@ impl TableWriter {
         (header, &self.bytes)
     }
 
-    /// The runs that were pushed.
+    /// Returns the runs that were pushed.
     pub fn runs(&self) -> impl Iterator<Item = RunEntry> {
         self.runs.iter().map(|(kind, offset, count)| RunEntry {
             kind: *kind,
@@ -308,7 +312,8 @@ impl TableWriter {
     }
 }
 
-/// A frame's table as it was received: checked against the header, and every run within the region.
+/// Received table of a frame. It is checked against the header, and every run lies within the
+/// region.
 #[derive(Debug, Clone, Copy)]
 pub struct Table<'a> {
     base: u64,
@@ -320,7 +325,8 @@ impl<'a> Table<'a> {
     /// Reads the table of `header` for a region of `region_pages` pages.
     ///
     /// # Errors
-    /// If it is damaged, runs overlap, are out of order or leave the region, or their pages do not add up.
+    /// If the table is damaged, if runs overlap, are out of order or leave the region, or if the
+    /// number of their pages differs from the header.
     pub fn decode(header: &FrameHeader, bytes: &'a [u8], region_pages: u64) -> Result<Self, WireError> {
         if bytes.len() != header.table_bytes() || crc(bytes) != header.table_sum {
             return Err(WireError::Damaged { what: "frame table" });
@@ -374,12 +380,12 @@ impl<'a> Table<'a> {
         Ok(self.runs.chunks_exact(8).filter_map(move |bytes| entry(bytes).ok()))
     }
 
-    /// The runs, in order.
+    /// Returns the runs, in order.
     pub fn runs(&self) -> impl DoubleEndedIterator<Item = RunEntry> + use<'a> {
         self.entries().into_iter().flatten()
     }
 
-    /// The digests of all pages of data runs, in order.
+    /// Returns the digests of all pages of data runs, in order.
     pub fn digests(&self) -> impl DoubleEndedIterator<Item = PageDigest> + use<'a> {
         self.digests.chunks_exact(8).map(|bytes| PageDigest(Fields(bytes).u64()))
     }
@@ -392,7 +398,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_frame_says_what_was_pushed(pages in prop::collection::btree_map(0u64..5000, prop::option::of(any::<u64>()), 1..200), start in 0u64..1 << 40) {
+        fn frame_decodes_to_the_pushed_pages(pages in prop::collection::btree_map(0u64..5000, prop::option::of(any::<u64>()), 1..200), start in 0u64..1 << 40) {
             let mut writer = TableWriter::default();
             for (page, digest) in &pages {
                 prop_assert!(writer.push(PageIndex(start + page), digest.map(PageDigest)));

@@ -1,4 +1,4 @@
-//! The first 80 bytes of every channel, each way.
+//! First 80 bytes of every channel, in each direction.
 
 use crate::{CARRIER, Fields, RefusalCode, WireError, crc};
 
@@ -28,11 +28,11 @@ const MAGIC: [u8; 8] = *b"VMFERRY\n";
 const MAGIC_REPLY: [u8; 8] = *b"VMFERRY\r";
 const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
 
-/// 128 random bits that name a migration on every channel.
+/// Migration id: 128 random bits that identify a migration on every channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct MigrationId(pub [u8; 16]);
 
-/// From 32 hexadecimal digits, as it is shown.
+/// Parses the 32 hexadecimal digits that `Display` writes.
 impl std::str::FromStr for MigrationId {
     type Err = WireError;
 
@@ -50,34 +50,36 @@ impl std::fmt::Display for MigrationId {
     }
 }
 
-/// 128 random bits that the target gives out for the channels of one role; all zero on a control channel.
+/// Token: 128 random bits that the target gives out for the channels of one role. All zero on a
+/// control channel.
 #[derive(Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Token(pub [u8; 16]);
 
 impl Token {
-    /// No token: a control channel has none.
+    /// Empty token of a control channel.
     pub const NONE: Self = Self([0; 16]);
 }
 
 impl std::fmt::Debug for Token {
-    // Whoever reads a log must not be able to join a migration.
+    // A reader of a log must not be able to join a migration.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Token(..)")
     }
 }
 
-/// What a channel is for.
+/// Purpose of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Messages of the two sessions.
+    /// Messages between source and target.
     Control,
-    /// Pages.
+    /// Frames of pages.
     Bulk,
-    /// Single pages that a guest waits for, and the requests for them the other way.
+    /// Single pages that a guest waits for, and in the other direction the requests for them.
     Urgent,
     /// Probes of the link, and their echoes.
     Probe,
-    /// Frames that are thrown away, to learn what the link carries: of no migration.
+    /// Frames that the target discards, to measure the bandwidth of the link. The channel belongs
+    /// to no migration.
     Measure,
 }
 
@@ -104,30 +106,30 @@ impl Role {
     }
 }
 
-/// The first message of every channel, from the side that connected.
+/// First message of every channel, from the peer that connected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// Oldest version it speaks.
+    /// Oldest protocol version that the sender supports.
     pub version_min: u16,
-    /// Newest version it speaks.
+    /// Newest protocol version that the sender supports.
     pub version_max: u16,
-    /// Feature bits it offers.
+    /// Feature bits that the sender offers.
     pub features: u64,
-    /// The migration.
+    /// Id of the migration.
     pub migration: MigrationId,
-    /// What the channel is for.
+    /// Purpose of the channel.
     pub role: Role,
-    /// Which of its role.
+    /// Number of the channel among those of its role.
     pub index: u16,
-    /// The token that the target gave out for this role.
+    /// Token that the target gave out for this role.
     pub token: Token,
-    /// [`fence_digest`] of the fence that decides who owns a guest of which nobody knows; 0 if there is none. It counts on a
-    /// migration's first control channel.
+    /// [`fence_digest`] of the arbiter that resolves unknown ownership, or 0 if there is none. The
+    /// value has a meaning only on the first control channel of a migration.
     pub fence: u64,
 }
 
 impl Hello {
-    /// Its bytes.
+    /// Encodes the hello.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = Vec::with_capacity(HELLO_BYTES);
@@ -143,10 +145,10 @@ impl Hello {
         seal(bytes)
     }
 
-    /// Reads it.
+    /// Reads a hello.
     ///
     /// # Errors
-    /// [`WireError`] if these bytes are no hello.
+    /// [`WireError`] if these bytes are not a hello.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         let mut fields = unseal(bytes, MAGIC)?;
         let (version_min, version_max) = (fields.u16(), fields.u16());
@@ -158,21 +160,22 @@ impl Hello {
     }
 }
 
-/// The answer to a [`Hello`].
+/// Answer to a [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HelloReply {
-    /// `None` for yes; otherwise why not.
+    /// Reason of a refusal, or `None` if the channel is accepted.
     pub refused: Option<RefusalCode>,
-    /// The version that the channel uses; when refused for the version, the newest that the target speaks.
+    /// Version that the channel uses. If the version is the reason of a refusal, the newest version
+    /// that the target supports.
     pub version: u16,
-    /// The features that both sides have.
+    /// Feature bits that source and target both have.
     pub features: u64,
-    /// The migration, repeated.
+    /// Id of the migration, repeated from the hello.
     pub migration: MigrationId,
 }
 
 impl HelloReply {
-    /// Its bytes.
+    /// Encodes the reply.
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = Vec::with_capacity(HELLO_BYTES);
@@ -185,10 +188,10 @@ impl HelloReply {
         seal(bytes)
     }
 
-    /// Reads it.
+    /// Reads a reply.
     ///
     /// # Errors
-    /// [`WireError`] if these bytes are no reply to a hello.
+    /// [`WireError`] if these bytes are not a reply to a hello.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         let mut fields = unseal(bytes, MAGIC_REPLY)?;
         let version = fields.u16();
@@ -202,7 +205,7 @@ impl HelloReply {
     }
 }
 
-/// Pads to the fixed size and puts the checksum into the last eight bytes.
+/// Pads `bytes` to the fixed size and puts the checksum into the last eight bytes.
 fn seal(mut bytes: Vec<u8>) -> [u8; HELLO_BYTES] {
     bytes.resize(HELLO_BYTES - 8, 0);
     bytes.extend(crc(&bytes).to_le_bytes());
@@ -222,22 +225,24 @@ fn unseal(bytes: &[u8; HELLO_BYTES], magic: [u8; 8]) -> Result<Fields<'_>, WireE
     Ok(fields)
 }
 
-/// What a [`Hello`] says of a fence by this name: never 0, which means that there is none. It finds a mistake, not a lie.
+/// Returns the digest of the arbiter with this name, for a [`Hello`]. It is never 0, which means
+/// that there is no arbiter. The digest finds a wrong configuration, not a peer that lies.
 #[must_use]
 pub fn fence_digest(name: &str) -> u64 {
     crc(name.as_bytes()).max(1)
 }
 
-/// The version and features for a peer that offers `hello`, or why there are none.
+/// Returns the version and the features for a peer that offers `hello`.
 ///
 /// # Errors
-/// [`RefusalCode::Version`] or [`RefusalCode::Feature`].
+/// [`RefusalCode::Version`] if there is no common version, or [`RefusalCode::Feature`] if the peer
+/// requires an unknown feature.
 pub fn negotiate(hello: &Hello) -> Result<(u16, u64), RefusalCode> {
     let version = hello.version_max.min(VERSION_MAX);
     if version < hello.version_min.max(VERSION_MIN) {
         return Err(RefusalCode::Version);
     }
-    // Understood where a source asks for it, and never offered unasked.
+    // The target accepts CARRIER if the source asks for it, but does not offer it in FEATURES.
     let known = FEATURES | CARRIER;
     if hello.features & MUST_UNDERSTAND & !known != 0 {
         return Err(RefusalCode::Feature);
@@ -282,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn hello_and_reply_survive_the_wire() {
+    fn hello_and_reply_decode_as_encoded() {
         assert_eq!(Hello::decode(&hello().encode()), Ok(hello()));
         let reply = HelloReply {
             refused: Some(RefusalCode::Busy),
@@ -311,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn an_id_is_read_as_it_is_shown() {
+    fn migration_id_parses_from_its_display_text() {
         let id = MigrationId([0, 1, 0xab, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 0xff]);
         assert_eq!(id.to_string().parse(), Ok(id));
         for wrong in ["", "+1234567890123456789012345678901", "0123456789abcdef0123456789abcdeg", "1"] {

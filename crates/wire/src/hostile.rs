@@ -1,6 +1,8 @@
-//! A peer that sends what bytes say: anything. For the fuzz targets and for the tests, which run them on seeded noise.
+//! Peer that sends arbitrary bytes. The fuzz targets use this module, and so do tests, with seeded
+//! noise.
 //!
-//! Noise never has a right checksum, so most of what is here puts them right: what is tried is then what stands behind them.
+//! Random bytes never have a correct checksum. Most functions of this module therefore correct the
+//! checksums, so that the code behind the checks is exercised.
 
 use crate::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, HelloReply,
@@ -10,18 +12,19 @@ use crate::{
 use serde::{Serialize, de::DeserializeOwned};
 use vmferry_core::{PAGE_BYTES, PageDigest};
 
-/// Most bytes that [`frames`] makes.
+/// Maximum number of bytes that [`frames`] returns.
 pub const MOST_FRAME_BYTES: usize = 1 << 20;
-/// Most pages with content that [`frames`] makes for a frame; a frame that announces more ends the stream in its contents.
+/// Maximum number of pages with content that [`frames`] makes for one frame. A frame that announces
+/// more ends the stream in its contents.
 const MOST_CONTENTS: usize = 32;
 
-/// Puts the checksum of what is before them into the last eight bytes.
+/// Puts the checksum of all bytes but the last eight into the last eight bytes.
 fn seal(bytes: &mut [u8]) {
     let (body, sum) = bytes.split_at_mut(bytes.len() - 8);
     sum.copy_from_slice(&crc(body).to_le_bytes());
 }
 
-/// The first bytes of `from`, and zeros behind them.
+/// Returns the first bytes of `from`, padded with zeros.
 fn block<const N: usize>(from: &[u8]) -> [u8; N] {
     let mut block = [0; N];
     let len = from.len().min(N);
@@ -29,10 +32,11 @@ fn block<const N: usize>(from: &[u8]) -> [u8; N] {
     block
 }
 
-/// Reads `bytes` as a hello, as the answer to one, and as a request: as they are, and with what a peer would put right.
+/// Reads `bytes` as a hello, as a reply and as a request: unchanged, and with correct magic and
+/// checksum.
 ///
 /// # Panics
-/// If what was read is not read again from the bytes it makes.
+/// If a decoded value differs after encoding and decoding it again.
 pub fn drive_hello(bytes: &[u8]) {
     let raw: [u8; HELLO_BYTES] = block(bytes);
     for magic in [None, Some(*b"VMFERRY\n"), Some(*b"VMFERRY\r")] {
@@ -61,7 +65,7 @@ pub fn drive_hello(bytes: &[u8]) {
     }
 }
 
-/// What `body` says as a message, under a header that fits it.
+/// Decodes `body` as a control message, with a header that fits it.
 pub fn message<M: DeserializeOwned>(body: &[u8]) -> Option<M> {
     let len = u32::try_from(body.len()).ok()?;
     let sum = crc(body) ^ crc(&len.to_le_bytes());
@@ -70,10 +74,11 @@ pub fn message<M: DeserializeOwned>(body: &[u8]) -> Option<M> {
     decode_control(header, body).ok()
 }
 
-/// Reads `bytes` as the body of a control message of either side, and their beginning as a header.
+/// Reads `bytes` as the body of a control message in either direction, and their beginning as a
+/// header.
 ///
 /// # Panics
-/// If what was read is not read again from the bytes it makes.
+/// If a decoded message differs after encoding and decoding it again.
 pub fn drive_messages(bytes: &[u8]) {
     let _ = ControlHeader::decode(&block(bytes));
     again(message::<ToTarget>(bytes).as_ref());
@@ -82,16 +87,19 @@ pub fn drive_messages(bytes: &[u8]) {
 
 fn again<M: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message: Option<&M>) {
     let Some(message) = message else { return };
-    // Shorter, if a number was written long; longer only where characters of a reason were replaced.
-    let Ok(bytes) = encode_control(message) else { panic!("what came cannot be sent") };
+    // The encoding may be shorter, if a number had a long encoding. It is longer only if characters
+    // of a reason were replaced.
+    let Ok(bytes) = encode_control(message) else { panic!("a decoded message does not encode") };
     let header = ControlHeader::decode(&block(&bytes));
     let back = header.and_then(|header| decode_control::<M>(header, &bytes[CONTROL_HEADER_BYTES..]));
     assert_eq!(back.as_ref(), Ok(message));
 }
 
-/// A channel's frames out of `bytes`: of each frame its header, its table, and for each page with content one byte, of which
-/// the page is full. If `mend`, what a peer would put right is: magic, frame numbers, checksums, and the digests of pages whose byte
-/// is even. Otherwise they are what `bytes` say.
+/// Returns the frames of a channel, built from `bytes`. For each frame, `bytes` has the header, the
+/// table, and one byte for each page with content: the page is filled with this byte.
+///
+/// If `mend` is true, magic, frame numbers, checksums, and the digests of pages whose byte is even
+/// are corrected. Otherwise they are taken from `bytes`.
 #[must_use]
 pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
     let (mut stream, mut sequence) = (Vec::new(), 0u64);
@@ -130,7 +138,8 @@ pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
     stream
 }
 
-/// The same the other way: `stream` with one byte for each page with content, for inputs to begin with. Reads as far as it understands it.
+/// Inverse of [`frames`]: returns `stream` with one byte for each page with content, as a first
+/// fuzz input. Stops at the first frame that does not decode.
 #[must_use]
 pub fn compact(mut stream: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -147,12 +156,12 @@ pub fn compact(mut stream: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Puts the checksum of a snapshot's header right.
+/// Corrects the checksum of the header of a snapshot.
 pub fn seal_snapshot(header: &mut [u8; SNAPSHOT_HEADER_BYTES]) {
     seal(header);
 }
 
-/// The checksum of a part of a snapshot, for a header that vouches for it.
+/// Returns the checksum of a part of a snapshot, for a header that contains it.
 #[must_use]
 pub fn part_sum(bytes: &[u8]) -> u64 {
     crc(bytes)

@@ -1,10 +1,13 @@
-//! Encoding and decoding of the migration protocol. No sockets, no unsafe code.
+//! Encoding and decoding of the migration protocol, without sockets and without unsafe code.
 //!
-//! A migration has one control channel and some bulk channels. Each is a byte stream that starts with a [`Hello`] and its
-//! [`HelloReply`]. The control channel then carries [`ToTarget`] and [`ToSource`] messages. A bulk channel carries frames of pages in
-//! one direction: a fixed header ([`FrameHeader`]), a table of runs, digests, and the pages. `docs/protocol.md` describes all of them.
+//! A migration has one control channel and some bulk channels. Each is a byte stream that starts
+//! with a [`Hello`] and its [`HelloReply`]. The control channel then carries [`ToTarget`] and
+//! [`ToSource`] messages. A bulk channel carries frames of pages in one direction: a fixed header
+//! ([`FrameHeader`]), a table of runs, digests, and the pages. `docs/protocol.md` describes all of
+//! them.
 //!
-//! All input comes from a peer. Each length is compared with its limit before it is used, and the decoders allocate no more than
+//! All input comes from a peer. Each length is compared with its limit before it is used, and the
+//! decoders allocate no more than the amount that has been checked. Integers are little-endian.
 //! what has been checked. Integers are little-endian.
 //!
 //! ```
@@ -68,12 +71,12 @@ pub use snapshot::{
 
 use crc_fast::{CrcAlgorithm, checksum};
 
-/// The checksum of headers and control messages.
+/// Returns the checksum of headers and control messages.
 fn crc(bytes: &[u8]) -> u64 {
     checksum(CrcAlgorithm::Crc64Nvme, bytes)
 }
 
-/// Reads little-endian fields off a slice whose length was checked before.
+/// Reader of little-endian fields from a slice whose length was checked before.
 struct Fields<'a>(&'a [u8]);
 
 impl Fields<'_> {

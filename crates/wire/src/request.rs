@@ -1,43 +1,45 @@
-//! What goes back on urgent and probe channels: small messages of one size.
+//! Messages of fixed size from the target to the source, on urgent and probe channels.
 
 use crate::{Fields, WireError, crc};
 use vmferry_core::{PageIndex, RegionId};
 
-/// Bytes of a [`Request`].
+/// Length of a [`Request`] in bytes.
 pub const REQUEST_BYTES: usize = 32;
 
-/// Most pages that may be asked for beyond the first.
+/// Maximum number of pages that a request may name beyond the first.
 pub const MAX_AHEAD: u16 = 256;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFr");
 
-/// From the target to the source, on an urgent channel or on the probe channel.
+/// Message from the target to the source, on an urgent channel or on the probe channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Request {
-    /// Somebody waits for this page.
+    /// Request for a page that a thread on the target waits for.
     Page {
-        /// Its region.
+        /// Region of the page.
         region: RegionId,
-        /// The page.
+        /// Index of the page.
         page: PageIndex,
-        /// So many pages behind it are likely to be wanted next, at most [`MAX_AHEAD`]. They never go before a page that
-        /// somebody waits for.
+        /// Number of pages behind `page` that are likely to be needed next, at most [`MAX_AHEAD`].
+        /// The source never sends them before a page that a thread waits for.
         ahead: u16,
-        /// It came damaged: send it even though it was sent before.
+        /// True if the page arrived with a digest mismatch. The source sends it although it was
+        /// sent before.
         again: bool,
     },
-    /// The answer to a probe.
+    /// Answer to a probe.
     Echo {
-        /// The probe's number.
+        /// Number of the probe.
         number: u64,
-        /// How long the target had it before it sent this, in nanoseconds: from its arrival in the kernel, where that is
-        /// known. What is left of the round trip was spent on the way.
+        /// Time between the arrival of the probe on the target and this answer, in nanoseconds. It
+        /// starts with the arrival in the kernel, if that time is known. The rest of the round-trip
+        /// time was spent on the link.
         held_ns: u32,
     },
 }
 
 impl Request {
-    /// Its bytes.
+    /// Encodes the request.
     #[must_use]
     pub fn encode(&self) -> [u8; REQUEST_BYTES] {
         let (kind, ahead, region, value) = match *self {
@@ -55,10 +57,11 @@ impl Request {
         bytes
     }
 
-    /// Reads it. Whether the page exists is for the reader to check.
+    /// Reads a request. The caller must check that the page exists.
     ///
     /// # Errors
-    /// If it is damaged, no request, or asks for what the protocol does not allow.
+    /// If the bytes are damaged, are not a request, or have a value that the protocol does not
+    /// allow.
     pub fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, WireError> {
         let mut fields = Fields(bytes);
         let field = |what, value: u64, allowed| WireError::Field { what, value, allowed };
@@ -93,7 +96,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn requests_survive_the_wire(region: u32, page: u64, ahead in 0..=MAX_AHEAD, again: bool, held_ns: u32) {
+        fn requests_decode_as_encoded(region: u32, page: u64, ahead in 0..=MAX_AHEAD, again: bool, held_ns: u32) {
             let page_number = page;
             let page = Request::Page { region: RegionId(region), page: PageIndex(page), ahead, again };
             prop_assert_eq!(Request::decode(&page.encode()), Ok(page));

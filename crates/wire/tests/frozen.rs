@@ -1,5 +1,6 @@
-//! Version 1 to the byte: what the recorded streams (`crates/engine/tests/streams`) do not show. Whoever changes a line here has
-//! changed the wire, which takes a new version.
+//! Encoding of protocol version 1, byte by byte: messages that the recorded streams
+//! (`crates/engine/tests/streams`) do not contain. A change of a line in this test is a change of
+//! the wire format, which needs a new version.
 
 use vmferry_core::{PageIndex, RegionId, StreamName};
 use vmferry_wire::{
@@ -35,7 +36,7 @@ const REFUSALS: [RefusalCode; 13] = [
 ];
 
 #[test]
-fn fixed_layouts_are_as_they_were_frozen() {
+fn fixed_layouts_match_the_frozen_bytes() {
     let refused = |code| HelloReply {
         refused: Some(code),
         version: 1,
@@ -65,7 +66,7 @@ fn fixed_layouts_are_as_they_were_frozen() {
 }
 
 #[test]
-fn messages_that_end_or_hold_a_migration_are_as_they_were_frozen() {
+fn control_messages_match_the_frozen_bytes() {
     let why = Refusal::new(RefusalCode::Cancelled, "why");
     let samples = vec![PageName { region: RegionId(5), page: 0x1_2345 }];
     let to_target = [
@@ -104,9 +105,10 @@ fn messages_that_end_or_hold_a_migration_are_as_they_were_frozen() {
     compare(&found);
 }
 
-/// A code that only a later version knows must not hide from a source that its target has renounced the guest.
+/// An unknown code of a later version must not hide from a source that its target has renounced the
+/// guest.
 #[test]
-fn a_refusal_of_a_later_version_is_read() {
+fn refusal_with_an_unknown_code_decodes() {
     let mut bytes = encode_control(&ToSource::Returned(Refusal::new(RefusalCode::Fence, "why"))).unwrap();
     let code = CONTROL_HEADER_BYTES + 1;
     assert_eq!(bytes[code], RefusalCode::Fence.byte());
@@ -119,7 +121,7 @@ fn a_refusal_of_a_later_version_is_read() {
     assert_eq!(read, ToSource::Returned(Refusal::new(RefusalCode::Other, "why")));
 }
 
-/// With the lines of `frozen.txt`, each a name and its bytes.
+/// Compares with the lines of `frozen.txt`, each of which has a name and bytes.
 fn compare(found: &[(String, String)]) {
     let frozen = include_str!("frozen.txt");
     for (name, bytes) in found {

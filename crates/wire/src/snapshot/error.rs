@@ -1,22 +1,22 @@
-//! What can be wrong with a snapshot file: which part, and where it lies.
+//! Errors of a snapshot file, with the damaged part and its offset.
 
 use vmferry_core::{LayoutError, PageIndex, PageRun, RegionId};
 
-/// A part of a snapshot file.
+/// Part of a snapshot file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SnapshotPart {
-    /// The first 4096 bytes.
+    /// First 4096 bytes of the file.
     Header,
-    /// What the machine is like.
+    /// Description of the machine.
     Machine,
-    /// The device state.
+    /// Device state.
     State,
-    /// A region's index: the checksums of its tables.
+    /// Index of a region: the checksums of its tables.
     Index(RegionId),
-    /// A table of a region: the digests of these pages.
+    /// Table of a region: the digests of these pages.
     Table(RegionId, PageRun),
-    /// A page's content.
+    /// Content of a page.
     Page(RegionId, PageIndex),
 }
 
@@ -33,71 +33,71 @@ impl std::fmt::Display for SnapshotPart {
     }
 }
 
-/// A file that is no snapshot, or not whole.
+/// Error of a file that is not a complete snapshot.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// It starts otherwise.
+    /// The file starts with other bytes than a snapshot.
     #[error("this is no snapshot of a guest (its first bytes are {0:02x?})")]
     Foreign([u8; 8]),
-    /// It was never finished: the header is written last.
+    /// The file was never completed. The header is written last.
     #[error("this snapshot was never finished: its header is empty")]
     Unfinished,
-    /// It is of another version.
+    /// The file has another format version.
     #[error("the snapshot is of version {0}, this vmferry reads version {ours}", ours = super::SNAPSHOT_VERSION)]
     Version(u16),
-    /// It needs something that this build does not know.
+    /// The file needs features that this build does not know.
     #[error("the snapshot needs features that this vmferry does not have ({0:#x})")]
     Features(u64),
     /// A checksum is wrong.
     #[error("the {part} at byte {at:#x} is damaged (its checksum is wrong)")]
     Damaged {
-        /// Which part.
+        /// Damaged part.
         part: SnapshotPart,
-        /// Where it begins in the file, in bytes.
+        /// Offset of the part in the file, in bytes.
         at: u64,
     },
-    /// It is shorter, or longer, than it says.
+    /// The length of the file differs from the length in its header.
     #[error("the file has {has} bytes, and the snapshot in it {wants}: it was cut off, or is not whole yet")]
     Length {
-        /// The file's bytes.
+        /// Length of the file in bytes.
         has: u64,
-        /// What its header asks for.
+        /// Length according to the header, in bytes.
         wants: u64,
     },
     /// A field has a value that the format does not allow.
     #[error("the {part} says {what} = {value}, allowed is {allowed}")]
     Field {
-        /// Where the field is.
+        /// Part that contains the field.
         part: SnapshotPart,
-        /// Which field.
+        /// Name of the field.
         what: &'static str,
-        /// What it has.
+        /// Value of the field.
         value: u64,
-        /// What it may have.
+        /// Allowed values.
         allowed: &'static str,
     },
-    /// The regions are no guest's memory.
+    /// The regions are not a layout of guest memory.
     #[error("the header's memory cannot be a guest's: {0}")]
     Layout(#[from] LayoutError),
-    /// A part does not decode although its checksum is right.
+    /// A part does not decode although its checksum is correct.
     #[error("the {part} at byte {at:#x} cannot be read: {why}")]
     Unreadable {
-        /// Which part.
+        /// Part that does not decode.
         part: SnapshotPart,
-        /// Where it begins in the file, in bytes.
+        /// Offset of the part in the file, in bytes.
         at: u64,
-        /// What the decoder says.
+        /// Message of the decoder.
         why: String,
     },
-    /// A part of ours is larger than the format allows.
+    /// A part to write is larger than the format allows.
     #[error("the {part} of {bytes} bytes is too large for a snapshot (at most {limit})")]
     TooLarge {
-        /// Which part.
+        /// Part that is too large.
         part: SnapshotPart,
-        /// Its size in bytes.
+        /// Size in bytes.
         bytes: usize,
-        /// The most there may be.
+        /// Maximum size in bytes.
         limit: usize,
     },
 }

@@ -1,24 +1,25 @@
-//! The first 4096 bytes, and the two parts that are decoded as a whole.
+//! Header of a snapshot, and the two parts that are decoded as a whole.
 
 use super::{SnapshotError, SnapshotMap, SnapshotPart};
 use crate::{Fields, MAX_STATE_BYTES, MigrationId, crc};
 use serde::{Serialize, de::DeserializeOwned};
 use vmferry_core::{Gpa, Layout, MAX_REGIONS, MachineConfig, Region, RegionId, Section};
 
-/// Bytes of the header.
+/// Length of the header in bytes.
 pub const SNAPSHOT_HEADER_BYTES: usize = 4096;
-/// The format's version, frozen as the protocol's is.
+/// Version of the format. It is frozen, like the version of the protocol.
 pub const SNAPSHOT_VERSION: u16 = 1;
-/// Most bytes of the machine's description.
+/// Maximum length of the description of the machine in bytes.
 pub const MAX_MACHINE_BYTES: usize = 1 << 20;
-/// Most bytes of the device state with its names and lengths.
+/// Maximum length of the device state in bytes, including names and lengths.
 pub const MAX_STATE_PART_BYTES: usize = MAX_STATE_BYTES + (1 << 20);
 
 const MAGIC: [u8; 8] = *b"VMFSNAP\n";
-/// The guest went on when this was written. Optional to know: the low 32 bits are.
+/// Feature bit: the guest continued to run after the snapshot. A reader need not know this bit, as
+/// all of the low 32 bits.
 const FEATURE_COPY: u64 = 1;
 const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
-/// Bytes before the entries of regions.
+/// Length of the fixed fields before the entries of regions, in bytes.
 const FIXED_BYTES: usize = 72;
 const REGION_BYTES: usize = 40;
 const SUM_AT: usize = SNAPSHOT_HEADER_BYTES - 8;
@@ -27,43 +28,43 @@ const _: () = assert!(FIXED_BYTES + MAX_REGIONS * REGION_BYTES <= SUM_AT);
 /// Length and checksum of a part.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartSum {
-    /// Its bytes.
+    /// Length in bytes.
     pub bytes: u32,
-    /// Its checksum.
+    /// Checksum of the part.
     pub sum: u64,
 }
 
-/// A region, as the header has it.
+/// Entry of a region in the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotRegion {
-    /// The region.
+    /// Number, address and length of the region.
     pub region: Region,
-    /// The checksum of its index.
+    /// Checksum of the index of the region.
     pub index_sum: u64,
-    /// How many of its pages have content.
+    /// Number of pages with content.
     pub contents: u64,
 }
 
-/// The header.
+/// Header of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotHeader {
-    /// The snapshot's name: random bits.
+    /// Id of the snapshot: random bits.
     pub id: MigrationId,
-    /// The guest went on where it was: this is a copy of it.
+    /// True if the original guest continued to run: the snapshot is a copy of the guest.
     pub copy: bool,
-    /// The machine's description.
+    /// Length and checksum of the description of the machine.
     pub machine: PartSum,
-    /// The device state.
+    /// Length and checksum of the device state.
     pub state: PartSum,
-    /// The regions, by guest-physical address.
+    /// Entries of the regions, by guest-physical address.
     pub regions: Vec<SnapshotRegion>,
 }
 
 impl SnapshotHeader {
-    /// The memory of its guest.
+    /// Returns the layout of the guest's memory.
     ///
     /// # Errors
-    /// If it cannot be a guest's, or its regions are not in order.
+    /// If the regions are not a layout, or are not in order.
     pub fn layout(&self) -> Result<Layout, SnapshotError> {
         let regions: Vec<Region> = self.regions.iter().map(|entry| entry.region).collect();
         let layout = Layout::new(regions.clone())?;
@@ -73,7 +74,7 @@ impl SnapshotHeader {
         Ok(layout)
     }
 
-    /// Its bytes.
+    /// Encodes the header.
     ///
     /// # Errors
     /// As for [`layout`](Self::layout).
@@ -82,7 +83,7 @@ impl SnapshotHeader {
         let mut bytes = Vec::with_capacity(SNAPSHOT_HEADER_BYTES);
         bytes.extend(MAGIC);
         bytes.extend(SNAPSHOT_VERSION.to_le_bytes());
-        // At most MAX_REGIONS: it is a layout.
+        // There are at most MAX_REGIONS, because the regions are a layout.
         bytes.extend(u16::try_from(self.regions.len()).unwrap_or(u16::MAX).to_le_bytes());
         bytes.extend([0; 4]);
         bytes.extend(if self.copy { FEATURE_COPY } else { 0 }.to_le_bytes());
@@ -103,10 +104,12 @@ impl SnapshotHeader {
         Ok(bytes.try_into().expect("fixed size"))
     }
 
-    /// Reads the header of a file of `file_bytes` bytes and checks every limit; with it comes where everything lies.
+    /// Reads the header of a file of `file_bytes` bytes and checks every limit. Returns the header
+    /// and the offsets of all parts.
     ///
     /// # Errors
-    /// If it is no header, or damaged, or the file is not as long as it should be.
+    /// If the bytes are damaged or are not a header, or if the file has another length than its
+    /// header says.
     pub fn decode(
         bytes: &[u8; SNAPSHOT_HEADER_BYTES],
         file_bytes: u64,
@@ -175,18 +178,19 @@ fn field(what: &'static str, value: u64, allowed: &'static str) -> SnapshotError
     SnapshotError::Field { part: SnapshotPart::Header, what, value, allowed }
 }
 
-/// The bytes of the machine's description, and what the header says of them.
+/// Encodes the description of the machine. Returns the bytes, and their length and checksum for the
+/// header.
 ///
 /// # Errors
-/// If they exceed [`MAX_MACHINE_BYTES`].
+/// If the bytes exceed [`MAX_MACHINE_BYTES`].
 pub fn encode_machine(machine: &MachineConfig) -> Result<(Vec<u8>, PartSum), SnapshotError> {
     encode_part(machine, SnapshotPart::Machine, MAX_MACHINE_BYTES)
 }
 
-/// The bytes of the device state, and what the header says of them.
+/// Encodes the device state. Returns the bytes, and their length and checksum for the header.
 ///
 /// # Errors
-/// If they exceed [`MAX_STATE_PART_BYTES`].
+/// If the bytes exceed [`MAX_STATE_PART_BYTES`].
 pub fn encode_state(sections: &[Section]) -> Result<(Vec<u8>, PartSum), SnapshotError> {
     encode_part(sections, SnapshotPart::State, MAX_STATE_PART_BYTES)
 }
@@ -210,10 +214,11 @@ fn encode_part<T: Serialize + ?Sized>(
     }
 }
 
-/// Reads a [`MachineConfig`] or a `Vec<Section>` out of all the bytes of its part, which begins at byte `at`.
+/// Decodes a [`MachineConfig`] or a `Vec<Section>` from all bytes of its part, which begins at byte
+/// `at` of the file.
 ///
 /// # Errors
-/// If they are damaged or no such thing.
+/// If the bytes are damaged or do not decode.
 pub fn decode_part<T: DeserializeOwned>(
     bytes: &[u8],
     sum: PartSum,

@@ -1,81 +1,84 @@
-//! Where everything lies in a snapshot file.
+//! Offsets of all parts of a snapshot file.
 
 use super::{SNAPSHOT_HEADER_BYTES, TABLE_BYTES, TABLE_PAGES};
 use vmferry_core::{Layout, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
-/// Parts before the contents begin at multiples of a page.
+/// Alignment of the parts before the contents, in bytes: a page.
 const ALIGN: u64 = PAGE_SIZE;
-/// The contents of a region begin at multiples of a huge page, so that they can be mapped by huge pages.
+/// Alignment of the contents of a region, in bytes: a huge page, so that the contents can be mapped
+/// by huge pages.
 const DATA_ALIGN: u64 = 2 << 20;
 
-/// Where a region lies in the file, in bytes.
+/// Offsets of a region's parts in the file, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionPlace {
-    /// The region.
+    /// Number of the region.
     pub id: RegionId,
-    /// Its pages.
+    /// Number of pages of the region.
     pub pages: u64,
-    /// Its index: the checksum of each of its tables, 8 bytes each.
+    /// Offset of the index: the checksum of each table of the region, 8 bytes each.
     pub index: u64,
-    /// Its tables, [`TABLE_BYTES`] each.
+    /// Offset of the tables, [`TABLE_BYTES`] each.
     pub tables: u64,
-    /// Its contents: page `p` at `data + p * 4096`.
+    /// Offset of the contents: page `p` begins at `data + p * 4096`.
     pub data: u64,
 }
 
 impl RegionPlace {
-    /// How many tables it has.
+    /// Returns the number of tables.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.pages.div_ceil(TABLE_PAGES as u64)
     }
 
-    /// Bytes of its index.
+    /// Returns the length of the index in bytes.
     #[must_use]
     pub fn index_bytes(&self) -> u64 {
         8 * self.blocks()
     }
 
-    /// The pages of table `block`.
+    /// Returns the pages of table `block`.
     #[must_use]
     pub fn run(&self, block: u64) -> PageRun {
         let first = block * TABLE_PAGES as u64;
         PageRun::from(first..(first + TABLE_PAGES as u64).min(self.pages))
     }
 
-    /// Where table `block` begins.
+    /// Returns the offset of table `block`.
     #[must_use]
     pub fn table(&self, block: u64) -> u64 {
         self.tables + block * TABLE_BYTES as u64
     }
 
-    /// Where the content of `page` begins.
+    /// Returns the offset of the content of `page`.
     #[must_use]
     pub fn content(&self, page: PageIndex) -> u64 {
         self.data + page.offset()
     }
 }
 
-/// Where everything lies. It follows from the layout of memory and two lengths, so a file cannot say anything else, and
-/// parts cannot overlap.
+/// Offsets of all parts of a file. They follow from the memory layout and two lengths. A file
+/// therefore cannot have other offsets, and parts cannot overlap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotMap {
-    /// The description of the machine.
+    /// Offset of the description of the machine.
     pub machine: u64,
-    /// The device state.
+    /// Offset of the device state.
     pub state: u64,
-    /// The regions, in the layout's order.
+    /// Offsets of the regions, in the order of the layout.
     pub regions: Vec<RegionPlace>,
-    /// The whole file's length.
+    /// Length of the whole file in bytes.
     pub len: u64,
 }
 
 impl SnapshotMap {
-    /// The map of a snapshot of `layout` with so many bytes of machine and state, both within their limits.
+    /// Returns the offsets for a snapshot of `layout` with these lengths of description and device
+    /// state, both within their limits.
     #[must_use]
     pub fn new(layout: &Layout, machine_bytes: u32, state_bytes: u32) -> Self {
-        // Nothing overflows: a layout has at most 2^34 pages (MAX_PAGES), and 64 regions add less than 2^28 bytes of
-        // padding to their 2^46 bytes of contents, 2^37 of tables and 2^28 of indexes.
+        // No sum overflows. A layout has at most 2^34 pages (MAX_PAGES). Besides the 2^46 bytes of
+        // contents, there are 2^37 bytes of tables, 2^28 bytes of indexes, and less than 2^28 bytes
+        // of padding for 64 regions.
         let machine = SNAPSHOT_HEADER_BYTES as u64;
         let state = (machine + u64::from(machine_bytes)).next_multiple_of(ALIGN);
         let mut end = state + u64::from(state_bytes);
@@ -89,7 +92,8 @@ impl SnapshotMap {
             .iter()
             .map(|r| RegionPlace { id: r.id, pages: r.pages(), index: 0, tables: 0, data: 0 })
             .collect();
-        // Whoever opens the file reads its beginning up to the last index, and no further.
+        // A reader that opens the file reads its beginning up to the last index, and nothing behind
+        // it.
         regions.iter_mut().for_each(|place| place.index = take(place.index_bytes(), ALIGN));
         regions.iter_mut().for_each(|place| place.tables = take(place.blocks() * TABLE_BYTES as u64, ALIGN));
         regions.iter_mut().for_each(|place| place.data = take(place.pages * PAGE_SIZE, DATA_ALIGN));

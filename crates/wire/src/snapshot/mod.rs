@@ -1,11 +1,14 @@
-//! The bytes of a snapshot file: a guest at rest, every part at an offset that is known before it is written.
+//! Format of a snapshot file. The offset of every part is known before the part is written.
 //!
-//! The header vouches for the description of the machine, the device state and each region's index; an index vouches for
-//! the tables of its region, a table for 512 pages. So one page can be read, and checked down from the header, without
-//! the rest. Pages of zeros are holes, and so are tables that speak of nothing else. `docs/protocol.md` draws it.
+//! The header has the checksums of the description of the machine, of the device state and of each
+//! region's index. An index has the checksums of the tables of its region, and a table has the
+//! digests of 512 pages. A reader can therefore read one page and check it down from the header,
+//! without the rest. Pages of zeros are holes in the file, and so are tables of pages of zeros
+//! only. `docs/protocol.md` has a diagram.
 //!
-//! A file is as little trusted as a peer: the offsets are not written but follow from the layout ([`SnapshotMap`]),
-//! lengths are checked before anything is allocated by them, and the file must be as long as its header says.
+//! A file is trusted as little as a peer. Offsets are not stored: they follow from the layout
+//! ([`SnapshotMap`]). Lengths are checked before they are used for an allocation, and the file must
+//! have the length that its header says.
 
 mod error;
 mod header;

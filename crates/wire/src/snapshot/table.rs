@@ -1,25 +1,27 @@
-//! What the pages of a snapshot are: a word each, in tables of 512, and the tables' checksums in an index.
+//! Digests of the pages of a snapshot: one word for each page, in tables of 512, and an index with
+//! the checksums of the tables.
 
 use super::{SnapshotError, SnapshotPart};
 use crate::{Fields, crc};
 use vmferry_core::{PageDigest, PageIndex, RegionId};
 
-/// Pages of a table: as many as a huge page has.
+/// Number of pages of a table: the 4 KiB pages of a huge page.
 pub const TABLE_PAGES: usize = 512;
-/// Bytes of a table.
+/// Length of a table in bytes.
 pub const TABLE_BYTES: usize = 8 * TABLE_PAGES;
 
-/// Stands for a page of zeros in a table, and for a table of such pages in an index: what a hole in the file reads as.
+/// Word of a page of zeros in a table, and of a table of such pages in an index. A hole in the file
+/// reads as this word.
 const NOTHING: u64 = 0;
-/// Stands for a checksum that happens to be [`NOTHING`].
+/// Word that replaces a checksum equal to [`NOTHING`].
 const INSTEAD: u64 = 1;
 
-/// A checksum as it is written: never [`NOTHING`].
+/// Returns the word for a checksum: never [`NOTHING`].
 fn written(sum: u64) -> u64 {
     if sum == NOTHING { INSTEAD } else { sum }
 }
 
-/// The digests of 512 consecutive pages of a region, of which pages of zeros have none.
+/// Digests of 512 consecutive pages of a region. A page of zeros has no digest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageTable {
     words: [u64; TABLE_PAGES],
@@ -32,12 +34,12 @@ impl Default for PageTable {
 }
 
 impl PageTable {
-    /// Makes all its pages zeros.
+    /// Makes all pages of the table pages of zeros.
     pub fn clear(&mut self) {
         self.words.fill(NOTHING);
     }
 
-    /// Page `at` of the table has this digest; `None` for a page of zeros.
+    /// Sets the digest of page `at` of the table. `None` stands for a page of zeros.
     ///
     /// # Panics
     /// If `at` is not below [`TABLE_PAGES`].
@@ -45,7 +47,7 @@ impl PageTable {
         self.words[at] = digest.map_or(NOTHING, |digest| written(digest.0));
     }
 
-    /// Whether page `at` has content.
+    /// Returns true if page `at` has content.
     ///
     /// # Panics
     /// If `at` is not below [`TABLE_PAGES`].
@@ -54,7 +56,7 @@ impl PageTable {
         self.words[at] != NOTHING
     }
 
-    /// Whether page `at` is what has this digest; `None` for a page of zeros.
+    /// Returns true if page `at` has this digest. `None` stands for a page of zeros.
     ///
     /// # Panics
     /// If `at` is not below [`TABLE_PAGES`].
@@ -63,13 +65,14 @@ impl PageTable {
         self.words[at] == digest.map_or(NOTHING, |digest| written(digest.0))
     }
 
-    /// How many pages have content.
+    /// Returns the number of pages with content.
     #[must_use]
     pub fn contents(&self) -> u64 {
         self.words.iter().filter(|word| **word != NOTHING).count() as u64
     }
 
-    /// Its bytes, and its word in the index; `None` if no page has content: it is then not written.
+    /// Encodes the table. Returns its bytes and its word in the index, or `None` if no page has
+    /// content: such a table is not written.
     #[must_use]
     pub fn encode(&self) -> Option<([u8; TABLE_BYTES], u64)> {
         if self.contents() == 0 {
@@ -83,11 +86,11 @@ impl PageTable {
         Some((bytes, sum))
     }
 
-    /// Reads the table of the `pages` pages from `first` of `region`, which lies at byte `at` of the file and whose word
-    /// in the index is `sum`. Allocates nothing.
+    /// Reads the table of the `pages` pages from `first` of `region`. The table lies at byte `at`
+    /// of the file, and its word in the index is `sum`. Allocates nothing.
     ///
     /// # Errors
-    /// If it is damaged, or speaks of pages behind the region's end.
+    /// If the table is damaged, or has content for pages behind the end of the region.
     pub fn decode(
         bytes: &[u8; TABLE_BYTES],
         sum: u64,
@@ -112,27 +115,27 @@ impl PageTable {
     }
 }
 
-/// The words of a region's index: one for each table, in order.
+/// Words of a region's index: one for each table, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableIndex {
     words: Vec<u64>,
 }
 
 impl TableIndex {
-    /// Of these words.
+    /// Returns the index with these words.
     #[must_use]
     pub fn new(words: Vec<u64>) -> Self {
         Self { words }
     }
 
-    /// The word of table `block`; `None` if none of its pages has content.
+    /// Returns the word of table `block`, or `None` if no page of the table has content.
     #[must_use]
     pub fn table(&self, block: u64) -> Option<u64> {
         let word = *usize::try_from(block).ok().and_then(|block| self.words.get(block))?;
         (word != NOTHING).then_some(word)
     }
 
-    /// Its bytes, and their checksum, which stands in the header.
+    /// Encodes the index. Returns its bytes and their checksum for the header.
     #[must_use]
     pub fn encode(&self) -> (Vec<u8>, u64) {
         let bytes: Vec<u8> = self.words.iter().flat_map(|word| word.to_le_bytes()).collect();
@@ -140,10 +143,10 @@ impl TableIndex {
         (bytes, sum)
     }
 
-    /// Reads the index of `region`, which lies at byte `at` of the file, from all its bytes.
+    /// Reads the index of `region` from all its bytes, which lie at byte `at` of the file.
     ///
     /// # Errors
-    /// If its checksum is not `sum`.
+    /// If the checksum of the bytes is not `sum`.
     pub fn decode(bytes: &[u8], sum: u64, region: RegionId, at: u64) -> Result<Self, SnapshotError> {
         if crc(bytes) != sum {
             return Err(SnapshotError::Damaged { part: SnapshotPart::Index(region), at });

@@ -23,7 +23,7 @@ fn length(header: &SnapshotHeader) -> u64 {
     SnapshotMap::new(&header.layout().unwrap(), header.machine.bytes, header.state.bytes).len
 }
 
-/// `bytes` with `change`, and a checksum that fits.
+/// Returns `bytes` with `change` and a checksum that fits.
 fn forged(mut bytes: [u8; SNAPSHOT_HEADER_BYTES], at: usize, change: &[u8]) -> [u8; SNAPSHOT_HEADER_BYTES] {
     bytes[at..at + change.len()].copy_from_slice(change);
     let (body, sum) = bytes.split_at_mut(SNAPSHOT_HEADER_BYTES - 8);
@@ -33,7 +33,7 @@ fn forged(mut bytes: [u8; SNAPSHOT_HEADER_BYTES], at: usize, change: &[u8]) -> [
 
 proptest! {
     #[test]
-    fn headers_come_back(counts in prop::collection::vec(1u64..1 << 20, 1..=MAX_REGIONS), copy: bool, id: [u8; 16],
+    fn headers_decode_as_encoded(counts in prop::collection::vec(1u64..1 << 20, 1..=MAX_REGIONS), copy: bool, id: [u8; 16],
                          machine in 0u32..1 << 20, state in 0u32..1 << 26) {
         let entries = (0u32..).zip(&counts).map(|(id, pages)| region(id, u64::from(id) << 40, *pages)).collect();
         let mut header = header(entries);
@@ -41,7 +41,7 @@ proptest! {
         (header.machine.bytes, header.state.bytes) = (machine, state);
         let (back, map) = SnapshotHeader::decode(&header.encode().unwrap(), length(&header)).unwrap();
         prop_assert_eq!(back, header);
-        // Parts lie one behind the other.
+        // Parts lie one behind the other and do not overlap.
         let mut end = map.state + u64::from(state);
         prop_assert!(map.machine >= SNAPSHOT_HEADER_BYTES as u64 && map.state >= map.machine + u64::from(machine));
         let of = |part: fn(&RegionPlace) -> (u64, u64)| map.regions.iter().map(part).collect::<Vec<_>>();
@@ -63,7 +63,7 @@ proptest! {
         prop_assert!(SnapshotHeader::decode(&bytes, length(&two())).is_err());
     }
 
-    /// With a checksum that fits, so that the fields themselves are looked at.
+    /// The checksum is corrected, so that the fields themselves are checked.
     #[test]
     fn any_header_is_an_error_or_adds_up(at in 8usize..160, change: [u8; 8], file: u64) {
         let bytes = forged(two().encode().unwrap(), at, &change);
@@ -75,7 +75,7 @@ proptest! {
     }
 
     #[test]
-    fn tables_come_back_and_any_damaged_bit_is_found(digests in prop::collection::vec(any::<Option<u64>>(), 1..=TABLE_PAGES),
+    fn tables_decode_as_encoded_and_any_damaged_bit_is_found(digests in prop::collection::vec(any::<Option<u64>>(), 1..=TABLE_PAGES),
                                                      at in 0..TABLE_BYTES * 8) {
         let mut table = PageTable::default();
         digests.iter().enumerate().for_each(|(page, digest)| table.set(page, digest.map(PageDigest)));
@@ -112,7 +112,7 @@ fn a_digest_of_zero_is_content() {
 }
 
 #[test]
-fn what_lies_behind_a_region_is_refused() {
+fn table_rejects_content_behind_the_end_of_its_region() {
     let mut table = PageTable::default();
     table.set(100, Some(PageDigest(5)));
     let (bytes, sum) = table.encode().unwrap();
@@ -132,9 +132,9 @@ fn a_damaged_index_is_found_and_names_its_place() {
     assert_eq!(error.to_string(), "the index of region 1 at byte 0x1000 is damaged (its checksum is wrong)");
 }
 
-/// What a hostile file says in its header, with a checksum that fits.
+/// Headers of a hostile file, with a checksum that fits.
 #[test]
-fn impossible_headers_are_refused_and_say_why() {
+fn invalid_headers_are_rejected_with_the_reason() {
     let (good, file) = (two().encode().unwrap(), length(&two()));
     let refused = |at, change: &[u8], file| {
         SnapshotHeader::decode(&forged(good, at, change), file).unwrap_err().to_string()
@@ -168,7 +168,7 @@ fn impossible_headers_are_refused_and_say_why() {
 }
 
 #[test]
-fn machines_and_sections_come_back_and_too_much_is_not_written() {
+fn machines_and_sections_decode_as_encoded_and_oversized_ones_are_rejected() {
     let section = |bytes| Section { name: "x".into(), instance: 1, version: 2, payload: vec![5; bytes] };
     let sections = vec![section(3), section(0), section(70_000)];
     let (mut bytes, sum) = encode_state(&sections).unwrap();
