@@ -1,4 +1,5 @@
-//! Missing pages out of a snapshot file: read by the thread that has the fault, and in order by a thread that sweeps.
+//! Missing pages from a snapshot file. The thread that has a fault reads its page, and another
+//! thread reads all pages in order (the sweep).
 
 use super::open::{SnapshotPages, slot};
 use super::progress::{FillState, LazyProgress};
@@ -9,15 +10,16 @@ use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet};
 use vmferry_wire::{PageTable, TABLE_PAGES};
 
-/// Pages that are brought together, aligned: a fault's neighbours are likely to be wanted next, and somebody who waits for a
-/// page that the sweep has claimed waits for no more than these.
+/// Number of aligned pages that are placed together. The neighbours of a fault are likely to be
+/// needed next. A thread that waits for a page that the sweep has claimed waits for at most this
+/// number of pages.
 const WINDOW_PAGES: u64 = 16;
-/// Most pages that are brought for one fault, whatever is to be brought ahead.
+/// Maximum number of pages that are placed for one fault, including the pages ahead of it.
 const MOST_PAGES: u64 = 2 * WINDOW_PAGES;
-/// How far ahead of the sweep the kernel is told what comes.
+/// Number of pages ahead of the sweep for which the kernel gets a read-ahead hint.
 const AHEAD_PAGES: u64 = 1024;
 
-/// Demand paging whose pages come out of a file.
+/// Demand paging whose pages come from a file.
 pub(super) type DemandPager = demand::DemandPager<SnapshotFile>;
 
 #[derive(Debug, Default)]
@@ -27,8 +29,8 @@ struct Standing {
     first_failure: Option<String>,
 }
 
-/// The file, and how it is getting on. A page that cannot be had is reported and stays lacking, and claimed: whoever needs it
-/// sleeps on, all others go on.
+/// Snapshot file and the progress of reading it. A page that cannot be read is reported and stays
+/// missing and claimed. A thread that needs it sleeps for ever, and all others continue.
 #[derive(Debug)]
 pub(super) struct SnapshotFile {
     pages: SnapshotPages,
@@ -36,9 +38,9 @@ pub(super) struct SnapshotFile {
     changed: Condvar,
 }
 
-/// The file as one thread reads it.
+/// State of one thread that reads the file.
 pub(super) struct Reader {
-    /// The table that was read last: whoever sweeps needs it again.
+    /// Table that was read last. The sweep needs it again.
     cached: Option<Cached>,
     buffer: Vec<u8>,
 }
@@ -46,7 +48,7 @@ pub(super) struct Reader {
 struct Cached {
     position: usize,
     block: u64,
-    /// `None` if none of its pages has content.
+    /// `None` if no page of the table has content.
     table: Option<PageTable>,
 }
 
@@ -65,7 +67,7 @@ impl PageSource for SnapshotFile {
                 self.bring(missing, reader, region, at..(at + WINDOW_PAGES).min(unit.end));
             });
         }
-        // The page that a thread waits for goes first, and alone.
+        // The page that a thread waits for is placed first and alone.
         self.bring(missing, reader, region, page..page + 1);
         let first = page / WINDOW_PAGES * WINDOW_PAGES;
         let end = (first + WINDOW_PAGES).max(page + 1 + u64::from(ahead)).min(first + MOST_PAGES);
@@ -75,7 +77,7 @@ impl PageSource for SnapshotFile {
     }
 }
 
-/// The table of `page`, out of `cached` if it is that.
+/// Returns the table of `page`, from `cached` if it is that table.
 fn table<'a>(
     cached: &'a mut Option<Cached>,
     pages: &SnapshotPages,
@@ -95,10 +97,12 @@ impl SnapshotFile {
         Self { pages, standing: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Brings those of `wanted`, which lie in one table and are no more than [`MOST_PAGES`], that no thread has claimed. Returns how
-    /// many of all of them have content.
+    /// Places those pages of `wanted` that no thread has claimed. All of `wanted` lie in one table,
+    /// and there are at most [`MOST_PAGES`] of them. Returns the number of pages of `wanted` that
+    /// have content.
     fn bring(&self, missing: &MissingPages, reader: &mut Reader, region: usize, wanted: Range<u64>) -> u64 {
-        // Read first: a page that is here costs no write to a cache line that others want.
+        // Checked first by a read: a page that is present then costs no write to a cache line that
+        // other threads use.
         let claim =
             |page| missing.is_missing(Place { region, page }) && missing.claim(Place { region, page });
         let table = match table(&mut reader.cached, &self.pages, region, wanted.start) {
@@ -146,7 +150,7 @@ impl SnapshotFile {
             if run.count == 1 {
                 return self.fail(missing, 1, &why.to_string());
             }
-            // Its neighbours are not to suffer for one page.
+            // One page that cannot be read must not prevent its neighbours from being placed.
             let single = |page| self.place(missing, region, (page..page + 1).into(), table, buffer);
             return run.range().for_each(single);
         }
@@ -159,7 +163,8 @@ impl SnapshotFile {
         }
     }
 
-    /// Brings everything that may have content, in order, and ends the faults when all is there.
+    /// Places all pages that may have content, in order, and ends the faults when all of them are
+    /// present.
     pub(super) fn sweep(&self, missing: &MissingPages, wanted: &PageSet) {
         let (mut reader, mut found) = (self.local(), 0);
         let runs = wanted.iter().enumerate();
@@ -177,14 +182,15 @@ impl SnapshotFile {
         }
         let said = self.pages.contents();
         if found != said {
-            // Of a table that cannot be read nothing was found, and that has been said.
+            // A table that cannot be read contributes no pages. That failure was already reported.
             self.fail(missing, 0, &format!("{found} pages with content were found, not {said}"));
         }
         self.settle(missing);
     }
 
-    /// Everything is claimed: waits until it is there, and ends the faults. If some of it cannot be had, it must go on making
-    /// faults for ever, or it would read as zeros.
+    /// Waits until all pages, which are claimed by now, are present, and ends the faults. If some
+    /// pages cannot be read, faults must continue for ever, because the pages would otherwise read
+    /// as zeros.
     fn settle(&self, missing: &MissingPages) {
         let waits = |standing: &mut Standing| standing.state == FillState::Filling && missing.left() > 0;
         let waited = self.changed.wait_while(self.lock(), waits);
@@ -202,22 +208,24 @@ impl SnapshotFile {
         self.changed.notify_all();
     }
 
-    /// Whoever brought the last page tells who waits for it.
+    /// Notifies the waiting thread if the last page was placed.
     fn note(&self, last: bool) {
         if last {
-            // Who waits has looked at what is left before this lock could be taken, and hears it, or looks after.
+            // The waiting thread either checked the missing pages before this lock was taken and
+            // receives the notification, or checks them afterwards.
             drop(self.lock());
             self.changed.notify_all();
         }
     }
 
-    /// `pages` pages cannot be had. If the guest has not been started, it will not be.
+    /// Records that `pages` pages cannot be read. If the guest has not been started, it will not be
+    /// started.
     fn fail(&self, missing: &MissingPages, pages: u64, why: &str) {
         let mut standing = self.lock();
         standing.failures += pages;
         if standing.first_failure.is_none() {
             tracing::error!(
-                "pages of the guest that are to come while it runs cannot be had ({why}): a vCPU that needs one sleeps for ever; \
+                "missing pages of the guest cannot be read ({why}): a vCPU that needs one sleeps for ever; \
                  restore the guest from another copy"
             );
             standing.first_failure = Some(why.to_owned());
@@ -228,12 +236,12 @@ impl SnapshotFile {
         self.changed.notify_all();
     }
 
-    /// Why pages could not be had.
+    /// Returns why the first of the unreadable pages could not be read.
     pub(super) fn failure(&self) -> Option<String> {
         self.lock().first_failure.clone()
     }
 
-    /// Ends all threads, soon. Pages that are missing stay missing.
+    /// Makes all threads end soon. Missing pages stay missing.
     pub(super) fn stop(&self, missing: &MissingPages) {
         let mut standing = self.lock();
         if standing.state == FillState::Filling {
@@ -244,7 +252,7 @@ impl SnapshotFile {
         self.changed.notify_all();
     }
 
-    /// Where it stands.
+    /// Returns the progress.
     pub(super) fn progress(&self, missing: &MissingPages) -> LazyProgress {
         let figures = missing.figures();
         let standing = self.lock();
@@ -260,7 +268,7 @@ impl SnapshotFile {
         }
     }
 
-    /// Waits until it has ended or failed, at most `within`.
+    /// Waits until the filling has ended or failed, for at most `within`.
     pub(super) fn wait(&self, missing: &MissingPages, within: Duration) -> LazyProgress {
         let waits = |standing: &mut Standing| standing.state == FillState::Filling;
         let waited = self.changed.wait_timeout_while(self.lock(), within, waits);
@@ -269,7 +277,8 @@ impl SnapshotFile {
     }
 
     fn lock(&self) -> MutexGuard<'_, Standing> {
-        // A panic while holding it cannot leave it half changed: every change is one assignment after the other.
+        // A poisoned lock is usable: a panic while it is held leaves a consistent state, because
+        // each change is a sequence of single assignments.
         self.standing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,5 @@
-//! Running a guest out of a file at once: its pages come when it touches them, and the rest in order.
+//! Start of a guest from a file before its memory was read: pages are read when the guest touches
+//! them, and the rest in order.
 
 use super::fill::{DemandPager, SnapshotFile};
 use super::open::{RestoreError, open};
@@ -15,8 +16,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::{RunState, TargetVm, VmError};
 
-/// A guest that runs while its memory comes out of a file. Dropping it stops that, and the guest then sleeps at the first
-/// page that has not come: keep it until [`wait`](Self::wait) says that all is there.
+/// Guest that runs while its memory is read from a file.
+///
+/// Dropping the value ends the reading. The guest then sleeps at the first access to a missing
+/// page. Keep the value until [`wait`](Self::wait) returns a completed state.
 #[must_use = "dropping it stops the pages that the guest waits for"]
 #[derive(Debug)]
 pub struct LazyRestore {
@@ -24,7 +27,7 @@ pub struct LazyRestore {
     filling: Filling,
 }
 
-/// The threads that fill; ended and waited for when dropped.
+/// Threads that fill memory. They are stopped and joined when the value is dropped.
 #[derive(Debug)]
 struct Filling {
     pager: Arc<DemandPager>,
@@ -56,40 +59,42 @@ impl Drop for Filling {
 }
 
 impl LazyRestore {
-    /// The guest; its `pages` are those that were there when it began to run.
+    /// Returns the restored guest. Its `pages` are those that were present when it began to run.
     pub fn received(&self) -> &Received {
         &self.received
     }
 
-    /// How far it is.
+    /// Returns the progress.
     #[must_use]
     pub fn progress(&self) -> LazyProgress {
         self.filling.pager.source.progress(&self.filling.pager.pages)
     }
 
-    /// Looks at the progress from another thread, for as long as it likes.
+    /// Returns a function that reads the progress from another thread, without a limit in time.
     pub fn watch(&self) -> impl Fn() -> LazyProgress + Send + Sync + 'static {
         let pager = Arc::clone(&self.filling.pager);
         move || pager.source.progress(&pager.pages)
     }
 
-    /// Waits until all pages are there, or one cannot be had, or `within` is over.
+    /// Waits until all pages are present, until one cannot be read, or for `within`.
     pub fn wait(&self, within: Duration) -> LazyProgress {
         self.filling.pager.source.wait(&self.filling.pager.pages, within)
     }
 
-    /// Ends it, also if pages are missing. Those stay missing, and a vCPU that needs one sleeps for ever: this is for a
-    /// guest that is being ended.
+    /// Ends the reading, also if pages are missing. Such pages stay missing, and a vCPU that needs
+    /// one sleeps for ever. Use this for a guest that is being ended.
     pub fn stop(&self) {
         self.filling.pager.source.stop(&self.filling.pager.pages);
     }
 }
 
-/// Runs the guest in the file at `path` in `vm` at once; its pages are read when they are touched.
+/// Starts the guest in the file at `path` in `vm` at once. Its pages are read when the guest
+/// touches them.
 ///
 /// # Errors
-/// [`MigrateError::NotLazy`] if this VM or this host cannot do that: `vm` is as it was, and [`restore`](super::restore)
-/// will do. All others say that the file is not a whole guest that fits this machine; it has not run.
+/// [`MigrateError::NotLazy`] if this VM or this host has no demand paging: `vm` is unchanged, and
+/// [`restore`](super::restore) is possible. All other errors mean that the file is not a complete
+/// guest that fits this machine. The guest has not run.
 pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, MigrateError> {
     let not_lazy = |error: VmError| MigrateError::NotLazy { why: error.to_string() };
     let failed = |source| MigrateError::Snapshot { uri: uri(path), source };
@@ -115,7 +120,8 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
             let why = filling.pager.source.failure().unwrap_or_default();
             return Err(failed(RestoreError::Vm(VmError::new(why))));
         }
-        // Only now: until here nothing is brought but what the state needs, so that the guest runs soon.
+        // The sweep starts only now: until here only the pages that the state needs are read, so
+        // that the guest starts soon.
         filling.spawn("restore".into(), move |pager| {
             pager.source.sweep(&pager.pages, &missing);
         })?;
@@ -140,7 +146,7 @@ pub fn restore_lazy(vm: &mut dyn TargetVm, path: &Path) -> Result<LazyRestore, M
         }
         Err(error) => {
             let pager = Arc::clone(&filling.pager);
-            // First the threads: what is placed after the end would be an error.
+            // The threads end first: placing a page after the end would be an error.
             drop(filling);
             pager.pages.end();
             Err(error)

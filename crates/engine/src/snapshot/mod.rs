@@ -1,11 +1,13 @@
-//! A guest moved into a file, and out of it again, at once or while it already runs.
+//! Saving a guest into a file and restoring it, before it runs or while it already runs.
 //!
-//! `vmferry_wire` has the format: every page at an offset known before it is written, with a digest in a table, and the
-//! tables' checksums in an index. So a file is written and read by several threads, pages of zeros are holes, and one page
-//! can be read without the others. It is written under a temporary name and takes its own only when all of it has reached
-//! the disk, so a file of that name is always whole; until then the guest can go on here.
+//! `vmferry_wire` defines the format: every page has an offset that is known before it is written,
+//! and a digest in a table, and an index has the tables' checksums. A file can therefore be written
+//! and read by several threads, pages of zeros are holes, and one page can be read without the
+//! others. The file is written under a temporary name and gets its own name when all of it has
+//! reached the disk. A file with its own name is therefore always complete. Until then the guest
+//! can continue on this host.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
@@ -32,7 +34,8 @@ use std::path::Path;
 use std::time::Duration;
 use vmferry_wire::MigrationId;
 
-/// Most threads that read or write one file: further ones wait for the disk or for memory.
+/// Maximum number of threads that read or write one file. Further threads would wait for the disk
+/// or for memory.
 const MOST_THREADS: usize = 4;
 
 fn threads() -> usize {
@@ -43,8 +46,8 @@ fn uri(path: &Path) -> String {
     format!("file:{}", path.display())
 }
 
-/// The name that the guest in `pages` has from now on, and the snapshot's if it is only a copy: whoever runs a copy must
-/// not be taken for the one that went on.
+/// Returns the id of the guest in `pages` from now on, and the id of the snapshot if it is a copy.
+/// A restored copy needs an id of its own, because the original guest continued to run.
 fn identity(pages: &SnapshotPages) -> Result<(String, Option<String>), MigrateError> {
     let snapshot = pages.id().to_string();
     if !pages.is_copy() {

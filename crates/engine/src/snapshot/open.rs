@@ -1,4 +1,4 @@
-//! An opened snapshot: what it is of, and its pages one by one.
+//! Opened snapshot: the machine and the guest's pages.
 
 use super::pio;
 use crate::vm::warn_if_panics_abort;
@@ -15,54 +15,55 @@ use vmferry_wire::{
     SnapshotMap, SnapshotPart, TABLE_BYTES, TABLE_PAGES, TableIndex, decode_part,
 };
 
-/// Why a guest cannot be taken out of a file.
+/// Reason why a guest cannot be restored from a file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RestoreError {
-    /// The file is no whole snapshot.
+    /// The file is not a complete snapshot.
     #[error("{0}")]
     Format(#[from] SnapshotError),
-    /// The host cannot read it.
+    /// The host cannot read the file.
     #[error("the {part} at byte {at:#x} cannot be read: {source}")]
     Read {
-        /// Which part.
+        /// Part that cannot be read.
         part: SnapshotPart,
-        /// Where it begins in the file, in bytes.
+        /// Offset of the part in the file, in bytes.
         at: u64,
-        /// Why.
+        /// Error of the read.
         source: io::Error,
     },
-    /// It is the snapshot of another machine.
+    /// The snapshot belongs to another machine.
     #[error("the machines differ: {0}")]
     Machine(String),
-    /// The tables and the header do not agree.
-    #[error("the snapshot has {found} pages with content, its header says {said}")]
+    /// The tables and the header have different numbers of pages with content.
+    #[error("the snapshot has {found} pages with content, but its header says {said}")]
     Pages {
-        /// Pages that the tables have.
+        /// Number of pages with content according to the tables.
         found: u64,
-        /// Pages that the header has.
+        /// Number of pages with content according to the header.
         said: u64,
     },
-    /// The VMM.
+    /// The VMM failed.
     #[error("{0}")]
     Vm(#[from] VmError),
 }
 
-/// A snapshot that fits this machine; its pages are read when they are wanted.
+/// Snapshot that fits this machine. Its pages are read on request.
 #[derive(Debug)]
 pub(super) struct SnapshotPages {
     file: File,
     header: SnapshotHeader,
     map: SnapshotMap,
     layout: Layout,
-    /// In the map's order.
+    /// Indexes of the regions, in the order of the map.
     indexes: Vec<TableIndex>,
 }
 
 impl SnapshotPages {
-    /// Reads the beginning of `file` and compares it with the machine that is to take the guest.
+    /// Reads the beginning of `file` and compares it with the machine that is to receive the guest.
     ///
-    /// What is allocated is bounded by that machine, whatever the file says: its layout is compared first.
+    /// The layout of this machine is compared first and bounds all allocations, whatever the file
+    /// says.
     pub(super) fn open(file: File, vm: &dyn TargetVm) -> Result<Self, RestoreError> {
         let read = |source| RestoreError::Read { part: SnapshotPart::Header, at: 0, source };
         let len = file.metadata().map_err(read)?.len();
@@ -79,7 +80,7 @@ impl SnapshotPages {
         }
         let layout = header.layout()?;
         if &layout != vm.memory().layout() {
-            return Err(RestoreError::Machine("its memory is not what it says of itself".into()));
+            return Err(RestoreError::Machine("the memory of this VM differs from its description".into()));
         }
         let mut indexes = Vec::with_capacity(map.regions.len());
         for (place, region) in map.regions.iter().zip(&header.regions) {
@@ -103,19 +104,19 @@ impl SnapshotPages {
         &self.map.regions
     }
 
-    /// How many pages have content, as the header says.
+    /// Returns the number of pages with content according to the header.
     pub(super) fn contents(&self) -> u64 {
-        // Each is at most its region's pages.
+        // The sum does not overflow: each number is at most the number of pages of its region.
         self.header.regions.iter().map(|region| region.contents).sum()
     }
 
-    /// The device state.
+    /// Returns the device state.
     pub(super) fn sections(&self) -> Result<Vec<Section>, RestoreError> {
         part(&self.file, self.header.state, SnapshotPart::State, self.map.state, decode_part)
     }
 
-    /// Every page that may have content: those of tables that were written. The tables themselves are not read, so that
-    /// this takes no longer for a large guest.
+    /// Returns every page that may have content: the pages of tables that were written. The tables
+    /// themselves are not read, so the call takes no longer for a large guest.
     pub(super) fn lacking(&self) -> PageSet {
         let mut lacking = PageSet::empty(&self.layout);
         for (place, index) in self.map.regions.iter().zip(&self.indexes) {
@@ -127,7 +128,8 @@ impl SnapshotPages {
         lacking
     }
 
-    /// Reads table `block` of the region at `position`; `None` if none of its pages has content.
+    /// Reads table `block` of the region at `position`. Returns `None` if no page of the table has
+    /// content.
     pub(super) fn table(&self, position: usize, block: u64) -> Result<Option<PageTable>, RestoreError> {
         let place = &self.map.regions[position];
         let Some(sum) = self.indexes[position].table(block) else { return Ok(None) };
@@ -142,8 +144,9 @@ impl SnapshotPages {
         Ok(Some(PageTable::decode(&bytes, sum, (place.id, run.first, pages), at)?))
     }
 
-    /// Reads the pages from `first` on straight into guest memory. They are checked by their digests in `table`, theirs;
-    /// one that does not fit is an error, and is in memory.
+    /// Reads the pages from `first` on directly into guest memory, and checks them against their
+    /// digests in `table`. If a page does not match, the result is an error, and the page is in
+    /// memory.
     pub(super) fn read_into(
         &self,
         position: usize,
@@ -155,7 +158,8 @@ impl SnapshotPages {
         let place = &self.map.regions[position];
         pio::read_at(&self.file, to, place.content(first))
             .map_err(|source| unreadable(place, first, source))?;
-        // Backwards: what came last is still in the cache, and going forwards would push it out before its turn.
+        // Backwards: the bytes that were read last are still in the cache. In forward order they
+        // would be evicted before their turn.
         for page in (0..to.pages()).rev() {
             let index = PageIndex(first.0 + page as u64);
             if !table.fits(slot(index), to.digest(page, scratch)) {
@@ -165,7 +169,8 @@ impl SnapshotPages {
         Ok(())
     }
 
-    /// Reads the pages from `first` on, which all have content, into `to`; checked like [`read_into`](Self::read_into).
+    /// Reads the pages from `first` on, which all have content, into `to`. Checks them like
+    /// [`read_into`](Self::read_into).
     pub(super) fn read(
         &self,
         position: usize,
@@ -190,7 +195,7 @@ impl SnapshotPages {
     }
 }
 
-/// A page's place in its table.
+/// Returns the index of a page in its table.
 pub(super) fn slot(page: PageIndex) -> usize {
     usize::try_from(page.0 % TABLE_PAGES as u64).unwrap_or(0)
 }
@@ -203,7 +208,8 @@ fn unreadable(place: &RegionPlace, page: PageIndex, source: io::Error) -> Restor
     RestoreError::Read { part: SnapshotPart::Page(place.id, page), at: place.content(page), source }
 }
 
-/// What is wrong with a file that has less than a header: where it begins otherwise than a snapshot, that comes before its length.
+/// Returns the error of a file that is shorter than a header. If the file starts with other bytes
+/// than a snapshot, that error is more helpful than the length.
 fn too_short(file: &File, len: u64) -> SnapshotError {
     let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
     let _ = file.read_at(&mut bytes, 0);

@@ -1,4 +1,4 @@
-//! Reading and writing a file at an offset, straight into and out of guest memory.
+//! Reading and writing a file at an offset, directly from and to guest memory.
 
 use std::fs::File;
 use std::io;
@@ -8,23 +8,25 @@ use vmferry_core::Window;
 /// Writes all of `from` at byte `at`.
 pub(super) fn write_at(file: &File, from: Window<'_>, at: u64) -> io::Result<()> {
     each(from.len(), at, io::ErrorKind::WriteZero, |done, at| {
-        // SAFETY: `done` is at most the window's length, which is mapped for as long as the window lives; the kernel
-        // only reads it, and that others may write it meanwhile is what a window says.
+        // SAFETY: `done` is at most the window's length, which is mapped for as long as the window
+        // lives. The kernel only reads the bytes, and a window allows that others write them
+        // meanwhile.
         unsafe {
             libc::pwrite(file.as_raw_fd(), from.as_ptr().add(done).cast_const().cast(), from.len() - done, at)
         }
     })
 }
 
-/// Fills all of `to` from byte `at`; `UnexpectedEof` if the file ends before.
+/// Fills all of `to` from byte `at`. Returns `UnexpectedEof` if the file ends before.
 pub(super) fn read_at(file: &File, to: Window<'_>, at: u64) -> io::Result<()> {
     each(to.len(), at, io::ErrorKind::UnexpectedEof, |done, at| {
-        // SAFETY: as in `write_at`; the mapping is writable (promise of `Window::new`), and nobody holds a reference to it.
+        // SAFETY: as in `write_at`. The mapping is writable (promise of `Window::new`), and no Rust
+        // reference to it exists.
         unsafe { libc::pread(file.as_raw_fd(), to.as_ptr().add(done).cast(), to.len() - done, at) }
     })
 }
 
-/// Calls `call` with what is done and the offset that follows, until `len` bytes are done.
+/// Calls `call` with the number of bytes done and the next file offset, until `len` bytes are done.
 fn each(
     len: usize,
     at: u64,
@@ -50,6 +52,6 @@ fn each(
 /// Tells the kernel that these bytes will be read soon.
 pub(super) fn will_need(file: &File, at: u64, len: u64) {
     let (Ok(at), Ok(len)) = (libc::off_t::try_from(at), libc::off_t::try_from(len)) else { return };
-    // SAFETY: takes no pointer. A hint: its failure is nobody's loss.
+    // SAFETY: the call takes no pointer. It is a hint, so its failure has no consequence.
     let _ = unsafe { libc::posix_fadvise(file.as_raw_fd(), at, len, libc::POSIX_FADV_WILLNEED) };
 }

@@ -1,42 +1,44 @@
-//! How the filling of a guest's memory is getting on.
+//! Progress of filling a guest's memory.
 
 use serde::Serialize;
 
-/// Where the filling of a guest's memory stands.
+/// State of filling a guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum FillState {
-    /// Pages are on their way.
+    /// Pages are being read.
     #[default]
     Filling,
-    /// All are there.
+    /// All pages are present.
     Completed,
-    /// Some cannot be had. The guest runs, as long as it does not need them; a vCPU that does sleeps.
+    /// Some pages cannot be read. The guest runs as long as it does not need them. A vCPU that
+    /// needs one sleeps for ever.
     Failed,
-    /// Somebody ended it before all were there.
+    /// The filling was stopped before all pages were present.
     Stopped,
 }
 
-/// A look at memory that is filled while its guest runs.
+/// Progress of a memory that is filled while its guest runs.
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct LazyProgress {
-    /// Where it stands.
+    /// State of the filling.
     pub state: FillState,
-    /// Pages with content that there are.
+    /// Number of pages with content in the snapshot.
     pub pages: u64,
-    /// Those of them that are in memory.
+    /// Number of these pages that are in memory.
     pub placed: u64,
-    /// Faults on pages of zeros, or on pages that came in the same moment.
+    /// Number of faults on pages of zeros, or on pages that were placed at the same moment.
     pub zero_pages: u64,
-    /// Times that somebody waited for a page.
+    /// Number of times that a thread waited for a page.
     pub faults: u64,
-    /// Pages that cannot be had.
+    /// Number of pages that cannot be read.
     pub failed_pages: u64,
-    /// Why the first of them cannot, and which it is.
+    /// The first of these pages, and why it cannot be read.
     pub error: Option<String>,
-    /// From hearing of a fault to its page being in memory: how many took less than 1 us, 2 us, 4 us, and so on. Without
-    /// those on pages of zeros that were known to be such.
+    /// Histogram of the time from the notice of a fault until its page is in memory: number of
+    /// faults below 1 us, 2 us, 4 us, and so on. Faults on pages that were known to be zeros are
+    /// not counted.
     pub hist_us: Vec<u64>,
 }

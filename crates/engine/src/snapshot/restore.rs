@@ -1,4 +1,4 @@
-//! Taking a guest out of a file before it runs.
+//! Restore of a guest from a file before it runs.
 
 use super::open::{RestoreError, SnapshotPages, open};
 use super::{identity, ms, threads, uri};
@@ -13,10 +13,11 @@ use std::time::Instant;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, RunState, Section, TargetVm, VmError};
 use vmferry_wire::{Refusal, RefusalCode, RegionPlace};
 
-/// Takes the guest in the file at `path` into `vm` and runs it.
+/// Restores the guest in the file at `path` into `vm` and starts it.
 ///
 /// # Errors
-/// If the file is not a whole guest that fits this machine: the guest has not run, the file is as it was.
+/// If the file is not a complete guest that fits this machine. The guest has not run, and the file
+/// is unchanged.
 pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFailure> {
     let source = uri(path);
     let broken =
@@ -60,11 +61,11 @@ pub(super) fn load(vm: &mut dyn TargetVm, sections: &[Section], copy: bool) -> R
     if copy { vm.renew_identity() } else { Ok(()) }
 }
 
-/// Several threads, each taking the next table and its pages.
+/// Restore by several threads, each of which takes the next table and its pages.
 struct Reading<'a> {
     memory: &'a dyn GuestMemory,
     pages: &'a SnapshotPages,
-    /// The next table, counted over all regions.
+    /// Number of the next table, counted over all regions.
     next: AtomicU64,
     stop: AtomicBool,
     found: AtomicU64,
@@ -85,7 +86,7 @@ impl Reading<'_> {
         std::thread::scope(|scope| {
             for number in 1..threads() {
                 let name = format!("restore-{number}");
-                // With fewer threads it only takes longer: this one works, too.
+                // With fewer threads the restore only takes longer, because this thread works, too.
                 let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
             }
             work();

@@ -1,4 +1,4 @@
-//! Moving a guest into a file.
+//! Saving a guest into a file.
 
 use super::write::{Stop, Written, write};
 use super::{ms, uri};
@@ -15,7 +15,7 @@ use std::time::Instant;
 use vmferry_core::SourceVm;
 use vmferry_wire::{MigrationId, SnapshotMap};
 
-/// The temporary file; removed unless it was given its name.
+/// Temporary file. Removed when dropped, unless it got its final name.
 struct Partial {
     path: PathBuf,
     named: bool,
@@ -29,25 +29,32 @@ impl Drop for Partial {
     }
 }
 
-/// What becomes of the guest here when it is in the file.
+/// State of the guest on this host after the save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Afterwards {
     Gone,
     GoesOn,
 }
 
-/// Moves the guest of `vm` into the file at `path`: it stops, and its memory and state are written. When this returns
-/// with [`MigrationState::Completed`], the guest is in the file and must not run here any more; with any other, it runs
-/// here again, unless the report says that it [stands still](Report::stands_still).
+/// Moves the guest of `vm` into the file at `path`: pauses the guest and writes its memory and
+/// state.
+///
+/// If the report has [`MigrationState::Completed`], the guest is in the file and must not run on
+/// this host any more. With any other state, the guest runs on this host again, unless the report
+/// says that resuming it failed ([`Report::stands_still`]).
 ///
 /// # Errors
-/// If nothing was begun, because the file cannot be made, or is there: nothing is replaced.
+/// If nothing was begun, because the file cannot be created or exists already. An existing file is
+/// never replaced.
 pub fn save(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Report, MigrateError> {
     store(vm, path, monitor, Afterwards::Gone)
 }
 
-/// Copies the guest of `vm` into the file at `path`: it stands still while it is written, and then goes on here, whatever
-/// became of the file, unless the report says that it [stands still](Report::stands_still). The file says that it is a copy, and each restore of it gets an identity of its own.
+/// Copies the guest of `vm` into the file at `path`. The guest is paused while the file is written.
+///
+/// The guest then continues on this host, whether the file was written or not, unless the report
+/// says that resuming it failed ([`Report::stands_still`]). The file is marked as a copy, and each
+/// restore of it gets an identity of its own.
 ///
 /// # Errors
 /// As for [`save`].
@@ -78,7 +85,8 @@ fn store(
     let known = Report { id: id.to_string(), way: Way::File, ..Report::default() };
     monitor.begin(began, known);
     let (mut partial, file) = create(path, id).map_err(failed)?;
-    // Whether a file can be so long at all is found out while the guest still runs. It is one hole so far.
+    // An error that a file cannot have this length is found while the guest still runs. The file is
+    // one hole so far.
     file.set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;
     monitor.update(|progress| progress.state = MigrationState::Switchover);
     let pause = Instant::now();
@@ -87,7 +95,7 @@ fn store(
         file.sync_all().map_err(Stop::File)?;
         give_name(&partial.path, path).map_err(Stop::File)?;
         partial.named = true;
-        // A directory that cannot be synced (some network file systems) still has the entry.
+        // If the directory cannot be synced (some network file systems), it still has the entry.
         let _ = File::open(folder(path)).and_then(|folder| folder.sync_all());
         Ok(written)
     });
@@ -95,7 +103,7 @@ fn store(
         && written.is_ok()
         && let Err(error) = vm.release()
     {
-        tracing::warn!("the guest is in the file, and cannot be restored while this process lives: {error}");
+        tracing::warn!("the guest is in the file, but cannot be restored before this process ends: {error}");
     }
     let resumed = if copy || written.is_err() { vm.resume() } else { Ok(()) };
     let (mut report, state) = match &written {
@@ -122,17 +130,17 @@ fn store(
 
 fn is_there() -> io::Error {
     let why =
-        "it is there already, and may be all that is left of a guest: move it away, or name another file";
+        "the file exists already, and may be the only copy of a guest: move it away, or choose another name";
     io::Error::new(io::ErrorKind::AlreadyExists, why)
 }
 
-/// Renames, and replaces nothing.
+/// Renames a file without replacing another.
 fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     use rustix::fs::{CWD, RenameFlags};
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::EXIST) => Err(is_there()),
-        // A file system that cannot look and rename at once.
+        // This file system cannot rename with NOREPLACE.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
             std::fs::rename(from, to)
         }
@@ -140,7 +148,7 @@ fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Makes the temporary file, in the folder of `path`, of which nothing may be there.
+/// Creates the temporary file in the folder of `path`. Fails if `path` exists.
 fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
     if path.symlink_metadata().is_ok() {
         return Err(is_there());
@@ -148,7 +156,7 @@ fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
     name.push(format!(".partial-{id}"));
     let path = path.with_file_name(name);
-    // Readable by its owner only: it is somebody's memory.
+    // Readable by its owner only, because the file has the memory of a guest.
     let file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
     Ok((Partial { path, named: false }, file))
 }

@@ -16,19 +16,21 @@ use vmferry_wire::{
     SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state,
 };
 
-/// Tables that a thread takes at a time, with their 16 MiB of pages: few enough for all threads to end together.
+/// Number of tables, with their 16 MiB of pages, that a thread takes at a time. It is small, so
+/// that all threads end at about the same time.
 const UNIT_BLOCKS: u64 = 8;
-/// Most pages of one write: a megabyte is digested and then copied by the kernel while a second-level cache still holds it.
+/// Maximum number of pages of one write. A second-level cache still holds a megabyte between its
+/// digest and the kernel's copy.
 const PIECE_PAGES: usize = 256;
-/// How often a piece that changed while it was written is written again.
+/// Maximum number of times that a piece is written because it changed during the write.
 const MOST_TRIES: u32 = 4;
 
-/// Why writing stopped.
+/// Reason why writing stopped.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Stop {
     #[error("cancelled on request")]
     Cancelled,
-    #[error("the file could not be written: {0}; the guest goes on here")]
+    #[error("the file could not be written: {0}; the guest continues on this host")]
     File(io::Error),
     #[error("{0}")]
     Vm(#[from] VmError),
@@ -36,7 +38,7 @@ pub(super) enum Stop {
     Format(#[from] SnapshotError),
 }
 
-/// What was written, and how long it took.
+/// Amount of data that was written, and the times that it took.
 #[derive(Debug)]
 pub(super) struct Written {
     pub(super) pause: Duration,
@@ -47,7 +49,7 @@ pub(super) struct Written {
     pub(super) zero_pages: u64,
 }
 
-/// Pauses the guest and writes all of it; on success and failure alike it is left paused.
+/// Pauses the guest and writes all of it. The guest is left paused, also after an error.
 pub(super) fn write(
     vm: &mut dyn SourceVm,
     file: &File,
@@ -91,20 +93,21 @@ pub(super) fn write(
     })
 }
 
-/// What the threads know of a region; in the layout's order, like the map's.
+/// Sums of a region that the threads share. The regions are in the order of the layout, like those
+/// of the map.
 struct RegionSums {
     index: Vec<AtomicU64>,
     contents: AtomicU64,
 }
 
-/// The pages on their way into the file.
+/// Pages that are being written into the file.
 struct Pages<'a> {
     memory: &'a dyn GuestMemory,
     file: &'a File,
     map: &'a SnapshotMap,
     monitor: &'a Monitor,
     regions: Vec<RegionSums>,
-    /// The next unit to be taken, counted over all regions.
+    /// Number of the next unit to be taken, counted over all regions.
     next: AtomicU64,
     stop: AtomicBool,
     bytes: AtomicU64,
@@ -126,7 +129,7 @@ impl<'a> Pages<'a> {
         let work = || {
             if let Err(stop) = caught(|| self.work()) {
                 self.stop.store(true, Ordering::Relaxed);
-                // What comes after the first is its consequence.
+                // Later errors are consequences of the first.
                 first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(stop);
             }
             self.monitor.counters.add_thread_cpu();
@@ -134,7 +137,7 @@ impl<'a> Pages<'a> {
         std::thread::scope(|scope| {
             for number in 1..threads() {
                 let name = format!("snapshot-{number}");
-                // With fewer threads it only takes longer: this one works, too.
+                // With fewer threads the save only takes longer, because this thread works, too.
                 let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
             }
             work();
@@ -142,7 +145,7 @@ impl<'a> Pages<'a> {
         first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner).map_or(Ok(()), Err)
     }
 
-    /// One thread's share.
+    /// Writes the units that one thread takes.
     fn work(&self) -> Result<(), Stop> {
         let mut scratch = Box::new([0; PAGE_BYTES]);
         let mut touched: Option<(usize, Bitmap)> = None;
@@ -189,7 +192,7 @@ impl<'a> Pages<'a> {
         if let Some((bytes, sum)) = table.encode() {
             self.file.write_all_at(&bytes, place.table(block)).map_err(Stop::File)?;
             let sums = &self.regions[position];
-            // Only this thread has this block; whoever collects them has joined all threads.
+            // Only this thread has this block, and the reader of the sums has joined all threads.
             sums.index[usize::try_from(block).unwrap_or(usize::MAX)].store(sum, Ordering::Relaxed);
             sums.contents.fetch_add(contents, Ordering::Relaxed);
             self.bytes.fetch_add(TABLE_BYTES as u64 + contents * PAGE_SIZE, Ordering::Relaxed);
@@ -200,10 +203,12 @@ impl<'a> Pages<'a> {
         Ok(())
     }
 
-    /// Writes the pages of `window`, the first of which is `first`, and enters what they were into `table`.
+    /// Writes the pages of `window`, the first of which is `first`, and stores their digests in
+    /// `table`.
     ///
-    /// The guest is paused, but a page that somebody (a device, the control socket) writes between its digest and its
-    /// write would be found damaged when it is too late. So it is looked at again.
+    /// The guest is paused, but a device or the control socket may write a page between its digest
+    /// and its write. Such a page would be found damaged only at the restore. Each page is
+    /// therefore digested again after the write.
     fn write_piece(
         &self,
         place: &RegionPlace,

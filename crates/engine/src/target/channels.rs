@@ -1,4 +1,4 @@
-//! The channels of a migration at its target, and the threads that serve them.
+//! Channels of a migration on the target, and the threads that serve them.
 
 use super::driver::{Input, Numbered};
 use super::probe::echo_probes;
@@ -22,11 +22,13 @@ use std::time::{Duration, Instant};
 use vmferry_core::GuestMemory;
 use vmferry_wire::{MigrationId, RefusalCode, Role, Token};
 
-/// How often it is looked whether a full queue has room.
+/// Interval at which a thread checks whether a full queue has room.
 const ROOM: Duration = Duration::from_millis(5);
 
-/// What a source's connections are, and who serves them. Each reports with the number of the attempt at which it was
-/// begun, so that what is left of an earlier one is told apart.
+/// Connections of a source and the threads that serve them.
+///
+/// Each thread reports with the number of the attempt for which it was started, so that late
+/// reports of an earlier attempt can be recognised.
 pub(super) struct Link {
     pub(super) attempt: u64,
     pub(super) migration: MigrationId,
@@ -36,7 +38,7 @@ pub(super) struct Link {
     urgent: Vec<Option<Arc<Stream>>>,
     probe: Vec<Option<Arc<Stream>>>,
     threads: Vec<JoinHandle<()>>,
-    /// Connections that came while channels were ended.
+    /// Connections that arrived while channels were being ended.
     pub(super) late: VecDeque<Greeted>,
     pub(super) inputs: SyncSender<Numbered>,
     pub(super) memory: Arc<dyn GuestMemory>,
@@ -72,8 +74,8 @@ impl Link {
         })
     }
 
-    /// Reads the control channel from now on. A driver that takes nothing out of its queue for `patience` is as good as
-    /// one that has no source: see [`hand_in`].
+    /// Starts the thread that reads the control channel. If the driver takes nothing out of its
+    /// queue for `patience`, the thread treats the source as lost: see [`hand_in`].
     pub(super) fn read_control(&mut self, patience: Duration) -> io::Result<()> {
         let (control, inputs, attempt) = (Arc::clone(&self.control), self.inputs.clone(), self.attempt);
         let arrivals = Arc::clone(&self.arrivals);
@@ -94,7 +96,7 @@ impl Link {
         Ok(())
     }
 
-    /// Takes these channels from now on.
+    /// Accepts these channels from now on.
     pub(super) fn await_channels(&mut self, channels: Channels) {
         self.bulk = vec![None; usize::from(channels.bulk)];
         self.urgent = vec![None; usize::from(channels.urgent)];
@@ -105,12 +107,14 @@ impl Link {
         match role {
             Role::Urgent => &mut self.urgent,
             Role::Probe => &mut self.probe,
-            // A control channel, and one that is measured, has no place among these and is never looked up here.
+            // A control channel has no place in these lists, nor has a measured channel. Neither is
+            // looked up in them.
             Role::Bulk | Role::Control | Role::Measure => &mut self.bulk,
         }
     }
 
-    /// Answers a connection that is no control channel. Some: it is one of ours, and served.
+    /// Answers a connection that is no control channel. Returns `None` if the connection is
+    /// refused, and the result of starting its thread if it belongs to this migration.
     pub(super) fn connected(&mut self, incoming: Greeted) -> Option<io::Result<()>> {
         let same_source = self.same_source(&incoming);
         let Greeted { stream, hello } = incoming;
@@ -134,14 +138,16 @@ impl Link {
     }
 
     fn serve(&mut self, stream: Arc<Stream>, role: Role, index: u16) -> io::Result<()> {
-        // No timeout: a channel is silent while nothing is to be sent; the control channel tells whether the peer lives.
+        // No timeout: a channel is silent while there is nothing to send. The control channel shows
+        // whether the peer is alive.
         stream.set_timeouts(None, None)?;
         if let Some(place) = self.places(role).get_mut(usize::from(index)) {
             *place = Some(Arc::clone(&stream));
         }
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
-        // What the thread, which reads what a stranger may have sent, need not be able to open.
+        // The file is opened before the thread starts: the thread reads bytes from an untrusted
+        // peer and must not need the permission to open files.
         let asking = if role == Role::Urgent { Asking::open() } else { Asking::default() };
         tcp::learn_limits();
         let receive = move || {
@@ -153,7 +159,7 @@ impl Link {
                     let Err(error) = caught(|| Err::<Infallible, _>(echo_probes(&stream)));
                     serve.report(Input::ChannelLost { role, channel: index, error });
                 }
-                // Single pages: what counts is the time.
+                // Latency matters for single pages.
                 _ => {
                     vmferry_thread::scheduling::prefer_latency();
                     let pages =
@@ -170,7 +176,7 @@ impl Link {
         Ok(())
     }
 
-    /// Starts to take faults.
+    /// Starts the fault threads.
     pub(super) fn serve_faults(&mut self) -> io::Result<Vec<JoinHandle<()>>> {
         let Some(pager) = self.arrivals.pager() else { return Ok(Vec::new()) };
         pager.source.replace(&pager.pages, self.urgent_channels());
@@ -191,7 +197,7 @@ impl Link {
         self.urgent.iter().flatten().map(channel).collect()
     }
 
-    /// Ends every channel but the control channel.
+    /// Shuts down every channel but the control channel.
     pub(super) fn shutdown(&self) {
         [&self.bulk, &self.urgent, &self.probe]
             .into_iter()
@@ -200,12 +206,13 @@ impl Link {
             .for_each(|stream| stream.shutdown());
     }
 
-    /// Whether a thread of a channel is still at work. Those that are need room in the queue to end.
+    /// Returns true if the thread of a channel still runs. Such a thread needs room in the queue to
+    /// end.
     pub(super) fn at_work(&self) -> bool {
         self.threads.iter().any(|thread| !thread.is_finished())
     }
 
-    /// Waits for threads that have nothing left to do.
+    /// Joins the threads, which have all ended or are about to end.
     pub(super) fn join(&mut self) {
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
@@ -216,7 +223,8 @@ impl Link {
 }
 
 impl Drop for Link {
-    /// After a panic, which the VM's own code may cause: the source learns that its guest will not come, and the threads end.
+    /// Shuts down all channels after a panic, which code of the VMM may cause. The source then
+    /// learns that the migration failed, and the threads end.
     fn drop(&mut self) {
         if std::thread::panicking() {
             self.shutdown();
@@ -225,7 +233,7 @@ impl Drop for Link {
     }
 }
 
-/// A channel's thread.
+/// Context of the thread of a channel.
 struct Serve<'a> {
     role: Role,
     index: u16,
@@ -235,7 +243,7 @@ struct Serve<'a> {
 }
 
 impl Serve<'_> {
-    /// Receives until the channel ends, and reports where it has got to.
+    /// Receives until the channel ends, and reports each mark.
     fn all(&self, mut receiver: PageReceiver<'_, impl FrameSource>, cpu_us: &AtomicU64) {
         let (role, channel) = (self.role, self.index);
         let mut counted = 0;
@@ -256,13 +264,16 @@ impl Serve<'_> {
         if matches!(input, Input::ChannelLost { .. }) {
             self.arrivals.lost();
         }
-        // If nobody listens any more the stream is shut down as well, and the next receive ends the thread.
+        // If the receiver of the queue is gone, the stream is shut down as well, and the next
+        // receive ends the thread.
         let _ = self.inputs.send((self.attempt, input));
     }
 }
 
-/// Puts what was read into the queue; false if nobody empties it any more. The driver may be loading the state, which
-/// waits for a page that will never come: then the queue stays full, and its source's end must be noticed all the same.
+/// Puts `input` into the queue. Returns false if nothing empties the queue any more.
+///
+/// The driver may be loading the state, which can wait for a page that will never arrive. The queue
+/// then stays full, and the end of the source must be noticed nevertheless.
 fn hand_in(
     inputs: &SyncSender<Numbered>,
     input: Numbered,
@@ -276,7 +287,8 @@ fn hand_in(
         Err(TrySendError::Full(input)) => input,
     };
     if arrivals.pager().is_none() {
-        // Nothing waits for a page yet: the queue is full because much is said, and there will be room at once.
+        // No thread waits for a page yet. The queue is full because the source sends much, and
+        // there will be room at once.
         return inputs.send(input).is_ok();
     }
     let began = Instant::now();
@@ -321,16 +333,17 @@ mod tests {
     }
 
     #[test]
-    fn a_source_that_is_back_before_the_loss_was_noticed_is_not_sent_away() {
+    fn source_that_reconnects_before_the_loss_is_noticed_is_kept() {
         let page = NonNull::from(Box::leak(Box::new(Page([0; 4096]))));
         let region = Region { id: RegionId(0), gpa: Gpa(0), len: 4096 };
-        // SAFETY: the page is freed after the memory, and reached in no other way.
+        // SAFETY: the page is freed after the memory, and is not accessed in any other way.
         let memory = unsafe { MappedMemory::new(&[(region, page.cast())]) }.unwrap();
         let (sender, inputs) = sync_channel(1);
         let (first, _peer) = incoming(0);
         let mut link = Link::new(1, first, sender.clone(), Arc::new(memory)).unwrap();
         let (back, _its_source) = incoming(4);
-        // A channel's thread that ends only when what it tells has found room, behind the connection.
+        // Simulates the thread of a channel that ends only after its reports have found room in the
+        // queue, behind the connection.
         link.threads.push(std::thread::spawn(move || {
             sender.send((0, Input::Connected(Box::new(back)))).unwrap();
             sender.send((1, Input::Wake)).unwrap();
@@ -340,7 +353,7 @@ mod tests {
         assert_eq!(link.late.pop_front().map(|incoming| incoming.hello.index), Some(4));
         assert!(link.late.is_empty());
         drop(link);
-        // SAFETY: it came out of a box, and the memory is gone with its link.
+        // SAFETY: the pointer came out of a box, and the memory is gone with its link.
         drop(unsafe { Box::from_raw(page.as_ptr()) });
     }
 }

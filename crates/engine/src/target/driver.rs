@@ -1,7 +1,14 @@
-//! The target's driver: does what the session decides, with real threads, sockets and a real VM.
+//! Driver of the target: performs the actions of the session with real threads, sockets and a real
+//! VM.
 //!
-//! Threads and what they own: the caller's thread runs the session and the VM; one thread accepts connections; one reads
-//! the control channel; one per channel receives ([`Link`]). They meet in one bounded queue of [`Input`]s.
+//! Threads and their work:
+//!
+//! - The caller's thread runs the session and the VM.
+//! - One thread accepts connections.
+//! - One thread reads the control channel.
+//! - One thread for each other channel receives ([`Link`]).
+//!
+//! All of them report to one bounded queue of [`Input`]s.
 
 mod handover;
 
@@ -26,21 +33,21 @@ use std::time::Duration;
 use vmferry_core::{RunState, Section, StateWriter, StreamName, TargetVm, VmError};
 use vmferry_wire::{FEATURE_COSTS, FEATURE_TRIAL, Refusal, RefusalCode, Role, ToSource, ToTarget};
 
-/// What other threads report, with the number of the attempt that it belongs to: a thread of an attempt that was
-/// refused can report its end when the next source is already served. Connections belong to none.
+/// Report of another thread, with the number of its attempt. A thread of a refused attempt can
+/// report its end when the next source is already served. Connections belong to no attempt.
 pub(super) type Numbered = inbox::Numbered<Box<Greeted>>;
-/// What other threads report.
+/// Report of another thread.
 pub(super) type Input = inbox::Input<Box<Greeted>>;
 
-/// Announcement of a source whose guest had no VM yet.
+/// Announcement of a guest by a source, read before there was a VM for it.
 pub(super) struct Announcement {
-    /// The source's `Setup`.
+    /// `Setup` message of the source.
     pub(super) setup: ToTarget,
-    /// Speaks for the target since then.
+    /// Heartbeat that has sent messages for the target since the announcement.
     pub(super) heartbeat: Heartbeat,
 }
 
-/// One attempt of a source to bring its guest.
+/// One attempt of a source to move its guest to this target.
 pub(super) struct Driver<'a> {
     vm: &'a mut dyn TargetVm,
     arrival: &'a Arrival,
@@ -49,20 +56,20 @@ pub(super) struct Driver<'a> {
     inbox: Inbox,
     clock: Clock,
     inputs: &'a Receiver<Numbered>,
-    /// Sources that came while this attempt was being wound up: they are served next.
+    /// Sources that connected while this attempt was being ended. They are served next.
     waiting: Vec<Greeted>,
     link: Link,
-    /// What speaks for this side while the VM is at work.
-    heart: Option<Heartbeat>,
+    /// Heartbeat that sends messages for the target while the VM works.
+    heartbeat: Option<Heartbeat>,
     load: Duration,
-    /// The streams of device state.
+    /// Streams of device state.
     streams: Vec<Box<dyn StateWriter>>,
-    /// The guest was started as one that its operator has paused.
+    /// True if the guest was started as one that its operator has paused.
     paused: bool,
     handover: Handover,
-    /// The guest's announcement, if it was read before there was a VM.
+    /// Announcement of the guest, if it was read before there was a VM.
     announced: Option<Event>,
-    /// Who decides who owns the guest.
+    /// Arbiter that decides who owns the guest.
     fence: Option<Asker>,
 }
 
@@ -94,7 +101,7 @@ impl<'a> Driver<'a> {
             inputs,
             waiting: Vec::new(),
             link,
-            heart: None,
+            heartbeat: None,
             load: Duration::ZERO,
             streams: Vec::new(),
             paused: false,
@@ -109,11 +116,11 @@ impl<'a> Driver<'a> {
             .set_timeouts(timeout, timeout)
             .and_then(|()| {
                 let Some(Announcement { setup, heartbeat }) = announced else {
-                    driver.heart = Some(Heartbeat::of_target(arrival.peer_timeout)?);
+                    driver.heartbeat = Some(Heartbeat::of_target(arrival.peer_timeout)?);
                     return answer(&driver.link.control, &hello, Ok(()));
                 };
                 heartbeat.end();
-                driver.heart = Some(heartbeat);
+                driver.heartbeat = Some(heartbeat);
                 driver.announced = Some(Event::Message(setup));
                 Ok(())
             })
@@ -166,7 +173,8 @@ impl<'a> Driver<'a> {
         })
     }
 
-    /// Only the source of a guest that may have been committed is heard beside this attempt's own control channel.
+    /// Answers a new control channel. Besides the control channel of this attempt, only the source
+    /// of a guest that may have been committed is accepted.
     fn control_back(&mut self, incoming: Greeted) -> Option<Event> {
         let ours = self.session.may_be_asked() && self.link.named_by(&incoming);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
@@ -182,11 +190,13 @@ impl<'a> Driver<'a> {
         })
     }
 
-    /// The link is lost, and the guest runs already, or never will.
+    /// Shuts down the link, which is lost: the guest already runs, or will never run on the target.
     fn disconnect(&self) {
         if self.session.renounced() {
             tracing::warn!(
-                "the link to the source {} was lost before the guest was started here: it will not run here. The source is told                  so as soon as it asks; end this side only when the guest runs there",
+                "the link to the source {} was lost before the guest was started on the target: it will not run \
+                 there. The source learns this when it reconnects; end the target only when the guest runs on the \
+                 source",
                 self.link.control.peer
             );
         }
@@ -195,7 +205,8 @@ impl<'a> Driver<'a> {
     }
 
     fn send(&self, message: &ToSource) -> Option<Event> {
-        // Once the guest runs, a lost answer is the source's problem: it will say that it does not know.
+        // Once the guest runs, only the source is affected by a lost answer: it reports that the
+        // owner is unknown.
         let failed = send_message(&self.link.control, message, self.arrival.peer_timeout).err()?;
         Some(Event::PeerLost(format!(
             "the link to the source {} failed: {}",
@@ -209,31 +220,33 @@ impl<'a> Driver<'a> {
             return fence.confirm();
         }
         let (inputs, attempt) = (self.link.inputs.clone(), self.link.attempt);
-        // A full queue is being read.
+        // A failed wake needs no handling: if the queue is full, the driver is reading it.
         fence.ask(word, after, move || drop(inputs.try_send((attempt, Input::Wake))));
     }
 
-    /// Has the VM do something; the source hears of this side meanwhile.
+    /// Calls the VM. The heartbeat sends messages to the source meanwhile.
     fn busy<T>(&mut self, work: impl FnOnce(&mut dyn TargetVm) -> T) -> T {
         let vm = &mut *self.vm;
-        match &self.heart {
-            Some(heart) => heart.during(&self.link.control, || work(vm)),
+        match &self.heartbeat {
+            Some(heartbeat) => heartbeat.during(&self.link.control, || work(vm)),
             None => work(vm),
         }
     }
 
     fn load(&mut self, sections: &[Section]) -> Event {
-        // From here on nobody may write the guest's memory but the guest: what a source still sends is refused.
+        // From here on only the guest may write its memory. Further pages from the source are
+        // refused.
         if self.link.arrivals.pager().is_none() && !self.link.arrivals.seal() {
-            let detail = "pages were still arriving, or damaged, when the source said that all had been sent";
+            let detail = "pages were still arriving, or had a digest mismatch, when the source reported that all had been sent";
             return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, detail));
         }
-        // Each was finished.
+        // The session has finished every stream before the load.
         self.streams.clear();
         let began = self.now();
         let loaded = self.busy(|vm| vm.load(sections));
         if self.link.arrivals.pager().is_some_and(|pager| pager.pages.abandoned()) {
-            // Perhaps over zeros. The source was not told that the state is loaded, so it has not committed.
+            // The state may have been loaded over zeros. The source was not told that the state is
+            // loaded, so it has not committed.
             let peer = &self.link.control.peer;
             return Event::PeerLost(format!(
                 "the link to the source {peer} was lost while the state was loaded"
@@ -298,8 +311,9 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Leaves no thread behind, and lets our last word arrive: closing a socket with unread bytes in it would destroy
-    /// what we sent last, so the control channel is read to its end first, for a second at most.
+    /// Ends all threads of the attempt and lets the last message arrive. Closing a socket with
+    /// unread bytes would discard the message that was sent last, so the control channel is first
+    /// read to its end, for at most one second.
     fn close(&mut self, outcome: &Outcome) {
         if let Some(pager) = self.link.arrivals.pager() {
             pager.pages.end();
@@ -320,7 +334,7 @@ impl<'a> Driver<'a> {
         }
         self.link.shutdown();
         self.link.control.shutdown();
-        // Threads that wait for room in the queue must find it until they have ended.
+        // Threads that wait for room in the queue must find room until they have ended.
         while self.link.at_work() {
             if let Ok((_, Input::Connected(incoming))) = self.inputs.recv_timeout(Duration::from_millis(1)) {
                 self.keep(*incoming);
@@ -335,7 +349,8 @@ impl<'a> Driver<'a> {
     }
 
     fn keep(&mut self, incoming: Greeted) {
-        // A guest that came ends the wait for others, and channels of an attempt that has ended are nobody's.
+        // A source with a guest ends the wait for others. Other channels belong to an attempt that
+        // has ended and are dropped.
         if incoming.hello.role == Role::Control && self.waiting.len() < 16 {
             self.waiting.push(incoming);
         }
@@ -400,7 +415,7 @@ impl Host for Driver<'_> {
                 self.link.arrivals.pager().inspect(|pager| pager.pages.end());
                 None
             }
-            // For the time after this driver.
+            // These actions belong to the time after this driver.
             Action::NameMissing | Action::RequestAgain | Action::Finish(_) => None,
         })
     }
@@ -475,20 +490,20 @@ fn state_refused(error: &VmError) -> Event {
     Event::LocalFailure(Refusal::new(RefusalCode::State, error.to_string()))
 }
 
-/// How one attempt ended.
+/// Result of one attempt.
 pub(super) struct Attempt {
-    /// Whether a guest had been announced that fits; after that, memory is no longer empty.
+    /// True if a guest that fits had been announced. After that, memory is no longer empty.
     pub(super) accepted: bool,
     pub(super) outcome: Outcome,
-    /// Sources that came meanwhile.
+    /// Sources that connected meanwhile.
     pub(super) waiting: Vec<Greeted>,
     pub(super) received: Received,
-    /// What is still to come for a guest that runs already.
+    /// Pages that are still missing, for a guest that already runs.
     pub(super) rest: Option<Rest>,
 }
 
 impl Attempt {
-    /// Returns what came of a source that was the only one.
+    /// Returns the result for a source that was the only one.
     pub(super) fn only(self) -> Result<(Received, Option<Rest>), ReceiveFailure> {
         match self.outcome {
             Outcome::Completed | Outcome::Running => Ok((self.received, self.rest)),
@@ -501,7 +516,7 @@ fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 
-/// Kept by the acceptor: where connections go.
+/// Returns the function by which the acceptor puts connections into the queue.
 pub(super) fn forward(inputs: &SyncSender<Numbered>) -> impl Fn(Greeted) + Send + Sync + Clone + 'static {
     let inputs = Arc::new(Mutex::new(inputs.clone()));
     move |incoming| {

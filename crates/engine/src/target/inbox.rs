@@ -1,11 +1,11 @@
-//! The order in which the target's session is told what happens.
+//! Order in which the session of the target receives events.
 //!
-//! | rank | what | kind | why at this rank |
+//! | rank | event | kind | reason for the rank |
 //! |---|---|---|---|
-//! | 1 | stop | level, told while the session acts on it | a source that never stops talking must not keep it away |
+//! | 1 | stop | level, reported while the session acts on it | a source that sends without pause must not delay it |
 //! | 2 | no guest was announced in time | timer | likewise |
-//! | 3 | the arbiter's answer | queue | the guest may stand still until it is heard |
-//! | 4 | what was found while something else was done | queue | it is older than all inputs |
+//! | 3 | answer of the arbiter | queue | the guest may be paused until the answer is handled |
+//! | 4 | events that were found during other work | queue | they are older than all inputs |
 //! | 5 | a lost channel, after the wait for the source's reason | timer, then what is queued | bounded, see [`ReasonWait`] |
 //! | 6 | a link that is up and brings nothing | timer | |
 //! | 7 | inputs of the channels, and connections | bounded queue | |
@@ -19,18 +19,18 @@ use std::io;
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, Role, ToTarget};
 
-/// Interval at which the loop looks at levels and timers although no input came.
+/// Interval at which the loop checks levels and timers if no input arrives.
 const TICK: Duration = Duration::from_millis(50);
-/// Time within which a source must announce its guest. Until then it keeps other sources out.
+/// Time within which a source must announce its guest. Until then it blocks other sources.
 pub(crate) const SETUP_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a thread of the target's host reports. `C` is a connection.
+/// Report of a thread of the target's host. `C` is a connection.
 #[derive(Debug)]
 pub(crate) enum Input<C> {
     Connected(C),
     Message(ToTarget),
     ControlLost(io::Error),
-    /// There is a request or an answer to look at.
+    /// A request or an answer is waiting.
     Wake,
     Barrier {
         channel: u16,
@@ -45,11 +45,11 @@ pub(crate) enum Input<C> {
     },
 }
 
-/// An input, and the number of the set of channels that it belongs to. Inputs of another set are
-/// dropped, but for connections, which belong to none.
+/// Input with the number of the set of channels that it belongs to. Inputs of another set are
+/// dropped, except for connections, which belong to no set.
 pub(crate) type Numbered<C> = (u64, Input<C>);
 
-/// The part of the target's host that knows what happens.
+/// Part of the target's host that finds events.
 pub(crate) trait Sources: Host<Session = Session> {
     type Connection;
 
@@ -59,36 +59,37 @@ pub(crate) trait Sources: Host<Session = Session> {
     fn peer_timeout(&self) -> Duration;
     /// Returns the number of the present set of channels.
     fn attempt(&self) -> u64;
-    /// Returns true as long as the operator wants no guest.
+    /// Returns true as long as the operator wants the target to stop.
     fn stopped(&self) -> bool;
-    /// Returns how long the source may take to announce its guest.
+    /// Returns the time within which the source must announce its guest.
     fn setup_timeout(&self) -> Duration;
     /// Takes the oldest answer of the arbiter.
     fn answer(&mut self) -> Option<Ruled>;
-    /// Takes an event that was found while something else was done.
+    /// Takes an event that was found during other work.
     fn found(&mut self) -> Option<Event>;
-    /// Returns the reason for which a link that is up counts as lost, if there is one: nothing
-    /// comes on it.
+    /// Returns the reason for which a link that is up counts as lost, if there is one: no pages
+    /// arrive.
     fn stalled(&mut self) -> Option<String> {
         None
     }
-    /// Takes the oldest input. Returns `None` if there is none until `until`.
+    /// Takes the oldest input. Returns `None` if none arrives before `until`.
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered<Self::Connection>>, Self::Idle>;
     /// Answers a connection.
     fn connected(&mut self, connection: Self::Connection) -> Option<Event>;
-    /// Returns the account of the missing pages, all of which have come.
+    /// Returns the event with the figures of demand paging, after the last missing page has
+    /// arrived.
     fn all_here(&self) -> Option<Event>;
-    /// Notes that the link of a guest that runs here is lost.
+    /// Notes that the link of a guest that runs on the target is lost.
     fn note_loss(&mut self, _why: &str) {}
 }
 
-/// What the loop remembers between two events.
+/// State of the loop between two events.
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     began: Duration,
-    /// A lost channel, while the source's reason is waited for.
+    /// Lost channel, while the loop waits for the source's reason.
     held: Option<ReasonWait>,
-    /// The reader of the control channel has ended: no last word is to be waited for.
+    /// True if the reader of the control channel has ended. No last message can arrive.
     control_lost: bool,
 }
 
@@ -101,7 +102,7 @@ impl Inbox {
         self.control_lost
     }
 
-    /// A new control channel is up.
+    /// Resets the state after a new control channel was opened.
     pub(crate) fn reopened(&mut self) {
         (self.held, self.control_lost) = (None, false);
     }
@@ -116,7 +117,7 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Option<Event>, H::Idle> {
     let began = host.inbox().began;
     if host.session().awaits_setup() && now.saturating_sub(began) > host.setup_timeout() {
         return Ok(Some(Event::PeerLost(format!(
-            "{} said hello and announced no guest within {SETUP_TIMEOUT:?}",
+            "{} announced no guest within {SETUP_TIMEOUT:?} after its hello",
             host.peer()
         ))));
     }
@@ -136,10 +137,10 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Option<Event>, H::Idle> {
     Ok(taken(host, input))
 }
 
-/// Goes on with the wait for the source's reason after its time is over at `now`: takes an input
-/// that is queued. Ends the wait if no input is queued.
+/// Continues the wait for the source's reason after its time has expired at `now`. Takes an input
+/// that is queued, or ends the wait if no input is queued.
 fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
-    // The time is over, so a host that would have to wait has nothing.
+    // The time has expired, so a host that would have to wait returns no input.
     if host.inbox().held.as_mut().is_some_and(ReasonWait::may_take)
         && let Ok(Some(input)) = host.receive(now)
     {
@@ -178,7 +179,7 @@ fn control_lost<H: Sources>(host: &mut H, error: &io::Error) -> Event {
     let peer = host.peer();
     Event::PeerLost(match error.kind() {
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
-            format!("the source {peer} went away before it handed over the guest")
+            format!("the source {peer} disconnected before it handed over the guest")
         }
         io::ErrorKind::TimedOut => {
             format!("nothing was heard of the source {peer} for {:?}", host.peer_timeout())
@@ -187,18 +188,18 @@ fn control_lost<H: Sources>(host: &mut H, error: &io::Error) -> Event {
     })
 }
 
-/// Returns true while the loss of a channel for pages takes the migration with it.
+/// Returns true while the loss of a channel for pages fails the migration.
 fn needs_channels(session: &Session) -> bool {
     !session.memory_complete() && !session.renounced() && !session.ended()
 }
 
-/// A channel that ends before the commit takes the migration with it. Which side was at fault
-/// matters to the reader: a cancelled source closes its channels, and says why on the control
-/// channel.
+/// Handles the loss of a channel. A channel that ends before the commit fails the migration. The
+/// report must show which peer was at fault: a cancelled source closes its channels, and sends the
+/// reason on the control channel.
 fn channel_lost<H: Sources>(host: &mut H, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
     if host.session().running_lazily() {
-        // Once it knows that all is here the source closes its channels, the control channel last
-        // and with a last word.
+        // When the source knows that all pages have arrived, it closes its channels. It closes the
+        // control channel last, after a last message.
         let why = format!("{role:?} channel {channel} is lost: {error}").to_lowercase();
         return (!host.session().complete()).then(|| lost(host, why));
     }
@@ -208,7 +209,7 @@ fn channel_lost<H: Sources>(host: &mut H, role: Role, channel: u16, error: &Rece
     if let ReceiveError::Link(link) = error
         && matches!(link.kind(), io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset)
     {
-        let (now, why) = (host.now(), format!("the source {} broke off", host.peer()));
+        let (now, why) = (host.now(), format!("the source {} closed a channel", host.peer()));
         host.inbox().held.get_or_insert_with(|| ReasonWait::new(now, why));
         return None;
     }

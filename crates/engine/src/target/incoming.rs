@@ -1,4 +1,4 @@
-//! A guest that a source has announced, before there is a VM for it.
+//! Guest that a source has announced, before there is a VM for it.
 
 use super::driver::{Announcement, Driver};
 use super::inbox::SETUP_TIMEOUT;
@@ -12,13 +12,14 @@ use std::time::Duration;
 use vmferry_core::{MachineConfig, TargetVm};
 use vmferry_wire::{MAX_DESCRIPTION_BYTES, Refusal, RefusalCode, ToSource, ToTarget};
 
-/// A guest that a source has announced.
+/// Guest that a source has announced.
 ///
-/// A VMM that has no VM yet creates one as [`machine`](Self::machine) and
-/// [`description`](Self::description) say, and then calls [`receive`](Self::receive). The guest runs on
-/// at the source meanwhile. The source waits for three times its `peer_timeout` (30 s by default).
+/// A VMM that has no VM yet creates one from [`machine`](Self::machine) and
+/// [`description`](Self::description), and then calls [`receive`](Self::receive). Meanwhile the
+/// guest runs on the source, which waits for three times its `peer_timeout` (30 s by default).
 ///
-/// Dropping it, or [`refuse`](Self::refuse), sends the source away, whose guest stays where it is.
+/// [`refuse`](Self::refuse) refuses the source, and so does dropping the value. The guest then
+/// stays on the source.
 pub struct Incoming {
     connection: Greeted,
     machine: MachineConfig,
@@ -39,8 +40,8 @@ impl Incoming {
     /// Waits at `listener` until a source announces a guest.
     ///
     /// # Errors
-    /// [`ReceiveFailure::Stopped`] after [`Arrival::stop`], [`ReceiveFailure::Host`] if the host fails.
-    /// A connection that announces no guest within 5 s is refused, and the wait goes on.
+    /// [`ReceiveFailure::Stopped`] after [`Arrival::stop`], [`ReceiveFailure::Host`] if the host
+    /// fails. A connection that announces no guest within 5 s is refused, and the wait continues.
     pub fn accept(listener: &Listener, arrival: &Arrival) -> Result<Self, ReceiveFailure> {
         let accepted = each_source(listener, arrival, None, |_, _, source| {
             let name = source.stream.peer.clone();
@@ -55,16 +56,16 @@ impl Incoming {
         accepted.map(|(incoming, _)| incoming)
     }
 
-    /// Answers a source, and reads until it has announced its guest.
+    /// Answers a source, and reads until the source has announced its guest.
     fn announced(connection: Greeted, arrival: &Arrival) -> Result<Self, String> {
         let stream = &connection.stream;
         let lost = |error: std::io::Error| format!("the link failed: {error}");
         answer(stream, &connection.hello, Ok(())).map_err(lost)?;
         let (clock, mut description) = (Clock::start(), Vec::new());
         loop {
-            // A source that sends pings for ever announces nothing.
+            // The time is limited, because a source could send pings for ever.
             let Some(left) = clock.until(SETUP_TIMEOUT) else {
-                return Err(format!("it announced no guest within {SETUP_TIMEOUT:?}"));
+                return Err(format!("the source announced no guest within {SETUP_TIMEOUT:?}"));
             };
             stream.set_timeouts(Some(left), Some(left)).map_err(lost)?;
             match read_message(stream).map_err(lost)? {
@@ -83,36 +84,38 @@ impl Incoming {
                     let announced = Announcement { setup, heartbeat };
                     return Ok(Self { connection, machine, description, announced });
                 }
-                other => return Err(format!("it sent {} before it announced a guest", other.name())),
+                other => return Err(format!("the source sent {} before it announced a guest", other.name())),
             }
         }
     }
 
-    /// The machine that the guest needs: its kind, vCPUs, memory regions and CPU features.
+    /// Returns the machine that the guest needs: its kind, vCPUs, memory regions and CPU features.
     pub fn machine(&self) -> &MachineConfig {
         &self.machine
     }
 
-    /// Returns the description by the source's VMM ([`SourceVm::description`](crate::SourceVm::description)).
-    /// Empty if it says nothing, or is of an older version. The bytes come from the peer: check them.
+    /// Returns the description by the source's VMM
+    /// ([`SourceVm::description`](crate::SourceVm::description)). The description is empty if that
+    /// VMM provides none or if the source is of an older version. The bytes come from the peer:
+    /// check them.
     pub fn description(&self) -> &[u8] {
         &self.description
     }
 
-    /// The source's address.
+    /// Returns the source's address.
     pub fn source(&self) -> &str {
         &self.connection.stream.peer
     }
 
-    /// Sends the source away. `why` is shown there.
+    /// Refuses the source, which reports `why`. The guest stays on the source.
     pub fn refuse(self, why: &str) {
         self.announced.heartbeat.end();
         let stream = &self.connection.stream;
         let refused = ToSource::Failed(Refusal::new(RefusalCode::Machine, why));
-        // A source that is gone need not be told.
+        // A source that has disconnected cannot receive the refusal.
         let _ = send_message(stream, &refused, SETUP_TIMEOUT);
         stream.finish();
-        // A socket that is closed with unread bytes destroys what was sent last.
+        // Closing a socket with unread bytes would discard the refusal.
         let (clock, deadline) = (Clock::start(), Duration::from_secs(1));
         while let Some(left) = clock.until(deadline)
             && stream.set_timeouts(Some(left), Some(left)).is_ok()
@@ -120,11 +123,12 @@ impl Incoming {
         {}
     }
 
-    /// Takes the guest into `vm`, as [`receive`](crate::receive) does. `listener` and `arrival` are those
-    /// that it was accepted with: the source opens its other channels there.
+    /// Receives the guest into `vm`, like [`receive`](crate::receive). `listener` and `arrival`
+    /// must be those of the call of [`accept`](Self::accept): the source opens its other channels
+    /// at that listener.
     ///
     /// # Errors
-    /// [`ReceiveFailure`]: the guest has not run here.
+    /// [`ReceiveFailure`] if the guest did not arrive. It has not run on the target.
     pub fn receive(
         self,
         vm: &mut dyn TargetVm,
@@ -135,7 +139,7 @@ impl Incoming {
         let mut announced = Some(self.announced);
         let received = each_source(listener, arrival, Some(self.connection), |queue, attempt, source| {
             let Some(announced) = announced.take() else {
-                // The VM was created for the first source's guest.
+                // The VM was created for the guest of the first source.
                 super::refuse(&source, RefusalCode::Busy);
                 return Taken::Refused(Vec::new());
             };

@@ -1,7 +1,9 @@
-//! The target's side of measuring a link: takes frames as a pass brings them, into memory that is dropped afterwards.
+//! Target's part of measuring a link: receives frames like those of a pass, into memory that is
+//! dropped afterwards.
 //!
-//! Who measures is nobody yet, so everything is bounded: how many channels at once, how much and for how long on each. The VM and its
-//! memory are not touched.
+//! The peer is not authenticated for a migration, so everything is bounded: the number of channels
+//! at the same time, and the bytes and the time of each channel. The VM and its memory are not
+//! used.
 
 use super::receiver::{Arrivals, FrameSource, Mark, ReceiveError, Receiver};
 use crate::channel::{Greeted, IoBuf, Stream, answer};
@@ -13,19 +15,19 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_wire::{RefusalCode, Request};
 
-/// Most channels that are measured at once, by whomever.
+/// Maximum number of channels that are measured at the same time, of all peers together.
 const MOST_CHANNELS: usize = 8;
-/// How long one may take, and how long it may be silent.
+/// Maximum duration of one measurement, and below, maximum silence of its peer.
 const LONGEST: Duration = Duration::from_secs(10);
 const SILENCE: Duration = Duration::from_secs(2);
-/// How many bytes one may bring.
+/// Maximum number of bytes of one measurement.
 const MOST_BYTES: usize = 256 << 20;
 
-/// The channels that are being measured.
+/// Number of channels that are being measured.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measuring(Arc<AtomicUsize>);
 
-/// A place among them.
+/// Counted share of the measured channels, returned when dropped.
 struct Place(Arc<AtomicUsize>);
 
 impl Drop for Place {
@@ -49,12 +51,12 @@ impl Measuring {
             drop(place);
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Receiver, "target-measure", serve) {
-            tracing::warn!("a measurement was refused: no thread for it: {error}");
+            tracing::warn!("a measurement was refused: its thread could not be started: {error}");
         }
     }
 }
 
-/// Receives, and says of each barrier that all before it is here.
+/// Receives frames, and confirms each barrier after all frames before it.
 fn serve(stream: &Stream) -> Result<(), ReceiveError> {
     stream.set_timeouts(Some(SILENCE), Some(SILENCE))?;
     let scratch = Scratch::new().map_err(io::Error::other)?;
@@ -68,7 +70,7 @@ fn serve(stream: &Stream) -> Result<(), ReceiveError> {
     }
 }
 
-/// A stream that ends after a while.
+/// Stream that ends after a time limit and a byte limit.
 struct Bounded<'a> {
     stream: &'a Stream,
     until: Instant,
@@ -80,7 +82,7 @@ impl FrameSource for Bounded<'_> {
         let bytes = bufs.iter().map(IoBuf::len).sum();
         let Some(left) = self.left.get().checked_sub(bytes).filter(|_| Instant::now() < self.until) else {
             return Err(io::Error::other(format!(
-                "it brought more than {MOST_BYTES} bytes, or took longer than {LONGEST:?}"
+                "the measurement sent more than {MOST_BYTES} bytes, or took longer than {LONGEST:?}"
             )));
         };
         self.left.set(left);

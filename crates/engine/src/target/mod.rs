@@ -1,6 +1,6 @@
-//! The side that a guest comes to.
+//! Target of a migration: receives a guest.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(
@@ -46,7 +46,8 @@ use std::time::Duration;
 use vmferry_core::TargetVm;
 use vmferry_wire::{Hello, Refusal, RefusalCode, Role, fence_digest};
 
-/// Waits for a guest; share it between the thread that receives and those that may stop it.
+/// Control of a wait for a guest. Share it between the thread that receives and the threads that
+/// may stop the wait.
 #[derive(Debug)]
 pub struct Arrival {
     stop: AtomicBool,
@@ -61,7 +62,8 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// With how long a source may be silent before it is given up.
+    /// Returns the control of a wait whose sources may be silent for `peer_timeout` before they
+    /// count as lost.
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
         Self {
@@ -77,22 +79,23 @@ impl Arrival {
         }
     }
 
-    /// Whether this host's processors are kept awake while the guest waits for pages over the link, where this process may ask
-    /// for that (it may unless something else is said here): see [`Settings::stay_awake`](crate::Settings::stay_awake).
+    /// Sets whether this host's processors are kept awake while the guest waits for pages over the
+    /// link. The default is true. It has an effect only if this process may ask the kernel for
+    /// this: see [`Settings::stay_awake`](crate::Settings::stay_awake).
     #[must_use]
     pub fn stay_awake(self, stay_awake: bool) -> Self {
         Self { stay_awake, ..self }
     }
 
-    /// With who decides who owns a guest of which neither side can know: the same as [`Settings::fence`](crate::Settings::fence), or its
-    /// source is refused.
+    /// Sets the arbiter that resolves unknown ownership of a guest. It must be the same as
+    /// [`Settings::fence`](crate::Settings::fence) of the source, otherwise the source is refused.
     #[must_use]
     pub fn fence(self, fence: Option<Arc<dyn Arbiter>>) -> Self {
         Self { fence, ..self }
     }
 
-    /// Why it is not known who owns the guest that was to come, while it is not: its source has handed it over, and the fence does not
-    /// say whether it may be run.
+    /// Returns why the owner of the guest is unknown, while it is unknown: the source has handed
+    /// the guest over, and the arbiter does not answer whether the target may run it.
     pub fn undecided(&self) -> Option<String> {
         self.undecided.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -104,28 +107,33 @@ impl Arrival {
         }
     }
 
-    /// Whether a source that says hello asks the same fence, or none as this side.
+    /// Returns true if the source of this hello uses the same arbiter as this target, or if neither
+    /// uses one.
     fn same_fence(&self, hello: &Hello) -> bool {
         hello.fence == self.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()))
     }
 
-    /// Stops waiting and gives up a guest that has not been handed over yet; does nothing to one that has.
+    /// Stops waiting and gives up a guest that has not been handed over yet. Does nothing to a
+    /// guest that has been handed over.
     ///
     /// With an arbiter, a guest that the target has claimed, or could claim, is given back first.
-    /// [`receive`] then returns when the arbiter or the source has heard so, however long that takes.
+    /// [`receive`] then returns after the arbiter or the source has acknowledged this, however long
+    /// that takes.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Puts something into `inputs` at each stop, for as long as the caller keeps what this returns. A full queue needs nothing: its reader
-    /// looks for the stop again after the next input.
+    /// Puts an input into `inputs` at each stop, for as long as the caller keeps the returned
+    /// value. A full queue needs no input, because its reader checks for the stop after the next
+    /// input.
     fn waking(&self, inputs: &SyncSender<Numbered>) -> Arc<dyn Fn() + Send + Sync> {
         let inputs = inputs.clone();
         self.wakers.register(move || drop(inputs.try_send((0, Input::Wake))))
     }
 
-    /// The same, and [`Rest::finish`] gives up a guest that runs here and whose memory is not all here: whoever waits for a page does so
+    /// Does the same as [`stop`](Self::stop). In addition, [`Rest::finish`] gives up a guest that
+    /// runs on the target and still has missing pages: a thread that waits for such a page waits
     /// for ever.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
@@ -138,7 +146,7 @@ impl Arrival {
         self.stop.load(Ordering::Acquire)
     }
 
-    /// Time that a source may take to announce its guest.
+    /// Returns the time within which a source must announce its guest.
     fn setup_timeout(&self) -> Duration {
         #[cfg(test)]
         if self.watched.setup_is_over.load(Ordering::Acquire) {
@@ -152,55 +160,60 @@ impl Arrival {
     }
 }
 
-/// A guest that has arrived and runs.
+/// Guest that has arrived and runs.
 #[must_use = "if not all of its memory is here, `rest` has to be finished"]
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Received {
-    /// Name of the migration, 32 hexadecimal digits.
+    /// Id of the migration, 32 hexadecimal digits.
     pub id: String,
-    /// The snapshot that it is a copy of, whose guest went on; its own name is then a new one.
+    /// Id of the snapshot that the guest is a copy of, if the original guest continued to run. `id`
+    /// is then a new one.
     pub copy_of: Option<String>,
-    /// Where it came from.
+    /// Address of the source.
     pub source: String,
-    /// Pages received, counting a page each time it came.
+    /// Number of pages received. A page counts each time it arrives.
     pub pages: u64,
-    /// The operator had paused the guest on the source: its vCPUs stand still here, too, until the operator resumes it.
+    /// True if the operator had paused the guest on the source. Its vCPUs stay stopped on the
+    /// target, too, until the operator resumes the guest.
     pub paused: bool,
-    /// Time that loading the device state took, in ms.
+    /// Time that loading the device state took, in milliseconds.
     pub load_ms: f64,
-    /// CPU time of the engine's threads, in ms.
+    /// CPU time of the engine's threads, in milliseconds.
     pub cpu_ms: f64,
-    /// What is still to come, if the guest runs before all of its memory is here: call [`Rest::finish`], on a thread of its own.
+    /// Missing pages, if the guest runs before all of its memory has arrived. Call [`Rest::finish`]
+    /// on a thread of its own.
     #[serde(skip)]
     pub rest: Option<Rest>,
 }
 
-/// Why no guest came.
+/// Reason why no guest arrived.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReceiveFailure {
-    /// It was on its way and did not arrive. It has not run here; this VM's memory is no longer empty.
-    #[error("the guest did not arrive: {0}; it has not run here")]
+    /// The migration failed. The guest has not run on the target, and the memory of the target's VM
+    /// is no longer empty.
+    #[error("the guest did not arrive: {0}; it has not run on the target")]
     Failed(Refusal),
-    /// [`Arrival::stop`] was called while none was on its way.
+    /// [`Arrival::stop`] was called while no guest was arriving.
     #[error("stopped while waiting for a guest")]
     Stopped,
-    /// The host.
+    /// The host failed.
     #[error(transparent)]
     Host(#[from] MigrateError),
 }
 
-/// Waits at `listener` for a source and takes its guest into `vm`; returns once the guest runs.
+/// Waits at `listener` for a source and receives its guest into `vm`. Returns once the guest runs.
 ///
-/// Strangers, sources of another version and sources whose machine differs are refused and cost nothing: the wait goes
-/// on. Once a fitting guest was announced, its fate ends the call.
+/// Connections of other programs, of sources of another version, and of sources whose machine
+/// differs are refused, and the wait continues. After a guest that fits was announced, the result
+/// of its migration ends the call.
 ///
-/// `vm`'s memory has to read as zeros: pages that the guest never touched are not sent. One into which a guest was received in vain
-/// ([`ReceiveFailure::Failed`]) is of no further use.
+/// The memory of `vm` must read as zeros, because the source does not send pages that the guest
+/// never touched. After [`ReceiveFailure::Failed`], a VM cannot be used again.
 ///
 /// # Errors
-/// [`ReceiveFailure`]: the guest has not run here.
+/// [`ReceiveFailure`] if no guest arrived. The guest has not run on the target.
 pub fn receive(
     vm: &mut dyn TargetVm,
     listener: &Listener,
@@ -216,14 +229,14 @@ pub fn receive(
     })
 }
 
-/// The queue of what threads report.
+/// Queue of the reports of threads.
 type Queue = (SyncSender<Numbered>, Receiver<Numbered>);
 
 /// Result of serving a source.
 enum Taken<T> {
-    /// It ends the wait.
+    /// The source ends the wait.
     Done(Result<T, ReceiveFailure>),
-    /// It was refused. These came meanwhile.
+    /// The source was refused. The sources in the list connected meanwhile.
     Refused(Vec<Greeted>),
 }
 
@@ -244,21 +257,22 @@ impl Taken<(Received, Option<Rest>)> {
     }
 }
 
-/// Gives each source that comes to `listener` to `take`, until one ends the wait. The source `first`
-/// comes before all others. `take` is told the number of the source.
+/// Gives each source that connects to `listener` to `take`, until one ends the wait. The source
+/// `first` comes before all others. `take` gets the number of the source.
 fn each_source<T>(
     listener: &Listener,
     arrival: &Arrival,
     first: Option<Greeted>,
     mut take: impl FnMut((&SyncSender<Numbered>, &Receiver<Numbered>), u64, Greeted) -> Taken<T>,
 ) -> Result<(T, Queue), ReceiveFailure> {
-    // A few are enough, and what a peer says waits in its socket, not in our memory.
+    // A short queue suffices: further bytes of a peer wait in its socket instead of in memory.
     let (sender, inputs) = sync_channel(8);
     let ending = ending()?;
     let _waker = arrival.waking(&sender);
     std::thread::scope(|scope| {
         let forward = driver::forward(&sender);
-        // A full queue needs no wake: its reader asks again after each input whether the listener is over.
+        // A full queue needs no wake: its reader checks after each input whether the listener has
+        // ended.
         let (ended, ending) = (sender.clone(), &ending);
         let accept = move || {
             listener.serve(ending, forward);
@@ -266,7 +280,7 @@ fn each_source<T>(
         };
         vmferry_thread::spawn_scoped(vmferry_thread::Role::Listener, "target-accept", scope, accept)
             .map_err(|source| MigrateError::Host { what: "a thread", source })?;
-        let over = Over(ending);
+        let over = EndOnDrop(ending);
         let measuring = Measuring::default();
         let mut waiting: VecDeque<Greeted> = first.into_iter().collect();
         let mut attempts = 0;
@@ -274,7 +288,7 @@ fn each_source<T>(
             if arrival.stopped() {
                 break Err(ReceiveFailure::Stopped);
             }
-            // Asked first: what the last connection brought is in the queue by then.
+            // Checked first: the last connection of an ended listener is then already in the queue.
             let is_over = listener.is_over();
             let source = match waiting.pop_front() {
                 Some(source) => source,
@@ -303,21 +317,23 @@ fn each_source<T>(
             }
         };
         drop(over);
-        // Otherwise the queue ends here, and whoever still greets finds it closed.
+        // After an error the queue ends here, and a thread that still handles a hello finds it
+        // closed.
         result.map(|taken| (taken, (sender, inputs)))
     })
 }
 
-/// Ends the listener's thread when it is dropped, also by a panic, which the VM's own code may cause: the scope waits for that thread.
-struct Over<'a>(&'a Ending);
+/// Guard that ends the listener's thread when dropped. The scope waits for that thread, also after
+/// a panic, which code of the VMM may cause.
+struct EndOnDrop<'a>(&'a Ending);
 
-impl Drop for Over<'_> {
+impl Drop for EndOnDrop<'_> {
     fn drop(&mut self) {
         self.0.end();
     }
 }
 
-/// Returns what ends a listener's thread.
+/// Returns the event that ends a listener's thread.
 fn ending() -> Result<Ending, MigrateError> {
     Ending::new().map_err(|source| MigrateError::Host { what: "an event", source })
 }

@@ -1,4 +1,4 @@
-//! The probe channel: what comes goes back, with how long it was here.
+//! Probe channel: the target echoes each probe with the time that it held the probe.
 
 use super::receiver::ReceiveError;
 use crate::channel::{IoBuf, Stream, tcp};
@@ -8,12 +8,13 @@ use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, Request, WireErro
 
 /// Echoes probes until the channel ends.
 pub(super) fn echo_probes(stream: &Stream) -> ReceiveError {
-    // A kernel without stamps makes the processor's delays look like the link's, and no more.
+    // Without kernel timestamps, delays of the processor count as delays of the link. Nothing else
+    // changes.
     let _ = stream.stamp_arrivals();
     let mut sequence = 0;
     loop {
-        // An acknowledgement that waits for the echo would make the processor's delays look like the link's as well. Where it is refused
-        // (no TCP), so they do.
+        // If the acknowledgement waited for the echo, delays of the processor would count as delays
+        // of the link as well. A channel that is not TCP refuses the option and has that error.
         let _ = tcp::acknowledge_at_once(stream.as_fd());
         if let Err(error) = echo(stream, sequence) {
             return error;
@@ -47,7 +48,7 @@ mod tests {
     use vmferry_wire::REQUEST_BYTES;
 
     #[test]
-    fn the_time_that_a_probe_waited_to_be_read_is_not_the_links() {
+    fn probe_echo_counts_the_time_before_the_read_as_held() {
         if vmferry_testkit::skip_if_emulated("SO_TIMESTAMPNS") {
             return;
         }
@@ -55,7 +56,7 @@ mod tests {
         there.stamp_arrivals().unwrap();
         let mut held = |number| {
             here.send(&mut [IoBuf::from_bytes(&FrameHeader::probe(number, number).encode())]).unwrap();
-            // As if the processor were busy.
+            // Simulates a busy processor.
             std::thread::sleep(Duration::from_millis(30));
             echo(&there, number).unwrap();
             let mut answer = [0; REQUEST_BYTES];
@@ -65,13 +66,13 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         };
-        // The kernel begins to stamp some time after it was asked to.
+        // The kernel begins to stamp some time after the option was set.
         let stamped = (0..50).map(&mut held).find(|held| *held > 0);
         assert!(stamped.is_some_and(|held| held >= 29_000_000), "{stamped:?}");
     }
 
     #[test]
-    fn what_is_no_probe_ends_the_channel() {
+    fn frame_that_is_not_a_probe_ends_the_channel() {
         for header in [FrameHeader::barrier(0, 0), FrameHeader::probe(1, 7)] {
             let (here, there) = test_pair();
             here.send(&mut [IoBuf::from_bytes(&header.encode())]).unwrap();

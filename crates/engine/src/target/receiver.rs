@@ -1,4 +1,5 @@
-//! A bulk channel's receiving thread: frames straight into guest memory, and a digest of what arrived.
+//! Receiving thread of a bulk channel: receives frames directly into guest memory and checks their
+//! digests.
 
 use super::urgent::{DemandPager, Stager, TABLE};
 use crate::awake::{Asking, Awake};
@@ -15,27 +16,27 @@ use vmferry_wire::{
     RunEntry, RunKind, RunName, Table, WireError,
 };
 
-/// Differing pages that are named to the source; the rest is counted.
+/// Maximum number of differing pages that are named to the source. Further ones are only counted.
 const MOST_SAMPLES: usize = 16;
 
-/// Why a channel stopped.
+/// Reason why a channel ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiveError {
-    /// The socket.
+    /// The socket failed.
     #[error("the link failed: {0}")]
     Link(#[from] io::Error),
-    /// The peer.
+    /// The peer broke the protocol.
     #[error("{0}")]
     Wire(#[from] WireError),
-    /// The VMM's memory.
+    /// The VMM's memory failed.
     #[error("guest memory could not be written: {0}")]
     Vm(#[from] VmError),
 }
 
-/// What is known of each page of the target, shared by all its channels.
+/// State of each page of the target, shared by all channels.
 ///
-/// A page belongs to one channel (the source deals chunks), so no two threads contend for a bit; they may share a word
-/// with a hostile source only, and then atomics keep that harmless.
+/// A page belongs to one channel, because the source assigns chunks to channels. Threads therefore
+/// do not contend for a bit. With a hostile source they may, and atomics keep that harmless.
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     regions: Vec<RegionState>,
@@ -44,21 +45,21 @@ pub(crate) struct Arrivals {
     compared: AtomicU64,
     mismatched: AtomicU64,
     samples: Mutex<Vec<PageName>>,
-    /// Whether memory is complete, or the guest about to run, and must not be written directly any more. Held for reading
-    /// while a frame is taken.
+    /// True if memory is complete, or the guest is about to run: memory must not be written
+    /// directly any more. Held for reading while a frame is taken.
     sealed: RwLock<bool>,
-    /// What is still to come once memory is sealed: placed page by page.
+    /// Pager that places missing pages one by one after memory was sealed.
     pager: OnceLock<Arc<DemandPager>>,
-    /// A channel is lost.
+    /// True if a channel is lost.
     lost: AtomicBool,
 }
 
-/// Where a channel has got to.
+/// Progress of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mark {
-    /// Everything of this pass has come on this channel.
+    /// All frames of this pass have arrived on this channel.
     Barrier(u32),
-    /// No page is lacking any more.
+    /// No page is missing any more.
     AllHere,
 }
 
@@ -99,21 +100,25 @@ impl Arrivals {
         })
     }
 
-    /// Pages received so far, counting a page each time it came.
+    /// Returns the number of pages received so far. A page counts each time it arrives.
     pub(crate) fn pages(&self) -> u64 {
         self.pages.load(Ordering::Relaxed)
     }
 
-    /// Refuses every frame from now on. Fails if one is just being taken, or a page is damaged: an honest source has
-    /// waited for the word that all is here and sound, one that has not must not have its guest started.
+    /// Refuses every frame from now on. Returns false if a frame is being taken at the moment, or
+    /// if a page has a digest mismatch.
+    ///
+    /// A correct source waits for the report that all pages have arrived without mismatch. The
+    /// guest of another source must not be started.
     pub(crate) fn seal(&self) -> bool {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
         self.suspects().0 == 0
     }
 
-    /// Refuses direct writes from now on; what comes later is for [`go_on_with`](Self::go_on_with). Fails if a frame is
-    /// just being taken, or a damaged page is not among those that are `lacking` and so will come again.
+    /// Refuses direct writes from now on. Later pages are for [`go_on_with`](Self::go_on_with).
+    /// Returns false if a frame is being taken at the moment, or if a page with a digest mismatch
+    /// is not in `lacking` and will not be sent again.
     pub(crate) fn seal_but_for(&self, lacking: &PageSet) -> bool {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
@@ -126,22 +131,25 @@ impl Arrivals {
         })
     }
 
-    /// Frames that come from now on are placed by `pager`.
+    /// Has `pager` place the frames that arrive from now on.
     pub(crate) fn go_on_with(&self, pager: Arc<DemandPager>) {
-        // Once for a migration; a second one would mean a second handover, which the session refuses.
+        // Called once in a migration. A second call would need a second handover, which the session
+        // refuses.
         let _ = self.pager.set(pager);
-        // First there, then looked: `lost` does it the other way round, so one of the two sees the other.
+        // The pager is stored first and `lost` is checked afterwards. `lost` does both in the
+        // opposite order, so at least one of the two calls sees the other.
         if self.lost.load(Ordering::SeqCst) {
             self.lost();
         }
     }
 
-    /// What is still to come after the handover, if it was one before all memory was here.
+    /// Returns the pager, if the handover came before all memory had arrived.
     pub(crate) fn pager(&self) -> Option<&Arc<DemandPager>> {
         self.pager.get()
     }
 
-    /// A channel is lost: see [`MissingPages::lost`](crate::demand::MissingPages::lost).
+    /// Reports the loss of a channel: see
+    /// [`MissingPages::lost`](crate::demand::MissingPages::lost).
     pub(crate) fn lost(&self) {
         self.lost.store(true, Ordering::SeqCst);
         if let Some(pager) = self.pager() {
@@ -149,7 +157,8 @@ impl Arrivals {
         }
     }
 
-    /// How many pages are damaged, and the first of them as runs. Exact while no frame is being received.
+    /// Returns the number of pages with a digest mismatch, and the first of them as runs. The
+    /// result is exact while no frame is being received.
     pub(crate) fn suspects(&self) -> (u64, Vec<RunName>) {
         if self.suspect_count.load(Ordering::Acquire) == 0 {
             return (0, Vec::new());
@@ -159,7 +168,7 @@ impl Arrivals {
             let mut map = Bitmap::new(region.suspect.len());
             region.suspect.harvest(&mut map);
             for run in map.runs() {
-                // They stay suspect until they have come again.
+                // The pages stay marked until they have arrived again.
                 region.suspect.set_range(run.clone());
                 count += run.end - run.start;
                 if runs.len() < MAX_NAMED_RUNS {
@@ -170,13 +179,14 @@ impl Arrivals {
         (count, runs)
     }
 
-    /// Pages compared, pages that differ, and the first of these.
+    /// Returns the number of compared pages, the number of pages that differ, and the first of
+    /// these.
     pub(crate) fn differences(&self) -> (u64, u64, Vec<PageName>) {
         let samples = self.samples.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         (self.compared.load(Ordering::Acquire), self.mismatched.load(Ordering::Acquire), samples)
     }
 
-    /// Runs of pages that no frame has written.
+    /// Returns the runs of pages that no frame has written.
     #[cfg(feature = "hostile")]
     pub(crate) fn untouched(&self) -> Vec<(RegionId, PageRun)> {
         let of = |region: &RegionState| {
@@ -193,7 +203,7 @@ impl Arrivals {
     }
 
     fn mark_sound(&self, region: &RegionState, page: u64) {
-        // Damage is rare: one load in the common case.
+        // Mismatches are rare: the common case costs one load.
         if self.suspect_count.load(Ordering::Acquire) > 0 && region.suspect.test_and_clear(page) {
             self.suspect_count.fetch_sub(1, Ordering::AcqRel);
         }
@@ -208,12 +218,13 @@ impl Arrivals {
     }
 }
 
-/// Where frames come from.
+/// Source of frames.
 pub(crate) trait FrameSource {
     /// Fills all of `bufs`.
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()>;
 
-    /// From now on somebody may wait for what is in here, behind whatever else is.
+    /// Limits the bytes that wait in the receive queue. From now on, a thread may wait for a page
+    /// that lies behind them.
     fn keep_short(&self) {}
 }
 
@@ -229,13 +240,14 @@ impl FrameSource for &Stream {
     }
 }
 
-/// Reads as much as there is, up to some frames of a single page: a small frame then takes one system call instead of three.
+/// Reader that reads as much as is available, up to some frames of a single page. A small frame
+/// then takes one system call instead of three.
 pub(crate) struct Buffered<'a> {
     stream: &'a Stream,
     state: RefCell<Held>,
 }
 
-/// `start <= end <= bytes.len()`: what was read and not yet asked for.
+/// Bytes that were read and not yet used. Invariant: `start <= end <= bytes.len()`.
 struct Held {
     bytes: Box<[u8]>,
     start: usize,
@@ -243,7 +255,7 @@ struct Held {
 }
 
 impl<'a> Buffered<'a> {
-    /// Four frames of a page.
+    /// Size of four frames of one page.
     const BYTES: usize = 4 * (FRAME_HEADER_BYTES + 16 + PAGE_BYTES);
 
     pub(crate) fn new(stream: &'a Stream) -> Self {
@@ -269,39 +281,40 @@ impl FrameSource for Buffered<'_> {
     }
 }
 
-/// The receiving end of a bulk channel.
+/// Receiver of a bulk, urgent or probe channel.
 pub(crate) struct Receiver<'a, S> {
     memory: &'a dyn GuestMemory,
     arrivals: &'a Arrivals,
     stream: S,
     sequence: u64,
-    /// As long as the longest table.
+    /// Buffer as long as the longest table.
     table: Vec<u8>,
-    /// The memory of the frame's runs with content, looked up once: to receive into, and to check.
+    /// Memory of the frame's runs with content. It is looked up once, to receive into and to check.
     windows: Vec<Window<'a>>,
     scratch: Box<[u8; PAGE_BYTES]>,
     touched: Bitmap,
     stager: Stager,
-    /// This thread knows of the handover.
+    /// Set once this thread knows of the handover.
     handed_over: Option<Awake>,
-    /// To be used then.
+    /// Used at the handover.
     asking: Asking,
-    /// Whether pages may be written directly before memory is sealed: on a bulk channel.
+    /// True on a bulk channel: pages may be written directly before memory is sealed.
     direct: bool,
 }
 
 impl<'a, S: FrameSource> Receiver<'a, S> {
-    /// Of a bulk channel.
+    /// Returns the receiver of a bulk channel.
     pub(crate) fn new(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self { direct: true, ..Self::urgent(memory, arrivals, stream) }
     }
 
-    /// The same, which can ask that processors stay awake from the handover on.
+    /// Sets the handle by which the thread asks the kernel to keep processors awake from the
+    /// handover on.
     pub(crate) fn asking(self, asking: Asking) -> Self {
         Self { asking, ..self }
     }
 
-    /// Of an urgent or a probe channel: takes pages only after the handover.
+    /// Returns the receiver of an urgent channel. It takes pages only after the handover.
     pub(crate) fn urgent(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
             stager: Stager::default(),
@@ -335,7 +348,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             }
             self.sequence += 1;
             match header.kind {
-                // An urgent channel has no passes; its barriers must not count for the bulk channel of that number.
+                // An urgent channel has no passes. Its barriers must not count for the bulk channel
+                // with that number.
                 FrameKind::Barrier if !self.direct => {
                     let pass = header.pass.into();
                     let allowed = "on bulk channels";
@@ -345,7 +359,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 FrameKind::Probe => {
                     let (what, value) = ("a probe of number", header.base.0);
                     return Err(
-                        WireError::Field { what, value, allowed: "none but on a probe channel" }.into()
+                        WireError::Field { what, value, allowed: "only on a probe channel" }.into()
                     );
                 }
                 FrameKind::Pages | FrameKind::Digests => {
@@ -357,7 +371,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         }
     }
 
-    /// Says whether no page is lacking now, which it says once.
+    /// Receives the rest of a frame. Returns true if no page is missing any more. Only one call
+    /// returns true.
     fn receive_frame(&mut self, header: &FrameHeader) -> Result<bool, ReceiveError> {
         let arrivals = self.arrivals;
         let sealed = arrivals.sealed.read().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -371,7 +386,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             .into());
         }
         let region = arrivals.region(header.region)?;
-        // The table's buffer is lent out and put back: what takes the frame needs the rest of self.
+        // The buffer is moved out of `self` and put back, because taking the frame needs the rest
+        // of `self`.
         let mut buffer = std::mem::take(&mut self.table);
         let bytes = buffer.get_mut(..header.table_bytes()).ok_or(TABLE)?;
         self.stream.fill(&mut [IoBuf::from_bytes_mut(bytes)])?;
@@ -381,7 +397,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 if self.handed_over.is_none() {
                     self.handed_over = Some(self.hand_over(pager));
                 }
-                // Placed page by page, which excludes nobody; and a channel may be silent for long.
+                // Pages are placed one by one, which needs no exclusion. The lock is released,
+                // because a channel may be silent for long.
                 drop(sealed);
                 self.stager.take(pager, header.region, &table, &self.stream)?
             }
@@ -392,8 +409,9 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Ok(all_here)
     }
 
-    /// The guest runs. A bulk channel gives way to whoever waits for a page, on the processors and with what is on its way; while
-    /// there are urgent channels, processors stay awake.
+    /// Prepares this thread for a running guest. A bulk channel gives way to threads that wait for
+    /// a page: it lowers its scheduling priority and keeps its receive queue short. While there are
+    /// urgent channels, processors are kept awake.
     fn hand_over(&mut self, pager: &DemandPager) -> Awake {
         if self.direct {
             vmferry_thread::scheduling::give_way();
@@ -411,7 +429,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             match kind {
                 RunKind::Zero => self.zero(region, run)?,
                 RunKind::Data => {
-                    // Marked before it is written: a frame cut off half-way leaves no page that is taken for zero.
+                    // Marked before the write, so that a frame that is cut off leaves no page that
+                    // is wrongly considered zero.
                     region.written.set_range(run.range());
                     let window = self.memory.window(region.id, run)?;
                     *bufs.get_mut(self.windows.len()).ok_or(TABLE)? = IoBuf::from_window(window);
@@ -423,10 +442,12 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         self.check(region, table)
     }
 
-    /// Checks every page against its digest. A mismatch is no error yet: the guest may have written the page between the
-    /// source's digest and its copy into the socket, and then it is dirty and comes again (hazards.md 10).
+    /// Checks every page against its digest. A mismatch is not an error yet: the guest may have
+    /// written the page between the computation of the digest and the copy into the socket. The
+    /// page is then dirty, and the source sends it again (hazards.md 10).
     fn check(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
-        // Backwards: what came last is still in the cache, and going forwards would push it out before its turn.
+        // Backwards: the bytes that arrived last are still in the cache. In forward order they
+        // would be evicted before their turn.
         let mut digests = table.digests().rev();
         let data = table.runs().rev().filter(|entry| entry.kind == RunKind::Data);
         let mut pages = 0;
@@ -446,7 +467,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Ok(())
     }
 
-    /// Makes the pages of `run` zeros. Pages that no frame has written are so already.
+    /// Makes the pages of `run` zeros. Pages that no frame has written are already zero.
     fn zero(&self, region: &RegionState, run: PageRun) -> Result<(), ReceiveError> {
         let mut window: Option<Window<'_>> = None;
         for (at, page) in run.range().enumerate() {
@@ -472,7 +493,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         for RunEntry { kind, run } in table.runs() {
             match kind {
                 RunKind::Zero => {
-                    // Pages that were never touched here read as zero, and reading them would only make them exist.
+                    // Pages that were never touched on the target read as zero, and reading them
+                    // would only allocate them.
                     touched.clear_range(run.range());
                     self.memory.touched(region.id, run, &mut touched)?;
                     for some in touched.runs_in(run.range()) {

@@ -1,4 +1,4 @@
-//! A link that was lost, taken up again over a new control channel.
+//! Restoring a lost link over a new control channel.
 
 use super::channels::Link;
 use super::driver::{Input, Numbered};
@@ -7,24 +7,29 @@ use std::io;
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
-/// Connections that are kept while channels are ended; a source needs one.
+/// Maximum number of connections that are kept while channels are ended. A source needs one.
 const MOST_LATE: usize = 16;
 
 impl Link {
-    /// Whether `incoming` names this migration, with the token that only its source was given.
+    /// Returns true if `incoming` names this migration, with the token that only its source was
+    /// given.
     pub(super) fn named_by(&self, incoming: &Greeted) -> bool {
         let hello = &incoming.hello;
         hello.migration == self.migration && hello.token == self.tokens.resume && self.same_source(incoming)
     }
 
-    /// Whether it is the source of the control channel, as far as its certificate tells: a token that got out is of no use to
-    /// another host.
+    /// Returns true if `incoming` has the same certificate as the control channel. A stolen token
+    /// is then useless to another host.
     pub(super) fn same_source(&self, incoming: &Greeted) -> bool {
         incoming.stream.peer_certificate() == self.control.peer_certificate()
     }
 
-    /// Nothing of the old channels may be under way when the source is told what is lacking, or a page that is just being
-    /// placed would be sent again; nor a commit when it is told that the guest will not run here.
+    /// Replaces the control channel by `incoming`, after all old channels and their threads have
+    /// ended.
+    ///
+    /// No frame of the old channels may be in progress when the source is told which pages are
+    /// missing, or a page that is being placed would be sent again. Nor may a commit be in progress
+    /// when the source is told that the guest will not run on the target.
     pub(super) fn take_up(
         &mut self,
         incoming: Greeted,
@@ -40,14 +45,14 @@ impl Link {
 
     /// Ends every channel and its thread.
     pub(super) fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
-        // First: whoever asks on one of them must not be waited for.
+        // Shut down first, so that no fault thread blocks in sending a request.
         self.shutdown();
         self.control.shutdown();
         if let Some(pager) = self.arrivals.pager() {
             pager.source.replace(&pager.pages, Vec::new());
         }
-        // Threads that wait for room in the queue must find it until they have ended. A source that noticed the loss first may
-        // have come back already.
+        // Threads that wait for room in the queue must find room until they have ended. A source
+        // that noticed the loss first may already have reconnected.
         while self.at_work() {
             if let Ok((_, Input::Connected(incoming))) = inputs.recv_timeout(Duration::from_millis(1))
                 && self.late.len() < MOST_LATE

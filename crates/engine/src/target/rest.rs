@@ -1,10 +1,10 @@
-//! What is left to do for a guest that runs before all of its memory is here.
+//! Remaining work for a guest that runs before all of its memory has arrived.
 
 use super::channels::{Link, fresh_tokens};
 use super::driver::{Numbered, forward};
 use super::inbox::{self, Inbox, Sources};
 use super::session::{Action, Event, Outcome, Session};
-use super::{Arrival, Over, ending};
+use super::{Arrival, EndOnDrop, ending};
 use crate::channel::{Greeted, Listener, answer, send_message};
 use crate::clock::Clock;
 use crate::fence::Ruled;
@@ -21,15 +21,20 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_wire::{RefusalCode, Role, ToSource};
 
-/// How many times the peer's timeout pages may stay away, or somebody wait for one, while the source still answers: a
-/// channel can be dead without either end being told.
+/// Multiple of the peer timeout after which a link counts as lost although the source answers: no
+/// page has arrived, or a thread has waited for one page, for that long. A channel can be dead
+/// without a report to either end.
 const PATIENCE: u32 = 3;
 
-/// The pages of a guest that runs already. They come, and are placed, by threads of their own; but somebody must keep
-/// house: say that all is here, take up the link again when it is lost. That is [`finish`](Rest::finish).
+/// Missing pages of a guest that already runs.
 ///
-/// Dropped while pages are lacking, it ends its channels: the source keeps those pages and says that the link is lost, and
-/// whoever needs one of them here sleeps for ever. Nothing is made up.
+/// Threads of the engine receive the pages and place them. In addition, [`finish`](Rest::finish)
+/// must be called: it tells the source when all pages have arrived, and takes up the link again
+/// after a loss.
+///
+/// If the value is dropped while pages are missing, its channels end. The source keeps those pages
+/// and reports that the link is lost. A thread of the target that needs such a page sleeps for
+/// ever. Missing pages are never replaced by zeros.
 #[must_use = "the guest's pages come, but nobody tells its source when all are here: call `finish`"]
 pub struct Rest {
     session: Session,
@@ -42,15 +47,15 @@ pub struct Rest {
     watch: RestWatch,
     peer_timeout: Duration,
     suspended_at: Option<Duration>,
-    /// Since when the link is up.
+    /// Time since which the link is up.
     up_since: Duration,
-    /// How many pages were lacking when the last came, and when that was.
+    /// Number of missing pages after the last page arrived, and the time of its arrival.
     last_page: (u64, Duration),
-    /// What happened while something else was done, oldest first.
+    /// Events that occurred during other work, oldest first.
     pending: VecDeque<Event>,
 }
 
-/// A view of a [`Rest`] for other threads.
+/// View of a [`Rest`] for other threads.
 #[derive(Debug, Clone)]
 pub struct RestWatch(Arc<Watched>);
 
@@ -60,25 +65,26 @@ struct Watched {
     state: Mutex<RestState>,
 }
 
-/// How a [`Rest`] is doing.
+/// Progress of a [`Rest`].
 #[must_use = "it may not have come to its end"]
 #[derive(Debug, Clone, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct RestState {
-    /// `Postcopy`, `PostcopyPaused` while there is no link, or `Completed`.
+    /// [`MigrationState::Postcopy`], [`MigrationState::PostcopyPaused`] while there is no link, or
+    /// [`MigrationState::Completed`].
     pub state: MigrationState,
-    /// Why there is no link, if there is none.
+    /// Reason why there is no link, if there is none.
     pub why: Option<String>,
-    /// How often the link was lost.
+    /// Number of times that the link was lost.
     pub interruptions: u64,
-    /// Pages that are still to come.
+    /// Number of missing pages.
     pub left: u64,
-    /// How it has gone so far.
+    /// Figures of demand paging so far.
     pub postcopy: PostcopyFigures,
 }
 
 impl RestWatch {
-    /// How it is doing now.
+    /// Returns the present progress.
     pub fn now(&self) -> RestState {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(pager) = &self.0.pager {
@@ -100,7 +106,7 @@ impl fmt::Debug for Rest {
 }
 
 impl Rest {
-    /// Goes on with a session and the actions that it has still asked for.
+    /// Continues with a session and its pending actions.
     pub(super) fn new(
         (session, agenda): (Session, Agenda<Action>),
         link: Link,
@@ -125,7 +131,7 @@ impl Rest {
         }
     }
 
-    /// Goes on with the queue that its channels report to.
+    /// Sets the queue to which the channels report.
     pub(super) fn with(
         mut self,
         queue: (SyncSender<Numbered>, Receiver<Numbered>),
@@ -136,24 +142,26 @@ impl Rest {
         self
     }
 
-    /// A view of it.
+    /// Returns a view for other threads.
     #[must_use]
     pub fn watch(&self) -> RestWatch {
         self.watch.clone()
     }
 
-    /// Serves the rest of a postcopy until all pages have arrived and the source knows it. Blocks meanwhile.
+    /// Serves the rest of a postcopy until all pages have arrived and the source knows it. Blocks
+    /// meanwhile.
     ///
-    /// If the link is lost, the source connects to `listener` again. The guest cannot run without its pages, so this waits for the
-    /// source without limit. [`Arrival::abandon`] ends the wait. An abandoned guest must not run on: a vCPU that touches a missing page
-    /// waits for ever.
+    /// If the link is lost, the source connects to `listener` again. The guest cannot run without
+    /// its pages, so this waits for the source without limit. [`Arrival::abandon`] ends the wait.
+    /// An abandoned guest must not continue to run: a vCPU that touches a missing page waits for
+    /// ever.
     ///
     /// Returns the final state. It is `Completed`, or `PostcopyPaused` if the guest was abandoned. Such a guest is lost: end its devices, and
     /// drop its VM.
     pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> RestState {
         let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
         let _waker = arrival.waking(&sender);
-        let ending = ending().inspect_err(|error| not_again(error));
+        let ending = ending().inspect_err(|error| warn_not_listening(error));
         std::thread::scope(|scope| {
             let over = ending.as_ref().ok().map(|ending| {
                 let take = forward(&sender);
@@ -165,12 +173,12 @@ impl Rest {
                     accept,
                 );
                 if let Err(error) = spawned {
-                    not_again(&error);
+                    warn_not_listening(&error);
                 }
-                Over(ending)
+                EndOnDrop(ending)
             });
-            let mut house = House { rest: &mut self, inputs: &inputs, arrival };
-            if let Ok(outcome) = run::advance(&mut house) {
+            let mut host = RestHost { rest: &mut self, inputs: &inputs, arrival };
+            if let Ok(outcome) = run::advance(&mut host) {
                 debug_assert_eq!(outcome, Outcome::Completed, "the guest runs: nothing else is left to come");
                 self.watch.update(|state| state.state = MigrationState::Completed);
             }
@@ -181,9 +189,10 @@ impl Rest {
         self.watch.now()
     }
 
-    /// All is here, and the source, which does not know it, stays away: this side is done, but goes on listening, so that the
-    /// source can hear it whenever it comes.
-    fn nobody_asks_any_more(&self) -> bool {
+    /// Returns true if all pages have arrived and the source, which does not know it, does not
+    /// reconnect. The target is then complete. It continues to listen, so that the source can still
+    /// learn it.
+    fn source_stays_away(&self) -> bool {
         self.session.complete()
             && self
                 .suspended_at
@@ -197,7 +206,7 @@ impl Rest {
         } else if !suspended && self.suspended_at.take().is_some() {
             self.up_since = self.clock.now();
         }
-        let unheard = self.nobody_asks_any_more();
+        let unheard = self.source_stays_away();
         self.watch.update(|state| {
             state.state = match suspended {
                 true if unheard => MigrationState::Completed,
@@ -210,7 +219,7 @@ impl Rest {
         });
     }
 
-    /// Why a link that seems to be up brings nothing, if so.
+    /// Returns the reason why a link that seems to be up brings nothing, if that is so.
     fn why_stalled(&mut self) -> Option<String> {
         let patience = self.peer_timeout.saturating_mul(PATIENCE);
         let pages = &self.link.arrivals.pager()?.pages;
@@ -222,16 +231,16 @@ impl Rest {
             return None;
         }
         if self.clock.since(self.last_page.1) > patience {
-            return Some(format!("{left} pages are lacking, and none has come for {patience:?}"));
+            return Some(format!("{left} pages are missing, and none has arrived for {patience:?}"));
         }
         (pages.longest_wait() > patience)
-            .then(|| format!("a page that was asked for has not come for {patience:?}"))
+            .then(|| format!("a requested page has not arrived for {patience:?}"))
     }
 
     fn note_loss(&mut self, why: &str) {
         if !self.session.suspended() {
             tracing::warn!(
-                "the link to the source {} is lost ({why}); the guest goes on until it needs a page that is not here",
+                "the link to the source {} is lost ({why}); the guest runs until it needs a missing page",
                 self.link.control.peer
             );
             self.watch.update(|state| {
@@ -250,7 +259,7 @@ impl Rest {
         if incoming.hello.role != Role::Control {
             return match self.link.connected(incoming)? {
                 Ok(()) => Some(Event::ChannelUp),
-                Err(error) => Some(Event::PeerLost(format!("no thread for a channel: {error}"))),
+                Err(error) => Some(Event::PeerLost(format!("the thread of a channel could not be started: {error}"))),
             };
         }
         let ours = self.link.named_by(&incoming);
@@ -279,7 +288,8 @@ impl Rest {
         self.last_page_after_all();
     }
 
-    /// The last page may have come while the channels were ended, and the word of it been dropped with what else they reported.
+    /// Handles the case that the last page arrived while the channels were ended. The report of it
+    /// was then dropped with the other reports.
     fn last_page_after_all(&mut self) {
         let all_here = self.link.arrivals.pager().is_some_and(|pager| pager.pages.left() == 0);
         if all_here && !self.session.complete() {
@@ -315,7 +325,7 @@ impl Rest {
                 self.link.arrivals.pager()?.pages.end();
                 None
             }
-            // Before the guest ran.
+            // The other actions belong to the time before the guest ran.
             _ => None,
         }
     }
@@ -335,7 +345,7 @@ impl Rest {
         }
         match fresh_tokens() {
             Ok(tokens) => {
-                // The name by which the control channel can be taken up again stays.
+                // The token for a new control channel does not change.
                 (self.link.tokens.bulk, self.link.tokens.urgent) = (tokens.bulk, tokens.urgent);
                 Some(Event::MissingNamed { pages: lacking.count(), tokens: (tokens.bulk, tokens.urgent) })
             }
@@ -344,21 +354,21 @@ impl Rest {
     }
 }
 
-fn not_again(error: &dyn fmt::Display) {
-    tracing::error!("a link that is lost cannot be taken up again: there is nothing to listen with: {error}");
+fn warn_not_listening(error: &dyn fmt::Display) {
+    tracing::error!("a lost link cannot be taken up again: the listener does not work: {error}");
 }
 
-/// The caller gave the guest up: see [`Arrival::abandon`].
+/// Reason for the end of the loop: the caller gave the guest up ([`Arrival::abandon`]).
 struct Abandoned;
 
-/// The target's host once the guest runs.
-struct House<'a> {
+/// Host of the target's session once the guest runs.
+struct RestHost<'a> {
     rest: &'a mut Rest,
     inputs: &'a Receiver<Numbered>,
     arrival: &'a Arrival,
 }
 
-impl Host for House<'_> {
+impl Host for RestHost<'_> {
     type Session = Session;
     type Idle = Abandoned;
 
@@ -391,7 +401,7 @@ impl Host for House<'_> {
     }
 }
 
-impl Sources for House<'_> {
+impl Sources for RestHost<'_> {
     type Connection = Box<Greeted>;
 
     fn inbox(&mut self) -> &mut Inbox {
@@ -411,7 +421,7 @@ impl Sources for House<'_> {
     }
 
     fn stopped(&self) -> bool {
-        // The guest runs here.
+        // The guest runs on the target, so a stop has no effect.
         false
     }
 
@@ -456,16 +466,18 @@ impl Sources for House<'_> {
     }
 }
 
-/// Leaves no thread behind, whether it was finished, told to stop, or forgotten.
+/// Ends all threads, whether the rest was finished, stopped or dropped early.
 impl Drop for Rest {
     fn drop(&mut self) {
-        // Without its reader the queue takes nothing, so nobody waits for room in it.
+        // Without its receiver, sending to the queue fails at once, so no thread waits for room in
+        // it.
         self.queue = None;
         self.link.shutdown();
         self.link.control.shutdown();
         self.link.join();
         if let Some(pager) = self.link.arrivals.pager() {
-            // While pages are lacking the guest's vCPUs may sleep on them, and must not be given zeros.
+            // While pages are missing, the guest's vCPUs may sleep on them. They must not see
+            // zeros.
             if pager.pages.left() == 0 { pager.pages.end() } else { pager.pages.stop() }
         }
         for thread in self.fault_threads.drain(..) {

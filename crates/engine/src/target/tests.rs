@@ -1,4 +1,5 @@
-//! The target's driver with its real threads and sockets. The test plays the source and the arbiter.
+//! Tests of the target's driver with real threads and sockets. The test acts as the source and as
+//! the arbiter.
 
 use super::*;
 use crate::channel::Uri;
@@ -16,9 +17,10 @@ use vmferry_wire::{
     Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
 };
 
-/// Time after which a test that waits has failed.
+/// Time after which a waiting test has failed.
 const HANG: Duration = vmferry_testkit::PATIENCE;
-/// Most times that a driver reads the stop flag in a test: ten times a second, and once an event.
+/// Maximum number of times that a driver reads the stop flag in a test: ten times a second, and
+/// once for each event.
 const MOST_LOOKS: u64 = 1000;
 
 /// Access of a test to the driver of an [`Arrival`].
@@ -26,7 +28,7 @@ const MOST_LOOKS: u64 = 1000;
 pub(super) struct Watched {
     /// Number of times that the stop flag was read.
     pub(super) looks: AtomicU64,
-    /// The time in which a source has to announce its guest has passed.
+    /// True if the time within which a source must announce its guest counts as over.
     pub(super) setup_is_over: AtomicBool,
 }
 
@@ -73,7 +75,7 @@ fn unreachable() -> ArbiterError {
     ArbiterError::Unreachable("no answer".into())
 }
 
-/// Memory of one page that is never received.
+/// Memory of one page whose content is never transferred.
 struct OnePage(Layout);
 
 impl OnePage {
@@ -113,7 +115,7 @@ impl TargetVm for Vm {
         Ok(())
     }
 
-    /// The scripted source is of a version that would not understand the request.
+    /// The scripted source has a version that would not understand the request.
     fn wants_trial(&self) -> bool {
         true
     }
@@ -125,14 +127,14 @@ impl TargetVm for Vm {
     }
 }
 
-/// A source that the test plays message by message.
+/// Source whose messages the test sends one by one.
 struct Source {
     port: u16,
     control: TcpStream,
 }
 
 impl Source {
-    /// Says hello, and sends `Setup`.
+    /// Sends a hello and `Setup`.
     fn connect(listener: &Listener) -> Self {
         let Uri::Tcp { port, .. } = listener.uri().unwrap() else { panic!("no TCP port") };
         let mut source = Self { port, control: greet(port, Role::Control, Token::NONE) };
@@ -162,7 +164,7 @@ impl Source {
         assert_eq!(self.hear(), ToSource::Pong(number));
     }
 
-    /// Moves a guest without pages, from the target's `Accept` to the commit.
+    /// Performs the migration of a guest without pages, from the target's `Accept` to the commit.
     fn commit(&mut self) {
         let ToSource::Accept { bulk, .. } = self.hear() else { panic!("not accepted") };
         let mut channel = greet(self.port, Role::Bulk, bulk);
@@ -177,7 +179,7 @@ impl Source {
     }
 }
 
-/// Says the hello of a channel, which must be answered well.
+/// Sends the hello of a channel, which the target must accept.
 fn greet(port: u16, role: Role, token: Token) -> TcpStream {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.set_read_timeout(Some(HANG)).unwrap();
@@ -198,7 +200,7 @@ fn greet(port: u16, role: Role, token: Token) -> TcpStream {
     stream
 }
 
-/// The target under test, as the test's thread reaches it.
+/// Target under test, as seen by the test's thread.
 struct Target {
     arrival: Arc<Arrival>,
     questions: Receiver<Question>,
@@ -213,7 +215,7 @@ impl Target {
         question
     }
 
-    /// Returns how often the driver has read the stop flag.
+    /// Returns the number of times that the driver has read the stop flag.
     fn looks(&self) -> u64 {
         self.arrival.watched.looks.load(Ordering::Relaxed)
     }
@@ -222,7 +224,8 @@ impl Target {
 const CLAIM: Word = Word::Claim(Side::Target);
 const OURS: Ruling = Ruling::Target { runs: false };
 
-/// Runs `script` beside a target that receives into `vm`. Returns why no guest came, and the VM.
+/// Runs `script` while a target receives into `vm`. Returns the reason why no guest arrived, and
+/// the VM.
 ///
 /// A script that panics does not wait for the target's thread, which may hang.
 fn received(mut vm: Vm, script: impl FnOnce(&Target)) -> (ReceiveFailure, Vm) {

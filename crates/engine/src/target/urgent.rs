@@ -1,4 +1,4 @@
-//! Missing pages over a link: requested on urgent channels, and brought by any channel.
+//! Missing pages over a link: requested on urgent channels, and received on any channel.
 
 use super::receiver::{FrameSource, ReceiveError};
 use crate::channel::{IoBuf, Stream};
@@ -12,24 +12,25 @@ use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_wire::{MAX_FRAME_PAGES, Request, RunKind, Table, WireError};
 
-/// Pages that arrived damaged and are requested again, at most: beyond that the link is given up.
+/// Maximum number of pages with a digest mismatch that are requested again. After that the link is
+/// given up.
 const MOST_DAMAGED: u64 = 10_000;
 
-/// Time that the source may take to take a request, and those for a huge page.
+/// Time within which the source must accept one request, and below, all requests of a huge page.
 const ONE: Duration = Duration::from_secs(1);
 const MANY: Duration = Duration::from_secs(10);
 
-/// A table that does not fit its frame; decoding it has found out before.
+/// Error for a table that does not fit its frame. Decoding has already checked this.
 pub(super) const TABLE: WireError = WireError::Damaged { what: "table of a frame" };
 
-/// Demand paging whose pages come over a link.
+/// Demand paging whose pages arrive over a link.
 pub(crate) type DemandPager = demand::DemandPager<UrgentChannels>;
 
-/// An urgent channel, to send requests on.
+/// Urgent channel, to send requests on.
 #[derive(Debug)]
 pub(crate) struct UrgentChannel {
     stream: Arc<Stream>,
-    /// A request is one write; several fault threads may share a channel.
+    /// Lock for writes: a request is one write, and several fault threads may share a channel.
     turn: Mutex<()>,
 }
 
@@ -45,14 +46,14 @@ impl UrgentChannel {
     }
 }
 
-/// The urgent channels: the source of missing pages that come over a link.
+/// Urgent channels: the source of missing pages that arrive over a link.
 #[derive(Debug, Default)]
 pub(crate) struct UrgentChannels {
-    /// Empty while the link is down.
+    /// Channels for requests. Empty while the link is down.
     channels: RwLock<Vec<Arc<UrgentChannel>>>,
-    /// Pages that arrived damaged on these channels.
+    /// Number of pages that arrived on these channels with a digest mismatch.
     damaged_here: AtomicU64,
-    /// Whether processors are kept awake while there are channels.
+    /// True if processors are kept awake while there are channels.
     stay_awake: bool,
 }
 
@@ -61,8 +62,9 @@ impl PageSource for UrgentChannels {
 
     fn local(&self) {}
 
-    /// Requests a page and what is missing of its unit, as far as that was not done already: each as a page that a thread waits
-    /// for, because what is only requested ahead stays behind at the source when there is another request.
+    /// Requests a page and the missing pages of its unit, except for pages that were already
+    /// requested. Each page is requested as one that a thread waits for, because the source sends
+    /// pages that are only requested ahead after other requests.
     fn fetch(&self, pages: &MissingPages, (): &mut (), place: Place, ahead: u16) {
         let unit = pages.unit(place);
         if unit.end - unit.start == 1 {
@@ -82,18 +84,19 @@ impl PageSource for UrgentChannels {
 }
 
 impl UrgentChannels {
-    /// No channels yet.
+    /// Returns an empty set of channels.
     pub(crate) fn new(stay_awake: bool) -> Self {
         Self { stay_awake, ..Self::default() }
     }
 
-    /// Returns whether processors are kept awake while there are channels.
+    /// Returns true if processors are kept awake while there are channels.
     pub(crate) fn stay_awake(&self) -> bool {
         self.stay_awake
     }
 
-    /// Sends requests on `channels` from now on. Earlier requests are forgotten, because their channels are gone; each page that a
-    /// thread waits for is requested again. Without channels the link is down.
+    /// Sends requests on `channels` from now on. Earlier requests are forgotten, because their
+    /// channels are gone. Each page that a thread waits for is requested again. Without channels
+    /// the link is down.
     pub(crate) fn replace(&self, pages: &MissingPages, channels: Vec<Arc<UrgentChannel>>) {
         let up = !channels.is_empty();
         #[cfg(test)]
@@ -112,18 +115,20 @@ impl UrgentChannels {
         }
     }
 
-    /// Requests the pages `wanted`, of one stripe. A channel that fails is found broken by the thread that reads it, and then
-    /// they are requested again on the next.
+    /// Requests the pages `wanted`, all of one stripe. If the channel fails, the thread that reads
+    /// it notices the failure, and the pages are requested again on the next link.
     fn request(&self, pages: &MissingPages, position: usize, wanted: &[u64], (ahead, again): (u16, bool)) {
         let Some(first) = wanted.first() else { return };
         let region = pages.region(position);
         let stripe = pages.memory.stripe_of(region, PageIndex(*first));
         let channels = self.channels.read().unwrap_or_else(PoisonError::into_inner);
         let channel = channels.get(stripe % channels.len().max(1)).cloned();
-        // Not held while something is sent: the thread that replaces the channels must not wait for that.
+        // The lock is released before sending: the thread that replaces the channels must not wait
+        // for a send.
         drop(channels);
         let Some(channel) = channel else {
-            // The link is down: pages that a thread waits for are requested when it is up again.
+            // The link is down. Pages that a thread waits for are requested when the link is up
+            // again.
             wanted.iter().for_each(|page| pages.unclaim(Place { region: position, page: *page }));
             return;
         };
@@ -131,39 +136,41 @@ impl UrgentChannels {
         let request = |page: &u64| Request::Page { region, page: PageIndex(*page), ahead, again }.encode();
         let sent = match wanted {
             [page] => channel.send(&request(page), ONE),
-            // Of a huge page that the source is slow to send it takes the requests as slowly.
+            // A source that sends a huge page slowly also reads the requests slowly.
             wanted => channel.send(&wanted.iter().flat_map(request).collect::<Vec<_>>(), MANY),
         };
         if let Err(error) = sent {
             let count = wanted.len();
             tracing::warn!("{count} pages of {region} from {first:#x} could not be requested: {error}");
-            // Half a request may have left: nothing that follows could be understood.
+            // A part of a request may have been sent: the source could not parse anything after it.
             channel.stream.shutdown();
         }
     }
 
-    /// A page arrived damaged, and is requested again.
+    /// Requests a page again that arrived with a digest mismatch.
     fn damaged(&self, pages: &MissingPages, place: Place) -> Result<(), ReceiveError> {
         pages.count_damaged();
         if self.damaged_here.fetch_add(1, Ordering::Relaxed) >= MOST_DAMAGED {
             return Err(WireError::Damaged { what: "content of thousands of pages" }.into());
         }
-        // It stays claimed, unless a new link took all claims back.
+        // The page stays claimed, unless a new link removed all claims.
         pages.claim(place);
         self.request(pages, place.region, &[place.page], (0, true));
         Ok(())
     }
 }
 
-/// A channel's buffer for pages that are not yet checked: nothing can be received into memory that is still missing.
+/// Buffer of a channel for pages that are not yet checked. Bytes cannot be received directly into
+/// missing memory.
 #[derive(Debug, Default)]
 pub(crate) struct Stager {
-    /// Allocated at the first frame, as large as the largest.
+    /// Allocated at the first frame, with the size of the largest frame.
     bytes: Vec<u8>,
 }
 
 impl Stager {
-    /// Receives a frame's contents from `source` and places them. Returns whether no page is missing now, which one call does.
+    /// Receives the contents of a frame from `source` and places them. Returns true if no page is
+    /// missing any more. Only one call returns true.
     pub(crate) fn take(
         &mut self,
         pager: &DemandPager,
@@ -198,7 +205,8 @@ impl Stager {
 }
 
 impl DemandPager {
-    /// Takes pages with content: those that match their digest are placed, run by run; the others are requested again.
+    /// Takes pages with content. Places those that match their digest, run by run, and requests the
+    /// others again.
     fn take_pages(
         &self,
         region: usize,

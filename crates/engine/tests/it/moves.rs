@@ -398,7 +398,7 @@ fn every_failure_of_the_target_is_named_on_both_sides() {
         for error in [&here, &there] {
             assert!(error.contains(text) && error.contains(&format!("{method:?}")), "{method:?}: {error}");
         }
-        assert!(there.contains("has not run here"), "{there}");
+        assert!(there.contains("has not run on the target"), "{there}");
         assert!(source.works());
     }
 }

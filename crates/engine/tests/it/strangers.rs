@@ -231,7 +231,7 @@ fn frames_that_lie_are_refused() {
         evil.barrier(0);
     });
     refused("magic", |evil| drop(evil.source.data[0].0.write_all(&[0; 4096])));
-    refused("broke off", |evil| evil.source.data.clear());
+    refused("closed a channel", |evil| evil.source.data.clear());
 }
 
 #[test]
@@ -257,7 +257,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.finish(0);
     });
     // The page of pass 1 is damaged, and pass 1 never ends: it must count all the same.
-    refused("pages were still arriving, or damaged", |evil| {
+    refused("pages were still arriving", |evil| {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
@@ -270,7 +270,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::Load);
     });
     // Half a frame is under way.
-    refused("pages were still arriving, or damaged", |evil| {
+    refused("pages were still arriving", |evil| {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
@@ -279,7 +279,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::Load);
     });
     // Ready, and then the source goes away, or wants something else.
-    refused("went away before it handed over", |evil| {
+    refused("disconnected before it handed over", |evil| {
         evil.finish(0);
         assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
         evil.source.control.shutdown(std::net::Shutdown::Both).unwrap();

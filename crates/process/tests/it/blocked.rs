@@ -109,7 +109,7 @@ fn ended_well(what: &str, ended: &Blocked) {
     let why = ended.received.as_ref().unwrap_err().to_string();
     let sent = ended.sent.as_ref().map(|report| (report.state, report.error.clone()));
     say(format!("{what}: after {:?}: '{why}'; the source: {sent:?}", ended.took));
-    assert!(why.contains("it has not run here") && why.contains("source"), "{what}: {why}");
+    assert!(why.contains("it has not run on the target") && why.contains("source"), "{what}: {why}");
     assert!(ended.took < PATIENCE, "{what}: {:?}", ended.took);
     let report = ended.sent.as_ref().unwrap();
     assert_eq!(report.state, MigrationState::Failed, "{what}: {:?}", report.error);

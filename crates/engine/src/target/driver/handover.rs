@@ -1,4 +1,4 @@
-//! Starting a guest before all of its memory is here.
+//! Start of a guest before all of its memory has arrived.
 
 use super::super::channels::Link;
 use super::super::session::Event;
@@ -9,11 +9,11 @@ use std::thread::JoinHandle;
 use vmferry_core::{Layout, LazyMemory, TargetVm};
 use vmferry_wire::{LackingPages, Refusal, RefusalCode};
 
-/// The missing pages, from their names to the threads that serve the guest's faults.
+/// Missing pages, from the messages that name them to the threads that serve the guest's faults.
 pub(super) struct Handover {
     /// Memory that takes pages while the guest runs. `None` before such a guest was announced.
     memory: Option<Arc<dyn LazyMemory>>,
-    /// The pages that the source has named so far.
+    /// Pages that the source has named so far.
     missing: Collected,
     threads: Vec<JoinHandle<()>>,
 }
@@ -27,7 +27,7 @@ impl Handover {
         Self { memory: None, missing: Collected::new(layout), threads: Vec::new() }
     }
 
-    /// Makes sure that this host can take pages while the guest runs.
+    /// Checks that the VM can take pages while the guest runs.
     pub(super) fn prepare(&mut self, vm: &mut dyn TargetVm) -> Event {
         match vm.lazy_memory() {
             Ok(memory) => {
@@ -44,8 +44,8 @@ impl Handover {
         Some(failed(RefusalCode::Protocol, wrong))
     }
 
-    /// All missing pages were named, `pages` of them. From here on memory is written by placing missing
-    /// pages, and by the loading of the state.
+    /// Begins demand paging after all `pages` missing pages were named. From here on memory is
+    /// written only by placing missing pages and by loading the state.
     pub(super) fn begin(
         &mut self,
         link: &mut Link,
@@ -63,11 +63,11 @@ impl Handover {
             return Some(failed(RefusalCode::Protocol, detail));
         };
         if !link.arrivals.seal_but_for(&missing) {
-            let detail = "a page that arrived damaged is not among those that are to come again";
+            let detail = "a page with a digest mismatch is not among the missing pages";
             return Some(failed(RefusalCode::Protocol, detail));
         }
         if let Err(error) = memory.begin(&missing) {
-            return Some(failed(RefusalCode::Memory, format!("pages cannot be taken one by one: {error}")));
+            return Some(failed(RefusalCode::Memory, format!("demand paging cannot begin: {error}")));
         }
         let all_here = missing.is_empty();
         let source = UrgentChannels::new(stay_awake);
@@ -77,7 +77,7 @@ impl Handover {
         match link.serve_faults() {
             Ok(threads) => self.threads = threads,
             Err(error) => {
-                let detail = format!("no thread for the guest's faults: {error}");
+                let detail = format!("a thread for the guest's faults could not be started: {error}");
                 return Some(failed(RefusalCode::Other, detail));
             }
         }

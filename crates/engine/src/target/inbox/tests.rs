@@ -6,19 +6,19 @@ use std::collections::VecDeque;
 use vmferry_core::MachineConfig;
 use vmferry_wire::Token;
 
-/// A host whose clock and queue the test sets.
+/// Host whose clock and queue the test sets.
 struct Scripted {
     now: Duration,
     session: Session,
     agenda: Agenda<Action>,
     inbox: Inbox,
     queue: VecDeque<Input<()>>,
-    /// The queue is never empty.
+    /// True if the queue is never empty.
     floods: bool,
     taken: u32,
 }
 
-/// The queue is empty.
+/// Error for an empty queue.
 #[derive(Debug)]
 struct Empty;
 
@@ -38,7 +38,8 @@ impl Scripted {
         }
     }
 
-    /// A bulk channel was lost at 0, and the driver's thread looks again at `now`.
+    /// Returns a host that lost a bulk channel at time 0 and whose driver thread runs again at
+    /// `now`.
     fn after_a_loss(now: Duration) -> Self {
         let mut host = Self::new();
         let error = ReceiveError::Link(io::ErrorKind::UnexpectedEof.into());
@@ -124,7 +125,7 @@ impl Sources for Scripted {
 
     fn receive(&mut self, _: Duration) -> Result<Option<Numbered<()>>, Empty> {
         self.taken += 1;
-        // A wake is no event.
+        // A wake is not an event.
         let flood = self.floods.then_some(Input::Wake);
         Ok(Some((1, flood.or_else(|| self.queue.pop_front()).ok_or(Empty)?)))
     }
@@ -153,7 +154,7 @@ fn lost_channel_is_blamed_at_the_deadline_if_no_reason_is_queued() {
     assert!(host.event().is_err(), "blamed before the deadline");
     host.now = LIMIT;
     let event = host.event().unwrap();
-    assert!(matches!(&event, Event::PeerLost(why) if why.contains("broke off")), "{event:?}");
+    assert!(matches!(&event, Event::PeerLost(why) if why.contains("closed a channel")), "{event:?}");
     host.now = 2 * LIMIT;
     assert!(host.event().is_err(), "blamed twice");
 }
