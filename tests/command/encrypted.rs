@@ -56,7 +56,10 @@ fn target_with_certificate_accepts_only_encrypted_connections_of_known_hosts() {
         unknown[5] = options(&folder, &ours, "known")[5].clone();
         let unknown: Vec<_> = unknown.iter().map(String::as_str).collect();
         let unwanted = here.migrate(&uri, &unknown);
-        assert!(errors(&unwanted).contains("check that each side has a certificate"), "{unwanted:?}");
+        assert!(
+            errors(&unwanted).contains("check that source and target each have a certificate"),
+            "{unwanted:?}"
+        );
         let own = options(&folder, &ours, "source.example");
         let own: Vec<_> = own.iter().map(String::as_str).collect();
         let elsewhere = here.migrate(&uri, &[&own[..], &["--tls-peer", "elsewhere.example"]].concat());

@@ -301,7 +301,7 @@ fn different_arbiters_are_refused_before_the_migration() {
     refused(fenced_uri, None, "do not use the same arbiter");
     refused(fenced_uri, Some(&prefixed), "do not use the same arbiter");
     refused(fenced_uri, Some(&other.fence()), "this is not the etcd that the source uses");
-    refused(fenced_uri, Some(&absent), "the fence cannot be used");
+    refused(fenced_uri, Some(&absent), "the arbiter cannot be used");
     refused(fenced_uri, Some("etcd:http://192.0.2.1:2379"), "use https, or --insecure");
     let output = source.migrate(fenced_uri, &["--fence", "consul:x"]);
     assert!(code(&output) == 2 && errors(&output).contains("is no arbiter"), "{output:?}");

@@ -1,45 +1,50 @@
-//! Processors that are kept awake while somebody waits for pages.
+//! Request to keep processors awake while a thread waits for pages.
 //!
-//! A remote fault wakes five threads in a row, on two hosts: the one that reads the fault, the one that sends the page, the one that
-//! places it, and the vCPU (and between them the kernels' network stacks). Nobody computes meanwhile, so the processors fall asleep
-//! between two of them, and waking one costs more than all the work that it wakes up for: tens of microseconds where it is deep in
-//! sleep, or where it is itself a vCPU that its host must schedule again. Linux lets a process say for how long it may take
-//! (`Documentation/power/pm_qos_interface.rst`): whoever may write `/dev/cpu_dma_latency` (by default root) is allowed to ask, so its
-//! permissions are the consent of the host's owner.
+//! A remote fault wakes five threads in a row, on two hosts: the one that reads the fault, the one
+//! that sends the page, the one that places it, and the vCPU, and between them the kernels' network
+//! stacks. The processors are otherwise idle, so they fall asleep between two of these threads.
+//! Waking a processor costs more than the work that follows: tens of microseconds from a deep
+//! sleep, or if the processor is itself a vCPU that its host must schedule again. Linux lets a
+//! process limit the wake-up latency (`Documentation/power/pm_qos_interface.rst`). A process that
+//! may write `/dev/cpu_dma_latency` (by default root) may set the limit, so the file's permissions
+//! are the consent of the host's owner.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::sync::OnceLock;
 
-/// The request, made by writing a number of microseconds, and withdrawn when the file is closed.
+/// Device of the request. A process writes a number of microseconds, and withdraws the request by
+/// closing the file.
 const DEVICE: &str = "/dev/cpu_dma_latency";
-/// Who puts processors to sleep.
+/// File with the name of the driver that puts processors to sleep.
 const DRIVER: &str = "/sys/devices/system/cpu/cpuidle/current_driver";
 
-/// As long as waking up may take on hardware, in microseconds: the shallowest sleep (C1) is left, which also leaves a core's resources
-/// to its other thread.
+/// Allowed wake-up latency on hardware, in microseconds. It leaves the shallowest sleep (C1), which
+/// frees a core's resources for its other hardware thread.
 const SHALLOW: i32 = 2;
-/// In a virtual machine there is no shallow sleep: the one state behind the guest's own polling gives the processor back to the host.
+/// Allowed wake-up latency in a virtual machine. There is no shallow sleep: the only state behind
+/// the guest's own polling returns the processor to the host.
 const NONE: i32 = 0;
 
-/// The device, opened by whoever starts a thread that may have to ask: the thread itself need not be able to open files. Nothing is asked
-/// for yet.
+/// Opened device, without a request yet. The thread that starts another thread opens it, because
+/// the other thread need not be able to open files.
 #[derive(Debug, Default)]
 pub(crate) struct Asking(Option<File>);
 
 impl Asking {
-    /// Opens it. That it is refused is no error: whoever waits for pages waits somewhat longer.
+    /// Opens the device. A refusal is not an error: threads that wait for pages then wait somewhat
+    /// longer.
     pub(crate) fn open() -> Self {
         let opened = OpenOptions::new().write(true).open(DEVICE);
         if let Err(error) = &opened {
             tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
         }
-        // On this thread, too.
+        // The value is computed on this thread, because it needs to open a file, too.
         longest();
         Self(opened.ok())
     }
 
-    /// Asks.
+    /// Makes the request.
     pub(crate) fn hold(self) -> Awake {
         let ask = |mut request: File| request.write_all(&longest().to_ne_bytes()).map(|()| request);
         let asked = self.0.map(ask).transpose();
@@ -50,13 +55,14 @@ impl Asking {
     }
 }
 
-/// As long as it lives, waking a processor of this host takes microseconds, if the host's owner lets us ask for that.
+/// Active request. While the value lives, waking a processor of this host takes microseconds, if
+/// the host's owner permits the request.
 #[derive(Debug, Default)]
 pub(crate) struct Awake {
     _request: Option<File>,
 }
 
-/// What to ask for on this host, in microseconds.
+/// Returns the wake-up latency to request on this host, in microseconds.
 fn longest() -> i32 {
     static LONGEST: OnceLock<i32> = OnceLock::new();
     *LONGEST.get_or_init(|| {
@@ -71,7 +77,7 @@ mod tests {
     use std::io::Read;
     use vmferry_testkit::{Need, skip};
 
-    /// The limit that holds on this host now, in microseconds.
+    /// Returns the present limit of this host, in microseconds.
     fn limit() -> Option<i32> {
         let mut bytes = [0; 4];
         File::open(DEVICE).and_then(|mut file| file.read_exact(&mut bytes)).ok()?;
@@ -79,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_holds_it_as_long_as_it_is_asked_for() {
+    fn wake_up_latency_is_limited_until_the_request_is_dropped() {
         let Some(before) = limit() else {
             return skip(Need::Root, format!("{DEVICE} cannot be read"));
         };
@@ -89,7 +95,7 @@ mod tests {
         }
         assert!(limit().unwrap() <= SHALLOW);
         drop(awake);
-        // Others may ask as well; what was asked here is gone at least.
+        // Other processes may have requests as well. The one of this test is gone at least.
         assert!(limit().unwrap() >= before.min(SHALLOW));
     }
 }

@@ -18,12 +18,12 @@ impl Default for Clock {
 }
 
 impl Clock {
-    /// Begins.
+    /// Starts a clock.
     pub(crate) fn start() -> Self {
         Self { began: Instant::now() }
     }
 
-    /// Returns the time since the beginning.
+    /// Returns the time since the start.
     pub(crate) fn now(&self) -> Duration {
         self.began.elapsed()
     }

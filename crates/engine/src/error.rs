@@ -1,148 +1,154 @@
-//! What can fail before and around a migration, as a person reads it.
+//! Errors before and around a migration, with texts for the operator.
 
 use crate::fence::ArbiterError;
 use crate::snapshot::RestoreError;
 use std::io;
 use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
 
-/// A migration that could not begin, or an address that cannot be used. The guest is where it was.
+/// Error of a migration that could not begin, or of an address that cannot be used. The guest stays
+/// where it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
     /// A channel could not be connected.
-    #[error("cannot connect to {uri}: {source}; does the target wait for a guest there?")]
+    #[error("cannot connect to {uri}: {source}; check that the target waits for a guest at this address")]
     Connect {
-        /// Where.
+        /// Address of the peer.
         uri: String,
-        /// Why.
+        /// Error of the connection.
         source: io::Error,
     },
-    /// Somebody wanted the guest to stay before all connections were there.
-    #[error("cancelled on request, while {uri} was being connected to")]
+    /// The migration was cancelled before all connections were open.
+    #[error("cancelled on request while connecting to {uri}")]
     Cancelled {
-        /// Where.
+        /// Address of the peer.
         uri: String,
     },
-    /// The connection broke while greeting.
+    /// The connection failed during the exchange of hellos.
     #[error(
-        "{uri} did not answer the greeting: {source}; is it a vmferry target, and does it wait for a guest?"
+        "{uri} did not answer the greeting: {source}; check that a vmferry target waits for a guest there"
     )]
     Hello {
-        /// Where.
+        /// Address of the peer.
         uri: String,
-        /// Why.
+        /// Error of the connection.
         source: io::Error,
     },
-    /// The peer is something else.
+    /// The peer does not use the migration protocol.
     #[error("{uri}: {source}")]
     Peer {
-        /// Where.
+        /// Address of the peer.
         uri: String,
-        /// What it sent.
+        /// Error in the bytes that the peer sent.
         source: WireError,
     },
-    /// The peer says no.
+    /// The peer refused the hello.
     #[error("{uri} refused: {code}{}", versions(*code, *theirs))]
     RefusedHello {
-        /// Where.
+        /// Address of the peer.
         uri: String,
-        /// Why.
+        /// Reason of the refusal.
         code: RefusalCode,
-        /// The newest version it speaks.
+        /// Newest protocol version that the peer supports.
         theirs: u16,
     },
-    /// No encrypted connection came about.
+    /// No encrypted connection could be established.
     #[error(
-        "no encrypted connection to {uri}: {source}; check that each side has a certificate of an authority that the other side trusts, for the name that the other side expects"
+        "no encrypted connection to {uri}: {source}; check that source and target each have a certificate of an authority that the peer trusts, for the name that the peer expects"
     )]
     Tls {
-        /// Where.
+        /// Address of the peer.
         uri: String,
-        /// Why.
+        /// Error of the TLS handshake.
         source: io::Error,
     },
-    /// The address cannot be listened on.
+    /// The host cannot listen at the address.
     #[error("cannot listen at {uri}: {source}")]
     Listen {
-        /// Where.
+        /// Address of the listener.
         uri: String,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
     /// Unencrypted traffic would leave the host.
     #[error(
-        "{uri} is not on this host, and plain connections can be read and changed on the way: encrypt them on both sides, or permit plain connections"
+        "{uri} is not on this host, and plain connections can be read and changed on the way: encrypt them on source and target, or permit plain connections"
     )]
     NotLoopback {
-        /// Where.
+        /// Address that is not on this host.
         uri: String,
     },
-    /// A socket of the caller's, or of its connector, cannot be used, or not for this.
+    /// A socket that the caller or its connector passed cannot be used, or not for this purpose.
     #[error("{uri} cannot be used: {source}")]
     Passed {
-        /// Which.
+        /// Name of the socket.
         uri: String,
-        /// Why.
+        /// Reason why the socket cannot be used.
         source: io::Error,
     },
     /// The address is of a kind that has no sockets to connect or accept, or names sockets that
-    /// were not handed over.
-    #[error("{uri} cannot be used here: live migration needs tcp:, unix:, or sockets that were passed (fd:)")]
+    /// were not passed.
+    #[error("{uri} cannot be used: live migration needs tcp:, unix:, or sockets that were passed (fd:)")]
     NoSockets {
-        /// Where.
+        /// Address that cannot be used.
         uri: String,
     },
-    /// A file cannot be made or opened.
+    /// A file cannot be created or opened.
     #[error("cannot use {uri}: {source}")]
     File {
-        /// Which.
+        /// Name of the file.
         uri: String,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
-    /// The guest cannot be taken out of a file.
+    /// The guest cannot be restored from a file.
     #[error("{uri}: {source}")]
     Snapshot {
-        /// Which.
+        /// Name of the file.
         uri: String,
-        /// Why.
+        /// Reason why the guest cannot be restored.
         source: RestoreError,
     },
-    /// Pages cannot come while the guest runs.
-    #[error("pages cannot come while the guest runs: {why}")]
+    /// The VM or the host has no demand paging.
+    #[error("demand paging is not possible: {why}")]
     NotLazy {
-        /// What is missing, and how to permit it.
+        /// Reason, and how to permit demand paging.
         why: String,
     },
-    /// Pages of the guest still arrive from the host, or the file, that it came from.
-    #[error("pages of this guest still arrive from where it was: wait until all are here")]
+    /// Pages of the guest are still missing: they arrive from the source, or from the file, that
+    /// the guest came from.
+    #[error("pages of this guest still arrive from its source or file: wait until all have arrived")]
     StillArriving,
-    /// The settings ask for something impossible.
+    /// The settings are contradictory or out of range.
     #[error("{0}")]
     Settings(String),
-    /// The VMM's memory layout cannot be migrated, or it gave an error before anything was sent.
+    /// The VMM's memory layout cannot be migrated, or the VMM returned an error before anything was
+    /// sent.
     #[error("{0}")]
     Vm(String),
-    /// Nobody could decide if it came to that, so nothing is begun.
+    /// The arbiter cannot be used. Nothing is begun, because unknown ownership could not be
+    /// resolved later.
     #[error(
-        "the fence cannot be used: {0}. Nothing is moved without it: check that it is up, and that both sides use the same fence"
+        "the arbiter cannot be used: {0}; check that it runs, and that source and target use the same one"
     )]
     Fence(ArbiterError),
     /// The host refused a thread or random bits.
     #[error("the host refused {what}: {source}")]
     Host {
-        /// What was asked.
+        /// Requested resource.
         what: &'static str,
-        /// Why.
+        /// Error of the system call.
         source: io::Error,
     },
 }
 
-/// Returns the versions of both sides, if they are why the peer refused.
+/// Returns the versions of source and target, if they are the reason of the refusal.
 fn versions(code: RefusalCode, theirs: u16) -> String {
     match code {
         RefusalCode::Version => {
-            format!(" (it speaks protocol version {theirs}, this side {VERSION_MIN} to {VERSION_MAX})")
+            format!(
+                " (the peer supports protocol versions up to {theirs}, this program {VERSION_MIN} to {VERSION_MAX})"
+            )
         }
         _ => String::new(),
     }

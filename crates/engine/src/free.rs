@@ -1,41 +1,47 @@
-//! Pages whose content does not count, because the guest says that they are free.
+//! Pages that need not be sent, because the guest reports them as free.
 //!
 //! # Why no write is lost
-//! A page may be left out of what is sent if there is an instant `T` with two properties:
+//! The source may skip a page if there is an instant `T` with two properties:
 //!
-//! 1. *At `T` the page is free*: whoever uses it after `T` writes it before reading it.
-//! 2. *Every write after `T` is found*: the page was protected ([`Protect`](crate::Protect)) before `T`.
+//! 1. *The page is free at `T`*: the guest writes the page after `T` before it reads it.
+//! 2. *Every write after `T` is found*: the page was protected ([`Protect`](crate::Protect)) before
+//!    `T`.
 //!
-//! The target then has zeros or an old version of the page, which nobody reads: whoever uses the page writes it first (1), that
-//! write is found by a harvest, and the page is sent (2). Nothing that was written before `T` counts.
+//! The target then has zeros or an old version of the page, which no code reads. The guest writes
+//! the page before it uses it (1), a harvest finds that write, and the source sends the page (2). A
+//! write before `T` does not matter.
 //!
-//! The source of answers promises (1) for some instant between the call of [`FreePages::ask`] and the return of the
-//! [`FreePages::poll`] that brings the page. (2) is the engine's business, and not to be had for nothing: a log that is
-//! "initially set" (hazards.md 3) tracks a page only after it was protected once, and to protect all of memory before the first
-//! page is sent would have that page wait for 4 to 5 ms for each GiB. So the order is, in each pass:
+//! The source of free pages promises (1) for some instant between the call of [`FreePages::ask`]
+//! and the return of the [`FreePages::poll`] that brings the page. (2) is the responsibility of the
+//! engine, and it has a cost. A log that is "initially set" (hazards.md 3) tracks a page only after
+//! the page was protected once. To protect all of memory before the first page is sent would delay
+//! that page by 4 to 5 ms for each GiB. Each pass therefore works in this order:
 //!
-//! | step | what for |
+//! | step | reason |
 //! |---|---|
-//! | The pass begins: its pages go to the senders. | The first page waits for nothing. |
-//! | A source that answers [at once](Answers::AtOnce) is asked. | To know which pages are worth the trouble; nothing is left out because of this answer. From a source that has to [ask the guest](Answers::ByGuest) an answer is dear: all pages are taken to be worth it. |
-//! | Those pages are *taken* from the senders, chunk by chunk, by the atomic bit that also says who sends them. | A page that was sent must not be protected a second time: that would forget a write since. |
-//! | They are protected, and put behind all others of this pass. | 4 to 5 ms/GiB, beside the senders and not before them; a page that is protected sooner than it is sent may be sent twice. |
-//! | The source is asked: `T` comes after the protection. | (2) holds for whatever this answer names. |
-//! | What it names, and no sender has begun with, is left out. | (1) and (2). |
-//! | What it does not name is sent at the end of this pass. | Nobody waits for an answer. |
+//! | The pass begins: its pages go to the senders. | The first page is not delayed. |
+//! | A source that answers [at once](Answers::AtOnce) is asked. | The answer shows which pages may be free. No page is skipped because of this answer. An answer of a source that has to [ask the guest](Answers::ByGuest) is expensive: all pages are assumed to be possibly free. |
+//! | Those pages are *taken* from the senders, chunk by chunk, by the atomic bit that also assigns pages to senders. | A page that was sent must not be protected a second time: a write in between would be forgotten. |
+//! | They are protected, and moved to the end of this pass. | 4 to 5 ms/GiB, at the same time as the senders and not before them. A page that is protected earlier than needed may be sent twice. |
+//! | The source is asked: `T` comes after the protection. | (2) holds for each page of this answer. |
+//! | A page of the answer that no sender has started is skipped. | (1) and (2). |
+//! | The other pages are sent at the end of this pass. | No sender waits for an answer. |
 //!
-//! Only pages that the pass was given can be left out; what a harvest finds later is in another
-//! [set](crate::source::pending), which no answer touches. A pass ends with its questions: an answer that comes after it is dropped and counted, because
-//! the harvest in between may have found a write to a page that it names. The page of such a write belongs to the next pass, and
-//! can be left out of that one, by questions that are asked after the harvest.
+//! Only pages that the pass was given can be skipped. Pages that a later harvest finds are in
+//! another [set](crate::source::pending), which no answer changes. The questions of a pass end with
+//! the pass: a later answer is dropped and counted, because the harvest in between may have found a
+//! write to one of its pages. Such a page belongs to the next pass and can be skipped in that pass,
+//! by questions that are asked after the harvest.
 //!
-//! That free pages stay unused until the guest is told that they may be used (Linux isolates the pages that it hints) would make
-//! a `T` as late as that, and pages could be protected when the answer has come. The engine does not count on it: a guest that is
-//! short of memory takes such pages back before it is told.
+//! Free pages may stay unused until the guest is told that it may use them (Linux isolates the
+//! pages that it hints). `T` would then be as late as that, and pages could be protected after the
+//! answer. The engine does not rely on this: a guest that is short of memory takes such pages back
+//! before it is told.
 //!
-//! While the guest is paused nobody writes, so (2) holds for nothing: what it keeps [itself](Answers::AtOnce) is asked once more
-//! after the last harvest, and its answer counts at once.
+//! While the guest is paused, it writes nothing, so (2) holds without protection. A source that
+//! answers [at once](Answers::AtOnce) is asked once more after the last harvest, and its answer is
+//! used immediately.
 //!
 //! # In postcopy
-//! A page that is left out is not named among those that the target lacks. The target finds it not populated and answers a
-//! fault on it with zeros; or it has an old version.
+//! A skipped page is not named among the missing pages. Either it is not populated on the target,
+//! and a fault on it is answered with zeros, or it has an old version.

@@ -1,11 +1,14 @@
-//! Saying that a side is there while its driver is busy in its VM.
+//! Heartbeat: messages that show the peer that a source or target is alive while its driver waits
+//! for the VM.
 //!
-//! A driver that pauses, saves, loads or starts its VM does nothing else meanwhile, and some of that can take long: a slow disk is
-//! flushed, a vCPU waits for a page. The other side cannot tell that from a dead host, and gives up a side that is silent for its
-//! `peer_timeout`. So a thread sends in the driver's place then, and in no other moment: what the two send is never mixed, and a driver that
-//! hangs elsewhere is silent. It does so for a bounded time, as a VM that hangs is as good as dead.
+//! A driver that pauses, saves, loads or starts its VM does nothing else meanwhile. Such a call can
+//! take long, for example if a slow disk is flushed or a vCPU waits for a page. The peer cannot
+//! distinguish this from a dead host, and gives up after a silence of its `peer_timeout`. A thread
+//! therefore sends messages in place of the driver, and only during such a call: the messages of
+//! the two are never mixed, and a driver that hangs elsewhere is silent. The thread sends for a
+//! limited time, because a VM that hangs is as good as dead.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(
@@ -27,14 +30,15 @@ use std::time::{Duration, Instant};
 use vmferry_thread::{Role, spawn};
 use vmferry_wire::{ToSource, ToTarget};
 
-/// The number of a ping that nobody waits for, and of a pong that answers none.
+/// Number of a ping whose answer is ignored, and of a pong that answers no ping.
 const UNASKED: u64 = u64::MAX;
-/// How often something is said, unless silence is borne for less than four times this.
+/// Interval between messages, unless the peer's timeout is shorter than four times this interval.
 const EVERY: Duration = Duration::from_secs(1);
-/// For how many times the peer's timeout a driver is spoken for.
+/// Multiple of the peer's timeout during which messages are sent for a driver.
 const PATIENCE: u32 = 3;
 
-/// The thread, and what it shares with the driver. It ends when this is dropped.
+/// Thread that sends messages, and the state that it shares with the driver. The thread ends when
+/// the value is dropped.
 #[derive(Debug)]
 pub(crate) struct Heartbeat(Arc<Shared>, Option<JoinHandle<()>>);
 
@@ -47,19 +51,20 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The driver is busy in its VM: since when, and on which control channel its side is awaited.
+    /// Start of the present call of the VM, and the control channel of the migration. `None` if the
+    /// driver is not in such a call.
     busy: Option<(Instant, Arc<Stream>)>,
     said: Option<Instant>,
     ended: bool,
 }
 
 impl Heartbeat {
-    /// Of a source, which is awaited by a target for about `peer_timeout`.
+    /// Starts the heartbeat of a source whose target waits for about `peer_timeout`.
     pub(crate) fn of_source(peer_timeout: Duration) -> io::Result<Self> {
         Self::start("source-heartbeat", ToTarget::Ping(UNASKED), peer_timeout)
     }
 
-    /// Of a target.
+    /// Starts the heartbeat of a target whose source waits for about `peer_timeout`.
     pub(crate) fn of_target(peer_timeout: Duration) -> io::Result<Self> {
         Self::start("target-heartbeat", ToSource::Pong(UNASKED), peer_timeout)
     }
@@ -75,10 +80,11 @@ impl Heartbeat {
         Ok(Self(shared, Some(thread)))
     }
 
-    /// Does `work` on the caller's thread, which sends nothing on `control` meanwhile. That costs two uncontended locks: the thread looks
-    /// by itself from time to time whether there is anything to be said.
+    /// Does `work` on the caller's thread, which sends nothing on `control` meanwhile. The cost is
+    /// two uncontended locks, because the thread checks by itself from time to time whether a
+    /// message is due.
     pub(crate) fn during<T>(&self, control: &Arc<Stream>, work: impl FnOnce() -> T) -> T {
-        /// Also where `work` panics.
+        /// Guard that ends the busy state also if `work` panics.
         struct Idle<'a>(&'a Heartbeat);
         impl Drop for Idle<'_> {
             fn drop(&mut self) {
@@ -90,13 +96,13 @@ impl Heartbeat {
         work()
     }
 
-    /// Begins to speak for a side that is busy outside the engine. That side sends nothing on
-    /// `control` before [`end`](Self::end).
+    /// Begins to send messages for a driver that is busy outside the engine. The driver must send
+    /// nothing on `control` before [`end`](Self::end).
     pub(crate) fn begin(&self, control: &Arc<Stream>) {
         self.0.lock().busy = Some((Instant::now(), Arc::clone(control)));
     }
 
-    /// Waits for the end of what is just being sent, and sends nothing more.
+    /// Waits for the end of a message that is being sent, and sends nothing more.
     pub(crate) fn end(&self) {
         self.0.lock().busy = None;
     }
@@ -106,7 +112,7 @@ impl Drop for Heartbeat {
     fn drop(&mut self) {
         self.0.lock().ended = true;
         self.0.ending.notify_all();
-        // Its panic was printed when it happened.
+        // A panic of the thread was printed when it happened.
         let _ = self.1.take().map(JoinHandle::join);
     }
 }
@@ -124,22 +130,26 @@ impl Shared {
             let said = state.said.map(|said| said.elapsed());
             let due = state.busy.as_ref().filter(|(since, _)| is_due(since.elapsed(), said, every, longest));
             if let Some((_, control)) = due {
-                // With the lock: the driver does not go on, and send, in the middle of it. It waits no longer than for a message of its own.
+                // The lock is held during the send, so that the driver does not continue and send
+                // in the middle of the message. The driver waits no longer than for a message of
+                // its own.
                 if send_message(control, message, self.peer_timeout).is_err() {
-                    // Perhaps half of it has left. The reader of this channel tells the driver.
+                    // A part of the message may have been sent. The reader of this channel reports
+                    // the loss to the driver.
                     control.shutdown();
                     state.busy = None;
                 }
                 state.said = Some(Instant::now());
             }
-            // No shorter than the kernel's clock ticks, whatever a peer is borne for.
+            // The pause is not shorter than a tick of the kernel's clock, whatever the timeout is.
             let pause = (every / 2).max(Duration::from_millis(1));
             state = self.ending.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
-/// Returns whether a message is due from a side that has been busy for `busy` and last said something `said` ago.
+/// Returns true if a message is due from a driver that has been busy for `busy` and whose last
+/// message was `said` ago.
 fn is_due(busy: Duration, said: Option<Duration>, every: Duration, longest: Duration) -> bool {
     (every..longest).contains(&busy) && said.is_none_or(|said| said >= every)
 }
@@ -149,12 +159,12 @@ mod tests {
     use super::*;
     use crate::channel::{read_message, test_pair};
 
-    /// A side is spoken for during three of these: longer than a thread stands still on a starved
-    /// host.
+    /// Timeout of the tests. Messages are sent for three times this duration, which is longer than
+    /// a thread is delayed on a starved host.
     const TIMEOUT: Duration = Duration::from_secs(1);
 
     #[test]
-    fn messages_are_due_at_intervals_and_not_without_end() {
+    fn messages_are_due_at_intervals_for_a_limited_time() {
         let (every, longest) = (Duration::from_secs(1), Duration::from_secs(12));
         let due = |busy, said: Option<u64>| {
             is_due(Duration::from_millis(busy), said.map(Duration::from_millis), every, longest)
@@ -165,11 +175,12 @@ mod tests {
     }
 
     #[test]
-    fn a_busy_side_says_that_it_is_there_and_an_idle_one_says_nothing() {
+    fn heartbeat_sends_only_while_the_driver_is_busy() {
         let (here, there) = test_pair();
         let here = Arc::new(here);
         let heart = Heartbeat::of_target(TIMEOUT).unwrap();
-        // The thread looks several times meanwhile. On a busy host it looks less often, which only hides a defect.
+        // The thread checks several times meanwhile. On a busy host it checks less often, which
+        // only hides a defect.
         std::thread::sleep(TIMEOUT);
         assert!(!there.has_input(), "the driver speaks for itself");
         heart.during(&here, || {
@@ -177,14 +188,15 @@ mod tests {
                 assert!(matches!(read_message(&there), Ok(ToSource::Pong(UNASKED))));
             }
         });
-        // `during` has waited for the end of the last message, and loopback delivers a message before its send returns.
+        // `during` has waited for the end of the last message, and loopback delivers a message
+        // before its send returns.
         while there.has_input() {
             assert!(matches!(read_message(&there), Ok(ToSource::Pong(UNASKED))));
         }
-        // As above.
+        // The thread checks several times meanwhile, as above.
         std::thread::sleep(TIMEOUT);
         assert!(!there.has_input(), "it goes on after the work");
-        // What takes no time is not told of. On a busy host a call may take longer.
+        // A call that takes no time causes no message. On a busy host a call may take longer.
         let mut longest = Duration::ZERO;
         for _ in 0..1000 {
             let began = Instant::now();
@@ -195,14 +207,15 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_that_hangs_is_silent_in_the_end() {
+    fn heartbeat_stops_for_a_vm_that_hangs() {
         let (here, there) = test_pair();
         let here = Arc::new(here);
         let heart = Heartbeat::of_source(TIMEOUT).unwrap();
         let began = Instant::now();
         let mut heard = 0;
         heart.during(&here, || {
-            // Longer than any message may take to become due, so that silence at the end is the end.
+            // Longer than any interval between messages, so that silence at the end means that the
+            // heartbeat has stopped.
             while began.elapsed() < TIMEOUT * (PATIENCE + 2) {
                 there.set_timeouts(Some(TIMEOUT), None).unwrap();
                 if let Ok(message) = read_message::<ToTarget>(&there) {
@@ -216,11 +229,11 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_ends_it_and_a_peer_that_is_gone_is_no_trouble() {
+    fn heartbeat_ends_after_a_panic_and_when_the_peer_is_gone() {
         let (here, there) = test_pair();
         let here = Arc::new(here);
-        // A thread that stood still for three times the timeout would send nothing, and find no
-        // peer gone.
+        // A thread that is delayed for three times the timeout would send nothing, and would not
+        // notice that the peer is gone.
         let heart = Heartbeat::of_source(vmferry_testkit::PATIENCE).unwrap();
         let work = std::panic::AssertUnwindSafe(|| heart.during(&here, || panic!("on purpose")));
         assert!(std::panic::catch_unwind(work).is_err());

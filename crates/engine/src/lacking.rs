@@ -1,6 +1,6 @@
-//! A set of pages as messages, and back.
+//! Encoding of a set of pages as messages, and decoding.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(
@@ -16,15 +16,15 @@
 use vmferry_core::{Layout, PageSet};
 use vmferry_wire::{LackingPages, MAX_LACKING_BYTES};
 
-/// Words in a message.
+/// Maximum number of words in a message.
 const MOST_WORDS: usize = MAX_LACKING_BYTES / 8;
 
-/// `set` as messages; parts without any page are left out.
+/// Returns `set` as messages. Parts without any page are left out.
 pub(crate) fn pieces(set: &PageSet) -> impl Iterator<Item = LackingPages> {
     set.iter().flat_map(|(region, map)| {
         let chunks = map.words().chunks(MOST_WORDS).enumerate();
         chunks.filter_map(move |(at, words)| {
-            // Zeros at both ends need not travel.
+            // Zeros at both ends are not sent.
             let begin = words.iter().position(|word| *word != 0)?;
             let end = words.iter().rposition(|word| *word != 0)? + 1;
             let first = (at * MOST_WORDS + begin) as u64 * 64;
@@ -37,13 +37,13 @@ pub(crate) fn pieces(set: &PageSet) -> impl Iterator<Item = LackingPages> {
 /// Adds a message's pages to `set`.
 ///
 /// # Errors
-/// What is wrong with it, if the peer named pages that are not there.
+/// If the message is not valid or names pages that do not exist.
 pub(crate) fn merge(set: &mut PageSet, piece: &LackingPages) -> Result<(), String> {
     let LackingPages { region, first, words } = piece;
-    let wrong = |what: &str| format!("a set of lacking pages of {region} {what}");
-    let map = set.region_mut(*region).ok_or_else(|| wrong("came, which is not there"))?;
+    let wrong = |what: &str| format!("a set of missing pages of {region} {what}");
+    let map = set.region_mut(*region).ok_or_else(|| wrong("is not valid: the region does not exist"))?;
     if words.len() > MAX_LACKING_BYTES || !words.len().is_multiple_of(8) || !first.is_multiple_of(64) {
-        return Err(wrong("is cut as the protocol does not allow"));
+        return Err(wrong("has a length or an offset that the protocol does not allow"));
     }
     let len = map.len();
     let word = usize::try_from(first / 64).map_err(|_| wrong("begins beyond its end"))?;
@@ -61,7 +61,7 @@ pub(crate) fn merge(set: &mut PageSet, piece: &LackingPages) -> Result<(), Strin
     Ok(())
 }
 
-/// A set that is being received.
+/// Set of missing pages that is being received.
 #[derive(Debug)]
 pub(crate) struct Collected {
     pages: PageSet,
@@ -76,13 +76,13 @@ impl Collected {
         merge(&mut self.pages, piece)
     }
 
-    /// The set, if it has as many pages as the peer says it has.
+    /// Returns the set, if it has the number of pages that the peer announced.
     pub(crate) fn complete(self, pages: u64) -> Result<PageSet, String> {
         let have = self.pages.count();
         if have == pages {
             return Ok(self.pages);
         }
-        Err(format!("{have} lacking pages were named, and {pages} were to be"))
+        Err(format!("{have} missing pages were named, but {pages} were announced"))
     }
 }
 
@@ -103,7 +103,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sets_survive_the_wire(
+        fn sets_decode_as_encoded(
             lens in prop::collection::vec(1u64..2000, 1..4),
             pages in prop::collection::vec((0usize..4, 0u64..2000), 0..200),
         ) {
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn a_large_set_is_cut_and_a_short_one_is_noticed() {
+    fn large_set_is_split_and_incomplete_set_is_rejected() {
         let layout = layout(&[20 << 20]);
         let set = PageSet::full(&layout);
         let messages: Vec<_> = pieces(&set).collect();
@@ -141,6 +141,6 @@ mod tests {
         assert!(messages.iter().all(|piece| piece.words.len() <= MAX_LACKING_BYTES));
         let mut collected = Collected::new(&layout);
         messages[1..].iter().for_each(|piece| collected.add(piece).unwrap());
-        assert!(collected.complete(set.count()).unwrap_err().contains("were to be"));
+        assert!(collected.complete(set.count()).unwrap_err().contains("were announced"));
     }
 }

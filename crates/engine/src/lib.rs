@@ -1,33 +1,35 @@
-//! The live-migration engine: moves a guest to another process or host while it runs, and saves guests into files.
+//! Live-migration engine: moves a guest to another process or host while it runs, and saves guests
+//! into files.
 //!
-//! Most VMMs depend on the crate `vmferry`, which re-exports this crate with a builder for migrations. The engine knows no VMM. It
-//! calls the traits of `vmferry-core`: [`SourceVm`] and [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], and, for postcopy,
-//! [`LazyMemory`].
+//! Most VMMs depend on the crate `vmferry`, which re-exports this crate with a builder for
+//! migrations. The engine does not depend on a particular VMM. It calls the traits of
+//! `vmferry-core`: [`SourceVm`] and [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], and, for
+//! postcopy, [`LazyMemory`].
 //!
 //! | function | purpose |
 //! |---|---|
 //! | [`migrate`] | the source: moves a guest away by precopy, postcopy or both |
 //! | [`receive`], [`Incoming`] | the target: receives a guest into a VM that exists, or into one that is created for the guest |
-//! | [`save`], [`save_copy`] | writes a guest into a file, and ends it or lets it run on |
-//! | [`restore`], [`restore_lazy`] | reads it from there, before it runs or while it runs |
-//! | [`plan`] | predicts what a migration would take, and chooses its mode |
-//! | [`fence`] | the arbiter that decides which side owns a guest after a lost commit |
+//! | [`save`], [`save_copy`] | writes a guest into a file, and ends it or lets it continue |
+//! | [`restore`], [`restore_lazy`] | reads a guest from a file, before it runs or while it runs |
+//! | [`plan`] | predicts the duration and the downtime of a migration, and chooses its mode |
+//! | [`fence`] | the arbiter that decides whether source or target owns a guest after a lost commit |
 //!
-//! Each side is a state machine without I/O, in the crate `vmferry-protocol`. This crate performs its actions: it has the channels, the
-//! threads and the clock.
+//! Source and target are state machines without I/O, in the crate `vmferry-protocol`. This crate
+//! performs their actions: it has the channels, the threads and the clock.
 //!
 //! ```no_run
 //! use vmferry_engine::{
 //!     Arrival, Ended, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate, receive,
 //! };
 //!
-//! /// On the source. `Monitor` shows the progress to other threads, and cancels.
+//! On the source. `Monitor` shows the progress to other threads, and cancels.
 //! fn move_away(vm: &mut dyn SourceVm, to: &Uri) -> Result<bool, Box<dyn std::error::Error>> {
 //!     let report = migrate(vm, to, None, &Settings::default(), &Monitor::new())?;
 //!     Ok(matches!(report.ended(), Some(Ended::Completed)))
 //! }
 //!
-//! /// On the target. Returns when the guest runs here.
+//! On the target. Returns when the guest runs on the target.
 //! fn take_in(vm: &mut dyn TargetVm, at: &Uri) -> Result<(), Box<dyn std::error::Error>> {
 //!     let (listener, arrival) = (Listener::bind(at, false)?, Arrival::new(Settings::default().peer_timeout));
 //!     let received = receive(vm, &listener, &arrival)?;
@@ -43,7 +45,8 @@
 //! ```
 //!
 //! # Features
-//! `tls` has encrypted channels by rustls, and `ring`, which is on by default, a provider of cryptography.
+//! `tls` adds encrypted channels by rustls. `ring`, which is on by default, adds a provider of
+//! cryptography.
 
 mod awake;
 mod channel;
@@ -75,7 +78,7 @@ mod wake;
 
 use vmferry_protocol::run;
 
-/// Settings of TCP sockets, as the engine makes them. For `vmferry-bench`, which measures them.
+/// Settings that the engine applies to TCP sockets, for `vmferry-bench`, which measures them.
 #[doc(hidden)]
 pub use channel::tcp;
 pub use channel::{Accept, Attempt, ChannelCounts, Connect, Connected, Listener, Sockets, Uri, UriError};
@@ -88,13 +91,13 @@ pub use report::{
     Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
     PostcopyFigures, Report, ThrottleFigures, Way,
 };
-/// The TLS library, whose providers of cryptography [`Tls::with_provider`] takes.
+/// TLS library, for the providers of cryptography that [`Tls::with_provider`] takes.
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
     FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
 };
-/// The controller of the bulk rate in postcopy. For `vmferry-bench`, which measures it on its own.
+/// Controller of the bulk rate in postcopy, for `vmferry-bench`, which measures it alone.
 #[doc(hidden)]
 pub use source::pace;
 pub use source::{
@@ -109,10 +112,11 @@ pub use vmferry_core::{
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 
-/// Random bits from the kernel: by its system call, whatever the C library has. (Crates that look for a function of that name find none in a
-/// static program, and then open a file, which a confined process may not.)
+/// Returns random bits from the kernel by its system call. A library function would not do: crates
+/// that look for one in the C library find none in a static program, and then open a file, which a
+/// confined process may not.
 fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
-    // So many come whole, or not at all (getrandom(2)).
+    // A request of at most 256 bytes is answered completely or not at all (getrandom(2)).
     const { assert!(N <= 256) };
     let mut bits = [0; N];
     rustix::rand::getrandom(&mut bits[..], rustix::rand::GetRandomFlags::empty())

@@ -1,27 +1,30 @@
-//! Guest memory for the usual case: every region mapped in this process.
+//! Guest memory for the usual case that every region is mapped in this process.
 
 use std::ptr::NonNull;
 use vmferry_core::{GuestMemory, Layout, LayoutError, PageRun, Region, RegionId, VmError, Window};
 
-/// [`GuestMemory`] over mappings of this process. Takes every page for touched; wrap it to know better.
+/// [`GuestMemory`] over mappings of this process. Reports every page as touched: wrap it if you
+/// have better information.
 #[derive(Debug)]
 pub struct MappedMemory {
     layout: Layout,
-    /// Where each region of `layout` is mapped, in its order.
+    /// Addresses of the regions of `layout`, in its order.
     starts: Vec<NonNull<u8>>,
 }
 
-// SAFETY: the mappings are reached by address only, by `Window`s, which any thread may use (promise of `new`'s caller).
+// SAFETY: the mappings are accessed by address only, through `Window`s, which any thread may use
+// (promise of the caller of `new`).
 unsafe impl Send for MappedMemory {}
 // SAFETY: as above.
 unsafe impl Sync for MappedMemory {}
 
 impl MappedMemory {
-    /// The memory of `regions`, each with the address where it is mapped.
+    /// Returns the memory of `regions`, each with the address where it is mapped.
     ///
     /// # Safety
-    /// As long as the result lives, each region is mapped for its whole length, readable, writable, at a page boundary,
-    /// and this process reaches those bytes through raw addresses or atomics only.
+    /// As long as the result lives, each region must be mapped for its whole length, readable,
+    /// writable, at a page boundary, and this process must access those bytes through raw addresses
+    /// or atomics only.
     ///
     /// # Errors
     /// If the regions cannot be one guest's memory.
@@ -33,12 +36,13 @@ impl MappedMemory {
         Ok(Self { layout, starts })
     }
 
-    /// The address of the first byte of `run`, whose pages exist.
+    /// Returns the address and the length of `run`, or `None` if its pages do not exist.
     fn locate(&self, id: RegionId, run: PageRun) -> Option<(NonNull<u8>, usize)> {
         let position = self.layout.position(id)?;
         let inside = run.end() <= self.layout.regions()[position].pages();
         let (offset, len) = (usize::try_from(run.first.offset()).ok()?, usize::try_from(run.bytes()).ok()?);
-        // SAFETY: `run` is within the region, which is mapped from `starts[position]` on for its whole length.
+        // SAFETY: `run` is within the region, which is mapped from `starts[position]` on for its
+        // whole length.
         inside.then(|| (unsafe { self.starts[position].add(offset) }, len))
     }
 }
@@ -51,7 +55,8 @@ impl GuestMemory for MappedMemory {
     fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
         let (start, len) =
             self.locate(region, run).ok_or_else(|| VmError::new(format!("{region} has no {run}")))?;
-        // SAFETY: `locate` stays inside a mapping, which `new`'s caller keeps for as long as self lives.
+        // SAFETY: `locate` stays inside a mapping, which the caller of `new` keeps for as long as
+        // `self` lives.
         Ok(unsafe { Window::new(start, len) })
     }
 }
@@ -73,12 +78,12 @@ mod tests {
     }
 
     #[test]
-    fn windows_are_where_their_region_is_and_no_further() {
+    fn windows_map_their_region_and_reject_runs_beyond_its_end() {
         let zeros = || UnsafeCell::new([[0; PAGE_BYTES]; 3]);
         let (low, high) = (Pages::<3>(zeros()), Pages::<3>(zeros()));
-        // Named in another order than they lie in.
+        // The order differs from the order of the addresses.
         let regions = [high.region(1, 1 << 20), low.region(0, 0)];
-        // SAFETY: both outlive `memory`, and are reached through it alone.
+        // SAFETY: both outlive `memory`, and are accessed through it alone.
         let memory = unsafe { MappedMemory::new(&regions) }.unwrap();
         let run = |first, count| PageRun { first: PageIndex(first), count };
         for (id, value) in [(0, 7), (1, 8)] {

@@ -1,5 +1,6 @@
-//! What threads share in postcopy: atomics, locks and claimed pages. Unit tests run them under a scheduler that tries out
-//! interleavings (shuttle), in which any other thread may come in before each access.
+//! Synchronization types that threads share in postcopy: atomics, locks and claimed pages. Unit
+//! tests run them under a scheduler that tries out interleavings (shuttle), in which any other
+//! thread may run before each access.
 
 #[cfg(not(test))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
@@ -15,7 +16,8 @@ pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock};
 #[cfg(test)]
 pub(crate) use stepped::{AtomicBitmap, ClaimBitmap, unscheduled};
 
-/// The shipped bitmaps, each call of which is one step for the scheduler; what happens within a call has tests of its own.
+/// The production bitmaps. Each call is one step for the scheduler. The interleavings within a call
+/// have tests of their own.
 #[cfg(test)]
 mod stepped {
     use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Calls of a VMM's own code, and what becomes of a panic in it.
+//! Calls of a VMM's code, and the handling of panics in it.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -7,23 +7,25 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, Protect, RegionId, Section, SourceVm, VmError};
 
-/// Calls `work` on a thread of the engine's. A panic in it, which may be the VM's own code's, becomes a failure like any other: whoever
-/// waits for the thread's word is told, and the guest goes on where it is. (Not in a program that aborts at a panic.)
+/// Calls `work` on a thread of the engine. A panic in `work`, which may come from the VM's code,
+/// becomes an error like any other. The thread's result is then reported, and the guest stays where
+/// it is. A program that aborts at a panic ends instead.
 pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-    // What was left half-way is not used again: an error ends the channel and with it the migration.
+    // State that the panic left inconsistent is not used again: an error ends the channel and with
+    // it the migration.
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().copied();
         let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-        Err(VmError::new(format!("a thread panicked: {}", text.unwrap_or("it did not say why"))).into())
+        Err(VmError::new(format!("a thread panicked: {}", text.unwrap_or("no reason was given"))).into())
     })
 }
 
-/// Returns what `work` returns, or an error that tells of its panic.
+/// Returns the result of `work`, or an error that describes its panic.
 pub(crate) fn caught_io<T>(work: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
     caught(|| Ok::<_, VmError>(work())).unwrap_or_else(|panic| Err(io::Error::other(panic)))
 }
 
-/// Warns once where no panic can be caught.
+/// Logs a warning once if panics cannot be caught.
 pub(crate) fn warn_if_panics_abort() {
     static WARNED: Once = Once::new();
     if cfg!(panic = "abort") {
@@ -36,8 +38,9 @@ pub(crate) fn warn_if_panics_abort() {
     }
 }
 
-/// Calls code of the VM's, or of whoever watches, on which nothing depends any more: a panic in it must not take away what the caller is
-/// about to be told of its guest.
+/// Calls code of the VM or of an observer after the migration was decided. A panic in it must not
+/// suppress the result that the caller is about to return. Logs the panic and returns the default
+/// value.
 pub(crate) fn shielded<T: Default>(what: &str, work: impl FnOnce() -> T) -> T {
     caught(|| Ok::<_, VmError>(work())).unwrap_or_else(|error| {
         tracing::error!("{what}: {error}");
@@ -45,7 +48,8 @@ pub(crate) fn shielded<T: Default>(what: &str, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// Protects the pages of `run` that are set in `pages`, in pieces that `protect` takes.
+/// Protects the pages of `run` that are set in `pages`, in pieces that do not cross chunks of
+/// `protect`.
 pub(crate) fn protect_run(
     protect: &dyn Protect,
     region: RegionId,
@@ -62,25 +66,27 @@ pub(crate) fn protect_run(
     Ok(())
 }
 
-/// What it takes to stop a guest.
+/// Result of a trial pause: the cost of stopping a guest.
 pub(crate) struct Rehearsal {
     pub(crate) pause: Duration,
-    /// Until its I/O was at rest.
+    /// Time until the I/O was quiesced.
     pub(crate) settle: Duration,
     pub(crate) save: Duration,
-    /// For how long it stood still.
+    /// Time for which the guest was paused.
     pub(crate) stood: Duration,
-    /// Its state; or why its I/O did not come to rest in time, which is all that can be wrong.
+    /// Saved state. An error means that the I/O was not quiesced in time. Other failures are not
+    /// reported in this field.
     pub(crate) sections: Result<Vec<Section>, VmError>,
 }
 
-/// Brings to rest what the guest's devices have under way, within that time, and saves the state.
+/// Quiesces the guest's devices within the given time, and saves the state.
 pub(crate) fn save(vm: &mut dyn SourceVm, within: Duration) -> Result<Vec<Section>, VmError> {
     vm.settle(within)?;
     vm.save()
 }
 
-/// Stops the guest for an instant, to learn what that takes; its I/O has so long to come to rest. It goes on whatever fails.
+/// Performs a trial pause: pauses the guest briefly to measure the cost of stopping it. `within` is
+/// the time limit for quiescing its I/O. The guest is resumed also after a failure.
 pub(crate) fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Rehearsal, VmError> {
     let began = Instant::now();
     let paused = vm.pause();
@@ -104,7 +110,7 @@ mod tests {
     use super::*;
     use std::sync::Mutex;
 
-    /// Notes what it is asked to protect.
+    /// Records the runs that it is asked to protect.
     struct Noted(u64, Mutex<Vec<(u64, u64)>>);
 
     impl Protect for Noted {
@@ -119,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn no_run_is_longer_than_who_protects_takes_or_crosses_its_chunks() {
+    fn protected_runs_do_not_cross_chunk_boundaries() {
         for (chunk, run, want) in [
             (64, 512..700, vec![(512, 576), (576, 640), (640, 700)]),
             (64, 100..130, vec![(100, 128), (128, 130)]),

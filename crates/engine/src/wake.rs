@@ -1,6 +1,6 @@
 //! Events that wake a thread which waits for something else.
 
-// What a peer or the host says must not panic a thread of the engine. Tests may.
+// Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(
@@ -22,15 +22,16 @@ use std::time::Duration;
 
 type Wake = dyn Fn() + Send + Sync;
 
-/// Functions that wake the drivers which look for one request, such as a cancel.
+/// Functions that wake the drivers which check for one request, such as a cancel.
 ///
-/// The thread that makes a request first stores the request and then calls [`wake`](Self::wake). A driver registers before it looks for
-/// the request the first time. Whichever of the two comes later finds the other.
+/// The thread that makes a request first stores the request and then calls [`wake`](Self::wake). A
+/// driver registers before it checks for the request the first time. Whichever of the two comes
+/// later therefore sees the other.
 #[derive(Default)]
 pub(crate) struct Wakers(Mutex<Vec<Weak<Wake>>>);
 
 impl Wakers {
-    /// Calls `wake` at each request for as long as the caller keeps what this returns.
+    /// Calls `wake` at each request for as long as the caller keeps the returned value.
     pub(crate) fn register(&self, wake: impl Fn() + Send + Sync + 'static) -> Arc<dyn Fn() + Send + Sync> {
         let wake: Arc<Wake> = Arc::new(wake);
         let mut wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,7 +40,7 @@ impl Wakers {
         wake
     }
 
-    /// Wakes the drivers: a request was stored.
+    /// Wakes the drivers, after a request was stored.
     pub(crate) fn wake(&self) {
         let wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         wakers.iter().filter_map(Weak::upgrade).for_each(|wake| wake());
@@ -52,7 +53,7 @@ impl fmt::Debug for Wakers {
     }
 }
 
-/// An event that happens once and that a thread waits for together with descriptors.
+/// Event that happens once. A thread can wait for it together with descriptors.
 #[derive(Debug)]
 pub(crate) struct Ending(OwnedFd);
 
@@ -63,11 +64,12 @@ impl Ending {
 
     /// Raises the event. The event stays raised.
     pub(crate) fn end(&self) {
-        // An eventfd refuses a number only when it would overflow, and is raised then.
+        // An eventfd refuses a write only if its counter would overflow, and then the event is
+        // already raised.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
 
-    /// Waits for the event at most `within`; returns whether it is raised.
+    /// Waits for the event for at most `within`. Returns true if the event is raised.
     pub(crate) fn wait(&self, within: Duration) -> bool {
         ready(&[self.0.as_fd()], Some(within)) == [true]
     }
@@ -79,8 +81,8 @@ impl AsFd for Ending {
     }
 }
 
-/// Waits until one of `fds` can be read, has failed or was hung up, at most `within`; returns which of them are in that state. A signal
-/// ends the wait early.
+/// Waits until one of `fds` can be read, has failed or was hung up, for at most `within`. Returns
+/// which of them are in that state. A signal ends the wait early.
 pub(crate) fn ready(fds: &[BorrowedFd<'_>], within: Option<Duration>) -> Vec<bool> {
     let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let timeout = within.map(|within| Timespec {

@@ -1,17 +1,17 @@
-//! How long faults take, for each vCPU and for everybody else.
+//! Latency of faults, for each vCPU and for all other threads together.
 
 use hdrhistogram::Histogram;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vmferry_wire::FaultLatency;
 
-/// Power-of-two buckets of microseconds, as published: below 1, 2, 4 and so on, up to an hour.
+/// Number of published buckets: powers of two in microseconds, from below 1, 2, 4 up to an hour.
 const BUCKETS: usize = 33;
-/// Nothing is told apart below this many nanoseconds, and above the longest wait that is.
+/// Smallest latency that is distinguished, and below, the largest, in nanoseconds.
 const FINEST: u64 = 256;
 const LONGEST: u64 = 3600 * 1_000_000_000;
-/// Significant digits: one per cent, in about 32 KiB a vCPU.
+/// Number of significant digits: one per cent, in about 32 KiB for each vCPU.
 const DIGITS: u8 = 2;
-/// Most vCPUs that are told apart; the rest counts as everybody else.
+/// Maximum number of vCPUs with figures of their own. Further vCPUs count as other threads.
 const MOST_VCPUS: u32 = 512;
 
 #[derive(Debug)]
@@ -23,7 +23,8 @@ struct Class {
     buckets: [u64; BUCKETS],
 }
 
-/// Histograms, one for each vCPU and one for everybody else. A lock is taken once a fault, mostly by one thread.
+/// Histograms, one for each vCPU and one for all other threads. Each fault takes one lock, which
+/// mostly one thread uses.
 #[derive(Debug)]
 pub(super) struct Latencies(Vec<Mutex<Class>>);
 
@@ -62,13 +63,13 @@ impl Latencies {
         self.0.iter().map(figures).collect()
     }
 
-    /// All classes together: mean, median, 99th percentile and maximum in ns.
+    /// Returns the latency over all classes: sum, median, 99th percentile, maximum and buckets.
     pub(super) fn all(&self) -> FaultLatency {
         let mut whole = histogram();
         let mut sum = FaultLatency { buckets: vec![0; BUCKETS], ..FaultLatency::default() };
         for class in &self.0 {
             let class = lock(class);
-            // Same bounds, so nothing can be out of range.
+            // The bounds are the same, so no value can be out of range.
             let _ = whole.add(&class.histogram);
             sum.faults += class.faults;
             sum.sum_us = sum.sum_us.saturating_add(class.sum_ns / 1000);
@@ -90,7 +91,7 @@ fn lock(class: &Mutex<Class>) -> MutexGuard<'_, Class> {
     class.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The first `i` with `ns` below 2^i microseconds.
+/// Returns the first `i` with `ns` below 2^i microseconds.
 fn bucket(ns: u64) -> usize {
     let us = ns / 1000;
     ((u64::BITS - us.leading_zeros()) as usize).min(BUCKETS - 1)
@@ -110,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn each_vcpu_has_its_own_and_the_rest_is_together() {
+    fn latencies_are_kept_for_each_vcpu_and_for_all_other_threads() {
         let latencies = Latencies::new(2);
         (1..=100).for_each(|us| latencies.record(Some(1), us * 1000));
         latencies.record(Some(7), 5000);

@@ -1,4 +1,4 @@
-//! The pages that a running guest lacks, the threads that wait for them, and how long they wait.
+//! Pages that a running guest still misses, the threads that wait for them, and their latencies.
 
 use super::arriving::Arriving;
 use super::latency::Latencies;
@@ -12,7 +12,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{GuestMemory, Layout, LazyMemory, PageIndex, PageRun, PageSet, RegionId, VmError};
 use vmferry_wire::LazyFigures;
 
-/// A page: the position of its region in the layout, and its index there.
+/// Page, as the position of its region in the layout and its index in the region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) region: usize,
@@ -22,14 +22,14 @@ pub(crate) struct Place {
 #[derive(Debug)]
 struct Region {
     id: RegionId,
-    /// Pages that come together: 1, or those of a huge page.
+    /// Number of pages of a unit: 1, or those of a huge page.
     unit: u64,
     missing: ClaimBitmap,
     /// Pages that a thread is bringing, or that were requested on the present channels.
     claimed: AtomicBitmap,
 }
 
-/// Statistics, on which nothing depends.
+/// Statistics, which no decision depends on.
 type Counter = std::sync::atomic::AtomicU64;
 
 #[derive(Debug, Default)]
@@ -44,37 +44,38 @@ struct Counters {
     ahead_used: Counter,
 }
 
-/// The guest has not been started, and its pages come.
+/// State: the guest has not been started, and its pages arrive.
 const OPEN: u8 = 0;
-/// The guest is being started: from now on it waits for its pages, however long that takes.
+/// State: the guest is being started. From now on it waits for its pages without a time limit.
 const COMMITTED: u8 = 1;
-/// Pages ceased to come before: the guest will not be started here.
+/// State: pages stopped arriving before the start. The guest will not be started on this host.
 const ABANDONED: u8 = 2;
 
-/// The memory of a guest that runs before all of it is here. See the [module](super) for the sets and their invariants.
+/// Missing pages of a guest that runs before all of its memory has arrived. See the [module](super)
+/// for the sets and their invariants.
 #[derive(Debug)]
 pub(crate) struct MissingPages {
     pub(crate) memory: Arc<dyn LazyMemory>,
     regions: Vec<Region>,
     left: AtomicU64,
-    /// Says that pages of the guest's memory still arrive.
+    /// Entry in the list of memories whose pages still arrive.
     arriving: OnceLock<Arriving>,
     pub(super) waiters: Waiters,
     latencies: Latencies,
     counters: Counters,
-    /// Faults are not answered any more.
+    /// True once faults are not answered any more.
     stop: AtomicBool,
     fate: AtomicU8,
     began: Instant,
-    /// Nanoseconds from `began` to the guest's start.
+    /// Time from `began` to the guest's start, in nanoseconds.
     started: AtomicU64,
-    /// Nanoseconds from `began` to the last page; 0 while there are pages to come.
+    /// Time from `began` to the last page, in nanoseconds. 0 while pages are missing.
     ended: AtomicU64,
     #[cfg(test)]
     pub(crate) flaw: Flaw,
 }
 
-/// A way to get the order wrong, for tests that show that it matters.
+/// Wrong order of steps, for tests that show that the order matters.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flaw {
@@ -85,7 +86,7 @@ pub(crate) enum Flaw {
     WaitersFirst,
     /// A page with content is removed from the missing set and then placed.
     RemovesBeforePlacing,
-    /// When the link is taken up, pages are requested and then the new channels are set.
+    /// Pages are requested before the new channels are set, when the link is taken up again.
     AsksBeforeChannels,
 }
 
@@ -117,20 +118,21 @@ impl MissingPages {
     }
 }
 
-/// The pages.
+/// Pages and claims.
 impl MissingPages {
-    /// Has `memory`, whose pages are missing, neither moved on nor saved before all pages are here.
+    /// Prevents that `memory`, whose pages are missing, is moved or saved before all pages have
+    /// arrived.
     pub(crate) fn hold(&self, memory: Arc<dyn GuestMemory>) {
         let fresh = self.arriving.set(Arriving::new(memory)).is_ok();
         assert!(fresh, "missing pages are of one memory");
     }
 
-    /// Returns how many pages are still to come.
+    /// Returns the number of missing pages.
     pub(crate) fn left(&self) -> u64 {
         self.left.load(Ordering::SeqCst)
     }
 
-    /// Returns the pages that are still to come. Exact only while no channel brings any.
+    /// Returns the missing pages. The result is exact only while no channel brings any.
     pub(crate) fn missing(&self, layout: &Layout) -> PageSet {
         let mut set = PageSet::empty(layout);
         for region in &self.regions {
@@ -146,12 +148,12 @@ impl MissingPages {
         self.regions.iter().position(|own| own.id == region)
     }
 
-    /// Returns the name of the region at a position.
+    /// Returns the number of the region at a position.
     pub(crate) fn region(&self, position: usize) -> RegionId {
         self.regions[position].id
     }
 
-    /// Returns how many pages the region at a position has.
+    /// Returns the number of pages of the region at a position.
     pub(crate) fn region_pages(&self, position: usize) -> u64 {
         self.regions[position].missing.len()
     }
@@ -165,19 +167,19 @@ impl MissingPages {
         self.regions[place.region].missing.test(place.page)
     }
 
-    /// Returns the pages that come together with `place`: itself, or its huge page.
+    /// Returns the pages of the unit of `place`: the page itself, or its huge page.
     pub(crate) fn unit(&self, place: Place) -> Range<u64> {
         let region = &self.regions[place.region];
         let first = place.page / region.unit * region.unit;
         first..(first + region.unit).min(region.missing.len())
     }
 
-    /// Returns whether the region at a position is in single pages.
+    /// Returns true if the units of the region at a position are single pages.
     pub(super) fn single(&self, position: usize) -> bool {
         self.regions[position].unit == 1
     }
 
-    /// Returns whether a page of the unit of `place` is missing.
+    /// Returns true if a page of the unit of `place` is missing.
     fn unit_is_missing(&self, place: Place) -> bool {
         if self.single(place.region) {
             return self.is_missing(place);
@@ -185,17 +187,18 @@ impl MissingPages {
         self.regions[place.region].missing.any(self.unit(place))
     }
 
-    /// Claims `place`, which the caller is going to bring. Returns false if another thread has claimed it.
+    /// Claims `place`, which the caller is going to bring. Returns false if another thread has
+    /// claimed it.
     pub(crate) fn claim(&self, place: Place) -> bool {
         !self.regions[place.region].claimed.set(place.page)
     }
 
-    /// Gives a claim back.
+    /// Returns the claim of a page.
     pub(crate) fn unclaim(&self, place: Place) {
         self.regions[place.region].claimed.test_and_clear(place.page);
     }
 
-    /// Gives all claims back: no thread brings any page now.
+    /// Returns all claims: no thread brings any page now.
     pub(crate) fn unclaim_all(&self) {
         for region in &self.regions {
             let mut forgotten = Bitmap::new(region.claimed.len());
@@ -203,8 +206,8 @@ impl MissingPages {
         }
     }
 
-    /// Removes `run` of a region from the missing set: it is here, or known to be zero. Returns how many pages that were, and
-    /// whether none is left.
+    /// Removes `run` of a region from the missing set, because its pages are present or known to be
+    /// zero. Returns the number of removed pages, and whether none is missing any more.
     fn remove(&self, region: usize, run: PageRun) -> (u64, bool) {
         let (taken, _) = self.regions[region].missing.take_range(run.range());
         let before = if taken > 0 { self.left.fetch_sub(taken, Ordering::SeqCst) } else { 0 };
@@ -220,7 +223,8 @@ impl MissingPages {
 
 /// Waiters.
 impl MissingPages {
-    /// Notes that a thread waits for `place`. Returns whether the page has to be fetched; otherwise the fault is answered.
+    /// Notes that a thread waits for `place`. Returns true if the page has to be fetched. Otherwise
+    /// the fault is answered.
     pub(super) fn wait_for(&self, place: Place, vcpu: Option<u32>) -> bool {
         let now = self.now();
         if !self.unit_is_missing(place) {
@@ -240,29 +244,30 @@ impl MissingPages {
             return false;
         }
         if !measured {
-            tracing::debug!("more faults at once than can be watched");
+            tracing::debug!("more concurrent faults than can be measured");
         }
         true
     }
 
-    /// The page is zero, or arrived in the meantime.
+    /// Answers a fault on a page that is zero or arrived in the meantime.
     fn answer(&self, place: Place) {
         self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
         self.place_zero(place);
     }
 
-    /// Returns how long the thread that has waited for longest has waited by now.
+    /// Returns the time for which the thread that waits longest has waited so far.
     pub(crate) fn longest_wait(&self) -> Duration {
         let since = self.waiters.oldest().unwrap_or(u64::MAX);
         Duration::from_nanos(self.now().saturating_sub(since))
     }
 
-    /// Returns the pages that a thread waits for now.
+    /// Returns the pages that threads wait for now.
     pub(crate) fn waiting(&self) -> Vec<Place> {
         self.waiters.waiting()
     }
 
-    /// These pages were removed from the missing set: each thread goes on that waited for one whose unit is complete now.
+    /// Releases the threads that waited for one of these pages, which were removed from the missing
+    /// set, if the page's unit is complete now.
     fn release_units(&self, region: usize, pages: Range<u64>) {
         if self.single(region) {
             return self.release(region, pages);
@@ -277,7 +282,7 @@ impl MissingPages {
         }
     }
 
-    /// Each thread that waited for these pages goes on.
+    /// Releases the threads that waited for these pages, and records their latencies.
     fn release(&self, region: usize, pages: Range<u64>) {
         self.waiters.take(region, pages, |waiter| {
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
@@ -291,8 +296,8 @@ impl MissingPages {
 
 /// Placing.
 impl MissingPages {
-    /// Takes pages of zeros: none is placed unless a thread waits for it, or may wait. Returns whether no page is missing now,
-    /// which one call does.
+    /// Takes pages of zeros. A page is placed only if a thread waits for it, or may wait. Returns
+    /// true if no page is missing any more. Only one call returns true.
     pub(crate) fn take_zeros(&self, region: usize, run: PageRun) -> bool {
         #[cfg(test)]
         if self.flaw == Flaw::WaitersFirst {
@@ -302,7 +307,8 @@ impl MissingPages {
         }
         let single = self.single(region);
         if !single {
-            // A thread may wait for the rest of its huge page, which is shown when nothing of it is missing.
+            // A thread may wait for the rest of the huge page, which becomes accessible when none
+            // of its pages is missing.
             self.place_zeros(region, run);
         }
         let (taken, last) = self.remove(region, run);
@@ -322,7 +328,8 @@ impl MissingPages {
         last
     }
 
-    /// Places the contents `bytes` of the pages of `run`. Returns whether no page is missing now, which one call does.
+    /// Places the contents `bytes` of the pages of `run`. Returns true if no page is missing any
+    /// more. Only one call returns true.
     pub(crate) fn place_run(&self, region: usize, run: PageRun, bytes: &[u8]) -> Result<bool, VmError> {
         #[cfg(test)]
         let early = (self.flaw == Flaw::RemovesBeforePlacing).then(|| self.remove(region, run));
@@ -342,11 +349,12 @@ impl MissingPages {
             .memory
             .place_zeros(id, run)
             .and_then(|placed| if placed.there > 0 { self.memory.wake(id, run.first) } else { Ok(()) });
-        // Once faults have ended everything is there, and nothing can be placed.
+        // Once faults have ended, all pages are present, and nothing can be placed.
         if self.stopped() { Ok(()) } else { placed }
     }
 
-    /// Places zeros, as often as it takes: no other thread will do it, and one waits.
+    /// Places zeros, with retries without limit: no other thread will place them, and a thread
+    /// waits for them.
     fn place_zeros(&self, region: usize, run: PageRun) {
         while let Err(error) = self.try_place_zeros(region, run) {
             tracing::error!(
@@ -356,45 +364,48 @@ impl MissingPages {
         }
     }
 
-    /// The same for a page.
+    /// Places zeros for one page, like [`place_zeros`](Self::place_zeros).
     fn place_zero(&self, place: Place) {
         self.place_zeros(place.region, PageRun::new(PageIndex(place.page), 1));
     }
 }
 
-/// The guest's fate.
+/// Start and end of the guest on this host.
 impl MissingPages {
-    /// The guest is about to be started. Returns false if it must not be, because its pages will not come.
+    /// Records that the guest is about to be started. Returns false if it must not be started,
+    /// because its pages will not arrive.
     pub(crate) fn commit(&self) -> bool {
         self.started.store(self.now(), Ordering::Relaxed);
         self.fate.compare_exchange(OPEN, COMMITTED, Ordering::SeqCst, Ordering::SeqCst).is_ok()
     }
 
-    /// Pages do not come any more. If the guest has not been started it will not be, and a thread that waits for one of its pages
-    /// (the loading of its state) gets zeros, so that it ends; no vCPU will run on these.
+    /// Records that no more pages arrive. If the guest has not been started, it will not be
+    /// started. A thread that waits for one of its pages (the loading of its state) then gets
+    /// zeros, so that it ends. No vCPU will run on these zeros.
     pub(crate) fn lost(&self) {
         if self.fate.compare_exchange(OPEN, ABANDONED, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             self.end();
         }
     }
 
-    /// Returns whether the link was lost before the guest was started: what was missing then reads as zeros.
+    /// Returns true if the link was lost before the guest was started. Pages that were missing then
+    /// read as zeros.
     pub(crate) fn abandoned(&self) -> bool {
         self.fate.load(Ordering::SeqCst) == ABANDONED
     }
 
-    /// Ends the faults: what is still missing reads as zeros.
+    /// Ends the faults. Pages that are still missing read as zeros.
     pub(crate) fn end(&self) {
         if let Err(error) = self.try_end() {
             tracing::warn!("guest memory stays registered for faults: {error}");
         }
     }
 
-    /// Like [`end`](Self::end), for a caller that has something to do if the host refuses.
+    /// Ends the faults like [`end`](Self::end), and returns an error if the host refuses.
     pub(crate) fn try_end(&self) -> Result<(), VmError> {
         self.stop();
         self.memory.end()?;
-        // Pages that are missing now read as zeros: that memory never becomes complete.
+        // If pages are missing now, they read as zeros, and that memory never becomes complete.
         if self.left() == 0
             && let Some(arriving) = self.arriving.get()
         {
@@ -421,12 +432,12 @@ impl MissingPages {
         self.counters.requests.fetch_add(pages, Ordering::Relaxed);
     }
 
-    /// Counts a page that arrived damaged.
+    /// Counts a page that arrived with a digest mismatch.
     pub(crate) fn count_damaged(&self) {
         self.counters.damaged.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts pages that are requested ahead, and those of earlier requests that were used.
+    /// Counts pages that are requested ahead, and pages of earlier such requests that were used.
     pub(super) fn count_ahead(&self, ahead: u16, used: u16) {
         self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
         self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);

@@ -1,49 +1,52 @@
-//! Whether faults run on, and how many pages are then worth asking for ahead.
+//! Detection of runs of faults, and the number of pages to request ahead of each.
 
-/// Runs that are followed at once in one stripe: a few vCPUs that walk through memory side by side.
+/// Number of runs that are followed at the same time in one stripe: a few vCPUs that walk through
+/// memory in parallel.
 const RUNS: usize = 8;
-/// So many pages may come by themselves where a run goes on: the bulk stream follows it, in frames of as many at most.
+/// Maximum gap between a request and the next fault of its run. The bulk stream follows a run, in
+/// frames of at most this number of pages, so such pages may arrive without a request.
 const OTHERS: u64 = 64;
-/// The first time that a run is recognised, and the most that is asked for ahead: 32 KiB, 150 us of a link of 2 Gb/s. While
-/// they arrive the run goes on through them, so that its next fault finds none of them in its way; and whoever else waits for a
-/// page waits no longer than for a few.
+/// Number of pages requested ahead when a run is first recognised, and below, the maximum: 32 KiB,
+/// 150 us on a link of 2 Gb/s. While these pages arrive, the run continues through them, so its
+/// next fault is not queued behind them. Another thread that waits for a page waits for a few pages
+/// at most.
 const FIRST: u16 = 2;
 const MOST: u16 = 8;
 
 #[derive(Debug, Clone, Copy, Default)]
 struct Run {
     region: usize,
-    /// The last page that was asked for.
+    /// Last page that was requested.
     last: u64,
-    /// How many were asked for ahead of it.
+    /// Number of pages that were requested ahead of the last fault.
     ahead: u16,
-    /// When it was last heard of.
+    /// Turn of the last fault of the run.
     turn: u64,
 }
 
-/// The runs of one stripe.
+/// Runs of one stripe.
 #[derive(Debug, Default)]
 pub(super) struct ReadAhead {
     runs: [Run; RUNS],
     turn: u64,
 }
 
-/// What a fault says.
+/// Result of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Guess {
-    /// How many pages behind it to ask for.
+    /// Number of pages behind the fault to request.
     pub(super) ahead: u16,
-    /// How many of those asked for ahead before were used, as this fault shows: a run that faults right behind them has
-    /// passed over them.
+    /// Number of pages of the previous request ahead that were used: a run that faults right behind
+    /// them has passed over them.
     pub(super) used: u16,
 }
 
 impl ReadAhead {
-    /// Takes in a fault on a page that has to be asked for.
+    /// Records a fault on a page that must be requested.
     pub(super) fn fault(&mut self, region: usize, page: u64) -> Guess {
         self.turn += 1;
         let turn = self.turn;
-        // Right behind what was asked for, or further.
+        // The fault is right behind the requested pages, or a little further.
         let follows = |run: &&mut Run| {
             run.turn > 0 && run.region == region && (run.last + 1..=run.last + 1 + OTHERS).contains(&page)
         };
@@ -65,11 +68,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_followed_further_and_further() {
+    fn read_ahead_grows_along_a_run() {
         let mut ahead = ReadAhead::default();
         assert_eq!(ahead.fault(0, 100), Guess::default());
         assert_eq!(ahead.fault(0, 101), Guess { ahead: 2, used: 0 });
-        // Pages 102 and 103 came ahead: the next fault is behind them.
+        // Pages 102 and 103 arrived ahead, so the next fault is behind them.
         assert_eq!(ahead.fault(0, 104), Guess { ahead: 4, used: 2 });
         let mut page = 109;
         for want in [8, 8, 8] {
@@ -80,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn random_faults_ask_for_nothing_ahead() {
+    fn random_faults_request_no_pages_ahead() {
         let mut ahead = ReadAhead::default();
         let mut page = 1u64;
         let mut asked = 0;
@@ -92,7 +95,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_side_by_side_are_told_apart() {
+    fn interleaved_runs_are_distinguished() {
         let mut ahead = ReadAhead::default();
         let mut next = [1000, 2000, 3000, 2000];
         for round in 0..4 {
@@ -102,7 +105,7 @@ mod tests {
                 *page += u64::from(guess.ahead) + 1;
             }
         }
-        // Another run in between does not make one forget the others.
+        // A run in between does not displace the others.
         assert_eq!(ahead.fault(0, 1 << 30), Guess::default());
         assert!(ahead.fault(0, next[0]).ahead > 0);
     }

@@ -1,7 +1,8 @@
-//! The shipped pager in many interleavings of a guest, its faults, and channels that bring pages (shuttle). A thread that waits
-//! for ever is a deadlock, which shuttle finds.
+//! Interleavings of a guest, its faults, and channels that bring pages, on the production pager
+//! (shuttle). A thread that waits for ever is a deadlock, which shuttle finds.
 //!
-//! Shuttle takes every access for sequentially consistent, and all accesses that the argument rests on are.
+//! Shuttle treats every access as sequentially consistent. All accesses that the argument in the
+//! [module](super) depends on are sequentially consistent.
 
 use super::readahead::ReadAhead;
 use super::{DemandPager, Flaw, MissingPages, PageSource, Place, again_after_panics, serve_faults};
@@ -21,7 +22,7 @@ use vmferry_wire::{REQUEST_BYTES, Request};
 
 const PAGES: usize = 4;
 const TRIES: usize = 3000;
-/// What the pages hold: page 1 and 3 are zeros.
+/// Content of the pages. Pages 1 and 3 are zeros.
 const CONTENT: [u8; PAGES] = [7, 0, 9, 0];
 
 #[derive(Debug, Default)]
@@ -33,17 +34,17 @@ struct State {
     interrupted: bool,
 }
 
-/// Memory that makes faults as the kernel's does.
+/// Memory that makes faults like the kernel's.
 #[derive(Debug, Default)]
 struct Memory {
     state: Mutex<State>,
     changed: Condvar,
-    /// Pages that are seen together.
+    /// Number of pages that become accessible together.
     unit: usize,
 }
 
 impl Memory {
-    /// A vCPU reads a page, and sleeps until it is there.
+    /// Reads a page as a vCPU, which sleeps until the page is present.
     fn read(&self, page: usize, vcpu: u32) -> u8 {
         let mut state = self.state.lock().unwrap();
         let first = page / self.unit * self.unit;
@@ -140,10 +141,10 @@ impl LazyMemory for Memory {
     }
 }
 
-/// A source whose fault threads bring pages themselves, as they do out of a file.
+/// Source whose fault threads bring pages themselves, like those of a file.
 #[derive(Debug, Default)]
 struct Direct {
-    /// How often a fault thread brought the last page.
+    /// Number of times that a fault thread brought the last page.
     last: shuttle::sync::atomic::AtomicU32,
 }
 
@@ -175,7 +176,7 @@ fn pager<S: PageSource>(source: S, flaw: Flaw, unit: usize) -> (Arc<Memory>, Arc
     (memory, Arc::new(pager))
 }
 
-/// Brings a page; says whether it was the last.
+/// Brings a page. Returns true if it was the last one.
 fn bring(pages: &MissingPages, page: u64) -> bool {
     let run = PageRun::new(PageIndex(page), 1);
     match CONTENT[usize::try_from(page).unwrap()] {
@@ -184,12 +185,12 @@ fn bring(pages: &MissingPages, page: u64) -> bool {
     }
 }
 
-/// Two vCPUs, a fault thread for each stripe, a bulk and an urgent channel.
+/// Runs two vCPUs, a fault thread for each stripe, a bulk and an urgent channel.
 fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
     run_units(flaw, reads, overflow, 1);
 }
 
-/// The same with huge pages of `unit` pages.
+/// Does the same as [`run`] with huge pages of `unit` pages.
 fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usize) {
     let (_, last) = run_on(
         UrgentChannels::default(),
@@ -203,7 +204,8 @@ fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usi
     assert_eq!(last, 1, "the last page is noticed once");
 }
 
-/// Two vCPUs, a fault thread for each stripe that brings pages itself, and two that sweep.
+/// Runs two vCPUs, a fault thread for each stripe that brings pages itself, and two threads that
+/// sweep.
 fn run_direct(reads: [&'static [usize]; 2], unit: usize) {
     let sweep: fn(&MissingPages) -> u32 =
         |pages| (0..PAGES as u64).map(|page| u32::from(bring_unclaimed(pages, page))).sum();
@@ -289,7 +291,7 @@ fn each_waiter_goes_on_where_the_table_is_full() {
     shuttle::check_random(|| run(Flaw::None, BOTH, true), tries(TRIES));
 }
 
-/// Always the same interleavings.
+/// Runs `test` in the same sequence of interleavings each time.
 fn search(test: impl Fn() + Send + Sync + 'static) {
     let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 20 * TRIES);
     shuttle::Runner::new(scheduler, shuttle::Config::new()).run(test);
@@ -313,7 +315,7 @@ fn page_that_is_removed_before_it_is_placed_is_lost() {
     search(|| run(Flaw::RemovesBeforePlacing, BOTH, false));
 }
 
-/// A fault while the link is taken up again: the page is asked for on the new line.
+/// Tests a fault while the link is taken up again: the page must be requested on the new channel.
 fn relink(flaw: Flaw) {
     let (_, pager) = pager(UrgentChannels::default(), flaw, 1);
     let (near, far) = socket2::Socket::pair(socket2::Domain::UNIX, socket2::Type::STREAM, None).unwrap();

@@ -1,50 +1,53 @@
-//! Who waits for which page, and since when.
+//! Threads that wait for pages, with the time since when they wait.
 
 use super::Place;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::atomic::Ordering;
 
-/// Most faults that are watched at once: each thread of this process can wait for one page only, though a vCPU that is kicked
-/// while it waits makes another fault. Beyond this many waits are not measured; they end all the same.
+/// Maximum number of waits that are measured at the same time. A thread of this process can wait
+/// for one page only, but a vCPU that is interrupted while it waits makes another fault. Further
+/// waits are not measured, but they end as well.
 const SLOTS: usize = if cfg!(test) { 4 } else { 1024 };
 
 const FREE: u64 = 0;
-/// Being filled in or taken out: nobody else's business.
+/// Key of a slot that one thread fills in or removes. Other threads ignore the slot.
 const BUSY: u64 = u64::MAX;
 const PAGE_BITS: u32 = 44;
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// FREE, BUSY, or the page.
+    /// FREE, BUSY, or the key of the page.
     key: AtomicU64,
     since: AtomicU64,
-    /// The vCPU plus one; 0 for somebody else.
+    /// Number of the vCPU plus one, or 0 for another thread.
     vcpu: AtomicU32,
 }
 
-/// Somebody who waited.
+/// Thread that waited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Waiter {
     pub(super) page: u64,
-    /// Nanoseconds since the start.
+    /// Start of the wait, in nanoseconds since the start.
     pub(super) since: u64,
     pub(super) vcpu: Option<u32>,
 }
 
-/// A table without locks: a slot is claimed by the change of its key to BUSY, which one thread brings about.
+/// Table without locks. A thread claims a slot by changing its key to BUSY.
 #[derive(Debug)]
 pub(super) struct Waiters {
     slots: Box<[Slot]>,
-    /// Slots in use; whoever brings a page looks at this first, and mostly no further.
+    /// Number of slots in use. A thread that brings a page checks this first, and mostly nothing
+    /// else.
     used: AtomicUsize,
-    /// No slot from here on was ever used.
+    /// No slot from this index on was ever used.
     end: AtomicUsize,
-    /// There were more: of somebody who waits nothing may be written down.
+    /// True once the table was full: a thread may wait without being noted.
     overflowed: AtomicBool,
 }
 
 fn key(place: Place) -> u64 {
-    // Regions and pages of a region are limited far below this (`vmferry_core::{MAX_REGIONS, MAX_PAGES}`).
+    // The numbers of regions and of pages of a region are limited far below this
+    // (`vmferry_core::{MAX_REGIONS, MAX_PAGES}`).
     ((place.region as u64) << PAGE_BITS | place.page) + 1
 }
 
@@ -65,7 +68,7 @@ impl Waiters {
         }
     }
 
-    /// Writes down that somebody waits for a page. Says whether there was room.
+    /// Notes that a thread waits for a page. Returns false if there is no room.
     pub(super) fn add(&self, waits_for: Place, since: u64, vcpu: Option<u32>) -> bool {
         for (at, slot) in self.slots.iter().enumerate() {
             let claim = slot.key.compare_exchange(FREE, BUSY, Ordering::Acquire, Ordering::Relaxed);
@@ -74,7 +77,7 @@ impl Waiters {
             }
             slot.since.store(since, Ordering::Relaxed);
             slot.vcpu.store(vcpu.map_or(0, |vcpu| vcpu.saturating_add(1)), Ordering::Relaxed);
-            // Before the key: whoever finds the key must look this far.
+            // Stored before the key: a thread that finds the key must search up to this index.
             self.end.fetch_max(at + 1, Ordering::SeqCst);
             self.used.fetch_add(1, Ordering::SeqCst);
             slot.key.store(key(waits_for), Ordering::SeqCst);
@@ -84,12 +87,12 @@ impl Waiters {
         false
     }
 
-    /// Whether there may be somebody who waits and is not written down.
+    /// Returns true if a thread may wait without being noted.
     pub(super) fn overflowed(&self) -> bool {
         self.overflowed.load(Ordering::SeqCst)
     }
 
-    /// Takes out everybody who waits for a page of `pages` in region `region`.
+    /// Removes all waiters for pages of `pages` in region `region`.
     pub(super) fn take(&self, region: usize, pages: std::ops::Range<u64>, mut each: impl FnMut(Waiter)) {
         if self.used.load(Ordering::SeqCst) == 0 {
             return;
@@ -114,14 +117,15 @@ impl Waiters {
         }
     }
 
-    /// Since when the one waits who has waited longest, nearly: who is being taken out at the moment may count.
+    /// Returns the start of the longest wait, approximately: a waiter that is being removed may
+    /// count.
     pub(super) fn oldest(&self) -> Option<u64> {
         let used = self.slots[..self.end.load(Ordering::SeqCst)].iter();
         let waiting = used.filter(|slot| ![FREE, BUSY].contains(&slot.key.load(Ordering::SeqCst)));
         waiting.map(|slot| slot.since.load(Ordering::Relaxed)).min()
     }
 
-    /// The pages that somebody waits for now.
+    /// Returns the pages that threads wait for now.
     pub(super) fn waiting(&self) -> Vec<Place> {
         let keys = self.slots.iter().map(|slot| slot.key.load(Ordering::SeqCst));
         keys.filter(|key| ![FREE, BUSY].contains(key)).map(place).collect()
@@ -147,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_waits_is_taken_out_once() {
+    fn waiter_is_removed_once() {
         shuttle::check_random(taken_out_once, 1);
     }
 
@@ -171,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_table_takes_no_more_and_is_no_harm() {
+    fn full_table_rejects_waiters_until_it_is_emptied() {
         shuttle::check_random(full, 1);
     }
 

@@ -1,4 +1,4 @@
-//! Frames of a peer, and the receiver that writes them into a guest's memory.
+//! Frames of a hostile peer, and the receiver that writes them into a guest's memory.
 
 use super::memory::{Memory, layout};
 use crate::channel::IoBuf;
@@ -10,16 +10,16 @@ use std::sync::Arc;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageSet};
 use vmferry_wire::hostile;
 
-/// Pages of each region, by its name.
+/// Number of pages of each region, by its number.
 const REGIONS: [(u32, u64); 2] = [(0, 70), (3, 9)];
-/// Checksums and the like are put right.
+/// Flag: checksums and similar fields are corrected.
 const MEND: u8 = 1;
-/// The channel is an urgent one.
+/// Flag: the channel is an urgent channel.
 const URGENT: u8 = 2;
-/// From the first barrier on the guest runs, and pages are placed one by one.
+/// Flag: from the first barrier on the guest runs, and pages are placed one by one.
 const LAZY: u8 = 4;
 
-/// A channel that was read before.
+/// Channel whose bytes are given in advance.
 struct Bytes<'a>(Cell<&'a [u8]>);
 
 impl FrameSource for Bytes<'_> {
@@ -36,11 +36,12 @@ impl FrameSource for Bytes<'_> {
     }
 }
 
-/// Has a target take what `bytes` say as the frames of a channel: the first byte says of which kind, for the rest see
-/// [`vmferry_wire::hostile::frames`].
+/// Has a target receive `bytes` as the frames of a channel. The first byte has flags. For the rest
+/// see [`vmferry_wire::hostile::frames`].
 ///
 /// # Panics
-/// If a page is written that no frame has brought, or counts do not add up. What writes beside guest memory ends the process.
+/// If a page is written that no frame has brought, or counts do not add up. A write outside guest
+/// memory ends the process.
 pub fn drive_frames(bytes: &[u8]) {
     let Some((flags, rest)) = bytes.split_first() else { return };
     let stream = hostile::frames(rest, flags & MEND != 0);
@@ -65,7 +66,8 @@ pub fn drive_frames(bytes: &[u8]) {
     check(&memory, &arrivals, pager.as_deref(), all_here == 1);
 }
 
-/// Every other page comes late, and what is damaged. `None` if it may not be.
+/// Makes every other page missing, and every page with a digest mismatch. Returns `None` if the
+/// handover is not allowed.
 fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<DemandPager>> {
     let mut lacking = PageSet::empty(memory.layout());
     for (id, pages) in REGIONS {
@@ -98,7 +100,8 @@ fn check(memory: &Memory, arrivals: &Arrivals, pager: Option<&DemandPager>, all_
         let left = pager.pages.left();
         assert_eq!(left == 0, all_here, "{left} pages are missing");
     }
-    // What no frame has named is as it was; of pages that were placed one by one that is the placer's to say.
+    // A page that no frame has named must be unchanged. Pages that were placed one by one are not
+    // checked, because only the pager knows them.
     let mut page = [0; PAGE_BYTES];
     for (region, run) in arrivals.untouched().into_iter().filter(|_| pager.is_none()) {
         let window = memory.window(region, run).expect("in the layout");

@@ -1,4 +1,4 @@
-//! Guest memory that whoever writes beside it does not survive.
+//! Guest memory between guard pages: a write outside the memory ends the process.
 
 use crate::mapped::MappedMemory;
 use std::collections::HashSet;
@@ -10,14 +10,14 @@ use vmferry_core::{
     Region, RegionId, VmError, Window,
 };
 
-/// A mapping between two pages that nobody may touch.
+/// Mapping between two inaccessible pages.
 #[derive(Debug)]
 struct Guarded {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: an address range; what is in it is reached by raw addresses only.
+// SAFETY: an address range. Its bytes are accessed by raw addresses only.
 unsafe impl Send for Guarded {}
 // SAFETY: as above.
 unsafe impl Sync for Guarded {}
@@ -26,13 +26,13 @@ impl Guarded {
     fn new(len: usize) -> Self {
         let len = len + 2 * PAGE_BYTES;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping, of which nobody else has the address.
+        // SAFETY: a new mapping, whose address no other code has.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, flags, -1, 0) };
         assert!(start != libc::MAP_FAILED, "mapping {len} bytes: {}", std::io::Error::last_os_error());
         let mapping = Self { start: NonNull::new(start.cast()).expect("not at 0"), len };
         let (inner, inner_len) = (mapping.inner(), len - 2 * PAGE_BYTES);
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: all of it is in the mapping that was just made.
+        // SAFETY: the range is in the mapping that was just created.
         let opened = unsafe { libc::mprotect(inner.as_ptr().cast(), inner_len, access) };
         assert_eq!(opened, 0, "{}", std::io::Error::last_os_error());
         mapping
@@ -46,7 +46,7 @@ impl Guarded {
 
 impl Drop for Guarded {
     fn drop(&mut self) {
-        // SAFETY: made by `new`; windows on it borrow its owner.
+        // SAFETY: mapped by `new`. Windows on it borrow its owner.
         unsafe { libc::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
@@ -59,17 +59,18 @@ struct Faults {
     there: HashSet<(u32, u64)>,
 }
 
-/// Memory of both kinds: to be written, and to be placed page by page.
+/// Memory that can be written directly and placed page by page.
 #[derive(Debug)]
 pub(super) struct Memory {
     mapped: MappedMemory,
     faults: Mutex<Faults>,
     changed: Condvar,
-    // Behind what points into them.
+    // Declared after `mapped`, which points into the mappings, so that they are dropped later.
     _mappings: Vec<Guarded>,
 }
 
-/// Regions by their names and numbers of pages, one behind the other with gaps between.
+/// Returns regions with these numbers and numbers of pages, one behind the other with gaps in
+/// between.
 pub(super) fn layout(regions: &[(u32, u64)]) -> Vec<Region> {
     let region = |(at, (id, pages)): (u64, &(u32, u64))| Region {
         id: RegionId(*id),
@@ -84,7 +85,8 @@ impl Memory {
         let mappings: Vec<_> =
             regions.iter().map(|region| Guarded::new(usize::try_from(region.len).expect("small"))).collect();
         let starts: Vec<_> = regions.iter().copied().zip(mappings.iter().map(Guarded::inner)).collect();
-        // SAFETY: the mappings are as long as their regions and live as long as this; they are reached by address only.
+        // SAFETY: the mappings are as long as their regions and live as long as this value. They
+        // are accessed by address only.
         let mapped = unsafe { MappedMemory::new(&starts) }.expect("a layout");
         Self { mapped, faults: Mutex::default(), changed: Condvar::new(), _mappings: mappings }
     }
@@ -132,7 +134,7 @@ impl LazyMemory for Memory {
         Ok(())
     }
 
-    /// Nobody touches anything: what is looked for is how pages come.
+    /// No thread touches the memory, so there are no faults: the tests check how pages arrive.
     fn next_fault(&self, _: usize, within: Duration) -> Result<Option<Fault>, VmError> {
         let faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
         let waits = |faults: &mut Faults| !faults.interrupted;

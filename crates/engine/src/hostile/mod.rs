@@ -1,5 +1,5 @@
-//! A peer, and a file, that say what bytes say: anything. For the fuzz targets and for the tests, which run them on seeded noise; behind
-//! the feature `hostile`, nothing that ships has it.
+//! Hostile peers and files that consist of arbitrary bytes. The fuzz targets use this module, and
+//! so do tests, with seeded noise. It is behind the feature `hostile` and in no released program.
 
 mod frames;
 mod memory;

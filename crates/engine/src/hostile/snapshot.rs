@@ -1,4 +1,4 @@
-//! A file that somebody changed, and both ways to take a guest out of it.
+//! Modified snapshot file, and both ways to restore a guest from it.
 
 use super::memory::{Memory, layout};
 use crate::snapshot::{FillState, restore, restore_lazy};
@@ -17,22 +17,22 @@ use vmferry_wire::{
     TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state, hostile,
 };
 
-/// Pages of each region, by its name: the first has two tables.
+/// Number of pages of each region, by its number. The first region has two tables.
 const REGIONS: [(u32, u64); 2] = [(0, 600), (3, 9)];
-/// Pages with content, by the position of their region.
+/// Pages with content, with the position of their region.
 const CONTENTS: [(usize, u64); 5] = [(0, 0), (0, 1), (0, 599), (1, 2), (1, 8)];
-/// Checksums and lengths are put right.
+/// Flag: checksums and lengths are corrected.
 const MEND: u8 = 1;
-/// The guest runs before its pages are there.
+/// Flag: the guest runs before its pages are present.
 const LAZY: u8 = 2;
-/// The file ends early.
+/// Flag: the file ends early.
 const CUT: u8 = 4;
-/// Most changes that are made; bytes behind them are not looked at.
+/// Maximum number of changes. Bytes behind them are ignored.
 const CHANGES: usize = 64;
-/// Most bytes that a part may grow by.
+/// Maximum number of bytes by which a part may grow.
 const GROWTH: usize = 4096;
 
-/// A machine that takes what it is given.
+/// Machine that accepts any state of a known version.
 struct Machine {
     config: MachineConfig,
     memory: Arc<Memory>,
@@ -69,7 +69,7 @@ impl TargetVm for Machine {
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         if sections.iter().any(|section| section.version > 9) {
-            return Err(VmError::new("a version that nobody knows"));
+            return Err(VmError::new("an unknown version"));
         }
         Ok(())
     }
@@ -84,19 +84,19 @@ fn content(position: usize, page: u64) -> [u8; PAGE_BYTES] {
     [u8::try_from(1 + page % 200).unwrap_or(1) ^ u8::try_from(position).unwrap_or(0) << 7; PAGE_BYTES]
 }
 
-/// The parts of a file, before they have a place.
+/// Parts of a file, before they have offsets.
 struct Parts {
     header: [u8; SNAPSHOT_HEADER_BYTES],
     machine: Vec<u8>,
     state: Vec<u8>,
-    /// Of each region: its index, and of each table.
+    /// Indexes and tables of each region.
     indexes: Vec<Vec<u8>>,
     tables: Vec<Vec<[u8; TABLE_BYTES]>>,
     pages: Vec<(usize, u64, [u8; PAGE_BYTES])>,
 }
 
 impl Parts {
-    /// Those of a good file.
+    /// Returns the parts of a valid file.
     fn new(config: &MachineConfig) -> Self {
         let section = Section { name: "cpu".into(), instance: 1, version: 1, payload: vec![5; 70] };
         let (machine, machine_sum) = encode_machine(config).expect("small");
@@ -133,7 +133,7 @@ impl Parts {
         Self { header, machine, state, indexes, tables, pages }
     }
 
-    /// Changes what the next bytes say; false when there are none left.
+    /// Makes the change that the next bytes describe. Returns false if no bytes are left.
     fn change(&mut self, bytes: &mut &[u8]) -> bool {
         let Some((&[part, low, high, len], rest)) = bytes.split_first_chunk::<4>() else { return false };
         let (change, rest) = rest.split_at(rest.len().min(usize::from(len % 64)));
@@ -141,7 +141,8 @@ impl Parts {
         let at = usize::from(u16::from_le_bytes([low, high]));
         let tables: usize = self.tables.iter().map(Vec::len).sum();
         match usize::from(part) % 16 {
-            // Most of a header are zeros: half of the changes go where it says something.
+            // Most bytes of a header are zeros. Most changes of the header therefore affect the
+            // part that has fields.
             0 => put(&mut self.header, at, change),
             1..=3 => put(&mut self.header, 8 + at % 150, change),
             4 | 5 => grow(&mut self.machine, at, change),
@@ -163,7 +164,8 @@ impl Parts {
         true
     }
 
-    /// Puts right what somebody who changes a file would: each checksum, and the length of what it is of.
+    /// Corrects what an attacker who changes a file would correct: each checksum, and the length of
+    /// each part.
     fn mend(&mut self) {
         for (position, tables) in self.tables.iter().enumerate() {
             for (block, table) in tables.iter().enumerate() {
@@ -182,7 +184,7 @@ impl Parts {
         hostile::seal_snapshot(&mut self.header);
     }
 
-    /// Writes all parts where they belong.
+    /// Writes all parts at their offsets.
     fn write(&mut self, regions: &[Region], mend: bool, cut: Option<u64>) -> File {
         let sizes = [&self.machine, &self.state].map(|part| u32::try_from(part.len()).expect("small"));
         let sum = |bytes| PartSum { bytes, sum: 0 };
@@ -228,7 +230,7 @@ fn put(bytes: &mut [u8], at: usize, change: &[u8]) {
     bytes[at..at + len].copy_from_slice(&change[..len]);
 }
 
-/// Changes it, inserts, or cuts it off.
+/// Overwrites bytes, inserts bytes, or truncates.
 fn grow(bytes: &mut Vec<u8>, at: usize, change: &[u8]) {
     let (kind, at) = (at % 3, at / 3 % (bytes.len() + 1));
     match kind {
@@ -239,7 +241,7 @@ fn grow(bytes: &mut Vec<u8>, at: usize, change: &[u8]) {
 }
 
 fn memory_file() -> File {
-    // SAFETY: a name that ends with a zero; the descriptor is new, and nobody else has it.
+    // SAFETY: the name ends with a zero. The descriptor is new and has no other owner.
     unsafe {
         let fd = libc::memfd_create(c"snapshot".as_ptr(), libc::MFD_CLOEXEC);
         assert!(fd >= 0, "a file in memory: {}", std::io::Error::last_os_error());
@@ -247,11 +249,12 @@ fn memory_file() -> File {
     }
 }
 
-/// Has a guest taken out of a good file in which what `bytes` say was changed; the first byte says how.
+/// Restores a guest from a valid file with the changes that `bytes` describe. The first byte has
+/// flags.
 ///
 /// # Panics
-/// If a guest is started whose memory is not what the file's tables say, or one from a file that was changed and vouches for something
-/// else. What writes beside guest memory ends the process.
+/// If a guest is started whose memory differs from the tables of the file, or from a changed file
+/// whose checksums do not match. A write outside guest memory ends the process.
 pub fn drive_snapshot(bytes: &[u8]) {
     let Some((flags, mut rest)) = bytes.split_first() else { return };
     let regions = layout(&REGIONS);
@@ -283,7 +286,7 @@ pub fn drive_snapshot(bytes: &[u8]) {
     }
 }
 
-/// Each page is what its table says.
+/// Checks that each page is what its table says.
 fn check(memory: &Memory, parts: &Parts) {
     let mut scratch = Box::new([0; PAGE_BYTES]);
     for ((position, (id, pages)), tables) in REGIONS.iter().enumerate().zip(&parts.tables) {
@@ -296,7 +299,7 @@ fn check(memory: &Memory, parts: &Parts) {
     }
 }
 
-/// The next byte, which is used up.
+/// Returns the next byte and removes it.
 fn first(bytes: &mut &[u8]) -> u64 {
     let Some((first, rest)) = bytes.split_first() else { return 0 };
     *bytes = rest;

@@ -358,9 +358,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 FrameKind::Barrier => return Ok(Mark::Barrier(header.pass)),
                 FrameKind::Probe => {
                     let (what, value) = ("a probe of number", header.base.0);
-                    return Err(
-                        WireError::Field { what, value, allowed: "only on a probe channel" }.into()
-                    );
+                    return Err(WireError::Field { what, value, allowed: "only on a probe channel" }.into());
                 }
                 FrameKind::Pages | FrameKind::Digests => {
                     if self.receive_frame(&header)? {

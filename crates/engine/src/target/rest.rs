@@ -259,7 +259,9 @@ impl Rest {
         if incoming.hello.role != Role::Control {
             return match self.link.connected(incoming)? {
                 Ok(()) => Some(Event::ChannelUp),
-                Err(error) => Some(Event::PeerLost(format!("the thread of a channel could not be started: {error}"))),
+                Err(error) => {
+                    Some(Event::PeerLost(format!("the thread of a channel could not be started: {error}")))
+                }
             };
         }
         let ours = self.link.named_by(&incoming);

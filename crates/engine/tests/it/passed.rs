@@ -163,7 +163,7 @@ fn sockets_that_do_not_fit_the_migration_are_refused_before_it_begins() {
     let error = refused(&two, &verified(4));
     assert!(error.contains("2 sockets were passed for 5 channels"), "{error}");
     let error = refused(&uri(), &quick());
-    assert!(error.contains("fd:3,4 cannot be used here"), "{error}");
+    assert!(error.contains("fd:3,4 cannot be used: live migration needs"), "{error}");
     assert!(source.works());
 }
 

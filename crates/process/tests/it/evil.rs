@@ -195,7 +195,7 @@ fn target_does_not_start_a_guest_after_a_protocol_violation() {
         evil.say(&ToTarget::LoadLazily { pages: PAGES });
     });
     for pages in [0, PAGES - 1, u64::MAX] {
-        refused("were to be", Mode::Postcopy, 1, |evil| {
+        refused("were announced", Mode::Postcopy, 1, |evil| {
             evil.state();
             evil.lacking(0, 768);
             evil.say(&ToTarget::LoadLazily { pages });
@@ -213,7 +213,7 @@ fn target_does_not_start_a_guest_after_a_protocol_violation() {
         evil.say(&ToTarget::LoadLazily { pages: 0 });
     });
     refused("beyond its end", Mode::Hybrid, 1, |evil| evil.lacking(PAGES, 8));
-    refused("is cut as the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
+    refused("has a length or an offset that the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
     // A damaged page that is not among the pages to be sent again.
     refused("arrived damaged", Mode::Hybrid, 1, |evil| {
         evil.damaged(0, 300);

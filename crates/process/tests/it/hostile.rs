@@ -269,11 +269,11 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
             }),
         ),
         // The source opens its channels before it reacts to a wrong number.
-        ("were to be", back(5, None, 2)),
-        ("were to be", back(1, Some((0, 0, 8)), 2)),
+        ("were announced", back(5, None, 2)),
+        ("were announced", back(1, Some((0, 0, 8)), 2)),
         ("names pages beyond its end", back(64, Some((0, 6144, 8)), 0)),
         ("which is not there", back(64, Some((7, 0, 8)), 0)),
-        ("is cut as the protocol does not allow", back(8, Some((0, 0, 1)), 0)),
+        ("has a length or an offset that the protocol does not allow", back(8, Some((0, 0, 1)), 0)),
         (
             "has not answered",
             Box::new(|liar| {

@@ -243,7 +243,10 @@ fn mismatch_of_encryption_is_reported_by_the_source() {
     assert!(matches!(error, MigrateError::RefusedHello { code: RefusalCode::Encryption, .. }), "{error}");
     let error = greet(Some(tls), None).unwrap_err();
     assert!(matches!(error, MigrateError::Tls { .. }), "{error}");
-    assert!(error.to_string().contains("check that each side has a certificate of an authority"), "{error}");
+    assert!(
+        error.to_string().contains("check that source and target each have a certificate of an authority"),
+        "{error}"
+    );
 }
 
 /// Returns true if a connection of this host to `port` of loopback waits for the answer to its
