@@ -1,17 +1,18 @@
-//! What a session says to an arbiter, and what the arbiter answers.
+//! Requests of a session to an arbiter, and the arbiter's answers.
 //!
-//! An arbiter keeps one register for each migration, outside both hosts. It decides who owns the guest
-//! where neither side can know. The engine asks it; a session only says what to ask.
+//! An arbiter keeps one register for each migration, outside both hosts. It decides who owns the
+//! guest if neither the source nor the target can know. The engine makes the requests: a session
+//! only says which request to make.
 
 use std::fmt;
 use std::time::Duration;
 
-/// A side of a migration.
+/// Source or target of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// The side that the guest leaves.
+    /// Host that the guest leaves.
     Source,
-    /// The side that the guest comes to.
+    /// Host that receives the guest.
     Target,
 }
 
@@ -20,24 +21,25 @@ pub enum Side {
 pub enum Word {
     /// Reads the register.
     Look,
-    /// Changes an open register to this side.
+    /// Changes an open register to the source or to the target.
     Claim(Side),
     /// Notes in a register that holds the target that the target runs the guest.
     Runs,
-    /// Changes the register to the source. Said by a target that has not run the guest and never will.
+    /// Changes the register to the source. Only a target that has not run the guest and never will
+    /// makes this request.
     GiveBack,
 }
 
 /// Content of a register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Ruling {
-    /// Neither side has claimed the guest.
+    /// Neither source nor target has claimed the guest.
     Open,
-    /// The guest is the source's.
+    /// The source owns the guest.
     Source,
-    /// The guest is the target's.
+    /// The target owns the guest.
     Target {
-        /// The target has said that it runs it.
+        /// True if the target has reported that it runs the guest.
         runs: bool,
     },
 }
@@ -45,26 +47,27 @@ pub enum Ruling {
 impl fmt::Display for Ruling {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Open => "has given it to neither side",
+            Self::Open => "has given it neither to the source nor to the target",
             Self::Source => "has given it to the source",
-            Self::Target { runs: false } => "has given it to the target, which has not said that it runs it",
-            Self::Target { runs: true } => "has given it to the target, which runs it",
+            Self::Target { runs: false } => "has given it to the target, which has not reported that it runs",
+            Self::Target { runs: true } => "has given it to the target, where it runs",
         })
     }
 }
 
-/// Reason for which an arbiter has not decided.
+/// Reason why an arbiter has not decided.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArbiterError {
-    /// The arbiter gave no answer, or none that can be understood. It may or may not have heard.
-    #[error("the fence gave no answer: {0}")]
+    /// The arbiter gave no answer, or one that cannot be decoded. It may or may not have received
+    /// the request.
+    #[error("the arbiter gave no answer: {0}")]
     Unreachable(String),
-    /// The arbiter has no register for this migration, or one that it does not understand.
-    #[error("the fence cannot decide: {0}")]
+    /// The arbiter has no register for this migration, or its content cannot be decoded.
+    #[error("the arbiter cannot decide: {0}")]
     NoRegister(String),
 }
 
-/// The time until a word is said again that was not answered.
+/// Time until a request is repeated that was not answered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Backoff(Duration);
 

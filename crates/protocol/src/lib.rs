@@ -1,18 +1,18 @@
-//! The live-migration protocol as state machines without I/O.
+//! Live-migration protocol as state machines without I/O.
 //!
-//! A migration has two sides. Each side is a session: [`source::Session`] moves a guest away,
-//! [`target::Session`] takes it. A session takes events ("the target accepted", "the harvest found
-//! 12 pages", "the link is lost") and returns actions ("send this message", "pause the guest"). It
-//! opens no socket, maps no memory, starts no thread and reads no clock. Its host does that: it
-//! performs the actions, in their order, and reports what came of them.
+//! Source and target each run a session: [`source::Session`] moves a guest away,
+//! [`target::Session`] receives it. A session takes events ("the target accepted", "the harvest
+//! found 12 pages", "the link is lost") and returns actions ("send this message", "pause the
+//! guest"). A session opens no socket, maps no memory, starts no thread and reads no clock. Its
+//! host performs the actions, in their order, and reports their results.
 //!
 //! [`run::advance`] is the loop between a session and its [`run::Host`]. The crate `vmferry-engine`
-//! has the hosts that move real guests. A simulation and a model checker have others, and run the same
-//! sessions and the same loop.
+//! has the hosts that move real guests. A simulation and a model checker have others, and run the
+//! same sessions and the same loop.
 //!
 //! # Example
 //!
-//! A target that cannot take the guest refuses it, and the source's guest goes on:
+//! A target that cannot take the guest refuses it, and the guest continues on the source:
 //!
 //! ```
 //! use std::time::Duration;
@@ -32,13 +32,13 @@
 //!
 //! let why = Refusal::new(RefusalCode::Machine, "the target has no such device");
 //! let refused = Event::Message(ToSource::Failed(why.clone()));
-//! // The source resumes the guest whether it was paused or not.
+//! The source resumes the guest whether it was paused or not.
 //! assert_eq!(session.handle(Duration::from_millis(3), refused), [Action::Resume]);
 //! let ended = session.handle(Duration::from_millis(4), Event::Resumed);
 //! assert_eq!(ended, [Action::Finish(Outcome::Failed(why))]);
 //! ```
 
-// What a peer or the host says must not panic a session. Tests may.
+// Input from a peer or from the host must not panic a session. Tests may panic.
 #![cfg_attr(
     not(test),
     warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)

@@ -1,31 +1,32 @@
-//! The run loop: the one order in which a session's actions are performed and its events are taken.
+//! Run loop: the order in which the actions of a session are performed and its events are taken.
 //!
 //! The same loop drives a session on a real host, in the simulation and in the model. Only the
-//! [`Host`] differs.
-//! The loop and the sessions read no clock and never block: time and waiting belong to the host.
+//! [`Host`] differs. The loop and the sessions read no clock and never block: time and waiting
+//! belong to the host.
 //!
 //! # Order
-//! 1. An action that takes its time is completed before anything else happens.
+//! 1. An action that takes time is completed before anything else happens.
 //! 2. The actions of the last event are performed in their order. The event that an action results
 //!    in is handled at once, and its actions follow those that are waiting.
-//! 3. Without an action, the next event is taken. The host decides in which order requests, answers, timers and inputs
-//!    are looked at.
+//! 3. If no action is left, the next event is taken. The host decides the order in which it checks
+//!    requests, answers, timers and inputs.
 //!
 //! # Why the loop does not spin
 //! A level, such as the stop flag, becomes an event only while the session acts on it. The event
-//! changes the session, so the next look finds another state. Every other event is taken off a
+//! changes the session, so the next check finds another state. Every other event is taken off a
 //! queue, or is the end of a timer that starts anew.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// One side's state machine, as far as the loop knows it. [`Host::handle`] gives it its events.
+/// State machine of the source or the target, as the loop sees it. [`Host::handle`] passes the
+/// events to it.
 pub trait Session {
-    /// An event.
+    /// Type of the events.
     type Event;
-    /// An action of the host.
+    /// Type of the actions of the host.
     type Action;
-    /// The outcome of a migration.
+    /// Type of the outcome of a migration.
     type Outcome;
 
     /// Returns true once the session has decided how the migration ends: only its last actions are
@@ -36,17 +37,17 @@ pub trait Session {
     fn outcome(action: Self::Action) -> Result<Self::Outcome, Self::Action>;
 }
 
-/// An event of a host's session.
+/// Type of the events of a host's session.
 pub type EventOf<H> = <<H as Host>::Session as Session>::Event;
-/// An action of a host's session.
+/// Type of the actions of a host's session.
 pub type ActionOf<H> = <<H as Host>::Session as Session>::Action;
 
-/// The world around one session: it performs actions, and knows what happens.
+/// Environment of one session: performs actions and finds events.
 pub trait Host {
-    /// The session.
+    /// Type of the session.
     type Session: Session;
-    /// Returned as an error by a host that has nothing at this moment. Its owner calls [`advance`]
-    /// again later. A host that waits instead has [`Infallible`](std::convert::Infallible) here.
+    /// Error of a host that has no event at this moment. Its owner calls [`advance`] again later. A
+    /// host that waits instead uses [`Infallible`](std::convert::Infallible).
     type Idle;
 
     /// Returns the time since the migration began.
@@ -59,43 +60,43 @@ pub trait Host {
     /// Gives `event` to the session.
     fn handle(&mut self, event: EventOf<Self>) -> Vec<ActionOf<Self>>;
 
-    /// As of [`Session::decided`].
+    /// Returns the result of [`Session::decided`].
     fn decided(&self) -> bool {
         self.session().decided()
     }
 
-    /// Performs `action`, and returns the event that it results in. After an error,
+    /// Performs `action`, and returns the event that the action results in. After an error,
     /// [`performed`](Self::performed) returns that event.
     fn perform(&mut self, action: ActionOf<Self>) -> Result<Option<EventOf<Self>>, Self::Idle>;
 
-    /// Returns the event of the action that takes its time. The default is for a host that performs
-    /// each action to its end.
+    /// Returns the event of the action that takes time. The default is for a host that completes
+    /// each action before it returns.
     fn performed(&mut self) -> Result<Option<EventOf<Self>>, Self::Idle> {
         Ok(None)
     }
 
-    /// Takes the next event. `None` asks the loop to look again.
+    /// Takes the next event. `None` makes the loop check again.
     fn next(&mut self) -> Result<Option<EventOf<Self>>, Self::Idle>;
 
-    /// Called whenever no action is left, before the next event is taken.
+    /// Called whenever no action is left, before the next event is taken. The default does nothing.
     fn show(&mut self) {}
 }
 
-/// The actions that are to be performed.
+/// Actions that are to be performed.
 #[derive(Debug, Clone)]
 pub struct Agenda<A> {
     actions: VecDeque<A>,
-    /// An action was begun, and takes its time.
+    /// True if an action was begun and has not ended.
     under_way: bool,
 }
 
 impl<A> Agenda<A> {
-    /// An agenda with the first actions of a session.
+    /// Returns an agenda with the first actions of a session.
     pub fn new(first: Vec<A>) -> Self {
         Self { actions: first.into(), under_way: false }
     }
 
-    /// An agenda of an action that was begun, and whose event [`Host::performed`] returns.
+    /// Returns an agenda with an action that was begun. [`Host::performed`] returns its event.
     pub fn begun() -> Self {
         Self { actions: VecDeque::new(), under_way: true }
     }
@@ -105,13 +106,13 @@ impl<A> Agenda<A> {
         self.actions.is_empty()
     }
 
-    /// Returns true while an action takes its time.
+    /// Returns true while an action has not ended.
     pub fn is_under_way(&self) -> bool {
         self.under_way
     }
 }
 
-/// Runs the session until it has ended, or until the host has nothing for it at this moment.
+/// Runs the session until it has ended, or until the host has no event for it at this moment.
 pub fn advance<H: Host>(host: &mut H) -> Result<<H::Session as Session>::Outcome, H::Idle> {
     loop {
         let event = if host.agenda().under_way {
@@ -138,15 +139,15 @@ pub fn advance<H: Host>(host: &mut H) -> Result<<H::Session as Session>::Outcome
     }
 }
 
-/// Gives `event` to the session, and notes the actions that follow.
+/// Gives `event` to the session, and stores the actions that follow.
 fn take<H: Host>(host: &mut H, event: EventOf<H>) {
     let decided = host.decided();
     let more = host.handle(event);
     debug_assert!(!decided || host.decided(), "a session that has decided its end takes it back");
     if !decided && host.decided() {
-        // The waiting actions are moot. They must not keep the guest from going on, nor load a
-        // state over memory that could not be prepared. This happens once: a last message that
-        // cannot be sent must not remove the end itself.
+        // The waiting actions no longer matter. They must not delay the resumption of the guest,
+        // and must not load a state over memory that could not be prepared. This happens once: a
+        // last message that cannot be sent must not remove the end itself.
         host.agenda().actions.clear();
     }
     host.agenda().actions.extend(more);

@@ -78,7 +78,7 @@ fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
     assert_eq!(monitor.progress().busy, None, "it waits for nothing any more");
     // That one waits as long as the VM likes, and fails for good.
     assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
-    let want = "bringing the guest to rest failed: requests are under way";
+    let want = "quiescing the guest's I/O failed: requests are under way";
     assert!(ended.error().contains(want), "{}", ended.error());
     assert!(source.works());
     let settles = source.settles();

@@ -77,7 +77,7 @@ fn pages_that_are_not_there_are_not_sent_again() {
             liar.listen();
         });
     }
-    seen_through("found damaged pages and did not name them", patient(), |liar| {
+    seen_through("with a digest mismatch and did not name them", patient(), |liar| {
         let pass = liar.until_the_last_pass();
         liar.received(pass, u64::MAX, vec![]);
         liar.listen();
@@ -86,7 +86,7 @@ fn pages_that_are_not_there_are_not_sent_again() {
 
 #[test]
 fn pages_that_are_suspect_for_ever_end_it() {
-    seen_through("keep arriving damaged", patient(), |liar| {
+    seen_through("keep arriving with a digest mismatch", patient(), |liar| {
         let mut pass = liar.until_the_last_pass();
         loop {
             liar.received(pass, 1, vec![run(3, 1)]);
@@ -124,21 +124,21 @@ fn a_false_verification_does_not_count() {
 #[test]
 fn words_out_of_turn_end_it() {
     let running = || ToSource::Running { start_us: 0, cpu_us: 0 };
-    seen_through("Running, which does not fit this moment", patient(), |liar| {
+    seen_through("Running, which is not allowed at this point", patient(), |liar| {
         liar.say(&running());
         liar.listen();
     });
-    seen_through("Running, which does not fit this moment", patient(), |liar| {
+    seen_through("Running, which is not allowed at this point", patient(), |liar| {
         liar.until_load();
         liar.say(&running());
         liar.listen();
     });
-    seen_through("Returned, which does not fit this moment", patient(), |liar| {
+    seen_through("Returned, which is not allowed at this point", patient(), |liar| {
         liar.accept(1);
         liar.say(&ToSource::Returned(Refusal::new(RefusalCode::Other, "x")));
         liar.listen();
     });
-    seen_through("Received, which does not fit this moment", patient(), |liar| {
+    seen_through("Received, which is not allowed at this point", patient(), |liar| {
         liar.accept(1);
         liar.received(7, 0, vec![]);
         liar.listen();

@@ -440,7 +440,7 @@ fn a_lost_page_is_found_by_verification_and_by_the_guest() {
     check_owner(&source, &target, &ended);
     let name = page_text(RegionId(3), 41);
     assert!(
-        ended.error().contains(&format!("1 of 1900 pages differ on the two sides: {name}")),
+        ended.error().contains(&format!("1 of 1900 pages differ between source and target: {name}")),
         "{}",
         ended.error()
     );

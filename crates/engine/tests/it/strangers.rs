@@ -236,8 +236,8 @@ fn frames_that_lie_are_refused() {
 
 #[test]
 fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
-    refused("load came too early (last pass complete: false", |evil| evil.say(&ToTarget::Load));
-    refused("Commit, which does not fit this moment", |evil| evil.say(&ToTarget::Commit));
+    refused("Load arrived too early (last pass complete: false", |evil| evil.say(&ToTarget::Load));
+    refused("Commit, which is not allowed at this point", |evil| evil.say(&ToTarget::Commit));
     refused("last pass complete: false", |evil| {
         evil.say(&ToTarget::Final { pass: 1 });
         evil.say(&ToTarget::StateEnd { sections: 0 });

@@ -1,9 +1,10 @@
-//! The source has told the target to run the guest, and does not know yet whether it does.
+//! Phase after the commit: the source has told the target to run the guest, and does not know yet
+//! whether the target runs it.
 //!
-//! [`arbiter`](crate::arbiter) has the rules of the arbiter. Only the source's claim is here. The source
-//! claims the guest when the link is lost between the commit and its answer, and never before: until
-//! the commit the guest is the source's, whatever the register holds. Without an answer of the
-//! arbiter the source concludes nothing.
+//! [`arbiter`](crate::arbiter) has the rules of the arbiter. This module has only the source's
+//! claim. The source claims the guest when the link is lost between the commit and its answer, and
+//! never before: until the commit the source owns the guest, whatever the register holds. Without
+//! an answer of the arbiter the source concludes nothing.
 
 use super::ending::{finish, give_up, given_back};
 use super::postcopy::{History, Postcopy};
@@ -16,27 +17,28 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
-/// Time between the loss of the link and the source's claim of a guest that has all of its memory on
-/// the target. A target that has read the commit claims the guest at once, and then the move is done.
+/// Time between the loss of the link and the source's claim of a guest that has all of its memory
+/// on the target. A target that has read the commit claims the guest at once, and the migration is
+/// then complete.
 const HEAD_START: Duration = Duration::from_millis(250);
 
-/// An answer of the arbiter.
+/// Answer of the arbiter.
 pub(super) type Answer = Result<Ruling, ArbiterError>;
 
-/// The source's claim to the guest, made to the arbiter.
+/// Source's claim to the guest, made to the arbiter.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Claim {
-    /// A claim is under way, or waits to be made.
+    /// True if a claim was sent or waits to be sent.
     asking: bool,
-    /// A claim was made: the target may have to read what came of it.
+    /// True if a claim was made: the target may have to read its result.
     made: bool,
     again: Backoff,
     answer: Option<Answer>,
 }
 
-/// Meaning of the arbiter's answer for a source that does not know which side owns the guest.
+/// Meaning of the arbiter's answer for a source that does not know who owns the guest.
 pub(super) enum Decided {
-    /// The guest is the source's: the target's claim was not granted and never will be.
+    /// The source owns the guest: the target's claim was not granted and never will be.
     Source,
     /// The target runs the guest.
     TargetRuns,
@@ -69,7 +71,7 @@ impl Claim {
         }
     }
 
-    /// Notes an answer that decides nothing any more.
+    /// Stores an answer that decides nothing any more.
     pub(super) fn note(&mut self, answer: Answer) {
         self.asking = false;
         self.answer = Some(answer);
@@ -79,16 +81,17 @@ impl Claim {
         self.made
     }
 
-    /// Returns what the arbiter said last, if it was asked.
+    /// Returns the last answer of the arbiter as a text, if the source has made a claim.
     pub(super) fn says(&self) -> Option<String> {
         self.made.then(|| match &self.answer {
-            None => "the fence is being asked".into(),
-            Some(Ok(ruling)) => format!("the fence {ruling}"),
+            None => "the arbiter is being asked".into(),
+            Some(Ok(ruling)) => format!("the arbiter {ruling}"),
             Some(Err(error)) => error.to_string(),
         })
     }
 
-    /// Hashes what decides. The time until the next claim and the last answer decide nothing.
+    /// Hashes the fields that affect decisions. The time until the next claim and the last answer
+    /// do not.
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         let Self { asking, made, again: _, answer: _ } = self;
@@ -96,7 +99,7 @@ impl Claim {
     }
 }
 
-/// The reason for which the owner is not known, with what the arbiter said last.
+/// Returns why the owner is unknown, with the last answer of the arbiter.
 pub(super) fn undecided(why: &str, claim: Option<&Claim>) -> String {
     match claim.and_then(Claim::says) {
         Some(says) => format!("{why}; {says}"),
@@ -104,12 +107,12 @@ pub(super) fn undecided(why: &str, claim: Option<&Claim>) -> String {
     }
 }
 
-/// The reason for which the guest was given back by the arbiter.
+/// Returns the reason with which the arbiter gave the guest back to the source.
 pub(super) fn won(why: &str) -> Refusal {
-    Refusal::new(RefusalCode::Other, format!("{why}; the fence has given the guest to this side"))
+    Refusal::new(RefusalCode::Other, format!("{why}; the arbiter has given the guest to the source"))
 }
 
-/// The commit was sent, and its answer is awaited.
+/// Commit that was sent, while the source waits for its answer.
 #[derive(Debug, Clone)]
 pub(super) struct Committed {
     kind: Kind,
@@ -134,12 +137,13 @@ impl Committed {
                 shared.summary.target_cpu = Duration::from_micros(cpu_us);
                 finish(Outcome::Completed)
             }
-            // The target promises that the guest never ran there and never will. It says `Failed` if
-            // it gave up just before it read the commit.
+            // The target guarantees that the guest never ran there and never will. A target sends
+            // `Failed` if it gave up just before it read the commit.
             Event::Message(ToSource::Returned(why) | ToSource::Failed(why)) => {
                 given_back(why, self.hands_over() || shared.claim.is_some())
             }
-            // The commit was the newest message, and it never left: the guest is the source's.
+            // The commit was the newest message, and no byte of it was sent: the source owns the
+            // guest.
             Event::NotSent(why) => give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false),
             Event::Message(message) => {
                 let why = format!("the target answered the commit with {}", message.name());
@@ -152,8 +156,8 @@ impl Committed {
                 shared.claim.iter_mut().for_each(|claim| claim.note(answer.clone()));
                 (State::Committed(self), Vec::new())
             }
-            // A request of the operator comes too late to keep the guest. The source does
-            // nothing else in this phase, so no step of its own can end.
+            // A request of the operator comes too late to keep the guest. In this phase no local
+            // operation of the source is in progress, so no such operation can complete.
             _ => (State::Committed(self), Vec::new()),
         }
     }
@@ -162,7 +166,7 @@ impl Committed {
         let patience = shared.patience();
         if now.saturating_sub(shared.last_step) > patience {
             let why = format!(
-                "the target is there, but has not said whether it runs the guest that it was told to run for \
+                "the target answers pings, but has not said whether it runs the guest for \
                  {patience:?}"
             );
             return self.lost(shared, now, why);
@@ -171,11 +175,11 @@ impl Committed {
         (State::Committed(self), ping)
     }
 
-    /// The link is lost. The target may or may not have read the commit, and the source must not
-    /// guess: if it ran the guest now there could be two.
+    /// Handles the loss of the link. The target may or may not have read the commit. The source
+    /// must not guess: if the source ran the guest now, two hosts could run it.
     fn lost(self, shared: &mut Shared, now: Duration, why: String) -> Next {
         match (self.kind, &mut shared.claim) {
-            // Over a new link the target says whether it runs the guest.
+            // Over a new link the target reports whether it runs the guest.
             (Kind::HandOver, _) => {
                 Recovery::begin(shared, now, History::begin(now), Owner::Unknown, Reopen::Itself(why))
             }
@@ -189,15 +193,15 @@ impl Committed {
     }
 }
 
-/// The link was lost after the commit of a guest that has all of its memory on the target. The
-/// arbiter is asked: no new link could tell more.
+/// Loss of the link after the commit of a guest that has all of its memory on the target. The
+/// source asks the arbiter, because a new link could not provide more information.
 #[derive(Debug, Clone)]
 pub(super) struct Claiming {
-    /// Reason for which the link is lost.
+    /// Reason for the loss of the link.
     why: String,
-    /// The operator is told that the arbiter has not answered for long.
+    /// True if the operator was told that the arbiter has not answered for long.
     told: bool,
-    /// Time at which the link was lost, or the operator last asked for the guest.
+    /// Time of the loss of the link, or of the operator's last request for the guest.
     since: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! What stopping the guest costs, as it was measured.
+//! Measured cost of stopping the guest.
 
 use super::shared::Shared;
 use std::time::Duration;
@@ -25,8 +25,9 @@ pub(super) struct Costs {
 }
 
 impl Costs {
-    /// Takes what a trial pause measured. A busy host makes a pause longer and never shorter, so the
-    /// shortest times count. The time that I/O takes follows what the guest does: the last one counts.
+    /// Stores the result of a trial pause. A busy host makes a pause longer and never shorter, so
+    /// the shortest times are used. The time for I/O depends on the guest's activity, so the last
+    /// one is used.
     pub(super) fn measured(&mut self, stop: Duration, save: Duration, quiesce: Duration, state_bytes: u64) {
         self.save = if self.stop.is_some() { self.save.min(save) } else { save };
         self.stop = Some(self.stop.map_or(stop, |before| before.min(stop)));
@@ -34,14 +35,14 @@ impl Costs {
         self.state_bytes = state_bytes;
     }
 
-    /// Time that stopping the guest here and loading it on the target take, without I/O and without
-    /// anything to send.
+    /// Returns the time for stopping the guest on the source and loading it on the target, without
+    /// I/O and without anything to send.
     pub(super) fn stop_and_load(&self, shared: &Shared) -> Duration {
         let Some(stop) = self.stop else { return shared.target_load.unwrap_or_default() };
         stop.saturating_add(shared.target_load.unwrap_or(self.save))
     }
 
-    /// Downtime without any page, if the guest's I/O is at rest.
+    /// Returns the downtime without any page, if the guest's I/O is quiesced at once.
     pub(super) fn without_io(&self, shared: &Shared) -> Duration {
         // The state is sent. The dirty pages are harvested once more and listed. The source waits for
         // the target three times: for the last pages, for the load, for the commit.
@@ -52,7 +53,7 @@ impl Costs {
             .saturating_add(self.harvest + self.listing + shared.link.round_trip * 3)
     }
 
-    /// Downtime without any page.
+    /// Returns the downtime without any page.
     pub(super) fn all(&self, shared: &Shared) -> Duration {
         self.quiesce.saturating_add(self.without_io(shared))
     }
@@ -60,7 +61,7 @@ impl Costs {
 
 #[cfg(feature = "model")]
 impl Costs {
-    /// Hashes what decides. Nothing takes time in a model.
+    /// Hashes the fields that affect decisions. Nothing takes time in a model.
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         let Self { stop, save, state_bytes: _, streams_left: _, quiesce, harvest, listing } = self;
         assert!(stop.is_none_or(|stop| stop.is_zero()));

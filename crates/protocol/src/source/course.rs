@@ -1,29 +1,29 @@
 //! Changes of course that a precopy makes by itself (mode `auto`).
 //!
-//! A pure function of what was planned and what was measured. The session asks it after each pass that
-//! the policy would follow with another.
+//! The decision is a pure function of the plan and the measurements. The session calls it after
+//! each pass that the policy would follow with another.
 
 use super::settings::AutoConverge;
 use super::verdict::{Standing, Verdict, listed, readable_time};
 use serde::Serialize;
 use std::time::Duration;
 
-/// Number of passes without progress before the course is changed. A single one may be an accident, such as
-/// a busy host.
+/// Number of passes without progress before the course is changed. A single pass without progress
+/// may have an accidental cause, such as a busy host.
 const PATIENCE: u32 = 2;
-/// A run that takes this many times as long as the slowest that was expected has departed from the plan.
+/// Factor over the longest expected time from which a migration has departed from the plan.
 const OVERRUN: f64 = 1.5;
-/// A guest is slowed rather than moved at once if that costs it no more than this share of its time.
+/// Largest share of its time that a throttled guest may lose, if it could move by postcopy instead.
 const BEARABLE_THROTTLE: f64 = 0.5;
 
-/// What a migration may do by itself.
+/// Decisions that a migration may make by itself.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Auto {
-    /// Let the guest run on the target before all of its memory is there.
+    /// True if the guest may run on the target before all of its memory has arrived.
     pub postcopy: bool,
-    /// Slow the guest.
+    /// vCPUs that may be throttled.
     pub throttle: AutoConverge,
-    /// What the plan said, if there was one.
+    /// Expectation of the plan, if there was one.
     pub expected: Option<Expected>,
 }
 
@@ -32,7 +32,7 @@ pub struct Auto {
 pub struct Expected {
     /// Probability that precopy ends by itself, 0 to 1.
     pub converges: f64,
-    /// Longest time that the migration was expected to take.
+    /// Longest expected duration of the migration.
     pub longest: Duration,
 }
 
@@ -43,15 +43,15 @@ pub struct Seen {
     pub passes: u32,
     /// Time since the migration began.
     pub elapsed: Duration,
-    /// Part of that time in which the source waited for the guest's I/O, with nothing else to do.
+    /// Part of that time in which the source waited for the guest's I/O without other work.
     pub rested: Duration,
     /// Number of passes in a row, up to the last, that made no progress.
     pub stuck: u32,
-    /// The last pass, and the limits.
+    /// Last pass, and the limits.
     pub standing: Standing,
     /// Prediction from the passes so far.
     pub verdict: Verdict,
-    /// The operator was told before that nothing helps.
+    /// True if the operator was told before that no allowed change helps.
     pub advised: bool,
 }
 
@@ -59,38 +59,38 @@ pub struct Seen {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Course {
-    /// Go on.
+    /// Continue with precopy.
     Keep,
-    /// Let the guest run on the target now, and send the rest after that.
+    /// Let the guest run on the target now, and send the rest of its memory after that.
     Postcopy {
-        /// The reason.
+        /// Reason for the change.
         why: String,
     },
-    /// Slow the guest from now on.
+    /// Throttle the guest from now on.
     Throttle {
-        /// Which vCPUs.
+        /// vCPUs to throttle.
         how: AutoConverge,
-        /// The reason.
+        /// Reason for the change.
         why: String,
     },
-    /// Tell the operator what would help: nothing that is allowed does.
+    /// Tell the operator which change of the settings would help, because no allowed change does.
     Advise {
-        /// The reason, and what would help.
+        /// Reason, and the changes that would help.
         why: String,
     },
 }
 
-/// A change of course, for people and for the report.
+/// Change of course, as an entry of the report.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CourseChange {
-    /// Time since the migration began, in ms.
+    /// Time since the migration began, in milliseconds.
     pub at_ms: f64,
     /// Number of passes before the change.
     pub passes: u32,
-    /// `postcopy`, `throttle` or `advice`.
+    /// Kind of change: `postcopy`, `throttle` or `advice`.
     pub what: String,
-    /// The reason.
+    /// Reason for the change.
     pub why: String,
 }
 
@@ -116,18 +116,21 @@ impl Auto {
         let Some(trouble) = self.trouble(seen) else { return Course::Keep };
         let share = seen.standing.needed_throttle();
         let slow = !seen.standing.throttled && self.throttle != AutoConverge::Off;
-        // Slowing works only where it is the guest that is too fast, not where stopping alone takes too long.
+        // Throttling helps only if the guest dirties too fast. It does not help if stopping alone
+        // takes too long.
         let slowing_helps = slow && seen.standing.fixed <= seen.standing.limit;
         if slowing_helps && (!self.postcopy || share <= BEARABLE_THROTTLE) {
             let why = format!(
-                "{trouble}: the guest is held for about {:.0} % of its time from now on",
+                "{trouble}: the guest is throttled for about {:.0} % of its time from now on",
                 share * 100.0
             );
             return Course::Throttle { how: self.throttle, why };
         }
         if self.postcopy {
             return Course::Postcopy {
-                why: format!("{trouble}: the guest goes on on the target, and the rest follows"),
+                why: format!(
+                    "{trouble}: the guest continues on the target, and the rest of its memory follows"
+                ),
             };
         }
         if seen.advised {
@@ -135,7 +138,7 @@ impl Auto {
         }
         let help = seen.standing.help();
         Course::Advise {
-            why: format!("{trouble}, and no more is allowed here. What would help: {}", listed(&help)),
+            why: format!("{trouble}, and the settings allow no change. Possible remedies: {}", listed(&help)),
         }
     }
 
@@ -144,7 +147,7 @@ impl Auto {
         if seen.stuck >= self.patience() {
             let ratio = seen.verdict.ratio.unwrap_or(1.0) * 100.0;
             return Some(format!(
-                "precopy does not converge: the last {} passes made no headway, each left {ratio:.0} % of what it began with, \
+                "precopy does not converge: the last {} passes made no progress, each left {ratio:.0} % of its pages, \
                  {} of downtime where {} are allowed",
                 seen.stuck,
                 readable_time(seen.standing.stop_now()),
@@ -153,20 +156,20 @@ impl Auto {
         }
         let longest = self.expected?.longest;
         let late = seen.elapsed.saturating_sub(seen.rested).as_secs_f64() > longest.as_secs_f64() * OVERRUN;
-        // One that is about to end is not worth a change.
+        // A migration that is about to end does not need a change.
         let near = seen.verdict.converging == Some(true)
             && seen.verdict.eta_s.is_some_and(|eta| eta < longest.as_secs_f64());
         (late && !near && seen.passes >= PATIENCE).then(|| {
             format!(
-                "the run departs from the plan: {} so far, at most {} were expected, and no end is in sight",
+                "the run departs from the plan: {} so far, at most {} were expected, and the end is not near",
                 readable_time(seen.elapsed.as_secs_f64()),
                 readable_time(longest.as_secs_f64())
             )
         })
     }
 
-    /// Number of passes without progress that are tolerated. A plan that expected no convergence is
-    /// believed at the first sign.
+    /// Returns the number of passes without progress that are tolerated. If the plan expected no
+    /// convergence, one such pass suffices.
     fn patience(&self) -> u32 {
         if self.expected.is_some_and(|expected| expected.converges < 0.5) { 1 } else { PATIENCE }
     }
@@ -177,8 +180,8 @@ impl Standing {
         self.fixed.as_secs_f64() + self.left as f64 * 4096.0 / self.bandwidth_stopped.max(1.0)
     }
 
-    /// Share of its time for which the guest would have to be stopped to dirty half of what the link
-    /// carries.
+    /// Returns the share of its time for which the guest would have to be stopped to dirty half of
+    /// the link's bandwidth.
     fn needed_throttle(&self) -> f64 {
         let dirty = self.left as f64 * 4096.0 / self.pass.as_secs_f64().max(1e-6);
         (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97)
@@ -218,7 +221,7 @@ mod tests {
     const NOTHING: Auto = Auto { postcopy: false, ..POSTCOPY };
 
     #[test]
-    fn headway_is_kept_to() {
+    fn precopy_continues_while_passes_make_progress() {
         for auto in [POSTCOPY, NOTHING] {
             assert_eq!(auto.decide(&seen(50_000, 25_000, 0)), Course::Keep);
             assert_eq!(auto.decide(&seen(50_000, 49_999, 1)), Course::Keep, "once may be an accident");
@@ -226,13 +229,13 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_outruns_the_link_is_moved_first_where_that_is_allowed() {
+    fn guest_that_dirties_faster_than_the_link_moves_by_postcopy_if_allowed() {
         let Course::Postcopy { why } = POSTCOPY.decide(&seen(50_000, 51_000, 2)) else { panic!("not moved") };
         assert!(why.contains("does not converge") && why.contains("102 %"), "{why}");
     }
 
     #[test]
-    fn a_plan_that_said_no_needs_one_sign() {
+    fn plan_without_convergence_changes_course_after_one_pass() {
         let longest = Duration::from_secs(1000);
         let expected = |converges| Some(Expected { converges, longest });
         let decide =
@@ -242,25 +245,25 @@ mod tests {
     }
 
     #[test]
-    fn a_little_slowing_is_better_than_moving_early_and_much_is_not() {
+    fn little_throttling_is_preferred_to_postcopy_and_much_is_not() {
         let auto = Auto { throttle: AutoConverge::All, ..POSTCOPY };
-        // It dirties as fast as the link carries: half of its time.
+        // The guest dirties as fast as the link sends, so half of its time suffices.
         assert!(matches!(
             auto.decide(&seen(50_000, 49_900, 2)),
             Course::Throttle { how: AutoConverge::All, .. }
         ));
-        // Four times as fast.
+        // The guest dirties four times as fast.
         assert!(matches!(auto.decide(&seen(50_000, 200_000, 2)), Course::Postcopy { .. }));
         let alone = Auto { postcopy: false, ..auto.clone() };
         assert!(matches!(alone.decide(&seen(50_000, 200_000, 2)), Course::Throttle { .. }));
-        // Slowed already, and it did not help.
+        // The guest is throttled already, and that did not help.
         let mut slowed = seen(50_000, 49_900, 2);
         slowed.standing.throttled = true;
         assert!(matches!(auto.decide(&slowed), Course::Postcopy { .. }));
     }
 
     #[test]
-    fn where_nothing_is_allowed_it_says_once_what_would_help() {
+    fn advice_is_given_once_if_no_change_is_allowed() {
         let Course::Advise { why } = NOTHING.decide(&seen(50_000, 50_000, 2)) else { panic!("no advice") };
         assert!(why.contains("downtime limit") && why.contains("postcopy"), "{why}");
         let again = Seen { advised: true, ..seen(50_000, 50_000, 3) };
@@ -268,10 +271,10 @@ mod tests {
     }
 
     #[test]
-    fn one_that_takes_far_longer_than_planned_departs_from_the_plan() {
+    fn migration_that_takes_far_longer_than_planned_changes_course() {
         let auto =
             Auto { expected: Some(Expected { converges: 1.0, longest: Duration::from_secs(3) }), ..POSTCOPY };
-        // It shrinks, but by a tenth only.
+        // The number of pages shrinks, but only by a tenth.
         let slow = seen(50_000, 45_500, 0);
         assert!(
             matches!(auto.decide(&slow), Course::Postcopy { ref why } if why.contains("departs from the plan"))
@@ -284,7 +287,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_that_is_not_allowed_is_done(
+        fn course_is_always_allowed_by_the_settings(
             before in 1u64..1_000_000, left in 0u64..1_000_000, stuck in 0u32..9, postcopy: bool, throttle: bool, late: bool,
         ) {
             let throttle = if throttle { AutoConverge::All } else { AutoConverge::Off };

@@ -1,28 +1,29 @@
-//! A guest that cannot be stopped yet: the switchover is deferred, and tried again later.
+//! Deferred switchover: the guest cannot be stopped yet, and the source tries again later.
 //!
-//! A trial pause or the switchover itself may find that the guest's I/O does not come to rest in the
-//! time that the guest may be paused, or that stopping takes longer than the downtime limit. The guest
-//! then runs on. Each attempt pauses the guest, so attempts follow each other ever more slowly.
+//! A trial pause or the switchover itself may find that the guest's I/O cannot be quiesced in the
+//! time for which the guest may be paused, or that stopping takes longer than the downtime limit.
+//! The guest then runs on. Each attempt pauses the guest, so the intervals between attempts grow.
 
 use std::time::Duration;
 
-/// Time after the first trial pause that found the pause too long until the next one. It doubles
+/// Time between the first trial pause that found the pause too long and the next one. It doubles
 /// with each further attempt.
 pub(super) const TRY_AGAIN: Duration = Duration::from_millis(250);
 /// Longest time between two attempts, unless [`LENGTH_SHARE`] asks for more.
 pub(super) const LONGEST_BETWEEN: Duration = Duration::from_secs(30);
-/// A guest whose stop takes too long is paused for at most one part in this many of its time.
+/// Minimum ratio of the time between two attempts to the pause, for a guest whose stop takes too
+/// long. Such a guest is paused for at most this fraction of its time.
 const LENGTH_SHARE: u32 = 100;
-/// A guest whose I/O is busy is paused for at most one part in this many of its time. I/O comes to
-/// rest by itself at some time, and the attempt must then meet it.
+/// Ratio of the time between two attempts to the pause, for a guest whose I/O is busy. I/O becomes
+/// idle at some time, and an attempt must then meet it.
 const BUSY_SHARE: u32 = 10;
-/// A guest that was paused in vain runs for at least this many times as long before the next attempt.
+/// Minimum ratio of the time until the next attempt to the last pause that was in vain.
 const RUNS_BETWEEN: u32 = 3;
 
-/// The attempts to stop the guest.
+/// Attempts to stop the guest.
 #[derive(Debug, Clone)]
 pub(super) struct Deferral {
-    /// Reason for which the guest's I/O did not come to rest at the last attempt. `None` if it did.
+    /// Reason why the guest's I/O was not quiesced at the last attempt. `None` if it was.
     busy: Option<String>,
     /// Time at which the last attempt ended.
     pub(super) last: Duration,
@@ -39,7 +40,7 @@ impl Deferral {
         Self { busy: None, last: now, wait: TRY_AGAIN / 2, count: 0, paused: Duration::ZERO }
     }
 
-    /// Returns why the guest's I/O was busy at the last attempt.
+    /// Returns the reason why the guest's I/O was busy at the last attempt.
     pub(super) fn busy(&self) -> Option<&str> {
         self.busy.as_deref()
     }
@@ -49,7 +50,7 @@ impl Deferral {
         now.saturating_sub(self.last) > self.wait
     }
 
-    /// Notes an attempt in which the guest's I/O did not come to rest, and which paused the guest for
+    /// Records an attempt in which the guest's I/O was not quiesced, and which paused the guest for
     /// `paused`.
     pub(super) fn found_busy(&mut self, now: Duration, paused: Duration, why: String) {
         self.busy = Some(why);
@@ -58,14 +59,14 @@ impl Deferral {
         self.wait_longer(now, paused, BUSY_SHARE, paused.saturating_mul(RUNS_BETWEEN));
     }
 
-    /// Notes an attempt in which the guest's I/O came to rest.
+    /// Records an attempt in which the guest's I/O was quiesced.
     pub(super) fn found_quiet(&mut self, now: Duration) {
         self.busy = None;
         self.last = now;
     }
 
-    /// Notes that the last attempt, which paused the guest for `paused`, found that stopping takes
-    /// too long.
+    /// Records that the last attempt, which paused the guest for `paused`, found that stopping
+    /// takes too long.
     pub(super) fn found_too_long(&mut self, now: Duration, paused: Duration) {
         self.wait_longer(now, paused, LENGTH_SHARE, Duration::ZERO);
     }
@@ -76,7 +77,7 @@ impl Deferral {
         self.wait = self.wait.saturating_mul(2).min(longest).max(least);
     }
 
-    /// Hashes what decides, and forgets when it was.
+    /// Hashes the fields that affect decisions, and clears the time stamps.
     #[cfg(feature = "model")]
     pub(super) fn project(&mut self, hasher: &mut impl std::hash::Hasher) {
         let Self { busy, last, wait: _, count: _, paused: _ } = self;

@@ -1,26 +1,27 @@
-//! The last phases: the guest is resumed if it has to be, and the outcome is reported.
+//! Last phases: the guest is resumed if necessary, and the outcome is reported.
 
 use super::{Next, State};
 use crate::source::events::{Action, Event, Outcome};
 use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
-/// The guest is the source's, and is being resumed.
+/// Phase in which the source, which owns the guest, resumes it.
 #[derive(Debug, Clone)]
 pub(super) struct Resuming {
     pub(super) outcome: Outcome,
 }
 
-/// The migration has ended.
+/// Phase after the end of the migration.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Ended {
     pub(super) outcome: Option<Outcome>,
     resume_failed: bool,
 }
 
-/// Ends the migration before the commit: the guest is and stays the source's.
+/// Ends the migration before the commit: the source owns the guest and keeps it.
 pub(super) fn give_up(outcome: Outcome, tell: bool) -> Next {
-    // The guest first: telling a target that does not read can take long. The guest is resumed even
-    // if its pause was only begun; that does nothing to a running guest.
+    // The guest is resumed first, because a message to a target that does not read can take long.
+    // The guest is resumed even if its pause was only begun, which has no effect on a running
+    // guest.
     let mut actions = vec![Action::Resume];
     if tell {
         let why = match &outcome {
@@ -33,16 +34,17 @@ pub(super) fn give_up(outcome: Outcome, tell: bool) -> Next {
     (State::Resuming(Resuming { outcome }), actions)
 }
 
-/// Ends the migration because the guest is known to be the source's although the target was told to
-/// run it. `thanks` tells a target that waits for this that the source has heard.
+/// Ends the migration because the source is known to own the guest although the target was told to
+/// run it. If `thanks` is true, the target waits for the information that the source has received
+/// its message.
 pub(super) fn given_back(why: Refusal, thanks: bool) -> Next {
-    // The guest first.
+    // The guest is resumed first.
     let heard = thanks.then_some(Action::Send(ToTarget::Thanks));
     let actions = [Action::Resume].into_iter().chain(heard).collect();
     (State::Resuming(Resuming { outcome: Outcome::Failed(why) }), actions)
 }
 
-/// Ends the migration with the guest where it is.
+/// Ends the migration without a change of the guest.
 pub(super) fn finish(outcome: Outcome) -> Next {
     let ended = Ended { outcome: Some(outcome.clone()), resume_failed: false };
     (State::Ended(ended), vec![Action::Finish(outcome)])
@@ -75,7 +77,7 @@ impl Ended {
         matches!(self.outcome, Some(Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)))
     }
 
-    /// Returns true if the guest is the source's and could not be resumed.
+    /// Returns true if the source owns the guest and could not resume it.
     pub(super) fn resume_failed(&self) -> bool {
         self.resume_failed
     }

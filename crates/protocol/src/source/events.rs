@@ -1,4 +1,4 @@
-//! What goes into the source's session and what comes out of it.
+//! Events and actions of the source's session.
 
 use crate::arbiter::{ArbiterError, Ruling, Word};
 use std::time::Duration;
@@ -14,13 +14,13 @@ pub enum Event {
     ChannelsOpened,
     /// The tracker of dirty pages has started.
     TrackerStarted,
-    /// The guest was paused for an instant, and runs again.
+    /// The guest was paused for a trial pause, and runs again.
     TrialPaused {
         /// Time that stopping the vCPUs and saving the state took.
         stop: Duration,
         /// Time that saving the state took.
         save: Duration,
-        /// Time that the guest's I/O took to come to rest.
+        /// Time that quiescing the guest's I/O took.
         quiesce: Duration,
         /// Time for which the guest was paused.
         paused: Duration,
@@ -29,12 +29,12 @@ pub enum Event {
         /// The state. `None` if the guest was not paused, and the VMM has declared these values.
         trial: Option<Vec<Section>>,
     },
-    /// The guest's I/O did not come to rest in the time that it was given. After a trial pause the guest
-    /// runs again.
+    /// The guest's I/O was not quiesced in the given time. After a trial pause the guest runs
+    /// again.
     Busy {
         /// Time for which the guest was paused.
         paused: Duration,
-        /// The I/O that was under way.
+        /// I/O that was in progress.
         why: String,
     },
     /// Every channel has sent its part of the pass.
@@ -48,13 +48,14 @@ pub enum Event {
     Harvested {
         /// Number of pages to send.
         pages: u64,
-        /// Pages that each vCPU wrote since the last harvest. Empty if the tracker cannot tell.
+        /// Number of pages that each vCPU wrote since the last harvest. Empty if the tracker does
+        /// not distinguish vCPUs.
         writers: Vec<u64>,
     },
     /// The digests of [`Pass::Digests`] are being sent.
     Comparing {
-        /// Number of pages that the verification compares: all but the missing pages, and those whose
-        /// content does not count.
+        /// Number of pages that the verification compares: all pages except missing pages and pages
+        /// whose content does not matter.
         pages: u64,
     },
     /// The guest is paused.
@@ -67,14 +68,15 @@ pub enum Event {
         /// The state.
         sections: Vec<Section>,
     },
-    /// The streams of device state are sent as far as they go: to their end if the guest is paused.
+    /// The streams of device state have been sent: completely if the guest is paused, otherwise as
+    /// far as they have data.
     StateStreamed {
-        /// Bytes that were sent.
+        /// Number of bytes that were sent.
         bytes: u64,
-        /// Bytes that would be left if the guest were paused now.
+        /// Number of bytes that would be left if the guest were paused now.
         left: u64,
     },
-    /// The source has released everything that only the side that runs the guest may hold.
+    /// The source has released everything that only the host that runs the guest may hold.
     Released,
     /// The guest runs again.
     Resumed,
@@ -82,7 +84,7 @@ pub enum Event {
     HandedOver {
         /// Number of missing pages.
         pages: u64,
-        /// Number of other pages whose content does not count.
+        /// Number of other pages whose content does not matter.
         skipped: u64,
     },
     /// A new control channel is open.
@@ -93,43 +95,46 @@ pub enum Event {
     LocalFailure(Refusal),
     /// The link failed, or the peer is gone.
     PeerLost(String),
-    /// The link failed before the first byte of the newest message left: the target cannot have it.
+    /// The link failed before the first byte of the newest message was sent: the target cannot have
+    /// received that message.
     NotSent(String),
-    /// The operator wants the guest to stay.
+    /// The operator cancelled the migration.
     Cancel,
-    /// The operator wants the guest to run on the target now.
+    /// The operator requested that the guest runs on the target now.
     SwitchNow,
-    /// The operator wants the link to be cut, and not to be opened again before [`Event::Recover`].
+    /// The operator requested that the link is closed, and not opened again before
+    /// [`Event::Recover`].
     Pause,
-    /// The operator wants a lost link to be opened again.
+    /// The operator requested that a lost link is opened again.
     Recover,
-    /// The operator gives a lost link up.
+    /// The operator gave up a lost link.
     Abandon,
-    /// The arbiter has answered, or has not.
+    /// The arbiter has answered, or the request failed.
     ArbiterAnswered(Result<Ruling, ArbiterError>),
-    /// Time has passed.
+    /// Time has passed, and nothing else happened.
     Tick,
 }
 
 impl Event {
-    /// Returns the event of a `message` of which no byte was sent. Something follows from a commit that
-    /// never left, and nothing from a ping after it.
+    /// Returns the event for a `message` of which no byte was sent. A commit that was not sent
+    /// leaves the guest with the source. A ping that was not sent proves nothing about the messages
+    /// before it.
     pub fn unsent(message: &ToTarget, why: String) -> Self {
         if matches!(message, ToTarget::Ping(_)) { Self::PeerLost(why) } else { Self::NotSent(why) }
     }
 }
 
-/// The pages of a pass.
+/// Pages of a pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pass {
     /// The pages that were harvested.
     Dirty {
-        /// It is the first pass, over all of memory.
+        /// True for the first pass, over all of memory.
         first: bool,
     },
-    /// Pages that arrived damaged.
+    /// Pages that arrived with a digest mismatch.
     Again(Vec<RunName>),
-    /// Digests of all pages that the target has and that count.
+    /// Digests of all pages that the target has and whose content matters.
     Digests,
 }
 
@@ -140,20 +145,20 @@ pub enum Action {
     Send(ToTarget),
     /// Open the channels for pages.
     OpenChannels {
-        /// Names the bulk channels.
+        /// Token for the bulk channels.
         bulk: Token,
-        /// Names the urgent channels.
+        /// Token for the urgent channels.
         urgent: Token,
     },
-    /// Keep the name by which the control channel can be opened again.
+    /// Keep the token by which the control channel can be opened again.
     Remember {
-        /// The name.
+        /// Token for a new control channel.
         resume: Token,
     },
-    /// Name the pages that are still to be sent, and these, to the target. Answer requests for them from
-    /// now on.
+    /// Name the pages that are still to be sent, and the pages of `also`, to the target. Answer
+    /// requests for them from now on.
     HandOver {
-        /// Pages that arrived damaged.
+        /// Pages that arrived with a digest mismatch.
         also: Vec<RunName>,
     },
     /// Send the missing pages that no vCPU waits for, on all bulk channels.
@@ -163,12 +168,12 @@ pub enum Action {
     },
     /// Close every channel: the link is lost.
     Disconnect,
-    /// Open a new control channel after a while.
+    /// Open a new control channel after a delay.
     Reconnect {
-        /// The while.
+        /// Delay before the attempt.
         after: Duration,
     },
-    /// Add these pages to those that the target misses.
+    /// Add these pages to the target's missing pages.
     TakeMissing(LackingPages),
     /// The target has named all of its missing pages: answer requests for them from now on.
     ServeMissing {
@@ -177,9 +182,9 @@ pub enum Action {
     },
     /// Start the tracker of dirty pages.
     StartTracker,
-    /// Pause the guest for an instant, to learn what that costs.
+    /// Perform a trial pause to measure the cost of stopping the guest.
     TrialPause {
-        /// Time in which the guest's I/O has to come to rest.
+        /// Time within which the guest's I/O must be quiesced.
         within: Duration,
     },
     /// Collect the dirty pages.
@@ -188,33 +193,34 @@ pub enum Action {
     SendPass {
         /// Number of the pass.
         number: u32,
-        /// The pages.
+        /// Pages of the pass.
         pass: Pass,
     },
-    /// Stop each vCPU for its share of the time. The last share holds for all further vCPUs.
+    /// Stop each vCPU for its share of the time. The last share is for all further vCPUs.
     Throttle(Vec<f64>),
     /// Pause the guest.
     Pause,
     /// Save the state.
     Save {
-        /// Time in which the guest's I/O has to come to rest.
+        /// Time within which the guest's I/O must be quiesced.
         within: Duration,
     },
-    /// Begin to send the streams of device state, beside everything else, and report
-    /// [`Event::StateStreamed`]: what they have while the guest runs, or all if it is paused.
+    /// Begin to send the streams of device state, in parallel with everything else, and report
+    /// [`Event::StateStreamed`]. Send the data that is available while the guest runs, or all data
+    /// if the guest is paused.
     StreamState,
-    /// Let the guest run on: it is stopped again later.
+    /// Resume the guest for a later attempt to stop it.
     RunOn,
-    /// Release what only the side that runs the guest may hold.
+    /// Release everything that only the host that runs the guest may hold.
     Release,
-    /// Say this to the arbiter after a while, and report [`Event::ArbiterAnswered`].
+    /// Make this request to the arbiter after a delay, and report [`Event::ArbiterAnswered`].
     AskArbiter {
-        /// The request.
+        /// Request to make.
         word: Word,
-        /// The while.
+        /// Delay before the request.
         after: Duration,
     },
-    /// Let the guest run again.
+    /// Resume the guest.
     Resume,
     /// The migration has ended. No other action follows.
     Finish(Outcome),
@@ -225,12 +231,12 @@ pub enum Action {
 pub enum Outcome {
     /// The guest runs on the target.
     Completed,
-    /// The operator or a policy wanted the guest to stay. It runs on the source.
+    /// The operator or a policy cancelled the migration. The guest runs on the source.
     Cancelled(String),
     /// The guest could not be moved. It runs on the source.
     Failed(Refusal),
-    /// The target was told to run the guest, and the source does not know whether it does. The guest
-    /// does not run on the source.
+    /// The target was told to run the guest, and the source does not know whether the target runs
+    /// it. The guest does not run on the source.
     Unknown(String),
     /// The guest ran on the target and was given up before it had all of its memory.
     Lost(String),
@@ -243,6 +249,6 @@ pub struct Verification {
     pub pages: u64,
     /// Number of pages that differ.
     pub mismatched: u64,
-    /// The first pages that differ.
+    /// First pages that differ.
     pub samples: Vec<PageName>,
 }

@@ -1,4 +1,4 @@
-//! What is judged of a precopy after each of its passes, and the course that follows from it.
+//! Judgement of a precopy after each of its passes, and the resulting course.
 
 use super::costs::Costs;
 use super::shared::{Shared, Urgency};
@@ -7,20 +7,20 @@ use crate::source::settings::AutoConverge;
 use crate::source::{Course, CourseChange, Remedy, Seen, Standing, Verdict};
 use std::time::Duration;
 
-/// A pass that leaves more than this share of what it began with made no progress.
+/// Share of pages left, compared with the pass before, above which a pass made no progress.
 const PROGRESS: f64 = 0.95;
 
 /// State that is kept from pass to pass.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Judged {
     pub(super) verdict: Option<Verdict>,
-    /// Pages that the pass before left.
+    /// Number of pages that the pass before left.
     before: Option<u64>,
-    /// Passes in a row that made no progress.
+    /// Number of passes in a row that made no progress.
     pub(super) stuck: u32,
-    /// The operator was told that nothing helps.
+    /// True if the operator was told that no allowed change helps.
     advised: bool,
-    /// It was decided to slow the guest where that helps.
+    /// True if throttling was chosen as the course.
     throttles: bool,
 }
 
@@ -29,7 +29,8 @@ impl Judged {
         (self.before, self.stuck) = (None, 0);
     }
 
-    /// Returns where the migration stands after `pass`. `None` before the link's bandwidth is known.
+    /// Returns the state of the migration after `pass`. `None` before the link's bandwidth is
+    /// known.
     pub(super) fn standing(
         &mut self,
         shared: &Shared,
@@ -51,8 +52,8 @@ impl Judged {
         })
     }
 
-    /// Judges `standing`. `waits_for_io` says that nothing but its I/O keeps the guest from being
-    /// stopped, and `rested` for how long the guest was waited for.
+    /// Judges `standing`. `waits_for_io` is true if only the guest's I/O prevents stopping it, and
+    /// `rested` is the time for which the source waited for the guest.
     pub(super) fn seen(
         &mut self,
         shared: &Shared,
@@ -78,8 +79,8 @@ impl Judged {
         }
     }
 
-    /// Changes the course if the settings allow that and `seen` asks for it. Returns the way in which
-    /// the guest is to be slowed from now on, if it is.
+    /// Changes the course if the settings allow it and `seen` requires it. Returns the vCPUs to
+    /// throttle from now on, if any.
     pub(super) fn change_course(&mut self, shared: &mut Shared, seen: &Seen) -> Option<AutoConverge> {
         let course = shared.settings.auto.as_ref()?.decide(seen);
         shared.summary.course.extend(course.change(seen));
@@ -92,7 +93,8 @@ impl Judged {
             }
             Course::Throttle { how, .. } => {
                 self.throttles = true;
-                // What the last pass left was written at full speed: the next passes are judged anew.
+                // The pages that the last pass left were written at full speed, so the next passes
+                // are judged anew.
                 self.stuck = 0;
                 return Some(how);
             }
@@ -101,12 +103,12 @@ impl Judged {
         None
     }
 
-    /// Notes that the guest goes over to postcopy because stopping it takes `costs`.
+    /// Records that the guest moves by postcopy because stopping it takes `costs`.
     pub(super) fn note_long_stop(shared: &mut Shared, now: Duration, costs: Duration) {
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let why = format!(
-            "stopping the guest takes {:.1} ms with nothing to send, where {:.1} ms are allowed: the guest \
-             goes on on the target, and the rest follows",
+            "stopping the guest takes {:.1} ms with nothing to send, but {:.1} ms are allowed: the guest \
+             continues on the target, and the rest of its memory follows",
             millis(costs),
             millis(shared.settings.downtime_limit)
         );

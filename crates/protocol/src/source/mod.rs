@@ -1,8 +1,8 @@
-//! The source's side of a migration as a state machine without I/O.
+//! Source of a migration as a state machine without I/O.
 //!
 //! A [`Session`] takes events and returns actions. The host performs the actions and reports the
-//! events: see [`run`]. A session never blocks, never reads a clock, allocates nothing
-//! per page, and knows no socket.
+//! events: see [`run`]. A session never blocks, never reads a clock, allocates nothing per page,
+//! and uses no socket.
 //!
 //! # Phases
 //!
@@ -11,24 +11,24 @@
 //!
 //! | type | the source | the guest |
 //! |---|---|---|
-//! | `Setup` | agrees with the target on the machine and opens channels | runs here |
-//! | `Precopy` | sends passes over memory | runs here |
-//! | `Stopping` | pauses the guest and saves its state; may still let it run on | is paused |
+//! | `Setup` | agrees with the target on the machine and opens channels | runs on the source |
+//! | `Precopy` | sends passes over memory | runs on the source |
+//! | `Stopping` | pauses the guest and saves its state; may still resume it | is paused |
 //! | `Switchover` | sends the last pages, or names the missing ones | is paused |
 //! | `Committed` | has told the target to run the guest, and awaits its answer | is paused |
 //! | `Claiming` | lost the link after the commit, and asks the arbiter | is paused |
 //! | `Postcopy` | sends the missing pages | runs on the target |
 //! | `Recovery` | lost the link after the handover, and opens it again | may run on the target |
-//! | `Resuming` | failed or was cancelled, and lets the guest run again | is resumed |
+//! | `Resuming` | failed or was cancelled, and resumes the guest | is resumed |
 //! | `Ended` | does nothing more | |
 //!
-//! # Which side may run the guest
+//! # Which host may run the guest
 //!
 //! Until the session returns [`ToTarget::Commit`], every failure ends in [`Action::Resume`]: the
 //! guest stays with the source. After the commit the source does not resume the guest on its own,
-//! because the target may run it. Two messages give it back: the target's
-//! [`ToSource::Returned`], which renounces the guest for good, and an arbiter's answer that the
-//! guest is the source's (`commit`).
+//! because the target may run it. Two messages give it back: the target's [`ToSource::Returned`],
+//! which renounces the guest for good, and an arbiter's answer that the source owns the guest
+//! (`commit`).
 
 mod commit;
 mod costs;
@@ -72,18 +72,18 @@ use switchover::Switchover;
 use vmferry_core::{MachineConfig, StreamName};
 use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, ToTarget};
 
-/// The phase that the monitor and the report show.
+/// Phase that the monitor and the report show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
-    /// The two sides agree on the migration, and open channels.
+    /// Source and target agree on the migration, and open channels.
     Setup,
     /// Passes over memory are sent while the guest runs.
     Precopy,
     /// The guest is paused.
     Switchover,
-    /// The source cannot know which side owns the guest.
+    /// The source cannot know who owns the guest.
     Unknown,
-    /// The guest runs on the target, and its missing pages are on their way.
+    /// The guest runs on the target, and its missing pages are being sent.
     Postcopy,
     /// The link is lost after the handover.
     PostcopyPaused,
@@ -91,7 +91,7 @@ pub enum Phase {
     Ended,
 }
 
-/// The phase of a session, with the data of that phase.
+/// Phase of a session, with the data of that phase.
 #[derive(Debug, Clone)]
 enum State {
     Setup(Setup),
@@ -106,7 +106,8 @@ enum State {
     Ended(Ended),
 }
 
-/// The step within a phase: what the session waits for. It tells when the session last moved on.
+/// Step within a phase: the event that the session waits for. A change of step sets the time of the
+/// last progress.
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 enum Step {
     Setup(setup::Step),
@@ -121,10 +122,10 @@ enum Step {
     Ended,
 }
 
-/// The state that follows an event, and the actions to perform, in their order.
+/// State that follows an event, and the actions to perform, in their order.
 type Next = (State, Vec<Action>);
 
-/// A source's session.
+/// Session of a source.
 #[derive(Debug, Clone)]
 pub struct Session {
     shared: Shared,
@@ -147,7 +148,8 @@ impl State {
         }
     }
 
-    /// Returns the step that only the target can do next. `None` while the source still works.
+    /// Returns the step of the target that the session waits for. `None` while the source itself
+    /// works.
     fn awaited(&self) -> Option<&'static str> {
         match self.step() {
             Step::Setup(setup::Step::AwaitAccept) => Some("accepted the guest"),
@@ -164,11 +166,11 @@ impl State {
     }
 }
 
-/// Returns the event as an error of the peer or the host: it does not belong to this step.
+/// Returns the error of a peer or host whose event is not allowed in this step.
 fn misplaced(event: &Event, step: Step) -> Refusal {
     let detail = match event {
         Event::Message(message) => {
-            format!("the target sent {}, which does not fit this moment ({step:?})", message.name())
+            format!("the target sent {}, which is not allowed at this point ({step:?})", message.name())
         }
         other => format!("{other:?} came while {step:?}"),
     };
@@ -195,7 +197,7 @@ impl Session {
         (session, vec![Action::Send(first)])
     }
 
-    /// Sends streams of these names, too. The target must understand them.
+    /// Adds streams of device state with these names. The target must support streams.
     #[must_use]
     pub fn streaming(mut self, streams: Vec<StreamName>) -> Self {
         self.shared.streams = streams;
@@ -215,8 +217,8 @@ impl Session {
         actions
     }
 
-    /// Takes the answer to ping `number`, which arrived at `at`. The time that the host needed until
-    /// it reports the answer is not part of the round trip.
+    /// Takes the answer to ping `number`, which arrived at `at`. The time until the host reports
+    /// the answer is not part of the round trip.
     pub fn pong(&mut self, at: Duration, number: u64) {
         self.shared.link.pong(at, number);
     }
@@ -224,7 +226,7 @@ impl Session {
 
 /// Takes an event in any state.
 fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
-    // Three messages come at any time, and answer nothing.
+    // Three messages may arrive at any time, and are no answers.
     match event {
         Event::Message(ToSource::Pong(number)) => {
             shared.link.pong(now, number);
@@ -257,7 +259,8 @@ fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next
 fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
     match event {
         Event::Message(ToSource::Failed(why)) => {
-            // A target that has all but started the guest waits to hear that it was not told to.
+            // A target that was about to start the guest waits for the information that it must not
+            // start it.
             let tell = matches!(&state, State::Stopping(s) if s.hands_over())
                 || matches!(&state, State::Switchover(s) if s.hands_over());
             give_up(Outcome::Failed(why), tell)
@@ -274,7 +277,7 @@ fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event)
             }
             (state, Vec::new())
         }
-        // No link is lost before the commit that could be opened again: a lost link ends the
+        // A link that is lost before the commit cannot be opened again: the loss ends the
         // migration. The arbiter was not asked.
         Event::Pause | Event::Recover | Event::Abandon | Event::ArbiterAnswered(_) => (state, Vec::new()),
         event => match state {
@@ -311,7 +314,7 @@ fn tick(state: State, shared: &mut Shared, now: Duration) -> Next {
     if let Some(what) = state.awaited()
         && now.saturating_sub(shared.last_step) > patience
     {
-        let detail = format!("the target is there, but has not {what} for {patience:?}");
+        let detail = format!("the target answers pings, but has not {what} for {patience:?}");
         return give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
     }
     if let State::Switchover(switchover) = &state
@@ -323,7 +326,7 @@ fn tick(state: State, shared: &mut Shared, now: Duration) -> Next {
     (state, ping)
 }
 
-/// Read by the host, the monitor and the report.
+/// Methods for the host, the monitor and the report.
 impl Session {
     /// Returns the phase.
     pub fn phase(&self) -> Phase {
@@ -338,7 +341,7 @@ impl Session {
         }
     }
 
-    /// Returns true if the target was told that the guest is its own.
+    /// Returns true if the target was told that it owns the guest.
     pub fn committed(&self) -> bool {
         match &self.state {
             State::Committed(_) | State::Claiming(_) | State::Postcopy(_) | State::Recovery(_) => true,
@@ -347,7 +350,7 @@ impl Session {
         }
     }
 
-    /// Returns true if the target was told to run the guest before all of its memory is there.
+    /// Returns true if the target was told to run the guest before all of its memory had arrived.
     pub fn handed_over(&self) -> bool {
         match &self.state {
             State::Committed(committed) => committed.hands_over(),
@@ -356,7 +359,8 @@ impl Session {
         }
     }
 
-    /// Returns true if the target has said that it runs the guest before all of its memory is there.
+    /// Returns true if the target has reported that it runs the guest before all of its memory has
+    /// arrived.
     pub fn runs_there(&self) -> bool {
         match &self.state {
             State::Postcopy(_) => true,
@@ -365,14 +369,14 @@ impl Session {
         }
     }
 
-    /// Bytes per second that the link was seen to carry.
+    /// Returns the measured bandwidth of the link, in bytes per second.
     pub fn bandwidth(&self) -> Option<f64> {
         self.shared.link.rate.bandwidth()
     }
 
     /// Returns the downtime to expect if the guest were stopped now, or the downtime that was
-    /// expected when it was. `None` in a postcopy: the pages do not count there, and no trial pause
-    /// measures a handover.
+    /// expected when the guest was stopped. `None` in a postcopy: the downtime does not depend on
+    /// the pages there, and no trial pause measures a handover.
     pub fn predicted_downtime(&self) -> Option<Duration> {
         match &self.state {
             State::Precopy(precopy) => precopy.predicted(&self.shared),
@@ -382,7 +386,7 @@ impl Session {
         }
     }
 
-    /// Returns why the guest's I/O kept it from being stopped at the last attempt.
+    /// Returns the reason why the guest's I/O prevented stopping it at the last attempt.
     pub fn busy(&self) -> Option<&str> {
         match self.state {
             State::Setup(_) | State::Precopy(_) => self.shared.deferral.busy(),
@@ -390,33 +394,35 @@ impl Session {
         }
     }
 
-    /// Returns true if the next harvest finds what the guest wrote during no pass.
+    /// Returns true if the next harvest finds pages that were not written during a pass.
     pub fn is_waking(&self) -> bool {
         matches!(&self.state, State::Precopy(precopy) if precopy.is_waking())
     }
 
-    /// Number of times that the guest's I/O was too busy for the guest to be stopped.
+    /// Returns the number of deferrals: attempts at which the guest's I/O was too busy to stop the
+    /// guest.
     pub fn put_off(&self) -> u64 {
         self.shared.deferral.count
     }
 
-    /// Time that the guest was paused for that, in total.
+    /// Returns the total time for which the guest was paused at these attempts.
     pub fn put_off_for(&self) -> Duration {
         self.shared.deferral.paused
     }
 
-    /// Returns what the passes are expected to come to, while passes are sent.
+    /// Returns the prediction for the passes, while passes are sent.
     pub fn verdict(&self) -> Option<&Verdict> {
         if let State::Precopy(precopy) = &self.state { precopy.verdict() } else { None }
     }
 
-    /// The changes that the migration made to its own course.
+    /// Returns the changes that the migration made to its own course.
     pub fn course(&self) -> &[CourseChange] {
         &self.shared.summary.course
     }
 
-    /// Returns true and the reason if the link is lost after the commit. The flag is true if it
-    /// stays lost until the operator asks for it.
+    /// Returns the state of a link that is lost after the commit, with the reason for the loss. The
+    /// flag is true if the link stays lost until the operator asks for it. `None` if the link is
+    /// not lost.
     pub fn interrupted(&self) -> Option<(bool, &str)> {
         match &self.state {
             State::Claiming(claiming) => Some(claiming.interrupted()),
@@ -425,52 +431,52 @@ impl Session {
         }
     }
 
-    /// Number of times that the link was lost in postcopy.
+    /// Returns the number of times that the link was lost in postcopy.
     pub fn interruptions(&self) -> u64 {
         self.shared.summary.interruptions
     }
 
-    /// Returns what the arbiter answered last, if the source has claimed the guest.
+    /// Returns the last answer of the arbiter, if the source has claimed the guest.
     pub fn fence_says(&self) -> Option<String> {
         self.shared.claim.as_ref()?.says()
     }
 
-    /// Returns true if the register has done its work. After a claim of the source the register
-    /// stays: the target may have to read it.
+    /// Returns true if the register is not needed any more. After a claim of the source the
+    /// register stays, because the target may have to read it.
     pub fn fence_done(&self) -> bool {
         self.shared.claim.as_ref().is_some_and(|claim| !claim.made())
     }
 
-    /// Returns true if the guest is the source's and could not be resumed.
+    /// Returns true if the source owns the guest and could not resume it.
     pub fn stands_still(&self) -> bool {
         matches!(&self.state, State::Ended(ended) if ended.resume_failed())
     }
 
-    /// Longest time that the target may take for a step while it answers pings.
+    /// Returns the longest time that the target may take for a step while it answers pings.
     pub fn patience(&self) -> Duration {
         self.shared.patience()
     }
 
-    /// The target's figures of the time after the switchover.
+    /// Returns the target's figures of the time after the switchover.
     pub fn figures(&self) -> Option<&LazyFigures> {
         self.shared.summary.figures.as_ref()
     }
 
-    /// Returns what the verification found.
+    /// Returns the result of the verification.
     pub fn verification(&self) -> Option<&Verification> {
         self.shared.summary.verification.as_ref()
     }
 
-    /// Figures of this migration that the report needs.
+    /// Returns the figures of this migration that the report needs.
     pub fn summary(&self) -> &Summary {
         &self.shared.summary
     }
 }
 
-/// Read by the model and the tests.
+/// Methods for the model and the tests.
 #[cfg(any(test, feature = "model"))]
 impl Session {
-    /// Returns true if the guest's I/O was too busy when that was tried last.
+    /// Returns true if the guest's I/O was too busy at the last attempt.
     pub fn was_busy(&self) -> bool {
         self.shared.deferral.busy().is_some()
     }

@@ -1,56 +1,58 @@
-//! The decision when to stop the guest. A pure function of what was measured.
+//! Decision when to stop the guest: a pure function of the measurements.
 
 use super::settings::{Settings, SwitchoverBandwidth};
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// A pass counts as progress if it leaves at most this share of what it began with. A pass that shrinks less buys less
-/// downtime than the guest pays for being tracked through it.
+/// Largest share of the pages of the pass before that a pass may leave to count as progress. A pass
+/// that shrinks less saves less downtime than the tracking during that pass costs the guest.
 const WORTHWHILE_SHRINK: f64 = 0.75;
 
-/// Another pass is not worth it once the remaining pages would cost less than this share of the fixed costs: the
-/// downtime could then hardly get shorter.
+/// Share of the fixed costs below which the time for the remaining pages justifies no further pass:
+/// the downtime could hardly become shorter.
 const NEGLIGIBLE_OF_FIXED: f64 = 0.5;
 
-/// Another pass is not worth it either once the remaining pages would cost less than this share of the
-/// limit. An operator who allows 300 ms does not feel 5 ms, but the guest pays for each further pass with a
-/// fault for every page that it writes, and the migration takes longer.
+/// Share of the limit below which the time for the remaining pages justifies no further pass. With
+/// a limit of 300 ms, 5 ms do not matter, but in each further pass the guest has a fault for every
+/// page that it writes, and the migration takes longer.
 const NEGLIGIBLE_OF_LIMIT: f64 = 1.0 / 64.0;
 
-/// A pass of fewer bytes says little about the link: latency and start-up dominate it.
+/// Minimum size of a pass for a measurement of the link, in bytes. In a smaller pass, latency and
+/// start-up dominate.
 const TELLING_BYTES: u64 = 8 << 20;
 
-/// A link that carried this share of its cap may well carry more; one that carried less is at its own limit.
+/// Share of its cap above which a link may be faster than the cap. A link below this share is at
+/// its own limit.
 const CAP_FELT: f64 = 0.8;
 
-/// In hybrid mode, a pass that leaves more than this share of what the pass before left is the last:
-/// the guest dirties about as fast as the link carries.
+/// Share of the pages of the pass before. In hybrid mode, a pass that leaves more is the last one:
+/// the guest dirties about as fast as the link sends.
 pub const CONVERGING: f64 = 0.75;
 
-/// One pass, from its first byte to the target's message that all pages have arrived.
+/// Result of one pass, from its first byte to the target's message that all pages have arrived.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PassOutcome {
     /// Bytes on the wire.
     pub bytes: u64,
-    /// Time that the pass took.
+    /// Duration of the pass.
     pub elapsed: Duration,
-    /// Pages found dirty after it.
+    /// Number of dirty pages after the pass.
     pub remaining: u64,
 }
 
 /// Decision after a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Send what is dirty, with the guest running.
+    /// Send the dirty pages while the guest runs.
     Continue,
     /// Stop the guest and send the rest.
     Switch,
 }
 
-/// The rate of the link, as passes showed it.
+/// Rate of the link, as measured in passes.
 #[derive(Debug, Clone)]
 pub struct LinkRate {
-    /// Bytes per second, of the newest pass that was large enough to tell.
+    /// Bandwidth of the newest pass that was large enough to measure, in bytes per second.
     bandwidth: Option<f64>,
     /// Limit of passes, in bytes per second.
     cap: Option<u64>,
@@ -59,18 +61,19 @@ pub struct LinkRate {
 }
 
 impl LinkRate {
-    /// A link of which nothing is known yet.
+    /// Returns a link without measurements.
     pub fn of(settings: &Settings) -> Self {
         Self { bandwidth: None, cap: settings.max_bandwidth, paused: settings.switchover_bandwidth }
     }
 
-    /// Bytes per second that the link was seen to carry.
+    /// Returns the measured bandwidth of the link, in bytes per second.
     pub fn bandwidth(&self) -> Option<f64> {
         self.bandwidth
     }
 
-    /// Bytes per second to expect while the guest is paused: no more than was seen, unless the limit
-    /// of passes was felt and another one holds then.
+    /// Returns the bandwidth to expect while the guest is paused, in bytes per second. It is at
+    /// most the measured one, unless the passes reached their limit and another limit holds during
+    /// the pause.
     pub fn bandwidth_stopped(&self) -> Option<f64> {
         let seen = self.bandwidth?;
         let cap_felt = self.cap.is_some_and(|cap| seen >= cap as f64 * CAP_FELT);
@@ -80,19 +83,19 @@ impl LinkRate {
         })
     }
 
-    /// The downtime to expect for `remaining` pages on top of `fixed` costs.
+    /// Returns the downtime to expect for `remaining` pages in addition to `fixed` costs.
     pub fn predict(&self, remaining: u64, fixed: Duration) -> Option<Duration> {
         Some(fixed.saturating_add(self.send_time(remaining * PAGE_SIZE)?))
     }
 
-    /// The time that `bytes` take on the link while the guest is paused.
+    /// Returns the time that `bytes` take on the link while the guest is paused.
     pub fn send_time(&self, bytes: u64) -> Option<Duration> {
         let seconds = bytes as f64 / self.bandwidth_stopped()?;
-        // Not finite or beyond what a Duration holds: as good as forever.
+        // A value that is not finite or too large for a Duration stands for an endless time.
         Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
     }
 
-    /// Takes in what a pass says of the link.
+    /// Updates the measurement with a pass.
     pub fn learn(&mut self, pass: PassOutcome) {
         let seconds = pass.elapsed.as_secs_f64();
         if seconds > 0.0 && (pass.bytes >= TELLING_BYTES || self.bandwidth.is_none()) {
@@ -101,7 +104,7 @@ impl LinkRate {
     }
 }
 
-/// Pages that the passes so far left.
+/// Numbers of pages that the passes so far left.
 #[derive(Debug, Clone)]
 pub struct Convergence {
     limit: Duration,
@@ -112,18 +115,18 @@ pub struct Convergence {
 }
 
 impl Convergence {
-    /// Passes of which none was sent yet.
+    /// Returns the state before the first pass.
     pub fn of(settings: &Settings) -> Self {
         Self { limit: settings.downtime_limit, previous: None, earlier: None }
     }
 
-    /// Forgets what passes left.
+    /// Forgets the numbers of pages that passes left.
     pub fn begin_anew(&mut self) {
         (self.previous, self.earlier) = (None, None);
     }
 
-    /// Takes in a pass, which the rate of the link was learnt from, and decides. `fixed` is what a
-    /// switchover costs without any page.
+    /// Adds a pass, whose measurement `link` already has, and decides. `fixed` is the cost of a
+    /// switchover without any page.
     pub fn decide(&mut self, pass: PassOutcome, fixed: Duration, link: &LinkRate) -> Decision {
         let previous = self.previous.replace(pass.remaining);
         let earlier = std::mem::replace(&mut self.earlier, previous);
@@ -138,10 +141,11 @@ impl Convergence {
     }
 }
 
-/// Returns true if passes that left `earlier`, then `previous`, then `left` pages are worth going on with.
+/// Returns true if passes that left `earlier`, then `previous`, then `left` pages justify another
+/// pass.
 ///
-/// Two passes are compared. A single one may be disturbed by the host, and a guest near the threshold would
-/// then be stopped by chance.
+/// Two passes are compared. A single pass may be disturbed by the host, and a guest near the
+/// threshold would then be stopped by chance.
 fn shrinks(left: u64, previous: Option<u64>, earlier: Option<u64>) -> bool {
     let (before, share) = match (previous, earlier) {
         (_, Some(earlier)) => (earlier, WORTHWHILE_SHRINK * WORTHWHILE_SHRINK),
@@ -157,7 +161,7 @@ mod tests {
 
     const FIXED: Duration = Duration::from_millis(4);
 
-    /// A link and the passes over it.
+    /// Link and the passes over it.
     struct Passes(LinkRate, Convergence);
 
     impl Passes {
@@ -173,8 +177,8 @@ mod tests {
     }
 
     #[test]
-    fn a_limit_of_the_switchover_is_what_the_prediction_counts_on() {
-        // 10 MB/s are seen, and 1000 pages are left: 410 ms.
+    fn prediction_uses_the_bandwidth_limit_of_the_switchover() {
+        // Measured: 10 MB/s. 1000 pages are left: 410 ms.
         let predicted = |cap, stopped| {
             let settings =
                 Settings { max_bandwidth: cap, switchover_bandwidth: stopped, ..Settings::default() };
@@ -196,20 +200,21 @@ mod tests {
     }
 
     #[test]
-    fn a_clean_guest_switches_after_one_pass() {
+    fn guest_without_dirty_pages_switches_after_one_pass() {
         let mut policy = converging(Duration::from_millis(300));
         assert_eq!(policy.decide(pass(1 << 30, 400, 0), FIXED), Decision::Switch);
     }
 
     #[test]
-    fn passes_go_on_while_they_shrink_what_the_guest_would_wait_for() {
+    fn passes_continue_while_they_shorten_the_downtime() {
         let mut policy = converging(Duration::from_millis(300));
         // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass makes it 4 ms.
         assert_eq!(policy.decide(pass(1 << 30, 400, 25_600), FIXED), Decision::Continue);
         assert_eq!(policy.decide(pass(100 << 20, 40, 4_000), FIXED), Decision::Continue);
-        // 1 ms of pages on top of 4 ms of fixed costs: not worth it.
+        // 1 ms of pages in addition to 4 ms of fixed costs does not justify another pass.
         assert_eq!(policy.decide(pass(16 << 20, 6, 700), FIXED), Decision::Switch);
-        // Nor are 4 ms of pages, whatever the fixed costs, to somebody who allows 300 ms; to one who allows 30 they are.
+        // 4 ms of pages do not justify another pass with a limit of 300 ms, whatever the fixed
+        // costs are. With a limit of 30 ms they do.
         let fixed = Duration::from_micros(500);
         for (limit, decision) in [(300, Decision::Switch), (30, Decision::Continue)] {
             let mut policy = converging(Duration::from_millis(limit));
@@ -218,17 +223,18 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_that_no_longer_shrinks_is_switched_once_it_fits() {
+    fn guest_whose_passes_no_longer_shrink_switches_once_it_fits() {
         let mut policy = converging(Duration::from_millis(300));
         assert_eq!(policy.decide(pass(1 << 30, 400, 60_000), FIXED), Decision::Continue);
         assert_eq!(policy.decide(pass(240 << 20, 92, 55_000), FIXED), Decision::Switch);
     }
 
     #[test]
-    fn one_pass_that_was_disturbed_does_not_stop_a_guest_whose_passes_shrink() {
+    fn single_disturbed_pass_does_not_stop_a_guest_whose_passes_shrink() {
         let mut policy = converging(Duration::from_millis(300));
         for (bytes, remaining) in [(400 << 20, 30_000), (120 << 20, 18_000), (72 << 20, 14_500)] {
-            // 0.6, then 0.81: together still more than a quarter a pass.
+            // 0.6, then 0.81: on average the pages still shrink by more than a quarter in each
+            // pass.
             assert_eq!(policy.decide(pass(bytes, bytes >> 18, remaining), FIXED), Decision::Continue);
         }
         assert_eq!(policy.decide(pass(58 << 20, 232, 11_500), FIXED), Decision::Switch, "0.81 and 0.79");
@@ -250,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_predicted_before_anything_was_measured() {
+    fn there_is_no_prediction_before_the_first_measurement() {
         assert_eq!(converging(Duration::from_millis(10)).0.predict(1, FIXED), None);
     }
 }

@@ -1,7 +1,8 @@
-//! The guest runs on the target, and its missing pages are on their way.
+//! Postcopy: the guest runs on the target, and its missing pages are being sent.
 //!
-//! The source's copy of the guest is frozen since the pause. The source never runs the guest again.
-//! Its pages can be sent, and sent again over other channels, for as long as this process lives.
+//! The source's copy of the guest does not change after the pause. The source never runs the guest
+//! again. Its pages can be sent, and sent again over other channels, for as long as this process
+//! lives.
 
 use super::ending::finish;
 use super::recovery::{Owner, Recovery, Reopen};
@@ -11,18 +12,19 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{LazyFigures, ToSource, ToTarget};
 
-/// History of the links. It decides for how long a lost link is opened again.
+/// History of the links. It determines for how long the source tries to open a lost link again.
 #[derive(Debug, Clone)]
 pub(super) struct History {
-    /// Time of the first of the losses that are counted as one.
+    /// Time of the first loss of the losses that count as one.
     pub(super) lost: Duration,
     /// Time until the next attempt to open a link.
     pub(super) pause: Duration,
-    /// Time at which pages were last sent again.
+    /// Time at which pages were last sent over a new link.
     pub(super) resumed: Duration,
     /// Pages that were missing when a link was last opened again.
     pub(super) left: Option<u64>,
-    /// As many were missing as the time before: the link in between brought nothing.
+    /// True if the number of missing pages did not change over the last link: that link transferred
+    /// nothing.
     pub(super) stalled: bool,
 }
 
@@ -33,20 +35,21 @@ impl History {
 
     #[cfg(feature = "model")]
     pub(super) fn project(&mut self) {
-        // The stamps are forgotten. Whether a link was of use only decides for how long it is tried.
+        // The stamps are cleared. The usefulness of a link only affects for how long the source
+        // tries to reconnect.
         let Self { lost, pause, resumed, left: _, stalled: _ } = self;
         (*lost, *pause, *resumed) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     }
 }
 
-/// The postcopy over a link that holds.
+/// Postcopy over a working link.
 #[derive(Debug, Clone)]
 pub(super) struct Postcopy {
     pub(super) history: History,
 }
 
 impl Postcopy {
-    /// Begins, or goes on over a new link: the missing pages are sent.
+    /// Begins, or continues over a new link: the missing pages are sent.
     pub(super) fn begin(shared: &mut Shared, history: History) -> Next {
         shared.pass += 1;
         (State::Postcopy(Self { history }), vec![Action::SendRest { number: shared.pass }])
@@ -62,7 +65,7 @@ impl Postcopy {
             Event::PeerLost(why) | Event::NotSent(why) => self.lost(shared, now, why),
             Event::LocalFailure(why) => self.lost(shared, now, why.to_string()),
             Event::Message(message) => {
-                let why = format!("the target sent {}, which does not fit this moment", message.name());
+                let why = format!("the target sent {}, which is not allowed at this point", message.name());
                 self.lost(shared, now, why)
             }
             Event::Tick => {
@@ -73,7 +76,7 @@ impl Postcopy {
                 shared.claim.iter_mut().for_each(|claim| claim.note(answer.clone()));
                 (State::Postcopy(self), Vec::new())
             }
-            // Too late to keep the guest, and there is no link to open.
+            // The request comes too late to keep the guest, and there is no link to open.
             _ => (State::Postcopy(self), Vec::new()),
         }
     }
@@ -83,7 +86,7 @@ impl Postcopy {
     }
 }
 
-/// The target has every page.
+/// Ends the migration after the target has received every page.
 pub(super) fn completed(shared: &mut Shared, figures: LazyFigures) -> Next {
     shared.summary.target_cpu = Duration::from_micros(figures.cpu_us);
     shared.summary.figures = Some(figures);

@@ -1,4 +1,4 @@
-//! Passes over memory while the guest runs, until the guest can be stopped for the rest.
+//! Passes over memory while the guest runs, until the guest can be stopped to send the rest.
 
 use super::costs::Costs;
 use super::judge::Judged;
@@ -15,10 +15,10 @@ use std::time::Duration;
 use vmferry_core::Section;
 use vmferry_wire::{RunName, ToSource, ToTarget};
 
-/// Pages that take less than this part of the downtime limit to send can wait.
+/// Fraction of the downtime limit. Pages that take less than this time to send can wait.
 const LITTLE: u32 = 4;
 
-/// The passes of a migration.
+/// Passes of a migration.
 #[derive(Debug, Clone)]
 pub(super) struct Precopy {
     step: Step,
@@ -28,18 +28,19 @@ pub(super) struct Precopy {
     convergence: Convergence,
     judged: Judged,
     throttling: Throttling,
-    /// Pages that the pass before left, in hybrid mode.
+    /// Number of pages that the pass before left, in hybrid mode.
     left_before: Option<u64>,
-    /// Time that the guest was waited for with nothing to send.
+    /// Time for which the source waited for the guest with nothing to send.
     rested: Duration,
-    /// Pages that arrived damaged in the last pass.
+    /// Pages that arrived with a digest mismatch in the last pass.
     damaged: Vec<RunName>,
 }
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Step {
-    /// A pass is under way: sent by the source, with so many bytes, and `received` by the target. Beside
-    /// it, so many bytes of device state were `streamed`.
+    /// A pass is in progress. `sent` is the number of bytes after the source has sent all pages,
+    /// `received` is true after the target has received them, and `streamed` is the number of bytes
+    /// of device state that were sent in parallel.
     Passing {
         began: Duration,
         sent: Option<u64>,
@@ -57,19 +58,19 @@ pub(super) enum Step {
     Preparing {
         of: Written,
     },
-    /// Next to nothing is left to send, and the guest cannot be stopped yet. A pass would only cost
-    /// the guest faults.
+    /// Almost nothing is left to send, and the guest cannot be stopped yet. A pass would only cause
+    /// faults in the guest.
     Resting {
         since: Duration,
     },
 }
 
-/// Time in which the pages were written that a harvest finds.
+/// Time in which the pages of a harvest were written.
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Written {
-    /// During a pass, which sent so many bytes and took so long.
+    /// During a pass, with the number of sent bytes and its duration.
     DuringPass { bytes: u64, took: Duration },
-    /// During no pass. Nothing is judged by them.
+    /// Not during a pass. Such pages are not used for judgements.
     DuringRest,
 }
 
@@ -98,7 +99,7 @@ impl Precopy {
         matches!(self.step, Step::Resting { .. })
     }
 
-    /// Returns true if the next harvest finds what was written during no pass.
+    /// Returns true if the next harvest finds pages that were not written during a pass.
     pub(super) fn is_waking(&self) -> bool {
         matches!(self.step, Step::Harvesting { of: Written::DuringRest, .. })
     }
@@ -107,12 +108,12 @@ impl Precopy {
         self.judged.verdict.as_ref()
     }
 
-    /// Takes the pages that arrived damaged in the last pass.
+    /// Returns the pages that arrived with a digest mismatch in the last pass.
     pub(super) fn damaged(self) -> Vec<RunName> {
         self.damaged
     }
 
-    /// Downtime to expect if the guest were stopped now.
+    /// Returns the downtime to expect if the guest were stopped now.
     pub(super) fn predicted(&self, shared: &Shared) -> Option<Duration> {
         shared.link.rate.predict(self.dirty, self.costs.all(shared))
     }
@@ -127,7 +128,8 @@ impl Precopy {
                 Step::Passing { began, sent, streamed, .. },
                 Event::Message(ToSource::Received { pass, runs, .. }),
             ) if pass == shared.pass => {
-                // Damaged pages are dirty as well and are sent again. A handover names them to be sure.
+                // Such pages are dirty as well and are sent again. A handover also names them
+                // explicitly.
                 self.damaged = runs;
                 self.passing(now, began, (sent, true, streamed))
             }
@@ -171,7 +173,7 @@ impl Precopy {
     }
 }
 
-/// One pass after another.
+/// Sequence of passes.
 impl Precopy {
     pub(super) fn send_pass(mut self: Box<Self>, shared: &Shared, now: Duration, first: bool) -> Next {
         let streams = !shared.streams.is_empty();
@@ -192,7 +194,7 @@ impl Precopy {
         (sent, received, streamed): (Option<u64>, bool, Option<u64>),
     ) -> Next {
         if let (Some(bytes), true, Some(state)) = (sent, received, streamed) {
-            // Both went over the same link.
+            // Pages and device state were sent over the same link.
             let bytes = bytes.saturating_add(state);
             let of = Written::DuringPass { bytes, took: now.saturating_sub(began) };
             return self.harvest(now, of);
@@ -208,11 +210,11 @@ impl Precopy {
 
     fn harvested(self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
         let Written::DuringPass { took, .. } = of else { return self.woken(shared, now) };
-        // A pass waits for the target once, whatever else it does. That bounds the round trip that a
-        // late answer to a ping seemed to show.
+        // A pass waits for the target exactly once. Its duration therefore bounds the round trip,
+        // which a late answer to a ping can overestimate.
         shared.link.round_trip = shared.link.round_trip.min(took);
-        // The cost of stopping is measured by a trial pause. One is enough, unless the host was so
-        // busy at that instant that the guest would never fit its limit.
+        // A trial pause measures the cost of stopping. One suffices, unless the host was so busy at
+        // that time that the guest would never fit its limit.
         let never = self.costs.stop.is_none() && shared.deferral.busy().is_none();
         let again = self.cannot_stop(shared) && shared.deferral.is_due(now) && !shared.urgency.insists();
         if never || again {
@@ -235,8 +237,8 @@ impl Precopy {
         (State::Precopy(self), messages.map(Action::Send).collect())
     }
 
-    /// Goes on once the target's VM is prepared, which may have taken long. The pass is not judged: the
-    /// guest has written more since its harvest.
+    /// Continues after the target's VM was prepared, which may have taken long. The pass is not
+    /// judged, because the guest has written more since its harvest.
     fn prepared(mut self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
         if let Written::DuringPass { bytes, took } = of {
             shared.link.rate.learn(PassOutcome { bytes, elapsed: took, remaining: self.dirty });
@@ -246,11 +248,11 @@ impl Precopy {
         self.harvest(now, Written::DuringRest)
     }
 
-    /// Decides what follows a pass.
+    /// Decides on the next step after a pass.
     fn decide(mut self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
         let Written::DuringPass { bytes, took } = of else { return self.woken(shared, now) };
         let outcome = PassOutcome { bytes, elapsed: took, remaining: self.dirty };
-        // First: the time that the state takes on the link is one of the costs.
+        // Updated first, because the time for sending the state is one of the costs.
         shared.link.rate.learn(outcome);
         let decision = self.convergence.decide(outcome, self.costs.all(shared), &shared.link.rate);
         shared.pass += 1;
@@ -274,8 +276,8 @@ impl Precopy {
         (state, throttle.into_iter().chain(pass).collect())
     }
 
-    /// Returns true if the guest is to go over to postcopy: on request, or because another pass is
-    /// not worth while in hybrid mode.
+    /// Returns true if the guest must go over to postcopy: on request, or because another pass is
+    /// not justified in hybrid mode.
     fn wants_postcopy(&mut self, shared: &Shared) -> bool {
         let before = self.left_before.replace(self.dirty);
         let slow = before.is_some_and(|before| self.dirty as f64 > before as f64 * CONVERGING);
@@ -290,15 +292,15 @@ impl Precopy {
         Stopping::begin(Origin::Precopy(self), kind, within, predicted)
     }
 
-    /// Time in which the I/O of the paused guest has to come to rest: what the last pages leave of
-    /// the limit.
+    /// Returns the time within which the I/O of the paused guest must be quiesced: the part of the
+    /// limit that the last pages do not need.
     fn io_may_take(&self, shared: &Shared) -> Duration {
         let others = self.costs.without_io(shared);
         let others = shared.link.rate.predict(self.dirty, others).unwrap_or(others);
         shared.settings.downtime_limit.saturating_sub(others)
     }
 
-    /// The passes that follow are not compared with the earlier ones.
+    /// Forgets earlier passes, so that the next ones are not compared with them.
     pub(super) fn begin_anew(&mut self) {
         self.left_before = None;
         self.judged.begin_anew();
@@ -306,26 +308,26 @@ impl Precopy {
     }
 }
 
-/// A guest that cannot be stopped yet.
+/// Deferred switchover.
 impl Precopy {
-    /// Returns true if, by the last measurement, the guest cannot be stopped for as short as it has
-    /// to be, whatever is left to send; or could be but for its I/O.
+    /// Returns true if, by the last measurement, the guest cannot be stopped within the limit,
+    /// whatever is left to send, or if only its I/O prevents that.
     fn cannot_stop(&self, shared: &Shared) -> bool {
         let stop = self.costs.stop_and_load(shared).saturating_add(self.costs.quiesce);
         let too_long = self.costs.stop.is_some() && stop > shared.settings.downtime_limit;
         self.waits_for_io(shared) || too_long
     }
 
-    /// Returns true if nothing but its I/O keeps the guest from being stopped.
+    /// Returns true if only the guest's I/O prevents stopping it.
     pub(super) fn waits_for_io(&self, shared: &Shared) -> bool {
         let limit = shared.settings.downtime_limit;
         let too_long = |all: Duration| all > limit && all.saturating_sub(self.costs.quiesce) <= limit;
         shared.deferral.busy().is_some() || self.predicted(shared).is_some_and(too_long)
     }
 
-    /// Returns true if the guest's I/O comes to rest, but stopping the guest takes longer than the
-    /// limit, whatever is left to send. A guest that may go over to postcopy does not wait for that
-    /// to change.
+    /// Returns true if the guest's I/O can be quiesced, but stopping the guest takes longer than
+    /// the limit, whatever is left to send. A guest that may go over to postcopy does not wait for
+    /// a change.
     fn hands_over_instead(&mut self, shared: &mut Shared, now: Duration) -> bool {
         if shared.deferral.busy().is_some() || !self.cannot_stop(shared) || !self.little_is_left(shared) {
             return false;
@@ -333,27 +335,28 @@ impl Precopy {
         shared.settings.mode == MigrationMode::Hybrid || self.stopping_takes_too_long(shared, now)
     }
 
-    /// Returns true if next to nothing is left to send. For a guest that is slowed, everything that
-    /// fits the limit is as good.
+    /// Returns true if almost nothing is left to send. For a throttled guest, any amount that fits
+    /// the limit counts as such.
     fn little_is_left(&self, shared: &Shared) -> bool {
         let limit = shared.settings.downtime_limit;
         let little = if self.throttling.slows() { limit } else { limit / LITTLE };
         shared.link.rate.predict(self.dirty, Duration::ZERO).is_some_and(|time| time <= little)
     }
 
-    /// Returns true if the source waits for the next attempt without sending what is left.
+    /// Returns true if the source waits for the next attempt without sending the remaining pages.
     fn rests(&self, shared: &Shared) -> bool {
         self.cannot_stop(shared) && !shared.urgency.insists() && self.little_is_left(shared)
     }
 
-    /// Waits for the next attempt. The guest is not slowed meanwhile, however long that takes.
+    /// Waits for the next attempt. The guest is not throttled meanwhile, because the wait can be
+    /// long.
     fn rest(mut self: Box<Self>, now: Duration) -> Next {
         self.step = Step::Resting { since: now };
         let release = self.throttling.release().map(Action::Throttle);
         (State::Precopy(self), release.into_iter().collect())
     }
 
-    /// Takes a tick while the source rests.
+    /// Handles a tick while the source waits.
     pub(super) fn tick(mut self: Box<Self>, shared: &mut Shared, now: Duration) -> Next {
         let Step::Resting { since } = self.step else { return (State::Precopy(self), Vec::new()) };
         if !shared.urgency.insists() && !shared.deferral.is_due(now) {
@@ -361,13 +364,15 @@ impl Precopy {
             return (State::Precopy(self), ping);
         }
         self.rested += now.saturating_sub(since);
-        // What was written meanwhile belongs to no pass, and nothing is judged by it. If it is more
-        // than a little it is sent first: the trial pause comes when the guest can go at once.
+        // Pages that were written meanwhile belong to no pass, and are not used for judgements. If
+        // there are more than a few, they are sent first: the trial pause takes place when the
+        // guest could move at once.
         self.begin_anew();
         self.harvest(now, Written::DuringRest)
     }
 
-    /// Decides what follows a rest: it is known what the guest wrote meanwhile.
+    /// Decides on the next step after a wait, once the pages that the guest wrote meanwhile are
+    /// known.
     fn woken(mut self: Box<Self>, shared: &mut Shared, now: Duration) -> Next {
         if !self.little_is_left(shared) {
             return self.send_pass(shared, now, false);
@@ -393,7 +398,7 @@ impl Precopy {
 
 /// Decisions that the migration makes by itself.
 impl Precopy {
-    /// Judges a pass that has ended and left something. `decision` is the policy's.
+    /// Judges a pass that has ended and left pages. `decision` is the policy's decision.
     fn judge(&mut self, shared: &mut Shared, now: Duration, pass: PassOutcome, decision: Decision) {
         let Some(standing) = self.judged.standing(shared, pass, &self.costs, self.throttling.slows()) else {
             return;
@@ -401,7 +406,7 @@ impl Precopy {
         let waits_for_io = self.waits_for_io(shared);
         let seen = self.judged.seen(shared, now, pass, standing, (waits_for_io, self.rested));
         if decision == Decision::Switch || shared.urgency != Urgency::Normal || waits_for_io {
-            // Nothing that the migration could do helps against I/O.
+            // No action of the migration helps against I/O.
             return;
         }
         if let Some(how) = self.judged.change_course(shared, &seen) {
@@ -409,8 +414,8 @@ impl Precopy {
         }
     }
 
-    /// Nothing is left to send, and the guest still cannot be stopped for as short as it has to be.
-    /// Returns true if postcopy may be chosen for that reason, and then is.
+    /// Handles the case that nothing is left to send and the guest still cannot be stopped within
+    /// the limit. Chooses postcopy if the settings allow it, and returns true in that case.
     fn stopping_takes_too_long(&mut self, shared: &mut Shared, now: Duration) -> bool {
         let allowed = shared.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
         if !allowed || !shared.settings.may_hand_over() {

@@ -1,9 +1,9 @@
-//! What tells two sessions apart in a model that looks at every reachable state, and in which the
-//! clock is no number.
+//! Projection of sessions for a model that visits every reachable state, and that has no numeric
+//! clock.
 //!
-//! What a session does depends on time only by `now - stamp > limit`. A model in which any limit may
-//! run out at any moment, or not, whatever the stamps are, allows for more than can happen and never
-//! for less. So stamps need not be told apart.
+//! A session depends on time only in comparisons `now - stamp > limit`. In the model any limit may
+//! expire at any moment, or not, whatever the stamps are. The model therefore allows more behaviour
+//! than reality, and never less, so different stamps need not be distinguished.
 
 use super::ending::Resuming;
 use super::postcopy::Postcopy;
@@ -15,10 +15,11 @@ use std::mem::discriminant;
 use std::time::Duration;
 
 impl Session {
-    /// Forgets when anything was, and hashes the rest.
+    /// Clears all time stamps, and hashes the rest.
     ///
-    /// Each field is named, so that a new field does not compile before it is decided here. Left out
-    /// is what decides nothing (figures, and why something failed), and what does not change in a run.
+    /// Each field is named, so that a new field does not compile before its treatment is decided
+    /// here. Fields that affect no decision (figures and reasons of failures) and fields that do
+    /// not change in a run are left out.
     pub fn project(&mut self, hasher: &mut impl Hasher) {
         let Self { shared, state } = self;
         shared.project(hasher);
@@ -34,7 +35,7 @@ impl Session {
             // Nothing follows the end.
             State::Ended(ended) => ended.outcome.as_ref().map(discriminant::<Outcome>).hash(hasher),
         }
-        // After its stamps were forgotten.
+        // Hashed after the stamps were cleared.
         self.state.step().hash(hasher);
         self.handed_over().hash(hasher);
     }
@@ -57,7 +58,8 @@ impl Shared {
             claim,
             summary,
         } = self;
-        // Nothing takes time in a model, so nothing was measured, and no decision rests on a rate.
+        // Nothing takes time in a model, so nothing was measured, and no decision depends on a
+        // rate.
         assert!(rate.bandwidth().is_none() && round_trip.is_zero() && target_load.is_none());
         for stamp in [started, last_step, &mut last_ping.1] {
             *stamp = Duration::ZERO;

@@ -1,5 +1,5 @@
-//! The link is lost after the handover. The target runs the guest, or may run it, and misses pages
-//! that only the source has. The source opens the link again and again.
+//! Loss of the link after the handover. The target runs the guest, or may run it, and misses pages
+//! that only the source has. The source tries to open the link again repeatedly.
 
 use super::commit::{Answer, Decided, undecided, won};
 use super::ending::{finish, given_back};
@@ -10,12 +10,12 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{ToSource, Token};
 
-/// Time between the loss of a link and the first attempt to open it again. It doubles with each
-/// attempt, up to the longest.
+/// Time between the loss of a link and the first attempt to open it again. The time doubles with
+/// each attempt, up to the limit below.
 const FIRST_TRY: Duration = Duration::from_millis(50);
 const LONGEST_BETWEEN_TRIES: Duration = Duration::from_secs(2);
 
-/// The source's knowledge of the guest's owner.
+/// Knowledge of the source about the owner of the guest.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owner {
     /// The target may or may not have read the commit.
@@ -26,20 +26,21 @@ pub(super) enum Owner {
 
 /// Condition for opening a lost link again, with the reason for the loss.
 pub(super) enum Reopen {
-    /// By the source itself, for [`Settings::reconnect_for`](crate::source::Settings::reconnect_for).
+    /// The source opens the link by itself, for
+    /// [`Settings::reconnect_for`](crate::source::Settings::reconnect_for).
     Itself(String),
-    /// Once the operator asks for it.
+    /// The source opens the link when the operator requests it.
     OnRequest(String),
 }
 
-/// A lost link.
+/// Lost link.
 #[derive(Debug, Clone)]
 pub(super) struct Recovery {
     step: Step,
     owner: Owner,
-    /// The source opens the link only when the operator asks for it.
+    /// True if the source opens the link only when the operator requests it.
     waiting: bool,
-    /// Reason for which the link is lost.
+    /// Reason for the loss of the link.
     why: String,
     history: History,
 }
@@ -52,12 +53,13 @@ pub(super) enum Step {
     Reconnecting,
     /// The target names its missing pages.
     Hearing,
-    /// The other channels are being opened: `opened` by the source, `up` at the target.
+    /// The other channels are being opened: `opened` is true once the source has opened them, `up`
+    /// once the target has reported them.
     Reopening { opened: bool, up: bool },
 }
 
 impl Recovery {
-    /// Begins: the link is lost.
+    /// Begins after the loss of the link.
     pub(super) fn begin(
         shared: &mut Shared,
         now: Duration,
@@ -65,8 +67,8 @@ impl Recovery {
         owner: Owner,
         reopen: Reopen,
     ) -> Next {
-        // A link that can be opened again and again, and brings nothing, counts as one attempt:
-        // something fails that time does not repair.
+        // Links that can be opened repeatedly but transfer nothing count as one attempt: the cause
+        // does not disappear with time.
         let held = now.saturating_sub(history.resumed);
         if !history.stalled || held > shared.settings.reconnect_for {
             history.lost = now;
@@ -115,7 +117,8 @@ impl Recovery {
                 self.why = why;
                 self.go_on_to(Step::Suspended, Vec::new())
             }
-            // Not of a guest that has run there: two histories of it cannot be joined.
+            // Not accepted for a guest that has run on the target: it cannot run on from the
+            // source's older state.
             (Step::Hearing, Event::Message(ToSource::Returned(why))) if self.owner == Owner::Unknown => {
                 given_back(why, true)
             }
@@ -132,7 +135,7 @@ impl Recovery {
             (_, Event::PeerLost(why) | Event::NotSent(why)) => self.suspend(shared, why),
             (_, Event::LocalFailure(why)) => self.suspend(shared, why.to_string()),
             (_, Event::Message(message)) => {
-                let why = format!("the target sent {}, which does not fit this moment", message.name());
+                let why = format!("the target sent {}, which is not allowed at this point", message.name());
                 self.suspend(shared, why)
             }
             (_, Event::Tick) => self.tick(shared, now),
@@ -150,10 +153,10 @@ impl Recovery {
         (State::Recovery(self), actions)
     }
 
-    /// The link is lost, also one that was just opened.
+    /// Handles the loss of the link, also of one that was just opened.
     fn suspend(mut self, shared: &mut Shared, why: String) -> Next {
         self.why = why;
-        // The guest may go on at the source as well, if it is known that the target does not run it.
+        // The guest may also continue on the source, if the target is known not to run it.
         let claim = match (self.owner, &mut shared.claim) {
             // The source has all of the memory, so its claim need not wait for the target's.
             (Owner::Unknown, Some(claim)) => claim.make(Duration::ZERO),
@@ -171,7 +174,7 @@ impl Recovery {
         match claim.answered(answer) {
             Decided::Source => given_back(won(&self.why), true),
             Decided::TargetRuns => {
-                // Its missing pages are here, and need the link.
+                // The source still has the guest's missing pages, and needs the link to send them.
                 self.owner = Owner::Target;
                 self.stay()
             }
@@ -179,12 +182,12 @@ impl Recovery {
         }
     }
 
-    /// The target runs the guest, and has named `pages` missing pages.
+    /// Records that the target runs the guest and has named `pages` missing pages.
     fn named(mut self, pages: u64, bulk: Token, urgent: Token) -> Next {
         self.owner = Owner::Target;
         self.history.stalled = self.history.left.replace(pages).is_some_and(|before| pages >= before);
         if pages == 0 {
-            // `Complete` follows.
+            // The target sends `Complete` next.
             return self.stay();
         }
         let actions = vec![Action::ServeMissing { pages }, Action::OpenChannels { bulk, urgent }];
@@ -213,19 +216,20 @@ impl Recovery {
         let patience = shared.patience();
         let awaits = matches!(self.step, Step::Hearing | Step::Reopening { opened: true, .. });
         if awaits && now.saturating_sub(shared.last_step) > patience {
-            let why = format!("the target is there, but has not answered for {patience:?}");
+            let why =
+                format!("the target answers pings, but has not sent the awaited message for {patience:?}");
             return self.suspend(shared, why);
         }
         let ping = shared.ping(now);
         (State::Recovery(self), ping)
     }
 
-    /// The operator gives the link up.
+    /// Ends the migration after the operator gave the link up.
     fn abandon(self, shared: &Shared) -> Next {
         let why = undecided(&self.why, shared.claim.as_ref());
         finish(match self.owner {
             Owner::Target => Outcome::Lost(format!(
-                "it ran on the target and was given up before the target said that all of its memory is there \
+                "the guest ran on the target and was given up before the target reported all of its memory \
                  ({why})"
             )),
             Owner::Unknown => Outcome::Unknown(why),

@@ -1,4 +1,4 @@
-//! Settings of a migration, as far as the session has to know them.
+//! Settings of a migration that the session needs.
 
 use super::course::Auto;
 use std::time::Duration;
@@ -7,25 +7,26 @@ use vmferry_wire::Mode;
 /// Action taken when a migration takes longer than its timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum OnTimeout {
-    /// The migration is cancelled, and the guest stays.
+    /// The migration is cancelled, and the guest stays on the source.
     #[default]
     Cancel,
-    /// The guest is stopped and the rest is sent, whatever time that takes.
+    /// The guest is stopped and the rest is sent, without a limit in time.
     Switch,
     /// The guest runs on the target, and the rest is sent after that.
     Postcopy,
 }
 
-/// Moment at which the guest changes sides.
+/// Moment at which the guest moves to the target, relative to its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MigrationMode {
-    /// After its memory was sent.
+    /// The guest moves after its memory was sent.
     #[default]
     Precopy,
-    /// At once, or as soon as its I/O comes to rest. Its memory follows, requested pages first.
+    /// The guest moves at once, or as soon as its I/O is quiesced. Its memory follows, requested
+    /// pages first.
     Postcopy,
-    /// After as many passes over its memory as are worth while. If the downtime would then be too long,
-    /// the rest follows in postcopy.
+    /// The guest moves after the passes over its memory that are worth sending. If the downtime
+    /// would then be too long, the rest follows in postcopy.
     Hybrid,
 }
 
@@ -39,16 +40,16 @@ impl std::fmt::Display for MigrationMode {
     }
 }
 
-/// Which vCPUs are slowed if the guest dirties faster than the link carries.
+/// vCPUs that are throttled if the guest dirties faster than the link sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AutoConverge {
-    /// None.
+    /// No vCPU.
     #[default]
     Off,
-    /// All vCPUs alike.
+    /// All vCPUs equally.
     All,
-    /// The vCPUs that write more than their share, where the tracker can tell vCPUs apart (`ring`).
-    /// Otherwise all.
+    /// vCPUs that write more than their share, if the tracker distinguishes vCPUs (`ring`).
+    /// Otherwise all vCPUs.
     Writers,
 }
 
@@ -57,59 +58,59 @@ pub enum AutoConverge {
 pub enum SwitchoverBandwidth {
     /// No limit.
     Unlimited,
-    /// Bytes per second, above or below [`Settings::max_bandwidth`]. If the passes reached that limit,
-    /// the predicted downtime assumes this one: the operator knows the link.
+    /// Bytes per second, above or below [`Settings::max_bandwidth`]. If the passes reached that
+    /// limit, the predicted downtime assumes this value, because the operator knows the link.
     AtMost(u64),
 }
 
 /// Settings of a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Moment at which the guest changes sides.
+    /// Moment at which the guest moves to the target.
     pub mode: MigrationMode,
     /// Number of channels for pages.
     pub channels: u16,
-    /// Number of channels for requested pages. They are opened if the guest may be handed over before
-    /// its memory is there.
+    /// Number of channels for requested pages. They are opened if the guest may be handed over
+    /// before its memory has arrived.
     pub urgent_channels: u16,
-    /// The host watches round trips to pace the bulk channels in postcopy.
+    /// True if the host measures round trips to pace the bulk channels in postcopy.
     pub probe: bool,
-    /// Longest downtime for which the guest is stopped.
+    /// Downtime limit.
     pub downtime_limit: Duration,
     /// Limit of passes, in bytes per second.
     pub max_bandwidth: Option<u64>,
     /// Limit that holds instead while the guest is paused.
     pub switchover_bandwidth: Option<SwitchoverBandwidth>,
-    /// Time after which `on_timeout` is done.
+    /// Time after which `on_timeout` is performed.
     pub timeout: Option<Duration>,
     /// Action taken when `timeout` expires.
     pub on_timeout: OnTimeout,
-    /// Which vCPUs may be slowed.
+    /// vCPUs that may be throttled.
     pub auto_converge: AutoConverge,
     /// Decisions that the migration may make by itself. `None` for none.
     pub auto: Option<Auto>,
-    /// Compare every page's digest while the guest is paused.
+    /// True if every page's digest is compared while the guest is paused.
     pub verify: bool,
     /// Longest silence of the peer.
     pub peer_timeout: Duration,
     /// Time for which the source tries to open a lost link again in postcopy.
     pub reconnect_for: Duration,
-    /// There is an arbiter.
+    /// True if there is an arbiter.
     pub arbiter: bool,
 }
 
 impl Settings {
-    /// Largest number of channels of a kind.
+    /// Maximum number of channels of a kind.
     pub const MAX_CHANNELS: u16 = 64;
 
-    /// Returns true if the guest may run on the target before all of its memory is there.
+    /// Returns true if the guest may run on the target before all of its memory has arrived.
     pub fn may_hand_over(&self) -> bool {
         self.mode != MigrationMode::Precopy
             || self.on_timeout == OnTimeout::Postcopy
             || self.auto.as_ref().is_some_and(|auto| auto.postcopy)
     }
 
-    /// Returns the mode as the target has to know it.
+    /// Returns the mode for the message to the target.
     pub(crate) fn wire_mode(&self) -> Mode {
         match self.mode {
             MigrationMode::Postcopy => Mode::Postcopy,
@@ -118,7 +119,7 @@ impl Settings {
         }
     }
 
-    /// Returns true if round trips are watched.
+    /// Returns true if round trips are measured.
     pub fn probes(&self) -> bool {
         self.may_hand_over() && self.probe
     }
@@ -130,7 +131,7 @@ impl Settings {
 }
 
 impl Default for Settings {
-    /// Precopy over two channels, with a downtime of at most 300 ms.
+    /// Returns settings for precopy over two channels, with a downtime limit of 300 ms.
     fn default() -> Self {
         Self {
             mode: MigrationMode::Precopy,

@@ -1,4 +1,5 @@
-//! From the hello to the first pass: the target accepts the guest, channels are opened, tracking starts.
+//! Setup phase, from the hello to the first pass: the target accepts the guest, channels are
+//! opened, tracking starts.
 
 use super::precopy::Precopy;
 use super::shared::Shared;
@@ -10,7 +11,7 @@ use crate::source::settings::MigrationMode;
 use std::time::Duration;
 use vmferry_wire::{ToSource, ToTarget};
 
-/// The setup of a migration.
+/// Setup of a migration.
 #[derive(Debug, Clone)]
 pub(super) struct Setup {
     pub(super) step: Step,
@@ -19,14 +20,15 @@ pub(super) struct Setup {
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Step {
     AwaitAccept,
-    /// Channels are being opened: `opened` by the source, `up` at the target.
+    /// Channels are being opened: `opened` is true once the source has opened them, `up` once the
+    /// target has reported them.
     Opening {
         opened: bool,
         up: bool,
     },
     StartingTracker,
-    /// In postcopy: the guest's I/O was too busy for the guest to be stopped. No page was sent, and
-    /// nothing is tracked.
+    /// In postcopy: the guest's I/O was too busy to stop the guest. No page was sent, and nothing
+    /// is tracked.
     WaitingForIo,
 }
 
@@ -35,7 +37,7 @@ impl Setup {
         Self { step: Step::AwaitAccept }
     }
 
-    /// Waits until the guest's I/O is tried again.
+    /// Waits until the next attempt to quiesce the guest's I/O.
     pub(super) fn wait_for_io(self) -> Next {
         (State::Setup(Self { step: Step::WaitingForIo }), Vec::new())
     }
@@ -82,7 +84,7 @@ impl Setup {
         (State::Setup(self), actions)
     }
 
-    /// Takes a tick while the guest's I/O is waited for.
+    /// Handles a tick during the wait for the guest's I/O.
     pub(super) fn tick(self, shared: &mut Shared, now: Duration) -> Next {
         assert!(self.waits_for_io(), "no other step of the setup waits for time to pass");
         if shared.urgency.insists() || shared.deferral.is_due(now) {

@@ -1,4 +1,4 @@
-//! What more than one phase of the source reads or changes.
+//! State that more than one phase of the source reads or changes.
 
 use super::commit::Claim;
 use super::deferral::Deferral;
@@ -10,26 +10,28 @@ use std::time::Duration;
 use vmferry_core::StreamName;
 use vmferry_wire::{LazyFigures, ToTarget};
 
-/// Interval between two pings, unless the peer's silence is tolerated for less than four times this.
+/// Interval between two pings, unless the peer timeout is shorter than four times this interval.
 const PING_EVERY: Duration = Duration::from_secs(1);
 /// Number of peer timeouts that a step of the target may take while the target answers pings. The
-/// target may be slow, and a pass may still be in the sockets of a slow link. But a paused guest must
-/// not wait for ever.
+/// target may be slow, and pages of a pass may still be in the sockets of a slow link. But a paused
+/// guest must not wait for ever.
 const PATIENCE: u32 = 3;
-/// Where the guest may go over to postcopy, a downtime limit below what a flush of any storage takes
-/// must not keep the guest: its I/O has at least this time to come to rest.
+/// Minimum time for quiescing the guest's I/O, if the guest may go over to postcopy. A downtime
+/// limit shorter than a flush of any storage must not prevent the migration.
 const LEAST_IO_PATIENCE: Duration = Duration::from_millis(300);
 
-/// Urgency of the move, beyond the policy. A later value includes the earlier ones.
+/// Urgency of the migration, beyond the policy. A later value includes the earlier ones.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Urgency {
     /// The guest moves once its predicted downtime fits the limit.
     Normal,
-    /// `--mode auto` decided that the guest goes over to postcopy as soon as its I/O allows that.
+    /// The `auto` mode decided that the guest goes over to postcopy as soon as its I/O allows it.
     Advised,
-    /// The operator or the timeout wants the guest to run on the target before its memory is there.
+    /// The operator or the timeout requires that the guest runs on the target before its memory has
+    /// arrived.
     Postcopy,
-    /// The timeout wants the guest to be stopped, and the rest to be sent, whatever time that takes.
+    /// The timeout requires that the guest is stopped and the rest is sent, without a limit in
+    /// time.
     Switch,
 }
 
@@ -38,7 +40,7 @@ impl Urgency {
         *self = (*self).max(to);
     }
 
-    /// Returns true if the VM may take the time that it needs to quiesce its I/O.
+    /// Returns true if the VM may take unlimited time to quiesce its I/O.
     pub(super) fn insists(self) -> bool {
         self >= Self::Postcopy
     }
@@ -48,7 +50,7 @@ impl Urgency {
 #[derive(Debug, Clone)]
 pub(super) struct Link {
     pub(super) rate: LinkRate,
-    /// Number of the last ping, and when it was sent.
+    /// Number of the last ping, and the time at which it was sent.
     pub(super) last_ping: (u64, Duration),
     pub(super) round_trip: Duration,
 }
@@ -64,14 +66,14 @@ impl Link {
 /// Figures that outlive their phase, for the report.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
-    /// The changes that the migration made to its own course.
+    /// Changes that the migration made to its own course.
     pub(super) course: Vec<CourseChange>,
     /// Number of times that the link was lost in postcopy.
     pub(super) interruptions: u64,
-    /// The target's account of the time after the switchover.
+    /// Target's figures of the time after the switchover.
     pub(super) figures: Option<LazyFigures>,
     pub(super) verification: Option<Verification>,
-    /// Pages that arrived damaged and were sent again.
+    /// Number of pages that arrived with a digest mismatch and were sent again.
     pub suspects_resent: u64,
     /// Time that the target needed to load the device state.
     pub load_time: Duration,
@@ -85,11 +87,11 @@ pub struct Summary {
 #[derive(Debug, Clone)]
 pub(super) struct Shared {
     pub(super) settings: Settings,
-    /// Pages of all regions.
+    /// Number of pages of all regions.
     pub(super) pages: u64,
     /// Time at which the migration began.
     pub(super) started: Duration,
-    /// Time at which the session last went on to another step.
+    /// Time of the last change of step.
     pub(super) last_step: Duration,
     /// Number of the pass.
     pub(super) pass: u32,
@@ -97,12 +99,12 @@ pub(super) struct Shared {
     pub(super) link: Link,
     /// Time that the target expects to need for loading the state and starting the guest.
     pub(super) target_load: Option<Duration>,
-    /// The target's VM prepares itself with the state of a trial pause, and has not got one yet.
+    /// True if the target's VM wants the state of a trial pause and has not received it yet.
     pub(super) wants_trial: bool,
     /// Names of the streams of device state.
     pub(super) streams: Vec<StreamName>,
     pub(super) deferral: Deferral,
-    /// The source's claim, if there is an arbiter.
+    /// Source's claim, if there is an arbiter.
     pub(super) claim: Option<Claim>,
     pub(super) summary: Summary,
 }
@@ -126,12 +128,12 @@ impl Shared {
         }
     }
 
-    /// Longest time that the target may take for a step while it answers pings.
+    /// Returns the longest time that the target may take for a step while it answers pings.
     pub(super) fn patience(&self) -> Duration {
         self.settings.peer_timeout.saturating_mul(PATIENCE)
     }
 
-    /// Pings the target if it is time for that.
+    /// Returns a ping for the target if the interval has passed.
     pub(super) fn ping(&mut self, now: Duration) -> Vec<Action> {
         let every = PING_EVERY.min(self.settings.peer_timeout / 4);
         let (number, sent) = self.link.last_ping;
@@ -142,7 +144,8 @@ impl Shared {
         vec![Action::Send(ToTarget::Ping(number + 1))]
     }
 
-    /// Time in which the guest's I/O has to come to rest when there is nothing to send.
+    /// Returns the time within which the guest's I/O must be quiesced when there is nothing to
+    /// send.
     pub(super) fn io_patience(&self) -> Duration {
         let limit = self.settings.downtime_limit;
         let auto = self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);

@@ -1,5 +1,5 @@
-//! The guest is paused and its state is saved. Until the state is saved the target has been told
-//! nothing, so the guest can still run on.
+//! Stopping phase: the guest is paused and its state is saved. Until the state is saved, the target
+//! has not been told anything, so the guest can still be resumed.
 
 use super::precopy::Precopy;
 use super::setup::Setup;
@@ -11,23 +11,23 @@ use std::time::Duration;
 use vmferry_core::{RunState, Section};
 use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
-/// The phase to go back to if the guest's I/O does not come to rest.
+/// Phase to return to if the guest's I/O cannot be quiesced.
 #[derive(Debug, Clone)]
 pub(super) enum Origin {
-    /// A postcopy from the start: no page was sent.
+    /// Postcopy from the start: no page was sent.
     Setup(Setup),
     Precopy(Box<Precopy>),
 }
 
-/// Stopping the guest for the switchover.
+/// Stopping of the guest for the switchover.
 #[derive(Debug, Clone)]
 pub(super) struct Stopping {
     step: Step,
     origin: Origin,
     kind: Kind,
-    /// Time in which the guest's I/O has to come to rest, unless the operator insists.
+    /// Time within which the guest's I/O must be quiesced, unless the switchover is urgent.
     within: Duration,
-    /// The downtime that was expected when the guest was stopped.
+    /// Downtime that was expected when the guest was stopped.
     pub(super) predicted: Option<Duration>,
 }
 
@@ -40,7 +40,7 @@ pub(super) enum Step {
         /// State that the operator wants.
         wanted: RunState,
     },
-    /// The guest's I/O is busy, and the guest is let run on.
+    /// The guest's I/O is busy, and the guest is being resumed.
     RunningOn,
 }
 
@@ -93,7 +93,7 @@ impl Stopping {
         why: String,
     ) -> Next {
         if shared.urgency.insists() {
-            let detail = format!("bringing the guest to rest failed: {why}");
+            let detail = format!("quiescing the guest's I/O failed: {why}");
             return ending::give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, detail)), true);
         }
         shared.deferral.found_busy(now, paused, why);
@@ -105,7 +105,7 @@ impl Stopping {
     }
 }
 
-/// Returns the messages that bring the state to the target.
+/// Returns the messages that carry the state to the target.
 fn saved(wanted: RunState, sections: Vec<Section>) -> Vec<ToTarget> {
     let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
     let stays = (wanted == RunState::Paused).then_some(ToTarget::StaysPaused);

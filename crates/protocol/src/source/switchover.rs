@@ -1,5 +1,5 @@
-//! From the saved state to the commit: the last pages or the names of the missing ones, a
-//! verification if it was asked for, and the load on the target. The guest is paused.
+//! Switchover phase, from the saved state to the commit: the last pages or the names of the missing
+//! ones, a verification if it was requested, and the load on the target. The guest is paused.
 
 use super::commit::Committed;
 use super::shared::{Shared, Urgency};
@@ -10,13 +10,13 @@ use std::time::Duration;
 use vmferry_core::PageRun;
 use vmferry_wire::{Refusal, RefusalCode, RunName, ToSource, ToTarget};
 
-/// Number of times that damaged pages are sent again before the link is given up.
+/// Number of times that pages with a digest mismatch are sent again before the link is given up.
 const MAX_RESENDS: u32 = 4;
-/// Largest number of pages that the message of a failed verification names. The target may send
+/// Maximum number of pages that the message of a failed verification names. The target may send
 /// 65,536 names.
 const MOST_NAMED: usize = 16;
 
-/// Memory that the target has when the guest runs there.
+/// Memory that the target has when it starts the guest.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// All memory.
@@ -25,24 +25,24 @@ pub(super) enum Kind {
     HandOver,
 }
 
-/// The switchover.
+/// Switchover of the guest.
 #[derive(Debug, Clone)]
 pub(super) struct Switchover {
     step: Step,
     kind: Kind,
     /// Time at which the guest was paused.
     paused: Duration,
-    /// The downtime that was expected when the guest was stopped.
+    /// Downtime that was expected when the guest was stopped.
     pub(super) predicted: Option<Duration>,
-    /// Pages that arrived damaged and have to be sent again.
+    /// Pages with a digest mismatch that must be sent again.
     damaged: Vec<RunName>,
-    /// Number of times that damaged pages were sent again.
+    /// Number of times that such pages were sent again.
     resends: u32,
-    /// Pages that the target was told are missing.
+    /// Number of pages that were named to the target as missing.
     missing: u64,
-    /// Pages that the verification has to compare, once they are counted.
+    /// Number of pages that the verification must compare, once it is known.
     to_compare: Option<u64>,
-    /// All device state was sent.
+    /// True if all streams of device state were sent.
     streamed: bool,
 }
 
@@ -60,16 +60,16 @@ pub(super) enum Step {
         received: bool,
         verified: bool,
     },
-    /// Everything was sent but the streams of device state.
+    /// Everything was sent except the streams of device state.
     Streaming,
     Loading,
-    /// The target is ready. The source releases what only one side may hold.
+    /// The target is ready. The source releases everything that only one host may hold.
     Releasing,
 }
 
 impl Switchover {
-    /// Begins with the messages that bring the state of a guest that was paused at `paused`. The target
-    /// said of the pages `damaged` that they arrived damaged in the last pass.
+    /// Begins with the messages that carry the state of a guest that was paused at `paused`.
+    /// `damaged` are the pages for which the target reported a digest mismatch in the last pass.
     pub(super) fn begin(
         shared: &Shared,
         (kind, predicted): (Kind, Option<Duration>),
@@ -77,11 +77,11 @@ impl Switchover {
         state: Vec<ToTarget>,
         damaged: Vec<RunName>,
     ) -> Next {
-        // Damaged pages are dirty as well, so the last pass sends them. A handover names them.
+        // Such pages are dirty as well, so the last pass sends them. A handover names them.
         let damaged = if kind == Kind::HandOver { damaged } else { Vec::new() };
         let last = (kind == Kind::Complete).then_some(ToTarget::Final { pass: shared.pass });
         let mut actions: Vec<_> = last.into_iter().chain(state).map(Action::Send).collect();
-        // They go on beside the last pages.
+        // Streams continue in parallel with the last pages.
         let streamed = shared.streams.is_empty();
         actions.extend((!streamed).then_some(Action::StreamState));
         let switchover = Self {
@@ -100,7 +100,7 @@ impl Switchover {
             return Box::new(switchover).name_missing(actions);
         }
         // The harvest comes after the state was saved, because saving can write guest memory
-        // (hazards.md 13). The state travels while the pages are harvested and sent.
+        // (hazards.md 13). The state is sent while the pages are harvested and sent.
         actions.push(Action::Harvest);
         (State::Switchover(Box::new(switchover)), actions)
     }
@@ -115,14 +115,14 @@ impl Switchover {
 
     /// Returns an error if the guest has been paused for too long while the source sends.
     pub(super) fn too_slow(&self, shared: &Shared, now: Duration) -> Option<Refusal> {
-        // A verification compares every page, and an urgent switch sends the rest, whatever time
-        // that takes.
+        // A verification compares every page, and an urgent switchover sends the rest, without a
+        // limit in time.
         let sends = matches!(self.step, Step::LastPass { sent: false, .. } | Step::Streaming);
         let bounded = sends && shared.urgency != Urgency::Switch;
         let longest = shared.settings.downtime_limit.saturating_add(shared.patience());
         (bounded && now.saturating_sub(self.paused) > longest).then(|| {
             let detail = format!(
-                "the target took what was left so slowly that the guest has stood still for {longest:?}"
+                "the target received the remaining data so slowly that the guest has been paused for {longest:?}"
             );
             Refusal::new(RefusalCode::Timeout, detail)
         })
@@ -210,7 +210,7 @@ impl Switchover {
         runs: Vec<RunName>,
     ) -> Next {
         if suspects != 0 && runs.is_empty() {
-            let detail = "the target found damaged pages and did not name them";
+            let detail = "the target reported pages with a digest mismatch and did not name them";
             return fail(Refusal::new(RefusalCode::Protocol, detail));
         }
         self.damaged = if suspects == 0 { Vec::new() } else { runs };
@@ -235,7 +235,7 @@ impl Switchover {
         if self.resends > MAX_RESENDS {
             let first = &runs[0];
             let detail = format!(
-                "pages keep arriving damaged ({} of {}, sent {MAX_RESENDS} times): the link or a host's memory is faulty",
+                "pages keep arriving with a digest mismatch ({} of {}, sent {MAX_RESENDS} times): the link or a host's memory is faulty",
                 PageRun::from(first.first..first.first.saturating_add(first.count)),
                 first.region,
             );
@@ -266,7 +266,7 @@ impl Switchover {
         if found.mismatched > 0 {
             return fail(Refusal::new(RefusalCode::Memory, differing(&found)));
         }
-        // A target that compared fewer pages than there are has verified nothing.
+        // A target that compared fewer pages than expected has not verified the memory.
         if Some(found.pages) != self.to_compare {
             let wanted = self.to_compare.unwrap_or(shared.pages);
             let detail = format!("the target compared {} of {wanted} pages", found.pages);
@@ -293,7 +293,7 @@ fn fail(why: Refusal) -> Next {
     ending::give_up(Outcome::Failed(why), true)
 }
 
-/// Describes a failed verification.
+/// Returns the text of a failed verification.
 fn differing(found: &Verification) -> String {
     let Verification { pages, mismatched, samples } = found;
     let mut names: Vec<String> = samples
@@ -305,7 +305,7 @@ fn differing(found: &Verification) -> String {
     if more > 0 {
         names.push(format!("and {more} more"));
     }
-    format!("{mismatched} of {pages} pages differ on the two sides: {}", names.join(", "))
+    format!("{mismatched} of {pages} pages differ between source and target: {}", names.join(", "))
 }
 
 #[cfg(feature = "model")]

@@ -1,29 +1,31 @@
-//! The throttle of a guest that dirties faster than the link carries. A pure function of what was measured.
+//! Throttle of a guest that dirties faster than the link sends: a pure function of the
+//! measurements.
 //!
-//! QEMU's auto-converge raises the throttle by 10 % every few passes until it suffices. Here it is computed.
-//! A guest that dirties `d` bytes per second at full speed dirties `d * (1 - s)` when it is stopped for the
-//! share `s` of its time. That has to be less than the link carries.
+//! QEMU's auto-converge raises the throttle by 10 % every few passes until it suffices. This module
+//! computes the throttle. A guest that dirties `d` bytes per second at full speed dirties `d * (1 -
+//! s)` when it is stopped for the share `s` of its time. That rate must be less than the bandwidth
+//! of the link.
 
-/// Share of the bandwidth that a slowed guest may dirty. Each pass is then about half as long as the one
-/// before.
+/// Share of the bandwidth that a throttled guest may dirty. Each pass is then about half as long as
+/// the one before.
 const SHARE_OF_LINK: f64 = 0.5;
-/// Largest share for which a vCPU is stopped. It still gets 3 ms of each 100 ms, because the guest's watchdogs
-/// would fire.
+/// Maximum share for which a vCPU is stopped. It still runs for 3 ms of each 100 ms, because the
+/// guest's watchdogs would expire otherwise.
 const MOST: f64 = 0.97;
-/// Smallest share: less is not worth an interruption every few milliseconds.
+/// Minimum share. A smaller share does not justify an interruption every few milliseconds.
 const LEAST: f64 = 0.02;
 
 /// Returns the share of its time, 0 to 1, for which each vCPU has to be stopped.
 ///
-/// `dirty` has what each vCPU dirtied while it was stopped for the share in `now`. Both have one entry for each
-/// vCPU, or one entry for all. `bandwidth` is what the link carries. `dirty` and `bandwidth` have the same unit,
-/// bytes or pages per second.
+/// `dirty` is the rate at which each vCPU dirtied memory while it was stopped for the share in
+/// `now`. Both have one entry for each vCPU, or one entry for all. `bandwidth` is the bandwidth of
+/// the link. `dirty` and `bandwidth` have the same unit, bytes or pages per second.
 ///
-/// A vCPU that dirties less than a fair share of the link is not slowed. The others are slowed to the fair
-/// share, and divide what is left over.
+/// A vCPU that dirties less than a fair share of the link is not throttled. The others are
+/// throttled to the fair share, and divide the rest of the bandwidth.
 pub fn shares(dirty: &[f64], now: &[f64], bandwidth: f64) -> Vec<f64> {
-    // A vCPU that is stopped all the time dirties nothing. The bound keeps a clock that slips from making this
-    // infinite.
+    // A vCPU that is always stopped dirties nothing. The bound prevents an infinite result if the
+    // clock is inaccurate.
     let full_speed = |(dirty, now): (&f64, &f64)| dirty / (1.0 - now.min(MOST)).max(1.0 - MOST);
     let full: Vec<f64> = dirty.iter().zip(now).map(full_speed).collect();
     let level = fair_level(&full, bandwidth * SHARE_OF_LINK);
@@ -31,7 +33,7 @@ pub fn shares(dirty: &[f64], now: &[f64], bandwidth: f64) -> Vec<f64> {
     full.iter().map(share).map(|share| if share < LEAST { 0.0 } else { share }).collect()
 }
 
-/// Returns the level to which the highest rates have to be cut so that the sum is at most `total`.
+/// Returns the level to which the highest rates must be reduced so that the sum is at most `total`.
 fn fair_level(rates: &[f64], total: f64) -> f64 {
     let mut sorted = rates.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -55,31 +57,32 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_guest_within_half_the_link_is_left_alone() {
+    fn guest_within_half_of_the_bandwidth_is_not_throttled() {
         assert_eq!(shares(&[400.0], &[0.0], 1000.0), [0.0]);
         assert_eq!(shares(&[250.0, 249.0], &[0.0, 0.0], 1000.0), [0.0, 0.0]);
-        // It dirties no more than the link allows because it is slowed: that has to go on.
+        // The guest dirties no more than the link allows because it is throttled, so throttling
+        // must continue.
         let kept = shares(&[500.0], &[0.75], 1000.0)[0];
         assert!((kept - 0.75).abs() < 1e-9);
     }
 
     #[test]
-    fn the_share_is_computed_not_stepped() {
+    fn share_is_computed_in_one_step() {
         assert_eq!(shares(&[2000.0], &[0.0], 1000.0), [0.75]);
         assert_eq!(shares(&[1e9], &[0.0], 1000.0), [MOST]);
         assert_eq!(shares(&[1000.0], &[0.0], 0.0), [MOST]);
     }
 
     #[test]
-    fn only_those_above_their_share_are_slowed() {
-        // 500 for all: 100 and 50 are theirs, 350 are left for the third.
+    fn only_vcpus_above_their_share_are_throttled() {
+        // 500 for all three: 100 and 50 are used by the first two, so 350 are left for the third.
         let got = shares(&[100.0, 50.0, 1400.0], &[0.0; 3], 1000.0);
         assert_eq!(got, [0.0, 0.0, 0.75]);
     }
 
     proptest! {
         #[test]
-        fn what_is_left_fits(
+        fn throttled_guest_fits_its_share_of_the_link(
             rates in prop::collection::vec(0.0..1e9f64, 1..9),
             bandwidth in 1.0..1e9f64,
         ) {
@@ -90,7 +93,7 @@ mod tests {
             let fits = bandwidth * SHARE_OF_LINK * 1.001 + rates.iter().sum::<f64>() * LEAST;
             prop_assert!(bounded || slowed <= fits, "{slowed} of {bandwidth}: {got:?}");
             let needed = rates.iter().sum::<f64>() > bandwidth * SHARE_OF_LINK;
-            prop_assert!(needed || got.iter().all(|share| *share == 0.0), "nobody is slowed for nothing");
+            prop_assert!(needed || got.iter().all(|share| *share == 0.0), "no vCPU is throttled without need");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Slowing a guest that dirties pages faster than the link carries them.
+//! Throttling of a guest that dirties pages faster than the link sends them.
 
 use super::shared::Shared;
 use crate::source::policy::PassOutcome;
@@ -7,13 +7,14 @@ use crate::source::throttle;
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// The throttle of the vCPUs.
+/// Throttle of the vCPUs.
 #[derive(Debug, Clone)]
 pub(super) struct Throttling {
     pub(super) how: AutoConverge,
-    /// Pages that each vCPU wrote during the last pass. Empty if the tracker cannot tell.
+    /// Number of pages that each vCPU wrote during the last pass. Empty if the tracker does not
+    /// distinguish vCPUs.
     pub(super) writers: Vec<u64>,
-    /// Share of its time for which each vCPU is stopped. Empty if the guest was never slowed.
+    /// Share of its time for which each vCPU is stopped. Empty if the guest was never throttled.
     shares: Vec<f64>,
 }
 
@@ -26,7 +27,7 @@ impl Throttling {
         self.shares.iter().any(|share| *share > 0.0)
     }
 
-    /// Returns the shares of time for which the vCPUs are to be stopped, if they change. The guest
+    /// Returns the shares of time for which the vCPUs must be stopped, if they change. The guest
     /// dirtied too much during `pass` for the `predicted` downtime to fit the limit.
     pub(super) fn adapt(
         &mut self,
@@ -53,14 +54,15 @@ impl Throttling {
         changed.then_some(shares)
     }
 
-    /// Lets the guest run at full speed. Returns the shares for that, if the guest was slowed.
+    /// Lets the guest run at full speed. Returns the shares for that, if the guest was throttled.
     pub(super) fn release(&mut self) -> Option<Vec<f64>> {
         let slowed = self.slows();
         self.shares.clear();
         slowed.then(|| vec![0.0])
     }
 
-    /// Hashes what decides. Nothing takes time in a model, so no guest is slowed there.
+    /// Hashes the fields that affect decisions. Nothing takes time in a model, so no guest is
+    /// throttled there.
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         let Self { how: _, writers, shares } = self;

@@ -1,25 +1,26 @@
-//! The prediction whether a precopy ends by itself. It is made after each pass, from the pages that the pass
-//! left.
+//! Prediction whether a precopy ends by itself. It is made after each pass, from the pages that the
+//! pass left.
 
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// A pass that leaves more than this share of what the pass before left makes no progress.
+/// Share of the pages of the pass before. A pass that leaves more makes no progress.
 const HEADWAY: f64 = 0.95;
-/// Largest number of passes that is predicted.
+/// Maximum number of passes that is predicted.
 const MOST_PASSES: f64 = 1000.0;
 
-/// Prediction for a precopy, as of its last pass.
+/// Prediction for a precopy, after its last pass.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// True if the precopy is expected to end by itself. `None` while one pass alone tells nothing.
+    /// True if the precopy is expected to end by itself. `None` while there is one pass only, which
+    /// does not suffice.
     pub converging: Option<bool>,
     /// Seconds until the guest runs on the target, if nothing changes.
     pub eta_s: Option<f64>,
-    /// Number of passes until then, with the one in which the guest is paused.
+    /// Number of passes until then, including the one in which the guest is paused.
     pub passes_left: Option<u32>,
     /// Pages that this pass left, divided by those that the pass before left. Below 1, passes shrink.
     pub ratio: Option<f64>,
@@ -27,40 +28,41 @@ pub struct Verdict {
     pub help: Vec<Remedy>,
 }
 
-/// Change that would let a precopy end. Shown and serialized as a sentence without options of any command.
+/// Change that would let a precopy end. Shown and serialized as a text without command-line
+/// options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Remedy {
-    /// A downtime limit of `enough`. It is `now`.
+    /// A downtime limit of `enough` instead of `now`.
     LongerDowntime {
         /// Time that the guest would be paused.
         enough: Duration,
-        /// The limit.
+        /// Present limit.
         now: Duration,
     },
-    /// A downtime limit above `stop`, the downtime with nothing to send. It is `now`.
+    /// A downtime limit above `stop`, the downtime with nothing to send, instead of `now`.
     DowntimeAboveStop {
         /// Time that the guest would be paused.
         stop: Duration,
-        /// The limit.
+        /// Present limit.
         now: Duration,
     },
-    /// Less I/O in the guest, or a longer downtime limit: the I/O keeps the guest from being stopped.
+    /// Less I/O in the guest, or a longer downtime limit: the I/O prevents stopping the guest.
     LessIo,
     /// A migration that may go over to postcopy.
     Postcopy,
-    /// Going over to postcopy now. This migration may.
+    /// Going over to postcopy now, which this migration may do.
     SwitchNow,
-    /// Slowing the guest.
+    /// Throttling the guest.
     Throttle {
-        /// Share of its time that each vCPU stands still, 0 to 1.
+        /// Share of its time for which each vCPU is stopped, 0 to 1.
         share: f64,
     },
-    /// A link that carries more.
+    /// A faster link.
     Bandwidth {
-        /// Bytes per second that are enough.
+        /// Bytes per second that suffice.
         enough: f64,
-        /// Bytes per second that the link carries.
+        /// Present bytes per second of the link.
         now: f64,
     },
 }
@@ -79,13 +81,15 @@ impl fmt::Display for Remedy {
                 time(now)
             ),
             Self::LessIo => f.write_str("less I/O in the guest, or a longer downtime limit"),
-            Self::Postcopy => f.write_str("postcopy or hybrid mode: the guest moves, and the rest follows"),
+            Self::Postcopy => {
+                f.write_str("postcopy or hybrid mode: the guest moves, and the rest of its memory follows")
+            }
             Self::SwitchNow => f.write_str("going over to postcopy at once"),
             Self::Throttle { share } => {
-                write!(f, "slowing the guest: it is held for about {:.0} % of its time", share * 100.0)
+                write!(f, "throttling the guest for about {:.0} % of its time", share * 100.0)
             }
             Self::Bandwidth { enough, now } => {
-                write!(f, "a link that carries more than {} ({} now)", rate(enough), rate(now))
+                write!(f, "a link with more than {} ({} now)", rate(enough), rate(now))
             }
         }
     }
@@ -100,28 +104,28 @@ impl Serialize for Remedy {
 /// Input of the prediction: a pass, the pages that it left, and the limits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Standing {
-    /// Pages that the pass before the last left, if there was one.
+    /// Number of pages that the pass before the last left, if there was one.
     pub before: Option<u64>,
-    /// Pages that the last pass left.
+    /// Number of pages that the last pass left.
     pub left: u64,
     /// Time that the last pass took.
     pub pass: Duration,
-    /// Bytes per second that the link carries while the guest runs.
+    /// Bandwidth of the link while the guest runs, in bytes per second.
     pub bandwidth: f64,
-    /// Bytes per second that the link carries while the guest is paused.
+    /// Bandwidth of the link while the guest is paused, in bytes per second.
     pub bandwidth_stopped: f64,
     /// Downtime with nothing to send.
     pub fixed: Duration,
     /// Limit of the downtime.
     pub limit: Duration,
-    /// The guest is slowed already.
+    /// True if the guest is throttled already.
     pub throttled: bool,
-    /// The guest may go over to postcopy.
+    /// True if the guest may go over to postcopy.
     pub lazy: bool,
 }
 
 impl Standing {
-    /// Number of pages that may be left for the downtime to fit the limit.
+    /// Returns the number of pages that may be left for the downtime to fit the limit.
     fn fitting(&self) -> f64 {
         let room = self.limit.saturating_sub(self.fixed).as_secs_f64();
         room * self.bandwidth_stopped / PAGE_SIZE as f64
@@ -149,8 +153,8 @@ impl Standing {
             };
         }
         let Some(shrink) = ratio else {
-            // One pass over all of memory and what it left: the next pass over that leaves about as much as is dirtied in
-            // its time.
+            // There was one pass over all of memory. The next pass leaves about the amount that the
+            // guest dirties in its duration.
             return self.after_one();
         };
         self.going_on(shrink, Some(shrink))
@@ -159,8 +163,9 @@ impl Standing {
     fn after_one(&self) -> Verdict {
         let dirty = self.left as f64 / self.pass.as_secs_f64().max(1e-6);
         let shrink = dirty * PAGE_SIZE as f64 / self.bandwidth.max(1.0);
-        // A long pass sees a working set once, however often it was written: a rate below the link's says that it shrinks
-        // only where the set does not saturate, so only what is clear is said.
+        // A long pass sees each page of a working set once, however often the page was written. A
+        // rate below the link's means that the passes shrink only if the set does not saturate.
+        // Only a clear case is therefore reported.
         if shrink >= HEADWAY { self.going_on(shrink, None) } else { Verdict::default() }
     }
 
@@ -170,7 +175,8 @@ impl Standing {
             return Verdict { converging: Some(false), ratio, help: self.help(), ..Verdict::default() };
         }
         let passes = ((fitting / left).ln() / shrink.max(1e-6).ln()).ceil().clamp(1.0, MOST_PASSES);
-        // The passes to come take left * (1 + shrink + ...) pages' time, and then the guest is stopped.
+        // The next passes take the time for left * (1 + shrink + ...) pages, and then the guest is
+        // stopped.
         let pages = left * (1.0 - shrink.powf(passes)) / (1.0 - shrink);
         let eta =
             pages * PAGE_SIZE as f64 / self.bandwidth.max(1.0) + self.stop_s(left * shrink.powf(passes));
@@ -202,13 +208,13 @@ impl Standing {
     }
 }
 
-/// Joins remedies to a part of a sentence.
+/// Returns the remedies as a part of a sentence.
 pub(crate) fn listed(help: &[Remedy]) -> String {
     let help: Vec<_> = help.iter().map(Remedy::to_string).collect();
     help.join("; ")
 }
 
-/// Formats a time in seconds for people.
+/// Returns a time in seconds as a readable text.
 #[must_use]
 pub fn readable_time(seconds: f64) -> String {
     if seconds >= 10.0 {
@@ -220,7 +226,7 @@ pub fn readable_time(seconds: f64) -> String {
     }
 }
 
-/// Formats bytes per second for people.
+/// Returns bytes per second as a readable text.
 pub(crate) fn rate(bytes: f64) -> String {
     format!("{:.0} MB/s", bytes / 1e6)
 }
@@ -242,7 +248,7 @@ mod tests {
     };
 
     #[test]
-    fn what_halves_ends_and_says_when() {
+    fn halving_passes_converge_with_an_estimate() {
         let verdict = STANDING.judge();
         assert_eq!((verdict.converging, verdict.ratio), (Some(true), Some(0.5)));
         // 7200 pages fit: 50000, 25000, 12500, 6250.
@@ -253,17 +259,17 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_is_as_good_as_done() {
+    fn pages_that_fit_the_limit_converge_at_once() {
         let verdict = Standing { left: 100, before: None, ..STANDING }.judge();
         assert_eq!((verdict.converging, verdict.passes_left), (Some(true), Some(1)));
     }
 
     #[test]
-    fn what_does_not_shrink_says_what_would_help() {
+    fn passes_that_do_not_shrink_list_remedies() {
         let verdict = Standing { left: 98_000, ..STANDING }.judge();
         assert_eq!((verdict.converging, verdict.eta_s), (Some(false), None));
         let text = listed(&verdict.help);
-        for word in ["downtime limit of 4.4 s", "postcopy", "slowing the guest", "more than 110 MB/s"] {
+        for word in ["downtime limit of 4.4 s", "postcopy", "throttling the guest", "more than 110 MB/s"] {
             assert!(text.contains(word), "{word}: {text}");
         }
         let throttled = Standing { left: 98_000, throttled: true, ..STANDING }.judge();
@@ -273,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn one_pass_tells_only_what_is_clear() {
+    fn single_pass_predicts_only_clear_cases() {
         let first = Standing { before: None, ..STANDING };
         assert_eq!(first.judge().converging, None);
         assert_eq!(Standing { left: 120_000, ..first }.judge().converging, Some(false));

@@ -1,4 +1,4 @@
-//! The target's side of a migration as a state machine without I/O.
+//! Target of a migration as a state machine without I/O.
 //!
 //! A [`Session`] takes events and returns actions. The host performs the actions and reports the
 //! events: see [`run`]. A session never blocks and reads no clock.
@@ -15,17 +15,18 @@
 //! | `Ready` | loads the state, and awaits the commit | is paused |
 //! | `Claiming` | has read the commit, and asks the arbiter for the guest | is paused |
 //! | `Starting` | starts the guest | is paused |
-//! | `Renounced` | will never run the guest, and tells the source so | is the source's |
-//! | `Postcopy` | takes the missing pages | runs here |
+//! | `Renounced` | will never run the guest, and tells the source so | belongs to the source |
+//! | `Postcopy` | takes the missing pages | runs on the target |
 //! | `Ended` | does nothing more | |
 //!
-//! # Which side may run the guest
+//! # Which host may run the guest
 //!
 //! The guest runs on the target only after [`ToTarget::Commit`], and with an arbiter only after the
 //! arbiter has granted the guest. Every failure before that ends without the guest having run. If
 //! the source may have sent the commit and its link is lost, the target gives the guest up for good
-//! and stays to say so (`Renounced`). Once the guest runs before all of its memory is here, a lost
-//! link ends nothing: the target waits for the missing pages over new channels.
+//! and continues to report that (`Renounced`). If the guest runs before all of its memory has
+//! arrived, a lost link does not end the session: the target waits for the missing pages over new
+//! channels.
 
 mod postcopy;
 #[cfg(feature = "model")]
@@ -57,20 +58,20 @@ pub enum Event {
     Message(ToTarget),
     /// A channel for pages is open.
     ChannelUp,
-    /// A channel has received everything of a pass.
+    /// A channel has received all frames of a pass.
     Barrier {
         /// Number of the bulk channel.
         channel: u16,
         /// Number of the pass.
         pass: u32,
     },
-    /// The pages that do not match their digest after a pass.
+    /// The pages with a digest mismatch after a pass were counted.
     Damaged {
         /// Number of the pass.
         pass: u32,
         /// Number of pages.
         pages: u64,
-        /// The pages, or the first of them.
+        /// These pages, or the first of them.
         runs: Vec<RunName>,
     },
     /// Result of comparing digests.
@@ -79,19 +80,19 @@ pub enum Event {
         pages: u64,
         /// Number of pages that differ.
         mismatched: u64,
-        /// The first pages that differ.
+        /// First pages that differ.
         samples: Vec<PageName>,
     },
     /// The state was loaded.
     Loaded {
-        /// Microseconds that loading took.
+        /// Time that loading took, in microseconds.
         micros: u64,
     },
     /// The guest runs.
     Started {
-        /// Microseconds that starting took.
+        /// Time that starting took, in microseconds.
         micros: u64,
-        /// Microseconds of CPU time that the target used so far.
+        /// CPU time that the target has used so far, in microseconds.
         cpu_us: u64,
     },
     /// The state could not be loaded, a channel broke, or memory could not be written.
@@ -104,34 +105,35 @@ pub enum Event {
     Prepared,
     /// The VM has prepared itself with the state of a trial pause.
     VmPrepared {
-        /// Microseconds that loading the state and starting the guest are expected to take now.
+        /// Expected time for loading the state and starting the guest, in microseconds, after the
+        /// preparation.
         load_us: Option<u64>,
     },
-    /// The last missing page came.
+    /// The last missing page has arrived.
     MissingArrived(LazyFigures),
     /// The source has opened a new control channel.
     ControlReopened,
-    /// The arbiter has answered this word, or has not.
+    /// The arbiter has answered this request, or the request failed.
     ArbiterAnswered(Word, Result<Ruling, ArbiterError>),
-    /// The operator wants no guest any more.
+    /// The operator has stopped the target.
     Stopped,
     /// The source was told which pages are missing.
     MissingNamed {
         /// Number of missing pages.
         pages: u64,
-        /// Names of the new bulk channels and of the new urgent channels.
+        /// Tokens of the new bulk channels and of the new urgent channels.
         tokens: (Token, Token),
     },
 }
 
-/// The channels for pages.
+/// Channels for pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Channels {
     /// Number of bulk channels.
     pub bulk: u16,
     /// Number of urgent channels.
     pub urgent: u16,
-    /// There is a channel for probes of the round trip.
+    /// True if there is a channel for probes of the round trip.
     pub probe: bool,
 }
 
@@ -146,20 +148,19 @@ impl Channels {
 pub enum Action {
     /// Send a message on the control channel.
     Send(ToSource),
-    /// Make sure that this host can take pages while the guest runs, and report [`Event::Prepared`] or
+    /// Check that this host can take pages while the guest runs, and report [`Event::Prepared`] or
     /// [`Event::LocalFailure`].
     PrepareDemandPaging,
-    /// Open the next stream of device state, or report [`Event::LocalFailure`]. The same holds for the two
-    /// that follow.
+    /// Open the next stream of device state. Report [`Event::LocalFailure`] if that fails.
     OpenStream(StreamName),
-    /// Give these bytes to a stream.
+    /// Give these bytes to a stream. Report [`Event::LocalFailure`] if that fails.
     WriteStream {
         /// Number of the stream.
         stream: u32,
-        /// The bytes.
+        /// Content.
         bytes: Vec<u8>,
     },
-    /// A stream is complete.
+    /// Complete a stream. Report [`Event::LocalFailure`] if that fails.
     FinishStream {
         /// Number of the stream.
         stream: u32,
@@ -167,7 +168,7 @@ pub enum Action {
     /// Have the VM prepare itself with this state of a trial pause, and report [`Event::VmPrepared`] or
     /// [`Event::LocalFailure`].
     PrepareVm(Vec<Section>),
-    /// Take these channels, with the names that `Accept` or `Resume` has.
+    /// Accept these channels, with the tokens of `Accept` or `Resume`.
     AwaitChannels(Channels),
     /// Report [`Event::Damaged`].
     CountDamaged {
@@ -178,19 +179,19 @@ pub enum Action {
     CountMismatches,
     /// Add these pages to the missing ones.
     TakeMissing(LackingPages),
-    /// All missing pages were named: drop their content, and take them one by one from now on.
+    /// All missing pages were named: discard their content, and place them one by one from now on.
     BeginDemandPaging {
         /// Number of missing pages.
         pages: u64,
     },
     /// Load the state.
     Load(Vec<Section>),
-    /// Say this to the arbiter after a while, and report [`Event::ArbiterAnswered`]. [`Word::Runs`] is
-    /// said until it is heard, and not reported.
+    /// Make this request to the arbiter after a delay, and report [`Event::ArbiterAnswered`].
+    /// [`Word::Runs`] is repeated until the arbiter has received it, and is not reported.
     AskArbiter {
-        /// The request.
+        /// Request to make.
         word: Word,
-        /// The while.
+        /// Delay before the request.
         after: Duration,
     },
     /// Start the guest, or leave it paused if its operator wants that.
@@ -207,29 +208,30 @@ pub enum Action {
     RequestAgain,
     /// No page is missing: end demand paging.
     EndDemandPaging,
-    /// The session has ended, or goes on without the VM ([`Outcome::Running`]).
+    /// The session has ended, or continues without the VM ([`Outcome::Running`]).
     Finish(Outcome),
 }
 
 /// Outcome of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Outcome {
-    /// The guest runs here, with all of its memory.
+    /// The guest runs on the target, with all of its memory.
     Completed,
-    /// The guest runs here, and pages are missing: the same session goes on, without the VM.
+    /// The guest runs on the target, and pages are missing: the same session continues without the
+    /// VM.
     Running,
-    /// The guest has not run here and will not.
+    /// The guest has not run on the target and will not run there.
     Failed(Refusal),
 }
 
-/// Random bits of this migration, which only its source is given.
+/// Random bits of this migration, which only its source receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tokens {
-    /// Names the bulk channels.
+    /// Token for the bulk channels.
     pub bulk: Token,
-    /// Names the urgent channels.
+    /// Token for the urgent channels.
     pub urgent: Token,
-    /// Names the control channel that is opened again.
+    /// Token for a new control channel.
     pub resume: Token,
 }
 
@@ -237,8 +239,8 @@ pub struct Tokens {
 #[derive(Debug, Clone)]
 enum Memory {
     Complete,
-    /// Pages are missing. They come in postcopy, and all may be here already: then the account of
-    /// them is told once the guest runs.
+    /// Pages are missing and arrive in postcopy. If all of them have arrived before the start,
+    /// `all_here` has the figures, which are reported once the guest runs.
     Missing {
         all_here: Option<LazyFigures>,
     },
@@ -249,7 +251,7 @@ impl Memory {
         matches!(self, Self::Missing { .. })
     }
 
-    /// Notes that the last missing page came.
+    /// Records that the last missing page has arrived.
     fn arrived(&mut self, figures: LazyFigures) {
         if let Self::Missing { all_here } = self {
             *all_here = Some(figures);
@@ -257,11 +259,11 @@ impl Memory {
     }
 }
 
-/// A request that the target repeats until the arbiter answers.
+/// Request that the target repeats until the arbiter answers.
 #[derive(Debug, Clone, Default)]
 struct Asking {
     again: Backoff,
-    /// Reason for which it is not decided which side owns the guest.
+    /// Reason why the owner of the guest is unknown.
     undecided: Option<String>,
 }
 
@@ -270,22 +272,22 @@ struct Asking {
 struct Shared {
     machine: MachineConfig,
     tokens: Tokens,
-    /// There is an arbiter.
+    /// True if there is an arbiter.
     fenced: bool,
-    /// Microseconds that loading the state and starting the guest are expected to take, for a source
-    /// that wants to know.
+    /// Expected time for loading the state and starting the guest, in microseconds, for a source
+    /// that supports this message.
     load_us: Option<u64>,
-    /// The VM prepares itself with the state of a trial pause.
+    /// True if the VM prepares itself with the state of a trial pause.
     wants_trial: bool,
     /// State that the operator of the source wants.
     wanted: RunState,
     mode: Mode,
     channels: Channels,
-    /// The source has announced a guest that fits.
+    /// True if the source has announced a guest that fits.
     accepted: bool,
 }
 
-/// The phase of a session, with the data of that phase.
+/// Phase of a session, with the data of that phase.
 #[derive(Debug, Clone)]
 enum State {
     Setup(Setup),
@@ -296,44 +298,45 @@ enum State {
     Renounced(Renounced),
     Postcopy(Postcopy),
     Ended {
-        /// All memory was here.
+        /// True if all memory had arrived.
         complete: bool,
     },
 }
 
-/// The state that follows an event, and the actions to perform, in their order.
+/// State that follows an event, and the actions to perform, in their order.
 type Next = (State, Vec<Action>);
 
-/// A target's session.
+/// Session of a target.
 #[derive(Debug, Clone)]
 pub struct Session {
     shared: Shared,
     state: State,
 }
 
-/// The reason for which a guest is renounced that was all but started.
+/// Returns the reason for renouncing a guest that was about to be started.
 fn lost_before(why: &str) -> Refusal {
     let detail = format!("the link was lost before the guest was started on the target ({why})");
     Refusal::new(RefusalCode::Other, detail)
 }
 
-/// Ends a session whose guest has not run here and will not.
+/// Ends a session whose guest has not run on the target and will not run there.
 fn end(why: Refusal, tell: Option<Action>) -> Next {
     let actions = tell.into_iter().chain([Action::Finish(Outcome::Failed(why))]).collect();
     (State::Ended { complete: false }, actions)
 }
 
-/// Ends a session before the source can have sent the commit, and tells the source why.
+/// Ends a session before the source can have sent the commit, and reports the reason to the source.
 fn fail(why: Refusal) -> Next {
     let told = Action::Send(ToSource::Failed(why.clone()));
     end(why, Some(told))
 }
 
-/// Returns the event as an error of the source or the host: it does not belong to `doing`.
+/// Returns the error of a source or host whose event is not allowed while the target is `doing`
+/// something else.
 fn misplaced(event: &Event, doing: &str) -> Refusal {
     let detail = match event {
         Event::Message(message) => {
-            format!("the source sent {}, which does not fit this moment ({doing})", message.name())
+            format!("the source sent {}, which is not allowed at this point ({doing})", message.name())
         }
         other => format!("{other:?} came while {doing}"),
     };
@@ -341,7 +344,7 @@ fn misplaced(event: &Event, doing: &str) -> Refusal {
 }
 
 impl Session {
-    /// Begins: a control channel is open.
+    /// Begins a session after a control channel was opened.
     pub fn begin(machine: MachineConfig, tokens: Tokens) -> Self {
         let shared = Shared {
             machine,
@@ -363,14 +366,14 @@ impl Session {
         self
     }
 
-    /// Asks the source for the state of a trial pause, if `wants` says that the VM prepares itself with
-    /// it. Only for a source that understands this.
+    /// Asks the source for the state of a trial pause, if `wants` is true. The source must support
+    /// this.
     pub fn wanting_trial(mut self, wants: bool) -> Self {
         self.shared.wants_trial = wants;
         self
     }
 
-    /// Asks an arbiter, if `fenced` says that there is one.
+    /// Uses an arbiter, if `fenced` is true.
     pub fn fenced(mut self, fenced: bool) -> Self {
         self.shared.fenced = fenced;
         self
@@ -407,7 +410,7 @@ fn react(state: State, shared: &mut Shared, event: Event) -> Next {
     }
 }
 
-/// Read by the host.
+/// Methods for the host.
 impl Session {
     /// Returns true if the source has announced a guest that fits.
     pub fn accepted(&self) -> bool {
@@ -419,21 +422,21 @@ impl Session {
         matches!(&self.state, State::Setup(setup) if setup.awaits_announcement())
     }
 
-    /// Returns true if a stop changes anything now.
+    /// Returns true if a stop has an effect now.
     ///
     /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The host
-    /// reports a stop only while this is true: the stop flag stays set, and an event that changes
-    /// nothing would keep the host from all others.
+    /// reports a stop only while this is true: the stop flag stays set, and an event without an
+    /// effect would block all others.
     pub fn heeds_stop(&self) -> bool {
         match &self.state {
             State::Setup(_) | State::Receiving(_) | State::Ready(_) | State::Claiming(_) => true,
-            // With an arbiter the guest is being given back. The session ends with the answer.
+            // With an arbiter, the guest is being given back. The session ends with the answer.
             State::Renounced(_) => !self.shared.fenced,
             State::Starting(_) | State::Postcopy(_) | State::Ended { .. } => false,
         }
     }
 
-    /// Returns true if all memory is here, so that the bulk channels have done their work.
+    /// Returns true if all memory has arrived, so that the bulk channels are not needed any more.
     pub fn memory_complete(&self) -> bool {
         match &self.state {
             State::Ready(ready) => !ready.memory.is_missing(),
@@ -443,13 +446,14 @@ impl Session {
         }
     }
 
-    /// Returns true if the session has ended: what was still to be done is moot.
+    /// Returns true if the session has ended. Remaining actions do not matter.
     pub fn ended(&self) -> bool {
         matches!(self.state, State::Ended { .. })
     }
 
-    /// Returns true if the source may open a new link to ask what has become of a guest that never
-    /// ran here. Once the target was ready the source may have sent the commit, even if it never came.
+    /// Returns true if the source may open a new link to ask about a guest that never ran on the
+    /// target. Once the target was ready, the source may have sent the commit, even if the commit
+    /// never arrived.
     pub fn may_be_asked(&self) -> bool {
         match &self.state {
             State::Ready(ready) => ready.may_be_committed(),
@@ -464,18 +468,18 @@ impl Session {
         matches!(self.state, State::Renounced(_))
     }
 
-    /// Returns true while the guest runs here and pages are missing, or the source does not know yet
-    /// that none are.
+    /// Returns true while the guest runs on the target and pages are missing, or while the source
+    /// does not know yet that all have arrived.
     pub fn running_lazily(&self) -> bool {
         matches!(self.state, State::Postcopy(_))
     }
 
-    /// Returns true if the guest runs here and the link is lost.
+    /// Returns true if the guest runs on the target and the link is lost.
     pub fn suspended(&self) -> bool {
         matches!(&self.state, State::Postcopy(postcopy) if postcopy.is_suspended())
     }
 
-    /// Returns true if the last missing page is here.
+    /// Returns true if the last missing page has arrived.
     pub fn complete(&self) -> bool {
         match &self.state {
             State::Postcopy(postcopy) => postcopy.is_complete(),
@@ -484,7 +488,7 @@ impl Session {
         }
     }
 
-    /// Returns why it is not known which side owns the guest, while it is not.
+    /// Returns the reason why the owner of the guest is unknown, while it is unknown.
     pub fn undecided(&self) -> Option<&str> {
         match &self.state {
             State::Claiming(claiming) => claiming.undecided(),

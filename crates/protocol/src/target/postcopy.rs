@@ -1,33 +1,33 @@
-//! The guest runs here, and its missing pages come.
+//! Postcopy: the guest runs on the target, and its missing pages arrive.
 
 use super::{Action, Event, Next, Outcome, Shared, State};
 use vmferry_wire::{LazyFigures, ToSource, ToTarget};
 
-/// A guest that runs before all of its memory is here.
+/// Guest that runs before all of its memory has arrived.
 #[derive(Debug, Clone)]
 pub(super) struct Postcopy {
     step: Step,
-    /// The account of the missing pages, once all are here.
+    /// Figures of the missing pages, once all have arrived.
     all_here: Option<LazyFigures>,
 }
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 enum Step {
-    /// Pages come.
+    /// Pages arrive.
     Receiving,
     /// The link is lost. The vCPUs run until they need a missing page.
     Suspended,
-    /// The source is back, and is being told which pages are missing.
+    /// The source has reconnected, and is being told which pages are missing.
     NamingMissing,
     /// The source opens its other channels.
     Reopening { missing: u32 },
-    /// Every page is here, and the source was told so.
+    /// All pages have arrived, and the source was told so.
     AwaitThanks,
 }
 
 impl Postcopy {
-    /// Begins: the guest was started. `lost` says that the link was lost meanwhile, and `runs` tells
-    /// the arbiter that the guest runs.
+    /// Begins after the guest was started. `lost` is true if the link was lost meanwhile. `runs` is
+    /// the action that reports to the arbiter that the guest runs.
     pub(super) fn begin(
         running: ToSource,
         lost: bool,
@@ -58,12 +58,13 @@ impl Postcopy {
             (Step::AwaitThanks, Event::Message(ToTarget::Thanks)) => {
                 (State::Ended { complete: true }, vec![Action::Finish(Outcome::Completed)])
             }
-            // Often the source notices first that the link is lost. The old channels have ended by now.
+            // The source often notices the loss of the link first. The old channels have ended by
+            // now.
             (_, Event::ControlReopened) => self.go_on_to(Step::NamingMissing, vec![Action::NameMissing]),
             (Step::NamingMissing, Event::MissingNamed { pages, tokens: (bulk, urgent) }) => {
                 let resume = Action::Send(ToSource::Resume { pages, bulk, urgent });
                 let actions = vec![Action::AwaitChannels(shared.channels), resume];
-                // If no page is missing, there is nothing to open channels for.
+                // If no page is missing, no channels need to be opened.
                 let step = Step::Reopening { missing: shared.channels.count() };
                 self.tell_if_complete(step, actions)
             }
@@ -74,14 +75,14 @@ impl Postcopy {
             (Step::Reopening { missing }, Event::ChannelUp) => {
                 self.go_on_to(Step::Reopening { missing: missing - 1 }, Vec::new())
             }
-            // A channel has sent its part of the rest. Only the pages that are here count.
+            // A channel has sent its part of the rest. Only the arrival of the pages matters.
             (Step::Receiving | Step::AwaitThanks, Event::Barrier { .. }) => self.stay(),
             // Late reports of channels that are closed.
             (Step::Suspended, _) => self.stay(),
             (_, Event::PeerLost(_) | Event::LocalFailure(_)) => self.suspend(),
             (step, Event::Message(message)) => {
                 let name = message.name();
-                tracing::warn!("the source sent {name}, which does not fit this moment ({step:?})");
+                tracing::warn!("the source sent {name}, which is not allowed at this point ({step:?})");
                 self.suspend()
             }
             _ => self.stay(),
@@ -97,7 +98,8 @@ impl Postcopy {
         (State::Postcopy(self), actions)
     }
 
-    /// The last missing page is here. Without a link, the source is told once there is one.
+    /// Records that the last missing page has arrived. Without a link, the source is told once
+    /// there is one.
     fn all_here(mut self, figures: LazyFigures) -> Next {
         self.all_here = Some(figures);
         let actions = vec![Action::EndDemandPaging];
@@ -107,14 +109,14 @@ impl Postcopy {
         }
     }
 
-    /// Goes on to `step`, or, if every page is here, tells the source so.
+    /// Goes on to `step`, or tells the source that every page has arrived, if that is so.
     fn tell_if_complete(self, step: Step, mut actions: Vec<Action>) -> Next {
         let Some(figures) = self.all_here.clone() else { return self.go_on_to(step, actions) };
         actions.push(Action::Send(ToSource::Complete(figures)));
         self.go_on_to(Step::AwaitThanks, actions)
     }
 
-    /// The link is lost, and the guest runs on.
+    /// Handles the loss of the link. The guest continues to run.
     fn suspend(self) -> Next {
         self.go_on_to(Step::Suspended, vec![Action::Disconnect])
     }

@@ -1,4 +1,4 @@
-//! What tells two sessions apart in a model that looks at every reachable state.
+//! Projection of sessions for a model that visits every reachable state.
 
 use super::renounced::Renounced;
 use super::{Memory, Session, Shared, State};
@@ -6,10 +6,10 @@ use std::hash::{Hash, Hasher};
 use std::mem::discriminant;
 
 impl Session {
-    /// Hashes what decides.
+    /// Hashes the fields that affect decisions.
     ///
-    /// Each field is named, so that a new field does not compile before it is decided here. Left out
-    /// is what does not change in a run, and why something failed.
+    /// Each field is named, so that a new field does not compile before its treatment is decided
+    /// here. Fields that do not change in a run and reasons of failures are left out.
     pub fn project(&self, hasher: &mut impl Hasher) {
         let Self { shared, state } = self;
         let Shared {

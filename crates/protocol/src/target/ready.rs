@@ -1,4 +1,5 @@
-//! The state is loaded, and the commit is awaited. The guest has not run here.
+//! Ready phase: the state is loaded, and the target waits for the commit. The guest has not run on
+//! the target.
 
 use super::renounced::Renounced;
 use super::start::{Claiming, Starting};
@@ -24,8 +25,8 @@ impl Ready {
         Self { memory, step: Step::Loading }
     }
 
-    /// Returns true if the source may have sent the commit and can ask, over a new link, what became
-    /// of the guest. A source that has sent all of the memory does not come back.
+    /// Returns true if the source may have sent the commit and can ask, over a new link, about the
+    /// guest. A source that has sent all of the memory does not reconnect.
     pub(super) fn may_be_committed(&self) -> bool {
         self.step == Step::AwaitCommit && self.memory.is_missing()
     }
@@ -49,9 +50,9 @@ impl Ready {
                 self.memory.arrived(figures);
                 (State::Ready(self), Vec::new())
             }
-            // Late, or of another word.
+            // A late answer, or the answer to another request.
             (_, Event::ArbiterAnswered(..)) => (State::Ready(self), Vec::new()),
-            // The source would not open a new link if it did not know the old one to be lost.
+            // The source opens a new link only if it knows that the old one is lost.
             (_, Event::ControlReopened) if self.may_be_committed() => Renounced::and_tell(
                 shared,
                 &self.memory,
@@ -78,7 +79,7 @@ impl Ready {
         if !self.may_be_committed() {
             return fail(why);
         }
-        // The commit may be on its way.
+        // The commit may have been sent.
         let told = Action::Send(ToSource::Failed(why.clone()));
         Renounced::begin(shared, &self.memory, why, Asking::default(), told)
     }

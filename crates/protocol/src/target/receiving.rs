@@ -1,4 +1,4 @@
-//! Passes over memory, the device state, and the verification.
+//! Receiving phase: passes over memory, the device state, and the verification.
 
 use super::ready::Ready;
 use super::{Action, Channels, Event, Memory, Next, Shared, State, fail, misplaced};
@@ -7,17 +7,17 @@ use vmferry_wire::{
     MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Refusal, RefusalCode, ToSource, ToTarget,
 };
 
-/// The device state as far as it has come.
+/// Device state that has arrived so far.
 #[derive(Debug, Clone, Default)]
 struct DeviceState {
     sections: Vec<Section>,
     bytes: usize,
-    /// The source has sent all of it.
+    /// True if the source has sent all of it.
     complete: bool,
 }
 
 impl DeviceState {
-    /// Adds a section, if the protocol allows that much.
+    /// Adds a section, if the protocol allows its size.
     fn add(&mut self, section: Section) -> Result<(), Refusal> {
         self.bytes += section.name.len() + section.payload.len();
         if self.bytes > MAX_STATE_BYTES || self.sections.len() == MAX_SECTIONS || self.complete {
@@ -29,30 +29,30 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Notes that the source has sent all of its `sections` sections.
+    /// Records that the source has sent all of its `sections` sections.
     fn end(&mut self, sections: u32) -> Result<(), Refusal> {
         self.complete = true;
         let came = self.sections.len();
         if usize::try_from(sections) == Ok(came) {
             return Ok(());
         }
-        let detail = format!("{came} of {sections} sections of device state came");
+        let detail = format!("{came} of {sections} sections of device state arrived");
         Err(Refusal::new(RefusalCode::State, detail))
     }
 }
 
-/// The state of a trial pause, for the VM to prepare itself.
+/// State of a trial pause, with which the VM prepares itself.
 #[derive(Debug, Clone)]
 enum Trial {
-    /// The VM does not want it, or has got it.
+    /// The VM does not need the state, or has received it.
     NotWanted,
-    /// The VM wants it. So much has come.
+    /// The VM needs the state, which is being received.
     Coming(DeviceState),
     /// The VM prepares itself.
     Preparing,
 }
 
-/// Receiving the guest.
+/// Reception of the guest.
 #[derive(Debug, Clone)]
 pub(super) struct Receiving {
     /// For each bulk channel, the number of passes that it has ended.
@@ -63,11 +63,11 @@ pub(super) struct Receiving {
     last_pass: Option<u32>,
     /// Number of the pass of digests that is to be compared.
     verify_pass: Option<u32>,
-    /// The last pass that was received left no damaged page.
+    /// True if the last received pass left no page with a digest mismatch.
     clean: bool,
     trial: Trial,
     state: DeviceState,
-    /// For each stream of device state, whether it is complete.
+    /// For each stream of device state, true if it is complete.
     streams: Vec<bool>,
 }
 
@@ -108,7 +108,7 @@ impl Receiving {
             }
             Event::VmPrepared { load_us } if matches!(self.trial, Trial::Preparing) => {
                 self.trial = Trial::NotWanted;
-                // A source that sends a trial understands `Costs`.
+                // A source that sends the state of a trial pause supports `Costs`.
                 let costs = load_us.map(|load_us| ToSource::Costs { load_us });
                 self.stay(costs.into_iter().chain([ToSource::Prepared]).map(Action::Send).collect())
             }
@@ -132,9 +132,11 @@ impl Receiving {
             Event::Compared { pages, mismatched, samples } => {
                 self.stay(vec![Action::Send(ToSource::Verified { pages, mismatched, samples })])
             }
-            // Late, or of another word.
+            // A late answer, or the answer to another request.
             Event::ArbiterAnswered(..) => self.stay(Vec::new()),
-            Event::ChannelUp => fail(Refusal::new(RefusalCode::Protocol, "a channel too many")),
+            Event::ChannelUp => {
+                fail(Refusal::new(RefusalCode::Protocol, "the source opened more channels than it announced"))
+            }
             event => fail(misplaced(&event, "receiving the guest")),
         }
     }
@@ -157,7 +159,7 @@ impl Receiving {
             return self.stay(Vec::new());
         }
         self.received = complete;
-        // Unknown until the damaged pages are counted.
+        // Unknown until the pages with a digest mismatch are counted.
         self.clean = false;
         let compared = self.compared_if_complete();
         self.stay([Action::CountDamaged { pass }].into_iter().chain(compared).collect())
@@ -185,7 +187,7 @@ impl Receiving {
         }
     }
 
-    /// Takes a part of a stream of device state.
+    /// Handles a message of a stream of device state.
     fn stream(mut self: Box<Self>, message: ToTarget) -> Next {
         let name = message.name();
         if let Some(action) = self.stream_action(message) {
@@ -220,18 +222,18 @@ impl Receiving {
         })
     }
 
-    /// Returns whether `stream` is complete, for a stream that is not.
+    /// Returns the completion flag of `stream`, if the stream exists and is not complete.
     fn open_stream(&mut self, stream: u32) -> Option<&mut bool> {
         let complete = self.streams.get_mut(usize::try_from(stream).ok()?)?;
         (!*complete).then_some(complete)
     }
 
-    /// Returns true if all device state is here.
+    /// Returns true if all device state has arrived.
     fn state_is_complete(&self) -> bool {
         self.state.complete && self.streams.iter().all(|complete| *complete)
     }
 
-    /// Takes a part of the state of a trial pause.
+    /// Handles a message with state of a trial pause.
     fn trial(mut self: Box<Self>, message: ToTarget) -> Next {
         let Trial::Coming(state) = &mut self.trial else {
             return fail(misplaced(&Event::Message(message), "receiving the guest"));
@@ -252,13 +254,14 @@ impl Receiving {
         self.stay(vec![Action::PrepareVm(sections)])
     }
 
-    /// Loads the state over memory that is complete and undamaged, whatever the source believes.
+    /// Loads the state over memory that is complete and without digest mismatch. This is checked,
+    /// whatever the source believes.
     fn load(self) -> Next {
         let arrived = self.last_pass.is_some_and(|pass| self.received > pass);
         let complete = self.state_is_complete();
         if !(arrived && self.clean && complete) {
             let detail = format!(
-                "load came too early (last pass complete: {arrived}, pages undamaged: {}, state complete: {complete})",
+                "Load arrived too early (last pass complete: {arrived}, no digest mismatch: {}, state complete: {complete})",
                 self.clean
             );
             return fail(Refusal::new(RefusalCode::Protocol, detail));
@@ -267,7 +270,7 @@ impl Receiving {
         (State::Ready(ready), vec![Action::Load(self.state.sections)])
     }
 
-    /// Loads the state over memory of which `pages` pages are missing. The source has named them.
+    /// Loads the state over memory with `pages` missing pages, which the source has named.
     fn load_with_missing(self, pages: u64) -> Next {
         if !self.state_is_complete() {
             let detail = "the source hands over a guest whose device state it has not sent";

@@ -1,5 +1,5 @@
-//! From the hello to the first page: the machines are compared, the register is looked for, channels
-//! are opened.
+//! Setup phase, from the hello to the first page: the machines are compared, the register is read,
+//! channels are opened.
 
 use super::receiving::Receiving;
 use super::{Action, Channels, Event, Next, Shared, State, Tokens, fail, misplaced};
@@ -8,7 +8,7 @@ use std::time::Duration;
 use vmferry_core::MachineConfig;
 use vmferry_wire::{Mode, Refusal, RefusalCode, ToSource, ToTarget};
 
-/// The setup of a migration.
+/// Setup of a migration.
 #[derive(Debug, Clone, Hash)]
 pub(super) struct Setup {
     step: Step,
@@ -18,9 +18,9 @@ pub(super) struct Setup {
 enum Step {
     /// The source has not announced its guest.
     AwaitAnnouncement,
-    /// The guest fits, and its register is looked for.
+    /// The guest fits, and its register is being read.
     LookingForRegister,
-    /// The host makes sure that it can take pages while the guest runs.
+    /// The host checks that it can take pages while the guest runs.
     Preparing,
     AwaitChannels {
         missing: u32,
@@ -48,12 +48,12 @@ impl Setup {
                     probe,
                 }),
             ) => announced(shared, &machine, mode, Channels { bulk, urgent, probe }),
-            // For a VMM that creates its VM now. Here the VM exists.
+            // The description is for a VMM that creates its VM now. In this session the VM exists.
             (Step::AwaitAnnouncement, Event::Message(ToTarget::Description(_))) => {
                 (State::Setup(self), Vec::new())
             }
             (Step::LookingForRegister, Event::ArbiterAnswered(Word::Look, answer)) => looked(shared, answer),
-            // Late, or of another word.
+            // A late answer, or the answer to another request.
             (_, Event::ArbiterAnswered(..)) => (State::Setup(self), Vec::new()),
             (Step::Preparing, Event::Prepared) => accept(shared),
             (Step::AwaitChannels { missing: 1 }, Event::ChannelUp) => {
@@ -79,7 +79,7 @@ impl Setup {
 
 fn announced(shared: &mut Shared, machine: &MachineConfig, mode: Mode, channels: Channels) -> Next {
     if let Some(difference) = shared.machine.difference(machine) {
-        let detail = format!("{difference} (here = target, there = source); start the target alike");
+        let detail = format!("{difference} ; create the target VM like the source VM");
         return fail(Refusal::new(RefusalCode::Machine, detail));
     }
     if let Some(detail) = wrong_channels(mode, channels) {
@@ -96,12 +96,12 @@ fn announced(shared: &mut Shared, machine: &MachineConfig, mode: Mode, channels:
 fn wrong_channels(mode: Mode, Channels { bulk, urgent, probe }: Channels) -> Option<String> {
     let most = crate::source::Settings::MAX_CHANNELS;
     if !(1..=most).contains(&bulk) {
-        return Some(format!("{bulk} bulk channels were asked for, 1 to {most} are possible"));
+        return Some(format!("the source announced {bulk} bulk channels, but 1 to {most} are possible"));
     }
     let right = if mode.may_be_lazy() { (1..=most).contains(&urgent) } else { urgent == 0 && !probe };
     (!right).then(|| {
         format!(
-            "{urgent} urgent channels were asked for ({mode:?}); 1 to {most} are possible, and none in precopy"
+            "the source announced {urgent} urgent channels ({mode:?}), but 1 to {most} are possible, and none in precopy"
         )
     })
 }
@@ -109,7 +109,7 @@ fn wrong_channels(mode: Mode, Channels { bulk, urgent, probe }: Channels) -> Opt
 fn looked(shared: &mut Shared, answer: Result<Ruling, ArbiterError>) -> Next {
     let detail = match answer {
         Ok(Ruling::Open) => return prepare(shared),
-        Ok(ruling) => format!("the fence {ruling}, and the guest has not been moved yet"),
+        Ok(ruling) => format!("the arbiter {ruling}, although the guest has not been moved yet"),
         Err(error) => format!("as seen from the target: {error}"),
     };
     fail(Refusal::new(RefusalCode::Fence, detail))
@@ -119,7 +119,8 @@ fn prepare(shared: &mut Shared) -> Next {
     if !shared.mode.may_be_lazy() {
         return accept(shared);
     }
-    // A host that cannot do it says so before anything else, and goes on waiting for another source.
+    // Checked first, so that a host without demand paging refuses early and continues to wait for
+    // another source.
     (State::Setup(Setup { step: Step::Preparing }), vec![Action::PrepareDemandPaging])
 }
 

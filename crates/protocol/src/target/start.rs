@@ -1,4 +1,5 @@
-//! The commit is here: the target claims the guest from the arbiter, if there is one, and starts it.
+//! Claiming and Starting phases, after the commit: the target claims the guest from the arbiter, if
+//! there is one, and starts it.
 
 use super::postcopy::Postcopy;
 use super::renounced::Renounced;
@@ -7,20 +8,20 @@ use crate::arbiter::{ArbiterError, Ruling, Side, Word};
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
-/// Number of times that the arbiter is asked in vain, over a link that holds, until the guest is given
-/// back to its source. The guest is paused meanwhile.
+/// Number of unanswered requests to the arbiter, over a working link, after which the guest is
+/// given back to its source. The guest is paused meanwhile.
 const MOST_CLAIMS: u32 = 3;
 
-/// The source has handed the guest over, and the arbiter is asked whether the target may run it. The
-/// commit is a permission to claim the guest and not to run it: the source may have given up and
-/// claimed the guest long ago.
+/// Handed-over guest, while the target asks the arbiter for permission to run it. The commit only
+/// permits the target to claim the guest, not to run it: the source may have given up and claimed
+/// the guest long ago.
 #[derive(Debug, Clone)]
 pub(super) struct Claiming {
     pub(super) memory: Memory,
-    /// The link was lost.
+    /// True if the link was lost.
     lost: bool,
     asking: Asking,
-    /// Claims that were not answered.
+    /// Number of claims that were not answered.
     unanswered: u32,
 }
 
@@ -48,7 +49,8 @@ impl Claiming {
                 lost_before("the source opened a new one"),
                 self.asking,
             ),
-            // Without the link the guest would run here without its memory. Its source has all of it.
+            // Without the link the guest would run on the target without its memory. Its source has
+            // all of it.
             Event::PeerLost(why) if self.memory.is_missing() => {
                 Renounced::and_disconnect(shared, &self.memory, lost_before(&why), self.asking)
             }
@@ -67,7 +69,7 @@ impl Claiming {
                     Renounced::and_tell(shared, &self.memory, why, self.asking)
                 }
             }
-            // The source has handed the guest over: nothing that it says changes that.
+            // The source has handed the guest over: no later message of the source changes that.
             _ => (State::Claiming(self), Vec::new()),
         }
     }
@@ -76,13 +78,13 @@ impl Claiming {
         let why = match answer {
             Ok(Ruling::Target { .. }) => return Starting::claimed(shared, self.memory, self.lost),
             Ok(Ruling::Source) => {
-                let detail = "the fence has given the guest to its source, which had lost the link";
+                let detail = "the arbiter has given the guest to its source, which had lost the link";
                 let why = Refusal::new(RefusalCode::Fence, detail);
                 let told = (!self.lost).then(|| Action::Send(ToSource::Failed(why.clone())));
                 return end(why, told);
             }
-            // That does not answer a claim: it counts as no answer.
-            Ok(Ruling::Open) => "the fence has not taken the claim".to_owned(),
+            // This ruling does not answer a claim, so it counts as no answer.
+            Ok(Ruling::Open) => "the arbiter has not accepted the claim".to_owned(),
             Err(error) => error.to_string(),
         };
         self.unanswered += 1;
@@ -92,32 +94,32 @@ impl Claiming {
             let claim = Action::AskArbiter { word: Word::Claim(Side::Target), after };
             return (State::Claiming(self), vec![claim]);
         }
-        // The source can have the paused guest at once, by the target's word. If the arbiter has heard
-        // a claim all the same, giving the guest back takes the claim back.
+        // The target's message lets the source have the paused guest at once. If the arbiter has
+        // received a claim nevertheless, giving the guest back revokes the claim.
         let detail = format!("the guest was not started on the target: {why}");
         Renounced::and_tell(shared, &self.memory, Refusal::new(RefusalCode::Fence, detail), self.asking)
     }
 
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
-        // How long until the arbiter is asked again, and what it said, decide nothing.
+        // The time until the next request and the last answer of the arbiter affect no decision.
         let Self { memory, lost, asking: _, unanswered } = self;
         memory.project(hasher);
         std::hash::Hash::hash(&(lost, unanswered), hasher);
     }
 }
 
-/// The guest is the target's, and is being started. Neither the source nor a channel counts now: only
-/// the start itself can fail.
+/// Start of a guest that the target owns. The source and the channels do not matter now: only the
+/// start itself can fail.
 #[derive(Debug, Clone)]
 pub(super) struct Starting {
     pub(super) memory: Memory,
-    /// The link was lost.
+    /// True if the link was lost.
     lost: bool,
 }
 
 impl Starting {
-    /// Starts a guest that no arbiter decides about.
+    /// Starts a guest without an arbiter.
     pub(super) fn begin(shared: &Shared, memory: Memory) -> Next {
         Self::claimed(shared, memory, false)
     }
@@ -165,7 +167,7 @@ impl Starting {
         if !self.memory.is_missing() && !shared.fenced {
             return end(why, Some(told));
         }
-        // Nothing can be said on a link that is known to be lost.
+        // Nothing can be sent on a link that is known to be lost.
         let first = if self.lost { Action::Disconnect } else { told };
         Renounced::begin(shared, &self.memory, why, Asking::default(), first)
     }
