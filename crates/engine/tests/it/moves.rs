@@ -497,7 +497,7 @@ fn what_cannot_begin_says_why_at_once() {
     let quick = || Settings { peer_timeout: PATIENCE * 2, ..quick() };
     let nobody = fails(&unix_uri(), &quick());
     assert!(
-        nobody.contains("cannot connect") && nobody.contains("does the target wait for a guest"),
+        nobody.contains("cannot connect") && nobody.contains("check that the target waits for a guest"),
         "{nobody}"
     );
     let far = fails(&Uri::Tcp { host: "192.0.2.1".into(), port: 9 }, &quick());

@@ -355,10 +355,10 @@ fn nothing_is_replaced() {
     let quicker = Monitor::watched(move |_| std::fs::write(&late, b"another's").unwrap());
     let report = save(&mut source, &guest(&folder), &quicker).unwrap();
     assert_eq!(report.state, MigrationState::Failed);
-    assert!(report.error.as_ref().unwrap().contains("there already"), "{report:?}");
+    assert!(report.error.as_ref().unwrap().contains("exists already"), "{report:?}");
     assert!(source.works());
     let error = save(&mut source, &guest(&folder), &Monitor::new()).unwrap_err();
-    assert!(error.to_string().contains("there already"), "{error}");
+    assert!(error.to_string().contains("exists already"), "{error}");
     assert_eq!((folder.names().len(), std::fs::read(guest(&folder)).unwrap()), (1, b"another's".to_vec()));
     goes_on(&source);
 }

@@ -252,7 +252,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.say(&ToTarget::Load);
     });
     refused("0 of 3 sections", |evil| evil.say(&ToTarget::StateEnd { sections: 3 }));
-    refused("pages undamaged: false", |evil| {
+    refused("no digest mismatch: false", |evil| {
         evil.frame(0, 5, |frame| frame.content[17] ^= 1);
         evil.finish(0);
     });

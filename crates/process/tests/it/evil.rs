@@ -208,14 +208,14 @@ fn target_does_not_start_a_guest_after_a_protocol_violation() {
         evil.lacking(0, 768);
         evil.say(&ToTarget::LoadLazily { pages: PAGES });
     });
-    refused("Lacking, which does not fit", Mode::Precopy, 1, |evil| evil.lacking(0, 8));
-    refused("LoadLazily, which does not fit", Mode::Precopy, 1, |evil| {
+    refused("Lacking, which is not allowed", Mode::Precopy, 1, |evil| evil.lacking(0, 8));
+    refused("LoadLazily, which is not allowed", Mode::Precopy, 1, |evil| {
         evil.say(&ToTarget::LoadLazily { pages: 0 });
     });
     refused("beyond its end", Mode::Hybrid, 1, |evil| evil.lacking(PAGES, 8));
     refused("has a length or an offset that the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
-    // A damaged page that is not among the pages to be sent again.
-    refused("arrived damaged", Mode::Hybrid, 1, |evil| {
+    // A page with a digest mismatch that is not among the pages to be sent again.
+    refused("a page with a digest mismatch", Mode::Hybrid, 1, |evil| {
         evil.damaged(0, 300);
         evil.barrier(0, 0);
         assert!(matches!(evil.hear(), Some(ToSource::Received { suspects: 1, .. })));

@@ -180,9 +180,9 @@ fn guest_stays_on_the_source_whatever_the_target_does_before_the_commit() {
         ("which does not exist", after_handover(page(0, 6144, 0, false))),
         ("echo on an urgent channel", after_handover(Request::Echo { number: 1, held_ns: 0 })),
         ("were not sent to it", say(ToSource::Complete(LazyFigures::default()))),
-        ("Lacking, which does not fit", say(ToSource::Lacking(lacking))),
+        ("Lacking, which is not allowed", say(ToSource::Lacking(lacking))),
         (
-            "Resume, which does not fit",
+            "Resume, which is not allowed",
             say(ToSource::Resume { pages: 0, bulk: Token::NONE, urgent: Token::NONE }),
         ),
         ("no room", say(ToSource::Failed(Refusal::new(RefusalCode::Memory, "no room")))),
@@ -240,7 +240,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
         ("which does not exist", asks(page(0, 1 << 40, MAX_AHEAD, false))),
         ("echo on an urgent channel", asks(Request::Echo { number: u64::MAX, held_ns: 0 })),
         (
-            "Ready, which does not fit",
+            "Ready, which is not allowed",
             Box::new(|liar| {
                 liar.until_running();
                 liar.say(&ToSource::Ready { load_us: 1 });
@@ -272,7 +272,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
         ("were announced", back(5, None, 2)),
         ("were announced", back(1, Some((0, 0, 8)), 2)),
         ("names pages beyond its end", back(64, Some((0, 6144, 8)), 0)),
-        ("which is not there", back(64, Some((7, 0, 8)), 0)),
+        ("the region does not exist", back(64, Some((7, 0, 8)), 0)),
         ("has a length or an offset that the protocol does not allow", back(8, Some((0, 0, 1)), 0)),
         (
             "has not answered",

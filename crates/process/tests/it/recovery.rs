@@ -92,7 +92,7 @@ fn abandoned_link_means_a_lost_guest() {
             view.until("the end", || false);
         });
         assert_eq!(moved.state(), MigrationState::Lost, "{}", moved.error());
-        assert!(moved.error().contains("given up before the target said"), "{}", moved.error());
+        assert!(moved.error().contains("given up before the target reported"), "{}", moved.error());
         stands_still(&moved.source, "given up");
         let rest = moved.received.unwrap();
         assert_eq!(

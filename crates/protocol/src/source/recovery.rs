@@ -217,7 +217,7 @@ impl Recovery {
         let awaits = matches!(self.step, Step::Hearing | Step::Reopening { opened: true, .. });
         if awaits && now.saturating_sub(shared.last_step) > patience {
             let why =
-                format!("the target answers pings, but has not sent the awaited message for {patience:?}");
+                format!("the target answers pings, but has not answered anything else for {patience:?}");
             return self.suspend(shared, why);
         }
         let ping = shared.ping(now);
