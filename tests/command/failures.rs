@@ -262,7 +262,7 @@ impl Machine for Ended {
 }
 
 /// No real guest refuses to be resumed, so the document replaces the source. The engine tests the
-/// document itself in `failures_after_the_end_change_nothing_and_are_said`.
+/// document itself in `failures_after_the_end_are_reported_and_change_nothing`.
 #[test]
 fn migrate_and_status_end_with_6_if_the_resume_failed() {
     for (outcome, words) in [("failed", "was not moved"), ("completed", "holds a copy of the guest")] {

@@ -1,4 +1,4 @@
-//! Guests whose I/O does not come to rest when they are stopped: they go on, and are moved when it does.
+//! Guests whose I/O cannot be quiesced at once: they continue to run, and move later.
 
 use crate::rig::{Ended, between, check_owner, monitored, quick};
 use crate::toy::{Options, Toy, Tracking};
@@ -6,7 +6,7 @@ use std::time::Duration;
 use vmferry_engine::{MigrationMode, MigrationState, Monitor, Settings};
 use vmferry_testkit::wait;
 
-/// Moves a guest whose I/O is busy when it is looked at for the times that `busy` says.
+/// Moves a guest whose I/O is busy at the attempts that are true in `busy`.
 fn moved(mode: MigrationMode, busy: &[bool]) -> (Toy, Toy, Ended) {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, lazy: true, ..Options::default() }, true);
     let mut target = source.target();
@@ -18,12 +18,12 @@ fn moved(mode: MigrationMode, busy: &[bool]) -> (Toy, Toy, Ended) {
 }
 
 #[test]
-fn a_guest_goes_on_until_its_io_comes_to_rest_and_then_moves() {
+fn guest_runs_until_its_io_is_quiesced_and_then_moves() {
     let limit = Settings::default().downtime_limit;
-    // At once: what they do most is to wait for their next try.
+    // Run in parallel, because these migrations mostly wait for their next attempt.
     std::thread::scope(|scope| {
         for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
-            // In the rehearsals; in the pause itself; in both.
+            // Busy in the trial pauses, in the pause of the switchover, or in both.
             for busy in [&[true, true][..], &[false, true], &[true, false, true, false, true]] {
                 scope.spawn(move || goes_on_and_moves(mode, busy, limit));
             }
@@ -41,29 +41,30 @@ fn goes_on_and_moves(mode: MigrationMode, busy: &[bool], limit: Duration) {
     let settles = source.settles();
     assert!(settles.len() > busy.len(), "{mode} {busy:?}: {settles:?}");
     assert!(settles.iter().all(|within| *within <= limit), "{mode} {busy:?}: {settles:?}");
-    // Of the stop that succeeded, and not since the first, after which it ran for a quarter of a second at least.
+    // The downtime counts from the stop that succeeded, and not from the first one. In between, the
+    // guest ran for a quarter of a second at least.
     let (down, total) = (report.downtime_ms, report.total_ms);
     assert!(down + 250.0 < total, "{mode} {busy:?}: {down} of {total} ms");
 }
 
 #[test]
-fn a_postcopy_from_the_start_waits_with_the_guest_running() {
+fn postcopy_waits_for_io_while_the_guest_runs() {
     let (source, target, ended) = moved(MigrationMode::Postcopy, &[true, true, true]);
     assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
     assert!(target.works() && target.lost().is_empty(), "{:?}", target.lost());
     let report = ended.sent.unwrap();
     assert_eq!(report.put_off, 3);
     assert_eq!(source.settles(), [Settings::default().downtime_limit; 4]);
-    // A quarter of a second, half of one, one.
+    // The waits are a quarter of a second, half a second, and one second.
     let (down, total) = (report.downtime_ms, report.total_ms);
     assert!(down + 1750.0 < total, "{down} of {total} ms");
 }
 
 #[test]
-fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
+fn switch_request_ends_the_wait_of_a_postcopy() {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, lazy: true, ..Options::default() }, true);
     let mut target = source.target();
-    // If it went on trying in its own time, the last of these would be minutes away.
+    // If the source kept its intervals, the last of these attempts would be minutes away.
     source.busy(&[true; 20]);
     let settings = Settings { mode: MigrationMode::Postcopy, ..quick() };
     let monitor = Monitor::new();
@@ -76,14 +77,14 @@ fn whoever_switches_a_postcopy_that_waits_is_not_kept_until_its_next_try() {
     });
     check_owner(&source, &target, &ended);
     assert_eq!(monitor.progress().busy, None, "it waits for nothing any more");
-    // That one waits as long as the VM likes, and fails for good.
+    // The last attempt waits as long as the VM needs, and its failure is final.
     assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
     let want = "quiescing the guest's I/O failed: requests are under way";
     assert!(ended.error().contains(want), "{}", ended.error());
     assert!(source.works());
     let settles = source.settles();
     let (last, before) = settles.split_last().unwrap();
-    // Of the tries before it there are more than one only where this thread had to wait for a processor.
+    // Before it, there is more than one attempt only if this thread had to wait for a processor.
     assert!(*last == Duration::MAX && (1..19).contains(&before.len()), "{settles:?}");
     assert!(before.iter().all(|within| *within == settings.downtime_limit), "{settles:?}");
 }

@@ -1,5 +1,5 @@
-//! VMs whose own code panics: the call that drove them passes that on, or fails where a thread of the engine's drove them; and nobody waits
-//! for ever.
+//! VMs whose own code panics. The call that used them passes the panic on, or fails if a thread of
+//! the engine made the call. No thread waits for ever.
 
 use crate::rig::{between, check_owner, monitored, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking};
@@ -12,16 +12,17 @@ use vmferry_engine::{
 };
 use vmferry_testkit::{PATIENCE, wait};
 
-/// How it ends if a method of one side panics.
+/// Result of a migration in which a method panics.
 #[derive(Debug, PartialEq, Eq)]
 enum End {
-    /// The caller has the panic.
+    /// The caller gets the panic.
     PassedOn,
-    /// It failed, and why.
+    /// The migration failed, with this reason.
     Failed(String),
 }
 
-/// Moves a guest between VMs that are `prepare`d; how that ended, and whether the guest goes on at its source.
+/// Moves a guest between VMs that `prepare` has changed. Returns the result, and whether the guest
+/// continues to run on the source.
 fn end(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> (End, bool) {
     let (sender, ended) = channel();
     std::thread::spawn(move || {
@@ -42,11 +43,11 @@ fn end(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> (End, bool) {
 }
 
 #[test]
-fn a_panic_on_the_callers_thread_is_the_callers() {
+fn panic_on_the_callers_thread_reaches_the_caller() {
     for method in [Method::TrackerStart, Method::Harvest, Method::Pause, Method::Save] {
         assert_eq!(end(move |source, _| source.panics(method)).0, End::PassedOn, "{method:?}");
     }
-    // The source hears of it as of any target that is gone.
+    // To the source, this is a target that has disconnected.
     for method in [Method::Load, Method::Start] {
         assert_eq!(
             end(move |_, target| target.panics(method)),
@@ -57,7 +58,7 @@ fn a_panic_on_the_callers_thread_is_the_callers() {
 }
 
 #[test]
-fn a_panic_on_a_channels_thread_is_a_failure_and_the_guest_goes_on() {
+fn panic_on_a_channel_thread_fails_the_migration_and_the_guest_stays() {
     for method in [Method::Window, Method::Touched, Method::Protect] {
         let (End::Failed(why), true) = end(move |source, _| source.panics(method)) else {
             panic!("{method:?}");
@@ -70,9 +71,9 @@ fn a_panic_on_a_channels_thread_is_a_failure_and_the_guest_goes_on() {
     assert!(why.contains("a clumsy VM"), "{why}");
 }
 
-/// Whoever is told that the guest runs there must hear that, whatever becomes of what is undone here.
+/// A panic after the decision must not suppress the report that the guest runs on the target.
 #[test]
-fn a_panic_after_the_end_does_not_take_the_report() {
+fn panic_after_the_end_does_not_suppress_the_report() {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
     let mut target = source.target();
     source.panics(Method::TrackerStop);
@@ -83,13 +84,14 @@ fn a_panic_after_the_end_does_not_take_the_report() {
     assert_eq!(source.called(Method::TrackerStop), 1);
 }
 
-/// How a move by postcopy ended on each side; `Err` is a panic, in its words.
+/// Results of a postcopy on source and target. `Err` has the text of a panic.
 struct Lazily {
     sent: Result<(MigrationState, String), String>,
     received: Result<Result<RestState, ReceiveFailure>, String>,
-    /// Whether the guest goes on: here, and there as far as it has its memory.
+    /// True if the guest continues to run: on the source, and on the target as far as it has its
+    /// memory.
     runs: (bool, bool),
-    /// Whether it works there, and finds all of its memory.
+    /// True if the guest works on the target, and finds all of its memory.
     whole: bool,
 }
 
@@ -100,12 +102,13 @@ fn panic_of<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     })
 }
 
-/// Moves a guest whose memory follows it, between VMs that are `prepare`d. Whoever looks after it gives it up when it cannot go on by itself.
+/// Moves a guest by postcopy between VMs that `prepare` has changed. A guest that cannot continue
+/// without help is abandoned.
 fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
     lazily_within(quick().peer_timeout, prepare)
 }
 
-/// The same between sides that bear silence for `peer_timeout`.
+/// Does the same as [`lazily`] with this peer timeout.
 fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
     let (sender, ended) = channel();
     std::thread::spawn(move || {
@@ -154,8 +157,8 @@ fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + '
 }
 
 #[test]
-fn a_guest_whose_start_panics_runs_nowhere_and_its_source_does_not_guess() {
-    // The source hears nothing more, and is to find that out.
+fn source_does_not_guess_if_the_start_panics_on_the_target() {
+    // The source receives nothing more, and must notice this.
     let silence = Duration::from_secs(5);
     let Lazily { sent, received, runs, .. } =
         lazily_within(silence, |_, target| target.panics(Method::Start));
@@ -165,7 +168,7 @@ fn a_guest_whose_start_panics_runs_nowhere_and_its_source_does_not_guess() {
 }
 
 #[test]
-fn before_the_handover_of_a_postcopy_a_panic_leaves_the_guest_where_it_is() {
+fn panic_before_the_handover_leaves_the_guest_on_the_source() {
     for method in [Method::Pause, Method::Save] {
         let Lazily { sent, received, runs, .. } = lazily(move |source, _| source.panics(method));
         assert!(sent.unwrap_err().contains("a clumsy VM"));
@@ -175,7 +178,7 @@ fn before_the_handover_of_a_postcopy_a_panic_leaves_the_guest_where_it_is() {
 }
 
 #[test]
-fn memory_that_cannot_follow_for_a_panic_is_missing_and_never_made_up() {
+fn pages_lost_by_a_panic_stay_missing() {
     for (there, method) in [(false, Method::Window), (true, Method::Place)] {
         let Lazily { sent, received, runs, .. } = lazily(move |source, target| {
             (if there { target } else { source }).panics(method);
@@ -189,9 +192,9 @@ fn memory_that_cannot_follow_for_a_panic_is_missing_and_never_made_up() {
     }
 }
 
-/// Nobody asks for what the guest waits for any more; all of it comes in its turn.
+/// No page is requested any more. All pages arrive in their order.
 #[test]
-fn faults_that_nobody_hears_of_for_a_panic_make_a_guest_slow_and_no_more() {
+fn panic_in_the_fault_threads_only_slows_the_guest() {
     let Lazily { sent, received, runs, whole } = lazily(|_, target| target.panics(Method::NextFault));
     let what = format!("{sent:?}, {received:?}");
     assert_eq!(sent.unwrap().0, MigrationState::Completed, "{what}");

@@ -1,4 +1,4 @@
-//! Migrations over connections that the caller makes by its own means.
+//! Migrations over connections that the caller makes.
 
 use crate::rig::{attempt, check_owner, move_well_by, quick};
 use crate::toy::{Options, Toy};
@@ -18,17 +18,17 @@ use vmferry_engine::{
 };
 use vmferry_testkit::{Need, skip, wait};
 
-/// Gives the far end of each connection that the source's connector makes to the target's acceptor, as
-/// a management daemon does.
+/// Passes the far end of each connection that the source's connector makes to the target's
+/// acceptor, like a management daemon.
 #[derive(Debug)]
 struct Daemon {
-    /// One connection carries all channels.
+    /// True if one connection carries all channels.
     one_for_all: bool,
-    /// Results that the acceptor returns next. Each element has one byte in `door`.
+    /// Results that the acceptor returns next. For each element there is one byte in `door`.
     waiting: Mutex<VecDeque<io::Result<Option<OwnedFd>>>>,
     door: UnixStream,
     knock: UnixStream,
-    /// Channels that were asked for, and a duplicate of the source's end of each.
+    /// Requested channels, each with a duplicate of the source's end.
     made: Mutex<Vec<(ChannelRole, u16, UnixStream)>>,
 }
 
@@ -62,12 +62,12 @@ impl Daemon {
         Ok(if self.one_for_all { Connected::All(here.into()) } else { here.into() })
     }
 
-    /// The channels that were asked for.
+    /// Returns the requested channels.
     fn asked(&self) -> Vec<(ChannelRole, u16)> {
         self.made.lock().unwrap().iter().map(|(role, index, _)| (*role, *index)).collect()
     }
 
-    /// Cuts every connection.
+    /// Closes every connection.
     fn cut(&self) {
         for (_, _, socket) in &*self.made.lock().unwrap() {
             let _ = socket.shutdown(Shutdown::Both);
@@ -102,7 +102,7 @@ impl Accept for Far {
     }
 }
 
-/// A connector that is a function.
+/// Connector that is a function.
 struct By<F>(F);
 
 impl<F> fmt::Debug for By<F> {
@@ -121,7 +121,7 @@ impl<F: Fn(&Attempt<'_>) -> io::Result<Connected> + Send + Sync> Connect for By<
     }
 }
 
-/// Returns why a migration that `connect` connects was not begun.
+/// Returns the reason why a migration that `connect` connects was not begun.
 fn refused(connect: impl Fn(&Attempt<'_>) -> io::Result<Connected> + Send + Sync) -> MigrateError {
     let mut source = Toy::new(Options::default(), true);
     let error = migrate(&mut source, &By(connect), None, &quick(), &Monitor::new()).unwrap_err();
@@ -156,7 +156,7 @@ fn lost_link_is_taken_up_over_new_connections_of_the_connector() {
         let mut target = source.target();
         let settings = Settings {
             mode: MigrationMode::Postcopy,
-            // Most of the memory is missing when the link is cut.
+            // Most of the memory is missing when the connections are closed.
             max_bandwidth: Some(2 << 20),
             ..quick()
         };
@@ -188,7 +188,7 @@ fn error_of_a_connector_is_reported_with_its_text() {
     assert!(text.starts_with("cannot connect to the daemon: there is no route to cell 7"), "{text}");
     let error = refused(|_| panic!("the daemon's client is broken")).to_string();
     assert!(error.contains("the daemon's client is broken"), "{error}");
-    // A connector that asks another one passes on what that one says.
+    // A connector that calls another one passes its error on.
     let error = refused(|attempt| Uri::Fd(vec!["7".into()]).connect(attempt));
     assert!(matches!(error, MigrateError::NoSockets { .. }), "{error:?}");
 }
@@ -246,12 +246,12 @@ fn descriptor_that_no_channel_can_use_is_named() {
     assert!(error.to_string().contains("is not a stream socket"), "{error}");
     let error = refused(|_| Ok(Connected::All(TcpListener::bind("127.0.0.1:0")?.into())));
     assert!(error.to_string().contains("the socket listens"), "{error}");
-    // It could be connected to another host later.
+    // The socket could be connected to another host later.
     let error = refused(|_| Ok(Connected::Channel(Socket::new(Domain::IPV4, Type::STREAM, None)?.into())));
     assert!(matches!(error, MigrateError::Passed { .. }), "{error:?}");
 }
 
-/// The peer timeout is ten minutes: only the cancel can end these calls in the time of the test.
+/// The peer timeout is ten minutes, so only the cancel can end these calls in the time of the test.
 #[test]
 fn cancel_ends_the_call_of_a_connector() {
     let waiting = AtomicBool::new(false);
@@ -285,13 +285,13 @@ fn cancel_ends_the_call_of_a_connector() {
 }
 
 #[test]
-fn target_outlasts_what_its_acceptor_says_and_ends_when_no_more_can_come() {
+fn target_survives_errors_of_its_acceptor_and_ends_when_the_acceptor_ends() {
     let daemon = Daemon::new(false);
     let listener = daemon.listener();
     daemon.give(Err(io::ErrorKind::ConnectionAborted.into()));
     daemon.give(Ok(Some(std::fs::File::open("/dev/null").unwrap().into())));
     daemon.give(Ok(Some(TcpListener::bind("127.0.0.1:0").unwrap().into())));
-    // One that is closed before it has said anything.
+    // This connection is closed before anything was sent on it.
     daemon.give(Ok(Some(UnixStream::pair().unwrap().0.into())));
     drop(move_well_by(&listener, &Near(Arc::clone(&daemon)), Options::default(), &quick()));
 
@@ -305,8 +305,8 @@ fn target_outlasts_what_its_acceptor_says_and_ends_when_no_more_can_come() {
     assert!(failure.to_string().contains("the daemon's door cannot be used"), "{failure}");
 }
 
-/// Copies what `from` sends, with every bit turned over, as a stream that is encrypted by the caller
-/// is changed. Passes on the end of it.
+/// Copies the bytes of `from` with every bit inverted, like a stream that the caller encrypts.
+/// Passes on the end of the stream.
 fn pump(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) {
     let mut buffer = [0; 65536];
     while let Ok(count @ 1..) = from.read(&mut buffer) {
@@ -319,7 +319,8 @@ fn pump(mut from: impl Read, mut to: impl Write, end: impl FnOnce()) {
     end();
 }
 
-/// Joins a stream that is no plain socket, and returns the socket that stands for it.
+/// Connects a stream that is not a plain socket with a socket for the engine, and returns that
+/// socket.
 fn joined(stream: TcpStream) -> io::Result<UnixStream> {
     let (engine, own) = UnixStream::pair()?;
     stream.set_nodelay(true)?;

@@ -1,4 +1,4 @@
-//! Migrations over encrypted connections, and who is kept out of them.
+//! Migrations over encrypted connections, and peers that are refused.
 
 use crate::authority::Authority;
 use crate::rig::{attempt, check_owner, move_well_to, quick, unix_uri};
@@ -25,7 +25,7 @@ fn loopback() -> Uri {
     Uri::Tcp { host: "127.0.0.1".into(), port: 0 }
 }
 
-/// By precopy; what comes after the guest is tested with guests that take faults.
+/// By precopy. Postcopy is tested with guests that have real faults.
 #[test]
 fn guests_move_over_any_number_of_channels() {
     let authority = Authority::new();
@@ -39,9 +39,10 @@ fn guests_move_over_any_number_of_channels() {
     }
 }
 
-/// Encryption notices every change; whatever it hits, the guest stays whole on one side.
+/// Encryption detects every change. Wherever the change is, the guest stays complete on source or
+/// target.
 #[test]
-fn a_changed_byte_never_gets_in() {
+fn changed_bytes_are_never_accepted() {
     let (authority, ends) = (Authority::new(), Mutex::new(Vec::new()));
     let changed = |connection, after| {
         let options =
@@ -62,7 +63,7 @@ fn a_changed_byte_never_gets_in() {
             ends.lock().unwrap().push(ended.error());
         }
     };
-    // At once: what they do most is to wait for a side that falls silent.
+    // Run in parallel, because these migrations mostly wait for a peer that is silent.
     std::thread::scope(|scope| {
         for (connection, after) in
             [(0, 3), (0, 900), (0, 2500), (0, 4000), (1, 700), (1, 5000), (1, 20_000), (1, 60_000)]
@@ -78,7 +79,7 @@ fn a_changed_byte_never_gets_in() {
 
 type Channel = StreamOwned<ClientConnection, TcpStream>;
 
-/// A host of the authority that speaks the protocol by hand.
+/// Host with a certificate of the authority that speaks the protocol step by step.
 struct ByHand {
     config: Arc<ClientConfig>,
     port: u16,
@@ -101,7 +102,7 @@ impl ByHand {
         Self { config: Arc::new(config), port }
     }
 
-    /// Says hello; the channel and the verdict.
+    /// Sends a hello. Returns the channel and the refusal, if there is one.
     fn greet(&self, role: Role, token: Token) -> (Channel, Option<RefusalCode>) {
         let name = "127.0.0.1".try_into().unwrap();
         let connection = ClientConnection::new(Arc::clone(&self.config), name).unwrap();
@@ -113,9 +114,10 @@ impl ByHand {
     }
 }
 
-/// Somebody has got hold of a channel's token, and is even a host of ours: it is another one than the guest comes from.
+/// A host with a valid certificate and a stolen channel token is refused, because the guest comes
+/// from another host.
 #[test]
-fn a_channel_of_another_host_is_not_of_this_migration() {
+fn channel_of_another_host_is_refused() {
     let authority = Authority::new();
     let source = Toy::new(Options::default(), true);
     let mut target = source.target();
@@ -137,7 +139,8 @@ fn a_channel_of_another_host_is_not_of_this_migration() {
         };
         say(&mut control, &setup);
         let Some(ToSource::Accept { bulk, .. }) = hear(&mut control) else { panic!("not accepted") };
-        // A second certificate for the same name is another host, too: nobody issues two to one.
+        // A second certificate for the same name counts as another host, because an authority
+        // issues only one for each.
         for name in ["elsewhere", "source"] {
             let other = ByHand::new(&authority, name, port);
             assert_eq!(other.greet(Role::Bulk, bulk).1, Some(RefusalCode::Token), "{name}");

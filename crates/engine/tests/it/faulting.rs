@@ -1,4 +1,5 @@
-//! Memory whose pages come later, without a kernel: whoever touches a page that is missing sleeps on a condition.
+//! Memory whose pages arrive later, without kernel support: a thread that touches a missing page
+//! sleeps on a condition variable.
 
 use crate::toy::Method;
 use std::collections::{HashMap, VecDeque};
@@ -10,25 +11,25 @@ use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
 
 const STRIPES: usize = 3;
 
-/// Copies a page's bytes into memory.
+/// Function that copies the bytes of a page into memory.
 pub(crate) type Write = Box<dyn Fn(RegionId, u64, &[u8]) + Send + Sync>;
 
 #[derive(Default)]
 struct State {
     begun: bool,
     ended: bool,
-    /// Pages that are there, and how often content was given for them.
+    /// Pages that are present, with the number of times that content was given for them.
     placed: HashMap<(u32, u64), u32>,
     queues: [VecDeque<Fault>; STRIPES],
     interrupted: [bool; STRIPES],
 }
 
-/// A [`LazyMemory`] over memory that `write` writes.
+/// [`LazyMemory`] over memory that `write` writes.
 pub(crate) struct Faulting {
     state: Mutex<State>,
     changed: Condvar,
     write: Write,
-    /// What it panics in.
+    /// Method that panics.
     clumsy: Option<Method>,
     pub(crate) touches: AtomicU64,
 }
@@ -44,7 +45,7 @@ impl Faulting {
         Self { state: Mutex::default(), changed: Condvar::new(), write, clumsy, touches: 0.into() }
     }
 
-    /// Sleeps until `page` is there, at most `within`; says whether it is.
+    /// Sleeps until `page` is present, for at most `within`. Returns true if the page is present.
     pub(crate) fn touch(&self, region: RegionId, page: u64, within: Duration) -> bool {
         let deadline = Instant::now() + within;
         let mut state = self.state.lock().unwrap();
@@ -75,7 +76,7 @@ impl Faulting {
         self.state.lock().unwrap().placed.contains_key(&(region.0, page))
     }
 
-    /// Whether the content of some page was given twice.
+    /// Returns true if the content of some page was given twice.
     pub(crate) fn any_twice(&self) -> bool {
         self.state.lock().unwrap().placed.values().any(|times| *times > 1)
     }
@@ -113,7 +114,8 @@ impl LazyMemory for Faulting {
     }
 
     fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
-        // A page of which an older copy came before is dropped: it is zero until it comes again, and for good if it comes as zeros.
+        // A page of which an older copy arrived before is discarded. It is zero until it arrives
+        // again, and stays zero if it arrives as zeros.
         for (region, pages) in missing.iter() {
             pages.runs().flatten().for_each(|page| (self.write)(region, page, &[0; PAGE_BYTES]));
         }

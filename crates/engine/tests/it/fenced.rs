@@ -1,4 +1,4 @@
-//! The source's register at its arbiter, over real sockets.
+//! Register of the source at its arbiter, over real sockets.
 
 use crate::rig::{quick, unix_uri};
 use crate::toy::{Options, Toy};
@@ -8,11 +8,11 @@ use vmferry_engine::fence::{Arbiter, ArbiterError, MigrationId, Ruling, Word};
 use vmferry_engine::{MigrateError, Monitor, Settings, Uri, migrate};
 use vmferry_testkit::temp_path;
 
-/// An arbiter that notes what is asked of it.
+/// Arbiter that records its requests.
 #[derive(Debug, Default)]
 struct Noting {
     asked: Mutex<Vec<&'static str>>,
-    /// The target, if it listens.
+    /// Listener of the target, if there is one.
     target: Option<UnixListener>,
 }
 
@@ -32,10 +32,10 @@ impl Arbiter for Noting {
     }
 
     fn open(&self, _: MigrationId) -> Result<(), ArbiterError> {
-        // No connection waits in the queue of a listener that was never asked for one.
+        // No connection waits in the queue of a listener, because the source has not connected.
         let early = self.target.as_ref().is_some_and(|target| target.accept().is_ok());
         self.note(if early { "open, behind a connection" } else { "open" });
-        // Ends the migration: what comes then is no part of these tests.
+        // The error ends the migration, because later steps are not part of these tests.
         match &self.target {
             Some(_) => Err(ArbiterError::Unreachable("no answer".into())),
             None => Ok(()),
@@ -53,7 +53,7 @@ impl Arbiter for Noting {
     }
 }
 
-/// Tries to migrate to `uri`, which fails. Returns why, and what the arbiter was asked.
+/// Tries to migrate to `uri`, which fails. Returns the error and the requests to the arbiter.
 fn refused(uri: &Uri, arbiter: Noting) -> (MigrateError, Vec<&'static str>) {
     let mut source = Toy::new(Options::default(), true);
     let arbiter = Arc::new(arbiter);
@@ -64,7 +64,8 @@ fn refused(uri: &Uri, arbiter: Noting) -> (MigrateError, Vec<&'static str>) {
     (error, asked)
 }
 
-/// The target's limit for announcing a guest begins with the hello, and an arbiter may take longer.
+/// The target's time limit for the announcement of a guest begins with the hello, and an arbiter
+/// may take longer.
 #[test]
 fn source_opens_its_register_before_it_connects() {
     let path = temp_path("fenced");

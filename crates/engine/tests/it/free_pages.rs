@@ -1,5 +1,5 @@
-//! Whole moves of guests that say which of their pages are free, use them again, come late, or make no sense. By precopy: what
-//! postcopy makes of it is tested with real faults, with the process guest.
+//! Complete migrations of guests that report free pages, use them again, answer late, or report
+//! nonsense. By precopy. Postcopy is tested with real faults and the process guest.
 
 use crate::freeing::FreeKind;
 use crate::rig::{between, check_owner, monitored, move_well, quick, unix_uri};
@@ -11,12 +11,14 @@ use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
 const FREED: u64 = 4000;
-/// A sender takes 512 pages at a time, and the source cannot leave out pages that a sender has taken.
-/// On a busy host each of the two senders may take three times before the guest's answer is there.
+/// Lower bound of skipped pages. A sender takes 512 pages at a time, and the source cannot skip
+/// pages that a sender has taken. On a busy host each of the two senders may take pages three times
+/// before the guest's answer arrives.
 const AT_LEAST: u64 = FREED - 2 * 3 * 512;
 const USED: u64 = 600;
 
-/// 6000 and 700 pages, 600 of each in use, and 4000 and 100 that were written and freed.
+/// Options for 6000 and 700 pages, of which 600 each are in use, and 4000 and 100 were written and
+/// freed.
 fn options(free: FreeKind, tracking: Tracking) -> Options {
     Options {
         pages: vec![6000, 700],
@@ -28,20 +30,20 @@ fn options(free: FreeKind, tracking: Tracking) -> Options {
     }
 }
 
-/// The pages in use take 100 ms in the first pass.
+/// Settings with which the pages in use take 100 ms in the first pass.
 fn slow() -> Settings {
     Settings { max_bandwidth: Some(50_000_000), ..quick() }
 }
 
-/// So slow that a guest answers in the first pass, on a busy host too: the pages in use take 600 ms. A guest that outruns
-/// the link is stopped after some passes.
+/// Settings with which a guest answers in the first pass even on a busy host: the pages in use take
+/// 600 ms. A guest that dirties faster than the link sends is stopped after some passes.
 fn slowest() -> Settings {
     let (timeout, on_timeout) = (Some(Duration::from_secs(4)), OnTimeout::Switch);
     Settings { max_bandwidth: Some(8_000_000), timeout, on_timeout, ..quick() }
 }
 
 #[test]
-fn what_was_written_and_freed_is_not_sent() {
+fn freed_pages_are_not_sent() {
     let check = |free, tracking| {
         let settings = Settings { verify: true, ..slowest() };
         let (report, _) = move_well(options(free, tracking), &unix_uri(), &settings);
@@ -51,7 +53,8 @@ fn what_was_written_and_freed_is_not_sent() {
         assert!(skipped >= AT_LEAST, "{free:?}: {report:?}");
         assert_eq!(report.skipped_pages, skipped, "{free:?}");
         assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
-        // Of the first pass: how often the guest's pages in use come again in later ones depends on the link.
+        // Only the first pass is compared. How often the pages in use are sent again in later
+        // passes depends on the link.
         let (first, first_of_all) = (report.passes[0].wire_bytes, all.passes[0].wire_bytes);
         assert!(first + AT_LEAST * 4096 <= first_of_all, "{free:?}: {first} of {first_of_all} bytes");
         let figures = report.free_pages.as_ref().unwrap();
@@ -59,7 +62,7 @@ fn what_was_written_and_freed_is_not_sent() {
         assert_eq!((all.bytes.free_pages_skipped, all.free_pages.is_none()), (0, true));
         assert_eq!(all.verified_pages, PAGES);
     };
-    // At once: what they do most is to wait for the cap.
+    // Run in parallel, because these migrations mostly wait for the bandwidth cap.
     std::thread::scope(|scope| {
         for tracking in [Tracking::Marks, Tracking::ByHand] {
             for free in [
@@ -73,9 +76,10 @@ fn what_was_written_and_freed_is_not_sent() {
     });
 }
 
-/// Pages go in and out of use all the time; the guest finds every stamp, on whatever side it then is.
+/// Pages change between free and in use all the time. The guest finds every stamp, on source or
+/// target.
 #[test]
-fn what_is_freed_and_used_again_arrives() {
+fn pages_that_are_freed_and_used_again_arrive() {
     const LANES: usize = 3;
     let move_once = |round: u64| {
         let tracking = if round.is_multiple_of(2) { Tracking::Marks } else { Tracking::ByHand };
@@ -95,7 +99,8 @@ fn what_is_freed_and_used_again_arrives() {
         let (report, _) = move_well(options, &unix_uri(), &settings);
         (report.bytes.free_pages_skipped, report.free_pages.as_ref().unwrap().dropped_reports)
     };
-    // Several at a time: each migration mostly waits for its bandwidth cap and its timeout.
+    // Several run in parallel, because a migration mostly waits for its bandwidth cap and its
+    // timeout.
     let (skipped, dropped) = std::thread::scope(|scope| {
         let lanes: [_; LANES] = std::array::from_fn(|lane| {
             scope.spawn(move || (0..24).skip(lane).step_by(LANES).map(move_once).collect::<Vec<_>>())
@@ -108,14 +113,14 @@ fn what_is_freed_and_used_again_arrives() {
 }
 
 #[test]
-fn answers_that_come_late_are_dropped_and_cost_nothing() {
-    // Much later than the migration takes: what it says is of no use any more.
+fn late_answers_are_dropped() {
+    // Much later than the end of the migration: the answer is useless by then.
     let free = FreeKind::After(PATIENCE);
     let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &quick());
     assert_eq!(report.bytes.free_pages_skipped, 0, "{report:?}");
     let figures = report.free_pages.unwrap();
     assert!(figures.questions >= 1 && figures.reports == 0, "{figures:?}");
-    // The first answer is late, a later pass hears it while its own question is open.
+    // The first answer is late, and arrives in a later pass while another question is open.
     let free = FreeKind::Repeats(Duration::from_millis(30));
     let settings = Settings { downtime_limit: Duration::from_micros(1), ..slow() };
     let (monitor, late) = (Monitor::new(), |figures: FreePagesFigures| figures.late_reports > 0);
@@ -135,19 +140,19 @@ fn answers_that_come_late_are_dropped_and_cost_nothing() {
 }
 
 #[test]
-fn a_source_that_never_answers_or_fails_costs_nothing() {
+fn migration_succeeds_if_the_free_page_source_never_answers_or_fails() {
     for free in [FreeKind::Never, FreeKind::Fails, FreeKind::FailsLater] {
         let settings = Settings { verify: true, ..quick() };
         let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &settings);
         let skipped = report.bytes.free_pages_skipped;
-        // One that fails later has brought something before.
+        // A source that fails later has reported some pages before.
         assert!(skipped == 0 || free == FreeKind::FailsLater, "{free:?}: {skipped}");
         assert_eq!((skipped + report.verified_pages, report.skipped_pages), (PAGES, skipped), "{free:?}");
     }
 }
 
 #[test]
-fn memory_that_is_not_there_is_counted_and_left_alone() {
+fn free_pages_outside_memory_are_counted_and_ignored() {
     let settings = Settings { verify: true, ..slowest() };
     let (report, _) = move_well(options(FreeKind::Outside, Tracking::ByHand), &unix_uri(), &settings);
     let figures = report.free_pages.unwrap();
@@ -155,9 +160,10 @@ fn memory_that_is_not_there_is_counted_and_left_alone() {
     assert!(report.bytes.free_pages_skipped >= AT_LEAST);
 }
 
-/// However it ends, the guest is told that nobody wants to know any more, and the next attempt sends what has to be sent.
+/// However the migration ends, the guest is told to stop reporting, and the next attempt sends all
+/// pages that must be sent.
 #[test]
-fn a_cancel_leaves_the_guest_its_pages() {
+fn cancel_stops_the_reporting_of_free_pages() {
     let mut told = 0;
     for round in 0..8u64 {
         let free = if round % 2 == 0 { FreeKind::AtOnce } else { FreeKind::After(Duration::from_millis(3)) };

@@ -1,4 +1,4 @@
-//! What a toy says of its free pages.
+//! Free pages of the toy VM.
 
 use crate::toy::Board;
 use std::fmt;
@@ -9,22 +9,22 @@ use std::time::{Duration, Instant};
 use vmferry_core::{PageIndex, PageRun, RegionId};
 use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
 
-/// How it answers.
+/// Way in which the toy VM answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FreeKind {
-    /// From a map.
+    /// At once, from a map.
     AtOnce,
-    /// So long after the question, with what was free right after it.
+    /// After this delay, with the pages that were free right after the question.
     After(Duration),
-    /// So long after the question, in two parts, and then again the whole for a question that is closed.
+    /// After this delay, in two parts, and then again with all pages for a question that is closed.
     Repeats(Duration),
     /// Never.
     Never,
-    /// It fails when it is asked.
+    /// With an error when it is asked.
     Fails,
-    /// It answers, and fails then.
+    /// Once, and with an error after that.
     FailsLater,
-    /// It names memory that is not there, besides.
+    /// With memory that does not exist, in addition.
     Outside,
 }
 
@@ -35,7 +35,7 @@ pub(crate) struct Freeing {
     board: Arc<Board>,
     stopped: Arc<AtomicU64>,
     open: Option<u64>,
-    /// When what is to come, for which question, and whether that is all.
+    /// Future answers: time, number of the question, pages, and whether the answer is complete.
     coming: Vec<(Instant, u64, Pages, bool)>,
 }
 
@@ -80,7 +80,7 @@ impl FreePages for Freeing {
                 let second = first.split_off(first.len() / 2);
                 self.coming.push((now + delay / 2, question, first, false));
                 self.coming.push((now + delay, question, second, true));
-                // Sorted by time only as far as it matters: an old answer comes again, late.
+                // Not sorted by time: an old answer comes again late, which is the purpose.
                 self.coming.push((now + delay * 2, question, self.look(), true));
             }
             FreeKind::FailsLater => self.coming.push((now, question, self.look(), true)),

@@ -40,7 +40,7 @@ fn vm_is_created_from_what_the_source_announces() {
         let mut source = Toy::new(Options { description, lazy: true, ..Options::default() }, true);
         let blank = source.target();
         let machine = source.config();
-        // Creating the VM takes longer than the source bears a silent target.
+        // Creating the VM takes longer than the source's peer timeout.
         let settings = Settings { mode, peer_timeout: Duration::from_secs(10), ..Settings::default() };
         let create = |incoming: &Incoming| {
             assert_eq!(*incoming.machine(), machine);
@@ -61,7 +61,7 @@ fn vm_is_created_from_what_the_source_announces() {
 }
 
 #[test]
-fn vm_that_is_not_what_was_announced_is_refused() {
+fn vm_that_differs_from_the_announcement_is_refused() {
     let mut source = Toy::new(Options::default(), true);
     let create = |_: &Incoming| Toy::new(Options { vcpus: 7, ..Options::default() }, false);
     let (ended, target) = move_to_blank(&mut source, &quick(), create);
@@ -70,7 +70,8 @@ fn vm_that_is_not_what_was_announced_is_refused() {
     assert!(matches!(ended.received, Err(ReceiveFailure::Failed(_))), "{:?}", ended.received);
 }
 
-/// Announces the guest of a source to a target that does `then` with it. Returns why the guest stays.
+/// Announces the guest of a source to a target that calls `then` with it. Returns the reason why
+/// the guest stays.
 fn turned_away(then: impl FnOnce(Incoming) + Send) -> String {
     let mut source = Toy::new(Options::default(), true);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
@@ -86,7 +87,7 @@ fn turned_away(then: impl FnOnce(Incoming) + Send) -> String {
 }
 
 #[test]
-fn source_that_is_refused_hears_why_and_goes_on() {
+fn refused_source_gets_the_reason_and_keeps_the_guest() {
     let why = turned_away(|incoming| incoming.refuse("this host has no room"));
     assert!(why.contains("this host has no room"), "{why}");
     let why = turned_away(drop);
@@ -94,7 +95,7 @@ fn source_that_is_refused_hears_why_and_goes_on() {
 }
 
 #[test]
-fn wait_for_an_announcement_ends_at_a_stop_and_survives_strangers() {
+fn wait_for_an_announcement_ends_at_a_stop_and_survives_other_programs() {
     let uri = unix_uri();
     let listener = Listener::bind(&uri, false).unwrap();
     let arrival = Arrival::new(Duration::from_secs(120));

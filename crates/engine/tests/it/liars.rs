@@ -1,4 +1,4 @@
-//! Targets that mean harm: whatever they say or leave unsaid, the source's guest goes on.
+//! Hostile targets: whatever they send or do not send, the guest continues on the source.
 
 use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
@@ -13,15 +13,15 @@ use vmferry_wire::{
     encode_control,
 };
 
-/// How long the source bears silence where that is what is tried.
+/// Peer timeout of the source in tests of silence.
 const SILENCE: Duration = Duration::from_secs(3);
 
-/// Migrates to a target that does as `script` says. What the source bears is that of `settings`.
+/// Migrates to a target that runs `script`. The source uses `settings`.
 fn meet(settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
     bring(Toy::new(Options::default(), true), settings, script)
 }
 
-/// Migrates the guest of `source` to a target that does as `script` says.
+/// Migrates the guest of `source` to a target that runs `script`.
 fn bring(mut source: Toy, settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
     let listener = Listener::unix();
     let uri = listener.uri().clone();
@@ -43,7 +43,8 @@ fn impatient() -> Settings {
 
 type Script<'a> = Box<dyn FnOnce(&mut Target<'_>) + Send + 'a>;
 
-/// Such targets are all seen through; at once, because most of them only let time pass.
+/// Checks that the source detects all of these targets. They run in parallel, because most of them
+/// only let time pass.
 fn all_seen_through(cases: Vec<(&str, Script<'_>)>) {
     std::thread::scope(|scope| {
         for (what, script) in cases {
@@ -52,7 +53,7 @@ fn all_seen_through(cases: Vec<(&str, Script<'_>)>) {
     });
 }
 
-/// Such a target is seen through: the guest goes on here.
+/// Checks that the source detects such a target: the guest continues on the source.
 fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) {
     let (report, source) = meet(settings, script);
     let error = report.error.unwrap_or_default();
@@ -68,7 +69,7 @@ fn run(first: u64, count: u64) -> RunName {
 }
 
 #[test]
-fn pages_that_are_not_there_are_not_sent_again() {
+fn nonexistent_pages_are_not_sent_again() {
     let elsewhere = RunName { region: RegionId(77), ..run(0, 1) };
     for name in [run(1200, 1), run(0, 1201), run(u64::MAX, u64::MAX), run(5, u64::MAX), elsewhere] {
         seen_through("which does not exist", patient(), |liar| {
@@ -85,7 +86,7 @@ fn pages_that_are_not_there_are_not_sent_again() {
 }
 
 #[test]
-fn pages_that_are_suspect_for_ever_end_it() {
+fn endless_digest_mismatches_fail_the_migration() {
     seen_through("keep arriving with a digest mismatch", patient(), |liar| {
         let mut pass = liar.until_the_last_pass();
         loop {
@@ -100,7 +101,7 @@ fn pages_that_are_suspect_for_ever_end_it() {
 }
 
 #[test]
-fn a_false_verification_does_not_count() {
+fn false_verification_results_are_rejected() {
     let verified = |pages, mismatched, samples| ToSource::Verified { pages, mismatched, samples };
     let samples = vec![PageName { region: RegionId(9), page: u64::MAX }];
     let cases = [
@@ -122,7 +123,7 @@ fn a_false_verification_does_not_count() {
 }
 
 #[test]
-fn words_out_of_turn_end_it() {
+fn messages_out_of_order_fail_the_migration() {
     let running = || ToSource::Running { start_us: 0, cpu_us: 0 };
     seen_through("Running, which is not allowed at this point", patient(), |liar| {
         liar.say(&running());
@@ -156,9 +157,9 @@ fn words_out_of_turn_end_it() {
 }
 
 #[test]
-fn silence_ends_it_at_every_step() {
+fn silence_of_the_target_fails_the_migration_at_every_step() {
     let silent = |liar: &mut Target<'_>| {
-        // Reads, so that only its words are missing.
+        // Reads, so that only its messages are missing.
         let _ = liar.control.set_read_timeout(Some(PATIENCE));
         while matches!(liar.control.read(&mut [0; 4096]), Ok(1..)) {}
     };
@@ -179,7 +180,7 @@ fn silence_ends_it_at_every_step() {
                 silent(liar);
             }),
         ),
-        // Neither reads what is sent nor says a word.
+        // This target neither reads nor sends.
         (
             what,
             Box::new(|liar| {
@@ -190,7 +191,7 @@ fn silence_ends_it_at_every_step() {
     ]);
 }
 
-/// The replies here have no feature bits, as those of the first versions.
+/// Replies without feature bits, like those of the first versions.
 #[test]
 fn target_that_would_start_a_paused_guest_does_not_get_it() {
     let source = Toy::new(Options { paused: true, ..Options::default() }, true);
@@ -216,7 +217,7 @@ fn target_that_would_start_a_paused_guest_does_not_get_it() {
 }
 
 #[test]
-fn pings_alone_do_not_hold_a_guest() {
+fn target_that_only_answers_pings_is_given_up() {
     all_seen_through(vec![
         ("has not accepted the guest", Box::new(|liar| liar.listen())),
         (
@@ -244,25 +245,27 @@ fn pings_alone_do_not_hold_a_guest() {
     ]);
 }
 
-/// A target that talks without end must not keep the source from looking at its clock.
+/// A target that sends without pause must not prevent the source from checking its timeout.
 #[test]
-fn a_flood_of_words_does_not_stop_the_clock() {
+fn flood_of_messages_does_not_suppress_the_timeout() {
     let settings =
         Settings { timeout: Some(Duration::from_secs(3)), on_timeout: OnTimeout::Cancel, ..patient() };
     let began = Instant::now();
     let (report, source) = meet(settings, |liar| {
         liar.accept(1);
         let pongs = encode_control(&ToSource::Pong(u64::MAX)).unwrap().repeat(500);
-        // A source that does not look at its clock sees the end of this, and that is no cancel.
+        // A source that does not check its timeout sees the end of this loop, which is not a
+        // cancel.
         while began.elapsed() < PATIENCE && liar.control.write_all(&pongs).is_ok() {}
     });
     assert_eq!(report.state, MigrationState::Cancelled, "{:?}", report.error);
     assert!(source.works());
 }
 
-/// After the commit nobody guesses; only the target's own word that it never ran gives the guest back.
+/// After the commit the source does not guess. Only the target's message that the guest never ran
+/// gives the guest back.
 #[test]
-fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
+fn silence_after_the_commit_is_unknown_and_returned_gives_the_guest_back() {
     let commit = |liar: &mut Target<'_>| {
         liar.until_load();
         liar.say(&ToSource::Ready { load_us: 1 });
@@ -274,7 +277,7 @@ fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
             "nothing was heard",
             Box::new(move |liar| {
                 commit(liar);
-                // It is pinged, and answers nothing.
+                // The target gets pings and does not answer.
                 while matches!(liar.control.read(&mut [0; 64]), Ok(1..)) {}
             }),
         ),
@@ -284,7 +287,7 @@ fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
                 commit(liar);
                 let pong = encode_control(&ToSource::Pong(1)).unwrap();
                 while liar.control.write_all(&pong).is_ok() {
-                    // Often enough for the source never to find it silent.
+                    // Often enough, so that the source never finds the target silent.
                     std::thread::sleep(SILENCE / 100);
                 }
             }),
@@ -317,9 +320,10 @@ fn after_the_commit_silence_is_unknown_and_a_return_is_a_return() {
     assert!(report.error.unwrap().contains("no vCPU would start") && source.works());
 }
 
-/// The longest message that the protocol allows, as an error text: it is cut to what a person reads.
+/// The longest message that the protocol allows, as an error text: the text is truncated to a
+/// readable length.
 #[test]
-fn an_endless_reason_is_cut_short() {
+fn endless_reason_is_truncated() {
     let (report, source) = meet(patient(), |liar| {
         let detail = "\u{1b}[2Jno\n".repeat((MAX_CONTROL_BYTES - 100) / 7);
         liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, detail)));
@@ -331,13 +335,13 @@ fn an_endless_reason_is_cut_short() {
     assert!(source.works());
 }
 
-/// What answers a connection without being a target at all.
+/// Answers of programs that are not targets.
 #[test]
-fn other_programs_are_told_from_targets() {
+fn other_programs_are_distinguished_from_targets() {
     let refuse = |reply: Vec<u8>| {
         let mut source = Toy::new(Options::default(), true);
         let listener = Listener::unix();
-        // One that says nothing is given up for its silence.
+        // A peer that sends nothing is given up after its timeout.
         let settings = if reply.is_empty() { impatient() } else { patient() };
         let error = std::thread::scope(|scope| {
             scope.spawn(|| {

@@ -1,4 +1,4 @@
-//! Links that break at every boundary and anywhere between, and links that change bytes.
+//! Links that are cut at every boundary and between boundaries, and links that change bytes.
 
 use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
@@ -12,7 +12,7 @@ use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES,
 };
 
-/// A guest so small that its whole migration is a few messages.
+/// Options for a small guest, so that its whole migration has few messages.
 fn small() -> Options {
     Options {
         pages: vec![520, 40],
@@ -27,22 +27,23 @@ fn settings() -> Settings {
     Settings { verify: true, ..quick() }
 }
 
-/// Settings for harm after which a side waits for bytes that never come, until the peer timeout: the test waits as well.
+/// Settings for faults after which source or target waits until the peer timeout for bytes that
+/// never arrive. The test waits as well.
 fn impatient(peer_timeout: u64) -> Settings {
     Settings { peer_timeout: Duration::from_secs(peer_timeout), ..settings() }
 }
 
-/// What became of a migration through a proxy.
+/// Result of a migration through a proxy.
 struct Passage {
     ended: Ended,
     source: Toy,
     target: Toy,
-    /// All bytes, each way.
+    /// All bytes, for each direction.
     seen: BTreeMap<Way, Vec<u8>>,
     harmed: bool,
 }
 
-/// One migration of a small guest through a proxy that does harm once.
+/// Performs a migration of a small guest through a proxy that makes one fault.
 fn through(rule: Option<Rule>) -> Passage {
     let mut source = Toy::new(small(), true);
     let mut target = source.target();
@@ -50,23 +51,26 @@ fn through(rule: Option<Rule>) -> Passage {
     let listener = Listener::bind(&uri, false).unwrap();
     let proxy = Proxy::recording(&uri, rule);
     let settings = match rule.map(|rule| (rule.harm, rule.connection, rule.after)) {
-        // On a busy host a peer may be taken for silent before the damage is done, which would be another fault.
+        // On a busy host, a short timeout could expire before the fault, which would be another
+        // fault.
         Some((Harm::Flip, Connection::Number(0), _) | (Harm::Flip, _, ..HELLO_BYTES)) => impatient(5),
-        // Damage in a frame is found by its checksum, and a link that is cut at the commit ends on both sides.
+        // A changed byte in a frame is found by its checksum, and a link that is cut at the commit
+        // ends on source and target.
         Some((harm, ..)) if harm != Harm::Flip && !harm.at_commit() => impatient(2),
         _ => settings(),
     };
     let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
     let harmed = proxy.harmed() > 0;
-    // What each way carried is known once its pump has ended.
+    // The bytes of each direction are complete once its pump has ended.
     let seen = proxy.finished();
     Passage { ended, source, target, seen, harmed }
 }
 
-/// Bytes, each counted from the start of its way.
+/// Offsets of bytes, each from the start of its direction.
 type Places = Vec<(Way, usize)>;
 
-/// Where messages, and the parts of frames, begin and end on each way of a whole migration; and each way's length.
+/// Returns the boundaries of messages and of parts of frames in each direction of a whole
+/// migration, and the length of each direction.
 fn boundaries() -> (Places, Places) {
     let mut source = Toy::new(small(), true);
     let mut target = source.target();
@@ -75,7 +79,7 @@ fn boundaries() -> (Places, Places) {
     let proxy = Proxy::recording(&uri, None);
     let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings(), &Monitor::new());
     assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
-    // All pumps have ended once the sockets are closed; the proxy tells then.
+    // All pumps have ended once the sockets are closed. The proxy then reports them.
     let seen = wait_for("the ends of six ways", || {
         let seen = proxy.seen();
         if seen.len() == 6 { Ok(seen) } else { Err(seen.len()) }
@@ -106,7 +110,7 @@ fn boundaries() -> (Places, Places) {
     (cuts, lengths)
 }
 
-/// Whether a whole commit was among the bytes that reached the target.
+/// Returns true if a complete commit is among the bytes that reached the target.
 fn commit_arrived(seen: &BTreeMap<Way, Vec<u8>>) -> bool {
     seen.get(&Way { connection: 0, to_target: true }).is_some_and(|bytes| holds_commit(bytes))
 }
@@ -130,11 +134,11 @@ fn cut(rule: Rule) -> MigrationState {
     }
 }
 
-/// Number of migrations at the same time: they mostly wait for timeouts.
+/// Number of parallel migrations, which mostly wait for timeouts.
 const THREADS: usize = 24;
 
 #[test]
-fn a_link_cut_at_any_boundary_or_byte_leaves_one_guest() {
+fn link_cut_at_any_boundary_or_byte_leaves_one_guest() {
     let began = Instant::now();
     let (cuts, lengths) = boundaries();
     let mut rules: Vec<Rule> = Vec::new();
@@ -173,9 +177,9 @@ fn a_link_cut_at_any_boundary_or_byte_leaves_one_guest() {
     assert!(failed > all / 2, "{failed} {completed} {unknown}");
 }
 
-/// The two cases that a source cannot tell apart, and must not try to.
+/// Two cases that a source cannot distinguish, and must not guess about.
 #[test]
-fn a_link_cut_at_the_commit_leaves_the_source_not_knowing() {
+fn link_cut_at_the_commit_leaves_the_owner_unknown() {
     let way = Way { connection: 0, to_target: true };
     for (harm, moved) in [(Harm::CutBehindCommit, true), (Harm::CutAtCommit, false)] {
         let Passage { ended, source, target, harmed, .. } = through(Some(Rule::on(way, 0, harm)));
@@ -186,9 +190,10 @@ fn a_link_cut_at_the_commit_leaves_the_source_not_knowing() {
     }
 }
 
-/// A byte that is changed in what describes pages, or in what the sides say to each other, ends it cleanly.
+/// A changed byte in the description of pages, or in a message, ends the migration without losing
+/// the guest.
 #[test]
-fn damage_outside_of_pages_is_noticed_by_both_sides() {
+fn damage_outside_of_pages_is_noticed_by_source_and_target() {
     let control = |to_target| Way { connection: 0, to_target };
     let bulk = Way { connection: 1, to_target: true };
     let cases = [
@@ -223,12 +228,13 @@ fn damage_outside_of_pages_is_noticed_by_both_sides() {
     });
 }
 
-/// A byte that is changed in a page costs that page another journey, and nothing else.
+/// A changed byte in a page has the page sent again, and no other effect.
 #[test]
-fn damaged_pages_come_again() {
-    // Behind the hello, the first frame's header, its table of less than 300 bytes and page 0, which saving writes anyway.
+fn damaged_pages_are_sent_again() {
+    // Offsets behind the hello, the header of the first frame, its table of less than 300 bytes and
+    // page 0, which saving writes anyway.
     for after in [HELLO_BYTES + 5500, HELLO_BYTES + 9000, HELLO_BYTES + 20_000] {
-        // A guest that never writes, so that nothing but the damage makes the page come again.
+        // A guest that never writes, so that only the changed byte makes the page arrive again.
         let mut source = Toy::new(Options { writers: 0, ..small() }, true);
         let mut target = source.target();
         let uri = unix_uri();
@@ -246,9 +252,9 @@ fn damaged_pages_come_again() {
     }
 }
 
-/// A target that has taken the first connection, and says nothing on the next one.
+/// A target that accepts the first connection and does not answer on the next one.
 #[test]
-fn a_cancel_ends_what_any_channel_waits_for() {
+fn cancel_ends_the_wait_of_any_channel() {
     for connection in [0, 1, 2] {
         let mut source = Toy::new(small(), true);
         let mut target = source.target();
@@ -257,7 +263,7 @@ fn a_cancel_ends_what_any_channel_waits_for() {
         let way = Way { connection, to_target: false };
         let proxy = Proxy::new(&uri, Some(Rule::on(way, 0, Harm::Hold)));
         let (monitor, began) = (Monitor::new(), Instant::now());
-        // Without the cancel it would wait longer than this test.
+        // Without the cancel the source would wait longer than this test.
         let patient = Settings { peer_timeout: PATIENCE * 2, ..settings() };
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -280,11 +286,11 @@ fn descriptors_and_threads() -> (usize, usize) {
 
 /// Runs in a process of its own, in which no other test opens anything.
 #[test]
-fn nothing_is_left_behind() {
+fn no_threads_and_descriptors_remain() {
     if let Some(emulator) = emulator() {
         return skip(Need::Kernel, format!("{emulator} starts no second program of its architecture"));
     }
-    if !alone("links::nothing_is_left_behind") {
+    if !alone("links::no_threads_and_descriptors_remain") {
         return;
     }
     let once = |after: usize, harm, to_target, connection| {
@@ -297,10 +303,10 @@ fn nothing_is_left_behind() {
         once(50 + round * 4000, Harm::CutOne, true, 1);
         once(usize::MAX, Harm::CutAll, true, 1);
     });
-    // Threads that only greeted end by themselves.
+    // Threads that only handled a hello end by themselves.
     wait_for("as many descriptors and threads as before 30 migrations", || {
         let after = descriptors_and_threads();
-        // A thread that had not quite ended may have been counted before.
+        // A thread that was about to end may have been counted before.
         if after.0 <= before.0 && after.1 <= before.1 { Ok(()) } else { Err((before, after)) }
     });
 }

@@ -1,4 +1,5 @@
-//! The engine over real sockets, with a toy VM on both sides: moves, failures, broken links, strangers and liars.
+//! Tests of the engine over real sockets, with a toy VM as source and target: successful
+//! migrations, failures, broken links, hostile peers.
 
 #[cfg(feature = "ring")]
 #[path = "../../src/channel/tls/authority.rs"]

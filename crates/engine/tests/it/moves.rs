@@ -1,4 +1,4 @@
-//! Migrations that go well, those that are cancelled, and those whose VM fails.
+//! Migrations that succeed, migrations that are cancelled, and migrations whose VM fails.
 
 use crate::rig::{between, check_owner, monitored, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, device_byte, page_text};
@@ -12,7 +12,7 @@ use vmferry_engine::{
 use vmferry_testkit::{PATIENCE, wait};
 
 #[test]
-fn a_loaded_guest_moves_by_any_number_of_channels_and_any_socket() {
+fn busy_guest_moves_by_any_number_of_channels_and_any_socket() {
     let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
     for (channels, uri) in [(1, unix_uri()), (2, tcp.clone()), (4, unix_uri()), (4, tcp)] {
         for tracking in [Tracking::Marks, Tracking::ByHand] {
@@ -29,7 +29,7 @@ fn a_loaded_guest_moves_by_any_number_of_channels_and_any_socket() {
     }
 }
 
-/// The sum of the parts of the downtime.
+/// Returns the sum of the parts of the downtime.
 fn explained(parts: &Downtime) -> f64 {
     parts.pause_ms
         + parts.send_state_ms
@@ -50,7 +50,7 @@ fn parts_of_the_downtime_are_the_whole_downtime() {
             let settings = Settings { mode, verify, ..quick() };
             let (report, _) = move_well(options, &unix_uri(), &settings);
             let (sum, whole) = (explained(&report.downtime), report.downtime_ms);
-            // Each part begins where the one before it ends, however busy the host is.
+            // Each part begins at the end of the part before, however busy the host is.
             assert!((sum - whole).abs() < 1e-3, "{mode:?}: {sum} of {whole} ms: {:?}", report.downtime);
         }
     }
@@ -58,7 +58,7 @@ fn parts_of_the_downtime_are_the_whole_downtime() {
 
 #[test]
 fn time_that_the_target_needs_is_predicted() {
-    // Far above what the rest takes, and within the limit.
+    // Far above the rest of the downtime, and within the limit.
     let load = Duration::from_secs(20);
     let settings = Settings { downtime_limit: Duration::from_secs(60), ..quick() };
     let options = Options { expected_load: Some(load), ..Options::default() };
@@ -125,7 +125,7 @@ fn target_prepares_itself_with_the_state_of_the_trial_pause() {
     let moved = |mode| {
         let mut source = Toy::new(Options { wants_trial: true, lazy: true, ..Options::default() }, true);
         let mut target = source.target();
-        // The guest writes meanwhile, and what it writes must not be lost.
+        // The guest writes meanwhile, and its writes must not be lost.
         target.takes(Method::Prepare, Duration::from_millis(200));
         let ended = between(&mut source, &mut target, &Settings { mode, ..quick() });
         check_owner(&source, &target, &ended);
@@ -141,13 +141,13 @@ fn target_prepares_itself_with_the_state_of_the_trial_pause() {
         let names: Vec<_> = target.trial().unwrap().iter().map(|section| &*section.name).collect();
         assert_eq!(names, ["writes", "ledger", "free", "ledger", "free", "ballast"], "{mode}");
     }
-    // There is no trial pause.
+    // A postcopy has no trial pause.
     assert_eq!(moved(MigrationMode::Postcopy).trial(), None);
 }
 
 #[test]
-fn device_state_without_a_limit_goes_as_a_stream() {
-    // More than all sections together may have.
+fn device_state_larger_than_sections_is_streamed() {
+    // More than the limit of all sections together.
     const LEAST: u64 = 80 << 20;
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
         let stream = Some((LEAST, 10_000));
@@ -163,7 +163,7 @@ fn device_state_without_a_limit_goes_as_a_stream() {
 }
 
 #[test]
-fn guest_whose_device_state_is_not_taken_goes_on() {
+fn guest_stays_if_its_device_state_is_refused() {
     let mut source = Toy::new(Options { stream: Some((9, 0)), ..Options::default() }, true);
     let mut target = source.target();
     target.fail(Method::Stream, 0);
@@ -173,7 +173,7 @@ fn guest_whose_device_state_is_not_taken_goes_on() {
 }
 
 #[test]
-fn guest_whose_target_cannot_prepare_itself_goes_on() {
+fn guest_stays_if_the_target_cannot_prepare_itself() {
     let mut source = Toy::new(Options { wants_trial: true, ..Options::default() }, true);
     let mut target = source.target();
     target.fail(Method::Prepare, 0);
@@ -182,9 +182,9 @@ fn guest_whose_target_cannot_prepare_itself_goes_on() {
     assert!(ended.error().contains("could not prepare itself for the guest"), "{}", ended.error());
 }
 
-/// What takes long is told, and where it belongs.
+/// A slow call is reported in the right part of the downtime.
 #[test]
-fn a_slow_vm_is_found_in_its_part_of_the_downtime() {
+fn slow_calls_are_reported_in_their_part_of_the_downtime() {
     const SLOW: Duration = Duration::from_millis(200);
     let check = |method, part: fn(&Downtime) -> f64| {
         let mut source = Toy::new(Options::default(), true);
@@ -208,9 +208,9 @@ fn a_slow_vm_is_found_in_its_part_of_the_downtime() {
     });
 }
 
-/// The parts of the account must make its sums.
+/// The parts of the report must add up to its sums.
 #[test]
-fn the_report_adds_up() {
+fn report_adds_up() {
     for verify in [false, true] {
         let settings = Settings { verify, ..quick() };
         let (report, _) =
@@ -229,7 +229,7 @@ fn the_report_adds_up() {
 }
 
 #[test]
-fn a_bandwidth_cap_is_kept() {
+fn bandwidth_cap_is_kept() {
     // 1200 pages with content are 4.9 MB: half a second at 10 MB/s.
     let settings = Settings { max_bandwidth: Some(10_000_000), ..quick() };
     let options = Options { rest: Duration::from_millis(20), ..Options::default() };
@@ -237,15 +237,15 @@ fn a_bandwidth_cap_is_kept() {
     let took = (report.total_ms - report.setup_ms) / 1e3;
     let rate = report.bytes.wire as f64 / took;
     assert!(rate < 11_000_000.0, "{rate} bytes/s");
-    // On a busy host it is slower, but hardly by so much.
+    // A busy host is slower, but hardly by that factor.
     assert!(rate > 200_000.0, "{rate} bytes/s is far below the cap");
 }
 
-/// The cap holds while the guest is stopped, unless that time has a limit of its own.
+/// The cap holds while the guest is paused, unless the switchover has a limit of its own.
 #[test]
-fn the_switchover_keeps_the_cap_or_has_its_own() {
+fn switchover_keeps_the_cap_or_has_its_own() {
     let last_pages = |options, cap, switchover_bandwidth, timeout| {
-        // Dirties faster than the cap allows, so that much is left for the switchover.
+        // The guest dirties faster than the cap allows, so that much is left for the switchover.
         let settings = Settings {
             max_bandwidth: Some(cap),
             switchover_bandwidth,
@@ -260,7 +260,7 @@ fn the_switchover_keeps_the_cap_or_has_its_own() {
         pass.wire_bytes as f64 / report.downtime.last_pages_ms * 1e3
     };
     std::thread::scope(|scope| {
-        // A burst of 10 ms is free, and the first slots of each channel are.
+        // A burst of 10 ms is not limited, nor are the first slots of each channel.
         scope.spawn(|| {
             let kept = last_pages(Options::default(), 8_000_000, None, 900);
             assert!(kept < 12_000_000.0, "{kept} bytes/s");
@@ -270,7 +270,7 @@ fn the_switchover_keeps_the_cap_or_has_its_own() {
             let lower = last_pages(Options::default(), 8_000_000, at_most, 900);
             assert!(lower < 4_000_000.0, "{lower} bytes/s");
         });
-        // A cap so low that a busy host is not slower.
+        // The cap is so low that even a busy host is faster.
         scope.spawn(|| {
             let small = Options { pages: vec![300, 100], used: 150, ..Options::default() };
             let free = last_pages(small, 200_000, Some(SwitchoverBandwidth::Unlimited), 2000);
@@ -280,8 +280,9 @@ fn the_switchover_keeps_the_cap_or_has_its_own() {
 }
 
 #[test]
-fn a_timeout_cancels_or_switches() {
-    // Dirties faster than the cap allows and wants a downtime that it cannot have: this would never end.
+fn timeout_cancels_or_switches() {
+    // The guest dirties faster than the cap allows, and the downtime limit is unreachable: without
+    // a timeout this migration would never end.
     let endless = Settings {
         max_bandwidth: Some(4_000_000),
         downtime_limit: Duration::from_millis(1),
@@ -303,14 +304,16 @@ fn a_timeout_cancels_or_switches() {
     assert!(source.works());
 }
 
-/// A cancel at any moment leaves the guest here or there, and where it is here the next attempt succeeds.
+/// A cancel at any moment leaves the guest on source or target. If the guest is on the source, the
+/// next attempt succeeds.
 #[test]
-fn a_cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
+fn cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
     let mut cancelled = 0;
     for round in 0..20u64 {
         let mut source = Toy::new(Options { pages: vec![1200, 300], ..Options::default() }, true);
         let mut target = source.target();
-        // 900 pages have content, 3.7 MB, and the cancels are spread over them and what is written meanwhile.
+        // 900 pages have content, 3.7 MB. The cancels are spread over these and the pages that are
+        // written meanwhile.
         let settings = Settings { max_bandwidth: Some(80_000_000), verify: round % 2 == 0, ..quick() };
         let (monitor, done) = (Monitor::new(), AtomicBool::new(false));
         let ended = std::thread::scope(|scope| {
@@ -341,7 +344,7 @@ fn a_cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
 }
 
 #[test]
-fn every_failure_of_the_source_is_named_and_leaves_the_guest_running() {
+fn failure_of_the_source_is_named_and_leaves_the_guest_running() {
     let cases = [
         (Method::Tracker, 0, "Tracker"),
         (Method::TrackerStart, 0, "starting to track dirty pages failed"),
@@ -361,7 +364,7 @@ fn every_failure_of_the_source_is_named_and_leaves_the_guest_running() {
         let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
         let mut target = source.target();
         source.fail(method, after);
-        // However long a pause takes on a busy host, one trial is enough.
+        // One trial pause suffices, however long a pause takes on a busy host.
         let settings = Settings { downtime_limit: PATIENCE, ..quick() };
         let ended = between(&mut source, &mut target, &settings);
         assert!(!source.failure_left(), "{method:?} was not called {after} times before");
@@ -384,7 +387,7 @@ fn every_failure_of_the_source_is_named_and_leaves_the_guest_running() {
 }
 
 #[test]
-fn every_failure_of_the_target_is_named_on_both_sides() {
+fn failure_of_the_target_is_named_on_source_and_target() {
     for (method, text) in
         [(Method::Window, "memory"), (Method::Load, "device state"), (Method::Start, "started")]
     {
@@ -403,9 +406,10 @@ fn every_failure_of_the_target_is_named_on_both_sides() {
     }
 }
 
-/// A tracker that cannot stop costs speed, not the guest; a guest that cannot be resumed is said to stand still.
+/// A tracker that cannot stop costs speed, not the guest. A guest that cannot be resumed is
+/// reported as such.
 #[test]
-fn failures_after_the_end_change_nothing_and_are_said() {
+fn failures_after_the_end_are_reported_and_change_nothing() {
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
     source.fail(Method::TrackerStop, 0);
@@ -417,8 +421,8 @@ fn failures_after_the_end_change_nothing_and_are_said() {
     let mut target = source.target();
     target.fail(Method::Load, 0);
     source.fail(Method::Resume, 1);
-    // However long a pause takes on a busy host, one trial is enough: the second resume is the one
-    // after the failure.
+    // One trial pause suffices, however long a pause takes on a busy host. The second resume is the
+    // one after the failure.
     let settings = Settings { downtime_limit: PATIENCE, ..quick() };
     let ended = between(&mut source, &mut target, &settings);
     assert_eq!(ended.state(), Some(MigrationState::Failed));
@@ -428,9 +432,10 @@ fn failures_after_the_end_change_nothing_and_are_said() {
     assert!(!source.running() && !target.ran());
 }
 
-/// One page's writes are withheld from the engine on purpose. Whoever looks must find exactly that page.
+/// The writes to one page are hidden from the engine on purpose. Verification and guest must find
+/// exactly that page.
 #[test]
-fn a_lost_page_is_found_by_verification_and_by_the_guest() {
+fn lost_page_is_found_by_verification_and_by_the_guest() {
     let lose = Some((1, 41));
     let options = Options { lose, ..Options::default() };
     let mut source = Toy::new(options.clone(), true);
@@ -454,12 +459,12 @@ fn a_lost_page_is_found_by_verification_and_by_the_guest() {
     assert_eq!(ended.state(), Some(MigrationState::Completed));
     assert_eq!(target.arrived_equal(), Some(false));
     target.halt();
-    // The guest wrote on since; what it has not written again is still wrong.
+    // The guest has written since. Pages that it has not written again are still wrong.
     assert!(target.lost().iter().all(|page| *page == (RegionId(3), 41)), "{:?}", target.lost());
 }
 
 #[test]
-fn machines_that_differ_are_told_so_and_the_target_waits_on() {
+fn different_machines_are_refused_and_the_target_waits_on() {
     let mut source = Toy::new(Options { vcpus: 4, ..Options::default() }, true);
     let mut right = Toy::new(Options::default(), true);
     let mut target = right.target();
@@ -485,7 +490,7 @@ fn machines_that_differ_are_told_so_and_the_target_waits_on() {
 }
 
 #[test]
-fn what_cannot_begin_says_why_at_once() {
+fn migration_that_cannot_begin_reports_the_reason_at_once() {
     let mut source = Toy::new(Options::default(), true);
     let mut fails = |uri: &Uri, settings: &Settings| {
         let began = Instant::now();
@@ -493,12 +498,13 @@ fn what_cannot_begin_says_why_at_once() {
         assert!(began.elapsed() < PATIENCE, "{error}");
         error.to_string()
     };
-    // What waited for its peer would wait longer than this test.
+    // A source that waited for its peer would wait longer than this test.
     let quick = || Settings { peer_timeout: PATIENCE * 2, ..quick() };
-    let nobody = fails(&unix_uri(), &quick());
+    let unanswered = fails(&unix_uri(), &quick());
     assert!(
-        nobody.contains("cannot connect") && nobody.contains("check that the target waits for a guest"),
-        "{nobody}"
+        unanswered.contains("cannot connect")
+            && unanswered.contains("check that the target waits for a guest"),
+        "{unanswered}"
     );
     let far = fails(&Uri::Tcp { host: "192.0.2.1".into(), port: 9 }, &quick());
     assert!(far.contains("permit plain connections"), "{far}");
@@ -513,7 +519,7 @@ fn what_cannot_begin_says_why_at_once() {
     assert!(source.works());
 }
 
-/// A section larger than a message may be is the source's own fault, and the link is not blamed.
+/// A section that is larger than a message is the fault of the source, and the link is not blamed.
 #[test]
 fn device_state_that_is_too_large_is_named() {
     let mut source = Toy::new(Options { ballast: 5 << 20, ..Options::default() }, true);

@@ -30,7 +30,7 @@ fn tcp_pair() -> (OwnedFd, OwnedFd) {
     (here.into(), listener.accept().unwrap().0.into())
 }
 
-/// Connections to where `listener` listens.
+/// Returns connections to the address of `listener`.
 fn connected(listener: &Listener, count: usize) -> Sockets {
     let connect = |_| match listener.uri().unwrap() {
         Uri::Tcp { host, port } => TcpStream::connect((host.as_str(), port)).unwrap().into(),
@@ -55,7 +55,7 @@ fn moves_well(listener: &Listener, sockets: &Sockets, settings: &Settings) {
 }
 
 #[test]
-fn a_guest_moves_over_sockets_that_both_sides_were_given() {
+fn guest_moves_over_sockets_passed_to_source_and_target() {
     for pair in [unix_pair, tcp_pair] {
         for (count, channels) in [(1, 1), (1, 3), (2, 1), (4, 3)] {
             let (here, there) = (0..count).map(|_| pair()).unzip();
@@ -66,7 +66,7 @@ fn a_guest_moves_over_sockets_that_both_sides_were_given() {
 }
 
 #[test]
-fn a_guest_moves_over_connections_to_a_target_that_listens() {
+fn guest_moves_over_passed_connections_to_a_listening_target() {
     let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
     for at in [tcp, unix_uri()] {
         for (count, channels) in [(1, 2), (3, 2)] {
@@ -78,7 +78,7 @@ fn a_guest_moves_over_connections_to_a_target_that_listens() {
 
 #[cfg(feature = "ring")]
 #[test]
-fn channels_of_passed_sockets_are_encrypted_where_both_sides_have_certificates() {
+fn passed_sockets_are_encrypted_if_source_and_target_have_certificates() {
     let authority = Authority::new();
     let host = |name: &str| {
         let (certificate, key) = authority.issue(name);
@@ -107,9 +107,9 @@ fn channels_of_passed_sockets_are_encrypted_where_both_sides_have_certificates()
     assert_eq!(code, RefusalCode::Encryption);
 }
 
-/// The one connection is cut while pages move: the guest stays, and both sides end.
+/// The only connection is closed while pages are sent: the guest stays, and source and target end.
 #[test]
-fn a_guest_stays_when_the_one_connection_is_lost() {
+fn guest_stays_when_its_only_connection_is_lost() {
     for round in 0..4u64 {
         let (here, there) = UnixStream::pair().unwrap();
         let cut = here.try_clone().unwrap();
@@ -167,10 +167,10 @@ fn sockets_that_do_not_fit_the_migration_are_refused_before_it_begins() {
     assert!(source.works());
 }
 
-/// A target of a build that does not know the feature: it refuses it, as the hello's high bits ask
-/// for.
+/// A target of a build that does not know the feature refuses it, as the high bits of the hello
+/// require.
 #[test]
-fn a_target_that_cannot_carry_all_channels_on_one_connection_is_named() {
+fn target_without_support_for_one_connection_is_named() {
     let (here, mut there) = UnixStream::pair().unwrap();
     let target = std::thread::spawn(move || {
         let mut bytes = [0; HELLO_BYTES];
@@ -189,9 +189,9 @@ fn a_target_that_cannot_carry_all_channels_on_one_connection_is_named() {
     assert!(source.works());
 }
 
-/// A cancel ends the wait for a target that does not answer on its one connection.
+/// A cancel ends the wait for a target that does not answer on its only connection.
 #[test]
-fn a_cancel_ends_the_wait_for_a_passed_connection() {
+fn cancel_ends_the_wait_for_a_passed_connection() {
     let (here, mut there) = UnixStream::pair().unwrap();
     let mut source = Toy::new(Options::default(), true);
     let patient = Duration::from_secs(600);

@@ -1,8 +1,10 @@
-//! The wire as bytes that were recorded once (`tests/streams`): today's code reads them, would write the same, and a target of today
-//! takes a guest from them. What fails here has changed the wire, which takes a new version.
+//! Recorded bytes of migrations (`tests/streams`). The present code must read them, must write the
+//! same bytes, and a target must be able to receive a guest from them. A failure means that the
+//! wire format has changed, which needs a new version.
 //!
-//! Version 1 is frozen: its streams are never recorded anew. Those of a next version are recorded beside them, by
-//! `cargo test -p vmferry-engine --test it recorded::record -- --ignored`, which writes what is not there.
+//! Version 1 is frozen: its streams are never recorded again. The streams of a later version are
+//! recorded in addition, by `cargo test -p vmferry-engine --test it recorded::record -- --ignored`,
+//! which writes only missing files.
 
 mod filed;
 mod replay;
@@ -24,7 +26,7 @@ use vmferry_wire::{
     decode_control, encode_control,
 };
 
-/// What was recorded: all bytes of each way of each connection.
+/// Recorded bytes of each direction of each connection.
 type Streams = BTreeMap<Way, Vec<u8>>;
 
 const NAMES: [&str; 4] = ["precopy", "postcopy", "recovery", "hybrid"];
@@ -39,7 +41,7 @@ fn settings(name: &str) -> Settings {
     let plain = Settings { channels: 1, urgent_channels: 1, pace: Pace::Off, downtime_limit, ..quick() };
     match name {
         "precopy" => Settings { mode: MigrationMode::Precopy, ..plain },
-        // Two of each channel, a probe, digests to compare.
+        // Two channels of each kind, a probe, and digests to compare.
         "hybrid" => Settings {
             mode: MigrationMode::Hybrid,
             channels: 2,
@@ -59,7 +61,7 @@ fn file(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/streams").join(format!("{name}.txt"))
 }
 
-/// Zeros in numbers, the rest in hexadecimal.
+/// Returns the text form: runs of zeros as numbers, the rest in hexadecimal.
 fn write(bytes: &[u8]) -> String {
     let (mut text, mut at) = (String::new(), 0);
     while at < bytes.len() {
@@ -99,7 +101,7 @@ fn load(name: &str) -> Streams {
     text.lines().filter(|line| !line.starts_with('#')).map(line).collect()
 }
 
-/// A migration through a proxy that keeps all bytes.
+/// Performs a migration through a proxy that records all bytes.
 fn migrated(name: &str) -> Streams {
     let mut source = Toy::new(options(), true);
     let mut target = source.target();
@@ -143,7 +145,7 @@ fn record() {
     }
 }
 
-/// What was found in the streams, by name.
+/// Numbers of items found in the streams, by name.
 type Found = BTreeMap<String, u32>;
 
 fn note(found: &mut Found, what: &impl std::fmt::Debug) {
@@ -156,7 +158,7 @@ fn hello_of(down: &[u8]) -> Hello {
     Hello::decode(down.first_chunk().expect("a hello")).unwrap()
 }
 
-/// The messages of a control channel, of which the last may have been cut off.
+/// Returns the messages of a control channel, the last of which may be incomplete.
 fn messages<M>(mut bytes: &[u8]) -> Vec<(M, &[u8])>
 where
     M: serde::de::DeserializeOwned,
@@ -181,7 +183,7 @@ fn check_frames(mut bytes: &[u8], found: &mut Found) {
         sequence += 1;
         let contents = if header.kind == FrameKind::Pages { header.pages * 4096 } else { 0 };
         let table_end = FRAME_HEADER_BYTES + header.table_bytes();
-        // The end of what was cut off.
+        // End of a stream that was cut off.
         let Some(rest) = bytes.get(table_end + contents..) else { break };
         note(found, &header.kind);
         if header.table_bytes() > 0 {
@@ -235,7 +237,7 @@ fn check(streams: &Streams) -> Found {
 }
 
 #[test]
-fn recorded_streams_are_read_and_would_be_written_alike() {
+fn recorded_streams_decode_and_encode_to_the_same_bytes() {
     let all = ["Setup", "Accept", "ChannelsUp", "StateEnd", "Ready", "Commit", "Running", "Barrier", "Pages"];
     for name in NAMES {
         let found = check(&load(name));
@@ -252,9 +254,10 @@ fn recorded_streams_are_read_and_would_be_written_alike() {
     }
 }
 
-/// What is frozen stays as it is, to the byte: a stream that was recorded anew would hide that the wire has changed.
+/// The recorded files must not change: a stream that was recorded again would hide a change of the
+/// wire format.
 #[test]
-fn the_streams_are_those_that_were_frozen() {
+fn recorded_streams_are_unchanged() {
     for (name, frozen) in [
         ("precopy", 0xb45b35d342a6ee47),
         ("postcopy", 0xfe8cb61984348566),
@@ -268,7 +271,7 @@ fn the_streams_are_those_that_were_frozen() {
 }
 
 #[test]
-fn zeros_are_written_short_and_read_again() {
+fn zeros_are_written_as_numbers_and_read_back() {
     for bytes in [vec![], vec![0; 9], vec![0, 0, 7, 0], [vec![1; 3], vec![0; 5000], vec![255]].concat()] {
         assert_eq!(read(&write(&bytes)), bytes);
     }

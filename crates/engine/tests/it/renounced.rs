@@ -1,5 +1,6 @@
-//! A link that is lost between the source's commit and the start of the guest, which has not all of its memory there: the
-//! target renounces the guest and stays, and the source takes it back when it has heard so over a new link.
+//! Loss of the link between the source's commit and the start of a guest whose memory is incomplete
+//! on the target. The target renounces the guest and waits. The source resumes the guest after it
+//! has learned this over a new link.
 
 use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy};
@@ -20,7 +21,7 @@ fn settings(mode: MigrationMode) -> Settings {
     Settings { mode, ..quick() }
 }
 
-/// A source, a target and a link that does this harm when the commit passes.
+/// Source, target and a link that makes this fault at the commit.
 struct Scene {
     source: Toy,
     target: Toy,
@@ -50,12 +51,13 @@ impl Scene {
 }
 
 #[test]
-fn a_guest_that_was_not_started_comes_back_over_a_new_link() {
+fn guest_that_was_not_started_returns_over_a_new_link() {
     for mode in [MigrationMode::Postcopy, MigrationMode::Hybrid] {
         for harm in [Harm::CutAtCommit, Harm::CutAllAtCommit, Harm::CutOthersAtCommit] {
             let mut scene = Scene::new(harm);
             let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
-            // It is told, and need not find out: that would take longer than this test.
+            // The source is told and need not find out by its timeout, which would take longer than
+            // this test.
             let settings = Settings {
                 downtime_limit: Duration::from_micros(1),
                 peer_timeout: PATIENCE * 2,
@@ -73,7 +75,7 @@ fn a_guest_that_was_not_started_comes_back_over_a_new_link() {
     }
 }
 
-/// Waits until `monitor` says that somebody has to say how it goes on.
+/// Waits until `monitor` reports that the operator must decide.
 fn until_recover_is_awaited(monitor: &Monitor) {
     wait_for("a source that has to be told", || {
         let progress = monitor.progress();
@@ -82,7 +84,7 @@ fn until_recover_is_awaited(monitor: &Monitor) {
 }
 
 #[test]
-fn a_source_that_tries_nothing_by_itself_hears_of_it_when_told_to_ask() {
+fn source_without_reconnects_learns_of_the_return_on_recover() {
     let mut scene = Scene::new(Harm::CutAllAtCommit);
     let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
     let settings = Settings {
@@ -93,7 +95,8 @@ fn a_source_that_tries_nothing_by_itself_hears_of_it_when_told_to_ask() {
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
             until_recover_is_awaited(&monitor);
-            // Longer than the target waits for anything else. On a busy host it may not have come so far, which only hides a defect.
+            // Longer than the target waits for anything else. On a busy host the target may not
+            // have come so far, which only hides a defect.
             std::thread::sleep(settings.peer_timeout + Duration::from_millis(500));
             monitor.recover();
         });
@@ -102,9 +105,10 @@ fn a_source_that_tries_nothing_by_itself_hears_of_it_when_told_to_ask() {
     scene.check_returned(&ended);
 }
 
-/// Nobody but its source is heard by a target that has renounced a guest, and whoever owns it may end the wait.
+/// A target that has renounced a guest accepts only the guest's source, and its operator may end
+/// the wait.
 #[test]
-fn a_target_that_waits_to_be_asked_can_be_stopped() {
+fn target_that_has_renounced_a_guest_can_be_stopped() {
     let Scene { mut source, mut target, listener, proxy } = Scene::new(Harm::CutAllAtCommit);
     let (uri, monitor) = (proxy.uri(), Monitor::new());
     let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };

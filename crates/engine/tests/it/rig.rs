@@ -1,4 +1,5 @@
-//! A source and a target on this host, a migration between them, and what must hold after any of them.
+//! Source and target on this host, a migration between them, and conditions that must hold after
+//! any migration.
 
 use crate::toy::{Options, Toy};
 use std::time::{Duration, Instant};
@@ -10,8 +11,8 @@ use vmferry_testkit::wait;
 
 pub(crate) use vmferry_testkit_peers::unix_uri;
 
-/// Settings with a peer timeout that only a hang reaches. On a busy host, a thread that opens a file
-/// or a socket may wait half a minute for the kernel (a grace period of RCU).
+/// Settings with a peer timeout that only a hang reaches. On a busy host, a thread that opens a
+/// file or a socket may wait half a minute for the kernel (a grace period of RCU).
 pub(crate) fn quick() -> Settings {
     Settings { peer_timeout: Duration::from_secs(120), ..Settings::default() }
 }
@@ -26,7 +27,7 @@ impl Ended {
         self.sent.as_ref().ok().map(|report| report.state)
     }
 
-    /// Why it did not succeed, in the source's words.
+    /// Returns the reason for the failure, as the source reports it.
     pub(crate) fn error(&self) -> String {
         match &self.sent {
             Ok(report) => report.error.clone().unwrap_or_default(),
@@ -35,7 +36,8 @@ impl Ended {
     }
 }
 
-/// Migrates to `via`, which leads to where `listener` listens, until all of the guest's memory is there.
+/// Migrates to `via`, which leads to the address of `listener`, until all of the guest's memory has
+/// arrived.
 pub(crate) fn attempt(
     source: &mut Toy,
     target: &mut Toy,
@@ -52,7 +54,8 @@ pub(crate) fn attempt(
             Ok(received)
         });
         let sent = migrate(source, via, None, settings, monitor);
-        // A target that never heard of its source, or not to its end, waits on; one that did ends by itself.
+        // A target that its source never reached, or not completely, continues to wait. Other
+        // targets end by themselves.
         let began = Instant::now();
         let unheard = |report: &Report| report.setup_ms == 0.0 && report.state == MigrationState::Cancelled;
         let waits = sent.as_ref().map_or(true, unheard);
@@ -68,14 +71,14 @@ pub(crate) fn between(source: &mut Toy, target: &mut Toy, settings: &Settings) -
     monitored(source, target, settings, &Monitor::new())
 }
 
-/// The same, with a monitor of the caller.
+/// Does the same as [`between`] with a monitor of the caller.
 pub(crate) fn monitored(source: &mut Toy, target: &mut Toy, settings: &Settings, monitor: &Monitor) -> Ended {
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
     attempt(source, target, &listener, &uri, settings, monitor)
 }
 
-/// Exactly one side runs the guest, or none and it says so; whatever happened.
+/// Checks that exactly one host runs the guest, or that none does and this is reported.
 pub(crate) fn check_owner(source: &Toy, target: &Toy, ended: &Ended) {
     let (here, there) = (source.running(), target.running());
     let told = format!(
@@ -99,17 +102,17 @@ pub(crate) fn check_owner(source: &Toy, target: &Toy, ended: &Ended) {
     }
 }
 
-/// A whole migration that must succeed, and everything that must hold after it.
+/// Performs a complete migration that must succeed, and checks everything that must hold after it.
 pub(crate) fn move_well(options: Options, uri: &Uri, settings: &Settings) -> (Report, Received) {
     move_well_to(&Listener::bind(uri, false).unwrap(), options, settings)
 }
 
-/// The same to a target that listens already.
+/// Does the same as [`move_well`] with a target that listens already.
 pub(crate) fn move_well_to(listener: &Listener, options: Options, settings: &Settings) -> (Report, Received) {
     move_well_by(listener, &listener.uri().unwrap(), options, settings)
 }
 
-/// The same over connections of its own.
+/// Does the same as [`move_well`] over connections of `via`.
 pub(crate) fn move_well_by(
     listener: &Listener,
     via: &dyn Connect,

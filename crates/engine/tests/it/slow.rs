@@ -1,18 +1,19 @@
-//! VMs that take longer for something than either side bears silence: a slow disk that is flushed, vCPUs that do not stop at once. The other
-//! side hears meanwhile that its peer is there.
+//! VMs with calls that take longer than the peer timeout, such as a flush of a slow disk, or vCPUs
+//! that do not stop at once. Meanwhile the peer is told that the source or target is alive.
 
 use crate::rig::{Ended, between, check_owner};
 use crate::toy::{Method, Options, Toy, Tracking};
 use std::time::Duration;
 use vmferry_engine::{MigrationState, Settings};
 
-/// Moves a guest between VMs of which one takes `time` for `method`, and both bear silence for `peer_timeout`.
+/// Moves a guest between VMs of which one takes `time` for `method`. Source and target have this
+/// `peer_timeout`.
 fn moved(method: Method, time: Duration, peer_timeout: Duration) -> (Toy, Toy, Ended) {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
     let mut target = source.target();
     let there = matches!(method, Method::Load | Method::Start);
     (if there { &target } else { &source }).takes(method, time);
-    // A guest that stands still for that long is no reason to go on.
+    // A long downtime must not defer the switchover.
     let settings = Settings { peer_timeout, downtime_limit: Duration::from_secs(60), ..Settings::default() };
     let ended = between(&mut source, &mut target, &settings);
     check_owner(&source, &target, &ended);
@@ -20,9 +21,9 @@ fn moved(method: Method, time: Duration, peer_timeout: Duration) -> (Toy, Toy, E
 }
 
 #[test]
-fn what_a_vm_takes_long_for_is_no_silence() {
+fn slow_calls_of_a_vm_are_not_silence() {
     use Method::{Harvest, Load, Pause, Save, Start, TrackerStart};
-    // Something is said four times in this time.
+    // Four messages are sent in this time.
     const BORNE: Duration = Duration::from_secs(3);
     std::thread::scope(|scope| {
         for method in [TrackerStart, Harvest, Pause, Save, Load, Start] {
@@ -37,14 +38,14 @@ fn what_a_vm_takes_long_for_is_no_silence() {
 }
 
 #[test]
-fn a_vm_that_hangs_is_not_waited_for_for_ever() {
-    // A side is spoken for during three of these, and then given up after one.
+fn vm_that_hangs_is_given_up() {
+    // Messages are sent for three times this time, and the peer gives up after one more.
     const BORNE: Duration = Duration::from_secs(1);
     std::thread::scope(|scope| {
         for method in [Method::Save, Method::Load] {
             scope.spawn(move || {
                 let (source, _target, ended) = moved(method, BORNE * 5, BORNE);
-                // On a busy host the greeting itself may come too late: then nothing was begun.
+                // On a busy host even the hello may come too late. Then nothing was begun.
                 let failed = matches!(ended.state(), Some(MigrationState::Failed) | None);
                 assert!(failed, "{method:?}: {}", ended.error());
                 assert!(source.works(), "{method:?}: the guest stands still");

@@ -1,4 +1,4 @@
-//! Guests in files: taken out at once, while they run, and out of files that something has happened to.
+//! Guests in files: restored at once, restored while they run, and restored from modified files.
 
 use crate::toy::{Method, Options, Toy};
 use std::fs::{File, OpenOptions};
@@ -27,7 +27,7 @@ fn saved(source: &mut Toy, path: &Path) -> Report {
     report
 }
 
-/// Where everything lies in the file.
+/// Returns the header and the offsets of all parts of the file.
 fn map(path: &Path) -> (SnapshotHeader, SnapshotMap) {
     let file = File::open(path).unwrap();
     let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
@@ -42,7 +42,7 @@ fn flip(path: &Path, at: u64) {
     file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
 }
 
-/// Lets the guest run for a while, and checks everything that it knows.
+/// Lets the guest run for a while, and checks all of its pages.
 fn goes_on(target: &Toy) {
     assert!(target.works(), "the guest stands still");
     target.halt();
@@ -61,7 +61,7 @@ fn done(lazy: &LazyRestore) {
 }
 
 #[test]
-fn a_guest_comes_out_of_a_file_as_it_went_in() {
+fn restored_guest_equals_the_saved_guest() {
     for pages in [vec![1200, 700], vec![600], vec![9000, 2], vec![513, 4096, 4097]] {
         let folder = Folder::new();
         let mut source = Toy::new(Options { pages: pages.clone(), ..Options::default() }, true);
@@ -80,7 +80,7 @@ fn a_guest_comes_out_of_a_file_as_it_went_in() {
 }
 
 #[test]
-fn a_file_takes_the_room_of_the_pages_with_content() {
+fn file_allocates_only_pages_with_content() {
     let folder = Folder::new();
     let options = Options { pages: vec![40_000, 9000], used: 600, ..Options::default() };
     let mut source = Toy::new(options, true);
@@ -90,18 +90,20 @@ fn a_file_takes_the_room_of_the_pages_with_content() {
     assert!(found.len() > 49_000 * 4096, "every page has its place");
     let room = found.blocks() * 512;
     assert!(room >= contents, "{room} bytes for {contents}");
-    // Two tables, indexes, the header and a ledger of 8 bytes a page; and what a file system rounds up.
+    // Two tables, indexes, the header, a ledger of 8 bytes for each page, and rounding by the file
+    // system.
     assert!(room < contents + (1 << 20), "{room} bytes for {contents}");
-    assert_eq!(found.mode() & 0o777, 0o600, "it is somebody's memory");
-    // What it says it wrote is what there is.
+    assert_eq!(found.mode() & 0o777, 0o600, "the file has the memory of a guest");
+    // The reported number of bytes is the number in the file.
     assert!(report.bytes.wire >= contents && report.bytes.wire < contents + (1 << 20), "{report:?}");
 }
 
 #[test]
-fn a_guest_runs_while_its_memory_comes() {
+fn guest_runs_while_its_memory_is_restored() {
     for round in 0..10 {
         let folder = Folder::new();
-        // The loading's touch is a fault for certain; on a busy host the guest may come to its pages when all are there.
+        // The load touches a page, which makes a fault for certain. On a busy host the guest may
+        // touch its pages only when all are present.
         let load_touches = Some((0, 2400));
         let options =
             Options { pages: vec![3000, 700], used: 2500, writers: 2, load_touches, ..Options::default() };
@@ -124,15 +126,15 @@ fn a_guest_runs_while_its_memory_comes() {
 }
 
 #[test]
-fn a_touched_page_comes_before_all_others() {
+fn touched_page_is_restored_before_all_others() {
     let folder = Folder::new();
     let options = Options { pages: vec![20_000], used: 20_000, zero_one_in: u64::MAX, ..Options::default() };
     let mut source = Toy::new(lazy(options.clone()), true);
     let _ = saved(&mut source, &guest(&folder));
     let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
     let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
-    // The page, its neighbours at most, and nothing of the 19,984 before. Perhaps none by the count, which comes after the
-    // page: its placing wakes whoever waits.
+    // Only the page and its neighbours, and none of the 19,984 pages before. The count may even be
+    // 0, because it is updated after the page was placed and the waiting thread was woken.
     assert!(restored.received().pages <= 16, "{}", restored.received().pages);
     assert!(target.faulting().unwrap().is_placed(RegionId(0), 19_999));
     done(&restored);
@@ -140,9 +142,9 @@ fn a_touched_page_comes_before_all_others() {
 }
 
 #[test]
-fn pages_of_zeros_come_when_they_are_touched() {
+fn pages_of_zeros_are_placed_when_they_are_touched() {
     let folder = Folder::new();
-    // The guest itself touches nothing that it did not use.
+    // The guest touches no page that it did not use.
     let options = Options { pages: vec![20_000], used: 4, writers: 1, ..Options::default() };
     let mut source = Toy::new(lazy(options.clone()), true);
     let _ = saved(&mut source, &guest(&folder));
@@ -150,7 +152,8 @@ fn pages_of_zeros_come_when_they_are_touched() {
     let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
     done(&restored);
     let faulting = target.faulting().unwrap();
-    // Pages of zeros that nobody touched take no memory: its neighbour, and those of the block in which there are others.
+    // Pages of zeros that were not touched take no memory: the neighbour, and those of the block
+    // that has other pages.
     assert!(faulting.is_placed(RegionId(0), 19_999));
     assert!([19_998, 10_000, 300].iter().all(|page| !faulting.is_placed(RegionId(0), *page)));
     assert!(restored.progress().zero_pages >= 1);
@@ -158,7 +161,7 @@ fn pages_of_zeros_come_when_they_are_touched() {
 }
 
 #[test]
-fn a_vm_without_faults_says_so_and_can_be_filled_first() {
+fn vm_without_demand_paging_can_be_restored_eagerly() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
     let _ = saved(&mut source, &guest(&folder));
@@ -170,7 +173,7 @@ fn a_vm_without_faults_says_so_and_can_be_filled_first() {
 }
 
 #[test]
-fn a_copy_leaves_the_guest_here_and_gets_names_of_its_own() {
+fn copy_leaves_the_guest_and_has_an_id_of_its_own() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
     let report = save_copy(&mut source, &guest(&folder), &Monitor::new()).unwrap();
@@ -188,7 +191,7 @@ fn a_copy_leaves_the_guest_here_and_gets_names_of_its_own() {
     goes_on(&source);
 }
 
-/// A target that notes in which order it is called, and can refuse a new identity.
+/// Target that records the order of its calls, and can refuse a new identity.
 struct Noting {
     toy: Toy,
     calls: Vec<&'static str>,
@@ -267,7 +270,7 @@ fn copy_without_new_identity_does_not_run() {
     assert_eq!((target.calls, lazily.calls), (vec!["load", "renew"], vec!["load", "renew"]));
 }
 
-/// A VM that writes on while it is paused, as a device that was forgotten would.
+/// VM that writes memory while it is paused, like a device that was forgotten.
 struct Restless(Toy);
 
 impl Migratable for Restless {
@@ -297,9 +300,10 @@ impl SourceVm for Restless {
     }
 }
 
-/// A file whose pages are not what their digests say would lose the guest: it is noticed while the guest is still here.
+/// A file with pages that differ from their digests would lose the guest. The save must notice this
+/// while the guest is still on the source.
 #[test]
-fn memory_that_changes_while_it_is_written_is_noticed() {
+fn memory_that_changes_during_a_save_is_noticed() {
     let mut noticed = 0;
     for _ in 0..8 {
         let folder = Folder::new();
@@ -319,9 +323,9 @@ fn memory_that_changes_while_it_is_written_is_noticed() {
     say(format!("changes while paused: noticed in {noticed} of 8 saves"));
 }
 
-/// A save that fails or is cancelled in any of its steps leaves no file, and the guest where it was.
+/// A save that fails or is cancelled in any step leaves no file, and the guest stays.
 #[test]
-fn an_interrupted_save_leaves_nothing_behind() {
+fn interrupted_save_leaves_no_file() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
     for (method, after) in [
@@ -346,9 +350,10 @@ fn an_interrupted_save_leaves_nothing_behind() {
     goes_on(&source);
 }
 
-/// A file that is there may be a guest's only copy: it stays, and so does the guest, also if it appears in the last moment.
+/// An existing file may be a guest's only copy. The file stays, and so does the guest, also if the
+/// file appears in the last moment.
 #[test]
-fn nothing_is_replaced() {
+fn existing_files_are_never_replaced() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
     let late = guest(&folder);
@@ -364,7 +369,7 @@ fn nothing_is_replaced() {
 }
 
 #[test]
-fn a_full_disk_leaves_the_guest_here() {
+fn guest_stays_if_the_disk_is_full() {
     let folder = Folder::new();
     let mounted = std::process::Command::new("mount")
         .args(["-t", "tmpfs", "-o", "size=1m", "none"])
@@ -383,7 +388,7 @@ fn a_full_disk_leaves_the_guest_here() {
     goes_on(&source);
 }
 
-/// A place to damage a file at, and words of the error that must follow.
+/// Checks that a modified file is refused with these words in the error.
 fn refused(path: &Path, source: &Toy, what: &str, words: &[&str]) {
     let mut target = source.target();
     let eager = restore(&mut target, path).unwrap_err().to_string();
@@ -426,7 +431,7 @@ fn damage_before_the_tables_is_found_before_the_guest_runs() {
 }
 
 #[test]
-fn files_that_were_cut_off_or_never_finished_are_refused() {
+fn truncated_and_unfinished_files_are_refused() {
     let folder = Folder::new();
     let mut source = Toy::new(lazy(Options::default()), true);
     let _ = saved(&mut source, &guest(&folder));
@@ -453,7 +458,7 @@ fn files_that_were_cut_off_or_never_finished_are_refused() {
     assert!(missing.contains("cannot use file:"), "{missing}");
 }
 
-/// Restores eagerly from a file that is damaged at `at`; the words must be in the error.
+/// Restores from a file that is damaged. The words must be in the error.
 fn not_eagerly(folder: &Folder, source: &Toy, words: &[&str]) {
     let mut target = source.target();
     let text = restore(&mut target, &guest(folder)).unwrap_err().to_string();
@@ -462,7 +467,7 @@ fn not_eagerly(folder: &Folder, source: &Toy, words: &[&str]) {
 }
 
 #[test]
-fn a_damaged_table_is_found() {
+fn damaged_table_is_found() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, ..Options::default() };
     let mut source = Toy::new(lazy(options), true);
@@ -482,7 +487,7 @@ fn a_damaged_table_is_found() {
     assert_eq!(progress.state, FillState::Failed);
     assert!(progress.error.is_some_and(|why| why.contains("table for region 0 pages 0x200..0x400")));
     let faulting = target.faulting().unwrap();
-    // All pages with content but those of the table.
+    // All pages with content except those of the table.
     let others = [(RegionId(0), 0..512), (RegionId(3), 0..700)];
     wait("all other pages", || {
         let mut all = others.iter().flat_map(|(region, pages)| pages.clone().map(|page| (*region, page)));
@@ -494,7 +499,7 @@ fn a_damaged_table_is_found() {
 }
 
 #[test]
-fn a_damaged_page_is_named_and_never_placed() {
+fn damaged_page_is_named_and_never_placed() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, zero_one_in: u64::MAX, ..Options::default() };
     let mut source = Toy::new(lazy(options), true);
@@ -513,11 +518,12 @@ fn a_damaged_page_is_named_and_never_placed() {
         if progress.placed == progress.pages - 1 { Ok(()) } else { Err(progress) }
     });
     let progress = restored.progress();
-    // All others came, its neighbours too; whoever touches it sleeps.
+    // All other pages arrived, the neighbours too. A thread that touches this page sleeps.
     assert_eq!((progress.placed, progress.failed_pages), (progress.pages - 1, 1), "{progress:?}");
     let faulting = target.faulting().unwrap();
     assert!(!faulting.is_placed(RegionId(3), page) && faulting.is_placed(RegionId(3), page + 1));
-    // A page that is brought on a busy host after this time would be missed, and counted below.
+    // If the page were placed later than this time on a busy host, the test would miss it here and
+    // count it below.
     assert!(!faulting.touch(RegionId(3), page, Duration::from_millis(100)));
     assert!(faulting.touch(RegionId(3), 650, PATIENCE), "others are still answered");
     assert_eq!(restored.progress().placed, progress.placed);
@@ -527,9 +533,10 @@ fn a_damaged_page_is_named_and_never_placed() {
     assert!(!faulting.ended(), "it would read as zeros");
 }
 
-/// The state cannot be loaded because it touches a page that cannot be had: the load ends, and the guest does not run.
+/// The state cannot be loaded because the load touches a page that cannot be read. The load ends,
+/// and the guest does not run.
 #[test]
-fn a_page_that_the_state_needs_and_nobody_has_ends_the_restore() {
+fn unreadable_page_that_the_state_needs_fails_the_restore() {
     let folder = Folder::new();
     let options = Options { zero_one_in: u64::MAX, ..lazy(Options::default()) };
     let mut source = Toy::new(options.clone(), true);

@@ -1,4 +1,4 @@
-//! Who else may come to a target that waits for its guest, and what a source may do that means harm.
+//! Other programs that connect to a waiting target, and hostile sources.
 
 use crate::rig::{quick, unix_uri};
 use crate::toy::{Method, Options, Toy};
@@ -17,12 +17,12 @@ use vmferry_wire::{
     ToSource, ToTarget, Token, encode_control,
 };
 
-/// Whether the other end has closed, having said nothing more.
+/// Returns true if the peer has closed the stream without sending anything more.
 fn closed(stream: &mut Socket) -> bool {
     matches!(stream.read(&mut [0; 100]), Ok(0))
 }
 
-/// Lets `strange` do its worst to a waiting target; the real source must still get through.
+/// Runs `strange` against a waiting target. The real source must still succeed.
 fn then_the_real_source(strange: impl FnOnce(&Uri)) {
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
@@ -40,11 +40,11 @@ fn then_the_real_source(strange: impl FnOnce(&Uri)) {
 }
 
 #[test]
-fn strangers_are_refused_and_the_target_waits_on() {
+fn other_programs_are_refused_and_the_target_waits_on() {
     then_the_real_source(|uri| {
         let mut garbage = connect(uri);
         garbage.write_all(&[0xa5; 200]).unwrap();
-        // Closing with unread bytes resets; either is an end.
+        // Closing with unread bytes resets the connection. Both results are an end.
         let _ = garbage.read(&mut [0; 10]);
         let mut http = connect(uri);
         http.write_all(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
@@ -56,19 +56,19 @@ fn strangers_are_refused_and_the_target_waits_on() {
         assert_eq!(greet(uri, &fancy).1, Some(RefusalCode::Feature));
         let (mut bulk, refused) = greet(uri, &hello(Role::Bulk, 0, Token([1; 16])));
         assert!(refused == Some(RefusalCode::Token) && closed(&mut bulk));
-        // `http` and the silent one still hold on while the real source comes.
+        // `http` and the silent connection stay open while the real source connects.
         std::mem::forget((http, _silent));
     });
 }
 
 #[test]
-fn a_hello_and_nothing_more_keeps_nobody_out_for_long() {
+fn source_without_an_announcement_blocks_others_for_a_limited_time() {
     then_the_real_source(|uri| {
         let (mut quiet, refused) = greet(uri, &hello(Role::Control, 0, Token::NONE));
         assert_eq!(refused, None);
-        // While it is being served another is told so.
+        // While this source is served, another one is refused as busy.
         assert_eq!(greet(uri, &hello(Role::Control, 0, Token::NONE)).1, Some(RefusalCode::Busy));
-        // Talking without saying anything does not help it.
+        // Sending pings does not extend the time limit.
         let began = Instant::now();
         for number in 0.. {
             say(&mut quiet, &ToTarget::Ping(number));
@@ -76,14 +76,14 @@ fn a_hello_and_nothing_more_keeps_nobody_out_for_long() {
                 break;
             }
             assert!(began.elapsed() < PATIENCE, "it is heard for ever");
-            // Its pace, which no outcome depends on.
+            // Pace of the pings, which does not affect the result.
             std::thread::sleep(Duration::from_millis(20));
         }
     });
 }
 
 #[test]
-fn a_source_that_is_refused_does_not_stop_the_next_one() {
+fn refused_source_does_not_block_the_next_one() {
     for _ in 0..3 {
         then_the_real_source(|uri| {
             let mut other = Source::new(uri);
@@ -101,7 +101,7 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
                 why.code == RefusalCode::Machine
                     && why.detail.contains("kind of machine: the guest has other, the target has toy")
             );
-            // It does not hang up, and keeps talking.
+            // This source does not close its connection, and keeps sending.
             let mut held = other.control.try_clone().unwrap();
             std::thread::spawn(move || {
                 for number in 0..2000 {
@@ -113,10 +113,11 @@ fn a_source_that_is_refused_does_not_stop_the_next_one() {
     }
 }
 
-/// A source at a target with a [`Toy`].
+/// Hostile source, connected to a target with a [`Toy`].
 struct Evil {
     source: Source,
-    /// How often the target has looked up its guest's memory: once for each frame here.
+    /// Returns the number of times that the target has looked up its guest's memory: once for each
+    /// frame in these tests.
     looks: Box<dyn Fn() -> usize>,
 }
 
@@ -132,7 +133,7 @@ impl Evil {
         else {
             panic!("not accepted")
         };
-        // Neither a wrong token, nor another migration, nor a channel too many, gets in.
+        // Neither a wrong token, nor another migration id, nor an additional channel is accepted.
         let right = hello(Role::Bulk, 0, token);
         let wrong = [
             Hello { token: Token([9; 16]), ..right.clone() },
@@ -147,12 +148,12 @@ impl Evil {
         Self { source, looks: Box::new(move || target(Method::Window)) }
     }
 
-    /// Sends what `change` made of a frame with one page.
+    /// Sends a frame with one page after `change` was applied to it.
     fn frame(&mut self, pass: u32, page: u64, change: impl FnOnce(&mut Frame)) {
         self.source.frame(0, pass, page, &[0x77; PAGE_BYTES], change);
     }
 
-    /// Waits until the target has looked up its guest's memory for so many frames, `times`, during `act`.
+    /// Waits until the target has looked up its guest's memory for `times` frames during `act`.
     fn until_looks(&mut self, times: usize, act: impl FnOnce(&mut Self)) {
         let before = (self.looks)();
         act(self);
@@ -171,7 +172,7 @@ impl Evil {
         self.source.barrier(0, pass);
     }
 
-    /// The rest of a good migration.
+    /// Performs the rest of a correct migration.
     fn finish(&mut self, pass: u32) {
         self.say(&ToTarget::Final { pass });
         self.say(&ToTarget::StateEnd { sections: 0 });
@@ -181,7 +182,8 @@ impl Evil {
     }
 }
 
-/// Lets an evil source at a target that bears silence for `patience`; returns why the target refused. It must not have run.
+/// Runs `act` as a hostile source against a target with this peer timeout. Returns why the target
+/// refused. The target must not have run the guest.
 fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
     let mut target = Toy::new(Options { ballast: 0, ..Options::default() }, false);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
@@ -193,7 +195,7 @@ fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         let mut evil = Evil::new(&uri, counter, &machine, 1);
         act(&mut evil);
-        // A source that has heard the refusal hangs up.
+        // A source that has received the refusal closes its connection.
         while evil.hear().is_some() {}
         drop(evil);
         receiving.join().unwrap().unwrap_err()
@@ -205,13 +207,13 @@ fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
 }
 
 fn refused(what: &str, act: impl FnOnce(&mut Evil)) {
-    // Nothing here is a matter of silence.
+    // None of these tests depends on a timeout.
     let why = refusal(PATIENCE, act);
     assert!(why.contains(what), "{what}: {why}");
 }
 
 #[test]
-fn frames_that_lie_are_refused() {
+fn invalid_frames_are_refused() {
     refused("run of pages", |evil| evil.frame(0, 1199, |frame| frame.header.base = PageIndex(1200)));
     refused("run of pages", |evil| evil.frame(0, 1 << 32, |_| {}));
     refused("run of pages", |evil| evil.frame(0, 5, |frame| frame.header.base = PageIndex(u64::MAX)));
@@ -235,7 +237,7 @@ fn frames_that_lie_are_refused() {
 }
 
 #[test]
-fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
+fn commit_needs_complete_memory_and_state() {
     refused("Load arrived too early (last pass complete: false", |evil| evil.say(&ToTarget::Load));
     refused("Commit, which is not allowed at this point", |evil| evil.say(&ToTarget::Commit));
     refused("last pass complete: false", |evil| {
@@ -256,7 +258,8 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.frame(0, 5, |frame| frame.content[17] ^= 1);
         evil.finish(0);
     });
-    // The page of pass 1 is damaged, and pass 1 never ends: it must count all the same.
+    // The page of pass 1 has a digest mismatch, and pass 1 never ends. The mismatch must count
+    // nevertheless.
     refused("pages were still arriving", |evil| {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
@@ -269,7 +272,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         });
         evil.say(&ToTarget::Load);
     });
-    // Half a frame is under way.
+    // Half of a frame has been sent.
     refused("pages were still arriving", |evil| {
         evil.say(&ToTarget::Final { pass: 0 });
         evil.say(&ToTarget::StateEnd { sections: 0 });
@@ -278,7 +281,7 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
         evil.until_looks(1, |evil| evil.frame(1, 5, |frame| frame.content.truncate(100)));
         evil.say(&ToTarget::Load);
     });
-    // Ready, and then the source goes away, or wants something else.
+    // The target is ready, and then the source disconnects or cancels.
     refused("disconnected before it handed over", |evil| {
         evil.finish(0);
         assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
@@ -291,9 +294,9 @@ fn a_commit_is_taken_only_over_memory_and_state_that_are_whole() {
     });
 }
 
-/// Memory that was handed over is the guest's alone: a source that writes on is not heard.
+/// Memory that was handed over belongs to the guest alone: later writes of the source are refused.
 #[test]
-fn nothing_is_written_after_the_last_pass() {
+fn writes_after_the_last_pass_are_refused() {
     let mut target = Toy::new(Options::default(), false);
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
@@ -325,7 +328,7 @@ fn resident_bytes() -> u64 {
 }
 
 #[test]
-fn device_state_without_end_is_refused_before_it_fills_memory() {
+fn endless_device_state_is_refused_before_it_fills_memory() {
     let before = resident_bytes();
     refused("more device state than the protocol allows", |evil| {
         let section = Section { name: "x".into(), instance: 0, version: 0, payload: vec![1; 4 << 20 >> 1] };
@@ -348,9 +351,9 @@ fn device_state_without_end_is_refused_before_it_fills_memory() {
 }
 
 #[test]
-fn a_source_that_falls_silent_is_given_up() {
+fn silent_source_is_given_up() {
     let silent = |act: fn(&mut Evil)| {
-        // Long enough for a busy host to greet on all channels.
+        // Long enough for the hellos of all channels on a busy host.
         let why = refusal(Duration::from_secs(5), act);
         assert!(why.contains("nothing was heard of the source"), "{why}");
     };
@@ -360,9 +363,9 @@ fn a_source_that_falls_silent_is_given_up() {
     });
 }
 
-/// Asking for channels that cannot be is refused before anything is accepted, so the wait goes on.
+/// An invalid number of channels is refused before anything is accepted, so the wait continues.
 #[test]
-fn impossible_numbers_of_channels_are_refused() {
+fn invalid_numbers_of_channels_are_refused() {
     then_the_real_source(|uri| {
         for channels in [0, Settings::MAX_CHANNELS + 1, u16::MAX] {
             let mut source = Source::new(uri);
@@ -376,7 +379,7 @@ fn impossible_numbers_of_channels_are_refused() {
     });
 }
 
-/// A barrier as a measuring channel sends it, and whether it is answered.
+/// Sends a barrier like a measuring channel. Returns true if it is answered.
 fn measured(stream: &mut Socket, number: u32) -> bool {
     stream.write_all(&FrameHeader::barrier(number, number.into()).encode()).unwrap();
     let mut answer = [0; REQUEST_BYTES];
@@ -385,7 +388,7 @@ fn measured(stream: &mut Socket, number: u32) -> bool {
 }
 
 #[test]
-fn more_measure_than_there_are_places_and_none_keeps_one_for_long() {
+fn measurements_beyond_the_limit_are_refused_and_silent_ones_end() {
     then_the_real_source(|uri| {
         let measure = |index| greet(uri, &hello(Role::Measure, index, Token::NONE));
         let mut held: Vec<Socket> = Vec::new();
@@ -394,7 +397,8 @@ fn more_measure_than_there_are_places_and_none_keeps_one_for_long() {
             assert!(refused.is_none() && measured(&mut stream, 0), "place {index}");
             held.push(stream);
         }
-        // On a busy host the first may have been closed for their silence by now, and left their places.
+        // On a busy host the first channels may have been closed for their silence by now, so that
+        // their places are free.
         let mut index = 8;
         let mut refused = wait_for("a channel without a place", || {
             let (mut stream, refused) = measure(index);
@@ -407,25 +411,26 @@ fn more_measure_than_there_are_places_and_none_keeps_one_for_long() {
             Err(index)
         });
         assert!(closed(&mut refused));
-        // They say nothing more: each is closed, and its place is free again.
+        // The channels are silent from now on: each is closed, and its place is free again.
         assert!(held.iter_mut().all(closed));
         wait("the place of a silent channel", || measure(index).1.is_none());
     });
 }
 
 #[test]
-fn who_measures_reaches_no_memory_but_that_which_is_dropped() {
+fn measurement_reaches_only_its_scratch_memory() {
     then_the_real_source(|uri| {
         let page = [0x5a; PAGE_BYTES];
         let scratch_pages = (32 << 20) / PAGE_BYTES as u64;
-        // Beyond the memory that it may fill, and in a region that a guest has and a measurement has not.
+        // Beyond the memory that a measurement may fill, and in a region that a guest has but a
+        // measurement has not.
         for (region, index) in [(0, scratch_pages), (0, u64::MAX >> 13), (1, 0)] {
             let (mut stream, refused) = greet(uri, &hello(Role::Measure, 0, Token::NONE));
             assert_eq!(refused, None);
             let mut writer = TableWriter::default();
             assert!(writer.push(PageIndex(index), Some(PageDigest::of(&page))));
             let (header, table) = writer.finish(FrameKind::Pages, RegionId(region), 0, 0);
-            // Closed in the middle of it, maybe.
+            // The connection may be closed in the middle of the write.
             let _ = stream.write_all(&[&header.encode()[..], table, &page].concat());
             let answered = FrameHeader::barrier(0, 1).encode();
             let _ = stream.write_all(&answered);

@@ -1,7 +1,7 @@
-//! A toy VM: vCPUs that stamp pages of a [`board`], and a fault in any method on demand.
+//! Toy VM: vCPUs that stamp pages of a [`board`], and an optional fault in any method.
 //!
-//! The vCPUs keep a ledger of what each page must hold, which is moved as device state: so the guest itself finds a page
-//! that was lost, whatever the engine says.
+//! The vCPUs keep a ledger of the expected content of each page, which is moved as device state.
+//! The guest itself therefore finds a lost page, whatever the engine reports.
 
 mod board;
 
@@ -23,7 +23,7 @@ use vmferry_engine::{
 };
 use vmferry_testkit::wait;
 
-/// A method that can fail.
+/// Method that can fail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Method {
     Tracker,
@@ -40,58 +40,61 @@ pub(crate) enum Method {
     Prepare,
     Load,
     Start,
-    /// Of memory whose pages come later.
+    /// Method of memory whose pages arrive later.
     Place,
     NextFault,
 }
 
-/// How writes are found.
+/// Way in which writes are found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tracking {
-    /// Every write leaves a mark, a harvest takes the marks.
+    /// Every write leaves a mark, and a harvest takes the marks.
     Marks,
-    /// A write leaves a mark only on a page that was protected since its last mark: forget to protect, and it is lost.
+    /// A write leaves a mark only on a page that was protected since its last mark. Without the
+    /// protection, the write is lost.
     ByHand,
 }
 
 #[derive(Debug, Clone)]
 pub(crate) struct Options {
-    /// Pages of each region; the second lies above 4 GiB.
+    /// Number of pages of each region. The second region lies above 4 GiB.
     pub(crate) pages: Vec<u64>,
-    /// Pages at the start of each region that the guest uses.
+    /// Number of pages at the start of each region that the guest uses.
     pub(crate) used: u64,
     pub(crate) writers: u64,
     pub(crate) tracking: Tracking,
-    /// Between two bursts of writes.
+    /// Pause between two bursts of writes.
     pub(crate) rest: Duration,
-    /// Marks of this page are lost, and it is written right before every pause.
+    /// Page whose marks are lost, and which is written right before every pause.
     pub(crate) lose: Option<(usize, u64)>,
     /// One of this many writes makes its page zero.
     pub(crate) zero_one_in: u64,
     pub(crate) vcpus: u32,
     /// Bytes of a further section of device state.
     pub(crate) ballast: usize,
-    /// As a target, it can take pages while its guest runs.
+    /// True if it has demand paging as a target.
     pub(crate) lazy: bool,
-    /// A page that loading the state touches.
+    /// Page that loading the state touches.
     pub(crate) load_touches: Option<(usize, u64)>,
-    /// Who says which pages are free.
+    /// Source of free pages.
     pub(crate) free: Option<FreeKind>,
-    /// The guest has written this many further pages of each region and freed them, before it is moved.
+    /// Number of further pages of each region that the guest has written and freed before it is
+    /// moved.
     pub(crate) freed: u64,
-    /// One of this many writes frees its page instead; 0: none.
+    /// One of this many writes frees its page instead. 0: none.
     pub(crate) free_one_in: u64,
-    /// What the target says of the time that it will take.
+    /// Time that the target announces for load and start.
     pub(crate) expected_load: Option<Duration>,
-    /// What the source's VMM says of the guest.
+    /// Description of the guest by the source's VMM.
     pub(crate) description: &'static str,
-    /// What the source says of the time that a pause takes.
+    /// Cost of a pause, as the source declares it.
     pub(crate) pause_costs: PauseCosts,
-    /// The operator has paused the guest.
+    /// True if the operator has paused the guest.
     pub(crate) paused: bool,
-    /// The target prepares itself with the state of a trial pause.
+    /// True if the target prepares itself with the state of a trial pause.
     pub(crate) wants_trial: bool,
-    /// Bytes of device state that go as a stream; so many more come up with each read while the guest runs.
+    /// Bytes of device state that are sent as a stream, and bytes that are added with each read
+    /// while the guest runs.
     pub(crate) stream: Option<(u64, u64)>,
 }
 
@@ -122,14 +125,15 @@ impl Default for Options {
     }
 }
 
-/// The VM of either side.
+/// VM for source and target.
 pub(crate) struct Toy {
     board: Arc<Board>,
     vcpus: Vec<JoinHandle<()>>,
-    /// The machine that the guest comes from: at the start its memory must be this one's.
+    /// Machine that the guest comes from. At the start, the memory must equal the memory of this
+    /// machine.
     twin: Option<Arc<Board>>,
     arrived_equal: Option<bool>,
-    /// How often nobody wanted to know any more which pages are free.
+    /// Number of times that the engine stopped the reporting of free pages.
     stopped: Arc<AtomicU64>,
 }
 
@@ -170,7 +174,7 @@ impl Toy {
             options,
         });
         if running {
-            // Something in every used page from the start.
+            // Every used page has content from the start.
             for ram in &board.rams {
                 for page in 0..board.options.used.min(ram.region.pages()) {
                     board.write(ram, page, board.writes.fetch_add(1, Relaxed) + 1);
@@ -195,7 +199,7 @@ impl Toy {
         }
     }
 
-    /// A machine like this one, empty, for its guest.
+    /// Returns an empty machine like this one, for its guest.
     pub(crate) fn target(&self) -> Self {
         let options = Options { lose: None, ..self.board.options.clone() };
         let mut target = Self::new(options, false);
@@ -203,32 +207,32 @@ impl Toy {
         target
     }
 
-    /// From its `after`th call on (0 is the next), `method` fails once.
+    /// Makes `method` fail once, at its `after`th call from now (0 is the next).
     pub(crate) fn fail(&self, method: Method, after: u32) {
         *self.board.fail.lock().unwrap() = Some((method, after));
     }
 
-    /// `method` panics.
+    /// Makes `method` panic.
     pub(crate) fn panics(&self, method: Method) {
         self.board.clumsy.set(method).unwrap();
     }
 
-    /// `method` takes `time`.
+    /// Makes `method` take `time`.
     pub(crate) fn takes(&self, method: Method, time: Duration) {
         self.board.slow.set((method, time)).unwrap();
     }
 
-    /// Whether its I/O is busy, each time that it is asked.
+    /// Sets for each further attempt whether the I/O is busy.
     pub(crate) fn busy(&self, times: &[bool]) {
         self.board.busy.lock().unwrap().extend(times);
     }
 
-    /// How long its I/O was given to come to rest, each time.
+    /// Returns the time limit for quiescing the I/O at each attempt.
     pub(crate) fn settles(&self) -> Vec<Duration> {
         self.board.settles.lock().unwrap().clone()
     }
 
-    /// Whether the injected failure has not come up.
+    /// Returns true if the injected failure has not occurred yet.
     pub(crate) fn failure_left(&self) -> bool {
         self.board.fail.lock().unwrap().is_some()
     }
@@ -253,28 +257,28 @@ impl Toy {
         self.board.writes.load(Relaxed)
     }
 
-    /// How often a vCPU found a page otherwise than it had left it.
+    /// Returns the number of times that a vCPU found a page with other content than it had written.
     pub(crate) fn surprises(&self) -> u64 {
         self.board.surprises.load(Relaxed)
     }
 
-    /// How often nobody wanted to know any more which pages are free.
+    /// Returns the number of times that the engine stopped the reporting of free pages.
     pub(crate) fn told_to_stop(&self) -> u64 {
         self.stopped.load(Relaxed)
     }
 
-    /// Whether the guest knows that a page is zero.
+    /// Returns true if the guest knows that a page is zero.
     pub(crate) fn is_zero(&self, region: RegionId, page: u64) -> bool {
         let ram = self.board.rams.iter().find(|ram| ram.region.id == region).unwrap();
         ram.ledger[usize::try_from(page).unwrap()].load(Relaxed) == 0
     }
 
-    /// The memory whose pages come later, once the engine has asked for it.
+    /// Returns the memory whose pages arrive later, once the engine has requested it.
     pub(crate) fn faulting(&self) -> Option<Arc<Faulting>> {
         self.board.lazy.get().cloned()
     }
 
-    /// What the guest finds missing, stopped for as long as it looks.
+    /// Returns the pages with wrong content. The guest is stopped during the check.
     pub(crate) fn lost(&self) -> Vec<(RegionId, u64)> {
         let mut running = self.board.running.write().unwrap();
         let was = std::mem::replace(&mut *running, false);
@@ -287,33 +291,33 @@ impl Toy {
         *self.board.running.write().unwrap() = false;
     }
 
-    /// The operator lets the guest run.
+    /// Lets the guest run, on behalf of the operator.
     pub(crate) fn go(&self) {
         *self.board.running.write().unwrap() = true;
     }
 
-    /// The methods that were called, in their order.
+    /// Returns the methods that were called, in their order.
     pub(crate) fn calls(&self) -> Vec<Method> {
         self.board.calls.lock().unwrap().clone()
     }
 
-    /// The stream of device state, if all of it has come.
+    /// Returns the stream of device state, if all of it has arrived.
     pub(crate) fn device(&self) -> Option<Vec<u8>> {
         let device = self.board.device.lock().unwrap();
         device.1.then(|| device.0.clone())
     }
 
-    /// The state that it prepared itself with.
+    /// Returns the state with which the VM prepared itself.
     pub(crate) fn trial(&self) -> Option<&[Section]> {
         self.board.trial.get().map(Vec::as_slice)
     }
 
-    /// State in which its guest, which came from elsewhere, was started.
+    /// Returns the state in which the received guest was started.
     pub(crate) fn started(&self) -> Option<RunState> {
         self.board.started.get().copied()
     }
 
-    /// Whether the vCPUs run. Waits until they get on if they do.
+    /// Returns true if the vCPUs run. In that case, waits until they make progress.
     pub(crate) fn works(&self) -> bool {
         let before = self.writes();
         if self.running() {
@@ -322,7 +326,8 @@ impl Toy {
         self.running()
     }
 
-    /// Tells how often a method was called, also while the engine has this VM.
+    /// Returns a function that counts the calls of a method. It works also while the engine uses
+    /// this VM.
     pub(crate) fn counter(&self) -> impl Fn(Method) -> usize + use<> {
         let board = Arc::clone(&self.board);
         move |method| board.calls.lock().unwrap().iter().filter(|called| **called == method).count()
@@ -369,7 +374,8 @@ impl SourceVm for Toy {
 
     fn pause(&mut self) -> Result<(), VmError> {
         if let (true, Some((ram, page))) = (self.running(), self.board.options.lose) {
-            // The guest's last deed: however fast the move was, it has written this page since it was sent.
+            // Last write of the guest: however fast the migration was, this page was written since
+            // it was sent.
             self.board.write(&self.board.rams[ram], page, self.board.writes.fetch_add(1, Relaxed) + 1);
         }
         *self.board.running.write().unwrap() = false;
@@ -381,7 +387,7 @@ impl SourceVm for Toy {
         if self.board.busy.lock().unwrap().pop_front() != Some(true) {
             return Ok(());
         }
-        // Of what is under way some ends meanwhile.
+        // Some of the requests in progress complete meanwhile.
         self.board.write(&self.board.rams[0], 1, self.board.writes.fetch_add(1, Relaxed) + 1);
         Err(VmError::busy("requests are under way"))
     }
@@ -435,12 +441,12 @@ fn device() -> StreamName {
     StreamName { name: "device".into(), instance: 3, version: 1 }
 }
 
-/// The byte at this place of the stream.
+/// Returns the byte at this offset of the stream.
 pub(crate) fn device_byte(at: u64) -> u8 {
     (at % 251).to_le_bytes()[0]
 }
 
-/// A device whose state changes while the guest runs.
+/// Device whose state changes while the guest runs.
 struct Device {
     board: Arc<Board>,
     sent: u64,
@@ -555,7 +561,7 @@ impl TargetVm for Toy {
         if let Some(twin) = &self.twin {
             let stopped = !*twin.running.read().unwrap();
             assert!(stopped, "the guest runs on both sides");
-            // Pages that have yet to come differ.
+            // Pages that have not arrived differ.
             self.arrived_equal = self.board.lazy.get().is_none().then(|| self.board.equals(twin));
         }
         let runs = state == RunState::Running;
@@ -565,7 +571,7 @@ impl TargetVm for Toy {
     }
 }
 
-/// The first page of a run that names it: for messages.
+/// Returns the text that names the first page of a run in messages.
 pub(crate) fn page_text(region: RegionId, page: u64) -> String {
     format!("{region} {}", PageIndex(page))
 }

@@ -1,4 +1,4 @@
-//! What a busy host or a slow peer must not do to the decision when to stop the guest.
+//! Tests that a busy host or a slow peer does not disturb the decision when to stop the guest.
 
 use super::deferral::{LONGEST_BETWEEN, TRY_AGAIN};
 use super::*;
@@ -12,7 +12,7 @@ use vmferry_wire::{PageName, Token};
 const PAGES: u64 = 1 << 20;
 const MS: Duration = Duration::from_millis(1);
 
-/// A session whose first pass is under way, begun at 0.
+/// Returns a session whose first pass began at 0 and is in progress.
 fn passing(settings: Settings) -> Session {
     let machine = MachineConfig {
         kind: "test".into(),
@@ -60,18 +60,20 @@ fn hands_over(session: &Session) -> bool {
     matches!(&session.state, State::Stopping(stopping) if stopping.hands_over())
 }
 
-/// Takes the session to the moment at which the guest runs on the target before its memory is there.
+/// Moves the session to the point at which the guest runs on the target before its memory has
+/// arrived.
 fn run_in_postcopy(session: &mut Session, now: Duration) {
     let (state, _) = Postcopy::begin(&mut session.shared, postcopy::History::begin(now));
     session.state = state;
 }
 
-/// Takes the session to the commit of a guest that has all of its memory on the target.
+/// Moves the session to the commit of a guest that has all of its memory on the target.
 fn commit(session: &mut Session) {
     session.state = State::Committed(Committed::new(switchover::Kind::Complete));
 }
 
-/// Waits until the session looks again at a guest whose I/O was busy, which has `dirty` pages to send by then; what is asked for then.
+/// Waits until the session checks a guest again whose I/O was busy. The guest has `dirty` pages to
+/// send by then. Returns the actions that follow.
 fn wake(session: &mut Session, now: &mut Duration, dirty: u64) -> Vec<Action> {
     loop {
         *now += 20 * MS;
@@ -83,12 +85,13 @@ fn wake(session: &mut Session, now: &mut Duration, dirty: u64) -> Vec<Action> {
     }
 }
 
-/// One live pass from `now`; what is asked for after its harvest. A guest that rests is waited for instead.
+/// Performs one pass from `now`. Returns the actions that follow its harvest. If the session waits
+/// for the guest instead, waits for the end of that.
 fn pass(session: &mut Session, now: &mut Duration, bytes: u64, took: Duration, dirty: u64) -> Vec<Action> {
     pass_written_by(session, now, (bytes, took), dirty, &[])
 }
 
-/// The same, with the pages that each vCPU wrote.
+/// Performs a pass like [`pass`], with the pages that each vCPU wrote.
 fn pass_written_by(
     session: &mut Session,
     now: &mut Duration,
@@ -110,24 +113,24 @@ fn pass_written_by(
 const PAUSED: Event = Event::Paused { wanted: RunState::Running };
 const LIVE: Pass = Pass::Dirty { first: false };
 
-/// With as much time as the usual limit is.
-const REHEARSE: Action = Action::TrialPause { within: Duration::from_millis(300) };
+/// Trial pause with the usual limit as its time.
+const TRIAL_PAUSE: Action = Action::TrialPause { within: Duration::from_millis(300) };
 
 #[test]
-fn one_slow_answer_does_not_keep_an_idle_guest() {
+fn single_slow_pong_does_not_delay_an_idle_guest() {
     let mut session = passing(Settings::default());
     let mut now = Duration::from_secs(2);
     let ping = session.handle(now, Event::Tick);
     assert_eq!(ping, [Action::Send(ToTarget::Ping(1))]);
-    // The answer stood behind 400 ms of pages.
+    // The answer was queued behind 400 ms of pages.
     now += 400 * MS;
     session.handle(now, Event::Message(ToSource::Pong(1)));
     assert_eq!(session.shared.link.round_trip, 400 * MS);
     let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-    assert_eq!(asked, [REHEARSE]);
-    session.handle(now, rehearsed(MS));
+    assert_eq!(asked, [TRIAL_PAUSE]);
+    session.handle(now, trial_paused(MS));
     assert!(is_passing(&session), "3 x 400 ms do not fit 300");
-    // The next pass is tiny and back within 2 ms, so a round trip takes no longer.
+    // The next pass is tiny and takes 2 ms, so a round trip takes no longer.
     assert_eq!(pass(&mut session, &mut now, 5 << 12, 2 * MS, 5), [Action::Pause]);
 }
 
@@ -142,17 +145,17 @@ fn round_trip_ends_when_the_answer_arrives_however_busy_the_driver_is() {
 }
 
 #[test]
-fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
+fn single_slow_trial_pause_does_not_delay_an_idle_guest() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
-    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
-    session.handle(now, rehearsed(2000 * MS));
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [TRIAL_PAUSE]);
+    session.handle(now, trial_paused(2000 * MS));
     let mut tries = 0;
     for _ in 0..1000 {
         match pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
             [Action::TrialPause { .. }] => {
                 tries += 1;
-                if session.handle(now, rehearsed(MS)) == [Action::Pause] {
+                if session.handle(now, trial_paused(MS)) == [Action::Pause] {
                     assert_eq!(tries, 1);
                     assert!(now > TRY_AGAIN, "not at once: each stops the guest");
                     return;
@@ -165,11 +168,11 @@ fn one_slow_rehearsal_does_not_keep_an_idle_guest() {
     panic!("it was never tried again");
 }
 
-fn rehearsed(fixed: Duration) -> Event {
+fn trial_paused(fixed: Duration) -> Event {
     stopped(fixed, Duration::ZERO)
 }
 
-/// A rehearsal in which saving took no time.
+/// Returns the result of a trial pause in which saving took no time.
 fn stopped(fixed: Duration, settle: Duration) -> Event {
     Event::TrialPaused {
         stop: fixed,
@@ -186,10 +189,10 @@ fn busy(paused: Duration) -> Event {
 }
 
 #[test]
-fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
+fn guest_with_busy_io_runs_on_and_attempts_become_rarer() {
     let mut session = passing(Settings::default());
     let (mut now, mut stops) = (Duration::ZERO, Vec::new());
-    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [REHEARSE]);
+    assert_eq!(pass(&mut session, &mut now, 4 << 30, 100 * MS, 5), [TRIAL_PAUSE]);
     session.handle(now, busy(300 * MS));
     assert_eq!(session.verdict().unwrap().help, [Remedy::LessIo], "{:?}", session.verdict());
     assert!(session.busy().unwrap().contains("under way"));
@@ -206,10 +209,10 @@ fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
     assert!((10..20).contains(&stops.len()), "{stops:?}");
     let longest = stops.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap();
     assert!(longest <= LONGEST_BETWEEN + 100 * MS, "{longest:?}");
-    // Once it comes to rest it moves.
+    // Once its I/O is quiesced, the guest moves.
     loop {
         if let [Action::TrialPause { .. }] = pass(&mut session, &mut now, 5 << 12, 20 * MS, 5)[..] {
-            assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+            assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
             return;
         }
         assert!(now < Duration::from_secs(400));
@@ -217,12 +220,12 @@ fn a_guest_whose_io_is_busy_goes_on_and_is_stopped_again_ever_more_seldom() {
 }
 
 #[test]
-fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
+fn switchover_that_finds_busy_io_returns_to_passes() {
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
         let mut session = passing(Settings { mode, ..Settings::default() });
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
         let [Action::Save { within }] = session.handle(now, PAUSED)[..] else { panic!("it is saved") };
         assert!(within <= 300 * MS && within > 290 * MS, "5 pages leave nearly all of the limit: {within:?}");
         assert_eq!(session.handle(now + within, busy(within)), [Action::RunOn]);
@@ -233,7 +236,7 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
             "{more:?}"
         );
         assert_eq!((session.phase(), session.put_off()), (Phase::Precopy, 1));
-        // Not at once again; and then by a rehearsal.
+        // The next attempt comes later, and is a trial pause.
         let again = loop {
             match &pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
                 [Action::TrialPause { .. }] => break now,
@@ -241,7 +244,7 @@ fn a_pause_that_finds_io_under_way_goes_back_to_passing() {
             }
         };
         assert!(again > within + TRY_AGAIN);
-        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
     }
 }
 
@@ -250,16 +253,16 @@ fn is_a_pass(actions: &[Action]) -> bool {
 }
 
 #[test]
-fn what_a_guest_wrote_while_it_rested_is_sent_first_and_nothing_is_judged_by_it() {
+fn pages_written_during_a_wait_are_sent_first_and_not_judged() {
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid] {
         let auto_converge = AutoConverge::All;
         let mut session = passing(Settings { mode, auto_converge, ..Settings::default() });
         let mut now = Duration::ZERO;
-        assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5), [REHEARSE]);
+        assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5), [TRIAL_PAUSE]);
         session.handle(now, busy(300 * MS));
         assert!(is_resting(&session));
         let earlier = now;
-        // 320 MiB of them, which take a third of a second.
+        // 320 MiB, which take a third of a second.
         let asked = wake(&mut session, &mut now, 320 << 8);
         assert!(is_a_pass(&asked), "{mode}: {asked:?}");
         assert!(
@@ -267,10 +270,11 @@ fn what_a_guest_wrote_while_it_rested_is_sent_first_and_nothing_is_judged_by_it(
             "{:?}",
             precopy(&session)
         );
-        // Then it is stopped to see, and can go at once; as well if the pass leaves more than the first did.
-        assert_eq!(pass(&mut session, &mut now, 320 << 20, 320 * MS, 2000), [REHEARSE], "{mode}");
+        // The guest is then stopped for a trial pause, and can move at once, even if the pass
+        // leaves more than the first one did.
+        assert_eq!(pass(&mut session, &mut now, 320 << 20, 320 * MS, 2000), [TRIAL_PAUSE], "{mode}");
         assert_eq!(
-            session.handle(now, rehearsed(MS)).last(),
+            session.handle(now, trial_paused(MS)).last(),
             Some(&Action::SendPass { number: 2, pass: LIVE })
         );
         assert!(!precopy(&session).slows() && session.course().is_empty() && precopy(&session).stuck() == 0);
@@ -280,14 +284,14 @@ fn what_a_guest_wrote_while_it_rested_is_sent_first_and_nothing_is_judged_by_it(
 }
 
 #[test]
-fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
+fn guest_is_not_throttled_while_the_source_waits_for_its_io() {
     let settings = Settings { auto_converge: AutoConverge::All, ..Settings::default() };
     let mut session = passing(settings);
     let mut now = Duration::ZERO;
-    assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 1 << 18), [REHEARSE]);
-    let slowed = session.handle(now, rehearsed(MS));
+    assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 1 << 18), [TRIAL_PAUSE]);
+    let slowed = session.handle(now, trial_paused(MS));
     assert!(matches!(slowed[0], Action::Throttle(ref shares) if shares[0] > 0.4), "{slowed:?}");
-    // It dirties half of what the link carries now.
+    // The guest now dirties at half of the link's bandwidth.
     let mut passes = [1u64 << 17, 1 << 16, 60_000, 60_000].into_iter();
     let paused = passes.find(|left| {
         pass(&mut session, &mut now, left << 13, u32::try_from(left >> 7).unwrap() * MS, *left)
@@ -298,15 +302,16 @@ fn a_guest_that_waits_for_its_io_is_not_slowed_for_that() {
     session.handle(now, busy(60 * MS));
     session.handle(now, Event::Resumed);
     assert!(precopy(&session).slows());
-    // All that fits the limit is little enough then.
-    assert_eq!(pass(&mut session, &mut now, 60_000 << 13, 468 * MS, 60_000), [REHEARSE]);
+    // For a throttled guest, any amount that fits the limit is little enough.
+    assert_eq!(pass(&mut session, &mut now, 60_000 << 13, 468 * MS, 60_000), [TRIAL_PAUSE]);
     assert_eq!(session.handle(now, busy(300 * MS)), [Action::Throttle(vec![0.0])]);
     assert!(is_resting(&session));
     let asked = wake(&mut session, &mut now, 1 << 18);
     assert!(is_a_pass(&asked), "{asked:?}");
 }
 
-/// Of a guest that dirties next to nothing, what stopping takes whenever that is tried.
+/// Returns the session of a guest that dirties almost nothing, and whose stop always has these
+/// costs. Also returns the time and the actions of each attempt.
 fn always(settings: Settings, costs: (Duration, Duration)) -> (Session, Vec<(Duration, Vec<Action>)>) {
     let (mut session, mut now, mut seen) = (passing(settings), Duration::ZERO, Vec::new());
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
@@ -336,36 +341,36 @@ fn hybrid_does_not_wait_for_a_stop_that_always_takes_too_long() {
         let (session, seen) = always(Settings { auto, downtime_limit: limit, ..Settings::default() }, costs);
         assert!(hands_over(&session) && seen.len() == 1, "{seen:?}");
         assert!(session.course()[0].why.contains("with nothing to send"), "{:?}", session.course());
-        // Otherwise it waits, and is stopped ever more seldom.
+        // Otherwise the session waits, and the intervals between attempts grow.
         let (session, seen) = always(Settings { downtime_limit: limit, ..Settings::default() }, costs);
         assert!(is_resting(&session) && seen.len() < 40, "{}", seen.len());
     }
 }
 
 #[test]
-fn what_io_took_once_is_measured_again_where_nothing_else_keeps_the_guest() {
+fn io_time_is_measured_again_if_only_io_prevents_the_switchover() {
     let mut session = passing(Settings::default());
     let mut now = Duration::from_secs(2);
     session.handle(now, Event::Tick);
     now += 50 * MS;
     session.handle(now, Event::Message(ToSource::Pong(1)));
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
-    // A flush of 200 ms, and three round trips of 50: 351 ms.
+    // A flush of 200 ms, and three round trips of 50 ms: 351 ms.
     session.handle(now, stopped(MS, 200 * MS));
     assert!(is_resting(&session), "passes would only cost it faults");
     assert!(session.busy().is_none() && precopy(&session).waits_for_io(&session.shared));
-    assert_eq!(wake(&mut session, &mut now, 5), [REHEARSE]);
-    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    assert_eq!(wake(&mut session, &mut now, 5), [TRIAL_PAUSE]);
+    assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
 }
 
 #[test]
-fn a_guest_that_is_busy_whenever_it_is_to_go_is_stopped_ever_more_seldom() {
+fn attempts_become_rarer_if_io_is_busy_at_each_switchover() {
     let mut session = passing(Settings::default());
     let (mut now, mut stops) = (Duration::ZERO, Vec::new());
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
     while now < Duration::from_secs(300) {
-        // At rest when it is only looked at.
-        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        // In a trial pause the I/O is quiesced.
+        assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
         session.handle(now, PAUSED);
         now += 298 * MS;
         session.handle(now, busy(298 * MS));
@@ -379,7 +384,7 @@ fn a_guest_that_is_busy_whenever_it_is_to_go_is_stopped_ever_more_seldom() {
 }
 
 #[test]
-fn a_long_limit_does_not_stop_a_guest_for_most_of_its_time() {
+fn long_limit_does_not_pause_a_guest_for_most_of_its_time() {
     let limit = Duration::from_secs(10);
     let mut session = passing(Settings { downtime_limit: limit, ..Settings::default() });
     let (mut now, mut stood) = (Duration::ZERO, Duration::ZERO);
@@ -408,13 +413,13 @@ fn urgent_migration_makes_no_trial_pause() {
 }
 
 #[test]
-fn a_limit_below_what_any_flush_takes_does_not_keep_a_hybrid() {
+fn limit_shorter_than_a_flush_does_not_prevent_a_hybrid_migration() {
     for (mode, patience) in [(MigrationMode::Precopy, 0), (MigrationMode::Hybrid, 300)] {
         let mut session = passing(Settings { mode, downtime_limit: Duration::ZERO, ..Settings::default() });
         let mut now = Duration::ZERO;
         let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 100_000);
         assert_eq!(asked, [Action::TrialPause { within: patience * MS }], "{mode}");
-        session.handle(now, rehearsed(20 * MS));
+        session.handle(now, trial_paused(20 * MS));
         let asked = pass(&mut session, &mut now, 400 << 20, 100 * MS, 100_000);
         assert_eq!(asked == [Action::Pause], mode == MigrationMode::Hybrid, "{asked:?}");
         if mode == MigrationMode::Hybrid {
@@ -428,7 +433,7 @@ fn urgent_migration_waits_for_io_as_long_as_the_vm_does() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-    session.handle(now, rehearsed(MS));
+    session.handle(now, trial_paused(MS));
     session.shared.urgency = Urgency::Switch;
     assert_eq!(session.handle(now, PAUSED), [Action::Save { within: Duration::MAX }]);
     let ended = session.handle(now, busy(10_000 * MS));
@@ -436,14 +441,14 @@ fn urgent_migration_waits_for_io_as_long_as_the_vm_does() {
 }
 
 #[test]
-fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
+fn paused_guest_resumes_if_the_target_receives_the_last_pages_slowly() {
     for (verify, switch, patient) in [(false, false, false), (true, false, false), (false, true, true)] {
         let settings = Settings { verify, ..Settings::default() };
         let limit = settings.downtime_limit + settings.peer_timeout * 3;
         let mut session = passing(settings);
         let mut now = Duration::ZERO;
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-        assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+        assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
         if switch {
             session.shared.urgency = Urgency::Switch;
         }
@@ -451,7 +456,7 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
         session.handle(now, Event::Saved { sections: Vec::new() });
         session.handle(now, Event::Harvested { pages: 5, writers: Vec::new() });
         let stopped = now;
-        // It answers every ping.
+        // The target answers every ping.
         let ended = loop {
             now += 100 * MS;
             let actions = session.handle(now, Event::Tick);
@@ -467,32 +472,34 @@ fn a_target_that_takes_the_last_pages_slowly_does_not_keep_a_stopped_guest() {
     }
 }
 
-/// What is asked for after a pass of 100 ms at 400 MiB/s in which a guest dirtied all of that again.
+/// Returns the throttle that follows a pass of 100 ms at 400 MiB/s in which a guest dirtied the
+/// same amount again.
 fn throttled(auto_converge: AutoConverge, writers: &[u64]) -> Option<Vec<f64>> {
     let mut session = passing(Settings { auto_converge, downtime_limit: 20 * MS, ..Settings::default() });
     let mut now = Duration::ZERO;
     let pages = (40 << 20) / 4096;
     let asked = pass_written_by(&mut session, &mut now, (40 << 20, 100 * MS), pages, writers);
     assert_eq!(asked, [Action::TrialPause { within: 20 * MS }]);
-    let asked = session.handle(now, rehearsed(MS));
+    let asked = session.handle(now, trial_paused(MS));
     asked
         .into_iter()
         .find_map(|action| if let Action::Throttle(shares) = action { Some(shares) } else { None })
 }
 
 #[test]
-fn guest_is_slowed_as_far_as_the_link_needs_and_only_busy_writers_on_request() {
+fn guest_is_throttled_to_the_link_and_only_busy_writers_on_request() {
     let near = |got: Option<Vec<f64>>, want: &[f64]| {
         let got = got.expect("a throttle");
         let same = got.len() == want.len() && got.iter().zip(want).all(|(g, w)| (g - w).abs() < 0.01);
         assert!(same, "{got:?} and not {want:?}");
     };
     assert_eq!(throttled(AutoConverge::Off, &[9, 1]), None);
-    // It dirties as fast as the link carries, and may half of that.
+    // The guest dirties at the bandwidth of the link, and half of that is allowed.
     near(throttled(AutoConverge::All, &[9, 1]), &[0.5]);
     near(throttled(AutoConverge::Writers, &[]), &[0.5]);
     near(throttled(AutoConverge::Writers, &[1, 1]), &[0.5, 0.5]);
-    // Of 10 parts 5 may be dirtied: one is the modest vCPU's, four are left for the other's nine.
+    // 5 of 10 parts may be dirtied. The modest vCPU needs one, so four are left for the nine parts
+    // of the other.
     near(throttled(AutoConverge::Writers, &[9, 1]), &[1.0 - 4.0 / 9.0, 0.0]);
 }
 
@@ -510,8 +517,9 @@ fn link_that_was_cut_on_request_is_opened_on_request_only() {
     assert_eq!(again, [Action::Reconnect { after: Duration::ZERO }]);
 }
 
-/// Loses the link of a guest that runs there at once whenever it was taken up again; for how long that is tried. The target lacks as many
-/// pages as `lacks` says, by the attempt.
+/// Returns for how long the session tries to reconnect if the link of a guest that runs on the
+/// target is lost immediately after each reconnect. `lacks` returns the number of missing pages for
+/// each attempt.
 fn tried_for(lacks: impl Fn(u64) -> u64) -> Duration {
     let mut session = passing(Settings { mode: MigrationMode::Hybrid, ..Settings::default() });
     run_in_postcopy(&mut session, MS);
@@ -539,25 +547,25 @@ fn tried_for(lacks: impl Fn(u64) -> u64) -> Duration {
 }
 
 #[test]
-fn links_that_bring_nothing_are_not_taken_up_for_ever() {
+fn links_without_progress_are_not_reopened_for_ever() {
     let tried = tried_for(|_| 100);
     let patience = Settings::default().reconnect_for;
     assert!((patience..patience + Duration::from_secs(5)).contains(&tried), "{tried:?}");
-    // As long as pages come it goes on.
+    // The session continues as long as pages arrive.
     assert_eq!(tried_for(|attempt| (1 << 40) - attempt).as_secs(), 3600);
 }
 
 #[test]
-fn a_target_that_waits_for_its_fence_hears_that_its_source_is_there() {
+fn source_pings_a_target_that_waits_for_its_arbiter() {
     let mut session = passing(Settings::default());
     commit(&mut session);
     let ping = ToTarget::Ping(session.shared.link.last_ping.0 + 1);
     assert_eq!(session.handle(Duration::from_secs(2), Event::Tick), [Action::Send(ping.clone())]);
-    // The commit may have arrived, whatever became of the ping.
+    // The commit may have arrived, even if the ping was not sent.
     let lost = Event::unsent(&ping, "lost".into());
     let ended = session.handle(Duration::from_secs(2), lost);
     assert_eq!(ended, [Action::Finish(Outcome::Unknown("lost".into()))]);
-    // Of a commit that never left it is known.
+    // A commit that was not sent is known not to have arrived.
     let mut session = passing(Settings::default());
     commit(&mut session);
     let unsent = Event::unsent(&ToTarget::Commit, "lost".into());
@@ -569,7 +577,7 @@ fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     let mut session = passing(Settings { verify: true, ..Settings::default() });
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
     let received = |pass| Event::Message(ToSource::Received { pass, suspects: 0, runs: Vec::new() });
     let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO };
     let samples: Vec<_> = (0..65_536).map(|page| PageName { region: RegionId(0), page }).collect();
@@ -592,8 +600,9 @@ fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     assert!(why.detail.ends_with("page 0xf, and 69984 more"), "{}", why.detail);
 }
 
-/// What is predicted for a stop with nothing to send, in ms, after a pass whose pages took `listing` to list, and the rehearsal `event`. The
-/// target has said that it needs `load_us`, if anything.
+/// Returns the predicted downtime with nothing to send, in milliseconds, after a pass whose pages
+/// took `listing` to list, and the trial pause `event`. `load_us` is the time that the target has
+/// announced, if any.
 fn predicted_ms(load_us: Option<u64>, listing: Duration, event: Event) -> u128 {
     let mut session = passing(Settings::default());
     if let Some(load_us) = load_us {
@@ -603,7 +612,7 @@ fn predicted_ms(load_us: Option<u64>, listing: Duration, event: Event) -> u128 {
     session.handle(now, Event::PassSent { bytes: 100 << 20, listing });
     let received = ToSource::Received { pass: 0, suspects: 0, runs: Vec::new() };
     session.handle(now, Event::Message(received));
-    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [REHEARSE]);
+    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [TRIAL_PAUSE]);
     let asked = session.handle(now, event);
     let predicted = session.predicted_downtime().unwrap();
     assert_eq!(asked == [Action::Pause], predicted <= 300 * MS, "{predicted:?}: {asked:?}");
@@ -621,13 +630,13 @@ fn every_known_part_of_the_downtime_is_predicted_and_counts_against_the_limit() 
         trial: None,
     };
     let zero = Duration::ZERO;
-    // Loading is taken to be as long as saving, until the target says what it takes.
+    // Loading is assumed to take as long as saving, until the target announces another time.
     assert_eq!(predicted_ms(None, zero, saved(7 * MS, 0)), 24);
     assert_eq!(predicted_ms(Some(0), zero, saved(7 * MS, 0)), 17);
     assert_eq!(predicted_ms(Some(100_000), zero, saved(7 * MS, 0)), 117);
     assert_eq!(predicted_ms(Some(300_000), zero, saved(7 * MS, 0)), 317);
     assert!(predicted_ms(Some(u64::MAX), zero, saved(7 * MS, 0)) > 1 << 50);
-    // The link carries 100 MiB a second.
+    // The bandwidth of the link is 100 MiB per second.
     assert_eq!(predicted_ms(None, zero, saved(zero, 20 << 20)), 210);
     assert_eq!(predicted_ms(None, zero, saved(zero, 40 << 20)), 410);
     assert_eq!(predicted_ms(None, 50 * MS, saved(zero, 0)), 60);
@@ -638,12 +647,12 @@ fn section() -> Section {
     Section { name: "vcpu".into(), instance: 0, version: 1, payload: vec![7] }
 }
 
-/// A session that has sent the state of its trial pause to a target that asked for it.
+/// Returns a session that has sent the state of its trial pause to a target that asked for it.
 fn preparing(now: &mut Duration) -> Session {
     let mut session = passing(Settings::default());
     assert_eq!(session.handle(*now, Event::Message(ToSource::WantsTrial)), []);
-    assert_eq!(pass(&mut session, now, 4 << 30, 100 * MS, 5), [REHEARSE]);
-    let mut tried = rehearsed(MS);
+    assert_eq!(pass(&mut session, now, 4 << 30, 100 * MS, 5), [TRIAL_PAUSE]);
+    let mut tried = trial_paused(MS);
     if let Event::TrialPaused { trial, .. } = &mut tried {
         *trial = Some(vec![section()]);
     }
@@ -658,21 +667,21 @@ fn guest_is_not_stopped_before_the_target_has_prepared_itself() {
     let mut session = preparing(&mut now);
     now += 800 * MS;
     assert_eq!(session.handle(now, Event::Tick), []);
-    // The target has measured how long loading takes.
+    // The target has measured the time for loading.
     assert_eq!(session.handle(now, Event::Message(ToSource::Costs { load_us: 90_000 })), []);
     assert_eq!(session.handle(now, Event::Message(ToSource::Prepared)), [Action::Harvest]);
-    // The guest wrote meanwhile: that is sent first.
+    // The guest wrote meanwhile, so these pages are sent first.
     let sent = session.handle(now, Event::Harvested { pages: PAGES, writers: Vec::new() });
     let begun = ToTarget::Pass { pass: 1, pages: PAGES };
     assert_eq!(sent, [Action::Send(begun), Action::SendPass { number: 1, pass: LIVE }]);
-    // One trial pause is enough, and the target gets no second state.
+    // One trial pause suffices, and the target gets no second state.
     assert_eq!(pass(&mut session, &mut now, 2 << 30, 50 * MS, 5), [Action::Pause]);
     let predicted = session.predicted_downtime().unwrap();
     assert!(predicted >= 91 * MS, "{predicted:?}");
 }
 
 #[test]
-fn guest_goes_on_if_the_target_does_not_prepare_itself() {
+fn guest_stays_if_the_target_does_not_prepare_itself() {
     let mut now = Duration::ZERO;
     let mut session = preparing(&mut now);
     now += session.patience() + MS;
@@ -686,7 +695,7 @@ fn target_learns_of_the_operators_pause_before_it_loads() {
     let mut session = passing(Settings::default());
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
-    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
     session.handle(now, Event::Paused { wanted: RunState::Paused });
     let sent = session.handle(now, Event::Saved { sections: vec![section()] });
     let told = [
@@ -703,7 +712,7 @@ fn target_learns_of_the_operators_pause_before_it_loads() {
 fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     let name = StreamName { name: "device".into(), instance: 0, version: 1 };
     let mut session = passing(Settings::default()).streaming(vec![name]);
-    // As for a session that had its streams from the start.
+    // Like a session that had its streams from the start.
     session.state = Precopy::begin(&session.shared, Duration::ZERO).0;
     let mut now = 100 * MS;
     let (bytes, listing) = (10 << 20, Duration::ZERO);
@@ -714,8 +723,8 @@ fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     // The pass and the state took 200 ms for 20 MiB.
     let streamed = Event::StateStreamed { bytes, left: 5 << 20 };
     assert_eq!(session.handle(now, streamed.clone()), [Action::Harvest]);
-    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [REHEARSE]);
-    assert_eq!(session.handle(now, rehearsed(MS)), [Action::Pause]);
+    assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [TRIAL_PAUSE]);
+    assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
     // The 5 MiB that are left take 50 ms.
     let predicted = session.predicted_downtime().unwrap();
     assert!(predicted >= 50 * MS && predicted < 60 * MS, "{predicted:?}");
@@ -724,7 +733,7 @@ fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     assert_eq!(sent[2..], [Action::StreamState, Action::Harvest]);
     session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() });
     session.handle(now, Event::PassSent { bytes: 0, listing });
-    // All pages are there, and the state is not.
+    // All pages have arrived, but the state has not.
     assert_eq!(session.handle(now, received(1)), []);
     assert_eq!(session.handle(now, streamed), [Action::Send(ToTarget::Load)]);
 }

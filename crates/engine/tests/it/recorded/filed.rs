@@ -1,4 +1,4 @@
-//! A guest in a file of version 1: today's code takes it out.
+//! Guest in a file of version 1, which the present code restores.
 
 use super::{file, options, read, write};
 use crate::snapshots::guest;
@@ -36,7 +36,7 @@ fn record() {
 }
 
 #[test]
-fn a_recorded_file_is_read() {
+fn recorded_file_is_restored() {
     let folder = recorded();
     let path = guest(&folder);
     let (file, mut head) = (File::open(&path).unwrap(), [0; SNAPSHOT_HEADER_BYTES]);

@@ -1,4 +1,4 @@
-//! A source that says what was recorded, to a target of today.
+//! Source that sends recorded bytes to a present target.
 
 use super::{Streams, Way, file, hello_of, load, messages, options};
 use crate::rig::unix_uri;
@@ -14,7 +14,7 @@ fn down(connection: usize) -> Way {
     Way { connection, to_target: true }
 }
 
-/// Says hello, with the token of this run in place of the recorded one.
+/// Sends the hello, with the token of this run in place of the recorded one.
 fn connect(uri: &Uri, recorded: &[u8], token: Token) -> Socket {
     let (stream, refused) = greet(uri, &Hello { token, ..hello_of(recorded) });
     assert_eq!(refused, None);
@@ -29,7 +29,7 @@ struct Replay<'a> {
 }
 
 impl Replay<'_> {
-    /// Reads until the target says it.
+    /// Reads until the target sends the message.
     fn hear(&mut self, what: &str, is: impl Fn(&ToSource) -> bool) -> ToSource {
         loop {
             let message = hear(&mut self.control).unwrap_or_else(|| panic!("no {what}"));
@@ -94,7 +94,7 @@ impl Replay<'_> {
 }
 
 #[test]
-fn a_target_of_today_takes_a_recorded_guest() {
+fn target_receives_a_recorded_guest() {
     for name in ["precopy", "postcopy"] {
         let (streams, uri) = (load(name), unix_uri());
         let mut target = Toy::new(options(), false).target();

@@ -1,4 +1,4 @@
-//! The toy's memory, of atomics in several regions, and how its vCPUs use it.
+//! Memory of the toy VM, made of atomics in several regions, and its use by the vCPUs.
 
 use super::{Method, Options, Tracking};
 use crate::faulting::Faulting;
@@ -12,7 +12,7 @@ use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{Layout, PageRun, PageSet, Region, RegionId, Window};
 use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, RunState, Section, VmError};
 
-/// Words of a page that are stamped: its ends, so that half a page shows, and its middle.
+/// Words of a page that are stamped: both ends, so that half a page is found, and the middle.
 const STAMPED: [usize; 3] = [0, 255, 511];
 
 #[repr(align(4096))]
@@ -23,9 +23,9 @@ pub(crate) struct Ram {
     pub(super) pages: Vec<Page>,
     pub(super) marks: AtomicBitmap,
     pub(super) protected: AtomicBitmap,
-    /// What the guest knows of each page: its last stamp, 0 for a page of zeros.
+    /// Last stamp of each page that the guest knows. 0 for a page of zeros.
     pub(super) ledger: Vec<AtomicU64>,
-    /// Pages that nobody reads before writing them.
+    /// Pages that are not read before they are written.
     pub(crate) free: AtomicBitmap,
 }
 
@@ -34,30 +34,31 @@ pub(crate) struct Board {
     pub(super) layout: Layout,
     pub(crate) rams: Vec<Ram>,
     pub(super) writes: AtomicU64,
-    /// Pages that a vCPU found otherwise than it had left them.
+    /// Number of pages that a vCPU found with other content than it had written.
     pub(super) surprises: AtomicU64,
-    /// A vCPU works while it holds this for reading and finds it true.
+    /// Run state. A vCPU works while it holds this lock for reading and the value is true.
     pub(super) running: RwLock<bool>,
     pub(super) power: AtomicBool,
-    /// Whether it ever ran.
+    /// True if the guest ever ran.
     pub(super) ran: AtomicBool,
     pub(super) fail: Mutex<Option<(Method, u32)>>,
-    /// What it panics in.
+    /// Method that panics.
     pub(super) clumsy: OnceLock<Method>,
-    /// What takes so long.
+    /// Method that is slow, and its duration.
     pub(super) slow: OnceLock<(Method, Duration)>,
-    /// Whether its I/O is busy, each time that it is asked, and how long it was given.
+    /// For each attempt, whether the I/O is busy, and below, the time limits that were given.
     pub(super) busy: Mutex<VecDeque<bool>>,
     pub(super) settles: Mutex<Vec<Duration>>,
-    /// Where pages are that have not come yet.
+    /// Memory with pages that have not arrived.
     pub(super) lazy: OnceLock<Arc<Faulting>>,
-    /// How often which method was called.
+    /// Methods that were called.
     pub(super) calls: Mutex<Vec<Method>>,
-    /// Bytes of the stream of device state, as the target has got them; whether all have come.
+    /// Bytes of the stream of device state that the target has received, and whether all have
+    /// arrived.
     pub(super) device: Arc<Mutex<(Vec<u8>, bool)>>,
-    /// The state that it prepared itself with.
+    /// State with which the VM prepared itself.
     pub(super) trial: OnceLock<Vec<Section>>,
-    /// State in which its guest, which came from elsewhere, was started.
+    /// State in which the received guest was started.
     pub(super) started: OnceLock<RunState>,
 }
 
@@ -82,7 +83,7 @@ impl Board {
         }
     }
 
-    /// Sleeps until `page` is there; gives up when the power goes.
+    /// Sleeps until `page` is present. Returns false if the power goes off.
     pub(super) fn touch(&self, ram: &Ram, page: u64) -> bool {
         let Some(lazy) = self.lazy.get() else { return true };
         while self.power.load(Relaxed) {
@@ -99,9 +100,10 @@ impl Board {
             return;
         }
         let was_free = ram.free.test_and_clear(page);
-        // It is in use before it is written: pairs with the fence of whoever looks which pages are free.
+        // The page is marked as used before it is written. The fence pairs with the one of the
+        // thread that looks for free pages.
         fence(SeqCst);
-        // What it finds there is what it wrote last.
+        // The content must be what the vCPU wrote last.
         let (found, known) = (ram.pages[index].0[0].load(Relaxed), ram.ledger[index].load(Relaxed));
         if found != known && !was_free {
             self.surprises.fetch_add(1, Relaxed);
@@ -110,7 +112,8 @@ impl Board {
             ram.pages[index].0[word].store(stamp, Relaxed);
         }
         ram.ledger[index].store(stamp, Relaxed);
-        // Write, and then look whether the write is to be marked: pairs with the fence in `protect`.
+        // Write, and then check whether the write must be marked. The fence pairs with the one in
+        // `protect`.
         fence(SeqCst);
         if self.options.tracking == Tracking::Marks || ram.protected.test_and_clear(page) {
             ram.marks.set(page);
@@ -131,7 +134,8 @@ impl Board {
                 // Each vCPU has pages of its own, so that the ledger needs no lock.
                 let page = (choice / 7 % used) * self.options.writers + number;
                 if self.options.lose == Some((which, page)) {
-                    // Were it written while it is being sent it would arrive damaged, and be sent again whatever its mark.
+                    // A write during the send would cause a digest mismatch, and the page would be
+                    // sent again whatever its mark.
                     continue;
                 }
                 let count = self.writes.fetch_add(1, Relaxed) + 1;
@@ -150,7 +154,7 @@ impl Board {
         }
     }
 
-    /// Pages that do not hold what the guest wrote.
+    /// Returns the pages that do not hold what the guest wrote.
     pub(super) fn lost(&self) -> Vec<(RegionId, u64)> {
         let mut lost = Vec::new();
         for ram in &self.rams {
@@ -168,7 +172,7 @@ impl Board {
 
     pub(super) fn equals(&self, other: &Self) -> bool {
         let words = |board: &Self| -> Vec<u64> {
-            // What is free on the side that it comes from is nobody's business.
+            // Pages that are free on the source need not be equal.
             let counts = |(ram, page): (&Ram, usize)| {
                 other.rams.iter().any(|own| own.region.id == ram.region.id && !own.free.test(page as u64))
             };
@@ -194,7 +198,8 @@ impl GuestMemory for Ram2Window {
         let first = usize::try_from(run.first.0).unwrap();
         let count = usize::try_from(run.count).unwrap();
         let pages = ram.pages.get(first..first + count).ok_or_else(|| VmError::new("no such pages"))?;
-        // SAFETY: the pages live as long as the board, which self keeps; everybody else uses them as atomics.
+        // SAFETY: the pages live as long as the board, which `self` keeps. All other accesses are
+        // atomic.
         Ok(unsafe { Window::new(NonNull::from(pages).cast(), count * 4096) })
     }
 
@@ -232,7 +237,7 @@ impl DirtyTracker for Tracker {
 
     fn protector(&self) -> Arc<dyn Protect> {
         match self.0.options.tracking {
-            // The faulty method is reached by hand only.
+            // A failure of this method is injected with `ByHand` only.
             Tracking::Marks => Arc::new(NothingToProtect),
             Tracking::ByHand => Arc::new(Protector(Arc::clone(&self.0))),
         }
@@ -257,7 +262,8 @@ impl Protect for Protector {
     }
 }
 
-/// How many times as long a guest rests as its test says: under a sanitizer the engine is slow, and the guest must not outrun it.
+/// Returns the factor by which a guest rests longer than its test says. Under a sanitizer the
+/// engine is slow, and the guest must not dirty faster than the engine sends.
 fn slower() -> u32 {
     static TIMES: OnceLock<u32> = OnceLock::new();
     *TIMES.get_or_init(|| {
