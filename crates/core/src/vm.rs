@@ -406,7 +406,7 @@ pub trait TargetVm: Migratable {
     /// and lets the vCPUs run. From now on the target owns the guest.
     ///
     /// If `state` is [`RunState::Paused`], the operator had paused the guest on the source: the vCPUs
-    /// stay stopped until the operator resumes the guest here. Everything else is the same.
+    /// stay stopped until the operator resumes the guest there. Everything else is the same.
     ///
     /// # Errors
     /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is

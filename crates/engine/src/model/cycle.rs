@@ -1,4 +1,5 @@
-//! Whether every run is finite, so that "in the end" means something: no state can be come back to.
+//! Check that every run is finite, so that "in the end" has a meaning: no state can be reached
+//! again.
 
 use super::world::World;
 use super::{Bounds, FEW_STATES, MigrationMode, Protocol};
@@ -18,9 +19,10 @@ fn successors(model: &Protocol, world: &World) -> Vec<World> {
     happenings.into_iter().filter_map(|happening| model.next_state(world, happening)).collect()
 }
 
-/// A walk in depth: a state that is met again while it is still on the way to here closes a circle. Returns the number of states.
+/// Searches in depth. A state that is met again while it is on the present path closes a cycle.
+/// Returns the number of states.
 ///
-/// Under an emulator the walk ends after [`FEW_STATES`].
+/// Under an emulator the search ends after [`FEW_STATES`].
 fn walk(model: &Protocol) -> Result<usize, String> {
     let start = model.init_states().remove(0);
     let mut done: HashMap<u64, bool> = HashMap::new();

@@ -1,4 +1,4 @@
-//! What can happen in a state.
+//! Steps that are possible in a state.
 
 use super::Protocol;
 use super::flaw::Flaw;
@@ -8,7 +8,7 @@ use crate::source::MigrationMode;
 use crate::source::session::Phase;
 
 impl Protocol {
-    /// What can happen, if nothing else goes wrong in it.
+    /// Adds the steps that are possible in `world`, without faults within a step.
     pub(super) fn deeds(&self, world: &World, deeds: &mut Vec<Deed>) {
         let (here, there) = (&world.here, &world.there);
         if here.ended() && there.ended() {
@@ -20,7 +20,7 @@ impl Protocol {
         if !there.ended() {
             self.deeds_there(world, deeds);
         }
-        // A hello to nobody is refused by the host.
+        // A host refuses the hello of a lost link whose target has ended.
         for (at, link) in world.links.iter().enumerate() {
             if !there.ended() && link.down.front() == Some(&Down::Back) {
                 deeds.push(Deed::TargetIsAsked(at));
@@ -75,7 +75,7 @@ impl Protocol {
             deeds.push(Deed::SourceHears);
         }
         let closed = link.target_closed && link.up.is_empty();
-        // A hello that nobody will answer.
+        // The hello gets no answer, because the target has ended.
         let refused = here.dial == Dial::Said && gone;
         if here.connected && (link.cut || closed || refused || (link.pages_cut && here.dial == Dial::No)) {
             deeds.push(Deed::SourceNoticesLoss);
@@ -114,7 +114,7 @@ impl Protocol {
                 }
                 deeds.push(Deed::TickMuchLater);
             }
-            // What asks a fence does so whatever is said.
+            // With an arbiter, the source repeats its requests without a request of the operator.
             Some((true, _)) if !gone && !here.in_vain && phase != Phase::Unknown => deeds.push(Deed::Recover),
             _ => {}
         }
@@ -136,7 +136,8 @@ impl Protocol {
                 }
             }
         }
-        // What it had received is still handled after it has closed the link, unless that ended the threads too.
+        // Messages that were received before the link was closed are still handled, unless the
+        // close ended the threads too.
         if matches!(link.down.front(), Some(Down::Message(_))) {
             deeds.push(Deed::TargetHears);
         }

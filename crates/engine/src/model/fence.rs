@@ -1,8 +1,9 @@
-//! The arbiter in the model: its register, and the words that are on their way to it.
+//! Arbiter in the model: its register, and the requests that are being sent to it.
 //!
-//! A word is heard at any time, in one step, and its answer comes back in another. That there is no answer is a fault that is
-//! counted: then the word may be heard at any later time, or never. Delays are not counted in time here, so a word that is said again
-//! "after a while" may be heard at once.
+//! A request is received at any time, in one step, and its answer arrives in another. A missing
+//! answer is a counted fault: the request may then be received at any later time, or never. Delays
+//! have no duration in the model, so a request that is repeated "after a while" may be received at
+//! once.
 
 use super::Flaw;
 use super::step::Step;
@@ -12,7 +13,7 @@ use crate::fence::{ArbiterError, Ruling, Side, Word};
 use crate::target;
 use std::time::Duration;
 
-/// Every word that is ever said, by whom. Others name it by its place.
+/// All requests, with the host that makes them. Other code refers to a request by its index.
 const WORDS: [(Side, Word); 5] = [
     (Side::Source, Word::Claim(Side::Source)),
     (Side::Target, Word::Look),
@@ -24,31 +25,32 @@ const CLAIM_HERE: usize = 0;
 const CLAIM_THERE: usize = 2;
 const RUNS: usize = 3;
 
-/// What is answered: what the register holds; nothing if there is none any more.
+/// Answer to a request: the content of the register, or nothing if there is no register any more.
 type Answer = Option<Ruling>;
 
 #[derive(Debug, Clone, PartialEq, Hash)]
 pub(super) struct Fence {
-    /// None once it was closed.
+    /// `None` after the register was closed.
     pub(super) register: Answer,
-    /// Words on their way whose answers are waited for. A word is said again only after its answer.
+    /// Requests that wait for an answer. A request is repeated only after its answer.
     asked: [bool; WORDS.len()],
-    /// Words that nobody waits for, and which may be heard all the same. Twice is as good as once.
+    /// Requests whose answer is not awaited, and which may be received nevertheless. Twice has the
+    /// same effect as once.
     late: [bool; WORDS.len()],
     answers: [Option<Answer>; WORDS.len()],
-    /// What the source's claim was answered: the next is of interest when that has changed. Else asking again would be a run
-    /// without end.
+    /// Last answer to the source's claim. The next answer is delivered only if it differs, because
+    /// a run could otherwise ask without end.
     told: Option<Answer>,
-    /// For whoever believes in leases: it has run out.
+    /// True if a lease has expired, for the flaw that uses leases.
     lapsed: bool,
 }
 
-/// What happens to a word.
+/// Step of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Fate {
     Heard,
     Answered,
-    /// Whoever said it hears nothing.
+    /// The sender gets no answer.
     Unanswered,
     HeardLate,
 }
@@ -65,7 +67,7 @@ impl Fence {
         }
     }
 
-    /// What can happen to words now. Of a side that died nobody waits for an answer.
+    /// Returns the steps that are possible for requests now. A host that died waits for no answer.
     pub(super) fn fates(&self, faults: bool) -> Vec<(usize, Fate)> {
         let mut fates = Vec::new();
         for (at, (_, word)) in WORDS.into_iter().enumerate() {
@@ -74,7 +76,7 @@ impl Fence {
             for (can, fate) in [
                 (self.asked[at] && self.answers[at].is_none() && news, Fate::Heard),
                 (self.answers[at].is_some(), Fate::Answered),
-                // It is said that the guest runs until that was heard.
+                // The request `Runs` is repeated until it was received.
                 (faults && self.asked[at] && at != RUNS, Fate::Unanswered),
                 (self.late[at], Fate::HeardLate),
             ] {
@@ -101,7 +103,7 @@ impl Fence {
         self.register = self.register.map(|held| heard(held, WORDS[word].1));
     }
 
-    /// A side has died: what it has said may be heard, and nobody waits for the answer.
+    /// Records the death of a host: its requests may still be received, and no answer is awaited.
     pub(super) fn dies(&mut self, side: Side) {
         for at in (0..WORDS.len()).filter(|at| WORDS[*at].0 == side) {
             self.late[at] |= self.asked[at] && self.answers[at].is_none();
@@ -128,12 +130,12 @@ impl Fence {
 }
 
 impl World {
-    /// Whether no word on its way can change what the source knows.
+    /// Returns true if no request in progress can change the knowledge of the source.
     pub(super) fn fence_is_silent(&self) -> bool {
         self.fence.as_ref().is_none_or(|fence| fence.fates(false).is_empty())
     }
 
-    /// Whether the guest may run on a side, as far as the fence has to say in it.
+    /// Returns whether the arbiter permits the guest to run on a host. `None` without an arbiter.
     pub(super) fn fence_gives_it_to(&self, side: Side) -> Option<bool> {
         let held = self.fence.as_ref()?.register;
         Some(match side {
@@ -148,9 +150,9 @@ impl Step<'_> {
         self.world.fence.as_mut().expect("only sessions with a fence ask one")
     }
 
-    /// A host says a word.
+    /// A host makes a request.
     pub(super) fn ask_fence(&mut self, side: Side, word: Word) {
-        let at = WORDS.iter().position(|known| *known == (side, word)).expect("nobody says another");
+        let at = WORDS.iter().position(|known| *known == (side, word)).expect("there is no other request");
         let planted = match at {
             CLAIM_THERE if self.flaw(Flaw::StartsUnclaimed) => Some(Ruling::Target { runs: false }),
             _ if word == Word::GiveBack && self.flaw(Flaw::ForgetsToGiveBack) => Some(Ruling::Source),
@@ -168,7 +170,7 @@ impl Step<'_> {
                 let fence = self.fence();
                 fence.hear(at);
                 if at == RUNS {
-                    // Nobody waits for what it answers.
+                    // The answer to this request is not awaited.
                     fence.asked[at] = false;
                 } else {
                     fence.answers[at] = Some(fence.register);
@@ -216,7 +218,7 @@ impl Step<'_> {
             Side::Target if !self.world.there.ended() => {
                 self.tell_there(target::session::Event::ArbiterAnswered(word, answer));
             }
-            // It has ended, and hears nothing.
+            // The host has ended, and receives nothing.
             Side::Source | Side::Target => {}
         }
     }

@@ -1,9 +1,10 @@
-//! What can be wrong on purpose, and what the model finds of it.
+//! Deliberate flaws, and the promises that the model finds broken with them.
 
 use super::{Bounds, Protocol, wants_shortest};
 use crate::source::MigrationMode::{self, Hybrid, Postcopy, Precopy};
 
-/// A mutation of what is around the sessions: the order in which something is done, or what is made of an event.
+/// Mutation of the hosts around the sessions: another order of steps, or another reaction to an
+/// event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Flaw {
     LosesPage,
@@ -38,7 +39,7 @@ pub(super) enum Flaw {
 }
 
 impl Flaw {
-    /// All, each with the migration in which it is looked for, and the fewest faults that will do.
+    /// All flaws, each with the migration mode that shows it, and the minimum number of faults.
     pub(super) const ALL: [(Self, MigrationMode, u8); 29] = [
         (Self::LosesPage, Precopy, 0),
         (Self::HarvestsBeforePause, Precopy, 0),
@@ -71,7 +72,7 @@ impl Flaw {
         (Self::LeaseRunsOut, Precopy, 0),
     ];
 
-    /// Whether it is looked for in a migration with a fence.
+    /// Returns true if the flaw needs a migration with an arbiter.
     fn of_a_fence(self) -> bool {
         matches!(
             self,
@@ -84,7 +85,7 @@ impl Flaw {
         )
     }
 
-    /// What it is, for the table.
+    /// Returns the description for the table in the documentation.
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::LosesPage => "a harvest loses a page",
@@ -98,39 +99,39 @@ impl Flaw {
             Self::AcknowledgedEarly => {
                 "acknowledgement reordered: a pass is acknowledged before its last page came"
             }
-            Self::BlindToDamage => "damaged pages are taken for sound",
+            Self::BlindToDamage => "damaged pages are accepted",
             Self::StartsAtLoad => "the target starts when the state is loaded",
             Self::KeepsDisks => "the source commits and keeps the disks",
             Self::ResumesAfterCommit => "resume after commit, when the link is lost",
-            Self::TakesForUnsent => "a commit that broke off is taken for one that never left",
+            Self::TakesForUnsent => "a commit that was sent in part counts as not sent",
             Self::ResumesInPostcopy => "resume when the link is lost in postcopy",
             Self::OlderOverNewer => "older copy over newer: what comes again is written over what is there",
             Self::SendsTwice => "what was asked for is sent even if it was sent",
             Self::KeepsStale => "stale pages are kept at the handover",
             Self::ForgetsSuspects => "damaged pages are not named at the handover",
-            Self::CompleteEarly => "complete is said with a page to come",
-            Self::ForgetsTheLast => "the word of the last page is lost with its link",
+            Self::CompleteEarly => "complete is reported while a page is missing",
+            Self::ForgetsTheLast => "the report of the last page is lost with its link",
             Self::ClaimSurvives => "what was claimed for a lost link stays claimed on the next",
-            Self::RetoldEarly => "what lacks is told while lost channels still bring pages",
+            Self::RetoldEarly => "missing pages are named while lost channels still deliver pages",
             Self::StartsAbandoned => "the guest is started over pages that were given up as zeros",
             Self::StartsRenounced => "a late commit starts a guest that was renounced",
-            Self::EndsRenounced => "a target that renounced the guest ends, and its source never hears of it",
-            Self::DeafOnceRenounced => "a target that renounced the guest lets nobody ask",
-            Self::StartsUnclaimed => "with a fence, the target runs what it was told to run, without a claim",
-            Self::IgnoresLostClaim => "the target runs a guest that the fence gave to the source",
-            Self::TakesSilenceForAWin => {
-                "the source takes a fence that gives no answer for one that says yes"
+            Self::EndsRenounced => {
+                "a target that renounced the guest ends, and its source never learns of it"
             }
+            Self::DeafOnceRenounced => "a target that renounced the guest refuses its source",
+            Self::StartsUnclaimed => "with an arbiter, the target runs a committed guest without a claim",
+            Self::IgnoresLostClaim => "the target runs a guest that the arbiter gave to the source",
+            Self::TakesSilenceForAWin => "the source treats a missing answer of the arbiter as a grant",
             Self::ForgetsToGiveBack => {
-                "the target renounces what it has claimed, and does not tell the fence"
+                "the target renounces what it has claimed, and does not tell the arbiter"
             }
             Self::EndsClaiming => "a target that is stopped while it claims ends, and gives nothing back",
-            Self::LeaseRunsOut => "what the fence has given it gives again after a while",
+            Self::LeaseRunsOut => "the arbiter gives a guest again after a lease has expired",
         }
     }
 }
 
-/// With so many faults.
+/// Searches for a broken promise with this number of faults.
 fn found(flaw: Flaw, mode: MigrationMode, faults: u8) -> Option<(&'static str, Vec<String>)> {
     let bounds = Bounds { faults, ..Bounds::SHORT };
     let fenced = flaw.of_a_fence();
@@ -138,7 +139,8 @@ fn found(flaw: Flaw, mode: MigrationMode, faults: u8) -> Option<(&'static str, V
     model.counterexample()
 }
 
-/// A trace for a table: without how every migration begins, and with what is done several times in a row said once.
+/// Returns a trace for the table: without the beginning of every migration, and with a repetition
+/// count for equal steps in a row.
 fn told(steps: &[String]) -> String {
     let begun = steps.iter().position(|step| step == "source hears ChannelsUp").map_or(0, |at| at + 1);
     let mut told: Vec<(&str, u32)> = Vec::new();
@@ -162,7 +164,7 @@ fn each_flaw_breaks_a_promise() {
     }
     let (mut missed, mut rows) = (Vec::new(), Vec::new());
     for (flaw, mode, faults) in Flaw::ALL {
-        // That fewer will not do is looked at only for the table.
+        // The minimum number of faults is checked only for the table, because the check takes long.
         let fewer = if wants_shortest() { 0..faults } else { 0..0 };
         let fewer = fewer.into_iter().find_map(|faults| found(flaw, mode, faults));
         assert!(fewer.is_none(), "{flaw:?} takes less than {faults} faults: {fewer:?}");

@@ -1,4 +1,4 @@
-//! What must hold in every state, and at the end.
+//! Promises that must hold in every state, and at the end.
 
 use super::step::Step;
 use super::world::{World, has};
@@ -7,7 +7,7 @@ use crate::source::session::Phase;
 use crate::target::session::Outcome as TargetOutcome;
 use stateright::{Model, Property};
 
-/// What is promised, each with its words, in one list: what is in it is looked at in every state.
+/// List of the promises with their texts. Each promise in the list is checked in every state.
 macro_rules! promises {
     ($($promise:ident: $text:literal,)*) => {
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -27,20 +27,20 @@ macro_rules! promises {
 
 promises! {
     OneRunner: "never two runners",
-    OneHolder: "disks are one side's at a time",
+    OneHolder: "disks are held by one host at a time",
     CommitsOnce: "one commit, with the guest stopped",
     StartsAfterCommit: "no start before the commit",
-    StartsClaimed: "with a fence, no start that it has not granted",
+    StartsClaimed: "with an arbiter, no start without its grant",
     StartsOnce: "one load and one start",
-    NotTakenBack: "resumed after the commit only by the target's word, or the fence's",
+    NotTakenBack: "resumed after the commit only if the target or the arbiter gives the guest back",
     NoPageMissed: "no page lost, stale or damaged",
     EachPageOnce: "each page once",
-    KnownToRun: "never none without a named state",
-    EndsRight: "whoever says how it ended is right",
+    KnownToRun: "a guest that runs nowhere has a named state",
+    EndsRight: "reported outcomes are correct",
 }
 
 impl Step<'_> {
-    /// After every step.
+    /// Checks the promises after a step.
     pub(super) fn check(&mut self) {
         let world = &self.world;
         let (here, there) = (&world.here, &world.there);
@@ -59,7 +59,8 @@ impl Step<'_> {
     }
 }
 
-/// Somebody who lives says where the guest is: it runs, or is being moved, or its state has a name.
+/// Returns true if a living host reports where the guest is: the guest runs, or is being moved, or
+/// has a named state.
 fn known(world: &World) -> bool {
     let (here, there) = (&world.here, &world.there);
     if there.running && !(there.rest || there.outcome.is_some()) {
@@ -78,7 +79,7 @@ fn known(world: &World) -> bool {
         );
     let named = match &here.outcome {
         Some(Outcome::Unknown(_) | Outcome::Lost(_)) => true,
-        // Its owner died, or cannot start it and says so.
+        // The owner died, or cannot start the guest and reports it.
         Some(Outcome::Completed) => there.crashed,
         Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => here.resume_failed,
         None => here.crashed,
@@ -86,7 +87,7 @@ fn known(world: &World) -> bool {
     being_moved || named
 }
 
-/// Both sides have ended.
+/// Returns true if the outcomes that source and target report are correct. Both have ended.
 fn ends_right(world: &World) -> bool {
     let (here, there) = (&world.here, &world.there);
     let moved = there.outcome == Some(TargetOutcome::Completed);
@@ -102,7 +103,7 @@ fn ends_right(world: &World) -> bool {
     let whole = here.outcome == Some(Outcome::Completed) && moved;
     let unknown = matches!(here.outcome, Some(Outcome::Unknown(_)));
     if there.rest && !gone && !whole {
-        // Nobody died, and yet its memory did not come together.
+        // No host died, but the guest's memory did not become complete.
         return false;
     }
     let renounced = here.committed && there.lazy.is_some() && !there.rest;
@@ -110,7 +111,7 @@ fn ends_right(world: &World) -> bool {
         return false;
     }
     if world.fence.is_some() && !gone && unknown {
-        // Nobody died, and the fence has not decided.
+        // No host died, but the arbiter has not decided.
         return false;
     }
     if world.calm && !whole {

@@ -1,4 +1,5 @@
-//! The guest's memory on the source, the thread that sends it, and those that answer requests for it.
+//! The guest's memory on the source, the thread that sends it, and the threads that answer requests
+//! for it.
 
 use super::Flaw;
 use super::step::{Mishap, Step};
@@ -7,7 +8,7 @@ use std::time::Duration;
 use vmferry_protocol::source::Event;
 
 impl Step<'_> {
-    /// The guest, or the VMM, writes a page on the source.
+    /// Writes a page on the source, as the guest or the VMM.
     pub(super) fn write(&mut self, page: usize) {
         let here = &mut self.world.here;
         here.memory[page] += 1;
@@ -17,7 +18,7 @@ impl Step<'_> {
         }
     }
 
-    /// As KVM's log: marks stay until the page is protected.
+    /// Harvests like KVM's log: marks stay until the page is protected.
     pub(super) fn harvest(&mut self) -> Event {
         let (late, lost) = (self.flaw(Flaw::HarvestsBeforeSaving), self.flaw(Flaw::LosesPage));
         let early = self.flaw(Flaw::HarvestsBeforePause);
@@ -38,7 +39,7 @@ impl Step<'_> {
         Event::Harvested { pages: count.into(), writers: Vec::new() }
     }
 
-    /// The next step of the thread that sends.
+    /// Performs the next step of the sending thread.
     pub(super) fn send_pages(&mut self) {
         match self.world.here.job {
             Some(Job::Pages { pass, hand: Some((page, read)), told }) => {
@@ -51,7 +52,7 @@ impl Step<'_> {
             Some(Job::Pages { pass, hand: None, told }) => {
                 let in_pass = self.world.here.in_pass;
                 let Some(page) = pages(in_pass).next() else { return self.pass_sent(pass, told) };
-                // The end of the pass overtakes its last page.
+                // Flaw: the end of the pass overtakes its last page.
                 let told = in_pass.count_ones() == 1 && self.flaw(Flaw::AcknowledgedEarly);
                 if told {
                     self.put(Cargo::Barrier(pass), false);
@@ -108,7 +109,7 @@ impl Step<'_> {
         self.world.here.claims.as_mut().is_some_and(|claims| take(claims, page))
     }
 
-    /// Requests are served from now on.
+    /// Begins to serve requests.
     pub(super) fn serve(&mut self) {
         if self.world.here.claims.is_none() {
             return;

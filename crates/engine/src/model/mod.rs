@@ -1,18 +1,23 @@
-//! The whole protocol as a model whose every reachable state is looked at (stateright): precopy, postcopy and hybrid, cancel,
-//! recovery, crashes of either side at any step, links that are late, lost, cut, or cut in part.
+//! Model of the whole protocol, whose every reachable state is checked (stateright): precopy,
+//! postcopy and hybrid, cancel, recovery, crashes of source or target at any step, and links that
+//! are late, lost, cut, or cut in part.
 //!
-//! Both [`Session`](crate::source::session::Session)s are the ones that ship: every decision is a call of their `handle`. Of this model
-//! is what is around them, which the drivers and the kernel are otherwise: `source` and `memory` (the source's host), `target` and
-//! `placing` (the target's). The simulation (`sim`) has the same around them with more pages, channels and faults, and samples; this
-//! exhausts, with two pages, few writes and few faults. The model does not run the run loop ([`crate::run`]), which the
-//! simulation does. Neither runs the drivers' sockets, queues and threads.
+//! Both [`Session`](crate::source::session::Session)s are the production sessions: every decision
+//! is a call of their `handle`. The model replaces their environment, which the drivers and the
+//! kernel are in production: `source` and `memory` are the source's host, `target` and `placing`
+//! the target's. The simulation (`sim`) has the same environment with more pages, channels and
+//! faults, and samples runs. The model exhausts all runs, with two pages, few writes and few
+//! faults. It drives the production run loop ([`crate::run`]) one event at a time. Neither the
+//! model nor the simulation runs the drivers' sockets, queues and threads.
 //!
-//! Time is no number here: any limit may run out at any moment (`Session::project` says why that is sound). What takes time in a driver
-//! and nobody can tell from nothing (loading a state, say) is one step with what follows from it, but where it goes wrong; what the
-//! guest's writes can fall into, the threads that send, and all that travels, are steps of their own.
+//! Time is not a number in the model: any limit may expire at any moment (`Session::project` says
+//! why that is sound). An operation of a driver that takes time without a visible difference, such
+//! as loading a state, is one step with its consequences, except where it fails. Operations that
+//! writes of the guest can interleave with, the sending threads, and all messages are steps of
+//! their own.
 //!
-//! Faults are counted: each bound says how many may happen in one run. With that every run is finite, which
-//! `every_run_comes_to_an_end` shows, so that "in the end" is checked exactly.
+//! Faults are counted: each bound limits how many may happen in one run. Every run is therefore
+//! finite, which `every_run_comes_to_an_end` shows, so that "in the end" is checked exactly.
 
 mod cycle;
 mod deeds;
@@ -43,22 +48,24 @@ use std::time::{Duration, Instant};
 use step::{Deed, Mishap, Step};
 use world::{ALL, Dial, Here, Keyed, Link, PAGES, There, World};
 
-/// States that a search looks at where an emulator runs it, which needs about ten times as long for each.
+/// Number of states that a search visits under an emulator, which needs about ten times as long for
+/// each.
 const FEW_STATES: usize = 4_000;
 
 const MODES: [MigrationMode; 3] = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
 
-/// How far the model goes.
+/// Bounds of the model.
 #[derive(Debug, Clone, Copy)]
 struct Bounds {
-    /// Crashes, cuts, failed steps, damaged pages, cancels, silences, people's mistakes: so many all together.
+    /// Total number of crashes, cuts, failed steps, damaged pages, cancels, silences, and mistakes
+    /// of the operator.
     faults: u8,
-    /// Writes on the source while passes go on, and on the target.
+    /// Writes on the source during passes, and below, writes on the target.
     writes: u8,
     writes_there: u8,
-    /// Pages that are asked for.
+    /// Number of requested pages.
     touches: u8,
-    /// Passes before the timeout ends them.
+    /// Number of passes until the timeout ends them.
     passes: u8,
     verify: bool,
 }
@@ -71,7 +78,7 @@ impl Bounds {
 struct Protocol {
     mode: MigrationMode,
     bounds: Bounds,
-    /// Both sides ask a fence.
+    /// True if source and target use an arbiter.
     fenced: bool,
     flaw: Option<Flaw>,
 }
@@ -81,7 +88,7 @@ impl Protocol {
         Self { mode, bounds, fenced: false, flaw: None }
     }
 
-    /// The same with a fence.
+    /// Returns the same model with an arbiter.
     fn fenced(self) -> Self {
         Self { fenced: true, ..self }
     }
@@ -92,7 +99,7 @@ impl Protocol {
     }
 }
 
-/// A step as the checker knows it.
+/// Step in the representation of the checker.
 type Happening = (Deed, Option<Mishap>);
 
 impl Model for Protocol {
@@ -190,7 +197,7 @@ impl Model for Protocol {
     fn properties(&self) -> Vec<Property<Self>> {
         let mut properties = Promise::properties();
         properties.push(Property::eventually(
-            "in the end both sides have ended, and say how",
+            "in the end source and target have ended with an outcome",
             |_, world: &World| world.here.ended() && world.there.ended(),
         ));
         if self.flaw.is_none() {
@@ -205,14 +212,14 @@ impl Model for Protocol {
 }
 
 impl Protocol {
-    /// What must be reached, lest the model prove nothing about it.
+    /// Returns states that must be reached. Otherwise, the model would prove nothing about them.
     fn reached(&self) -> Vec<Property<Self>> {
         let mut reached = vec![
             Property::sometimes("the guest moves", |_, world: &World| world.completed()),
-            Property::sometimes("it is cancelled", |_, world: &World| {
+            Property::sometimes("the migration is cancelled", |_, world: &World| {
                 matches!(world.here.outcome, Some(Outcome::Cancelled(_)))
             }),
-            Property::sometimes("it is given back after the commit", |_, world: &World| {
+            Property::sometimes("the guest is given back after the commit", |_, world: &World| {
                 world.here.committed && matches!(world.here.outcome, Some(Outcome::Failed(_)))
             }),
         ];
@@ -220,32 +227,34 @@ impl Protocol {
             reached.extend(self.reached_with_a_fence());
         } else if self.mode == MigrationMode::Precopy {
             reached.extend([
-                Property::sometimes("nobody knows, and it moved", |_, world: &World| {
+                Property::sometimes("the owner is unknown, and the guest moved", |_, world: &World| {
                     world.unknown() && world.there.running
                 }),
-                Property::sometimes("nobody knows, and it did not move", |_, world: &World| {
-                    world.unknown() && world.there.ended() && !world.there.running
-                }),
-                Property::sometimes("damaged pages come again", |_, world: &World| {
+                Property::sometimes(
+                    "the owner is unknown, and the guest did not move",
+                    |_, world: &World| world.unknown() && world.there.ended() && !world.there.running,
+                ),
+                Property::sometimes("damaged pages are sent again", |_, world: &World| {
                     let resent = world.here.session.is.summary().suspects_resent > 0;
                     !world.here.ended() && world.here.committed && resent
                 }),
             ]);
         } else {
             reached.extend([
-                Property::sometimes("its I/O was busy, and it moves", |_, world: &World| {
+                Property::sometimes("the guest moves after its I/O was busy", |_, world: &World| {
                     world.completed() && world.here.session.is.was_busy()
                 }),
-                Property::sometimes("it moves over a second link", |_, world: &World| {
+                Property::sometimes("the guest moves over a second link", |_, world: &World| {
                     world.completed() && world.there.link > 0
                 }),
-                Property::sometimes("it is given back over a second link", |_, world: &World| {
+                Property::sometimes("the guest is given back over a second link", |_, world: &World| {
                     world.here.running && world.there.link > 0
                 }),
-                Property::sometimes("it is lost with its source, which says so", |_, world: &World| {
-                    world.here.crashed && world.there.rest && world.there.crashed
-                }),
-                Property::sometimes("its source dies, and it is whole", |_, world: &World| {
+                Property::sometimes(
+                    "the guest is lost with its source, which reports it",
+                    |_, world: &World| world.here.crashed && world.there.rest && world.there.crashed,
+                ),
+                Property::sometimes("the source dies, and the guest is complete", |_, world: &World| {
                     world.here.crashed && world.there.outcome == Some(TargetOutcome::Completed)
                 }),
             ]);
@@ -255,7 +264,7 @@ impl Protocol {
 
     fn reached_with_a_fence(&self) -> Vec<Property<Self>> {
         let mut reached = vec![
-            Property::sometimes("the fence gives it to the source", |_, world: &World| {
+            Property::sometimes("the arbiter gives the guest to the source", |_, world: &World| {
                 world.asked_fence()
                     && matches!(world.here.outcome, Some(Outcome::Failed(_)))
                     && world.fence_gives_it_to(Side::Source) == Some(true)
@@ -264,29 +273,36 @@ impl Protocol {
                 let refused = world.there.outcome.is_some() && !world.there.crashed && !world.there.started;
                 world.here.running && world.here.committed && refused
             }),
-            Property::sometimes("its owner dies, and nobody is said to run it", |_, world: &World| {
-                let held = world.fence.as_ref().and_then(|fence| fence.register);
-                world.unknown() && held == Some(Ruling::Target { runs: false })
-            }),
+            Property::sometimes(
+                "the owner dies, and no host is said to run the guest",
+                |_, world: &World| {
+                    let held = world.fence.as_ref().and_then(|fence| fence.register);
+                    world.unknown() && held == Some(Ruling::Target { runs: false })
+                },
+            ),
         ];
         if self.mode == MigrationMode::Precopy {
-            reached.push(Property::sometimes("the fence says that it moved", |_, world: &World| {
-                world.asked_fence() && world.completed()
-            }));
+            reached
+                .push(Property::sometimes("the arbiter reports that the guest moved", |_, world: &World| {
+                    world.asked_fence() && world.completed()
+                }));
         }
         reached
     }
 
-    /// What is broken, and a way there in words: the shortest one if the table for the documentation is wanted.
+    /// Returns a broken promise and a trace to it as text. The trace is the shortest one if the
+    /// table for the documentation is wanted.
     fn counterexample(&self) -> Option<(&'static str, Vec<String>)> {
         let (property, path) = if wants_shortest() { shortest(self) } else { any(self) }?;
         let step = |(world, happening): (World, Option<Happening>)| Some(tell::tell(&world, happening?));
         Some((property, path.into_iter().filter_map(step).collect()))
     }
 
-    /// Looks at every state, and says how many there were. In depth it takes less memory; in breadth, the shortest ways.
+    /// Visits every state, and reports their number. A search in depth takes less memory. A search
+    /// in breadth finds the shortest traces.
     ///
-    /// Under an emulator it looks at the first [`FEW_STATES`]: no promise may be broken in these.
+    /// Under an emulator only the first [`FEW_STATES`] are visited: no promise may be broken in
+    /// these.
     fn explore(self, in_depth: bool) {
         let began = Instant::now();
         let model = self.clone();
@@ -302,7 +318,7 @@ impl Protocol {
 
     fn report(&self, checker: impl Checker<Self>, began: Instant, few: bool) {
         use std::io::Write;
-        // What fails ends the search early: then nothing was exhausted.
+        // A broken promise ends the search early, so the space was not exhausted.
         let found = checker.discoveries();
         let failed = |property: &Property<Self>| {
             property.expectation != Expectation::Sometimes && found.contains_key(property.name)
@@ -333,7 +349,7 @@ impl Protocol {
 }
 
 impl World {
-    /// Whether the source has claimed the guest.
+    /// Returns true if the source has claimed the guest.
     fn asked_fence(&self) -> bool {
         self.fence.is_some() && !self.here.session.is.fence_done()
     }
@@ -347,7 +363,7 @@ impl World {
     }
 }
 
-/// A test for each space, so that they run side by side.
+/// One test for each space, so that they run in parallel.
 mod every_promise_is_kept_in_every_state {
     use super::{Bounds, MigrationMode, Protocol};
 
@@ -377,14 +393,16 @@ mod every_promise_is_kept_in_every_state {
 
 #[test]
 fn every_promise_is_kept_with_a_fence() {
-    // A link that is lost and a fence that gives no answer are two faults. What guests write has no part in who owns them.
+    // A lost link and a missing answer of the arbiter are two faults. The guest's writes have no
+    // effect on its owner.
     let bounds = Bounds { faults: 2, writes: 0, writes_there: 0, touches: 0, passes: 1, ..Bounds::SHORT };
     for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
         Protocol::new(mode, bounds).fenced().explore(false);
     }
 }
 
-/// `VMFERRY_MODEL_FAULTS` and so on say how far to go; minutes, and some gigabytes.
+/// Larger bounds, set by `VMFERRY_MODEL_FAULTS` and similar variables. A run takes minutes, and
+/// some gigabytes.
 #[test]
 #[ignore = "takes minutes: cargo test --release -p vmferry-engine --lib model::further -- --ignored --nocapture"]
 fn further_than_in_every_build() {

@@ -1,4 +1,5 @@
-//! The target's memory from the handover on: pages that are missing, whoever waits for them, and the guest that runs on.
+//! The target's memory from the handover on: missing pages, threads that wait for them, and the
+//! running guest.
 
 use super::Flaw;
 use super::judge::Promise;
@@ -9,7 +10,7 @@ use crate::target::session::Event;
 use vmferry_wire::LazyFigures;
 
 impl Step<'_> {
-    /// The driver's part of the handover: whatever is stale goes.
+    /// Performs the driver's part of the handover: drops all stale pages.
     pub(super) fn begin_lazily(&mut self, count: u64) -> Option<Event> {
         let keeps = self.flaw(Flaw::KeepsStale);
         let there = &mut self.world.there;
@@ -35,7 +36,8 @@ impl Step<'_> {
         (lacking == 0).then(|| Event::MissingArrived(LazyFigures::default()))
     }
 
-    /// A link that is lost before the guest was started takes it along; whoever waits gets zeros.
+    /// Handles the loss of a link before the guest was started: the guest will not be started, and
+    /// waiting threads get zeros.
     pub(super) fn abandon(&mut self) {
         if let Some(lazy) = &mut self.world.there.lazy
             && lazy.fate == Fate::Open
@@ -44,7 +46,7 @@ impl Step<'_> {
         }
     }
 
-    /// Somebody touches a page: the guest, or the loading of its state.
+    /// Touches a page, as the guest or the loading of its state.
     pub(super) fn touch(&mut self, page: usize) {
         self.lazy().waits |= 1 << page;
         self.ask(page, false);
@@ -68,7 +70,7 @@ impl Step<'_> {
         pages(lazy.waits).for_each(|page| self.ask(page, false));
     }
 
-    /// A page has come, on whatever channel.
+    /// Handles a page that arrived on any channel.
     pub(super) fn place(&mut self, page: usize, content: u8) {
         if content == DAMAGED {
             return self.ask(page, true);
@@ -89,7 +91,7 @@ impl Step<'_> {
         self.world.there.last_came |= fresh && left == u32::from(early);
     }
 
-    /// The guest writes a page that is there.
+    /// Writes a page that is present, as the guest.
     pub(super) fn write_there(&mut self, page: usize) {
         let there = &mut self.world.there;
         there.writes_left -= 1;

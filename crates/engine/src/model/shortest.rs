@@ -1,18 +1,20 @@
-//! A way to break a promise of a model, and the shortest one.
+//! Searches for a trace that breaks a promise of a model, and for the shortest one.
 
 use stateright::{Checker, HasDiscoveries, Model};
 use std::fmt::Debug;
 use std::hash::Hash;
 
-/// A run: states, with the step that each was left by.
+/// Run: states, each with the step that leads to the next state.
 pub(crate) type Trace<M> = Vec<(<M as Model>::State, Option<<M as Model>::Action>)>;
 
-/// Whether tests print the shortest ways, for the tables of docs/reliability.md: `VMFERRY_MODEL_SHORTEST=1`. That takes a minute and more.
+/// Returns true if tests must print the shortest traces, for the tables of docs/reliability.md:
+/// `VMFERRY_MODEL_SHORTEST=1`. That takes more than a minute.
 pub(crate) fn is_wanted() -> bool {
     std::env::var("VMFERRY_MODEL_SHORTEST").is_ok_and(|wanted| wanted == "1")
 }
 
-/// What is broken, and a way there. In depth it is found soon, and is long.
+/// Returns a broken promise with a trace to it. A search in depth finds it soon, but the trace is
+/// long.
 pub(crate) fn any<M>(model: &M) -> Option<(&'static str, Trace<M>)>
 where
     M: Model + Clone + Send + Sync + 'static,
@@ -23,8 +25,8 @@ where
     least_failure(model, checker.spawn_dfs().join())
 }
 
-/// What is broken, and the shortest way there. The checker stops some time after it has found one, so it is asked for ever shorter
-/// ones, until there is none.
+/// Returns a broken promise with the shortest trace to it. The checker stops some time after it has
+/// found one, so the search is repeated for shorter traces until there is none.
 pub(crate) fn shortest<M>(model: &M) -> Option<(&'static str, Trace<M>)>
 where
     M: Model + Clone + Send + Sync + 'static,
@@ -33,7 +35,7 @@ where
 {
     let (mut found, mut depth) = (None, usize::MAX);
     while let Some((property, path)) = less_deep(model, depth) {
-        // A state is one deeper than the steps to it are many.
+        // The depth of a state is one more than the number of steps to it.
         depth = path.len();
         found = Some((property, path));
     }
@@ -56,7 +58,7 @@ where
     M::Action: Debug + Clone + PartialEq,
 {
     let found = checker.discoveries();
-    // What is to be reached is found too, and is no failure.
+    // States that must be reached are found too, and are not failures.
     let failed = |name: &str| {
         let of_that_name = |property: &stateright::Property<M>| property.name == name;
         let property = model.properties().into_iter().find(of_that_name);

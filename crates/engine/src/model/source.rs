@@ -1,6 +1,8 @@
-//! The source's host: performs what the session that ships decides, and tells it what came of it.
+//! Host of the source in the model: performs the actions of the production session, and reports
+//! their events.
 //!
-//! What a session's action does and what event answers it is in [`Step::perform_here`] alone.
+//! The effect of each action and the event that answers it are defined in [`Step::perform_here`]
+//! only.
 
 use super::Flaw;
 use super::judge::Promise;
@@ -15,7 +17,8 @@ use vmferry_core::RunState;
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
-/// The migration's timeout, and the two moments at which the clock ticks if not at once: past that and no other limit; past all.
+/// Timeout of the migration. Below, two times at which the clock ticks: after this timeout only,
+/// and after every limit.
 pub(super) const TIMEOUT: Duration = Duration::from_secs(1);
 const AT_TIMEOUT: Duration = Duration::from_secs(2);
 const MUCH_LATER: Duration = Duration::from_secs(1000);
@@ -63,8 +66,8 @@ impl Step<'_> {
                 self.tell_here(AT_TIMEOUT, Event::Tick);
             }
             Deed::TickMuchLater => {
-                // A lost link may stay so for as long as it likes, and a guest that is left alone goes on for so long; else it is a fault
-                // that the peer is silent.
+                // A lost link may stay lost without limit, and so may the wait for a guest. In
+                // other states, the silence of the peer is a fault.
                 if self.world.here.connected && !self.world.here.session.is.is_resting() {
                     self.fault();
                 }
@@ -94,7 +97,8 @@ impl Step<'_> {
         self.run_here(Agenda::new(Vec::new()), Some((now, event)));
     }
 
-    /// There is an end to passes: the migration's timeout. It changes what the session wants, and makes it do nothing yet.
+    /// Lets the migration's timeout expire, which ends the passes. The event changes the session's
+    /// urgency, and has no action yet.
     pub(super) fn tell_of_timeout(&mut self) {
         self.world.here.timed_out = true;
         let actions = self.handle_here(AT_TIMEOUT, Event::Tick);
@@ -109,7 +113,7 @@ impl Step<'_> {
                 Event::NotSent(_) | Event::Message(ToSource::Returned(_) | ToSource::Failed(_))
             );
         }
-        // Over a new link as well, unless it ran there meanwhile.
+        // Also over a new link, unless the guest ran on the target meanwhile.
         let late = before == Phase::PostcopyPaused
             && !self.world.here.session.is.runs_there()
             && matches!(event, Event::Message(ToSource::Returned(_)));
@@ -119,7 +123,7 @@ impl Step<'_> {
         actions
     }
 
-    /// Runs the loop that ships with `agenda`, then with `event`, until nothing is left to do.
+    /// Runs the production loop with `agenda`, then with `event`, until no action is left.
     pub(super) fn run_here(&mut self, agenda: Agenda<Action>, event: Option<(Duration, Event)>) {
         let ended = run::advance(&mut AtSource { step: self, agenda, event, now: Duration::ZERO });
         let Ok(outcome) = ended else { return };
@@ -149,14 +153,14 @@ impl Step<'_> {
         self.goes_wrong(Mishap::StepFails(self.at))
     }
 
-    /// The one place that says what the source's actions do.
+    /// Performs an action of the source. The effects of all actions are defined here only.
     fn perform_here(&mut self, action: Action) -> Option<Event> {
         let done = match action {
             Action::Send(message) => return self.send_here(message),
             Action::Remember { .. } | Action::Throttle(_) => return None,
             Action::OpenChannels { .. } => return Some(self.open_channels()),
             Action::StartTracker => {
-                // As KVM's log: every page is marked from the start, and none protected.
+                // Like KVM's log: every page is marked from the start, and none is protected.
                 (self.world.here.protected, self.world.here.marked) = (0, ALL);
                 Event::TrackerStarted
             }
@@ -170,7 +174,7 @@ impl Step<'_> {
                 Event::Paused { wanted: RunState::Running }
             }
             Action::Save { .. } if self.busy() => {
-                // What ended in the meantime has written memory.
+                // Requests that completed meanwhile have written memory.
                 self.save();
                 return Some(still_busy());
             }
@@ -208,7 +212,7 @@ impl Step<'_> {
             }
             Action::Finish(outcome) => {
                 self.world.here.outcome = Some(outcome);
-                // As the driver: what has done its work is removed.
+                // Like the driver: a register that is not needed any more is removed.
                 let done = self.world.here.session.is.fence_done();
                 self.world.fence.iter_mut().filter(|_| done).for_each(|fence| fence.register = None);
                 self.end_source();
@@ -236,14 +240,14 @@ impl Step<'_> {
         Event::Resumed
     }
 
-    /// Saving may write guest memory, with the guest stopped.
+    /// Saves the state, which may write guest memory while the guest is stopped.
     pub(super) fn save(&mut self) {
         self.write(PAGES - 1);
     }
 
     fn send_here(&mut self, message: ToTarget) -> Option<Event> {
         if matches!(message, ToTarget::Ping(_)) {
-            // It is answered whatever the state, and changes none.
+            // The answer does not depend on the state, and changes none.
             return None;
         }
         let commit = message == ToTarget::Commit;
@@ -257,7 +261,7 @@ impl Step<'_> {
         if up {
             self.link_here().down.push_back(Down::Message(Keyed::message(message)));
             if commit && self.goes_wrong(Mishap::BreaksAfter(at)) {
-                // Nobody can tell how much of it had left.
+                // The source cannot tell how much of the message was sent.
                 self.link_here().cut = true;
                 let unsent = self.flaw(Flaw::TakesForUnsent);
                 return Some(if unsent { Event::NotSent(lost()) } else { Event::PeerLost(lost()) });
@@ -289,7 +293,7 @@ impl Step<'_> {
             Pass::Dirty { .. } => std::mem::take(&mut here.pending),
             Pass::Again(runs) => mask_of_runs(&runs),
             Pass::Digests => {
-                // What the target lacks is compared when it comes.
+                // Missing pages are compared when they arrive.
                 let of = ALL & !here.claims.unwrap_or(0);
                 here.job = Some(Job::Digests { pass, of });
                 return Some(Event::Comparing { pages: of.count_ones().into() });
@@ -352,7 +356,8 @@ impl Step<'_> {
             Up::Reply(yes) => self.dialled(yes),
             Up::Message(message) => {
                 let message = (*message.is).clone();
-                // As the driver: a target that claims to have what was never sent to it is asked anew.
+                // Like the driver: if a target claims to have pages that were never sent, the
+                // source reconnects and asks again.
                 let unsent = self.world.here.claims.is_some_and(|claims| claims != 0);
                 let cannot_be = matches!(message, ToSource::Complete(_)) && unsent;
                 let event = if cannot_be { Event::PeerLost(lost()) } else { Event::Message(message) };
@@ -379,7 +384,7 @@ impl Step<'_> {
         self.tell_here(Duration::ZERO, Event::PeerLost(lost()));
     }
 
-    /// A new control channel says hello.
+    /// Opens a new control channel with a hello.
     fn dial(&mut self) {
         self.world.links.push(Link { down: [Down::Back].into(), ..Link::default() });
         let here = &mut self.world.here;
@@ -392,7 +397,8 @@ impl Step<'_> {
         let (gone, cut) = (self.world.there.ended(), self.link_here().cut);
         let here = &mut self.world.here;
         (here.dial, here.connected) = (Dial::No, yes);
-        // Refused, or nobody there. A link that was lost again says nothing of the target.
+        // The connection was refused, or there was no listener. The loss of a link says nothing
+        // about the target.
         here.in_vain |= !yes && (!cut || gone);
         here.lacking = 0;
         let event = if yes { Event::Reconnected } else { Event::NotReconnected(lost()) };
@@ -417,7 +423,7 @@ impl Step<'_> {
         link.requests.clear();
     }
 
-    /// Nothing of what it had to do is left.
+    /// Drops all remaining work of the source.
     fn end_source(&mut self) {
         self.close_source();
         self.world.here.todo = None;
@@ -434,16 +440,16 @@ impl Step<'_> {
     }
 }
 
-/// The source's host in the model.
+/// Host of the source in the model.
 struct AtSource<'m, 'a> {
     step: &'m mut Step<'a>,
     agenda: Agenda<Action>,
-    /// The next event, and its time. The events that follow from it take no time.
+    /// Next event, and its time. The events that follow from it take no time.
     event: Option<(Duration, Event)>,
     now: Duration,
 }
 
-/// The source has nothing to do before something else happens.
+/// Error of a host that has no event before something else happens.
 struct Idle;
 
 impl run::Host for AtSource<'_, '_> {
@@ -473,7 +479,7 @@ impl run::Host for AtSource<'_, '_> {
         }
         let live = !self.step.world.here.paused;
         if live && matches!(action, Action::StartTracker | Action::Harvest | Action::Pause) {
-            // The guest runs meanwhile, so other things may happen first.
+            // The guest runs meanwhile, so other steps may happen first.
             assert!(self.agenda.is_empty(), "{action:?} is the last of its actions");
             self.step.world.here.todo = Some(action);
             return Err(Idle);
@@ -503,7 +509,7 @@ impl run::Host for AtSource<'_, '_> {
     }
 }
 
-/// How the model's migrations are set up.
+/// Returns the settings of the model's migrations.
 pub(super) fn settings(mode: MigrationMode, verify: bool) -> Settings {
     use crate::source::{OnTimeout, Pace};
     Settings {
@@ -512,7 +518,7 @@ pub(super) fn settings(mode: MigrationMode, verify: bool) -> Settings {
         channels: 1,
         urgent_channels: 1,
         pace: Pace::Off,
-        // Where nothing has an end but by it.
+        // Set for migrations that would not end otherwise.
         timeout: (mode != MigrationMode::Postcopy).then_some(TIMEOUT),
         on_timeout: if mode == MigrationMode::Precopy { OnTimeout::Switch } else { OnTimeout::Postcopy },
         ..Settings::default()

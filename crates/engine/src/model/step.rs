@@ -1,4 +1,4 @@
-//! One step of the model: what can happen in a state, and where it can go wrong.
+//! One step of the model: the possible steps of a state, and the faults within them.
 
 use super::fence::{Fate, Fence};
 use super::judge::Promise;
@@ -7,89 +7,93 @@ use super::{Flaw, Protocol};
 use crate::run::Agenda;
 use vmferry_protocol::source::Action;
 
-/// What happens.
+/// Step without its fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Deed {
-    /// The guest writes a page, where it runs; or touches one, there.
+    /// The guest writes a page on the source, writes one on the target, or touches one on the
+    /// target.
     Writes(usize),
     WritesThere(usize),
     Touches(usize),
-    /// The source's session gets what is next on its control channel, or does what takes its time.
+    /// The source's session gets the next message of its control channel, or performs an action
+    /// that takes time.
     SourceHears,
     SourceActs,
     SourceNoticesLoss,
-    /// The thread of the bulk channel, and one that answers requests.
+    /// The thread of the bulk channel sends, or a thread answers a request.
     Sends,
     Serves,
-    /// The clock ticks: soon, when the migration's timeout has passed, when every limit has.
+    /// The clock ticks: soon, after the migration's timeout, or after every limit.
     TickSoon,
     TickAtTimeout,
     TickMuchLater,
-    /// The attempt at a new control channel.
+    /// Attempt to open a new control channel.
     Dials,
     DialFails,
-    /// People, at the source.
+    /// Requests of the operator of the source.
     Cancel,
     SwitchNow,
     Pause,
     Recover,
     Abandon,
-    /// The target's session gets what is next, or what its threads found.
+    /// The target's session gets the next message, or a report of its threads.
     TargetHears,
     TargetTakesBulk,
     TargetTakesUrgent,
-    /// What a channel of a link before brings.
+    /// A channel of an earlier link delivers a page.
     TargetTakesLate,
     TargetNoticesLoss,
-    /// A thread finds its channel lost before the session hears of it.
+    /// A thread finds that its channel is lost before the session is told.
     ThreadNoticesLoss,
     TargetHearsOfLoss,
     TargetHearsOfLast,
-    /// The hello of a new control channel.
+    /// The hello of a new control channel arrives.
     TargetIsAsked(usize),
-    /// People, at the target: it is told to stop; or what it waits for is past help.
+    /// Requests of the operator of the target: stop, or give up a guest that cannot continue.
     Stop,
     GiveUp,
     CrashSource,
     CrashTarget,
     Cut,
     CutPages,
-    /// Something becomes of a word to the fence; or what it has given it takes back.
+    /// A step of a request to the arbiter, or the expiry of a lease.
     Fence(usize, Fate),
     LeaseEnds,
 }
 
-/// What goes wrong in it: before or in the action of that number, of those that follow from one event.
+/// Fault within a step: before or in the action with this number, among those that follow from one
+/// event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Mishap {
     SourceDiesBefore(u8),
     TargetDiesBefore(u8),
     StepFails(u8),
-    /// The guest's I/O does not come to rest in time.
+    /// The guest's I/O is not quiesced in time.
     Busy(u8),
-    /// A message to a lost link: it is known that nothing of it left; or that it failed. Else it is taken for sent.
+    /// Result of sending on a lost link: known not to have been sent, or below, failed. Otherwise
+    /// the message counts as sent.
     NotSent(u8),
     SendFails(u8),
-    /// The link is lost as a message is sent, which arrives all the same, or may.
+    /// The link is lost while a message is sent, which may arrive nevertheless.
     BreaksAfter(u8),
-    /// The page is damaged on its way.
+    /// The page is damaged on the link.
     Damage,
 }
 
 impl Mishap {
-    /// Whether it is one of the faults that are counted, and not what follows from one.
+    /// Returns true if the fault is counted, and is not a consequence of another one.
     fn counts(self) -> bool {
         !matches!(self, Self::NotSent(_) | Self::SendFails(_))
     }
 }
 
-/// A step under way.
+/// Step in progress.
 pub(super) struct Step<'a> {
     pub(super) model: &'a Protocol,
     pub(super) world: World,
     mishap: Option<Mishap>,
     happened: bool,
-    /// Actions so far, and what could go wrong in them.
+    /// Number of actions so far, and below, the faults that were possible in them.
     pub(super) at: u8,
     could: Vec<Mishap>,
 }
@@ -99,7 +103,7 @@ impl<'a> Step<'a> {
         Self { model, world: world.clone(), mishap, happened: false, at: 0, could: Vec::new() }
     }
 
-    /// Asks whether that goes wrong here.
+    /// Returns true if this fault happens here.
     pub(super) fn goes_wrong(&mut self, what: Mishap) -> bool {
         if self.mishap == Some(what) && !self.happened {
             self.happened = true;
@@ -114,14 +118,14 @@ impl<'a> Step<'a> {
         false
     }
 
-    /// What could go wrong in `deed`, each of which is another step.
+    /// Returns the faults that are possible in `deed`, each of which is another step.
     pub(super) fn mishaps(model: &'a Protocol, world: &World, deed: Deed) -> Vec<Mishap> {
         let mut step = Self::new(model, world, None);
         step.happen(deed);
         step.could
     }
 
-    /// The state after it, if it changes anything and the mishap could happen.
+    /// Returns the state after the step, if the step changes anything and its fault was possible.
     pub(super) fn done(mut self, deed: Deed) -> Option<World> {
         let before = self.mishap.is_none().then(|| self.world.clone());
         self.happen(deed);
@@ -155,12 +159,12 @@ impl<'a> Step<'a> {
         &mut self.world.links[self.world.there.link]
     }
 
-    /// Whether what the source sends arrives.
+    /// Returns true if messages of the source arrive.
     pub(super) fn link_up(&self) -> bool {
         self.world.here.connected && !self.world.links[self.world.here.link].dead()
     }
 
-    /// What the source's session does at first.
+    /// Performs the first actions of the source's session.
     pub(super) fn begin(&mut self, first: Vec<Action>) {
         self.run_here(Agenda::new(first), None);
     }
@@ -209,7 +213,7 @@ impl<'a> Step<'a> {
         self.forget_links();
     }
 
-    /// A set of channels that neither side has any more, and which carries nothing, is as good as never having been.
+    /// Forgets sets of channels that neither host uses any more and that carry nothing.
     fn forget_links(&mut self) {
         let (here, there) = (self.world.here.link, self.world.there.link);
         let keep = self.flaw(Flaw::RetoldEarly);

@@ -1,6 +1,8 @@
-//! The target's host: performs what the session that ships decides, and tells it what came of it.
+//! Host of the target in the model: performs the actions of the production session, and reports
+//! their events.
 //!
-//! What a session's action does and what event answers it is in [`Step::perform_there`] alone.
+//! The effect of each action and the event that answers it are defined in [`Step::perform_there`]
+//! only.
 
 use super::Flaw;
 use super::fence::Fence;
@@ -49,7 +51,7 @@ impl Step<'_> {
                 let link = self.link_there();
                 let silent = !(link.cut || (link.source_closed && link.down.is_empty()));
                 if silent {
-                    // It is there, and nothing is heard of it.
+                    // The source is alive, and its messages do not arrive.
                     self.fault();
                 }
                 let link = self.link_there();
@@ -69,7 +71,7 @@ impl Step<'_> {
             Deed::TargetHearsOfLoss => {
                 self.world.there.loss_noticed = false;
                 let session = &self.world.there.session.is;
-                // As the driver: by then such a channel has done its work.
+                // Like the driver: in these states the channel is not needed any more.
                 if !session.memory_complete() && !session.renounced() && !session.complete() {
                     self.target_loses();
                 }
@@ -92,7 +94,7 @@ impl Step<'_> {
         self.tell_there(Event::PeerLost("the link is lost".into()));
     }
 
-    /// Runs the loop that ships with `event`, until nothing is left to do.
+    /// Runs the production loop with `event`, until no action is left.
     pub(super) fn tell_there(&mut self, event: Event) {
         let mut host = AtTarget { step: self, agenda: Agenda::new(Vec::new()), event: Some(event) };
         while let Ok(outcome) = run::advance(&mut host) {
@@ -126,7 +128,7 @@ impl Step<'_> {
         actions
     }
 
-    /// The one place that says what the target's actions do.
+    /// Performs an action of the target. The effects of all actions are defined here only.
     fn perform_there(&mut self, action: Action) -> Option<Event> {
         match action {
             Action::Send(message) => return self.send_there(message),
@@ -211,7 +213,7 @@ impl Step<'_> {
         self.tell_there(Event::Message(message));
     }
 
-    /// Pages go to memory by the channel's own thread; the rest is for the session.
+    /// Takes pages as the channel's own thread does. Other cargo is for the session.
     fn take_cargo(&mut self, cargo: Cargo) {
         match cargo {
             Cargo::Hello => self.tell_there(Event::ChannelUp),
@@ -260,7 +262,8 @@ impl Step<'_> {
         Event::Started { micros: 0, cpu_us: 0 }
     }
 
-    /// The moment of truth: it runs here only if it was handed over, and only with the memory that it had.
+    /// Starts the guest, and checks the promises of a start: the guest runs on the target only if
+    /// it was handed over, and only with the memory that it had.
     fn start(&mut self) {
         let (committed, free) = (self.world.here.committed, !self.world.here.holds);
         let alone = !self.world.here.running;
@@ -277,14 +280,14 @@ impl Step<'_> {
             None => there.pages != memory,
             Some(lazy) => {
                 lazy.model = memory;
-                // Whoever touches what is not present waits for it.
+                // A thread that touches a page that is not present waits for it.
                 (0..PAGES).any(|page| has(lazy.present, page) && there.pages[page] != memory[page])
             }
         };
         self.promise(Promise::NoPageMissed, !missed);
     }
 
-    /// The hello of a control channel for a lost link.
+    /// Handles the hello of a control channel for a lost link.
     fn target_is_asked(&mut self, link: usize) {
         self.world.links[link].down.pop_front();
         let session = &self.world.there.session.is;
@@ -310,7 +313,7 @@ impl Step<'_> {
         self.world.there.loss_noticed = false;
         self.world.there.link = link;
         self.world.there.connected = true;
-        // What was found when the old channels ended comes first.
+        // Events that were found when the old channels ended come first.
         if std::mem::take(&mut self.world.there.last_came) {
             self.tell_there(Event::MissingArrived(LazyFigures::default()));
         }
@@ -335,7 +338,7 @@ impl Step<'_> {
         link.target_closed = true;
         link.requests.clear();
         if rest {
-            // The threads of its channels are ended, and what they still report is dropped.
+            // The threads of the channels are ended, and their further reports are dropped.
             link.down.clear();
             link.forget_pages();
             self.world.there.loss_noticed = false;
@@ -347,7 +350,8 @@ impl Step<'_> {
         }
     }
 
-    /// The word that the last page is here, should it have been dropped with what else the lost channels reported.
+    /// Restores the report of the last page, if it was dropped with the other reports of the lost
+    /// channels.
     fn last_page_after_all(&mut self) {
         let Some(lazy) = self.world.there.lazy else { return };
         self.world.there.last_came = self.world.there.rest
@@ -377,12 +381,12 @@ impl Step<'_> {
         self.tell_there(Event::Stopped);
     }
 
-    /// People end what is past help: its source has ended.
+    /// The operator ends a target that cannot continue, because its source has ended.
     fn give_up_there(&mut self) {
         if self.world.there.session.is.renounced() {
             self.tell_there(Event::Stopped);
         } else if self.world.there.session.is.complete() {
-            // It has everything and runs; it is told to listen no more.
+            // The guest has all of its memory and runs. The target is told to stop listening.
             self.world.there.outcome = Some(Outcome::Completed);
             self.close_target();
         } else {
@@ -408,15 +412,15 @@ impl Step<'_> {
     }
 }
 
-/// The target's host in the model.
+/// Host of the target in the model.
 struct AtTarget<'m, 'a> {
     step: &'m mut Step<'a>,
     agenda: Agenda<Action>,
-    /// The next event.
+    /// Next event.
     event: Option<Event>,
 }
 
-/// The target has nothing to do before something else happens.
+/// Error of a host that has no event before something else happens.
 struct Idle;
 
 impl run::Host for AtTarget<'_, '_> {

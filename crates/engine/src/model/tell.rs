@@ -1,4 +1,4 @@
-//! A step in words, for a trace that somebody reads.
+//! Returns the text of a step, for a trace.
 
 use super::Happening;
 use super::fence::Fence;
@@ -13,7 +13,7 @@ pub(super) fn tell(world: &World, (deed, mishap): Happening) -> String {
     }
 }
 
-/// The name of what is printed as `Name { .. }` or `Name(..)`.
+/// Returns the name of a value that is printed as `Name { .. }` or `Name(..)`.
 fn name(of: &impl std::fmt::Debug) -> String {
     let text = format!("{of:?}");
     text.split([' ', '(', '{']).next().unwrap_or_default().to_owned()
@@ -58,12 +58,12 @@ fn deed_told(world: &World, deed: Deed) -> String {
         Deed::Cut => "LINK CUT".into(),
         Deed::CutPages => "PAGE CHANNELS CUT".into(),
         Deed::Cancel | Deed::SwitchNow | Deed::Pause | Deed::Recover | Deed::Abandon => {
-            format!("somebody says {}", name(&deed).to_lowercase())
+            format!("operator requests {}", name(&deed).to_lowercase())
         }
         Deed::Fence(word, fate) => Fence::told(word, fate),
         Deed::LeaseEnds => "what the fence gave runs out".into(),
-        Deed::Stop => "somebody stops the target".into(),
-        Deed::GiveUp => "somebody gives up the target".into(),
+        Deed::Stop => "operator stops the target".into(),
+        Deed::GiveUp => "operator gives up the target".into(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! A state of the model: two hosts, with the sessions that ship, and the links between them.
+//! State of the model: two hosts with the production sessions, and the links between them.
 
 use super::fence::Fence;
 use super::judge::Promise;
@@ -13,24 +13,24 @@ use vmferry_wire::{LackingPages, RunName};
 
 pub(super) const PAGES: usize = 2;
 pub(super) const REGION: RegionId = RegionId(0);
-/// Every page.
+/// Set of all pages.
 pub(super) const ALL: Mask = (1 << PAGES) - 1;
-/// What a damaged page holds.
+/// Content of a damaged page.
 pub(super) const DAMAGED: u8 = u8::MAX;
 
-/// A set of pages.
+/// Set of pages.
 pub(super) type Mask = u8;
 
 pub(super) fn has(mask: Mask, page: usize) -> bool {
     mask >> page & 1 != 0
 }
 
-/// The pages of a set, lowest first.
+/// Returns the pages of a set, lowest first.
 pub(super) fn pages(mask: Mask) -> impl Iterator<Item = usize> {
     (0..PAGES).filter(move |page| has(mask, *page))
 }
 
-/// Takes a page out of a set; says whether it was there.
+/// Removes a page from a set. Returns true if the page was in the set.
 pub(super) fn take(mask: &mut Mask, page: usize) -> bool {
     let had = has(*mask, page);
     *mask &= !(1 << page);
@@ -42,7 +42,7 @@ pub(super) fn machine() -> MachineConfig {
     MachineConfig { kind: "model".into(), vcpus: 1, regions: vec![region], extra: vec![], features: vec![] }
 }
 
-/// A set as the wire has it.
+/// Returns a set in its wire format.
 pub(super) fn piece_of(mask: Mask) -> LackingPages {
     LackingPages { region: REGION, first: 0, words: u64::from(mask).to_le_bytes().to_vec() }
 }
@@ -59,8 +59,9 @@ pub(super) fn mask_of_runs(runs: &[RunName]) -> Mask {
     runs.iter().map(|run| 1 << run.first).sum()
 }
 
-/// Something of what ships that has no `Hash` of its own, with a hash of all that matters of it. Two that have the same are the
-/// same: the checker tells states apart by 64 bits anyway.
+/// Value of a production type that has no `Hash`, with a hash of everything in it that affects
+/// decisions. Two values with the same hash count as equal: the checker distinguishes states by 64
+/// bits anyway.
 #[derive(Debug, Clone)]
 pub(super) struct Keyed<T> {
     pub(super) is: Arc<T>,
@@ -80,7 +81,7 @@ impl<T> PartialEq for Keyed<T> {
 }
 
 impl<T: std::fmt::Debug> Keyed<T> {
-    /// A message: all that it says of itself matters.
+    /// Returns a message with a hash of its complete debug text.
     pub(super) fn message(is: T) -> Self {
         Self::by(is, |is, hasher| format!("{is:?}").hash(hasher))
     }
@@ -95,7 +96,7 @@ impl<T> Keyed<T> {
 }
 
 impl<T: Clone> Keyed<T> {
-    /// Changes it, or a copy of it if other states have it too.
+    /// Changes the value, or a copy of it if other states share it.
     pub(super) fn change<R>(
         &mut self,
         work: impl FnOnce(&mut T) -> R,
@@ -110,23 +111,23 @@ impl<T: Clone> Keyed<T> {
     }
 }
 
-/// What a control channel carries to the target.
+/// Cargo of a control channel to the target.
 #[derive(Debug, Clone, PartialEq, Hash)]
 pub(super) enum Down {
-    /// The hello of a control channel that takes up a lost link.
+    /// Hello of a control channel that takes up a lost link.
     Back,
     Message(Keyed<vmferry_wire::ToTarget>),
 }
 
-/// What a control channel carries to the source.
+/// Cargo of a control channel to the source.
 #[derive(Debug, Clone, PartialEq, Hash)]
 pub(super) enum Up {
-    /// The answer to [`Down::Back`].
+    /// Answer to [`Down::Back`].
     Reply(bool),
     Message(Keyed<vmferry_wire::ToSource>),
 }
 
-/// What the channels for pages carry.
+/// Cargo of the channels for pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Cargo {
     Hello,
@@ -134,7 +135,7 @@ pub(super) enum Cargo {
         page: usize,
         content: u8,
     },
-    /// Digests of these pages, all of them.
+    /// Digests of these pages, complete.
     Digests {
         of: Mask,
         contents: [u8; PAGES],
@@ -142,27 +143,29 @@ pub(super) enum Cargo {
     Barrier(u32),
 }
 
-/// One set of channels. Each keeps its order; they do not keep one among each other.
+/// Set of channels. Each channel keeps its order, but the channels are not ordered relative to each
+/// other.
 #[derive(Debug, Clone, Default, PartialEq, Hash)]
 pub(super) struct Link {
     pub(super) down: VecDeque<Down>,
     pub(super) up: VecDeque<Up>,
     pub(super) bulk: VecDeque<Cargo>,
     pub(super) urgent: VecDeque<Cargo>,
-    /// Pages that are asked for, and whether they came damaged before.
+    /// Requested pages, each with a flag for a request after damage.
     pub(super) requests: VecDeque<(usize, bool)>,
-    /// Nothing more gets through; what is under way may, until its receiver notices.
+    /// True if nothing more is transmitted. Cargo that is on its way may arrive until its receiver
+    /// notices.
     pub(super) cut: bool,
-    /// The same, of the channels for pages only.
+    /// True if the channels for pages are cut, but not the control channel.
     pub(super) pages_cut: bool,
-    /// A thread of the target's has found its channel lost.
+    /// True if a thread of the target has found that its channel is lost.
     pub(super) noticed: bool,
     pub(super) source_closed: bool,
     pub(super) target_closed: bool,
 }
 
 impl Link {
-    /// Whether what the source sends goes nowhere.
+    /// Returns true if cargo from the source is lost.
     pub(super) fn dead(&self) -> bool {
         self.cut || self.source_closed || self.target_closed
     }
@@ -174,11 +177,11 @@ impl Link {
     }
 }
 
-/// What the thread of the bulk channel sends.
+/// Work of the thread of the bulk channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Job {
-    /// The pages of the pass that no thread has taken. `hand` is the one that is protected, and read as it is sent (or what was read of it, where that
-    /// comes first); `told` is that the pass's end was.
+    /// Pages of the pass that no thread has taken. `hand` is the page that is protected, with its
+    /// content if it was read before. `told` is true if the end of the pass was sent.
     Pages {
         pass: u32,
         hand: Option<(usize, Option<u8>)>,
@@ -188,33 +191,33 @@ pub(super) enum Job {
         pass: u32,
         of: Mask,
     },
-    /// What is left is claimed as it goes.
+    /// Remaining pages, which are claimed one by one.
     Rest {
         pass: u32,
     },
 }
 
-/// A lost link that is being taken up.
+/// State of reopening a lost link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Dial {
     No,
     /// Not tried yet.
     Wanted,
-    /// Hello is said.
+    /// The hello was sent.
     Said,
 }
 
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Here {
     pub(super) session: Keyed<SourceSession>,
-    /// A step that it has not done yet: while the guest runs, that takes its time.
+    /// Action that was not performed yet: while the guest runs, it takes time.
     pub(super) todo: Option<Action>,
     pub(super) running: bool,
     pub(super) paused: bool,
-    /// It has what only the side that runs the guest may have.
+    /// True if the source holds what only the host that runs the guest may hold.
     pub(super) holds: bool,
     pub(super) committed: bool,
-    /// The target has renounced the guest, or the commit never left.
+    /// True if the target has renounced the guest, or the commit was not sent.
     pub(super) given_back: bool,
     pub(super) resume_failed: bool,
     pub(super) outcome: Option<Outcome>,
@@ -222,18 +225,18 @@ pub(super) struct Here {
     pub(super) link: usize,
     pub(super) connected: bool,
     pub(super) dial: Dial,
-    /// Attempts at a target that is gone.
+    /// True after an attempt to reach a target that has ended.
     pub(super) in_vain: bool,
     pub(super) timed_out: bool,
     pub(super) switch_asked: bool,
     pub(super) live_passes: u8,
-    /// Each page is the number of its writes.
+    /// Content of each page: the number of its writes.
     pub(super) memory: [u8; PAGES],
     pub(super) protected: Mask,
     pub(super) marked: Mask,
-    /// Harvested, or there from the start, and of no pass yet.
+    /// Pages that were harvested, or are dirty from the start, and are in no pass yet.
     pub(super) pending: Mask,
-    /// What nobody has taken of the pass under way.
+    /// Pages of the present pass that no thread has taken.
     pub(super) in_pass: Mask,
     pub(super) job: Option<Job>,
     pub(super) claims: Option<Mask>,
@@ -243,7 +246,7 @@ pub(super) struct Here {
     pub(super) writes_left: u8,
 }
 
-/// Whether the guest may still be started without the link.
+/// State of the permission to start the guest without the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Fate {
     Open,
@@ -251,18 +254,18 @@ pub(super) enum Fate {
     Abandoned,
 }
 
-/// The target's memory once the guest is about to run without all of it.
+/// The target's memory after the handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Lazy {
     pub(super) fate: Fate,
     pub(super) lacking: Mask,
-    /// What is not makes a fault.
+    /// Pages that are present. Other pages make a fault.
     pub(super) present: Mask,
     pub(super) asked: Mask,
     pub(super) waits: Mask,
     pub(super) lines_up: bool,
     pub(super) ended: bool,
-    /// What the guest wrote, wherever it was then.
+    /// Expected content: the writes of the guest on either host.
     pub(super) model: [u8; PAGES],
 }
 
@@ -276,9 +279,9 @@ pub(super) struct There {
     pub(super) stopped: bool,
     pub(super) link: usize,
     pub(super) connected: bool,
-    /// A thread has found its channel lost, and the session has not heard of it.
+    /// True if a thread has found that its channel is lost, and the session has not been told.
     pub(super) loss_noticed: bool,
-    /// The same, of the last page.
+    /// True if a thread has placed the last page, and the session has not been told.
     pub(super) last_came: bool,
     pub(super) collected: Mask,
     pub(super) pages: [u8; PAGES],
@@ -288,7 +291,7 @@ pub(super) struct There {
     pub(super) loaded: bool,
     pub(super) started: bool,
     pub(super) lazy: Option<Lazy>,
-    /// It runs, and the rest is being taken.
+    /// True if the guest runs, and the rest of its memory is being received.
     pub(super) rest: bool,
     pub(super) touches_left: u8,
     pub(super) writes_left: u8,
@@ -298,14 +301,14 @@ pub(super) struct There {
 pub(super) struct World {
     pub(super) here: Here,
     pub(super) there: There,
-    /// Of all sets of channels there ever were.
+    /// All sets of channels so far.
     pub(super) links: Vec<Link>,
     pub(super) fence: Option<Fence>,
-    /// How much may still go wrong.
+    /// Number of faults that may still happen.
     pub(super) faults_left: u8,
-    /// Nothing went wrong so far.
+    /// True if there was no fault so far.
     pub(super) calm: bool,
-    /// The first promise that was broken.
+    /// First promise that was broken.
     pub(super) broken: Option<Promise>,
 }
 
@@ -321,7 +324,8 @@ impl There {
     }
 }
 
-// Of a host that has ended only how it ended counts, so that states which differ in what it left lying about are one.
+// For a host that has ended, only the outcome is hashed, so that states that differ only in its
+// leftover data are equal.
 impl Hash for Here {
     fn hash<H: Hasher>(&self, state: &mut H) {
         let outcome = self.outcome.as_ref().map(std::mem::discriminant);
@@ -331,7 +335,7 @@ impl Hash for Here {
             return;
         }
         self.session.hash(state);
-        // What takes its time has no more to it than its name.
+        // An action that takes time is hashed by its name only.
         self.todo.as_ref().map(std::mem::discriminant).hash(state);
         (self.paused, self.link, self.connected, self.dial, self.in_vain).hash(state);
         (self.timed_out, self.switch_asked, self.live_passes).hash(state);

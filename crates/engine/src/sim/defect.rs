@@ -1,78 +1,81 @@
-//! What can be wrong on purpose.
+//! Deliberate defects.
 
-/// A defect that is planted to see whether the simulation finds it.
+/// Defect that is planted to check that the simulation finds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Defect {
     None,
-    /// A harvest now and then loses a page.
+    /// A harvest sometimes loses a page.
     LostPage,
     /// The guest is started when its state is loaded, before the commit.
     StartsAtLoad,
-    /// A link that breaks after the commit is taken for one that broke before it.
+    /// A link that breaks after the commit counts as one that broke before it.
     ResumesAfterCommit,
     /// The source keeps what the target needs to run the guest.
     KeepsDisks,
     /// Pages are protected after they were read, not before.
     ProtectsLate,
-    /// The target says that all pages are sound.
+    /// The target reports that all pages match their digests.
     BlindToDamage,
-    /// A link that breaks when the guest runs at the target, before all of its memory is there, brings it back here.
+    /// If the link breaks while the guest runs on the target and misses pages, the source resumes
+    /// the guest.
     ResumesInPostcopy,
-    /// Pages that are asked for are sent even if they were sent, and what comes is written over what is there.
+    /// Requested pages are sent even if they were sent before, and arriving pages overwrite present
+    /// ones.
     OlderOverNewer,
-    /// Pages that are asked for are sent even if they were sent.
+    /// Requested pages are sent even if they were sent before.
     SendsTwice,
-    /// Pages that were claimed for a lost channel stay claimed on the next.
+    /// Pages that were claimed for a lost channel stay claimed on the next one.
     ClaimSurvives,
-    /// The target tells what it lacks while the lost channels still bring pages.
+    /// The target names its missing pages while the lost channels still deliver pages.
     RetoldEarly,
-    /// What is stale at the handover is kept.
+    /// Stale pages are kept at the handover.
     KeepsStale,
-    /// Pages that came damaged are not named at the handover.
+    /// Pages with a digest mismatch are not named at the handover.
     ForgetsSuspects,
-    /// The target says that all is here when a page is lacking.
+    /// The target reports that all pages have arrived while one is missing.
     CompleteEarly,
-    /// The word that the last page is here is lost with the link that it came on.
+    /// The report of the last page is lost with its link.
     ForgetsTheLast,
-    /// A target that has renounced the guest ends, and its source never hears of it.
+    /// A target that has renounced the guest ends, and its source never learns of it.
     EndsRenounced,
-    /// A target that has renounced the guest starts it when the commit comes late.
+    /// A target that has renounced the guest starts it when the commit arrives late.
     StartsRenounced,
-    /// What is moot at the target's end is dropped again and again, and the end with it.
+    /// Obsolete actions are dropped repeatedly at the target's end, and the end with them.
     DropsTheEnd,
-    /// The loop tells the target's session of a stop again and again, whether the session acts on it or not.
+    /// The loop reports a stop to the target's session repeatedly, whether the session acts on it
+    /// or not.
     RepeatsStop,
     /// The target is not told that the operator has paused the guest.
     LosesPause,
-    /// Pages are left out by an answer that was asked for before they were protected.
+    /// Pages are skipped because of an answer that was asked for before they were protected.
     #[cfg(test)]
     AsksFirst,
-    /// Pages are protected when the answer by which they are left out has come.
+    /// Pages are protected only after the answer because of which they are skipped.
     #[cfg(test)]
     ProtectsAfterAsking,
-    /// Pages are protected anew that were sent.
+    /// Pages that were sent are protected again.
     #[cfg(test)]
     ProtectsSent,
-    /// What the guest says of a pass that has ended counts for the next.
+    /// An answer for a pass that has ended is used for the next one.
     #[cfg(test)]
     TakesLateAnswers,
-    /// What was free before the pause is left out after it.
+    /// Pages that were free before the pause are skipped after it.
     #[cfg(test)]
     SettlesEarly,
-    /// The target runs a guest that it was told to run, without a claim.
+    /// The target runs a guest after the commit without a claim.
     StartsUnclaimed,
-    /// The target runs a guest that the fence has given to the source.
+    /// The target runs a guest that the arbiter has given to the source.
     IgnoresLostClaim,
-    /// The source takes a fence that gives no answer for one that says yes.
+    /// The source treats a missing answer of the arbiter as a grant.
     TakesSilenceForAWin,
-    /// The target renounces a guest that it has claimed, and does not say so to the fence.
+    /// The target renounces a guest that it has claimed, and does not tell the arbiter.
     ForgetsToGiveBack,
-    /// What the fence has given it gives again after a while.
+    /// The arbiter gives a guest again after a lease has expired.
     LeaseRunsOut,
 }
 
 impl Defect {
-    /// All but [`Defect::None`].
+    /// All defects except [`Defect::None`].
     pub(super) const PLANTED: &[Self] = &[
         Self::LostPage,
         Self::StartsAtLoad,
@@ -94,7 +97,7 @@ impl Defect {
         Self::DropsTheEnd,
         Self::RepeatsStop,
         Self::LosesPause,
-        // Of code that has them only for tests.
+        // Defects in code that can have them in tests only.
         #[cfg(test)]
         Self::AsksFirst,
         #[cfg(test)]

@@ -1,26 +1,26 @@
-//! What goes wrong in a run, and when.
+//! Faults of a run, and their times.
 
 use super::link::Cargo;
 use super::world::{BULK, Item, TO_SOURCE, TO_TARGET, World};
 
-/// What goes wrong in this run.
+/// Faults of a run.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
-    /// Nothing goes wrong: the migration must succeed.
+    /// True if there are no faults: the migration must succeed.
     pub(super) calm: bool,
-    /// Local steps that fail, in a thousand.
+    /// Failures of local steps, per mille.
     pub(super) step_fails: u64,
-    /// Times that the guest's I/O does not come to rest, in a thousand.
+    /// Attempts at which the guest's I/O is not quiesced, per mille.
     pub(super) busy: u64,
-    /// Pages that are damaged on the way, in a thousand.
+    /// Pages that are damaged on the link, per mille.
     pub(super) damage: u64,
-    /// The link is cut when this many more control messages have been sent.
+    /// Number of control messages until the link is cut.
     pub(super) cut_after: Option<u64>,
-    /// How often a link that was taken up again is cut once more.
+    /// Number of times that a link is cut again after it was reopened.
     pub(super) cuts_left: u64,
-    /// Bytes a microsecond that each stream carries, if that is limited.
+    /// Bandwidth of each stream in bytes per microsecond, if it is limited.
     pub(super) rate: Option<u64>,
-    /// Stalls so far, and those that somebody lost patience with.
+    /// Number of stalls so far, and below, of stalls that exceeded a timeout.
     pub(super) stalls: u64,
     pub(super) outlasted: u64,
 }
@@ -78,7 +78,8 @@ impl World {
         }
     }
 
-    /// The rest begins to be sent: what can go wrong later should often go wrong soon.
+    /// Schedules faults at the beginning of the postcopy, because faults that are possible later
+    /// should often happen soon.
     pub(super) fn postcopy_begins(&mut self) {
         let ills = [
             (Item::Cut, 250),
@@ -105,13 +106,14 @@ impl World {
         }
     }
 
-    /// At any scale: while greeting, while pages move, late.
+    /// Returns a random time at any scale: during setup, during passes, or late.
     fn some_time(&mut self) -> u64 {
         let scale = [300, 3000, 10_000, 30_000, 100_000][self.rng.index(5)];
         self.rng.below(scale)
     }
 
-    /// The network fails for a while. Each side learns of it in its own time: at once by a reset, or late by its timeout.
+    /// Cuts the network for a while. Source and target notice it independently: at once by a reset,
+    /// or late by a timeout.
     pub(super) fn cut(&mut self) {
         if !self.net_up {
             return;
@@ -138,7 +140,7 @@ impl World {
         for lost in [Item::SourceLost(link), Item::TargetLost(link)] {
             let delay =
                 if self.rng.per_mille(500) { self.rng.below(2000) } else { self.rng.below(10_000_000) };
-            // Whatever still arrives at the target was there before it noticed the end.
+            // Cargo that still arrives at the target was there before it noticed the end.
             let delay = match lost {
                 Item::TargetLost(_) => delay.max(arrived - self.now),
                 _ => delay,
@@ -147,7 +149,7 @@ impl World {
         }
     }
 
-    /// What is still under way may take its time: a commit may be read when its sender has given it up long ago.
+    /// Delays cargo that is on its way: a commit may be read long after its sender has given it up.
     pub(super) fn slow_down(&mut self, wire: usize, per_mille: u64, most: u64) {
         if self.rng.per_mille(per_mille) {
             let delay = self.rng.below(most);
@@ -156,8 +158,8 @@ impl World {
         }
     }
 
-    /// Nothing comes for a while, on one channel or on all; then all of it does. Whoever waits for longer than it may gives up a
-    /// link that nothing is wrong with.
+    /// Stalls one channel or all channels for a while. A receiver that waits for longer than its
+    /// timeout gives up a working link.
     pub(super) fn stall(&mut self) {
         let link = if self.rng.per_mille(500) { self.here.link } else { self.there.link };
         let count = self.streams.count();
@@ -170,8 +172,8 @@ impl World {
             late.into_iter().for_each(|time| self.at(time - self.now, Item::Arrive(wire)));
         }
         self.faults.stalls += 1;
-        // A control channel that is silent (both ways, to a source whose questions are not answered), or, when the guest runs
-        // before its memory is there, pages that stay away.
+        // True for a silent control channel (in both directions, because the source's pings get no
+        // answer), or for pages that do not arrive while the guest runs without all of its memory.
         let silence = u64::try_from(self.here.settings.peer_timeout.as_micros()).expect("short");
         let stalls = |stream| only.is_none_or(|only| only == stream);
         let patience = if stalls(TO_TARGET) { silence } else { 3 * silence };
@@ -186,7 +188,7 @@ impl World {
         }
     }
 
-    /// One channel is lost: its reader notices, and whoever writes to it does then.
+    /// Cuts one channel: its reader notices it, and so does a writer at its next write.
     pub(super) fn cut_channel(&mut self) {
         let some = self.rng.index(self.streams.bulk + self.streams.urgent);
         let mut streams = vec![BULK + some];

@@ -1,4 +1,5 @@
-//! The arbiter in the simulation: slow, out of reach, or heard and answered when nobody expects it any more.
+//! Arbiter in the simulation: slow, unreachable, or with requests and answers that arrive
+//! unexpectedly late.
 
 use super::rng::Rng;
 use super::world::{Defect, Item, World};
@@ -8,13 +9,13 @@ use crate::target::session as target;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The register, and what stands between it and the hosts.
+/// Register, and the faults between it and the hosts.
 #[derive(Debug)]
 pub(super) struct Fence {
     pub(super) register: Option<Ruling>,
-    /// Words that are lost, in a thousand.
+    /// Requests that are lost, per mille.
     fails: u64,
-    /// Nobody is heard from the first to the second.
+    /// Interval in which no request arrives.
     down: (u64, u64),
 }
 
@@ -51,7 +52,7 @@ impl World {
         self.here.settings.fence.is_some()
     }
 
-    /// A host says a word.
+    /// A host makes a request.
     pub(super) fn ask_fence(&mut self, side: Side, word: Word, after: Duration) {
         let planted = match (self.defect, word) {
             (Defect::StartsUnclaimed, Word::Claim(Side::Target)) => Some(Ruling::Target { runs: false }),
@@ -75,7 +76,7 @@ impl World {
             self.at(after + way, Item::FenceHears(side, word, true));
             return;
         }
-        // Nobody can tell whether it was heard, and it may be heard when that is long forgotten.
+        // The sender cannot tell whether the request arrived, and it may arrive much later.
         if self.rng.per_mille(500) {
             let longest = [1000, 5_000_000, 60_000_000][self.rng.index(3)];
             let way = self.rng.below(longest);
@@ -97,14 +98,14 @@ impl World {
         }
     }
 
-    /// For whoever believes in leases.
+    /// Lets a lease expire, for the defect that uses leases.
     pub(super) fn lease_ends(&mut self) {
         self.fence.register = Some(Ruling::Open);
     }
 
     pub(super) fn fence_answers(&mut self, side: Side, word: Word, answer: Result<Ruling, ArbiterError>) {
         if word == Word::Runs {
-            // Said until it is heard, as long as there is somebody to say it.
+            // Repeated until it is received, as long as the target lives.
             if matches!(answer, Err(ArbiterError::Unreachable(_))) && !self.there.crashed {
                 self.ask_fence(side, word, Duration::from_secs(1));
             }
@@ -132,14 +133,16 @@ impl World {
         }
     }
 
-    /// How much longer a host takes to do what it may do: it was stopped at that very moment.
+    /// Returns the additional time that a host needs for a permitted action, because it was stopped
+    /// at that moment.
     pub(super) fn stopped_for(&mut self) -> u64 {
         let stopped = self.fenced() && !self.faults.calm && self.rng.per_mille(150);
         if stopped { self.rng.below(90_000_000) } else { 0 }
     }
 
-    /// Whether no claim of the source can be granted any more, and nobody is left to change that.
-    pub(super) fn nobody_will_say(&self) -> bool {
+    /// Returns true if no claim of the source can be granted any more, and no living host can
+    /// change that.
+    pub(super) fn no_claim_can_be_granted(&self) -> bool {
         let moved = self.there.outcome == Some(target::Outcome::Completed);
         !self.fenced() || (!moved && matches!(self.fence.register, None | Some(Ruling::Target { .. })))
     }

@@ -1,5 +1,5 @@
-//! Each session alone, fed with any event at any moment: what a driver would report next, mixed with what only a
-//! hostile peer or a broken driver would say.
+//! Each session alone, with any event at any moment: events that a driver would report, mixed with
+//! events that only a hostile peer or a broken driver would cause.
 
 #[cfg(test)]
 mod alone;
@@ -53,7 +53,7 @@ fn resume(pages: u64) -> ToSource {
     ToSource::Resume { pages, bulk: Token([1; 16]), urgent: Token([2; 16]) }
 }
 
-/// Anything that a target can say.
+/// Returns any message of a target.
 fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
     let run = |rng: &mut Rng| RunName {
         region: RegionId(u32::try_from(rng.below(2)).expect("small")),
@@ -83,7 +83,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
     }
 }
 
-/// Anything that a fence can say, or nothing.
+/// Returns any answer of an arbiter, or an error.
 fn answer(rng: &mut Rng) -> Result<Ruling, ArbiterError> {
     match rng.below(6) {
         0 => Ok(Ruling::Open),
@@ -95,7 +95,7 @@ fn answer(rng: &mut Rng) -> Result<Ruling, ArbiterError> {
     }
 }
 
-/// Any event of the source.
+/// Returns any event of the source.
 fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     use source::Event;
     match rng.below(27) {
@@ -139,7 +139,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
     }
 }
 
-/// What a driver and an honest target would report of these actions, in order.
+/// Adds the events that a driver and a correct target would report for these actions, in order.
 fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut Vec<source::Event>) {
     use source::{Action, Event};
     for action in actions {
@@ -186,7 +186,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Release => events.push(Event::Released),
             Action::Resume | Action::RunOn => events.push(Event::Resumed),
             Action::Send(ToTarget::Load) => events.push(Event::Message(ToSource::Ready { load_us: 1 })),
-            // Every page: nothing is left to compare.
+            // Every page is missing, so none is left to compare.
             Action::HandOver { .. } => events.push(Event::HandedOver { pages: PAGES, skipped: 0 }),
             Action::Send(ToTarget::LoadLazily { .. }) => {
                 events.push(Event::Message(ToSource::Ready { load_us: 1 }));
@@ -195,7 +195,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                 let complete = Event::Message(ToSource::Complete(LazyFigures::default()));
                 events.extend([Event::PassSent { bytes: 4096, listing: Duration::ZERO }, complete]);
             }
-            // What the lost channels still had to say counts no more.
+            // Further reports of the lost channels are dropped.
             Action::Disconnect => events.clear(),
             Action::Reconnect { .. } => {
                 let told = [ToSource::Lacking(lacking()), resume(1)].map(Event::Message);
@@ -210,7 +210,8 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
     }
 }
 
-/// Walks the source's session; returns how it ended, if it did. `wild` events in a thousand are anything.
+/// Runs the source's session with random events. Returns its outcome, if it ended. `wild` is the
+/// share of arbitrary events, per mille.
 fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
     use source::Outcome;
     use source::{Action, Event};
@@ -234,19 +235,20 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
         };
         let answer =
             matches!(event, Event::Message(ToSource::Returned(_) | ToSource::Failed(_)) | Event::NotSent(_));
-        // Only the answer to the commit counts: once it is known to run there nothing brings it back.
+        // Only the answer to the commit counts. Once the guest is known to run on the target, no
+        // message brings it back.
         let before = session.phase();
         returned |= committed && answer && before == Phase::Switchover;
         let late_answer = matches!(event, Event::Message(ToSource::Returned(_)))
             && before == Phase::PostcopyPaused
             && !session.runs_there();
-        // The fence's word counts while nobody knows, if there is one.
+        // The arbiter's answer counts while the owner is unknown, if there is an arbiter.
         let asked = before == Phase::Unknown || (before == Phase::PostcopyPaused && !session.runs_there());
         let won = fenced && asked && matches!(event, Event::ArbiterAnswered(Ok(Ruling::Source)));
         let (ran, postcopy) =
             (session.runs_there(), [Phase::Postcopy, Phase::PostcopyPaused].contains(&before));
         actions = session.handle(now, event);
-        // Over a new link it counts where it is awaited.
+        // Over a new link the answer counts while it is awaited.
         returned |= (late_answer || won) && session.phase() == Phase::Ended;
         assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
@@ -280,7 +282,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
     ended
 }
 
-/// Anything that a source can say.
+/// Returns any message of a source.
 fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
     match rng.below(22) {
         0 => {
@@ -356,7 +358,7 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
     }
 }
 
-/// What a driver would report of these actions.
+/// Adds the events that a driver would report for these actions.
 fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Event>) {
     use target::{Action, Event};
     for action in actions {
@@ -395,7 +397,8 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
     }
 }
 
-/// An honest source's script for a guest in two passes, or in one and the rest when it runs.
+/// Returns the events of a correct source for a guest with two passes, or with one pass and a
+/// postcopy.
 fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
     use target::Event;
     let machine = machine(usize::try_from(PAGES).expect("small"));
@@ -432,7 +435,7 @@ fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
     script
 }
 
-/// Walks the target's session; returns how it ended, if it did.
+/// Runs the target's session with random events. Returns its outcome, if it ended.
 fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
     use target::{Action, Event, Outcome};
     let pages = usize::try_from(PAGES).expect("small");
@@ -498,7 +501,7 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
                     assert!(all_here && started, "{action:?} while pages lack");
                 }
                 Action::NameMissing | Action::RequestAgain => assert!(lazily, "{action:?} before it runs"),
-                // Once it was told to start, only the start's own failure may renounce the guest.
+                // After the start action, only a failure of the start may renounce the guest.
                 Action::Finish(Outcome::Failed(_))
                 | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {
                     assert!(starts == 0 || start_failed, "{action:?} of a guest that may run here");
@@ -516,14 +519,15 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
     ended
 }
 
-/// Anything that a peer's bytes can say as a message of its side.
+/// Returns any message that the bytes of a peer can encode.
 #[cfg(feature = "hostile")]
 fn said<M: serde::de::DeserializeOwned>(rng: &mut Rng) -> Option<M> {
     let len = rng.index(200);
     vmferry_wire::hostile::message(&rng.bytes(len))
 }
 
-/// Walks the source's session as `bytes` say: what its driver, its host and its target do.
+/// Runs the source's session with events that `bytes` select: results of its driver, its host and
+/// its target.
 ///
 /// # Panics
 /// If a promise is broken: see the module.
@@ -534,7 +538,7 @@ pub fn drive_source(bytes: &[u8]) {
     walk_source(rng, wild);
 }
 
-/// The same of the target's session.
+/// Runs the target's session with events that `bytes` select.
 ///
 /// # Panics
 /// If a promise is broken: see the module.

@@ -1,18 +1,20 @@
-//! The simulated guest: a page is the number of the write that it holds, 0 if it was never written.
+//! Simulated guest. The content of a page is the number of its last write, or 0 if it was never
+//! written.
 
 use super::rng::Rng;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_bitmap::Bitmap;
 
-/// What finds the guest's writes, in the ways that real trackers do it.
+/// Way of finding the guest's writes, like those of real trackers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Tracking {
-    /// A harvest protects again what it takes.
+    /// A harvest protects the harvested pages again.
     AtHarvest,
-    /// A harvest takes; pages stay unprotected, and writes to them unseen, until they are protected one by one.
+    /// A harvest leaves pages unprotected. Writes to them are not seen until the pages are
+    /// protected one by one.
     ByHand,
-    /// As KVM's log: every page is marked from the start; a harvest leaves marks as they are, and protecting a page one by one
-    /// takes its mark.
+    /// Like KVM's log: every page is marked from the start. A harvest leaves marks, and protecting
+    /// a page removes its mark.
     Log,
 }
 
@@ -22,23 +24,24 @@ struct Flags {
     marked: bool,
 }
 
-/// What the guest knows of its free pages, and what it says of them.
+/// Knowledge of the guest about its free pages, and its reports.
 #[derive(Debug, Default)]
 pub(super) struct Freedom {
-    /// Pages that nobody reads before writing them.
+    /// Pages that are not read before they are written.
     pub(super) free: Vec<bool>,
-    /// Pages that were said to be free and were not: what becomes of them is the guest's own doing.
+    /// Pages that were reported as free although they were in use. Their content is the guest's own
+    /// responsibility.
     pub(super) lied: Vec<bool>,
-    /// Pages in use that it says are free, in a thousand.
+    /// Pages in use that the guest reports as free, per mille.
     pub(super) lies: u64,
-    /// The question that it was asked last, and was not told to stop with.
+    /// Last question, if it was not stopped.
     pub(super) open: Option<u64>,
-    /// What it has said, and the engine has not heard: for which question, which pages, whether that was all.
+    /// Reports that the engine has not read: question, pages, and whether the answer is complete.
     pub(super) said: Vec<(u64, Vec<usize>, bool)>,
 }
 
 impl Freedom {
-    /// The pages of `range` that it says are free now.
+    /// Returns the pages of `range` that the guest reports as free now.
     pub(super) fn look(&mut self, rng: &mut Rng, range: std::ops::Range<usize>) -> Vec<usize> {
         let mut named = Vec::new();
         for page in range {
@@ -51,7 +54,7 @@ impl Freedom {
         named
     }
 
-    /// Whether anybody will miss what this page holds.
+    /// Returns true if the content of this page matters.
     pub(super) fn counts(&self, page: usize) -> bool {
         !self.free[page] && !self.lied[page]
     }
@@ -98,25 +101,25 @@ impl Memory {
         Arc::clone(&self.freedom)
     }
 
-    /// Whether anybody will miss what this page holds.
+    /// Returns true if the content of this page matters.
     pub(super) fn counts(&self, page: usize) -> bool {
         self.freedom().counts(page)
     }
 
-    /// The guest frees a page. What it holds counts no more.
+    /// Frees a page, as the guest. Its content does not matter any more.
     pub(super) fn free(&self, rng: &mut Rng) {
         let page = rng.index(self.pages.len());
         self.freedom().free[page] = true;
     }
 
-    /// The guest writes a page, which it takes into use if it is free.
+    /// Writes a page, as the guest. A free page is then in use.
     pub(super) fn write(&mut self, rng: &mut Rng) {
         let page = rng.index(self.pages.len());
         self.freedom().free[page] = false;
         self.write_page(rng, page);
     }
 
-    /// The VMM writes a page, of those that are in use.
+    /// Writes a page in use, as the VMM.
     pub(super) fn write_in_use(&mut self, rng: &mut Rng) {
         let page = rng.index(self.pages.len());
         if !self.freedom().free[page] {

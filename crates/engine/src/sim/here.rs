@@ -1,4 +1,5 @@
-//! The source's host in the simulation: does what the session decides, takes its time, and sometimes fails.
+//! Host of the source in the simulation: performs the actions of the session, with delays and
+//! failures.
 
 use super::guest::Memory;
 use super::link::{Cargo, Request, SentPage};
@@ -23,19 +24,19 @@ use vmferry_core::{Gpa, Layout, MachineConfig, Region, RegionId, RunState, Strea
 use vmferry_protocol::source::{Action, Event};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
-/// What a bulk channel is sending.
+/// Work of a bulk channel.
 #[derive(Debug, Default)]
 pub(super) struct Job {
     pub(super) pass: u32,
     pub(super) digests: bool,
     pub(super) first: bool,
-    /// What is left is claimed as it goes.
+    /// Remaining pages, which are claimed one by one.
     pub(super) rest: bool,
     /// Pages to compare.
     pub(super) left: VecDeque<usize>,
     /// Pages to send.
     pub(super) pages: Option<Arc<PassPages>>,
-    /// Digests were taken of these; their content is read when they are sent.
+    /// Pages whose digests were computed. Their content is read when they are sent.
     pub(super) prepared: Vec<(usize, u64)>,
     pub(super) active: bool,
 }
@@ -49,53 +50,55 @@ pub(super) struct Here {
     inputs: VecDeque<Numbered>,
     /// The operator wants the migration to be cancelled.
     pub(super) cancelled: bool,
-    /// Other requests of the operator, and answers of the arbiter.
+    /// Other requests of the operator, and below, answers of the arbiter.
     pub(super) requests: VecDeque<Event>,
     pub(super) answers: VecDeque<Result<Ruling, ArbiterError>>,
-    /// Result of the step that took its time.
+    /// Result of the action that took time.
     pub(super) done: Option<Event>,
-    /// Time at which the loop wants to look at the clock. `timer` is set once an item for that is queued.
+    /// Time at which the loop wants to check the clock. `timer` is set once an item for that is
+    /// queued.
     wake_at: Duration,
     pub(super) timer: bool,
-    /// Number of looks for an event since the loop was woken.
+    /// Number of checks for an event since the loop was woken.
     looks: u32,
     /// Time before which the loop does not run, although it was woken.
     asleep_until: u64,
     pub(super) running: bool,
-    /// It has what only the side that runs the guest may have.
+    /// True if the source holds what only the host that runs the guest may hold.
     pub(super) holds: bool,
     pub(super) committed: bool,
-    /// The target has renounced the guest, or the commit never left.
+    /// True if the target has renounced the guest, or the commit was not sent.
     pub(super) given_back: bool,
     pub(super) resume_failed: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) crashed: bool,
-    /// The set of channels, and whether they were not closed.
+    /// Number of the set of channels, and below, whether it is open.
     pub(super) link: usize,
     pub(super) connected: bool,
-    /// A new control channel has said hello.
+    /// A hello was sent on a new control channel.
     pub(super) connecting: bool,
-    /// Bulk and then urgent channels that are lost alone.
+    /// Flags of bulk channels and then urgent channels that are lost alone.
     pub(super) dead: Vec<bool>,
     pub(super) pending: PendingPages,
     pub(super) skipping: Option<Skipping>,
-    /// The share of its time that the guest is held for.
+    /// Share of its time for which the guest is throttled.
     pub(super) slowed: f64,
-    /// For good, not for a rehearsal.
+    /// True during the switchover, but not during a trial pause.
     pub(super) paused: bool,
-    /// State that the operator wants: a guest that is paused writes nothing, on either side.
+    /// State that the operator wants. A paused guest writes nothing on source or target.
     pub(super) wanted: RunState,
-    /// Bytes that were sent of each stream of device state, and whether it has ended.
+    /// Number of sent bytes of each stream of device state, and whether the stream has ended.
     pub(super) streams: Vec<(u64, bool)>,
     /// Report of the streams.
     pub(super) streamed: Option<Event>,
     pub(super) jobs: Vec<Job>,
     pub(super) bytes: u64,
     stopped: bool,
-    /// Pages of the rest that nobody has claimed.
+    /// Missing pages that no thread has claimed.
     pub(super) claims: Option<Vec<bool>>,
     pub(super) serving: bool,
-    /// Requests that came before this side serves any, and those that wait for a bulk thread.
+    /// Requests that arrived before the source serves any, and below, requests that wait for a bulk
+    /// thread.
     pub(super) early: Vec<(usize, Request)>,
     pub(super) queue: VecDeque<(usize, Request)>,
     pub(super) lacking: Collected,
@@ -105,7 +108,7 @@ pub(super) fn layout(pages: usize) -> Layout {
     Layout::new(machine(pages).regions).expect("one region")
 }
 
-/// What a migration may do by itself, if anything.
+/// Returns the decisions that a migration may make by itself, if any.
 fn auto(rng: &mut Rng) -> Option<Auto> {
     rng.per_mille(400).then(|| Auto {
         postcopy: rng.per_mille(600),
@@ -117,12 +120,12 @@ fn auto(rng: &mut Rng) -> Option<Auto> {
     })
 }
 
-/// The settings of a migration.
+/// Returns the settings of a migration.
 fn settings(rng: &mut Rng) -> Settings {
     let channels = 1 + u16::try_from(rng.below(4)).expect("small");
     let mode = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid][rng.index(3)];
     let auto = auto(rng);
-    // What changes a course is a downtime that hardly ever fits.
+    // Changes of course need a downtime that rarely fits.
     let strict = auto.is_some() && rng.per_mille(700);
     Settings {
         mode: if strict { MigrationMode::Precopy } else { mode },
@@ -145,7 +148,7 @@ fn settings(rng: &mut Rng) -> Settings {
     }
 }
 
-/// What both machines are.
+/// Returns the description of both machines.
 pub(super) fn machine(pages: usize) -> MachineConfig {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (pages as u64) << 12 };
     MachineConfig {
@@ -215,19 +218,19 @@ impl Here {
 }
 
 impl World {
-    /// A thread of the source's host reports.
+    /// Queues a report of a thread of the source's host.
     pub(super) fn source_input(&mut self, input: Input) {
         let generation = self.here.inbox.generation();
         self.here.inputs.push_back((generation, input));
         if self.here.asleep_until <= self.now && self.rng.per_mille(200) {
-            // The loop's thread is woken and runs later. Other inputs may come before that.
+            // The loop's thread is woken and runs later. Other inputs may arrive before that.
             let delay = self.rng.latency(200);
             self.here.asleep_until = self.now + delay;
             self.at(delay, Item::Runs);
         }
     }
 
-    /// A channel for pages is lost, as its thread finds.
+    /// Returns the error of a thread whose channel for pages is lost.
     fn lost_channel() -> SenderError {
         let error = std::io::ErrorKind::BrokenPipe.into();
         SenderError::Link(SendError { nothing_left: false, error }, "the target".into())
@@ -249,7 +252,7 @@ impl World {
         }
     }
 
-    /// Has the loop look at the clock at the time that it wants, or later.
+    /// Schedules a run of the loop at the time that it wants, or later.
     fn set_timer(&mut self) {
         if self.here.agenda.is_under_way() || std::mem::replace(&mut self.here.timer, true) {
             return;
@@ -278,7 +281,7 @@ impl World {
                 Event::NotSent(_) | Event::Message(ToSource::Returned(_) | ToSource::Failed(_))
             );
         }
-        // Over a new link as well, unless it ran there meanwhile.
+        // Also over a new link, unless the guest ran on the target meanwhile.
         let late = before == Phase::PostcopyPaused
             && !self.here.session.runs_there()
             && matches!(event, Event::Message(ToSource::Returned(_)));
@@ -362,7 +365,7 @@ impl World {
         })
     }
 
-    /// A step that takes its time.
+    /// Begins an action that takes time.
     fn begin_step(&mut self, step: Action) {
         if matches!(step, Action::TrialPause { .. }) {
             self.here.running = false;
@@ -392,7 +395,8 @@ impl World {
             self.promise(first && paused, |_| "a second commit, or one with the guest running".into());
             self.here.committed = true;
             if self.here.session.handed_over() && !self.faults.calm && self.rng.per_mille(150) {
-                // Between the commit and the start is little time, and most to be decided.
+                // There is little time between the commit and the start, and the most important
+                // decisions fall into it.
                 let soon = self.rng.below(1000);
                 let item = if self.rng.per_mille(600) { Item::Cut } else { Item::CutChannel };
                 self.at(soon, item);
@@ -400,7 +404,8 @@ impl World {
         }
         self.count_control();
         if self.link_up() && !self.faults.calm && self.rng.per_mille(3) {
-            // The send fails, and nobody can tell how much of it had left: all of it, perhaps.
+            // The send fails, and the source cannot tell how much of the message was sent: perhaps
+            // all of it.
             self.transmit(TO_TARGET, Cargo::ToTarget(message));
             self.cut();
             return Some(Event::PeerLost("the link failed".into()));
@@ -409,12 +414,13 @@ impl World {
             self.transmit(TO_TARGET, Cargo::ToTarget(message));
             return None;
         }
-        // A dead link swallows, or refuses, or breaks in the middle; none of it arrives.
+        // A dead link accepts the message, refuses it, or breaks in the middle. Nothing of it
+        // arrives.
         match self.rng.below(4) {
             0 => None,
             1 => Some(Event::unsent(&message, "the link is down".into())),
             2 if !self.here.session.committed() => {
-                // As the driver: the target's own word may say more.
+                // Like the driver: a message of the target may give a better reason.
                 let now = self.now();
                 self.here.inbox.hold(now, "the link is down".into());
                 None
@@ -430,7 +436,7 @@ impl World {
         }
     }
 
-    /// Sends the frame that was prepared, with what its pages hold by now, and prepares the next.
+    /// Sends the prepared frame with the present content of its pages, and prepares the next one.
     pub(super) fn sender_step(&mut self, link: usize, channel: usize) {
         let stale = link != self.here.link || self.here.ended();
         if self.here.stopped || stale || !self.here.jobs[channel].active {
@@ -472,7 +478,7 @@ impl World {
                 self.memory.protect(page);
             }
             let digest = self.memory.pages[page];
-            // What was never touched is left out of the first pass.
+            // Pages that were never touched are not sent in the first pass.
             if !(first && digest == 0) || self.here.jobs[channel].digests {
                 self.here.jobs[channel].prepared.push((page, digest));
             }
@@ -485,7 +491,7 @@ impl World {
         self.source_input(Input::PassDone(Ok(())));
     }
 
-    /// An urgent channel is lost.
+    /// Reports the loss of an urgent channel.
     pub(super) fn urgent_lost(&mut self) {
         self.source_input(Input::UrgentLost(Self::lost_channel()));
     }
@@ -507,7 +513,7 @@ impl World {
         }
     }
 
-    /// The target sends: to a source that has ended, for nobody.
+    /// Sends a message of the target. If the source has ended, the message is lost.
     pub(super) fn target_transmits(&mut self, message: ToSource) -> Option<crate::target::session::Event> {
         if !self.there.connected {
             return Some(crate::target::session::Event::PeerLost("the channel is closed".into()));
@@ -521,13 +527,13 @@ impl World {
     }
 }
 
-/// The loop has nothing to do at this moment.
+/// Error of a loop that has nothing to do at this moment.
 pub(super) struct Idle;
 
-/// More looks than this at one moment, and the loop spins.
+/// Maximum number of checks at one moment. More mean that the loop spins.
 pub(super) const MOST_LOOKS: u32 = 10_000;
 
-/// The simulated host of the source.
+/// Simulated host of the source.
 struct AtSource<'a>(&'a mut World);
 
 impl run::Host for AtSource<'_> {

@@ -1,4 +1,4 @@
-//! Free pages in the simulation: the shipped code that leaves them out, and a guest that it asks.
+//! Free pages in the simulation: the production code that skips them, and a simulated guest.
 
 use super::guest::{Freedom, Memory};
 use super::here_lazy::REGION;
@@ -11,12 +11,12 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Answer, Answers, FreePages, FreeReport, PageIndex, PageRun, Protect, RegionId, VmError};
 
-/// The guest as the engine asks it.
+/// Free-page source of the simulated guest.
 #[derive(Debug)]
 struct Source {
     answers: Answers,
     freedom: Arc<Mutex<Freedom>>,
-    /// For what it says besides the truth.
+    /// Randomness for false reports.
     rng: Rng,
     asked: Option<u64>,
 }
@@ -38,7 +38,7 @@ impl FreePages for Source {
 
     fn ask(&mut self, question: u64) -> Result<(), VmError> {
         if self.rng.per_mille(10) {
-            return Err(VmError::new("nobody answers"));
+            return Err(VmError::new("the guest does not answer"));
         }
         self.asked = Some(question);
         self.freedom().open = Some(question);
@@ -50,7 +50,7 @@ impl FreePages for Source {
             return Err(VmError::new("the guest makes no sense"));
         }
         if self.rng.per_mille(100) {
-            // Memory that is not there.
+            // Memory that does not exist.
             report.add(RegionId(7), PageRun::from(0..u64::MAX));
             report.add(REGION, PageRun::from(u64::MAX - 1..u64::MAX));
         }
@@ -77,7 +77,7 @@ impl FreePages for Source {
     }
 }
 
-/// The tracker's part that protects.
+/// Protecting part of the tracker.
 struct Tracker<'a>(Mutex<&'a mut Memory>);
 
 impl Protect for Tracker<'_> {
@@ -94,7 +94,7 @@ impl Protect for Tracker<'_> {
     }
 }
 
-/// Somebody to ask, in most runs.
+/// Returns a free-page source, in most runs.
 pub(super) fn skipping(
     rng: &mut Rng,
     memory: &Memory,
@@ -126,7 +126,7 @@ fn flawed(mut skipping: Skipping, defect: Defect) -> Skipping {
 }
 
 impl World {
-    /// A pass has begun.
+    /// Begins the questions of a pass.
     pub(super) fn ask_what_is_free(&mut self) {
         if !self.here.paused
             && let (Some(skipping), Some(pass)) = (&mut self.here.skipping, self.here.pending.pass())
@@ -141,12 +141,12 @@ impl World {
         self.at(delay, Item::SkipStep);
     }
 
-    /// The driver has a moment for it.
+    /// Performs a step of the free-page code when the driver has time.
     pub(super) fn skip_step(&mut self) {
         if self.here.ended() {
             return;
         }
-        // The driver does one thing after the other.
+        // The driver performs one action at a time.
         if self.here.agenda.is_under_way() {
             return self.skip_later();
         }
@@ -170,7 +170,8 @@ impl World {
         }
     }
 
-    /// The guest answers what it was asked, or a part of it, or says again what nobody asks any more.
+    /// The guest answers the question, or a part of it, or repeats an answer to an earlier
+    /// question.
     pub(super) fn guest_answers(&mut self) {
         let next = 1 + self.rng.below(if self.now < 200_000 { 400 } else { 100_000 });
         self.at(next, Item::GuestAnswers);

@@ -1,4 +1,5 @@
-//! The source's host from the handover on: what is lacking is claimed and sent, over one set of channels or several.
+//! Host of the source from the handover on: missing pages are claimed and sent, over one set of
+//! channels or several.
 
 use super::here::{Job, layout};
 use super::link::{Cargo, Request};
@@ -12,7 +13,7 @@ use vmferry_wire::{RunName, ToTarget};
 
 pub(super) const REGION: RegionId = RegionId(0);
 
-/// Which pages are in it.
+/// Returns one flag for each page of the set.
 pub(super) fn flags(set: &PageSet) -> Vec<bool> {
     let map = set.region(REGION).expect("the one region");
     (0..map.len()).map(|page| map.test(page)).collect()
@@ -47,7 +48,7 @@ impl World {
         Event::HandedOver { pages: set.count(), skipped: self.here.pending.skipped_count() }
     }
 
-    /// Requests are served from now on.
+    /// Begins to serve requests.
     pub(super) fn serve(&mut self) {
         if self.here.claims.is_none() {
             return;
@@ -81,7 +82,8 @@ impl World {
         claims.and_then(|claims| claims.get_mut(page)).is_some_and(std::mem::take)
     }
 
-    /// A bulk thread sends what it has claimed, then what waits for it, and claims more.
+    /// Performs a step of a bulk thread: sends its claimed pages, then queued requests, and claims
+    /// more.
     pub(super) fn rest_step(&mut self, channel: usize) {
         let prepared = std::mem::take(&mut self.here.jobs[channel].prepared);
         if !prepared.is_empty() {
@@ -113,7 +115,7 @@ impl World {
         self.at(delay, Item::SenderStep(self.here.link, channel));
     }
 
-    /// A request has come on an urgent channel.
+    /// Handles a request from an urgent channel.
     pub(super) fn requested(&mut self, channel: usize, request: Request) {
         if !self.here.serving {
             self.here.early.push((channel, request));
@@ -149,7 +151,7 @@ impl World {
         }
     }
 
-    /// Closes every channel. What is under way may still arrive.
+    /// Closes every channel. Cargo that is on its way may still arrive.
     pub(super) fn disconnect(&mut self) {
         self.transmit(TO_TARGET, Cargo::Eof);
         for stream in self.streams.opened() {
@@ -167,7 +169,7 @@ impl World {
         }
     }
 
-    /// The attempt that `Reconnect` asked for.
+    /// Performs the attempt that `Reconnect` requested.
     pub(super) fn connect_again(&mut self) {
         if !self.net_up || self.there.ended() {
             self.reconnected(false);

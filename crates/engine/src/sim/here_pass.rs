@@ -1,4 +1,4 @@
-//! The source's host in the simulation: what a pass is made of.
+//! Host of the source in the simulation: the content of passes.
 
 use super::here::Job;
 use super::here_lazy::{REGION, flags, set_of};
@@ -34,7 +34,7 @@ impl World {
                 Some(self.here.pending.begin_repeat(&set_of(&set)))
             }
             Pass::Digests => {
-                // What the target lacks is compared when it comes, what was left out never.
+                // Missing pages are compared when they arrive. Skipped pages are never compared.
                 let left_out = flags(self.here.pending.skipped());
                 let lacking = self.here.claims.clone().unwrap_or_else(|| vec![false; pages]);
                 for page in 0..pages {
@@ -60,7 +60,8 @@ impl World {
         None
     }
 
-    /// The next pages of a channel's share, `most` of them: of those whose turn is last when there are no others.
+    /// Returns the next pages of a channel's share, at most `most`. Pages at the end of the pass
+    /// come only after all others.
     pub(super) fn next_pages(&mut self, channel: usize, most: usize) -> Vec<usize> {
         let channels = self.here.jobs.len();
         let job = &mut self.here.jobs[channel];

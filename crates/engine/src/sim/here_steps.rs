@@ -1,4 +1,4 @@
-//! The source's host in the simulation: the steps that take their time.
+//! Host of the source in the simulation: actions that take time.
 
 use super::world::{Defect, World};
 use crate::fence::Ruling;
@@ -8,7 +8,7 @@ use vmferry_protocol::source::{Action, Event};
 use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
 impl World {
-    /// A step that took its time is done: now it has its effect.
+    /// Completes an action that took time: its effect happens now.
     pub(super) fn source_step_done(&mut self, action: Action) {
         if self.here.ended() {
             return;
@@ -62,7 +62,7 @@ impl World {
                 Event::Resumed
             }
             Action::Save { .. } => {
-                // Saving may write guest memory, with the guest stopped.
+                // Saving may write guest memory while the guest is stopped.
                 self.memory.write_in_use(&mut self.rng);
                 Event::Saved { sections: self.sections() }
             }
@@ -79,7 +79,7 @@ impl World {
         self.here.done = Some(if failed { failure("a step") } else { event });
     }
 
-    /// The streams of device state are sent as far as they go.
+    /// Sends the streams of device state as far as they have data.
     pub(super) fn stream_state(&mut self, paused: bool) {
         if self.here.ended() {
             return;
@@ -93,7 +93,7 @@ impl World {
                 if *ended {
                     break;
                 }
-                // Each byte says which one it is, so that none is lost or comes twice.
+                // Each byte depends on its offset, so that a lost or repeated byte is found.
                 let piece: Vec<u8> = (*sent..*sent + 3).map(|at| at.to_le_bytes()[0]).collect();
                 (*sent, bytes) = (*sent + 3, bytes + 3);
                 failed = failed.or(self.source_sends(ToTarget::StreamBytes { stream: number, bytes: piece }));
@@ -105,7 +105,7 @@ impl World {
         self.here.streamed = Some(failed.unwrap_or(Event::StateStreamed { bytes, left: 0 }));
     }
 
-    /// Some device state.
+    /// Returns some device state.
     fn sections(&mut self) -> Vec<Section> {
         let section = |instance| Section { name: "cpu".into(), instance, version: 1, payload: vec![7] };
         (0..u32::try_from(self.rng.below(4)).expect("small")).map(section).collect()

@@ -1,4 +1,4 @@
-//! What must hold at the end, whatever happened.
+//! Conditions that must hold at the end of every run.
 
 use super::source::Outcome;
 use super::world::{Ending, World};
@@ -33,14 +33,14 @@ impl World {
         }
         let gone = self.here.crashed || self.there.crashed;
         if self.there.rest && !gone && (*source != Some(Outcome::Completed) || !there) {
-            return wrong("nobody died, and yet its memory did not come together");
+            return wrong("no host died, but the guest's memory did not become complete");
         }
         let renounced = self.here.committed && self.there.lazy.is_some() && !self.there.rest;
         if renounced && !gone && !self.there.was_stopped && matches!(source, Some(Outcome::Unknown(_))) {
-            return wrong("the target renounced it, and its source was not told");
+            return wrong("the target renounced the guest, and its source was not told");
         }
         if self.fenced() && !gone && matches!(source, Some(Outcome::Unknown(_))) {
-            return wrong("nobody died, and the fence has not decided");
+            return wrong("no host died, but the arbiter has not decided");
         }
         let by_timeout =
             matches!(source, Some(Outcome::Cancelled(why)) if why.starts_with("not done within"));
@@ -73,12 +73,13 @@ impl World {
         })
     }
 
-    /// Whether the target's memory is `model`, as far as anybody will look.
+    /// Returns true if the target's memory equals `model`, except for pages whose content does not
+    /// matter.
     pub(super) fn same(&self, model: &[u64]) -> bool {
         (0..model.len()).all(|page| !self.memory.counts(page) || self.there.pages[page] == model[page])
     }
 
-    /// Whether it did by itself what it was not allowed to.
+    /// Returns an error if the migration made a decision that the settings do not allow.
     fn course_is_wrong(&self) -> Option<&'static str> {
         let auto = self.here.settings.auto.as_ref();
         let may = |what: &str| match what {
@@ -88,7 +89,7 @@ impl World {
         };
         let course = self.here.session.course();
         if course.iter().any(|change| !may(&change.what)) {
-            return Some("it changed its course in a way that nobody allowed");
+            return Some("the migration changed its course in a way that the settings do not allow");
         }
         let advice = course.iter().filter(|change| change.what == "advice").count();
         (advice > 1).then_some("it gave its advice more than once")

@@ -1,10 +1,11 @@
-//! The simulated link: streams that keep their order, take their time, and end when the link is cut.
+//! Simulated link: streams that keep their order, have delays, and end when the link is cut.
 
 use super::rng::Rng;
 use std::collections::VecDeque;
 use vmferry_wire::{ToSource, ToTarget, Token};
 
-/// One page as it travels: what the source read for its digest, and what it read when it sent.
+/// Page in transit: the content that the source read for its digest, and the content that it read
+/// for the send.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SentPage {
     pub(super) page: usize,
@@ -12,7 +13,7 @@ pub(super) struct SentPage {
     pub(super) content: u64,
 }
 
-/// A page that somebody waits for at the target.
+/// Request for a page that a thread of the target waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) page: usize,
@@ -20,14 +21,14 @@ pub(super) struct Request {
     pub(super) again: bool,
 }
 
-/// What a stream carries.
+/// Cargo of a stream.
 #[derive(Debug)]
 pub(super) enum Cargo {
-    /// A channel's hello, with the token that it was given.
+    /// Hello of a channel, with its token.
     Hello(Token),
-    /// The hello of a control channel that takes up a lost link.
+    /// Hello of a control channel that takes up a lost link.
     Back,
-    /// The target's answer to that.
+    /// The target's answer to that hello.
     Reply(bool),
     Request(Request),
     ToTarget(ToTarget),
@@ -39,7 +40,7 @@ pub(super) enum Cargo {
 }
 
 impl Cargo {
-    /// Its size on the wire, about.
+    /// Returns the approximate size on the wire.
     fn bytes(&self) -> u64 {
         match self {
             Self::Pages(pages) => 64 + pages.len() as u64 * 4096,
@@ -49,17 +50,18 @@ impl Cargo {
     }
 }
 
-/// A stream's bytes under way, each with the time of its arrival; arrivals never decrease.
+/// Stream of cargo in transit, each with its time of arrival. Arrival times never decrease.
 #[derive(Debug, Default)]
 pub(super) struct Wire {
     pub(super) under_way: VecDeque<(u64, Cargo)>,
     last: u64,
-    /// When all that was sent so far will have left, at the stream's share of the bandwidth.
+    /// Time at which everything sent so far has left, at the stream's share of the bandwidth.
     left: u64,
 }
 
 impl Wire {
-    /// Sends; returns when it arrives. `rate` is in bytes a microsecond, if the bandwidth is limited.
+    /// Sends `cargo`. Returns its time of arrival. `rate` is in bytes per microsecond, if the
+    /// bandwidth is limited.
     pub(super) fn send(&mut self, now: u64, rng: &mut Rng, rate: Option<u64>, cargo: Cargo) -> u64 {
         self.left = self.left.max(now) + rate.map_or(0, |rate| cargo.bytes() / rate);
         self.last = self.last.max(self.left + rng.latency(400));
@@ -67,7 +69,7 @@ impl Wire {
         self.last
     }
 
-    /// What has arrived by `now`, one at a time.
+    /// Returns the next cargo that has arrived by `now`.
     pub(super) fn arrive(&mut self, now: u64) -> Option<Cargo> {
         if self.under_way.front().is_none_or(|(at, _)| *at > now) {
             return None;
@@ -75,7 +77,7 @@ impl Wire {
         self.under_way.pop_front().map(|(_, cargo)| cargo)
     }
 
-    /// What is under way takes so much longer; returns when it arrives.
+    /// Delays all cargo in transit. Returns the times of arrival.
     pub(super) fn delay(&mut self, by: u64) -> Vec<u64> {
         self.last += by;
         self.left += by;
@@ -83,7 +85,7 @@ impl Wire {
         self.under_way.iter().map(|(at, _)| *at).collect()
     }
 
-    /// The link is cut: some of what was under way still arrives, the rest is lost.
+    /// Cuts the link: some of the cargo in transit still arrives, the rest is lost.
     pub(super) fn cut(&mut self, rng: &mut Rng) {
         let kept = rng.index(self.under_way.len() + 1);
         self.under_way.truncate(kept);

@@ -1,19 +1,33 @@
-//! Both sessions and the run loop, which are the ones that ship, against each other: a fake clock; links that delay, stall, lose, damage, let one channel
-//! overtake another and carry only so much; hosts that fail at any step; people who cancel. One number makes one run, and the same
-//! number the same run. For tests and for the command `cargo sim`: behind the feature `sim`, nothing that ships has it.
+//! Simulation of both production sessions and the production run loop against each other, with a
+//! simulated clock.
 //!
-//! `here` and `there` are the hosts of the run loop (`run.rs`): they take the place of the drivers' sockets,
-//! threads, memory and VM. The loop itself runs here: the order of requests, answers, timers and inputs, and what follows
-//! from each. Requests are levels that stay, timers fire late, and a loop that was woken may run late. Tests of the drivers
-//! have to find a mistake in how a driver performs an action.
+//! Links delay, stall, lose and damage cargo, let one channel overtake another, and have a limited
+//! bandwidth. Hosts fail at any step, and operators cancel. A seed determines a run: the same seed
+//! gives the same run. The simulation is for tests and for the command `cargo sim`. It is behind
+//! the feature `sim`, and in no released program.
 //!
-//! Checked in every run: the guest never runs on both sides; it runs on the target only after the commit and only with
-//! the memory that it had; once the target was told to run it, it comes back only by the target's word; of a guest that
-//! runs before its memory is there no page comes twice, none is older than what the guest wrote, and if no host dies they
-//! all come; no page is missed that the guest has not said to be free, though guests free pages, use them again, and lie;
-//! whoever says how it ended is right; it ends. Half of the migrations have a fence, which is slow, out of reach, or heard late: it
-//! gives the guest to one side, and unless a host dies the other learns of it. And so that a quiet simulation means something, defects are
-//! planted and must be found.
+//! `here` and `there` are the hosts of the run loop (`run.rs`) for source and target: they replace
+//! the drivers' sockets, threads, memory and VM. The loop itself runs unchanged, with its order of
+//! requests, answers, timers and inputs. Requests are levels that stay, timers fire late, and a
+//! loop that was woken may run late. Mistakes in how a driver performs an action must be found by
+//! tests of the drivers.
+//!
+//! The following is checked in every run:
+//!
+//! - The guest never runs on source and target at the same time.
+//! - The guest runs on the target only after the commit, and only with the memory that it had.
+//! - After the commit, the guest returns to the source only by a message of the target or an answer
+//!   of the arbiter.
+//! - In postcopy no page arrives twice, no page is older than the guest's writes, and all pages
+//!   arrive if no host dies.
+//! - The guest misses no page, except for pages that it reported as free. Guests free pages, use
+//!   them again, and report wrong pages.
+//! - Reported outcomes are correct.
+//! - The run ends.
+//!
+//! Half of the migrations have an arbiter, which is slow, unreachable, or gets requests late. The
+//! arbiter gives the guest to one host, and the other learns of it unless a host dies. Planted
+//! defects must be found, so that a simulation without findings has a meaning.
 
 mod defect;
 mod faults;
@@ -33,7 +47,7 @@ mod there;
 mod there_lazy;
 mod world;
 
-/// The source's session and what it is fed, under one name as the target's are.
+/// Source's session and its events, under one name like the target's.
 mod source {
     pub(super) use crate::source::Outcome;
     #[cfg(any(test, feature = "hostile"))]
@@ -51,18 +65,18 @@ use crate::source::Outcome;
 use crate::target::session::Outcome as TargetOutcome;
 use world::{Defect, Ending, World};
 
-/// A run that kept every promise.
+/// Run that broke no promise.
 #[derive(Debug)]
 pub struct Run(Ending);
 
 impl Run {
-    /// How many things happened in it.
+    /// Returns the number of steps of the run.
     #[must_use]
     pub fn steps(&self) -> u64 {
         self.0.steps
     }
 
-    /// Which of [`kinds`] it is of, by position.
+    /// Returns the [`kinds`] of the run, by position.
     pub fn kinds(&self) -> impl Iterator<Item = usize> + '_ {
         let of = |(at, (_, is)): (usize, &Kind)| is(&self.0).then_some(at);
         KINDS.iter().enumerate().filter_map(of)
@@ -75,30 +89,31 @@ impl std::fmt::Display for Run {
     }
 }
 
-/// Makes the run of that seed.
+/// Performs the run of this seed.
 ///
 /// # Errors
-/// Which promise was broken.
+/// The promise that was broken.
 pub fn run(seed: u64) -> Result<Run, String> {
     run_with(seed, Defect::None)
 }
 
-/// Makes the run of that seed with one of [`planted`] in it, if it has one of that name.
+/// Performs the run of this seed with one of the [`planted`] defects, if there is one with that
+/// name.
 ///
 /// # Errors
-/// Which promise was broken.
+/// The promise that was broken.
 pub fn run_planted(seed: u64, defect: &str) -> Result<Run, String> {
     let named = |planted: &&Defect| format!("{planted:?}") == defect;
     let defect = Defect::PLANTED.iter().find(named).ok_or_else(|| format!("no defect is named {defect}"))?;
     run_with(seed, *defect)
 }
 
-/// The defects that can be planted.
+/// Returns the names of the defects that can be planted.
 pub fn planted() -> impl Iterator<Item = String> {
     Defect::PLANTED.iter().map(|defect| format!("{defect:?}"))
 }
 
-/// What runs are counted by.
+/// Returns the names of the kinds of runs that are counted.
 pub fn kinds() -> impl Iterator<Item = &'static str> {
     KINDS.iter().map(|(what, _)| *what)
 }
@@ -112,7 +127,7 @@ fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
 
 type Kind = (&'static str, fn(&Ending) -> bool);
 
-/// What is counted.
+/// Kinds of runs that are counted.
 const KINDS: [Kind; 33] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),

@@ -1,10 +1,10 @@
-//! A small generator with one seed, so that a run can be had again from its number alone.
+//! Small random generator with one seed, so that a run can be repeated from its number alone.
 
-/// splitmix64.
+/// Generator splitmix64.
 #[derive(Debug, Clone)]
 pub(super) struct Rng {
     state: u64,
-    /// Choices that are made already, for as long as there are any: two bytes each.
+    /// Choices that are made in advance, two bytes each. They are used first.
     script: std::collections::VecDeque<u8>,
 }
 
@@ -14,13 +14,14 @@ impl Rng {
         Self { state, script: std::collections::VecDeque::new() }
     }
 
-    /// One that says what `bytes` say, and then what seed 0 says: somebody who looks for a way to do harm chooses.
+    /// Returns a generator that uses the choices in `bytes`, and then continues like seed 0. A
+    /// fuzzer or an attacker makes the choices.
     #[cfg(feature = "hostile")]
     pub(super) fn of(bytes: &[u8]) -> Self {
         Self { script: bytes.iter().copied().collect(), ..Self::new(0) }
     }
 
-    /// What is left of the choices, up to `most` bytes of it, which are used up.
+    /// Returns up to `most` bytes of the remaining choices, which are then used up.
     #[cfg(feature = "hostile")]
     pub(super) fn bytes(&mut self, most: usize) -> Vec<u8> {
         self.script.drain(..most.min(self.script.len())).collect()
@@ -37,7 +38,7 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// `0..end`, `end` not 0.
+    /// Returns a number in `0..end`. `end` must not be 0.
     pub(super) fn below(&mut self, end: u64) -> u64 {
         self.next() % end
     }
@@ -46,12 +47,13 @@ impl Rng {
         usize::try_from(self.below(end as u64)).expect("less than a usize")
     }
 
-    /// True this many times in a thousand.
+    /// Returns true with this probability, per mille.
     pub(super) fn per_mille(&mut self, times: u64) -> bool {
         self.below(1000) < times
     }
 
-    /// Mostly short, sometimes long: what makes things overtake each other.
+    /// Returns a latency that is mostly short and sometimes long, so that events overtake each
+    /// other.
     pub(super) fn latency(&mut self, most: u64) -> u64 {
         let bound = match self.below(10) {
             0 => most * 20,

@@ -1,10 +1,11 @@
-//! So many seeds in every build, and every planted defect found. `VMFERRY_SIM_SEEDS=n` makes so many runs,
-//! `VMFERRY_SIM_SEED=n` repeats one.
+//! Simulation with many seeds in every build, and a check that every planted defect is found.
+//! `VMFERRY_SIM_SEEDS=n` sets the number of runs, and `VMFERRY_SIM_SEED=n` repeats one.
 
 use super::*;
 use std::time::Instant;
 
-/// Each kind of ending is reached some ten times at least; most planted defects are found by the first hundreds.
+/// Number of seeds: each kind of ending is reached ten times or more, and the first hundreds of
+/// seeds find most planted defects.
 const SEEDS: u64 = 30_000;
 
 fn number(name: &str) -> Option<u64> {
@@ -42,7 +43,8 @@ fn no_seed_breaks_a_promise() {
         runs as f64 / seconds
     );
     KINDS.iter().zip(counts).for_each(|((what, _), count)| println!("{count:9} {what}"));
-    // A simulation that no longer reaches a corner proves nothing about it. Fewer runs reach only some.
+    // If the simulation no longer reached some kind, it would prove nothing about it. A smaller
+    // number of runs reaches only some kinds.
     assert!(runs < SEEDS || counts.iter().all(|count| *count >= 5), "{counts:?}");
 }
 

@@ -1,4 +1,4 @@
-//! The target's host in the simulation.
+//! Host of the target in the simulation.
 
 use super::here::{Idle, MOST_LOOKS, layout, machine};
 use super::link::Cargo;
@@ -22,12 +22,12 @@ pub(super) fn tokens() -> Tokens {
     Tokens { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) }
 }
 
-/// A connection that says hello.
+/// Connection with a hello.
 #[derive(Debug)]
 pub(super) enum Hail {
     /// A channel for pages.
     Channel,
-    /// A control channel for a lost link: the number of its set of channels.
+    /// A control channel for a lost link, with the number of its set of channels.
     Back(usize),
 }
 
@@ -41,45 +41,46 @@ pub(super) struct There {
     pub(super) found: VecDeque<Event>,
     pub(super) late: VecDeque<usize>,
     pub(super) answers: VecDeque<Ruled>,
-    /// The operator wants no guest.
+    /// True if the operator has stopped the target.
     pub(super) stopped: bool,
-    /// Result of the step that took its time.
+    /// Result of the action that took time.
     done: Option<Event>,
-    /// Time at which the loop wants to look at the clock. `timer` is set once an item for that is queued.
+    /// Time at which the loop wants to check the clock. `timer` is set once an item for that is
+    /// queued.
     wake_at: Duration,
     pub(super) timer: bool,
-    /// Number of looks for an event since the loop was woken.
+    /// Number of checks for an event since the loop was woken.
     looks: u32,
     /// Time before which the loop does not run, although it was woken.
     asleep_until: u64,
     /// For [`Defect::DropsTheEnd`].
     asked: Cell<bool>,
     pub(super) running: bool,
-    /// It has what only the side that runs the guest may have.
+    /// True if the target holds what only the host that runs the guest may hold.
     pub(super) holds: bool,
     pub(super) outcome: Option<Outcome>,
     pub(super) crashed: bool,
-    /// Somebody wanted no guest any more while its source might still have asked.
+    /// True if the operator stopped the target while its source might still have asked.
     pub(super) was_stopped: bool,
-    /// The set of channels, and whether they were not closed.
+    /// Number of the set of channels, and below, whether it is open.
     pub(super) link: usize,
     pub(super) connected: bool,
     pub(super) tokens: (Token, Token),
     pub(super) collected: Collected,
-    /// A thread has found a channel lost.
+    /// True if a thread has found that a channel is lost.
     pub(super) lost: bool,
-    /// Once the guest is about to run without all of its memory.
+    /// State of demand paging, once the guest is about to run without all of its memory.
     pub(super) lazy: Option<Lazy>,
-    /// It runs, and the rest is being taken.
+    /// True if the guest runs, and the rest of its memory is being received.
     pub(super) rest: bool,
-    /// When the link was lost.
+    /// Time at which the link was lost.
     pub(super) lost_at: Option<u64>,
     pub(super) pages: Vec<u64>,
     pub(super) suspect: Vec<bool>,
     compared: u64,
     differ: Vec<usize>,
     pub(super) prepared: u32,
-    /// Bytes that came of each stream of device state, and whether it has ended.
+    /// Number of received bytes of each stream of device state, and whether the stream has ended.
     streams: Vec<(u64, bool)>,
     loads: u32,
     starts: u32,
@@ -133,11 +134,11 @@ impl There {
 }
 
 impl World {
-    /// A thread of the target's host reports.
+    /// Queues a report of a thread of the target's host.
     pub(super) fn target_input(&mut self, link: usize, input: Input<Hail>) {
         self.there.inputs.push_back((link as u64, input));
         if self.there.asleep_until <= self.now && self.rng.per_mille(200) {
-            // The loop's thread is woken and runs later. Other inputs may come before that.
+            // The loop's thread is woken and runs later. Other inputs may arrive before that.
             let delay = self.rng.latency(200);
             self.there.asleep_until = self.now + delay;
             self.at(delay, Item::Runs);
@@ -156,7 +157,7 @@ impl World {
         actions
     }
 
-    /// The control channel's thread finds it lost.
+    /// Reports the loss of the control channel, as its thread does.
     pub(super) fn target_lost(&mut self, link: usize) {
         if link == self.there.link && self.there.connected {
             self.target_lost_early();
@@ -164,7 +165,8 @@ impl World {
         }
     }
 
-    /// Messages go to the session; pages go to memory by the channels' own threads, whatever the session does.
+    /// Delivers cargo: messages go to the session, and the channels' own threads write pages to
+    /// memory, whatever the session does.
     pub(super) fn target_receives(&mut self, link: usize, stream: usize, cargo: Cargo) {
         if matches!(cargo, Cargo::Back) {
             self.source_is_back(link);
@@ -237,7 +239,7 @@ impl World {
         self.refuse_who_waits();
     }
 
-    /// Has the loop look at the clock at the time that it wants, or later.
+    /// Schedules a run of the loop at the time that it wants, or later.
     fn set_target_timer(&mut self) {
         if self.there.agenda.is_under_way() || std::mem::replace(&mut self.there.timer, true) {
             return;
@@ -387,7 +389,8 @@ impl World {
         self.there.done = Some(event);
     }
 
-    /// The moment of truth: it runs here only if it was handed over, and only with the memory that it had.
+    /// Starts the guest, and checks the promises of a start: the guest runs on the target only if
+    /// it was handed over, and only with the memory that it had.
     fn start(&mut self) {
         self.there.running = true;
         self.there.starts += 1;
@@ -412,7 +415,7 @@ impl World {
     }
 }
 
-/// The simulated host of the target.
+/// Simulated host of the target.
 struct AtTarget<'a>(&'a mut World);
 
 impl run::Host for AtTarget<'_> {
@@ -437,7 +440,7 @@ impl run::Host for AtTarget<'_> {
 
     fn decided(&self) -> bool {
         let there = &self.0.there;
-        // With the defect, each event once the session has decided removes what is waiting.
+        // With the defect, each event after the session's decision removes the waiting actions.
         let first = !there.asked.replace(!there.asked.get());
         there.session.ended() && !(first && self.0.defect == Defect::DropsTheEnd)
     }
@@ -488,7 +491,7 @@ impl Sources for AtTarget<'_> {
     }
 
     fn setup_timeout(&self) -> Duration {
-        // The first message may be stalled here for longer than that.
+        // In the simulation, the first message may be stalled for longer than the limit.
         Duration::MAX
     }
 

@@ -1,4 +1,5 @@
-//! The target's host from the handover on: pages that are missing, whoever waits for them, and the guest that runs on.
+//! Host of the target from the handover on: missing pages, threads that wait for them, and the
+//! running guest.
 
 use super::here::layout;
 use super::here_lazy::{flags, set_of};
@@ -10,11 +11,12 @@ use crate::target::inbox::Input;
 use crate::target::session::{Event, Outcome};
 use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, Token};
 
-/// How long after it has lost its source a target that has everything keeps the door open.
-const NOBODY_ASKS: u64 = 20_000_000;
+/// Time after the loss of its source for which a target with all pages continues to listen, in
+/// microseconds.
+const SOURCE_GONE_AFTER: u64 = 20_000_000;
 const VCPUS: usize = 2;
 
-/// Whether the guest may still be started without the link.
+/// State of the permission to start the guest without the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Open,
@@ -25,17 +27,17 @@ enum Fate {
 #[derive(Debug)]
 pub(super) struct Lazy {
     pub(super) lacking: Vec<bool>,
-    /// Whether it can be touched; what is not makes a fault.
+    /// Flags of pages that can be touched. Other pages make a fault.
     pub(super) present: Vec<bool>,
     asked: Vec<bool>,
     waits: Vec<bool>,
     lines_up: bool,
     fate: Fate,
-    /// What the loading of the state touches.
+    /// Pages that the loading of the state touches.
     load_needs: Vec<usize>,
-    /// What each vCPU waits for.
+    /// Page that each vCPU waits for.
     vcpus: [Option<usize>; VCPUS],
-    /// What the guest wrote, wherever it was then.
+    /// Expected content: the writes of the guest on either host.
     model: Vec<u64>,
     writes: u64,
     ended: bool,
@@ -43,7 +45,7 @@ pub(super) struct Lazy {
 }
 
 impl Lazy {
-    /// What the guest's memory must be.
+    /// Returns the expected content of the guest's memory.
     pub(super) fn model(&self) -> &Vec<u64> {
         &self.model
     }
@@ -54,7 +56,7 @@ impl Lazy {
 }
 
 impl World {
-    /// The driver's part of the handover: whatever is stale goes.
+    /// Performs the driver's part of the handover: drops all stale pages.
     pub(super) fn begin_lazily(&mut self, pages: u64) -> Option<Event> {
         let empty = Collected::new(&layout(self.there.pages.len()));
         let lacking = match std::mem::replace(&mut self.there.collected, empty).complete(pages) {
@@ -101,7 +103,8 @@ impl World {
         self.there.lazy.as_mut().expect("after the handover only")
     }
 
-    /// A link that is lost before the guest was started takes it along; whoever waits gets zeros.
+    /// Handles the loss of a link before the guest was started: the guest will not be started, and
+    /// waiting threads get zeros.
     pub(super) fn target_lost_early(&mut self) {
         self.there.lost = true;
         if let Some(lazy) = self.there.lazy.as_mut()
@@ -131,14 +134,16 @@ impl World {
         }
     }
 
-    /// Whether the pages that the state's loading touches are here; asks for them if not.
+    /// Returns true if the pages that the state's loading touches are present. Requests them if
+    /// not.
     pub(super) fn load_finds_its_pages(&mut self) -> bool {
         let Some(lazy) = self.there.lazy.as_ref() else { return true };
         let needs = lazy.load_needs.clone();
         needs.into_iter().filter(|page| !self.touched(*page)).count() == 0
     }
 
-    /// Whether a page is there for whoever touches it; if not it is asked for, or answered as zeros here.
+    /// Returns true if a touched page is present. If not, requests the page, or answers it with
+    /// zeros.
     fn touched(&mut self, page: usize) -> bool {
         let lazy = self.lazy();
         if !lazy.present[page] && !lazy.lacking[page] {
@@ -163,7 +168,7 @@ impl World {
         self.transmit(line, Cargo::Request(Request { page, ahead, again }));
     }
 
-    /// Pages have come, on whatever channel.
+    /// Handles pages that arrived on any channel.
     pub(super) fn take_pages(&mut self, pages: Vec<SentPage>) {
         for SentPage { page, digest, content } in pages {
             if self.lazy().ended && self.defect != Defect::CompleteEarly {
@@ -195,7 +200,7 @@ impl World {
         }
     }
 
-    /// The vCPUs that wait for a page go on.
+    /// Continues the vCPUs that wait for a page.
     fn wake(&mut self, page: usize) {
         for vcpu in 0..VCPUS {
             if self.lazy().present[page] && self.lazy().vcpus[vcpu] == Some(page) {
@@ -223,11 +228,12 @@ impl World {
         }
     }
 
-    /// The guest looks at a page that is there, and perhaps writes it.
+    /// Reads a page that is present, and sometimes writes it, as the guest.
     fn access(&mut self, page: usize) {
         let Some(want) = self.lazy().model.get(page).copied() else { return };
         let found = self.there.pages[page];
-        // What is free it writes before it looks; of what it lied about it cannot complain.
+        // The guest writes a free page before it reads it. Wrong content of a page about which it
+        // reported falsely is its own fault.
         let was_free = std::mem::take(&mut self.memory.freedom().free[page]);
         let missed = found != want && !was_free && self.memory.counts(page);
         self.promise(!missed, |_| format!("the guest finds {found} in page {page}, which held {want}"));
@@ -241,7 +247,7 @@ impl World {
         }
     }
 
-    /// Nothing makes faults any more: what is missing reads as zeros.
+    /// Ends the faults: missing pages read as zeros.
     pub(super) fn end_lazily(&mut self) {
         self.lazy().ended = true;
         self.lazy().present.fill(true);
@@ -261,7 +267,7 @@ impl World {
         self.drain();
     }
 
-    /// What channels still reported is thrown away until their threads have ended, or some of it.
+    /// Drops all or some of the remaining reports of channels until their threads have ended.
     fn drain(&mut self) {
         let dropped = self.rng.index(self.there.inputs.len() + 1);
         for (_, input) in self.there.inputs.drain(..dropped).collect::<Vec<_>>() {
@@ -272,7 +278,7 @@ impl World {
         self.all_here_after_all();
     }
 
-    /// A source that has lost the link says hello.
+    /// Handles the hello of a source that has lost the link.
     pub(super) fn source_is_back(&mut self, link: usize) {
         if self.there.ended() {
             self.reply(link, false);
@@ -281,7 +287,7 @@ impl World {
         self.target_input(0, Input::Connected(Hail::Back(link)));
     }
 
-    /// Answers a source that says hello again.
+    /// Answers a source that has reconnected.
     pub(super) fn take_up(&mut self, link: usize) -> Option<Event> {
         let heard = self.there.rest || self.there.session.may_be_asked();
         if !heard || link <= self.there.link {
@@ -293,7 +299,7 @@ impl World {
         self.there.link = link;
         self.there.connected = true;
         self.reply(link, true);
-        // What was found when the old channels ended comes first.
+        // Events that were found when the old channels ended come first.
         self.there.found.push_back(Event::ControlReopened);
         self.there.found.pop_front()
     }
@@ -321,7 +327,8 @@ impl World {
         waits.into_iter().for_each(|page| self.ask(page, 0, false));
     }
 
-    /// The word that the last page is here, should it have been thrown away with what else the lost channels reported.
+    /// Restores the report of the last page, if it was dropped with the other reports of the lost
+    /// channels.
     fn all_here_after_all(&mut self) {
         let Some(lazy) = self.there.lazy.as_ref() else { return };
         let unknown = self.there.rest && lazy.left() == 0 && !self.there.session.complete();
@@ -341,7 +348,7 @@ impl World {
         self.refuse_who_waits();
     }
 
-    /// Nobody is left who could take up a link: its kernel closes those that wait for that.
+    /// Closes the connections that wait for a host that has died, as its kernel does.
     pub(super) fn refuse_who_waits(&mut self) {
         for (_, input) in std::mem::take(&mut self.there.inputs) {
             if let Input::Connected(Hail::Back(link)) = input {
@@ -353,21 +360,21 @@ impl World {
         }
     }
 
-    /// Somebody looks after both hosts now and then: takes up a link that nobody tries to take up any more, gives up what
-    /// is past help.
+    /// Acts as the operator of both hosts from time to time: reopens a link that is not reopened
+    /// automatically, and gives up a guest that cannot continue.
     pub(super) fn operate(&mut self) {
         let next = 1_000_000 + self.rng.below(5_000_000);
         self.at(next, Item::Operator);
         if !self.here.ended() {
             let waiting = self.here.session.interrupted().map(|(waiting, _)| waiting);
-            if waiting.is_some() && self.there.ended() && self.nobody_will_say() {
+            if waiting.is_some() && self.there.ended() && self.no_claim_can_be_granted() {
                 self.here.requests.push_back(super::source::Event::Abandon);
             } else if waiting == Some(true) {
                 self.here.requests.push_back(super::source::Event::Recover);
             }
         }
         if self.there.session.renounced() && self.here.ended() {
-            // The guest runs at its source: nobody will ask any more.
+            // The guest runs on its source, so the target will not be asked any more.
             self.there.stopped = true;
         }
         if !self.there.rest || self.there.ended() {
@@ -377,11 +384,12 @@ impl World {
         let since = *self.there.lost_at.get_or_insert(self.now);
         if !suspended {
             self.there.lost_at = None;
-        } else if self.here.ended() && self.there.session.complete() && self.now - since > NOBODY_ASKS {
-            // It has everything and runs; it is told to listen no more.
+        } else if self.here.ended() && self.there.session.complete() && self.now - since > SOURCE_GONE_AFTER {
+            // The guest has all of its memory and runs. The target is told to stop listening.
             self.there.outcome = Some(Outcome::Completed);
-        } else if self.here.ended() && !self.there.session.complete() && self.now - since > NOBODY_ASKS {
-            // Its source is gone, and with it what it lacks.
+        } else if self.here.ended() && !self.there.session.complete() && self.now - since > SOURCE_GONE_AFTER
+        {
+            // The source is gone, and with it the missing pages.
             self.crash_target();
         }
     }

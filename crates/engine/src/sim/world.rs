@@ -1,4 +1,4 @@
-//! The simulated world: a clock, a queue of what is to happen, two hosts, a link, and the faults of one seed.
+//! Simulated world: a clock, a queue of events, two hosts, a link, and the faults of one seed.
 
 pub(super) use super::defect::Defect;
 use super::faults::Faults;
@@ -15,10 +15,10 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use vmferry_core::RunState;
 
-/// Longer than any migration of a few pages may take, in simulated microseconds.
+/// Upper bound of the duration of a migration of a few pages, in simulated microseconds.
 pub(super) const FOR_EVER: u64 = 900_000_000;
 
-/// What is to happen. Numbers called `link` say for which set of channels it counts.
+/// Future event. A number called `link` names the set of channels for which the event counts.
 #[derive(Debug)]
 pub(super) enum Item {
     Arrive(usize),
@@ -36,7 +36,7 @@ pub(super) enum Item {
     SourceLost(usize),
     TargetLost(usize),
     SourceStep(source::Action),
-    /// A round of the streams of device state; the guest is paused, or is not.
+    /// Round of the streams of device state. The flag is true if the guest is paused.
     StreamState(bool),
     TargetStep(target::Action),
     TargetWakes,
@@ -46,38 +46,38 @@ pub(super) enum Item {
     GuestAnswers,
     Urgent(usize, usize, Request),
     Operator,
-    /// The fence hears a word, and perhaps answers.
+    /// The arbiter receives a request, and answers if the flag is true.
     FenceHears(Side, Word, bool),
     FenceAnswers(Side, Word, Result<Ruling, ArbiterError>),
     LeaseEnds,
 }
 
-/// How a run ended, for the statistics of many.
+/// Result of a run, for the statistics of many runs.
 #[derive(Debug)]
 pub(super) struct Ending {
     pub(super) source: Option<source::Outcome>,
     pub(super) target: Option<target::Outcome>,
     pub(super) committed: bool,
     pub(super) lazy: bool,
-    /// It was to run before all of its memory was there.
+    /// True if the guest was to run before all of its memory had arrived.
     pub(super) lazy_mode: bool,
-    /// What the fence holds, if the source has asked it.
+    /// Content of the register, if the source has asked the arbiter.
     pub(super) ruling: Option<Ruling>,
     pub(super) resent: u64,
-    /// Pages that were left out as free.
+    /// Number of pages that were skipped as free.
     pub(super) skipped: u64,
-    /// Answers about free pages that were dropped.
+    /// Number of answers about free pages that were dropped.
     pub(super) dropped: u64,
     pub(super) interruptions: u64,
-    /// Times that the guest's I/O was too busy to stop it.
+    /// Number of deferrals because of the guest's I/O.
     pub(super) put_off: u64,
-    /// The target's VM has prepared itself.
+    /// True if the target's VM has prepared itself.
     pub(super) prepared: bool,
-    /// Its operator had paused it.
+    /// True if the operator had paused the guest.
     pub(super) paused: bool,
-    /// What the migration did by itself.
+    /// Decisions that the migration made by itself.
     pub(super) course: Vec<String>,
-    /// A host died, or was told to stop with a guest that was not whole.
+    /// True if a host died, or was stopped while the guest was not complete.
     pub(super) crashed: bool,
     pub(super) slow: bool,
     pub(super) stalls: u64,
@@ -85,7 +85,7 @@ pub(super) struct Ending {
     pub(super) steps: u64,
 }
 
-/// The streams of one set of channels, by number.
+/// Streams of one set of channels, by number.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Streams {
     pub(super) bulk: usize,
@@ -118,7 +118,7 @@ impl Streams {
         stream == TO_SOURCE || (self.requests(0)..self.probe()).contains(&stream)
     }
 
-    /// Those that the source opens after the control channel.
+    /// Returns the streams that the source opens after the control channel.
     pub(super) fn opened(self) -> impl Iterator<Item = usize> {
         (BULK..self.requests(0)).chain(self.probe.then_some(self.probe()))
     }
@@ -132,9 +132,9 @@ pub(super) struct World {
     free: Vec<usize>,
     order: u64,
     pub(super) streams: Streams,
-    /// Of all sets of channels there ever were.
+    /// Wires of all sets of channels so far.
     pub(super) wires: Vec<Wire>,
-    /// Sets of channels before this one are cut.
+    /// Number of the first set of channels that is not cut.
     pub(super) alive_from: usize,
     pub(super) net_up: bool,
     pub(super) faults: Faults,
@@ -143,7 +143,7 @@ pub(super) struct World {
     pub(super) here: Here,
     pub(super) there: There,
     pub(super) fence: Fence,
-    /// The first broken promise.
+    /// First broken promise.
     broken: Option<String>,
 }
 
@@ -194,35 +194,35 @@ impl World {
         self.queue.push(Reverse((self.now + delay, self.order, slot)));
     }
 
-    /// Notes a broken promise; the first one is reported.
+    /// Records a broken promise. The first one is reported.
     pub(super) fn promise(&mut self, kept: bool, what: impl FnOnce(&Self) -> String) {
         if !kept && self.broken.is_none() {
             self.broken = Some(what(self));
         }
     }
 
-    /// Whether that set of channels is not cut.
+    /// Returns true if this set of channels is not cut.
     pub(super) fn alive(&self, link: usize) -> bool {
         link >= self.alive_from
     }
 
-    /// Whether what the source sends arrives.
+    /// Returns true if cargo from the source arrives.
     pub(super) fn link_up(&self) -> bool {
         self.here.connected && self.alive(self.here.link)
     }
 
-    /// Channels are opened anew; they take the place of the source's.
+    /// Opens a new set of channels, which replaces the source's.
     pub(super) fn connect(&mut self) {
         self.here.link = self.wires.len() / self.streams.count();
         self.wires.extend((0..self.streams.count()).map(|_| Wire::default()));
     }
 
-    /// The wire of a stream of the source.
+    /// Returns the wire of a stream of the source.
     pub(super) fn wire_here(&self, stream: usize) -> usize {
         self.here.link * self.streams.count() + stream
     }
 
-    /// Puts `cargo` on a stream. On a dead link it goes nowhere.
+    /// Puts `cargo` on a stream. On a dead link the cargo is lost.
     pub(super) fn transmit(&mut self, stream: usize, cargo: Cargo) {
         let (link, connected) = if self.streams.of_target(stream) {
             (self.there.link, self.there.connected)
@@ -239,14 +239,14 @@ impl World {
         self.at(at - self.now, Item::Arrive(wire));
     }
 
-    /// The target answers a control channel that is not its own yet, or never will be.
+    /// Sends the target's answer on a control channel that is not its own yet, or never will be.
     pub(super) fn reply(&mut self, link: usize, yes: bool) {
         if self.alive(link) {
             self.put(link * self.streams.count() + TO_SOURCE, Cargo::Reply(yes));
         }
     }
 
-    /// A control message leaves: perhaps it is the one that the link dies after.
+    /// Counts a sent control message. The link may be cut after this one.
     pub(super) fn count_control(&mut self) {
         if let Some(left) = self.faults.cut_after.as_mut() {
             if *left == 0 {
@@ -259,13 +259,13 @@ impl World {
         }
     }
 
-    /// Never two that run, never a guest that runs where it must not.
+    /// Checks that the guest runs on one host at most, and only where it may run.
     pub(super) fn check_owner(&mut self) {
         let both = self.here.running && self.there.running;
         self.promise(!both, |_| "the guest runs on both sides".into());
     }
 
-    /// Whoever runs is known to run.
+    /// Checks that each running guest is known to run.
     fn check_states(&mut self) {
         let there = &self.there;
         let known = !there.running || there.rest || there.agenda.is_under_way() || there.outcome.is_some();
@@ -316,7 +316,7 @@ impl World {
                 }
             }
             Item::Tick => self.here.timer = false,
-            // A loop runs, below.
+            // The loops run below.
             Item::Runs => {}
             Item::GuestWrites => self.guest_works(),
             Item::GuestAnswers => self.guest_answers(),
@@ -360,7 +360,7 @@ impl World {
         let held = (self.here.slowed * 1e3) as u64;
         for _ in 0..self.rng.below(4) {
             if self.here.wanted == RunState::Paused || (self.here.running && self.rng.per_mille(held)) {
-                // It stands still.
+                // The guest is throttled.
             } else if self.here.running && self.rng.per_mille(300) {
                 self.memory.free(&mut self.rng);
             } else if self.here.running {

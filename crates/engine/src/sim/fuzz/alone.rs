@@ -1,8 +1,8 @@
-//! The source's session with a target that does less than it should.
+//! The source's session with a target that does less than the protocol requires.
 
 use super::*;
 
-/// A target that answers pings and does nothing else holds a guest for so long and no longer, in whatever state.
+/// A target that only answers pings holds a guest for a limited time in any state.
 #[test]
 fn a_target_that_only_answers_pings_is_given_up() {
     use source::Outcome;
@@ -16,7 +16,8 @@ fn a_target_that_only_answers_pings_is_given_up() {
             (Vec::new(), Duration::ZERO, 0, honest, None);
         while end.is_none() {
             honest_source_events(&actions, &mut pass, &mut expected);
-            // This side's own steps always go on; the target says so many words and then no more.
+            // Local steps of the source always complete. The target sends a limited number of
+            // messages, and then none.
             let at = expected.iter().position(|event| left > 0 || !matches!(event, Event::Message(_)));
             let event = if let Some(at) = at {
                 left -= usize::from(matches!(expected[at], Event::Message(_)));
@@ -63,7 +64,7 @@ fn pings(actions: &[source::Action]) -> Vec<u64> {
     actions.iter().filter_map(number).collect()
 }
 
-/// A verification that looked at less than everything is none.
+/// A verification that compared fewer pages than all is refused.
 #[test]
 fn a_verification_of_some_pages_is_refused() {
     use source::Outcome;
@@ -89,16 +90,16 @@ fn a_verification_of_some_pages_is_refused() {
     assert!(matches!(&end, Outcome::Failed(why) if why.detail.contains("compared 7 of 8 pages")), "{end:?}");
 }
 
-/// What comes at the wrong moment is named, not told: it may be megabytes.
+/// An unexpected message is reported by its name, without its content, which may have megabytes.
 #[test]
-fn what_does_not_fit_is_told_by_its_name() {
+fn unexpected_messages_are_reported_by_name() {
     let pages = usize::try_from(PAGES).expect("small");
     let mut session = target::Session::begin(machine(pages), tokens());
     let long = Section { payload: vec![7; 1 << 20], ..section() };
     let actions = session.handle(target::Event::Message(ToTarget::Section(long)));
     let Some(target::Action::Send(ToSource::Failed(why))) = actions.first() else { panic!("{actions:?}") };
     assert!(
-        why.detail.contains("the source sent Section, which does not fit") && why.detail.len() < 200,
+        why.detail.contains("the source sent Section, which is not allowed") && why.detail.len() < 200,
         "{why}"
     );
     let settings = source::Settings { channels: 1, ..source::Settings::default() };
@@ -111,5 +112,5 @@ fn what_does_not_fit_is_told_by_its_name() {
         _ => None,
     });
     let told = told.unwrap_or_else(|| panic!("{actions:?}"));
-    assert!(told.contains("the target sent Received, which does not fit") && told.len() < 200, "{told}");
+    assert!(told.contains("the target sent Received, which is not allowed") && told.len() < 200, "{told}");
 }

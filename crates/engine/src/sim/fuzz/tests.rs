@@ -1,4 +1,4 @@
-//! Walks of many seeds.
+//! Walks with many seeds.
 
 use super::*;
 use crate::sim::rng::Rng;
@@ -8,19 +8,19 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_source_bears_any_event_at_any_moment(seed: u64, wild in 0u64..600) {
+    fn source_session_survives_any_event_at_any_moment(seed: u64, wild in 0u64..600) {
         walk_source(Rng::new(seed), wild);
     }
 
     #[test]
-    fn the_target_bears_any_event_at_any_moment(seed: u64, wild in 0u64..600) {
+    fn target_session_survives_any_event_at_any_moment(seed: u64, wild in 0u64..600) {
         walk_target(Rng::new(seed), wild);
     }
 }
 
-/// A walk that never gets anywhere would keep every promise.
+/// Walks must make progress, because a walk without progress would break no promise.
 #[test]
-fn the_walks_reach_the_end_of_the_road() {
+fn walks_reach_the_end_of_a_migration() {
     for seed in 0..20 {
         assert_eq!(walk_source(Rng::new(seed), 0), Some(source::Outcome::Completed));
         assert_eq!(walk_target(Rng::new(seed), 0), Some(target::Outcome::Completed));
