@@ -166,8 +166,8 @@ impl Committed {
         let patience = shared.patience();
         if now.saturating_sub(shared.last_step) > patience {
             let why = format!(
-                "the target answers pings, but has not said whether it runs the guest for \
-                 {patience:?}"
+                "the target answers pings, but for {patience:?} it has not said whether it runs the \
+                 guest"
             );
             return self.lost(shared, now, why);
         }

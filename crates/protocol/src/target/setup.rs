@@ -79,7 +79,7 @@ impl Setup {
 
 fn announced(shared: &mut Shared, machine: &MachineConfig, mode: Mode, channels: Channels) -> Next {
     if let Some(difference) = shared.machine.difference(machine) {
-        let detail = format!("{difference} ; create the target VM like the source VM");
+        let detail = format!("{difference}; create the target VM like the source VM");
         return fail(Refusal::new(RefusalCode::Machine, detail));
     }
     if let Some(detail) = wrong_channels(mode, channels) {
