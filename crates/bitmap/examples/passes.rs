@@ -1,14 +1,17 @@
-//! What a pass of a migration costs in bitmaps, flat and with a summary: `cargo run --release -p vmferry-bitmap --example passes`.
+//! Measures the bitmap work of one migration pass, for a flat bitmap and for one with a summary.
 //!
-//! A pass takes a log in, counts, adds what was harvested to what remains, clears, and goes through the runs chunk by chunk.
+//! Run it with `cargo run --release -p vmferry-bitmap --example passes`.
+//!
+//! A pass merges a log, counts the set pages, adds the harvested pages to the remaining ones,
+//! clears the harvest, and walks the runs chunk by chunk.
 
 use std::hint::black_box;
 use std::time::Instant;
 use vmferry_bitmap::{Bitmap, SummaryBitmap};
 
-/// 512 GiB.
+/// Number of pages of a guest with 512 GiB.
 const PAGES: u64 = 1 << 27;
-/// 8 MiB, as the log protects.
+/// Pages in one chunk of 8 MiB, the unit in which the dirty log is protected.
 const CHUNK: u64 = 2048;
 
 macro_rules! pass {
@@ -55,7 +58,7 @@ fn main() {
             let begin = Instant::now();
             let summary = pass!(summary_since, summary_base, summary_since.union_words(0, log));
             times[1].push(begin.elapsed());
-            assert_eq!(flat, summary, "both see the same");
+            assert_eq!(flat, summary, "both bitmaps have the same pages");
         }
         times.iter_mut().for_each(|times| times.sort_unstable());
         println!("{name:20} flat {:9.3?}, with a summary {:9.3?}", times[0][2], times[1][2]);

@@ -1,4 +1,4 @@
-//! The bitmap that many threads mark.
+//! Atomic bitmap that many threads mark concurrently.
 
 use crate::scan::BLOCK_WORDS;
 use crate::scan::walk::take_index;
@@ -9,46 +9,56 @@ use std::ops::Range;
 #[cfg(any(not(test), miri))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A bitmap that is marked by any number of threads and harvested by one.
+/// Bitmap that any number of threads mark and one thread harvests.
 ///
-/// The order that keeps a page from being lost: a writer writes the page *and then* marks it (`Release`); the harvester
-/// swaps the word out (`Acquire`) *and then* reads the page. Either the harvest sees the mark, and its read sees the
-/// write; or the mark comes later and is found by the next harvest. Marking first would let a harvest take the mark,
-/// read the old page, and leave the write without one.
+/// # Memory order
 ///
-/// A summary has a bit for each 64 words, so that a harvest of a nearly clean guest costs what its marks cost. A writer marks
-/// the word first and then, only if it is clear, the summary's bit: a read of a line that is seldom written, instead of a
-/// second read-modify-write. A harvester takes the summary's bit first and then the words. All four are sequentially
-/// consistent, because neither side may overtake itself (each writes one place and reads the other): either the writer sees
-/// the bit clear and sets it anew, for the next harvest; or it saw the bit before the harvester took it, and then the
-/// harvester sees the mark. On x86 that costs nothing over the release and acquire that the words need anyway: the
-/// read-modify-writes are full barriers, and the loads are plain. The unit tests run this code, and wrong orders of it, in
-/// every interleaving of a few threads.
+/// A writer writes the page *and then* marks it (`Release`). The harvester swaps the word out
+/// (`Acquire`) *and then* reads the page. Either the harvest sees the mark, and its read of the
+/// page sees the write, or the mark comes later and the next harvest finds it. A writer that marked
+/// first could lose a write: a harvest would take the mark and read the old page, and the write
+/// would have no mark.
+///
+/// A summary has one bit for each block of 64 words, so the cost of a harvest depends on the number
+/// of marks, not on the size of the guest. A writer marks the word first. It then reads the summary
+/// bit and sets it only if it is clear. A read of a rarely written cache line is cheaper than a
+/// second read-modify-write. A harvester takes the summary bit first and then the words.
+///
+/// All four accesses are sequentially consistent, because each thread writes one location and then
+/// reads the other, and the two must not be reordered. Either the writer sees the summary bit clear
+/// and sets the bit again, for the next harvest. Or the writer saw the bit before the harvester
+/// took it, and then the harvester sees the mark in the word. On x86 sequential consistency costs
+/// nothing beyond the release and acquire that the words need anyway: the read-modify-writes are
+/// full barriers, and the loads are plain.
+///
+/// The unit tests run this code, and deliberately wrong orders of it, in every interleaving of a
+/// few threads.
 #[derive(Debug)]
 pub struct AtomicBitmap {
     words: Vec<AtomicU64>,
-    /// Bit `b % 64` of word `b / 64` is clear only where words `64 * b ..` are zero, or their writer is about to set it.
+    /// Summary bits: bit `b % 64` of word `b / 64` is clear only if the words of block `b` (from
+    /// `64 * b` on) are zero, or if the writer of one of them is about to set the bit.
     summary: Vec<AtomicU64>,
     len: u64,
     #[cfg(test)]
     flaw: Flaw,
 }
 
-/// A way to get the order wrong, for tests that show that it matters.
+/// Deliberately wrong order of accesses, for tests that show that the order matters.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Flaw {
     None,
     /// A writer marks the summary and then the word.
     SummaryFirst,
-    /// A writer leaves the summary to whoever marked the page before.
+    /// A writer does not mark the summary if another writer has marked the page before.
     OnlyTheFirst,
     /// A harvester takes the words and then the summary's bit.
     WordsFirst,
 }
 
 impl AtomicBitmap {
-    /// An empty bitmap of `len` pages.
+    /// Creates an empty bitmap of `len` pages.
     #[must_use]
     pub fn new(len: u64) -> Self {
         let zeros = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
@@ -62,16 +72,17 @@ impl AtomicBitmap {
         }
     }
 
-    /// Pages that this bitmap speaks of, set or not.
+    /// Returns the number of pages that the bitmap covers, set or not.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether no page is set at the moment.
+    /// Returns whether no page is set at the moment of the call.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        // A writer may have marked a word and not yet the summary, but then its mark did not happen before this call.
+        // A writer may have marked a word but not yet the summary. Its mark then did not happen
+        // before this call.
         self.summary.iter().enumerate().all(|(at, word)| {
             let mut blocks = word.load(Ordering::SeqCst);
             while blocks != 0 {
@@ -83,7 +94,8 @@ impl AtomicBitmap {
         })
     }
 
-    /// Marks `page`, after it was written. Says whether it was marked before.
+    /// Marks `page` and returns whether it was marked before. The caller must have written the page
+    /// already.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -93,7 +105,8 @@ impl AtomicBitmap {
         self.mark(word, bit) & bit != 0
     }
 
-    /// Marks the pages `mask` of a word, then the summary; gives the word as it was.
+    /// Marks the pages `mask` of a word and then the summary, and returns the previous value of the
+    /// word.
     #[inline]
     fn mark(&self, word: usize, mask: u64) -> u64 {
         #[cfg(test)]
@@ -105,12 +118,13 @@ impl AtomicBitmap {
         if self.flaw == Flaw::SummaryFirst || self.flaw == Flaw::OnlyTheFirst && was & mask == mask {
             return was;
         }
-        // Also if all were set: whoever set them may not have come to the summary yet.
+        // The summary is marked even if all bits were set: the writer that set them may not have
+        // reached the summary yet.
         self.summarize(word);
         was
     }
 
-    /// Marks the summary for `word`, after it was marked.
+    /// Sets the summary bit of `word`. The caller has marked the word.
     #[inline]
     fn summarize(&self, word: usize) {
         let (at, bit) = place((word / BLOCK_WORDS) as u64);
@@ -119,14 +133,15 @@ impl AtomicBitmap {
         }
     }
 
-    /// The words of block `block`, with their indexes.
+    /// Returns the words of block `block` with their indexes.
     fn block(&self, block: usize) -> impl Iterator<Item = (usize, &AtomicU64)> {
         let first = block * BLOCK_WORDS;
         let words = &self.words[first..self.words.len().min(first + BLOCK_WORDS)];
         (first..).zip(words)
     }
 
-    /// Marks the pages of `range`, after they were written: one read-modify-write a word, not one a page.
+    /// Marks the pages of `range`, with one read-modify-write for each word. The caller must have
+    /// written the pages already.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -137,7 +152,7 @@ impl AtomicBitmap {
         });
     }
 
-    /// Clears `page`; says whether it was marked.
+    /// Clears `page` and returns whether it was marked.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -147,7 +162,7 @@ impl AtomicBitmap {
         self.words[word].fetch_and(!bit, Ordering::AcqRel) & bit != 0
     }
 
-    /// Whether `page` is marked at the moment.
+    /// Returns whether `page` is marked at the moment of the call.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -158,13 +173,14 @@ impl AtomicBitmap {
         self.words[word].load(Ordering::Acquire) & bit != 0
     }
 
-    /// Returns the marks of the 64 pages from `64 * index` on as they are at the moment; none of pages beyond the end.
+    /// Returns the marks of the 64 pages from page `64 * index` on, at the moment of the call.
+    /// Pages beyond the end have no mark.
     #[must_use]
     pub fn word(&self, index: usize) -> u64 {
         self.words.get(index).map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// Moves every mark into `into` and returns how many were moved.
+    /// Moves every mark into `into` and returns the number of moved marks.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -194,9 +210,10 @@ impl AtomicBitmap {
         moved
     }
 
-    /// Takes the blocks that a word of the summary names, before their words are looked at.
+    /// Takes the block bits of one summary word. The caller reads the words of those blocks
+    /// afterwards.
     #[inline]
-    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "tests plant a flaw here"))]
+    #[cfg_attr(not(test), expect(clippy::unused_self, reason = "tests inject a flaw in this function"))]
     fn take_blocks(&self, word: &AtomicU64) -> u64 {
         #[cfg(test)]
         if self.flaw == Flaw::WordsFirst {
@@ -206,7 +223,8 @@ impl AtomicBitmap {
     }
 }
 
-// Shuttle maps stacks of its own, which Miri cannot; under Miri, tests/atomic.rs uses this with real threads.
+// Shuttle maps its own stacks, which Miri does not support. Under Miri, tests/atomic.rs uses real
+// threads.
 #[cfg(all(test, not(miri)))]
 #[path = "atomic_tests.rs"]
 mod tests;

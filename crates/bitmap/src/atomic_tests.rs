@@ -1,29 +1,31 @@
-//! The shipped bitmap in every interleaving of a few threads (shuttle).
+//! Tests of the shipped [`AtomicBitmap`] in every interleaving of a few threads (shuttle).
 //!
-//! Shuttle takes every access for sequentially consistent. Those that the argument rests on are; loom, which models weaker
-//! ones, takes sequentially consistent loads for acquiring ones, and so finds losses that cannot happen.
+//! Shuttle treats every access as sequentially consistent. The accesses that the correctness
+//! argument uses are sequentially consistent. Loom models weaker accesses, but treats sequentially
+//! consistent loads as acquire loads, and so reports losses that cannot happen.
 
 use super::*;
 use shuttle::thread;
 use std::sync::Arc;
-// Not the scheduler's: counts that no thread acts upon.
+// Counters of the standard library, not of the scheduler: no thread acts on them.
 use std::sync::atomic::AtomicU64 as Count;
 use vmferry_testkit::tries;
 
 /// Two words in one block.
 const PAGES: usize = 66;
-/// The range across both words.
+/// Range that crosses the boundary of the two words.
 const ACROSS: Range<u64> = 63..65;
 
-/// Guest memory, what was marked of it, and what was sent of it.
+/// Guest memory, the marks on it, and the copy that was sent.
 struct Model {
     map: AtomicBitmap,
-    /// Counts up with each write to a page.
+    /// Number of writes to each page.
     content: Vec<AtomicU64>,
-    /// The newest content that was sent.
+    /// Newest content of each page that was sent.
     copy: Vec<Count>,
-    /// Marks that were set, and that were taken.
+    /// Number of marks that were set.
     marked: Count,
+    /// Number of marks that were taken.
     taken: Count,
 }
 
@@ -51,7 +53,8 @@ impl Model {
         }
     }
 
-    /// Nobody else may write to these pages: a range does not say which of them it marked.
+    /// Writes and marks the pages of `range`. No other thread may write to these pages: `set_range`
+    /// does not report which of them it marked.
     fn write_range(&self, range: Range<u64>) {
         range.clone().for_each(|page| self.content(page).store(1, Ordering::Relaxed));
         self.marked.fetch_add(range.end - range.start, Ordering::Relaxed);
@@ -70,7 +73,7 @@ impl Model {
         dirty.runs().flatten().for_each(|page| self.send(page));
     }
 
-    /// Sends one page out of turn.
+    /// Sends one page before its turn.
     fn urgent(&self, page: u64) {
         if self.map.test_and_clear(page) {
             self.taken.fetch_add(1, Ordering::Relaxed);
@@ -78,7 +81,8 @@ impl Model {
         }
     }
 
-    /// After all writers: the last harvest leaves nothing unsent, and each mark was taken once.
+    /// Harvests after all writers are done, and checks that every page was sent and each mark was
+    /// taken once.
     fn finish(&self) {
         self.harvest();
         for (page, content) in self.content.iter().enumerate() {
@@ -102,7 +106,7 @@ fn start(model: &Arc<Model>, work: impl FnOnce(&Model) + Send + 'static) -> thre
     thread::spawn(move || work(&model))
 }
 
-/// A writer and a harvester.
+/// Runs a writer and a harvester.
 fn pair(flaw: Flaw) {
     let model = Model::new(flaw);
     let writer = start(&model, |model| {
@@ -114,7 +118,7 @@ fn pair(flaw: Flaw) {
     model.finish();
 }
 
-/// One who marks a range across two words, and a harvester.
+/// Runs a thread that marks a range across two words, and a harvester.
 fn range(flaw: Flaw) {
     let model = Model::new(flaw);
     let writer = start(&model, |model| model.write_range(ACROSS));
@@ -123,7 +127,7 @@ fn range(flaw: Flaw) {
     model.finish();
 }
 
-/// Two writers of one page, one who sends it out of turn, and a harvester.
+/// Runs two writers of one page, a thread that sends the page before its turn, and a harvester.
 fn crowd(flaw: Flaw) {
     let model = Model::new(flaw);
     let threads = [
@@ -142,18 +146,19 @@ fn crowd(flaw: Flaw) {
     model.finish();
 }
 
-/// Two writers of one page. The harvest follows the second, whatever the first has done yet.
+/// Runs two writers of one page. The harvest follows the second writer, whatever the first has done
+/// by then.
 fn second(flaw: Flaw) {
     let model = Model::new(flaw);
     let first = start(&model, |model| model.write(1));
     start(&model, |model| model.write(1)).join().unwrap();
     model.harvest();
-    assert!(model.copy[1].load(Ordering::Relaxed) > 0, "lost: the mark of a writer that was done");
+    assert!(model.copy[1].load(Ordering::Relaxed) > 0, "lost: the mark of a writer that had finished");
     first.join().unwrap();
     model.finish();
 }
 
-/// Every interleaving there is.
+/// Runs `test` in every possible interleaving.
 fn every(test: impl Fn() + Send + Sync + 'static) {
     shuttle::check_dfs(test, None);
 }

@@ -1,17 +1,19 @@
-//! The bitmap whose bits are given out, each once.
+//! Bitmap whose set bits are claimed, each by exactly one thread.
 
 use crate::{Bitmap, for_each_word, place};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A set of pages that threads take pages out of: of all who want a page, one gets it.
+/// Set of pages from which threads claim pages: if several threads want a page, exactly one gets
+/// it.
 ///
-/// A page leaves it by one atomic read-modify-write that tells whoever cleared its bit, and comes into it only from whoever
-/// holds it ([`give_64`](Self::give_64)). That is the whole argument for "each page once": at any instant a page is in the
-/// bitmap, or one thread has it.
+/// One atomic read-modify-write takes a page out of the set and reports success to the thread that
+/// cleared the bit. Only the thread that holds a page may put it back ([`give_64`](Self::give_64)).
+/// Therefore at any instant a page is either in the bitmap or held by one thread.
 ///
-/// All operations are sequentially consistent, so that a thread may announce something elsewhere and then look here (with
-/// a fence between), while another takes a page here and then looks there: one of them sees the other.
+/// All operations are sequentially consistent. One thread may set a flag elsewhere and then read
+/// this bitmap (with a fence between), while another thread takes a page and then reads the flag.
+/// At least one of the two threads sees the action of the other.
 #[derive(Debug)]
 pub struct ClaimBitmap {
     words: Vec<AtomicU64>,
@@ -20,39 +22,40 @@ pub struct ClaimBitmap {
 }
 
 impl ClaimBitmap {
-    /// The pages of `set`.
+    /// Creates a bitmap of the pages in `set`.
     #[must_use]
     pub fn new(set: &Bitmap) -> Self {
         let words = set.words().iter().map(|word| AtomicU64::new(*word)).collect();
         Self { words, len: set.len(), left: AtomicU64::new(set.count()) }
     }
 
-    /// Pages that this bitmap speaks of, in it or not.
+    /// Returns the number of pages that the bitmap covers, claimed or not.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether no page is left.
+    /// Returns whether no page is left.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.left() == 0
     }
 
-    /// How many pages are left.
+    /// Returns the number of pages that are left.
     #[must_use]
     pub fn left(&self) -> u64 {
         self.left.load(Ordering::SeqCst)
     }
 
-    /// Whether `page` is still in it; a page beyond the end is not.
+    /// Returns whether `page` is still in the bitmap. The result is false for a page beyond the
+    /// end.
     #[must_use]
     pub fn test(&self, page: u64) -> bool {
         let (word, bit) = place(page);
         page < self.len && self.words[word].load(Ordering::SeqCst) & bit != 0
     }
 
-    /// Whether a page of `range` is still in it.
+    /// Returns whether the bitmap still has a page of `range`.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -64,7 +67,8 @@ impl ClaimBitmap {
         found != 0
     }
 
-    /// Takes `page`; says whether it was there to be taken. A page beyond the end never is.
+    /// Takes `page` and returns whether this call took it. The result is false for a page beyond
+    /// the end.
     pub fn take(&self, page: u64) -> bool {
         if !self.test(page) {
             return false;
@@ -77,16 +81,17 @@ impl ClaimBitmap {
         taken
     }
 
-    /// Takes what is left of the 64 pages from `first` on, a multiple of 64, that are set in `wanted`: bit `i` of it and of
-    /// the result is page `first + i`.
+    /// Takes the remaining pages among the 64 from `first` on that are set in `wanted`, and returns
+    /// them. Bit `i` of `wanted` and of the result is page `first + i`.
     ///
     /// # Panics
-    /// If `first` is no multiple of 64.
+    /// If `first` is not a multiple of 64.
     pub fn take_64(&self, first: u64, wanted: u64) -> u64 {
         assert!(first.is_multiple_of(64), "page {first} begins no word");
         let (word, _) = place(first);
         let Some(word) = self.words.get(word) else { return 0 };
-        // What is gone already is only read: a read-modify-write would take its cache line from others.
+        // If the wanted pages are already gone, the word is only read: a read-modify-write would
+        // take its cache line from other threads.
         if word.load(Ordering::SeqCst) & wanted == 0 {
             return 0;
         }
@@ -95,10 +100,11 @@ impl ClaimBitmap {
         bits
     }
 
-    /// Puts pages in that the caller holds, of the 64 from `first` on, a multiple of 64: bit `i` of `pages` is page `first + i`.
+    /// Puts pages that the caller holds back into the bitmap. Bit `i` of `pages` is page `first +
+    /// i`.
     ///
     /// # Panics
-    /// If `first` is no multiple of 64, or a page lies beyond the end.
+    /// If `first` is not a multiple of 64, or a page lies beyond the end.
     pub fn give_64(&self, first: u64, pages: u64) {
         if pages == 0 {
             return;
@@ -107,13 +113,15 @@ impl ClaimBitmap {
         let end = first + 64 - u64::from(pages.leading_zeros());
         assert!(end <= self.len, "page {} of {}", end - 1, self.len);
         let (word, _) = place(first);
-        // Before the pages can be taken: the count never falls below 0, and a bitmap that has pages does not look empty.
+        // Count before the pages can be taken: the count never falls below 0, and a bitmap that has
+        // pages does not look empty.
         self.left.fetch_add(pages.count_ones().into(), Ordering::SeqCst);
         let before = self.words[word].fetch_or(pages, Ordering::SeqCst);
-        debug_assert_eq!(before & pages, 0, "a page that its giver did not hold");
+        debug_assert_eq!(before & pages, 0, "the caller gave a page that it did not hold");
     }
 
-    /// Takes what is left of `range`; returns how many pages that were, and whether they were the last.
+    /// Takes the remaining pages of `range`. Returns their number and whether the bitmap is empty
+    /// now.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -128,7 +136,7 @@ impl ClaimBitmap {
         (taken, last)
     }
 
-    /// What is left, as far as it holds still.
+    /// Returns the pages that are left. Claims made during the call may or may not be included.
     #[must_use]
     pub fn snapshot(&self) -> Bitmap {
         let mut left = Bitmap::new(self.len);
@@ -154,7 +162,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_taken_is_gone_and_counted(
+        fn taken_pages_are_gone_and_counted(
             len in 1u64..300,
             pages in prop::collection::vec(0u64..300, 0..100),
             steps in prop::collection::vec((0u8..4, 0u64..310, 0u64..80, any::<u64>()), 0..60),
@@ -197,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn of_many_takers_one_gets_the_page() {
+    fn each_page_goes_to_exactly_one_of_many_threads() {
         const PAGES: u64 = 10_000;
         let claims = ClaimBitmap::new(&Bitmap::full(PAGES));
         let by_page = || (0..PAGES).filter(|page| claims.take(*page)).count() as u64;

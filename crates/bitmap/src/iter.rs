@@ -1,37 +1,38 @@
-//! Going through a bitmap one answer at a time.
+//! Iterators over the set pages and runs of a bitmap.
 //!
-//! The same walk as `scan::walk`, turned inside out: its state stands in the iterator. `fold`, and with it `for_each`,
-//! `count`, `sum` and whatever else of `Iterator` goes to the end, is the walk with a closure, which is faster.
+//! The iterators do the same walk as `scan::walk`, but keep its state between calls of `next`.
+//! `fold`, and every method that uses it (`for_each`, `count`, `sum` and others that consume the
+//! iterator), runs the walk with a closure, which is faster.
 
 use crate::WORD_BITS;
 use crate::scan::walk::{Cut, base_of, take_index, take_lowest};
 use crate::scan::{BATCH_WORDS, BLOCK_WORDS, Batch, DENSE_WORDS, Scanner, words_to_line};
 use std::ops::Range;
 
-/// The words of a range that are not zero, by blocks.
+/// Cursor over the nonzero words of a range, block by block.
 #[derive(Debug, Clone)]
 struct Cursor<'a> {
     words: &'a [u64],
     scanner: Scanner,
     batch: Batch,
-    /// Blocks of the batch that were not visited yet.
+    /// Mask of the blocks in the batch that were not visited yet.
     top: u32,
-    /// First word of the batch. `batch_at <= next_batch <= end`.
+    /// Index of the first word of the batch. `batch_at <= next_batch <= end`.
     batch_at: usize,
-    /// First word that no batch had yet.
+    /// Index of the first word after the batch.
     next_batch: usize,
-    /// Index behind the last word.
+    /// Index after the last word.
     end: usize,
-    /// First word of the block.
+    /// Index of the first word of the block.
     block_at: usize,
-    /// Words of the block that were not visited yet.
+    /// Mask of the words in the block that were not visited yet.
     mask: u64,
-    /// Bits to keep of the last word.
+    /// Mask of the bits of the last word that are within the range.
     keep_last: u64,
 }
 
 impl<'a> Cursor<'a> {
-    /// A cursor that has nothing to do yet.
+    /// Creates a cursor that has nothing to visit yet.
     fn new(scanner: Scanner, words: &'a [u64]) -> Self {
         Self {
             words,
@@ -47,8 +48,8 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Goes to the words behind the first of `range`. Gives that word's index, its bits within the range, and the range's
-    /// end, which is 0 for an empty one.
+    /// Moves to the words after the first one of `range`. Returns the index of the first word, its
+    /// bits within the range, and the end of the range. For an empty range, all three are 0.
     fn restart(&mut self, range: Range<u64>) -> (usize, u64, u64) {
         let cut = Cut::new(&range, self.words);
         (self.top, self.mask) = (0, 0);
@@ -61,7 +62,7 @@ impl<'a> Cursor<'a> {
         (first, self.words[first] & keep, range.end)
     }
 
-    /// Goes to the next block that has something. False: there is none.
+    /// Moves to the next block that has set bits, and returns whether there is one.
     #[inline]
     fn next_block(&mut self) -> bool {
         if self.top == 0 && !self.fill() {
@@ -75,7 +76,7 @@ impl<'a> Cursor<'a> {
         true
     }
 
-    /// Finds the next batch that has something.
+    /// Finds the next batch that has set bits, and returns whether there is one.
     #[inline(never)]
     fn fill(&mut self) -> bool {
         while self.next_batch < self.end {
@@ -94,12 +95,12 @@ impl<'a> Cursor<'a> {
         false
     }
 
-    /// The words of the block.
+    /// Returns the words of the current block.
     fn block(&self) -> &'a [u64] {
         &self.words[self.block_at..(self.block_at + BLOCK_WORDS).min(self.next_batch)]
     }
 
-    /// The bits of a word behind the first that are within the range.
+    /// Returns the bits of a word after the first one that are within the range.
     #[inline]
     fn word(&self, index: usize) -> u64 {
         let keep = if index + 1 == self.end { self.keep_last } else { u64::MAX };
@@ -107,13 +108,13 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// The set bits of a range, in order. Allocates nothing.
+/// Iterator over the set bits of a range, in order. Allocates nothing.
 #[derive(Debug, Clone)]
 pub struct Bits<'a> {
     cursor: Cursor<'a>,
-    /// Page of the current word's first bit.
+    /// Page of the first bit of the current word.
     base: u64,
-    /// Bits of the current word that were not given out yet.
+    /// Bits of the current word that were not returned yet.
     bits: u64,
     end: u64,
 }
@@ -125,7 +126,7 @@ impl<'a> Bits<'a> {
         Self { cursor, base: base_of(first), bits, end }
     }
 
-    /// The part of the range whose bits were not given out yet.
+    /// Returns the part of the range whose bits were not returned yet.
     fn rest(&self) -> Range<u64> {
         let mut bits = self.bits;
         let from = self.base + if bits == 0 { WORD_BITS } else { take_lowest(&mut bits) };
@@ -155,22 +156,24 @@ impl Iterator for Bits<'_> {
 
 impl std::iter::FusedIterator for Bits<'_> {}
 
-/// The maximal runs of a range, in order; see [`crate::Bitmap::runs`]. Allocates nothing.
+/// Iterator over the maximal runs of a range, in order; see [`crate::Bitmap::runs`]. Allocates
+/// nothing.
 ///
-/// Invariant: if `open`, the pages from `start` to the word that is looked at are set and no run that has them was given
-/// out; if not, every run that ends within or before that word was, but for those in `edges`. Words from `upto` on that were
-/// passed over are zero.
+/// Invariant: if `open` is true, the pages from `start` to the current word are set and no returned
+/// run contains them. If `open` is false, every run that ends before or within the current word was
+/// returned, except the runs in `edges`. Skipped words from `upto` on are zero.
 #[derive(Debug, Clone)]
 pub struct Runs<'a> {
     cursor: Cursor<'a>,
-    /// Page of the current word's first bit.
+    /// Page of the first bit of the current word.
     base: u64,
-    /// Starts and ends of runs in the current word that were not passed yet.
+    /// Starts and ends of runs in the current word that were not processed yet.
     edges: u64,
     open: bool,
     start: u64,
     upto: usize,
-    /// Whether the block is asked for its edges: all its other words continue what was before them.
+    /// True if the block is visited by its edges: every word that is not in the mask continues the
+    /// state before it.
     exact: bool,
     end: u64,
 }
@@ -184,7 +187,7 @@ impl<'a> Runs<'a> {
         runs
     }
 
-    /// Begins anew with another range of the same words, for less than a new iterator costs.
+    /// Restarts the iterator with another range of the same words. Cheaper than a new iterator.
     pub(crate) fn restart(&mut self, range: Range<u64>) {
         let (first, bits, end) = self.cursor.restart(range);
         (self.base, self.edges, self.end) = (base_of(first), bits ^ bits << 1, end);
@@ -196,7 +199,8 @@ impl<'a> Runs<'a> {
         self.cursor.scanner.fold_runs(self.cursor.words, range, init, f)
     }
 
-    /// The run that reached to the end of the last word that was looked at, if the next is not `word`.
+    /// Closes and returns the run that reached the end of the last visited word, if `word` is not
+    /// the next word.
     #[inline]
     fn pass_over(&mut self, word: usize) -> Option<Range<u64>> {
         if self.open && word != self.upto {
@@ -207,7 +211,7 @@ impl<'a> Runs<'a> {
         None
     }
 
-    /// The part of the range whose runs were not given out yet.
+    /// Returns the part of the range whose runs were not returned yet.
     fn rest(&self) -> Range<u64> {
         let mut edges = self.edges;
         let from = match (self.open, edges) {
@@ -218,7 +222,8 @@ impl<'a> Runs<'a> {
         from.min(self.end)..self.end
     }
 
-    /// Goes to the next block. Gives a run that ends before it; false in the second place: there is no block.
+    /// Moves to the next block. Returns a run that ends before the block, and whether there is a
+    /// next block.
     #[inline]
     fn next_block(&mut self) -> (Option<Range<u64>>, bool) {
         if !self.cursor.next_block() {
@@ -237,7 +242,7 @@ impl<'a> Runs<'a> {
         (run, true)
     }
 
-    /// Goes to the next word of the block. Gives a run that ends before it.
+    /// Moves to the next word of the block. Returns a run that ends before that word.
     #[inline]
     fn next_word(&mut self) -> Option<Range<u64>> {
         let index = self.cursor.block_at + take_index(&mut self.cursor.mask);
@@ -272,7 +277,7 @@ impl Iterator for Runs<'_> {
                 if run.is_some() || !more {
                     return run;
                 }
-                // A block that is asked for its edges may have none.
+                // A block that is visited by its edges may have no edge.
                 continue;
             }
             if let Some(run) = self.next_word() {

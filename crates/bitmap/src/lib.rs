@@ -4,15 +4,16 @@
 //! |---|---|
 //! | [`AtomicBitmap`] | many threads mark pages, one thread harvests them |
 //! | [`Bitmap`] | a set of pages with one owner |
-//! | [`SummaryBitmap`] | the same with a second level, one bit for each 4096 pages: walking it costs what its set part costs |
+//! | [`SummaryBitmap`] | the same with a second level, one bit for each 4096 pages: the cost of a walk depends on the set part only |
 //! | [`ClaimBitmap`] | threads take pages out of a set, each page once |
 //! | [`Scanner`] | finds set bits: portable, with AVX2 or with AVX-512, as the processor permits |
 //!
-//! Bit `i` is in word `i / 64` at position `i % 64`. This is the layout of `KVM_GET_DIRTY_LOG`, so a log of the kernel is merged
-//! word by word.
+//! Bit `i` is in word `i / 64` at position `i % 64`. `KVM_GET_DIRTY_LOG` uses the same layout, so a
+//! dirty log of the kernel is merged word by word.
 //!
-//! All types return pages as runs (`Range<u64>` of page indexes), because their consumers (an ioctl, a `writev`) work on runs.
-//! Single pages are available, too. Nothing here allocates after construction.
+//! All types return pages as runs (`Range<u64>` of page indexes), because ioctls and `writev` work
+//! on runs. Single pages are available, too. Marking, merging, harvesting and iterating do not
+//! allocate.
 //!
 //! ```
 //! use vmferry_bitmap::{AtomicBitmap, Bitmap};
@@ -30,7 +31,7 @@
 //! let runs: Vec<_> = dirty.runs().collect();
 //! assert_eq!(runs, [100..200, 4711..4712]);
 //! ```
-// Unsafe code is in scan/avx2.rs and scan/avx512.rs, and nowhere else.
+// Unsafe code is allowed in scan/avx2.rs and scan/avx512.rs only.
 #![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod atomic;
@@ -49,27 +50,27 @@ pub use summary::{SummaryBitmap, SummaryRuns};
 
 use std::ops::Range;
 
-/// Bits in a word.
+/// Number of bits in a word.
 pub const WORD_BITS: u64 = 64;
 
-/// How many words hold `len` bits.
+/// Returns the number of words that hold `len` bits.
 #[must_use]
 pub fn words_for(len: u64) -> usize {
     usize::try_from(len.div_ceil(WORD_BITS)).expect("a bitmap of the address space fits in memory indexes")
 }
 
-/// The word that holds bit `bit`, and the bit's mask in it.
+/// Returns the index of the word that holds bit `bit`, and the mask of the bit in that word.
 fn place(bit: u64) -> (usize, u64) {
     let word = usize::try_from(bit / WORD_BITS).expect("checked against len by the caller");
     (word, 1 << (bit % WORD_BITS))
 }
 
-/// Mask of the bits `from..to` (0 <= from < to <= 64) of one word.
+/// Returns the mask of the bits `from..to` (0 <= from < to <= 64) of one word.
 fn mask(from: u64, to: u64) -> u64 {
     (u64::MAX >> (WORD_BITS - (to - from))) << from
 }
 
-/// Calls `each(word index, mask)` for every word that `first..end` touches.
+/// Calls `each(word index, mask)` for every word that `range` touches.
 fn for_each_word(range: Range<u64>, mut each: impl FnMut(usize, u64)) {
     let mut bit = range.start;
     while bit < range.end {
@@ -80,7 +81,7 @@ fn for_each_word(range: Range<u64>, mut each: impl FnMut(usize, u64)) {
     }
 }
 
-/// The bits of the last word that a bitmap of `len` bits has.
+/// Returns the mask of the bits that the last word of a bitmap of `len` bits has.
 fn tail_mask(len: u64) -> u64 {
     match len % WORD_BITS {
         0 => u64::MAX,
@@ -88,15 +89,15 @@ fn tail_mask(len: u64) -> u64 {
     }
 }
 
-/// A part of a range of bits.
+/// Part of a range of bits.
 enum Part {
-    /// Some bits (the mask) of one word (the index).
+    /// Some bits of one word: index of the word and mask of the bits.
     Cut(usize, u64),
     /// Whole words.
     Whole(Range<usize>),
 }
 
-/// Calls `each` for the at most three parts of `range`.
+/// Calls `each` for the parts of `range`, at most three.
 fn for_each_part(range: Range<u64>, mut each: impl FnMut(Part)) {
     if range.is_empty() {
         return;

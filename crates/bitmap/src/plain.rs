@@ -1,13 +1,14 @@
-//! The bitmap of one owner.
+//! Bitmap with one owner.
 
 use crate::scan::Scanner;
 use crate::scan::walk::{AndNot, Merge, Or};
 use crate::{Bits, Part, Runs, for_each_part, for_each_word, place, tail_mask, words_for};
 use std::ops::Range;
 
-/// A bitmap of a fixed number of pages.
+/// Bitmap of a fixed number of pages.
 ///
-/// Invariant: bits at and beyond `len` in the last word are zero, so that counting and scanning need no special case.
+/// Invariant: bits at and beyond `len` in the last word are zero, so counting and scanning need no
+/// special case.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Bitmap {
     words: Vec<u64>,
@@ -21,13 +22,13 @@ impl std::fmt::Debug for Bitmap {
 }
 
 impl Bitmap {
-    /// An empty bitmap of `len` pages.
+    /// Creates an empty bitmap of `len` pages.
     #[must_use]
     pub fn new(len: u64) -> Self {
         Self { words: vec![0; words_for(len)], len }
     }
 
-    /// A bitmap of `len` pages, all set.
+    /// Creates a bitmap of `len` pages that are all set.
     #[must_use]
     pub fn full(len: u64) -> Self {
         let mut map = Self::new(len);
@@ -35,25 +36,25 @@ impl Bitmap {
         map
     }
 
-    /// Pages that this bitmap speaks of, set or not.
+    /// Returns the number of pages that the bitmap covers, set or not.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether no page is set.
+    /// Returns whether no page is set.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         !Scanner::best().any(&self.words)
     }
 
-    /// The words, lowest pages first; bits at and beyond `len` are zero.
+    /// Returns the words, lowest pages first. Bits at and beyond `len` are zero.
     #[must_use]
     pub fn words(&self) -> &[u64] {
         &self.words
     }
 
-    /// Whether `page` is set.
+    /// Returns whether `page` is set.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -64,7 +65,7 @@ impl Bitmap {
         self.words[word] & bit != 0
     }
 
-    /// Sets `page`; says whether it was set before.
+    /// Sets `page` and returns whether it was set before.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -76,7 +77,7 @@ impl Bitmap {
         was
     }
 
-    /// Clears `page`; says whether it was set before.
+    /// Clears `page` and returns whether it was set before.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -117,13 +118,13 @@ impl Bitmap {
         self.words.fill(0);
     }
 
-    /// How many pages are set.
+    /// Returns the number of set pages.
     #[must_use]
     pub fn count(&self) -> u64 {
         Scanner::best().count(&self.words)
     }
 
-    /// How many pages of `range` are set.
+    /// Returns the number of set pages in `range`.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -138,7 +139,7 @@ impl Bitmap {
         count
     }
 
-    /// Adds the pages of `other`.
+    /// Adds the pages of `other` to the set.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -146,7 +147,7 @@ impl Bitmap {
         self.union_range(0..self.len, other);
     }
 
-    /// Removes the pages of `other`.
+    /// Removes the pages of `other` from the set.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -157,7 +158,7 @@ impl Bitmap {
     /// Adds the pages of `range` that are set in `other`.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond them.
+    /// If the lengths differ or `range` ends beyond `len`.
     pub fn union_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -172,7 +173,7 @@ impl Bitmap {
     /// Removes the pages of `range` that are set in `other`.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond them.
+    /// If the lengths differ or `range` ends beyond `len`.
     pub fn subtract_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -183,36 +184,40 @@ impl Bitmap {
         });
     }
 
-    /// Keeps only the pages of `range` that are set in `other`; pages outside `range` stay as they are.
+    /// Clears the pages of `range` that are not set in `other`. Pages outside `range` keep their
+    /// state.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond them.
+    /// If the lengths differ or `range` ends beyond `len`.
     pub fn retain_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         for_each_word(range, |word, mask| self.words[word] &= other.words[word] | !mask);
     }
 
-    /// Adds a log of words, as a kernel hands it out, whose first bit is page 0. Bits beyond `len` are ignored.
+    /// Adds the pages of a dirty log, in the format of the kernel, whose first bit is page 0. Bits
+    /// beyond `len` are ignored.
     pub fn union_words(&mut self, log: &[u64]) {
         Scanner::best().work(Or { into: &mut self.words, from: log });
         self.trim();
     }
 
-    /// Adds a log of words whose first bit is page `64 * first`. Bits beyond `len` are ignored.
+    /// Adds the pages of a dirty log whose first bit is page `64 * first`. Bits beyond `len` are
+    /// ignored.
     ///
     /// # Panics
-    /// If the log has words beyond this bitmap's.
+    /// If the log has words beyond the last word of this bitmap.
     pub fn union_words_at(&mut self, first: usize, log: &[u64]) {
         let into = &mut self.words[first..first + log.len()];
         Scanner::best().work(Or { into, from: log });
         self.trim();
     }
 
-    /// Adds `bits` to the word that holds pages `64 * word ..`. Bits beyond `len` are ignored.
+    /// Adds `bits` to the word that holds the pages from `64 * word` on. Bits beyond `len` are
+    /// ignored.
     ///
     /// # Panics
-    /// If there is no such word.
+    /// If the bitmap has no such word.
     pub fn union_word(&mut self, word: usize, bits: u64) {
         self.words[word] |= bits;
         if word + 1 == self.words.len() {
@@ -226,12 +231,15 @@ impl Bitmap {
         }
     }
 
-    /// Adds a log of words, as a kernel hands it out, whose first bit is page `64 * first`, and calls `each` with the
-    /// maximal runs of the pages that were not set before, in order: merging and finding what is new in one pass, which does
-    /// not touch the set where the log is empty. Bits beyond `len` are ignored.
+    /// Adds the pages of a dirty log whose first bit is page `64 * first`, and reports the new
+    /// pages.
+    ///
+    /// Calls `each` with the maximal runs of the pages that were not set before, in order. Merging
+    /// and reporting take one pass, which does not read the set where the log is empty. Bits beyond
+    /// `len` are ignored.
     ///
     /// # Panics
-    /// If the log has words beyond this bitmap's.
+    /// If the log has words beyond the last word of this bitmap.
     pub fn merge_words(&mut self, first: usize, log: &[u64], each: impl FnMut(Range<u64>)) {
         let into = &mut self.words[first..first + log.len()];
         let ends = first + log.len() == words_for(self.len);
@@ -239,13 +247,14 @@ impl Bitmap {
         Scanner::best().work(Merge { into, log, first, keep_last, each });
     }
 
-    /// The set pages as maximal runs, in order.
+    /// Returns an iterator over the set pages as maximal runs, in order.
     #[must_use]
     pub fn runs(&self) -> Runs<'_> {
         self.runs_in(0..self.len)
     }
 
-    /// The set pages of `range` as maximal runs, in order; runs are cut at the ends of `range`.
+    /// Returns an iterator over the set pages of `range` as maximal runs, in order. Runs are cut at
+    /// the ends of `range`.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -255,18 +264,19 @@ impl Bitmap {
         Scanner::best().runs(&self.words, range)
     }
 
-    /// Calls `each` with what [`Self::runs`] gives. (If `each` sums something up, `runs().fold()` is faster.)
+    /// Calls `each` with every run that [`Self::runs`] returns. If `each` accumulates a value,
+    /// `runs().fold()` is faster.
     pub fn for_each_run(&self, each: impl FnMut(Range<u64>)) {
         Scanner::best().for_each_run(&self.words, 0..self.len, each);
     }
 
-    /// The set pages, in order.
+    /// Returns an iterator over the set pages, in order.
     #[must_use]
     pub fn bits(&self) -> Bits<'_> {
         self.bits_in(0..self.len)
     }
 
-    /// The set pages of `range`, in order.
+    /// Returns an iterator over the set pages of `range`, in order.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -276,7 +286,8 @@ impl Bitmap {
         Scanner::best().bits(&self.words, range)
     }
 
-    /// Calls `each` with what [`Self::bits`] gives. (If `each` sums something up, `bits().fold()` is faster.)
+    /// Calls `each` with every page that [`Self::bits`] returns. If `each` accumulates a value,
+    /// `bits().fold()` is faster.
     pub fn for_each_bit(&self, each: impl FnMut(u64)) {
         Scanner::best().for_each_bit(&self.words, 0..self.len, each);
     }
@@ -317,7 +328,7 @@ mod tests {
         }
 
         #[test]
-        fn runs_in_a_range_are_those_of_the_cut_bitmap(
+        fn runs_in_a_range_equal_the_runs_of_the_bitmap_cut_to_it(
             bits in prop::collection::vec(prop::bool::weighted(0.8), 1..500), a in 0u64..500, b in 0u64..500,
         ) {
             let len = bits.len() as u64;
@@ -329,7 +340,7 @@ mod tests {
         }
 
         #[test]
-        fn ranges_set_and_clear_what_they_name(len in 1u64..400, ops in prop::collection::vec((any::<bool>(), 0u64..400, 0u64..400), 0..8)) {
+        fn set_range_and_clear_range_change_exactly_their_pages(len in 1u64..400, ops in prop::collection::vec((any::<bool>(), 0u64..400, 0u64..400), 0..8)) {
             let mut map = Bitmap::new(len);
             let mut model = vec![false; usize::try_from(len).unwrap()];
             for (set, a, b) in ops {
@@ -341,7 +352,7 @@ mod tests {
         }
 
         #[test]
-        fn sets_combine_bit_by_bit(pairs in prop::collection::vec((any::<bool>(), any::<bool>()), 1..300), a in 0u64..300, b in 0u64..300) {
+        fn set_operations_work_bit_by_bit(pairs in prop::collection::vec((any::<bool>(), any::<bool>()), 1..300), a in 0u64..300, b in 0u64..300) {
             let left: Vec<bool> = pairs.iter().map(|p| p.0).collect();
             let right: Vec<bool> = pairs.iter().map(|p| p.1).collect();
             let (mut union, mut minus, mut kept) = (from_bools(&left), from_bools(&left), from_bools(&left));
@@ -367,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_is_set_and_cleared_once() {
+    fn set_and_clear_return_the_previous_state() {
         let mut map = Bitmap::new(130);
         assert!(!map.set(129));
         assert!(map.set(129));

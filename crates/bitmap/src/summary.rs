@@ -1,25 +1,29 @@
-//! The bitmap whose cost is that of its dirty part.
+//! Bitmap with a summary, whose cost depends on the dirty part only.
 
 use crate::scan::walk::take_index;
 use crate::scan::{BATCH_WORDS, BLOCK_WORDS, Batch, Scanner};
 use crate::{Bitmap, Runs, WORD_BITS, words_for};
 use std::ops::Range;
 
-/// Pages that one bit of a summary stands for: 16 MiB of a guest's memory, 512 bytes of its bitmap.
+/// Number of pages that one summary bit covers: 16 MiB of guest memory, 512 bytes of bitmap.
 ///
-/// The summary of 12 TiB is 96 KiB then: it stays in the L2 cache, and is looked through in the time of a few thousand
-/// words. A finer one would find single pages sooner and cost more where nothing is set; and 512 bytes are few enough that
-/// reading them costs about what fetching the first of them does.
+/// With this value the summary of 12 TiB is 96 KiB. It stays in the L2 cache, and a scan of it
+/// takes as long as a few thousand words. A finer summary would find single pages sooner but cost
+/// more where nothing is set. Reading 512 bytes costs about as much as fetching the first of them.
 pub(crate) const BLOCK_PAGES: u64 = BLOCK_WORDS as u64 * WORD_BITS;
 
-/// A [`Bitmap`] with a second level: one bit for each 4096 pages, clear only where none of them is set. Whatever goes
-/// through the pages, or over them, skips the others, so that a nearly clean guest of 12 TiB costs what its dirty part costs.
+/// [`Bitmap`] with a second level: one bit for each 4096 pages, which is clear only if none of them
+/// is set.
 ///
-/// Its upkeep: setting a page sets a second bit, in a word that 262144 pages share and that is in a near cache; clearing
-/// single pages does nothing (a bit of the summary may stay set for nothing, and costs reading 512 bytes);
-/// clearing everything clears what the summary names. `vmferry-bench scan` measures it.
+/// All walks and set operations skip blocks whose summary bit is clear, so the cost for a nearly
+/// clean guest of 12 TiB depends on its dirty part only.
 ///
-/// Invariant: where a bit of `summary` is clear, the words of `flat` that it stands for are zero.
+/// Setting a page sets a second bit, in a word that 262144 pages share and that is in a near cache.
+/// Clearing single pages does not change the summary: a stale summary bit costs a read of 512
+/// bytes. Clearing all pages clears the blocks whose summary bit is set. `vmferry-bench scan`
+/// measures these costs.
+///
+/// Invariant: where a bit of `summary` is clear, the words of `flat` that it covers are zero.
 #[derive(Clone)]
 pub struct SummaryBitmap {
     flat: Bitmap,
@@ -33,7 +37,7 @@ impl std::fmt::Debug for SummaryBitmap {
 }
 
 impl PartialEq for SummaryBitmap {
-    /// Whether the same pages are set; summaries may differ.
+    /// Returns whether the same pages are set. The summaries may differ.
     fn eq(&self, other: &Self) -> bool {
         self.len() == other.len() && self.flat == other.flat
     }
@@ -50,37 +54,37 @@ impl From<Bitmap> for SummaryBitmap {
 }
 
 impl SummaryBitmap {
-    /// An empty bitmap of `len` pages.
+    /// Creates an empty bitmap of `len` pages.
     #[must_use]
     pub fn new(len: u64) -> Self {
         Self { flat: Bitmap::new(len), summary: Bitmap::new(len.div_ceil(BLOCK_PAGES)) }
     }
 
-    /// A bitmap of `len` pages, all set.
+    /// Creates a bitmap of `len` pages that are all set.
     #[must_use]
     pub fn full(len: u64) -> Self {
         Self { flat: Bitmap::full(len), summary: Bitmap::full(len.div_ceil(BLOCK_PAGES)) }
     }
 
-    /// The pages without the summary.
+    /// Returns the pages without the summary.
     #[must_use]
     pub fn flat(&self) -> &Bitmap {
         &self.flat
     }
 
-    /// Pages that this bitmap speaks of, set or not.
+    /// Returns the number of pages that the bitmap covers, set or not.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.flat.len()
     }
 
-    /// Whether no page is set.
+    /// Returns whether no page is set.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.parts(0..self.len()).all(|pages| !Scanner::best().any(self.words(pages)))
     }
 
-    /// Whether `page` is set.
+    /// Returns whether `page` is set.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -89,7 +93,7 @@ impl SummaryBitmap {
         self.flat.test(page)
     }
 
-    /// Sets `page`; says whether it was set before.
+    /// Sets `page` and returns whether it was set before.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -99,7 +103,7 @@ impl SummaryBitmap {
         was
     }
 
-    /// Clears `page`; says whether it was set before.
+    /// Clears `page` and returns whether it was set before.
     ///
     /// # Panics
     /// If `page >= len`.
@@ -131,7 +135,7 @@ impl SummaryBitmap {
         for pages in parts(summary, range.clone()) {
             flat.clear_range(pages);
         }
-        // Only blocks that are wholly in the range are known to be empty now.
+        // Only blocks that lie completely in the range are known to be empty now.
         let whole = range.start.div_ceil(BLOCK_PAGES)..if range.end == flat.len() {
             summary.len()
         } else {
@@ -147,13 +151,13 @@ impl SummaryBitmap {
         self.clear_range(0..self.len());
     }
 
-    /// How many pages are set.
+    /// Returns the number of set pages.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.count_range(0..self.len())
     }
 
-    /// How many pages of `range` are set.
+    /// Returns the number of set pages in `range`.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -163,7 +167,7 @@ impl SummaryBitmap {
         self.parts(range).map(|pages| self.flat.count_range(pages)).sum()
     }
 
-    /// Adds the pages of `other`.
+    /// Adds the pages of `other` to the set.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -175,7 +179,7 @@ impl SummaryBitmap {
         self.summary.union(&other.summary);
     }
 
-    /// Removes the pages of `other`.
+    /// Removes the pages of `other` from the set.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -186,10 +190,11 @@ impl SummaryBitmap {
         }
     }
 
-    /// Keeps only the pages of `range` that are set in `other`; pages outside `range` stay as they are.
+    /// Clears the pages of `range` that are not set in `other`. Pages outside `range` keep their
+    /// state.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond them.
+    /// If the lengths differ or `range` ends beyond `len`.
     pub fn retain_range(&mut self, range: Range<u64>, other: &Self) {
         assert!(range.end <= self.len(), "range {range:?} of {}", self.len());
         let Self { flat, summary } = self;
@@ -198,14 +203,15 @@ impl SummaryBitmap {
         }
     }
 
-    /// Adds a log of words, as a kernel hands it out, whose first bit is page `64 * first`. Where the log is empty, neither
-    /// the pages nor the summary is touched. Bits beyond `len` are ignored.
+    /// Adds the pages of a dirty log, in the format of the kernel, whose first bit is page `64 *
+    /// first`. Where the log is empty, neither the pages nor the summary is touched. Bits beyond
+    /// `len` are ignored.
     ///
     /// # Panics
-    /// If the log has words beyond this bitmap's.
+    /// If the log has words beyond the last word of this bitmap.
     pub fn union_words(&mut self, first: usize, log: &[u64]) {
         let (scanner, mut batch) = (Scanner::best(), Batch::new(log));
-        // The log's blocks are to be those of the summary.
+        // The blocks of the log must be aligned to the blocks of the summary.
         let (head, rest) = log.split_at(log.len().min((BLOCK_WORDS - first % BLOCK_WORDS) % BLOCK_WORDS));
         let mut at = first;
         for words in std::iter::once(head).chain(rest.chunks(BATCH_WORDS)) {
@@ -220,16 +226,17 @@ impl SummaryBitmap {
         }
     }
 
-    /// [`Self::union_words`], and calls `each` with the maximal runs of the pages that were not set before, in order.
+    /// Adds the pages of a dirty log like [`Self::union_words`], and calls `each` with the maximal
+    /// runs of the pages that were not set before, in order.
     ///
     /// # Panics
-    /// If the log has words beyond this bitmap's.
+    /// If the log has words beyond the last word of this bitmap.
     pub fn merge_words(&mut self, first: usize, log: &[u64], mut each: impl FnMut(Range<u64>)) {
         let Self { flat, summary } = self;
         let mut last = None;
         flat.merge_words(first, log, |run| {
             let blocks = blocks_of(&run);
-            // Runs come in order, many to a block.
+            // Runs arrive in order, and a block often has many.
             if last != Some(blocks.end) || blocks.end - blocks.start > 1 {
                 last = Some(blocks.end);
                 summary.set_range(blocks);
@@ -238,13 +245,14 @@ impl SummaryBitmap {
         });
     }
 
-    /// The set pages as maximal runs, in order.
+    /// Returns an iterator over the set pages as maximal runs, in order.
     #[must_use]
     pub fn runs(&self) -> SummaryRuns<'_> {
         self.runs_in(0..self.len())
     }
 
-    /// The set pages of `range` as maximal runs, in order; runs are cut at the ends of `range`.
+    /// Returns an iterator over the set pages of `range` as maximal runs, in order. Runs are cut at
+    /// the ends of `range`.
     ///
     /// # Panics
     /// If `range` ends beyond `len`.
@@ -254,7 +262,7 @@ impl SummaryBitmap {
         SummaryRuns { inner: self.flat.runs_in(0..0), parts: self.parts(range) }
     }
 
-    /// Calls `each` with what [`Self::runs`] gives.
+    /// Calls `each` with every run that [`Self::runs`] returns.
     pub fn for_each_run(&self, mut each: impl FnMut(Range<u64>)) {
         self.runs().fold((), |(), run| each(run));
     }
@@ -265,8 +273,8 @@ impl SummaryBitmap {
         self.parts(0..self.len()).for_each(|pages| scanner.for_each_bit(self.flat.words(), pages, &mut each));
     }
 
-    /// Clears the bits of the summary that stand for nothing any more: worth it after many single pages were cleared.
-    /// Reads all pages.
+    /// Clears the stale bits of the summary. Reads all pages. Useful after many single pages were
+    /// cleared.
     pub fn tighten(&mut self) {
         let Self { flat, summary } = self;
         summary.clear_all();
@@ -282,23 +290,25 @@ impl SummaryBitmap {
         parts(&self.summary, range)
     }
 
-    /// The words of `pages`, which begin with a word and end with one or with the bitmap.
+    /// Returns the words of `pages`, which start at a word boundary and end at a word boundary or
+    /// at the end of the bitmap.
     fn words(&self, pages: Range<u64>) -> &[u64] {
         &self.flat.words()[words_for(pages.start)..words_for(pages.end)]
     }
 }
 
-/// The blocks that `range` (not empty) touches.
+/// Returns the blocks that `range` (not empty) touches.
 fn blocks_of(range: &Range<u64>) -> Range<u64> {
     range.start / BLOCK_PAGES..(range.end - 1) / BLOCK_PAGES + 1
 }
 
-/// Empty blocks that are gone over rather than jumped over. Going on costs what reading 512 bytes in order does; a jump
-/// costs a fetch that no prefetcher foresees and two or three branches that no predictor does.
+/// Maximum number of empty blocks that are read through instead of skipped. Reading a block in
+/// order costs 512 bytes. A skip costs a fetch that no prefetcher foresees, and two or three
+/// mispredicted branches.
 const JUMP_BLOCKS: u64 = 8;
 
-/// The parts of `range` outside which the summary knows all to be empty. Between two of them are empty blocks, so no run of
-/// pages crosses from one to the next.
+/// Returns the parts of `range` that may have set pages. All pages outside the parts are clear.
+/// Empty blocks separate two parts, so no run of pages crosses from one part to the next.
 fn parts(summary: &Bitmap, range: Range<u64>) -> Parts<'_> {
     let blocks = if range.is_empty() { 0..0 } else { blocks_of(&range) };
     let mut blocks = summary.runs_in(blocks);
@@ -308,7 +318,7 @@ fn parts(summary: &Bitmap, range: Range<u64>) -> Parts<'_> {
 #[derive(Debug, Clone)]
 struct Parts<'a> {
     blocks: Runs<'a>,
-    /// The blocks that `blocks` gave last and that are in no part yet.
+    /// Last result of `blocks`, which is in no returned part yet.
     next: Option<Range<u64>>,
     range: Range<u64>,
 }
@@ -331,7 +341,7 @@ impl Iterator for Parts<'_> {
     }
 }
 
-/// The runs of a [`SummaryBitmap`]; see [`SummaryBitmap::runs`]. Allocates nothing.
+/// Iterator over the runs of a [`SummaryBitmap`]; see [`SummaryBitmap::runs`]. Allocates nothing.
 #[derive(Debug, Clone)]
 pub struct SummaryRuns<'a> {
     inner: Runs<'a>,

@@ -1,11 +1,12 @@
-//! The atomic bitmap on the processor's own threads and memory; `src/atomic_tests.rs` goes through its interleavings.
+//! Tests of the atomic bitmap with real threads and memory. `src/atomic_tests.rs` tests all
+//! interleavings.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 
 #[test]
 fn no_write_is_lost_between_marking_and_harvesting() {
-    // Three blocks of the summary; for Miri two.
+    // Three blocks of the summary, or two under Miri.
     const PAGES: u64 = if cfg!(miri) { 4200 } else { 9000 };
     const ROUNDS: u64 = if cfg!(miri) { 40 } else { 20_000 };
     let map = AtomicBitmap::new(PAGES);

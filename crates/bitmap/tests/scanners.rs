@@ -1,14 +1,16 @@
-//! Every scanner gives what a walk bit by bit gives, on any pattern, length and range.
+//! Compares every scanner with a bit-by-bit walk, on random patterns, lengths and ranges.
 
 use proptest::prelude::*;
 use std::ops::Range;
 use vmferry_bitmap::{Bitmap, Scanner};
 use vmferry_testkit::{Need, skip};
 
-/// Longer than a batch (2048 words) and no multiple of anything, so that every path is taken.
+/// Maximum number of words: longer than a batch (2048 words) and not a multiple of any unit, so
+/// that every path is taken.
 const MAX_WORDS: usize = 4500;
 
-/// The scanners of this processor. `every_scanner_runs_in_the_other_tests` counts those that it lacks.
+/// Returns the scanners of this processor. `every_scanner_runs_in_the_other_tests` reports those
+/// that it does not support.
 fn scanners() -> Vec<Scanner> {
     let all = Scanner::all();
     assert_eq!(all.iter().map(|(name, _)| *name).collect::<Vec<_>>().last(), Some(&"portable"));
@@ -40,9 +42,10 @@ fn naive_runs(bits: &[u64]) -> Vec<Range<u64>> {
     runs
 }
 
-/// Words of one kind for some length: what real bitmaps are made of, and what the paths differ by.
+/// Generates words of one kind for some length: the patterns of real bitmaps, for which the
+/// scanners take different paths.
 fn stretch() -> impl Strategy<Value = Vec<u64>> {
-    // Miri is shown two blocks of 64 words, as long as its patience lasts.
+    // Under Miri, at most two blocks of 64 words: more would take too long.
     let (some, many) = if cfg!(miri) { (20usize, 80usize) } else { (200, 2500) };
     let length = prop_oneof![0usize..10, 0..some, 0..many];
     let kind = prop_oneof![
@@ -83,7 +86,7 @@ fn stretch() -> impl Strategy<Value = Vec<u64>> {
     })
 }
 
-/// Words, and how many to leave out at the front so that the rest is not aligned to anything.
+/// Generates words, and the number of words to skip at the front so that the rest is unaligned.
 fn pattern() -> impl Strategy<Value = (Vec<u64>, usize)> {
     (prop::collection::vec(stretch(), 0..if cfg!(miri) { 3 } else { 8 }), 0usize..9).prop_map(
         |(parts, skip)| {
@@ -95,20 +98,20 @@ fn pattern() -> impl Strategy<Value = (Vec<u64>, usize)> {
     )
 }
 
-/// Ends of a range, as shares of what there is; sometimes at the ends of words.
+/// Converts fractions into a range of bits, sometimes aligned to words.
 fn cut(bits: u64, (from, to, whole): (f64, f64, bool)) -> Range<u64> {
     #[expect(
         clippy::cast_possible_truncation,
         clippy::cast_sign_loss,
         clippy::cast_precision_loss,
-        reason = "a share of a count"
+        reason = "a fraction of a count"
     )]
     let at = |share: f64| (bits as f64 * share) as u64;
     let (from, to) = (at(from.min(to)), at(from.max(to)));
     if whole { from / 64 * 64..to.div_ceil(64) * 64 } else { from..to }
 }
 
-/// Compares the four ways through `words` with the naive one.
+/// Compares the four walks over `words` with the naive walk.
 fn check(scanner: Scanner, words: &[u64], range: Range<u64>) -> Result<(), TestCaseError> {
     let bits = naive_bits(words, range.clone());
     let runs = naive_runs(&bits);
@@ -119,14 +122,14 @@ fn check(scanner: Scanner, words: &[u64], range: Range<u64>) -> Result<(), TestC
     let mut seen = Vec::new();
     scanner.for_each_run(words, range.clone(), |run| seen.push(run));
     prop_assert_eq!(&seen, &runs, "{} for_each_run", name);
-    // By `next`, not by `fold`, which `collect` may use.
+    // The check calls `next`: `collect` may use `fold`.
     let (mut bits_iter, mut runs_iter) =
         (scanner.bits(words, range.clone()), scanner.runs(words, range.clone()));
     prop_assert!(bits.iter().all(|bit| bits_iter.next() == Some(*bit)), "{} bits", name);
     prop_assert_eq!((bits_iter.next(), bits_iter.next()), (None, None), "{} bits", name);
     prop_assert!(runs.iter().all(|run| runs_iter.next() == Some(run.clone())), "{} runs", name);
     prop_assert_eq!((runs_iter.next(), runs_iter.next()), (None, None), "{} runs", name);
-    // Whoever begins with `next` and ends with `fold` gets each once.
+    // An iterator that is first used by `next` and then by `fold` returns each element once.
     for begun in [0, 1, bits.len() / 2, bits.len()] {
         let mut iter = scanner.bits(words, range.clone());
         let mut seen: Vec<u64> = iter.by_ref().take(begun).collect();
@@ -144,7 +147,7 @@ fn check(scanner: Scanner, words: &[u64], range: Range<u64>) -> Result<(), TestC
 
 proptest! {
     #[test]
-    fn every_scanner_finds_what_is_set(
+    fn every_scanner_finds_all_set_bits(
         (words, skip) in pattern(),
         ends in (0.0..=1.0f64, 0.0..=1.0f64, any::<bool>()),
     ) {
@@ -159,7 +162,7 @@ proptest! {
     }
 
     #[test]
-    fn short_ranges_are_found_wherever_they_lie(
+    fn every_scanner_handles_short_ranges_at_any_position(
         words in prop::collection::vec(prop_oneof![Just(0), Just(u64::MAX), any::<u64>()], 1..6),
         from in 0u64..400, count in 0u64..400,
     ) {
@@ -193,13 +196,14 @@ proptest! {
     }
 }
 
-/// Longer than what is in a cache (2^20 words): the way that is for memory alone, and runs over many batches.
+/// Uses more words than a cache holds (2^20): the path for memory only, and runs over many batches.
 #[test]
-#[cfg_attr(miri, ignore = "a million words take Miri an hour; the same code is run by the tests above")]
-fn a_bitmap_that_fills_no_cache_is_found_whole() {
+#[cfg_attr(miri, ignore = "a million words take Miri an hour; the tests above run the same code")]
+fn every_scanner_handles_a_bitmap_larger_than_the_cache() {
     let words: u64 = (1 << 20) + 5000;
     let len = words * 64 - 7;
-    // A run at each end, long ones, and single pages far apart, of which some begin or end a batch (131072 pages).
+    // A run at each end, long runs, and single pages far apart, some of them at the start or end of
+    // a batch (131072 pages).
     let mut runs: Vec<Range<u64>> = [0..3, 600_000..1_500_000, 2_097_152..2_228_224, len - 5..len].to_vec();
     runs.extend((3_000_000..len - 100).step_by(131_072 * 5 + 4097).map(|page| page..page + 1));
     runs.extend((20..30).map(|batch| 20 * 131_072 + batch * 1000..20 * 131_072 + batch * 1000 + batch));

@@ -1,10 +1,10 @@
-//! A bitmap with a summary does what the flat one does, whatever was done to it before.
+//! Tests that a bitmap with a summary behaves like a flat bitmap after any sequence of operations.
 
 use proptest::prelude::*;
 use std::ops::Range;
 use vmferry_bitmap::{AtomicBitmap, Bitmap, SummaryBitmap};
 
-/// Several blocks of the summary (4096 pages), and a part of one.
+/// Several blocks of the summary (4096 pages each) and a partial one.
 const MAX_LEN: u64 = 40_000;
 
 #[derive(Debug, Clone)]
@@ -57,14 +57,14 @@ fn of_ranges(len: u64, ranges: &[(u64, u64)]) -> Bitmap {
     map
 }
 
-/// The log's part that fits, and the word where it begins.
+/// Returns the part of the log that fits, and the word at which it begins.
 fn fitted(len: u64, at: u64, log: &[u64]) -> (usize, &[u64]) {
     let words = usize::try_from(len.div_ceil(64)).unwrap();
     let at = usize::try_from(at).unwrap().min(words);
     (at, &log[..log.len().min(words - at)])
 }
 
-/// Does `op` to both, and compares what it gives.
+/// Applies `op` to both bitmaps and compares the results.
 fn apply(op: Op, map: &mut SummaryBitmap, model: &mut Bitmap) -> Result<(), TestCaseError> {
     let len = model.len();
     match op {
@@ -116,7 +116,7 @@ fn apply(op: Op, map: &mut SummaryBitmap, model: &mut Bitmap) -> Result<(), Test
 
 proptest! {
     #[test]
-    fn whatever_is_done_both_have_the_same_pages(
+    fn summary_and_flat_bitmap_agree_after_any_operations(
         len in 1..MAX_LEN, full in prop::bool::weighted(0.1), ops in prop::collection::vec(op(), 0..25),
         a in 0..MAX_LEN, b in 0..MAX_LEN,
     ) {
@@ -134,7 +134,7 @@ proptest! {
         prop_assert_eq!(&map, &SummaryBitmap::from(model.clone()));
         let (a, b) = (a.min(b).min(len), a.max(b).min(len));
         prop_assert_eq!(map.count_range(a..b), model.count_range(a..b));
-        // By `next`, and by closure.
+        // Runs by `next`, and by closure.
         prop_assert_eq!(map.runs().collect::<Vec<_>>(), model.runs().collect::<Vec<_>>());
         prop_assert_eq!(map.runs_in(a..b).collect::<Vec<_>>(), model.runs_in(a..b).collect::<Vec<_>>());
         let (mut runs, mut bits) = (Vec::new(), Vec::new());
@@ -145,7 +145,7 @@ proptest! {
     }
 
     #[test]
-    fn marks_are_harvested_once_wherever_they_are(
+    fn every_mark_is_harvested_exactly_once(
         len in 1..MAX_LEN, rounds in prop::collection::vec((ranges(), prop::collection::vec(0..MAX_LEN, 0..5)), 1..5),
     ) {
         let marks = AtomicBitmap::new(len);

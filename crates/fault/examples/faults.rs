@@ -1,6 +1,8 @@
-//! What local faults cost: how many a second by threads and stripes, how long one takes, and how long it takes to begin.
+//! Measures local faults: faults per second by threads and shards, the time of one fault, and the
+//! time to begin and to end.
 //!
-//! `cargo run --release -p vmferry-fault --example faults`; about a minute. Prints tables.
+//! Run it with `cargo run --release -p vmferry-fault --example faults`. It takes about a minute and
+//! prints tables.
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::os::fd::OwnedFd;
@@ -13,14 +15,14 @@ use vmferry_core::{
 };
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
 
-/// Each thread touches so many pages of its share, in a scattered order.
+/// Number of pages that each thread touches in its share, in a scattered order.
 const FAULTS: u64 = 6000;
 const FAULT_PAGES: u64 = 65536;
-/// Memory of the begin table: 1 GiB.
+/// Pages of the memory in the begin table: 1 GiB.
 const BEGIN_PAGES: u64 = 1 << 18;
 const ROUNDS: usize = 3;
 
-/// A mapping that is unmapped when dropped.
+/// Mapping that is unmapped when dropped.
 struct Mapped {
     start: NonNull<u8>,
     len: usize,
@@ -28,9 +30,9 @@ struct Mapped {
     file: Option<Arc<OwnedFd>>,
 }
 
-// SAFETY: an address; the bytes are reached by atomics only.
+// SAFETY: the value holds an address, and the bytes are accessed by atomics only.
 unsafe impl Send for Mapped {}
-// SAFETY: as above.
+// SAFETY: the value holds an address, and the bytes are accessed by atomics only.
 unsafe impl Sync for Mapped {}
 
 impl Mapped {
@@ -45,7 +47,7 @@ impl Mapped {
         } else {
             None
         };
-        // SAFETY: new mappings at addresses of the kernel's choice; the advice changes no content.
+        // SAFETY: new mappings at addresses that the kernel chooses. The advice changes no content.
         let start = unsafe {
             let start = match &file {
                 Some(file) => mmap(hint, len, access, MapFlags::SHARED, file, 0),
@@ -63,7 +65,8 @@ impl Mapped {
     fn word(&self, page: u64) -> &AtomicU64 {
         assert!(page < self.pages);
         let at = usize::try_from(page << 12).unwrap_or(usize::MAX);
-        // SAFETY: inside the mapping, aligned; everybody uses atomics or lets the kernel place pages.
+        // SAFETY: the address is inside the mapping and aligned. All accesses are atomic or made by
+        // the kernel when it places pages.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
@@ -76,7 +79,7 @@ impl Mapped {
         let region = LazyRegion { id: RegionId(0), host, len: self.pages << 12, backing };
         let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
         (options.stripes, options.user_mode_only) = (stripes, true);
-        // SAFETY: the owner keeps the mapping, whose bytes are reached by atomics.
+        // SAFETY: the owner keeps the mapping, whose bytes are accessed by atomics only.
         Ok(unsafe { UffdMemory::new(vec![region], Arc::clone(self) as _, &options) }?)
     }
 
@@ -93,7 +96,7 @@ impl Drop for Mapped {
     }
 }
 
-/// Faults a second and the sorted times of all of them, in ns.
+/// Returns the faults per second and the sorted times of all faults, in ns.
 fn faults(threads: u64, stripes: usize, memfd: bool) -> Result<(f64, Vec<u64>), VmError> {
     let mapped = Arc::new(Mapped::new(FAULT_PAGES, memfd, false)?);
     let lazy = mapped.lazy(stripes)?;
@@ -122,7 +125,8 @@ fn faults(threads: u64, stripes: usize, memfd: bool) -> Result<(f64, Vec<u64>), 
         let touch = |thread: u64| {
             let mapped = &mapped;
             move || {
-                // An odd step meets every page of the (even) number once before it repeats; each thread has its residue.
+                // An odd step visits every page of the (even) number once before it repeats. Each
+                // thread has its own residue.
                 let pages = FAULT_PAGES / threads;
                 let touch = |index: u64| {
                     let page = index * 26_357 % pages * threads + thread;
@@ -166,7 +170,7 @@ fn fault_table(memfd: bool) -> Result<(), VmError> {
     Ok(())
 }
 
-/// Milliseconds to begin and to end.
+/// Returns the times to begin and to end, in ms.
 fn begin(
     stripes: usize,
     memfd: bool,

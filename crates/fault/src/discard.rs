@@ -1,4 +1,4 @@
-//! Making pages missing.
+//! Dropping pages, so that they are missing.
 
 use crate::error::FaultError;
 use crate::region::{Backing, LazyRegion};
@@ -8,24 +8,26 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::PageRun;
 use vmferry_sys::{mapping, memfd};
 
-/// Drops the pages of `missing` from `region`, run by run, whatever they held.
+/// Drops the pages of `missing` from `region`, run by run, whatever their content.
 ///
-/// Anonymous pages are gone after `MADV_DONTNEED`, present, swapped out or part of a huge page (whose mapping is split,
-/// once). A part of a memfd's huge page may stay, as zeros, if that page is in use; then no fault would ever come for it
-/// and the guest would read the zeros, so the file is asked, and staying is an error.
+/// Anonymous pages are gone after `MADV_DONTNEED`, whether they were present, swapped out or part
+/// of a huge page (whose mapping is split once). A part of a memfd's huge page may stay, as zeros,
+/// if the huge page is in use. No fault would occur for that part, and the guest would read the
+/// zeros. Therefore the function checks the file and returns an error if pages stay.
 ///
-/// A memfd's pages take their time: 1 GiB of them in one run 162 ms on the two-core test host. Several threads do not help,
-/// because the file's lock lets one in at a time (two: 177 ms), nor do smaller pieces (2 MiB: 171 to 211 ms, 4 KiB:
-/// 1.2 s) or unmapping first (178 ms, 37 of them for the mapping). So each run goes in one call.
+/// Dropping pages of a memfd is slow: 162 ms for 1 GiB in one run on the two-core test host.
+/// Several threads do not help, because the lock of the file admits one at a time (two threads: 177
+/// ms). Smaller pieces do not help either (2 MiB: 171 to 211 ms, 4 KiB: 1.2 s), nor does unmapping
+/// first (178 ms, 37 of them for the mapping). Therefore each run takes one call.
 ///
 /// # Safety
-/// No Rust reference covers the region's bytes, and what they held may be lost.
+/// No Rust reference covers the region's bytes, and their content may be lost.
 pub(crate) unsafe fn discard(region: &LazyRegion, place: &Place, missing: &Bitmap) -> Result<(), FaultError> {
     for run in missing.runs().map(PageRun::from) {
         match &region.backing {
             Backing::Anonymous => {
-                // SAFETY: the run lies in the region (the bitmap has its length), which is private and anonymous as its
-                // backing says; the rest is the caller's promise.
+                // SAFETY: the run lies in the region (the bitmap has its length), which is private
+                // and anonymous, as its backing says. The caller guarantees the rest.
                 let dropped = unsafe { mapping::drop_pages(place.span(run)) };
                 dropped.map_err(FaultError::host(region.id))?;
             }
@@ -35,14 +37,15 @@ pub(crate) unsafe fn discard(region: &LazyRegion, place: &Place, missing: &Bitma
                     return Err(FaultError::Sticky { region: region.id, run });
                 }
             }
-            // Nothing is dropped: `huge` takes them out of the mapping.
+            // Nothing is dropped here: `huge` removes the pages from the mapping.
             Backing::HugeMemfd { .. } => {}
         }
     }
     Ok(())
 }
 
-/// Punches until the pages are gone: who holds a huge page (a `readv` under way, the kernel's own scans) lets it go soon.
+/// Punches until the pages are gone, and returns whether they are. A user of a huge page (a running
+/// `readv`, a scan of the kernel) releases it soon.
 fn punch(
     file: std::os::fd::BorrowedFd<'_>,
     bytes: std::ops::Range<u64>,

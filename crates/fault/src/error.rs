@@ -1,119 +1,117 @@
-//! What goes wrong with missing pages.
+//! Errors of demand paging.
 
 use vmferry_core::{MAX_REGIONS, PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
-/// Why pages cannot come while the guest runs.
+/// Error of demand paging.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultError {
-    /// The host cannot do it for this guest at all.
-    #[error("pages cannot come while the guest runs: {0}")]
+    /// The host does not support demand paging for this guest.
+    #[error("demand paging is not possible: {0}")]
     Unavailable(#[source] SysError),
     /// The host refused a step.
     #[error("{region}: {source}")]
     Host {
-        /// The region that it was about.
+        /// Region of the step.
         region: RegionId,
-        /// What the host said.
+        /// Error that the host returned.
         source: SysError,
     },
-    /// A stripe's userfaultfd gives no answer.
-    #[error("waiting for faults of stripe {stripe}: {source}")]
+    /// Waiting for faults on the userfaultfd of a shard failed.
+    #[error("waiting for faults of shard {stripe}: {source}")]
     Wait {
-        /// Which.
+        /// Number of the shard.
         stripe: usize,
-        /// What the host said.
+        /// Error that the host returned.
         source: std::io::Error,
     },
-    /// The regions cannot be one guest's memory.
+    /// The regions cannot be the memory of one guest.
     #[error(
         "missing pages need 1 to {MAX_REGIONS} regions of whole pages that do not overlap, each id once; not {0}"
     )]
     Regions(String),
-    /// A stripe that does not exist.
-    #[error("there is no stripe {stripe}, only {have}")]
+    /// The shard does not exist.
+    #[error("there is no shard {stripe}, only {have}")]
     NoStripe {
-        /// Which.
+        /// Number of the shard.
         stripe: usize,
-        /// How many there are.
+        /// Number of shards.
         have: usize,
     },
-    /// A region that is not there.
-    #[error("{0} is not among the memory whose pages may be missing")]
+    /// The region does not exist.
+    #[error("{0} is not a region of the memory for demand paging")]
     NoRegion(RegionId),
-    /// Pages that the region does not have.
+    /// The region does not have the pages.
     #[error("{region} has {have} pages, not {run}")]
     NoPages {
-        /// The region.
+        /// Region of the request.
         region: RegionId,
-        /// How many pages it has.
+        /// Number of pages of the region.
         have: u64,
-        /// The pages asked for.
+        /// Requested pages.
         run: PageRun,
     },
-    /// Content whose length is not that of its pages.
+    /// The length of the content differs from the length of its pages.
     #[error("{run} of {region} are {} bytes, but {bytes} were given", run.bytes())]
     Content {
-        /// The region.
+        /// Region of the pages.
         region: RegionId,
-        /// The pages.
+        /// Pages to place.
         run: PageRun,
-        /// How many bytes came.
+        /// Number of bytes that were given.
         bytes: usize,
     },
-    /// A set of pages that is not of this memory.
-    #[error("{region} has {have} pages, but the set of missing pages speaks of {bits}")]
+    /// The set of pages belongs to other memory.
+    #[error("{region} has {have} pages, but the set of missing pages covers {bits}")]
     Length {
-        /// The region.
+        /// Region with the mismatch.
         region: RegionId,
-        /// How many pages it has.
+        /// Number of pages of the region.
         have: u64,
-        /// How many the set speaks of.
+        /// Number of pages that the set covers.
         bits: u64,
     },
-    /// It was begun already.
-    #[error("pages are missing already; end that first")]
+    /// Demand paging has already begun.
+    #[error("demand paging has already begun; end it first")]
     Begun,
-    /// A page came although none is missing.
-    #[error("no page of {0} is missing: begin first")]
+    /// A page was placed although demand paging has not begun.
+    #[error("no page of {0} is missing: begin demand paging first")]
     NotBegun(RegionId),
     /// Huge pages cannot be mapped a second time.
-    #[error(
-        "{region}: its huge pages cannot be mapped a second time, to be written before the guest sees them: {source}"
-    )]
+    #[error("{region}: its huge pages cannot be mapped a second time, as placing pages requires: {source}")]
     Alias {
-        /// The region.
+        /// Region of the huge pages.
         region: RegionId,
-        /// What the host said.
+        /// Error that the host returned.
         source: std::io::Error,
     },
-    /// A page of a memfd that does not go away.
+    /// A page of a memfd stays after it was dropped.
     #[error(
         "{region}: {run} cannot be dropped: a huge page of the memfd is in use; set \
          /sys/kernel/mm/transparent_hugepage/shmem_enabled to never, or use anonymous memory"
     )]
     Sticky {
-        /// The region.
+        /// Region of the pages.
         region: RegionId,
-        /// The pages.
+        /// Pages that stay.
         run: PageRun,
     },
     /// The mapping changed at every attempt to place a page.
-    #[error("{region}: {page:#x} cannot be placed: the mapping is being changed all the time")]
+    #[error("{region}: {page:#x} cannot be placed: the mapping changed at every attempt")]
     Unstable {
-        /// The region.
+        /// Region of the page.
         region: RegionId,
-        /// The index of the page.
+        /// Index of the page.
         page: u64,
     },
-    /// A fault outside the memory that was registered.
+    /// The host reported a fault outside the registered memory.
     #[error("the host reports a fault at {0:#x}, which is not guest memory")]
     Stray(u64),
 }
 
 impl FaultError {
-    /// For `map_err`: `source`, about `region`.
+    /// Returns a function for `map_err` that wraps an error of the host about `region`.
     pub(crate) fn host(region: RegionId) -> impl FnOnce(SysError) -> Self {
         move |source| Self::Host { region, source }
     }

@@ -1,13 +1,16 @@
-//! Memory made of huge pages (hugetlbfs): its 4 KiB pages come one by one, and a huge page is shown when it is whole.
+//! Demand paging for memory made of huge pages (hugetlbfs): the 4 KiB pages arrive one by one, and
+//! a huge page is mapped when it is complete.
 //!
-//! The kernel maps a huge page whole or not at all, so a page that comes cannot be placed where the guest sees it. It is
-//! written through a second mapping of the same file, the alias, which makes no faults; when nothing of a huge page is
-//! missing any more it is mapped where it belongs (`UFFDIO_CONTINUE`), and who sleeps there wakes.
+//! The kernel maps a huge page as a whole or not at all, so an arriving page cannot be placed where
+//! the guest sees it. The page is written through a second mapping of the same file, the alias,
+//! which raises no faults. When no page of a huge page is missing any more, the huge page is mapped
+//! for the guest (`UFFDIO_CONTINUE`), and the threads that sleep on it wake.
 //!
-//! # Never overwritten, never shown before it is whole
-//! A page is taken out of `untaken` by one thread, which writes it and then counts it off `left`, with release; who brings
-//! `left` to 0, with acquire, shows the huge page. So whatever comes twice is written once, and nobody writes a page that
-//! the guest may see.
+//! # Pages are never overwritten and never visible before their huge page is complete
+//! One thread takes a page out of `untaken`, writes it, and then decrements `left` with release
+//! ordering. The thread that decrements `left` to 0, with acquire ordering, maps the huge page.
+//! Therefore a page that arrives twice is written once, and no thread writes a page that the guest
+//! may see.
 
 use crate::error::FaultError;
 use crate::region::{Backing, LazyRegion};
@@ -21,54 +24,57 @@ use vmferry_bitmap::{Bitmap, ClaimBitmap};
 use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageRun, Placed, RegionId, Window};
 use vmferry_sys::{mapping, memfd};
 
-/// 4 KiB pages of a huge page of 2 MiB, the only size here.
+/// Number of 4 KiB pages in a huge page of 2 MiB, the only supported size.
 pub(crate) const BLOCK_PAGES: u64 = 512;
-/// Bytes of a huge page.
+/// Number of bytes in a huge page.
 const BLOCK_BYTES: u64 = BLOCK_PAGES * PAGE_SIZE;
 
-/// A region of huge pages.
+/// Region of huge pages.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     id: RegionId,
     file: Arc<OwnedFd>,
     offset: u64,
     alias: Alias,
-    /// While pages are missing. Locked for reading by who places, which excludes nobody but the beginning and the end.
+    /// State while pages are missing. Threads that place pages lock it for reading, which excludes
+    /// only `begin` and `end`.
     missing: RwLock<Option<Missing>>,
 }
 
-/// For each block: 0 <= pages of it in `untaken` <= its `left`.
+/// State of the missing pages. For each block: 0 <= number of its pages in `untaken` <= its `left`.
 #[derive(Debug)]
 struct Missing {
-    /// Missing pages that nobody has begun to write.
+    /// Missing pages that no thread has begun to write.
     untaken: ClaimBitmap,
-    /// Missing pages of each block that have not been written.
+    /// Number of missing pages of each block that have not been written.
     left: Vec<AtomicU64>,
-    /// Blocks that the file is known to have.
+    /// Blocks that are known to be allocated in the file.
     there: Vec<AtomicBool>,
 }
 
-/// The second mapping.
+/// Second mapping of the file.
 #[derive(Debug)]
 struct Alias {
     start: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: an address range, reached by raw pointers only (`Window`), which any thread may use.
+// SAFETY: the value holds an address range that is accessed through raw pointers only (`Window`),
+// which any thread may use.
 unsafe impl Send for Alias {}
-// SAFETY: as above.
+// SAFETY: the value holds an address range that is accessed through raw pointers only (`Window`),
+// which any thread may use.
 unsafe impl Sync for Alias {}
 
 impl Drop for Alias {
     fn drop(&mut self) {
-        // SAFETY: mapped by `Blocks::new`, and nobody keeps its address.
+        // SAFETY: mapped by `Blocks::new`, and no other value keeps its address.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.len) };
     }
 }
 
 impl Blocks {
-    /// Those of `region`; `None` if it is not made of huge pages.
+    /// Returns the blocks of `region`, or `None` if it is not made of huge pages.
     pub(crate) fn new(region: &LazyRegion) -> Result<Option<Self>, FaultError> {
         let Backing::HugeMemfd { file, offset } = &region.backing else { return Ok(None) };
         let id = region.id;
@@ -83,8 +89,9 @@ impl Blocks {
         }
         let len = usize::try_from(region.len).map_err(|_| failed(rustix::io::Errno::NOMEM))?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice. It takes nothing from the host's pool: what the
-        // file lacks is asked for by `memfd::populate`, which can be refused, before it is touched.
+        // SAFETY: a new mapping at an address that the kernel chooses. The mapping reserves nothing
+        // from the host's pool: `memfd::populate`, which may fail, allocates a page before it is
+        // accessed.
         let start = unsafe {
             let flags = MapFlags::SHARED | MapFlags::NORESERVE;
             rustix::mm::mmap(std::ptr::null_mut(), len, access, flags, file, *offset)
@@ -94,21 +101,24 @@ impl Blocks {
         Ok(Some(Self { id, file: Arc::clone(file), offset: *offset, alias, missing: RwLock::new(None) }))
     }
 
-    /// The pages of `missing` are missing from now on, and with each all of its huge page is out of the mapping at `place`,
-    /// which is registered.
+    /// Makes the pages of `missing` missing. Each huge page with a missing page is removed from the
+    /// mapping at `place`, which is registered.
     ///
     /// # Safety
-    /// No Rust reference covers the region's bytes, which `place` says where they are mapped.
+    /// No Rust reference covers the region's bytes, and `place` has the addresses at which they are
+    /// mapped.
     pub(crate) unsafe fn begin(&self, place: &Place, missing: &Bitmap) -> Result<(), FaultError> {
         let block = |number| number * BLOCK_PAGES..(number + 1) * BLOCK_PAGES;
         let blocks = 0..place.pages / BLOCK_PAGES;
         let left: Vec<u64> = blocks.map(|number| missing.count_range(block(number))).collect();
         let mut first = 0;
-        // In runs of blocks: each call excludes all faults of this process for a moment.
+        // One call for each run of blocks: each call blocks all faults of this process for a
+        // moment.
         for blocks in left.chunk_by(|one, next| (*one > 0) == (*next > 0)) {
             let end = first + blocks.len() as u64 * BLOCK_PAGES;
             if blocks[0] > 0 {
-                // SAFETY: a shared mapping of the file (as its backing says); the rest is the caller's promise.
+                // SAFETY: a shared mapping of the file (as its backing says). The caller guarantees
+                // the rest.
                 let unmapped = unsafe { mapping::unmap_pages(place.span((first..end).into())) };
                 unmapped.map_err(FaultError::host(self.id))?;
             }
@@ -122,11 +132,12 @@ impl Blocks {
         Ok(())
     }
 
-    /// What is still missing reads as zeros from now on, when the region is given back.
+    /// Ends demand paging for the region: pages that are still missing read as zeros after the
+    /// region was unregistered.
     pub(crate) fn end(&self) -> Result<(), FaultError> {
         let mut missing = self.missing.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(missing) = &*missing {
-            // What a page held before it was missing is still in the file.
+            // The file still has the content that a page had before it was missing.
             for run in missing.untaken.snapshot().runs().map(PageRun::from) {
                 let start = self.offset + run.first.offset();
                 memfd::erase(self.file.as_fd(), start..start + run.bytes())
@@ -137,8 +148,9 @@ impl Blocks {
         Ok(())
     }
 
-    /// Writes the pages of `run`, which exist: `bytes`, or zeros. Calls `show` for each huge page that is whole now, or was
-    /// before (then somebody may sleep who was not woken).
+    /// Writes `bytes`, or zeros, to the pages of `run`, which exist. Calls `show` for each huge
+    /// page that is complete now or was complete before (a thread may sleep on it that was not
+    /// woken).
     pub(crate) fn place(
         &self,
         run: PageRun,
@@ -169,7 +181,8 @@ impl Blocks {
         Ok(placed)
     }
 
-    /// Writes those pages of `part`, in block `number`, that nobody has taken; says how many those were.
+    /// Writes the pages of `part`, in block `number`, that no thread has taken, and returns their
+    /// number.
     fn write(
         &self,
         missing: &Missing,
@@ -181,7 +194,8 @@ impl Blocks {
             return Ok(0);
         }
         self.populate(missing, number)?;
-        // SAFETY: the alias is mapped, readable and writable, for as long as self lives, and reached by windows only.
+        // SAFETY: the alias is mapped, readable and writable, for as long as `self` lives, and is
+        // accessed through windows only.
         let window = unsafe { Window::new(self.alias.start, self.alias.len) };
         let mut written = 0;
         for (index, page) in part.enumerate() {
@@ -192,14 +206,14 @@ impl Blocks {
             let bytes = content.map_or(&[0; PAGE_BYTES][..], |content| &content[index * PAGE_BYTES..]);
             match bytes.first_chunk() {
                 Some(bytes) => window.write_page(own, bytes),
-                None => unreachable!("`content` is as long as its pages"),
+                None => unreachable!("`content` has the length of its pages"),
             }
             written += 1;
         }
         Ok(written)
     }
 
-    /// Sees to it that the file has block `number`.
+    /// Allocates block `number` in the file.
     fn populate(&self, missing: &Missing, number: usize) -> Result<(), FaultError> {
         if !missing.there[number].load(Ordering::Acquire) {
             let start = self.offset + number as u64 * BLOCK_BYTES;
@@ -211,7 +225,7 @@ impl Blocks {
     }
 }
 
-/// The block that `page` is in.
+/// Returns the block that contains `page`.
 pub(crate) fn block_of(page: u64) -> PageRun {
     let first = page / BLOCK_PAGES * BLOCK_PAGES;
     PageRun::from(first..first + BLOCK_PAGES)

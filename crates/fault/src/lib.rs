@@ -1,5 +1,6 @@
-//! Demand paging for guest memory: [`UffdMemory`] implements [`LazyMemory`](vmferry_core::LazyMemory) by userfaultfd, for memory that is
-//! mapped in this process. Postcopy and lazy restores need it.
+//! Demand paging for guest memory: [`UffdMemory`] implements
+//! [`LazyMemory`](vmferry_core::LazyMemory) with userfaultfd, for memory that is mapped in this
+//! process. Postcopy and lazy restores need it.
 //!
 //! ```no_run
 //! use std::os::fd::OwnedFd;
@@ -25,12 +26,14 @@
 //! ```
 //!
 //! # Faults do not wait for each other
-//! An access to a missing page makes a message on the userfaultfd of the page's stripe. One thread reads the messages of a stripe.
-//! Placing a page takes no lock of this crate. A lock is taken only when paging begins or ends.
+//! The pages are divided into shards (`stripes` in names). Each shard has its own userfaultfd. An
+//! access to a missing page creates a message on the userfaultfd of the page's shard, and one
+//! thread reads the messages of a shard. Placing a page takes no lock of this crate. A lock is
+//! taken only when demand paging begins or ends.
 //!
-//! # What is not seen
-//! An access through another mapping of the memfd, in this process or another, makes no fault. Only the mappings that are given to
-//! this crate do.
+//! # Accesses that are not detected
+//! An access through another mapping of the memfd, in this process or another, raises no fault.
+//! Only the mappings that are given to this crate raise faults.
 
 mod discard;
 mod error;

@@ -1,4 +1,4 @@
-//! Memory with missing pages.
+//! Guest memory with missing pages.
 
 use crate::discard::discard;
 use crate::error::FaultError;
@@ -23,28 +23,31 @@ use vmferry_thread::VcpuThreads;
 
 const _: () = assert!(SYS_PAGE == PAGE_SIZE);
 
-/// Most stripes: more threads than this do not make one host's faults faster.
+/// Maximum number of shards: more threads do not make the faults of one host faster.
 const MAX_STRIPES: usize = 16;
-/// The longest that a waiting thread sleeps without a look at whether it was interrupted; only for the case that
-/// several threads wait for one stripe, where one's return can hide the interrupt from another.
+/// Maximum time for which a waiting thread sleeps without a check for an interrupt. It matters only
+/// if several threads wait for one shard: the return of one thread can hide the interrupt from
+/// another.
 const LOOK: Duration = Duration::from_millis(100);
-/// How missing pages are handled.
+/// Options of [`UffdMemory`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct UffdOptions {
-    /// Streams of faults, 1 to 16.
+    /// Number of shards, 1 to 16. Each shard is a separate stream of faults.
     pub stripes: usize,
-    /// Whether only user-mode code of this process touches the memory. A KVM guest's memory is touched by KVM, and device
-    /// models let the kernel touch it (`readv`); without this their faults are seen too, which takes a permission.
+    /// True if only user-mode code of this process touches the memory. KVM touches the memory of a
+    /// KVM guest, and device models let the kernel touch it (`readv`). With `false`, these faults
+    /// are received too, which needs a permission.
     pub user_mode_only: bool,
-    /// Ask for huge pages again at the end.
+    /// True to allow huge pages again after demand paging has ended.
     pub huge_pages: bool,
-    /// Which threads are vCPUs.
+    /// Thread ids of the vCPUs.
     pub threads: Arc<VcpuThreads>,
 }
 
 impl UffdOptions {
-    /// For a guest whose vCPUs are `threads`: a stripe for each CPU of the host, at most 4; no huge pages at the end.
+    /// Returns the options for a guest whose vCPUs are `threads`: one shard for each CPU of the
+    /// host, at most 4, and no huge pages at the end.
     #[must_use]
     pub fn new(threads: Arc<VcpuThreads>) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -52,42 +55,43 @@ impl UffdOptions {
     }
 }
 
-/// One stream of faults.
+/// State of one shard.
 #[derive(Debug)]
 struct Stripe {
     uffd: Userfaultfd,
-    /// Readable while an interrupt is to be noticed.
+    /// Eventfd that is readable while an interrupt is pending.
     bell: OwnedFd,
-    /// The last interrupt that a call noticed.
+    /// Number of the last interrupt that a call noticed.
     seen: AtomicU64,
-    /// Calls of `next_fault` that are under way.
+    /// Number of running calls of `next_fault`.
     readers: AtomicU32,
 }
 
-/// Memory mapped in this process whose pages may be missing.
+/// Guest memory that is mapped in this process and whose pages may be missing.
 #[derive(Debug)]
 pub struct UffdMemory {
     /// Not dropped while a guest lacks pages: closing a userfaultfd wakes the threads that wait for pages, with zeros.
     stripes: ManuallyDrop<Vec<Stripe>>,
     map: Stripes,
-    /// As they were given.
+    /// Regions in the order in which they were given.
     regions: Vec<LazyRegion>,
-    /// For each of `regions`, its huge pages if it is made of such.
+    /// Huge pages of each region in `regions`, or `None` if the region is not made of huge pages.
     blocks: Vec<Option<Blocks>>,
-    /// For each of `regions`, whether the kernel places zeros in it.
+    /// For each region in `regions`, true if the kernel can place zeros in it.
     zeroable: Vec<AtomicBool>,
     huge_pages: bool,
     threads: Arc<VcpuThreads>,
-    /// How many interrupts there were.
+    /// Number of interrupts so far.
     interrupts: AtomicU64,
-    /// Whether pages are missing. Not on the way of a fault: written by `begin` and `end`, read by who looks at guest memory
-    /// and must not sleep ([`UffdMemory::look`]).
+    /// State of demand paging. The path of a fault does not use it: `begin`, `started` and `end`
+    /// write it, and threads that read guest memory and must not sleep lock it for reading
+    /// ([`UffdMemory::look`]).
     begun: RwLock<Faults>,
     /// Keeps the mappings, and is dropped after everything else, or with `stripes` never.
     _owner: ManuallyDrop<Arc<dyn Any + Send + Sync>>,
 }
 
-/// Whether an access to a page that is not there waits for it.
+/// State of demand paging: whether an access to a missing page waits for the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Faults {
     Off,
@@ -98,15 +102,17 @@ enum Faults {
 }
 
 impl UffdMemory {
-    /// Prepares for missing pages of `regions`; nothing changes for them until
+    /// Prepares demand paging for `regions`. The regions do not change before
     /// [`begin`](LazyMemory::begin).
     ///
     /// # Errors
-    /// If the host cannot do it: what is missing, and how to permit it. If the regions cannot be one guest's memory.
+    /// Returns an error if the host does not support demand paging or this user has no permission;
+    /// the error says how to grant it. Also if the regions cannot be the memory of one guest.
     ///
     /// # Safety
-    /// As long as `owner` lives, the regions are mapped where they say, made of what they say, and no Rust reference
-    /// covers their bytes, other than to atomics: their content may be dropped and replaced.
+    /// As long as `owner` lives, the regions are mapped at the given addresses and have the given
+    /// backing. No Rust reference covers their bytes, except references to atomics: the content may
+    /// be dropped and replaced.
     pub unsafe fn new(
         regions: Vec<LazyRegion>,
         owner: Arc<dyn Any + Send + Sync>,
@@ -148,26 +154,29 @@ impl UffdMemory {
         })
     }
 
-    /// Calls `read` if all pages of `run` are there, and keeps it so until `read` returns: whoever only wants to look at
-    /// guest memory does it in here and never sleeps (hazards.md 18). `None` if a page is missing, or the host does not say.
+    /// Calls `read` if all pages of `run` are present, and keeps them present until `read` returns.
+    /// Returns `None` if a page is missing or the host does not report the state.
     ///
-    /// A page that is there stays: only `begin` drops pages, and waits for `read`. (Of a memfd, "there" is what the file
-    /// holds; the first touch through this mapping is then no fault for us.)
+    /// A thread that reads guest memory and must not sleep uses this function (hazards.md 18). A
+    /// present page stays present: only `begin` drops pages, and `begin` waits for `read`. In a
+    /// memfd, a page is present if the file has it. The first access through this mapping then
+    /// raises no fault that this crate handles.
     pub fn look<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
         let there = *begun == Faults::Off || self.there(region, run).unwrap_or(false);
         there.then(read)
     }
 
-    /// Calls `change` if no page can be missing, neither because it never came nor because it was dropped, and keeps it so until
-    /// `change` returns; `None` between `begin` and `end`.
+    /// Calls `change` if no page can be missing, and keeps this state until `change` returns.
+    /// Returns `None` between `begin` and `end`.
     pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
         (*begun == Faults::Off).then(change)
     }
 
-    /// Whether pages are missing and nobody waits for faults on them at this moment. Who has just read one and places its page
-    /// does not count, so one look means little.
+    /// Returns whether demand paging is active while no thread waits for its faults. A thread that
+    /// has read a fault and places its page does not count as waiting, so a single result means
+    /// little.
     pub(crate) fn lacks_server(&self) -> bool {
         let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
         begun != Faults::Off && self.stripes.iter().all(|stripe| stripe.readers.load(Ordering::Relaxed) == 0)
@@ -177,7 +186,8 @@ impl UffdMemory {
         let place = self.map.with_pages(id, run)?;
         let mut found = 0;
         match &self.regions[place.position].backing {
-            // What a file of huge pages has may not be mapped here, and then a touch is a fault.
+            // Pages that a file of huge pages has may not be mapped, and an access to them is then
+            // a fault.
             Backing::Anonymous | Backing::HugeMemfd { .. } => {
                 let map = pagemap::Pagemap::own().map_err(FaultError::host(id))?;
                 map.for_each_populated_entry(place.span(run), |pages| found += pages.end - pages.start)
@@ -204,9 +214,10 @@ impl UffdMemory {
         Ok(())
     }
 
-    /// In this order (hazards.md 17): forbid huge pages, because one that the kernel makes of a few placed pages would fill
-    /// the missing ones between them with zeros; register, so that whoever touches a page from then on waits; and only
-    /// then drop, because what is touched after it was dropped and before it is registered would be there, as zeros.
+    /// The order matters (hazards.md 17). First forbid huge pages: a huge page that the kernel
+    /// makes of a few placed pages would fill the missing ones between them with zeros. Then
+    /// register, so that every later access to a missing page waits. Only then drop: a page that is
+    /// accessed after it was dropped and before it is registered would be present, as zeros.
     fn prepare(&self, missing: &PageSet) -> Result<(), FaultError> {
         for place in self.map.places() {
             let host = FaultError::host(place.id);
@@ -226,8 +237,8 @@ impl UffdMemory {
         }
         for (id, bits) in missing.iter() {
             let place = self.map.region(id)?;
-            // SAFETY: `new`'s caller keeps the mappings, and vouches for their backing and that no reference covers
-            // them; whoever calls `begin` wants the pages to be missing.
+            // SAFETY: the caller of `new` keeps the mappings and guarantees their backing and that
+            // no reference covers them. The caller of `begin` wants the pages to be missing.
             unsafe {
                 match &self.blocks[place.position] {
                     Some(blocks) => blocks.begin(place, bits)?,
@@ -238,7 +249,8 @@ impl UffdMemory {
         Ok(())
     }
 
-    /// Gives everything back, as far as the host lets us; the first error. Whoever sleeps wakes.
+    /// Unregisters all memory, as far as the host permits, and returns the first error. Sleeping
+    /// threads wake.
     fn release(&self) -> Result<(), FaultError> {
         let mut result = Ok(());
         for place in self.map.places() {
@@ -275,8 +287,9 @@ impl UffdMemory {
         let before = self.interrupts.load(Ordering::Acquire);
         let mut waits = stripe.seen.swap(before, Ordering::AcqRel) == before;
         if !waits {
-            // Noticed by this call, and by those that wait already, whether they find the bell still ringing or not. An
-            // interrupt between the load and this may lose its ring: its number is found below.
+            // The interrupt is noticed by this call and by the calls that wait already, whether
+            // they still find the eventfd readable or not. An interrupt between the load and this
+            // read may lose its signal, but its number is found below.
             let _ = rustix::io::read(&stripe.bell, &mut [0; 8]);
         }
         loop {
@@ -284,7 +297,7 @@ impl UffdMemory {
                 Ok(Some(Event::Fault { address, write, thread })) => {
                     return self.fault(index, address, write, thread).map(Some);
                 }
-                // Of a feature that was not asked for.
+                // Message of a feature that was not requested.
                 Ok(Some(_)) => continue,
                 Ok(None) => {}
                 Err(error) if error.errno() == Some(libc::EINTR) => continue,
@@ -317,13 +330,13 @@ impl UffdMemory {
     }
 }
 
-/// A kernel without huge pages has none to forbid.
+/// Ignores the error of a kernel without huge pages, which has none to forbid.
 fn no_such_thing(error: vmferry_sys::SysError) -> Result<(), vmferry_sys::SysError> {
     if error.errno() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }
 
 impl Stripe {
-    /// Sleeps until there is a fault or an interrupt, or for `time`.
+    /// Sleeps until a fault or an interrupt arrives, or for `time`.
     fn sleep(&self, time: Duration) -> std::io::Result<()> {
         let mut fds = [
             PollFd::from_borrowed_fd(self.uffd.as_fd(), PollFlags::IN),
@@ -368,7 +381,7 @@ impl LazyMemory for UffdMemory {
         }
         self.check(missing)?;
         if let Err(error) = self.prepare(missing) {
-            // What was registered is given back; the error that counts is the first.
+            // Unregister the part that was registered. The first error is returned.
             let _ = self.release();
             return Err(error.into());
         }
@@ -378,7 +391,7 @@ impl LazyMemory for UffdMemory {
 
     fn started(&self) {
         let mut begun = self.begun.write().unwrap_or_else(PoisonError::into_inner);
-        // The last page may have come before this call.
+        // The last page may have arrived before this call.
         if *begun == Faults::On {
             self.threads.prefer_latency(true);
             *begun = Faults::OfGuest;
@@ -394,10 +407,11 @@ impl LazyMemory for UffdMemory {
     }
 
     fn interrupt(&self) {
-        // The number first: whoever hears the bell finds it.
+        // The number is increased first: a thread that finds the eventfd readable then also finds
+        // the number.
         self.interrupts.fetch_add(1, Ordering::AcqRel);
         for stripe in self.stripes.iter() {
-            // Fails only if 2^64 - 2 rings were not heard.
+            // The write fails only if 2^64 - 2 signals were not read.
             let _ = rustix::io::write(&stripe.bell, &1_u64.to_ne_bytes());
         }
     }
@@ -429,7 +443,7 @@ impl LazyMemory for UffdMemory {
         if *begun == Faults::Off {
             return Ok(());
         }
-        // After an error it can be tried again: what is given back already is so again without harm.
+        // After an error, `end` can be called again: unregistering memory twice does no harm.
         self.release()?;
         if *begun == Faults::OfGuest {
             self.threads.prefer_latency(false);
@@ -451,7 +465,7 @@ impl Drop for UffdMemory {
             );
             return;
         }
-        // An error leaves nothing to do: closing the descriptors gives back what is left.
+        // An error needs no handling: closing the descriptors unregisters the rest.
         let _ = self.end();
         // SAFETY: this is the only place that drops them, and nothing uses them afterwards.
         unsafe {

@@ -7,27 +7,28 @@ use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageRun, Placed};
 use vmferry_sys::uffd::Userfaultfd;
 
-/// How often placing a page is tried while its mapping is being changed: with [`PAUSE`] between, a tenth of a second.
+/// Maximum number of attempts to place a page while its mapping is being changed: with [`PAUSE`]
+/// between them, a tenth of a second.
 const ATTEMPTS: u32 = 1000;
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// What is placed.
+/// Content to place.
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
-    /// These bytes.
+    /// The given bytes.
     Bytes(&'a [u8]),
-    /// Zeros.
+    /// Zeros, placed by the kernel.
     Zeros,
-    /// Zeros, by copies of a page of zeros.
+    /// Zeros, placed as copies of a page of zeros.
     CopiedZeros,
 }
 
 impl<'a> Source<'a> {
-    /// The content of `part` out of that of `run`, in which it lies.
+    /// Returns the content of `part`, which lies in `run`, out of the content of `run`.
     pub(crate) fn part(self, run: PageRun, part: PageRun) -> Self {
         match self {
             Self::Bytes(bytes) => {
-                // Both fit: `bytes` is as long as `run`.
+                // Both indexes fit: `bytes` is as long as `run`.
                 let at =
                     |page: u64| usize::try_from((page - run.first.0) << PAGE_SHIFT).unwrap_or(usize::MAX);
                 Self::Bytes(&bytes[at(part.first.0)..at(part.end())])
@@ -36,10 +37,11 @@ impl<'a> Source<'a> {
         }
     }
 
-    /// Places at the addresses `span`, of which it starts `done` bytes into this source; as many as the host does at once.
+    /// Places the content that starts `done` bytes into this source at the addresses `span`.
+    /// Returns the number of bytes that the host placed at once.
     ///
     /// # Safety
-    /// As for [`Userfaultfd::copy`].
+    /// The contract of [`Userfaultfd::copy`].
     unsafe fn place(
         self,
         uffd: &Userfaultfd,
@@ -47,7 +49,7 @@ impl<'a> Source<'a> {
         done: usize,
     ) -> Result<u64, vmferry_sys::SysError> {
         static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees the contract of this function.
         unsafe {
             match self {
                 Self::Bytes(bytes) => uffd.copy(span.start, &bytes[done..]),
@@ -58,10 +60,11 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Places `part`, all of it in the stripe of `uffd`. The kernel stops at the first page that is there already, having said
-/// how much it placed: such pages are stepped over.
+/// Places `part`, which lies in the shard of `uffd`. The kernel stops at the first present page and
+/// reports how much it placed. Present pages are skipped.
 ///
-/// 0 <= pages placed + pages there <= part.count, and every page below `at` is one or the other.
+/// Invariant: 0 <= placed pages + present pages <= part.count, and every page below `at` is one or
+/// the other.
 pub(crate) fn fill_part(
     uffd: &Userfaultfd,
     place: &Place,
@@ -71,17 +74,19 @@ pub(crate) fn fill_part(
 ) -> Result<(), FaultError> {
     let span = place.span(part);
     let mut at = span.start;
-    // Pages that were there, from this address on up to `at`, whose sleepers are still to be woken.
+    // First address of the present pages up to `at` whose sleeping threads must still be woken.
     let mut there = None;
     let mut attempts = 0;
     let wake = |there: &mut Option<u64>, at: u64| match there.take() {
-        // Somebody else placed the page and woke who slept on it; but who put it into a memfd by another way did not.
+        // Another thread that placed the page has woken the threads that slept on it. A writer that
+        // put the page into a memfd through another mapping has not.
         Some(from) => uffd.wake(from..at).map_err(FaultError::host(place.id)),
         None => Ok(()),
     };
     while at < span.end {
         let done = usize::try_from(at - span.start).unwrap_or(usize::MAX);
-        // SAFETY: inside a region for which `UffdMemory::new`'s caller vouches.
+        // SAFETY: the address is inside a region for which the caller of `UffdMemory::new`
+        // guarantees the contract.
         match unsafe { source.place(uffd, at..span.end, done) } {
             Ok(bytes) => {
                 wake(&mut there, at)?;
@@ -115,15 +120,18 @@ pub(crate) fn fill_part(
     wake(&mut there, at)
 }
 
-/// Maps the huge page `block` of `place`, which the file has, where it belongs, and wakes who sleeps there.
+/// Maps the huge page `block` of `place`, which the file has, and wakes the threads that sleep on
+/// it.
 pub(crate) fn show(uffd: &Userfaultfd, place: &Place, block: PageRun) -> Result<(), FaultError> {
     let span = place.span(block);
     for _ in 0..ATTEMPTS {
-        // SAFETY: inside a region for which `UffdMemory::new`'s caller vouches.
+        // SAFETY: the address is inside a region for which the caller of `UffdMemory::new`
+        // guarantees the contract.
         match unsafe { uffd.map_present(span.clone()) } {
             Ok(_) => return Ok(()),
             Err(error) => match error.errno() {
-                // Whoever mapped it woke who slept then, and not who has come to sleep since.
+                // The thread that mapped the page woke the threads that slept at that time, but not
+                // those that began to sleep since.
                 Some(libc::EEXIST) => return uffd.wake(span).map_err(FaultError::host(place.id)),
                 Some(libc::EAGAIN | libc::EINTR) => std::thread::sleep(PAUSE),
                 _ => return Err(FaultError::Host { region: place.id, source: error }),

@@ -1,4 +1,4 @@
-//! A VMM's memory with missing pages, which it may never have.
+//! Optional demand paging of a VMM's guest memory.
 
 use crate::error::FaultError;
 use crate::memory::UffdMemory;
@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use vmferry_core::{LazyMemory, PageRun, RegionId};
 use vmferry_thread::VcpuThreads;
 
-/// Where a VMM keeps its [`UffdMemory`], once somebody asked for it, and what all its threads need of it.
+/// Holder of a VMM's [`UffdMemory`], which is created on first use, and of the state that all
+/// threads of the VMM need.
 #[derive(Debug)]
 pub struct LazySlot {
     threads: Arc<VcpuThreads>,
@@ -15,22 +16,22 @@ pub struct LazySlot {
 }
 
 impl LazySlot {
-    /// An empty one, for a guest of `vcpus` vCPUs.
+    /// Creates an empty slot for a guest with `vcpus` vCPUs.
     #[must_use]
     pub fn new(vcpus: u32) -> Self {
         Self { threads: Arc::new(VcpuThreads::new(vcpus)), memory: RwLock::new(None) }
     }
 
-    /// Where vCPU threads register.
+    /// Returns the table in which vCPU threads register.
     #[must_use]
     pub fn threads(&self) -> &Arc<VcpuThreads> {
         &self.threads
     }
 
-    /// What is in it, or what `make` makes for these vCPUs.
+    /// Returns the memory in the slot, or creates it with `make` and the vCPU threads of this slot.
     ///
     /// # Errors
-    /// Those of `make`; the slot stays empty.
+    /// Returns the error of `make`. The slot then stays empty.
     pub fn get_or_make(
         &self,
         make: impl FnOnce(Arc<VcpuThreads>) -> Result<UffdMemory, FaultError>,
@@ -43,8 +44,10 @@ impl LazySlot {
         Ok(Arc::clone(memory.insert(made)))
     }
 
-    /// [`UffdMemory::look`]; without such memory nothing is ever missing. (Held while `read` runs, so that memory that
-    /// becomes lazy meanwhile waits for it.)
+    /// Calls `read` as [`UffdMemory::look`] does. In an empty slot no page is ever missing.
+    ///
+    /// The slot is locked for reading while `read` runs, so [`get_or_make`](Self::get_or_make)
+    /// waits for `read`.
     pub fn look<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match &*memory {
@@ -53,8 +56,8 @@ impl LazySlot {
         }
     }
 
-    /// Calls `change` if no page can be missing, and keeps it so until `change` returns: whoever drops pages does it in here. `None`
-    /// while pages may be missing.
+    /// Calls `change` if no page can be missing, and keeps this state until `change` returns. Code
+    /// that drops pages runs in `change`. Returns `None` while pages may be missing.
     pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match &*memory {
@@ -63,11 +66,16 @@ impl LazySlot {
         }
     }
 
-    /// Waits until a guest's vCPUs, which have been told so, have stopped; at most for `patience`, and not for one that sleeps on a
-    /// missing page that nobody brings. `stopped` says whether they have, and may wait a little for it. False if some have
-    /// not: those sleep, and [`end`](Self::end) wakes them.
+    /// Waits until the vCPUs of a guest, which were told to stop, have stopped, and returns whether
+    /// they have.
+    ///
+    /// Waits for at most `patience`, and stops waiting early if no thread serves faults: a vCPU
+    /// that sleeps on a missing page would never stop. `stopped` returns whether the vCPUs have
+    /// stopped, and may wait for the given time. After a result of false, sleeping vCPUs remain,
+    /// and [`end`](Self::end) wakes them.
     pub fn stop_or_sleep(&self, patience: Duration, mut stopped: impl FnMut(Duration) -> bool) -> bool {
-        /// Whoever serves faults is between two of them for a moment, but hardly at each of so many looks.
+        /// Number of consecutive checks without a waiting fault server. A server is between two
+        /// faults for a moment, but hardly at each of these checks.
         const LOOKS: u32 = 5;
         const BETWEEN: Duration = Duration::from_millis(4);
         let (begin, mut unserved) = (Instant::now(), 0);
@@ -82,12 +90,14 @@ impl LazySlot {
         false
     }
 
-    /// Ends it when the guest is over: whoever sleeps on a missing page wakes. Otherwise a vCPU that sleeps could not be
-    /// ended, nor could KVM get rid of a worker that sleeps for one.
+    /// Ends demand paging when the guest has ended, and wakes the threads that sleep on a missing
+    /// page. Otherwise a sleeping vCPU could not be ended, and KVM could not end a worker that
+    /// sleeps for a vCPU.
     pub fn end(&self) {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &*memory {
-            // What cannot be given back now is when its descriptors are closed.
+            // Memory that cannot be unregistered now is unregistered when its descriptors are
+            // closed.
             let _ = memory.end();
         }
     }

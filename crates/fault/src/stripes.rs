@@ -1,35 +1,38 @@
-//! Which userfaultfd a page belongs to.
+//! Assignment of pages to shards, each with its own userfaultfd.
 //!
-//! A mapping belongs to one userfaultfd, and the kernel splits a mapping at each change of owner (hazards.md 16). So regions
-//! are cut into chunks, which are dealt to the stripes in turn. Chunks are as small as a bounded number of mappings allows,
-//! so that also a small working set lies in all stripes.
+//! A mapping belongs to one userfaultfd, and the kernel splits a mapping at each change of owner
+//! (hazards.md 16). Therefore regions are cut into chunks, which are assigned to the shards in
+//! turn. Chunks are as small as the limit on mappings permits, so that even a small working set
+//! lies in all shards.
 
 use crate::error::FaultError;
 use crate::region::LazyRegion;
 use std::ops::Range;
 use vmferry_core::{MAX_PAGES, MAX_REGIONS, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
-/// Most chunks in all, and so most mappings that the kernel is left with. Each costs its registration, in the guest's
-/// downtime, and the kernel's limit for a process is 65530 by default.
+/// Maximum number of chunks, and so of mappings that result. Each chunk costs its registration
+/// during the guest's downtime, and the kernel's limit for a process is 65530 mappings by default.
 const MAX_CHUNKS: u64 = 512;
-/// Pages of the smallest chunk, as a shift: 2 MiB, so that no huge page (before or after) has two owners.
+/// Pages of the smallest chunk, as a shift: 2 MiB, so that no huge page (before or after demand
+/// paging) has two owners.
 const MIN_CHUNK_SHIFT: u32 = 9;
 
-/// A region and its first chunk.
+/// Region and its first chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     pub(crate) id: RegionId,
     /// Address of the first byte.
     pub(crate) host: u64,
     pub(crate) pages: u64,
-    /// Index of the region among those that were given.
+    /// Index of the region in the given list.
     pub(crate) position: usize,
-    /// Number of its first chunk. Goes on from the region before, so that small regions do not all begin in stripe 0.
+    /// Number of the first chunk. Numbers continue from the previous region, so that small regions
+    /// do not all start in shard 0.
     first_chunk: u64,
 }
 
 impl Place {
-    /// The addresses of `run`, which lies in the region.
+    /// Returns the addresses of `run`, which lies in the region.
     pub(crate) fn span(&self, run: PageRun) -> Range<u64> {
         self.host + run.first.offset()..self.host + (run.end() << PAGE_SHIFT)
     }
@@ -39,18 +42,18 @@ impl Place {
     }
 }
 
-/// The arithmetic between addresses, pages and stripes.
+/// Mapping between addresses, pages and shards.
 #[derive(Debug)]
 pub(crate) struct Stripes {
     count: usize,
     /// Pages of a chunk, as a shift.
     shift: u32,
-    /// By address.
+    /// Regions, sorted by address.
     places: Vec<Place>,
 }
 
 impl Stripes {
-    /// Deals `regions` to `count` stripes, at least 1.
+    /// Assigns `regions` to `count` shards, at least 1.
     pub(crate) fn new(regions: &[LazyRegion], count: usize) -> Result<Self, FaultError> {
         let mut places: Vec<Place> = regions.iter().enumerate().map(place).collect::<Result<_, _>>()?;
         let (number, pages) =
@@ -71,7 +74,8 @@ impl Stripes {
         }
         let chunks = |shift: u32| places.iter().map(|place| place.pages.div_ceil(1 << shift)).sum::<u64>();
         let mut shift = if count > 1 { MIN_CHUNK_SHIFT } else { MAX_PAGES.ilog2() };
-        // Ends: a chunk longer than the longest region leaves as many chunks as regions, and MAX_REGIONS < MAX_CHUNKS.
+        // The loop ends: with a chunk longer than the longest region, the number of chunks is the
+        // number of regions, and MAX_REGIONS < MAX_CHUNKS.
         while chunks(shift) > MAX_CHUNKS {
             shift += 1;
         }
@@ -87,17 +91,17 @@ impl Stripes {
         self.count
     }
 
-    /// The regions, by address.
+    /// Returns the regions, sorted by address.
     pub(crate) fn places(&self) -> &[Place] {
         &self.places
     }
 
-    /// The region named `id`.
+    /// Returns the region with the id `id`.
     pub(crate) fn region(&self, id: RegionId) -> Result<&Place, FaultError> {
         self.places.iter().find(|place| place.id == id).ok_or(FaultError::NoRegion(id))
     }
 
-    /// The region named `id`, which has the pages of `run`.
+    /// Returns the region with the id `id` if it has the pages of `run`.
     pub(crate) fn with_pages(&self, id: RegionId, run: PageRun) -> Result<&Place, FaultError> {
         let place = self.region(id)?;
         if run.end() > place.pages {
@@ -106,14 +110,15 @@ impl Stripes {
         Ok(place)
     }
 
-    /// The stripe of `page` of `place`.
+    /// Returns the shard of `page` in `place`.
     pub(crate) fn stripe(&self, place: &Place, page: u64) -> usize {
         let chunk = place.first_chunk + (page >> self.shift);
         // The remainder is below `count`, a usize.
         usize::try_from(chunk % self.count as u64).unwrap_or(0)
     }
 
-    /// The region and page at `address`: by bisection over at most [`MAX_REGIONS`] regions.
+    /// Returns the region and the page at `address`, found by bisection over at most
+    /// [`MAX_REGIONS`] regions.
     pub(crate) fn locate(&self, address: u64) -> Option<(&Place, PageIndex)> {
         let after = self.places.partition_point(|place| place.host <= address);
         let place = &self.places[after.checked_sub(1)?];
@@ -121,7 +126,7 @@ impl Stripes {
         (page < place.pages).then_some((place, PageIndex(page)))
     }
 
-    /// `run`, which lies in `place`, cut where the stripe changes.
+    /// Returns `run`, which lies in `place`, cut where the shard changes.
     pub(crate) fn parts(
         &self,
         place: &Place,
@@ -166,7 +171,8 @@ mod tests {
         LazyRegion { id: RegionId(id), host, len: pages * PAGE_SIZE, backing: Backing::Anonymous }
     }
 
-    /// Regions of these pages with these gaps (in pages) before them; ids count down, addresses up.
+    /// Returns regions with the given gaps before them and the given sizes, both in pages. The ids
+    /// count down, the addresses up.
     fn regions(sizes: &[(u64, u64)]) -> Vec<LazyRegion> {
         let mut at = 1 << 20;
         let mut regions = Vec::new();
@@ -180,7 +186,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn addresses_and_pages_are_the_same_thing(
+        fn addresses_and_pages_convert_into_each_other(
             sizes in prop::collection::vec((0u64..3000, 1u64..5_000_000), 1..8), count in 1usize..9,
             pick: prop::sample::Index, at: prop::sample::Index, byte in 0u64..4096,
         ) {
@@ -195,7 +201,7 @@ mod tests {
         }
 
         #[test]
-        fn parts_are_the_run_and_each_lies_in_one_stripe(
+        fn parts_cover_the_run_and_each_lies_in_one_shard(
             sizes in prop::collection::vec((0u64..3000, 1u64..5_000_000), 1..8), count in 1usize..9,
             pick: prop::sample::Index, first: prop::sample::Index, len in 1u64..20_000,
         ) {
@@ -225,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_between_and_around_the_regions_is_not_found() {
+    fn addresses_outside_the_regions_are_not_found() {
         let stripes = Stripes::new(&regions(&[(0, 4), (2, 4)]), 2).unwrap();
         let start = 1 << 20;
         for address in [0, start - 1, start + 4 * 4096, start + 6 * 4096 - 1, start + 10 * 4096, u64::MAX] {
@@ -239,7 +245,7 @@ mod tests {
 
     #[test]
     fn random_and_sequential_pages_spread_in_small_and_in_huge_guests() {
-        // 64 MiB, 1 GiB, 1 TiB below and above a hole.
+        // Guests of 64 MiB, 1 GiB, and 1 TiB below and above a hole.
         for (low, high) in [(1 << 14, 0), (1 << 18, 0), (3 << 18, (1 << 28) - (3 << 18))] {
             let sizes: Vec<_> = [(0, low), (1 << 18, high)].into_iter().filter(|s| s.1 > 0).collect();
             let stripes = Stripes::new(&regions(&sizes), 4).unwrap();
@@ -253,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_memory_is_refused() {
+    fn regions_that_cannot_be_guest_memory_are_refused() {
         for regions in [
             vec![],
             vec![region(0, 1, 1)],

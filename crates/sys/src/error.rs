@@ -1,62 +1,62 @@
-//! What a system call's refusal means.
+//! Errors of system calls, with an explanation of each error number.
 
 use crate::PAGE_SIZE;
 use std::io;
 
-/// A call that the kernel refused, or that would have been wrong to make.
+/// Error of a call that the kernel refused, or that was not made because its arguments were wrong.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SysError {
-    /// The kernel answered with an error.
+    /// The kernel returned an error.
     #[error("{call} on {target}: {source} ({meaning})")]
     Refused {
-        /// The call, by its name in the kernel's documentation.
+        /// Name of the call in the kernel's documentation.
         call: &'static str,
-        /// What it was made on, for example `slot 1` or an address range.
+        /// Object of the call, for example `slot 1` or an address range.
         target: String,
-        /// What the kernel said.
+        /// Error that the kernel returned.
         source: io::Error,
-        /// What that means for this call, and what can be done.
+        /// Meaning of the error for this call, with a remedy if there is one.
         meaning: &'static str,
     },
-    /// A buffer is too small for what the kernel would write to it.
+    /// The buffer is smaller than the data that the kernel would write to it.
     #[error("{call} on {target}: the buffer has {have} words, the kernel needs {need}")]
     Buffer {
-        /// The call that was not made.
+        /// Name of the call that was not made.
         call: &'static str,
-        /// What it would have been made on.
+        /// Object of the call.
         target: String,
-        /// Words of 64 bits in the buffer.
+        /// Number of 64-bit words in the buffer.
         have: usize,
-        /// Words of 64 bits that the kernel reads or writes.
+        /// Number of 64-bit words that the kernel reads or writes.
         need: usize,
     },
-    /// An address or a length that is not a whole number of pages, or that wraps around.
+    /// An address or a length is not a whole number of pages, or the range wraps around.
     #[error("{call} on {target}: not whole pages of 4096 bytes within the address space")]
     NotPages {
-        /// The call that was not made.
+        /// Name of the call that was not made.
         call: &'static str,
-        /// What it would have been made on.
+        /// Object of the call.
         target: String,
     },
-    /// The kernel counts in larger pages.
+    /// The page size of the kernel is larger than [`PAGE_SIZE`].
     #[error("{call}: the kernel's pages have {bytes} bytes; use a kernel with pages of 4096 bytes")]
     HostPages {
-        /// The call that was not made.
+        /// Name of the call that was not made.
         call: &'static str,
-        /// Bytes in a page of the kernel.
+        /// Page size of the kernel, in bytes.
         bytes: libc::c_long,
     },
-    /// The kernel has userfaultfd, but not all that was asked for.
+    /// The kernel has userfaultfd, but not all of the requested features.
     #[error("userfaultfd lacks the features {missing:#x}: {}", needs(*.missing))]
     Features {
-        /// `UFFD_FEATURE_*` bits that were asked for and are not there.
+        /// Requested `UFFD_FEATURE_*` bits that the kernel does not have.
         missing: u64,
     },
 }
 
 impl SysError {
-    /// The error of the last call, explained by `meaning`.
+    /// Returns the error of the last call, explained by `meaning`.
     pub(crate) fn last(
         call: &'static str,
         target: impl FnOnce() -> String,
@@ -65,7 +65,7 @@ impl SysError {
         Self::from_io(call, target(), io::Error::last_os_error(), meaning)
     }
 
-    /// `source` explained by `meaning`.
+    /// Returns an error with the cause `source`, explained by `meaning`.
     pub(crate) fn from_io(
         call: &'static str,
         target: String,
@@ -76,7 +76,7 @@ impl SysError {
         Self::Refused { call, target, source, meaning }
     }
 
-    /// The kernel's error number, if it was the kernel that refused.
+    /// Returns the error number of the kernel, or `None` if the kernel did not refuse the call.
     #[must_use]
     pub fn errno(&self) -> Option<i32> {
         match self {
@@ -86,14 +86,14 @@ impl SysError {
     }
 }
 
-/// Which kernel has the userfaultfd features `missing`.
+/// Returns the kernel version that has the userfaultfd features `missing`.
 fn needs(missing: u64) -> &'static str {
     use crate::uffd::{
         FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID,
     };
     let shared = FEATURE_MISSING_SHMEM | FEATURE_MISSING_HUGETLBFS | FEATURE_THREAD_ID;
     if missing & !shared == 0 {
-        "missing pages of shared memory, and whose a fault is, need Linux 4.14 or newer"
+        "missing pages of shared memory and thread ids of faults need Linux 4.14 or newer"
     } else if missing & !(shared | FEATURE_MINOR_HUGETLBFS) == 0 {
         "missing parts of huge pages need Linux 5.13 or newer"
     } else {
@@ -101,12 +101,14 @@ fn needs(missing: u64) -> &'static str {
     }
 }
 
-/// Refuses `call` on a kernel with larger pages than [`PAGE_SIZE`].
+/// Returns an error for `call` if the kernel has larger pages than [`PAGE_SIZE`].
 ///
-/// A kernel for aarch64 may have pages of 16 or 64 KiB. KVM's dirty log and the page map count in these
-/// pages, and `madvise` drops whole ones. The wrong guest pages would count as dirty, or be dropped.
+/// A kernel for aarch64 may have pages of 16 or 64 KiB. The dirty log of KVM and the page map count
+/// in these pages, and `madvise` drops whole ones. The wrong guest pages would count as dirty, or
+/// would be dropped.
 pub(crate) fn need_small_pages(call: &'static str) -> Result<(), SysError> {
-    // SAFETY: sysconf reads a value that the C library keeps. Confined threads may call it: no system call is made.
+    // SAFETY: sysconf reads a value that the C library keeps. Confined threads may call it, because
+    // it makes no system call.
     small_pages(call, unsafe { libc::sysconf(libc::_SC_PAGESIZE) })
 }
 
@@ -114,17 +116,17 @@ fn small_pages(call: &'static str, bytes: libc::c_long) -> Result<(), SysError> 
     if u64::try_from(bytes) == Ok(PAGE_SIZE) { Ok(()) } else { Err(SysError::HostPages { call, bytes }) }
 }
 
-/// The sentence for error numbers that a call does not explain better.
+/// Returns the explanation of an error number for which the call has no better one.
 pub(crate) fn common(errno: i32) -> &'static str {
     match errno {
         libc::EBADF => "the file descriptor is not open or is of another kind",
         libc::EFAULT => "an address is not mapped in this process",
-        libc::EINVAL => "the kernel does not know this request or refuses its arguments",
-        libc::EINTR => "a signal interrupted it",
-        libc::ENOMEM => "the host has no memory left for it",
+        libc::EINVAL => "the kernel does not know this request or rejects its arguments",
+        libc::EINTR => "a signal interrupted the call",
+        libc::ENOMEM => "the host has not enough free memory",
         libc::ENOSYS => "the kernel, or the emulator that runs this program, has no such call",
         libc::ENOTTY => "the kernel has no such request",
-        libc::EPERM | libc::EACCES => "this user may not do that",
+        libc::EPERM | libc::EACCES => "this user has no permission for the call",
         _ => "unexpected",
     }
 }

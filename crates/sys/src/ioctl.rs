@@ -1,4 +1,4 @@
-//! ioctl numbers, and the one place that makes the call.
+//! Encoding of ioctl numbers, and the functions that make the call.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -12,41 +12,42 @@ const fn encode(direction: u64, group: u8, number: u8, size: usize) -> u64 {
     direction << 30 | (size as u64) << 16 | (group as u64) << 8 | number as u64
 }
 
-/// A request without an argument structure.
+/// Returns the number of a request without an argument structure.
 pub(crate) const fn io(group: u8, number: u8) -> u64 {
     encode(NONE, group, number, 0)
 }
 
-/// A request that reads back a `T`.
+/// Returns the number of a request whose result is a `T`.
 pub(crate) const fn ior<T>(group: u8, number: u8) -> u64 {
     encode(READ, group, number, size_of::<T>())
 }
 
-/// A request that passes a `T`.
+/// Returns the number of a request whose argument is a `T`.
 pub(crate) const fn iow<T>(group: u8, number: u8) -> u64 {
     encode(WRITE, group, number, size_of::<T>())
 }
 
-/// A request that passes a `T` and reads it back.
+/// Returns the number of a request whose argument and result is a `T`.
 pub(crate) const fn iowr<T>(group: u8, number: u8) -> u64 {
     encode(READ | WRITE, group, number, size_of::<T>())
 }
 
-/// Calls `ioctl(fd, request, argument)`; negative means an error, left in `errno`.
+/// Calls `ioctl(fd, request, argument)`. A negative result is an error, and `errno` has its number.
 ///
 /// # Safety
-/// `T` is the structure that `request` is defined with, every address in it is valid for what the request does with it,
-/// and what the request does keeps Rust's promises about memory.
+/// `T` is the structure of `request`. Every address in `argument` is valid for the accesses of the
+/// request. The request does not break Rust's rules for memory.
 pub(crate) unsafe fn call<T>(fd: BorrowedFd<'_>, request: u64, argument: &mut T) -> i32 {
-    // SAFETY: the caller vouches for the request and its argument; the fd is open for as long as it is borrowed.
+    // SAFETY: the caller guarantees the contract of the request and its argument. The descriptor is
+    // open for as long as it is borrowed.
     unsafe { libc::ioctl(fd.as_raw_fd(), request, std::ptr::from_mut(argument)) }
 }
 
-/// Calls `ioctl(fd, request, value)`; negative means an error, left in `errno`.
+/// Calls `ioctl(fd, request, value)`. A negative result is an error, and `errno` has its number.
 ///
 /// # Safety
-/// As for [`call`], with an integer for an argument.
+/// The contract of [`call`], with an integer as the argument.
 pub(crate) unsafe fn call_value(fd: BorrowedFd<'_>, request: u64, value: u64) -> i32 {
-    // SAFETY: the caller vouches for the request.
+    // SAFETY: the caller guarantees the contract of the request.
     unsafe { libc::ioctl(fd.as_raw_fd(), request, value) }
 }

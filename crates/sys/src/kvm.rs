@@ -1,8 +1,9 @@
-//! KVM's dirty log (Linux `Documentation/virt/kvm/api.rst`, sections 4.8, 4.35, 4.117 and 7.18).
+//! Dirty log of KVM (Linux `Documentation/virt/kvm/api.rst`, sections 4.8, 4.35, 4.117 and 7.18).
 //!
-//! Functions take the VM's file descriptor. They act on memory slots that exist; only
-//! [`set_slot_flags`] could create one, so only that is unsafe. [`setup_machine_checks`] takes a
-//! vCPU's, and has nothing to do with the log.
+//! The functions take the file descriptor of the VM and act on existing memory slots.
+//! [`set_slot_flags`] is unsafe, because it could create a slot, and [`get_dirty_log`] is unsafe,
+//! because KVM derives the size of the log from the slot. [`setup_machine_checks`] takes the
+//! descriptor of a vCPU and does not concern the log.
 
 use crate::error::{common, need_small_pages};
 use crate::ioctl::{call, call_value, io, iow, iowr};
@@ -17,57 +18,62 @@ const ENABLE_CAP: u64 = iow::<EnableCap>(GROUP, 0xa3);
 const CLEAR_DIRTY_LOG: u64 = iowr::<ClearDirtyLog>(GROUP, 0xc0);
 const X86_SETUP_MCE: u64 = iow::<u64>(GROUP, 0x9c);
 
-/// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+/// Number of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 const CAP_MANUAL_PROTECT: u32 = 168;
 
-/// Slot flag `KVM_MEM_LOG_DIRTY_PAGES`: KVM records which pages of the slot are written.
+/// Slot flag `KVM_MEM_LOG_DIRTY_PAGES`: KVM records the written pages of the slot.
 pub const MEM_LOG_DIRTY_PAGES: u32 = 1;
 
-/// How the dirty log of a VM is cleared; bits of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+/// Mode in which the dirty log of a VM is cleared: bits of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ManualProtect(u64);
 
 impl ManualProtect {
-    /// `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE`: reading the log leaves it as it is, `KVM_CLEAR_DIRTY_LOG` clears it.
+    /// Bit `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE`: a read of the log does not clear it,
+    /// `KVM_CLEAR_DIRTY_LOG` does.
     pub const ENABLE: u64 = 1;
-    /// `KVM_DIRTY_LOG_INITIALLY_SET`: switching the log on sets every bit and protects nothing.
+    /// Bit `KVM_DIRTY_LOG_INITIALLY_SET`: when logging is enabled, every bit is set and no page is
+    /// protected.
     pub const INITIALLY_SET: u64 = 2;
 
-    /// Neither: switching the log on protects every page at once. The only right way for a VM with dirty rings: of a page
-    /// that is not protected, the first write would not be seen.
+    /// Mode without both bits: when logging is enabled, every page is protected at once.
+    ///
+    /// A VM with dirty rings must use this mode. Otherwise KVM would not record the first write to
+    /// a page that is not protected.
     pub const NONE: Self = Self(0);
 
-    /// Makes flags of their bits, [`ENABLE`](Self::ENABLE) and [`INITIALLY_SET`](Self::INITIALLY_SET).
+    /// Creates flags from the bits [`ENABLE`](Self::ENABLE) and
+    /// [`INITIALLY_SET`](Self::INITIALLY_SET).
     #[must_use]
     pub const fn new(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// Whether the log is cleared by hand.
+    /// Returns whether the log is cleared by `KVM_CLEAR_DIRTY_LOG`.
     #[must_use]
     pub fn enabled(self) -> bool {
         self.0 & Self::ENABLE != 0
     }
 
-    /// Whether a fresh log is all ones.
+    /// Returns whether every bit is set in a log that was just enabled.
     #[must_use]
     pub fn initially_set(self) -> bool {
         self.0 & Self::INITIALLY_SET != 0
     }
 }
 
-/// A memory slot as it was given to KVM.
+/// Memory slot as it was given to KVM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotSpec {
-    /// Its number.
+    /// Number of the slot.
     pub slot: u32,
-    /// Its flags besides [`MEM_LOG_DIRTY_PAGES`].
+    /// Flags of the slot besides [`MEM_LOG_DIRTY_PAGES`].
     pub flags: u32,
-    /// Where the guest sees it.
+    /// Guest-physical address of the slot.
     pub gpa: u64,
-    /// Its length in bytes.
+    /// Length of the slot in bytes.
     pub len: u64,
-    /// Where it is mapped in this process.
+    /// Address of the mapping in this process.
     pub host: u64,
 }
 
@@ -106,22 +112,23 @@ struct EnableCap {
 const _: () = assert!(size_of::<DirtyLog>() == 16 && size_of::<ClearDirtyLog>() == 24);
 const _: () = assert!(size_of::<UserMemoryRegion>() == 32 && size_of::<EnableCap>() == 104);
 
-/// Words of 64 bits in the dirty log of `len` bytes of guest memory.
+/// Returns the number of 64-bit words in the dirty log of `len` bytes of guest memory.
 #[must_use]
 pub fn log_words(len: u64) -> usize {
     usize::try_from((len / PAGE_SIZE).div_ceil(64)).unwrap_or(usize::MAX)
 }
 
-/// What this VM offers for clearing its dirty log by hand.
+/// Returns the modes of manual protection that this VM offers.
 ///
 /// # Errors
-/// If `vm` is no VM.
+/// If `vm` is not a VM.
 pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysError> {
     let offered = check_extension(vm, CAP_MANUAL_PROTECT)?;
     Ok(ManualProtect(offered & (ManualProtect::ENABLE | ManualProtect::INITIALLY_SET)))
 }
 
-/// Sets how the dirty log is cleared; `flags` from [`manual_protect_offered`], for all slots from now on.
+/// Sets the mode in which the dirty log is cleared, for all slots. `flags` comes from
+/// [`manual_protect_offered`].
 ///
 /// # Errors
 /// If KVM does not offer `flags`.
@@ -130,14 +137,14 @@ pub fn enable_manual_protect(vm: BorrowedFd<'_>, flags: ManualProtect) -> Result
     enable_cap(vm, what, flags.0, || "the VM".to_owned(), common)
 }
 
-/// What `vm` says of a capability; 0 if it does not have it.
+/// Returns the value of a capability of `vm`, or 0 if the VM does not have the capability.
 pub(crate) fn check_extension(vm: BorrowedFd<'_>, cap: u32) -> Result<u64, SysError> {
     // SAFETY: KVM_CHECK_EXTENSION takes a number and changes nothing.
     let answer = unsafe { call_value(vm, CHECK_EXTENSION, u64::from(cap)) };
     u64::try_from(answer).map_err(|_| SysError::last("KVM_CHECK_EXTENSION", || "the VM".to_owned(), common))
 }
 
-/// Enables a capability, one that takes a number and touches no memory of this process.
+/// Enables a capability that takes a number and does not touch the memory of this process.
 pub(crate) fn enable_cap(
     vm: BorrowedFd<'_>,
     (cap, name): (u32, &'static str),
@@ -146,21 +153,23 @@ pub(crate) fn enable_cap(
     meaning: impl FnOnce(i32) -> &'static str,
 ) -> Result<(), SysError> {
     let mut cap = EnableCap { cap, flags: 0, args: [argument, 0, 0, 0], pad: [0; 64] };
-    // SAFETY: the structure is the request's, and the capabilities of this crate change the meaning of other requests.
+    // SAFETY: the structure belongs to the request, and the capabilities of this crate only change
+    // the meaning of other requests.
     if unsafe { call(vm, ENABLE_CAP, &mut cap) } < 0 {
         return Err(SysError::last(name, target, meaning));
     }
     Ok(())
 }
 
-/// Changes the flags of a slot to `spec.flags` plus, if `log`, [`MEM_LOG_DIRTY_PAGES`].
+/// Sets the flags of a slot to `spec.flags`, plus [`MEM_LOG_DIRTY_PAGES`] if `log` is true.
 ///
 /// # Errors
-/// If KVM refuses: the slot differs from `spec` in its address or length, or memory for the log is short.
+/// If KVM refuses: the address or the length of the slot differs from `spec`, or the host has not
+/// enough memory for the log.
 ///
 /// # Safety
-/// `spec` describes a slot that exists on this VM. (For a slot that does not, KVM would make one, and the guest could
-/// write to whatever is mapped at `spec.host`.)
+/// `spec` describes an existing slot of this VM. If the slot does not exist, KVM creates it, and
+/// the guest can write to the memory that is mapped at `spec.host`.
 pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> Result<(), SysError> {
     if log {
         need_small_pages("KVM_SET_USER_MEMORY_REGION(LOG_DIRTY_PAGES)")?;
@@ -172,14 +181,17 @@ pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> 
         memory_size: spec.len,
         userspace_addr: spec.host,
     };
-    // SAFETY: the structure is the request's; the caller vouches that the slot exists, so only its flags change.
+    // SAFETY: the structure belongs to the request. The caller guarantees that the slot exists, so
+    // only its flags change.
     if unsafe { call(vm, SET_USER_MEMORY_REGION, &mut region) } < 0 {
         return Err(SysError::last(
             "KVM_SET_USER_MEMORY_REGION",
             || format!("slot {}", spec.slot),
             |errno| match errno {
-                libc::EINVAL => "the slot is not the one that KVM knows, or this KVM cannot log its pages",
-                libc::ENOMEM => "the host has no memory left for the dirty log",
+                libc::EINVAL => {
+                    "the slot differs from the one that KVM has, or this KVM cannot log its pages"
+                }
+                libc::ENOMEM => "the host has not enough free memory for the dirty log",
                 other => common(other),
             },
         ));
@@ -187,16 +199,18 @@ pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> 
     Ok(())
 }
 
-/// Reads the dirty log of `slot`, of `len` bytes, into the first [`log_words`]`(len)` words of `log`.
+/// Reads the dirty log of `slot`, which has `len` bytes, into the first [`log_words`]`(len)` words
+/// of `log`.
 ///
-/// Without manual protection this also clears the log and write-protects what was in it.
+/// Without manual protection, the call also clears the log and write-protects the pages that were
+/// in it.
 ///
 /// # Errors
-/// [`SysError::Buffer`] if `log` is too short; otherwise what KVM says (`ENXIO`: the VM uses a dirty ring;
-/// `ENOENT`: the slot is not logged).
+/// Returns [`SysError::Buffer`] if `log` is too short, and otherwise the error of KVM. `ENXIO`
+/// means that the VM uses dirty rings, `ENOENT` that the slot is not logged.
 ///
 /// # Safety
-/// `len` is not less than the length of the slot: KVM sizes what it writes by the slot.
+/// `len` is not less than the length of the slot: KVM derives the size of the log from the slot.
 pub unsafe fn get_dirty_log(
     vm: BorrowedFd<'_>,
     slot: u32,
@@ -210,21 +224,24 @@ pub unsafe fn get_dirty_log(
         return Err(SysError::Buffer { call: CALL, target: format!("slot {slot}"), have: log.len(), need });
     }
     let mut argument = DirtyLog { slot, padding: 0, bitmap: log.as_mut_ptr().addr() as u64 };
-    // SAFETY: KVM writes one bit a page of the slot, rounded up to 64: that many words are there (checked above, with
-    // the slot's length from the caller), exclusively borrowed for the call.
+    // SAFETY: KVM writes one bit for each page of the slot, rounded up to 64. The buffer has that
+    // many words (checked above with the slot's length, which the caller guarantees) and is
+    // exclusively borrowed for the call.
     if unsafe { call(vm, GET_DIRTY_LOG, &mut argument) } < 0 {
         return Err(SysError::last(CALL, || format!("slot {slot}"), log_meaning));
     }
     Ok(())
 }
 
-/// Clears those bits of `slot`'s log that are set in `bits`, and write-protects their pages. Bit `i` of `bits` is page
-/// `first_page + i`; bits of pages that are not in the log are ignored.
+/// Clears the bits in the log of `slot` that are set in `bits`, and write-protects their pages.
 ///
-/// `first_page` is a multiple of 64, and so is `pages`, unless the pages reach the slot's end.
+/// Bit `i` of `bits` is page `first_page + i`. Bits of pages that are not in the log are ignored.
+/// `first_page` must be a multiple of 64. `pages` must be a multiple of 64 unless the range reaches
+/// the end of the slot.
 ///
 /// # Errors
-/// [`SysError::Buffer`] if `bits` has fewer bits than `pages`; otherwise what KVM says.
+/// Returns [`SysError::Buffer`] if `bits` has fewer bits than `pages`, and otherwise the error of
+/// KVM.
 pub fn clear_dirty_log(
     vm: BorrowedFd<'_>,
     slot: u32,
@@ -241,19 +258,19 @@ pub fn clear_dirty_log(
     }
     let mut argument =
         ClearDirtyLog { slot, num_pages: pages, first_page, bitmap: bits.as_ptr().addr() as u64 };
-    // SAFETY: KVM reads `pages` bits, rounded up to whole words, from `bits` (checked above) and writes no memory of
-    // ours but the argument.
+    // SAFETY: KVM reads `pages` bits, rounded up to whole words, from `bits` (checked above). It
+    // writes no memory of this process except the argument.
     if unsafe { call(vm, CLEAR_DIRTY_LOG, &mut argument) } < 0 {
         return Err(SysError::last(CALL, target, log_meaning));
     }
     Ok(())
 }
 
-/// Gives a vCPU the machine-check banks that `mcg_cap` describes, a value of the register MCG_CAP
-/// (section 4.104).
+/// Sets up the machine-check banks of a vCPU as `mcg_cap`, a value of the register MCG_CAP,
+/// describes them (section 4.104).
 ///
 /// # Errors
-/// If this KVM has fewer banks, or not all of the capabilities.
+/// If this KVM has fewer banks or does not have all of the capabilities.
 pub fn setup_machine_checks(vcpu: BorrowedFd<'_>, mut mcg_cap: u64) -> Result<(), SysError> {
     // SAFETY: the request reads one number and sets registers of the guest.
     if unsafe { call(vcpu, X86_SETUP_MCE, &mut mcg_cap) } < 0 {
@@ -261,7 +278,7 @@ pub fn setup_machine_checks(vcpu: BorrowedFd<'_>, mut mcg_cap: u64) -> Result<()
             "KVM_X86_SETUP_MCE",
             || format!("MCG_CAP {mcg_cap:#x}"),
             |errno| match errno {
-                libc::EINVAL => "this KVM has fewer machine-check banks, or lacks a capability of theirs",
+                libc::EINVAL => "this KVM has fewer machine-check banks, or not all of their capabilities",
                 other => common(other),
             },
         ));
@@ -294,9 +311,9 @@ mod tests {
     }
 
     #[test]
-    fn short_buffers_are_refused_before_the_kernel_sees_them() {
+    fn short_buffers_are_rejected_before_the_call() {
         let null = std::fs::File::open("/dev/null").unwrap();
-        // SAFETY: the fd is no VM, so the call would be refused in any case.
+        // SAFETY: the descriptor is not a VM, so the call would be refused in any case.
         let error = unsafe { get_dirty_log(null.as_fd(), 3, 65 * PAGE_SIZE, &mut [0]) }.unwrap_err();
         assert!(matches!(error, SysError::Buffer { have: 1, need: 2, .. }), "{error}");
         let error = clear_dirty_log(null.as_fd(), 3, 0, 65, &[0]).unwrap_err();
@@ -304,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_name_the_call_the_slot_and_the_reason() {
+    fn error_names_the_call_the_slot_and_the_reason() {
         if vmferry_testkit::skip_if_emulated("KVM_CLEAR_DIRTY_LOG") {
             return;
         }

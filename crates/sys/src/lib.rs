@@ -1,9 +1,13 @@
-//! Kernel interfaces that no other crate wraps, one function for each call: KVM's dirty log and dirty rings, userfaultfd,
-//! `PAGEMAP_SCAN`, the data ranges of a memfd, the content of a mapping, locks of open files, tap interfaces, and the number of heaps.
+//! Kernel interfaces that no other crate wraps, with one function for each call.
 //!
-//! This crate has no policy and no state. It contains what is unsafe about a call: buffers are checked against what the kernel will
-//! write, structures have the size that the kernel expects (asserted at compile time), and a call that can take memory away from safe
-//! code is an `unsafe fn`.
+//! The crate covers the dirty log and the dirty rings of KVM, userfaultfd, `PAGEMAP_SCAN`, the data
+//! ranges of a memfd, the content of a mapping, locks of open files, tap interfaces, and the number
+//! of heaps.
+//!
+//! The crate has no policy and no state. It contains the unsafe part of each call: buffers are
+//! checked against the size that the kernel writes, and structures have the size that the kernel
+//! expects (asserted at compile time). A call that can take memory away from safe code is an
+//! `unsafe fn`.
 //!
 //! ```
 //! use std::os::fd::AsFd;
@@ -41,5 +45,5 @@ pub use error::SysError;
 pub use heap::share_one_heap;
 pub use thread::cpu_time;
 
-/// Bytes in the page that all of these interfaces count in.
+/// Page size in which all of these interfaces count, in bytes.
 pub const PAGE_SIZE: u64 = 4096;

@@ -1,22 +1,25 @@
-//! Locks on files that belong to an open file, not to a process (`fcntl(2)`, open file description locks).
+//! Locks of files that belong to an open file, not to a process (`fcntl(2)`, open file description
+//! locks).
 //!
-//! They are gone when the file is closed for good, however its process ends; they do not go away because the process opened the same
-//! file elsewhere and closed that; and network file systems carry them to other hosts.
+//! The kernel removes such a lock when the open file is closed for the last time, however the
+//! process ends. The lock stays if the process opens the same file again elsewhere and closes that
+//! descriptor. Network file systems enforce these locks between hosts.
 
 use crate::SysError;
 use crate::error::common;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// What others may do meanwhile.
+/// Kind of a lock: what other open files may hold at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockKind {
-    /// Others may have such locks, too.
+    /// Other open files may hold shared locks.
     Shared,
-    /// Nobody else may have any. The file is open for writing.
+    /// No other open file may hold a lock. The file must be open for writing.
     Exclusive,
 }
 
-/// Locks all of `file`, or changes the lock that it has. `false` if another open file has one that stands against it.
+/// Locks all of `file`, or changes the kind of its lock. Returns `false` if another open file holds
+/// a conflicting lock.
 ///
 /// # Errors
 /// If the file or its file system cannot be locked.
@@ -32,7 +35,7 @@ pub fn try_lock(file: BorrowedFd<'_>, kind: LockKind) -> Result<bool, SysError> 
     }
 }
 
-/// Gives up the lock of `file`, if it has one.
+/// Releases the lock of `file`, if it has one.
 ///
 /// # Errors
 /// If the file system fails.
@@ -49,7 +52,7 @@ fn set(file: BorrowedFd<'_>, kind: libc::c_int) -> Result<(), SysError> {
         l_pid: 0,
     };
     loop {
-        // SAFETY: the kernel reads a `flock` structure, which this is, during the call.
+        // SAFETY: the kernel reads the `flock` structure during the call.
         let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const whole) };
         if done == 0 {
             return Ok(());
@@ -58,11 +61,11 @@ fn set(file: BorrowedFd<'_>, kind: libc::c_int) -> Result<(), SysError> {
             "fcntl(F_OFD_SETLK)",
             || "a whole file".to_owned(),
             |errno| match errno {
-                libc::EAGAIN | libc::EACCES => "somebody else has a lock on it",
+                libc::EAGAIN | libc::EACCES => "another open file holds a conflicting lock",
                 libc::ENOLCK => {
-                    "the file system has no lock to give; on NFS, is the lock service running on both ends?"
+                    "the file system has no free lock; on NFS, check that the lock service runs on both hosts"
                 }
-                libc::EOPNOTSUPP | libc::ENOSYS => "this file system has no locks",
+                libc::EOPNOTSUPP | libc::ENOSYS => "this file system does not support locks",
                 other => common(other),
             },
         );
@@ -78,14 +81,15 @@ mod tests {
     use std::fs::File;
     use std::os::fd::AsFd;
 
-    /// The same file, opened twice.
+    /// Opens the same file twice.
     fn twice() -> [File; 2] {
         let path = std::env::temp_dir().join(format!("vmferry-lock-{}", std::process::id()));
         let open =
             || File::options().read(true).write(true).create(true).truncate(false).open(&path).unwrap();
         let files = [open(), open()];
         std::fs::remove_file(&path).unwrap();
-        // The name was reused between the two only if something else runs this test with this process id.
+        // The name is reused between the two calls only if another process with the same process id
+        // runs this test.
         files
     }
 
@@ -99,7 +103,8 @@ mod tests {
         unlock(one.as_fd()).unwrap();
         assert!(lock(&other, LockKind::Shared) && lock(&one, LockKind::Shared));
         assert!(!lock(&one, LockKind::Exclusive));
-        // A copy of the descriptor is the same open file: the lock stays until both are closed.
+        // A copy of the descriptor refers to the same open file: the lock stays until both are
+        // closed.
         let copy = other.try_clone().unwrap();
         drop(other);
         assert!(!lock(&one, LockKind::Exclusive));

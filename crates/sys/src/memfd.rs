@@ -1,18 +1,20 @@
-//! Which parts of a memfd hold data, and dropping them.
+//! Data ranges of a memfd, and dropping pages of a memfd.
 
 use crate::SysError;
 use crate::error::common;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Calls `each` with every range of bytes of `within` that holds data, in order (`lseek(2)`, `SEEK_DATA`, `SEEK_HOLE`).
+/// Calls `each` with every range of bytes of `within` that holds data, in order (`lseek(2)`,
+/// `SEEK_DATA`, `SEEK_HOLE`).
 ///
-/// Data is what was ever written, through any mapping of the file in any process, in memory or swapped out, and not
-/// punched out since. Ranges are whole pages, or whole huge pages if the file has them. A memfd made of huge pages
-/// (`MFD_HUGETLB`) does not tell: all of it counts as data. The file's offset, which nobody uses with memory, is moved.
+/// A page holds data if it was ever written through any mapping of the file in any process and was
+/// not punched out since. The page may be in memory or swapped out. Ranges are whole pages, or
+/// whole huge pages if the file has them. A memfd of huge pages (`MFD_HUGETLB`) does not report
+/// holes: all of it counts as data. The call moves the file offset, which mappings do not use.
 ///
 /// # Errors
-/// If `file` is not a file that can tell.
+/// If `file` does not support the search for data.
 pub fn data_ranges(
     file: BorrowedFd<'_>,
     within: Range<u64>,
@@ -24,34 +26,37 @@ pub fn data_ranges(
         if start >= within.end {
             return Ok(());
         }
-        // There is a hole at the end of every file, so None happens only if it was truncated in between.
+        // Every file has a hole at its end, so `None` means that the file was truncated between the
+        // calls.
         let end = seek(file, start, libc::SEEK_HOLE)?.unwrap_or(within.end).clamp(start, within.end);
         if start < end {
             each(start..end);
         }
-        // A hole punched between the two calls makes an empty range; look behind it.
+        // A hole that is punched between the two calls makes an empty range. Continue after it.
         at = end.max(start + 1);
     }
     Ok(())
 }
 
-/// Drops the pages at the bytes `within` of `file`, in memory or swapped out (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`): for
-/// every mapping of the file, in every process, they are missing from now on.
+/// Drops the pages at the bytes `within` of `file` (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`), and
+/// returns whether they are gone.
 ///
-/// Says whether they are really gone. A huge page that somebody holds at the moment is not split for a part of it: that
-/// part is overwritten with zeros instead, and is there as before.
+/// The pages may be in memory or swapped out. They are missing afterwards in every mapping of the
+/// file, in every process. A huge page with an additional reference is not split for a punch of a
+/// part of it. The part is then overwritten with zeros and is not missing.
 ///
 /// # Errors
-/// If `file` is no file with pages to drop, or is sealed against writes.
+/// If `file` is not a file with pages to drop, or is sealed against writes.
 pub fn punch(file: BorrowedFd<'_>, within: Range<u64>) -> Result<bool, SysError> {
     erase(file, within.clone())?;
     Ok(seek(file, within.start, libc::SEEK_DATA)?.is_none_or(|data| data >= within.end))
 }
 
-/// Makes the bytes `within` of `file` read as zeros in every mapping: whole pages are dropped, parts of one overwritten.
+/// Makes the bytes `within` of `file` read as zeros in every mapping. Whole pages are dropped, and
+/// parts of a page are overwritten.
 ///
 /// # Errors
-/// As for [`punch`].
+/// Returns an error in the cases of [`punch`].
 pub fn erase(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
     use rustix::fs::FallocateFlags;
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -65,11 +70,13 @@ pub fn erase(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
     })
 }
 
-/// Sees to it that the file has pages at the bytes `within`; those that it has stay as they are, others are zeros. A page
-/// that is only touched instead, and that the host does not have, is a SIGBUS.
+/// Allocates the pages of `file` at the bytes `within`. Existing pages keep their content, and new
+/// ones are zero.
+///
+/// Without this call, an access to a page that the host cannot allocate raises SIGBUS.
 ///
 /// # Errors
-/// If the host has none to give.
+/// If the host has no free pages.
 pub fn populate(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
     use rustix::fs::FallocateFlags;
     loop {
@@ -80,7 +87,7 @@ pub fn populate(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError
             Err(error) => {
                 let target = format!("offsets {:#x}..{:#x}", within.start, within.end);
                 return Err(SysError::from_io("fallocate", target, error.into(), |errno| match errno {
-                    libc::ENOSPC | libc::ENOMEM => "the host has no (huge) page left for it",
+                    libc::ENOSPC | libc::ENOMEM => "the host has no (huge) page left for the file",
                     other => common(other),
                 }));
             }
@@ -88,7 +95,7 @@ pub fn populate(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError
     }
 }
 
-/// The next data or hole at or after `from`; `None` beyond the last.
+/// Returns the offset of the next data or hole at or after `from`, or `None` beyond the last one.
 fn seek(file: BorrowedFd<'_>, from: u64, whence: i32) -> Result<Option<u64>, SysError> {
     let Ok(from) = libc::off_t::try_from(from) else { return Ok(None) };
     // SAFETY: lseek takes numbers only.
@@ -116,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn data_is_what_was_written_and_not_punched_out() {
+    fn data_ranges_are_the_written_pages_that_were_not_punched_out() {
         let fd = rustix::fs::memfd_create("data-ranges", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&fd, 64 * 4096).unwrap();
         assert_eq!(ranges(fd.as_fd(), 0..64 * 4096), []);
@@ -133,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_tell_says_so() {
+    fn data_ranges_fails_for_a_pipe() {
         let (reader, _writer) = std::io::pipe().unwrap();
         let error = data_ranges(reader.as_fd(), 0..4096, |_| {}).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ESPIPE));

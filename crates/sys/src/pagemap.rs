@@ -1,5 +1,6 @@
-//! What the kernel knows of this process's pages: `PAGEMAP_SCAN` and, where that is missing, the pagemap itself
-//! (Linux `Documentation/admin-guide/mm/pagemap.rst`, `PAGEMAP_SCAN(2const)`).
+//! Kernel's state of the pages of this process: `PAGEMAP_SCAN` and, on kernels without it, the
+//! entries of the pagemap (Linux `Documentation/admin-guide/mm/pagemap.rst`,
+//! `PAGEMAP_SCAN(2const)`).
 
 use crate::error::{common, need_small_pages};
 use crate::ioctl::{call, iowr};
@@ -13,43 +14,47 @@ use std::sync::OnceLock;
 const SCAN: u64 = iowr::<ScanArg>(b'f', 16);
 const SCAN_NAME: &str = "PAGEMAP_SCAN";
 
-/// `PAGE_IS_WPALLOWED`: asynchronous write protection covers the page.
+/// Category `PAGE_IS_WPALLOWED`: asynchronous write protection covers the page.
 pub const IS_WPALLOWED: u64 = 1 << 0;
-/// `PAGE_IS_WRITTEN`: the page is there and not protected, hence written since it was.
+/// Category `PAGE_IS_WRITTEN`: the page exists and is not protected, so it was written since it was
+/// protected.
 pub const IS_WRITTEN: u64 = 1 << 1;
-/// `PAGE_IS_FILE`: the page belongs to a file or a memfd.
+/// Category `PAGE_IS_FILE`: the page belongs to a file or a memfd.
 pub const IS_FILE: u64 = 1 << 2;
-/// `PAGE_IS_PRESENT`: the page is mapped.
+/// Category `PAGE_IS_PRESENT`: the page is mapped.
 pub const IS_PRESENT: u64 = 1 << 3;
-/// `PAGE_IS_SWAPPED`: the page is swapped out, being migrated, or only a marker of write protection.
+/// Category `PAGE_IS_SWAPPED`: the page is swapped out, being migrated, or only a marker of write
+/// protection.
 pub const IS_SWAPPED: u64 = 1 << 4;
-/// `PAGE_IS_PFNZERO`: the page is the kernel's page of zeros.
+/// Category `PAGE_IS_PFNZERO`: the page is the zero page of the kernel.
 pub const IS_PFNZERO: u64 = 1 << 5;
-/// `PAGE_IS_HUGE`: the page is part of a huge one.
+/// Category `PAGE_IS_HUGE`: the page is part of a huge page.
 pub const IS_HUGE: u64 = 1 << 6;
 
 const WP_MATCHING: u64 = 1 << 0;
 const CHECK_WPASYNC: u64 = 1 << 1;
 
-/// Which pages a scan is after. A page matches if it has all of `all` and, unless `any` is 0, one of `any`, after the
-/// categories in `inverted` were flipped.
+/// Filter of a scan. A page matches if it has all categories of `all` and, unless `any` is 0, one
+/// category of `any`. The categories in `inverted` are flipped before the comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Match {
-    /// Categories (`IS_*`) that count when they are absent.
+    /// Categories (`IS_*`) that are flipped: they count when they are absent.
     pub inverted: u64,
     /// Categories that a page must have.
     pub all: u64,
-    /// Categories of which a page must have one.
+    /// Categories of which a page must have at least one, unless the field is 0.
     pub any: u64,
-    /// Categories to report. With less of them runs get longer. (Asking for [`IS_WRITTEN`] alone, by `all`, makes some
-    /// kernels take a shorter way that also reports pages that are not there.)
+    /// Categories to report. Fewer categories make longer runs.
+    ///
+    /// If `all` requests only [`IS_WRITTEN`], some kernels take a fast path that also reports pages
+    /// that do not exist.
     pub report: u64,
-    /// Write-protect what matches, in the same step: a page is reported, and written again, only after it was
-    /// protected. Fails if a page in the range is not under asynchronous write protection.
+    /// True to write-protect matching pages in the same step: a page is reported only after it was
+    /// protected. The scan fails if a page in the range is not under asynchronous write protection.
     pub protect: bool,
 }
 
-/// A run of pages of the same categories.
+/// Run of pages with the same categories.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct PageRegion {
@@ -57,7 +62,7 @@ pub struct PageRegion {
     pub start: u64,
     /// Address after the last page.
     pub end: u64,
-    /// Their categories, after inversion, as far as they were asked for.
+    /// Requested categories of the pages, after inversion.
     pub categories: u64,
 }
 
@@ -79,26 +84,27 @@ struct ScanArg {
 
 const _: () = assert!(size_of::<ScanArg>() == 96 && size_of::<PageRegion>() == 24);
 
-/// `/proc/self/pagemap`, which every process may open. It speaks of the process that opened it, also after a fork.
+/// Open `/proc/self/pagemap`, which every process may open. The file describes the process that
+/// opened it, also after a fork.
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
 }
 
-/// What [`Pagemap::scan`] found: how many runs, and how far it came.
+/// Result of [`Pagemap::scan`]: number of runs and extent of the scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scanned {
-    /// Runs that were written to the buffer.
+    /// Number of runs that were written to the buffer.
     pub runs: usize,
-    /// Address up to which pages were looked at: less than what was asked for if the buffer became full.
+    /// End address of the examined pages. Less than the requested end if the buffer became full.
     pub upto: u64,
 }
 
 impl Pagemap {
-    /// Opens it.
+    /// Opens the pagemap of this process.
     ///
     /// # Errors
-    /// If there is no /proc.
+    /// If /proc is not mounted or the kernel has no pagemap.
     pub fn open() -> Result<Self, SysError> {
         need_small_pages("open of /proc/self/pagemap")?;
         let path = "/proc/self/pagemap";
@@ -111,10 +117,11 @@ impl Pagemap {
         }
     }
 
-    /// The process's own, opened once and for all: whoever runs confined later need not open it.
+    /// Returns a pagemap that is opened once for the whole process. Threads that are confined later
+    /// use the open file.
     ///
     /// # Errors
-    /// If there is no /proc; it is tried again the next time.
+    /// If /proc is not mounted or the kernel has no pagemap. The next call tries again.
     pub fn own() -> Result<&'static Self, SysError> {
         static OWN: OnceLock<Pagemap> = OnceLock::new();
         if let Some(own) = OWN.get() {
@@ -124,12 +131,15 @@ impl Pagemap {
         Ok(OWN.get_or_init(|| opened))
     }
 
-    /// Looks for pages in the addresses `span` and writes their runs to `out`, until that is full.
+    /// Searches the addresses `span` for matching pages and writes their runs to `out`, until `out`
+    /// is full.
     ///
     /// # Errors
-    /// `ENOTTY`: the kernel is older than 6.7. `EPERM`: `protect` was asked for and the memory is not registered. After
-    /// an error with `protect`, pages of `span` may have been protected without being reported: whoever tracks writes
-    /// has to take all of `span` for written.
+    /// Returns an error if the kernel refuses the scan. `ENOTTY` means that the kernel is older
+    /// than 6.7, `EPERM` that `protect` was requested and the memory is not registered.
+    ///
+    /// After an error with `protect`, pages of `span` may have been protected without being
+    /// reported. A write tracker must then treat all pages of `span` as written.
     pub fn scan(&self, span: &Range<u64>, what: Match, out: &mut [PageRegion]) -> Result<Scanned, SysError> {
         let target = || format!("addresses {:#x}..{:#x}", span.start, span.end);
         if !span.start.is_multiple_of(PAGE_SIZE) || !span.end.is_multiple_of(PAGE_SIZE) || out.is_empty() {
@@ -149,8 +159,9 @@ impl Pagemap {
             category_anyof_mask: what.any,
             return_mask: what.report,
         };
-        // SAFETY: the structure is the request's. The kernel writes at most `vec_len` runs to `vec`, which is `out`,
-        // exclusively borrowed. Protection is asynchronous (CHECK_WPASYNC), which no read or write can tell.
+        // SAFETY: the structure belongs to the request. The kernel writes at most `vec_len` runs to
+        // `vec`, which is `out` and exclusively borrowed. Protection is asynchronous
+        // (CHECK_WPASYNC), so no read or write can observe it.
         let runs = unsafe { call(self.file.as_fd(), SCAN, &mut argument) };
         match usize::try_from(runs) {
             Ok(runs) => Ok(Scanned { runs: runs.min(out.len()), upto: argument.walk_end }),
@@ -162,10 +173,11 @@ impl Pagemap {
         }
     }
 
-    /// Calls `each` with all runs in `span` that match, through the buffer `out`.
+    /// Calls `each` with every matching run in `span`. `out` is the buffer of the scan.
     ///
     /// # Errors
-    /// As for [`scan`](Self::scan); runs found before the error were given to `each`.
+    /// Returns an error in the cases of [`scan`](Self::scan). `each` has received the runs that
+    /// were found before the error.
     pub fn for_each(
         &self,
         span: Range<u64>,
@@ -178,7 +190,8 @@ impl Pagemap {
             let found = self.scan(&rest, what, out)?;
             out[..found.runs].iter().copied().for_each(&mut each);
             if found.upto <= rest.start {
-                // The kernel always comes at least one page further; if it did not, this must not go on for ever.
+                // The kernel always advances by at least one page. The check prevents an endless
+                // loop if it does not.
                 let target = format!("addresses {:#x}..{:#x}", rest.start, rest.end);
                 let stuck = std::io::Error::from_raw_os_error(libc::EIO);
                 return Err(SysError::from_io(SCAN_NAME, target, stuck, |_| "the scan does not advance"));
@@ -188,8 +201,11 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Calls `each` with every run of `span` whose pages are present or swapped out, read from the pagemap's 64-bit
-    /// entries: what [`for_each`](Self::for_each) would tell, on kernels without the scan, and slower (8 bytes a page).
+    /// Calls `each` with every page of `span` that is present or swapped out, read from the 64-bit
+    /// entries of the pagemap.
+    ///
+    /// The result is the one of [`for_each`](Self::for_each), on kernels without the scan. This
+    /// function is slower, because it reads 8 bytes for each page.
     ///
     /// # Errors
     /// If the pagemap cannot be read.
@@ -235,7 +251,7 @@ mod tests {
     #[test]
     fn scan_and_entries_agree_on_what_is_populated() {
         let len = 300 * 4096;
-        // SAFETY: a fresh anonymous mapping of our own.
+        // SAFETY: a new anonymous mapping that this test owns.
         let start = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -245,7 +261,7 @@ mod tests {
             )
         }
         .unwrap();
-        // SAFETY: the mapping is ours, and not used yet.
+        // SAFETY: this test owns the mapping and does not use it yet.
         unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::LinuxNoHugepage) }.unwrap();
         let written: Vec<usize> =
             (0..300).filter(|page| page % 7 == 3 || (100..140).contains(page)).collect();
@@ -260,7 +276,7 @@ mod tests {
         let mut entries = Vec::new();
         map.for_each_populated_entry(span.clone(), |run| entries.push(index(run.start))).unwrap();
         assert_eq!(entries, written);
-        // A buffer of three runs makes it go on many times.
+        // A buffer of three runs makes the function scan many times.
         let what = Match { any: IS_PRESENT | IS_SWAPPED, report: IS_PRESENT, ..Match::default() };
         let mut scanned = Vec::new();
         let result = map.for_each(span, what, &mut [PageRegion::default(); 3], |run| {
@@ -275,7 +291,7 @@ mod tests {
                 vmferry_testkit::skip(vmferry_testkit::Need::Kernel, format!("PAGEMAP_SCAN: {error}"));
             }
         }
-        // SAFETY: mapped above, not used any more.
+        // SAFETY: mapped above, and not used any more.
         unsafe { munmap(start, len) }.unwrap();
     }
 }

@@ -1,14 +1,15 @@
-//! KVM's dirty rings (Linux `Documentation/virt/kvm/api.rst`, `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`).
+//! Dirty rings of KVM (Linux `Documentation/virt/kvm/api.rst`, `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`).
 //!
-//! One ring a vCPU, an array of entries in memory that KVM and this process share. KVM puts a page in when the vCPU
-//! writes to it for the first time since it was protected; this process takes it out by marking the entry; and
-//! [`reset`] has KVM protect the pages of all marked entries again and reuse the entries:
+//! Each vCPU has one ring: an array of entries in memory that KVM and this process share. KVM adds
+//! a page when the vCPU writes to it for the first time since the page was protected. This process
+//! harvests the page by marking the entry. [`reset`] makes KVM protect the pages of all marked
+//! entries again and reuse the entries:
 //!
 //! ```text
 //! free (00) --written--> dirty (01) --mark_harvested--> harvested (1x) --reset--> free
 //! ```
 //!
-//! Entries are taken in the order in which they lie. KVM uses them round and round.
+//! Entries are harvested in the order in which they lie. KVM uses the array in a circle.
 
 use crate::error::{common, need_small_pages};
 use crate::ioctl::{call_value, io};
@@ -22,25 +23,28 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const RESET_DIRTY_RINGS: u64 = io(0xae, 0xc7);
 
-/// `KVM_CAP_DIRTY_LOG_RING`, which only processors that keep stores in order have: older kernels know nothing else.
+/// Number of `KVM_CAP_DIRTY_LOG_RING`, which exists only on processors that keep stores in order.
+/// Older kernels have only this capability.
 const CAP_RING: u32 = 192;
-/// `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`: the same for all processors.
+/// Number of `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`, the same capability for all processors.
 const CAP_RING_ACQ_REL: u32 = 223;
 
-/// `KVM_DIRTY_LOG_PAGE_OFFSET` of x86 and arm64: the page of a vCPU's descriptor at which its ring is mapped.
+/// Page of a vCPU's descriptor at which its ring is mapped: `KVM_DIRTY_LOG_PAGE_OFFSET` of x86 and
+/// arm64.
 const RING_PAGE: u64 = 64;
 
-/// `KVM_EXIT_DIRTY_RING_FULL`: the exit of a vCPU whose ring has no room left.
+/// Exit reason `KVM_EXIT_DIRTY_RING_FULL`: the ring of the vCPU has no room left.
 pub const EXIT_RING_FULL: u32 = 31;
 
-/// Entries that KVM keeps free when it says that a ring is full, at least (`KVM_DIRTY_RING_RSVD_ENTRIES`; a processor
-/// that logs writes itself needs 512 more).
+/// Minimum number of entries that KVM keeps free when it reports a full ring
+/// (`KVM_DIRTY_RING_RSVD_ENTRIES`). A processor that logs writes itself needs 512 more.
 pub const RESERVED_ENTRIES: u32 = 64;
 
 const DIRTY: u32 = 1;
 const HARVESTED: u32 = 2;
 
-/// An entry as KVM lays it out. Only ever used through a shared reference, by atomics: KVM writes it at any time.
+/// Entry in the layout of KVM. Only used through a shared reference and atomics, because KVM writes
+/// it at any time.
 #[repr(C)]
 struct Gfn {
     flags: AtomicU32,
@@ -50,31 +54,32 @@ struct Gfn {
 
 const _: () = assert!(size_of::<Gfn>() == 16 && align_of::<Gfn>() == 8);
 
-/// A page that was written.
+/// Page that was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingPage {
-    /// The memory slot, with the address space in its upper half.
+    /// Memory slot, with the address space in its upper half.
     pub slot: u32,
     /// Index of the page in its slot.
     pub offset: u64,
 }
 
-/// How many entries a ring has: a power of two that fills whole pages.
+/// Number of entries in a ring: a power of two that fills whole pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RingEntries(u32);
 
 impl RingEntries {
-    /// The fewest: one page of entries.
+    /// Smallest number of entries: one page of entries.
     pub const MIN: u32 = 4096 / 16;
 
-    /// `entries`, if a ring can have that many. What KVM allows is for [`enable`] to find out.
+    /// Returns `entries` if a ring can have that many. Whether KVM allows the number is checked by
+    /// [`enable`].
     #[must_use]
     pub fn new(entries: u32) -> Option<Self> {
         let bytes = entries.checked_mul(16)?;
         (entries.is_power_of_two() && u64::from(bytes).is_multiple_of(PAGE_SIZE)).then_some(Self(entries))
     }
 
-    /// The number.
+    /// Returns the number of entries.
     #[must_use]
     pub fn get(self) -> u32 {
         self.0
@@ -91,10 +96,11 @@ impl fmt::Display for RingEntries {
     }
 }
 
-/// The largest ring that this host offers; `None` if it has no dirty rings.
+/// Returns the size of the largest ring that this host offers, or `None` if the host has no dirty
+/// rings.
 ///
 /// # Errors
-/// If `vm` is no VM.
+/// If `vm` is not a VM.
 pub fn largest(vm: BorrowedFd<'_>) -> Result<Option<RingEntries>, SysError> {
     let bytes = match check_extension(vm, CAP_RING_ACQ_REL)? {
         0 => check_extension(vm, CAP_RING)?,
@@ -103,10 +109,11 @@ pub fn largest(vm: BorrowedFd<'_>) -> Result<Option<RingEntries>, SysError> {
     Ok(RingEntries::new(u32::try_from(bytes / size_of::<Gfn>() as u64).unwrap_or(0)))
 }
 
-/// Gives every vCPU of `vm`, which has none yet, a ring of `entries`. For good: `KVM_GET_DIRTY_LOG` is refused from now on.
+/// Gives every vCPU of `vm` a ring of `entries`. The VM must not have vCPUs yet. The change is
+/// permanent: `KVM_GET_DIRTY_LOG` is refused from then on.
 ///
 /// # Errors
-/// If KVM refuses: the VM has vCPUs or rings already, or `entries` are too many or too few for this host.
+/// If KVM refuses: the VM already has vCPUs or rings, or this host does not allow `entries`.
 pub fn enable(vm: BorrowedFd<'_>, entries: RingEntries) -> Result<(), SysError> {
     need_small_pages("KVM_ENABLE_CAP(DIRTY_LOG_RING)")?;
     let cap = if check_extension(vm, CAP_RING_ACQ_REL)? != 0 { CAP_RING_ACQ_REL } else { CAP_RING };
@@ -125,37 +132,46 @@ pub fn enable(vm: BorrowedFd<'_>, entries: RingEntries) -> Result<(), SysError> 
     )
 }
 
-/// Calls `call` while the calling thread takes no signals; those that come wait. `errno` is the call's.
+/// Calls `call` while all signals are blocked for the calling thread. Signals that arrive meanwhile
+/// stay pending. `errno` is left as `call` set it.
 fn without_signals<T>(call: impl FnOnce() -> T) -> T {
-    // SAFETY: sets of our own, initialised before they are read; only the calling thread's mask is changed, and put back.
+    // SAFETY: the signal sets are local and initialised before they are read. Only the mask of the
+    // calling thread is changed, and it is restored.
     unsafe {
         let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
         libc::sigfillset(&raw mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before);
         let result = call();
-        // It returns its error and leaves errno alone; it cannot fail with a mask that was in force before.
+        // `pthread_sigmask` returns its error and does not touch `errno`. It cannot fail with a
+        // mask that was in force before.
         libc::pthread_sigmask(libc::SIG_SETMASK, &raw const before, std::ptr::null_mut());
         result
     }
 }
 
-/// Has KVM protect the pages of all harvested entries of all vCPUs' rings again, and free the entries. Says how many.
+/// Makes KVM protect the pages of all harvested entries of all rings again and free the entries.
+/// Returns the number of freed entries.
 ///
-/// The number says little: another thread's call may have taken the same entries. When a call that was made after entries
-/// were marked has returned, *and no other call is under way*, those of them that no longer
-/// [await a reset](DirtyRing::awaits_reset) are protected.
+/// The number is of limited use: another thread's call may have freed the same entries. Assume that
+/// entries were marked, that a call of this function began afterwards, and that the call has
+/// returned *while no other call is under way*. Then those of the entries that no longer [await a
+/// reset](DirtyRing::awaits_reset) are protected.
 ///
-/// *Signals are blocked meanwhile.* Since Linux 6.17 ("KVM: Bail from the dirty ring reset flow if a signal is pending",
-/// 49005a2a3d2a) a pending signal ends the reset between two entries, and the up to 64 pages whose entries were freed last
-/// and gathered to be protected together are then not protected: writes to them would never be seen again, and nothing
-/// tells which they are (the call returns how many it freed, or 0, and no error). What cannot be blocked still can do that: a process that is stopped (`SIGSTOP`), frozen or traced
-/// in this very call. Comparing all pages (`--verify`) finds such a page.
+/// *Signals are blocked during the call.* Since Linux 6.17 ("KVM: Bail from the dirty ring reset
+/// flow if a signal is pending", 49005a2a3d2a) a pending signal ends the reset between two entries.
+/// The up to 64 pages whose entries were freed last, and that were gathered to be protected
+/// together, are then not protected. Later writes to them would never be recorded, and the call
+/// does not report them: it returns the number of freed entries, or 0, and no error.
+///
+/// A process that is stopped (`SIGSTOP`), frozen or traced during this call can still hit the
+/// problem, because these events cannot be blocked. A comparison of all pages finds such a page.
 ///
 /// # Errors
-/// What KVM says. Should it be `EINTR`, call again.
+/// Returns the error of KVM. After `EINTR`, call the function again.
 pub fn reset(vm: BorrowedFd<'_>) -> Result<u32, SysError> {
     let count = without_signals(|| {
-        // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument; it changes rings and page protection, no memory of ours.
+        // SAFETY: KVM_RESET_DIRTY_RINGS takes no argument. It changes rings and page protection,
+        // but no memory of this process.
         unsafe { call_value(vm, RESET_DIRTY_RINGS, 0) }
     });
     u32::try_from(count).map_err(|_| {
@@ -170,30 +186,31 @@ pub fn reset(vm: BorrowedFd<'_>) -> Result<u32, SysError> {
     })
 }
 
-/// The ring of one vCPU, mapped in this process.
+/// Ring of one vCPU, mapped in this process.
 ///
-/// Indexes count up for ever, and wrap around at the ring's size and at 2^32 alike.
+/// Indexes increase forever, and wrap around at the size of the ring and at 2^32 alike.
 #[derive(Debug)]
 pub struct DirtyRing {
     start: NonNull<Gfn>,
     entries: RingEntries,
 }
 
-// SAFETY: the mapping belongs to the value, and is used through atomics only.
+// SAFETY: the value owns the mapping and uses it through atomics only.
 unsafe impl Send for DirtyRing {}
-// SAFETY: as above.
+// SAFETY: the value owns the mapping and uses it through atomics only.
 unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
-    /// Maps the ring of `vcpu`, whose VM was [enabled](enable) with `entries`. Stays mapped if the descriptor is closed.
+    /// Maps the ring of `vcpu`. The VM was [enabled](enable) with `entries`. The ring stays mapped
+    /// if the descriptor is closed.
     ///
     /// # Errors
-    /// If `vcpu` is no vCPU, or its ring is smaller.
+    /// If `vcpu` is not a vCPU, or its ring is smaller.
     pub fn map(vcpu: BorrowedFd<'_>, entries: RingEntries) -> Result<Self, SysError> {
         let failed = |source: std::io::Error| {
             SysError::from_io("mmap of a dirty ring", format!("a vCPU, {entries} entries"), source, |errno| {
                 match errno {
-                    libc::EFAULT | libc::EINVAL => "this is no vCPU, or it has no ring of this size",
+                    libc::EFAULT | libc::EINVAL => "this is not a vCPU, or it has no ring of this size",
                     other => common(other),
                 }
             })
@@ -201,7 +218,7 @@ impl DirtyRing {
         need_small_pages("mmap of a dirty ring")?;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let (len, from) = (entries.bytes(), RING_PAGE * PAGE_SIZE);
-        // SAFETY: a new mapping at an address of the kernel's choice; nothing else refers to it.
+        // SAFETY: a new mapping at an address that the kernel chooses. Nothing else refers to it.
         let start =
             unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, vcpu, from) };
         let start = start.map_err(|errno| failed(errno.into()))?;
@@ -212,21 +229,21 @@ impl DirtyRing {
         Ok(ring)
     }
 
-    /// Faults all pages in now: for those that are not there, a later access would be a SIGBUS.
+    /// Faults in all pages now. A later access to a page that does not exist would raise SIGBUS.
     fn populate(&self) -> std::io::Result<()> {
-        // SAFETY: the range is the mapping's; populating it changes nothing that could be seen.
+        // SAFETY: the range belongs to the mapping. Populating it has no other visible effect.
         let done = unsafe {
             libc::madvise(self.start.as_ptr().cast(), self.entries.bytes(), libc::MADV_POPULATE_WRITE)
         };
         match std::io::Error::last_os_error() {
             _ if done == 0 => Ok(()),
-            // Linux before 5.14 does not know this advice.
+            // Linux before 5.14 does not have this advice.
             error if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
             error => Err(error),
         }
     }
 
-    /// How many entries it has.
+    /// Returns the number of entries in the ring.
     #[must_use]
     pub fn entries(&self) -> RingEntries {
         self.entries
@@ -234,16 +251,17 @@ impl DirtyRing {
 
     fn gfn(&self, index: u32) -> &Gfn {
         let at = (index & (self.entries.0 - 1)) as usize;
-        // SAFETY: `at` is less than the entries that are mapped for as long as `self` lives; all bytes are atomics, for
-        // which every value is valid; the kernel's writes are atomic to us.
+        // SAFETY: `at` is less than the number of entries, which are mapped for as long as `self`
+        // lives. All bytes are atomics, for which every value is valid. The kernel's writes are
+        // atomic for this process.
         unsafe { self.start.add(at).as_ref() }
     }
 
-    /// The page in entry `index`, if it is dirty: written and not harvested yet.
+    /// Returns the page in entry `index` if the entry is dirty: written and not harvested yet.
     #[must_use]
     pub fn dirty(&self, index: u32) -> Option<RingPage> {
         let gfn = self.gfn(index);
-        // Acquire: KVM stores the page, then releases the flags.
+        // Acquire: KVM stores the page and then releases the flags.
         let fresh = gfn.flags.load(Ordering::Acquire) & (DIRTY | HARVESTED) == DIRTY;
         fresh.then(|| RingPage {
             slot: gfn.slot.load(Ordering::Relaxed),
@@ -251,13 +269,14 @@ impl DirtyRing {
         })
     }
 
-    /// Marks entry `index`, which was dirty and has been read, for the next [`reset`].
+    /// Marks entry `index` for the next [`reset`]. The entry must be dirty, and the caller must
+    /// have read it.
     pub fn mark_harvested(&self, index: u32) {
-        // Release: KVM may put another page into the entry once it sees this.
+        // Release: KVM may put another page into the entry once it sees the flag.
         self.gfn(index).flags.store(HARVESTED, Ordering::Release);
     }
 
-    /// Whether entry `index` is harvested and KVM has not reset it yet.
+    /// Returns whether entry `index` is harvested and KVM has not reset it yet.
     #[must_use]
     pub fn awaits_reset(&self, index: u32) -> bool {
         self.gfn(index).flags.load(Ordering::Acquire) & HARVESTED != 0
@@ -277,7 +296,7 @@ mod tests {
     use std::os::fd::AsFd;
 
     #[test]
-    fn requests_and_sizes_are_the_documented_ones() {
+    fn requests_and_sizes_match_the_documentation() {
         assert_eq!(RESET_DIRTY_RINGS, 0xaec7);
         assert_eq!(RingEntries::new(4096).map(RingEntries::get), Some(4096));
         assert_eq!(RingEntries::new(RingEntries::MIN).map(RingEntries::bytes), Some(4096));
@@ -287,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_vm_is_refused() {
+    fn file_that_is_not_a_vm_is_refused() {
         if vmferry_testkit::skip_if_emulated("KVM_RESET_DIRTY_RINGS") {
             return;
         }
@@ -306,7 +325,8 @@ mod tests {
 
     #[test]
     fn entries_go_from_dirty_to_harvested_and_indexes_wrap_around() {
-        // A file in the place of a vCPU: the same memory at the same offset, and a hole for a smaller ring.
+        // A file replaces the vCPU: the same memory at the same offset, and a hole for a smaller
+        // ring.
         let file = rustix::fs::memfd_create("ring", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
         let entries = RingEntries::new(512).unwrap();
         rustix::fs::ftruncate(&file, RING_PAGE * PAGE_SIZE + entries.bytes() as u64).unwrap();
@@ -325,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn ring_that_is_smaller_than_asked_for_is_refused() {
+    fn ring_smaller_than_requested_is_refused() {
         if vmferry_testkit::skip_if_emulated("MADV_POPULATE_WRITE, which finds the missing pages,") {
             return;
         }

@@ -1,5 +1,5 @@
-//! A tap interface: Ethernet frames of the host's network, each behind a header with its offloads (Linux,
-//! Documentation/networking/tuntap.rst and `linux/if_tun.h`).
+//! Tap interfaces: Ethernet frames of the host's network, each after a header with its offloads
+//! (Linux, Documentation/networking/tuntap.rst and `linux/if_tun.h`).
 
 use crate::SysError;
 use crate::error::common;
@@ -8,77 +8,81 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Bytes of the header in front of each frame: `struct virtio_net_hdr_v1` (virtio 1.2, section 5.1.6), as modern drivers have it.
+/// Bytes of the header in front of each frame: `struct virtio_net_hdr_v1` (virtio 1.2, section
+/// 5.1.6), as modern drivers use it.
 pub const HEADER: usize = 12;
 
-/// Most pieces that a frame can be sent from or received into: what a call takes, less one.
+/// Maximum number of pieces that a frame can be sent from or received into: the limit of a call,
+/// less one.
 pub const MAX_PIECES: usize = 1023;
 
-/// The reader computes checksums.
+/// Offload: the reader computes checksums.
 pub const OFFLOAD_CSUM: u32 = libc::TUN_F_CSUM;
-/// The reader takes TCP segments over IPv4 of up to 64 KiB.
+/// Offload: the reader accepts TCP segments over IPv4 of up to 64 KiB.
 pub const OFFLOAD_TSO4: u32 = libc::TUN_F_TSO4;
-/// Likewise over IPv6.
+/// Offload: the reader accepts TCP segments over IPv6 of up to 64 KiB.
 pub const OFFLOAD_TSO6: u32 = libc::TUN_F_TSO6;
-/// Such segments may carry congestion notification.
+/// Offload: large TCP segments may carry congestion notification.
 pub const OFFLOAD_ECN: u32 = libc::TUN_F_TSO_ECN;
 
-/// Why a tap cannot be had.
+/// Error when a tap is opened.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TapError {
-    /// No interface can have this name.
-    #[error("'{0}' is no name of an interface: it has 1 to 15 bytes, no slash, no space")]
+    /// The name is not valid for an interface.
+    #[error("'{0}' is not a valid interface name: use 1 to 15 bytes, no slash, no space")]
     Name(String),
     /// The kernel has no tap driver, or this user may not open it.
     #[error("cannot open /dev/net/tun: {source} ({meaning})")]
     Driver {
-        /// What the kernel said.
+        /// Error that the kernel returned.
         source: io::Error,
-        /// What can be done.
+        /// Remedy, or the meaning of the error.
         meaning: &'static str,
     },
-    /// There is no such interface.
+    /// No interface has this name.
     #[error(
         "there is no tap '{0}' in this network namespace; make it with: ip tuntap add dev {0} mode tap vnet_hdr user $USER && \
          ip link set {0} up"
     )]
+    /// Name of the interface.
     Missing(String),
-    /// Another process reads from it.
+    /// Another process has the tap open.
     #[error(
-        "the tap '{0}' is in use by another process (another VM perhaps); end that one, or give this VM a tap of its own"
+        "the tap '{0}' is in use by another process (another VM perhaps); stop that process, or give this VM its own tap"
     )]
     Busy(String),
-    /// It belongs to somebody else.
+    /// The tap belongs to another user.
     #[error(
         "no permission to use the tap '{0}': make it for this user (ip tuntap add dev {0} mode tap vnet_hdr user $USER), or run with \
          CAP_NET_ADMIN"
     )]
     Permission(String),
-    /// It is another kind of interface.
+    /// The interface is not a tap.
     #[error(
         "'{0}' is not a tap (an interface of another kind, or a tun): make one with: ip tuntap add dev NAME mode tap vnet_hdr"
     )]
     Kind(String),
-    /// Something else.
+    /// Another call failed.
     #[error(transparent)]
     Refused(#[from] SysError),
 }
 
-/// Opens the tap `name`, which must exist, not blocking, with headers of [`HEADER`] bytes and no offloads.
+/// Opens the existing tap `name` in non-blocking mode, with headers of [`HEADER`] bytes and no
+/// offloads.
 ///
 /// # Errors
-/// [`TapError`], in words for whoever set it up.
+/// Returns a [`TapError`] that says how to set up the tap.
 pub fn open(name: &str) -> Result<OwnedFd, TapError> {
     let usable = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b'%';
     if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.starts_with('.') || !name.bytes().all(usable) {
         return Err(TapError::Name(name.to_owned()));
     }
     if !exists(name) {
-        // The kernel would make one, for a user who may.
+        // The kernel would create a tap for a user with the permission.
         return Err(TapError::Missing(name.to_owned()));
     }
-    // SAFETY: a path that ends with zero; what comes back is a descriptor of ours.
+    // SAFETY: the path ends with a zero byte, and the result is a new descriptor.
     let fd =
         unsafe { libc::open(c"/dev/net/tun".as_ptr(), libc::O_RDWR | libc::O_NONBLOCK | libc::O_CLOEXEC) };
     if fd < 0 {
@@ -90,7 +94,7 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
         };
         return Err(TapError::Driver { source, meaning });
     }
-    // SAFETY: open and nobody else's.
+    // SAFETY: the descriptor is open and has no other owner.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     attach(&fd, name)?;
     let size = i32::try_from(HEADER).unwrap_or(i32::MAX);
@@ -102,10 +106,11 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
     Ok(fd)
 }
 
-/// Says which frames may be read that are not whole yet: `OFFLOAD_*`.
+/// Sets the offloads (`OFFLOAD_*`) that the reader supports: frames for which the kernel leaves
+/// work to the reader.
 ///
 /// # Errors
-/// If the kernel knows less.
+/// If the kernel does not support the offloads.
 pub fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> Result<(), SysError> {
     request("TUNSETOFFLOAD", "a tap", || {
         // SAFETY: the request takes a number.
@@ -113,42 +118,46 @@ pub fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> Result<(), SysError> {
     })
 }
 
-/// The largest packet that the interface `name` carries, in bytes without the Ethernet header, and whether it is up.
+/// Returns the MTU of the interface `name`, in bytes without the Ethernet header, and whether the
+/// interface is up.
 ///
 /// # Errors
-/// If there is no such interface any more.
+/// If the interface does not exist any more.
 pub fn mtu(name: &str) -> Result<(u32, bool), SysError> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None);
     let failed = |source: io::Error| SysError::from_io("socket", name.to_owned(), source, common);
     let socket = socket.map_err(|error| failed(error.into()))?;
     let mut interface = interface(name);
     request("SIOCGIFMTU", name, || {
-        // SAFETY: the request fills the structure that it is given.
+        // SAFETY: the request fills the structure.
         unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFMTU, &raw mut interface) }
     })?;
-    // SAFETY: the request has set this member, a plain number.
+    // SAFETY: the request has set this member, which is a plain number.
     let mtu = unsafe { interface.ifr_ifru.ifru_mtu };
     request("SIOCGIFFLAGS", name, || {
-        // SAFETY: as above.
+        // SAFETY: the request fills the structure.
         unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &raw mut interface) }
     })?;
-    // SAFETY: as above.
+    // SAFETY: the request has set this member, which is a plain number.
     let flags = unsafe { interface.ifr_ifru.ifru_flags };
     Ok((u32::try_from(mtu).unwrap_or(0), i32::from(flags) & libc::IFF_UP != 0))
 }
 
-/// Sends the header and the frame that `pieces` are, one after the other.
+/// Sends one header and frame, which consist of `pieces` in this order. Returns the number of bytes
+/// sent.
 ///
 /// # Errors
-/// What the kernel says; `WouldBlock` if it has no room now.
+/// Returns the error of the kernel; `WouldBlock` if the kernel has no room now.
 ///
 /// # Safety
-/// Each piece (start, bytes) is mapped readable while this runs. It may be written meanwhile: what goes out is then either.
+/// Each piece (start, bytes) is mapped readable during the call. Other threads may write to it
+/// meanwhile, and either the old or the new bytes are sent.
 pub unsafe fn send(fd: BorrowedFd<'_>, pieces: impl Iterator<Item = (*mut u8, usize)>) -> io::Result<usize> {
     let mut list = Pieces::new();
     let count = list.take(pieces, MAX_PIECES)?;
     loop {
-        // SAFETY: `count` of the list are set; the caller vouches for what they point at.
+        // SAFETY: `count` entries of the list are set, and the caller guarantees that they point to
+        // readable memory.
         let sent = unsafe { libc::writev(fd.as_raw_fd(), list.start(), count) };
         match usize::try_from(sent) {
             Ok(sent) => return Ok(sent),
@@ -157,22 +166,24 @@ pub unsafe fn send(fd: BorrowedFd<'_>, pieces: impl Iterator<Item = (*mut u8, us
     }
 }
 
-/// A frame that was received.
+/// Result of [`receive`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received {
-    /// Its bytes, header included, as far as they were written to the pieces.
+    /// Number of bytes that were written to the pieces, including the header.
     pub bytes: usize,
-    /// It was longer than the pieces, and the rest is lost.
+    /// True if the frame was longer than the pieces, so its rest is lost.
     pub cut: bool,
 }
 
-/// Receives the next frame, behind its header, into `pieces`, one after the other. Of the header's 12 bytes the last two are left alone.
+/// Receives the next header and frame into `pieces`, in this order. The last two of the 12 header
+/// bytes are not written.
 ///
 /// # Errors
-/// What the kernel says; `WouldBlock` if there is none. Pieces may have been written to then.
+/// Returns the error of the kernel; `WouldBlock` if no frame is waiting. The pieces may have been
+/// written in this case.
 ///
 /// # Safety
-/// Each piece (start, bytes) is mapped writable while this runs, and nobody minds that it is written to.
+/// Each piece (start, bytes) is mapped writable during the call, and no Rust reference covers it.
 pub unsafe fn receive(
     fd: BorrowedFd<'_>,
     pieces: impl Iterator<Item = (*mut u8, usize)>,
@@ -180,10 +191,11 @@ pub unsafe fn receive(
     let (mut list, mut spill) = (Pieces::new(), 0u8);
     let count = list.take(pieces, MAX_PIECES)?;
     let room = list.bytes;
-    // A frame that is too long is cut without a word; a byte more tells.
+    // The kernel cuts a frame that is too long without an error. One additional byte shows the cut.
     let count = count + list.take(std::iter::once((&raw mut spill, 1)), 1)?;
     loop {
-        // SAFETY: `count` of the list are set; the caller vouches for what they point at, and the last is ours.
+        // SAFETY: `count` entries of the list are set. The caller guarantees that they point to
+        // writable memory, and the last one points to `spill`.
         let got = unsafe { libc::readv(fd.as_raw_fd(), list.start(), count) };
         match usize::try_from(got) {
             Ok(got) => return Ok(Received { bytes: got.min(room), cut: got > room }),
@@ -192,12 +204,12 @@ pub unsafe fn receive(
     }
 }
 
-/// The list that `readv` and `writev` take, on the stack: one a frame.
+/// List for `readv` and `writev`, on the stack: one for each frame.
 struct Pieces {
     list: [MaybeUninit<libc::iovec>; MAX_PIECES + 1],
-    /// Those that are set.
+    /// Number of entries that are set.
     used: usize,
-    /// Bytes in them.
+    /// Number of bytes in the entries that are set.
     bytes: usize,
 }
 
@@ -206,7 +218,7 @@ impl Pieces {
         Self { list: [const { MaybeUninit::uninit() }; MAX_PIECES + 1], used: 0, bytes: 0 }
     }
 
-    /// Adds at most `most` of `pieces`; says how many there were.
+    /// Adds `pieces` to the list and returns their number. Fails if there are more than `most`.
     fn take(&mut self, pieces: impl Iterator<Item = (*mut u8, usize)>, most: usize) -> io::Result<i32> {
         let before = self.used;
         for (start, bytes) in pieces {
@@ -225,7 +237,7 @@ impl Pieces {
     }
 }
 
-/// `Ok` if a call was only interrupted.
+/// Returns `Ok` if the last call was only interrupted.
 fn again() -> io::Result<()> {
     let error = io::Error::last_os_error();
     if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
@@ -233,13 +245,13 @@ fn again() -> io::Result<()> {
 
 fn exists(name: &str) -> bool {
     let Ok(name) = CString::new(name) else { return false };
-    // SAFETY: a text that ends with zero.
+    // SAFETY: the text ends with a zero byte.
     unsafe { libc::if_nametoindex(name.as_ptr()) != 0 }
 }
 
-/// A request's structure for the interface `name`, which fits.
+/// Returns the request structure for the interface `name`, whose length was checked.
 fn interface(name: &str) -> libc::ifreq {
-    // SAFETY: plain numbers and bytes, for which zeros are fine.
+    // SAFETY: the structure consists of plain numbers and bytes, for which zeros are valid.
     let mut interface: libc::ifreq = unsafe { std::mem::zeroed() };
     // The last byte stays zero.
     for (place, byte) in interface.ifr_name[..libc::IFNAMSIZ - 1].iter_mut().zip(name.bytes()) {
@@ -248,14 +260,14 @@ fn interface(name: &str) -> libc::ifreq {
     interface
 }
 
-/// Makes `fd` the reader and writer of the tap `name`.
+/// Attaches `fd` to the tap `name` as its reader and writer.
 fn attach(fd: &OwnedFd, name: &str) -> Result<(), TapError> {
     let mut interface = interface(name);
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
-    // One that was made for several queues must be asked for one of them.
+    // A tap that was created with several queues must be opened with the multi-queue flag.
     let mut refused = 0;
     for more in [0, libc::IFF_MULTI_QUEUE] {
-        // The bits are the low 16 of the flags.
+        // The flags are the low 16 bits.
         let [a, b, _, _] = (flags | more).to_ne_bytes();
         interface.ifr_ifru.ifru_flags = libc::c_short::from_ne_bytes([a, b]);
         // SAFETY: the request reads and writes this structure.

@@ -1,12 +1,12 @@
-//! The calling thread.
+//! Processor time of the calling thread.
 
 use std::time::Duration;
 
-/// How long the calling thread has been on a processor (`CLOCK_THREAD_CPUTIME_ID`).
+/// Returns the time for which the calling thread was on a processor (`CLOCK_THREAD_CPUTIME_ID`).
 #[must_use]
 pub fn cpu_time() -> Duration {
     let mut spent = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the structure is the call's, and ours.
+    // SAFETY: the structure belongs to the call and to this function.
     let done = unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut spent) };
     debug_assert_eq!(done, 0, "every Linux has this clock");
     Duration::new(u64::try_from(spent.tv_sec).unwrap_or(0), u32::try_from(spent.tv_nsec).unwrap_or(0))
@@ -17,7 +17,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn working_counts_and_sleeping_does_not() {
+    fn cpu_time_counts_work_but_not_sleep() {
         let before = cpu_time();
         std::thread::sleep(Duration::from_millis(30));
         let slept = cpu_time() - before;

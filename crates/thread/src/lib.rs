@@ -24,7 +24,7 @@
 #![deny(unsafe_code)]
 
 mod park;
-#[expect(unsafe_code, reason = "the kernel's calls have no safe wrapper")]
+#[expect(unsafe_code, reason = "the system calls have no safe wrapper")]
 pub mod scheduling;
 mod vcpus;
 
@@ -35,50 +35,50 @@ use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 pub use park::{Park, StillWorking, Working};
 pub use vcpus::{VcpuThread, VcpuThreads};
 
-/// What a thread is for.
+/// Role of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Role {
-    /// Owns the machine and its migrations, and starts most of the others.
+    /// Owns the machine and its migrations, and starts most other threads.
     Owner,
-    /// Runs a vCPU, and answers for its devices what is answered at once.
+    /// Runs a vCPU and handles the device accesses that complete at once.
     Vcpu,
-    /// Stands for a vCPU in a guest without KVM.
+    /// Replaces a vCPU in a guest without KVM.
     Worker,
     /// Reads and writes disks.
     Disk,
     /// Carries frames between the guest and a tap.
     Network,
-    /// Attends to another device.
+    /// Serves another device.
     Device,
-    /// Harvests dirty pages, or slows vCPUs.
+    /// Harvests dirty pages, or throttles vCPUs.
     Tracker,
-    /// Sends to a migration's peer.
+    /// Sends to the peer of a migration.
     Sender,
-    /// Receives from a migration's source.
+    /// Receives from the source of a migration.
     Receiver,
-    /// Reads what the peer says on a control channel.
+    /// Reads the messages of the peer on a control channel.
     Control,
-    /// Accepts connections of migrations, and reads who they are.
+    /// Accepts connections of migrations and reads their greeting.
     Listener,
-    /// Answers page faults.
+    /// Serves page faults.
     Fault,
     /// Reads or writes a guest in a file.
     Snapshot,
-    /// Asks a fence who owns the guest.
+    /// Asks an arbiter which host owns the guest.
     Fence,
     /// Serves the control socket.
     Api,
-    /// Tells how the guest is doing to whoever scrapes it.
+    /// Serves the metrics of the guest to scrapers.
     Metrics,
     /// Sends traces to a collector.
     Traces,
-    /// Watches: signals, the console, the host, the guest's end.
+    /// Watches signals, the console, the host, and the end of the guest.
     Watch,
 }
 
 impl Role {
-    /// All.
+    /// All roles.
     pub const ALL: [Self; 18] = [
         Self::Owner,
         Self::Vcpu,
@@ -100,7 +100,7 @@ impl Role {
         Self::Watch,
     ];
 
-    /// Its name.
+    /// Returns the name of the role.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -132,19 +132,20 @@ impl std::fmt::Display for Role {
     }
 }
 
-/// What a thread passes before it begins: its role and its name.
+/// Function that each thread calls before its work, with its role and its name.
 pub type Hook = fn(Role, &str);
 
 static HOOK: OnceLock<Hook> = OnceLock::new();
 
-/// Has every thread that is started from now on pass `hook` first, on the thread itself. A hook that panics ends its thread, as the
-/// thread's own panic would.
+/// Sets the start hook of the process: every thread that is started later calls `hook` first, on
+/// the thread itself.
 ///
-/// It is the process's, as a panic hook is, and set once: what is to be done to threads concerns the process, and they are started in
-/// many places.
+/// A hook that panics ends its thread, like a panic of the thread's own work. The process has one
+/// hook, like a panic hook, and the hook is set once: policies for threads concern the whole
+/// process, and many parts of it start threads.
 ///
 /// # Errors
-/// If there is one already; that one stays.
+/// Returns `hook` if the process already has a hook, which stays in force.
 pub fn on_start(hook: Hook) -> Result<(), Hook> {
     HOOK.set(hook)
 }
@@ -158,7 +159,7 @@ fn started(role: Role, name: &str) {
 /// Starts a thread; see [`Builder::spawn`].
 ///
 /// # Errors
-/// If the host has no thread for it.
+/// If the host cannot create another thread.
 pub fn spawn<T: Send + 'static>(
     role: Role,
     name: impl Into<String>,
@@ -174,7 +175,7 @@ pub fn spawn<T: Send + 'static>(
 /// Starts a thread that ends before `scope` does; see [`Builder::spawn_scoped`].
 ///
 /// # Errors
-/// If the host has no thread for it.
+/// If the host cannot create another thread.
 pub fn spawn_scoped<'scope, 'env, T: Send + 'scope>(
     role: Role,
     name: impl Into<String>,
@@ -196,7 +197,7 @@ mod tests {
     static SEEN: Mutex<Vec<(Role, String, std::thread::ThreadId)>> = Mutex::new(Vec::new());
 
     #[test]
-    fn each_thread_passes_the_hook_before_its_work_and_there_is_one_hook() {
+    fn each_thread_calls_the_hook_before_its_work_and_the_hook_is_set_once() {
         let hook: Hook =
             |role, name| SEEN.lock().unwrap().push((role, name.to_owned(), std::thread::current().id()));
         let seen = |id| SEEN.lock().unwrap().iter().filter(|(_, _, thread)| *thread == id).count();

@@ -4,24 +4,26 @@ use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// Lets the event loops of devices handle events only while the guest runs here.
+/// Gate that lets the event loops of devices handle events only while the guest runs in this VMM.
 ///
-/// An event loop handles what happens outside the guest: a frame on a tap, a completed disk request, a key. Handling it
-/// writes guest memory and raises an interrupt. Once the last pages and the device state were sent, such a write is lost. So
-/// three things must hold:
+/// An event loop handles an event from outside the guest: a frame on a tap, a completed disk
+/// request, a key. Handling the event writes guest memory and raises an interrupt. After the last
+/// pages and the device state were sent, such a write would be lost. Therefore three conditions
+/// must hold:
 ///
-/// 1. When a pause has returned, no event is being handled, and none is begun before the guest is resumed.
-/// 2. An event that arrives in between waits. It is handled if the guest is resumed here.
-/// 3. When the guest has left, the waiting events are never handled. The guest runs elsewhere, and its disks and addresses
-///    belong to the target: a late write to a disk would destroy data.
+/// 1. When a pause has returned, no event is being handled, and no event is begun before the guest
+///    is resumed.
+/// 2. An event that arrives in between waits. It is handled if the source resumes the guest.
+/// 3. When the guest has left, the waiting events are never handled. The guest runs on the target,
+///    which owns its disks and addresses: a late write to a disk would destroy data.
 ///
 /// | caller | method | moment |
 /// |---|---|---|
-/// | an event loop | [`enter`](Self::enter) | when it has an event, before it handles it; it drops the result when the event is handled |
-/// | the source | [`park`](Self::park) | in `SourceVm::settle`, with the time given there: `park.park(within).map_err(VmError::busy)` |
+/// | an event loop | [`enter`](Self::enter) | when it has an event, before it handles the event; it drops the result afterwards |
+/// | the source | [`park`](Self::park) | in `SourceVm::settle`, with the given time: `park.park(within).map_err(VmError::busy)` |
 /// | the source | [`resume`](Self::resume) | in `SourceVm::resume` |
 /// | the source | [`end`](Self::end) | when the report says that the guest has left |
-/// | the target | [`parked`](Self::parked), [`resume`](Self::resume) | when it makes its VM; in `TargetVm::start` |
+/// | the target | [`parked`](Self::parked), [`resume`](Self::resume) | when it creates its VM; in `TargetVm::start` |
 ///
 /// ```
 /// use std::sync::mpsc::{Receiver, channel};
@@ -30,7 +32,7 @@ use std::time::Duration;
 ///
 /// /// The loop of a device with events of the host, such as frames on a tap. `handle` writes guest memory.
 /// fn device(park: &Park, events: Receiver<u32>, mut handle: impl FnMut(u32)) {
-///     // It waits for an event first: a loop that waited with the permission in hand could not be parked.
+///     // Wait for an event first: a loop that waits while it holds the permission cannot be parked.
 ///     while let Ok(event) = events.recv() {
 ///         let Some(_working) = park.enter() else { return };
 ///         handle(event);
@@ -62,7 +64,7 @@ pub struct Park {
 #[derive(Debug)]
 struct State {
     phase: Phase,
-    /// Events that are being handled.
+    /// Number of events that are being handled.
     working: usize,
 }
 
@@ -73,13 +75,13 @@ enum Phase {
     Ended,
 }
 
-/// An event loop did not finish its event in time.
+/// Error of [`Park::park`]: an event loop did not finish its event in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StillWorking {
-    /// Events that were being handled.
+    /// Number of events that were being handled.
     pub events: usize,
-    /// Time that they were given.
+    /// Time limit of the call.
     pub within: Duration,
 }
 
@@ -91,7 +93,7 @@ impl fmt::Display for StillWorking {
 
 impl std::error::Error for StillWorking {}
 
-/// Permission to handle an event: see [`Park::enter`].
+/// Permission to handle an event; see [`Park::enter`].
 #[derive(Debug)]
 #[must_use = "the event may be handled for as long as this value lives"]
 pub struct Working<'p>(&'p Park);
@@ -121,24 +123,26 @@ impl Park {
         Self { state: Mutex::new(State { phase, working: 0 }), changed: Condvar::new() }
     }
 
-    /// Returns a park whose event loops may work, for a VM that boots its guest.
+    /// Returns a park whose event loops may run, for a VM that boots its guest.
     #[must_use]
     pub fn running() -> Self {
         Self::of(Phase::Running)
     }
 
-    /// Returns a park whose event loops wait, for a VM that a guest is moved to.
+    /// Returns a park whose event loops wait, for a VM that receives a guest.
     #[must_use]
     pub fn parked() -> Self {
         Self::of(Phase::Parked)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Every change is a single assignment: a panic elsewhere cannot leave one half done.
+        // Every change is a single assignment, so a panic of another thread cannot leave the state
+        // inconsistent.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until events may be handled. Returns `None` if the guest has left: the loop drops its events and ends.
+    /// Waits until events may be handled. Returns `None` if the guest has left: the loop must drop
+    /// its events and end.
     pub fn enter(&self) -> Option<Working<'_>> {
         let waits = |state: &mut State| state.phase == Phase::Parked;
         let state = self.changed.wait_while(self.lock(), waits);
@@ -150,10 +154,12 @@ impl Park {
         Some(Working(self))
     }
 
-    /// Has no further event begun, and waits until those that are being handled are finished, for `within` at most.
+    /// Prevents that further events begin, and waits at most `within` until the running events are
+    /// finished.
     ///
     /// # Errors
-    /// [`StillWorking`] if an event takes longer. It goes on, and no other is begun before [`resume`](Self::resume).
+    /// Returns [`StillWorking`] if an event takes longer. The event continues, and no other event
+    /// begins before [`resume`](Self::resume).
     pub fn park(&self, within: Duration) -> Result<(), StillWorking> {
         let mut state = self.lock();
         if state.phase == Phase::Running {
@@ -167,7 +173,8 @@ impl Park {
         }
     }
 
-    /// Lets events be handled again, those first that waited. Does nothing after [`end`](Self::end).
+    /// Lets events be handled again, starting with the waiting ones. Does nothing after
+    /// [`end`](Self::end).
     pub fn resume(&self) {
         let mut state = self.lock();
         if state.phase == Phase::Parked {
@@ -219,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn an_event_that_takes_too_long_is_reported_and_finishes() {
+    fn park_reports_an_event_that_takes_too_long_and_the_event_finishes() {
         let park = Park::running();
         let first = park.enter().unwrap();
         let late = park.park(Duration::from_millis(1)).unwrap_err();
@@ -240,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_handled_after_the_end() {
+    fn no_event_is_handled_after_the_end() {
         let (park, (started, starts)) = (Park::parked(), channel());
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| {
@@ -252,7 +259,7 @@ mod tests {
             assert!(waits.join().unwrap());
         });
         park.resume();
-        assert!(park.enter().is_none(), "also after a resume");
+        assert!(park.enter().is_none(), "no event after the end, even after a resume");
         park.park(Duration::ZERO).unwrap();
         assert!(park.enter().is_none());
     }

@@ -19,9 +19,11 @@ struct Attributes {
 
 const _: () = assert!(size_of::<Attributes>() == 48);
 
-/// Gives thread `thread` of this process short time slices, or takes them back. It is for a vCPU
-/// that waits for pages: it must not wait again until the threads that bring the pages have used
-/// their slices. Does nothing if `thread` is 0.
+/// Gives thread `thread` of this process short time slices, or removes them. Does nothing if
+/// `thread` is 0.
+///
+/// Use it for a vCPU that waits for pages: the vCPU should not wait again until the threads that
+/// fetch the pages have used up their slices.
 pub fn prefer_latency_of(thread: u32, prefer: bool) {
     // For the kernel, 0 is the calling thread.
     if thread != 0 {
@@ -30,35 +32,41 @@ pub fn prefer_latency_of(thread: u32, prefer: bool) {
 }
 
 /// Asks the scheduler for short slices for the calling thread, so that the thread runs soon after
-/// it is woken (Linux 6.12, `Documentation/scheduler/sched-eevdf.rst`: a shorter slice is an
-/// earlier deadline). The thread's share of a processor stays the same. An older kernel refuses
-/// this, or ignores it.
+/// it is woken.
+///
+/// A shorter slice is an earlier deadline (Linux 6.12, `Documentation/scheduler/sched-eevdf.rst`).
+/// The thread's share of a processor stays the same. An older kernel refuses or ignores the
+/// request.
 pub fn prefer_latency() {
     change(0, |attributes| attributes.runtime = SLICE);
 }
 
-/// Niceness of a thread that gives way: about a tenth of an ordinary thread's share where both want
-/// a processor, and a whole processor where no other thread wants it. Not `SCHED_IDLE`: pages that
-/// such a thread has claimed could then wait for seconds on a busy host, and the guest may come to
-/// need them.
+/// Niceness of a thread that gives way to others.
+///
+/// With this value, a thread gets about a tenth of an ordinary thread's share if both want a
+/// processor, and a whole processor if no other thread wants it. `SCHED_IDLE` is not used: on a
+/// busy host, pages that such a thread has claimed could wait for seconds, and the guest may need
+/// them.
 const NICE: i32 = 10;
 
-/// Lets the calling thread give way to other threads from now on. It is for a thread that sends or
-/// places pages for which the guest does not wait: it must not keep a processor from the threads
-/// that bring other pages, or from the guest. An ordinary user cannot undo this.
+/// Makes the calling thread give way to other threads from now on. An ordinary user cannot undo the
+/// change.
+///
+/// Use it for a thread that sends or places pages for which the guest does not wait. Such a thread
+/// must not keep a processor from the guest or from the threads that fetch other pages.
 pub fn give_way() {
     change(0, |attributes| {
         attributes.policy = libc::SCHED_BATCH.unsigned_abs();
         attributes.nice = attributes.nice.max(NICE);
-        // A running thread is only interrupted before the end of its slice by a thread with a
-        // shorter one.
+        // Only a thread with a shorter slice can interrupt a running thread before the end of its
+        // slice.
         attributes.runtime = SLICE;
     });
 }
 
 /// Returns the id of the calling thread.
 pub(crate) fn current_thread() -> u32 {
-    // SAFETY: the call takes nothing and cannot fail.
+    // SAFETY: the call takes no arguments and cannot fail.
     unsafe { libc::gettid() }.unsigned_abs()
 }
 
@@ -80,8 +88,8 @@ mod tests {
     use vmferry_testkit::{Need, skip};
 
     #[test]
-    fn giving_way_lowers_this_thread_only() {
-        // SAFETY: this call reads nothing of ours.
+    fn give_way_changes_only_the_calling_thread() {
+        // SAFETY: this call accesses no memory of the process.
         let nice = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
         let before = nice();
         let there = std::thread::spawn(move || {
@@ -92,16 +100,16 @@ mod tests {
     }
 
     #[test]
-    fn another_thread_is_given_short_slices_and_its_own_again() {
+    fn prefer_latency_of_sets_and_resets_the_slices_of_another_thread() {
         let slice = |thread: u32| {
             let mut attributes = super::Attributes::default();
-            // SAFETY: the kernel writes at most 48 bytes, as many as there are.
+            // SAFETY: the kernel writes at most 48 bytes, which is the size of the structure.
             let known =
                 unsafe { libc::syscall(libc::SYS_sched_getattr, thread, &raw mut attributes, 48u32, 0u32) };
             assert_eq!(known, 0);
             attributes.runtime
         };
-        // SAFETY: this call reads nothing of ours.
+        // SAFETY: this call accesses no memory of the process.
         let own = u32::try_from(unsafe { libc::gettid() }).unwrap();
         let another = std::thread::spawn(move || {
             let before = slice(own);
@@ -112,15 +120,15 @@ mod tests {
         });
         let (before, short, after) = another.join().unwrap();
         if before == 0 {
-            return skip(Need::Kernel, "no slices that can be asked for (before Linux 6.12)");
+            return skip(Need::Kernel, "no slices that a thread can request (before Linux 6.12)");
         }
         assert_eq!((short, after), (super::SLICE, before));
     }
 
     #[test]
-    fn it_changes_neither_policy_nor_niceness() {
+    fn prefer_latency_changes_neither_policy_nor_niceness() {
         std::thread::spawn(|| {
-            // SAFETY: these calls read nothing of ours.
+            // SAFETY: these calls access no memory of the process.
             let of_thread =
                 || unsafe { (libc::sched_getscheduler(0), libc::getpriority(libc::PRIO_PROCESS, 0)) };
             let before = of_thread();

@@ -1,16 +1,18 @@
-//! Which thread is which vCPU.
+//! Table of the threads of a guest's vCPUs.
 
 use crate::scheduling;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Thread ids of a guest's vCPUs. Demand paging finds by them which vCPU waits for a page, and gives the vCPU threads short time slices
-/// while they wait for single pages.
+/// Table of the thread ids of a guest's vCPUs.
 ///
-/// Each vCPU thread registers itself. Lookups take no lock.
+/// Demand paging uses the table to find the vCPU that waits for a page, and gives the vCPU threads
+/// short time slices while they wait for single pages. Each vCPU thread registers itself. Lookups
+/// take no lock.
 #[derive(Debug)]
 pub struct VcpuThreads {
-    /// By vCPU. 0 means that no thread is registered: no thread has that id.
+    /// Thread id of each vCPU. 0 means that no thread is registered, because no thread has the id
+    /// 0.
     ids: Box<[AtomicU32]>,
 }
 
@@ -21,28 +23,29 @@ impl VcpuThreads {
         Self { ids: (0..vcpus).map(|_| AtomicU32::new(0)).collect() }
     }
 
-    /// Returns the number of vCPUs that the table has room for.
+    /// Returns the number of vCPUs in the table.
     #[must_use]
     pub fn vcpus(&self) -> u32 {
         u32::try_from(self.ids.len()).unwrap_or(u32::MAX)
     }
 
-    /// Registers the calling thread as the thread of vCPU `vcpu`, until the result is dropped. Does nothing for a vCPU that the table
-    /// has no room for.
+    /// Registers the calling thread as the thread of vCPU `vcpu`, until the result is dropped. Does
+    /// nothing if the table does not contain the vCPU.
     #[must_use = "the thread is forgotten when this is dropped"]
     pub fn register(self: &Arc<Self>, vcpu: u32) -> VcpuThread {
         self.set(vcpu, scheduling::current_thread());
         VcpuThread { table: Arc::clone(self), vcpu }
     }
 
-    /// Returns the vCPU whose thread has this id.
+    /// Returns the vCPU whose thread has the id `thread`.
     #[must_use]
     pub fn vcpu(&self, thread: u32) -> Option<u32> {
         let found = (0..).zip(&self.ids).find(|(_, id)| id.load(Ordering::Relaxed) == thread);
         found.map(|(vcpu, _)| vcpu).filter(|_| thread != 0)
     }
 
-    /// Gives all vCPU threads short time slices, or takes these back. See [`prefer_latency_of`](scheduling::prefer_latency_of).
+    /// Gives all vCPU threads short time slices, or removes them. See
+    /// [`prefer_latency_of`](scheduling::prefer_latency_of).
     pub fn prefer_latency(&self, prefer: bool) {
         for id in &self.ids {
             scheduling::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
@@ -52,13 +55,13 @@ impl VcpuThreads {
     fn set(&self, vcpu: u32, thread: u32) {
         let id = usize::try_from(vcpu).ok().and_then(|vcpu| self.ids.get(vcpu));
         if let Some(id) = id {
-            // Nothing is published by it: the number is all there is.
+            // Relaxed is enough: no other data is published with the number.
             id.store(thread, Ordering::Relaxed);
         }
     }
 }
 
-/// Registration of a vCPU thread: see [`VcpuThreads::register`].
+/// Registration of a vCPU thread; see [`VcpuThreads::register`].
 #[derive(Debug)]
 pub struct VcpuThread {
     table: Arc<VcpuThreads>,

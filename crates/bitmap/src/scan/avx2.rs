@@ -1,4 +1,4 @@
-//! The kernel for processors with AVX2, which is nearly all since 2013.
+//! Kernel for processors with AVX2: nearly all x86-64 processors since 2013.
 
 use super::{BLOCK_WORDS, Batch, Block, Kernel, Positions, Work, by_hops, edges_of};
 use std::arch::x86_64::{
@@ -8,14 +8,15 @@ use std::arch::x86_64::{
     _mm256_testz_si256,
 };
 
-/// Words of a vector.
+/// Number of words in a vector.
 const LANES: usize = 4;
-/// Words of which [`zeros`] makes a mask at once: half a block.
+/// Number of words that one call of [`zeros`] handles: half a block.
 const HALF: usize = 32;
 
 /// Proof that the processor has AVX2, BMI1, BMI2, LZCNT and POPCNT.
 ///
-/// Invariant: only [`Avx2::detect`] makes one, and it looks for every feature that functions here are compiled with.
+/// Invariant: only [`Avx2::detect`] creates a value, and it checks every feature that the functions
+/// of this module are compiled with.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Avx2(());
 
@@ -46,17 +47,17 @@ impl Kernel for Avx2 {
     }
 
     fn positions<'a>(self, _: &[u64], _: &'a mut Positions) -> &'a [u16] {
-        unreachable!("nobody asks a kernel that has none")
+        unreachable!("never called: HAS_POSITIONS is false")
     }
 
     #[inline]
     fn work<W: Work>(self, work: W) -> W::Out {
         #[target_feature(enable = "avx2,bmi1,bmi2,lzcnt,popcnt")]
-        fn here<W: Work>(kernel: Avx2, work: W) -> W::Out {
+        fn with_features<W: Work>(kernel: Avx2, work: W) -> W::Out {
             work.run(kernel)
         }
         // SAFETY: `self` proves that the processor has the features (see the type's invariant).
-        unsafe { here(self, work) }
+        unsafe { with_features(self, work) }
     }
 }
 
@@ -82,7 +83,7 @@ fn edges(block: &[u64], open: bool) -> u64 {
         |vector| _mm256_cmpeq_epi64(vector, _mm256_set1_epi64x(-1)),
         |word| word == u64::MAX,
     );
-    // The mask is made of the lanes' top bits, so the words themselves will do.
+    // `movemask` takes the top bits of the lanes, so the words themselves can be used.
     let ends_set = lanes_where(block, |vector| vector, |word| word >> 63 != 0);
     edges_of(zero, ones, ends_set, open) & (u64::MAX >> (BLOCK_WORDS - block.len()))
 }
@@ -93,7 +94,8 @@ fn is_zero(vector: __m256i) -> __m256i {
     _mm256_cmpeq_epi64(vector, _mm256_setzero_si256())
 }
 
-/// The words of `block` (at most 64) of which `pick` leaves the top bit set, or for which `pick_word` says so.
+/// Returns the mask of the words in `block` (at most 64) for which `pick` sets the top bit of the
+/// lane or `pick_word` returns true.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn lanes_where(block: &[u64], pick: impl Fn(__m256i) -> __m256i, pick_word: impl Fn(u64) -> bool) -> u64 {
@@ -109,7 +111,7 @@ fn lanes_where(block: &[u64], pick: impl Fn(__m256i) -> __m256i, pick_word: impl
     mask
 }
 
-/// The words of a block that are not zero.
+/// Returns the mask of the nonzero words of a block.
 #[inline]
 #[target_feature(enable = "avx2")]
 pub(super) fn nonzero_words(block: &Block) -> u64 {
@@ -117,7 +119,8 @@ pub(super) fn nonzero_words(block: &Block) -> u64 {
     !(u64::from(zeros(&halves[0])) | u64::from(zeros(&halves[1])) << HALF)
 }
 
-/// The words of half a block that are zero. Packing the comparisons costs half of what taking a mask of each vector does.
+/// Returns the mask of the zero words of half a block. Packing the comparisons costs half as much
+/// as a mask of each vector.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn zeros(half: &[u64; HALF]) -> u32 {
@@ -125,10 +128,11 @@ fn zeros(half: &[u64; HALF]) -> u32 {
     let pair =
         |at: usize| _mm256_packs_epi32(is_zero(load(&vectors[2 * at])), is_zero(load(&vectors[2 * at + 1])));
     let quad = |at: usize| _mm256_packs_epi16(pair(2 * at), pair(2 * at + 1));
-    // Now each word is two bytes; once more, and it is one.
+    // Each word is two bytes now. One more packing makes it one byte.
     let bytes = _mm256_packs_epi16(quad(0), quad(1));
-    // Packing works within 128-bit halves, so byte 2v + l of the lower half is word 4v + l of vector v, and the upper half
-    // has the words 4v + 2 + l. Group of four bytes g of each half: vectors 2g and 2g + 1.
+    // Packing works within 128-bit halves. Byte 2v + l of the lower half is word 4v + l of vector
+    // v, and the upper half has the words 4v + 2 + l. The group g of four bytes of each half has
+    // the vectors 2g and 2g + 1.
     let groups = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
     #[rustfmt::skip]
     let order = _mm256_setr_epi8(
@@ -138,7 +142,7 @@ fn zeros(half: &[u64; HALF]) -> u32 {
     _mm256_movemask_epi8(_mm256_shuffle_epi8(groups, order)).cast_unsigned()
 }
 
-/// Whether all words are zero.
+/// Returns whether all words are zero.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn is_empty(words: &[u64]) -> bool {

@@ -1,4 +1,4 @@
-//! The kernel for processors with AVX-512 as of Ice Lake and Zen 4.
+//! Kernel for processors with AVX-512 as of Ice Lake and Zen 4.
 
 use super::avx2::nonzero_words;
 use super::{BATCH_WORDS, Batch, Block, HOP_WORDS, Kernel, POSITION_WORDS, Positions, Work, by_hops};
@@ -9,12 +9,14 @@ use std::arch::x86_64::{
     _mm512_test_epi64_mask, _mm512_xor_si512,
 };
 
-/// Words of a vector.
+/// Number of words in a vector.
 const LANES: usize = 8;
 
-/// Proof that the processor has F, BW, DQ, VL, VBMI2 and VPOPCNTDQ of AVX-512, and what AVX2 machines have.
+/// Proof that the processor has F, BW, DQ, VL, VBMI2 and VPOPCNTDQ of AVX-512, and the features of
+/// the AVX2 kernel.
 ///
-/// Invariant: only [`Avx512::detect`] makes one, and it looks for every feature that functions here are compiled with.
+/// Invariant: only [`Avx512::detect`] creates a value, and it checks every feature that the
+/// functions of this module are compiled with.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Avx512(());
 
@@ -62,11 +64,11 @@ impl Kernel for Avx512 {
         #[target_feature(
             enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,avx512vpopcntdq,avx2,bmi1,bmi2,lzcnt,popcnt"
         )]
-        fn here<W: Work>(kernel: Avx512, work: W) -> W::Out {
+        fn with_features<W: Work>(kernel: Avx512, work: W) -> W::Out {
             work.run(kernel)
         }
         // SAFETY: `self` proves that the processor has the features (see the type's invariant).
-        unsafe { here(self, work) }
+        unsafe { with_features(self, work) }
     }
 }
 
@@ -79,14 +81,15 @@ fn nonzero(words: &[u64], batch: &mut Batch) -> u32 {
     {
         return 0;
     }
-    // Eight masks of eight lanes have to go one by one from mask registers to a word; packing as AVX2 does is faster.
+    // Eight masks of eight lanes would move one by one from mask registers to a word. Packing, as
+    // the AVX2 kernel does, is faster.
     let look = |block: &Block| nonzero_words(block);
     by_hops(words, batch, |hop| is_empty(hop), look, |rest| lanes_where(rest, |vector| test(vector)))
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn edges(block: &[u64], open: bool) -> u64 {
-    // The word before the first one counts by its last bit only.
+    // Only the last bit of the word before the first one matters.
     let mut before = _mm512_set1_epi64(i64::from(open) << 63);
     lanes_where(block, |vector| {
         let shifted = _mm512_or_si512(
@@ -98,7 +101,8 @@ fn edges(block: &[u64], open: bool) -> u64 {
     })
 }
 
-/// Where the bits of `words` are, by compressing the numbers of half a word's bits: no branch depends on what is set.
+/// Returns the positions of the set bits in `words`, by compressing the numbers of half a word's
+/// bits. No branch depends on the content of the words.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi2,popcnt")]
 fn positions<'a>(words: &[u64], into: &'a mut Positions) -> &'a [u16] {
     const HALF_BITS: usize = 32;
@@ -118,11 +122,12 @@ fn positions<'a>(words: &[u64], into: &'a mut Positions) -> &'a [u16] {
             numbers = _mm512_add_epi16(numbers, _mm512_set1_epi16(32));
         }
     }
-    // SAFETY: the first `found` numbers were written: each store filled 32 numbers from where the next one began or behind.
+    // SAFETY: the first `found` numbers were written: each store filled 32 numbers, starting at or
+    // before the point where the next store began.
     unsafe { std::slice::from_raw_parts(to, found) }
 }
 
-/// The numbers 0..32 of 16 bits, as words.
+/// Numbers 0..32 as 16-bit values, packed into words.
 const NUMBERS: [u64; LANES] = {
     let (mut words, mut number) = ([0; LANES], 0);
     while number < 32 {
@@ -137,7 +142,8 @@ fn test(vector: __m512i) -> u8 {
     _mm512_test_epi64_mask(vector, vector)
 }
 
-/// The words of `block` (at most 64) for which `pick` has a bit; none behind its end.
+/// Returns the mask of the words in `block` (at most 64) for which `pick` sets a bit. Bits beyond
+/// the end of `block` are clear.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {
@@ -155,17 +161,20 @@ fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {
     mask
 }
 
-/// Asks for a line of memory that is soon read.
+/// Prefetches a cache line that will be read soon.
 #[inline]
 fn prefetch(at: *const u64) {
     #![allow(unused_unsafe, reason = "the intrinsic is unsafe in older versions of Rust")]
-    // SAFETY: a prefetch reads nothing that could be seen, wherever it points.
+    // SAFETY: a prefetch has no visible effect, whatever address it gets.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(at.cast()) }
 }
 
-/// Whether all words of a batch are zero, when they come from memory: its pages are read side by side, and the next batch is
-/// fetched meanwhile. The prefetchers of a processor work within a page, and one load after the other keeps too few of
-/// them busy: 15 to 20 percent were measured. Where the words are in a cache this would be the slower way.
+/// Returns whether all words of a batch are zero, for words that come from memory.
+///
+/// The pages of the batch are read in parallel streams, and the next batch is prefetched meanwhile.
+/// The prefetchers of a processor work within a page, and sequential loads keep too few of them
+/// busy. The parallel streams were measured to be 15 to 20 percent faster. If the words are in a
+/// cache, this function is the slower choice.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn is_empty_far(words: &[u64; BATCH_WORDS]) -> bool {
     const STREAMS: usize = BATCH_WORDS / HOP_WORDS;
@@ -183,7 +192,7 @@ fn is_empty_far(words: &[u64; BATCH_WORDS]) -> bool {
     test(_mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d))) == 0
 }
 
-/// Whether all words are zero.
+/// Returns whether all words are zero.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn is_empty(words: &[u64]) -> bool {

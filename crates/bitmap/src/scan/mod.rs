@@ -1,21 +1,27 @@
-//! Finding what is set, as fast as memory can be read.
+//! Search for set bits at the speed of memory.
 //!
-//! A kernel looks at words by the block (64 words, 512 bytes, 4096 pages) and answers with a mask of the words that are
-//! worth a look; whoever walks the bitmap ([`walk`], the iterators) visits only those. Two things decide its speed:
+//! A kernel examines words by the block (64 words, 512 bytes, 4096 pages) and returns a mask of the
+//! words that need a visit. The callers ([`walk`] and the iterators) visit only those words. Two
+//! rules decide the speed:
 //!
-//! - *Few surprises for the branch predictor.* On a sparse bitmap a mispredicted branch costs more than reading a
-//!   kilobyte. So masks are computed without branches, for a whole batch of blocks, before any of them is looked at.
-//! - *Nothing but reading where nothing is set.* After an empty hop (4 KiB) the next one is first only or-ed together,
-//!   at the speed of the cache, and looked at by words only if something is in it.
+//! - *Few branch mispredictions.* On a sparse bitmap a mispredicted branch costs more than reading
+//!   a kilobyte. Therefore the masks of a whole batch of blocks are computed without branches
+//!   before any word is visited.
+//! - *Only reads where nothing is set.* After an empty hop (4 KiB) the words of the next hop are
+//!   first only or-ed together, at the speed of the cache. Masks are computed only if the result is
+//!   not zero.
 //!
-//! Unsafe code is in `avx2` and `avx512` only. Their kernels are values that can be made only on a processor that has the
-//! instructions, so whoever holds one may use it.
+//! Unsafe code is in `avx2` and `avx512` only. A kernel is a value that can be created only on a
+//! processor that has the instructions, so code that holds a kernel may use it.
 
 #[cfg(target_arch = "x86_64")]
-#[expect(unsafe_code, reason = "vector loads, and calls of what needs the processor's features")]
+#[expect(unsafe_code, reason = "vector loads, and calls of functions that need processor features")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
-#[expect(unsafe_code, reason = "vector loads and stores, and calls of what needs the processor's features")]
+#[expect(
+    unsafe_code,
+    reason = "vector loads and stores, and calls of functions that need processor features"
+)]
 mod avx512;
 mod portable;
 pub(crate) mod walk;
@@ -25,52 +31,61 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::OnceLock;
 
-/// Words of a block: as many as a mask has bits.
+/// Number of words in a block: one for each bit of a mask.
 pub(crate) const BLOCK_WORDS: usize = 64;
-/// Blocks of a batch: as many as its upper mask has bits. 16 KiB: a batch stays in the L1 cache until it was visited.
+/// Number of blocks in a batch: one for each bit of the upper mask. A batch has 16 KiB and stays in
+/// the L1 cache until it was visited.
 pub(crate) const BATCH_BLOCKS: usize = 32;
-/// Words of a batch.
+/// Number of words in a batch.
 pub(crate) const BATCH_WORDS: usize = BATCH_BLOCKS * BLOCK_WORDS;
-/// Blocks of a hop. On an empty bitmap the check at the end of each costs less than a tenth of reading 4 KiB.
+/// Number of blocks in a hop. On an empty bitmap the check at the end of each hop costs less than a
+/// tenth of reading 4 KiB.
 const HOP_BLOCKS: usize = 8;
-/// Words of a hop.
+/// Number of words in a hop.
 const HOP_WORDS: usize = HOP_BLOCKS * BLOCK_WORDS;
-/// A block of which at least as many words are set is asked for its edges, one of fewer is visited word by word. Edges cost
-/// about what visiting eight words does, and spare the visits within runs only.
+/// Minimum number of nonzero words in a block that is visited by its edges. A block with fewer is
+/// visited word by word. Computing edges costs about as much as visiting eight words, and saves
+/// only the visits within runs.
 pub(crate) const DENSE_WORDS: u32 = 16;
-/// A block of which at least as many words are set is likely to have several bits in each, by an unforeseeable number.
+/// Minimum number of nonzero words in a block whose words are likely to have several bits each, in
+/// an unpredictable number.
 pub(crate) const CROWDED_WORDS: u32 = 56;
 
-/// Words of a bitmap that is hardly in a cache: 8 MiB, of 256 GiB of pages.
+/// Minimum number of words of a bitmap that is unlikely to be in a cache: 8 MiB, for 256 GiB of
+/// pages.
 const FAR_WORDS: usize = 1 << 20;
 
-/// One block.
+/// Words of one block.
 type Block = [u64; BLOCK_WORDS];
 
-/// What a kernel found in up to [`BATCH_WORDS`] words.
+/// Result of a kernel for up to [`BATCH_WORDS`] words.
 #[derive(Debug, Clone)]
 pub(crate) struct Batch {
-    /// For each block the words that are not zero. Valid only where the upper mask has a bit: nobody writes the others.
+    /// Mask of the nonzero words of each block. Valid only where the upper mask has a bit: the
+    /// other entries are not written.
     pub(crate) masks: [u64; BATCH_BLOCKS],
-    /// Whether the last hop was empty, so that the next is worth the cheap look first.
+    /// True if the last hop was empty, so the cheap check of the next hop is worth its cost.
     quiet: bool,
-    /// Whether the words are too many for a cache, and come from memory.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only the AVX-512 kernel looks"))]
+    /// True if the words are too many for a cache and come from memory.
+    #[cfg_attr(
+        not(target_arch = "x86_64"),
+        expect(dead_code, reason = "only the AVX-512 kernel reads this field")
+    )]
     far: bool,
 }
 
 impl Batch {
-    /// For a walk over these words.
+    /// Creates the state of a walk over `words`.
     #[inline(always)]
     pub(crate) fn new(words: &[u64]) -> Self {
         Self { masks: [0; BATCH_BLOCKS], quiet: true, far: words.len() >= FAR_WORDS }
     }
 }
 
-/// Words whose bits [`Kernel::positions`] finds at once.
+/// Maximum number of words that one call of [`Kernel::positions`] accepts.
 pub(crate) const POSITION_WORDS: usize = 16;
 
-/// Room for the numbers of bits: not filled beforehand, which would cost more than most walks.
+/// Buffer for bit numbers. Not initialized, because that would cost more than most walks.
 pub(crate) struct Positions(
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only the AVX-512 kernel fills it"))]
     [MaybeUninit<u16>; POSITION_WORDS * 64],
@@ -83,33 +98,36 @@ impl Positions {
     }
 }
 
-/// What differs from processor to processor.
+/// Operations that differ from processor to processor.
 pub(crate) trait Kernel: Copy {
-    /// Whether there is a way to [`Self::positions`] that is better than a loop over each word.
+    /// True if [`Self::positions`] is implemented. False: the caller loops over each word.
     const HAS_POSITIONS: bool;
 
-    /// The blocks of `words` (at most [`BATCH_WORDS`]) that have a word that is not zero; their words in `batch.masks`.
+    /// Returns the mask of the blocks of `words` (at most [`BATCH_WORDS`]) that have a nonzero
+    /// word, and stores the masks of their words in `batch.masks`.
     fn nonzero(self, words: &[u64], batch: &mut Batch) -> u32;
 
-    /// The words of `block` (at most [`BLOCK_WORDS`]) in which a run starts or ends, given whether a run is `open` at its
-    /// beginning. An end stands at the first bit behind the run.
+    /// Returns the mask of the words in `block` (at most [`BLOCK_WORDS`]) in which a run starts or
+    /// ends. `open` says that a run is open at the start of the block. A run ends at the first bit
+    /// after it.
     fn edges(self, block: &[u64], open: bool) -> u64;
 
-    /// The numbers of the bits that are set in `words` (at most [`POSITION_WORDS`]), in order.
+    /// Returns the numbers of the bits that are set in `words` (at most [`POSITION_WORDS`]), in
+    /// order.
     fn positions<'a>(self, words: &[u64], into: &'a mut Positions) -> &'a [u16];
 
-    /// Does `work`, compiled for this processor.
+    /// Runs `work`, compiled for this processor.
     fn work<W: Work>(self, work: W) -> W::Out;
 }
 
-/// Something to do with any kernel. Implementations are `#[inline(always)]`, so that they are compiled anew within each
-/// kernel's `work`, with its instructions.
+/// Operation that runs with any kernel. Implementations are `#[inline(always)]`, so they are
+/// compiled again within each kernel's `work`, with the instructions of that kernel.
 pub(crate) trait Work {
     type Out;
     fn run<K: Kernel>(self, kernel: K) -> Self::Out;
 }
 
-/// Looks through words with the instructions that this processor has.
+/// Search for set bits with the instructions of this processor.
 #[derive(Debug, Clone, Copy)]
 pub struct Scanner(Level);
 
@@ -123,7 +141,7 @@ enum Level {
 }
 
 impl Scanner {
-    /// The fastest scanner that this processor has. Chosen once.
+    /// Returns the fastest scanner that this processor supports. The choice is made once.
     #[must_use]
     pub fn best() -> Self {
         static BEST: OnceLock<Scanner> = OnceLock::new();
@@ -133,7 +151,8 @@ impl Scanner {
         })
     }
 
-    /// Every scanner by name, fastest first, or what this processor lacks for it.
+    /// Returns every scanner by name, fastest first, or the reason why this processor does not
+    /// support it.
     #[must_use]
     pub fn all() -> Vec<(&'static str, Result<Self, &'static str>)> {
         vec![
@@ -145,7 +164,7 @@ impl Scanner {
         ]
     }
 
-    /// Its name: `avx512`, `avx2` or `portable`.
+    /// Returns the name of the scanner: `avx512`, `avx2` or `portable`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self.0 {
@@ -165,8 +184,8 @@ impl Scanner {
         self.fold_bits(words, range, (), |(), bit| each(bit));
     }
 
-    /// Folds the set bits of `words` within `range` (in bits), in order. Faster than a closure with captured state: the
-    /// value stays in registers.
+    /// Folds the set bits of `words` within `range` (in bits), in order. A fold is faster than a
+    /// closure with captured state, because the value stays in registers.
     ///
     /// # Panics
     /// If `range` ends beyond the words.
@@ -174,8 +193,8 @@ impl Scanner {
         self.work(walk::FoldBits { words, range, init, fold })
     }
 
-    /// Calls `each` with every maximal run of set bits of `words` within `range` (in bits), in order; runs are cut at the
-    /// ends of `range`.
+    /// Calls `each` with every maximal run of set bits of `words` within `range` (in bits), in
+    /// order. Runs are cut at the ends of `range`.
     ///
     /// # Panics
     /// If `range` ends beyond the words.
@@ -197,7 +216,7 @@ impl Scanner {
         self.work(walk::FoldRuns { words, range, init, fold })
     }
 
-    /// The set bits of `words` within `range` (in bits), in order.
+    /// Returns an iterator over the set bits of `words` within `range` (in bits), in order.
     ///
     /// # Panics
     /// If `range` ends beyond the words.
@@ -206,7 +225,8 @@ impl Scanner {
         Bits::new(self, words, range)
     }
 
-    /// The maximal runs of set bits of `words` within `range` (in bits), in order; cut at the ends of `range`.
+    /// Returns an iterator over the maximal runs of set bits of `words` within `range` (in bits),
+    /// in order. Runs are cut at the ends of `range`.
     ///
     /// # Panics
     /// If `range` ends beyond the words.
@@ -215,13 +235,13 @@ impl Scanner {
         Runs::new(self, words, range)
     }
 
-    /// How many bits of `words` are set.
+    /// Returns the number of set bits in `words`.
     #[must_use]
     pub fn count(self, words: &[u64]) -> u64 {
         self.work(walk::Count { words })
     }
 
-    /// Whether a bit of `words` is set. Stops at the first.
+    /// Returns whether a bit of `words` is set. Stops at the first one.
     #[must_use]
     pub fn any(self, words: &[u64]) -> bool {
         let mut batch = Batch::new(words);
@@ -259,8 +279,8 @@ impl Scanner {
     }
 }
 
-/// How many of `words` a walk takes before the rest begins at a cache line, so that no load of the rest spans two lines.
-/// Few words are not worth it.
+/// Returns the number of words before the first one that starts a cache line, so that no later load
+/// spans two lines. The result is 0 if `words` is too short for that to pay off.
 #[inline(always)]
 pub(crate) fn words_to_line(words: &[u64]) -> usize {
     const LINE_BYTES: usize = 64;
@@ -268,14 +288,15 @@ pub(crate) fn words_to_line(words: &[u64]) -> usize {
     if words.len() < WORTH_WORDS { 0 } else { words.as_ptr().align_offset(LINE_BYTES).min(words.len()) }
 }
 
-/// The words before a cache line begins, and the others.
+/// Splits `words` at the start of a cache line; see [`words_to_line`].
 #[inline(always)]
 pub(crate) fn split_at_line(words: &[u64]) -> (&[u64], &[u64]) {
     words.split_at(words_to_line(words))
 }
 
-/// Goes through a batch hop by hop, as every kernel does: `empty` is the cheap look at a hop, `look` the branchless one at a
-/// block, `look_rest` that at a part of one.
+/// Processes a batch hop by hop, for every kernel. `empty` is the cheap check of a hop, `look`
+/// computes the mask of a block without branches, and `look_rest` computes the mask of a partial
+/// block.
 #[inline(always)]
 fn by_hops(
     words: &[u64],
@@ -287,7 +308,7 @@ fn by_hops(
     let (hops, rest) = words.as_chunks::<HOP_WORDS>();
     let (masks, rest_masks) = batch.masks.split_at_mut(hops.len() * HOP_BLOCKS);
     let mut top = 0;
-    // Hops are of a length that the compiler knows, and the rest is not.
+    // The compiler knows the length of a hop. The rest has a variable length.
     for (index, (hop, masks)) in hops.iter().zip(masks.as_chunks_mut::<HOP_BLOCKS>().0).enumerate() {
         if batch.quiet && empty(hop) {
             continue;
@@ -313,8 +334,9 @@ fn by_hops(
     top
 }
 
-/// From three masks of a block's words to its edges. A word is quiet if no run is open before it and it is zero, or if one
-/// is open and all its bits are set; a run is open before it if the word before ends in a set bit.
+/// Computes the edges of a block from three masks of its words. A word has no edge if no run is
+/// open before it and it is zero, or if a run is open and all its bits are set. A run is open
+/// before a word if the last bit of the previous word is set.
 #[inline(always)]
 fn edges_of(zero: u64, ones: u64, ends_set: u64, open: bool) -> u64 {
     let opened = ends_set << 1 | u64::from(open);

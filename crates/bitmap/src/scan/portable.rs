@@ -1,8 +1,8 @@
-//! The kernel that needs nothing of the processor.
+//! Kernel that needs no special processor features.
 
 use super::{BLOCK_WORDS, Batch, Kernel, Positions, Work, by_hops, edges_of};
 
-/// Words of a cache line.
+/// Number of words in a cache line.
 const LINE_WORDS: usize = 8;
 
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +26,7 @@ impl Kernel for Portable {
     }
 
     fn positions<'a>(self, _: &[u64], _: &'a mut Positions) -> &'a [u16] {
-        unreachable!("nobody asks a kernel that has none")
+        unreachable!("never called: HAS_POSITIONS is false")
     }
 
     #[inline]
@@ -35,7 +35,7 @@ impl Kernel for Portable {
     }
 }
 
-/// Bits of the words that a block of `len` (1..=64) words has.
+/// Returns the mask with a bit for each word of a block of `len` (1..=64) words.
 fn block_mask(len: usize) -> u64 {
     u64::MAX >> (BLOCK_WORDS - len)
 }
@@ -44,7 +44,8 @@ fn or(words: &[u64]) -> u64 {
     words.iter().fold(0, |all, word| all | word)
 }
 
-/// Line by line: in a sparse block most lines are empty, and or-ing a line is what compilers vectorize anywhere.
+/// Returns the mask of the nonzero words of a block, line by line. In a sparse block most lines are
+/// empty, and every compiler vectorizes the or of a line.
 fn block_nonzero(block: &[u64]) -> u64 {
     let mut mask = 0;
     for (index, line) in block.chunks(LINE_WORDS).enumerate() {

@@ -1,6 +1,7 @@
-//! Going through a bitmap at once, with a closure: what the fastest loops are made of.
+//! Walk through a whole range with a closure, used by the fastest loops.
 //!
-//! The words at the two ends of a range are cut and visited by hand; the kernel sees whole words only.
+//! The words at the two ends of a range are masked and visited separately. The kernel sees whole
+//! words only.
 
 use super::{
     BATCH_BLOCKS, BATCH_WORDS, BLOCK_WORDS, Batch, CROWDED_WORDS, DENSE_WORDS, Kernel, POSITION_WORDS,
@@ -9,11 +10,12 @@ use super::{
 use crate::{WORD_BITS, place};
 use std::ops::Range;
 
-/// A range of bits as words: `head` and `tail` are cut, those between are whole.
+/// Range of bits as words. `head` and `tail` are masked, the words between them are whole.
 pub(crate) struct Cut {
-    /// Index and bits to keep of the first word. None: the range is empty.
+    /// Index of the first word and mask of its bits within the range. `None` if the range is empty.
     pub(crate) head: Option<(usize, u64)>,
-    /// Index and bits to keep of the last word. If it is the first too, both masks apply to it.
+    /// Index of the last word and mask of its bits within the range. If the last word is also the
+    /// first one, both masks apply.
     pub(crate) tail: (usize, u64),
 }
 
@@ -34,7 +36,8 @@ impl Cut {
     }
 }
 
-/// The words of a range in the order of a walk: at most one that is cut, those that are whole, at most one that is cut.
+/// Words of a range in the order of a walk: at most one masked word, the whole words, at most one
+/// masked word.
 struct Parts {
     head: Option<(usize, u64)>,
     whole: Range<usize>,
@@ -57,13 +60,13 @@ impl Parts {
     }
 }
 
-/// Page number of a word's first bit.
+/// Returns the page number of the first bit of a word.
 #[inline(always)]
 pub(crate) fn base_of(word: usize) -> u64 {
     word as u64 * WORD_BITS
 }
 
-/// Takes the lowest set bit out of `bits` (not 0) and gives its place.
+/// Removes the lowest set bit from `bits` (not 0) and returns its position.
 #[inline(always)]
 pub(crate) fn take_lowest(bits: &mut u64) -> u64 {
     let at = bits.trailing_zeros();
@@ -71,7 +74,7 @@ pub(crate) fn take_lowest(bits: &mut u64) -> u64 {
     u64::from(at)
 }
 
-/// [`take_lowest`], as an index.
+/// Removes the lowest set bit from `bits` (not 0) and returns its position as an index.
 #[inline(always)]
 pub(crate) fn take_index(bits: &mut u64) -> usize {
     let at = bits.trailing_zeros();
@@ -79,16 +82,17 @@ pub(crate) fn take_index(bits: &mut u64) -> usize {
     at as usize
 }
 
-/// Whether every bit is set. Looks at a block at a time.
+/// Returns whether every bit is set. Checks one block at a time.
 #[inline(always)]
 fn all_set(words: &[u64]) -> bool {
     words.chunks(BLOCK_WORDS).all(|block| block.iter().fold(u64::MAX, |all, word| all & word) == u64::MAX)
 }
 
-/// See [`super::Scanner::fold_bits`].
+/// Implementation of [`super::Scanner::fold_bits`].
 ///
-/// The folded value goes from hand to hand by value in all of these. A function that is compiled for other instructions is
-/// never inlined into its caller, so what a closure captured stays in memory there; what is passed on stays in registers.
+/// All folds in this module pass the folded value by value. A function that is compiled for other
+/// instructions is never inlined into its caller. There, a captured variable of a closure stays in
+/// memory, and a value that is passed on stays in registers.
 pub(super) struct FoldBits<'a, B, F> {
     pub(super) words: &'a [u64],
     pub(super) range: Range<u64>,
@@ -129,7 +133,7 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldBits<'_, B, F> {
     }
 }
 
-/// The bits of a block, which begins `words`, and whose words in `mask` (not 0) are not zero.
+/// Folds the bits of a block at the start of `words`. The words in `mask` (not 0) are nonzero.
 #[inline(always)]
 fn block_bits<K: Kernel, B, F: FnMut(B, u64) -> B>(
     kernel: K,
@@ -143,7 +147,7 @@ fn block_bits<K: Kernel, B, F: FnMut(B, u64) -> B>(
         let words = &words[..words.len().min(BLOCK_WORDS)];
         return kernel.work(FoldCrowded { words, at, init: folded, fold });
     }
-    // At least once: one word is by far the most likely number where the bitmap is sparse, and this form expects it.
+    // The loop runs at least once: in a sparse bitmap, one word is by far the most likely number.
     loop {
         let index = take_index(&mut mask);
         folded = bits_of(base_of(at + index), words[index], folded, fold);
@@ -164,8 +168,8 @@ fn bits_of<B, F: FnMut(B, u64) -> B>(base: u64, mut word: u64, mut folded: B, fo
     folded
 }
 
-/// The bits of words of which most have several. Work of its own, so that it is compiled as a function of its own and takes no
-/// registers from the loop over words that have few.
+/// Fold over words of which most have several bits. A separate [`Work`] is compiled as a separate
+/// function and takes no registers from the loop over words with few bits.
 struct FoldCrowded<'a, B, F> {
     words: &'a [u64],
     /// Index of the first word.
@@ -198,7 +202,7 @@ impl<B, F: FnMut(B, u64) -> B> Work for FoldCrowded<'_, B, F> {
     }
 }
 
-/// See [`super::Scanner::fold_runs`].
+/// Implementation of [`super::Scanner::fold_runs`].
 pub(super) struct FoldRuns<'a, B, F> {
     pub(super) words: &'a [u64],
     pub(super) range: Range<u64>,
@@ -226,7 +230,8 @@ impl<B, F: FnMut(B, Range<u64>) -> B> Work for FoldRuns<'_, B, F> {
             at += 1;
         }
         let mut batch = Batch::new(whole);
-        // Whether the last batch lay within a run: then the next is looked at for that first, which is reading it once.
+        // True if the last batch lay within a run. The next batch is then first checked for the
+        // same, which costs one read.
         let mut full = false;
         for words in whole.chunks(BATCH_WORDS) {
             if full && all_set(words) {
@@ -245,10 +250,11 @@ impl<B, F: FnMut(B, Range<u64>) -> B> Work for FoldRuns<'_, B, F> {
     }
 }
 
-/// Makes runs of the words that it is shown.
+/// State that turns visited words into runs.
 ///
-/// Invariant: if `open`, the pages `start .. 64 * upto` are set and no run that has them was given out; if not, every run
-/// that ends at or below `64 * upto` was. Words at and beyond `upto` that are passed over are zero.
+/// Invariant: if `open` is true, the pages `start .. 64 * upto` are set and no reported run
+/// contains them. If `open` is false, every run that ends at or below `64 * upto` was reported.
+/// Skipped words at and beyond `upto` are zero.
 pub(crate) struct RunState {
     open: bool,
     start: u64,
@@ -260,7 +266,8 @@ impl RunState {
         Self { open: false, start: 0, upto: word }
     }
 
-    /// Ends a run that reached to the end of the last word that was looked at, if `word` is not the next.
+    /// Closes the run that reached the end of the last visited word, if `word` is not the next
+    /// word.
     #[inline(always)]
     fn pass_over<B, F: FnMut(B, Range<u64>) -> B>(&mut self, word: usize, folded: B, fold: &mut F) -> B {
         if self.open && word != self.upto {
@@ -270,7 +277,7 @@ impl RunState {
         folded
     }
 
-    /// Looks at `word`; those that were passed over since the last one are zero.
+    /// Visits `word`. The words that were skipped since the last visit are zero.
     #[inline(always)]
     fn word<B, F: FnMut(B, Range<u64>) -> B>(
         &mut self,
@@ -284,7 +291,8 @@ impl RunState {
         self.edges_in(index, word, folded, fold)
     }
 
-    /// The runs that start or end in `word`, before which a run is `open` or not.
+    /// Reports the runs that start or end in `word`. `self.open` says whether a run is open before
+    /// the word.
     #[inline(always)]
     fn edges_in<B, F: FnMut(B, Range<u64>) -> B>(
         &mut self,
@@ -302,7 +310,7 @@ impl RunState {
             folded = fold(folded, self.start..base + take_lowest(&mut edges));
         }
         self.open = word >> (WORD_BITS - 1) != 0;
-        // Edges now alternate between starts and ends, beginning with a start.
+        // The remaining edges alternate between starts and ends, beginning with a start.
         while edges != 0 {
             let start = base + take_lowest(&mut edges);
             if edges == 0 {
@@ -314,9 +322,9 @@ impl RunState {
         folded
     }
 
-    /// Looks at a batch of words that begins with word `at`, of which a kernel found `top` and `masks`.
+    /// Visits a batch that begins with word `at`. `top` and `masks` are the result of a kernel.
     #[inline(always)]
-    #[expect(clippy::too_many_arguments, reason = "two of them are the fold, which is to stay in registers")]
+    #[expect(clippy::too_many_arguments, reason = "two of them are the fold, which must stay in registers")]
     fn batch<K: Kernel, B, F: FnMut(B, Range<u64>) -> B>(
         &mut self,
         kernel: K,
@@ -349,7 +357,7 @@ impl RunState {
         folded
     }
 
-    /// Looks at a block of which most words are set, by its edges.
+    /// Visits a block of which most words are nonzero, by its edges.
     #[inline(always)]
     fn dense_block<K: Kernel, B, F: FnMut(B, Range<u64>) -> B>(
         &mut self,
@@ -361,7 +369,7 @@ impl RunState {
     ) -> B {
         folded = self.pass_over(at, folded, fold);
         self.upto = at + words.len();
-        // Within a long run reading is enough.
+        // Within a long run, reading the words is enough.
         if self.open && all_set(words) {
             return folded;
         }
@@ -373,14 +381,14 @@ impl RunState {
         folded
     }
 
-    /// Ends a run that is still open, at `end` at the latest.
+    /// Closes a run that is still open, at `end` at the latest.
     #[inline(always)]
     fn finish<B, F: FnMut(B, Range<u64>) -> B>(self, end: u64, folded: B, fold: &mut F) -> B {
         if self.open { fold(folded, self.start..base_of(self.upto).min(end)) } else { folded }
     }
 }
 
-/// See [`super::Scanner::count`].
+/// Implementation of [`super::Scanner::count`].
 pub(super) struct Count<'a> {
     pub(super) words: &'a [u64],
 }
@@ -394,7 +402,7 @@ impl Work for Count<'_> {
     }
 }
 
-/// `into |= from`, word by word.
+/// Operation `into |= from`, word by word.
 pub(crate) struct Or<'a> {
     pub(crate) into: &'a mut [u64],
     pub(crate) from: &'a [u64],
@@ -409,7 +417,7 @@ impl Work for Or<'_> {
     }
 }
 
-/// `into &= !from`, word by word.
+/// Operation `into &= !from`, word by word.
 pub(crate) struct AndNot<'a> {
     pub(crate) into: &'a mut [u64],
     pub(crate) from: &'a [u64],
@@ -424,20 +432,22 @@ impl Work for AndNot<'_> {
     }
 }
 
-/// `into |= log` where `log` has bits, and the runs of the bits that `into` did not have.
+/// Operation `into |= log` where `log` has bits. Reports the runs of the bits that `into` did not
+/// have.
 pub(crate) struct Merge<'a, F> {
     pub(crate) into: &'a mut [u64],
-    /// At most as many words as `into`.
+    /// Dirty log, with at most as many words as `into`.
     pub(crate) log: &'a [u64],
-    /// The index that `into`'s first word has in what is reported.
+    /// Index of the first word of `into` in the whole bitmap, for the reported pages.
     pub(crate) first: usize,
-    /// Bits of the log's last word that count.
+    /// Mask of the valid bits of the last word of the log.
     pub(crate) keep_last: u64,
-    /// Told of the runs of new bits.
+    /// Closure that receives the runs of new bits.
     pub(crate) each: F,
 }
 
-/// Words that are merged at once: with the new ones beside them they stay in the L1 cache. A whole number of hops.
+/// Number of words that are merged at once: they and the new bits stay in the L1 cache. A whole
+/// number of hops.
 const MERGE_WORDS: usize = BATCH_WORDS / 4;
 
 impl<F: FnMut(Range<u64>)> Work for Merge<'_, F> {
@@ -454,7 +464,7 @@ impl<F: FnMut(Range<u64>)> Work for Merge<'_, F> {
         let (mut logged, mut fresh) = (Batch::new(log), Batch::new(&[]));
         let mut news = [0; MERGE_WORDS];
         for (into, log) in into.chunks_mut(MERGE_WORDS).zip(log.chunks(MERGE_WORDS)) {
-            // Where the log is empty the set is not even read.
+            // Where the log is empty, the set is not even read.
             if kernel.nonzero(log, &mut logged) != 0 {
                 let news = &mut news[..log.len()];
                 for ((new, into), log) in news.iter_mut().zip(into).zip(log) {

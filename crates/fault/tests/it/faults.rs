@@ -1,4 +1,4 @@
-//! Real faults on real memory, handled by real threads.
+//! Tests with real faults on real memory, handled by real threads.
 
 use crate::rig::{KINDS, Kind, Mapped, PAGES, Setup, bytes, content, layout, served, setup, touch_all};
 use std::sync::Arc;
@@ -12,11 +12,11 @@ use vmferry_sys::uffd::Userfaultfd;
 use vmferry_testkit::{Need, PATIENCE, say, skip, skip_if_emulated, wait};
 
 #[test]
-fn every_page_comes_once_and_is_what_it_should_be() {
+fn every_page_is_placed_once_with_the_right_content() {
     for kind in KINDS {
         for (threads, stripes) in [(1, 1), (2, 2), (4, 1), (4, 4), (3, 16)] {
             let Some(setup) = setup(kind, stripes) else { return };
-            // Stale content, which must not be seen again.
+            // Stale content, which must not be visible again.
             setup.mapped.fill(u64::MAX);
             setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
             let (placed, faults) = served(&setup, || touch_all(&setup, threads));
@@ -29,7 +29,7 @@ fn every_page_comes_once_and_is_what_it_should_be() {
 }
 
 #[test]
-fn only_what_is_missing_is_dropped_and_what_was_never_touched_faults_too() {
+fn only_missing_pages_are_dropped_and_untouched_pages_fault_too() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 3) else { return };
         for page in 0..PAGES[0] {
@@ -37,7 +37,7 @@ fn only_what_is_missing_is_dropped_and_what_was_never_touched_faults_too() {
         }
         let mut missing = PageSet::empty(&layout(&PAGES));
         let lost = missing.region_mut(RegionId(0)).unwrap();
-        // Runs that split huge pages, and one that is longer than a chunk.
+        // Runs that split huge pages, and one run that is longer than a chunk.
         (0..1024).step_by(3).for_each(|page| _ = lost.set(page));
         lost.set_range(1500..3000);
         setup.lazy.begin(&missing).unwrap();
@@ -48,7 +48,8 @@ fn only_what_is_missing_is_dropped_and_what_was_never_touched_faults_too() {
                 let want = if lost.test(page) { content(0, page, 7) } else { 99 };
                 assert_eq!(got, want, "{kind:?}: page {page}");
             }
-            // Huge pages may have filled some of the second region's neighbours: nothing here touched it.
+            // Huge pages may have filled some neighbours in the second region: this test has not
+            // touched that region.
             assert_eq!(setup.mapped.word(1, 3, 0).load(Ordering::Relaxed), content(1, 3, 0));
         });
         assert_eq!(placed, lost.count() + 1, "{kind:?}");
@@ -56,7 +57,7 @@ fn only_what_is_missing_is_dropped_and_what_was_never_touched_faults_too() {
 }
 
 #[test]
-fn runs_are_placed_around_what_is_there_and_across_stripes() {
+fn runs_are_placed_around_present_pages_and_across_shards() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 4) else { return };
         setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
@@ -66,7 +67,8 @@ fn runs_are_placed_around_what_is_there_and_across_stripes() {
         };
         assert_eq!(place(600, 3), Placed { pages: 3, there: 0 });
         assert_eq!(place(1000, 1), Placed { pages: 1, there: 0 });
-        // Begins and ends in what is there, with something there in the middle, over a change of stripe.
+        // The run begins and ends in present pages, has a present page in the middle, and crosses
+        // shards.
         assert_eq!(place(602, 399), Placed { pages: 397, there: 2 });
         assert_eq!(place(0, 5120), Placed { pages: 5120 - 401, there: 401 });
         assert_eq!(place(0, 5120), Placed { pages: 0, there: 5120 });
@@ -85,14 +87,17 @@ fn runs_are_placed_around_what_is_there_and_across_stripes() {
 }
 
 #[test]
-fn the_end_wakes_who_sleeps_and_can_come_any_time() {
+fn end_wakes_sleeping_threads_and_is_allowed_at_any_time() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 2) else { return };
         setup.lazy.end().unwrap();
         for round in 0..3 {
             setup.mapped.fill(round);
             setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
-            assert!(setup.lazy.begin(&PageSet::full(&layout(&PAGES))).is_err(), "it was begun");
+            assert!(
+                setup.lazy.begin(&PageSet::full(&layout(&PAGES))).is_err(),
+                "demand paging has already begun"
+            );
             let awake = AtomicUsize::new(0);
             std::thread::scope(|scope| {
                 for thread in 0..4 {
@@ -114,7 +119,7 @@ fn the_end_wakes_who_sleeps_and_can_come_any_time() {
             });
             assert_eq!(awake.load(Ordering::Relaxed), 4);
             setup.lazy.end().unwrap();
-            // Nothing makes faults any more, and the memory is as any other.
+            // No access raises a fault any more, and the memory is ordinary memory.
             setup.mapped.word(1, 77, 0).store(1, Ordering::Relaxed);
             assert_eq!(setup.mapped.word(1, 77, 0).load(Ordering::Relaxed), 1);
         }
@@ -122,13 +127,14 @@ fn the_end_wakes_who_sleeps_and_can_come_any_time() {
 }
 
 #[test]
-fn an_interrupt_lets_everybody_return_once() {
+fn interrupt_makes_every_next_fault_return_once() {
     let Some(setup) = setup(Kind::Anonymous, 3) else { return };
     let lazy = &setup.lazy;
     lazy.begin(&PageSet::empty(&layout(&PAGES))).unwrap();
     let long = PATIENCE * 2;
     let began = Instant::now();
-    // Nobody waits: the next call of each returns at once, the one after it waits again.
+    // No thread waits: the next call of each shard returns at once, and the call after it waits
+    // again.
     lazy.interrupt();
     for stripe in 0..3 {
         assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
@@ -137,13 +143,13 @@ fn an_interrupt_lets_everybody_return_once() {
     let waited = Instant::now();
     assert_eq!(lazy.next_fault(1, Duration::from_millis(50)).unwrap(), None);
     assert!(waited.elapsed() >= Duration::from_millis(50));
-    // Several wait, two of them for the same.
+    // Several threads wait, two of them for the same shard.
     let began = Instant::now();
     std::thread::scope(|scope| {
         for stripe in [0, 1, 1, 2] {
             let (sender, thread) = channel();
             scope.spawn(move || {
-                // SAFETY: takes nothing.
+                // SAFETY: the call takes no arguments.
                 sender.send(unsafe { libc::gettid() }).unwrap();
                 assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
             });
@@ -156,14 +162,14 @@ fn an_interrupt_lets_everybody_return_once() {
     assert!(lazy.next_fault(3, Duration::ZERO).is_err());
 }
 
-/// Whether a thread of this process sleeps.
+/// Returns whether a thread of this process sleeps.
 fn sleeps(thread: libc::pid_t) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
     stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S'))
 }
 
 #[test]
-fn faults_say_whose_they_are() {
+fn faults_have_the_vcpu_of_their_thread() {
     let Some(setup) = setup(Kind::Anonymous, 2) else { return };
     setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
     std::thread::scope(|scope| {
@@ -183,7 +189,7 @@ fn faults_say_whose_they_are() {
 }
 
 #[test]
-fn looking_never_sleeps() {
+fn look_never_sleeps() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 2) else { return };
         let run = PageRun::from(4..6);
@@ -195,7 +201,7 @@ fn looking_never_sleeps() {
         assert_eq!(look(), None);
         let one = PageRun::from(4..5);
         setup.lazy.place(RegionId(0), one, &bytes(0, one)).unwrap();
-        assert_eq!(look(), None, "{kind:?}: half of it is there");
+        assert_eq!(look(), None, "{kind:?}: half of the run is present");
         setup.lazy.place_zeros(RegionId(0), PageRun::from(5..6)).unwrap();
         assert_eq!(look(), Some(0), "{kind:?}");
         assert_eq!(setup.lazy.look(RegionId(9), run, || ()), None);
@@ -205,7 +211,7 @@ fn looking_never_sleeps() {
 }
 
 #[test]
-fn what_is_wrong_is_refused_and_changes_nothing() {
+fn wrong_arguments_are_refused_and_change_nothing() {
     let Some(setup) = setup(Kind::Anonymous, 2) else { return };
     setup.mapped.fill(3);
     let page = vec![1; PAGE_BYTES];
@@ -223,9 +229,9 @@ fn what_is_wrong_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_beginning_that_fails_leaves_no_faults_behind() {
+fn failed_begin_leaves_no_memory_registered() {
     let Some(first) = setup(Kind::Anonymous, 2) else { return };
-    // The second region belongs to another userfaultfd: registering fails half-way.
+    // The second region belongs to another userfaultfd, so registering fails half-way.
     let spoiler = Userfaultfd::open(0).unwrap();
     let second = &first.mapped.regions()[1];
     spoiler.register_missing(second.host..second.host + second.len).unwrap();
@@ -239,7 +245,7 @@ fn a_beginning_that_fails_leaves_no_faults_behind() {
 }
 
 #[test]
-fn dropping_it_ends_it_and_the_mappings_are_one_again() {
+fn drop_ends_demand_paging_and_merges_the_mappings() {
     for kind in KINDS {
         let Some(Setup { mapped, lazy, .. }) = setup(kind, 4) else { return };
         let start = mapped.0[0].0.addr().get() as u64;
@@ -287,14 +293,16 @@ fn thread_that_waits_for_a_page_reads_no_zeros_after_the_memory_of_its_guest_was
     }
 }
 
-/// As an ordinary user whom the host does not trust with the kernel's faults: what is said, and what works all the same.
+/// Runs as an ordinary user without permission for faults of the kernel: checks the error message
+/// and that user mode still works.
 #[test]
-fn an_ordinary_user_is_told_how_to_permit_it() {
+fn ordinary_user_is_told_how_to_get_the_permission() {
     const CHILD: &str = "VMFERRY_FAULT_CHILD";
     if std::env::var_os(CHILD).is_some() {
         let mapped = Arc::new(Mapped::new(Kind::Anonymous, &PAGES));
         let options = UffdOptions::new(Arc::new(VcpuThreads::new(1)));
-        // SAFETY: as in `setup_of`.
+        // SAFETY: as in `setup_of`: `mapped` owns the mappings, and accesses their bytes through
+        // atomics.
         let lazy = unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) };
         return match lazy {
             Ok(_) => say("child: full access"),
@@ -306,15 +314,15 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
         return skip(Need::Root, "not started as root, so not as nobody");
     }
     if text("/proc/sys/vm/unprivileged_userfaultfd").trim() != "0" {
-        return skip(Need::Kernel, "vm.unprivileged_userfaultfd allows userfaultfd to everybody");
+        return skip(Need::Kernel, "vm.unprivileged_userfaultfd allows userfaultfd to all users");
     }
     if skip_if_emulated("userfaultfd") {
         return;
     }
-    // A copy where that user may read it.
+    // Copy the test program to a place where that user may read it.
     let copy = std::env::temp_dir().join(format!("vmferry-fault-child-{}", std::process::id()));
     std::fs::copy(std::env::current_exe().unwrap(), &copy).unwrap();
-    let name = "faults::an_ordinary_user_is_told_how_to_permit_it";
+    let name = "faults::ordinary_user_is_told_how_to_get_the_permission";
     let output = std::process::Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups", "--bounding-set=-all", "--inh-caps=-all"])
         .arg(&copy)
@@ -336,10 +344,11 @@ fn an_ordinary_user_is_told_how_to_permit_it() {
 
 extern "C" fn ignore(_: libc::c_int) {}
 
-/// A thread that sleeps on a page inside a system call is not interrupted by a signal: with one pending, the kernel tries the
-/// access again and again, and each try is a fault. Whoever reads faults must bear that, and the page must still help.
+/// A signal does not interrupt a thread that sleeps on a page inside a system call. While the
+/// signal is pending, the kernel retries the access repeatedly, and each retry is a fault. The
+/// fault handler must tolerate these faults, and placing the page must still wake the thread.
 #[test]
-fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
+fn signal_to_a_thread_that_sleeps_in_a_system_call_repeats_its_fault() {
     let Some(setup) = setup(Kind::Anonymous, 1) else { return };
     if let Err(error) = Userfaultfd::open_full(0) {
         return skip(Need::Uffd, format!("faults of system calls: {error}"));
@@ -355,7 +364,7 @@ fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
     let thread = AtomicU64::new(0);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| {
-            // SAFETY: takes nothing.
+            // SAFETY: the call takes no arguments.
             thread.store(unsafe { libc::pthread_self() }, Ordering::Release);
             let zero = std::fs::File::open("/dev/zero").unwrap();
             // SAFETY: a page of the mapping, which the kernel writes.
@@ -366,11 +375,11 @@ fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
         });
         let next = |within| setup.lazy.next_fault(0, within).unwrap();
         let first = next(PATIENCE).expect("a fault of a system call");
-        // One that comes later on a busy host is missed, and no more.
+        // On a busy host, a fault that arrives later may be missed, which only weakens the test.
         assert_eq!(next(Duration::from_millis(50)), None, "one sleeper, one fault");
-        // SAFETY: the thread is there: it cannot end before its page comes.
+        // SAFETY: the thread exists: it cannot end before its page arrives.
         unsafe { libc::pthread_kill(thread.load(Ordering::Acquire), libc::SIGUSR2) };
-        // How many more depends on the host; what matters is that each is of the same page.
+        // The number of further faults depends on the host. Each of them must be for the same page.
         let (begin, mut again) = (Instant::now(), 0_u64);
         while begin.elapsed() < Duration::from_millis(100) {
             if let Some(fault) = next(Duration::ZERO) {
@@ -378,7 +387,7 @@ fn a_signal_to_who_sleeps_in_a_system_call_repeats_its_fault() {
                 again += 1;
             }
         }
-        say(format!("a signal to who sleeps in a system call: {again} more faults in 100 ms"));
+        say(format!("a signal to a thread that sleeps in a system call: {again} more faults in 100 ms"));
         setup.lazy.place_zeros(first.region, PageRun::new(first.page, 1)).unwrap();
         let read = reading.join().unwrap();
         assert!(read == 100 || read == -1, "{read}");

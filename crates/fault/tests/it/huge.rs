@@ -1,4 +1,4 @@
-//! Missing pages of memory made of huge pages (hugetlbfs), on real ones.
+//! Tests of demand paging for memory made of real huge pages (hugetlbfs).
 
 use crate::pool::Pool;
 use rustix::fs::MemfdFlags;
@@ -20,16 +20,16 @@ const PAGES: u64 = BLOCKS * BLOCK;
 const ID: RegionId = RegionId(3);
 const STALE: u64 = u64::MAX;
 
-/// A mapping of huge pages.
+/// Mapping of huge pages.
 #[derive(Debug)]
 struct Mapped {
     start: NonNull<u8>,
     file: Arc<OwnedFd>,
 }
 
-// SAFETY: an address; the bytes are reached by atomics only.
+// SAFETY: the value holds an address, and the bytes are accessed by atomics only.
 unsafe impl Send for Mapped {}
-// SAFETY: as above.
+// SAFETY: the value holds an address, and the bytes are accessed by atomics only.
 unsafe impl Sync for Mapped {}
 
 impl Drop for Mapped {
@@ -47,15 +47,16 @@ impl Mapped {
         let file = rustix::fs::memfd_create("huge", huge).unwrap();
         rustix::fs::ftruncate(&file, LEN as u64).unwrap();
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice.
+        // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe { mmap(std::ptr::null_mut(), LEN, access, MapFlags::SHARED | flags, &file, 0) };
         Self { start: NonNull::new(start.unwrap().cast()).unwrap(), file: Arc::new(file) }
     }
 
-    /// The first word of a page.
+    /// Returns the first word of a page.
     fn word(&self, page: u64) -> &AtomicU64 {
         assert!(page < PAGES);
-        // SAFETY: inside the mapping, aligned, and everybody uses atomics or lets the kernel place pages.
+        // SAFETY: the address is inside the mapping and aligned. All accesses are atomic or made by
+        // the kernel when it places pages.
         unsafe {
             AtomicU64::from_ptr(self.start.as_ptr().add(usize::try_from(page).unwrap() * PAGE_BYTES).cast())
         }
@@ -78,7 +79,7 @@ fn layout() -> Layout {
 struct Setup {
     mapped: Arc<Mapped>,
     lazy: UffdMemory,
-    /// The last to go.
+    /// Pool of huge pages, dropped last.
     _pool: Pool,
 }
 
@@ -97,7 +98,7 @@ fn setup(pages: u64, flags: MapFlags) -> Option<Setup> {
     let mapped = Arc::new(Mapped::new(flags));
     let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
     (options.stripes, options.user_mode_only) = (2, true);
-    // SAFETY: `mapped` owns the mapping, and reaches its bytes through atomics.
+    // SAFETY: `mapped` owns the mapping, and accesses its bytes through atomics.
     match unsafe { UffdMemory::new(vec![mapped.region()], Arc::clone(&mapped) as _, &options) } {
         Ok(lazy) => Some(Setup { mapped, lazy, _pool: pool }),
         Err(error) => {
@@ -116,7 +117,7 @@ impl Setup {
         (0..PAGES).for_each(|page| self.mapped.word(page).store(STALE, Ordering::Relaxed));
     }
 
-    /// Brings a page as a channel does.
+    /// Places a page as a migration channel does.
     fn bring(&self, page: u64) -> Placed {
         let run = PageRun::new(PageIndex(page), 1);
         if content(page) == 0 {
@@ -135,14 +136,14 @@ impl Setup {
     }
 }
 
-/// Numbers below `count`, each once, in a disorder that depends on `seed`.
+/// Returns the numbers below `count`, each once, in an order that depends on `seed`.
 fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
-    // 1021 is prime, and no factor of any count here.
+    // 1021 is prime and not a factor of any count in these tests.
     (0..count).map(move |at| (at * 1021 + seed * 377) % count)
 }
 
 #[test]
-fn a_fault_ends_when_the_last_part_of_its_huge_page_has_come() {
+fn fault_ends_when_the_last_page_of_its_huge_page_is_placed() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     setup.stale();
     setup.lazy.begin(&PageSet::full(&layout())).unwrap();
@@ -156,34 +157,36 @@ fn a_fault_ends_when_the_last_part_of_its_huge_page_has_come() {
         });
         setup.fault(touched);
         let order: Vec<u64> = shuffled(BLOCK, 3).map(|at| block.start + at).collect();
-        // The page that is waited for is not the last, and every tenth comes twice.
+        // The page that the thread waits for is not the last one, and every tenth page is placed
+        // twice.
         for page in &order[..511] {
             assert_eq!(setup.bring(*page), Placed { pages: 1, there: 0 });
             if page.is_multiple_of(10) {
                 assert_eq!(setup.bring(*page), Placed { pages: 0, there: 1 });
             }
         }
-        // Time for a thread that does not wait. One that gets no processor meanwhile is missed, and no more.
+        // Gives a thread that wrongly does not wait time to run. If it gets no processor meanwhile,
+        // the test misses the error.
         std::thread::sleep(Duration::from_millis(20));
-        assert!(!awake.load(Ordering::Acquire), "it sees a huge page that is not whole");
+        assert!(!awake.load(Ordering::Acquire), "the thread sees an incomplete huge page");
         assert_eq!(setup.bring(order[511]), Placed { pages: 1, there: 0 });
     });
     assert!(awake.load(Ordering::Acquire));
     for page in block.clone() {
         assert_eq!(setup.mapped.read(page), content(page), "page {page}");
     }
-    // What comes again does not harm what the guest has written since.
+    // A page that is placed again does not overwrite later writes of the guest.
     setup.mapped.word(touched).store(99, Ordering::Relaxed);
     assert_eq!(setup.bring(touched), Placed { pages: 0, there: 1 });
     assert_eq!(setup.mapped.read(touched), 99);
-    // A run over several huge pages, of which one is there.
+    // A run over several huge pages, one of which is already present.
     let zeros = setup.lazy.place_zeros(ID, PageRun::from(100..PAGES)).unwrap();
     assert_eq!(zeros, Placed { pages: PAGES - 100 - BLOCK, there: BLOCK });
     assert_eq!((setup.mapped.read(PAGES - 1), setup.mapped.read(touched)), (0, 99));
 }
 
 #[test]
-fn pages_that_are_not_missing_stay_and_what_was_never_touched_is_zero() {
+fn pages_that_are_not_missing_keep_their_content_and_untouched_pages_are_zero() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     // The last two huge pages are never touched.
     for page in 0..PAGES - 2 * BLOCK {
@@ -206,7 +209,7 @@ fn pages_that_are_not_missing_stay_and_what_was_never_touched_is_zero() {
                     let first = fault.page.0 / BLOCK * BLOCK;
                     let some = lost.runs_in(first..first + BLOCK).flatten();
                     some.for_each(|page| _ = setup.bring(page));
-                    // As the engine does when nothing lacks (any more).
+                    // The engine does the same when no page is missing (any more).
                     setup.lazy.place_zeros(ID, PageRun::new(fault.page, 1)).unwrap();
                 }
             });
@@ -225,7 +228,7 @@ fn pages_that_are_not_missing_stay_and_what_was_never_touched_is_zero() {
 }
 
 #[test]
-fn many_bring_the_same_pages_while_the_guest_writes() {
+fn threads_that_place_the_same_pages_do_not_overwrite_guest_writes() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     for round in 0..10 {
         setup.stale();
@@ -243,7 +246,8 @@ fn many_bring_the_same_pages_while_the_guest_writes() {
             for guest in 0..2 {
                 let mapped = &setup.mapped;
                 scope.spawn(move || {
-                    // Each has its own half of the pages: reads what came, and writes over it.
+                    // Each thread has its own half of the pages. It reads the placed content and
+                    // overwrites it.
                     for page in shuffled(PAGES, guest).filter(|page| page % 2 == guest) {
                         assert_eq!(mapped.read(page), content(page), "page {page}");
                         mapped.word(page).store(page + 1_000_000, Ordering::Relaxed);
@@ -260,7 +264,7 @@ fn many_bring_the_same_pages_while_the_guest_writes() {
 }
 
 #[test]
-fn the_end_wakes_who_sleeps_and_shows_nothing_stale() {
+fn end_wakes_sleeping_threads_and_shows_no_stale_content() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     for _ in 0..3 {
         setup.stale();
@@ -283,7 +287,7 @@ fn the_end_wakes_who_sleeps_and_shows_nothing_stale() {
 }
 
 #[test]
-fn looking_never_sleeps() {
+fn look_never_sleeps() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     let run = PageRun::new(PageIndex(5), 1);
     let look = || setup.lazy.look(ID, run, || setup.mapped.read(5));
@@ -292,14 +296,15 @@ fn looking_never_sleeps() {
     setup.lazy.begin(&PageSet::full(&layout())).unwrap();
     assert_eq!(look(), None);
     (0..BLOCK - 1).for_each(|page| _ = setup.bring(page));
-    assert_eq!(look(), None, "all but one page of its huge page");
+    assert_eq!(look(), None, "one page of its huge page is missing");
     setup.bring(BLOCK - 1);
     assert_eq!(look(), Some(content(5)));
 }
 
-/// A huge page that the host does not have is an error of whoever places it; touching it would be the end of the process.
+/// Checks that placing a page fails if the host has no free huge page. An access to such a page
+/// would end the process.
 #[test]
-fn a_host_that_has_no_huge_page_left_says_so() {
+fn placing_fails_when_the_host_has_no_free_huge_page() {
     let Some(setup) = setup(2, MapFlags::NORESERVE) else { return };
     setup.lazy.begin(&PageSet::full(&layout())).unwrap();
     let placed = |page| {
@@ -310,7 +315,7 @@ fn a_host_that_has_no_huge_page_left_says_so() {
     let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);
     assert!(good.len() >= 2);
     let Some(Err(error)) = bad.first() else {
-        return skip(Need::HugePages, "the host has more of them than were asked for, and none is lacking");
+        return skip(Need::HugePages, "the host has more free huge pages than the test reserved");
     };
     assert!(error.contains("no (huge) page left"), "{error}");
 }

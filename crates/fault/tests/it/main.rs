@@ -1,4 +1,5 @@
-//! Missing pages of real memory: faults, huge pages, and the end of a guest that may sleep on them.
+//! Tests with missing pages of real memory: faults, huge pages, and the end of a guest that may
+//! sleep on them.
 
 mod faults;
 mod huge;

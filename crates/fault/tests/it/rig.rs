@@ -1,4 +1,4 @@
-//! Memory whose faults are answered by threads.
+//! Memory whose faults are served by threads.
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::os::fd::OwnedFd;
@@ -10,13 +10,14 @@ use vmferry_core::{Gpa, Layout, LazyMemory, PAGE_BYTES, PageRun, Region, RegionI
 use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_testkit::{Need, skip};
 
-/// Two regions, so that ids, stripes and addresses differ. 20 MiB and 4 MiB.
+/// Pages of two regions (20 MiB and 4 MiB), so that ids, shards and addresses differ.
 pub(crate) const PAGES: [u64; 2] = [5120, 1024];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Anonymous,
-    /// Full of huge pages before it begins, where the host has them.
+    /// Anonymous memory that is full of huge pages before demand paging begins, if the host has
+    /// them.
     Huge,
     Memfd,
 }
@@ -27,12 +28,12 @@ pub(crate) const KINDS: [Kind; 3] = [Kind::Anonymous, Kind::Huge, Kind::Memfd];
 #[derive(Debug)]
 pub(crate) struct Mapped(pub(crate) Vec<Mapping>);
 
-/// Start, length in bytes, file.
+/// Start, length in bytes, and file of a mapping.
 pub(crate) type Mapping = (NonNull<u8>, usize, Option<Arc<OwnedFd>>);
 
-// SAFETY: addresses; the bytes are reached by atomics only.
+// SAFETY: the value holds addresses, and the bytes are accessed by atomics only.
 unsafe impl Send for Mapped {}
-// SAFETY: as above.
+// SAFETY: the value holds addresses, and the bytes are accessed by atomics only.
 unsafe impl Sync for Mapped {}
 
 impl Drop for Mapped {
@@ -54,7 +55,7 @@ impl Mapped {
                 rustix::fs::ftruncate(&file, pages << 12).unwrap();
                 Arc::new(file)
             });
-            // SAFETY: new mappings at addresses of the kernel's choice.
+            // SAFETY: new mappings at addresses that the kernel chooses.
             let start = unsafe {
                 match &file {
                     Some(file) => mmap(hint, len, access, MapFlags::SHARED, file, 0),
@@ -63,7 +64,8 @@ impl Mapped {
             };
             let start = start.unwrap();
             if kind == Kind::Huge {
-                // SAFETY: our own mapping. A host without huge pages refuses, which is fine.
+                // SAFETY: this value owns the mapping. A host without huge pages refuses, which is
+                // fine.
                 let _ = unsafe { madvise(start, len, Advice::LinuxHugepage) };
             }
             (NonNull::new(start.cast::<u8>()).unwrap(), len, file)
@@ -71,11 +73,12 @@ impl Mapped {
         Self(sizes.iter().map(map).collect())
     }
 
-    /// Word `word` of a page.
+    /// Returns word `word` of a page.
     pub(crate) fn word(&self, region: usize, page: u64, word: usize) -> &AtomicU64 {
         let at = usize::try_from(page).unwrap() * PAGE_BYTES + word * 8;
         assert!(at < self.0[region].1 && word < 512);
-        // SAFETY: inside the mapping, aligned, and everybody uses atomics or lets the kernel place pages.
+        // SAFETY: the address is inside the mapping and aligned. All accesses are atomic or made by
+        // the kernel when it places pages.
         unsafe { AtomicU64::from_ptr(self.0[region].0.as_ptr().add(at).cast()) }
     }
 
@@ -116,7 +119,8 @@ pub(crate) struct Setup {
     pub(crate) threads: Arc<VcpuThreads>,
 }
 
-/// Memory with that many stripes; where the host does not allow it the calling test is skipped.
+/// Creates memory with `stripes` shards. Skips the calling test if the host does not support demand
+/// paging.
 pub(crate) fn setup(kind: Kind, stripes: usize) -> Option<Setup> {
     setup_of(kind, stripes, &PAGES)
 }
@@ -125,9 +129,10 @@ pub(crate) fn setup_of(kind: Kind, stripes: usize, sizes: &[u64]) -> Option<Setu
     let mapped = Arc::new(Mapped::new(kind, sizes));
     let threads = Arc::new(VcpuThreads::new(8));
     let mut options = UffdOptions::new(Arc::clone(&threads));
-    // The threads of these tests touch the memory themselves, so an ordinary user can run them.
+    // The threads of these tests touch the memory themselves, so an ordinary user can run the
+    // tests.
     (options.stripes, options.user_mode_only, options.huge_pages) = (stripes, true, kind == Kind::Huge);
-    // SAFETY: `mapped` owns the mappings, and reaches their bytes through atomics.
+    // SAFETY: `mapped` owns the mappings, and accesses their bytes through atomics.
     match unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) } {
         Ok(lazy) => Some(Setup { mapped, lazy: Arc::new(lazy), threads }),
         Err(error) => {
@@ -137,7 +142,7 @@ pub(crate) fn setup_of(kind: Kind, stripes: usize, sizes: &[u64]) -> Option<Setu
     }
 }
 
-/// What word `word` of a page is to hold. Every fifth page is one of zeros.
+/// Returns the expected value of word `word` of a page. Every fifth page is a page of zeros.
 pub(crate) fn content(region: u32, page: u64, word: usize) -> u64 {
     if page.is_multiple_of(5) { 0 } else { (u64::from(region) << 60 | page << 16 | word as u64) + 1 }
 }
@@ -148,7 +153,8 @@ pub(crate) fn bytes(region: u32, run: PageRun) -> Vec<u8> {
         .collect()
 }
 
-/// Answers the faults of `stripe` until `done`; counts pages placed by it in `placed`.
+/// Serves the faults of `stripe` until `done` is set. Counts the placed pages in `placed` and the
+/// faults in `faults`.
 pub(crate) fn serve(
     lazy: &UffdMemory,
     stripe: usize,
@@ -172,7 +178,7 @@ pub(crate) fn serve(
     }
 }
 
-/// Runs `work` while every stripe is served; returns pages placed and faults.
+/// Runs `work` while every shard is served. Returns the numbers of placed pages and of faults.
 pub(crate) fn served(setup: &Setup, work: impl FnOnce()) -> (u64, u64) {
     let (done, placed, faults) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -187,7 +193,7 @@ pub(crate) fn served(setup: &Setup, work: impl FnOnce()) -> (u64, u64) {
     (placed.into_inner(), faults.into_inner())
 }
 
-/// Threads that touch every page, each in its own order, until all hold what they should.
+/// Starts threads that touch every page, each in its own order, and checks the content.
 pub(crate) fn touch_all(setup: &Setup, threads: u32) {
     std::thread::scope(|scope| {
         for thread in 0..threads {

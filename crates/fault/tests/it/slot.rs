@@ -1,4 +1,4 @@
-//! The end of a guest that may sleep on missing pages.
+//! Tests of the end of a guest that may sleep on missing pages.
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 use std::sync::Arc;
@@ -11,22 +11,23 @@ use vmferry_testkit::{Need, PATIENCE, skip, wait};
 const PAGES: u64 = 512;
 const NEVER: Duration = Duration::from_secs(600);
 
-/// A mapping of so many pages that stays until the process ends.
+/// Maps `pages` pages, which stay mapped until the process ends.
 fn mapped(pages: u64) -> *mut u8 {
     let len = usize::try_from(pages << 12).unwrap();
     let (access, kind) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
-    // SAFETY: a new mapping at an address of the kernel's choice.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, kind) }.unwrap().cast()
 }
 
-/// Memory of the pages mapped at `start`; where this user has no faults the calling test is skipped.
+/// Returns the demand paging of the pages that are mapped at `start`. Skips the calling test if
+/// this user may not handle faults.
 fn memory_at(slot: &LazySlot, start: *mut u8, pages: u64) -> Option<Arc<UffdMemory>> {
     let made = slot.get_or_make(|threads| {
         let host = start.addr() as u64;
         let region = LazyRegion { id: RegionId(0), host, len: pages << 12, backing: Backing::Anonymous };
         let mut options = UffdOptions::new(threads);
         options.user_mode_only = true;
-        // SAFETY: it is never unmapped, and nobody refers to it.
+        // SAFETY: the memory is never unmapped, and no reference covers it.
         unsafe { UffdMemory::new(vec![region], Arc::new(()), &options) }
     });
     made.map_err(|error| skip(Need::Uffd, error)).ok()
@@ -41,14 +42,14 @@ fn everything(pages: u64) -> PageSet {
     PageSet::full(&Layout::new(vec![region]).unwrap())
 }
 
-/// What somebody says who does not stop.
+/// Callback of a vCPU that does not stop.
 fn goes_on(within: Duration) -> bool {
     std::thread::sleep(within);
     false
 }
 
 #[test]
-fn nobody_is_waited_for_who_sleeps_on_a_page_that_nobody_brings() {
+fn stop_does_not_wait_for_a_vcpu_whose_faults_are_not_served() {
     let slot = LazySlot::new(1);
     let Some(memory) = memory(&slot) else { return };
     memory.begin(&everything(PAGES)).unwrap();
@@ -60,10 +61,10 @@ fn nobody_is_waited_for_who_sleeps_on_a_page_that_nobody_brings() {
 }
 
 #[test]
-fn a_guest_whose_pages_come_is_given_its_time() {
+fn stop_waits_the_full_time_while_faults_are_served() {
     const TIME: Duration = Duration::from_millis(300);
     let slot = LazySlot::new(1);
-    // Nothing is missing, neither without such memory nor with it.
+    // No page is missing, neither in an empty slot nor before `begin`.
     let waits = |slot: &LazySlot| {
         let begin = Instant::now();
         !slot.stop_or_sleep(TIME, goes_on) && begin.elapsed() >= TIME
@@ -79,7 +80,7 @@ fn a_guest_whose_pages_come_is_given_its_time() {
                 memory.next_fault(0, NEVER).unwrap();
             }
         });
-        // Until the server is at its place nobody serves.
+        // The faults are not served until the server thread waits.
         wait("the server", || waits(&slot));
         done.store(true, Ordering::Release);
         memory.interrupt();
@@ -87,10 +88,10 @@ fn a_guest_whose_pages_come_is_given_its_time() {
     slot.end();
 }
 
-/// Threads that wake in one part of the memory and touch the next, which is just being given back.
+/// Threads wake in one part of the memory and touch the next part, which is being unregistered.
 #[test]
-fn nobody_sleeps_on_after_the_end() {
-    /// Pages that are given back at once.
+fn no_thread_sleeps_after_the_end() {
+    /// Number of pages that are unregistered at once.
     const CHUNK: usize = 512;
     const CHUNKS: usize = 16;
     const THREADS: usize = 4;
@@ -98,7 +99,7 @@ fn nobody_sleeps_on_after_the_end() {
     let pages = (CHUNK * CHUNKS) as u64;
     let start = mapped(pages);
     let words: Vec<&AtomicU64> = (0..CHUNKS)
-        // SAFETY: mapped for ever, aligned, and reached by atomics only.
+        // SAFETY: mapped until the process ends, aligned, and accessed by atomics only.
         .map(|chunk| unsafe { AtomicU64::from_ptr(start.add(chunk * CHUNK * PAGE_BYTES).cast()) })
         .collect();
     let slot = LazySlot::new(0);
@@ -119,18 +120,19 @@ fn nobody_sleeps_on_after_the_end() {
                 std::thread::yield_now();
             }
             slot.end();
-            // No `wait`: a failure has to wake those that sleep, or it would hang.
+            // `wait` is not used here: after a failure, the sleeping threads must be woken, or the
+            // test would hang.
             let deadline = Instant::now() + PATIENCE;
             while done.load(Ordering::Relaxed) < THREADS && Instant::now() < deadline {
                 std::thread::yield_now();
             }
             let lost = THREADS - done.load(Ordering::Relaxed);
-            // Else a failure would hang.
+            // Wake the threads: otherwise the test would hang after a failure.
             for chunk in 0..CHUNKS {
                 memory.wake(RegionId(0), PageIndex((chunk * CHUNK) as u64)).unwrap();
             }
             lost
         });
-        assert_eq!(lost, 0, "round {round}: threads asleep on pages that nobody will bring");
+        assert_eq!(lost, 0, "round {round}: threads sleep on pages that no thread will place");
     }
 }

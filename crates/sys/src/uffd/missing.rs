@@ -1,4 +1,4 @@
-//! Faults on missing pages, and placing those.
+//! Faults on missing pages, and placing pages.
 
 use super::{GROUP, REGISTER, Register, Span, Userfaultfd, show, whole};
 use crate::error::common;
@@ -19,16 +19,16 @@ const REGISTER_MODE_MINOR: u64 = 1 << 2;
 const MESSAGE: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const FAULT_WRITE: u64 = 1 << 0;
-/// `_UFFDIO_ZEROPAGE` among the ioctls that a registration offers.
+/// Bit of `_UFFDIO_ZEROPAGE` among the ioctls that a registration offers.
 const OFFERS_ZEROPAGE: u64 = 1 << 0x04;
 
-/// What an error number of the calls that place pages means.
+/// Returns the meaning of an error number of the calls that place pages.
 fn placing(errno: i32) -> &'static str {
     match errno {
-        libc::EEXIST => "the page is there already",
+        libc::EEXIST => "the page is already present",
         libc::EAGAIN => "the mapping is being changed at the same time",
         libc::ENOENT => "not all of it is registered for missing pages",
-        libc::ESRCH => "the process that owns the memory is gone",
+        libc::ESRCH => "the process that owns the memory has ended",
         other => common(other),
     }
 }
@@ -59,46 +59,53 @@ struct MapPages {
 const _: () =
     assert!(size_of::<CopyPages>() == 40 && size_of::<ZeroPages>() == 32 && size_of::<MapPages>() == 32);
 
-/// What the kernel says to whoever handles faults.
+/// Message of the kernel to the fault handler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// Somebody touched a missing page, and sleeps.
+    /// A thread touched a missing page and sleeps.
     Fault {
-        /// The touched address, rounded down to its page.
+        /// Touched address, rounded down to its page.
         address: u64,
-        /// It was a write.
+        /// True if the access was a write.
         write: bool,
-        /// Who sleeps, as its `gettid` says; 0 without [`FEATURE_THREAD_ID`](super::FEATURE_THREAD_ID). A fault that KVM lets a kernel worker
-        /// take for a vCPU carries that worker's id.
+        /// Id of the sleeping thread (`gettid`), or 0 without
+        /// [`FEATURE_THREAD_ID`](super::FEATURE_THREAD_ID). If a kernel worker takes the fault for
+        /// a vCPU, the id is the one of the worker.
         thread: u32,
     },
-    /// A message (`UFFD_EVENT_*`) of a feature that this type knows nothing of.
+    /// Message (`UFFD_EVENT_*`) of a feature that this type does not cover.
     Other(u8),
 }
 
-/// What can be done with memory that was registered for missing pages.
+/// Capabilities of memory that was registered for missing pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Registered {
-    /// [`Userfaultfd::zero`] works; where it does not, [`Userfaultfd::copy`] of zeros does.
+    /// True if [`Userfaultfd::zero`] works. Otherwise use [`Userfaultfd::copy`] with zeros.
     pub zero: bool,
 }
 
 impl Userfaultfd {
-    /// Registers the mapped bytes `span` for faults on missing pages: from now on whoever touches a page of them that
-    /// is not there sleeps until it was placed ([`copy`](Self::copy)) or this userfaultfd is gone.
+    /// Registers the mapped bytes `span` for faults on missing pages.
+    ///
+    /// From then on a thread that touches a missing page sleeps until the page was placed
+    /// ([`copy`](Self::copy)) or this userfaultfd is closed.
     ///
     /// # Errors
-    /// If they are not all mapped, belong to another userfaultfd, or are of a kind whose faults cannot be handled.
+    /// If not all of `span` is mapped, if it belongs to another userfaultfd, or if the kernel
+    /// cannot report faults of this kind of memory.
     pub fn register_missing(&self, span: Range<u64>) -> Result<Registered, SysError> {
         self.register("UFFDIO_REGISTER(MISSING)", span, REGISTER_MODE_MISSING)
     }
 
-    /// Like [`register_missing`](Self::register_missing), of a memfd's mapping; and whoever touches a page that the file
-    /// has and this mapping does not sleeps as well, until [`map_present`](Self::map_present) maps it.
+    /// Registers the mapping `span` of a memfd for faults on missing and on unmapped pages.
+    ///
+    /// In addition to [`register_missing`](Self::register_missing), a thread that touches a page
+    /// that the file has and the mapping does not have sleeps until
+    /// [`map_present`](Self::map_present) maps the page.
     ///
     /// # Errors
-    /// As for `register_missing`.
+    /// Returns an error in the cases of `register_missing`.
     pub fn register_unmapped(&self, span: Range<u64>) -> Result<Registered, SysError> {
         let mode = REGISTER_MODE_MISSING | REGISTER_MODE_MINOR;
         self.register("UFFDIO_REGISTER(MISSING, MINOR)", span, mode)
@@ -106,15 +113,18 @@ impl Userfaultfd {
 
     fn register(&self, call_name: &'static str, span: Range<u64>, mode: u64) -> Result<Registered, SysError> {
         let mut argument = Register { range: whole(call_name, &span)?, mode, ioctls: 0 };
-        // SAFETY: the structure is the request's. Registering delays accesses, it changes no content: what a page
-        // comes to hold is decided by `copy`, or, when this descriptor is closed, by the kernel, as if it never was.
+        // SAFETY: the structure belongs to the request. Registering delays accesses but changes no
+        // content. `copy` decides the content of a page, or the kernel does as usual when this
+        // descriptor is closed.
         if unsafe { call(self.fd.as_fd(), REGISTER, &mut argument) } < 0 {
             return Err(SysError::last(
                 call_name,
                 || show(&span),
                 |errno| match errno {
                     libc::EBUSY => "another userfaultfd has this memory",
-                    libc::EINVAL => "not all of it is mapped, or it is memory whose faults cannot be handled",
+                    libc::EINVAL => {
+                        "not all of it is mapped, or the kernel cannot report faults of this kind of memory"
+                    }
                     libc::EPERM => "the mapping is not writable",
                     other => common(other),
                 },
@@ -123,16 +133,20 @@ impl Userfaultfd {
         Ok(Registered { zero: argument.ioctls & OFFERS_ZEROPAGE != 0 })
     }
 
-    /// Places a copy of `from`, whole pages, at the address `to`, all at once for whoever looks, and wakes who waits
-    /// there. Returns the bytes placed: fewer than asked for if the mapping was changed in the middle.
+    /// Places a copy of `from`, which is whole pages, at the address `to`, and wakes the threads
+    /// that wait for these pages.
+    ///
+    /// Each page appears atomically. Returns the number of placed bytes, which is less than
+    /// `from.len()` if the mapping was changed in the middle of the call.
     ///
     /// # Errors
-    /// If nothing was placed. `EEXIST`: the page is there already (nobody was woken), `EAGAIN`: the mapping is just
-    /// being changed, `ENOENT`: it is not registered, `ESRCH`: the process is gone.
+    /// Returns an error if nothing was placed. `EEXIST`: the page is already present (no thread was
+    /// woken). `EAGAIN`: the mapping is being changed. `ENOENT`: the address is not registered.
+    /// `ESRCH`: the process has ended.
     ///
     /// # Safety
-    /// The caller upholds that no Rust reference covers `to .. to + from.len()`: missing pages read as something else
-    /// after this call than a reference may have promised. Pages that are there are never changed.
+    /// No Rust reference covers `to .. to + from.len()`: after this call, missing pages have a
+    /// content that a reference may have excluded. Pages that are present are never changed.
     pub unsafe fn copy(&self, to: u64, from: &[u8]) -> Result<u64, SysError> {
         const CALL: &str = "UFFDIO_COPY";
         let len = from.len() as u64;
@@ -145,8 +159,9 @@ impl Userfaultfd {
             mode: 0,
             copied: 0,
         };
-        // SAFETY: the structure is the request's, and `from` is borrowed for the `len` bytes that the kernel reads. It
-        // writes to pages of registered memory that were missing, and our caller upholds that no reference covers them.
+        // SAFETY: the structure belongs to the request, and `from` is borrowed for the `len` bytes
+        // that the kernel reads. The kernel writes to missing pages of registered memory, and the
+        // caller guarantees that no reference covers them.
         if unsafe { call(self.fd.as_fd(), COPY, &mut argument) } >= 0 {
             return Ok(len);
         }
@@ -157,19 +172,20 @@ impl Userfaultfd {
         }
     }
 
-    /// Places pages of zeros at `span`, and wakes who waits there. Returns the bytes placed, as [`copy`](Self::copy) does.
+    /// Places pages of zeros at `span` and wakes the threads that wait for them. Returns the number
+    /// of placed bytes, like [`copy`](Self::copy).
     ///
     /// # Errors
-    /// As for [`copy`](Self::copy). `EINVAL` also if the memory is of a kind that has no such call
-    /// ([`Registered::zero`]).
+    /// Returns an error in the cases of [`copy`](Self::copy). `EINVAL` may also mean that the kind
+    /// of memory does not support the call ([`Registered::zero`]).
     ///
     /// # Safety
-    /// The caller upholds that no Rust reference covers `span`, as for [`copy`](Self::copy).
+    /// No Rust reference covers `span`, as for [`copy`](Self::copy).
     pub unsafe fn zero(&self, span: Range<u64>) -> Result<u64, SysError> {
         const CALL: &str = "UFFDIO_ZEROPAGE";
         let mut argument = ZeroPages { range: whole(CALL, &span)?, mode: 0, zeroed: 0 };
-        // SAFETY: the structure is the request's. The kernel fills pages of registered memory that were missing, and
-        // our caller upholds that no reference covers them.
+        // SAFETY: the structure belongs to the request. The kernel fills missing pages of
+        // registered memory, and the caller guarantees that no reference covers them.
         if unsafe { call(self.fd.as_fd(), ZEROPAGE, &mut argument) } >= 0 {
             return Ok(span.end - span.start);
         }
@@ -180,20 +196,23 @@ impl Userfaultfd {
         }
     }
 
-    /// Maps what the file has at `span`, whole pages of its size, and wakes who waits there. Returns the bytes mapped:
-    /// fewer than asked for if the mapping was changed in the middle.
+    /// Maps the pages that the file has at `span`, which is whole pages of the file's page size,
+    /// and wakes the threads that wait for them.
+    ///
+    /// Returns the number of mapped bytes, which is less than requested if the mapping was changed
+    /// in the middle of the call.
     ///
     /// # Errors
-    /// If nothing was mapped. `EEXIST`: it is mapped already (nobody was woken), `EFAULT`: the file has no such page,
-    /// `EAGAIN`: the mapping is just being changed.
+    /// Returns an error if nothing was mapped. `EEXIST`: the page is already mapped (no thread was
+    /// woken). `EFAULT`: the file has no such page. `EAGAIN`: the mapping is being changed.
     ///
     /// # Safety
-    /// The caller upholds that no Rust reference covers `span`, as for [`copy`](Self::copy).
+    /// No Rust reference covers `span`, as for [`copy`](Self::copy).
     pub unsafe fn map_present(&self, span: Range<u64>) -> Result<u64, SysError> {
         const CALL: &str = "UFFDIO_CONTINUE";
         let mut argument = MapPages { range: whole(CALL, &span)?, mode: 0, mapped: 0 };
-        // SAFETY: the structure is the request's. The kernel maps pages of registered memory that were not mapped, and
-        // our caller upholds that no reference covers them.
+        // SAFETY: the structure belongs to the request. The kernel maps pages of registered memory
+        // that were not mapped, and the caller guarantees that no reference covers them.
         if unsafe { call(self.fd.as_fd(), CONTINUE, &mut argument) } >= 0 {
             return Ok(span.end - span.start);
         }
@@ -207,25 +226,26 @@ impl Userfaultfd {
         }
     }
 
-    /// Wakes who waits for a page of `span`; each tries its access again, and waits again if the page is still missing.
+    /// Wakes the threads that wait for a page of `span`. Each thread retries its access, and waits
+    /// again if the page is still missing.
     ///
     /// # Errors
-    /// None that whole pages and a valid descriptor give.
+    /// Returns an error only if `span` is not whole pages or the descriptor is not valid.
     pub fn wake(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_WAKE";
         let mut argument = whole(CALL, &span)?;
-        // SAFETY: the structure is the request's; waking changes no memory.
+        // SAFETY: the structure belongs to the request, and waking changes no memory.
         if unsafe { call(self.fd.as_fd(), WAKE, &mut argument) } < 0 {
             return Err(SysError::last(CALL, || show(&span), common));
         }
         Ok(())
     }
 
-    /// Whether [`next_event`](Self::next_event) sleeps until there is one. A new one does not sleep, and only one that
-    /// does not sleep can be polled.
+    /// Sets whether [`next_event`](Self::next_event) sleeps until a message arrives. A new
+    /// userfaultfd is non-blocking, and only a non-blocking one can be polled.
     ///
     /// # Errors
-    /// None that a valid descriptor gives.
+    /// Returns an error only if the descriptor is not valid.
     pub fn set_blocking(&self, blocking: bool) -> Result<(), SysError> {
         let set = || {
             let mut flags = rustix::fs::fcntl_getfl(&self.fd)?;
@@ -237,10 +257,12 @@ impl Userfaultfd {
         })
     }
 
-    /// Takes the next message. None: there is none, and this userfaultfd does not block.
+    /// Takes the next message. Returns `None` if no message is waiting and this userfaultfd is
+    /// non-blocking.
     ///
     /// # Errors
-    /// If a signal interrupted it (`EINTR`), or the kernel sends something that is no message.
+    /// If a signal interrupted the call (`EINTR`), or the kernel returns bytes that are not a
+    /// message.
     pub fn next_event(&self) -> Result<Option<Event>, SysError> {
         const CALL: &str = "read";
         let failed = |error| SysError::from_io(CALL, "a userfaultfd".to_owned(), error, common);
@@ -254,7 +276,8 @@ impl Userfaultfd {
     }
 }
 
-/// Linux `struct uffd_msg`: the event at 0; of a fault, its flags at 8, its address at 16 and its thread at 24.
+/// Parses Linux's `struct uffd_msg`: the event is at offset 0. In a fault, the flags are at 8, the
+/// address at 16 and the thread at 24.
 fn parse(message: &[u8; MESSAGE]) -> Event {
     let word = |at: usize| {
         let mut bytes = [0; 8];
@@ -284,7 +307,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_are_read_as_documented() {
+    fn messages_are_parsed_as_documented() {
         let mut message = [0; MESSAGE];
         message[0] = EVENT_PAGEFAULT;
         message[8] = 1;
@@ -298,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_there_to_read_or_to_place_at_first() {
+    fn new_userfaultfd_has_no_event_and_no_registered_memory() {
         use vmferry_testkit::{Need, skip};
         let uffd = match Userfaultfd::open(0) {
             Ok(uffd) => uffd,
@@ -306,14 +329,16 @@ mod tests {
         };
         assert_eq!(uffd.next_event().unwrap(), None);
         let page = [1; 4096];
-        // SAFETY: the first page of the address space is mapped nowhere, so nothing is changed and nothing refers to it.
+        // SAFETY: the first page of the address space is never mapped, so nothing is changed and
+        // nothing refers to it.
         let error = unsafe { uffd.copy(PAGE_SIZE, &page) }.unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
-        // SAFETY: as above.
+        // SAFETY: the first page of the address space is never mapped, so nothing is changed and
+        // nothing refers to it.
         let error = unsafe { uffd.zero(PAGE_SIZE..2 * PAGE_SIZE) }.unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
         uffd.wake(PAGE_SIZE..2 * PAGE_SIZE).unwrap();
-        // SAFETY: half a page is refused before any call is made.
+        // SAFETY: half a page is rejected before any call is made.
         let error = unsafe { uffd.copy(PAGE_SIZE, &page[..2048]) }.unwrap_err();
         assert!(matches!(error, SysError::NotPages { .. }), "{error}");
     }

@@ -1,9 +1,12 @@
-//! userfaultfd (Linux `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`, `ioctl_userfaultfd(2)`).
+//! userfaultfd (Linux `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`,
+//! `ioctl_userfaultfd(2)`).
 //!
-//! Write protection, only of the asynchronous kind: the kernel itself lifts the protection of a page at its first write,
-//! nobody handles faults, and [`pagemap`](crate::pagemap) tells which pages lost their protection.
+//! Write protection is used only in asynchronous mode: the kernel lifts the protection of a page at
+//! its first write without a fault handler, and [`pagemap`](crate::pagemap) reports the pages that
+//! lost their protection.
 //!
-//! Missing pages (`missing`): whoever touches one sleeps until somebody who reads the faults here places the page.
+//! Missing pages (`missing`): a thread that touches a missing page sleeps until a fault handler,
+//! which reads the faults, places the page.
 
 mod missing;
 
@@ -27,25 +30,27 @@ const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 const USER_MODE_ONLY: i32 = 1;
 
-/// What an ordinary user who needs [`Access::Full`] can do.
+/// Advice for an ordinary user who needs [`Access::Full`].
 const PERMIT: &str = "this user may not handle faults of system calls and of KVM: set the sysctl \
      vm.unprivileged_userfaultfd to 1, or give the user access to /dev/userfaultfd, or the process CAP_SYS_PTRACE";
 
-/// `UFFD_FEATURE_PAGEFAULT_FLAG_WP`: write protection of private anonymous memory.
+/// Feature `UFFD_FEATURE_PAGEFAULT_FLAG_WP`: write protection of private anonymous memory.
 pub const FEATURE_WP: u64 = 1 << 0;
-/// `UFFD_FEATURE_MISSING_HUGETLBFS`: missing pages of memfds of huge pages, too.
+/// Feature `UFFD_FEATURE_MISSING_HUGETLBFS`: missing pages of memfds of huge pages.
 pub const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
-/// `UFFD_FEATURE_MISSING_SHMEM`: missing pages of memfds, too.
+/// Feature `UFFD_FEATURE_MISSING_SHMEM`: missing pages of memfds.
 pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
-/// `UFFD_FEATURE_THREAD_ID`: faults say whose they are.
+/// Feature `UFFD_FEATURE_THREAD_ID`: fault messages have the id of the thread.
 pub const FEATURE_THREAD_ID: u64 = 1 << 8;
-/// `UFFD_FEATURE_MINOR_HUGETLBFS`: pages that the file has and the mapping lacks, of memfds of huge pages.
+/// Feature `UFFD_FEATURE_MINOR_HUGETLBFS`: faults on pages that the file has and the mapping does
+/// not have, for memfds of huge pages.
 pub const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
-/// `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: of memfds, too.
+/// Feature `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: write protection of memfds.
 pub const FEATURE_WP_SHMEM: u64 = 1 << 12;
-/// `UFFD_FEATURE_WP_UNPOPULATED`: of pages that are not there yet, too. Implied by [`FEATURE_WP_ASYNC`].
+/// Feature `UFFD_FEATURE_WP_UNPOPULATED`: write protection of pages that do not exist yet. Implied
+/// by [`FEATURE_WP_ASYNC`].
 pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
-/// `UFFD_FEATURE_WP_ASYNC`: the kernel lifts the protection itself.
+/// Feature `UFFD_FEATURE_WP_ASYNC`: the kernel lifts the protection itself.
 pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
 
 #[repr(C)]
@@ -77,18 +82,20 @@ struct WriteProtect {
 const _: () = assert!(size_of::<Api>() == 24 && size_of::<Span>() == 16);
 const _: () = assert!(size_of::<Register>() == 32 && size_of::<WriteProtect>() == 24);
 
-/// How a userfaultfd was come by.
+/// Kinds of faults that a userfaultfd receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// It also sees faults of the kernel (system calls, KVM).
+    /// The userfaultfd also receives faults of the kernel (system calls, KVM).
     Full,
-    /// `UFFD_USER_MODE_ONLY`, what an ordinary user gets. In the synchronous modes a fault of the kernel or of KVM is
-    /// an error instead of an event. Asynchronous write protection raises no events, so it tracks those writes all the
-    /// same (a test shows it for system calls).
+    /// The userfaultfd was opened with `UFFD_USER_MODE_ONLY`, the mode for ordinary users.
+    ///
+    /// In the synchronous modes a fault of the kernel or of KVM is an error instead of an event.
+    /// Asynchronous write protection raises no events, so it also tracks the writes of the kernel
+    /// (a test shows this for system calls).
     UserModeOnly,
 }
 
-/// An open userfaultfd after its handshake.
+/// Open userfaultfd after its handshake.
 #[derive(Debug)]
 pub struct Userfaultfd {
     fd: OwnedFd,
@@ -96,11 +103,13 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Opens one with `features` (`FEATURE_*`), with as much access as this user may have: the system call, then
-    /// `/dev/userfaultfd`, then the system call for user mode only.
+    /// Opens a userfaultfd with `features` (`FEATURE_*`) and the largest access that this user may
+    /// have. Tries the system call, then `/dev/userfaultfd`, then the system call for user mode
+    /// only.
     ///
     /// # Errors
-    /// If the kernel has no userfaultfd, or not these features, or this user may not have one.
+    /// If the kernel has no userfaultfd, does not have the features, or does not permit this user
+    /// to open one.
     pub fn open(features: u64) -> Result<Self, SysError> {
         let full = syscall(0).or_else(|_| device());
         match full {
@@ -109,13 +118,15 @@ impl Userfaultfd {
         }
     }
 
-    /// Opens one with [`Access::Full`], or none.
+    /// Opens a userfaultfd with [`Access::Full`].
     ///
     /// # Errors
-    /// As for [`open`](Self::open); if only the permission is missing, how to give it.
+    /// Returns an error in the cases of [`open`](Self::open). If only the permission is missing,
+    /// the error says how to grant it.
     pub fn open_full(features: u64) -> Result<Self, SysError> {
         let fd = syscall(0).or_else(|refused| {
-            // What the system call said counts, unless the device was the way that was open to this user.
+            // The error of the system call is reported, because most users have no access to the
+            // device.
             device().map_err(|_| refused)
         });
         let fd = fd.map_err(|error| {
@@ -128,10 +139,10 @@ impl Userfaultfd {
         Self::handshake(fd, Access::Full, features)
     }
 
-    /// Opens one that any user may have; see [`Access::UserModeOnly`].
+    /// Opens a userfaultfd that any user may have; see [`Access::UserModeOnly`].
     ///
     /// # Errors
-    /// As for [`open`](Self::open).
+    /// Returns an error in the cases of [`open`](Self::open).
     pub fn open_user_mode_only(features: u64) -> Result<Self, SysError> {
         let fd = syscall(USER_MODE_ONLY).map_err(|error| {
             SysError::from_io("userfaultfd", "this process".to_owned(), error, |errno| match errno {
@@ -146,11 +157,12 @@ impl Userfaultfd {
     fn handshake(fd: OwnedFd, access: Access, features: u64) -> Result<Self, SysError> {
         need_small_pages("UFFDIO_API")?;
         let mut api = Api { api: API_VERSION, features, ioctls: 0 };
-        // SAFETY: the structure is the request's; the handshake touches no memory but it.
+        // SAFETY: the structure belongs to the request, and the handshake touches no other memory.
         if unsafe { call(fd.as_fd(), API, &mut api) } < 0 {
             let error = std::io::Error::last_os_error();
-            // A kernel that lacks a feature refuses the whole handshake and clears the structure. Asking for nothing,
-            // on another descriptor, tells what it has.
+            // A kernel that does not have a feature refuses the whole handshake and clears the
+            // structure. A handshake without features, on another descriptor, returns the features
+            // of the kernel.
             return Err(match Self::offered() {
                 Ok(offered) if features & !offered != 0 => {
                     SysError::Features { missing: features & !offered }
@@ -161,37 +173,40 @@ impl Userfaultfd {
         Ok(Self { fd, access })
     }
 
-    /// The features that this kernel offers, as `UFFD_FEATURE_*` bits.
+    /// Returns the features that this kernel offers, as `UFFD_FEATURE_*` bits.
     ///
     /// # Errors
-    /// As for [`open`](Self::open).
+    /// Returns an error in the cases of [`open`](Self::open).
     pub fn offered() -> Result<u64, SysError> {
         let fd = syscall(USER_MODE_ONLY)
             .or_else(|_| device())
             .map_err(|error| SysError::from_io("userfaultfd", "this process".to_owned(), error, common))?;
         let mut api = Api { api: API_VERSION, features: 0, ioctls: 0 };
-        // SAFETY: as in `handshake`.
+        // SAFETY: the structure belongs to the request, and the handshake touches no other memory.
         if unsafe { call(fd.as_fd(), API, &mut api) } < 0 {
             return Err(SysError::last("UFFDIO_API", || "a userfaultfd".to_owned(), common));
         }
         Ok(api.features)
     }
 
-    /// How much it sees.
+    /// Returns the kinds of faults that this userfaultfd receives.
     #[must_use]
     pub fn access(&self) -> Access {
         self.access
     }
 
-    /// Registers the mapped bytes `span` for write protection. Nothing is protected by that.
+    /// Registers the mapped bytes `span` for write protection. Registering does not protect any
+    /// page.
     ///
     /// # Errors
-    /// If they are not all mapped, belong to another userfaultfd, or are of a kind that cannot be protected.
+    /// If not all of `span` is mapped, if it belongs to another userfaultfd, or if this kind of
+    /// memory cannot be protected.
     pub fn register_wp(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_REGISTER(WP)";
         let mut argument = Register { range: whole(CALL, &span)?, mode: REGISTER_MODE_WP, ioctls: 0 };
-        // SAFETY: the structure is the request's. Asynchronous write protection changes nothing that reads and writes
-        // of these bytes can see; if the features are other ones, no page is protected by registering.
+        // SAFETY: the structure belongs to the request. Asynchronous write protection changes
+        // nothing that reads and writes of these bytes can observe. With other features,
+        // registering does not protect any page.
         if unsafe { call(self.fd.as_fd(), REGISTER, &mut argument) } < 0 {
             return Err(SysError::last(
                 CALL,
@@ -199,7 +214,7 @@ impl Userfaultfd {
                 |errno| match errno {
                     libc::EBUSY => "another userfaultfd (of a postcopy, or another tracker) has this memory",
                     libc::EINVAL => {
-                        "not all of it is mapped, or it is memory that cannot be tracked, such as a file's"
+                        "not all of it is mapped, or this kind of memory (such as a mapped file) cannot be tracked"
                     }
                     libc::EPERM => "the mapping is not writable",
                     other => common(other),
@@ -209,34 +224,38 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// Gives `span` back; its protection is lifted, and who waits for a missing page of it gets an empty one.
+    /// Unregisters `span`. Its protection is lifted, and a thread that waits for a missing page of
+    /// it gets a page of zeros.
     ///
     /// # Errors
-    /// If they are not mapped any more.
+    /// If `span` is not mapped any more.
     pub fn unregister(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_UNREGISTER";
         let mut argument = whole(CALL, &span)?;
-        // SAFETY: the structure is the request's; pages become writable again without any fault, and missing ones are
-        // again what the kernel makes of them by itself.
+        // SAFETY: the structure belongs to the request. Pages become writable again without a
+        // fault, and the kernel fills missing pages as usual.
         if unsafe { call(self.fd.as_fd(), UNREGISTER, &mut argument) } < 0 {
             return Err(SysError::last(CALL, || show(&span), common));
         }
-        // The kernel wakes who waits before it takes the mapping's lock (6.7 and later handle faults under that alone): a
-        // fault that begins between the two waits for a descriptor that has forgotten it. From here on none can begin.
+        // The kernel wakes the waiting threads before it takes the lock of the mapping (6.7 and
+        // later handle faults under that lock alone). A fault that begins between the two steps
+        // would wait for a descriptor that does not cover it any more. No such fault can begin from
+        // this point on.
         self.wake(span)
     }
 
-    /// Protects all pages of `span`, or lifts the protection of all of them. Protecting a page that is not there leaves
-    /// a marker in its page table, which is made for it.
+    /// Protects all pages of `span`, or lifts the protection of all of them. Protecting a page that
+    /// does not exist leaves a marker in its page table, which is allocated for this purpose.
     ///
     /// # Errors
-    /// If they are not registered. `EAGAIN` means that the mapping is just being changed by another thread.
+    /// If `span` is not registered. `EAGAIN` means that another thread is changing the mapping.
     pub fn write_protect(&self, span: Range<u64>, protect: bool) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_WRITEPROTECT";
         let mode = if protect { WRITEPROTECT_MODE_WP } else { 0 };
         let mut argument = WriteProtect { range: whole(CALL, &span)?, mode };
-        // SAFETY: the structure is the request's. In asynchronous mode (the only one that this type is opened for
-        // here) a write to a protected page goes through without anybody's help.
+        // SAFETY: the structure belongs to the request. In asynchronous mode (the only mode that
+        // this crate uses for write protection) a write to a protected page succeeds without a
+        // fault handler.
         if unsafe { call(self.fd.as_fd(), WRITEPROTECT, &mut argument) } < 0 {
             return Err(SysError::last(
                 CALL,
@@ -273,13 +292,13 @@ fn device() -> std::io::Result<OwnedFd> {
 
 fn own(fd: libc::c_long) -> std::io::Result<OwnedFd> {
     match i32::try_from(fd) {
-        // SAFETY: the kernel has just made this descriptor for us alone.
+        // SAFETY: the kernel has just created this descriptor, and it has no other owner.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
         _ => Err(std::io::Error::last_os_error()),
     }
 }
 
-/// `span` as the kernel takes it.
+/// Returns `span` in the format of the kernel, if it is whole pages.
 fn whole(call: &'static str, span: &Range<u64>) -> Result<Span, SysError> {
     let pages = span.start < span.end
         && span.start.is_multiple_of(PAGE_SIZE)
@@ -309,11 +328,11 @@ mod tests {
     }
 
     #[test]
-    fn unknown_features_are_named() {
+    fn error_names_unknown_features() {
         let error = Userfaultfd::open_user_mode_only(FEATURE_WP | 1 << 60).unwrap_err();
         match error {
             SysError::Features { missing } => assert_eq!(missing, 1 << 60),
-            // A sandbox may forbid the call altogether; then the error says so.
+            // A sandbox may forbid the call. The error then says so.
             other => assert!(other.to_string().contains("userfaultfd"), "{other}"),
         }
     }

@@ -1,10 +1,11 @@
-//! Huge pages for tests: the host's pool, made larger for a while where that is allowed. Other crates' tests include this.
+//! Huge pages for tests. Enlarges the pool of the host temporarily if that is allowed. Other
+//! crates' tests include this file.
 
 use std::fs::{File, read_to_string};
 
 const NUMBER: &str = "/proc/sys/vm/nr_hugepages";
 
-/// So many huge pages are free while this lives, and no other test's pool does.
+/// Guard that keeps the requested number of huge pages free and excludes the pools of other tests.
 #[derive(Debug)]
 pub(crate) struct Pool {
     before: String,
@@ -12,10 +13,10 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// A pool with `pages` free huge pages of 2 MiB.
+    /// Creates a pool with `pages` free huge pages of 2 MiB.
     ///
     /// # Errors
-    /// Why this host or this user cannot have it.
+    /// Returns the reason why this host or this user cannot have the pool.
     pub(crate) fn with(pages: u64) -> Result<Self, String> {
         let lock = std::env::temp_dir().join("vmferry-test-huge-pages");
         let alone = File::options().create(true).truncate(false).write(true).open(&lock);
@@ -28,7 +29,7 @@ impl Pool {
             std::fs::write(NUMBER, want).map_err(|error| format!("{NUMBER} cannot be raised: {error}"))?;
         }
         let pool = Self { before, _alone: alone };
-        // The host gives what it has in one piece.
+        // The host can provide only pages for which it has contiguous memory.
         if free() < pages { Err(format!("the host has {} huge pages of {pages}", free())) } else { Ok(pool) }
     }
 }
