@@ -1,4 +1,4 @@
-//! A client's bytes at the control socket: framing, requests, negotiation, limits.
+//! Bytes of a client at the control socket: framing, requests, negotiation, limits.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| vmferry_hostile::run("qmp", bytes));

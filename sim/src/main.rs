@@ -1,4 +1,5 @@
-//! `cargo sim`: migrations under a fake clock, thousands a second, each from one seed that replays it.
+//! Command `cargo sim`: simulates thousands of migrations per second under a fake clock. Each run
+//! has a seed that replays it.
 
 #![forbid(unsafe_code)]
 
@@ -11,39 +12,39 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_engine::sim;
 
-/// More seeds than this are not named: the first ones tell.
+/// Maximum number of failed seeds that the output names.
 const MOST_NAMED: usize = 10;
-/// How many seeds a thread takes at once.
+/// Number of seeds that a thread takes at once.
 const TAKEN: u64 = 64;
 
 /// Simulate migrations: the state machines that ship, a fake clock, faulty links and hosts
 #[derive(Debug, Parser)]
 #[command(name = "cargo sim", bin_name = "cargo sim", version)]
 struct Args {
-    /// So many runs
+    /// Number of runs
     #[arg(long, default_value_t = 100_000)]
     seeds: u64,
-    /// The first seed
+    /// Number of the first seed
     #[arg(long, default_value_t = 0)]
     first: u64,
-    /// Threads
+    /// Number of threads
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..=256))]
     jobs: u64,
-    /// Replay one run and say how it ended
+    /// Replay one run and print its result
     #[arg(long, conflicts_with_all = ["seeds", "first", "jobs", "json", "planted"])]
     seed: Option<u64>,
-    /// End after so many seconds, if the seeds are not done by then
+    /// Stop after this number of seconds
     #[arg(long)]
     seconds: Option<u64>,
     /// Write the figures to a file, or to standard output if it is `-`
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
-    /// Plant each known defect and say which seed finds it
+    /// Inject each known defect and print the seed that finds it
     #[arg(long)]
     planted: bool,
 }
 
-/// What the runs were like.
+/// Result of all runs.
 #[derive(Debug, Clone, Default)]
 struct Tally {
     runs: u64,
@@ -93,7 +94,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// A session that panics breaks a promise like any other.
+/// Runs one seed. A panic of a session is a broken promise like any other.
 fn run(seed: u64) -> Result<sim::Run, String> {
     catch_unwind(AssertUnwindSafe(|| sim::run(seed))).unwrap_or_else(|panic| {
         let said = panic.downcast_ref::<String>().cloned();
@@ -134,7 +135,7 @@ fn plant(seeds: u64) -> Result<bool> {
 
 fn simulate(args: &Args) -> Result<bool> {
     let end = args.first.checked_add(args.seeds).context("seeds are 64 bits")?;
-    ensure!(args.seeds > 0, "--seeds 0 would show nothing");
+    ensure!(args.seeds > 0, "--seeds must be at least 1");
     let began = Instant::now();
     let deadline = args.seconds.map(|seconds| began + Duration::from_secs(seconds));
     let (next, over) = (AtomicU64::new(args.first), AtomicBool::new(false));
@@ -158,7 +159,7 @@ fn simulate(args: &Args) -> Result<bool> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..args.jobs).map(|_| scope.spawn(work)).collect();
         for thread in threads {
-            // A panic in a run is caught there.
+            // `run` catches a panic of a simulated migration.
             all.add(&thread.join().expect("a thread that only counts"));
         }
     });
@@ -188,12 +189,12 @@ fn tell(args: &Args, all: &Tally, took: Duration) -> Result<()> {
     }
     if args.json.as_ref().is_none_or(|file| file.as_os_str() != "-") {
         println!(
-            "{runs} migrations, {steps} steps in {seconds:.1} s by {jobs} threads: {a_minute:.0} a minute"
+            "{runs} migrations, {steps} steps in {seconds:.1} s by {jobs} threads: {a_minute:.0} per minute"
         );
         sim::kinds().zip(kinds).for_each(|(what, count)| println!("{count:9} {what}"));
     }
     if runs < &args.seeds {
-        eprintln!("ended early: {runs} of {} seeds were run", args.seeds);
+        eprintln!("stopped early: ran {runs} of {} seeds", args.seeds);
     }
     for (seed, what) in broken.iter().take(MOST_NAMED) {
         eprintln!("seed {seed}: {what}\n  replay it with: cargo sim --seed {seed}");

@@ -1,16 +1,16 @@
-//! Tests that count threads or descriptors run in a process of their own.
+//! Separate processes for tests that count threads or descriptors.
 
-/// Names the variable that is set in the process that runs one test only.
+/// Name of the variable that is set in a process that runs one test only.
 const ALONE: &str = "VMFERRY_TEST_ALONE";
 
-/// Runs the calling test, whose path in its test program is `test`, in a process of its own.
+/// Runs the calling test, whose path in its test program is `test`, in a separate process.
 ///
 /// Returns true in that process, in which no other test runs. Returns false in the calling process
 /// after the test has passed in the other one.
 ///
 /// # Panics
 ///
-/// Panics with the output of the other process if the test does not pass there.
+/// Panics with the output of the separate process if the test fails there.
 pub fn alone(test: &str) -> bool {
     if std::env::var_os(ALONE).is_some() {
         return true;

@@ -1,14 +1,14 @@
 //! Code that the test suites of several crates share.
 //!
-//! The crate has no dependencies, so that every test suite can use it. Links and peers of a migration
-//! need the wire and the engine: they are in `vmferry-testkit-peers` (`testkit/peers`).
+//! The crate has no dependencies, so every test suite can use it. Links and peers of a migration
+//! need the wire and the engine. They are in `vmferry-testkit-peers` (`testkit/peers`).
 //!
 //! | item | use |
 //! |---|---|
 //! | [`skip`] | ends a test that this host cannot run, and counts it |
 //! | [`wait`], [`wait_for`] | wait for an event; only a hang ends the wait |
 //! | [`in_parallel`] | runs cases at the same time |
-//! | [`alone`] | runs a test in a process of its own |
+//! | [`alone`] | runs a test in a separate process |
 //! | [`temp_path`], [`Folder`] | paths for files and sockets |
 //! | [`say`] | prints a figure of a test that passes |
 //!
@@ -35,7 +35,8 @@ pub use skip::{Need, emulator, skip, skip_if_emulated, skip_long_search_if_emula
 pub use temp::{Folder, temp_path};
 pub use wait::{PATIENCE, wait, wait_for};
 
-/// Writes `text` as one line to standard output past the test harness, which hides what passing tests print.
+/// Writes `text` as one line to standard output, past the test harness, which hides the output of
+/// passing tests.
 pub fn say(text: impl Display) {
     let _ = writeln!(std::io::stdout(), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Tests that run cases at the same time, because most of the cases only wait.
+//! Parallel test cases, for tests whose cases mostly wait.
 
 use std::sync::Mutex;
 
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_item_is_worked_on_once() {
+    fn each_item_is_processed_once() {
         let done = Mutex::new(Vec::new());
         in_parallel(3, 0..50, |item| done.lock().unwrap().push(item));
         let mut done = done.into_inner().unwrap();

@@ -1,17 +1,18 @@
-//! Tests that cannot run on this host are counted, and never pass in silence.
+//! Skips that are counted: a test that this host cannot run never passes in silence.
 //!
-//! A test that needs something the host lacks calls [`skip`] and returns. Each call writes one line,
-//! `skipped: NEED: TEST: REASON`. `.ci/run` counts these lines by need. The variable
-//! `VMFERRY_REQUIRE=kvm,uffd` turns every skip that names one of these needs into a failure.
+//! A test that needs a capability that the host does not have calls [`skip`] and returns. Each call
+//! writes one line, `skipped: NEED: TEST: REASON`. `.ci/run` counts these lines by need. The
+//! variable `VMFERRY_REQUIRE=kvm,uffd` turns every skip that names one of these needs into a
+//! failure.
 
 use std::fmt::{self, Display};
 use std::io::Write as _;
 
-/// Names the variable that lists the needs whose absence fails a test.
+/// Name of the variable that lists the needs whose absence fails a test.
 const REQUIRE: &str = "VMFERRY_REQUIRE";
-/// Names the variable that holds a file; each skip appends its line to that file.
+/// Name of the variable with the path of a file to which each skip appends its line.
 const SKIPS: &str = "VMFERRY_SKIPS";
-/// Names the variable that holds the name of the emulator that runs the tests.
+/// Name of the variable with the name of the emulator that runs the tests.
 const EMULATOR: &str = "VMFERRY_TEST_EMULATOR";
 
 /// Capability of the host that a test needs.
@@ -31,7 +32,8 @@ pub enum Need {
     HugePages,
     /// A feature of the running kernel.
     Kernel,
-    /// Instructions that the processor lacks, or the speed that an emulated one lacks.
+    /// Instructions that the processor does not have, or a speed that an emulated processor does
+    /// not reach.
     Cpu,
     /// Another program, which the reason names.
     Program,
@@ -51,7 +53,7 @@ impl Need {
         Self::Program,
     ];
 
-    /// The name of this need in `VMFERRY_REQUIRE` and in a skip's line.
+    /// Returns the name of this need in `VMFERRY_REQUIRE` and in the line of a skip.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -73,7 +75,7 @@ impl Display for Need {
     }
 }
 
-/// Records that the calling test cannot run here. The test returns after this call.
+/// Records that this host cannot run the calling test. The test must return after this call.
 ///
 /// The line goes to standard output past the test harness, and to the file that `VMFERRY_SKIPS` names.
 ///
@@ -107,17 +109,18 @@ pub fn skip(need: Need, why: impl Display) {
 
 /// Returns the name of the emulator that runs the tests, from the variable `VMFERRY_TEST_EMULATOR`.
 ///
-/// An emulator of user programs, such as `qemu-user`, runs them on the host's kernel and translates each
-/// system call. It passes on no ioctl that it does not know, and accepts some calls that a kernel refuses.
-/// A test of such a call skips for [`Need::Kernel`].
+/// An emulator of user programs, such as `qemu-user`, runs them on the host's kernel and translates
+/// each system call. It does not pass on ioctls that it does not know, and accepts some calls that
+/// a kernel refuses. A test of such a call skips for [`Need::Kernel`].
 #[must_use]
 pub fn emulator() -> Option<String> {
     std::env::var(EMULATOR).ok().filter(|name| !name.is_empty())
 }
 
-/// Skips the calling test if an [`emulator`] runs it, because it does not pass `what` on to the kernel.
+/// Skips the calling test if an [`emulator`] runs it, because the emulator does not pass `what` on
+/// to the kernel.
 ///
-/// Returns whether the test is skipped. The test then returns.
+/// Returns whether the test is skipped. The test must then return.
 #[must_use]
 pub fn skip_if_emulated(what: impl Display) -> bool {
     let emulator = emulator();
@@ -127,10 +130,10 @@ pub fn skip_if_emulated(what: impl Display) -> bool {
     emulator.is_some()
 }
 
-/// Skips the calling test if an [`emulator`] runs it, which would need minutes.
+/// Skips the calling test if an [`emulator`] runs it, because the test would take minutes.
 ///
-/// For searches in logic that is the same on each processor. Returns whether the test is skipped. The test then
-/// returns.
+/// For searches in logic that is the same on each processor. Returns whether the test is skipped.
+/// The test must then return.
 #[must_use]
 pub fn skip_long_search_if_emulated() -> bool {
     let emulator = emulator();
@@ -143,15 +146,16 @@ pub fn skip_long_search_if_emulated() -> bool {
     emulator.is_some()
 }
 
-/// Returns how many of `full` random tries a test makes: all, or one in 20 if an [`emulator`] runs it.
+/// Returns the number of random tries that a test makes: `full`, or one in 20 if an [`emulator`]
+/// runs the test.
 ///
-/// An emulator needs about ten times as long. Tests that must find a planted defect keep all tries.
+/// An emulator needs about ten times as long. Tests that must find a planted defect use all tries.
 #[must_use]
 pub fn tries(full: usize) -> usize {
     if emulator().is_some() { full.div_ceil(20) } else { full }
 }
 
-/// One line, whatever `why` contains.
+/// Returns the line of a skip, without line breaks, whatever `why` contains.
 fn line(need: Need, test: &str, why: &str) -> String {
     let why = why.split_whitespace().collect::<Vec<_>>().join(" ");
     format!("skipped: {need}: {test}: {why}")

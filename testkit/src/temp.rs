@@ -5,14 +5,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Returns a path in the folder for temporary files that no other call returns.
 ///
-/// `what` is a part of the name, for files that a test leaves behind.
+/// `what` becomes part of the name, for files that a test leaves behind.
 pub fn temp_path(what: &str) -> PathBuf {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     std::env::temp_dir().join(format!("vmferry-{what}-{}-{number}", std::process::id()))
 }
 
-/// A folder of one test. It is removed with its content when it is dropped.
+/// Folder of one test. The folder and its content are removed when the value is dropped.
 #[derive(Debug)]
 pub struct Folder(PathBuf);
 

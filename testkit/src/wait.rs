@@ -1,16 +1,15 @@
-//! Waiting for a condition that another thread, process or guest brings about.
+//! Waiting for a condition that another thread, process or guest establishes.
 
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
 /// Guard against hangs: longer than any condition takes on a host that is busy with other work.
-/// Such a host's kernel was seen to delay grace periods of RCU by 32 s, and writes to its disk by
-/// 60 s.
 ///
-/// It is not a bound on performance. A test that reaches it has failed.
+/// On such hosts, the kernel was seen to delay grace periods of RCU by 32 s, and writes to the disk
+/// by 60 s. The value is not a performance bound. A test that reaches it has failed.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
-/// Time between two looks at a condition.
+/// Time between two checks of a condition.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// Blocks until `done` returns true.

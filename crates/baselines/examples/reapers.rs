@@ -1,5 +1,5 @@
-//! Writes what each harvest policy does to each simulated guest, as CSV: one line for each turn of the
-//! reaper.
+//! Writes the effect of each harvest policy on each simulated guest as CSV: one line for each turn
+//! of the reaper.
 //!
 //! ```sh
 //! cargo run -p vmferry-baselines --example reapers > reapers.csv

@@ -1,8 +1,8 @@
-//! Baselines: published harvest policies for dirty rings, kept to be compared with the product's
-//! own, [`Predict`].
+//! Baselines: published harvest policies for dirty rings, kept for comparison with the product's
+//! own policy, [`Predict`].
 //!
-//! Nothing in the product needs a baseline. `vmferry migrate --reaper` selects one by its name, and
-//! `vmferry-bench reaper` measures all of them beside `predict` in one run.
+//! The product does not need a baseline. `vmferry migrate --reaper` selects one by its name, and
+//! `vmferry-bench reaper` measures all of them and `predict` in one run.
 //!
 //! | name | rule | published as |
 //! |---|---|---|
@@ -14,15 +14,15 @@
 //! `gears` never shifts down, because it increments a pointer and not the counter behind it. This
 //! crate has the rule of the text.
 //!
-//! The baselines keep the surroundings that they were published in:
+//! The baselines keep the conditions under which they were published:
 //!
 //! - One lock covers all harvests of the reaper and of full rings.
 //! - A vCPU whose ring is full harvests all rings.
 //! - Occupancy is the number of pages harvested from all rings, divided by the size of one ring.
 //!   With several vCPUs it can exceed 1.
 //!
-//! All of this goes through [`ReaperPolicy`], the extension point of `vmferry-dirty`. A policy of
-//! your own looks like the ones here.
+//! All of this uses [`ReaperPolicy`], the extension point of `vmferry-dirty`. Write your own policy
+//! in the same way.
 
 use std::fmt;
 use std::str::FromStr;
@@ -34,10 +34,10 @@ use vmferry_dirty::{HarvestSchedule, Predict, ReaperPolicy, RingView, Rings, Tra
 pub enum Policy {
     /// Harvests every second.
     Fixed,
-    /// Chooses one of six sleeps by occupancy: up at once, down after six harvests that wanted a
-    /// lower gear.
+    /// Chooses one of six sleeps by occupancy: shifts up at once, and shifts down after six
+    /// harvests that wanted a lower gear.
     Gears,
-    /// Halves the sleep when the rings were full, and adds to it when they were not.
+    /// Halves the sleep when occupancy was high, and lengthens it when occupancy was low.
     Aimd,
     /// The product's policy, [`Predict`].
     #[default]
@@ -90,9 +90,9 @@ impl fmt::Display for Policy {
     }
 }
 
-/// Error of a text that names no policy.
+/// Error of a text that is not the name of a policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is no reaper policy; there are fixed, gears, aimd and predict")]
+#[error("`{0}` is not a reaper policy; use fixed, gears, aimd or predict")]
 pub struct UnknownPolicy(String);
 
 impl FromStr for Policy {
@@ -111,19 +111,19 @@ struct Reaped {
     pages: u64,
     /// Entries of one ring.
     entries: u32,
-    /// True if a vCPU found its ring full since the harvest before.
+    /// True if a vCPU found its ring full since the previous harvest.
     went_full: bool,
 }
 
 impl Reaped {
-    /// Returns the occupancy in whole tenths: 0.29 is 2, and more than one ring's worth is more
-    /// than 10.
+    /// Returns the occupancy in whole tenths, rounded down: 0.29 is 2. The result exceeds 10 if
+    /// more pages than one ring holds were harvested.
     fn tenths(self) -> u64 {
         self.pages.saturating_mul(10) / u64::from(self.entries)
     }
 }
 
-/// Published rule: the time to sleep after a harvest.
+/// Published rule that chooses the sleep after a harvest.
 trait Rule: Default {
     /// Time to sleep before the first harvest.
     const FIRST_SLEEP: Duration;
@@ -132,12 +132,12 @@ trait Rule: Default {
     fn next(&mut self, reaped: Reaped) -> Duration;
 }
 
-/// Baseline at work: harvests all rings at each turn, and lets its rule choose the sleep.
+/// Running baseline: harvests all rings at each turn, and lets its rule choose the sleep.
 #[derive(Debug, Default)]
 struct Baseline<R> {
     rule: R,
     views: Vec<RingView>,
-    /// Full exits of all rings at the turn before.
+    /// Number of full exits of all rings at the previous turn.
     full_exits: u64,
 }
 
@@ -177,11 +177,11 @@ const GEAR_SLEEPS: [Duration; 6] = [
     Duration::from_millis(80),
 ];
 
-/// The gear with the shortest sleep.
+/// Gear with the shortest sleep.
 const FASTEST: usize = GEAR_SLEEPS.len() - 1;
 
-/// Harvests that want a lower gear before there is one, not counting the harvest that shifts. As
-/// published.
+/// Number of harvests that must want a lower gear before the rule shifts down, not counting the
+/// harvest that shifts. As published.
 const DOWN_AFTER: u32 = 5;
 
 /// Rule `gears`: a gear for each tenth of occupancy, the fastest from one half on.
@@ -259,12 +259,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn policies_are_named_as_on_the_command_line() {
+    fn every_policy_parses_from_its_name() {
         for policy in Policy::ALL {
             assert_eq!(policy.to_string().parse(), Ok(policy));
         }
         let error = "Fixed".parse::<Policy>().unwrap_err().to_string();
-        assert!(error.contains("`Fixed` is no reaper policy; there are fixed, gears"), "{error}");
+        assert!(error.contains("`Fixed` is not a reaper policy; use fixed, gears"), "{error}");
     }
 
     #[test]
@@ -323,10 +323,10 @@ mod tests {
     #[test]
     fn gears_keep_the_count_when_they_stay_and_restart_it_when_a_higher_gear_is_wanted() {
         let mut gears = Gears { gear: 3, wanted_lower: 0 };
-        // Five want lower, one stays, the sixth gets it.
+        // Five harvests want a lower gear, one stays, and the sixth gets it.
         assert_eq!(trace(&mut gears, &calm(&[0, 0, 0, 0, 0, 35, 0])), [125, 125, 125, 125, 125, 125, 250]);
         let mut gears = Gears { gear: 3, wanted_lower: 0 };
-        // Five want lower, one wants higher, and it takes six again.
+        // Five harvests want a lower gear, one wants a higher gear, and the count restarts.
         assert_eq!(
             trace(&mut gears, &calm(&[0, 0, 0, 0, 0, 45, 0, 0, 0, 0, 0, 0, 0])),
             [125, 125, 125, 125, 125, 100, 100, 100, 100, 100, 100, 125, 250]

@@ -1,4 +1,4 @@
-//! The product's policy against the baselines, in simulated time.
+//! Compares the product's policy with the baselines in simulated time.
 //!
 //! `cargo test -p vmferry-baselines -- --nocapture` prints all figures.
 
@@ -8,20 +8,28 @@ use vmferry_dirty::sim::{Costs, Outcome, Phase, Trace, run};
 const ENTRIES: u32 = 4096;
 const DAY: f64 = 86_400.0;
 
-/// By how much (a ratio) figures may be worse and still count as equal: looks and entries come in whole numbers, now and
-/// then `predict` tries something, and a burst that finds a ring nearly full fills it before the reaper wakes up. The worst
-/// is half a percent, where large rings meet a guest that flaps; on all other traces it is a tenth, or better.
+/// Ratio by which figures may be worse and still count as equal.
+///
+/// Three effects make figures differ: looks and entries come in whole numbers, `predict` runs a
+/// trial now and then, and a burst that finds a ring nearly full fills it before the reaper wakes
+/// up. The worst case is half a percent, for large rings and a guest that flaps. On all other
+/// traces the difference is a tenth of a percent or less.
 const EQUAL: f64 = 1.01;
 
-/// The same for rings of 1024 entries, which a busy vCPU fills in 10 ms. The shortest sleep is a twentieth of that, so they
-/// are harvested at nine tenths; and where a working set is hardly larger than the ring, a vCPU that has its ring full all
-/// the time, as under `fixed`, loses less by that than by faulting a tenth more often.
+/// Ratio like [`EQUAL`], for rings of 1024 entries, which a busy vCPU fills in 10 ms.
+///
+/// The shortest sleep is a twentieth of that time, so the rings are harvested at nine tenths. If a
+/// working set is hardly larger than the ring, a vCPU whose ring is always full, as under `fixed`,
+/// loses less time by full exits than by faulting a tenth more often.
 const EQUAL_FOR_SMALL_RINGS: f64 = 1.08;
 
-/// How much more of the time (a share) vCPUs may stand still under `predict` than under others. It stops a vCPU once in 256
-/// harvests, to find out whether it has to be harvested at all; and a burst that begins when a ring is nearly full fills it
-/// before the reaper wakes up, which takes a large ring 16 ms to harvest. The latter, where a guest flaps, is two
-/// thousandths; on all other traces it is less than one.
+/// Additional share of the time for which vCPUs may be stopped under `predict`, compared with the
+/// baselines.
+///
+/// `predict` stops a vCPU once in 256 harvests, to find out whether the vCPU has to be harvested at
+/// all. A burst that begins when a ring is nearly full fills it before the reaper wakes up, which
+/// takes a large ring 16 ms to harvest. The second effect is two thousandths for a guest that
+/// flaps. On all other traces the share is less than one thousandth.
 const STALL_SHARE: f64 = 0.0025;
 
 fn play(policy: Policy, trace: &Trace, entries: u32, costs: &Costs, seconds: f64) -> Outcome {
@@ -64,24 +72,25 @@ fn predict_is_no_worse(traces: impl Iterator<Item = Trace>, entries: u32, costs:
 }
 
 #[test]
-fn predict_loses_no_more_than_any_other_on_any_trace() {
+fn predict_loses_no_more_than_any_baseline_on_any_trace() {
     for entries in [1024, ENTRIES, 65536] {
         let traces = Trace::steady().into_iter().chain(Trace::changing());
         predict_is_no_worse(traces, entries, &Costs::default(), 600.0);
     }
 }
 
-/// A processor that logs writes itself: no faults, just an exit for 512 entries.
+/// A processor that logs writes itself: no faults, and one exit for 512 entries.
 #[test]
-fn predict_loses_no_more_where_writes_do_not_fault() {
+fn predict_loses_no_more_when_writes_do_not_fault() {
     let costs = Costs { fault: 0.1e-6, ..Costs::default() };
     let traces = Trace::steady().into_iter().filter(|trace| trace.name != "stress");
     predict_is_no_worse(traces, 65536, &costs, 60.0);
 }
 
 #[test]
-fn hours_of_everything() {
-    // Both traces begin anew after an hour or less: a day of them shows no more than these four hours.
+fn predict_loses_no_more_over_hours_of_mixed_load() {
+    // Both traces repeat after an hour or less, so a day of them shows no more than these four
+    // hours.
     let traces = [Trace::day(), Trace::recorded()];
     predict_is_no_worse(traces.into_iter(), ENTRIES, &Costs::default(), 4.0 * 3600.0);
 }
@@ -108,8 +117,8 @@ fn gears_shift_down_again_after_a_burst() {
     }
 }
 
-/// `gears` may go on shifting between two neighbours, as it was published: the slower one sees more pages than it is for,
-/// the faster one fewer.
+/// `gears` may shift between two neighbouring gears forever, as it was published: the slower gear
+/// harvests more pages than it is meant for, and the faster gear fewer.
 #[test]
 fn no_baseline_oscillates_under_a_steady_load() {
     for trace in Trace::steady() {

@@ -84,8 +84,8 @@ impl LazySlot {
                 return true;
             }
             let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
-            let nobody = memory.as_ref().is_some_and(|memory| memory.lacks_server());
-            unserved = if nobody { unserved + 1 } else { 0 };
+            let unserved_now = memory.as_ref().is_some_and(|memory| memory.lacks_server());
+            unserved = if unserved_now { unserved + 1 } else { 0 };
         }
         false
     }

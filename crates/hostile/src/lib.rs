@@ -1,11 +1,14 @@
-//! Everything that parses bytes of a peer, a guest, a user or a fence: what is tried on it, and how much memory it may take meanwhile.
+//! Tests of everything that parses untrusted bytes: of a peer, a guest, a user or an arbiter. The
+//! tests also limit the memory that a parser takes.
 //!
-//! A [`Target`] does what bytes say, any bytes, with the code that ships, and panics where a promise is broken; how, stands in the crate
-//! that the code is in (its `hostile` module). `fuzz/` has it done by libFuzzer, which looks for bytes that reach something new. The test
-//! of this crate has it done on any toolchain: with the inputs of `fuzz/seeds`, and with noise around them for some seconds.
+//! A [`Target`] feeds arbitrary bytes to the code that ships, and panics if the code breaks a
+//! promise. The promises are documented in the `hostile` module of the crate that contains the
+//! code. The fuzz targets in `fuzz/` run a target with libFuzzer, which searches for bytes that
+//! reach new code. The test of this crate runs on any toolchain: it runs each target with the
+//! inputs of `fuzz/seeds` and with noise around them for some seconds.
 //!
-//! Each input is held to a cap of memory: a length that a stranger says must reserve nothing before it was compared with a limit. Memory of
-//! guests is mapped, and not counted.
+//! Each input has a memory limit: a length in untrusted bytes must not reserve memory before it was
+//! compared with a limit. Guest memory is mapped and does not count.
 
 mod memory;
 mod words;
@@ -16,28 +19,30 @@ mod answer;
 #[global_allocator]
 static ALLOCATOR: memory::Counting = memory::Counting;
 
-/// One thing that strangers' bytes come to.
+/// Parser of untrusted bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Target {
-    /// Its name: of the fuzz target, and of the folder with its inputs.
+    /// Name of the fuzz target and of the folder with its inputs.
     pub name: &'static str,
     drive: fn(&[u8]),
-    /// Most bytes in use at once, and so many more for each byte of input.
+    /// Memory limit: bytes in use at once, and additional bytes for each byte of input.
     cap: (usize, usize),
 }
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
-/// All of them.
+/// All targets.
 pub const TARGETS: [Target; 17] = [
     // Fixed blocks; an error may carry some text.
     target("hello", vmferry_wire::hostile::drive_hello, (4 * KIB, 0)),
-    // Three bytes can make a run of 24, in a list that doubles as it grows; and what came is written and read again here.
+    // Three bytes can create a run of 24 bytes, in a list that doubles as it grows. The target also
+    // encodes the parsed messages and parses them again.
     target("messages", vmferry_wire::hostile::drive_messages, (MIB, 40)),
-    // A frame of staged pages, a table, and the stream itself, which is no longer than `MOST_FRAME_BYTES` and doubles as it grows.
+    // A frame of staged pages, a table, and the stream itself, which is at most `MOST_FRAME_BYTES`
+    // long and doubles as it grows.
     target("frames", vmferry_engine::hostile::drive_frames, (5 * MIB, 4)),
-    // Up to 130 lanes with what waits on them, once more as what was sent, each in a buffer that
+    // Up to 130 lanes with their waiting bytes, which are also kept as sent, each in a buffer that
     // doubles as it grows.
     target("lanes", vmferry_engine::hostile::drive_lanes, (8 * MIB, 40)),
     target("source", vmferry_engine::hostile::drive_source, (512 * KIB, 40)),
@@ -46,16 +51,17 @@ pub const TARGETS: [Target; 17] = [
     target("snapshot", vmferry_engine::hostile::drive_snapshot, (8 * MIB, 40)),
     target("state", vmferry_vmm::hostile::drive, (512 * KIB, 40)),
     target("process", vmferry_process::hostile::drive, (512 * KIB, 40)),
-    // The host that checks what it is called with notes each call of a step, some ten thousand at most.
+    // The checking host records every call of a step, some ten thousand at most.
     target("balloon", vmferry_virtio::hostile::drive, (8 * MIB, 40)),
     target("blk", vmferry_virtio::blk::hostile::drive, (4 * MIB, 40)),
     target("net", vmferry_virtio::net::hostile::drive, (8 * MIB, 40)),
     target("rng", vmferry_virtio::rng::hostile::drive, (512 * KIB, 40)),
     target("qmp", vmferry_control::hostile::drive, (512 * KIB, 40)),
     target("words", words::drive, (64 * KIB, 40)),
-    // Two connections with their windows, and what they send, on its way and there.
+    // Two connections with their windows, and the bytes that they send, both in transit and
+    // received.
     target("tls", vmferry_engine::hostile::drive_tls, (6 * MIB, 40)),
-    // Two bytes of JSON make a value of 32, in a list that doubles as it grows.
+    // Two bytes of JSON create a value of 32 bytes, in a list that doubles as it grows.
     target("etcd", drive_etcd, (64 * KIB, 80)),
 ];
 
@@ -64,10 +70,11 @@ const fn target(name: &'static str, drive: fn(&[u8]), cap: (usize, usize)) -> Ta
 }
 
 impl Target {
-    /// Does what `bytes` say; says how many bytes of memory that took at once. Nobody else may take memory meanwhile.
+    /// Feeds `bytes` to the target. Returns the maximum number of bytes of memory in use at once.
+    /// No other thread may allocate memory meanwhile.
     ///
     /// # Panics
-    /// If a promise is broken, or it takes more than it may.
+    /// Panics if the code breaks a promise or exceeds its memory limit.
     pub fn run(&self, bytes: &[u8]) -> usize {
         let peak = memory::peak_of(|| (self.drive)(bytes));
         let cap = self.cap.0 + self.cap.1 * bytes.len();
@@ -81,10 +88,10 @@ impl Target {
     }
 }
 
-/// Does what `bytes` say to the target `name`: what a fuzz target is.
+/// Feeds `bytes` to the target `name`. This function is the body of a fuzz target.
 ///
 /// # Panics
-/// As [`Target::run`], or if there is no such target.
+/// Panics in the cases of [`Target::run`], or if no target has this name.
 pub fn run(name: &str, bytes: &[u8]) {
     TARGETS.iter().find(|target| target.name == name).expect("a target of that name").run(bytes);
 }

@@ -1,15 +1,15 @@
-//! How much memory is in use: of all threads, as several bodies start some.
+//! Memory in use by all threads, because some targets start threads.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The system's allocator, which counts.
+/// Allocator that counts the bytes of the system allocator.
 pub(crate) struct Counting;
 
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts before it is asked for: what is refused was asked for all the same.
+/// Counts `bytes` before the allocation, so that refused requests count too.
 fn take(bytes: usize) {
     let live = LIVE.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
     PEAK.fetch_max(live, Ordering::Relaxed);
@@ -19,11 +19,12 @@ fn give(bytes: usize) {
     LIVE.fetch_sub(bytes, Ordering::Relaxed);
 }
 
-// SAFETY: everything is the system allocator's; counting changes nothing of it.
+// SAFETY: the system allocator does all work, and counting does not change its behaviour.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         take(layout.size());
-        // SAFETY: our caller's promises are those that are wanted here.
+        // SAFETY: the caller guarantees the contract of this function, which is the contract of the
+        // system allocator.
         let at = unsafe { System.alloc(layout) };
         if at.is_null() {
             give(layout.size());
@@ -33,7 +34,8 @@ unsafe impl GlobalAlloc for Counting {
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         take(layout.size());
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the contract of this function, which is the contract of the
+        // system allocator.
         let at = unsafe { System.alloc_zeroed(layout) };
         if at.is_null() {
             give(layout.size());
@@ -42,22 +44,25 @@ unsafe impl GlobalAlloc for Counting {
     }
 
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the contract of this function, which is the contract of the
+        // system allocator.
         unsafe { System.dealloc(at, layout) };
         give(layout.size());
     }
 
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // Both may be there while it is copied.
+        // Both blocks may exist while the content is copied.
         take(size);
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the contract of this function, which is the contract of the
+        // system allocator.
         let new = unsafe { System.realloc(at, layout, size) };
         give(if new.is_null() { size } else { layout.size() });
         new
     }
 }
 
-/// Calls `work`; says how many bytes more than before were in use at once. Others must not work meanwhile.
+/// Calls `work` and returns the maximum number of bytes in use at once, above the number before the
+/// call. Other threads must not allocate meanwhile.
 pub(crate) fn peak_of(work: impl FnOnce()) -> usize {
     let before = LIVE.load(Ordering::Relaxed);
     PEAK.store(before, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! Every target with what is in `fuzz/seeds`, and with noise around it.
+//! Runs every target with the inputs in `fuzz/seeds` and with noise around them.
 
 mod kvm;
 
@@ -7,7 +7,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Longest input.
+/// Maximum length of an input, in bytes.
 const LONGEST: usize = 4096;
 
 fn seeds(name: &str) -> Vec<Vec<u8>> {
@@ -20,7 +20,7 @@ fn seeds(name: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| std::fs::read(file).unwrap()).collect()
 }
 
-/// Xorshift.
+/// Xorshift generator.
 struct Noise(u64);
 
 impl Noise {
@@ -35,7 +35,7 @@ impl Noise {
         usize::try_from(self.next() % end.max(1) as u64).unwrap()
     }
 
-    /// Bytes of an input or two, with changes; or nothing but noise.
+    /// Returns the bytes of one or two inputs with changes, or only noise.
     fn input(&mut self, seeds: &[Vec<u8>]) -> Vec<u8> {
         let mut bytes = if self.below(8) == 0 { Vec::new() } else { seeds[self.below(seeds.len())].clone() };
         if self.below(4) == 0 {
@@ -60,13 +60,15 @@ impl Noise {
     }
 }
 
-/// Memory is counted for all threads: one at a time.
+/// Waits for the turn of the calling test: memory is counted for all threads, so the tests run one
+/// at a time.
 fn turn() -> MutexGuard<'static, ()> {
     static TURN: Mutex<()> = Mutex::new(());
     TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Tries so many noisy inputs, or as many as `VMFERRY_HOSTILE_INPUTS` says; always the same ones.
+/// Runs `inputs` noisy inputs, or as many as `VMFERRY_HOSTILE_INPUTS` says. The inputs are the same
+/// in every run.
 fn bears(name: &str, inputs: u32) {
     let _turn = turn();
     let wanted = std::env::var("VMFERRY_HOSTILE_INPUTS");
@@ -103,21 +105,22 @@ macro_rules! each {
         }
     };
 }
-// As many as half a second or so allows. The fuzz targets of the same names try more.
+// Number of inputs that take half a second or so. The fuzz targets of the same names run more.
 each!(
     hello: 20_000, messages: 20_000, frames: 2000, lanes: 2000, source: 10_000, target: 10_000, snapshot: 1000, state: 5000,
     process: 4000, balloon: 3000, blk: 400, net: 3000, rng: 2500, qmp: 8000, words: 20_000, tls: 400, etcd: 20_000
 );
 
-/// The cap is one: who asks for too much is found, also where it was refused or never touched.
+/// Checks that the memory limit is enforced: an excessive request is detected even if it was
+/// refused or the memory never touched.
 #[test]
-fn whoever_takes_too_much_is_found() {
+fn excessive_memory_use_is_detected() {
     let _turn = turn();
     let greedy = super::target("greedy", |bytes| drop(Vec::<u8>::with_capacity(bytes.len() << 10)), (KIB, 4));
     greedy.run(&[]);
     let caught = std::panic::catch_unwind(|| greedy.run(&[7; 100])).unwrap_err();
     let said = caught.downcast_ref::<String>().unwrap();
-    // The threads of the harness take and free a little, too.
+    // The threads of the test harness allocate and free a little, too.
     let peak = said.strip_prefix("greedy: ").and_then(|rest| rest.split(' ').next()?.parse::<usize>().ok());
     assert!(peak.is_some_and(|peak| (100_352..112_640).contains(&peak)), "{said}");
     let absurd =

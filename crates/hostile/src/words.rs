@@ -1,4 +1,5 @@
-//! What users write: on the command line, at the control socket, in a guest's command line; and what a guest writes on its serial line.
+//! Texts of users (command line, control socket, kernel command line of a guest) and lines that a
+//! guest writes to its serial port.
 
 use std::fmt::{Debug, Display};
 use std::str::FromStr;
@@ -8,7 +9,8 @@ use vmferry_engine::fence::MigrationId;
 use vmferry_guest_abi::{GuestArgs, Line, Workload, parse_rate, parse_size};
 use vmferry_vmm::Mac;
 
-/// What was read is written, and read again alike.
+/// Parses `text`, writes the value as text, and checks that parsing the result returns the same
+/// value.
 fn again<T: FromStr + Display + PartialEq + Debug>(text: &str)
 where
     T::Err: Debug + Display,
@@ -21,12 +23,12 @@ where
                 Err(error) => panic!("'{text}' was written as '{written}', and then: {error}"),
             }
         }
-        // What people are told of it has a bound.
+        // The length of the error message is bounded.
         Err(error) => assert!(error.to_string().len() <= 400 + 4 * text.len(), "{error}"),
     }
 }
 
-/// Reads `bytes`, as text, as each of these.
+/// Parses `bytes`, as text, as each of these types.
 pub(crate) fn drive(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     again::<Workload>(&text);
@@ -37,7 +39,7 @@ pub(crate) fn drive(bytes: &[u8]) {
     again::<MigrationId>(&text);
     let _ = (parse_size(&text), parse_rate(&text));
     for line in text.lines() {
-        // Of a long reason only the beginning is kept.
+        // Only the beginning of a long reason is kept, so such a line is not written back.
         if line.starts_with("PANIC") {
             let _ = line.parse::<Line>();
         } else {

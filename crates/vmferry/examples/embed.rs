@@ -1,4 +1,4 @@
-//! Moves a guest from one VM to another over a Unix socket, while the guest works. The VM is in
+//! Moves a guest from one VM to another over a Unix socket, while the guest runs. The VM is in
 //! `machine/mod.rs`.
 //!
 //! ```sh
@@ -15,7 +15,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (mut source, uri) = (Machine::new(true), Uri::Unix(path));
     let listener = Listener::bind(&uri, false)?;
     let (report, target) = std::thread::scope(|scope| {
-        // The target blocks until the guest runs there, so it has a thread of its own.
+        // `receive` blocks until the guest runs on the target, so the target has its own thread.
         let target = scope.spawn(|| {
             let mut vm = Machine::new(false);
             receive(&mut vm, &listener, &Arrival::new(Settings::default().peer_timeout)).map(|_| vm)
@@ -24,6 +24,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     });
     let (report, target) = (report?, target.map_err(|_| "the target panicked")??);
     let Some(Ended::Completed) = report.ended() else { return Err(format!("{:?}", report.ended()).into()) };
-    println!("{:.1} ms of downtime, {} writes and counting", report.downtime_ms, target.counted());
+    println!("{:.1} ms of downtime, {} writes so far", report.downtime_ms, target.counted());
     Ok(())
 }

@@ -1,6 +1,8 @@
-//! Moves a guest over connections that the caller makes, as a management daemon makes them for the VMMs
-//! of two hosts. A channel is a connected socket: the source's end goes to the engine from
-//! `Connect::connect`, and the target's end from `Accept::accept`.
+//! Moves a guest over connections that the caller creates, as a management daemon creates them for
+//! the VMMs of two hosts.
+//!
+//! A channel is a connected socket. `Connect::connect` passes the source's end to the engine, and
+//! `Accept::accept` passes the target's end.
 //!
 //! ```sh
 //! cargo run --release -p vmferry --example transport
@@ -16,10 +18,11 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use vmferry::{Accept, Arrival, Attempt, Connect, Connected, Ended, Listener, Migration, Settings, receive};
 
-/// A daemon that connects the two sides. Both are of one process here. They may be of two hosts.
+/// Daemon that connects source and target. In this example both run in one process, but they may
+/// run on two hosts.
 #[derive(Debug)]
 struct Daemon {
-    /// Connections that the target has yet to take. `door` has one byte for each.
+    /// Connections that the target has not accepted yet. `door` has one byte for each.
     waiting: Mutex<VecDeque<OwnedFd>>,
     door: UnixStream,
     knock: UnixStream,
@@ -36,7 +39,7 @@ impl Connect for SourceEnd {
         "the daemon".into()
     }
 
-    /// A postcopy whose link is lost comes here again.
+    /// Called for each channel. A postcopy that lost its link calls the function again.
     fn connect(&self, attempt: &Attempt<'_>) -> io::Result<Connected> {
         let (here, there) = UnixStream::pair()?;
         println!("a connection for {:?} {}", attempt.role(), attempt.index());
@@ -58,7 +61,7 @@ impl Accept for TargetEnd {
         "the daemon".into()
     }
 
-    /// Called when `door` is readable. It fails with `WouldBlock` when it is not.
+    /// Called when `door` is readable. Fails with `WouldBlock` when `door` is not readable.
     fn accept(&self) -> io::Result<Option<OwnedFd>> {
         (&self.0.door).read_exact(&mut [0])?;
         Ok(self.0.waiting.lock().expect("no thread panics while it holds the lock").pop_front())
@@ -69,7 +72,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (door, knock) = UnixStream::pair()?;
     door.set_nonblocking(true)?;
     let daemon = Arc::new(Daemon { waiting: Mutex::default(), door, knock });
-    // `false`: no connection of another host is taken. With `Listener::through_encrypted` it may be.
+    // `false`: the listener accepts no connections of other hosts. `Listener::through_encrypted`
+    // may accept them.
     let listener = Listener::through(TargetEnd(Arc::clone(&daemon)), false)?;
     let mut source = Machine::new(true);
     let (report, target) = std::thread::scope(|scope| {
@@ -82,6 +86,6 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     });
     let (report, target) = (report?, target.map_err(|_| "the target panicked")??);
     let Some(Ended::Completed) = report.ended() else { return Err(format!("{:?}", report.ended()).into()) };
-    println!("{:.1} ms of downtime, {} writes and counting", report.downtime_ms, target.counted());
+    println!("{:.1} ms of downtime, {} writes so far", report.downtime_ms, target.counted());
     Ok(())
 }

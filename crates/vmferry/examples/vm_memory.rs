@@ -1,12 +1,13 @@
-//! A VMM on `kvm-ioctls` and `vm-memory` that boots a guest and moves it to a second VM over a Unix socket. The guest
-//! stamps every page that it writes, and checks all stamps on the target.
+//! Example VMM on `kvm-ioctls` and `vm-memory` that boots a guest and moves it to a second VM over
+//! a Unix socket. The guest stamps every page that it writes, and checks all stamps on the target.
 //!
 //! ```sh
 //! cargo run --release -p vmferry --features kvm,vm-memory,fault --example vm_memory
 //! ```
 //!
-//! The VMM has one vCPU, 64 MiB of memory and a serial port that collects lines. What vmferry needs of it is in the
-//! `impl` blocks of `Migratable`, `SourceVm` and `TargetVm`. The guest is the bare-metal guest of this repository.
+//! The VMM has one vCPU, 64 MiB of memory and a serial port that collects lines. The `impl` blocks
+//! of `Migratable`, `SourceVm` and `TargetVm` contain everything that vmferry needs. The guest is
+//! the bare-metal guest of this repository.
 
 use kvm_bindings::{KVM_PIT_SPEAKER_DUMMY, kvm_pit_config, kvm_regs, kvm_segment};
 use kvm_ioctls::{Kvm, VcpuExit};
@@ -36,10 +37,10 @@ type VmResult<T> = std::result::Result<T, VmError>;
 
 const MEMORY: u64 = 64 << 20;
 const WORKLOAD: &str = "uniform,ws=16M,rate=50k,fill=random";
-/// How long the guest may take for each thing that is waited for.
+/// Maximum time for each step of the guest.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-// Where a PC has these, and where the boot data goes.
+// Addresses of a PC, and addresses of the boot data.
 const SERIAL: u16 = 0x3f8;
 const SERIAL_STATUS: u16 = SERIAL + 5;
 const TRANSMITTER_EMPTY: u8 = 0x20;
@@ -67,7 +68,7 @@ impl Machine {
         vm.create_irq_chip()?;
         vm.create_pit2(kvm_pit_config { flags: KVM_PIT_SPEAKER_DUMMY, ..Default::default() })?;
         let (ram, marks) = (Arc::clone(&memory) as _, |region| memory.marks(region));
-        // SAFETY: the VM is new, and no other code makes vCPUs of it.
+        // SAFETY: the VM is new, and no other code creates vCPUs in it.
         let mut guest = unsafe { Guest::new(kvm, vm, ram, marks, &GuestOptions::new().incoming(incoming)) }?;
         let serial = Arc::<Mutex<Vec<u8>>>::default();
         guest.spawn(|_cpu| {
@@ -77,7 +78,8 @@ impl Machine {
         Ok(Self { guest, memory, serial })
     }
 
-    /// Loads the guest's kernel, and sets the vCPU's registers as the PVH boot protocol says.
+    /// Loads the guest's kernel, and sets the registers of the vCPU as the PVH boot protocol
+    /// requires.
     fn boot(&self) -> Result<()> {
         let ram = self.memory.memory();
         let kernel = Elf::load(ram, None, &mut Cursor::new(vmferry_guest_image::ELF), None)?;
@@ -100,7 +102,7 @@ impl Machine {
         let mut params = BootParams::new(&info, START_INFO);
         params.set_sections(&map, MEMORY_MAP);
         PvhBootConfigurator::write_bootparams(&params, ram)?;
-        // Flat code and data, and a task.
+        // Flat code and data segments, and a task segment.
         let gdt = [0u64, 0x00cf_9b00_0000_ffff, 0x00cf_9300_0000_ffff, 0x0000_8b00_0000_0067];
         ram.write_slice(&gdt.map(u64::to_le_bytes).concat(), GDT)?;
 
@@ -129,14 +131,14 @@ impl Machine {
         Ok(vcpu.set_regs(&kvm_regs { rip, rbx, rflags: 2, ..Default::default() })?)
     }
 
-    /// What the guest says of itself: it has a page of statistics at a fixed address.
+    /// Returns the statistics of the guest, which are in a page at a fixed address.
     fn stats(&self) -> Option<StatsSnapshot> {
         let ram = self.memory.memory();
         let word = |index: usize| ram.load(GuestAddress(STATS_GPA + 8 * index as u64), Ordering::Acquire);
         StatsSnapshot::read(|index| word(index).unwrap_or(0)).ok()
     }
 
-    /// Waits until the guest's statistics are as `done` says.
+    /// Waits until `done` returns true for the statistics of the guest.
     fn wait(&self, what: &str, done: impl Fn(&StatsSnapshot) -> bool) -> Result<StatsSnapshot> {
         let start = Instant::now();
         loop {
@@ -159,7 +161,7 @@ impl Machine {
     }
 }
 
-/// Handles an exit of the vCPU. Ends the guest by returning why it ends.
+/// Handles an exit of the vCPU. To end the guest, the result has the reason.
 fn handle_exit(exit: VcpuExit<'_>, serial: &Mutex<Vec<u8>>) -> ControlFlow<String> {
     match exit {
         VcpuExit::IoOut(SERIAL, data) => {
@@ -199,11 +201,11 @@ impl SourceVm for Machine {
         Ok(self.guest.pause(PATIENCE)?)
     }
     fn save(&mut self) -> VmResult<Vec<Section>> {
-        // A VMM with devices adds their sections here.
+        // A VMM with devices adds the sections of its devices at this point.
         Ok(self.guest.save()?)
     }
     fn release(&mut self) -> VmResult<()> {
-        Ok(()) // This VM has no disk, and holds nothing that the target needs.
+        Ok(()) // This VM holds no disk or other resource that the target needs.
     }
     fn resume(&mut self) -> VmResult<()> {
         self.guest.run();
@@ -218,7 +220,8 @@ impl TargetVm for Machine {
     fn load(&mut self, sections: &[Section]) -> VmResult<()> {
         let mut parts = Sections::new(sections)?;
         let state = self.guest.take(&mut parts)?;
-        // A VMM with devices takes their sections here, and loads the devices after `finish`.
+        // A VMM with devices takes the sections of its devices at this point, and loads the devices
+        // after `finish`.
         parts.finish()?;
         Ok(self.guest.load(state)?)
     }
@@ -232,7 +235,7 @@ fn main() -> Result<()> {
     let kvm = match Kvm::new() {
         Ok(kvm) if missing_capabilities(&kvm).is_empty() => kvm,
         Ok(kvm) => {
-            println!("skipped: kvm: vm_memory: KVM lacks {}", missing_capabilities(&kvm).join(", "));
+            println!("skipped: kvm: vm_memory: KVM does not have {}", missing_capabilities(&kvm).join(", "));
             return Ok(());
         }
         Err(error) => {
@@ -252,7 +255,7 @@ fn main() -> Result<()> {
     let (report, target) = std::thread::scope(|scope| {
         let target = scope.spawn(|| {
             let mut vm = Machine::new(&kvm, true)?;
-            // After a precopy nothing is left to come (`Received::rest`).
+            // After a precopy no page is missing (`Received::rest`).
             let _ = receive(&mut vm, &listener, &Arrival::new(Settings::default().peer_timeout))?;
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(vm)
         });
@@ -262,18 +265,19 @@ fn main() -> Result<()> {
     let (report, target) = (report?, target.map_err(|_| "the target panicked")??);
     let Some(Ended::Completed) = report.ended() else { return Err(format!("{:?}", report.ended()).into()) };
 
-    // The source's memory is as the guest left it, and the guest goes on in the target's.
+    // The source's memory is as the guest left it, and the guest continues in the target's memory.
     let left = source.stats();
     let written = left.as_ref().unwrap_or(&before).writes();
     let there = target.wait("writes on the target", |stats| stats.writes() > written + 1000)?;
-    // A request to check all stamps: this process writes it into the guest's memory, as a device would.
+    // Requests a check of all stamps: this process writes the request into the guest's memory, as a
+    // device would.
     let request = GuestAddress(STATS_GPA + 8 * offset::VERIFY_REQUEST as u64);
     target.memory.memory().store(1u64, request, Ordering::Release)?;
     target.wait("the guest's check of its memory", |stats| stats.verified(1))?;
     if source.stats() != left {
-        return Err("the guest runs on both sides".into());
+        return Err("the guest runs on both source and target".into());
     }
     println!("the guest runs on the target: {} writes since the move", there.writes() - written);
-    println!("all stamps are right; {:.1} ms of downtime", report.downtime_ms);
+    println!("all stamps are correct; {:.1} ms of downtime", report.downtime_ms);
     Ok(())
 }

@@ -1,10 +1,11 @@
 //! Live migration for any VMM.
 //!
-//! A VMM brings its guest's memory, vCPUs and devices. This crate moves the guest to another process or
-//! another host while it runs: precopy, postcopy and both in one, over several channels, with bounded
-//! downtime. The crate knows no KVM and no device model: a VMM implements a few traits.
+//! A VMM provides its guest's memory, vCPUs and devices. This crate moves the guest to another
+//! process or another host while the guest runs: precopy, postcopy or a hybrid of both, over
+//! several channels, with bounded downtime. The crate does not depend on KVM or a device model: a
+//! VMM implements a few traits.
 //!
-//! # The two sides
+//! # Source and target
 //!
 //! The source implements [`SourceVm`] and runs a [`Migration`]:
 //!
@@ -27,9 +28,9 @@
 //! }
 //! ```
 //!
-//! The target implements [`TargetVm`] and calls [`receive`], which returns once the guest runs there. A
-//! target that has no VM before a guest comes calls [`Incoming::accept`], creates its VM from what the
-//! source has announced, and calls [`Incoming::receive`].
+//! The target implements [`TargetVm`] and calls [`receive`], which returns once the guest runs on
+//! the target. A target that creates its VM only when a guest arrives calls [`Incoming::accept`],
+//! creates its VM from the source's announcement, and calls [`Incoming::receive`].
 //!
 //! # What a VMM implements
 //!
@@ -43,40 +44,43 @@
 //! | [`LazyMemory`] | target | postcopy and lazy restores. The feature `fault` has it for userfaultfd |
 //! | [`FreePages`] | source | skipping free pages |
 //!
-//! The example `embed` is a whole VMM in about 150 lines, and `transport` moves its guest over
-//! connections that the caller makes. The example `vm_memory` is a VMM on `kvm-ioctls` and `vm-memory`
-//! that boots a guest and moves it, with `kvm::Guest` for everything that is in KVM.
+//! The example `embed` is a complete VMM in about 150 lines, and `transport` moves its guest over
+//! connections that the caller creates. The example `vm_memory` is a VMM on `kvm-ioctls` and
+//! `vm-memory` that boots a guest and moves it. It uses `kvm::Guest` for everything that is in KVM.
 //!
 //! # Connections
 //!
-//! A [`Uri`] names a TCP port or a Unix socket. Where the caller connects by its own means, it
-//! implements [`Connect`] for [`Migration::through`], and [`Accept`] for [`Listener::through`]. Sockets
-//! that are connected already are [`Sockets`] for [`Migration::over`], and [`Listener::passed`].
+//! A [`Uri`] names a TCP port or a Unix socket. A caller that creates its own connections
+//! implements [`Connect`] for [`Migration::through`], and [`Accept`] for [`Listener::through`]. For
+//! sockets that are already connected, use [`Sockets`] with [`Migration::over`], and
+//! [`Listener::passed`].
 //!
 //! # Event loops of devices
 //!
-//! Once a guest has left, no event of its devices may be handled here. [`Park`] is a helper for that.
+//! Once a guest has left, the source must not handle any event of its devices. [`Park`] helps with
+//! this.
 //!
 //! # Features
 //!
 //! | feature | default | what it adds |
 //! |---|---|---|
-//! | `ring` | yes | `tls`, with `ring` as the provider of cryptography |
-//! | `tls` | with `ring` | `Tls`: encrypted channels by [rustls](https://docs.rs/rustls), with a provider that the caller passes or installs |
+//! | `ring` | yes | `tls`, with `ring` as the cryptography provider |
+//! | `tls` | with `ring` | `Tls`: encrypted channels by [rustls](https://docs.rs/rustls), with a cryptography provider that the caller passes or installs |
 //! | `dirty` | no | trackers of dirty pages for KVM and for write protection |
 //! | `fault` | no | demand paging by userfaultfd, for postcopy and lazy restores |
 //! | `kvm` | no | what a VMM on `kvm-ioctls` needs: state of vCPUs and VM, memory slots, CPU features, pausing vCPUs |
 //! | `vm-memory` | no | memory of the crate `vm-memory` as the guest's memory |
 //!
-//! The examples of the parts name the crates that this crate re-exports. In a program that depends on `vmferry` only, write
-//! `vmferry` for `vmferry_core` and `vmferry_engine`, and `vmferry::kvm` for `vmferry_kvm`, `vmferry::dirty` for `vmferry_dirty`
-//! and `vmferry::fault` for `vmferry_fault`.
+//! The examples in the documentation of re-exported items name the original crates. In a program
+//! that depends on `vmferry` only, write `vmferry` for `vmferry_core` and `vmferry_engine`,
+//! `vmferry::kvm` for `vmferry_kvm`, `vmferry::dirty` for `vmferry_dirty`, and `vmferry::fault` for
+//! `vmferry_fault`.
 //!
 //! # Threads
 //!
-//! [`Migration::run`] and [`receive`] block, and call the VM on the caller's thread only, so a VM need
-//! not be `Send`. The engine starts threads of its own for the channels. [`on_thread_start`] lets the
-//! VMM bind or confine each of them.
+//! [`Migration::run`] and [`receive`] block, and call the VM on the caller's thread only, so a VM
+//! need not be `Send`. The engine starts its own threads for the channels. [`on_thread_start`] lets
+//! the VMM bind each of them to processors or confine them.
 
 mod migration;
 #[cfg(feature = "vm-memory")]

@@ -1,4 +1,4 @@
-//! A migration, as a VMM asks for it.
+//! Builder for a migration.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,9 +11,9 @@ use vmferry_engine::{
     migrate,
 };
 
-/// A migration to one target. [`run`](Self::run) moves the guest.
+/// Migration to one target. [`run`](Self::run) moves the guest.
 ///
-/// Whatever is not set has the default of [`Settings`].
+/// Settings that are not set have the defaults of [`Settings`].
 #[derive(Debug, Clone)]
 #[must_use = "a migration does nothing before it runs"]
 pub struct Migration {
@@ -24,19 +24,19 @@ pub struct Migration {
 }
 
 impl Migration {
-    /// A migration to the target that listens at `uri`.
+    /// Creates a migration to the target that listens at `uri`.
     pub fn to(uri: Uri) -> Self {
         Self::through(uri)
     }
 
-    /// A migration over connections that `connector` makes.
+    /// Creates a migration over connections that `connector` creates.
     pub fn through(connector: impl Connect + 'static) -> Self {
         let connector = Arc::new(connector);
         Self { connector, settings: Settings::default(), tracker: None, monitor: Arc::default() }
     }
 
-    /// A migration over connected sockets: one socket that carries all channels, or one for each
-    /// channel.
+    /// Creates a migration over connected sockets: one socket that carries all channels, or one for
+    /// each channel.
     pub fn over(sockets: Sockets) -> Self {
         Self::through(sockets)
     }
@@ -51,42 +51,44 @@ impl Migration {
         self
     }
 
-    /// Moment at which the guest changes sides.
+    /// Sets the moment at which the guest moves to the target: precopy, postcopy or hybrid.
     pub fn mode(self, mode: MigrationMode) -> Self {
         self.set(|settings| settings.mode = mode)
     }
 
-    /// Longest downtime for which the guest is stopped.
+    /// Sets the maximum downtime of the guest.
     pub fn downtime_limit(self, limit: Duration) -> Self {
         self.set(|settings| settings.downtime_limit = limit)
     }
 
-    /// Number of parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
+    /// Sets the number of parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
     pub fn channels(self, channels: u16) -> Self {
         self.set(|settings| settings.channels = channels)
     }
 
-    /// Limit in bytes per second, of all channels together.
+    /// Sets the bandwidth limit in bytes per second, for all channels together.
     pub fn max_bandwidth(self, bytes_per_second: u64) -> Self {
         self.set(|settings| settings.max_bandwidth = Some(bytes_per_second))
     }
 
-    /// Action taken when the migration takes longer than `timeout`.
+    /// Sets the maximum duration of the migration and the action that is taken when it expires.
     pub fn timeout(self, timeout: Duration, then: OnTimeout) -> Self {
         self.set(|settings| (settings.timeout, settings.on_timeout) = (Some(timeout), then))
     }
 
-    /// Which vCPUs may be slowed if the guest dirties faster than the link carries.
+    /// Sets the vCPUs that may be throttled if the guest dirties pages faster than the link carries
+    /// them.
     pub fn auto_converge(self, which: AutoConverge) -> Self {
         self.set(|settings| settings.auto_converge = which)
     }
 
-    /// Compares every page's digest on both sides while the guest is paused.
+    /// Sets whether the digests of all pages on source and target are compared while the guest is
+    /// paused.
     pub fn verify(self, verify: bool) -> Self {
         self.set(|settings| settings.verify = verify)
     }
 
-    /// Longest silence of the target.
+    /// Sets the time of silence after which the target counts as lost.
     pub fn peer_timeout(self, timeout: Duration) -> Self {
         self.set(|settings| settings.peer_timeout = timeout)
     }
@@ -97,35 +99,37 @@ impl Migration {
         self.set(|settings| settings.tls = Some(tls))
     }
 
-    /// Permits plain connections to other hosts, which anyone on the way can read and change.
+    /// Permits unencrypted connections to other hosts. Any host on the path can read and change the
+    /// data.
     pub fn insecure(self) -> Self {
         self.set(|settings| settings.insecure = true)
     }
 
-    /// Decides who owns the guest where neither side can know. The target must have the same.
+    /// Sets the arbiter that decides which host owns the guest if neither source nor target can
+    /// know. The target must use the same arbiter.
     pub fn arbiter(self, arbiter: Arc<dyn Arbiter>) -> Self {
         self.set(|settings| settings.fence = Some(arbiter))
     }
 
-    /// Tracker of dirty pages. Without it, the VM chooses.
+    /// Sets the tracker of dirty pages. Without this setting, the VM chooses.
     pub fn tracker(self, kind: TrackerKind) -> Self {
         Self { tracker: Some(kind), ..self }
     }
 
-    /// Returns what another thread needs to watch this migration, or to cancel it.
+    /// Returns the handle with which another thread can watch or cancel this migration.
     #[must_use]
     pub fn monitor(&self) -> Arc<Monitor> {
         Arc::clone(&self.monitor)
     }
 
-    /// Moves the guest of `vm`, and blocks until that has ended.
-    ///
-    /// [`Report::ended`] says who owns the guest.
+    /// Moves the guest of `vm`, and blocks until the migration has ended. [`Report::ended`] says
+    /// which host owns the guest.
     ///
     /// # Errors
-    /// If nothing was begun: the target cannot be reached, it does not accept the connection, or the settings
-    /// are impossible. The guest has not noticed. A target that refuses the guest, such as for its machine,
-    /// is reported as [`Ended::Failed`](crate::Ended::Failed).
+    /// Returns an error if the migration did not begin: the target cannot be reached or does not
+    /// accept the connection, or the settings are invalid. The guest was not affected. A target
+    /// that refuses the guest, for example because of its machine, is reported as
+    /// [`Ended::Failed`](crate::Ended::Failed).
     pub fn run(self, vm: &mut dyn SourceVm) -> Result<Report, MigrateError> {
         migrate(vm, &*self.connector, self.tracker, &self.settings, &self.monitor)
     }

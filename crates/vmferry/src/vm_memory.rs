@@ -1,7 +1,7 @@
 //! Guest memory of the crate `vm-memory`.
 //!
-//! [`VmMemory`] serves a `GuestMemoryMmap` to the engine and to trackers. No `unsafe` code is needed: `vm-memory` owns
-//! the mappings, and says what they are made of.
+//! [`VmMemory`] provides a `GuestMemoryMmap` to the engine and to trackers. No `unsafe` code is
+//! needed: `vm-memory` owns the mappings and reports their backing.
 //!
 //! ```
 //! use vm_memory::bitmap::AtomicBitmap;
@@ -12,7 +12,7 @@
 //! let memory = GuestMemoryMmap::<AtomicBitmap>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
 //! let memory = VmMemory::new(memory)?;
 //!
-//! // A device writes through `vm-memory`, whose bitmap records the page. Trackers take it from there.
+//! // A device writes through `vm-memory`, whose bitmap records the page. Trackers harvest that bitmap.
 //! memory.memory().write_slice(b"packet", GuestAddress(0x3000))?;
 //! let mut dirty = vmferry::bitmap::Bitmap::new(256);
 //! memory.regions()[0].marks.as_ref().expect("marks").harvest(&mut dirty);
@@ -31,11 +31,12 @@ use vmferry_core::{
 };
 use vmferry_dirty::{Backing, MappedRegion, Marks};
 
-/// Why a `GuestMemoryMmap` cannot be a guest's memory in a migration.
+/// Error of a `GuestMemoryMmap` that cannot be the guest memory of a migration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VmMemoryError {
-    /// The regions cannot be one guest's memory, for example because one is not whole pages of 4 KiB.
+    /// The regions cannot be the memory of one guest, for example because a region is not whole
+    /// pages of 4 KiB.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// A region is not mapped readable and writable, or not at a page boundary.
@@ -43,48 +44,48 @@ pub enum VmMemoryError {
     Mapping {
         /// Number of the region, by guest-physical address.
         region: RegionId,
-        /// Protection that `vm-memory` says it has (`PROT_*`).
+        /// Protection that `vm-memory` reports for the region (`PROT_*`).
         prot: i32,
     },
-    /// The marks of a region are not one bit for each page of 4 KiB.
+    /// The marks of a region do not have one bit for each page of 4 KiB.
     #[error("{region} has {pages} pages and a bitmap of {bits}; make the bitmap with pages of 4 KiB")]
     Bitmap {
         /// Number of the region, by guest-physical address.
         region: RegionId,
-        /// Pages of the region.
+        /// Number of pages of the region.
         pages: u64,
-        /// Pages of the bitmap.
+        /// Number of pages of the bitmap.
         bits: u64,
     },
 }
 
-/// A `GuestMemoryMmap` as the guest's memory in a migration.
+/// `GuestMemoryMmap` as the guest memory of a migration.
 ///
-/// Regions are numbered from 0, by guest-physical address. A KVM memory slot of the same number per region fits all
-/// trackers (`vmferry::kvm::KvmVm` makes such slots).
+/// Regions are numbered from 0, by guest-physical address. One KVM memory slot with the same number
+/// for each region is suitable for all trackers (`vmferry::kvm::KvmVm` creates such slots).
 ///
-/// A page that the guest never touched is neither read nor sent. [`GuestMemory::touched`] knows that for anonymous memory
-/// and for files on tmpfs, which includes memfds, if `vm-memory` has made the mapping. Every page of other memory counts
-/// as touched.
+/// A page that the guest has never touched is neither read nor sent. [`GuestMemory::touched`]
+/// detects such pages in anonymous memory and in files on tmpfs, which include memfds, if
+/// `vm-memory` has created the mapping. Every page of other memory counts as touched.
 ///
-/// | bitmap `B` | constructor | pages that the VMM writes |
+/// | bitmap `B` | constructor | writes of the VMM |
 /// |---|---|---|
-/// | `AtomicBitmap` | [`new`](VmMemory::new) | are recorded by `vm-memory`, and trackers find them there |
-/// | `()` | [`without_marks`](VmMemory::without_marks) | are not recorded: for a VMM without devices, or with a tracker that sees all writes of the process (`WpTracker`) |
-/// | another | [`with_marks`](VmMemory::with_marks) | are found by the [`Marks`] that the VMM brings |
+/// | `AtomicBitmap` | [`new`](VmMemory::new) | `vm-memory` records them, and trackers harvest its bitmap |
+/// | `()` | [`without_marks`](VmMemory::without_marks) | not recorded: for a VMM without devices, or with a tracker that detects all writes of the process (`WpTracker`) |
+/// | another | [`with_marks`](VmMemory::with_marks) | the [`Marks`] of the VMM record them |
 ///
-/// A tracker takes the marks out of the bitmap. A VMM that uses the bitmap for itself as well, such as for differential
-/// snapshots, sets [`MappedRegion::handed_back`].
+/// A tracker clears the marks that it harvests. A VMM that also uses the bitmap itself, for example
+/// for differential snapshots, sets [`MappedRegion::handed_back`].
 #[derive(Debug)]
 pub struct VmMemory<B = ()> {
     memory: GuestMemoryMmap<B>,
     layout: Layout,
-    /// The mapping of each region of `layout`, in its order.
+    /// Mapping of each region of `layout`, in its order.
     mappings: Vec<Arc<MmapRegion<B>>>,
     regions: Vec<MappedRegion>,
 }
 
-/// The bitmap of a mapping, as a source of marks.
+/// Bitmap of a mapping, as a source of marks.
 #[derive(Debug)]
 struct BitmapMarks(Arc<MmapRegion<AtomicBitmap>>);
 
@@ -94,39 +95,43 @@ impl Marks for BitmapMarks {
     }
 
     fn harvest(&self, dirty: &mut Bitmap) {
-        // `vm-memory` writes first and marks then; both sides are sequentially consistent.
+        // `vm-memory` writes first and marks then. Both its mark and this harvest are sequentially
+        // consistent.
         dirty.union_words(&self.0.bitmap().get_and_reset());
     }
 }
 
 impl VmMemory<AtomicBitmap> {
-    /// Serves `memory`, with its bitmaps as the marks of the pages that the VMM writes.
+    /// Creates guest memory from `memory`, with its bitmaps as the marks of the pages that the VMM
+    /// writes.
     ///
     /// # Errors
-    /// [`VmMemoryError`] if a region cannot be moved, or its bitmap does not have pages of 4 KiB.
+    /// Returns [`VmMemoryError`] if a region cannot be moved, or its bitmap does not have pages of
+    /// 4 KiB.
     pub fn new(memory: GuestMemoryMmap<AtomicBitmap>) -> Result<Self, VmMemoryError> {
         Self::with_marks(memory, |mapping| Some(Arc::new(BitmapMarks(Arc::clone(mapping)))))
     }
 }
 
 impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
-    /// Serves `memory`, of which no write of the VMM is recorded.
+    /// Creates guest memory from `memory` without recording the writes of the VMM.
     ///
     /// # Errors
-    /// [`VmMemoryError`] if a region cannot be moved.
+    /// Returns [`VmMemoryError`] if a region cannot be moved.
     pub fn without_marks(memory: GuestMemoryMmap<B>) -> Result<Self, VmMemoryError> {
         Self::with_marks(memory, |_| None)
     }
 
-    /// Serves `memory`. `marks` returns for the mapping of each region the source of marks for the pages that the VMM writes.
+    /// Creates guest memory from `memory`. For the mapping of each region, `marks` returns the
+    /// source of marks for the pages that the VMM writes.
     ///
     /// # Errors
-    /// [`VmMemoryError`] if a region cannot be moved, or its marks have another length.
+    /// Returns [`VmMemoryError`] if a region cannot be moved, or its marks have another length.
     pub fn with_marks(
         memory: GuestMemoryMmap<B>,
         marks: impl Fn(&Arc<MmapRegion<B>>) -> Option<Arc<dyn Marks>>,
     ) -> Result<Self, VmMemoryError> {
-        // For threads that will not be able to open it.
+        // Open the pagemap now, because confined threads cannot open it later.
         vmferry_dirty::prepare();
         let (mut layout, mut mappings, mut regions) = (Vec::new(), Vec::new(), Vec::new());
         for (number, region) in (0..).zip(memory.iter()) {
@@ -158,25 +163,28 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
         self.layout.position(id).and_then(|at| self.regions[at].marks.clone())
     }
 
-    /// Returns this memory for demand paging, which postcopy and lazy restores need. [`TargetVm::lazy_memory`] returns it.
+    /// Returns demand paging for this memory, which postcopy and lazy restores need.
+    /// [`TargetVm::lazy_memory`] returns the result.
     ///
     /// [`TargetVm::lazy_memory`]: vmferry_core::TargetVm::lazy_memory
     ///
     /// # Errors
-    /// If this host has no demand paging for it, or a region is neither anonymous nor on tmpfs.
+    /// If this host does not support demand paging for this memory, or a region is neither
+    /// anonymous nor on tmpfs.
     #[cfg(feature = "fault")]
     pub fn demand_paging(
         self: &Arc<Self>,
         options: &vmferry_fault::UffdOptions,
     ) -> Result<vmferry_fault::UffdMemory, VmError> {
         let regions: Result<Vec<_>, VmError> = self.regions.iter().map(lazy).collect();
-        // SAFETY: this value owns the mappings. They are made of what they say: `mapped` trusts a mapping only if `vm-memory`
-        // has made it. `vm-memory` and this module reach the bytes by volatile and atomic accesses only.
+        // SAFETY: this value owns the mappings. Their backing is as declared: `mapped` trusts a
+        // mapping only if `vm-memory` has created it. `vm-memory` and this module access the bytes
+        // by volatile and atomic accesses only.
         let memory = unsafe { vmferry_fault::UffdMemory::new(regions?, Arc::clone(self) as _, options) };
         memory.map_err(VmError::new)
     }
 
-    /// The position of region `id` if it has the pages of `run`.
+    /// Returns the position of region `id` if it has the pages of `run`.
     fn position(&self, id: RegionId, run: PageRun) -> Result<usize, VmError> {
         let position = self.layout.position(id).filter(|at| run.end() <= self.layout.regions()[*at].pages());
         position.ok_or_else(|| VmError::new(format!("{id} has no {run}")))
@@ -198,8 +206,8 @@ impl<B: DirtyBitmap + Send + Sync + 'static> GuestMemory for VmMemory<B> {
         let start = start.ok_or_else(|| VmError::new(format!("{region} is mapped at address 0")))?;
         // SAFETY: `run` lies within the mapping, which is mapped for the whole length of the region.
         let start = unsafe { start.add(offset) };
-        // SAFETY: the mapping is readable and writable (`mapped` checked it) and lives as long as `self`. `vm-memory` makes
-        // no references to guest bytes other than to atomics.
+        // SAFETY: the mapping is readable and writable (`mapped` checked it) and lives as long as
+        // `self`. `vm-memory` creates no references to guest bytes, except references to atomics.
         Ok(unsafe { Window::new(start, len) })
     }
 
@@ -209,7 +217,7 @@ impl<B: DirtyBitmap + Send + Sync + 'static> GuestMemory for VmMemory<B> {
     }
 }
 
-/// The mapping of region `id`, as trackers know it.
+/// Returns the mapping of region `id` in the form that trackers use.
 fn mapped<B: DirtyBitmap>(
     id: RegionId,
     mapping: &MmapRegion<B>,
@@ -227,7 +235,7 @@ fn mapped<B: DirtyBitmap>(
     Ok(MappedRegion { id, host, len, backing: backing(mapping), marks, handed_back: None })
 }
 
-/// What a mapping is made of, if it is known for certain.
+/// Returns the backing of a mapping, or [`Backing::Other`] if it is not known for certain.
 fn backing<B: DirtyBitmap>(mapping: &MmapRegion<B>) -> Backing {
     let (flags, kind) = (mapping.flags(), mapping.flags() & libc::MAP_TYPE);
     if !mapping.owned() || flags & libc::MAP_HUGETLB != 0 {
@@ -240,7 +248,7 @@ fn backing<B: DirtyBitmap>(mapping: &MmapRegion<B>) -> Backing {
     }
 }
 
-/// The backing of a file on tmpfs. Such a file says which of its pages were written.
+/// Returns the backing of a file on tmpfs, which reports its written pages.
 fn tmpfs(file: &FileOffset) -> Option<Backing> {
     let found = rustix::fs::fstatfs(file.file()).ok()?;
     if found.f_type != libc::TMPFS_MAGIC {
@@ -307,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_whose_content_is_not_known_is_touched() {
+    fn memory_of_unknown_backing_counts_as_touched() {
         let file = memfd(1 << 20);
         let private = MmapRegionBuilder::<()>::new(4 * PAGE_BYTES)
             .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
@@ -341,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn windows_show_what_vm_memory_writes_and_no_more() {
+    fn windows_show_the_writes_of_vm_memory_within_their_region() {
         let ranges = [(GuestAddress(0), 4 * PAGE_BYTES), (GuestAddress(HIGH), 2 * PAGE_BYTES)];
         let memory = VmMemory::without_marks(GuestMemoryMmap::<()>::from_ranges(&ranges).unwrap()).unwrap();
         memory.memory().write_slice(&[9], GuestAddress(HIGH + 0x1000)).unwrap();
@@ -358,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_moved_is_refused() {
+    fn memory_that_cannot_be_moved_is_refused() {
         let read_only = MmapRegionBuilder::<()>::new(PAGE_BYTES)
             .with_mmap_prot(libc::PROT_READ)
             .with_mmap_flags(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS)

@@ -1,7 +1,7 @@
-//! A source whose senders wait until the guest has named its free pages.
+//! Source whose senders wait until the guest has named its free pages.
 //!
-//! A starved host may not let the guest, or the thread that asks it, run before a short pass is
-//! sent. The senders then send what the guest would have named.
+//! On a starved host, the guest, or the thread that asks it, may not run before a short pass is
+//! sent. The senders then send the pages that the guest would have named.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,12 +15,12 @@ use vmferry_engine::{
 };
 use vmferry_testkit::wait;
 
-/// Is closed between the moment at which the engine learns that the guest can be asked, and the
-/// moment at which the engine has acted on a complete answer.
+/// Gate for senders. It is closed from the moment at which the engine learns that the guest can be
+/// asked, until the engine has acted on a complete answer.
 #[derive(Debug)]
 struct Gate {
     open: AtomicBool,
-    /// Thread of the migration. It never waits: it acts on the answers.
+    /// Thread of the migration. It never waits at the gate, because it acts on the answers.
     driver: ThreadId,
 }
 
@@ -32,7 +32,7 @@ impl Gate {
     }
 }
 
-/// A source whose senders wait for the guest's first complete answer.
+/// Source whose senders wait for the guest's first complete answer.
 #[expect(missing_debug_implementations, reason = "a source VM need not have one")]
 pub struct Gated<'a> {
     vm: &'a mut dyn SourceVm,
@@ -140,7 +140,7 @@ impl Protect for Protector {
 struct Free {
     free: Box<dyn FreePages>,
     gate: Arc<Gate>,
-    /// A complete answer was given to the engine, or there will be none.
+    /// True if the engine has received a complete answer, or will receive none.
     answered: bool,
 }
 
@@ -156,7 +156,7 @@ impl FreePages for Free {
         self.answered |= answer.as_ref().map_or(true, |answer| answer.is_some_and(|answer| answer.complete));
         answer
     }
-    /// The engine calls this when it has acted on the last answer of a pass.
+    /// Called by the engine when it has acted on the last answer of a pass.
     fn stop(&mut self) {
         self.free.stop();
         if self.answered {

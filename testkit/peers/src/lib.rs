@@ -1,16 +1,16 @@
 //! Links and peers of migrations, for the test suites of vmferry.
 //!
-//! Tests of crates that know neither the wire nor the engine use `vmferry-testkit` alone, and do not
-//! wait for this crate to be built.
+//! Tests of crates that do not use the wire or the engine depend on `vmferry-testkit` only, and do
+//! not wait for this crate to be built.
 //!
 //! | module | content |
 //! |---|---|
-//! | [`link`] | [`Proxy`](link::Proxy): a link that does harm at a chosen byte, or at the commit |
+//! | [`link`] | [`Proxy`](link::Proxy): a link that fails at a chosen byte, or at the commit |
 //! | [`peer`] | [`Target`](peer::Target) and [`Source`](peer::Source): peers that follow a script |
 //! | [`pair`] | [`moved`](pair::moved): a source and a target that run together |
 //! | [`gated`] | [`Gated`](gated::Gated): a source whose senders wait for the guest's free pages |
 //!
-//! A source meets a target that closes the connection where it should accept the guest:
+//! Example: a source whose target closes the connection instead of accepting the guest.
 //!
 //! ```no_run
 //! use vmferry_engine::{MigrationState, Monitor, Settings, SourceVm, migrate};

@@ -1,4 +1,4 @@
-//! A link that knows its connections and does harm at a chosen byte.
+//! Proxy link that records its connections and injects a fault at a chosen byte.
 
 use crate::socket::{connect, listen, remove, unix_uri, until_hung_up};
 use socket2::Socket;
@@ -18,51 +18,51 @@ use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role
 pub struct Way {
     /// Number of the connection, in the order in which the source opens them. The control channel is 0.
     pub connection: usize,
-    /// The bytes go from the source to the target.
+    /// True if the bytes go from the source to the target.
     pub to_target: bool,
 }
 
-/// The connection that a rule harms.
+/// Connection in which a rule injects its fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Connection {
-    /// The connection with this number, as in [`Way`].
+    /// Connection with this number, as in [`Way`].
     Number(usize),
-    /// The first connection of this channel.
+    /// First connection of this channel.
     Channel(Role, u16),
 }
 
-/// What is done to a connection.
+/// Fault of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Harm {
-    /// This connection ends.
+    /// The connection of the rule ends.
     CutOne,
     /// All connections end.
     CutAll,
-    /// One bit of this byte is turned over.
+    /// One bit of the byte is inverted.
     Flip,
-    /// Nothing more arrives. The proxy reads on, and the connection stays.
+    /// No further byte arrives. The proxy continues to read, and the connection stays open.
     Hold,
-    /// Nothing more arrives. The proxy reads no more, so that the sender finds the way full.
+    /// No further byte arrives. The proxy stops reading, so the sender's buffers fill up.
     Stall,
-    /// The commit still arrives, and nothing of what the target says to it. Counts no bytes.
+    /// The commit arrives, but no reply of the target does. Counts no bytes.
     CutBehindCommit,
-    /// The commit left the source and does not arrive. Counts no bytes.
+    /// The commit leaves the source and does not arrive. Counts no bytes.
     CutAtCommit,
-    /// The same, and every other connection ends with it.
+    /// Like [`CutAtCommit`](Self::CutAtCommit), and every other connection ends too.
     CutAllAtCommit,
     /// Every other connection ends, and then the commit arrives. Counts no bytes.
     CutOthersAtCommit,
 }
 
 impl Harm {
-    /// Returns true for harm that is done when the commit passes.
+    /// Returns true for a fault that is injected when the commit passes.
     pub fn at_commit(self) -> bool {
         use Harm::{CutAllAtCommit, CutAtCommit, CutBehindCommit, CutOthersAtCommit};
         matches!(self, CutBehindCommit | CutAtCommit | CutAllAtCommit | CutOthersAtCommit)
     }
 }
 
-/// Returns true if a whole commit is among these bytes of a control channel.
+/// Returns true if these bytes of a control channel contain a complete commit.
 pub fn holds_commit(bytes: &[u8]) -> bool {
     let mut rest = bytes.get(HELLO_BYTES..).unwrap_or_default();
     while let Some(header) = rest.first_chunk().and_then(|header| ControlHeader::decode(header).ok()) {
@@ -76,48 +76,48 @@ pub fn holds_commit(bytes: &[u8]) -> bool {
     false
 }
 
-/// Harm that a proxy does once.
+/// Fault that a proxy injects once.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
-    /// The connection that is harmed.
+    /// Connection with the fault.
     pub connection: Connection,
-    /// Its direction.
+    /// Direction of the fault: true for bytes from the source to the target.
     pub to_target: bool,
-    /// Number of bytes that go this way before the harm. The hello and its reply count.
+    /// Number of bytes in this direction before the fault. The hello and its reply count.
     pub after: usize,
-    /// What is done.
+    /// Kind of the fault.
     pub harm: Harm,
 }
 
 impl Rule {
-    /// Does `harm` when `after` bytes have gone `way`.
+    /// Injects `harm` after `after` bytes in the direction `way`.
     pub fn on(way: Way, after: usize, harm: Harm) -> Self {
         Self { connection: Connection::Number(way.connection), to_target: way.to_target, after, harm }
     }
 
-    /// Does `harm` on the first connection of a channel.
+    /// Injects `harm` in the first connection of a channel.
     ///
-    /// Bytes to the target are counted from behind the hello. Bytes to the source are counted from
-    /// the reply to it on.
+    /// Bytes to the target are counted from the end of the hello. Bytes to the source are counted
+    /// from the start of the reply to the hello.
     pub fn in_channel(role: Role, index: u16, to_target: bool, after: usize, harm: Harm) -> Self {
         let hello = if to_target { HELLO_BYTES } else { 0 };
         Self { connection: Connection::Channel(role, index), to_target, after: hello + after, harm }
     }
 }
 
-/// What the threads of a proxy share.
+/// State that the threads of a proxy share.
 #[derive(Debug)]
 struct Shared {
     to: Uri,
     rules: Vec<Rule>,
-    /// All bytes are kept.
+    /// True if all bytes are kept.
     records: bool,
     /// Both ends of each connection, with its number and role.
     streams: Mutex<Vec<(usize, Role, Socket)>>,
-    /// How often each channel was opened.
+    /// Number of times that each channel was opened.
     opened: Mutex<HashMap<(Role, u16), u32>>,
     seen: Mutex<BTreeMap<Way, Vec<u8>>>,
-    /// Connections are closed as soon as they come.
+    /// True if new connections are closed as soon as they arrive.
     closed: AtomicBool,
     turned_away: AtomicU32,
     done: AtomicBool,
@@ -140,7 +140,7 @@ impl Shared {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Waits a second, or until pages may go on.
+    /// Waits for a second, or until pages may continue.
     fn slow_down(&self) {
         let until = Instant::now() + Duration::from_secs(1);
         let slow = || self.slows_pages.load(Ordering::Acquire) && !self.is_done();
@@ -150,7 +150,7 @@ impl Shared {
     }
 }
 
-/// A link between a source and its target. It ends with all its threads when it is dropped.
+/// Link between a source and its target. When it is dropped, it ends with all its threads.
 #[derive(Debug)]
 pub struct Proxy {
     uri: Uri,
@@ -159,12 +159,12 @@ pub struct Proxy {
 }
 
 impl Proxy {
-    /// A link to the target at `to`, over a socket of the same kind.
+    /// Creates a link to the target at `to`, over a socket of the same kind.
     pub fn new(to: &Uri, rules: impl IntoIterator<Item = Rule>) -> Self {
         Self::start(to, rules, false)
     }
 
-    /// A link that keeps all bytes that go through it.
+    /// Creates a link that keeps all bytes that pass it.
     pub fn recording(to: &Uri, rules: impl IntoIterator<Item = Rule>) -> Self {
         Self::start(to, rules, true)
     }
@@ -198,12 +198,12 @@ impl Proxy {
         self.uri.clone()
     }
 
-    /// Returns how often harm was done.
+    /// Returns the number of injected faults.
     pub fn harmed(&self) -> u32 {
         self.shared.harmed.load(Ordering::Acquire)
     }
 
-    /// Returns how many connections were closed as soon as they came.
+    /// Returns the number of connections that were closed as soon as they arrived.
     pub fn turned_away(&self) -> u32 {
         self.shared.turned_away.load(Ordering::Acquire)
     }
@@ -214,26 +214,27 @@ impl Proxy {
         self.shared.cut(|_, role| which(role));
     }
 
-    /// Closes new connections as soon as they come, or no more.
+    /// Sets whether new connections are closed as soon as they arrive.
     pub fn close(&self, closed: bool) {
         self.shared.closed.store(closed, Ordering::Release);
     }
 
-    /// While this is true, a bulk channel carries 64 KiB a second: a pass takes minutes.
+    /// Sets whether a bulk channel carries only 64 KiB per second, so that a pass takes minutes.
     pub fn slow_pages(&self, slow: bool) {
         self.shared.slows_pages.store(slow, Ordering::Release);
     }
 
-    /// Returns all bytes that went each way whose connection has ended. The link must be
+    /// Returns all bytes of the connections that have ended, for each direction. The link must be
     /// [`recording`](Self::recording).
     pub fn seen(&self) -> BTreeMap<Way, Vec<u8>> {
         self.shared.seen.lock().unwrap().clone()
     }
 
-    /// Returns the same once both sides have closed all their connections.
+    /// Returns the result of [`seen`](Self::seen) once source and target have closed all their
+    /// connections.
     pub fn finished(self) -> BTreeMap<Way, Vec<u8>> {
         let shared = Arc::clone(&self.shared);
-        // The threads note what they saw as they end.
+        // The threads store the bytes when they end.
         drop(self);
         std::mem::take(&mut *shared.seen.lock().unwrap())
     }
@@ -250,7 +251,7 @@ impl Drop for Proxy {
     }
 }
 
-/// Takes the source's connections until the proxy is dropped.
+/// Accepts connections of the source until the proxy is dropped.
 fn accept(shared: &Arc<Shared>, listener: &Socket) {
     let mut pumps = Vec::new();
     for number in 0.. {
@@ -260,7 +261,7 @@ fn accept(shared: &Arc<Shared>, listener: &Socket) {
         }
         let Ok((client, _)) = client else { continue };
         if shared.closed.load(Ordering::Acquire) {
-            // The source finds a host on which no program listens.
+            // For the source, this looks like a host on which no program listens.
             drop(client);
             shared.turned_away.fetch_add(1, Ordering::AcqRel);
         } else {
@@ -273,7 +274,7 @@ fn accept(shared: &Arc<Shared>, listener: &Socket) {
     }
 }
 
-/// The order in which a source opens its channels, with its usual settings.
+/// Order in which a source opens its channels, with its usual settings.
 const ORDER: [(Role, u16); 6] = [
     (Role::Control, 0),
     (Role::Bulk, 0),
@@ -283,7 +284,7 @@ const ORDER: [(Role, u16); 6] = [
     (Role::Probe, 0),
 ];
 
-/// Reads the hello, which names the channel of this connection, and begins to pump.
+/// Reads the hello, which names the channel of this connection, and starts to carry bytes.
 fn carry(shared: &Arc<Shared>, number: usize, mut client: Socket) -> Option<[JoinHandle<()>; 2]> {
     let mut hello = [0; HELLO_BYTES];
     client.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -323,7 +324,8 @@ fn carry(shared: &Arc<Shared>, number: usize, mut client: Socket) -> Option<[Joi
             from: from.try_clone().unwrap(),
             into: into.try_clone().unwrap(),
             pages: to_target && role == Role::Bulk,
-            // The end of a Unix socket that is not read any more fails the sender. A TCP socket must be closed for that.
+            // To fail the sender, it is enough to stop reading a Unix socket. A TCP socket must be
+            // closed.
             unread: if tcp { Shutdown::Both } else { Shutdown::Read },
             count: 0,
             kept: Vec::new(),
@@ -333,20 +335,20 @@ fn carry(shared: &Arc<Shared>, number: usize, mut client: Socket) -> Option<[Joi
     }))
 }
 
-/// One way of one connection.
+/// Thread that carries one direction of one connection.
 struct Pump {
     shared: Arc<Shared>,
     way: Way,
     rule: Option<Rule>,
     from: Socket,
     into: Socket,
-    /// This way carries pages.
+    /// True if this direction carries pages.
     pages: bool,
-    /// What is shut down of `from` if `into` takes nothing more.
+    /// Directions of `from` to shut down if `into` accepts no more bytes.
     unread: Shutdown,
     /// Number of bytes that arrived.
     count: usize,
-    /// The bytes that arrived, if they are recorded or searched for the commit.
+    /// Bytes that arrived, if they are recorded or searched for the commit.
     kept: Vec<u8>,
 }
 
@@ -360,14 +362,14 @@ impl Pump {
             }
             goes_on = self.carry(&mut buffer[..read]);
         }
-        // An end is passed on: of this direction only, as a real link does.
+        // Pass on the end of this direction only, as a real link does.
         let _ = self.into.shutdown(Shutdown::Write);
         if self.shared.records {
             self.shared.seen.lock().unwrap().insert(self.way, self.kept);
         }
     }
 
-    /// Carries `bytes`, or does harm. Returns whether this way goes on.
+    /// Carries `bytes`, or injects the fault. Returns whether this direction continues.
     fn carry(&mut self, bytes: &mut [u8]) -> bool {
         let place = self.count..self.count + bytes.len();
         if let Some(Rule { after, harm, .. }) = self.rule {
@@ -405,12 +407,14 @@ impl Pump {
         self.shared.harmed.load(Ordering::Acquire) == 0 && holds_commit(&[&self.kept[..], bytes].concat())
     }
 
-    /// Does `harm` at the commit, which `bytes` end. Returns whether this way goes on.
+    /// Injects `harm` at the commit, which ends in `bytes`. Returns whether this direction
+    /// continues.
     fn harm_at_commit(&mut self, harm: Harm, bytes: &[u8]) -> bool {
         self.shared.harmed.fetch_add(1, Ordering::AcqRel);
         if harm == Harm::CutOthersAtCommit {
             self.shared.cut(|number, _| number != self.way.connection);
-            // The target has found it, and given up its source, before it is told to run the guest.
+            // The target has detected the cut, and given up its source, before it receives the
+            // commit.
             until_hung_up(&self.into);
             return true;
         }
@@ -424,7 +428,7 @@ impl Pump {
         false
     }
 
-    /// Ends this way, or lets it stand still, after `bytes`.
+    /// Ends or stalls this direction after `bytes`.
     fn harm(&mut self, harm: Harm, bytes: &[u8]) {
         let _ = self.into.write_all(bytes);
         self.note(bytes);
@@ -434,13 +438,15 @@ impl Pump {
                 return;
             }
             Harm::Stall => {
-                // Until the test has ended. Both sides have given it up by then.
+                // Stall until the test has ended. Source and target have given up the connection by
+                // then.
                 while !self.shared.is_done() {
                     std::thread::sleep(Duration::from_millis(2));
                 }
             }
             _ => {
-                // Mostly the other end reads what was sent before it sees the end. It may also see the end first.
+                // With this pause, the receiver mostly reads the bytes before it sees the end. It
+                // may also see the end first.
                 std::thread::sleep(Duration::from_millis(1));
                 if harm == Harm::CutAll {
                     self.shared.cut(|_, _| true);

@@ -1,16 +1,18 @@
-//! A source and a target that run together.
+//! Source and target that run together.
 
 use vmferry_engine::{
     Arrival, Listener, Monitor, ReceiveFailure, Report, RestState, Settings, SourceVm, TargetVm, TrackerKind,
     Uri, migrate, receive,
 };
 
-/// What a target has received: how its memory came, if the guest came first.
+/// Result of a target: how its memory arrived, if the guest arrived first.
 pub type Came = Result<Option<RestState>, ReceiveFailure>;
 
-/// Moves the guest of `source` to `target`, which listens at `at`, until all of its memory is there.
+/// Moves the guest of `source` to `target`, which listens at `at`, until all of its memory has
+/// arrived.
 ///
-/// Both sides bear silence for the peer timeout of `settings`. The calling thread runs the source.
+/// Source and target tolerate silence for the peer timeout of `settings`. The calling thread runs
+/// the source.
 ///
 /// # Panics
 ///

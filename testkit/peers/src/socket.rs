@@ -1,4 +1,4 @@
-//! Sockets of both kinds, addressed as the engine addresses them.
+//! Sockets of both kinds, with the addresses of the engine.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use socket2::{Domain, SockAddr, Socket, Type};
@@ -56,13 +56,13 @@ pub(crate) fn remove(uri: &Uri) {
     }
 }
 
-/// Waits until the other end of `stream` has hung up, and reads nothing.
+/// Waits until the peer of `stream` has hung up, without reading.
 ///
 /// # Panics
 ///
-/// Panics if the other end does not hang up within [`PATIENCE`].
+/// Panics if the peer does not hang up within [`PATIENCE`].
 pub fn until_hung_up(stream: &impl AsFd) {
     let within = Timespec::try_from(PATIENCE).expect("a time");
     let found = poll(&mut [PollFd::new(stream, PollFlags::RDHUP)], Some(&within));
-    assert_eq!(found, Ok(1), "the other end does not hang up");
+    assert_eq!(found, Ok(1), "the peer does not hang up");
 }

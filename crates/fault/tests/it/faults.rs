@@ -311,7 +311,7 @@ fn ordinary_user_is_told_how_to_get_the_permission() {
     }
     let text = |path| std::fs::read_to_string(path).unwrap_or_default();
     if !rustix::process::geteuid().is_root() {
-        return skip(Need::Root, "not started as root, so not as nobody");
+        return skip(Need::Root, "the test needs root to start a process as an ordinary user");
     }
     if text("/proc/sys/vm/unprivileged_userfaultfd").trim() != "0" {
         return skip(Need::Kernel, "vm.unprivileged_userfaultfd allows userfaultfd to all users");

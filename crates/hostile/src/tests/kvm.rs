@@ -1,4 +1,4 @@
-//! Changed state in the vCPUs and interrupt controllers of KVM.
+//! Loads changed state into the vCPUs and interrupt controllers of KVM.
 
 use super::turn;
 use std::fmt::Write as _;
@@ -12,9 +12,9 @@ use vmferry_vmm::{Error, SerialSink, Vm, VmOptions, hostile, open_kvm};
 const SEEDS: u64 = 256;
 const MEMORY: u64 = 16 << 20;
 const CPUS: u32 = 2;
-/// Longest time that a guest with changed state runs.
+/// Maximum time for which a guest with changed state runs.
 const RUN: Duration = Duration::from_millis(2);
-/// A step that takes longer hangs. A vCPU that does not stop is reported by the VM after 10 s.
+/// Time after which a step counts as a hang. The VM reports a vCPU that does not stop after 10 s.
 const HANGS: Duration = vmferry_testkit::PATIENCE;
 
 fn options(incoming: bool) -> VmOptions {
@@ -23,7 +23,7 @@ fn options(incoming: bool) -> VmOptions {
     options
 }
 
-/// A guest that has left its boot behind and stands still.
+/// Returns a paused guest that has finished booting.
 fn guest() -> Vm {
     let mut vm = Vm::new(options(false)).unwrap();
     let args = format!("workload=uniform,ws=1M stats=page cpus={CPUS} tsc_khz={}", vm.tsc_khz());
@@ -33,7 +33,7 @@ fn guest() -> Vm {
     let runs = || handle.stats().is_ok_and(|stats| stats.cpus().iter().all(|cpu| cpu.writes > 1000));
     let mut patience = HANGS;
     while !runs() {
-        // A guest that ends ends the wait.
+        // An exit of the guest ends the wait.
         assert_eq!(handle.wait_for_exit_timeout(RUN), None);
         patience = patience.checked_sub(RUN).expect("the guest boots");
     }
@@ -41,7 +41,7 @@ fn guest() -> Vm {
     vm
 }
 
-/// Copies all memory of `from` to `to`, which is all zeros.
+/// Copies all memory of `from` to `to`, whose memory is all zeros.
 fn copy_memory(from: &Vm, to: &Vm) {
     let mut page = [0; 4096];
     for ram in from.ram().regions() {
@@ -55,8 +55,8 @@ fn copy_memory(from: &Vm, to: &Vm) {
     }
 }
 
-/// Loads the state of each seed into a VM on KVM, and runs what is accepted for a moment. Sends the
-/// number and the answer of each.
+/// Loads the changed state of each seed into a VM on KVM, and runs the accepted ones for a moment.
+/// Sends the number and the result of each.
 fn load_each(guest: &Vm, saved: &[Section], answers: &Sender<(u64, Result<(), String>)>) {
     let mut spare = None;
     for seed in 0..SEEDS {
@@ -67,7 +67,7 @@ fn load_each(guest: &Vm, saved: &[Section], answers: &Sender<(u64, Result<(), St
             target.start().unwrap();
             let _ = target.handle().wait_for_exit_timeout(RUN);
             target.pause().unwrap_or_else(|error| panic!("seed {seed}: {error}"));
-            // An end of the guest is an answer, too. A vCPU's thread that panicked is none.
+            // The end of the guest is an accepted result. A panic of a vCPU thread is not.
             if target.handle().exit().is_none() {
                 let _ = answer(target.save_state());
             }
@@ -78,10 +78,10 @@ fn load_each(guest: &Vm, saved: &[Section], answers: &Sender<(u64, Result<(), St
     }
 }
 
-/// What KVM said of some state, with all causes.
+/// Returns KVM's result for some state, with all causes.
 ///
 /// # Panics
-/// If it was not asked, because the thread of a vCPU is gone or does not answer.
+/// Panics if KVM was not asked, because a vCPU thread has ended or does not answer.
 fn answer<T>(result: Result<T, Error>) -> Result<(), String> {
     let error = match result {
         Ok(_) => return Ok(()),
@@ -106,7 +106,7 @@ fn changed_state_is_loaded_into_kvm_or_refused_and_never_hangs() {
     let mut guest = guest();
     let saved = guest.save_state().unwrap();
     let (answers, heard) = channel();
-    // On a thread of its own, so that a hang is noticed.
+    // The work runs on its own thread, so that a hang is detected.
     let work = std::thread::spawn(move || load_each(&guest, &saved, &answers));
     let (mut loaded, mut refused, mut next) = (0, Vec::new(), 0);
     loop {
@@ -121,9 +121,13 @@ fn changed_state_is_loaded_into_kvm_or_refused_and_never_hangs() {
         }
     }
     work.join().unwrap_or_else(|_| panic!("seed {next} panicked"));
-    writeln!(std::io::stdout(), "KVM took {loaded} of {SEEDS} changed states, and refused {}", refused.len())
-        .unwrap();
+    writeln!(
+        std::io::stdout(),
+        "KVM accepted {loaded} of {SEEDS} changed states, and refused {}",
+        refused.len()
+    )
+    .unwrap();
     assert!(loaded > 0, "{refused:?}");
-    // Refused by ioctls, not only before them.
+    // Some states must be refused by ioctls, not only before them.
     assert!(refused.iter().any(|why| why.contains("KVM_SET_")), "{refused:?}");
 }

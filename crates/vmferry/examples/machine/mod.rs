@@ -1,5 +1,5 @@
-//! A "VMM" whose memory is an array, whose one vCPU is a thread that counts in it, and whose device state
-//! is one number. It is everything that a VMM has to bring.
+//! Example VMM: its memory is an array, its one vCPU is a thread that counts in the array, and its
+//! device state is one number. The file contains everything that a VMM must implement.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -16,14 +16,16 @@ const PAGES: u64 = 32 << 10;
 #[repr(align(4096))]
 struct Page([AtomicU64; 512]);
 
-/// Memory, and which of its pages were written. A VMM maps memory, and KVM or the kernel keeps the second
-/// part (the feature `dirty` has both trackers ready).
+/// Memory, and the bitmap of its written pages.
+///
+/// A real VMM maps memory, and KVM or the kernel records the written pages (the feature `dirty` has
+/// trackers for both).
 struct Board {
     pages: &'static [Page],
     dirty: AtomicBitmap,
     writes: AtomicU64,
-    /// The vCPU works while it holds this lock and finds it true. A thread that sets it to false has paused
-    /// the vCPU.
+    /// Flag that allows the vCPU to run. The vCPU runs while it holds this lock and the value is
+    /// true. A thread that sets the value to false has paused the vCPU.
     running: Mutex<bool>,
     power: AtomicBool,
 }
@@ -34,7 +36,8 @@ impl Board {
             let running = self.running.lock().expect("no thread panics while it holds the lock");
             for _ in 0..if *running { 64 } else { 0 } {
                 let page = self.writes.fetch_add(1, Relaxed) * 7919 % PAGES;
-                // Write, and then mark. The other way round, a harvest between the two would lose the write.
+                // Write first, and then mark. In the opposite order, a harvest between the two
+                // steps would lose the write.
                 self.pages[page as usize].0[0].fetch_add(1, Relaxed);
                 self.dirty.set(page);
             }
@@ -44,7 +47,8 @@ impl Board {
     }
 }
 
-/// The tracker. A harvest swaps the marks out, and a later write marks anew: `protect` has nothing to do.
+/// Tracker. A harvest takes the marks, and a later write marks its page again, so `protect` has
+/// nothing to do.
 struct Marks(Arc<Board>);
 
 impl DirtyTracker for Marks {
@@ -83,7 +87,7 @@ impl Machine {
         std::thread::spawn(move || vcpu.run_vcpu());
         Self { board, memory: Arc::new(mapped.expect("one whole region")) }
     }
-    /// Number of writes of the guest that its memory shows.
+    /// Returns the number of writes of the guest that its memory shows.
     pub(crate) fn counted(&self) -> u64 {
         self.board.pages.iter().map(|page| page.0[0].load(Relaxed)).sum()
     }
@@ -114,7 +118,7 @@ impl SourceVm for Machine {
         Ok(vec![Section { name: "vcpu".into(), instance: 0, version: 1, payload }])
     }
     fn release(&mut self) -> Result<(), VmError> {
-        Ok(()) // It holds no disk and no other thing that the target needs.
+        Ok(()) // This VM holds no disk or other resource that the target needs.
     }
     fn resume(&mut self) -> Result<(), VmError> {
         self.set_running(true)

@@ -1,4 +1,4 @@
-//! Peers that follow a script: what they say on the wire is up to the test.
+//! Scripted peers: the test decides which messages they send.
 
 mod source;
 mod target;
@@ -18,7 +18,7 @@ use vmferry_wire::{
     Token, VERSION_MAX, VERSION_MIN, decode_control, encode_control,
 };
 
-/// Says `message` on a control channel. A peer that has hung up does not hear it.
+/// Sends `message` on a control channel. Ignores the error of a peer that has hung up.
 pub fn say(stream: &mut impl Write, message: &impl Serialize) {
     let _ = stream.write_all(&encode_control(message).expect("a message that can be encoded"));
 }
@@ -37,14 +37,14 @@ pub fn hear<M: DeserializeOwned>(stream: &mut impl Read) -> Option<M> {
     Some(decode_control(header, &body).expect("a control message"))
 }
 
-/// Returns the hello of a channel of the migration that scripted sources name.
+/// Returns the hello of a channel, for the migration id of scripted sources.
 pub fn hello(role: Role, index: u16, token: Token) -> Hello {
     let migration = MigrationId([7; 16]);
     let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
     Hello { version_min, version_max, features: 0, migration, role, index, token, fence: 0 }
 }
 
-/// Says `hello` on `stream`. Returns why it was refused, if it was.
+/// Sends `hello` on `stream`. Returns the reason of a refusal, or `None` if the target accepts.
 ///
 /// # Panics
 ///
@@ -58,11 +58,11 @@ pub fn introduce(stream: &mut (impl Read + Write), hello: &Hello) -> Option<Refu
     reply.refused
 }
 
-/// Connects to the target at `uri`. The target has [`PATIENCE`] for each answer.
+/// Connects to the target at `uri`. The target must answer within [`PATIENCE`].
 ///
 /// # Panics
 ///
-/// Panics if no connection is made.
+/// Panics if the connection fails.
 pub fn connect(uri: &Uri) -> Socket {
     let stream = socket::connect(uri).unwrap_or_else(|error| panic!("{uri}: {error}"));
     stream.set_read_timeout(Some(PATIENCE)).expect("a read timeout");
@@ -70,7 +70,8 @@ pub fn connect(uri: &Uri) -> Socket {
     stream
 }
 
-/// Connects to the target at `uri` and says `hello`. Returns the channel, and why it was refused.
+/// Connects to the target at `uri` and sends `hello`. Returns the channel, and the reason of a
+/// refusal.
 pub fn greet(uri: &Uri, hello: &Hello) -> (Socket, Option<RefusalCode>) {
     let mut stream = connect(uri);
     let refused = introduce(&mut stream, hello);
@@ -87,7 +88,7 @@ pub fn answer(stream: &mut (impl Read + Write)) -> Option<Hello> {
     Some(hello)
 }
 
-/// A socket to which sources connect. Its file is removed when it is dropped.
+/// Socket to which sources connect. Its file is removed when it is dropped.
 #[derive(Debug)]
 pub struct Listener {
     socket: Socket,
@@ -107,7 +108,7 @@ impl Listener {
 
     fn at(uri: &Uri) -> Self {
         let (socket, uri) = socket::listen(uri);
-        // A source that does not come must not hang the test.
+        // The test must not hang if no source connects.
         socket.set_nonblocking(true).expect("a socket that does not block");
         Self { socket, uri }
     }

@@ -1,4 +1,4 @@
-//! A source that follows a script.
+//! Scripted source.
 
 use super::{greet, hear, hello, say};
 use socket2::Socket;
@@ -7,26 +7,26 @@ use vmferry_core::{MachineConfig, PageDigest, PageIndex, RegionId};
 use vmferry_engine::Uri;
 use vmferry_wire::{FrameHeader, FrameKind, Mode, RefusalCode, Role, TableWriter, ToSource, ToTarget, Token};
 
-/// A frame with one page, which a test may change before it is sent.
+/// Frame with one page, which a test may change before it is sent.
 #[derive(Debug)]
 pub struct Frame {
-    /// The header.
+    /// Header of the frame.
     pub header: FrameHeader,
-    /// The encoded table.
+    /// Encoded table of the frame.
     pub table: Vec<u8>,
-    /// The page.
+    /// Content of the page.
     pub content: Vec<u8>,
 }
 
-/// A source that speaks the protocol well where its script does not say otherwise.
+/// Source that follows the protocol unless its script deviates.
 #[derive(Debug)]
 pub struct Source {
     uri: Uri,
-    /// The control channel.
+    /// Control channel.
     pub control: Socket,
-    /// The bulk channels, then the urgent ones, each with the number of its next frame.
+    /// Bulk channels and then urgent channels, each with the number of its next frame.
     pub data: Vec<(Socket, u64)>,
-    /// Token with which a lost link is taken up again.
+    /// Token with which a lost link is resumed.
     pub resume: Token,
 }
 
@@ -35,7 +35,7 @@ impl Source {
     ///
     /// # Panics
     ///
-    /// Panics if the target refuses it.
+    /// Panics if the target refuses the channel.
     pub fn new(uri: &Uri) -> Self {
         let control = Self::control(uri, Token::NONE);
         Self { uri: uri.clone(), control, data: Vec::new(), resume: Token::NONE }
@@ -47,31 +47,32 @@ impl Source {
         control
     }
 
-    /// Opens a control channel that takes the lost link up again.
+    /// Opens a control channel that resumes the lost link.
     ///
     /// # Panics
     ///
-    /// Panics if the target refuses it.
+    /// Panics if the target refuses the channel.
     pub fn reconnect(&mut self) {
         self.control = Self::control(&self.uri, self.resume);
     }
 
-    /// Greets the target as `role` with `token`, on a connection of its own. Returns why it was refused.
+    /// Greets the target as `role` with `token`, on a separate connection. Returns the reason of a
+    /// refusal.
     pub fn refused(&self, role: Role, token: Token) -> Option<RefusalCode> {
         greet(&self.uri, &hello(role, 0, token)).1
     }
 
-    /// Says `message` to the target.
+    /// Sends `message` to the target.
     pub fn say(&mut self, message: &ToTarget) {
         say(&mut self.control, message);
     }
 
-    /// Returns the next message of the target, or `None` at the end.
+    /// Returns the next message of the target, or `None` at the end of the channel.
     pub fn hear(&mut self) -> Option<ToSource> {
         hear(&mut self.control)
     }
 
-    /// Offers a guest. Returns what the target says to it.
+    /// Offers a guest. Returns the reply of the target.
     pub fn offer(&mut self, machine: &MachineConfig, mode: Mode, bulk: u16, urgent: u16) -> Option<ToSource> {
         let machine = machine.clone();
         self.say(&ToTarget::Setup {
@@ -88,7 +89,7 @@ impl Source {
         answer
     }
 
-    /// Opens the data channels, and sees each refused a second time.
+    /// Opens the data channels, and checks that each is refused a second time.
     ///
     /// # Panics
     ///
@@ -104,9 +105,9 @@ impl Source {
         assert_eq!(self.hear(), Some(ToSource::ChannelsUp));
     }
 
-    /// Sends a frame with `content` as `page` of region 0, after `change`.
+    /// Sends a frame with `content` as `page` of region 0, after `change` was applied to it.
     ///
-    /// The digest of the page and the sum of the table are those before `change`.
+    /// The digest of the page and the checksum of the table are those before `change`.
     pub fn frame(
         &mut self,
         channel: usize,

@@ -1,22 +1,22 @@
-//! A target that follows a script.
+//! Scripted target.
 
 use super::{Listener, answer, hear, say};
 use socket2::Socket;
 use std::io::Read;
 use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, RunName, ToSource, ToTarget, Token};
 
-/// A target that has no guest: it takes what the source sends and looks at no page.
+/// Target without a guest: it accepts all data of the source and ignores the pages.
 #[derive(Debug)]
 pub struct Target<'a> {
     listener: &'a Listener,
-    /// The control channel.
+    /// Control channel.
     pub control: Socket,
-    /// The bulk channels, then the urgent ones. No page is read unless the script says so.
+    /// Bulk channels and then urgent channels. No page is read unless the script reads it.
     pub data: Vec<Socket>,
 }
 
 impl<'a> Target<'a> {
-    /// Token with which a source takes a lost link up again.
+    /// Token with which a source resumes a lost link.
     pub const RESUME: Token = Token([3; 16]);
 
     /// Waits for a source, and accepts the greeting of its control channel.
@@ -30,12 +30,13 @@ impl<'a> Target<'a> {
         Self { listener, control, data: Vec::new() }
     }
 
-    /// Says `message` to the source.
+    /// Sends `message` to the source.
     pub fn say(&mut self, message: &ToSource) {
         say(&mut self.control, message);
     }
 
-    /// Returns the next message that is no ping, or `None` at the end. Pings are answered.
+    /// Returns the next message other than a ping, or `None` at the end of the channel. Answers
+    /// pings.
     pub fn hear(&mut self) -> Option<ToTarget> {
         loop {
             match hear(&mut self.control)? {
@@ -45,7 +46,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Reads on, and answers pings, until the source hangs up.
+    /// Reads messages, and answers pings, until the source hangs up.
     pub fn listen(&mut self) {
         while self.hear().is_some() {}
     }
@@ -55,7 +56,7 @@ impl<'a> Target<'a> {
         self.listener.connection()
     }
 
-    /// Says that it takes the guest.
+    /// Accepts the guest that the source offers.
     ///
     /// # Panics
     ///
@@ -65,7 +66,7 @@ impl<'a> Target<'a> {
         self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Self::RESUME });
     }
 
-    /// Waits for so many data channels, and accepts their greetings.
+    /// Waits for `channels` data channels, and accepts their greetings.
     ///
     /// # Panics
     ///
@@ -78,7 +79,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Takes the guest, with so many data channels.
+    /// Accepts the guest, with `channels` data channels.
     pub fn accept(&mut self, channels: usize) {
         self.agree();
         self.take(channels);
@@ -104,17 +105,17 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Says that a pass was received, and what of it is damaged.
+    /// Reports a received pass and the runs with a digest mismatch.
     pub fn received(&mut self, pass: u32, suspects: u64, runs: Vec<RunName>) {
         self.say(&ToSource::Received { pass, suspects, runs });
     }
 
-    /// Goes along, with one data channel, until the guest has stopped and its last pass has arrived.
-    /// Returns that pass, which is not answered.
+    /// Follows the migration, with one data channel, until the guest has stopped and its last pass
+    /// has arrived. Returns the number of that pass, which is not answered.
     ///
     /// # Panics
     ///
-    /// Panics if the source says something else.
+    /// Panics if the source sends another message.
     pub fn until_the_last_pass(&mut self) -> u32 {
         self.accept(1);
         loop {
@@ -129,7 +130,8 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Goes along, with one data channel, until the source has asked for the state to be loaded.
+    /// Follows the migration, with one data channel, until the source has requested that the state
+    /// is loaded.
     ///
     /// # Panics
     ///
