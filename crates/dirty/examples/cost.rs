@@ -1,4 +1,4 @@
-//! What tracking costs on this host: figures, not judgements.
+//! Measures the cost of dirty tracking on this host.
 //!
 //! ```sh
 //! cargo run --release -p vmferry-dirty --example cost -- log|ring|wp
@@ -6,10 +6,10 @@
 //! ```
 
 #[path = "../tests/it/memory.rs"]
-#[expect(dead_code, reason = "the tests use the rest")]
+#[expect(dead_code, reason = "the tests use the other items")]
 mod memory;
 #[path = "../tests/it/user_guest.rs"]
-#[expect(dead_code, reason = "the tests use the rest")]
+#[expect(dead_code, reason = "the tests use the other items")]
 mod user_guest;
 
 use kvm_ioctls::Kvm;
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// One region with all of `memory`.
+/// Returns a layout of one region with all of `memory`.
 fn layout(memory: &Memory) -> Layout {
     Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: memory.pages * 4096 }]).unwrap()
 }
@@ -50,7 +50,7 @@ fn timed(what: impl FnOnce()) -> Duration {
     begin.elapsed()
 }
 
-/// Some seconds: harvesting and protecting 4 GiB.
+/// Measures harvesting and protecting 4 GiB with the dirty log. Takes some seconds.
 fn log() {
     let vm = match Kvm::new().and_then(|kvm| kvm.create_vm()) {
         Ok(vm) => Arc::new(vm),
@@ -80,7 +80,8 @@ fn log() {
     println!("  stop {:?}", timed(|| tracker.stop().unwrap()));
 }
 
-/// A minute or two: what a guest of two vCPUs loses to each policy, by sizes of rings and working sets.
+/// Measures the time that a guest of two vCPUs loses under each policy, by sizes of rings and
+/// working sets. Takes a minute or two.
 fn ring() {
     start_and_stop();
     for (entries, set) in [(4096, 2048), (4096, 4096), (4096, 16384), (65536, 16384), (65536, 131_072)] {
@@ -109,7 +110,7 @@ fn ring() {
     }
 }
 
-/// What protecting 4 GiB at once takes, which the log can do bit by bit.
+/// Measures the time to protect 4 GiB at once, which the dirty log can do in steps.
 fn start_and_stop() {
     let memory = Memory::new(Kind::Huge, 1 << 20);
     (0..memory.pages).for_each(|page| memory.write(page, 1));
@@ -129,7 +130,7 @@ fn start_and_stop() {
     }
 }
 
-/// Some seconds: write protection of 1 GiB of each kind of memory.
+/// Measures write protection of 1 GiB of each kind of memory. Takes some seconds.
 fn wp() {
     if let Err(error) = WpTracker::available() {
         return eprintln!("not run: write protection: {error}");
@@ -158,7 +159,8 @@ fn wp() {
     }
 }
 
-/// Pages that each of two vCPUs dirties within 20 ms, working sets changing: what the simulated reapers are fed.
+/// Prints the pages that each of two vCPUs dirties in every 20 ms, with changing working sets: the
+/// input of the simulated reapers.
 fn trace() {
     let memory = Memory::new(Kind::Small, FIRST + 2 * 32768);
     let Some(mut guest) = guest(&memory, 65536, 2, 32768) else { return };
@@ -166,7 +168,7 @@ fn trace() {
     let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(Policy::Fixed));
     tracker.start().unwrap();
     let mut seen = [0; 2];
-    // Working sets, in pages, of the two; nobody writes in the third.
+    // Working sets of the two vCPUs, in pages. `None`: the vCPUs do not write.
     for sets in [Some([32768, 1024]), Some([4096, 4096]), None, Some([256, 32768]), Some([16384, 64]), None] {
         for (vcpu, set) in guest.vcpus.iter().zip(sets.into_iter().flatten()) {
             let mut regs = vcpu.get_regs().unwrap();

@@ -1,77 +1,78 @@
-//! What goes wrong in a tracker.
+//! Errors of trackers.
 
 use vmferry_core::{PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
-/// Why pages cannot be tracked.
+/// Error of a tracker.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrackerError {
-    /// The host refused.
+    /// The host refused a step.
     #[error("tracking writes to {region}: {source}")]
     Host {
-        /// The region that it was about.
+        /// Region of the step.
         region: RegionId,
-        /// What the host said.
+        /// Error that the host returned.
         source: SysError,
     },
-    /// The host cannot track writes this way at all.
+    /// The host does not support this kind of tracking.
     #[error("tracking writes: {0}")]
     Unavailable(#[source] SysError),
-    /// Windows of a measurement that do not ascend, or are too long.
+    /// The windows of a measurement do not ascend, are too many, or are too long.
     #[error("windows of a measurement must ascend, be at most 64, and end within {longest:?}")]
     Windows {
-        /// The longest.
+        /// Maximum length of a window.
         longest: std::time::Duration,
     },
-    /// Harvest or protect on a tracker that was not started, or was stopped.
+    /// A harvest or protect was requested before the tracker was started or after it was stopped.
     #[error("the tracker is not started")]
     NotStarted,
-    /// A region that the tracker does not track.
+    /// The tracker does not track the region.
     #[error("{0} is not tracked")]
     NoRegion(RegionId),
-    /// Pages that the region does not have.
+    /// The region does not have the pages.
     #[error("{region} has {have} pages, not {run}")]
     NoPages {
-        /// The region.
+        /// Region of the request.
         region: RegionId,
-        /// How many pages it has.
+        /// Number of pages of the region.
         have: u64,
-        /// The pages asked for.
+        /// Requested pages.
         run: PageRun,
     },
-    /// A bitmap whose length is not that of its region.
+    /// The length of a bitmap differs from the length of its region.
     #[error("{region} has {have} pages, but a bitmap for it has {bits}")]
     Length {
-        /// The region.
+        /// Region of the bitmap.
         region: RegionId,
-        /// How many pages it has.
+        /// Number of pages of the region.
         have: u64,
-        /// How many the bitmap speaks of.
+        /// Number of pages that the bitmap covers.
         bits: u64,
     },
-    /// A region whose address or length is not whole pages, or that is empty.
+    /// The address or the length of a region is not whole pages, or the region is empty.
     #[error("{0} is not made of whole pages")]
     NotPages(RegionId),
-    /// The pages that were harvested could not be protected again. They are kept, and the next harvest tries again.
+    /// The harvested pages could not be protected again. The tracker keeps them, and the next
+    /// harvest tries again.
     #[error("the dirty rings cannot be reset: {0}")]
     RingReset(#[source] SysError),
-    /// KVM does not give back what was harvested from a ring, and does not say why.
+    /// KVM does not return harvested entries of a ring, and reports no error.
     #[error("the dirty ring of vCPU {vcpu} cannot be reset: KVM keeps its entries without an error")]
     RingStuck {
-        /// Whose ring.
+        /// Index of the vCPU with the ring.
         vcpu: usize,
     },
-    /// There is one set of rings, and another tracker uses it.
+    /// Another tracker uses the rings. A VM has one set of rings.
     #[error("another tracker is using the dirty rings; stop it first")]
     RingsInUse,
-    /// The reaper's thread could not be started.
-    #[error("starting the reaper of the dirty rings: {0}")]
+    /// The reaper thread could not be started.
+    #[error("the reaper of the dirty rings cannot be started: {0}")]
     Reaper(#[source] std::io::Error),
 }
 
 impl TrackerError {
-    /// For `map_err`: `source`, about `region`.
+    /// Returns a function for `map_err` that wraps an error of the host about `region`.
     pub(crate) fn host(region: RegionId) -> impl FnOnce(SysError) -> Self {
         move |source| Self::Host { region, source }
     }

@@ -3,14 +3,16 @@
 //! | tracker | finds writes by | needs | costs the guest |
 //! |---|---|---|---|
 //! | [`KvmLogTracker`] | KVM's dirty bitmap, plus marks of the VMM's own writes | a KVM VM without a dirty ring | a fault in KVM for the first write to each page after each protection |
-//! | [`RingTracker`] | KVM's dirty rings, one a vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault; and a stop when a ring is full |
-//! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and huge pages are split where they are written |
+//! | [`RingTracker`] | KVM's dirty rings, one for each vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault, and a stop when a ring is full |
+//! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and written huge pages are split |
 //!
-//! All trackers keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`ReaperPolicy`] decides when dirty rings are
-//! harvested, and [`Predict`] is the policy of this crate. [`touched`] finds the pages that were never touched and need not be sent.
+//! All trackers keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`ReaperPolicy`]
+//! decides when dirty rings are harvested, and [`Predict`] is the policy of this crate. [`touched`]
+//! finds the pages that were touched. All other pages hold zeros and need not be sent.
 //!
-//! No tracker sees that memory is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a memfd): the memory changes to zeros
-//! without a write. The VMM marks dropped pages in the region's [`Marks`], after it has dropped them.
+//! No tracker detects that memory is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a
+//! memfd): the memory changes to zeros without a write. After the VMM has dropped pages, it marks
+//! them in the region's [`Marks`].
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -48,6 +50,6 @@ pub use ring::{
     DirtyRings, HarvestSchedule, Predict, ReaperPolicy, ReaperReport, ReaperState, RingReport, RingTracker,
     RingVcpu, RingView, Rings, VcpuRingReport,
 };
-/// The exit reason of a vCPU whose ring is full: `VcpuExit::Unsupported(EXIT_RING_FULL)` of kvm-ioctls.
+/// Exit reason of a vCPU whose ring is full: `VcpuExit::Unsupported(EXIT_RING_FULL)` of kvm-ioctls.
 pub use vmferry_sys::ring::EXIT_RING_FULL;
 pub use wp::WpTracker;

@@ -1,4 +1,4 @@
-//! Tracking by KVM's dirty bitmap.
+//! Tracking with the dirty bitmap of KVM.
 
 use crate::region::{check_marks, collect, forget, map_of};
 use crate::{Marks, TrackerError};
@@ -12,40 +12,43 @@ use vmferry_core::{
 use vmferry_sys::SysError;
 use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 
-/// Words of bitmap that one `KVM_CLEAR_DIRTY_LOG` is given, on the stack: 256 bytes.
+/// Number of bitmap words in one `KVM_CLEAR_DIRTY_LOG`, on the stack: 256 bytes.
 const CHUNK_WORDS: usize = 32;
 
-/// Pages that [`Protect::protect`] works on best: 8 MiB of guest memory.
+/// Number of pages for which [`Protect::protect`] works best: 8 MiB of guest memory.
 ///
-/// Each clear takes KVM's MMU lock once and ends with one TLB flush of all vCPUs. Smaller chunks pay for more flushes,
-/// larger ones keep vCPUs that fault from the lock for longer, and are read longer after they were protected, so that more
-/// of their pages are written again before they were sent even once. Protecting 4 GiB was measured to take 37 ms in chunks
-/// of 64 pages, 9.1 ms by 512, 4.0 ms by 2048 and 3.9 ms by 8192.
+/// Each clear takes KVM's MMU lock once and ends with one TLB flush of all vCPUs. Smaller chunks
+/// need more flushes. Larger chunks keep faulting vCPUs from the lock for longer. They are also
+/// read later after their protection, so more of their pages are written again before they were
+/// sent even once. Protecting 4 GiB was measured to take 37 ms in chunks of 64 pages, 9.1 ms with
+/// 512, 4.0 ms with 2048 and 3.9 ms with 8192.
 const CHUNK_PAGES: u64 = CHUNK_WORDS as u64 * 64;
 
-/// A memory slot whose writes are logged. Its region has the number of the slot.
+/// Memory slot whose writes are logged. Its region has the number of the slot.
 #[derive(Debug, Clone)]
 pub struct LogSlot {
-    /// The slot as KVM knows it.
+    /// Slot as KVM has it.
     pub spec: SlotSpec,
-    /// Pages that the VMM wrote or dropped itself, which KVM does not see; each marked *after* it was written. One bit
-    /// for each page of the slot.
+    /// Pages that the VMM itself wrote or dropped, which KVM does not record. Each page is marked
+    /// *after* it was written. One bit for each page of the slot.
     pub marks: Option<Arc<dyn Marks>>,
-    /// Receives every page that a tracker takes out of the slot's dirty log or its `marks`; one bit for each page of the slot.
+    /// Receives every page that a tracker takes out of the slot's dirty log or its `marks`. One bit
+    /// for each page of the slot.
     ///
-    /// A VMM that uses the log or the marks for itself, such as for differential snapshots, gives a bitmap here. After a migration that left
-    /// the guest here, the VMM counts these pages as dirty, besides those that its log and its marks report. Nothing is copied without it.
+    /// A VMM that uses the log or the marks itself, for example for differential snapshots, passes
+    /// a bitmap. After a migration that left the guest on the source, the VMM counts these pages as
+    /// dirty, besides those in its log and its marks. Without a bitmap, no pages are copied.
     pub handed_back: Option<Arc<AtomicBitmap>>,
 }
 
 impl LogSlot {
-    /// A slot whose log and marks the VMM does not use for itself.
+    /// Creates a slot whose log and marks the VMM does not use itself.
     #[must_use]
     pub fn new(spec: SlotSpec, marks: Option<Arc<dyn Marks>>) -> Self {
         Self { spec, marks, handed_back: None }
     }
 
-    /// Checks what trackers rely on.
+    /// Checks the conditions that trackers depend on.
     pub(crate) fn check(&self) -> Result<(), TrackerError> {
         if self.spec.len == 0 || !self.spec.len.is_multiple_of(PAGE_SIZE) {
             return Err(TrackerError::NotPages(self.region()));
@@ -63,23 +66,23 @@ impl LogSlot {
     }
 }
 
-/// How the log is cleared, in the protector's shared state.
+/// Mode in which the log is cleared, in the shared state of the protectors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Mode {
     /// The log is off.
     Off,
-    /// By `KVM_CLEAR_DIRTY_LOG`, right before pages are read.
+    /// `KVM_CLEAR_DIRTY_LOG` clears the log, right before pages are read.
     ByHand,
-    /// By reading it: KVM before 5.0, without manual protection.
+    /// Reading the log clears it: KVM before 5.0, without manual protection.
     ByReading,
 }
 
-/// What the tracker and its protectors share.
+/// State that the tracker and its protectors share.
 struct Shared {
     vm: Arc<dyn AsRawFd + Send + Sync>,
     slots: Vec<LogSlot>,
-    /// For each slot, whether its log was on before tracking and is the VMM's own.
+    /// For each slot, true if its log was on before tracking and belongs to the VMM.
     found_on: Vec<AtomicBool>,
     mode: AtomicU8,
 }
@@ -95,8 +98,8 @@ impl std::fmt::Debug for Shared {
 
 impl Shared {
     fn vm(&self) -> BorrowedFd<'_> {
-        // SAFETY: the VM stays open for as long as `self.vm` is held, which is at least as long as this borrow
-        // (promise of `KvmLogTracker::new`'s caller).
+        // SAFETY: the VM stays open for as long as `self.vm` is held, which is at least as long as
+        // this borrow (guaranteed by the caller of `KvmLogTracker::new`).
         unsafe { BorrowedFd::borrow_raw(self.vm.as_raw_fd()) }
     }
 
@@ -112,74 +115,82 @@ impl Shared {
         self.mode.store(mode as u8, Ordering::Release);
     }
 
-    /// Reads the log of `slot` into the start of `log`, which has room for the largest.
+    /// Reads the log of `slot` into the start of `log`, which is long enough for the largest slot.
     fn read<'l>(&self, slot: &LogSlot, log: &'l mut [u64]) -> Result<&'l [u64], SysError> {
         let log = &mut log[..kvm::log_words(slot.spec.len)];
-        // SAFETY: the slot has this length (promise of `KvmLogTracker::new`'s caller).
+        // SAFETY: the slot has this length (guaranteed by the caller of `KvmLogTracker::new`).
         unsafe { kvm::get_dirty_log(self.vm(), slot.spec.slot, slot.spec.len, log) }?;
         Ok(log)
     }
 
-    /// Switches the log of `slot` on or off.
+    /// Enables or disables the log of `slot`.
     fn log(&self, slot: &LogSlot, on: bool) -> Result<(), TrackerError> {
-        // SAFETY: the slot exists on this VM (promise of `KvmLogTracker::new`'s caller).
+        // SAFETY: the slot exists on this VM (guaranteed by the caller of `KvmLogTracker::new`).
         unsafe { kvm::set_slot_flags(self.vm(), &slot.spec, on) }.map_err(TrackerError::host(slot.region()))
     }
 }
 
-/// Finds written pages in the dirty bitmap that KVM keeps for each memory slot, and in the VMM's own marks.
+/// Tracker that finds written pages in the dirty bitmap that KVM keeps for each memory slot, and in
+/// the VMM's own marks.
 ///
 /// # Why no write is lost
-/// *With manual protection* (Linux 5.0). A bit in KVM's log is set when the guest writes to a page that is not
-/// protected against it; a harvest copies the log and leaves it as it is. Right before a page is read,
-/// [`Protect::protect`] has KVM clear its bit, protect it, and flush the TLBs; only then does the engine read it. A write
-/// before the clear is in what is read. A write after it faults and sets the bit anew, for the next harvest. The bit is
-/// never cleared without the page being read afterwards, because only the pages that are about to be sent are given to
-/// `protect`; bits of other pages of the chunk stay set.
+/// *With manual protection* (Linux 5.0). A write of the guest to a page that is not protected by
+/// the log sets the page's bit. A harvest copies the log and does not change it. Right before a
+/// page is read, [`Protect::protect`] makes KVM clear its bit, protect it, and flush the TLBs. Only
+/// then does the engine read the page. The engine reads the result of every write before the clear.
+/// A write after the clear faults and sets the bit again, for the next harvest. A bit is never
+/// cleared without a later read of its page, because `protect` receives only the pages that are
+/// about to be sent. Bits of other pages of the chunk stay set.
 ///
-/// *Initially set.* Where KVM offers it, a log that is switched on has every bit set and protects nothing, which saves a
-/// pause of all vCPUs at the start. Such a page is not tracked anew until its bit was cleared once: writes to it change
-/// nothing in the log. That is safe as its bit stays set, hence every harvest reports it until `protect` was called for it.
-/// Whoever wants to leave a page out (free, never touched) has to protect it *before* asking whether it may be left out; a
-/// write after the question then sets its bit.
+/// *Initially set.* If KVM offers this mode, a log that is enabled has every bit set and protects
+/// no page, which saves a pause of all vCPUs at the start. Such a page is not tracked until its bit
+/// was cleared once: writes to the page do not change the log. This is safe because the bit stays
+/// set, and every harvest reports the page until `protect` was called for it. To skip a page (free,
+/// never touched), the caller must protect the page *before* it asks whether the page may be
+/// skipped. A write after the question then sets the bit.
 ///
-/// *Without manual protection* a harvest clears the log and protects the pages by itself, before it returns, and
-/// `protect` has nothing to do.
+/// *Without manual protection*, a harvest clears the log and protects the pages itself before it
+/// returns, and `protect` has nothing to do.
 ///
-/// # A VMM that uses the log for itself
-/// A slot with [`LogSlot::handed_back`] whose log is on when tracking starts keeps its log when tracking stops. The tracker clears a bit of
-/// that log only after it has put the page into `handed_back`. A write between those two steps changes nothing for the VMM, because the
-/// page is in the bitmap. So every page that the VMM would have found dirty is in the log or in `handed_back` when tracking has stopped.
-/// A bit that is not cleared stays set, and the next harvest reports it. The VMM must not read or clear the log while the tracker is
-/// started.
+/// # A VMM that uses the log itself
+/// A slot with [`LogSlot::handed_back`] whose log is on when tracking starts keeps its log when
+/// tracking stops. The tracker clears a bit of that log only after it has put the page into
+/// `handed_back`. A write between those two steps changes nothing for the VMM, because the page is
+/// in the bitmap. Therefore, when tracking has stopped, every page that the VMM would have found
+/// dirty is in the log or in `handed_back`. A bit that is not cleared stays set, and the next
+/// harvest reports it. The VMM must not read or clear the log while the tracker is started.
 ///
-/// *Manual protection* is a capability of the VM that KVM does not tell. When tracking stops it is switched off, as KVM begins, or set to
-/// what [`restoring`](Self::restoring) was given.
+/// *Manual protection* is a capability of the VM whose state KVM does not report. When tracking
+/// stops, it is disabled, which is the initial state in KVM, or set to the value that
+/// [`restoring`](Self::restoring) received.
 ///
-/// # Other writers, and PML
-/// *Writes by the VMM* are not in KVM's log. They are in the marks: the writer writes, then marks (release); a harvest
-/// takes the marks by atomic swap (acquire), and the engine reads the pages later. A write whose mark was taken is in what is read.
+/// # Writes of the VMM, and PML
+/// *Writes of the VMM* are not in KVM's log but in the marks: the writer writes and then marks
+/// (release). A harvest takes the marks by atomic swap (acquire), and the engine reads the pages
+/// later. So the engine reads the result of every write whose mark was taken.
 ///
-/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it exits. Reading the log
-/// makes KVM kick the vCPUs; the last harvest happens with all vCPUs out of the guest, when their buffers are flushed.
+/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it
+/// exits. Reading the log makes KVM kick the vCPUs. The last harvest happens with all vCPUs out of
+/// the guest, when their buffers are flushed.
 #[derive(Debug)]
 pub struct KvmLogTracker {
     shared: Arc<Shared>,
-    /// Room for the log of the largest slot, while tracking.
+    /// Buffer for the log of the largest slot, while tracking.
     log: Vec<u64>,
-    /// Manual protection outside of tracking.
+    /// Mode of manual protection outside of tracking.
     manual: ManualProtect,
 }
 
 impl KvmLogTracker {
-    /// A tracker for all memory `slots` of the VM whose descriptor `vm` holds.
+    /// Creates a tracker for all memory `slots` of the VM with the descriptor `vm`.
     ///
     /// # Errors
-    /// If a slot is not whole pages, or its marks are of another length.
+    /// If a slot is not whole pages, or its marks have another length.
     ///
     /// # Safety
-    /// `vm` is a KVM VM's descriptor, open for as long as the `Arc` lives, and each of `slots` is a memory slot of that
-    /// VM, with this number, place, length and mapping, until the tracker and all its protectors are dropped.
+    /// `vm` is the descriptor of a KVM VM and stays open for as long as the `Arc` lives. Each of
+    /// `slots` is a memory slot of that VM, with this number, address, length and mapping, until
+    /// the tracker and all its protectors are dropped.
     pub unsafe fn new(vm: Arc<dyn AsRawFd + Send + Sync>, slots: Vec<LogSlot>) -> Result<Self, TrackerError> {
         slots.iter().try_for_each(LogSlot::check)?;
         let found_on = slots.iter().map(|_| AtomicBool::new(false)).collect();
@@ -187,8 +198,8 @@ impl KvmLogTracker {
         Ok(Self { shared: Arc::new(shared), log: Vec::new(), manual: ManualProtect::NONE })
     }
 
-    /// The same tracker for a VMM that has enabled `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` with the flags `manual`. [`stop`](DirtyTracker::stop)
-    /// enables them again.
+    /// Sets the mode of manual protection that [`stop`](DirtyTracker::stop) restores, for a VMM
+    /// that has enabled `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2` with the flags `manual`.
     #[must_use]
     pub fn restoring(mut self, manual: ManualProtect) -> Self {
         self.manual = manual;
@@ -199,7 +210,8 @@ impl KvmLogTracker {
         self.try_stop()?;
         let words = self.shared.slots.iter().map(|slot| kvm::log_words(slot.spec.len)).max().unwrap_or(0);
         self.log.resize(words, 0);
-        // Before manual protection is switched on: where it was off, reading clears the log in the same step.
+        // Read before manual protection is enabled: while it is off, reading clears the log in the
+        // same step.
         self.take_own_logs()?;
         let manual = kvm::manual_protect_offered(self.shared.vm()).map_err(TrackerError::Unavailable)?;
         if manual.enabled() {
@@ -211,7 +223,7 @@ impl KvmLogTracker {
                 continue;
             }
             if let Err(error) = self.shared.log(slot, true) {
-                // The first error is the one to report; a log that stays on only makes the guest slower.
+                // The first error is reported. A log that stays on only makes the guest slower.
                 let _ = self.restore(index);
                 return Err(error);
             }
@@ -220,7 +232,7 @@ impl KvmLogTracker {
         Ok(())
     }
 
-    /// Finds out which logs are the VMM's own, and hands back what is in them.
+    /// Determines which logs belong to the VMM, and hands back their pages.
     fn take_own_logs(&mut self) -> Result<(), TrackerError> {
         for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on) {
             let Some(handed_back) = &slot.handed_back else { continue };
@@ -239,14 +251,14 @@ impl KvmLogTracker {
         Ok(())
     }
 
-    /// Puts the logs of the first `count` slots and manual protection back to what they were.
+    /// Restores the logs of the first `count` slots and manual protection.
     fn restore(&self, count: usize) -> Result<(), TrackerError> {
         let mut result = Ok(());
         for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on).take(count) {
             if own.load(Ordering::Acquire) {
                 continue;
             }
-            // Every slot, also after an error; the first error is the one to tell.
+            // Continue with every slot after an error, and report the first error.
             let switched = self.shared.log(slot, false);
             result = result.and(switched);
         }
@@ -282,7 +294,8 @@ impl DirtyTracker for KvmLogTracker {
             return Err(TrackerError::NotStarted.into());
         }
         for slot in &self.shared.slots {
-            // Before the log is read: without manual protection reading clears it, and what was read must have a place.
+            // Look up the bitmap before the log is read: without manual protection, reading clears
+            // the log, and the pages must not be lost.
             let map = map_of(dirty, slot.region(), slot.pages())?;
             let log = &mut self.log;
             collect(map, slot.handed_back.as_deref(), |map| {
@@ -307,7 +320,7 @@ impl DirtyTracker for KvmLogTracker {
 
 impl Drop for KvmLogTracker {
     fn drop(&mut self) {
-        // Nobody is left to be told; a log that stays on makes the guest slower, nothing else.
+        // No caller receives the error. A log that stays on only makes the guest slower.
         let _ = self.try_stop();
     }
 }
@@ -320,7 +333,7 @@ impl Protect for Shared {
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
         match self.mode() {
             Mode::Off => return Err(TrackerError::NotStarted.into()),
-            // The harvest that reported a page protected it.
+            // The harvest that reported a page has protected it.
             Mode::ByReading => return Ok(()),
             Mode::ByHand => {}
         }
@@ -337,7 +350,8 @@ impl Protect for Shared {
         let handed_back = slot.handed_back.as_deref().filter(|_| own.load(Ordering::Acquire));
         let clear = |first: u64, count: u32, bits: &mut [u64]| {
             if let Some(handed_back) = handed_back {
-                // Of another page the VMM would not hear any more. Such a page is protected, or the next harvest reports it.
+                // The VMM must not lose a page that is not in `handed_back`, so its bit is not
+                // cleared. Such a page is protected, or the next harvest reports it.
                 for (word, index) in bits.iter_mut().zip(first / 64..) {
                     *word &= usize::try_from(index).map_or(0, |index| handed_back.word(index));
                 }
@@ -352,16 +366,20 @@ impl Protect for Shared {
     }
 }
 
-/// Calls `clear(first page, pages, bits)` for stretches that together have exactly the pages of `chunk` that are set in
-/// `pages`. As KVM wants it, each starts at a multiple of 64 and is a multiple of 64 long, or reaches the end of the slot,
-/// whose length is that of `pages`. Leading and trailing words without pages are left out.
+/// Calls `clear(first page, pages, bits)` for stretches that together contain exactly the pages of
+/// `chunk` that are set in `pages`.
+///
+/// As KVM requires, each stretch starts at a multiple of 64 pages. Its length is a multiple of 64,
+/// or it reaches the end of the slot, whose length is that of `pages`. Leading and trailing words
+/// without pages are omitted.
 fn for_each_clear(
     chunk: PageRun,
     pages: &Bitmap,
     mut clear: impl FnMut(u64, u32, &mut [u64]) -> Result<(), TrackerError>,
 ) -> Result<(), TrackerError> {
     let word = |index: u64| {
-        // Bits of pages before and behind the chunk, in its first and last word, are not ours to clear.
+        // Bits of pages before and after the chunk, in its first and last word, must not be
+        // cleared.
         let below = chunk.first.0.saturating_sub(index * 64).min(64);
         let above = ((index + 1) * 64).saturating_sub(chunk.end()).min(64);
         let keep = if below + above >= 64 { 0 } else { (u64::MAX << below) & (u64::MAX >> above) };
@@ -395,7 +413,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn clears_are_aligned_and_have_exactly_the_pages(
+        fn clears_are_aligned_and_cover_exactly_the_pages(
             len in 1u64..30_000,
             seeds in prop::collection::vec((0u64..30_000, 1u64..300), 0..40),
             from in 0u64..30_000,

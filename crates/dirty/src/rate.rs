@@ -1,36 +1,37 @@
-//! How fast a guest dirties its memory.
+//! Measurement of the dirty rate.
 
 use crate::TrackerError;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, GuestMemory, PAGE_SIZE, PageRun, PageSet, RingFigures, VmError};
 
-/// What a guest dirtied within a time.
+/// Pages that a guest dirtied within a window.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RatePoint {
-    /// Since all pages were protected. All windows begin together.
+    /// Length of the window, since all pages were protected. All windows begin together.
     pub window: Duration,
-    /// Pages that were written at least once: the working set of that window.
+    /// Number of pages that were written at least once: the working set of the window.
     pub pages: u64,
-    /// For each vCPU, the pages that it was the first to write since they were protected; empty without rings. A page counts
-    /// again when it was harvested in between.
+    /// For each vCPU, the number of pages that it was the first to write since they were protected.
+    /// Empty without rings. A page counts again if it was harvested in between.
     pub vcpus: Vec<u64>,
 }
 
 impl RatePoint {
-    /// Bytes a second that had to be sent again to keep up with this window. A page that is written twice within it counts
-    /// once, so a longer window gives a lower rate.
+    /// Returns the dirty rate in bytes per second: the rate at which pages must be sent again to
+    /// keep up with this window. A page that is written twice within the window counts once, so a
+    /// longer window gives a lower rate.
     #[must_use]
-    #[expect(clippy::cast_precision_loss, reason = "a rate for people and predictions")]
+    #[expect(clippy::cast_precision_loss, reason = "a rate for reports and predictions")]
     pub fn bytes_per_s(&self) -> f64 {
         (self.pages * PAGE_SIZE) as f64 / self.window.as_secs_f64().max(1e-9)
     }
 }
 
-/// Protects all pages, and counts how many have been written at the end of each of `windows`, which ascend. Tracks for no
-/// longer than that; `stop` ends it earlier, with the windows that were over.
+/// Protects all pages, and counts the written pages at the end of each of `windows`, which ascend.
 ///
-/// The guest runs meanwhile and pays a fault for each page that it writes, once.
+/// Tracking ends after the last window. If `stop` returns true, it ends earlier, with the windows
+/// that are complete. The guest continues to run, and pays one fault for each page that it writes.
 ///
 /// # Errors
 /// If the tracker fails.
@@ -48,7 +49,7 @@ pub fn measure(
     Ok(points)
 }
 
-/// How often somebody who wants it to end is noticed.
+/// Time between two calls of `stop`.
 const TICK: Duration = Duration::from_millis(50);
 
 fn watch(
@@ -59,7 +60,7 @@ fn watch(
 ) -> Result<Vec<RatePoint>, VmError> {
     let layout = memory.layout();
     protect_all(tracker, memory)?;
-    // What was written, or was never protected, until here is not ours to count.
+    // Discard the pages that were written, or not protected, before this point.
     tracker.harvest(&mut PageSet::empty(layout))?;
     let (began, before) = (Instant::now(), tracker.ring());
     let (mut written, mut points) = (PageSet::empty(layout), Vec::with_capacity(windows.len()));
@@ -70,7 +71,8 @@ fn watch(
             }
             std::thread::sleep(left.min(TICK));
         }
-        // A harvest may protect what it reports; the set keeps it, so that each page counts once.
+        // A harvest may protect the pages that it reports. The set keeps them, so each page counts
+        // once.
         let window = began.elapsed();
         tracker.harvest(&mut written)?;
         let vcpus = tracker.ring().map(|now| each_vcpu(&now, before.as_ref())).unwrap_or_default();
@@ -100,13 +102,13 @@ fn each_vcpu(now: &RingFigures, before: Option<&RingFigures>) -> Vec<u64> {
     now.vcpus.iter().enumerate().map(|(index, vcpu)| vcpu.pages.saturating_sub(earlier(index))).collect()
 }
 
-/// Most windows of one measurement.
+/// Maximum number of windows of one measurement.
 const MOST_WINDOWS: usize = 64;
 
-/// Windows that are not ascending, none, or too many.
+/// Checks that `windows` is not empty, ascends, is not too long, and ends within `longest`.
 ///
 /// # Errors
-/// Which it is.
+/// Returns [`TrackerError::Windows`] if a condition does not hold.
 pub fn check_windows(windows: &[Duration], longest: Duration) -> Result<(), TrackerError> {
     let ascending = windows.windows(2).all(|pair| pair[0] < pair[1]);
     let fits = windows.first().is_some_and(|first| !first.is_zero()) && windows.last() <= Some(&longest);
@@ -122,13 +124,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rate_is_bytes_by_time() {
+    fn rate_is_bytes_divided_by_time() {
         let point = RatePoint { window: Duration::from_millis(500), pages: 1000, vcpus: Vec::new() };
         assert!((point.bytes_per_s() - 8_192_000.0).abs() < 1e-6);
     }
 
     #[test]
-    fn windows_ascend_and_end() {
+    fn windows_must_ascend_and_end_within_the_limit() {
         let ms = Duration::from_millis;
         let check = |windows: &[Duration]| check_windows(windows, ms(1000));
         assert!(check(&[ms(1), ms(10), ms(1000)]).is_ok());

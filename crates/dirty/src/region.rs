@@ -8,27 +8,30 @@ use std::sync::Arc;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 
-/// What a mapping is made of.
+/// Backing of a mapping.
 #[derive(Debug, Clone)]
 pub enum Backing {
-    /// Private anonymous memory. (Shared anonymous memory is a memfd without a name: it is not this.)
+    /// Private anonymous memory. Shared anonymous memory is a memfd without a name and does not
+    /// belong to this variant.
     Anonymous,
     /// A memfd, or another file on tmpfs, mapped shared.
     Memfd {
-        /// The file.
+        /// File that is mapped.
         file: Arc<OwnedFd>,
-        /// Where in the file the region starts, in bytes.
+        /// Offset in the file at which the region starts, in bytes.
         offset: u64,
     },
-    /// Anything else, such as a memfd of huge pages, which does not tell what was written (`SEEK_DATA` finds data
-    /// everywhere): every page counts as touched.
+    /// Any other backing, for example a memfd of huge pages, which does not report its written
+    /// pages (`SEEK_DATA` finds data everywhere). Every page counts as touched.
     Other,
 }
 
-/// Source of marks: the pages of one region that were written or dropped in a way that no tracker sees.
+/// Source of marks: the pages of one region that were written or dropped in a way that no tracker
+/// detects.
 ///
-/// Device models, loaders and the kernel on their behalf make such writes. [`AtomicBitmap`] is one source.
-/// The dirty bitmap of another memory library can be another: this trait takes what that library has recorded.
+/// Device models and loaders make such writes, also through the kernel. [`AtomicBitmap`] is one
+/// source. For the dirty bitmap of another memory library, implement this trait to take the pages
+/// that the library has recorded.
 ///
 /// # Order
 /// A writer writes the page, and then marks it with at least release order. [`harvest`](Self::harvest) takes the
@@ -38,7 +41,8 @@ pub trait Marks: fmt::Debug + Send + Sync {
     /// Returns the number of pages that can be marked, which is the number of pages of the region.
     fn pages(&self) -> u64;
 
-    /// Moves every mark into `dirty`, a bitmap of [`pages`](Self::pages) pages. Bits that are set there stay set.
+    /// Moves every mark into `dirty`, a bitmap of [`pages`](Self::pages) pages. Bits that are
+    /// already set in `dirty` stay set.
     ///
     /// A mark must not be lost: it is in `dirty` after this call, or a later call finds it.
     fn harvest(&self, dirty: &mut Bitmap);
@@ -54,38 +58,39 @@ impl Marks for AtomicBitmap {
     }
 }
 
-/// A region of guest memory, mapped readable and writable in this process.
+/// Region of guest memory, mapped readable and writable in this process.
 #[derive(Debug, Clone)]
 pub struct MappedRegion {
-    /// Its name in the migration.
+    /// Id of the region in the migration.
     pub id: RegionId,
-    /// Address of its first byte in this process, at a page boundary.
+    /// Address of the first byte in this process, at a page boundary.
     pub host: u64,
-    /// Its length in bytes, whole pages.
+    /// Length of the region in bytes, whole pages.
     pub len: u64,
-    /// What it is made of.
+    /// Backing of the mapping.
     pub backing: Backing,
-    /// Pages that were written or dropped in a way that the tracker cannot see; each marked after it happened. One bit
-    /// for each page of the region.
+    /// Pages that were written or dropped in a way that the tracker cannot detect. Each page is
+    /// marked after the write or the drop. One bit for each page of the region.
     pub marks: Option<Arc<dyn Marks>>,
-    /// Receives every page that the tracker takes out of `marks` or finds written; one bit for each page of the region. A VMM that uses
-    /// `marks` for itself needs this: see [`LogSlot::handed_back`](crate::LogSlot::handed_back).
+    /// Receives every page that the tracker takes out of `marks` or finds written. One bit for each
+    /// page of the region. A VMM that uses `marks` itself needs this bitmap: see
+    /// [`LogSlot::handed_back`](crate::LogSlot::handed_back).
     pub handed_back: Option<Arc<AtomicBitmap>>,
 }
 
 impl MappedRegion {
-    /// How many pages it has.
+    /// Returns the number of pages of the region.
     #[must_use]
     pub fn pages(&self) -> u64 {
         self.len >> PAGE_SHIFT
     }
 
-    /// Its addresses.
+    /// Returns the addresses of the region.
     pub(crate) fn span(&self) -> Range<u64> {
         self.host..self.host.saturating_add(self.len)
     }
 
-    /// The addresses of `run`, which is checked against the region.
+    /// Returns the addresses of `run`, after a check that the region has the pages.
     pub(crate) fn span_of(&self, run: PageRun) -> Result<Range<u64>, TrackerError> {
         if run.end() > self.pages() {
             return Err(TrackerError::NoPages { region: self.id, have: self.pages(), run });
@@ -93,14 +98,15 @@ impl MappedRegion {
         Ok(self.host + run.first.offset()..self.host + (run.end() << PAGE_SHIFT))
     }
 
-    /// The pages at `addresses`, which lie in the region; parts of a page count as that page.
+    /// Returns the pages at `addresses`, which lie in the region. A part of a page counts as that
+    /// page.
     pub(crate) fn pages_at(&self, addresses: Range<u64>) -> Range<u64> {
         let first = addresses.start.saturating_sub(self.host) >> PAGE_SHIFT;
         let end = addresses.end.saturating_sub(self.host).div_ceil(PAGE_SIZE);
         first.min(self.pages())..end.min(self.pages())
     }
 
-    /// Checks what a tracker relies on.
+    /// Checks the conditions that a tracker depends on.
     pub(crate) fn check(&self) -> Result<(), TrackerError> {
         let whole = self.len != 0
             && self.len.is_multiple_of(PAGE_SIZE)
@@ -114,7 +120,8 @@ impl MappedRegion {
     }
 }
 
-/// Checks that marks of `bits` pages, if there are marks, are one bit for each of `pages`.
+/// Checks that marks, if there are any, have one bit for each of `pages`. `bits` is the number of
+/// bits.
 pub(crate) fn check_marks(region: RegionId, pages: u64, bits: Option<u64>) -> Result<(), TrackerError> {
     match bits {
         Some(bits) if bits != pages => Err(TrackerError::Length { region, have: pages, bits }),
@@ -122,7 +129,7 @@ pub(crate) fn check_marks(region: RegionId, pages: u64, bits: Option<u64>) -> Re
     }
 }
 
-/// The bitmap of region `id` in `set`, if it has the right length.
+/// Returns the bitmap of region `id` in `set`, if it has the right length.
 pub(crate) fn map_of(set: &mut PageSet, id: RegionId, pages: u64) -> Result<&mut Bitmap, TrackerError> {
     let map = set.region_mut(id).ok_or(TrackerError::NoRegion(id))?;
     if map.len() != pages {
@@ -131,7 +138,8 @@ pub(crate) fn map_of(set: &mut PageSet, id: RegionId, pages: u64) -> Result<&mut
     Ok(map)
 }
 
-/// Has `collect` add pages to `map`, and hands back what it added, also where it fails half-way. Without `handed_back` this costs nothing.
+/// Calls `collect`, which adds pages to `map`, and hands back the added pages, even if `collect`
+/// fails half-way. Without `handed_back` this costs nothing.
 pub(crate) fn collect(
     map: &mut Bitmap,
     handed_back: Option<&AtomicBitmap>,
@@ -145,8 +153,10 @@ pub(crate) fn collect(
     collected
 }
 
-/// Takes all marks and hands them back: what was written before tracking started is sent anyway. A write that is being marked at the same
-/// time is either done, and then the first pass reads it, or marked after this, and then the first harvest finds it.
+/// Takes all marks and hands them back. The marks may be discarded, because all pages that were
+/// written before tracking started are sent anyway. A write that happens during the call is either
+/// complete, and then the first pass reads it, or it is marked afterwards, and then the first
+/// harvest finds it.
 pub(crate) fn forget(marks: Option<&dyn Marks>, handed_back: Option<&AtomicBitmap>) {
     if let Some(marks) = marks {
         let mut scratch = Bitmap::new(marks.pages());

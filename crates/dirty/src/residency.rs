@@ -1,4 +1,4 @@
-//! Which pages may hold anything but zeros.
+//! Detection of the pages that may hold anything but zeros.
 
 use crate::{Backing, MappedRegion, TrackerError};
 use vmferry_bitmap::Bitmap;
@@ -6,31 +6,37 @@ use vmferry_core::PageRun;
 use vmferry_sys::pagemap::{IS_PFNZERO, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 use vmferry_sys::{SysError, memfd};
 
-/// Runs read from the kernel at a time: 6 KiB of stack.
+/// Number of runs that one read from the kernel returns: 6 KiB of stack.
 const RUNS: usize = 256;
 
-/// Opens what [`touched`] looks into, once in the process, for threads that will not be able to: whoever makes guest memory calls it.
+/// Opens the pagemap that [`touched`] reads, once for the process. The creator of guest memory
+/// calls this function, because confined threads cannot open the file later.
 pub fn prepare() {
-    // Without /proc, whoever looks is told so then.
+    // Without /proc, `touched` returns the error.
     let _ = Pagemap::own();
 }
 
-/// Adds to `touched`, a bitmap of the whole region, those pages of `run` that may hold anything but zeros.
+/// Adds those pages of `run` that may hold anything but zeros to `touched`, a bitmap of the whole
+/// region.
 ///
-/// "Not resident" is another question with another answer, and no safe one here:
+/// Such a page need not be resident, and a resident page may hold zeros, so residency is not a safe
+/// criterion:
 ///
-/// * Anonymous memory: a page that was swapped out is not resident (`mincore` says so) but full of data. So a page is
-///   touched if it is present or swapped out, a page under migration within the host counting as swapped. The kernel's
-///   shared page of zeros, which a read of untouched memory maps, is not touched: a write to it maps another page.
-/// * memfd: what other mappings of the file wrote, in this process or another, is data although this mapping's page
-///   table has nothing. So the file is asked for its data (`SEEK_DATA`), which includes what is swapped out.
+/// * Anonymous memory: a page that was swapped out is not resident (`mincore` says so) but has
+///   data. Therefore a page counts as touched if it is present or swapped out. A page under
+///   migration within the host counts as swapped. The kernel's shared zero page, which a read of
+///   untouched memory maps, does not count as touched: a write maps another page in its place.
+/// * memfd: data that was written through another mapping of the file, in this process or another,
+///   is not in the page table of this mapping. Therefore the function asks the file for its data
+///   (`SEEK_DATA`), which includes swapped-out pages.
 ///
-/// The answer is about a moment. The caller protects the pages first, so that one touched afterwards is harvested.
-/// Where the kernel has no `PAGEMAP_SCAN` the pagemap's entries are read instead (they do not tell the page of zeros).
+/// The result holds for one moment. The caller must protect the pages first, so that a page that is
+/// touched afterwards is harvested. If the kernel has no `PAGEMAP_SCAN`, the entries of the pagemap
+/// are read instead (they do not identify the zero page).
 ///
 /// # Errors
-/// If `run` is not in the region, `touched` is not as long as the region, or the host does not answer. Pages that were
-/// added before the error are in `touched`.
+/// If `run` is not in the region, `touched` does not have the length of the region, or the host
+/// does not report the pages. Pages that were added before the error stay in `touched`.
 pub fn touched(region: &MappedRegion, run: PageRun, touched: &mut Bitmap) -> Result<(), TrackerError> {
     let span = region.span_of(run)?;
     if touched.len() != region.pages() {
@@ -72,7 +78,7 @@ fn populated(
         touched.set_range(region.pages_at(run.start..run.end));
     });
     match scanned {
-        // ENOTTY comes from a kernel without the request, ENOSYS from an emulator of user programs.
+        // A kernel without the request returns ENOTTY, an emulator of user programs ENOSYS.
         Err(error) if matches!(error.errno(), Some(libc::ENOTTY | libc::ENOSYS)) => {
             map.for_each_populated_entry(span, |run| touched.set_range(region.pages_at(run)))
         }

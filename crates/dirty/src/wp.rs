@@ -1,4 +1,4 @@
-//! Tracking by write protection in this process's page tables.
+//! Tracking with write protection in the page tables of this process.
 
 use crate::region::{collect, forget, map_of};
 use crate::{Backing, MappedRegion, TrackerError};
@@ -11,23 +11,26 @@ use vmferry_sys::memfd;
 use vmferry_sys::pagemap::{IS_PRESENT, IS_SWAPPED, IS_WRITTEN, Match, PageRegion, Pagemap};
 use vmferry_sys::uffd::{FEATURE_WP, FEATURE_WP_ASYNC, FEATURE_WP_SHMEM, Userfaultfd};
 
-/// Runs read from the kernel at a time: 48 KiB, allocated once. Written pages lie scattered, so nearly each is a run.
+/// Number of runs that one read from the kernel returns: 48 KiB, allocated once. Written pages are
+/// scattered, so nearly each page is a run.
 const RUNS: usize = 2048;
 
-/// Bytes that one scan covers. For the time of a scan KVM keeps vCPUs from faulting in the whole range that is scanned
-/// (its MMU notifier); 256 MiB of small pages take about half a millisecond, and up to 2 ms when all were written.
+/// Number of bytes that one scan covers. During a scan, KVM prevents vCPUs from faulting in the
+/// whole scanned range (its MMU notifier). A scan of 256 MiB of small pages takes about half a
+/// millisecond, and up to 2 ms if all pages were written.
 const SCAN_BYTES: u64 = 256 << 20;
 
-/// Bytes that are unregistered at a time: the kernel excludes every page fault of the process meanwhile, 5 ms for this
-/// many.
+/// Number of bytes that are unregistered at a time. The kernel blocks all page faults of the
+/// process meanwhile, for 5 ms with this value.
 const UNREGISTER_BYTES: u64 = 256 << 20;
 
-/// Written pages: there (or swapped out) and not protected.
+/// Filter for written pages: present (or swapped out) and not protected.
 ///
-/// Pages that are not there at all are left out on purpose. Newer kernels call them written, too; matching them would
-/// put a marker in the page table for every page that the guest never touched, which costs page tables, keeps huge
-/// pages from being used there, and makes untouched pages look swapped out. They need no protection: the first write
-/// makes a page that is there and not protected.
+/// Pages that do not exist are excluded on purpose. Newer kernels also report them as written.
+/// Matching them would put a marker into the page table for every page that the guest never
+/// touched. The markers cost page tables, prevent huge pages, and make untouched pages look swapped
+/// out. Such pages need no protection: the first write creates a page that is present and not
+/// protected.
 const WRITTEN: Match = Match {
     inverted: 0,
     all: IS_WRITTEN,
@@ -36,7 +39,7 @@ const WRITTEN: Match = Match {
     protect: true,
 };
 
-/// Pages of which the page table knows nothing, not even a marker.
+/// Filter for pages without any entry in the page table, not even a marker.
 const NOTHING: Match = Match {
     inverted: IS_PRESENT | IS_SWAPPED,
     all: IS_PRESENT | IS_SWAPPED,
@@ -45,28 +48,33 @@ const NOTHING: Match = Match {
     protect: false,
 };
 
-/// Finds written pages by userfaultfd's asynchronous write protection, read and renewed by `PAGEMAP_SCAN`.
+/// Tracker that finds written pages with userfaultfd's asynchronous write protection, read and
+/// renewed by `PAGEMAP_SCAN`.
 ///
-/// It sees every write through the page tables of this process: by its threads, by the kernel on their behalf (`read`
-/// into guest memory), and by KVM guests, whose writes to a protected page make KVM fault it in again. So the VMM marks
-/// nothing for its ordinary writes. It works at any time and needs no privilege: it never waits for a fault, so the
-/// restricted userfaultfd that ordinary users get is enough.
+/// The tracker detects every write through the page tables of this process: by its threads, by the
+/// kernel for these threads (`read` into guest memory), and by KVM guests, whose write to a
+/// protected page makes KVM fault it in again. So the VMM need not mark its ordinary writes. The
+/// tracker needs no privilege: it never waits for a fault, so the restricted userfaultfd of
+/// ordinary users is sufficient.
 ///
-/// What it does not see, and who has to mark it ([`MappedRegion::marks`]):
-/// * writes through another mapping of a memfd (a vhost-user backend): its page table is another one;
-/// * device writes to pages that were pinned before they were protected (`O_DIRECT` reads, io_uring fixed buffers):
-///   mark after the completion;
-/// * dropped memory (see the crate's documentation).
+/// The tracker does not detect the following, which the VMM must mark ([`MappedRegion::marks`]):
+/// * writes through another mapping of a memfd (a vhost-user backend), which has another page
+///   table;
+/// * device writes to pages that were pinned before they were protected (`O_DIRECT` reads, io_uring
+///   fixed buffers): mark them after the completion;
+/// * dropped memory (see the documentation of the crate).
 ///
-/// A huge page is protected as one, at little cost. The first write to it splits it and dirties 4 KiB, not 2 MiB. The
-/// kernel may join it again when tracking has stopped. One of the host's pool (hugetlbfs) is never split: a write to it
-/// dirties all of its 2 MiB, so the log or the ring, which KVM keeps by 4 KiB, suit such a guest better.
+/// A huge page is protected as a whole, at little cost. The first write splits the huge page and
+/// dirties 4 KiB, not 2 MiB. The kernel may merge the pages again when tracking has stopped. A huge
+/// page of the host's pool (hugetlbfs) is never split: a write dirties all of its 2 MiB. KVM's log
+/// and rings count in 4 KiB and suit such a guest better.
 ///
 /// # Why no write is lost
-/// `PAGEMAP_SCAN` protects a page and reports it in one step, under the page table's lock, and flushes the TLBs before
-/// it returns. So a page is in the harvested set only after it was protected again (never the other way round, which
-/// would lose a write in between), and [`Protect::protect`] has nothing left to do: a write after the harvest returned,
-/// hence every write after `protect` returned, lifts the protection and is found by the next scan.
+/// `PAGEMAP_SCAN` protects a page and reports it in one step, under the lock of the page table, and
+/// flushes the TLBs before it returns. So a page is in the harvested set only after it was
+/// protected again. The opposite order would lose a write in between. [`Protect::protect`] has
+/// nothing to do: every write after the harvest has returned, and so every write after `protect`
+/// has returned, lifts the protection, and the next scan finds the page.
 #[derive(Debug)]
 pub struct WpTracker {
     regions: Vec<MappedRegion>,
@@ -74,7 +82,7 @@ pub struct WpTracker {
     active: Option<Active>,
 }
 
-/// What exists while tracking.
+/// State while tracking.
 #[derive(Debug)]
 struct Active {
     uffd: Userfaultfd,
@@ -82,19 +90,20 @@ struct Active {
 }
 
 impl WpTracker {
-    /// A tracker for `regions`, which stay mapped as they are for as long as it tracks.
+    /// Creates a tracker for `regions`, whose mappings must not change while the tracker is
+    /// started.
     ///
     /// # Errors
-    /// If a region is not whole pages, or its marks are of another length.
+    /// If a region is not whole pages, or its marks have another length.
     pub fn new(regions: Vec<MappedRegion>) -> Result<Self, TrackerError> {
         regions.iter().try_for_each(MappedRegion::check)?;
         Ok(Self { regions, runs: Vec::new(), active: None })
     }
 
-    /// Whether this host and this user can track this way.
+    /// Checks whether this host and this user support this kind of tracking.
     ///
     /// # Errors
-    /// [`TrackerError::Unavailable`] says what is missing.
+    /// Returns [`TrackerError::Unavailable`] with the missing feature or permission.
     pub fn available() -> Result<(), TrackerError> {
         Userfaultfd::open(FEATURE_WP | FEATURE_WP_ASYNC | FEATURE_WP_SHMEM)
             .and_then(|_| Pagemap::open())
@@ -103,7 +112,7 @@ impl WpTracker {
     }
 
     fn try_start(&mut self) -> Result<(), TrackerError> {
-        // Stop first, so that starting twice is starting anew.
+        // Stop first, so that a second start begins again.
         self.try_stop()?;
         let uffd = Userfaultfd::open(FEATURE_WP | FEATURE_WP_ASYNC | FEATURE_WP_SHMEM)
             .map_err(TrackerError::Unavailable)?;
@@ -112,7 +121,7 @@ impl WpTracker {
         let active = Active { uffd, pagemap };
         for region in &self.regions {
             forget(region.marks.as_deref(), region.handed_back.as_deref());
-            // On an error `active` is dropped: closing the userfaultfd lifts whatever was protected.
+            // On an error `active` is dropped: closing the userfaultfd lifts all protection.
             active.uffd.register_wp(region.span()).map_err(TrackerError::host(region.id))?;
             for span in chunks(region.span(), SCAN_BYTES) {
                 active
@@ -131,7 +140,7 @@ impl WpTracker {
         let mut result = Ok(());
         for region in &self.regions {
             for span in chunks(region.span(), UNREGISTER_BYTES) {
-                // Go on after an error: what is left is unregistered when the descriptor is closed.
+                // Continue after an error: the rest is unregistered when the descriptor is closed.
                 let given = active.uffd.unregister(span).map_err(TrackerError::host(region.id));
                 result = result.and(given);
             }
@@ -171,7 +180,7 @@ impl DirtyTracker for WpTracker {
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
-        // See "Why no write is lost" above.
+        // See "Why no write is lost" in the documentation of the type.
         Arc::new(NothingToProtect)
     }
 
@@ -193,18 +202,20 @@ impl Active {
             map.set_range(region.pages_at(run.start..run.end));
         });
         scanned.map_err(|error| {
-            // The scan may have protected pages that it did not come to report: take them all for written.
+            // The scan may have protected pages that it did not report, so all pages of `span`
+            // count as written.
             map.set_range(region.pages_at(span));
             TrackerError::host(region.id)(error)
         })
     }
 
-    /// Adds to `map` those pages of a memfd that hold data although this mapping knows nothing of them, and leaves
-    /// protection markers for them, so that each is reported once.
+    /// Adds to `map` the pages of a memfd that have data but no entry in the page table of this
+    /// mapping. Leaves protection markers for them, so that each page is reported once.
     ///
-    /// When the kernel takes a page of a memfd out of a mapping (to swap it out, say), it leaves a marker if the page
-    /// was protected, and nothing if it had been written since. So "nothing" over data means: written, then unmapped.
-    /// Data that only another mapping wrote looks the same, and is reported once, too.
+    /// When the kernel removes a page of a memfd from a mapping (for example to swap it out), it
+    /// leaves a marker if the page was protected, and no entry if the page was written since. So a
+    /// missing entry over data means that the page was written and then unmapped. Data that was
+    /// written through another mapping only looks the same, and is also reported once.
     fn unmapped(
         &self,
         region: &MappedRegion,
@@ -215,14 +226,16 @@ impl Active {
     ) -> Result<(), TrackerError> {
         let mut failed = Ok(());
         let base = region.host;
-        // Most guests have no such pages, or a few large holes: asking the file for data only there keeps this cheap.
+        // Most guests have no such pages, or a few large holes. Asking the file for data only there
+        // keeps the cost low.
         self.pagemap
             .for_each(span, NOTHING, runs, |nothing| {
                 let within = nothing.start - base + offset..nothing.end - base + offset;
                 let asked = memfd::data_ranges(file, within, |data| {
                     let addresses = data.start - offset + base..data.end - offset + base;
                     let pages = region.pages_at(addresses.clone());
-                    // Protect first, then report. A page that is written in between stays written and comes again.
+                    // Protect first, then report. A page that is written in between stays written
+                    // and is reported again.
                     if let Err(error) = self.uffd.write_protect(addresses, true) {
                         failed = Err(error);
                     }
@@ -237,7 +250,7 @@ impl Active {
     }
 }
 
-/// `span` in pieces of at most `len` bytes.
+/// Returns `span` in pieces of at most `len` bytes.
 fn chunks(span: Range<u64>, len: u64) -> impl Iterator<Item = Range<u64>> {
     let end = span.end;
     let step = usize::try_from(len).unwrap_or(usize::MAX);

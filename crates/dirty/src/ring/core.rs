@@ -1,7 +1,7 @@
-//! Harvesting: which entries are taken, in which order things happen, and who waits for whom.
+//! Harvesting of dirty rings: which entries are taken, in which order, and which locks are held.
 //!
-//! Everything that is KVM's is behind [`Kernel`], so that the tests can put a model in its place and try out every
-//! interleaving of the very code that ships.
+//! All calls to KVM are behind [`Kernel`], so that tests can use a model instead and check every
+//! interleaving of the code that ships.
 
 use super::policy::RingView;
 use super::stats::Counters;
@@ -15,13 +15,15 @@ use vmferry_core::RegionId;
 use vmferry_sys::SysError;
 use vmferry_sys::ring::{RESERVED_ENTRIES, RingPage};
 
-/// Calls of `KVM_RESET_DIRTY_RINGS` in a row that free nothing, until a ring counts as stuck. A call is ended early by
-/// each signal, and costs about a microsecond then. No thread gets ten thousand signals in a row.
+/// Number of consecutive calls of `KVM_RESET_DIRTY_RINGS` without a freed entry after which a ring
+/// counts as stuck. Each signal ends a call early, after about a microsecond. No thread gets ten
+/// thousand signals in a row.
 const FRUITLESS_RESETS: u32 = 10_000;
 
-/// The memory of the rings, and the call that resets them. Methods as in [`vmferry_sys::ring`].
+/// Memory of the rings, and the call that resets them. The methods correspond to
+/// [`vmferry_sys::ring`].
 pub(crate) trait Kernel: Send + Sync {
-    /// Entries of each ring, a power of two.
+    /// Returns the number of entries of each ring, a power of two.
     fn entries(&self) -> u32;
     fn dirty(&self, ring: usize, index: u32) -> Option<RingPage>;
     fn mark_harvested(&self, ring: usize, index: u32);
@@ -33,8 +35,9 @@ pub(crate) trait Kernel: Send + Sync {
 #[derive(Debug)]
 pub(crate) struct Found {
     maps: Vec<(u32, Arc<AtomicBitmap>)>,
-    /// Pages that no slot of ours has, and the last of their slots.
+    /// Number of pages that are in none of the slots.
     strangers: AtomicU64,
+    /// Slot of the last page that is in none of the slots.
     strange_slot: AtomicU32,
 }
 
@@ -58,7 +61,7 @@ impl Found {
         }
     }
 
-    /// An error if KVM ever reported a page that is in none of our slots, which would be lost.
+    /// Returns an error if KVM ever reported a page that is in none of the slots and would be lost.
     pub(crate) fn check(&self) -> Result<(), TrackerError> {
         match self.strangers.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -67,7 +70,8 @@ impl Found {
     }
 }
 
-/// The place of the next entry to take. Counts up for ever and wraps around at 2^32, a multiple of every ring's size.
+/// Index of the next entry to take. It increases forever and wraps around at 2^32, a multiple of
+/// every ring size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cursor(u32);
 
@@ -76,37 +80,37 @@ impl Cursor {
         self.0.wrapping_add(entries)
     }
 
-    /// The entry before: the last one that was taken.
+    /// Returns the index of the previous entry, which was taken last.
     fn last(self) -> u32 {
         self.0.wrapping_sub(1)
     }
 }
 
-/// State of a ring that belongs to the thread that harvests it.
+/// State of a ring that belongs to the thread that harvests the ring.
 #[derive(Debug)]
 struct Harvester {
     next: Cursor,
-    /// Taken and marked, but not known to be protected again, hence not published. Empty, unless a reset failed: then these
-    /// pages wait for the next attempt.
+    /// Pages that were taken and marked, but may not be protected again yet and are not published.
+    /// Empty unless a reset failed: then these pages wait for the next attempt.
     batch: Vec<RingPage>,
 }
 
 #[derive(Debug)]
 struct Ring {
     harvester: Mutex<Harvester>,
-    /// A copy of `harvester.next` for [`Core::used`], which takes no lock.
+    /// Copy of `harvester.next` for [`Core::used`], which takes no lock.
     next: AtomicU32,
     counters: Counters,
 }
 
-/// A way to get the order wrong, for tests that show that it matters.
+/// Deliberately wrong order of steps, for tests that show that the order matters.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flaw {
     None,
     /// Pages can be sent before they are protected again.
     PublishFirst,
-    /// Takes "KVM has the entry back" for "KVM has protected the page".
+    /// Treats an entry that KVM has freed as a page that KVM has protected.
     ResetsAtOnce,
 }
 
@@ -114,15 +118,17 @@ pub(crate) enum Flaw {
 pub(crate) struct Core<K> {
     kernel: K,
     rings: Vec<Ring>,
-    /// Held for each call of `reset`. While another thread's call is under way that took our entries, a call of our own can
-    /// return with nothing to do, and our entries can be free, before their pages are protected or TLBs flushed.
+    /// Lock that is held for each call of `reset`. Without the lock, another thread's running call
+    /// may have taken the entries of this thread. A call of this thread could then return with
+    /// nothing to do, and its entries could be free, before their pages are protected or the TLBs
+    /// flushed.
     resets: Mutex<()>,
     /// Lock of policies that harvest all rings at once: see [`Core::harvest_all`].
     one: Mutex<()>,
     found: Found,
-    /// Entries that a vCPU can fill before it is stopped: learned, as it depends on the processor.
+    /// Number of entries that a vCPU can fill before it is stopped. It depends on the processor.
     usable: AtomicU32,
-    /// The most that a full ring was seen to hold; 0 while none was.
+    /// Largest number of entries that a full ring held, or 0 before the first full ring.
     learned: AtomicU32,
     made: Instant,
     #[cfg(test)]
@@ -130,7 +136,7 @@ pub(crate) struct Core<K> {
 }
 
 impl<K: Kernel> Core<K> {
-    /// Rings that KVM has not put anything in yet, one for each vCPU.
+    /// Creates the state of `rings` rings, one for each vCPU, to which KVM has not added any page.
     pub(crate) fn new(kernel: K, rings: usize, found: Found) -> Self {
         let ring = |_| Ring {
             harvester: Mutex::new(Harvester { next: Cursor(0), batch: Vec::new() }),
@@ -169,7 +175,7 @@ impl<K: Kernel> Core<K> {
         self.rings.len()
     }
 
-    /// Entries of a ring that a vCPU can fill before it has to stop.
+    /// Returns the number of entries of a ring that a vCPU can fill before it has to stop.
     pub(crate) fn usable(&self) -> u32 {
         match self.learned.load(Ordering::Relaxed) {
             0 => self.usable.load(Ordering::Relaxed),
@@ -177,7 +183,7 @@ impl<K: Kernel> Core<K> {
         }
     }
 
-    /// Forgets what was learned of how much of a ring is usable.
+    /// Forgets the learned number of usable entries.
     pub(crate) fn unlearn(&self) {
         self.learned.store(0, Ordering::Relaxed);
     }
@@ -186,26 +192,27 @@ impl<K: Kernel> Core<K> {
         &self.rings[ring].counters
     }
 
-    /// Time since the rings were made: the clock of [`RingView::emptied_at`].
+    /// Returns the time since the rings were created, the clock of [`RingView::emptied_at`].
     pub(crate) fn now(&self) -> Duration {
         self.made.elapsed()
     }
 
-    /// Takes all that is in `rings`, which are in ascending order, has it protected again, and then publishes it. Says how
-    /// many pages that were.
+    /// Takes all entries in `rings`, which are in ascending order, makes KVM protect their pages
+    /// again, and then publishes the pages. Returns the number of pages.
     ///
     /// # Why no write is lost
-    /// The guest's write to a protected page puts the page in the ring; from then on writes to it leave no trace, until it
-    /// is protected again. So what the engine sends must be read after the protection: a page is published after the
-    /// reset that protected it has returned, never before. A write before that reset is in what the engine reads; a write
-    /// after it finds the page protected, and puts it in the ring anew.
+    /// The guest's write to a protected page adds the page to the ring. Later writes leave no trace
+    /// until the page is protected again. So the engine must read the page after the protection: a
+    /// page is published only after the reset that protected it has returned. The engine reads the
+    /// result of every write before that reset. A write after it finds the page protected, and adds
+    /// it to the ring again.
     ///
     /// # Locks
     /// A thread that harvests a ring holds the lock of that ring until the pages are published. Therefore no other thread
     /// holds back pages when a harvest of all rings returns. A vCPU takes a lock only when its ring is full.
     ///
     /// # Errors
-    /// If the reset fails. What was taken stays with the ring, and the next harvest of it tries again.
+    /// If the reset fails. The taken pages stay with the ring, and its next harvest tries again.
     pub(crate) fn harvest(&self, rings: impl Iterator<Item = usize>) -> Result<u64, TrackerError> {
         let mut held = Vec::new();
         for ring in rings {
@@ -240,7 +247,7 @@ impl<K: Kernel> Core<K> {
 
     /// Moves the dirty entries of `ring` to the batch.
     fn collect(&self, ring: usize, harvester: &mut Harvester) {
-        // At most one round: a vCPU that goes on writing must not keep us here.
+        // At most one round, because a vCPU may continue to write.
         for _ in 0..self.kernel.entries() {
             let Some(page) = self.kernel.dirty(ring, harvester.next.plus(0)) else { break };
             harvester.batch.push(page);
@@ -250,9 +257,10 @@ impl<K: Kernel> Core<K> {
         self.rings[ring].next.store(harvester.next.plus(0), Ordering::Relaxed);
     }
 
-    /// Returns when the pages of all batches are protected again.
+    /// Waits until the pages of all batches are protected again.
     fn protect(&self, held: &[(usize, MutexGuard<'_, Harvester>)]) -> Result<(), TrackerError> {
-        // Entries are reset in order, so the last one speaks for its ring. With KVM it means "free or taken anew".
+        // Entries are reset in order, so the state of the last one is enough for its ring. KVM
+        // reports it as free or as used again.
         let waiting = || held.iter().find(|(ring, h)| self.kernel.awaits_reset(*ring, h.next.last()));
         #[cfg(test)]
         let _unlocked = if self.flaw == Flaw::ResetsAtOnce { Some(Mutex::new(())) } else { None };
@@ -261,7 +269,8 @@ impl<K: Kernel> Core<K> {
         #[cfg(not(test))]
         let _one_at_a_time = lock(&self.resets);
         let mut fruitless = 0;
-        // No call is under way now. If ours wait no longer, one that has returned protected them.
+        // No other call is running at this point. If the entries of this thread do not wait any
+        // more, a call that has returned has protected them.
         while let Some((ring, _)) = waiting() {
             match self.kernel.reset() {
                 Ok(0) => fruitless += 1,
@@ -276,19 +285,20 @@ impl<K: Kernel> Core<K> {
         Ok(())
     }
 
-    /// Takes all that is in any ring.
+    /// Takes all entries of all rings.
     pub(crate) fn harvest_every(&self) -> Result<u64, TrackerError> {
         self.harvest(0..self.rings.len())
     }
 
-    /// Takes all that is in any ring, under one lock. Every other caller waits, also a vCPU whose ring is full.
+    /// Takes all entries of all rings under one lock. Every other caller waits, also a vCPU whose
+    /// ring is full.
     pub(crate) fn harvest_all(&self) -> Result<u64, TrackerError> {
         let _one = lock(&self.one);
         self.harvest_every()
     }
 
-    /// Makes room in `ring` for its vCPU, which was stopped because the ring is full. With `all`, harvests all rings under
-    /// one lock.
+    /// Makes room in `ring` for its vCPU, which was stopped because the ring is full. If `all` is
+    /// true, harvests all rings under one lock.
     pub(crate) fn full(&self, ring: usize, all: bool) -> Result<(), TrackerError> {
         let begin = Instant::now();
         let counters = &self.rings[ring].counters;
@@ -302,8 +312,9 @@ impl<K: Kernel> Core<K> {
         Ok(())
     }
 
-    /// A processor that logs writes itself is stopped some 500 entries earlier: what was in a full ring says when. Less
-    /// than a quarter of the ring means that another thread had harvested most of it before.
+    /// Learns the number of usable entries from a full ring with `pages` entries. A processor that
+    /// logs writes itself is stopped some 500 entries earlier. Less than a quarter of the ring
+    /// means that another thread had harvested most of it before.
     fn learn_usable(&self, pages: u64) {
         if let Ok(pages) = u32::try_from(pages)
             && pages >= self.kernel.entries() / 4
@@ -312,8 +323,10 @@ impl<K: Kernel> Core<K> {
         }
     }
 
-    /// Returns the state of `ring`, of which `before` entries were in use at the last look. No lock; two loads of the ring's memory if
-    /// nothing was written since, the logarithm of its size otherwise.
+    /// Returns the state of `ring`. `before` is the number of entries in use at the last look.
+    ///
+    /// Takes no lock. The number of loads is two if nothing was written since the last look, and
+    /// the logarithm of the ring's size otherwise.
     pub(crate) fn view(&self, ring: usize, before: u32) -> RingView {
         let counters = &self.rings[ring].counters;
         RingView { used: self.used(ring, before), ..counters.view() }
@@ -322,7 +335,8 @@ impl<K: Kernel> Core<K> {
     fn used(&self, ring: usize, before: u32) -> u32 {
         let next = Cursor(self.rings[ring].next.load(Ordering::Relaxed));
         let dirty = |entries: u32| self.kernel.dirty(ring, next.plus(entries)).is_some();
-        // Dirty entries are one stretch from `next` on; a harvest that comes in between makes this look a little off.
+        // Dirty entries are one stretch that starts at `next`. A concurrent harvest makes the
+        // result slightly inexact.
         let (mut low, mut high) = match before {
             0 => (0, self.kernel.entries()),
             before if dirty(before - 1) => (before, self.kernel.entries()),
@@ -338,7 +352,7 @@ impl<K: Kernel> Core<K> {
         low
     }
 
-    /// Returns true if more than `entries` of `ring` are in use: one load.
+    /// Returns true if more than `entries` of `ring` are in use. Takes one load.
     pub(crate) fn above(&self, ring: usize, entries: u32) -> bool {
         let next = Cursor(self.rings[ring].next.load(Ordering::Relaxed));
         self.kernel.dirty(ring, next.plus(entries)).is_some()

@@ -1,4 +1,5 @@
-//! The shipped harvesting code on a model of KVM, under every interleaving that a scheduler comes up with.
+//! Tests of the shipped harvesting code with a model of KVM, under every interleaving that a
+//! scheduler generates.
 
 use super::*;
 use proptest::prelude::*;
@@ -8,7 +9,8 @@ use std::io;
 use vmferry_bitmap::Bitmap;
 use vmferry_testkit::tries;
 
-/// Entries of the model's rings, all of them usable. Few, so that they wrap around all the time.
+/// Number of entries in the model's rings, all of them usable. Few, so that the rings wrap around
+/// often.
 const ENTRIES: u32 = 4;
 const PAGES: usize = 6;
 
@@ -20,25 +22,29 @@ const HARVESTED: u32 = 2;
 struct ModelRing {
     flags: Vec<Index>,
     pages: Vec<Word>,
-    /// Where KVM puts the next page, and up to where it has reset.
+    /// Index at which KVM puts the next page.
     filled: Index,
+    /// Index up to which KVM has reset the entries.
     reset: Index,
 }
 
-/// KVM: rings, page protection, and pages with content.
+/// Model of KVM: rings, page protection, and pages with content.
 #[derive(Debug)]
 struct Model {
     rings: Vec<ModelRing>,
     writable: Vec<Flag>,
     content: Vec<Word>,
-    /// Orders writes with changes of the protection, as the processor's TLB and its flushes do.
+    /// Lock that orders writes and changes of the protection, as the TLB of a processor and its
+    /// flushes do.
     tlb: Mutex<()>,
-    /// Held by KVM while it resets entries and protects their pages, but not while it flushes the TLBs after that.
+    /// Lock that KVM holds while it resets entries and protects their pages, but not while it
+    /// flushes the TLBs afterwards.
     slots: Mutex<()>,
-    /// Calls of `reset` that end early, or fail, from now on.
+    /// Number of the next calls of `reset` that end early.
     interrupted: Index,
+    /// True if calls of `reset` fail.
     broken: Flag,
-    /// Gives up on entries without an error.
+    /// True if `reset` leaves entries without an error.
     mute: Flag,
 }
 
@@ -76,7 +82,8 @@ impl Model {
         (index % ENTRIES) as usize
     }
 
-    /// The guest writes to `page` on the vCPU of `ring`. False if the ring is full, and the vCPU stops.
+    /// Simulates a write of the guest to `page` on the vCPU of `ring`. Returns false if the ring is
+    /// full and the vCPU stops.
     fn write(&self, ring: usize, page: usize) -> bool {
         let ring = &self.rings[ring];
         loop {
@@ -91,7 +98,7 @@ impl Model {
             if filled.wrapping_sub(ring.reset.load(Ordering::SeqCst)) >= ENTRIES {
                 return false;
             }
-            // A fault: the page becomes writable and goes into the ring, and the guest tries again.
+            // A fault: the page becomes writable and is added to the ring, and the guest retries.
             self.writable[page].store(true, Ordering::SeqCst);
             ring.pages[Self::at(filled)].store(page as u64, Ordering::SeqCst);
             ring.filled.store(filled.wrapping_add(1), Ordering::SeqCst);
@@ -119,8 +126,9 @@ impl Kernel for Model {
         self.rings[ring].flags[Self::at(index)].load(Ordering::SeqCst) & HARVESTED != 0
     }
 
-    /// Frees each entry first and protects its page later; and protects *for good* only at its end, when the TLBs are
-    /// flushed, outside its lock. Documented is no more than that all is done when it returns.
+    /// Frees each entry first and protects its page later. The protection is effective only after
+    /// the TLB flush at the end, outside the lock. The documentation guarantees only that all steps
+    /// are complete when the call returns.
     fn reset(&self) -> Result<u32, SysError> {
         if self.broken.load(Ordering::SeqCst) {
             return Err(refused(libc::EIO));
@@ -172,7 +180,7 @@ fn core(rings: usize, start: u32) -> (Arc<Core<Model>>, Arc<AtomicBitmap>) {
     (Arc::new(core), map)
 }
 
-/// Takes what was published, and copies these pages.
+/// Takes the published pages and copies their content.
 fn send(core: &Core<Model>, map: &AtomicBitmap, copy: &mut [u64]) {
     let mut dirty = Bitmap::new(PAGES as u64);
     map.harvest(&mut dirty);
@@ -182,7 +190,8 @@ fn send(core: &Core<Model>, map: &AtomicBitmap, copy: &mut [u64]) {
     }
 }
 
-/// A vCPU's thread: writes to its own pages and to one that both share, and empties its ring when it is full.
+/// Runs a vCPU thread: writes to its own pages and to a shared page, and empties its ring when it
+/// is full.
 fn guest(core: &Core<Model>, ring: usize, all: bool) {
     for step in 0..5 {
         let page = if step == 2 { 0 } else { 1 + (ring * 3 + step) % (PAGES - 1) };
@@ -192,7 +201,8 @@ fn guest(core: &Core<Model>, ring: usize, all: bool) {
     }
 }
 
-/// vCPUs, reaper and tracker at once; then the vCPUs stop, and a last harvest has to find whatever was not sent.
+/// Runs vCPUs, reaper and tracker concurrently. Then the vCPUs stop, and the last harvest has to
+/// find every page that was not sent.
 fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
     let (core, map) = core(2, start);
     let mut core = Arc::try_unwrap(core).unwrap();
@@ -228,17 +238,17 @@ fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
     core.found().check().unwrap();
 }
 
-/// Interleavings that are tried: a few seconds of them.
+/// Number of interleavings that are tried, for a few seconds.
 const TRIES: usize = 3000;
 
 #[test]
-fn no_write_is_lost_when_each_ring_is_harvested_alone() {
+fn no_write_is_lost_when_each_ring_is_harvested_separately() {
     shuttle::check_random(|| migrate(Flaw::None, false, 0, 0), tries(TRIES));
     shuttle::check_pct(|| migrate(Flaw::None, false, u32::MAX - 2, 0), tries(TRIES), 4);
 }
 
 #[test]
-fn no_write_is_lost_when_all_are_harvested_under_one_lock() {
+fn no_write_is_lost_when_all_rings_are_harvested_under_one_lock() {
     shuttle::check_random(|| migrate(Flaw::None, true, 0, 0), tries(TRIES));
     shuttle::check_pct(|| migrate(Flaw::None, true, u32::MAX - 2, 0), tries(TRIES), 4);
 }
@@ -257,18 +267,19 @@ fn publishing_before_the_reset_loses_writes() {
 
 #[test]
 #[should_panic(expected = "lost")]
-fn resets_that_do_not_wait_for_each_other_lose_writes() {
+fn concurrent_resets_lose_writes() {
     search(|| migrate(Flaw::ResetsAtOnce, false, 0, 0));
 }
 
-/// Looks for an interleaving that shows a planted flaw; always the same ones, so that a rare one is not found only on some
-/// days. A change of the code may need another seed.
+/// Searches for an interleaving that shows an injected flaw. The interleavings are the same in
+/// every run, so that a rare one is not found only on some days. A change of the code may need
+/// another seed.
 fn search(test: impl Fn() + Send + Sync + 'static) {
     let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 20 * TRIES);
     shuttle::Runner::new(scheduler, shuttle::Config::new()).run(test);
 }
 
-/// Without other threads; shuttle's locks work only under its scheduler.
+/// Runs `test` without other threads. The locks of shuttle work only under its scheduler.
 fn alone(test: impl Fn() + Send + Sync + 'static) {
     shuttle::check_random(test, 1);
 }
@@ -280,7 +291,7 @@ fn published(map: &AtomicBitmap) -> Vec<u64> {
 }
 
 #[test]
-fn a_reset_that_fails_keeps_the_pages_for_the_next_attempt() {
+fn failed_reset_keeps_the_pages_for_the_next_attempt() {
     alone(|| {
         let (core, map) = core(1, 0);
         assert!(core.kernel().write(0, 1) && core.kernel().write(0, 4));
@@ -290,8 +301,8 @@ fn a_reset_that_fails_keeps_the_pages_for_the_next_attempt() {
             matches!(&error, TrackerError::RingReset(source) if source.errno() == Some(libc::EIO)),
             "{error}"
         );
-        assert_eq!(published(&map), [], "not protected, not published");
-        assert!(core.full(0, false).is_err(), "and a vCPU that needs room is told");
+        assert_eq!(published(&map), [], "pages that are not protected are not published");
+        assert!(core.full(0, false).is_err(), "a vCPU that needs room gets the error");
         assert!(core.kernel().write(0, 5));
         core.kernel().broken.store(false, Ordering::SeqCst);
         assert_eq!(core.harvest_every().unwrap(), 3);
@@ -301,7 +312,7 @@ fn a_reset_that_fails_keeps_the_pages_for_the_next_attempt() {
 }
 
 #[test]
-fn a_ring_that_kvm_does_not_give_back_is_an_error_and_no_hang() {
+fn ring_that_kvm_does_not_reset_is_an_error_and_not_a_hang() {
     // Many steps, all of one thread.
     let mut config = shuttle::Config::new();
     config.max_steps = shuttle::MaxSteps::None;
@@ -317,7 +328,7 @@ fn a_ring_that_kvm_does_not_give_back_is_an_error_and_no_hang() {
 }
 
 #[test]
-fn a_page_of_no_slot_is_an_error_from_then_on() {
+fn page_outside_all_slots_fails_every_later_harvest() {
     alone(|| {
         let map = Arc::new(AtomicBitmap::new(2));
         let core = Core::new(Model::new(1, 0), 1, Found::new(vec![(3, Arc::clone(&map))]));
@@ -330,7 +341,7 @@ fn a_page_of_no_slot_is_an_error_from_then_on() {
 }
 
 #[test]
-fn full_rings_are_counted_and_teach_how_much_is_usable() {
+fn full_rings_are_counted_and_set_the_usable_size() {
     alone(|| {
         let (core, _map) = core(2, 0);
         for page in 0..4 {
@@ -348,7 +359,7 @@ fn full_rings_are_counted_and_teach_how_much_is_usable() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
     #[test]
-    fn a_look_counts_what_is_there_from_wherever_it_begins(
+    fn look_counts_the_dirty_entries_from_any_starting_point(
         start: u32,
         filled in 0..=ENTRIES,
         harvested in 0..=ENTRIES,

@@ -1,11 +1,11 @@
-//! Tracking by KVM's dirty rings.
+//! Tracking with the dirty rings of KVM.
 //!
 //! | part | what it does |
 //! |---|---|
-//! | [`DirtyRings`] | the rings of a VM, for as long as the VM lives |
-//! | [`RingVcpu`] | what a vCPU's thread calls when its ring is full |
-//! | [`RingTracker`] | starts and stops tracking, and hands out what was found |
-//! | [`ReaperPolicy`] | extension point: when the reaper, a thread that a tracker starts, harvests meanwhile |
+//! | [`DirtyRings`] | rings of a VM, for as long as the VM lives |
+//! | [`RingVcpu`] | handle that a vCPU thread uses when its ring is full |
+//! | [`RingTracker`] | starts and stops tracking, and returns the harvested pages |
+//! | [`ReaperPolicy`] | extension point: decides when the reaper, a thread that a tracker starts, harvests |
 //! | [`Predict`] | the product's policy |
 
 mod core;
@@ -32,7 +32,8 @@ use vmferry_bitmap::AtomicBitmap;
 use vmferry_sys::SysError;
 use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 
-/// The rings of one VM, and where their pages go. Made once, after the vCPUs; cloning gives another handle.
+/// Dirty rings of one VM, and the bitmaps that receive their pages. Created once, after the vCPUs.
+/// A clone is another handle.
 #[derive(Debug, Clone)]
 pub struct DirtyRings(Arc<Shared>);
 
@@ -41,12 +42,13 @@ pub struct DirtyRings(Arc<Shared>);
 pub(crate) struct Shared {
     core: Core<Host>,
     slots: Vec<LogSlot>,
-    /// For each slot, the pages that were harvested from the rings and not handed out yet.
+    /// For each slot, the pages that were harvested from the rings and not returned to the engine
+    /// yet.
     maps: Vec<Arc<AtomicBitmap>>,
     desk: Desk,
     /// True while a tracker is started.
     in_use: AtomicBool,
-    /// True if a full ring has all rings harvested: [`ReaperPolicy::harvests_all`].
+    /// True if a full ring makes its vCPU harvest all rings: [`ReaperPolicy::harvests_all`].
     full_harvests_all: AtomicBool,
 }
 
@@ -61,14 +63,16 @@ impl Shared {
 }
 
 impl DirtyRings {
-    /// Maps the rings of all `vcpus` of the VM whose descriptor `vm` holds, in their order. `slots` are all its memory.
+    /// Maps the rings of all `vcpus` of the VM with the descriptor `vm`, in their order. `slots`
+    /// are all memory of the VM.
     ///
     /// # Errors
-    /// If a slot is not whole pages, its marks are of another length, or a ring cannot be mapped.
+    /// If a slot is not whole pages, its marks have another length, or a ring cannot be mapped.
     ///
     /// # Safety
-    /// `vm` is a KVM VM's descriptor, open for as long as the `Arc` lives, and each of `slots` is a memory slot of that
-    /// VM, with this number, place, length and mapping, until all handles and all trackers are dropped.
+    /// `vm` is the descriptor of a KVM VM and stays open for as long as the `Arc` lives. Each of
+    /// `slots` is a memory slot of that VM, with this number, address, length and mapping, until
+    /// all handles and all trackers are dropped.
     pub unsafe fn new(
         vm: Arc<dyn AsRawFd + Send + Sync>,
         entries: RingEntries,
@@ -92,29 +96,31 @@ impl DirtyRings {
         })))
     }
 
-    /// The handle for the thread of vCPU `index`, counted as they were given to [`new`](Self::new).
+    /// Returns the handle for the thread of vCPU `index`, in the order of the vCPUs in
+    /// [`new`](Self::new).
     ///
     /// # Panics
-    /// If there is no such vCPU.
+    /// If the VM has no such vCPU.
     #[must_use]
     pub fn vcpu(&self, index: usize) -> RingVcpu {
         assert!(index < self.0.core.len(), "vCPU {index} of {}", self.0.core.len());
         RingVcpu { shared: Arc::clone(&self.0), index }
     }
 
-    /// Entries of each ring.
+    /// Returns the number of entries of each ring.
     #[must_use]
     pub fn entries(&self) -> RingEntries {
         self.0.core.kernel().entries
     }
 
-    /// Entries that wait to be harvested, for each vCPU. Takes no lock, and nothing from the rings.
+    /// Returns the number of entries that wait to be harvested, for each vCPU. Takes no lock, and
+    /// removes nothing from the rings.
     #[must_use]
     pub fn used(&self) -> Vec<u32> {
         (0..self.0.core.len()).map(|ring| self.0.core.view(ring, 0).used).collect()
     }
 
-    /// Returns the figures of rings and reaper since tracking was started last.
+    /// Returns the figures of rings and reaper since the last start of tracking.
     #[must_use]
     pub fn report(&self) -> RingReport {
         RingReport {
@@ -125,7 +131,7 @@ impl DirtyRings {
     }
 }
 
-/// The ring of one vCPU, for the thread that runs it.
+/// Ring of one vCPU, for the thread that runs the vCPU.
 #[derive(Debug)]
 pub struct RingVcpu {
     shared: Arc<Shared>,
@@ -133,19 +139,23 @@ pub struct RingVcpu {
 }
 
 impl RingVcpu {
-    /// To be called when `KVM_RUN` returned with exit reason [`EXIT_RING_FULL`](ring::EXIT_RING_FULL), before it is called
-    /// again: makes room. Counts the exit and the time. Without a tracker, and with a policy that does not
-    /// [harvest all](ReaperPolicy::harvests_all), only the ring of this vCPU is harvested, and nothing is locked that
-    /// another running vCPU needs.
+    /// Makes room in the ring of this vCPU, and counts the exit and its time. Call this function
+    /// when `KVM_RUN` has returned with exit reason [`EXIT_RING_FULL`](ring::EXIT_RING_FULL),
+    /// before the next `KVM_RUN`.
+    ///
+    /// Without a tracker, and with a policy that does not [harvest
+    /// all](ReaperPolicy::harvests_all), only the ring of this vCPU is harvested, and no lock is
+    /// taken that another running vCPU needs.
     ///
     /// # Errors
-    /// If the ring cannot be reset. The vCPU cannot go on then: it may try again, or end; nothing that was harvested is lost.
+    /// If the ring cannot be reset. The vCPU cannot continue then: it may try again, or end. No
+    /// harvested page is lost.
     pub fn on_full(&self) -> Result<(), TrackerError> {
         self.shared.core.full(self.index, self.shared.full_harvests_all.load(Ordering::Relaxed))
     }
 
-    /// May be called at any exit: if the ring is fuller than the reaper expects it to be before it looks again, wakes it. Two
-    /// or three loads.
+    /// Wakes the reaper if the ring is fuller than the reaper expects at its next look. May be
+    /// called at any exit. Takes two or three loads.
     pub fn on_exit(&self) {
         if let Some(mark) = self.shared.desk.mark(self.index)
             && self.shared.core.above(self.index, mark)
@@ -155,7 +165,7 @@ impl RingVcpu {
     }
 }
 
-/// The host's KVM.
+/// KVM of the host.
 pub(crate) struct Host {
     vm: Arc<dyn AsRawFd + Send + Sync>,
     entries: RingEntries,
@@ -170,8 +180,8 @@ impl std::fmt::Debug for Host {
 
 impl Host {
     fn vm(&self) -> BorrowedFd<'_> {
-        // SAFETY: the VM stays open for as long as `self.vm` is held, which is at least as long as this borrow
-        // (promise of `DirtyRings::new`'s caller).
+        // SAFETY: the VM stays open for as long as `self.vm` is held, which is at least as long as
+        // this borrow (guaranteed by the caller of `DirtyRings::new`).
         unsafe { BorrowedFd::borrow_raw(self.vm.as_raw_fd()) }
     }
 }

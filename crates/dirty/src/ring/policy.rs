@@ -4,18 +4,19 @@ use crate::TrackerError;
 use std::fmt;
 use std::time::Duration;
 
-/// Harvest policy of a [`RingTracker`](crate::RingTracker): a rule for when the reaper thread
-/// harvests which rings.
+/// Harvest policy of a [`RingTracker`](crate::RingTracker): decides when the reaper thread harvests
+/// which rings.
 ///
 /// [`Predict`](crate::Predict) is the policy of this crate. Implement this trait to use another
-/// one.
+/// policy.
 ///
-/// A policy is only asked when the reaper thread wakes up. Harvests of a pass, and of a vCPU whose
-/// ring is full, happen without it. Therefore no policy can lose a write. A bad one makes the guest
-/// slower: each harvest write-protects the harvested pages again, and a full ring stops its vCPU.
+/// A policy is called only when the reaper thread wakes up. Harvests of a pass, and of a vCPU whose
+/// ring is full, happen without the policy. Therefore no policy can lose a write. A bad policy
+/// makes the guest slower: each harvest write-protects the harvested pages again, and a full ring
+/// stops its vCPU.
 ///
 /// # Example
-/// A policy that looks at the rings ten times a second and harvests each that is half full:
+/// A policy that looks at the rings ten times a second and harvests each ring that is half full:
 ///
 /// ```
 /// use std::time::Duration;
@@ -63,11 +64,11 @@ pub trait ReaperPolicy: fmt::Debug + Send + Sync {
         false
     }
 
-    /// Returns the state of this policy for one use of it, from a start of tracking to its stop.
+    /// Returns the state of this policy for one period of tracking, from start to stop.
     fn begin(&self, rings: &dyn Rings) -> Box<dyn HarvestSchedule>;
 }
 
-/// Policy at work: decides what the reaper thread does each time that it wakes up.
+/// Running policy: decides the actions of the reaper thread at each wake-up.
 ///
 /// All calls are made on the reaper thread.
 pub trait HarvestSchedule {
@@ -85,17 +86,17 @@ pub trait HarvestSchedule {
     /// harvested.
     fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError>;
 
-    /// Returns the most entries of `ring` that this policy expects at its next turn.
+    /// Returns the maximum number of entries of `ring` that this policy expects at its next turn.
     ///
     /// A vCPU that leaves the guest with more entries in its ring wakes the reaper thread. With
-    /// `None`, the default, it never does.
+    /// `None`, the default, the vCPU never wakes it.
     fn watermark(&self, ring: usize) -> Option<u32> {
         let _ = ring;
         None
     }
 }
 
-/// Dirty rings of a VM, as a policy sees them: one for each vCPU.
+/// Dirty rings of a VM, as a policy uses them: one for each vCPU.
 pub trait Rings {
     /// Returns the time on the clock of [`RingView::emptied_at`]. The clock never goes back.
     fn now(&self) -> Duration;
@@ -106,8 +107,8 @@ pub trait Rings {
     /// Returns the number of entries that a vCPU can fill before it has to stop.
     fn usable(&self) -> u32;
 
-    /// Replaces `views` by what each ring shows now, in the order of the vCPUs. Takes no lock, and
-    /// nothing from the rings.
+    /// Replaces `views` by the current state of each ring, in the order of the vCPUs. Takes no
+    /// lock, and removes nothing from the rings.
     fn look(&mut self, views: &mut Vec<RingView>);
 
     /// Harvests `rings`, given in ascending order. Returns the number of pages.
@@ -121,11 +122,11 @@ pub trait Rings {
     /// pages.
     ///
     /// # Errors
-    /// As for [`harvest`](Self::harvest).
+    /// Returns an error in the cases of [`harvest`](Self::harvest).
     fn harvest_all(&mut self) -> Result<u64, TrackerError>;
 }
 
-/// State of one ring, as a look shows it.
+/// State of one ring at the time of a look.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub struct RingView {
@@ -137,6 +138,6 @@ pub struct RingView {
     pub full_exits: u64,
     /// Time during which the vCPU was stopped by full rings, since tracking started.
     pub stalled: Duration,
-    /// Time of the latest harvest, since the rings were made.
+    /// Time of the latest harvest, since the rings were created.
     pub emptied_at: Duration,
 }

@@ -1,100 +1,112 @@
-//! `predict`, the product's harvest policy: looks at the rings, and harvests each as late as is safe.
+//! Harvest policy `predict`: the policy of the product, which looks at the rings and harvests each
+//! as late as is safe.
 //!
-//! A harvest costs the guest a fault for each page that it protects and that is written again: about 10 us a page, which
-//! is fifty times what it costs to harvest the page. A ring holds only pages written *for the first time*
-//! since its last harvest, so a working set that fits never needs one. One that does not fit has to be harvested at some
-//! point, and then as late as possible: a ring of twice the fill saves the more faults, the closer working set and ring
-//! are to each other.
+//! After a harvest, the guest pays a fault for each page that it writes again: about 10 us, fifty
+//! times the cost of harvesting the page. A ring holds only pages that were written *for the first
+//! time* since its last harvest, so a working set that fits into the ring never needs a harvest. If
+//! the working set does not fit, the ring must be harvested at some point, and as late as possible.
+//! The closer the sizes of working set and ring are, the more faults a fuller ring saves.
 //!
-//! A full ring costs the guest a stop: its vCPU stands still while it harvests its own ring. A harvest that comes a little
-//! earlier, in another thread, avoids the stop. So there are two questions for each ring. *Would it be full before I look
-//! again?* If not, leave it. *If so, does it lose more time by being full, or by faulting again a little earlier?* For
-//! working sets much larger than the ring it is the first, and the ring is harvested right now; for those that barely
-//! do not fit, it can be the second.
+//! A full ring costs the guest a stop, during which its vCPU harvests its own ring. A harvest
+//! slightly earlier, in another thread, avoids the stop. So the policy asks two questions for each
+//! ring. *Would the ring be full before the next look?* If not, the policy leaves the ring alone.
+//! *If so, does the guest lose more time by the stop, or by faulting again a little earlier?* For
+//! working sets much larger than the ring, the stop costs more, and the ring is harvested at once.
+//! For working sets that almost fit, the faults can cost more.
 
 use super::policy::{HarvestSchedule, ReaperPolicy, RingView, Rings};
 use crate::TrackerError;
 use std::time::Duration;
 
-/// The shortest sleep. Waking up a thread and looking takes about 50 us of a processor where it was measured, so on the
-/// last stretch before a ring is full a tenth of one is used at worst.
+/// Minimum sleep. A wake-up and a look take about 50 us of a processor on the measured host, so
+/// right before a ring is full the reaper uses at most a tenth of a processor.
 const SHORTEST: Duration = Duration::from_micros(500);
 
-/// The longest sleep: ten looks a second are half a thousandth of a processor.
+/// Maximum sleep: ten looks per second take half a thousandth of a processor.
 const LONGEST: Duration = Duration::from_millis(100);
 
-/// The longest sleep is no less than this while a guest could write much more than it does: a hundred looks a second are
-/// half a hundredth of a processor. Also the first sleep, as a guest begins by writing its whole working set anew.
+/// Lower bound for the maximum sleep while a guest could write much faster than it does: a hundred
+/// looks per second take half a hundredth of a processor. Also the first sleep, because a guest
+/// begins by writing its whole working set again.
 const GUARD: Duration = Duration::from_millis(10);
 
-/// How many times faster than now a vCPU may write from one moment to the next (a ratio) and still be noticed before its
-/// ring is full, as far as [`GUARD`] allows.
+/// Factor by which a vCPU may suddenly write faster while the reaper still notices before the ring
+/// is full, as far as [`GUARD`] permits.
 const LEAP: f64 = 10.0;
 
-/// The least time in which a vCPU fills an entry, as long as none was seen to be quicker: the first write to a protected
-/// page takes 5 to 13 us.
+/// Minimum time in which a vCPU fills an entry, until a shorter time was observed: the first write
+/// to a protected page takes 5 to 13 us.
 const FASTEST_FILL_SECONDS: f64 = 5e-6;
 
-/// Cost of a page that is written again after a harvest: the fault, 10 us where it was measured.
+/// Cost of a page that is written again after a harvest: one fault, 10 us on the measured host.
 const FAULT_SECONDS: f64 = 10e-6;
 
-/// Until it was measured: what harvesting a page takes, and what a harvest takes besides.
+/// Initial estimate of the time to harvest a page, in addition to [`HARVEST_SECONDS`]. Replaced by
+/// measurements.
 const HARVEST_PAGE_SECONDS: f64 = 0.25e-6;
-/// The same for a harvest as such: locks, a system call, the interrupts that flush the other processors' TLBs.
+/// Fixed time of a harvest: locks, a system call, and the interrupts that flush the TLBs of other
+/// processors.
 const HARVEST_SECONDS: f64 = 50e-6;
 
-/// By how much (a ratio) a vCPU may write faster than it did until now without filling its ring before the next look. More
-/// means fewer full rings after a change, and earlier harvests all the time.
+/// Factor by which a vCPU may write faster than before without filling its ring before the next
+/// look. A larger factor means fewer full rings after a change, and earlier harvests all the time.
 const SURGE: f64 = 1.25;
 
-/// Time after which a rate that is no longer seen counts half, in seconds: a few of the shortest sleeps, which are too
-/// short to measure a rate by one of them, and less than the others, which are not.
+/// Time after which a rate that is no longer observed counts half, in seconds. It is a few of the
+/// shortest sleeps, each of which is too short to measure a rate. It is less than the other sleeps,
+/// which are long enough.
 const HALF_LIFE_SECONDS: f64 = 2e-3;
 
-/// How much of what was known is left (a ratio) when a harvest's duration is averaged in.
+/// Weight of the previous value when the duration of a harvest is averaged in.
 const KEEP: f64 = 0.5;
 
-/// How much of the latest wake-ups' lateness is left (a ratio) with each that is less late. On a host whose processors are
-/// all busy the reaper is some milliseconds late now and then, and has to begin earlier.
+/// Factor by which the remembered lateness of wake-ups decays with each wake-up that is less late.
+/// On a host whose processors are all busy, the reaper is some milliseconds late now and then, and
+/// has to begin earlier.
 const KEEP_LATE: f64 = 0.9;
 
-/// How much of the time that a fault takes is lost (a ratio) at most. A vCPU that does nothing but fault still gets its
-/// writes done.
+/// Maximum share of the time of a fault that counts as lost. A vCPU that faults all the time still
+/// completes its writes.
 const LOST: f64 = 0.9;
 
-/// A ring is left to get full only if that loses less than this part (a ratio) of what a harvest now does: both are
-/// estimates, and the harvest is the safe side.
+/// Factor for the decision to let a ring get full: the loss must be less than this part of the loss
+/// by a harvest now. Both are estimates, and the harvest is the safe choice.
 const CLEARLY_LESS: f64 = 0.95;
 
-/// A ring that is less full than this (a ratio) is not harvested, however busy its vCPU: more than an eighth of faults in
-/// excess is worse than a full ring, which its vCPU can empty itself. With dozens of busy vCPUs one reaper is too slow
-/// anyway.
+/// Minimum fill of a ring, as a ratio, below which the ring is not harvested, however busy its vCPU
+/// is. More than an eighth of additional faults is worse than a full ring, which its vCPU can empty
+/// itself. With dozens of busy vCPUs one reaper is too slow anyway.
 const EARLIEST: f64 = 0.875;
 
-/// Every so many harvests of a ring, at first and at most, it is left alone to see whether it gets full at all. One whose
-/// working set just fits fills as steadily as any other until it is complete, and never needs a harvest from then on. That
-/// saves the guest nearly all of its faults; to try in vain costs one stop, and is tried half as often the next time.
+/// Number of harvests of a ring between two trials, initially and at most. In a trial the ring is
+/// not harvested, to learn whether it gets full at all.
+///
+/// A ring whose working set just fits fills as steadily as any other ring until the working set is
+/// complete, and then never needs a harvest. A successful trial saves the guest nearly all of its
+/// faults. A failed trial costs one stop, and the next trial comes after twice as many harvests.
 const TRY_EVERY: (u32, u32) = (4, 256);
 
-/// Measurements over less time than this say nothing of a rate, in seconds: a handful of entries at the fastest.
+/// Minimum duration of a measurement from which a rate is computed, in seconds: a handful of
+/// entries at the fastest rate.
 const LEAST_INTERVAL: f64 = 50e-6;
 
-/// Knowledge of one ring.
+/// Observations of one ring.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
-    /// Pages that went through it, harvested or not.
+    /// Number of pages that were added to the ring, harvested or not.
     passed: u64,
-    /// New entries a second: goes up at once, and down by [`HALF_LIFE_SECONDS`].
+    /// New entries per second. Increases at once, and decays by [`HALF_LIFE_SECONDS`].
     rate: f64,
-    /// The most that was ever seen.
+    /// Highest rate that was ever observed.
     fastest: f64,
     used: u32,
     full_exits: u64,
     emptied_at: Duration,
-    /// Left alone until another thread empties it.
+    /// True during a trial: the ring is left alone until another thread empties it.
     trying: bool,
-    /// Harvests since that was tried last, and how many there are to be until the next time.
+    /// Number of harvests since the last trial.
     harvests: u32,
+    /// Number of harvests until the next trial.
     try_every: u32,
 }
 
@@ -106,7 +118,7 @@ impl Known {
             (self.trying, self.harvests) = (false, 0);
             self.try_every = (self.try_every * 2).min(TRY_EVERY.1);
         } else if self.trying && emptied {
-            // A pass of the migration harvests every ring: nothing was learned.
+            // A pass of the migration harvests every ring, so the trial has no result.
             self.trying = false;
         }
         let passed = view.harvested + u64::from(view.used);
@@ -120,7 +132,7 @@ impl Known {
         self.used = view.used;
     }
 
-    /// Returns true if this harvest is left out, to learn whether the ring gets full.
+    /// Returns true if this harvest is skipped for a trial.
     fn tries(&mut self) -> bool {
         self.trying = self.trying || self.harvests >= self.try_every;
         self.harvests += u32::from(!self.trying);
@@ -128,18 +140,18 @@ impl Known {
     }
 }
 
-/// The product's harvest policy.
+/// Harvest policy of the product.
 ///
-/// It looks at the rings without taking anything, knows the fill rate of each vCPU, and harvests
-/// each ring as late as is safe. A full ring is harvested alone, by its vCPU.
+/// `Predict` looks at the rings without removing anything, knows the fill rate of each vCPU, and
+/// harvests each ring as late as is safe. A full ring is harvested separately, by its vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Predict;
 
 impl Predict {
-    /// The shortest time that the reaper thread sleeps.
+    /// Shortest time for which the reaper thread sleeps.
     pub const SHORTEST_SLEEP: Duration = SHORTEST;
 
-    /// The longest time that the reaper thread sleeps.
+    /// Longest time for which the reaper thread sleeps.
     pub const LONGEST_SLEEP: Duration = LONGEST;
 }
 
@@ -154,7 +166,7 @@ impl ReaperPolicy for Predict {
     }
 }
 
-/// The policy at work, with the buffers that its turns use again.
+/// Running policy, with buffers that its turns reuse.
 #[derive(Debug)]
 struct Schedule {
     forecast: Forecast,
@@ -183,18 +195,19 @@ impl HarvestSchedule for Schedule {
     }
 }
 
-/// Knowledge of all rings, and the decisions that follow from it.
+/// Observations of all rings, and the resulting decisions.
 #[derive(Debug)]
 struct Forecast {
     looked_at: Duration,
     rings: Vec<Known>,
-    /// Seconds that harvesting a page takes, besides [`HARVEST_SECONDS`].
+    /// Time to harvest one page in seconds, in addition to [`HARVEST_SECONDS`].
     page_seconds: f64,
     usable: u32,
-    /// Pages in all rings that are nearly full: they will be harvested together.
+    /// Number of pages in all rings that are nearly full and will be harvested together.
     together: f64,
-    /// When it will be woken up, and by how many seconds that was missed lately.
+    /// Time of the next planned wake-up.
     wake: Duration,
+    /// Recent lateness of wake-ups, in seconds.
     late: f64,
 }
 
@@ -211,7 +224,8 @@ impl Forecast {
         }
     }
 
-    /// Decides at `now` what is `due` to be harvested at once, in ascending order, and how long to sleep after that.
+    /// Decides at time `now` which rings are `due` to be harvested at once, in ascending order.
+    /// Returns the time to sleep afterwards.
     fn look(&mut self, now: Duration, usable: u32, views: &[RingView], due: &mut Vec<usize>) -> Duration {
         let seconds = now.saturating_sub(self.looked_at).as_secs_f64();
         if seconds >= LEAST_INTERVAL {
@@ -233,55 +247,62 @@ impl Forecast {
                 known.used = 0;
             }
             self.rings[ring] = known;
-            // A ring that is left to get full will be empty soon, just like one that is harvested now.
+            // A ring that is left to get full will be empty soon, like a ring that is harvested
+            // now.
             let room = self.room(&known, wait.is_none());
             let wait = wait.unwrap_or(room / (known.rate * SURGE) / 2.0);
             sleep = sleep.min(wait).min(Self::guarded(&known, room));
         }
-        // Not negative, and not NaN: `min` and `max` prefer the number.
+        // The result is neither negative nor NaN: `min` and `max` prefer the number.
         let sleep = Duration::from_secs_f64(sleep.max(0.0)).clamp(SHORTEST, LONGEST);
         self.wake = now + sleep;
         sleep
     }
 
-    /// Entries that its vCPU can fill, now or when it is `emptied`.
+    /// Returns the number of entries that the vCPU can fill, now or after the ring was emptied
+    /// (`emptied`).
     fn room(&self, known: &Known, emptied: bool) -> f64 {
         f64::from(if emptied { self.usable } else { self.usable.saturating_sub(known.used) })
     }
 
-    /// Seconds in which a sudden burst would not fill `room`.
+    /// Returns the time in seconds in which a sudden burst would not fill `room`.
     fn guarded(known: &Known, room: f64) -> f64 {
         let fastest = known.fastest.max(1.0 / FASTEST_FILL_SECONDS);
         (room / (known.rate * LEAP).min(fastest)).max(GUARD.as_secs_f64())
     }
 
-    /// Seconds until the ring has to be looked at again; `None` if it would be full before that.
+    /// Returns the seconds until the next necessary look at the ring, or `None` if the ring would
+    /// be full before.
     fn wait(&self, known: &Known) -> Option<f64> {
         let room = self.room(known, false);
         let rate = known.rate * SURGE;
-        // It fills until the next look, which comes no sooner than this, and until the harvest is done.
+        // The ring fills until the next look, which comes after the shortest sleep at the earliest,
+        // and until the harvest is done.
         let needed = 1.0 + rate * (SHORTEST.as_secs_f64() + self.late + self.harvest_seconds());
         let needed = needed.min(f64::from(self.usable) * (1.0 - EARLIEST));
         (room > needed).then(|| (room - needed) / rate)
     }
 
-    /// Returns the seconds that the next harvest takes, of one full ring at least.
+    /// Returns the seconds that the next harvest takes, for at least one full ring.
     fn harvest_seconds(&self) -> f64 {
         HARVEST_SECONDS + self.page_seconds * self.together.max(f64::from(self.usable))
     }
 
-    /// Returns true if a harvest now loses less of the guest's time than letting the ring get full, which its vCPU empties then.
+    /// Returns true if a harvest now loses less of the guest's time than letting the ring get full,
+    /// which its vCPU then empties.
     ///
-    /// Compared is the share of time that is lost between two harvests: now, that is the faults since the last one; later,
-    /// a whole ring of faults and the stop, over the longer time that this takes at the present rate. A ring that fills as
-    /// fast as ever always gains from the harvest; one that fills slower and slower, as its working set is nearly
-    /// complete, does not.
+    /// The function compares the share of time that is lost between two harvests. A harvest now
+    /// loses the faults since the last one. A full ring loses a whole ring of faults and the stop,
+    /// over the longer time until the ring is full at the present rate. A ring with a constant fill
+    /// rate always gains from the harvest. A ring that fills more and more slowly, because its
+    /// working set is nearly complete, does not.
     fn worth_it(&self, known: &Known, view: &RingView, now: Duration) -> bool {
         let since = now.saturating_sub(view.emptied_at).as_secs_f64();
         if known.rate <= 0.0 || since <= 0.0 {
             return false;
         }
-        // No fault can take longer than the quickest one took: processors that log writes themselves have none.
+        // No fault takes longer than the shortest observed fill time: processors that log writes
+        // themselves have no faults.
         let fault = FAULT_SECONDS.min(LOST / known.fastest.max(1.0));
         let stall = match view.full_exits {
             0 => HARVEST_SECONDS + self.page_seconds * f64::from(self.usable),
@@ -294,20 +315,20 @@ impl Forecast {
         full_lost >= now_lost * CLEARLY_LESS
     }
 
-    /// A harvest of `pages` took this long.
+    /// Records that a harvest of `pages` took `time`.
     fn took(&mut self, pages: u64, time: Duration) {
         self.wake += time;
-        // Few pages measure the call, not the page.
+        // With few pages, the time is that of the call, not of the pages.
         if pages >= u64::from(self.usable / 4).max(1) {
             let each = (time.as_secs_f64() - HARVEST_SECONDS).max(0.0) / pages as f64;
             self.page_seconds = self.page_seconds * KEEP + each * (1.0 - KEEP);
         }
     }
 
-    /// More entries of `ring` than this at the next turn would be a surprise.
+    /// Returns the number of entries of `ring` that should not be exceeded before the next turn.
     fn watermark(&self, ring: usize) -> u32 {
         let used = self.rings.get(ring).map_or(0, |known| known.used);
-        // Half of what is left: time enough to wake up and harvest.
+        // Half of the remaining entries leave enough time to wake up and harvest.
         used + self.usable.saturating_sub(used) / 2
     }
 }
@@ -323,7 +344,7 @@ mod tests {
         RingView { used, harvested, full_exits: 0, stalled: Duration::ZERO, emptied_at }
     }
 
-    /// A look, on time, however long it wanted to sleep.
+    /// Makes a look that is on time, whatever sleep was planned.
     fn look(predict: &mut Forecast, ms: u64, views: &[RingView]) -> (f64, Vec<usize>) {
         let mut due = Vec::new();
         predict.wake = Duration::from_millis(ms);
@@ -336,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_guest_is_looked_at_ten_times_a_second() {
+    fn rings_of_an_idle_guest_are_looked_at_ten_times_a_second() {
         let mut predict = predict();
         for ms in [10, 20, 1000] {
             let views = [view(0, 0, 0), view(700, 0, 0)];
@@ -351,25 +372,29 @@ mod tests {
     }
 
     #[test]
-    fn a_working_set_that_fits_is_never_harvested() {
+    fn working_set_that_fits_is_never_harvested() {
         let mut predict = predict();
-        // Fills fast, then hardly at all, with room for 32 more.
+        // Fills fast and then hardly at all, with room for 32 more entries.
         for (ms, used) in [(10, 1000), (20, 2000), (30, 3000), (40, 3800), (50, 3980), (60, 3999)] {
             assert_eq!(look(&mut predict, ms, &[view(used, 0, 0)]).1, [], "at {ms} ms");
         }
         for ms in (70..2000).step_by(10) {
             assert_eq!(look(&mut predict, ms, &[view(4000, 0, 0)]).1, [], "at {ms} ms");
         }
-        assert_eq!(look(&mut predict, 3000, &[view(4000, 0, 0)]).0, 100.0, "and not watched closely, either");
+        assert_eq!(
+            look(&mut predict, 3000, &[view(4000, 0, 0)]).0,
+            100.0,
+            "the ring is not looked at more often"
+        );
     }
 
     #[test]
-    fn a_ring_that_fills_steadily_is_harvested_right_before_it_is_full_and_alone() {
+    fn ring_that_fills_steadily_is_harvested_separately_right_before_it_is_full() {
         let mut predict = predict();
         untried(&mut predict, 2);
         let (mut now, mut looks, mut due) = (GUARD, 0, Vec::new());
         while due.is_empty() {
-            // An entry in 10 us: full after 40.32 ms.
+            // One entry in 10 us: full after 40.32 ms.
             let used = u32::try_from(now.as_micros() / 10).unwrap().min(USABLE);
             now += predict.look(now, USABLE, &[view(used, 0, 0), view(30, 0, 0)], &mut due);
             looks += 1;
@@ -381,34 +406,36 @@ mod tests {
         assert!(looks < 12, "{looks}");
     }
 
-    /// Keeps the policy from leaving a ring alone for now.
+    /// Prevents trials for now.
     fn untried(predict: &mut Forecast, rings: usize) {
         predict.rings.resize(rings, Known { try_every: 256, ..Known::default() });
     }
 
     #[test]
-    fn a_ring_is_left_to_get_full_when_faults_would_cost_more() {
+    fn ring_is_left_to_get_full_when_faults_would_cost_more() {
         let mut predict = predict();
-        // 40 ms for the first 3900, all of it spent in faults; then slower and slower, but still too fast to wait.
+        // 40 ms for the first 3900 entries, all of it spent in faults; then slower and slower, but
+        // still too fast to wait.
         look(&mut predict, 40, &[view(3900, 0, 0)]);
         predict.rings[0].rate = 20_000.0;
         let known = Known { used: 4020, ..predict.rings[0] };
         assert_eq!(predict.wait(&known), None, "full before the next look");
         assert!(predict.worth_it(&known, &view(4020, 0, 0), Duration::from_millis(200)));
-        // The same at a tenth of the rate: full in 60 ms, which is worth the wait after 40 ms of faults, a stop included.
+        // The same at a tenth of the rate: full in 60 ms, which is worth the wait after 40 ms of
+        // faults, a stop included.
         let slow = Known { rate: 200.0, used: 4020, ..known };
         assert!(!predict.worth_it(&slow, &view(4020, 0, 0), Duration::from_millis(42)));
-        // A stop that was measured to be long changes that.
+        // A stop that was measured to be long changes the decision.
         let long = RingView { full_exits: 1, stalled: Duration::from_secs(1), ..view(4020, 0, 0) };
         assert!(predict.worth_it(&slow, &long, Duration::from_millis(42)));
     }
 
     #[test]
-    fn now_and_then_a_ring_is_left_alone_and_less_often_if_it_got_full() {
+    fn trials_happen_now_and_then_and_less_often_after_a_full_ring() {
         let mut predict = predict();
         let mut harvests = Vec::new();
         let (mut full_exits, mut harvested) = (0, 0);
-        // Always nearly full, at 100 pages a millisecond; when it is left alone it gets full.
+        // Always nearly full, at 100 pages per millisecond. In a trial, the ring gets full.
         for cycle in 1..150_u64 {
             let ms = cycle * 40;
             let view = RingView { full_exits, ..view(4000, harvested, ms - 40) };
@@ -425,7 +452,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_turns_out_not_to_get_full_is_left_alone_for_good() {
+    fn ring_that_does_not_get_full_in_a_trial_is_not_harvested_again() {
         let mut predict = predict();
         for cycle in 1..=4 {
             assert_eq!(
@@ -437,13 +464,14 @@ mod tests {
         for ms in 201..400 {
             assert_eq!(look(&mut predict, ms, &[view(4030, 16_000, 160)]).1, []);
         }
-        // A pass of the migration harvests it, and the next time it fills it is tried again.
+        // A pass of the migration harvests the ring, and the next time it fills there is another
+        // trial.
         assert_eq!(look(&mut predict, 440, &[view(4000, 20_030, 400)]).1, []);
         assert!(predict.rings[0].trying);
     }
 
     #[test]
-    fn a_reaper_that_wakes_up_late_begins_earlier() {
+    fn reaper_that_wakes_up_late_begins_earlier() {
         let (mut punctual, mut late) = (predict(), predict());
         let mut due = Vec::new();
         for (predict, lateness) in [(&mut punctual, 0), (&mut late, 4)] {
@@ -458,7 +486,7 @@ mod tests {
     }
 
     #[test]
-    fn harvests_that_take_longer_begin_earlier() {
+    fn slow_harvests_begin_earlier() {
         let (mut quick, mut slow) = (predict(), predict());
         slow.usable = USABLE;
         quick.usable = USABLE;

@@ -1,4 +1,4 @@
-//! The thread that harvests.
+//! Reaper thread, which harvests the rings.
 
 use super::Shared;
 use super::policy::{ReaperPolicy, RingView, Rings};
@@ -10,13 +10,14 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// State that the reaper thread shares with the threads that watch it, wake it and stop it.
+/// State that the reaper thread shares with the threads that observe, wake and stop it.
 #[derive(Debug)]
 pub(crate) struct Desk {
     report: Mutex<ReaperReport>,
     asked: Mutex<Asked>,
     changed: Condvar,
-    /// For each ring: more entries than these are a reason to wake up. `u32::MAX` for none.
+    /// For each ring, the number of entries above which the vCPU wakes the reaper. `u32::MAX` for
+    /// none.
     marks: Vec<AtomicU32>,
     /// Set by the first vCPU that finds its ring above the mark, so that the others need not wake the reaper.
     woken: AtomicBool,
@@ -64,13 +65,14 @@ impl Desk {
         *lock(&self.asked) = Asked::default();
     }
 
-    /// Returns the entries of `ring` above which a vCPU wakes the reaper; `None` if none does, or one has.
+    /// Returns the number of entries of `ring` above which a vCPU wakes the reaper. `None` if no
+    /// vCPU should, or one already has.
     pub(crate) fn mark(&self, ring: usize) -> Option<u32> {
         let mark = self.marks[ring].load(Ordering::Relaxed);
         (mark != u32::MAX && !self.woken.load(Ordering::Relaxed)).then_some(mark)
     }
 
-    /// Wakes the reaper, unless another vCPU just did.
+    /// Wakes the reaper, unless another vCPU has just done so.
     pub(crate) fn wake(&self) {
         if !self.woken.swap(true, Ordering::Relaxed) {
             lock(&self.asked).look = true;
@@ -78,7 +80,7 @@ impl Desk {
         }
     }
 
-    /// Sleeps for `time`, or until woken. Returns false if the thread is to stop.
+    /// Sleeps for `time`, or until woken. Returns false if the thread must stop.
     fn sleep(&self, time: Duration) -> bool {
         let asked = lock(&self.asked);
         let quiet = |asked: &mut Asked| !asked.stop && !asked.look;
@@ -122,7 +124,7 @@ impl Drop for Reaper {
         let desk = self.shared.desk();
         desk.stop();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread was printed when it happened, and its state says so.
+            // A panic of the thread was printed when it happened, and the state says so.
             let _ = thread.join();
         }
         desk.marks.iter().for_each(|mark| mark.store(u32::MAX, Ordering::Relaxed));
@@ -138,7 +140,7 @@ struct Worker {
     shared: Arc<Shared>,
 }
 
-/// Records that the thread panicked, if it does.
+/// Guard that records a panic of the reaper thread.
 struct Farewell<'a>(&'a Desk);
 
 impl Drop for Farewell<'_> {
@@ -186,10 +188,11 @@ impl Worker {
     }
 }
 
-/// Rings of a VM, as a policy sees them.
+/// Rings of a VM, as a policy uses them.
 struct RealRings<'a> {
     shared: &'a Shared,
-    /// Entries of each ring that were in use at the last look: where the next look begins.
+    /// Number of entries of each ring that were in use at the last look, where the next look
+    /// begins.
     used: Vec<u32>,
     /// True if the policy harvested in this turn.
     harvested: bool,
@@ -234,7 +237,7 @@ mod tests {
     use vmferry_testkit::PATIENCE;
 
     #[test]
-    fn a_sleeping_reaper_is_woken_and_stopped_at_once() {
+    fn sleeping_reaper_is_woken_and_stopped_at_once() {
         let desk = Desk::new(1);
         let began = std::time::Instant::now();
         std::thread::scope(|scope| {

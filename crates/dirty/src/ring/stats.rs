@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 use vmferry_core::{RingFigures, VcpuRing};
 
-/// Counts of one ring, since tracking started. The thread that harvests the ring writes them, and any thread reads them.
+/// Counters of one ring since tracking started. The thread that harvests the ring writes them, and
+/// any thread reads them.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     harvests: AtomicU64,
@@ -36,14 +37,14 @@ impl Counters {
         self.stalled_max_ns.fetch_max(nanos(time), Relaxed);
     }
 
-    /// Forgets all at `now`.
+    /// Resets all counters at time `now`.
     pub(crate) fn restart(&self, now: Duration) {
         let all = [&self.harvests, &self.pages, &self.full_exits, &self.stalled_ns, &self.stalled_max_ns];
         all.into_iter().for_each(|counter| counter.store(0, Relaxed));
         self.emptied_ns.store(nanos(now), Relaxed);
     }
 
-    /// A view without the ring's own content.
+    /// Returns the counters as a view of the ring, without the number of used entries.
     pub(crate) fn view(&self) -> RingView {
         RingView {
             used: 0,
@@ -65,18 +66,19 @@ impl Counters {
     }
 }
 
-/// One vCPU's ring, since tracking started.
+/// Figures of one vCPU's ring since tracking started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct VcpuRingReport {
-    /// Harvests that found something, by any thread.
+    /// Number of harvests, by any thread, that found pages.
     pub harvests: u64,
-    /// Pages harvested: what the vCPU dirtied. A page counts again when it is written again after a harvest.
+    /// Number of harvested pages: those that the vCPU dirtied. A page counts again when it is
+    /// written again after a harvest.
     pub pages: u64,
     /// Number of times that the vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// Total time of these stops, outside the guest.
+    /// Total time of these stops, during which the vCPU was outside the guest.
     pub stalled: Duration,
-    /// The longest of these stops.
+    /// Longest of these stops.
     pub stalled_max: Duration,
 }
 
@@ -84,47 +86,49 @@ pub struct VcpuRingReport {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum ReaperState {
-    /// There is no reaper: nothing is tracked.
+    /// No reaper runs, because tracking is off.
     #[default]
     Off,
-    /// It sleeps until it looks again.
+    /// The reaper sleeps until its next look.
     Sleeping,
-    /// It looks and harvests.
+    /// The reaper looks at the rings and harvests.
     Working,
-    /// It ended with this error. vCPUs still empty their rings when these are full, and so does every harvest.
+    /// The reaper ended with this error. vCPUs still empty their full rings, and every harvest
+    /// empties all rings.
     Failed(String),
 }
 
-/// The reaper, since tracking started.
+/// Figures of the reaper since tracking started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReaperReport {
-    /// Name of its policy.
+    /// Name of the policy.
     pub policy: String,
     /// State of the thread.
     pub state: ReaperState,
     /// Number of wake-ups.
     pub iterations: u64,
-    /// Number of wake-ups in which it harvested.
+    /// Number of wake-ups in which the reaper harvested.
     pub harvests: u64,
-    /// Time that it sleeps now.
+    /// Current sleep.
     pub sleep: Duration,
-    /// Processor time that it used.
+    /// Processor time that the reaper used.
     pub cpu: Duration,
 }
 
-/// Rings and reaper, since tracking started; after it stopped, what they were then.
+/// Figures of rings and reaper since tracking started. After a stop, the figures stay as they were
+/// at the stop.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RingReport {
-    /// Entries of each ring.
+    /// Number of entries of each ring.
     pub entries: u32,
-    /// For each vCPU.
+    /// Figures of the ring of each vCPU.
     pub vcpus: Vec<VcpuRingReport>,
-    /// The reaper.
+    /// Figures of the reaper.
     pub reaper: ReaperReport,
 }
 
 impl RingReport {
-    /// The same, as a migration's report has it.
+    /// Returns the figures in the form of a migration's report.
     #[must_use]
     pub fn figures(&self) -> RingFigures {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
@@ -146,13 +150,13 @@ impl RingReport {
         }
     }
 
-    /// Full exits of all vCPUs.
+    /// Returns the number of full exits of all vCPUs.
     #[must_use]
     pub fn full_exits(&self) -> u64 {
         self.vcpus.iter().map(|vcpu| vcpu.full_exits).sum()
     }
 
-    /// Time that vCPUs stood still because of them, in total.
+    /// Returns the total time for which vCPUs were stopped by full rings.
     #[must_use]
     pub fn stalled(&self) -> Duration {
         self.vcpus.iter().map(|vcpu| vcpu.stalled).sum()

@@ -1,4 +1,5 @@
-//! The locks of [`core`](super::core), which unit tests run under a scheduler that tries out interleavings (shuttle).
+//! Locks of [`core`](super::core). Unit tests run them under a scheduler that tries interleavings
+//! (shuttle).
 
 #[cfg(test)]
 pub(crate) use shuttle::sync::{Mutex, MutexGuard};
@@ -6,7 +7,8 @@ use std::sync::PoisonError;
 #[cfg(not(test))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
 
-/// Locks. What is behind these locks is whole at any moment, also when a thread panics that holds one.
+/// Locks `mutex`. The data behind these locks is consistent at any moment, even if a thread panics
+/// while it holds the lock.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

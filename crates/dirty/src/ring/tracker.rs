@@ -1,4 +1,4 @@
-//! The tracker.
+//! Dirty tracker for dirty rings.
 
 use super::reaper::Reaper;
 use super::{DirtyRings, Predict, ReaperPolicy, RingReport, Shared};
@@ -9,28 +9,34 @@ use std::sync::atomic::Ordering;
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, RingFigures, TrackerKind, VmError};
 use vmferry_sys::kvm::{self, ManualProtect};
 
-/// Finds written pages in the dirty rings that KVM keeps for each vCPU, and in the VMM's own marks.
+/// Tracker that finds written pages in the dirty rings that KVM keeps for each vCPU, and in the
+/// VMM's own marks.
 ///
 /// # Why no write is lost
-/// *Start* has KVM protect all pages, before it returns. *From then on* a page is protected, or it is in a ring, or it was
-/// harvested and is being protected again; and it is handed out only after that (`ring/core.rs`). So a harvest that
-/// reports a page reports one that is protected, and [`Protect::protect`] has nothing left to do.
+/// `start` makes KVM protect all pages before it returns. From then on a page is protected, or it
+/// is in a ring, or it was harvested and is being protected again. A harvested page is returned
+/// only after its protection (`ring/core.rs`). So every page that a harvest reports is protected,
+/// and [`Protect::protect`] has nothing to do.
 ///
-/// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect nothing at the start, and
-/// never put a page into a ring. The tracker switches it off, for good: a VM with rings has no log that it could protect.
+/// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect no
+/// page at the start, and never add a page to a ring. The tracker disables it permanently, because
+/// a VM with rings has no log that it could protect.
 ///
-/// *Writes by the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker). What the rings held is in a bitmap
-/// for each slot: reaper, vCPUs and harvests put pages in, a harvest takes them out by atomic swap.
+/// *Writes of the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker). Each slot
+/// has a bitmap for the pages of the rings: reaper, vCPUs and harvests add pages, and a harvest
+/// takes them by atomic swap.
 ///
-/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it exits; unlike the log, the
-/// ring has no call that fetches them. Before the last harvest all vCPUs are out of the guest, and their buffers are in
-/// the rings. An earlier harvest may miss some, which a later one finds.
+/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it
+/// exits. Unlike the log, the ring has no call that flushes these buffers. Before the last harvest
+/// all vCPUs are out of the guest, and the entries of their buffers are in the rings. An earlier
+/// harvest may miss some entries, which a later one finds.
 ///
-/// # What fails, and how
-/// A ring that cannot be reset keeps what was harvested from it: the harvest fails, and the next one tries again and
-/// reports those pages. A vCPU whose ring is full cannot go on meanwhile ([`RingVcpu::on_full`](super::RingVcpu::on_full)
-/// says so). If the reaper fails, its state says why, and the guest only gets slower. A page outside all slots, which
-/// would be lost, fails every harvest from then on.
+/// # Failures
+/// A ring that cannot be reset keeps its harvested pages: the harvest fails, and the next one tries
+/// again and reports those pages. A vCPU whose ring is full cannot continue meanwhile:
+/// [`RingVcpu::on_full`](super::RingVcpu::on_full) returns the error. If the reaper fails, its
+/// state has the reason, and the guest only gets slower. A page outside all slots would be lost, so
+/// it makes every later harvest fail.
 #[derive(Debug)]
 pub struct RingTracker {
     rings: DirtyRings,
@@ -39,19 +45,19 @@ pub struct RingTracker {
 }
 
 impl RingTracker {
-    /// Creates a tracker that uses `rings`. Its reaper harvests by [`Predict`].
+    /// Creates a tracker that uses `rings`. Its reaper harvests with the policy [`Predict`].
     #[must_use]
     pub fn new(rings: &DirtyRings) -> Self {
         Self::with_policy(rings, Arc::new(Predict))
     }
 
-    /// Creates a tracker that uses `rings`. Its reaper harvests by `policy`.
+    /// Creates a tracker that uses `rings`. Its reaper harvests with the policy `policy`.
     #[must_use]
     pub fn with_policy(rings: &DirtyRings, policy: Arc<dyn ReaperPolicy>) -> Self {
         Self { rings: rings.clone(), policy, reaper: None }
     }
 
-    /// Returns the figures of rings and reaper since the start.
+    /// Returns the figures of rings and reaper since tracking started.
     #[must_use]
     pub fn report(&self) -> RingReport {
         self.rings.report()
@@ -59,10 +65,11 @@ impl RingTracker {
 
     /// Puts back pages that were harvested and then not sent. The next harvest reports them again.
     ///
-    /// The pages need not be protected for that: their content is read after the harvest that reports them again.
+    /// The pages need not be protected: the engine reads their content after the harvest that
+    /// reports them again.
     ///
     /// # Errors
-    /// If `pages` are not of this tracker's regions.
+    /// If `pages` has other regions than this tracker.
     pub fn put_back(&self, pages: &PageSet) -> Result<(), TrackerError> {
         for (region, map) in pages.iter() {
             let shared = self.shared();
@@ -99,7 +106,7 @@ impl RingTracker {
                 Ok(())
             }
             Err(error) => {
-                // The first error is the one to report; a log that stays on only makes the guest slower.
+                // The first error is reported. A log that stays on only makes the guest slower.
                 let _ = shared.log_none();
                 shared.in_use.store(false, Ordering::Release);
                 Err(error)
@@ -113,7 +120,8 @@ impl RingTracker {
         let shared = self.shared();
         shared.full_harvests_all.store(false, Ordering::Relaxed);
         let switched = shared.log_none();
-        // What is left in the rings would fill them for ever; what it says is forgotten by the next start.
+        // Entries that stay in the rings would fill them permanently. The next start discards the
+        // pages.
         let emptied = shared.core().harvest_every();
         shared.in_use.store(false, Ordering::Release);
         switched.and(emptied.map(|_| ()))
@@ -121,13 +129,13 @@ impl RingTracker {
 }
 
 impl Shared {
-    /// Has KVM log, and protect, all slots; none after an error.
+    /// Enables logging for all slots, which also protects their pages. Stops at the first error.
     fn log_all(&self) -> Result<(), TrackerError> {
         let vm = self.core.kernel().vm();
         if kvm::manual_protect_offered(vm).map_err(TrackerError::Unavailable)?.enabled() {
             kvm::enable_manual_protect(vm, ManualProtect::NONE).map_err(TrackerError::Unavailable)?;
         }
-        // Before anything is protected: from then on no mark may get lost.
+        // Take the marks before any page is protected: from then on no mark may be lost.
         for (slot, map) in self.slots.iter().zip(&self.maps) {
             forget(Some(&**map), slot.handed_back.as_deref());
             forget(slot.marks.as_deref(), slot.handed_back.as_deref());
@@ -135,7 +143,7 @@ impl Shared {
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
 
-    /// Has KVM log no slot; all are tried, and the first error is the one to tell.
+    /// Disables logging for all slots. Continues after an error, and returns the first error.
     fn log_none(&self) -> Result<(), TrackerError> {
         let mut result = Ok(());
         for slot in &self.slots {
@@ -146,7 +154,7 @@ impl Shared {
     }
 
     fn log(&self, slot: &LogSlot, on: bool) -> Result<(), TrackerError> {
-        // SAFETY: the slot exists on this VM (promise of `DirtyRings::new`'s caller).
+        // SAFETY: the slot exists on this VM (guaranteed by the caller of `DirtyRings::new`).
         unsafe { kvm::set_slot_flags(self.core.kernel().vm(), &slot.spec, on) }
             .map_err(TrackerError::host(slot.region()))
     }
@@ -186,7 +194,7 @@ impl DirtyTracker for RingTracker {
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
-        // See "Why no write is lost" above.
+        // See "Why no write is lost" in the documentation of the type.
         Arc::new(NothingToProtect)
     }
 

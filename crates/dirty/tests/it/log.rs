@@ -1,4 +1,4 @@
-//! Both trackers on a real VM with a guest of a few instructions.
+//! Tests of log tracking and write protection on a real VM with a guest of a few instructions.
 
 use crate::memory::{Kind, Memory};
 use crate::user_guest::{add_slot, add_slot_flags, fd};
@@ -14,14 +14,15 @@ use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
 use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 use vmferry_testkit::{Need, skip, wait};
 
-/// 1 MiB of memory from address 0, all that real mode sees.
+/// Number of pages of 1 MiB of memory from address 0, all that real mode can access.
 const PAGES: u64 = 256;
 
-/// Pauses in the test of lost writes.
+/// Number of pauses in the test of lost writes.
 const EPISODES: u64 = 40;
 
-/// Real-mode code at 0x1000: increments a counter in one of 127 pages from 0x2000 up, chosen by a linear congruential
-/// generator, for ever; every 64 rounds it leaves the guest by `out 0x10, al`.
+/// Real-mode code at 0x1000: increments a counter in one of 127 pages from 0x2000 up, chosen by a
+/// linear congruential generator, in an endless loop. After every 64 rounds it leaves the guest by
+/// `out 0x10, al`.
 ///
 /// ```text
 /// next: imul bx, bx, 25173      69 db 55 62
@@ -42,7 +43,7 @@ const CODE: [u8; 33] = [
     0xd8, 0xff, 0x06, 0x00, 0x00, 0xfe, 0xc1, 0xf6, 0xc1, 0x3f, 0x75, 0xe3, 0xe6, 0x10, 0xeb, 0xdf,
 ];
 
-/// A VM without a vCPU; without KVM the calling test is skipped.
+/// Creates a VM without a vCPU. Skips the calling test without KVM.
 fn vm() -> Option<Arc<VmFd>> {
     match Kvm::new().and_then(|kvm| kvm.create_vm()) {
         Ok(vm) => Some(Arc::new(vm)),
@@ -79,7 +80,7 @@ fn vcpu(vm: &VmFd) -> VcpuFd {
     vcpu
 }
 
-/// Runs the guest until `stop`, counting its exits.
+/// Runs the guest until `stop` is set, and counts its exits.
 fn run(vcpu: &mut VcpuFd, stop: &AtomicBool, exits: &AtomicU64) {
     while !stop.load(Ordering::Acquire) {
         match vcpu.run() {
@@ -99,8 +100,8 @@ fn load_code(memory: &Memory) {
     memory.window().write_page(1, &page);
 }
 
-/// Protects the harvested pages chunk by chunk, then copies them: what the engine does in a pass. `guest_writes` returns when the guest
-/// has written on, if it runs.
+/// Protects the harvested pages chunk by chunk and copies them, as the engine does in a pass.
+/// `guest_writes` returns when the guest, if it runs, has made further writes.
 fn send(
     tracker: &dyn DirtyTracker,
     memory: &Memory,
@@ -114,7 +115,8 @@ fn send(
         let count = protector.chunk_pages().min(memory.pages - first);
         let chunk = PageRun::new(PageIndex(first), count);
         protector.protect(RegionId(0), chunk, dirty).unwrap();
-        // Guest writes between the two steps: with the steps swapped they would be lost, and are found missing.
+        // The guest writes between the two steps: with the steps swapped, these writes would be
+        // lost and the test would fail.
         guest_writes();
         for page in dirty.runs_in(chunk.range()).flatten() {
             let at = usize::try_from(page).unwrap() * PAGE_BYTES;
@@ -142,7 +144,7 @@ fn no_guest_write_is_lost() {
 }
 
 #[test]
-fn no_guest_write_is_lost_by_write_protection_either() {
+fn no_guest_write_is_lost_with_write_protection() {
     if !available() {
         return;
     }
@@ -156,14 +158,15 @@ fn no_guest_write_is_lost_by_write_protection_either() {
     }
 }
 
-/// Runs the guest in `memory` again and again, while it is copied pass by pass, and compares at each pause.
+/// Runs the guest in `memory` repeatedly while it is copied pass by pass, and compares the copy at
+/// each pause.
 fn nothing_is_lost(vm: &VmFd, memory: &Memory, tracker: &mut dyn DirtyTracker, layout: &Layout) {
     load_code(memory);
     let mut vcpu = vcpu(vm);
     let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
     let mut dirty = PageSet::full(layout);
     tracker.start().unwrap();
-    // Only the last write to a page before a pause can be missed in the end, so there are many pauses.
+    // Only the last write to a page before a pause can remain lost, so the test makes many pauses.
     for episode in 0..EPISODES {
         let (stop, exits) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
@@ -181,7 +184,7 @@ fn nothing_is_lost(vm: &VmFd, memory: &Memory, tracker: &mut dyn DirtyTracker, l
             wait("writes of the guest", || exits.load(Ordering::Acquire) >= 5);
             stop.store(true, Ordering::Release);
         });
-        // The vCPU has stopped: the last harvest.
+        // The vCPU has stopped, so this is the last harvest.
         tracker.harvest(&mut dirty).unwrap();
         send(tracker, memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
         dirty.clear();
@@ -194,7 +197,7 @@ fn nothing_is_lost(vm: &VmFd, memory: &Memory, tracker: &mut dyn DirtyTracker, l
 }
 
 #[test]
-fn only_what_was_written_is_reported_and_protecting_one_page_leaves_its_neighbours() {
+fn only_written_pages_are_reported_and_protecting_a_page_keeps_its_neighbours_dirty() {
     let Some(vm) = vm() else { return };
     let memory = Memory::new(Kind::Small, PAGES);
     load_code(&memory);
@@ -210,7 +213,7 @@ fn only_what_was_written_is_reported_and_protecting_one_page_leaves_its_neighbou
     };
     let all = PageRun::from(0..PAGES);
     protector.protect(RegionId(0), all, &Bitmap::full(PAGES)).unwrap();
-    assert_eq!(harvest(&mut tracker).count(), 0, "all protected, nothing written");
+    assert_eq!(harvest(&mut tracker).count(), 0, "all pages are protected and none was written");
     let once = AtomicBool::new(false);
     let exits = AtomicU64::new(0);
     // One stretch of 64 increments.
@@ -233,7 +236,7 @@ fn only_what_was_written_is_reported_and_protecting_one_page_leaves_its_neighbou
     protector.protect(RegionId(0), PageRun::new(PageIndex(page), 1), &one).unwrap();
     let left: BTreeSet<u64> = harvest(&mut tracker).runs().flatten().collect();
     assert_eq!(found.difference(&left).copied().collect::<Vec<_>>(), [page]);
-    // A page that is in the bitmap but not in the chunk is left, too.
+    // A page that is in the bitmap but not in the chunk also stays dirty.
     protector.protect(RegionId(0), PageRun::new(PageIndex(0), 1), &Bitmap::full(PAGES)).unwrap();
     assert_eq!(harvest(&mut tracker).runs().flatten().collect::<BTreeSet<_>>(), left);
     tracker.stop().unwrap();
@@ -257,9 +260,9 @@ fn run_briefly(vcpu: &mut VcpuFd, stop: &AtomicBool, exits: &AtomicU64) {
 }
 
 #[test]
-fn odd_slots_marks_and_wrong_arguments() {
+fn slots_of_odd_length_marks_and_wrong_arguments_are_handled() {
     let Some(vm) = vm() else { return };
-    // Lengths that are no multiple of 64 pages: the last clear reaches the end.
+    // The lengths are not multiples of 64 pages: the last clear reaches the end.
     let (low, high) = (Memory::new(Kind::Small, 70), Memory::new(Kind::Small, 1000));
     let marks = Arc::new(AtomicBitmap::new(1000));
     let slots = [
@@ -295,14 +298,15 @@ fn odd_slots_marks_and_wrong_arguments() {
 }
 
 #[test]
-fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
+fn missing_slot_is_refused_and_the_other_slots_are_restored() {
     let Some(vm) = vm() else { return };
     let (low, high) = (Memory::new(Kind::Small, 64), Memory::new(Kind::Small, 64));
     let first = add_slot(&vm, 0, 0, &low);
-    // Overlaps the first slot, so KVM cannot take it for a new one.
+    // The slot overlaps the first one, so KVM cannot create it as a new slot.
     let wrong = LogSlot::new(SlotSpec { slot: 5, host: high.host(), ..first.spec }, None);
     let vm_fd: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(&vm) as _;
-    // SAFETY: the second slot is none; KVM refuses it as it overlaps the first, and would map memory of ours otherwise.
+    // SAFETY: the second slot does not exist. KVM refuses it because it overlaps the first one, and
+    // would map memory of this test otherwise.
     let mut tracker = unsafe { KvmLogTracker::new(vm_fd, vec![first, wrong]) }.unwrap();
     let error = tracker.start().unwrap_err().to_string();
     assert!(error.contains("region 5") && error.contains("KVM_SET_USER_MEMORY_REGION on slot 5"), "{error}");
@@ -320,7 +324,7 @@ fn a_slot_that_is_not_there_is_refused_and_the_others_are_as_before() {
     assert_eq!(error.errno(), Some(libc::ENOENT), "the first slot's log is off again: {error}");
 }
 
-/// What the VMM finds dirty in its own log.
+/// Returns the pages that the VMM finds dirty in its own log.
 fn own_log(vm: &VmFd) -> BTreeSet<u64> {
     let mut log = vec![0; usize::try_from(PAGES / 64).unwrap()];
     // SAFETY: the slot has this many pages.
@@ -344,7 +348,8 @@ fn stretch(vcpu: &mut VcpuFd) {
     }
 }
 
-/// A VMM whose own log has manual protection `manual` tracks for a migration that fails in its first pass, or after some.
+/// Tests a VMM whose own log has the mode `manual`, with a migration that fails in its first pass
+/// and one that fails after some passes.
 fn log_survives_a_failed_migration(manual: ManualProtect) {
     log_survives(manual, 1);
     log_survives(manual, 3);
@@ -365,7 +370,7 @@ fn log_survives(manual: ManualProtect, passes: u32) {
     let (tracker, layout) = tracker(&vm, &[slot]);
     let mut tracker = tracker.restoring(manual);
     let mut vcpu = vcpu(&vm);
-    // What the VMM has dealt with is not dirty.
+    // Pages that the VMM has already handled are not dirty.
     own_log(&vm);
     kvm::clear_dirty_log(fd(&vm), 0, 0, 256, &[u64::MAX; 4]).unwrap();
     stretch(&mut vcpu);
@@ -373,21 +378,22 @@ fn log_survives(manual: ManualProtect, passes: u32) {
     let word = |page: u64| memory.word(page).load(Ordering::Relaxed);
     let before: Vec<u64> = (0..PAGES).map(word).collect();
     tracker.start().unwrap();
-    // Between the start and the first pass, which protects every page.
+    // Runs the guest between the start and the first pass, which protects every page.
     stretch(&mut vcpu);
     let mut copy = vec![0; usize::try_from(PAGES).unwrap() * PAGE_BYTES];
     let mut dirty = PageSet::full(&layout);
     for pass in 0..passes {
         send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
         dirty.clear();
-        // After a first pass that is the only one the guest writes nothing: what was lost then would be found by chance.
+        // After a first pass that is the only one, the guest writes nothing: otherwise lost pages
+        // would be found by chance.
         if pass > 0 {
             stretch(&mut vcpu);
         }
         tracker.harvest(&mut dirty).unwrap();
     }
     send(&tracker, &memory, dirty.region(RegionId(0)).unwrap(), &mut copy, || ());
-    assert_eq!(lost(&memory, &copy), [], "the guest stands still, and all of it was sent");
+    assert_eq!(lost(&memory, &copy), [], "the guest is paused, and all of its pages were sent");
     if passes > 1 {
         stretch(&mut vcpu);
     }
@@ -404,7 +410,7 @@ fn log_survives(manual: ManualProtect, passes: u32) {
     log_is_as_before(&vm, &mut vcpu, &memory, manual);
 }
 
-/// The log is on, and reading it clears it, or does not, as `manual` says.
+/// Checks that the log is on, and that reading clears it unless `manual` enables manual protection.
 fn log_is_as_before(vm: &VmFd, vcpu: &mut VcpuFd, memory: &Memory, manual: ManualProtect) {
     let word = |page: u64| memory.word(page).load(Ordering::Relaxed);
     if manual.enabled() {
@@ -422,12 +428,12 @@ fn log_is_as_before(vm: &VmFd, vcpu: &mut VcpuFd, memory: &Memory, manual: Manua
 }
 
 #[test]
-fn log_that_a_vmm_clears_by_reading_survives_a_failed_migration() {
+fn log_that_the_vmm_clears_by_reading_survives_a_failed_migration() {
     log_survives_a_failed_migration(ManualProtect::NONE);
 }
 
 #[test]
-fn log_that_a_vmm_clears_by_hand_survives_a_failed_migration() {
+fn log_that_the_vmm_clears_explicitly_survives_a_failed_migration() {
     log_survives_a_failed_migration(ManualProtect::new(ManualProtect::ENABLE));
     log_survives_a_failed_migration(ManualProtect::new(ManualProtect::ENABLE | ManualProtect::INITIALLY_SET));
 }
@@ -442,13 +448,13 @@ fn stop_leaves_the_log_off_and_manual_protection_off() {
     let mut vcpu = vcpu(&vm);
     tracker.start().unwrap();
     tracker.stop().unwrap();
-    // The VMM begins to log, now or later.
+    // The VMM may enable the log at any later time.
     // SAFETY: the slot was added to this VM.
     unsafe { kvm::set_slot_flags(fd(&vm), &slot.spec, true) }.unwrap();
     log_is_as_before(&vm, &mut vcpu, &memory, ManualProtect::NONE);
 }
 
-/// A VM without a vCPU; counts the skip if there is none.
+/// Creates a VM without a vCPU. Skips the calling test without KVM.
 fn kvm_vm() -> Option<Arc<VmFd>> {
     match Kvm::new().and_then(|kvm| kvm.create_vm()) {
         Ok(vm) => Some(Arc::new(vm)),

@@ -1,4 +1,4 @@
-//! The trackers against the host's own memory, page tables and KVM.
+//! Tests of the trackers with the host's own memory, page tables and KVM.
 
 // The guests of `log`, `ring` and `signals` are x86-64 machine code.
 #[cfg(target_arch = "x86_64")]

@@ -1,4 +1,4 @@
-//! Memory for the tests of the trackers, and a guest made of threads.
+//! Memory for the tests of the trackers.
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::os::fd::OwnedFd;
@@ -8,20 +8,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use vmferry_core::{PAGE_BYTES, PageRun, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion};
 
-/// What a test's memory is made of.
+/// Backing of a test's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// Anonymous, small pages only.
+    /// Anonymous memory with small pages only.
     Small,
-    /// Anonymous, huge pages where they fit.
+    /// Anonymous memory with huge pages where they fit.
     Huge,
-    /// A memfd, mapped shared.
+    /// Memfd, mapped shared.
     Memfd,
-    /// A memfd of huge pages out of the host's pool, mapped shared.
+    /// Memfd of huge pages of the host's pool, mapped shared.
     Pool,
 }
 
-/// A mapping of whole huge pages.
+/// Mapping of whole huge pages.
 pub(crate) struct Memory {
     kind: Kind,
     mapped: *mut std::ffi::c_void,
@@ -31,9 +31,9 @@ pub(crate) struct Memory {
     pub(crate) file: Option<Arc<OwnedFd>>,
 }
 
-// SAFETY: the mapping belongs to the value; its bytes are only accessed through atomics and windows.
+// SAFETY: the value owns the mapping, whose bytes are only accessed through atomics and windows.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the value owns the mapping, whose bytes are only accessed through atomics and windows.
 unsafe impl Sync for Memory {}
 
 const HUGE: usize = 2 << 20;
@@ -55,9 +55,9 @@ impl Memory {
         });
         let mapped_len = len + if file.is_some() { 0 } else { HUGE };
         let mapped = match &file {
-            // SAFETY: a new mapping at an address of the kernel's choice.
+            // SAFETY: a new mapping at an address that the kernel chooses.
             Some(fd) => unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, fd, 0) },
-            // SAFETY: as above.
+            // SAFETY: a new mapping at an address that the kernel chooses.
             None => unsafe {
                 mmap_anonymous(
                     std::ptr::null_mut(),
@@ -69,10 +69,11 @@ impl Memory {
         }
         .unwrap();
         let skip = if file.is_some() { 0 } else { mapped.cast::<u8>().align_offset(HUGE) };
-        // SAFETY: the mapping is larger than `len` by what is skipped at most.
+        // SAFETY: the mapping is larger than `len` by the largest possible value of `skip`.
         let start = unsafe { mapped.cast::<u8>().add(skip) };
         let advice = if kind == Kind::Huge { Advice::LinuxHugepage } else { Advice::LinuxNoHugepage };
-        // SAFETY: the range is ours. A kernel without huge pages refuses, which changes nothing.
+        // SAFETY: this value owns the range. A kernel without huge pages refuses, which changes
+        // nothing.
         let _ = unsafe { madvise(start.cast(), len, advice) };
         Self { kind, mapped, mapped_len, start: NonNull::new(start).unwrap(), pages, file }
     }
@@ -98,11 +99,12 @@ impl Memory {
         }
     }
 
-    /// The word at the start of `page`.
+    /// Returns the word at the start of `page`.
     pub(crate) fn word(&self, page: u64) -> &AtomicU64 {
         assert!(page < self.pages);
         let offset = usize::try_from(page).unwrap() * PAGE_BYTES;
-        // SAFETY: the page is in the mapping, aligned, and accessed through atomics and windows only.
+        // SAFETY: the page is in the mapping, aligned, and accessed through atomics and windows
+        // only.
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(offset).cast()) }
     }
 
@@ -111,7 +113,8 @@ impl Memory {
     }
 
     pub(crate) fn window(&self) -> Window<'_> {
-        // SAFETY: mapped for as long as `self` lives, no references to the bytes but to atomics.
+        // SAFETY: mapped for as long as `self` lives, and no references to the bytes exist except
+        // to atomics.
         unsafe { Window::new(self.start, usize::try_from(self.pages).unwrap() * PAGE_BYTES) }
     }
 
@@ -121,10 +124,10 @@ impl Memory {
         copy
     }
 
-    /// Has the kernel drop `run` from this mapping.
+    /// Drops `run` from this mapping.
     pub(crate) fn drop_pages(&self, run: PageRun) {
         let start = self.window().as_ptr().wrapping_add(usize::try_from(run.first.offset()).unwrap());
-        // SAFETY: the pages are in our mapping; what they hold is given up on purpose.
+        // SAFETY: the pages are in this mapping, and their content may be lost.
         unsafe { madvise(start.cast(), usize::try_from(run.bytes()).unwrap(), Advice::LinuxDontNeed) }
             .unwrap();
     }
@@ -132,12 +135,12 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: mapped in `new`; nobody borrows it any more.
+        // SAFETY: mapped in `new`, and nothing borrows it any more.
         unsafe { munmap(self.mapped, self.mapped_len) }.unwrap();
     }
 }
 
-/// splitmix64: enough randomness for choosing pages.
+/// Returns the next random number of splitmix64, which is random enough to choose pages.
 pub(crate) fn random(state: &mut u64) -> u64 {
     *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let mut z = *state;

@@ -1,4 +1,4 @@
-//! The dirty rings of a real VM.
+//! Tests of the dirty rings of a real VM.
 
 use crate::memory::{Kind, Memory};
 use crate::user_guest::{FIRST, fd, guest, running};
@@ -11,7 +11,7 @@ use vmferry_dirty::{Predict, ReaperPolicy, ReaperState, RingTracker};
 use vmferry_sys::kvm;
 use vmferry_testkit::{say, wait, wait_for};
 
-/// Waits until each vCPU has made `more` stretches. A starved host may run one vCPU only for a
+/// Waits until each vCPU has made `more` stretches. A starved host may run only one vCPU for a
 /// while.
 fn until_written(stretches: &[AtomicU64], more: u64) {
     let made = || stretches.iter().map(|made| made.load(Ordering::Acquire));
@@ -19,7 +19,7 @@ fn until_written(stretches: &[AtomicU64], more: u64) {
     wait("writes of each vCPU", || made().zip(&before).all(|(now, before)| now >= before + more));
 }
 
-/// Copies what is dirty.
+/// Copies the dirty pages and clears the set.
 fn send(memory: &Memory, dirty: &mut PageSet, copy: &mut [u8]) {
     for page in dirty.region(RegionId(0)).unwrap().runs().flatten() {
         let at = usize::try_from(page).unwrap() * PAGE_BYTES;
@@ -55,7 +55,7 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
             }
         });
         writes += more;
-        // The vCPUs have stopped: the last harvest.
+        // The vCPUs have stopped, so this is the last harvest.
         tracker.harvest(&mut dirty).unwrap();
         send(&memory, &mut dirty, &mut copy);
         assert_eq!(
@@ -78,7 +78,7 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
 #[test]
 fn no_write_is_lost_under_any_policy() {
     for policy in Policy::ALL {
-        // A set that fits, and one that does not.
+        // A working set that fits, and one that does not.
         if nothing_is_lost(policy, 4096, 1024).is_none() {
             return;
         }
@@ -87,7 +87,7 @@ fn no_write_is_lost_under_any_policy() {
 }
 
 #[test]
-fn every_size_works_that_the_host_allows() {
+fn no_write_is_lost_with_any_ring_size() {
     for shift in 10..=16 {
         if nothing_is_lost(Policy::Predict, 1 << shift, 1024).is_none() {
             return;
@@ -96,7 +96,7 @@ fn every_size_works_that_the_host_allows() {
 }
 
 #[test]
-fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
+fn full_ring_stops_only_its_vcpu_and_is_counted() {
     let memory = Memory::new(Kind::Small, FIRST + 2 * 8192);
     let Some(mut guest) = guest(&memory, 1024, 2, 8192) else { return };
     // The second vCPU writes to a set that fits.
@@ -120,12 +120,15 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
         report.vcpus[0].stalled > Duration::ZERO && report.vcpus[0].stalled >= report.vcpus[0].stalled_max
     );
     assert_eq!(report.entries, 1024);
-    assert!(report.reaper.iterations <= took.as_secs(), "it sleeps for a second: {report:?} in {took:?}");
+    assert!(
+        report.reaper.iterations <= took.as_secs(),
+        "the reaper sleeps for a second: {report:?} in {took:?}"
+    );
     assert!(report.vcpus[1].pages >= 255, "the baseline harvests every ring: {report:?}");
     tracker.stop().unwrap();
     let mut tracker = RingTracker::new(&guest.rings);
     tracker.start().unwrap();
-    assert_eq!(tracker.report().full_exits(), 0, "counts begin anew");
+    assert_eq!(tracker.report().full_exits(), 0, "a start resets the counts");
     running(&mut guest, |_| wait("many pages", || tracker.report().vcpus[0].pages > 8192));
     let report = tracker.report();
     say(format!("predict, 1024 entries: {report:?}"));
@@ -134,10 +137,11 @@ fn a_full_ring_stops_its_vcpu_and_is_counted_and_the_other_runs_on() {
 }
 
 #[test]
-fn trackers_take_turns_and_say_so() {
+fn second_tracker_is_refused_until_the_first_stops() {
     let memory = Memory::new(Kind::Small, FIRST + 1024);
     let Some(mut guest) = guest(&memory, 4096, 1, 1024) else { return };
-    // The log was tried on this VM before, which leaves a way of protecting behind that the rings cannot use.
+    // The dirty log was used on this VM before, which leaves a protection mode that the rings
+    // cannot use.
     let offered = kvm::manual_protect_offered(fd(&guest.vm)).unwrap();
     kvm::enable_manual_protect(fd(&guest.vm), offered).unwrap();
     running(&mut guest, |stretches| until_written(stretches, 4));
@@ -150,30 +154,30 @@ fn trackers_take_turns_and_say_so() {
     for _ in 0..3 {
         first.start().unwrap();
         assert!(second.start().unwrap_err().to_string().contains("another tracker"));
-        // 16 writes to each page on the average.
+        // 16 writes to each page on average.
         running(&mut guest, |stretches| until_written(stretches, 4));
         first.harvest(&mut dirty).unwrap();
         assert!(dirty.count() > 900, "{} pages", dirty.count());
         first.put_back(&dirty).unwrap();
         let mut again = PageSet::empty(&guest.layout);
         first.harvest(&mut again).unwrap();
-        assert!(again == dirty, "what was put back comes again");
+        assert!(again == dirty, "pages that were put back are reported again");
         dirty.clear();
         wait("the reaper's sleep", || first.report().reaper.state == ReaperState::Sleeping);
         running(&mut guest, |stretches| until_written(stretches, 4));
         first.stop().unwrap();
-        // Not tracked: the guest runs, no ring fills.
+        // Without tracking, the guest runs and no ring fills.
         running(&mut guest, |stretches| until_written(stretches, 4));
         second.start().unwrap();
         second.harvest(&mut dirty).unwrap();
-        assert!(dirty.is_empty(), "started anew: {} pages", dirty.count());
+        assert!(dirty.is_empty(), "a start discards earlier pages: {} pages", dirty.count());
         second.stop().unwrap();
         assert_eq!(second.report().reaper.state, ReaperState::Off);
     }
 }
 
 #[test]
-fn an_idle_guest_costs_the_reaper_next_to_nothing() {
+fn reaper_uses_almost_no_processor_time_for_an_idle_guest() {
     let memory = Memory::new(Kind::Small, FIRST + 16 * 64);
     let Some(guest) = guest(&memory, 4096, 16, 64) else { return };
     let mut tracker = RingTracker::new(&guest.rings);
@@ -185,8 +189,8 @@ fn an_idle_guest_costs_the_reaper_next_to_nothing() {
     let (looks, share) = (report.reaper.iterations, report.reaper.cpu.as_secs_f64() / time.as_secs_f64());
     say(format!("idle, 16 vCPUs: {looks} looks, {:.4} % of a processor", share * 100.0));
     assert_eq!(report.reaper.harvests, 0, "{report:?}");
-    // Seldom: on a busy host it looks less often, and no more. And each look is short: the goal is a tenth of a percent, and on a busy
-    // processor a look costs more.
+    // Looks must be rare: on a busy host the reaper looks less often, never more. Each look must be
+    // short: the goal is a tenth of a percent, and on a busy processor a look costs more.
     let least = Duration::from_millis(50) * u32::try_from(looks).unwrap();
     assert!(time > least, "{looks} looks in {time:?}");
     assert!(report.reaper.cpu < least / 125, "{report:?}");

@@ -1,5 +1,5 @@
-//! A guest that starts in user mode, so that it runs natively also where the kernel's own mode is emulated, and does
-//! nothing but write.
+//! Guest that only writes. It starts in user mode, so that it runs natively even if kernel mode is
+//! emulated.
 
 use crate::memory::Memory;
 use kvm_bindings::{kvm_segment, kvm_userspace_memory_region};
@@ -13,13 +13,14 @@ use vmferry_sys::kvm::SlotSpec;
 use vmferry_sys::ring::{self, EXIT_RING_FULL, RingEntries};
 use vmferry_testkit::{Need, skip};
 
-/// Writes between two exits of the guest.
+/// Number of writes between two exits of the guest.
 pub(crate) const STRETCH: u64 = 4096;
 
-/// The first page of the first vCPU's working set. Before that: code and page tables.
+/// First page of the first vCPU's working set. Code and page tables are before it.
 pub(crate) const FIRST: u64 = 512;
 
-/// Increments the counter at the start of a page chosen at random, for ever, and leaves the guest now and then.
+/// Guest code: increments the counter at the start of a random page in an endless loop, and leaves
+/// the guest now and then.
 ///
 /// ```text
 /// next: imul rbx, r10           multiplier
@@ -45,7 +46,7 @@ const CODE: [u8; 39] = [
 const CODE_PAGE: u64 = 16;
 const TABLES_PAGE: u64 = 1;
 
-/// A VM with rings and vCPUs.
+/// VM with rings and vCPUs.
 pub(crate) struct Guest {
     pub(crate) vm: Arc<VmFd>,
     pub(crate) vcpus: Vec<VcpuFd>,
@@ -53,7 +54,8 @@ pub(crate) struct Guest {
     pub(crate) layout: Layout,
 }
 
-/// The VM; without KVM the calling test is skipped. Each vCPU writes to `set` pages of its own, a power of two.
+/// Creates the VM. Skips the calling test without KVM. Each vCPU writes to its own `set` pages, a
+/// power of two.
 pub(crate) fn guest(memory: &Memory, entries: u32, vcpus: u64, set: u64) -> Option<Guest> {
     let vm = match Kvm::new().and_then(|kvm| kvm.create_vm()) {
         Ok(vm) => Arc::new(vm),
@@ -79,7 +81,8 @@ pub(crate) fn guest(memory: &Memory, entries: u32, vcpus: u64, set: u64) -> Opti
     let owner: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(&vm) as _;
     // SAFETY: the descriptors are open for as long as they are borrowed.
     let fds: Vec<_> = vcpus.iter().map(|vcpu| unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) }).collect();
-    // SAFETY: the slot was added to this VM and stays; the memory outlives the VM in every test.
+    // SAFETY: the slot was added to this VM and stays, and the memory outlives the VM in every
+    // test.
     let rings = unsafe { DirtyRings::new(owner, entries, &fds, vec![slot]) }.unwrap();
     Some(Guest { vm, vcpus, rings, layout })
 }
@@ -94,7 +97,8 @@ pub(crate) fn add_slot(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory) -> LogSl
     add_slot_flags(vm, slot, gpa, memory, 0)
 }
 
-/// The same with KVM's flags, or changes them.
+/// Adds `memory` like [`add_slot`], with the flags `flags` of KVM, or changes the flags of the
+/// slot.
 pub(crate) fn add_slot_flags(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, flags: u32) -> LogSlot {
     let spec = SlotSpec { slot, flags, gpa, len: memory.pages * 4096, host: memory.host() };
     let region = kvm_userspace_memory_region {
@@ -109,8 +113,8 @@ pub(crate) fn add_slot_flags(vm: &VmFd, slot: u32, gpa: u64, memory: &Memory, fl
     LogSlot::new(spec, None)
 }
 
-/// The code, and page tables that map the first 4 GiB to themselves, for everybody, with all that a processor would
-/// note in them noted already.
+/// Loads the code, and page tables that map the first 4 GiB to themselves, accessible in user mode.
+/// All accessed and dirty bits are set already, so the processor does not write to the tables.
 fn load(memory: &Memory) {
     const LINK: u64 = 0x27;
     const LEAF: u64 = 0xe7;
@@ -170,7 +174,7 @@ fn vcpu(vm: &VmFd, index: u64, set: u64) -> VcpuFd {
     vcpu
 }
 
-/// Runs a vCPU until `stop`, counting its exits, and making room when its ring is full.
+/// Runs a vCPU until `stop` is set, counts its exits, and makes room when its ring is full.
 pub(crate) fn run(vcpu: &mut VcpuFd, ring: &RingVcpu, stop: &AtomicBool, stretches: &AtomicU64) {
     while !stop.load(Ordering::Acquire) {
         match vcpu.run() {
@@ -186,9 +190,10 @@ pub(crate) fn run(vcpu: &mut VcpuFd, ring: &RingVcpu, stop: &AtomicBool, stretch
     }
 }
 
-/// Lets all vCPUs run until `meanwhile` returns, and then stops them. Says how many writes they made.
+/// Runs all vCPUs until `meanwhile` returns, and then stops them. Returns the result of `meanwhile`
+/// and the number of writes.
 ///
-/// `meanwhile` is given the number of stretches that each vCPU has made.
+/// `meanwhile` receives the number of stretches that each vCPU has made.
 pub(crate) fn running<T>(guest: &mut Guest, meanwhile: impl FnOnce(&[AtomicU64]) -> T) -> (T, u64) {
     let stop = AtomicBool::new(false);
     let stretches: Vec<_> = guest.vcpus.iter().map(|_| AtomicU64::new(0)).collect();

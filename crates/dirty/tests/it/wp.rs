@@ -1,4 +1,4 @@
-//! Write protection against real memory, on real page tables.
+//! Tests of write protection with real memory and real page tables.
 
 use crate::memory::{Kind, Memory, random};
 use crate::pool::Pool;
@@ -27,7 +27,7 @@ fn layout(regions: &[MappedRegion]) -> Layout {
     Layout::new(regions.collect()).unwrap()
 }
 
-/// Whether this host can run the calling test, which is skipped if not.
+/// Returns whether this host can run the calling test, which is skipped otherwise.
 pub(crate) fn available() -> bool {
     WpTracker::available().map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
@@ -47,7 +47,7 @@ fn started(memory: &Memory) -> (WpTracker, Layout) {
 }
 
 #[test]
-fn what_is_written_is_harvested_once_and_nothing_else() {
+fn only_written_pages_are_harvested_each_once() {
     if !available() {
         return;
     }
@@ -67,7 +67,7 @@ fn what_is_written_is_harvested_once_and_nothing_else() {
         assert_eq!(harvest(&mut tracker, &layout), [5, 99, 1027], "{kind:?}: one page, also of a huge page");
         assert_eq!(harvest(&mut tracker, &layout), [], "{kind:?}");
         memory.write(5, 3);
-        // Pages that were not there when tracking started.
+        // Pages that did not exist when tracking started.
         memory.write(2600, 1);
         memory.write(4095, 1);
         let found: BTreeSet<u64> = harvest(&mut tracker, &layout).into_iter().collect();
@@ -75,17 +75,18 @@ fn what_is_written_is_harvested_once_and_nothing_else() {
         if kind != Kind::Huge {
             assert_eq!(found.len(), 3, "{kind:?}: {found:?}");
         }
-        // Stopped: nothing more is found, and writes go on.
+        // After the stop, no page is found, and writes continue to work.
         tracker.stop().unwrap();
         memory.write(6, 3);
         let error = tracker.harvest(&mut PageSet::empty(&layout)).unwrap_err();
         assert!(error.to_string().contains("not started"), "{error}");
         tracker.start().unwrap();
-        assert_eq!(harvest(&mut tracker, &layout), [], "{kind:?}: started anew");
+        assert_eq!(harvest(&mut tracker, &layout), [], "{kind:?}: after a second start");
     }
 }
 
-/// Threads stamp random pages while pages are harvested and copied. In the end the copy must be equal.
+/// Runs threads that stamp random pages while pages are harvested and copied. The final copy must
+/// be equal.
 fn nothing_is_lost(kind: Kind, pages: u64, rounds: u32) {
     let memory = Memory::new(kind, pages);
     let mut seed = 7;
@@ -114,7 +115,7 @@ fn nothing_is_lost(kind: Kind, pages: u64, rounds: u32) {
         touched(&memory.region(0), PageRun::from(0..pages), &mut base).unwrap();
         base.runs().flatten().for_each(&mut take);
         let (mut harvested, mut round) = (0, 0);
-        // As many rounds as asked for, and more until the writers had their share of a busy host.
+        // As many rounds as requested, and more until the writers had their share of a busy host.
         while round < rounds || writes.load(Ordering::Relaxed) < 10_000 {
             let found = harvest(&mut tracker, &layout);
             harvested += found.len();
@@ -124,7 +125,8 @@ fn nothing_is_lost(kind: Kind, pages: u64, rounds: u32) {
         stop.store(true, Ordering::Relaxed);
         println!("{kind:?}: {harvested} pages harvested in {round} rounds");
     });
-    // The pause: every writer has ended. The last harvest has what they wrote since the one before.
+    // The pause: every writer has ended. The last harvest finds the pages that they wrote since the
+    // previous one.
     harvest(&mut tracker, &layout).into_iter().for_each(&mut take);
     let wrong: Vec<u64> = (0..pages)
         .filter(|page| {
@@ -136,29 +138,30 @@ fn nothing_is_lost(kind: Kind, pages: u64, rounds: u32) {
 }
 
 #[test]
-fn nothing_is_lost_of_small_pages() {
+fn no_write_to_small_pages_is_lost() {
     if available() {
         nothing_is_lost(Kind::Small, 2048, 60);
     }
 }
 
 #[test]
-fn nothing_is_lost_of_huge_pages() {
+fn no_write_to_huge_pages_is_lost() {
     if available() {
         nothing_is_lost(Kind::Huge, 4096, 60);
     }
 }
 
 #[test]
-fn nothing_is_lost_of_a_memfd() {
+fn no_write_to_a_memfd_is_lost() {
     if available() {
         nothing_is_lost(Kind::Memfd, 2048, 60);
     }
 }
 
-/// Huge pages of the host's pool are never split: a write dirties all of its huge page, and that is found once.
+/// Checks huge pages of the host's pool, which are never split: a write dirties all of its huge
+/// page, which is found once.
 #[test]
-fn nothing_is_lost_of_the_hosts_huge_pages() {
+fn no_write_to_huge_pages_of_the_pool_is_lost() {
     if !available() {
         return;
     }
@@ -177,20 +180,20 @@ fn nothing_is_lost_of_the_hosts_huge_pages() {
         let want: Vec<u64> = whole(0).chain(whole(2)).collect();
         assert_eq!(harvest(&mut tracker, &layout), want);
         assert_eq!(harvest(&mut tracker, &layout), []);
-        // One that was not there.
+        // A page that did not exist before.
         memory.write(4095, 2);
         assert_eq!(harvest(&mut tracker, &layout), whole(7).collect::<Vec<_>>());
         tracker.stop().unwrap();
         assert_eq!((memory.word(5).load(Ordering::Relaxed), memory.word(6).load(Ordering::Relaxed)), (2, 1));
         let mut all = Bitmap::new(4096);
         touched(&memory.region(0), PageRun::from(0..4096), &mut all).unwrap();
-        assert_eq!(all.count(), 4096, "the file does not tell, so nothing is taken for untouched");
+        assert_eq!(all.count(), 4096, "the file does not report its data, so no page counts as untouched");
     }
     nothing_is_lost(Kind::Pool, 4096, 60);
 }
 
 #[test]
-fn a_page_of_a_memfd_that_was_written_and_then_unmapped_is_found() {
+fn memfd_page_that_was_written_and_then_unmapped_is_found() {
     if !available() {
         return;
     }
@@ -200,7 +203,8 @@ fn a_page_of_a_memfd_that_was_written_and_then_unmapped_is_found() {
     assert_eq!(harvest(&mut tracker, &layout), []);
     memory.write(7, 2);
     memory.write(700, 2);
-    // What reclaim does to a mapping, without the swap: pages leave the page table, their content stays in the file.
+    // Reclaim has the same effect on a mapping, without the swap: pages leave the page table, and
+    // their content stays in the file.
     memory.drop_pages(PageRun::new(PageIndex(0), 1024));
     assert_eq!(harvest(&mut tracker, &layout), [7, 700]);
     assert_eq!(harvest(&mut tracker, &layout), [], "reported once");
@@ -210,10 +214,10 @@ fn a_page_of_a_memfd_that_was_written_and_then_unmapped_is_found() {
 }
 
 #[test]
-fn data_of_another_mapping_is_touched_although_this_page_table_is_empty() {
+fn data_of_another_mapping_counts_as_touched() {
     let memory = Memory::new(Kind::Memfd, 256);
     let file = memory.file.as_ref().unwrap();
-    // pwrite stands for any other mapping of the file, in this process or another.
+    // `pwrite` replaces another mapping of the file, in this process or another.
     rustix::io::pwrite(file, &[1; 100], 9 * 4096 + 4000).unwrap();
     let mut map = Bitmap::new(256);
     touched(&memory.region(0), PageRun::from(0..256), &mut map).unwrap();
@@ -221,7 +225,7 @@ fn data_of_another_mapping_is_touched_although_this_page_table_is_empty() {
     let mut part = Bitmap::new(256);
     touched(&memory.region(0), PageRun::from(10..256), &mut part).unwrap();
     assert_eq!(part.runs().flatten().collect::<Vec<_>>(), [10]);
-    // With a tracker it is reported once, as it may have been written at any time.
+    // A tracker reports the pages once, because they may have been written at any time.
     if available() {
         let (mut tracker, layout) = started(&memory);
         assert_eq!(harvest(&mut tracker, &layout), [9, 10]);
@@ -230,19 +234,19 @@ fn data_of_another_mapping_is_touched_although_this_page_table_is_empty() {
 }
 
 #[test]
-fn untouched_anonymous_pages_are_left_out_also_while_tracking() {
+fn untouched_anonymous_pages_are_skipped_while_tracking() {
     for kind in [Kind::Small, Kind::Huge] {
         let memory = Memory::new(kind, 4096);
         memory.write(3, 1);
         memory.write(2000, 1);
-        // Reading untouched memory maps the kernel's page of zeros.
+        // Reading untouched memory maps the kernel's zero page.
         assert_eq!(memory.word(3000).load(Ordering::Relaxed), 0);
         let tracking = available().then(|| started(&memory));
         let mut map = Bitmap::new(4096);
         touched(&memory.region(0), PageRun::from(0..4096), &mut map).unwrap();
         assert!(map.test(3) && map.test(2000), "{kind:?}");
         if tracking.is_some() {
-            assert!(!map.test(3000), "{kind:?}: the page of zeros");
+            assert!(!map.test(3000), "{kind:?}: the zero page");
         }
         if kind == Kind::Small {
             assert!(map.count() <= 3, "{map:?}");
@@ -253,7 +257,7 @@ fn untouched_anonymous_pages_are_left_out_also_while_tracking() {
 }
 
 #[test]
-fn marks_are_merged_and_those_from_before_forgotten() {
+fn marks_are_merged_and_marks_from_before_the_start_are_discarded() {
     if !available() {
         return;
     }
@@ -274,7 +278,7 @@ fn marks_are_merged_and_those_from_before_forgotten() {
 }
 
 #[test]
-fn every_page_that_is_taken_out_of_the_marks_is_handed_back() {
+fn every_page_taken_from_the_marks_is_handed_back() {
     if !available() {
         return;
     }
@@ -304,7 +308,7 @@ fn memory_that_cannot_be_tracked_is_refused_with_the_reason() {
     }
     let memory = Memory::new(Kind::Small, 64);
     let (_tracker, _) = started(&memory);
-    // Another userfaultfd has it already; and the first one still works afterwards.
+    // Another userfaultfd has the memory already, and the first tracker still works afterwards.
     let mut second = WpTracker::new(vec![memory.region(0)]).unwrap();
     let error = second.start().unwrap_err().to_string();
     assert!(error.contains("region 0") && error.contains("another userfaultfd"), "{error}");
@@ -314,7 +318,7 @@ fn memory_that_cannot_be_tracked_is_refused_with_the_reason() {
 }
 
 #[test]
-fn what_a_system_call_writes_is_found_by_the_userfaultfd_of_an_ordinary_user() {
+fn user_mode_userfaultfd_finds_writes_of_system_calls() {
     if !available() {
         return;
     }
@@ -342,7 +346,7 @@ fn what_a_system_call_writes_is_found_by_the_userfaultfd_of_an_ordinary_user() {
     let source = rustix::fs::memfd_create("source", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::io::pwrite(&source, &[9; 100], 0).unwrap();
     let target = memory.window().slice(5, 1).as_ptr();
-    // SAFETY: the page is mapped and only written by the kernel here.
+    // SAFETY: the page is mapped and only written by the kernel in this call.
     let read =
         unsafe { libc::pread(std::os::fd::AsRawFd::as_raw_fd(&source.as_fd()), target.cast(), 100, 0) };
     assert_eq!(read, 100, "{}", std::io::Error::last_os_error());
@@ -351,7 +355,7 @@ fn what_a_system_call_writes_is_found_by_the_userfaultfd_of_an_ordinary_user() {
 }
 
 #[test]
-fn the_protector_has_nothing_to_do() {
+fn protect_without_regions_succeeds() {
     let tracker = WpTracker::new(Vec::new()).unwrap();
     let protector: Arc<dyn Protect> = tracker.protector();
     protector.protect(RegionId(0), PageRun::from(0..1), &Bitmap::new(1)).unwrap();

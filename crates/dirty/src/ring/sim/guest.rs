@@ -1,89 +1,91 @@
-//! A guest that writes, by arithmetic instead of page by page: hours in seconds.
+//! Simulated guest that writes by arithmetic instead of page by page: hours are simulated in
+//! seconds.
 
-/// In which order a vCPU writes to the pages of its working set.
+/// Order in which a vCPU writes to the pages of its working set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// Each time to any of them: the new ones get rarer as more are written.
+    /// Random order: new pages get rarer as more pages are written.
     Uniform,
-    /// One after the other, round and round.
+    /// Sequential order: one page after the other, again and again.
     Sequential,
 }
 
-/// What a vCPU does for a while.
+/// Behaviour of a vCPU for a period of time.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Phase {
-    /// For how long, in seconds.
+    /// Duration of the phase, in seconds.
     pub seconds: f64,
-    /// Writes a second; infinite: as many as it can.
+    /// Writes per second. Infinite means as many as possible.
     pub rate: f64,
-    /// Pages of its working set. Each phase has a set of its own.
+    /// Number of pages of the working set. Each phase has its own working set.
     pub pages: f64,
-    /// The order of its writes.
+    /// Order of the writes.
     pub order: Order,
 }
 
 impl Phase {
-    /// Writes at random, `rate` a second, to `pages`.
+    /// Creates a phase of random writes, `rate` per second, to `pages`.
     #[must_use]
     pub fn uniform(seconds: f64, rate: f64, pages: f64) -> Self {
         Self { seconds, rate, pages, order: Order::Uniform }
     }
 
-    /// Writes nothing.
+    /// Creates a phase without writes.
     #[must_use]
     pub fn idle(seconds: f64) -> Self {
         Self::uniform(seconds, 0.0, 1.0)
     }
 
-    /// First writes at `rate` a second, to ever new pages.
+    /// Creates a phase of first writes to new pages only, `rate` per second.
     #[must_use]
     pub fn fills(seconds: f64, rate: f64) -> Self {
         Self { seconds, rate, pages: f64::INFINITY, order: Order::Sequential }
     }
 }
 
-/// What things cost on the simulated host, in seconds.
+/// Costs on the simulated host, in seconds.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Costs {
-    /// A write to a page that is not protected.
+    /// Cost of a write to a page that is not protected.
     pub write: f64,
-    /// The fault of a write to a page that is.
+    /// Cost of the fault of a write to a protected page.
     pub fault: f64,
-    /// Leaving the guest because the ring is full, and entering it again.
+    /// Cost of leaving the guest because the ring is full, and entering the guest again.
     pub exit: f64,
-    /// Each harvest.
+    /// Fixed cost of a harvest.
     pub harvest: f64,
-    /// Each page of it.
+    /// Cost of each harvested page.
     pub page: f64,
-    /// Waking up the reaper and looking at the rings.
+    /// Cost of waking up the reaper and looking at the rings.
     pub look: f64,
 }
 
 impl Default for Costs {
-    /// As they were measured, with KVM and a guest of one instruction.
+    /// Returns the costs as measured with KVM and a guest of one instruction.
     fn default() -> Self {
         Self { write: 40e-9, fault: 10e-6, exit: 20e-6, harvest: 50e-6, page: 0.25e-6, look: 50e-6 }
     }
 }
 
-/// One vCPU, its working set and its ring.
+/// One vCPU with its working set and its ring.
 #[derive(Debug, Clone)]
 pub(super) struct Vcpu {
     phases: Vec<Phase>,
     current: usize,
-    /// Seconds left of the current phase.
+    /// Time left of the current phase, in seconds.
     left: f64,
-    /// Entries of the ring that belong to pages of earlier phases.
+    /// Number of entries of the ring that belong to pages of earlier phases.
     earlier: f64,
-    /// Pages of the present working set that are in the ring, which are the ones that are not protected.
+    /// Number of pages of the present working set that are in the ring: those that are not
+    /// protected.
     touched: f64,
-    /// Set while it stands still: since when.
+    /// Time since which the vCPU is stopped, or `None` while it runs.
     pub(super) stopped: Option<f64>,
     pub(super) writes: f64,
     pub(super) faults: f64,
 }
 
-/// With less than this left of a working set, all of it counts as written.
+/// Number of unwritten pages below which the whole working set counts as written.
 const REST: f64 = 0.5;
 
 impl Vcpu {
@@ -96,17 +98,17 @@ impl Vcpu {
         &self.phases[self.current]
     }
 
-    /// Entries in its ring.
+    /// Returns the number of used entries in the ring.
     pub(super) fn used(&self) -> f64 {
         self.earlier + self.touched
     }
 
-    /// Its ring was harvested.
+    /// Records that the ring was harvested.
     pub(super) fn emptied(&mut self) {
         (self.earlier, self.touched) = (0.0, 0.0);
     }
 
-    /// Seconds that a write takes, without faults; infinite if it does not write.
+    /// Returns the time of a write in seconds, without faults. Infinite if the vCPU does not write.
     fn pace(&self, costs: &Costs) -> f64 {
         (1.0 / self.phase().rate).max(costs.write)
     }
@@ -115,7 +117,7 @@ impl Vcpu {
         self.phase().pages - self.touched < REST
     }
 
-    /// Writes until `touched` pages of the set are.
+    /// Returns the number of writes until `touched` pages of the working set are written.
     fn writes_until(&self, touched: f64) -> f64 {
         let pages = self.phase().pages;
         match self.phase().order {
@@ -124,7 +126,8 @@ impl Vcpu {
         }
     }
 
-    /// Seconds until something happens of its own: its ring, with room for `usable` entries, is full; or the phase ends.
+    /// Returns the seconds until the next event of this vCPU: its ring, with room for `usable`
+    /// entries, is full, or the phase ends.
     pub(super) fn next(&self, usable: f64, costs: &Costs) -> f64 {
         let full = usable - self.earlier;
         let pace = self.pace(costs);
@@ -141,13 +144,13 @@ impl Vcpu {
         self.left.min(self.writes_until(full) * pace + (full - self.touched) * costs.fault)
     }
 
-    /// Whether its ring has no room.
+    /// Returns whether the ring has no room left.
     pub(super) fn full(&self, usable: f64) -> bool {
-        // As close as arithmetic comes to the moment that `next` found.
+        // As exact as the arithmetic is for the moment that `next` computed.
         self.used() >= usable - 1e-6
     }
 
-    /// Lets `seconds` pass, no more than `next` said.
+    /// Lets `seconds` pass, at most the result of `next`.
     pub(super) fn advance(&mut self, seconds: f64, costs: &Costs) {
         let pace = self.pace(costs);
         if self.stopped.is_none() && pace.is_finite() && seconds > 0.0 {
@@ -156,7 +159,8 @@ impl Vcpu {
             } else {
                 let touched = self.touched_after(seconds, pace, costs.fault);
                 let (faults, writes) = (touched - self.touched, self.writes_until(touched));
-                // What is left when the working set is complete goes into writes that do not fault.
+                // The time that is left when the working set is complete is used for writes that do
+                // not fault.
                 let left = seconds - writes * pace - faults * costs.fault;
                 self.faults += faults;
                 self.writes += writes + left.max(0.0) / pace;
@@ -172,14 +176,15 @@ impl Vcpu {
         }
     }
 
-    /// Pages of the set that are touched after `seconds` of running.
+    /// Returns the number of touched pages of the working set after `seconds` of running.
     fn touched_after(&self, seconds: f64, pace: f64, fault: f64) -> f64 {
         let (pages, from) = (self.phase().pages, self.touched);
         if self.phase().order == Order::Sequential {
             return (from + seconds / (pace + fault)).min(pages - REST / 4.0);
         }
-        // Time as a function of pages is convex: Newton's method from the right comes down to the solution. Both bounds are
-        // on the right: faults alone, at the first moment's share of new pages, and writes alone.
+        // The time as a function of pages is convex, so Newton's method from the right converges to
+        // the solution. Both bounds are on the right: faults alone, at the first moment's share of
+        // new pages, and writes alone.
         let slope = |at: f64| pace * pages / (pages - at) + fault;
         let time = |at: f64| pace * pages * ((pages - from) / (pages - at)).ln() + fault * (at - from);
         let most = pages - REST / 4.0;
@@ -202,7 +207,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn arithmetic_agrees_with_writing_page_by_page() {
+    fn arithmetic_agrees_with_a_page_by_page_simulation() {
         let costs = Costs::default();
         let mut state = 7_u64;
         let mut random = |below: usize| {
@@ -230,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_is_full_when_it_was_said_to_be() {
+    fn ring_is_full_at_the_predicted_time() {
         let costs = Costs::default();
         for (order, rate) in
             [(Order::Uniform, 1e5), (Order::Sequential, 1e5), (Order::Uniform, f64::INFINITY)]

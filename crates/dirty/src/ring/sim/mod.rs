@@ -1,7 +1,8 @@
-//! Harvest policies in simulated time: the decisions that ship, on a guest of arithmetic.
+//! Simulation of harvest policies: the policies that ship, with an arithmetic guest in simulated
+//! time.
 //!
-//! [`run`] plays a [`Trace`] under a [`ReaperPolicy`] and returns what it cost. With `series` it also returns how long
-//! the reaper slept at each turn and how full the rings were, for a chart.
+//! [`run`] plays a [`Trace`] under a [`ReaperPolicy`] and returns its cost. With `series`, the
+//! result also has the sleep and the fill of the rings at each turn of the reaper, for a chart.
 
 mod guest;
 mod trace;
@@ -19,58 +20,58 @@ use vmferry_sys::ring::RESERVED_ENTRIES;
 pub struct Sample {
     /// Time of the turn, in seconds since the start.
     pub at: f64,
-    /// Time that it slept after the turn, in seconds.
+    /// Time that the reaper slept after the turn, in seconds.
     pub sleep: f64,
-    /// Fill of the fullest ring just before, as a share of its entries.
+    /// Fill of the fullest ring just before the turn, as a share of its entries.
     pub occupancy: f64,
-    /// True if it harvested.
+    /// True if the policy harvested in the turn.
     pub harvested: bool,
 }
 
 /// Cost of a policy on a trace.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Outcome {
-    /// Writes that the guest got done.
+    /// Number of writes that the guest completed.
     pub writes: f64,
-    /// Faults that it took for them.
+    /// Number of faults of these writes.
     pub faults: f64,
     /// Number of times that a vCPU stopped because of a full ring.
     pub full_exits: u64,
     /// vCPU seconds that passed in these stops.
     pub stalled: f64,
-    /// Turns of the reaper, and how many of them harvested.
+    /// Number of turns of the reaper.
     pub turns: u64,
-    /// See `turns`.
+    /// Number of turns in which the reaper harvested.
     pub harvests: u64,
     /// Seconds of a processor that the reaper used.
     pub reaper_cpu: f64,
-    /// The shortest and the longest sleep, in seconds.
+    /// Shortest and longest sleep, in seconds.
     pub sleeps: (f64, f64),
-    /// The turns, if asked for.
+    /// Turns of the reaper, if requested.
     pub series: Vec<Sample>,
 }
 
 impl Outcome {
-    /// vCPU seconds lost to faults and stops for a million writes.
+    /// Returns the vCPU seconds lost to faults and stops per million writes.
     #[must_use]
     pub fn lost_per_million(&self, costs: &Costs) -> f64 {
         (self.stalled + self.faults * costs.fault) / self.writes * 1e6
     }
 }
 
-/// A harvest under way: of which rings, and until when.
+/// Running harvest: its rings, and the time of its end.
 #[derive(Debug)]
 struct Job {
     end: f64,
     rings: Vec<usize>,
 }
 
-/// The simulated host.
+/// Simulated host.
 struct Host<'a> {
     costs: &'a Costs,
     entries: u32,
     usable: f64,
-    /// True if a full ring has all rings harvested.
+    /// True if a full ring makes its vCPU harvest all rings.
     all: bool,
     /// True if the policy harvested in this turn.
     harvested: bool,
@@ -81,11 +82,11 @@ struct Host<'a> {
     reaper_cpu: f64,
 }
 
-/// Plays `trace`, round and round, for `seconds` under `policy`, with rings of `entries`.
+/// Plays `trace` repeatedly for `seconds` under `policy`, with rings of `entries`.
 ///
 /// # Panics
-/// If a vCPU of the trace has no phase, a ring of the policy does not exist, or the policy makes up an error: no
-/// simulated harvest fails.
+/// If a vCPU of the trace has no phase, the policy uses a ring that does not exist, or the policy
+/// returns an error (no simulated harvest fails).
 #[must_use]
 pub fn run(
     policy: &dyn ReaperPolicy,
@@ -140,7 +141,7 @@ pub fn run(
 #[expect(
     clippy::cast_possible_truncation,
     clippy::cast_sign_loss,
-    reason = "not negative, and no more than 65536"
+    reason = "not negative, and at most 65536"
 )]
 fn whole(entries: f64) -> u32 {
     (entries + 1e-6) as u32
@@ -170,7 +171,7 @@ impl Host<'_> {
         }
     }
 
-    /// The vCPU of `ring` has to wait for a harvest: for one that is under way, or for its own.
+    /// Stops the vCPU of `ring` until a harvest is done: a running harvest of the ring, or its own.
     fn stop(&mut self, ring: usize) {
         self.vcpus[ring].stopped = Some(self.now);
         self.counts[ring].full_exits += 1;
@@ -180,7 +181,7 @@ impl Host<'_> {
         }
     }
 
-    /// Begins a harvest of `rings`, one at a time; says when it ends.
+    /// Begins a harvest of `rings`, after all running harvests, and returns the time of its end.
     fn begin(&mut self, rings: Vec<usize>) -> f64 {
         let free = self.jobs.iter().map(|job| job.end).fold(self.now, f64::max);
         let end = free + self.duration(&rings);

@@ -1,4 +1,5 @@
-//! The product's policy in the long run. `vmferry-baselines` compares it with the published ones.
+//! Long-run tests of the product's policy. `vmferry-baselines` compares it with the published
+//! policies.
 
 use super::*;
 use crate::Predict;
@@ -15,7 +16,8 @@ fn predict_harvests_steadily_and_late_under_a_steady_load() {
     }
 }
 
-/// `predict` sleeps shorter and shorter until it harvests: what has to be steady is when it does.
+/// Checks that harvests are steady. `predict` sleeps shorter and shorter until it harvests, so its
+/// sleeps are not steady.
 fn settled(late: &[&Sample], what: &str) {
     let harvests: Vec<_> = late.iter().filter(|sample| sample.harvested).collect();
     if let Some(early) = harvests.iter().find(|sample| sample.occupancy < 0.85) {

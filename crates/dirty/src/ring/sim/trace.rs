@@ -1,26 +1,27 @@
-//! What guests do: synthetic, and recorded.
+//! Synthetic and recorded behaviour of guests.
 
 use super::Phase;
 
-/// What each vCPU does, round and round.
+/// Behaviour of each vCPU, repeated forever.
 #[derive(Debug, Clone)]
 pub struct Trace {
-    /// What it is called.
+    /// Name of the trace.
     pub name: &'static str,
-    /// For each vCPU its phases, at least one.
+    /// Phases of each vCPU, at least one.
     pub vcpus: Vec<Vec<Phase>>,
 }
 
 const AS_FAST_AS_IT_CAN: f64 = f64::INFINITY;
-/// Pages of 3 GB.
+/// Number of pages in 3 GB.
 const STRESS: f64 = 786_432.0;
 const LONG: f64 = 1e9;
 
-/// First writes of each of two vCPUs in every 20 ms of a real guest that was harvested as often; see the file.
+/// First writes of each of two vCPUs in every 20 ms of a real guest, harvested at the same
+/// interval; see the file.
 const RECORDED: &str = include_str!("recorded.txt");
 
 impl Trace {
-    /// Loads that do not change.
+    /// Returns loads that do not change.
     #[must_use]
     pub fn steady() -> Vec<Self> {
         let two = |name, rate, pages| {
@@ -32,8 +33,8 @@ impl Trace {
             two("idle", 0.0, 1.0),
             two("fits", AS_FAST_AS_IT_CAN, 2048.0),
             two("fits just so", AS_FAST_AS_IT_CAN, 4000.0),
-            two("hardly fits not", AS_FAST_AS_IT_CAN, 4500.0),
-            two("hardly fits not, 20 k/s", 20_000.0, 4500.0),
+            two("almost fits", AS_FAST_AS_IT_CAN, 4500.0),
+            two("almost fits, 20 k/s", 20_000.0, 4500.0),
             two("twice the ring", AS_FAST_AS_IT_CAN, 8192.0),
             two("stress", AS_FAST_AS_IT_CAN, STRESS),
             two("2 k/s", 2_000.0, STRESS),
@@ -52,7 +53,7 @@ impl Trace {
         ]
     }
 
-    /// Loads that change all the time.
+    /// Returns loads that change all the time.
     #[must_use]
     pub fn changing() -> Vec<Self> {
         let burst = Phase::uniform(5.0, AS_FAST_AS_IT_CAN, STRESS);
@@ -73,10 +74,10 @@ impl Trace {
         ]
     }
 
-    /// What a real guest did.
+    /// Returns the recorded load of a real guest.
     ///
     /// # Panics
-    /// If the recording in the source is damaged.
+    /// Panics if the recording in the source is damaged.
     #[must_use]
     pub fn recorded() -> Self {
         let mut vcpus = vec![Vec::new(); 2];
@@ -89,7 +90,7 @@ impl Trace {
         Self { name: "recorded", vcpus }
     }
 
-    /// A day: quiet for most of it, with everything else now and then.
+    /// Returns a day of load: quiet most of the time, with every other load now and then.
     #[must_use]
     pub fn day() -> Self {
         let hour = |offset: f64| {
