@@ -1,26 +1,26 @@
-//! What can fail, apart from saved state.
+//! Errors other than those of saved state.
 
 use crate::{NotPaused, StateError};
 use std::io;
 use vmferry_core::VmError;
 
-/// Why KVM could not be set up for a guest that can be moved.
+/// Error of KVM or of the host for a guest that can be moved.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An ioctl failed.
     #[error("{what} failed")]
     Ioctl {
-        /// Name of the ioctl, and its object.
+        /// Name and object of the ioctl.
         what: String,
-        /// Answer of the kernel.
+        /// Error that the kernel returned.
         #[source]
         source: io::Error,
     },
     /// KVM refuses a memory slot.
     #[error(
-        "KVM on this host takes no {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): it has a limit of its own, and \
-         everywhere one piece has less than 8 TiB; give the guest less memory",
+        "KVM on this host refuses {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): KVM limits the size of a slot, \
+         on every host to less than 8 TiB; give the guest less memory",
         .len >> 20
     )]
     MemorySlot {
@@ -28,64 +28,64 @@ pub enum Error {
         len: u64,
         /// Guest-physical address of the slot.
         gpa: u64,
-        /// Answer of the kernel.
+        /// Error that the kernel returned.
         #[source]
         source: io::Error,
     },
     /// The VM cannot have dirty rings of this size.
     #[error("no dirty rings of {entries} entries: {why}")]
     DirtyRing {
-        /// Entries of each ring.
+        /// Number of entries of each ring.
         entries: u32,
-        /// What KVM lacks.
+        /// Reason why the rings are not available.
         why: String,
     },
-    /// Guest memory does not give the address of a region.
-    #[error("guest memory has no whole {0}")]
+    /// Guest memory does not return the address of a region.
+    #[error("guest memory does not provide the whole {0}")]
     Memory(vmferry_core::RegionId, #[source] vmferry_core::VmError),
-    /// A vCPU has to be paused for this and runs.
+    /// The vCPU runs, but must be paused for this operation.
     #[error("vCPU {cpu} runs; pause the guest first")]
     Running {
         /// Number of the vCPU.
         cpu: u32,
     },
-    /// The guest has ended, and has no state to be moved.
+    /// The guest has ended, so it has no state that could be moved.
     #[error("the guest has ended")]
     Ended,
-    /// The exit handler of a vCPU panicked, so that the state of the vCPU may be half changed.
+    /// The exit handler of a vCPU panicked, so the state of the vCPU may be inconsistent.
     #[error("the exit handler of vCPU {cpu} has panicked")]
     Panicked {
         /// Number of the vCPU.
         cpu: u32,
     },
-    /// The host starts no thread for a vCPU.
-    #[error("no thread for vCPU {cpu}")]
+    /// The host cannot start a thread for a vCPU.
+    #[error("the thread of vCPU {cpu} cannot be started")]
     Thread {
         /// Number of the vCPU.
         cpu: u32,
-        /// Answer of the host.
+        /// Error that the host returned.
         #[source]
         source: io::Error,
     },
-    /// The saved state does not fit, or KVM does not give or take a part of it.
+    /// The saved state does not match the VM, or KVM refuses to return or to accept a part of it.
     #[error(transparent)]
     State(#[from] StateError),
-    /// A CPUID table has more entries than KVM takes.
-    #[error("the CPUID table is full: KVM takes at most {} entries", kvm_bindings::KVM_MAX_CPUID_ENTRIES)]
+    /// A CPUID table has more entries than KVM accepts.
+    #[error("the CPUID table is full: KVM accepts at most {} entries", kvm_bindings::KVM_MAX_CPUID_ENTRIES)]
     CpuidFull,
 }
 
 impl Error {
-    /// The failure of ioctl `what`.
+    /// Returns the error for a failure of ioctl `what`.
     pub(crate) fn ioctl(what: impl Into<String>, error: kvm_ioctls::Error) -> Self {
         Self::Ioctl { what: what.into(), source: io::Error::from_raw_os_error(error.errno()) }
     }
 }
 
-/// The crate's results.
+/// Result type of the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-// For the methods of a VM that return `VmError`: `?` is enough.
+// The conversions let methods of a VM that return `VmError` use `?`.
 
 impl From<Error> for VmError {
     fn from(error: Error) -> Self {

@@ -1,4 +1,4 @@
-//! A guest in KVM: the VM, its vCPUs, and their threads.
+//! Guest in KVM: the VM, its vCPUs, and their threads.
 
 use crate::error::{Error, Result};
 use crate::{
@@ -19,16 +19,16 @@ use vmferry_dirty::{DirtyRings, Marks, RingTracker, RingVcpu};
 use vmferry_sys::ring::{EXIT_RING_FULL, RingEntries};
 use vmferry_thread::VcpuThreads;
 
-/// How a guest ended.
+/// Reason for the end of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestExit<E> {
-    /// The exit handler of a vCPU ended it.
+    /// The exit handler of a vCPU ended the guest.
     Handler(E),
-    /// A vCPU cannot run on.
+    /// A vCPU cannot continue.
     Failed {
         /// Number of the vCPU.
         cpu: u32,
-        /// Answer of KVM.
+        /// Error of KVM or of the exit handler.
         why: String,
     },
 }
@@ -37,13 +37,13 @@ impl<E: fmt::Display> fmt::Display for GuestExit<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Handler(exit) => exit.fmt(f),
-            Self::Failed { cpu, why } => write!(f, "vCPU {cpu} cannot run on: {why}"),
+            Self::Failed { cpu, why } => write!(f, "vCPU {cpu} cannot continue: {why}"),
         }
     }
 }
 
-/// Options of a [`Guest`]: by default one vCPU that shows all features of the host, in a VM that boots its guest, with KVM's
-/// dirty log.
+/// Options of a [`Guest`]. The defaults are one vCPU that shows all features of the host, in a VM
+/// that boots its guest, with KVM's dirty log.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct GuestOptions {
@@ -60,7 +60,7 @@ impl Default for GuestOptions {
 }
 
 impl GuestOptions {
-    /// Returns the defaults.
+    /// Returns the default options.
     pub fn new() -> Self {
         Self::default()
     }
@@ -71,35 +71,37 @@ impl GuestOptions {
         self
     }
 
-    /// Sets which processor the guest is shown.
+    /// Sets the processor that the guest is shown.
     pub fn cpu(mut self, cpu: CpuChoice) -> Self {
         self.cpu = cpu;
         self
     }
 
-    /// Sets whether the VM waits for a guest that comes from another VM. It then offers all features that this host can give.
+    /// Sets whether the VM waits for a guest from another VM. The VM then offers all features that
+    /// this host has.
     pub fn incoming(mut self, incoming: bool) -> Self {
         self.incoming = incoming;
         self
     }
 
-    /// Gives each vCPU a dirty ring of so many entries. The VM has no dirty log then.
+    /// Gives each vCPU a dirty ring of `entries` entries. The VM then has no dirty log.
     pub fn dirty_rings(mut self, entries: RingEntries) -> Self {
         self.rings = Some(entries);
         self
     }
 }
 
-/// A guest in KVM: the VM, its vCPUs, and their threads.
+/// Guest in KVM: the VM, its vCPUs, and their threads.
 ///
-/// It has a method for almost every method of [`SourceVm`](vmferry_core::SourceVm) and [`TargetVm`](vmferry_core::TargetVm). A VMM
-/// that has its own vCPU threads already uses the [parts](crate#parts-for-a-vmm-with-vcpu-threads-of-its-own) instead.
+/// The type has a method for almost every method of [`SourceVm`](vmferry_core::SourceVm) and
+/// [`TargetVm`](vmferry_core::TargetVm). A VMM that already has its own vCPU threads uses the
+/// [parts](crate#parts-for-a-vmm-with-its-own-vcpu-threads) instead.
 ///
 /// | moment | call |
 /// |---|---|
-/// | a VM is made | create the `VmFd` with its interrupt controllers, then [`new`](Self::new) |
-/// | a guest boots | load its kernel, set the registers of [`vcpu`](Self::vcpu), [`spawn`](Self::spawn), [`run`](Self::run) |
-/// | a guest comes | [`spawn`](Self::spawn); the engine calls [`load`](Self::load) and [`start`](Self::start) |
+/// | the VMM creates a VM | create the `VmFd` with its interrupt controllers, then call [`new`](Self::new) |
+/// | a guest boots | load its kernel, set the registers of [`vcpu`](Self::vcpu), call [`spawn`](Self::spawn) and [`run`](Self::run) |
+/// | a guest arrives | call [`spawn`](Self::spawn); the engine calls [`load`](Self::load) and [`start`](Self::start) |
 /// | a guest leaves | the engine calls [`tracker`](Self::tracker), [`pause`](Self::pause), [`save`](Self::save), [`run`](Self::run) |
 ///
 /// `E` is what an exit handler returns at the end of the guest.
@@ -118,7 +120,7 @@ impl GuestOptions {
 /// fn make(kvm: &Kvm, memory: Arc<dyn GuestMemory>) -> vmferry_kvm::Result<Guest<u8>> {
 ///     let vm = kvm.create_vm().expect("a VM");
 ///     vm.create_irq_chip().expect("interrupt controllers");
-///     // SAFETY: the VM is new, and no other code makes vCPUs of it.
+///     // SAFETY: the VM is new, and no other code creates vCPUs in it.
 ///     let mut guest = unsafe { Guest::new(kvm, vm, memory, |_| None, &GuestOptions::new()) }?;
 ///     guest.spawn(|_cpu| {
 ///         |exit: VcpuExit<'_>| match exit {
@@ -139,38 +141,41 @@ pub struct Guest<E: Clone> {
     park: Arc<VcpuPark<GuestExit<E>>>,
     throttle: Arc<Throttle<GuestExit<E>>>,
     rings: Option<DirtyRings>,
-    /// What the guest was shown. Before a guest comes: what this host offers.
+    /// CPUID of the guest. Before a guest arrives: the offer of this host.
     cpu: CpuModel,
     chips: KvmChips,
-    /// Ids of the threads, for demand paging.
+    /// Ids of the vCPU threads, for demand paging.
     ids: Arc<VcpuThreads>,
     /// The memory for demand paging, once it was asked for.
     lazy: Option<Arc<dyn LazyMemory>>,
     threads: Vec<JoinHandle<()>>,
-    // Last, so that the vCPUs are closed before the VM lets go of its memory.
+    // Last field, so that the vCPUs are closed before the VM releases its memory.
     vm: Arc<KvmVm>,
 }
 
 #[derive(Debug)]
 struct Vcpu {
-    /// Its thread holds the lock while the vCPU runs.
+    /// vCPU. Its thread holds the lock while the vCPU runs.
     fd: Arc<Mutex<VcpuFd>>,
     saver: VcpuSaver,
 }
 
 impl<E: Clone + Send + 'static> Guest<E> {
-    /// Makes memory slots of `memory`, and the vCPUs. They are paused and have no threads yet.
+    /// Creates memory slots from `memory`, and the vCPUs. The vCPUs are paused and have no threads
+    /// yet.
     ///
-    /// `marks` returns for each region the source of marks for the pages that the VMM itself writes: see [`Marks`].
+    /// For each region, `marks` returns the source of marks for the pages that the VMM itself
+    /// writes: see [`Marks`].
     ///
     /// # Errors
-    /// [`Error`] names what KVM refuses.
+    /// Returns an [`Error`] that names the refused request.
     ///
     /// # Panics
-    /// If the options ask for no vCPUs.
+    /// If the options have no vCPUs.
     ///
     /// # Safety
-    /// `vm` has no vCPUs, and the caller makes none. A vCPU that outlived this value could write to memory that is no longer mapped.
+    /// `vm` has no vCPUs, and the caller creates none. A vCPU that outlives this value could write
+    /// to memory that is no longer mapped.
     pub unsafe fn new(
         kvm: &Kvm,
         vm: VmFd,
@@ -180,8 +185,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
     ) -> Result<Self> {
         assert!(options.vcpus > 0, "a guest has at least one vCPU");
         let chips = KvmChips::of(&vm)?;
-        // SAFETY: the vCPUs of this value are the only ones (promise of the caller). It ends their threads and closes them before it
-        // lets go of the VM.
+        // SAFETY: the vCPUs of this value are the only ones (guaranteed by the caller). This value
+        // ends their threads and closes them before it releases the VM.
         let vm = Arc::new(unsafe { KvmVm::new(vm, memory, marks, options.rings) }?);
         let cpu = CpuModel::new(kvm, options.cpu, options.vcpus, options.incoming)?;
         let mut fds = Vec::new();
@@ -203,14 +208,14 @@ impl<E: Clone + Send + 'static> Guest<E> {
 
     /// Starts a thread for each vCPU. The vCPUs stay paused.
     ///
-    /// `handler` makes the exit handler of each vCPU. A handler gets every exit but those of pauses and full dirty rings. It ends the
-    /// guest by returning [`ControlFlow::Break`].
+    /// `handler` creates the exit handler of each vCPU. A handler receives every exit except those
+    /// of pauses and full dirty rings. It ends the guest by returning [`ControlFlow::Break`].
     ///
     /// # Errors
-    /// [`Error::Thread`] if the host starts no thread. Drop the guest then.
+    /// Returns [`Error::Thread`] if the host cannot start a thread. Drop the guest in this case.
     ///
     /// # Panics
-    /// If the vCPUs have threads already.
+    /// If the vCPUs already have threads.
     pub fn spawn<H>(&mut self, mut handler: impl FnMut(u32) -> H) -> Result<()>
     where
         H: FnMut(VcpuExit<'_>) -> ControlFlow<E> + Send + 'static,
@@ -247,26 +252,27 @@ impl<E: Clone + Send + 'static> Guest<E> {
         Arc::clone(self.vm.memory())
     }
 
-    /// Returns what the guest was shown of its processors. Before a guest comes: what this host offers.
+    /// Returns the CPUID of the guest. Before a guest arrives: the offer of this host.
     #[must_use]
     pub fn cpu(&self) -> &CpuModel {
         &self.cpu
     }
 
-    /// Returns the frequency of this host's time stamp counter in kHz, which a guest that boots here has.
+    /// Returns the frequency of this host's time stamp counter in kHz, which a guest that boots on
+    /// this host has.
     #[must_use]
     pub fn tsc_khz(&self) -> u32 {
         self.vcpus[0].saver.tsc_khz()
     }
 
-    /// Returns the pausing of the vCPUs, and how the guest ended.
+    /// Returns the park, which pauses the vCPUs and records the end of the guest.
     #[must_use]
     pub fn park(&self) -> &Arc<VcpuPark<GuestExit<E>>> {
         &self.park
     }
 
-    /// Returns the ids of the vCPU threads. Demand paging (`vmferry::fault::UffdOptions::new`) needs them: it gives a vCPU that waits
-    /// for a page precedence, and counts its faults.
+    /// Returns the ids of the vCPU threads. Demand paging (`vmferry::fault::UffdOptions::new`)
+    /// needs them: it gives precedence to a vCPU that waits for a page, and counts its faults.
     #[must_use]
     pub fn threads(&self) -> &Arc<VcpuThreads> {
         &self.ids
@@ -292,13 +298,14 @@ impl<E: Clone + Send + 'static> Guest<E> {
         Ok(Arc::clone(self.lazy.insert(lazy)))
     }
 
-    /// Returns vCPU `cpu`, to set its registers.
+    /// Returns vCPU `cpu`, so that the caller can set its registers.
     ///
     /// # Errors
-    /// [`Error::Running`] if the vCPU is not paused; [`Error::Panicked`] if its exit handler has panicked.
+    /// Returns [`Error::Running`] if the vCPU is not paused, and [`Error::Panicked`] if its exit
+    /// handler has panicked.
     ///
     /// # Panics
-    /// If there is no such vCPU.
+    /// If the guest has no such vCPU.
     pub fn vcpu(&self, cpu: u32) -> Result<MutexGuard<'_, VcpuFd>> {
         match self.vcpus[cpu as usize].fd.try_lock() {
             Ok(vcpu) => Ok(vcpu),
@@ -307,9 +314,11 @@ impl<E: Clone + Send + 'static> Guest<E> {
         }
     }
 
-    /// Returns the description of this machine, for [`Migratable::config`](vmferry_core::Migratable::config). `kind` names the VMM and
-    /// its kind of machine. Add properties of your devices that must be equal on both sides to
-    /// [`extra`](MachineConfig::extra).
+    /// Returns the description of this machine, for
+    /// [`Migratable::config`](vmferry_core::Migratable::config).
+    ///
+    /// `kind` names the VMM and its kind of machine. Add properties of your devices that must be
+    /// equal on source and target to [`extra`](MachineConfig::extra).
     #[must_use]
     pub fn config(&self, kind: &str) -> MachineConfig {
         let vcpus = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
@@ -320,8 +329,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
         machine
     }
 
-    /// Returns a tracker, for [`SourceVm::tracker`](vmferry_core::SourceVm::tracker): dirty rings if the VM has them, and else KVM's
-    /// dirty log.
+    /// Returns a tracker, for [`SourceVm::tracker`](vmferry_core::SourceVm::tracker). The tracker
+    /// uses dirty rings if the VM has them, and otherwise KVM's dirty log.
     ///
     /// # Errors
     /// If this VM has no tracker of this `kind`.
@@ -336,15 +345,15 @@ impl<E: Clone + Send + 'static> Guest<E> {
         }
     }
 
-    /// Slows the vCPUs, for [`SourceVm::throttle`](vmferry_core::SourceVm::throttle).
+    /// Throttles the vCPUs, for [`SourceVm::throttle`](vmferry_core::SourceVm::throttle).
     ///
     /// # Errors
-    /// If the host starts no thread for it.
+    /// If the host cannot start the thread of the throttle.
     pub fn throttle(&self, shares: &[f64]) -> io::Result<()> {
         self.throttle.set(shares)
     }
 
-    /// Returns how long each vCPU stood still because of [`throttle`](Self::throttle).
+    /// Returns the time for which [`throttle`](Self::throttle) has stopped each vCPU.
     #[must_use]
     pub fn throttled(&self) -> Vec<Duration> {
         self.throttle.totals()
@@ -362,20 +371,21 @@ impl<E: Clone + Send + 'static> Guest<E> {
         }
     }
 
-    /// Pauses the vCPUs, for [`SourceVm::pause`](vmferry_core::SourceVm::pause). Waits for `patience` at most.
+    /// Pauses the vCPUs, for [`SourceVm::pause`](vmferry_core::SourceVm::pause). Waits at most
+    /// `patience`.
     ///
     /// # Errors
-    /// [`NotPaused`] names a vCPU that still runs. The others have stopped.
+    /// Returns [`NotPaused`], which names a vCPU that still runs. The other vCPUs have stopped.
     pub fn pause(&self, patience: Duration) -> Result<(), NotPaused> {
         self.park.pause_all(patience)
     }
 
-    /// Returns all state of the paused guest that is in KVM, for [`SourceVm::save`](vmferry_core::SourceVm::save). Add the sections of
-    /// your devices.
+    /// Returns all state of the paused guest that is in KVM, for
+    /// [`SourceVm::save`](vmferry_core::SourceVm::save). Add the sections of your devices.
     ///
     /// # Errors
-    /// [`Error::Running`] if the guest is not paused; [`Error::Ended`] if it has ended; [`Error::State`] if KVM does not give a part of
-    /// the state.
+    /// Returns [`Error::Running`] if the guest is not paused, [`Error::Ended`] if it has ended, and
+    /// [`Error::State`] if KVM does not return a part of the state.
     pub fn save(&self) -> Result<Vec<Section>> {
         if self.park.exit().is_some() {
             return Err(Error::Ended);
@@ -388,25 +398,28 @@ impl<E: Clone + Send + 'static> Guest<E> {
         Ok(GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections()?)
     }
 
-    /// Takes the state that [`save`](Self::save) returned out of `parts`, for [`load`](Self::load). Take the sections of your devices,
-    /// too, and call [`Sections::finish`] before you load anything.
+    /// Takes the state that [`save`](Self::save) returned out of `parts`, for [`load`](Self::load).
+    /// Also take the sections of your devices, and call [`Sections::finish`] before you load
+    /// anything.
     ///
     /// # Errors
-    /// [`Error::State`] if a section is missing or damaged, or names the feature that this host lacks.
+    /// Returns [`Error::State`] if a section is missing or damaged. If this host does not offer a
+    /// feature of the guest, the error names it.
     pub fn take(&self, parts: &mut Sections<'_>) -> Result<GuestState> {
         let cpus = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
         Ok(GuestState::take(parts, cpus, self.chips, &self.cpu)?)
     }
 
-    /// Loads `state`. Load your devices first: a pending interrupt of theirs is in the interrupt controllers.
+    /// Loads `state`. Load your devices first: a pending interrupt of a device is in the interrupt
+    /// controllers.
     ///
     /// # Errors
-    /// [`Error::State`] if KVM refuses a part of the state. Loading can be tried again.
+    /// Returns [`Error::State`] if KVM refuses a part of the state. Loading can be retried.
     ///
     /// # Panics
     /// If the state has another number of vCPUs.
     pub fn load(&mut self, state: GuestState) -> Result<()> {
-        assert_eq!(state.vcpus.len(), self.vcpus.len(), "state of another number of vCPUs");
+        assert_eq!(state.vcpus.len(), self.vcpus.len(), "the state has another number of vCPUs");
         for (cpu, (vcpu, saved)) in (0..).zip(self.vcpus.iter_mut().zip(&state.vcpus)) {
             let cpuid = state.cpu.of_vcpu(cpu)?;
             let fd = vcpu.fd.try_lock().map_err(|_| Error::Running { cpu })?;
@@ -439,7 +452,8 @@ impl<E: Clone> Drop for Guest<E> {
     }
 }
 
-/// Ends the guest if the exit handler of a vCPU panics: the other vCPUs must not run on without this one.
+/// Guard that ends the guest if the exit handler of a vCPU panics: the other vCPUs must not
+/// continue without this one.
 struct EndAtPanic<'a, E: Clone> {
     cpu: u32,
     runner: &'a VcpuRunner<GuestExit<E>>,
@@ -454,7 +468,7 @@ impl<E: Clone> Drop for EndAtPanic<'_, E> {
     }
 }
 
-/// The thread of a vCPU.
+/// Thread of a vCPU.
 struct Worker<E, H> {
     cpu: u32,
     vcpu: Arc<Mutex<VcpuFd>>,
@@ -469,18 +483,18 @@ where
     H: FnMut(VcpuExit<'_>) -> ControlFlow<E>,
 {
     fn live(mut self, runner: &VcpuRunner<GuestExit<E>>) {
-        // Dropped after the lock of the vCPU, which a panic poisons.
+        // The guard is dropped after the lock of the vCPU, which a panic poisons.
         let _end = EndAtPanic { cpu: self.cpu, runner };
         while runner.wait_to_run() {
             let vcpu = Arc::clone(&self.vcpu);
             let mut vcpu = vcpu.lock().unwrap_or_else(PoisonError::into_inner);
-            // Tells a guest with a paravirtual clock that it stood still, so that its watchdogs stay quiet. KVM refuses
-            // it for a guest without such a clock.
+            // Tells a guest with a paravirtual clock that it was stopped, so that its watchdogs do
+            // not fire. KVM refuses the call for a guest without such a clock.
             let _ = vcpu.kvmclock_ctrl();
             let exit = self.run(runner, &mut vcpu);
             if let Some(GuestExit::Handler(_)) = &exit {
-                // Completes the access by which the guest has ended: KVM_RUN then returns without running the guest. State that is
-                // loaded later is not changed by it any more.
+                // Completes the access with which the guest has ended: KVM_RUN then returns without
+                // running the guest. The access then does not change state that is loaded later.
                 runner.request_completion();
                 let _ = vcpu.run();
             }
@@ -499,7 +513,8 @@ where
             let exit = match vcpu.run() {
                 Ok(exit) => exit,
                 Err(error) if error.errno() == libc::EINTR && runner.pause_requested() => return None,
-                // Another signal; or a vCPU that waited to be started by another vCPU and was.
+                // Another signal arrived, or the vCPU waited for its start by another vCPU and was
+                // started.
                 Err(error) if matches!(error.errno(), libc::EINTR | libc::EAGAIN) => continue,
                 Err(error) => return Some(self.failed(format!("KVM_RUN failed: {error}"))),
             };

@@ -1,4 +1,4 @@
-//! All state of a guest that is in KVM.
+//! State of a guest that is in KVM.
 
 use crate::cpuid::CpuModel;
 use crate::state::{Saved as _, Sections, ShadowStackState, StateError, VcpuState};
@@ -7,16 +7,16 @@ use vmferry_core::Section;
 
 type Result<T> = std::result::Result<T, StateError>;
 
-/// All state of a guest that is in KVM: vCPUs, interrupt controllers, timer, clock, and what CPUID says.
+/// All state of a guest that is in KVM: vCPUs, interrupt controllers, timer, clock, and CPUID.
 ///
-/// The state of the VMM's own devices is not in it. A VMM adds sections of its own for these.
+/// The state of the VMM's own devices is not included. A VMM adds its own sections for these.
 #[derive(Debug, Clone)]
 pub struct GuestState {
     /// State of each vCPU, in their order.
     pub vcpus: Vec<VcpuState>,
     /// State that the vCPUs share.
     pub vm: VmState,
-    /// What the guest was shown of its processors.
+    /// CPUID of the guest.
     pub cpu: CpuModel,
 }
 
@@ -24,7 +24,8 @@ impl GuestState {
     /// Returns the sections of this state, for [`SourceVm::save`](vmferry_core::SourceVm::save).
     ///
     /// # Errors
-    /// [`StateError::Payload`] if a part cannot be encoded, which does not happen to a state that was read.
+    /// Returns [`StateError::Payload`] if a part cannot be encoded. This cannot happen for a state
+    /// that was read.
     pub fn sections(&self) -> Result<Vec<Section>> {
         let mut sections = Vec::with_capacity(2 * self.vcpus.len() + 6);
         for (cpu, vcpu) in (0..).zip(&self.vcpus) {
@@ -38,13 +39,15 @@ impl GuestState {
         Ok(sections)
     }
 
-    /// Takes the state of a guest of `cpus` vCPUs out of `parts`, for a VM with these `chips`. `offer` is what this host
-    /// offers to guests: the guest must not have been shown more.
+    /// Takes the state of a guest of `cpus` vCPUs out of `parts`, for a VM with these `chips`.
+    /// `offer` is the offer of this host: the guest must not have been shown more.
     ///
-    /// The state of a chip that this VM lacks stays in `parts`, and [`Sections::finish`] names it.
+    /// If this VM does not have a chip, the state of the chip stays in `parts`, and
+    /// [`Sections::finish`] names it.
     ///
     /// # Errors
-    /// [`StateError`] if a section is missing or damaged, or names the feature that this host lacks.
+    /// Returns [`StateError`] if a section is missing or damaged. If this host does not offer a
+    /// feature of the guest, the error names it.
     pub fn take(parts: &mut Sections<'_>, cpus: u32, chips: KvmChips, offer: &CpuModel) -> Result<Self> {
         let mut vcpus: Vec<VcpuState> = (0..cpus).map(|cpu| parts.take_saved(cpu)).collect::<Result<_>>()?;
         let vm = VmState::take(parts, chips)?;
@@ -60,7 +63,7 @@ impl GuestState {
 /// Takes the shadow stack pointer of vCPU `cpu` out of `parts`.
 ///
 /// Versions before this section showed shadow stacks to guests and did not save the pointer. Such a
-/// state is accepted if the guest did not use it.
+/// state is accepted if the guest did not use the pointer.
 fn take_shadow_stack(parts: &mut Sections<'_>, cpu: u32, used: bool) -> Result<Option<u64>> {
     let kind = ShadowStackState::KIND;
     match parts.take_optional::<ShadowStackState>(kind, cpu)? {
@@ -126,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn state_of_kvm_survives_its_sections_and_is_loaded_elsewhere() {
+    fn state_survives_its_sections_and_loads_into_another_vm() {
         let kvm = match Kvm::new() {
             Ok(kvm) => kvm,
             Err(error) => return skip(Need::Kvm, error),
@@ -136,14 +139,14 @@ mod tests {
         if !kvm.check_extension(Cap::SplitIrqchip) {
             return skip(
                 Need::Kvm,
-                "KVM_CAP_SPLIT_IRQCHIP is missing; VMs with KVM's interrupt controllers were tried",
+                "KVM_CAP_SPLIT_IRQCHIP is missing; VMs with KVM's interrupt controllers were tested",
             );
         }
         state_survives(&kvm, KvmChips { irqchip: false, pit: false });
     }
 
     #[test]
-    fn state_for_other_chips_is_refused_before_anything_is_changed() {
+    fn state_for_other_chips_is_refused_before_any_change() {
         let kvm = match Kvm::new() {
             Ok(kvm) => kvm,
             Err(error) => return skip(Need::Kvm, error),
@@ -159,14 +162,11 @@ mod tests {
             taken.unwrap_err().to_string()
         };
         assert_eq!(refused(without, ALL), "the saved state lacks section pit 0");
-        assert_eq!(
-            refused(ALL, without),
-            "the saved state has a section pit 0 that this VM has no place for"
-        );
+        assert_eq!(refused(ALL, without), "the saved state has section pit 0, which this VM does not have");
     }
 
     #[test]
-    fn a_missing_shadow_stack_pointer_is_an_error_if_it_may_be_in_use() {
+    fn missing_shadow_stack_pointer_is_an_error_if_it_may_be_in_use() {
         let sections = [ShadowStackState { pointer: 0x7000 }.section(1).unwrap()];
         let take = |cpu, used| {
             let mut parts = Sections::new(&sections).unwrap();

@@ -1,4 +1,5 @@
-//! Guests of two vCPUs that count, each in a register and out of a port of its own.
+//! Guests of two vCPUs that count. Each vCPU counts in a register and writes its count to its own
+//! port.
 
 use super::*;
 use std::cell::UnsafeCell;
@@ -10,15 +11,15 @@ use vmferry_testkit::{Need, PATIENCE, skip, wait};
 const PAGES: usize = 16;
 const VCPUS: u32 = 2;
 const CODE: u64 = 0x1000;
-/// The vCPUs count out of this port and the ones behind it.
+/// First port: vCPU `n` writes its count to port `PORT + n`.
 const PORT: u16 = 0x10;
-/// `again: inc rax/eax; out dx, eax; jmp again`, in 32-bit code.
+/// Code `again: inc rax/eax; out dx, eax; jmp again`, for 32-bit mode.
 const PROGRAM: [u8; 4] = [0x40, 0xef, 0xeb, 0xfc];
 
 #[repr(align(4096))]
 struct Pages(UnsafeCell<[[u8; PAGE_BYTES]; PAGES]>);
 
-// SAFETY: the bytes are reached by windows only.
+// SAFETY: the bytes are accessed by windows only.
 unsafe impl Sync for Pages {}
 
 struct Memory {
@@ -34,7 +35,7 @@ impl GuestMemory for Memory {
     fn window(&self, _: RegionId, run: PageRun) -> std::result::Result<Window<'_>, VmError> {
         assert_eq!((run.first.0, run.end()), (0, PAGES as u64), "the whole memory");
         let start = NonNull::new(self.pages.0.get().cast::<u8>()).unwrap();
-        // SAFETY: all of the pages, which live as long as `self`.
+        // SAFETY: the window covers the pages, which live as long as `self`.
         Ok(unsafe { Window::new(start, PAGES * PAGE_BYTES) })
     }
 }
@@ -54,7 +55,7 @@ fn guest(kvm: &Kvm, options: &GuestOptions, pit: bool) -> Guest<&'static str> {
     if pit {
         vm.create_pit2(kvm_bindings::kvm_pit_config::default()).unwrap();
     }
-    // SAFETY: the VM is new, and the tests make no vCPUs of it.
+    // SAFETY: the VM is new, and the tests create no vCPUs in it.
     unsafe { Guest::new(kvm, vm, memory() as _, |_| None, options) }.unwrap()
 }
 
@@ -62,7 +63,7 @@ fn two() -> GuestOptions {
     GuestOptions::new().vcpus(VCPUS)
 }
 
-/// Has both vCPUs begin the program, in flat protected mode.
+/// Sets the registers of both vCPUs to the start of the program, in flat protected mode.
 fn boot(guest: &Guest<&'static str>) {
     for cpu in 0..VCPUS {
         let vcpu = guest.vcpu(cpu).unwrap();
@@ -76,13 +77,13 @@ fn boot(guest: &Guest<&'static str>) {
         vcpu.set_sregs(&sregs).unwrap();
         let rdx = u64::from(PORT) + u64::from(cpu);
         vcpu.set_regs(&kvm_bindings::kvm_regs { rip: CODE, rdx, rflags: 2, ..Default::default() }).unwrap();
-        // vCPU 1 would wait for its start by vCPU 0.
+        // vCPU 1 would otherwise wait for its start by vCPU 0.
         let running = kvm_bindings::kvm_mp_state { mp_state: kvm_bindings::KVM_MP_STATE_RUNNABLE };
         vcpu.set_mp_state(running).unwrap();
     }
 }
 
-/// What each vCPU has counted. 0: it has not run.
+/// Last count of each vCPU. 0 means that the vCPU has not run.
 #[derive(Default)]
 struct Counts([AtomicU64; VCPUS as usize]);
 
@@ -91,7 +92,7 @@ impl Counts {
         self.0.each_ref().map(|count| count.load(Ordering::SeqCst))
     }
 
-    /// Notes the next count, which must be the one after the last.
+    /// Records the next count, which must be the successor of the last one.
     fn count(&self, cpu: u32, data: &[u8]) {
         let next = u64::from(u32::from_le_bytes(data.try_into().unwrap()));
         let last = self.0[cpu as usize].swap(next, Ordering::SeqCst);
@@ -191,7 +192,7 @@ fn handler_that_panics_ends_the_guest() {
         .unwrap();
     guest.run();
     let exit = guest.park().wait_exit(Some(PATIENCE)).unwrap();
-    assert_eq!(exit.to_string(), "vCPU 1 cannot run on: its exit handler panicked");
+    assert_eq!(exit.to_string(), "vCPU 1 cannot continue: its exit handler panicked");
     guest.pause(PATIENCE).unwrap();
     assert!(guest.vcpu(0).is_ok());
     assert_eq!(guest.vcpu(1).unwrap_err().to_string(), "the exit handler of vCPU 1 has panicked");
@@ -215,7 +216,7 @@ fn tracker_is_the_one_that_the_vm_has() {
     let entries = RingEntries::new(4096).unwrap();
     match crate::largest_dirty_ring(&kvm.create_vm().unwrap()).unwrap() {
         Some(largest) if largest.get() >= entries.get() => {}
-        _ => return skip(Need::Kvm, "dirty rings of 4096 entries are missing; the dirty log was tried"),
+        _ => return skip(Need::Kvm, "dirty rings of 4096 entries are missing; the dirty log was tested"),
     }
     let mut ring = guest(&kvm, &two().dirty_rings(entries), true);
     assert_eq!(ring.tracker(None).unwrap().kind(), TrackerKind::Ring);

@@ -1,7 +1,8 @@
-//! State that says what bytes say: anything. For the fuzz target and for its test, which runs it on
-//! seeded noise. There KVM does not see the state: what is tried is all that stands between a peer
-//! and KVM. What KVM makes of changed state is tried with [`changed_state`], which changes values
-//! and leaves the encoding whole. Devices have targets of their own, in their crate.
+//! State from arbitrary bytes, for the fuzz target and for its test, which runs it on seeded noise.
+//!
+//! The fuzz target tests all code between a peer and KVM, and KVM does not see the state. To test
+//! KVM's handling of changed state, use [`changed_state`], which changes values and keeps the
+//! encoding valid. Devices have their own targets, in their crate.
 
 use crate::cpuid::CpuModel;
 use crate::state::mirror::{Field, MakeUp};
@@ -12,12 +13,12 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use vmferry_core::Section;
 
-/// vCPUs of the guest.
+/// Number of vCPUs of the guest.
 const CPUS: u32 = 2;
-/// Most changes that are made; bytes behind them are not looked at.
+/// Maximum number of changes. Bytes after them are ignored.
 const CHANGES: usize = 32;
 
-/// Bits from `seed`.
+/// Returns a generator of bits from `seed`.
 fn noise(seed: u64) -> impl FnMut() -> u64 {
     let mut state = seed | 1;
     move || {
@@ -29,12 +30,13 @@ fn noise(seed: u64) -> impl FnMut() -> u64 {
     }
 }
 
-/// Makes a section of a device up, out of these bits.
+/// Function that makes up a section of a device from these bits.
 pub type MakeDevice = fn(&mut dyn FnMut() -> u64) -> Section;
-/// Takes the section of a device, and makes of it what the device would be given.
+/// Function that takes the section of a device and creates the values that the device would
+/// receive.
 pub type TakeDevice = fn(&mut Sections<'_>) -> Result<(), StateError>;
 
-/// A guest's sections, made up from `seed`.
+/// Makes up the sections of a guest from `seed`.
 fn made_up(seed: u64, device: MakeDevice) -> Vec<Section> {
     let mut bits = noise(seed);
     fn section<T: Saved + MakeUp>(instance: u32, bits: &mut dyn FnMut() -> u64) -> Section {
@@ -81,17 +83,18 @@ fn changed(mut bytes: &[u8], device: MakeDevice) -> Vec<Section> {
     sections
 }
 
-/// Takes the state that `bytes` say apart and makes of it what KVM would be given. A VMM has its part in it: one device.
+/// Parses the state that `bytes` describe, and creates the values that KVM would receive. `device`
+/// adds one device of a VMM.
 ///
 /// # Panics
-/// If what was understood is not what is saved again.
+/// Panics if the parsed state differs from the state that is saved again.
 pub fn drive(bytes: &[u8], device: (MakeDevice, TakeDevice)) {
     let (make, take_device) = device;
     let good = made_up(0, make);
     let offer: CpuidState = Sections::new(&good).and_then(|mut parts| parts.take_saved(0)).expect("good");
     let entries: Vec<_> = offer.entries.iter().map(Field::put).collect();
     let offer = CpuModel::offering(&entries, CPUS);
-    // An error is an answer.
+    // An error is an accepted result.
     let _ = take(&changed(bytes, make), &offer, take_device);
 }
 
@@ -127,19 +130,19 @@ fn take(sections: &[Section], offer: &CpuModel, device: TakeDevice) -> Result<()
     parts.finish()
 }
 
-/// The state of a real VM, with some values changed as `seed` says. All of it still decodes, so
-/// that KVM sees the changes.
+/// Returns the state of a real VM with some values changed, as `seed` decides. All of it can still
+/// be decoded, so KVM sees the changes.
 ///
 /// # Panics
-/// If `sections` are not what a VM saves.
+/// Panics if `sections` are not the state of a VM.
 #[must_use]
 pub fn changed_state(sections: &[Section], seed: u64) -> Vec<Section> {
     let mut bits = noise(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    // The first numbers of neighbouring seeds are alike.
+    // Neighbouring seeds start with similar numbers, so the first ones are skipped.
     (0..8).for_each(|_| _ = bits());
     let mut sections = sections.to_vec();
     for _ in 0..=bits() % 4 {
-        // Mostly vCPUs, which have the most.
+        // Mostly vCPUs, which have the most state.
         let vcpus = sections.iter().filter(|section| section.name == VcpuState::KIND.name).count() as u64;
         let all = if bits().is_multiple_of(4) { sections.len() as u64 } else { vcpus };
         let at = usize::try_from(bits() % all).expect("an index");
@@ -157,7 +160,7 @@ pub fn changed_state(sections: &[Section], seed: u64) -> Vec<Section> {
             name if name == CpuidState::KIND.name => {
                 alter::<CpuidState>(section, |cpuid| change(cpuid, &mut bits))
             }
-            // A device on the bus, or the serial port: KVM has no part in it.
+            // A device on the bus, or the serial port: KVM does not handle them.
             _ => {}
         }
     }
@@ -174,7 +177,7 @@ fn alter<T: Saved>(section: &mut Section, change: impl FnOnce(&mut T)) {
     *section = value.section(section.instance).expect("plain fields");
 }
 
-/// Changes one part of a vCPU's state. The registers that decide what runs get the most.
+/// Changes one part of a vCPU's state. The registers that decide what runs change most often.
 fn change_vcpu(vcpu: &mut VcpuState, bits: &mut dyn FnMut() -> u64) {
     match bits() % 16 {
         0 => change(&mut vcpu.mp_state, bits),
@@ -199,8 +202,8 @@ fn change_vcpu(vcpu: &mut VcpuState, bits: &mut dyn FnMut() -> u64) {
     }
 }
 
-/// Changes a few bits of `value`, or puts a number of any size in place of a byte of its encoding,
-/// until that decodes.
+/// Flips a few bits of `value`, or replaces a byte of its encoding by a number of any size, until
+/// the result can be decoded.
 fn change<T: Serialize + DeserializeOwned>(value: &mut T, bits: &mut dyn FnMut() -> u64) {
     let whole = postcard::to_stdvec(value).expect("plain fields");
     for _ in 0..100 {

@@ -1,4 +1,4 @@
-//! The two means that bring a vCPU out of the guest: `immediate_exit` and a signal.
+//! Means to bring a vCPU out of the guest: `immediate_exit` and a signal.
 
 use crate::error::{Error, Result};
 use kvm_bindings::kvm_run;
@@ -10,11 +10,12 @@ use std::ptr::NonNull;
 use std::sync::Once;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// A second mapping of a vCPU's `kvm_run` page, of which only `immediate_exit` is used.
+/// Second mapping of a vCPU's `kvm_run` page, of which only `immediate_exit` is used.
 ///
-/// kvm-ioctls makes `&mut kvm_run` of its own mapping; a store from another thread into that would be a data race for the
-/// compiler. This mapping is the same memory at another address, of which nothing but an atomic byte is ever made. It
-/// lives as long as the value, whether the vCPU is still there or not.
+/// kvm-ioctls creates a `&mut kvm_run` from its own mapping. A store from another thread into that
+/// mapping would be a data race for the compiler. This mapping is the same memory at another
+/// address, and only an atomic byte is ever created from it. The mapping lives as long as the
+/// value, even if the vCPU does not exist any more.
 #[derive(Debug)]
 pub(crate) struct KickPage {
     start: NonNull<u8>,
@@ -26,7 +27,7 @@ const _: () = assert!(IMMEDIATE_EXIT < LEN);
 
 // SAFETY: the page is used through an atomic only.
 unsafe impl Send for KickPage {}
-// SAFETY: as above.
+// SAFETY: the page is used through an atomic only.
 unsafe impl Sync for KickPage {}
 
 impl KickPage {
@@ -37,7 +38,7 @@ impl KickPage {
         // SAFETY: the descriptor is open for as long as `vcpu` is borrowed.
         let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice; nothing else refers to it.
+        // SAFETY: a new mapping at an address that the kernel chooses. Nothing else refers to it.
         let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), LEN, access, MapFlags::SHARED, fd, 0) };
         let start = start.map_err(|e| failed(e.into()))?;
         let start =
@@ -45,7 +46,7 @@ impl KickPage {
         Ok(Self { start })
     }
 
-    /// A page of its own, of no vCPU.
+    /// Creates a separate page that belongs to no vCPU.
     #[cfg(test)]
     pub(crate) fn detached() -> io::Result<Self> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -56,22 +57,22 @@ impl KickPage {
     }
 
     fn flag(&self) -> &AtomicU8 {
-        // SAFETY: the byte is inside the mapping, which lives as long as `self`; this process accesses it only here,
-        // the kernel reads it, and a byte is always aligned.
+        // SAFETY: the byte is inside the mapping, which lives as long as `self`. This process
+        // accesses the byte only here, the kernel reads it, and a byte is always aligned.
         unsafe { AtomicU8::from_ptr(self.start.as_ptr().add(IMMEDIATE_EXIT)) }
     }
 
-    /// Makes `KVM_RUN` return at once, until [`clear`](Self::clear).
+    /// Makes `KVM_RUN` return at once, until [`clear`](Self::clear) is called.
     pub(crate) fn request(&self) {
         self.flag().store(1, Ordering::SeqCst);
     }
 
-    /// Lets `KVM_RUN` run.
+    /// Lets `KVM_RUN` run the guest.
     pub(crate) fn clear(&self) {
         self.flag().store(0, Ordering::SeqCst);
     }
 
-    /// Whether a request stands.
+    /// Returns whether a request is set.
     pub(crate) fn requested(&self) -> bool {
         self.flag().load(Ordering::SeqCst) != 0
     }
@@ -84,31 +85,35 @@ impl Drop for KickPage {
     }
 }
 
-/// The signal that interrupts `KVM_RUN`: the first real-time signal, which no library claims for itself.
+/// Returns the signal that interrupts `KVM_RUN`: the first real-time signal, which no library
+/// reserves.
 fn signal() -> libc::c_int {
     libc::SIGRTMIN()
 }
 
 extern "C" fn ignore(_: libc::c_int) {}
 
-/// Installs the handler that does nothing, once in the process. (Ignoring the signal would not do: an ignored signal
-/// interrupts nothing.)
+/// Installs a handler that does nothing, once in the process. Ignoring the signal is not enough: an
+/// ignored signal interrupts nothing.
 pub(crate) fn install_handler() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
-        // SAFETY: zeros are a valid sigaction: no flags (so without SA_RESTART: system calls return EINTR), empty mask.
+        // SAFETY: zeros are a valid sigaction: no flags (so without SA_RESTART: system calls return
+        // EINTR), empty mask.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         let handler: extern "C" fn(libc::c_int) = ignore;
         action.sa_sigaction = handler as libc::sighandler_t;
-        // SAFETY: the action is complete and its handler touches nothing, so it is safe at any moment.
+        // SAFETY: the action is complete and its handler accesses nothing, so it is safe at any
+        // moment.
         let failed = unsafe { libc::sigaction(signal(), &raw const action, std::ptr::null_mut()) };
         debug_assert_eq!(failed, 0, "SIGRTMIN is a signal that may be handled");
     });
 }
 
-/// Lets the calling thread receive the signal, whatever mask it inherited.
+/// Unblocks the signal for the calling thread, whatever mask the thread inherited.
 pub(crate) fn unblock_for_this_thread() {
-    // SAFETY: the set is initialized by sigemptyset before it is used; masks of other threads do not change.
+    // SAFETY: sigemptyset initializes the set before it is used. Masks of other threads do not
+    // change.
     unsafe {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
@@ -117,7 +122,7 @@ pub(crate) fn unblock_for_this_thread() {
     }
 }
 
-/// The calling thread's id, to interrupt it by.
+/// Returns the id of the calling thread, for [`interrupt`].
 pub(crate) fn this_thread() -> rustix::thread::Pid {
     rustix::thread::gettid()
 }
@@ -125,7 +130,7 @@ pub(crate) fn this_thread() -> rustix::thread::Pid {
 /// Sends the signal to `thread` of this process, which must not have ended.
 pub(crate) fn interrupt(thread: rustix::thread::Pid) {
     let process = rustix::process::getpid();
-    // SAFETY: tgkill takes numbers; the handler does nothing, so it harms no thread that gets it.
+    // SAFETY: tgkill takes numbers. The handler does nothing, so the signal harms no thread.
     unsafe {
         libc::syscall(
             libc::SYS_tgkill,

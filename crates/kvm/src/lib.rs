@@ -1,22 +1,23 @@
-//! What a VMM on `kvm-ioctls` needs to have its guests moved.
+//! Parts for a VMM on `kvm-ioctls` that moves guests.
 //!
-//! [`Guest`] is a VM with its vCPUs and their threads, and has a method for almost every method of the engine's traits. A VMM brings the
-//! memory, the devices and the handling of exits.
+//! [`Guest`] is a VM with its vCPUs and their threads, and has a method for almost every method of
+//! the engine's traits. The VMM provides the memory, the devices and the handling of exits.
 //!
-//! # Parts, for a VMM with vCPU threads of its own
+//! # Parts for a VMM with its own vCPU threads
 //!
 //! | part | purpose |
 //! |---|---|
-//! | [`missing_capabilities`] | what this host's KVM lacks for moving guests |
-//! | [`CpuModel`] | features that a guest is shown, and whether a target has them |
+//! | [`missing_capabilities`] | capabilities for moving guests that KVM on this host does not have |
+//! | [`CpuModel`] | features that a guest is shown, and the check whether a target has them |
 //! | [`KvmVm`] | a VM with its memory slots, and the trackers of its dirty pages: dirty log or dirty rings |
-//! | [`VcpuSaver`] | state of a vCPU out of KVM and into it: registers, local APIC, pending events, time |
+//! | [`VcpuSaver`] | saving and loading the state of a vCPU: registers, local APIC, pending events, time |
 //! | [`VmState`], [`KvmChips`] | state that the vCPUs share: interrupt controllers, timer, clock |
-//! | [`GuestState`], [`Sections`] | all of that as versioned sections, which go over the wire |
-//! | [`VcpuPark`] | pausing vCPU threads without losing a kick, and letting them run again |
-//! | [`Throttle`] | slowing vCPUs that write faster than the link carries |
+//! | [`GuestState`], [`Sections`] | all of this state as versioned sections, which are sent to the target |
+//! | [`VcpuPark`] | pausing vCPU threads without losing a kick, and resuming them |
+//! | [`Throttle`] | throttling vCPUs that write faster than the link carries |
 //!
-//! There are no devices here: a VMM brings its own, and saves their state as [sections](SectionKind) of its own.
+//! The crate has no devices: a VMM has its own, and saves their state as its own
+//! [sections](SectionKind).
 //!
 //! # Saving and loading a guest
 //!
@@ -41,18 +42,19 @@
 //! ) -> Result<CpuModel> {
 //!     let mut parts = Sections::new(sections)?;
 //!     let state = GuestState::take(&mut parts, 1, KvmChips::of(vm.fd())?, offer)?;
-//!     parts.finish()?; // Nothing is changed before all of it was understood.
+//!     parts.finish()?; // Parse all state before you change anything.
 //!     saver.load(0, vcpu, &state.vcpus[0], Some(&state.cpu.of_vcpu(0)?))?;
 //!     state.vm.load(vm.fd())?;
 //!     Ok(state.cpu)
 //! }
 //! ```
 //!
-//! The example `vm_memory` of the crate `vmferry` is a whole VMM that boots a guest and moves it.
+//! The example `vm_memory` of the crate `vmferry` is a complete VMM that boots a guest and moves
+//! it.
 //!
 //! # Platform
-//! Linux on x86-64. The local APICs are in KVM. The I/O APIC and the 8259s may be in the VMM (`KVM_CAP_SPLIT_IRQCHIP`), and the 8254 timer
-//! may be missing.
+//! Linux on x86-64. The local APICs are in KVM. The I/O APIC and the 8259s may be in the VMM
+//! (`KVM_CAP_SPLIT_IRQCHIP`), and the 8254 timer may be missing.
 
 mod cpuid;
 mod error;

@@ -1,4 +1,4 @@
-//! Pausing vCPU threads, and letting them run again.
+//! Pausing vCPU threads, and resuming them.
 
 use crate::error::Result;
 use crate::kick::{self, KickPage};
@@ -7,16 +7,16 @@ use rustix::thread::Pid;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// What a vCPU is doing.
+/// Phase of a vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// Its thread waits; its state can be saved and loaded.
+    /// The thread of the vCPU waits, and the state of the vCPU can be saved and loaded.
     Paused,
-    /// It runs the guest, or is about to.
+    /// The vCPU runs the guest, or is about to.
     Running,
-    /// It asked for the end of the VM or failed; it will not run again.
+    /// The vCPU ended the guest or failed, and will not run again.
     Ended,
-    /// Its thread is gone.
+    /// The thread of the vCPU has ended.
     Gone,
 }
 
@@ -24,37 +24,37 @@ enum Phase {
 struct Entry {
     phase: Phase,
     page: Arc<KickPage>,
-    // There while the thread can receive signals.
+    // Set while the thread can receive signals.
     thread: Option<Pid>,
 }
 
 #[derive(Debug)]
 struct Entries<E> {
     vcpus: Vec<Entry>,
-    /// Whether vCPUs may run. Phases follow this, each when its thread gets to it.
+    /// True if vCPUs may run. Each phase follows when the thread of the vCPU reads this flag.
     run: bool,
-    /// Whether the threads are to end.
+    /// True if the threads must end.
     quit: bool,
     exit: Option<E>,
 }
 
-/// A vCPU that did not stop in time.
+/// Error of a pause: a vCPU did not stop in time.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("vCPU {cpu} did not pause within {} ms", .within.as_millis())]
 #[non_exhaustive]
 pub struct NotPaused {
     /// Number of the vCPU.
     pub cpu: u32,
-    /// Time that it was given.
+    /// Time limit of the pause.
     pub within: Duration,
 }
 
-/// Pauses the vCPU threads of a VM, lets them run again, and records how the guest ended.
+/// Control of the vCPU threads of a VM: pauses and resumes them, and records the end of the guest.
 ///
-/// [`Guest`](crate::Guest) has these threads ready made.
+/// [`Guest`](crate::Guest) includes such threads.
 ///
-/// The owner of the VM calls [`run_all`](Self::run_all) and [`pause_all`](Self::pause_all). Each vCPU thread
-/// [enters](Self::enter) once and then works in turns:
+/// The owner of the VM calls [`run_all`](Self::run_all) and [`pause_all`](Self::pause_all). Each
+/// vCPU thread calls [`enter`](Self::enter) once and then runs in turns:
 ///
 /// ```no_run
 /// use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -84,43 +84,47 @@ pub struct NotPaused {
 /// }
 /// ```
 ///
-/// `E` says how a guest ended.
+/// `E` describes the end of a guest.
 ///
 /// # Why a pause is never lost
-/// A vCPU that runs has to be brought out of `KVM_RUN`, wherever it is at that moment. `pause_all` does two things in
-/// this order, holding a lock:
-/// 1. It stores 1 into `kvm_run.immediate_exit`, through a mapping of its own.
+/// A running vCPU must be brought out of `KVM_RUN`, wherever its thread is at that moment.
+/// `pause_all` takes two steps in this order, while it holds a lock:
+/// 1. It stores 1 into `kvm_run.immediate_exit`, through its own mapping.
 /// 2. It sends the thread a signal (`SIGRTMIN`) whose handler does nothing.
 ///
 /// The thread may be
-/// * *before `KVM_RUN`*, in user space: the signal, whenever it comes, is taken and does nothing; `KVM_RUN` then reads
-///   `immediate_exit`, which was stored before, and returns `EINTR` without running the guest.
-/// * *inside `KVM_RUN`, having read 0*: the signal stays pending, because only a return to user space would deliver it;
-///   it takes the vCPU out of the guest, and the kernel looks for pending signals before each entry: `EINTR`.
+/// * *before `KVM_RUN`*, in user space: the signal is handled at any time and does nothing.
+///   `KVM_RUN` then reads `immediate_exit`, which was stored before, and returns `EINTR` without
+///   running the guest.
+/// * *inside `KVM_RUN`, having read 0*: the signal stays pending, because only a return to user
+///   space would deliver it. The signal brings the vCPU out of the guest, and the kernel checks for
+///   pending signals before each entry: `EINTR`.
 /// * *after `KVM_RUN`*, handling an exit: as before `KVM_RUN`, once the exit is handled.
 ///
-/// `immediate_exit` stays 1 until the thread has seen `EINTR` and calls [`VcpuRunner::paused`]. So a kick is spent exactly
-/// once, and it never outlives the pause that it asked for, because only running vCPUs are kicked. `EINTR` for another
-/// reason (a debugger, a stray signal) finds 0 there and changes nothing.
+/// `immediate_exit` stays 1 until the thread has received `EINTR` and calls [`VcpuRunner::paused`].
+/// So each kick is consumed exactly once, and it never outlives the pause that requested it,
+/// because only running vCPUs are kicked. An `EINTR` for another reason (a debugger, a stray
+/// signal) finds 0 in `immediate_exit` and changes nothing.
 ///
-/// # Why a pause leaves no I/O half done
-/// A thread calls [`VcpuRunner::paused`] after `KVM_RUN` returned `EINTR` with a request standing, and at no other place.
-/// The kernel completes the port or memory access of the last exit before it looks at `immediate_exit`, and if that leads
-/// to another exit (the second half of an access) it returns that one, which is handled before `KVM_RUN` is called again
-/// (virt/kvm/api.rst, 4.10 and 5). So registers that are read after a pause are those after the access.
+/// # Why a pause leaves no I/O incomplete
+/// A thread calls [`VcpuRunner::paused`] only after `KVM_RUN` has returned `EINTR` while a request
+/// is set. The kernel completes the port or memory access of the last exit before it checks
+/// `immediate_exit`. If the completion causes another exit (the second half of an access), the
+/// kernel returns that exit, which is handled before the next call of `KVM_RUN` (virt/kvm/api.rst,
+/// 4.10 and 5). So registers that are read after a pause are the registers after the access.
 #[derive(Debug)]
 pub struct VcpuPark<E> {
-    // One lock for all, taken when a phase changes, never while the guest runs.
+    // One lock for all vCPUs. It is taken when a phase changes, never while the guest runs.
     entries: Mutex<Entries<E>>,
     changed: Condvar,
 }
 
 impl<E: Clone> VcpuPark<E> {
-    /// Returns a park for `vcpus`, all of them paused. Installs a handler for `SIGRTMIN` that does nothing, once in the
-    /// process.
+    /// Creates a park for `vcpus`, which are all paused. Installs a handler for `SIGRTMIN` that
+    /// does nothing, once in the process.
     ///
     /// # Errors
-    /// [`Error::Ioctl`](crate::Error::Ioctl) if the host maps no `kvm_run` page.
+    /// Returns [`Error::Ioctl`](crate::Error::Ioctl) if a `kvm_run` page cannot be mapped.
     pub fn new(vcpus: &[VcpuFd]) -> Result<Self> {
         kick::install_handler();
         let pages = vcpus.iter().map(|vcpu| KickPage::new(vcpu).map(Arc::new));
@@ -135,7 +139,8 @@ impl<E: Clone> VcpuPark<E> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Entries<E>> {
-        // Every change is a single assignment: a panic elsewhere cannot leave one half done.
+        // Every change is a single assignment, so a panic of another thread cannot leave the state
+        // inconsistent.
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -145,11 +150,11 @@ impl<E: Clone> VcpuPark<E> {
         self.lock().vcpus.len()
     }
 
-    /// Makes the calling thread the thread of vCPU `cpu`. It can be interrupted from now on, until the returned value is
-    /// dropped, which says that the thread is gone.
+    /// Registers the calling thread as the thread of vCPU `cpu`. The thread can be interrupted
+    /// until the returned value is dropped, which records that the thread has ended.
     ///
     /// # Panics
-    /// If there is no such vCPU.
+    /// If the park has no such vCPU.
     pub fn enter(self: &Arc<Self>, cpu: usize) -> VcpuRunner<E> {
         kick::unblock_for_this_thread();
         let mut entries = self.lock();
@@ -169,16 +174,18 @@ impl<E: Clone> VcpuPark<E> {
         self.changed.notify_all();
     }
 
-    /// Brings every running vCPU out of the guest and waits until all have stopped, for `patience` at most. When this
-    /// returns without an error, no vCPU runs, and no access to a device is half done.
+    /// Brings every running vCPU out of the guest and waits until all have stopped, at most for
+    /// `patience`. After a return without an error, no vCPU runs, and no access to a device is
+    /// incomplete.
     ///
     /// # Errors
-    /// [`NotPaused`] names a vCPU that still runs. It stops when it can; the others have stopped.
+    /// Returns [`NotPaused`], which names a vCPU that still runs. That vCPU stops as soon as it
+    /// can. The other vCPUs have stopped.
     pub fn pause_all(&self, patience: Duration) -> Result<(), NotPaused> {
         let mut entries = self.lock();
         entries.run = false;
         kick_running(&entries);
-        // For those that are being held, or wait to run.
+        // Wakes the vCPU threads that are held or wait to run.
         self.changed.notify_all();
         let running = |entries: &mut Entries<E>| entries.vcpus.iter().any(|e| e.phase == Phase::Running);
         let waited = self.changed.wait_timeout_while(entries, patience, running);
@@ -189,7 +196,8 @@ impl<E: Clone> VcpuPark<E> {
         }
     }
 
-    /// Has [`VcpuRunner::wait_to_run`] return false in every thread, and brings running vCPUs out of the guest.
+    /// Makes [`VcpuRunner::wait_to_run`] return false in every thread, and brings running vCPUs out
+    /// of the guest.
     pub fn quit(&self) {
         let mut entries = self.lock();
         (entries.quit, entries.run) = (true, false);
@@ -198,7 +206,8 @@ impl<E: Clone> VcpuPark<E> {
         self.changed.notify_all();
     }
 
-    /// Brings vCPU `cpu` out of the guest for a moment if it runs, unless it is outside at this moment.
+    /// Interrupts vCPU `cpu` for a moment if it runs. Has no effect if the vCPU is outside the
+    /// guest at that moment.
     pub(crate) fn nudge(&self, cpu: usize) {
         let entries = self.lock();
         let entry = &entries.vcpus[cpu];
@@ -207,20 +216,21 @@ impl<E: Clone> VcpuPark<E> {
         }
     }
 
-    /// Keeps the calling thread, that of vCPU `cpu`, waiting for `time`, or until the vCPU is to pause.
+    /// Makes the calling thread, which is the thread of vCPU `cpu`, wait for `time`, or until a
+    /// pause is requested.
     pub(crate) fn hold(&self, cpu: usize, time: Duration) {
         let entries = self.lock();
         let undisturbed = |entries: &mut Entries<E>| !entries.vcpus[cpu].page.requested();
         let _ = self.changed.wait_timeout_while(entries, time, undisturbed);
     }
 
-    /// Returns how the guest ended. Returns `None` if it has not ended.
+    /// Returns the end of the guest, or `None` if the guest has not ended.
     #[must_use]
     pub fn exit(&self) -> Option<E> {
         self.lock().exit.clone()
     }
 
-    /// Forgets how the guest ended: it is to start anew. All vCPUs are paused.
+    /// Clears the end of the guest, so that a new guest can start. All vCPUs are paused.
     pub fn renew(&self) {
         let mut entries = self.lock();
         entries.exit = None;
@@ -235,7 +245,7 @@ impl<E: Clone> VcpuPark<E> {
         self.changed.notify_all();
     }
 
-    /// Waits until the guest has ended, or for `timeout`. Returns how it ended.
+    /// Waits until the guest has ended, or for `timeout`. Returns the end of the guest.
     pub fn wait_exit(&self, timeout: Option<Duration>) -> Option<E> {
         let end = timeout.map(|t| Instant::now() + t);
         let mut entries = self.lock();
@@ -266,8 +276,8 @@ impl<E: Clone> VcpuPark<E> {
     }
 }
 
-/// Kicks every vCPU that runs; see [`VcpuPark`] for why this cannot be missed. A thread that has not entered yet has
-/// nothing to be interrupted in, and finds the request when it calls `KVM_RUN`.
+/// Kicks every vCPU that runs; see [`VcpuPark`] for the reason why a kick is never lost. A thread
+/// that has not entered yet need not be interrupted: it finds the request when it calls `KVM_RUN`.
 fn kick_running<E>(entries: &Entries<E>) {
     for entry in entries.vcpus.iter().filter(|e| e.phase == Phase::Running) {
         entry.page.request();
@@ -277,7 +287,8 @@ fn kick_running<E>(entries: &Entries<E>) {
     }
 }
 
-/// The side of a vCPU's own thread: see [`VcpuPark`]. Dropping it says that the thread is gone.
+/// Handle of a vCPU's own thread; see [`VcpuPark`]. Dropping the handle records that the thread has
+/// ended.
 #[derive(Debug)]
 pub struct VcpuRunner<E: Clone> {
     cpu: usize,
@@ -298,7 +309,7 @@ impl<E: Clone> VcpuRunner<E> {
         &self.park
     }
 
-    /// Waits until the vCPU is to run. Returns false if the thread is to end: see [`VcpuPark::quit`].
+    /// Waits until the vCPU may run. Returns false if the thread must end: see [`VcpuPark::quit`].
     #[must_use]
     pub fn wait_to_run(&self) -> bool {
         let mut entries = self.park.lock();
@@ -310,7 +321,7 @@ impl<E: Clone> VcpuRunner<E> {
                 return true;
             }
             if entry.phase == Phase::Running {
-                // Told to run, and to pause before it got here.
+                // A run and then a pause were requested before the thread reached this point.
                 entry.phase = Phase::Paused;
                 entry.page.clear();
                 self.park.changed.notify_all();
@@ -322,11 +333,12 @@ impl<E: Clone> VcpuRunner<E> {
         }
     }
 
-    /// For a thread that is told to run by other means, such as a channel: returns whether the vCPU may run. If not, it is
-    /// paused.
+    /// Returns whether the vCPU may run, for a thread that receives run commands in another way,
+    /// such as a channel. If the result is false, the vCPU is paused.
     ///
-    /// The command may be old: a vCPU that did not stop within the patience of [`VcpuPark::pause_all`] and was told to
-    /// run again finds the command when it has stopped at last, perhaps after the next pause.
+    /// The command may be old: a vCPU that did not stop within the patience of
+    /// [`VcpuPark::pause_all`] and then received a run command reads the command when it has
+    /// finally stopped, perhaps after the next pause.
     #[must_use]
     pub fn may_run(&self) -> bool {
         let mut entries = self.park.lock();
@@ -339,25 +351,28 @@ impl<E: Clone> VcpuRunner<E> {
         false
     }
 
-    /// Returns whether the vCPU is to pause. `KVM_RUN` returns `EINTR` as long as this is so.
+    /// Returns whether a pause is requested. `KVM_RUN` returns `EINTR` while a request is set.
     #[must_use]
     pub fn pause_requested(&self) -> bool {
         self.page.requested()
     }
 
-    /// Makes the next `KVM_RUN` complete the access of the last exit and return `EINTR`, without running the guest on. For
-    /// a guest that has ended, whose vCPUs are to be loaded anew. [`paused`](Self::paused) and [`ended`](Self::ended) take
-    /// the request back.
+    /// Makes the next `KVM_RUN` complete the access of the last exit and return `EINTR`, without
+    /// running the guest further.
+    ///
+    /// For a guest that has ended, whose vCPUs will be loaded again. [`paused`](Self::paused) and
+    /// [`ended`](Self::ended) clear the request.
     pub fn request_completion(&self) {
         self.page.request();
     }
 
-    /// Says that the vCPU is paused. Takes the request back that led to this.
+    /// Records that the vCPU is paused, and clears the request of the pause.
     pub fn paused(&self) {
         self.park.leave_running(self.cpu, Phase::Paused, None);
     }
 
-    /// Says that the guest has ended. The other vCPUs are asked to pause. The first `exit` of all counts.
+    /// Records that the guest has ended, and requests a pause of the other vCPUs. The first
+    /// recorded `exit` is kept.
     pub fn ended(&self, exit: E) {
         self.park.leave_running(self.cpu, Phase::Ended, Some(exit));
     }
@@ -376,20 +391,21 @@ mod tests {
 
     type Park = Arc<VcpuPark<&'static str>>;
 
-    /// A park of two vCPUs, without KVM: the pages are memory of the test.
+    /// Creates a park of two vCPUs without KVM: the pages are memory of the test.
     fn park() -> (Park, Vec<Arc<KickPage>>) {
         kick::install_handler();
         let pages: Vec<_> = (0..2).map(|_| Arc::new(KickPage::detached().unwrap())).collect();
         (Arc::new(VcpuPark::of_pages(pages.clone())), pages)
     }
 
-    /// The sides of both vCPUs' threads. Signals of theirs go to the thread of the test and do nothing.
+    /// Returns the handles of both vCPU threads. Their signals go to the thread of the test and do
+    /// nothing.
     fn runners(park: &Park) -> [VcpuRunner<&'static str>; 2] {
         [park.enter(0), park.enter(1)]
     }
 
     #[test]
-    fn a_kick_is_spent_by_the_pause_that_it_asked_for() {
+    fn kick_is_consumed_by_the_pause_that_requested_it() {
         let (park, pages) = park();
         let [first, second] = runners(&park);
         park.run_all();
@@ -401,7 +417,7 @@ mod tests {
         second.paused();
         assert!(pages.iter().all(|page| !page.requested()));
         park.pause_all(Duration::ZERO).unwrap();
-        assert!(pages.iter().all(|page| !page.requested()), "a vCPU that stands still is not kicked");
+        assert!(pages.iter().all(|page| !page.requested()), "a paused vCPU is not kicked");
     }
 
     #[test]
@@ -420,17 +436,18 @@ mod tests {
     }
 
     #[test]
-    fn a_command_to_run_that_comes_late_is_not_obeyed() {
+    fn late_run_command_is_ignored() {
         let (park, pages) = park();
         let [first, second] = runners(&park);
         park.run_all();
         park.pause_all(Duration::ZERO).unwrap_err();
-        // Told to run again before it stopped, and then to pause: the second command is found after both.
+        // The vCPU was told to run again before it stopped, and then to pause. It reads the run
+        // command after both.
         park.run_all();
         park.pause_all(Duration::ZERO).unwrap_err();
         first.paused();
         assert!(!first.may_run());
-        assert!(!second.may_run(), "nor does one that was paused before it began");
+        assert!(!second.may_run(), "a vCPU that was paused before its first run does not run either");
         park.pause_all(Duration::ZERO).unwrap();
         assert!(pages.iter().all(|page| !page.requested()));
         park.run_all();
@@ -438,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_stops_the_others_and_the_first_reason_counts() {
+    fn end_of_one_vcpu_stops_the_others_and_the_first_exit_is_kept() {
         let (park, pages) = park();
         let [first, second] = runners(&park);
         park.run_all();
@@ -454,11 +471,11 @@ mod tests {
         park.renew();
         assert_eq!(park.exit(), None);
         park.run_all();
-        assert!(first.may_run() && second.may_run(), "a guest that starts anew has all its vCPUs");
+        assert!(first.may_run() && second.may_run(), "a new guest has all its vCPUs");
     }
 
     #[test]
-    fn threads_that_wait_run_pause_and_end_when_they_are_told() {
+    fn waiting_threads_run_pause_and_end_on_request() {
         let (park, _pages) = park();
         let turns = std::sync::atomic::AtomicU32::new(0);
         let ordering = std::sync::atomic::Ordering::SeqCst;
@@ -482,7 +499,8 @@ mod tests {
                 park.pause_all(vmferry_testkit::PATIENCE).unwrap();
                 assert_eq!(turns.load(ordering), 2 * round);
             }
-            // Told to run and to pause at once: they may run for a moment or not at all, and stand still afterwards.
+            // The vCPUs are told to run and to pause at once. They may run for a moment or not at
+            // all, and are paused afterwards.
             for _ in 0..200 {
                 park.run_all();
                 park.pause_all(vmferry_testkit::PATIENCE).unwrap();

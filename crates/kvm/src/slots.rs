@@ -1,4 +1,4 @@
-//! A VM with its memory slots, and what tracks their dirty pages.
+//! VM with its memory slots, and the trackers of their dirty pages.
 
 use crate::error::{Error, Result};
 use kvm_bindings::kvm_userspace_memory_region;
@@ -13,7 +13,7 @@ use vmferry_sys::SysError;
 use vmferry_sys::kvm::SlotSpec;
 use vmferry_sys::ring::{self, RingEntries};
 
-/// What KVM must have so that the whole state of a guest can be moved.
+/// Capabilities that KVM needs to move the whole state of a guest.
 const NEEDED: &[(Cap, &str)] = &[
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
@@ -30,17 +30,17 @@ const NEEDED: &[(Cap, &str)] = &[
     (Cap::GetTscKhz, "KVM_CAP_GET_TSC_KHZ"),
 ];
 
-/// Returns the names of the capabilities that this host's KVM lacks for moving guests. The list is empty on every host
-/// with Linux 4.12 or newer and an x86-64 KVM.
+/// Returns the names of the capabilities for moving guests that KVM on this host does not have. The
+/// list is empty on every host with Linux 4.12 or newer and an x86-64 KVM.
 #[must_use]
 pub fn missing_capabilities(kvm: &Kvm) -> Vec<&'static str> {
     NEEDED.iter().filter(|(cap, _)| !kvm.check_extension(*cap)).map(|(_, name)| *name).collect()
 }
 
-/// A KVM VM, its memory slots, and the memory behind them.
+/// KVM VM with its memory slots and the memory behind them.
 ///
-/// Each region of the guest's memory is one slot with the number of the region. The memory stays mapped for as long as
-/// this value, or a tracker that was made of it, lives.
+/// Each region of the guest's memory is one slot with the number of the region. The memory stays
+/// mapped for as long as this value, or a tracker that was created from it, lives.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -60,7 +60,7 @@ pub struct KvmVm {
     fd: VmFd,
     slots: Vec<LogSlot>,
     ring: Option<RingEntries>,
-    /// The owner of the mappings.
+    /// Owner of the mappings.
     memory: Arc<dyn GuestMemory>,
 }
 
@@ -71,19 +71,20 @@ impl fmt::Debug for KvmVm {
 }
 
 impl KvmVm {
-    /// Gives `fd`, a VM without vCPUs, all regions of `memory` as memory slots. Dirty logging is off until a tracker
-    /// starts, so the guest can have huge pages.
+    /// Creates a memory slot in `fd`, a VM without vCPUs, for each region of `memory`. Dirty
+    /// logging is off until a tracker starts, so the guest can have huge pages.
     ///
-    /// `marks` returns for each region the source of marks for the pages that the VMM itself writes: see
-    /// [`Marks`]. With `ring`, each vCPU has a dirty ring of so many entries, and the VM has no dirty log.
+    /// For each region, `marks` returns the source of marks for the pages that the VMM itself
+    /// writes: see [`Marks`]. With `ring`, each vCPU has a dirty ring of this size, and the VM has
+    /// no dirty log.
     ///
     /// # Errors
-    /// [`Error::MemorySlot`] if KVM refuses a slot; [`Error::DirtyRing`] if it has no such rings; [`Error::Memory`] if
-    /// `memory` has no window of a region.
+    /// Returns [`Error::MemorySlot`] if KVM refuses a slot, [`Error::DirtyRing`] if KVM has no such
+    /// rings, and [`Error::Memory`] if `memory` has no window of a region.
     ///
     /// # Safety
-    /// No vCPU of the VM runs after the result, and all that was made of it, was dropped: KVM would let the guest write to
-    /// whatever is mapped at the addresses of its memory then.
+    /// No vCPU of the VM runs after the result, and everything that was created from it, was
+    /// dropped. Otherwise KVM would let the guest write to the addresses of its former memory.
     pub unsafe fn new(
         fd: VmFd,
         memory: Arc<dyn GuestMemory>,
@@ -111,8 +112,9 @@ impl KvmVm {
             len: region.len,
             host: window.as_ptr().expose_provenance() as u64,
         };
-        // SAFETY: the window covers the whole region, and it may live as long as `memory` is borrowed. This value holds
-        // `memory`, and no vCPU runs when it lets go of it (promise of `new`'s caller).
+        // SAFETY: the window covers the whole region, and it may live as long as `memory` is
+        // borrowed. This value holds `memory`, and no vCPU runs when the value is dropped
+        // (guaranteed by the caller of `new`).
         unsafe { set_slot(&self.fd, &spec) }.map_err(|error| Error::MemorySlot {
             len: spec.len,
             gpa: spec.gpa,
@@ -124,7 +126,8 @@ impl KvmVm {
 
     /// Returns the VM.
     ///
-    /// Do not change its memory slots by this descriptor. (kvm-ioctls has an `unsafe` function for that.)
+    /// Do not change the memory slots with this descriptor. (kvm-ioctls has an `unsafe` function
+    /// for that.)
     #[must_use]
     pub fn fd(&self) -> &VmFd {
         &self.fd
@@ -142,34 +145,38 @@ impl KvmVm {
         &self.memory
     }
 
-    /// Returns a tracker that finds dirty pages by KVM's dirty log. Use [`map_rings`](Self::map_rings) for a VM with rings.
+    /// Returns a tracker that finds dirty pages with KVM's dirty log. For a VM with rings, use
+    /// [`map_rings`](Self::map_rings).
     ///
     /// # Errors
-    /// [`TrackerError`] if a region's marks have another length than the region.
+    /// Returns [`TrackerError`] if the marks of a region have another length than the region.
     pub fn log_tracker(self: &Arc<Self>) -> Result<KvmLogTracker, TrackerError> {
         let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self) as _;
-        // SAFETY: this value keeps its descriptor and its memory for as long as it lives, and these are the slots that
-        // it was made with, which are never changed.
+        // SAFETY: this value keeps its descriptor and its memory for as long as it lives. These are
+        // the slots that it was created with, which never change.
         unsafe { KvmLogTracker::new(vm, self.slots.clone()) }
     }
 
-    /// Maps the dirty rings of `vcpus`, which are all vCPUs of this VM, in their order. Call this once, after the vCPUs were
-    /// created. A [`RingTracker`](vmferry_dirty::RingTracker) finds dirty pages by them.
+    /// Maps the dirty rings of `vcpus`, which are all vCPUs of this VM, in their order. Call this
+    /// once, after the vCPUs were created. A [`RingTracker`](vmferry_dirty::RingTracker) finds
+    /// dirty pages with the rings.
     ///
     /// # Errors
-    /// [`Error::DirtyRing`] if the VM was made without rings, or a ring cannot be mapped.
+    /// Returns [`Error::DirtyRing`] if the VM was created without rings, or a ring cannot be
+    /// mapped.
     pub fn map_rings(self: &Arc<Self>, vcpus: &[VcpuFd]) -> Result<DirtyRings> {
         let Some(entries) = self.ring else {
             return Err(Error::DirtyRing {
                 entries: 0,
-                why: "the VM was made without dirty rings".to_owned(),
+                why: "the VM was created without dirty rings".to_owned(),
             });
         };
         // SAFETY: the descriptors are open for as long as `vcpus` is borrowed.
         let borrow = |fd: &VcpuFd| unsafe { BorrowedFd::borrow_raw(fd.as_raw_fd()) };
         let vcpus: Vec<_> = vcpus.iter().map(borrow).collect();
         let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self) as _;
-        // SAFETY: as for `log_tracker`.
+        // SAFETY: as in `log_tracker`: this value keeps its descriptor and its memory for as long
+        // as it lives, and its slots never change.
         let rings = unsafe { DirtyRings::new(vm, entries, &vcpus, self.slots.clone()) };
         rings.map_err(|error| Error::DirtyRing { entries: entries.get(), why: error.to_string() })
     }
@@ -184,8 +191,8 @@ impl AsRawFd for KvmVm {
 /// Creates a memory slot.
 ///
 /// # Safety
-/// The slot's memory is mapped, readable and writable, for as long as a vCPU of the VM runs, and Rust code makes no reference
-/// to its bytes other than to atomics.
+/// The memory of the slot is mapped, readable and writable, for as long as a vCPU of the VM runs.
+/// Rust code creates no references to its bytes, except references to atomics.
 unsafe fn set_slot(vm: &VmFd, spec: &SlotSpec) -> std::result::Result<(), kvm_ioctls::Error> {
     let slot = kvm_userspace_memory_region {
         slot: spec.slot,
@@ -194,14 +201,15 @@ unsafe fn set_slot(vm: &VmFd, spec: &SlotSpec) -> std::result::Result<(), kvm_io
         memory_size: spec.len,
         userspace_addr: spec.host,
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees the contract of this function.
     unsafe { vm.set_user_memory_region(slot) }
 }
 
-/// Returns the most entries that a vCPU's dirty ring can have on this host. Returns `None` if there are no dirty rings.
+/// Returns the maximum number of entries of a dirty ring on this host, or `None` if KVM has no
+/// dirty rings.
 ///
 /// # Errors
-/// [`Error::DirtyRing`] if KVM does not answer.
+/// Returns [`Error::DirtyRing`] if KVM does not answer.
 pub fn largest_dirty_ring(vm: &VmFd) -> Result<Option<RingEntries>> {
     // SAFETY: the descriptor is open for as long as `vm` is borrowed.
     let largest = ring::largest(unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) });
@@ -235,7 +243,7 @@ mod tests {
     #[repr(align(4096))]
     struct Pages(UnsafeCell<[[u8; PAGE_BYTES]; 2]>);
 
-    // SAFETY: reached by windows only.
+    // SAFETY: the bytes are accessed by windows only.
     unsafe impl Sync for Pages {}
 
     struct Memory {
@@ -253,7 +261,7 @@ mod tests {
                 return Err(VmError::new("no such pages"));
             }
             let start = std::ptr::NonNull::new(self.pages.0.get().cast::<u8>()).unwrap();
-            // SAFETY: the whole of the pages, which live as long as `self`.
+            // SAFETY: the window covers the pages, which live as long as `self`.
             Ok(unsafe { Window::new(start, 2 * PAGE_BYTES) })
         }
     }
@@ -264,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_the_regions_and_keep_the_memory() {
+    fn each_region_is_a_slot_and_the_vm_keeps_the_memory() {
         let kvm = match Kvm::new() {
             Ok(kvm) => kvm,
             Err(error) => return skip(Need::Kvm, error),
@@ -273,13 +281,16 @@ mod tests {
         let marks: Arc<dyn Marks> = Arc::new(vmferry_bitmap::AtomicBitmap::new(2));
         let marked = |id: RegionId| (id == RegionId(3)).then(|| Arc::clone(&marks));
         let fd = kvm.create_vm().unwrap();
-        // SAFETY: there is no vCPU.
+        // SAFETY: the VM has no vCPU.
         let vm = Arc::new(unsafe { KvmVm::new(fd, Arc::clone(&memory) as _, marked, None) }.unwrap());
         let [slot] = vm.slots() else { panic!("{vm:?}") };
         assert_eq!((slot.spec.slot, slot.spec.gpa, slot.spec.len), (3, 0x10_0000, 0x2000));
         assert!(slot.marks.is_some());
         let tracker = vm.log_tracker().unwrap();
-        assert!(matches!(vm.map_rings(&[]), Err(Error::DirtyRing { .. })), "it was made without rings");
+        assert!(
+            matches!(vm.map_rings(&[]), Err(Error::DirtyRing { .. })),
+            "the VM was created without rings"
+        );
         drop(vm);
         assert_eq!(Arc::strong_count(&memory), 2, "the tracker holds the VM and its memory");
         drop(tracker);
@@ -287,13 +298,13 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_that_kvm_does_not_have_is_refused() {
+    fn ring_size_that_kvm_does_not_support_is_refused() {
         let kvm = match Kvm::new() {
             Ok(kvm) => kvm,
             Err(error) => return skip(Need::Kvm, error),
         };
         let entries = RingEntries::new(1 << 27).unwrap();
-        // SAFETY: there is no vCPU.
+        // SAFETY: the VM has no vCPU.
         let vm = unsafe { KvmVm::new(kvm.create_vm().unwrap(), memory(), |_| None, Some(entries)) };
         let error = vm.unwrap_err().to_string();
         assert!(error.starts_with("no dirty rings of 134217728 entries: KVM on this host"), "{error}");

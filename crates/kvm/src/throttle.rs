@@ -1,4 +1,4 @@
-//! Slowing vCPUs by holding them outside the guest for a share of their time.
+//! Throttling vCPUs by holding them outside the guest for a share of their time.
 
 use crate::park::{VcpuPark, VcpuRunner};
 use std::io;
@@ -7,39 +7,42 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// A vCPU is held once in each of these, for its share of it: short enough that no guest takes it for a fault.
+/// Period in which a vCPU is held once, for its share of the period. Short enough that no guest
+/// treats a hold as a fault.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// Slows vCPUs: each stands still for its share of the time, in slices of at most 10 ms.
+/// Throttle of vCPUs: each vCPU is stopped for its share of the time, in slices of at most 10 ms.
 ///
-/// [`set`](Self::set) is what [`SourceVm::throttle`](vmferry_core::SourceVm::throttle) calls, and
-/// [`totals`](Self::totals) is what [`SourceVm::throttled`](vmferry_core::SourceVm::throttled) returns. Each vCPU's thread
-/// calls [`pass`](Self::pass) between two runs of its vCPU. A pause ends a hold at once.
+/// [`SourceVm::throttle`](vmferry_core::SourceVm::throttle) calls [`set`](Self::set), and
+/// [`SourceVm::throttled`](vmferry_core::SourceVm::throttled) returns [`totals`](Self::totals). The
+/// thread of each vCPU calls [`pass`](Self::pass) between two runs of its vCPU. A pause ends a hold
+/// at once.
 #[derive(Debug)]
 pub struct Throttle<E> {
     shared: Arc<Shared<E>>,
-    /// There while a vCPU is slowed.
+    /// Thread that brings vCPUs out of the guest, while a vCPU is throttled.
     nudger: Mutex<Option<Nudger>>,
 }
 
-/// What the vCPU threads and the thread that brings them out of the guest share.
+/// State that the vCPU threads share with the thread that brings them out of the guest.
 #[derive(Debug)]
 struct Shared<E> {
     park: Arc<VcpuPark<E>>,
     made: Instant,
     vcpus: Vec<Held>,
-    /// The thread that brings vCPUs out of the guest, while there is one.
+    /// Thread that brings vCPUs out of the guest, while there is one.
     nudger: Mutex<Option<Thread>>,
 }
 
 #[derive(Debug, Default)]
 struct Held {
-    /// Millionths of its time that the vCPU is to stand still.
+    /// Millionths of its time for which the vCPU must be stopped.
     share: AtomicU32,
-    /// When it is to be brought out of the guest next, in microseconds since `made`; `u64::MAX` while it is held, because a
-    /// nudge that comes then is lost, and it would run for a whole slice.
+    /// Time at which the vCPU must next be brought out of the guest, in microseconds since `made`.
+    /// The value is `u64::MAX` while the vCPU is held: a nudge at that time would be lost, and the
+    /// vCPU would then run for a whole slice.
     due_us: AtomicU64,
-    /// How long it stood still so far.
+    /// Total time for which the vCPU was stopped.
     total_us: AtomicU64,
 }
 
@@ -52,7 +55,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<E: Clone + Send + 'static> Throttle<E> {
-    /// Returns a throttle that slows no vCPU of `park` yet.
+    /// Creates a throttle for the vCPUs of `park` that does not throttle any vCPU yet.
     #[must_use]
     pub fn new(park: Arc<VcpuPark<E>>) -> Self {
         let vcpus = (0..park.vcpus()).map(|_| Held::default()).collect();
@@ -60,11 +63,12 @@ impl<E: Clone + Send + 'static> Throttle<E> {
         Self { shared: Arc::new(shared), nudger: Mutex::new(None) }
     }
 
-    /// Sets the share of the time that each vCPU stands still, 0 to 1. The last share counts for all further vCPUs. Zeros let
-    /// all run freely.
+    /// Sets the share of the time for which each vCPU is stopped, 0 to 1. The last share applies to
+    /// all further vCPUs. With zeros, all vCPUs run freely.
     ///
     /// # Errors
-    /// If the host has no thread that brings vCPUs out of the guest. All vCPUs run freely then.
+    /// If the host cannot start the thread that brings vCPUs out of the guest. All vCPUs then run
+    /// freely.
     pub fn set(&self, shares: &[f64]) -> io::Result<()> {
         let mut nudger = lock(&self.nudger);
         if !self.shared.set(shares) {
@@ -81,23 +85,24 @@ impl<E: Clone + Send + 'static> Throttle<E> {
         Ok(())
     }
 
-    /// Returns how long each vCPU has stood still because of this throttle.
+    /// Returns the total time for which this throttle has stopped each vCPU.
     #[must_use]
     pub fn totals(&self) -> Vec<Duration> {
         let total = |vcpu: &Held| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed));
         self.shared.vcpus.iter().map(total).collect()
     }
 
-    /// Holds the calling vCPU's thread if it is the turn of its vCPU. Call this between two runs of the vCPU.
+    /// Holds the calling vCPU thread if its vCPU is due. Call this between two runs of the vCPU.
     ///
-    /// `last` is when the vCPU was held before: keep it between the calls, and start with `None` after a pause.
+    /// `last` is the time of the previous hold. Keep the variable between the calls, and reset it
+    /// to `None` after a pause.
     pub fn pass(&self, runner: &VcpuRunner<E>, last: &mut Option<Instant>) {
         self.shared.pass(runner.cpu(), last);
     }
 }
 
 impl<E: Clone> Shared<E> {
-    /// Sets the shares. Returns whether any vCPU is to be held.
+    /// Sets the shares. Returns whether any vCPU must be held.
     fn set(&self, shares: &[f64]) -> bool {
         let mut any = false;
         for (index, vcpu) in self.vcpus.iter().enumerate() {
@@ -110,7 +115,7 @@ impl<E: Clone> Shared<E> {
         any
     }
 
-    /// Brings the vCPUs that are due out of the guest. Returns for how long no other is due.
+    /// Brings the vCPUs that are due out of the guest. Returns the time until the next one is due.
     fn nudge(&self) -> Duration {
         let now = micros(self.made.elapsed());
         let mut next = now + micros(SLICE);
@@ -120,7 +125,8 @@ impl<E: Clone> Shared<E> {
             }
             let due = vcpu.due_us.load(Ordering::Relaxed);
             if due <= now {
-                // If it misses this one, because it is outside just now, the next comes a slice later.
+                // If the vCPU misses this nudge because it is outside the guest, the next nudge
+                // comes a slice later.
                 vcpu.due_us.store(now + micros(SLICE), Ordering::Relaxed);
                 self.park.nudge(cpu);
             } else {
@@ -138,9 +144,9 @@ impl<E: Clone> Shared<E> {
             return;
         }
         let now = Instant::now();
-        // Of the time since it was held last, so that a turn that it missed is made up for.
+        // The hold depends on the time since the previous hold, so a missed turn is made up for.
         let since = last.map_or(SLICE, |last| now - last);
-        // The nudge comes once a slice; at other exits it is not its turn.
+        // A nudge comes once in each slice. At other exits the vCPU is not due.
         if since < SLICE / 2 {
             return;
         }
@@ -149,7 +155,7 @@ impl<E: Clone> Shared<E> {
         vcpu.due_us.store(u64::MAX, Ordering::Relaxed);
         self.park.hold(cpu, since.mul_f64(share).min(SLICE));
         vcpu.total_us.fetch_add(micros(now.elapsed()), Ordering::Relaxed);
-        // By when the hold really ended, which on a busy host is later than it should have.
+        // Measured from the real end of the hold, which is later than planned on a busy host.
         let due = self.made.elapsed() + SLICE.mul_f64(1.0 - share);
         vcpu.due_us.store(micros(due), Ordering::Relaxed);
         if let Some(nudger) = &*lock(&self.nudger) {
@@ -158,7 +164,7 @@ impl<E: Clone> Shared<E> {
     }
 }
 
-/// The thread that brings vCPUs out of the guest to be held. Dropping it ends it.
+/// Thread that brings vCPUs out of the guest to be held. Dropping the value ends the thread.
 #[derive(Debug)]
 struct Nudger {
     stop: Arc<AtomicBool>,
@@ -185,7 +191,7 @@ impl Drop for Nudger {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {
             thread.thread().unpark();
-            // A panic of the thread was printed when it happened; vCPUs are held no more.
+            // A panic of the thread was printed when it happened, and vCPUs are not held any more.
             let _ = thread.join();
         }
     }

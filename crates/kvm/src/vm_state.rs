@@ -1,4 +1,4 @@
-//! The state that the vCPUs of a VM share: interrupt controllers, timer, clock.
+//! State that the vCPUs of a VM share: interrupt controllers, timer, clock.
 
 use crate::Error;
 use crate::state::mirror::Field;
@@ -18,25 +18,28 @@ fn kvm<S: Saved>(instance: u32, action: &'static str) -> impl FnOnce(kvm_ioctls:
     move |error| StateError::kvm::<S>(instance, action, error)
 }
 
-/// Devices of KVM's own that a VM has. A VMM decides this when it creates the VM, and both sides of a migration must agree.
+/// Devices of KVM that a VM has. A VMM decides them when it creates the VM, and they must be the
+/// same on source and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvmChips {
-    /// The 8259 interrupt controllers and the I/O APIC of `KVM_CREATE_IRQCHIP`. False for a VM with `KVM_CAP_SPLIT_IRQCHIP`, whose
-    /// VMM has an I/O APIC of its own and saves it in a section of its own.
+    /// True if the VM has the 8259 interrupt controllers and the I/O APIC of `KVM_CREATE_IRQCHIP`.
+    /// False for a VM with `KVM_CAP_SPLIT_IRQCHIP`, whose VMM has its own I/O APIC and saves it in
+    /// its own section.
     pub irqchip: bool,
-    /// The 8254 timer of `KVM_CREATE_PIT2`.
+    /// True if the VM has the 8254 timer of `KVM_CREATE_PIT2`.
     pub pit: bool,
 }
 
 impl KvmChips {
-    /// Finds out which devices `vm` has.
+    /// Determines the devices of `vm`.
     ///
     /// # Errors
-    /// [`Error::Ioctl`](crate::Error::Ioctl) if KVM does not answer.
+    /// Returns [`Error::Ioctl`](crate::Error::Ioctl) if KVM does not answer.
     pub fn of(vm: &VmFd) -> Result<Self, Error> {
         let there = |what, result: Result<(), kvm_ioctls::Error>| match result {
             Ok(()) => Ok(true),
-            // KVM's answer for a device that the VM does not have (virt/kvm/api.rst, 4.26 and 4.71).
+            // KVM's result for a device that the VM does not have (virt/kvm/api.rst, 4.26 and
+            // 4.71).
             Err(error) if error.errno() == libc::ENXIO => Ok(false),
             Err(error) => Err(Error::ioctl(what, error)),
         };
@@ -48,7 +51,8 @@ impl KvmChips {
     }
 }
 
-/// Names the devices, for [`MachineConfig::extra`](vmferry_core::MachineConfig::extra).
+/// Writes the names of the devices, for
+/// [`MachineConfig::extra`](vmferry_core::MachineConfig::extra).
 impl fmt::Display for KvmChips {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(if self.irqchip { "irqchip" } else { "split irqchip" })?;
@@ -56,10 +60,10 @@ impl fmt::Display for KvmChips {
     }
 }
 
-/// KVM's interrupt controllers: those of `KVM_CREATE_IRQCHIP`.
+/// State of KVM's interrupt controllers, which `KVM_CREATE_IRQCHIP` creates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IrqchipState {
-    /// 8259 interrupt controllers: master, slave.
+    /// 8259 interrupt controllers: master and slave.
     pub pics: [PicState; 2],
     /// I/O APIC.
     pub ioapic: IoapicState,
@@ -95,7 +99,7 @@ impl VmState {
     /// Reads the state of `vm`, which has these `chips` and whose vCPUs are paused.
     ///
     /// # Errors
-    /// [`StateError::Kvm`] if KVM does not give a part of it.
+    /// Returns [`StateError::Kvm`] if KVM does not return a part of the state.
     pub fn save(vm: &VmFd, chips: KvmChips) -> Result<Self> {
         let pit = || vm.get_pit2().map_err(kvm::<PitState>(0, "KVM_GET_PIT2"));
         Ok(Self {
@@ -105,13 +109,13 @@ impl VmState {
         })
     }
 
-    /// Loads the state into `vm`. Load the vCPUs and the devices first: an interrupt that is pending goes to a
-    /// local APIC.
+    /// Loads the state into `vm`. Load the vCPUs and the devices first, because a pending interrupt
+    /// goes to a local APIC.
     ///
     /// The clock continues as if the guest had never been paused.
     ///
     /// # Errors
-    /// [`StateError::Kvm`] if KVM refuses a part of it.
+    /// Returns [`StateError::Kvm`] if KVM refuses a part of the state.
     pub fn load(&self, vm: &VmFd) -> Result<()> {
         if let Some(irqchip) = &self.irqchip {
             irqchip.load(vm)?;
@@ -137,7 +141,8 @@ impl VmState {
         Ok(())
     }
 
-    /// Takes the sections that [`put`](Self::put) adds for a VM with these `chips`. A section of a chip that the VM does not have stays.
+    /// Takes the sections that [`put`](Self::put) adds for a VM with these `chips`. A section of a
+    /// chip that the VM does not have stays in `parts`.
     pub(crate) fn take(parts: &mut Sections<'_>, chips: KvmChips) -> Result<Self> {
         let mut irqchip = || {
             Ok(IrqchipState {
@@ -155,11 +160,12 @@ impl IoapicState {
     /// Reads the I/O APIC of `vm`.
     ///
     /// # Errors
-    /// [`StateError::Kvm`] if KVM does not give it.
+    /// Returns [`StateError::Kvm`] if KVM does not return the state of the I/O APIC.
     pub fn read(vm: &VmFd) -> Result<Self> {
         let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
         vm.get_irqchip(&mut chip).map_err(kvm::<Self>(0, "KVM_GET_IRQCHIP"))?;
-        // SAFETY: for this chip id KVM fills this member of the union; it is plain numbers.
+        // SAFETY: for this chip id KVM fills this member of the union, which consists of plain
+        // numbers.
         Ok(Self::from_kvm(unsafe { &chip.chip.ioapic }))
     }
 }
@@ -171,7 +177,7 @@ fn pic_id(instance: u32) -> u32 {
 fn save_pic(vm: &VmFd, instance: u32) -> Result<PicState> {
     let mut chip = kvm_irqchip { chip_id: pic_id(instance), ..Default::default() };
     vm.get_irqchip(&mut chip).map_err(kvm::<PicState>(instance, "KVM_GET_IRQCHIP"))?;
-    // SAFETY: for this chip id KVM fills this member of the union; it is plain bytes.
+    // SAFETY: for this chip id KVM fills this member of the union, which consists of plain bytes.
     Ok(Field::get(unsafe { &chip.chip.pic }))
 }
 
@@ -184,12 +190,13 @@ fn load_pic(vm: &VmFd, instance: u32, saved: &PicState) -> Result<()> {
 fn save_clock(vm: &VmFd) -> Result<ClockState> {
     let realtime_ns = now_ns();
     let clock = vm.get_clock().map_err(kvm::<ClockState>(0, "KVM_GET_CLOCK"))?;
-    // KVM reads both at one moment where it can.
+    // KVM reads both at the same moment if it can.
     let paired = clock.flags & KVM_CLOCK_REALTIME != 0;
     Ok(ClockState { clock_ns: clock.clock, realtime_ns: if paired { clock.realtime } else { realtime_ns } })
 }
 
-/// Sets the clock to what it would show had the guest never stood still, as for the time stamp counters.
+/// Sets the clock to the value that it would have if the guest had never been stopped, as for the
+/// time stamp counters.
 fn load_clock(vm: &VmFd, saved: &ClockState) -> Result<()> {
     let flags = u32::try_from(vm.check_extension_int(Cap::AdjustClock)).unwrap_or(0);
     let clock = if flags & KVM_CLOCK_REALTIME != 0 {

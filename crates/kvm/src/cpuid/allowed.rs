@@ -2,13 +2,13 @@
 //!
 //! KVM offers more features with every release of Linux, and some of them have state that only an
 //! interface of the same release reads. A guest that is shown such a feature loses the state in a
-//! move. Therefore each feature is listed here with the part of the saved state that carries it,
-//! and a feature that is not listed is hidden. Before you add a bit, look up which registers the
-//! feature has and how KVM gives them.
+//! move. Therefore this file lists each feature with the part of the saved state that carries it,
+//! and hides a feature that is not listed. Before you add a bit, look up which registers the
+//! feature has and how KVM returns them.
 //!
 //! Sources: Intel SDM volume 2A, CPUID, and volume 1, chapter 13; AMD APM volume 3, appendix E;
-//! Linux, `arch/x86/kvm/cpuid.c` for what is offered and Documentation/virt/kvm/api.rst for what is
-//! given.
+//! Linux, `arch/x86/kvm/cpuid.c` for the offered features and Documentation/virt/kvm/api.rst for
+//! the interfaces.
 
 use super::baseline::bits;
 use super::features::{self, Register};
@@ -71,7 +71,7 @@ const INSTRUCTIONS: &[Word] = &[
     (leaf::AMD_FEATURES_2, 0, Ecx, bits(&[1, 2])),
 ];
 
-/// Features that a bit of CR0, CR3, CR4 or EFER switches on, and that have no further state:
+/// Features that a bit of CR0, CR3, CR4 or EFER enables, and that have no further state:
 /// `KVM_GET_SREGS`.
 const CONTROL_REGISTERS: &[Word] = &[
     // PCID.
@@ -91,8 +91,8 @@ const CONTROL_REGISTERS: &[Word] = &[
     (leaf::AMD_FEATURES_2, 0, Eax, bits(&[8])),
 ];
 
-/// Components of the XSAVE area: `KVM_GET_XSAVE2` gives all components that XCR0 can select,
-/// `KVM_GET_XCRS` gives XCR0.
+/// Components of the XSAVE area: `KVM_GET_XSAVE2` returns all components that XCR0 can select,
+/// `KVM_GET_XCRS` returns XCR0.
 const XSAVED: &[Word] = &[
     // XSAVE.
     (leaf::FEATURES, 0, Ecx, bits(&[26])),
@@ -145,8 +145,8 @@ const COUNTERS: &[Word] = &[
     (leaf::AMD_COUNTERS, 0, Eax, bits(&[0])),
 ];
 
-/// The local APIC: `KVM_GET_LAPIC`, and the registers APIC_BASE (in `KVM_GET_SREGS`) and
-/// TSC_DEADLINE.
+/// Features of the local APIC: `KVM_GET_LAPIC`, and the registers APIC_BASE (in `KVM_GET_SREGS`)
+/// and TSC_DEADLINE.
 const LOCAL_APIC: &[Word] = &[
     // x2APIC, TSC deadline.
     (leaf::FEATURES, 0, Ecx, bits(&[21, 24])),
@@ -163,21 +163,21 @@ const PARAVIRTUAL: &[Word] = &[
     (leaf::KVM_FEATURES, 0, Eax, bits(&[0, 1, 3, 5, 6, 7, 9, 11, 12, 13, 15, 24])),
 ];
 
-/// Shadow stacks: the registers of KVM's list, and the stack pointer, which `KVM_GET_ONE_REG` gives
+/// Shadow stacks: registers of KVM's list, and the stack pointer, which `KVM_GET_ONE_REG` returns
 /// since Linux 6.18.
 const SHADOW_STACKS: &[Word] = &[(leaf::EXTENDED_FEATURES, 0, Ecx, bits(&[7]))];
 /// Tracking of indirect branches: registers of KVM's list (U_CET, S_CET).
 const BRANCH_TRACKING: &[Word] = &[(leaf::EXTENDED_FEATURES, 0, Edx, bits(&[20]))];
-/// Supervisor components of XSAVES with the registers of both. `KVM_GET_XSAVE2` does not give them,
-/// the registers do.
+/// Supervisor components of XSAVES with the registers of shadow stacks and branch tracking.
+/// `KVM_GET_XSAVE2` does not return these components, but the registers contain their state.
 const CET_COMPONENTS: &[Word] = &[(leaf::XSAVE, 1, Ecx, bits(&[11, 12]))];
 
-/// The registers U_CET and S_CET.
+/// Registers U_CET and S_CET.
 const MSRS_CET: [u32; 2] = [0x6a0, 0x6a2];
-/// The registers PL0_SSP to PL3_SSP, and INTERRUPT_SSP_TABLE.
+/// Registers PL0_SSP to PL3_SSP, and INTERRUPT_SSP_TABLE.
 const MSRS_SHADOW_STACK: [u32; 5] = [0x6a4, 0x6a5, 0x6a6, 0x6a7, 0x6a8];
 
-/// The groups of features whose state can be saved on this host.
+/// Groups of features whose state can be saved on this host.
 #[derive(Debug, Clone)]
 pub(super) struct Allowed(Vec<&'static [Word]>);
 
@@ -185,7 +185,8 @@ impl Allowed {
     /// Returns the groups that a KVM allows with or without `KVM_CAP_ONE_REG`, and with this list
     /// of model-specific registers.
     ///
-    /// KVM got `KVM_CAP_ONE_REG` and the register of the shadow stack pointer in the same release.
+    /// `KVM_CAP_ONE_REG` and the register of the shadow stack pointer appeared in the same release
+    /// of Linux.
     pub(super) fn new(one_reg: bool, msrs: &[u32]) -> Self {
         let mut groups =
             vec![INSTRUCTIONS, CONTROL_REGISTERS, XSAVED, REGISTERS, COUNTERS, LOCAL_APIC, PARAVIRTUAL];
@@ -204,15 +205,15 @@ impl Allowed {
         self.0.iter().copied().flatten().copied()
     }
 
-    /// Returns the bits of a register that are features and may be shown.
+    /// Returns the bits of a register that are features and may be shown to a guest.
     fn features(&self, function: u32, index: u32, register: Register) -> u32 {
         let words = self.0.iter().copied().flatten();
         let of_register = words.filter(|word| (word.0, word.1, word.2) == (function, index, register));
         of_register.fold(0, |all, word| all | word.3)
     }
 
-    /// Returns the bits of EAX, EBX, ECX and EDX that are no features but sizes, names and counts;
-    /// `None` if the leaf is not shown.
+    /// Returns the bits of EAX, EBX, ECX and EDX that are not features but sizes, names and counts.
+    /// `None` if the leaf is hidden.
     fn data(&self, function: u32, index: u32) -> Option<[u32; 4]> {
         const ALL: u32 = u32::MAX;
         Some(match (function, index) {
@@ -221,12 +222,12 @@ impl Allowed {
             | (leaf::AMD_HIGHEST | leaf::AMD_NAME..=leaf::AMD_CACHE_L2, _)
             | (leaf::AMD_TLB_1G | leaf::AMD_WIDTHS | leaf::AMD_CACHES | leaf::AMD_TOPOLOGY, _)
             | (leaf::TILE_MULTIPLIER, 0) => [ALL; 4],
-            // HTT is a matter of the topology.
+            // HTT depends on the topology.
             (leaf::FEATURES, _) => [ALL, ALL, 0, EDX_HTT],
-            // The highest index.
+            // Highest index.
             (leaf::EXTENDED_FEATURES, 0) => [ALL, 0, 0, 0],
             (leaf::EXTENDED_FEATURES, 1 | 2) => [0; 4],
-            // Of EBX and ECX, the size of all components.
+            // EBX and ECX have the size of all components.
             (leaf::XSAVE, 0) => [0, ALL, ALL, 0],
             (leaf::XSAVE, 1) => [0, ALL, 0, 0],
             (leaf::XSAVE, component) => {
@@ -234,12 +235,12 @@ impl Allowed {
                 let shown = user | self.features(leaf::XSAVE, 1, Ecx);
                 return (shown.checked_shr(component)? & 1 == 1).then_some([ALL; 4]);
             }
-            // The version: see `limit`.
+            // Version; see `limit`.
             (leaf::AVX10, 0) => [0, 0xff, 0, 0],
             (leaf::THERMAL | leaf::KVM_FEATURES | leaf::AMD_POWER | leaf::AMD_FEATURES_2, _) => [0; 4],
             (leaf::AMD_FEATURES, _) => [ALL, ALL, 0, 0],
             (leaf::AMD_SIZES, _) => [ALL, 0, ALL, 0],
-            // The number of counters.
+            // Number of counters.
             (leaf::AMD_COUNTERS, _) => [0, 0xf, 0, 0],
             _ => return None,
         })
@@ -263,7 +264,8 @@ impl Allowed {
             hidden.extend(bits.map(|bit| features::name(function, index, register, bit)));
         }
         if (function, index) == (leaf::AVX10, 0) && e.ebx & 0xff > 1 {
-            // Version 1 has the registers of AVX-512. What later versions add is not known here.
+            // Version 1 has the registers of AVX-512. This program does not know the additions of
+            // later versions.
             e.ebx = e.ebx & !0xff | 1;
             hidden.push("avx10 later than version 1".to_owned());
         }

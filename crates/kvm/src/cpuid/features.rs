@@ -1,9 +1,9 @@
-//! Features by name: what a guest was shown, and what the host that it moves to must have.
+//! Features by name: those that a guest was shown, and that a target host must have.
 
 use super::{OfLeaf as _, leaf};
 use kvm_bindings::kvm_cpuid_entry2;
 
-/// A register of a leaf's answer.
+/// Register of a CPUID leaf.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Register {
     Eax,
@@ -28,14 +28,14 @@ impl Register {
     }
 }
 
-/// Leaf, index and register whose bits are features, with the names of the bits from bit 0 on; `_`
-/// stands for a bit without a name.
+/// Leaf, index and register whose bits are features, with the names of the bits from bit 0 on. `_`
+/// is a bit without a name.
 type Names = (u32, u32, Register, &'static str);
 
-/// Registers whose bits are announced to the peer of a move, by name.
+/// Registers whose bits the source announces to the target, by name.
 ///
-/// The names are part of the wire format: giving a name to a bit, or adding a register, makes a
-/// peer of another version refuse guests that it can run.
+/// The names are part of the wire format: if you add a name or a register, a peer of another
+/// version refuses guests that it can run.
 const WORDS: &[Names] = &[
     (
         leaf::FEATURES,
@@ -74,7 +74,7 @@ const WORDS: &[Names] = &[
     (leaf::EXTENDED_FEATURES, 1, Eax, "_ _ _ _ avx-vnni avx512-bf16"),
     (leaf::EXTENDED_FEATURES, 1, Edx, ""),
     (leaf::EXTENDED_FEATURES, 2, Edx, ""),
-    // The parts of the processor's state that XSAVE covers, and its variants.
+    // Parts of the processor's state that XSAVE covers, and its variants.
     (
         leaf::XSAVE,
         0,
@@ -112,8 +112,8 @@ const WORDS: &[Names] = &[
     (leaf::AMD_FEATURES_2, 0, Eax, ""),
 ];
 
-/// Registers whose bits are compared when a guest's state is loaded, and not announced: versions
-/// that announce no such names could not take a guest that has them.
+/// Registers whose bits are compared when a guest's state is loaded, but that are not announced:
+/// versions that do not announce these names could not receive a guest that has them.
 const UNANNOUNCED: &[Names] = &[
     (leaf::EXTENDED_FEATURES, 1, Ecx, ""),
     (leaf::AVX10, 0, Ebx, ""),
@@ -121,8 +121,11 @@ const UNANNOUNCED: &[Names] = &[
     (leaf::AMD_COUNTERS, 0, Eax, ""),
 ];
 
-/// The features in `entries`, by name, sorted. A bit without a name is called by its place, as in `cpuid-7.0.ebx[14]`. Sizes of addresses
-/// are features too, one for each bit: a guest that was shown more of them cannot do with fewer.
+/// Returns the names of the features in `entries`, sorted.
+///
+/// A bit without a name is called by its position, as in `cpuid-7.0.ebx[14]`. Each bit of an
+/// address size is a feature too: a guest that was shown a larger size cannot work with a smaller
+/// one.
 pub(super) fn names(entries: &[kvm_cpuid_entry2]) -> Vec<String> {
     let mut names = names_in(WORDS, entries);
     if let Some(sizes) = entries.of_leaf(leaf::AMD_SIZES, 0) {
@@ -134,7 +137,7 @@ pub(super) fn names(entries: &[kvm_cpuid_entry2]) -> Vec<String> {
     names
 }
 
-/// Returns the features in `entries` that [`names`] does not return, by place.
+/// Returns the features in `entries` that [`names`] does not return, by position.
 pub(super) fn unannounced(entries: &[kvm_cpuid_entry2]) -> Vec<String> {
     names_in(UNANNOUNCED, entries)
 }
@@ -150,7 +153,7 @@ fn names_in(words: &[Names], entries: &[kvm_cpuid_entry2]) -> Vec<String> {
     names
 }
 
-/// Returns the name of one bit, or its place.
+/// Returns the name of one bit, or its position.
 pub(super) fn name(function: u32, index: u32, register: Register, bit: u32) -> String {
     let word = WORDS.iter().find(|word| (word.0, word.1, word.2) == (function, index, register));
     match word.and_then(|word| word.3.split_whitespace().nth(bit as usize)) {
@@ -159,7 +162,8 @@ pub(super) fn name(function: u32, index: u32, register: Register, bit: u32) -> S
     }
 }
 
-/// Bits that say where a vCPU is or what it does at the moment, not what the processor can do: OSXSAVE and HTT.
+/// Returns true for bits that depend on the position or the current state of a vCPU, not on the
+/// processor: OSXSAVE and HTT.
 fn placed(function: u32, register: Register, bit: u32) -> bool {
     matches!((function, register, bit), (leaf::FEATURES, Ecx, 27) | (leaf::FEATURES, Edx, 28))
 }
@@ -173,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn features_have_names_or_places() {
+    fn features_have_names_or_positions() {
         let entries = [
             kvm_cpuid_entry2 { ecx: 1 << 28 | 1 << 27 | 1 << 16, edx: 1 << 28 | 1, ..entry(1, 0) },
             kvm_cpuid_entry2 { ebx: 1 << 16 | 1 << 5, ..entry(7, 0) },
@@ -195,12 +199,12 @@ mod tests {
     }
 
     #[test]
-    fn the_lists_are_of_words() {
+    fn lists_have_at_most_one_name_for_each_bit() {
         for (function, index, register, known) in WORDS {
             let known: Vec<_> = known.split_whitespace().collect();
             assert!(known.len() <= 32, "{function:#x}.{index} {register:?}: {}", known.len());
         }
-        // A few whose places are well known, so that a slip in a list is seen.
+        // A few bits with well-known positions, so that a shifted list fails the test.
         let place = |name: &str| {
             let word =
                 WORDS.iter().find(|word| word.3.split_whitespace().any(|known| known == name)).unwrap();

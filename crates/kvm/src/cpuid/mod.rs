@@ -1,9 +1,10 @@
-//! What the guest's processors say they are.
+//! CPUID of the guest's processors.
 //!
-//! The base is what KVM can do on this host, or the [baseline]; the topology is ours: one package, one thread a core, APIC id = vCPU number.
-//! What a guest was shown goes with it when it moves, so that nothing changes under it; the host that it moves to must be able to do all
-//! of that, and may be able to do more. A feature is shown if its state is known to be saved
-//! ([allowed]). Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
+//! The base is the offer of KVM on this host, or the [baseline]. This crate defines the topology:
+//! one package, one thread for each core, APIC id = vCPU number. The CPUID moves with the guest, so
+//! that nothing changes for the guest. The target host must offer all features that the guest was
+//! shown, and may offer more. A feature is shown only if its state is known to be saved
+//! ([allowed]). Sources: Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
 //! Documentation/virt/kvm/x86/cpuid.rst.
 
 mod allowed;
@@ -20,7 +21,7 @@ use allowed::Allowed;
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, KVM_MAX_CPUID_ENTRIES, kvm_cpuid_entry2};
 use kvm_ioctls::{Cap, Kvm, VcpuFd};
 
-/// Leaves, by what they are about.
+/// CPUID leaves, named by their content.
 mod leaf {
     pub(super) const VENDOR: u32 = 0;
     pub(super) const FEATURES: u32 = 1;
@@ -31,30 +32,30 @@ mod leaf {
     pub(super) const COUNTERS: u32 = 0xa;
     pub(super) const TOPOLOGY: u32 = 0xb;
     pub(super) const XSAVE: u32 = 0xd;
-    /// The first of many that tell of one extension each.
+    /// First of many leaves that describe one extension each.
     pub(super) const QUALITY: u32 = 0xf;
     pub(super) const ENCLAVES: u32 = 0x12;
     pub(super) const TRACE: u32 = 0x14;
     pub(super) const TSC: u32 = 0x15;
     pub(super) const FREQUENCY: u32 = 0x16;
-    /// The palettes of AMX.
+    /// Palettes of AMX.
     pub(super) const TILES: u32 = 0x1d;
     pub(super) const TILE_MULTIPLIER: u32 = 0x1e;
     pub(super) const TOPOLOGY_V2: u32 = 0x1f;
     pub(super) const AVX10: u32 = 0x24;
-    /// The first of the hypervisor's.
+    /// First leaf of the hypervisor.
     pub(super) const HYPERVISOR: u32 = 0x4000_0000;
     pub(super) const KVM_FEATURES: u32 = 0x4000_0001;
     pub(super) const AMD_HIGHEST: u32 = 0x8000_0000;
     pub(super) const AMD_FEATURES: u32 = 0x8000_0001;
-    /// The first of three with the processor's name; two about caches follow.
+    /// First of three leaves with the processor's name. Two leaves about caches follow.
     pub(super) const AMD_NAME: u32 = 0x8000_0002;
     pub(super) const AMD_CACHE_L2: u32 = 0x8000_0006;
     pub(super) const AMD_POWER: u32 = 0x8000_0007;
     pub(super) const AMD_SIZES: u32 = 0x8000_0008;
     pub(super) const AMD_SVM: u32 = 0x8000_000a;
     pub(super) const AMD_TLB_1G: u32 = 0x8000_0019;
-    /// Widths of units for vectors.
+    /// Widths of vector units.
     pub(super) const AMD_WIDTHS: u32 = 0x8000_001a;
     pub(super) const AMD_CACHES: u32 = 0x8000_001d;
     pub(super) const AMD_TOPOLOGY: u32 = 0x8000_001e;
@@ -73,15 +74,17 @@ const EBX_TRACE: u32 = 1 << 25;
 const ECX_OSPKE: u32 = 1 << 4;
 const ECX_SHADOW_STACKS: u32 = 1 << 7;
 const ECX_SVM: u32 = 1 << 2;
-/// A counter that runs alike on all hosts: none does. A guest that is told so takes it for its clock, and every move would step it.
+/// Invariant TSC: a counter with the same rate on all hosts, which does not exist. A guest with
+/// this bit uses the counter as its clock, and every move would make the clock jump.
 const EDX_INVARIANT_TSC: u32 = 1 << 8;
-/// Asynchronous page faults, by exception, by interrupt, and to a nested hypervisor: they move a fault into a kernel
-/// worker, where its time is attributed to nobody, and they would have to be quiesced before a save.
+/// Asynchronous page faults, by exception, by interrupt, and to a nested hypervisor. They move a
+/// fault into a kernel worker, whose time is not attributed to the vCPU, and they would have to be
+/// quiesced before a save.
 const KVM_ASYNC_PF: u32 = 1 << 4 | 1 << 10 | 1 << 14;
-/// SGX launch control. Guests of earlier versions were shown this feature, and cannot use it,
-/// because they were shown no enclaves.
+/// SGX launch control. Earlier versions showed this feature to guests, which cannot use it, because
+/// they were shown no enclaves.
 const LAUNCH_CONTROL: &str = "cpuid-7.0.ecx[30]";
-/// The leaf that says "KVM": highest leaf, and the signature in EBX, ECX, EDX.
+/// Signature leaf of KVM: highest leaf, and the signature in EBX, ECX, EDX.
 const KVM_SIGNATURE: [u32; 4] = [
     leaf::KVM_FEATURES,
     u32::from_le_bytes(*b"KVMK"),
@@ -89,7 +92,7 @@ const KVM_SIGNATURE: [u32; 4] = [
     u32::from_le_bytes(*b"M\0\0\0"),
 ];
 
-/// Looks entries up.
+/// Lookup of CPUID entries.
 trait OfLeaf {
     fn of_leaf(&self, function: u32, index: u32) -> Option<&kvm_cpuid_entry2>;
 }
@@ -100,40 +103,43 @@ impl OfLeaf for [kvm_cpuid_entry2] {
     }
 }
 
-/// Which processor a guest is shown.
+/// Processor that a guest is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CpuChoice {
-    /// All that this host can offer. The guest moves to hosts that offer the same or more.
+    /// All features that this host can offer. The guest moves to hosts that offer the same or more.
     #[default]
     Host,
-    /// x86-64-v2, which nearly every host can offer: no AVX, no AES.
+    /// Baseline x86-64-v2, which nearly every host can offer: no AVX, no AES.
     Baseline,
 }
 
-/// What the processors of a guest say they are: the answers of `CPUID`.
+/// CPUID of a guest: the results of the `CPUID` instruction.
 ///
-/// A guest that finds a feature goes on using it, so a target must offer every feature that the guest was shown.
-/// [`features`](Self::features) names these for [`MachineConfig`](vmferry_core::MachineConfig): the engine then refuses a
-/// target that lacks one, before anything is moved. When the guest's state is loaded, [`GuestState::take`](crate::GuestState::take)
-/// checks again.
+/// A guest that finds a feature continues to use it, so a target must offer every feature that the
+/// guest was shown. [`features`](Self::features) names these for
+/// [`MachineConfig`](vmferry_core::MachineConfig): the engine then refuses a target without one of
+/// them, before anything is moved. When the guest's state is loaded,
+/// [`GuestState::take`](crate::GuestState::take) checks again.
 ///
-/// A guest is shown a feature only if its state is known to be saved. [`note`](Self::note) names what is hidden.
+/// A guest is shown a feature only if its state is known to be saved. [`note`](Self::note) names
+/// the hidden features.
 #[derive(Debug, Clone)]
 pub struct CpuModel {
     base: CpuId,
     cpus: u32,
-    /// Features that guests are not shown here and may have been shown elsewhere.
+    /// Features that this version does not show to guests, but earlier versions may have shown.
     accepted: Vec<String>,
     /// Features that KVM offers and that are hidden because their state is not known to be saved.
     hidden: Vec<String>,
 }
 
 impl CpuModel {
-    /// Returns what this host can offer to a guest of `cpus` vCPUs, as far as `choice` lets it. The guest
-    /// boots here, or is `incoming`.
+    /// Returns the features that this host can offer to a guest of `cpus` vCPUs, as far as `choice`
+    /// permits. If `incoming` is true, the guest arrives from another VM instead of booting in this
+    /// one.
     ///
     /// # Errors
-    /// [`Error::Ioctl`] if KVM does not say what it supports.
+    /// Returns [`Error::Ioctl`] if KVM does not report the supported features.
     pub fn new(kvm: &Kvm, choice: CpuChoice, cpus: u32, incoming: bool) -> Result<Self> {
         let supported = kvm
             .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
@@ -153,7 +159,7 @@ impl CpuModel {
         Ok(model)
     }
 
-    /// Takes out of KVM's offer what guests are not shown.
+    /// Creates the model from KVM's offer, without the features that guests are not shown.
     fn of_host(supported: CpuId, deadline: bool, allowed: &Allowed, cpus: u32) -> Self {
         let mut base = supported;
         let dropped = [
@@ -173,7 +179,7 @@ impl CpuModel {
         Self { base, cpus, accepted, hidden }
     }
 
-    /// What a host offers whose KVM says this.
+    /// Creates the model of a host whose KVM offers `entries`.
     #[cfg(feature = "hostile")]
     pub(crate) fn offering(entries: &[kvm_cpuid_entry2], cpus: u32) -> Self {
         let base = CpuId::from_entries(entries).expect("few enough");
@@ -192,10 +198,11 @@ impl CpuModel {
         })
     }
 
-    /// What a guest was shown elsewhere, here.
+    /// Returns the model of a guest that was shown `saved`.
     ///
     /// # Errors
-    /// If it is no table of a guest's, or has features that this model, which is what this host offers, has not.
+    /// Returns an error if `saved` is not a valid table, or has features that `self`, the offer of
+    /// this host, does not have.
     pub(crate) fn of_guest(&self, saved: &CpuidState) -> std::result::Result<Self, StateError> {
         let invalid = |why: String| StateError::invalid(CpuidState::KIND, 0, why);
         if saved.entries.len() > KVM_MAX_CPUID_ENTRIES {
@@ -212,21 +219,25 @@ impl CpuModel {
         }
     }
 
-    /// Returns what goes with the guest.
+    /// Returns the CPUID as the state that moves with the guest.
     pub(crate) fn save(&self) -> CpuidState {
         CpuidState { entries: self.base.as_slice().iter().map(Field::get).collect() }
     }
 
-    /// Takes what the guest was shown out of `parts`; `self` is what this host offers.
+    /// Takes the CPUID of the guest out of `parts`. `self` is the offer of this host.
     pub(crate) fn take(&self, parts: &mut Sections<'_>) -> std::result::Result<Self, StateError> {
         self.of_guest(&parts.take_saved(0)?)
     }
 
-    /// Gives the new vCPU number `cpu` its CPUID, and sets the registers that firmware sets before it starts a kernel. Call this before
-    /// you set the registers of the boot protocol: KVM checks control registers against the CPUID.
+    /// Sets the CPUID of the new vCPU number `cpu`, and the registers that firmware sets before it
+    /// starts a kernel.
+    ///
+    /// Call this before you set the registers of the boot protocol: KVM checks control registers
+    /// against the CPUID.
     ///
     /// # Errors
-    /// [`Error::Ioctl`] if KVM refuses the CPUID; [`Error::CpuidFull`] if it has too many entries.
+    /// Returns [`Error::Ioctl`] if KVM refuses the CPUID, and [`Error::CpuidFull`] if the CPUID has
+    /// too many entries.
     pub fn set_up(&self, cpu: u32, vcpu: &VcpuFd) -> Result<()> {
         let set = vcpu.set_cpuid2(&self.of_vcpu(cpu)?);
         set.map_err(|e| Error::ioctl(format!("KVM_SET_CPUID2 of vCPU {cpu}"), e))?;
@@ -234,10 +245,11 @@ impl CpuModel {
         Ok(())
     }
 
-    /// Returns the CPUID of vCPU `cpu`, with its place in the topology: one package, one thread a core.
+    /// Returns the CPUID of vCPU `cpu`, with its position in the topology: one package, one thread
+    /// for each core.
     ///
     /// # Errors
-    /// [`Error::CpuidFull`] if it has too many entries for KVM.
+    /// Returns [`Error::CpuidFull`] if the CPUID has too many entries for KVM.
     pub fn of_vcpu(&self, cpu: u32) -> Result<CpuId> {
         let mut table = self.base.clone();
         table.as_mut_slice().iter_mut().for_each(|e| place(e, cpu, self.cpus));
@@ -250,8 +262,8 @@ impl CpuModel {
         Ok(table)
     }
 
-    /// Returns the name of the processor's maker, such as `GenuineIntel`. Guests do not move between makers, whose
-    /// processors differ in what software relies on.
+    /// Returns the name of the processor's maker, such as `GenuineIntel`. Guests do not move
+    /// between makers, because software depends on differences between their processors.
     #[must_use]
     pub fn vendor(&self) -> String {
         let vendor = self.base.as_slice().of_leaf(leaf::VENDOR, 0).copied().unwrap_or_default();
@@ -279,7 +291,8 @@ impl CpuModel {
     }
 }
 
-/// Takes out of the host's offer what is not for guests of ours, and what depends on the host's state of the moment.
+/// Removes features from the host's offer that guests are not shown, and bits that depend on the
+/// current state of the host.
 fn trim(e: &mut kvm_cpuid_entry2, deadline: bool) {
     match (e.function, e.index) {
         (leaf::FEATURES, _) => {
@@ -293,7 +306,8 @@ fn trim(e: &mut kvm_cpuid_entry2, deadline: bool) {
             e.ebx &= !(EBX_ENCLAVES | EBX_TRACE);
             e.ecx &= !ECX_OSPKE;
         }
-        // The size of what the host's kernel has switched on; KVM computes the guest's.
+        // Size of the components that the host's kernel has enabled. KVM computes the value for the
+        // guest.
         (leaf::XSAVE, 0 | 1) => e.ebx = 0,
         (leaf::HYPERVISOR, _) => [e.eax, e.ebx, e.ecx, e.edx] = KVM_SIGNATURE,
         (leaf::KVM_FEATURES, _) => e.eax &= !KVM_ASYNC_PF,
@@ -303,7 +317,8 @@ fn trim(e: &mut kvm_cpuid_entry2, deadline: bool) {
     }
 }
 
-/// Puts vCPU `cpu` of `cpus` into its place: KVM's offer holds the place of whichever host CPU was asked.
+/// Sets the position of vCPU `cpu` among `cpus`. KVM's offer has the position of the host CPU that
+/// ran the ioctl.
 fn place(e: &mut kvm_cpuid_entry2, cpu: u32, cpus: u32) {
     match e.function {
         leaf::FEATURES => {
@@ -323,7 +338,8 @@ fn place(e: &mut kvm_cpuid_entry2, cpu: u32, cpus: u32) {
     }
 }
 
-/// The levels of the topology leaf: one thread a core, `cpus` cores a package, end of list.
+/// Returns the levels of the topology leaf: one thread for each core, `cpus` cores for each
+/// package, end of list.
 fn topology(leaf: u32, cpu: u32, cpus: u32) -> [kvm_cpuid_entry2; 3] {
     const THREADS: u32 = 1;
     const CORES: u32 = 2;

@@ -1,7 +1,7 @@
 use super::allowed::Allowed;
 use super::*;
 
-/// Registers of KVM's list of Linux 6.18 that shadow stacks and tracking of branches have.
+/// Registers of shadow stacks and branch tracking in KVM's list of Linux 6.18.
 const CET_MSRS: [u32; 7] = [0x6a0, 0x6a2, 0x6a4, 0x6a5, 0x6a6, 0x6a7, 0x6a8];
 
 fn entry(function: u32, index: u32, [eax, ebx, ecx, edx]: [u32; 4]) -> kvm_cpuid_entry2 {
@@ -13,7 +13,7 @@ fn model(entries: &[kvm_cpuid_entry2], one_reg: bool, msrs: &[u32]) -> CpuModel 
     CpuModel::of_host(supported, true, &Allowed::new(one_reg, msrs), 1)
 }
 
-/// Every bit of every leaf that a processor of today has, and of some that it has not.
+/// Returns entries with every bit set, for all leaves of a current processor and some further ones.
 fn everything() -> Vec<kvm_cpuid_entry2> {
     let basic = (0..0x30).flat_map(|leaf| (0..4).map(move |index| (leaf, index)));
     let hypervisor = (0..4).map(|leaf| (leaf::HYPERVISOR + leaf, 0));
@@ -56,7 +56,7 @@ fn unknown_features_are_hidden_and_named_once() {
 }
 
 #[test]
-fn a_host_with_known_features_only_has_nothing_to_note() {
+fn host_with_known_features_only_has_no_note() {
     let entries = [
         entry(leaf::FEATURES, 0, [0x600, 0x800, 0x8120_2001, 0x078b_fbff]),
         entry(leaf::EXTENDED_FEATURES, 0, [1, 0x0180_0002, 0x104, 0x2000_0000]),
@@ -77,7 +77,7 @@ fn a_host_with_known_features_only_has_nothing_to_note() {
 }
 
 #[test]
-fn shadow_stacks_are_shown_if_kvm_gives_the_pointer_and_the_registers() {
+fn shadow_stacks_are_shown_if_kvm_returns_the_pointer_and_the_registers() {
     let entries = [
         entry(leaf::EXTENDED_FEATURES, 0, [0, 0, ECX_SHADOW_STACKS, 1 << 20]),
         entry(leaf::XSAVE, 0, [7, 0, 0, 0]),
@@ -96,7 +96,7 @@ fn shadow_stacks_are_shown_if_kvm_gives_the_pointer_and_the_registers() {
             components.collect::<Vec<_>>(),
         )
     };
-    // Components of the last branch records and what else is not known stay hidden.
+    // Components of last branch records and unknown components stay hidden.
     assert_eq!(shown(true, &CET_MSRS), (true, true, 0x1800, vec![11, 12]));
     assert_eq!(shown(false, &CET_MSRS), (false, true, 0x1800, vec![11, 12]));
     assert_eq!(shown(true, &CET_MSRS[..2]), (false, true, 0x1800, vec![11, 12]));
@@ -108,8 +108,8 @@ fn shadow_stacks_are_shown_if_kvm_gives_the_pointer_and_the_registers() {
 #[test]
 fn every_feature_that_can_be_shown_is_compared_with_the_target() {
     for (function, index, register, bits) in Allowed::new(true, &CET_MSRS).words() {
-        // ARAT, which every KVM shows, and the supervisor components of XSAVES, which come with
-        // features that are compared.
+        // ARAT is shown by every KVM. The supervisor components of XSAVES come with features that
+        // are compared.
         if function == leaf::THERMAL
             || (function, index, register) == (leaf::XSAVE, 1, features::Register::Ecx)
         {
@@ -127,7 +127,7 @@ fn every_feature_that_can_be_shown_is_compared_with_the_target() {
 }
 
 #[test]
-fn the_baseline_is_on_the_list() {
+fn every_baseline_feature_is_allowed() {
     let mut base = everything();
     base.retain(|e| baseline::limit(&mut e.clone()));
     base.iter_mut().for_each(|e| _ = baseline::limit(e));
@@ -135,7 +135,7 @@ fn the_baseline_is_on_the_list() {
     let limited = model(&base, false, &[]);
     let missing: Vec<_> =
         features(&base).into_iter().filter(|name| limited.features().binary_search(name).is_err()).collect();
-    // Reserved bits of leaves that the baseline leaves to KVM, and what `trim` takes out.
+    // Reserved bits of leaves that the baseline does not limit, and bits that `trim` removes.
     assert!(
         missing.iter().all(|name| name.contains('[') || name == "invtsc" || name.starts_with("kvm-")),
         "{missing:?}"
@@ -143,7 +143,7 @@ fn the_baseline_is_on_the_list() {
 }
 
 #[test]
-fn a_guest_that_was_shown_launch_control_by_an_earlier_version_is_accepted() {
+fn guest_with_launch_control_of_an_earlier_version_is_accepted() {
     let offered = [entry(leaf::EXTENDED_FEATURES, 0, [0, 1, 1 << 30, 0])];
     let mut target = model(&offered, true, &[]);
     assert_eq!(word(&target, leaf::EXTENDED_FEATURES, 0), [0, 1, 0, 0]);
@@ -152,13 +152,13 @@ fn a_guest_that_was_shown_launch_control_by_an_earlier_version_is_accepted() {
     let arrived = target.of_guest(&guest.save()).unwrap();
     assert_eq!(word(&arrived, leaf::EXTENDED_FEATURES, 0), [0, 1, 1 << 30, 0]);
     assert_eq!(arrived.features(), ["cpuid-7.0.ecx[30]", "fsgsbase"]);
-    // A guest that boots here was not shown it, and does not need it elsewhere.
+    // A guest that boots on this host was not shown the feature, and does not need it on a target.
     target.accepted.clear();
     assert_eq!(target.features(), ["fsgsbase"]);
 }
 
 #[test]
-fn features_that_are_not_announced_are_compared_when_a_guest_is_loaded() {
+fn unannounced_features_are_compared_when_a_guest_is_loaded() {
     let host = |ecx: u32| [entry(leaf::AMD_FEATURES_2, 0, [0, 0, ecx, 0])];
     let guest = model(&host(1 << 1 | 1 << 2), true, &[]);
     assert!(model(&host(1 << 1 | 1 << 2), true, &[]).of_guest(&guest.save()).is_ok());
@@ -167,6 +167,6 @@ fn features_that_are_not_announced_are_compared_when_a_guest_is_loaded() {
         error.contains("the guest was shown cpuid-80000021.0.ecx[2], which this host does not offer"),
         "{error}"
     );
-    // Other versions know no such names.
+    // Other versions do not know these names.
     assert!(guest.features().is_empty());
 }

@@ -1,4 +1,4 @@
-//! The state of what the vCPUs share.
+//! State of the devices that the vCPUs share.
 
 use super::mirror::saved;
 use super::sections::{Saved, SectionKind};
@@ -7,12 +7,12 @@ use kvm_bindings::{
 };
 
 saved! {
-    /// What CPUID says for one leaf and index.
+    /// CPUID result for one leaf and index.
     CpuidEntry = kvm_cpuid_entry2 { function: u32, index: u32, flags: u32, eax: u32, ebx: u32, ecx: u32, edx: u32 }
 }
 
 saved! {
-    /// What CPUID tells the guest, apart from what each vCPU is told of its place.
+    /// CPUID of the guest, without the position of each vCPU.
     CpuidState {
         /// Entries of the table, in KVM's order.
         entries: Vec<CpuidEntry>,
@@ -24,11 +24,11 @@ impl Saved for CpuidState {
 }
 
 saved! {
-    /// The guest's paravirtual clock.
+    /// Paravirtual clock of the guest.
     ClockState {
         /// Nanoseconds since the guest started.
         clock_ns: u64,
-        /// When that was read: nanoseconds since 1970 by the host's clock.
+        /// Time at which `clock_ns` was read: nanoseconds since 1970 by the host's clock.
         realtime_ns: u64,
     }
 }
@@ -38,7 +38,7 @@ impl Saved for ClockState {
 }
 
 saved! {
-    /// An 8259 interrupt controller; instance 0 is the master, 1 the slave.
+    /// 8259 interrupt controller. Instance 0 is the master, instance 1 the slave.
     PicState = kvm_pic_state {
         last_irr: u8, irr: u8, imr: u8, isr: u8, priority_add: u8, irq_base: u8, read_reg_select: u8, poll: u8,
         special_mask: u8, init_state: u8, auto_eoi: u8, rotate_on_auto_eoi: u8, special_fully_nested_mode: u8,
@@ -51,7 +51,7 @@ impl Saved for PicState {
 }
 
 saved! {
-    /// The I/O APIC.
+    /// I/O APIC.
     IoapicState {
         /// Guest-physical address of the registers.
         base_address: u64,
@@ -61,7 +61,7 @@ saved! {
         id: u32,
         /// Inputs with a request.
         irr: u32,
-        /// The redirection table.
+        /// Redirection table.
         redirection: [u64; 24],
     }
 }
@@ -98,17 +98,18 @@ impl IoapicState {
 }
 
 saved! {
-    /// One of the timer's three counters.
+    /// One of the three counters of the timer.
     PitChannel = kvm_pit_channel_state {
         count: u32, latched_count: u16, count_latched: u8, status_latched: u8, status: u8, read_state: u8,
         write_state: u8, write_latch: u8, rw_mode: u8, mode: u8, bcd: u8, gate: u8,
-        /// When the count was loaded, in the host's boot time; KVM sets it anew when the state is loaded.
+        /// Time at which the count was loaded, in the host's boot time. KVM sets the field when the
+        /// state is loaded.
         count_load_time: i64,
     }
 }
 
 saved! {
-    /// The 8254 timer.
+    /// 8254 timer.
     PitState = kvm_pit_state2 { channels: [PitChannel; 3], flags: u32 }
 }
 

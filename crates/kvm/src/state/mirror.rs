@@ -1,12 +1,12 @@
-//! Types that mirror those of KVM field by field.
+//! Types that mirror KVM's types field by field.
 
-/// A saved field and the field of KVM's that it mirrors.
+/// Saved field that mirrors a field of KVM.
 pub(crate) trait Field<K>: Sized {
     fn get(kvm: &K) -> Self;
     fn put(&self) -> K;
 }
 
-/// Makes up values for tests: every field gets bits from the source.
+/// Generator of values for tests: every field receives bits from the source.
 #[cfg(any(test, feature = "hostile"))]
 pub(crate) trait MakeUp {
     fn make_up(bits: &mut dyn FnMut() -> u64) -> Self;
@@ -56,7 +56,7 @@ impl<T: MakeUp> MakeUp for Vec<T> {
     }
 }
 
-/// Makes up nothing: an optional field has a section of its own.
+/// Always `None`: an optional field has its own section.
 #[cfg(any(test, feature = "hostile"))]
 impl<T> MakeUp for Option<T> {
     fn make_up(_: &mut dyn FnMut() -> u64) -> Self {
@@ -64,13 +64,13 @@ impl<T> MakeUp for Option<T> {
     }
 }
 
-/// Declares a saved type. With `= kvm_type` it mirrors the fields of that type; what is not named (padding, reserved
-/// fields) is not saved and is zero when loaded.
+/// Declares a saved type. With `= kvm_type` the type mirrors the named fields of that type. Other
+/// fields (padding, reserved fields) are not saved and are zero when loaded.
 macro_rules! saved {
     ($(#[$meta:meta])* $name:ident = $kvm:ty { $($(#[$field_meta:meta])* $field:ident: $type:ty),* $(,)? }) => {
         crate::state::mirror::saved! {
             $(#[$meta])*
-            #[allow(missing_docs, clippy::allow_attributes, reason = "the fields of KVM's structure, by their names")]
+            #[allow(missing_docs, clippy::allow_attributes, reason = "the fields have the names of KVM's structure")]
             $name { $($(#[$field_meta])* $field: $type),* }
         }
 

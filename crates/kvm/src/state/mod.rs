@@ -1,8 +1,9 @@
 //! Saved state, as plain numbers.
 //!
-//! Every part is a type of its own, never a structure of KVM, so that KVM's structures can change without a change
-//! of what is on the wire. A type that is saved as a section has a [`SectionKind`]; [`Sections`] takes a list of
-//! sections apart, and finds what is missing, unknown, twice, of another version, or damaged.
+//! Every part is a separate type, never a structure of KVM, so KVM's structures can change without
+//! a change of the wire format. A type that is saved as a section has a [`SectionKind`].
+//! [`Sections`] takes the sections out of a list, and detects sections that are missing, unknown,
+//! duplicate, of another version, or damaged.
 
 mod chips;
 pub(crate) mod mirror;

@@ -1,125 +1,127 @@
-//! Saved types to sections and back.
+//! Conversion between saved types and sections.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use std::io;
 use vmferry_core::Section;
 
-/// Why saved state cannot be read or applied.
+/// Error of saved state that cannot be read or loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {
-    /// A section that every saved VM has is not there.
+    /// A section that every saved VM has is missing.
     #[error("the saved state lacks section {name} {instance}")]
     Missing {
-        /// Its name.
+        /// Name of the section.
         name: &'static str,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
     },
-    /// A section that this program does not know, or more of a kind than the VM has.
-    #[error("the saved state has a section {name} {instance} that this VM has no place for")]
+    /// The VM does not have this section, or the kind has more sections than the VM has devices.
+    #[error("the saved state has section {name} {instance}, which this VM does not have")]
     Unknown {
-        /// Its name.
+        /// Name of the section.
         name: String,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
     },
-    /// Two sections of one name and instance.
+    /// Two sections have the same name and instance.
     #[error("the saved state has section {name} {instance} twice")]
     Duplicate {
-        /// Its name.
+        /// Name of the sections.
         name: String,
-        /// Which of that name.
+        /// Instance of the sections.
         instance: u32,
     },
-    /// A section written by another version of the program.
+    /// Another version of the program wrote the section.
     #[error("section {name} {instance} has version {found}; this program reads version {known}")]
     Version {
-        /// Its name.
+        /// Name of the section.
         name: &'static str,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
-        /// What it says.
+        /// Version of the section.
         found: u32,
-        /// What is understood.
+        /// Version that this program reads.
         known: u32,
     },
-    /// A payload that cannot be decoded.
+    /// The payload cannot be decoded.
     #[error("section {name} {instance} is damaged")]
     Payload {
-        /// Its name.
+        /// Name of the section.
         name: &'static str,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
-        /// What is wrong.
+        /// Error of the decoder.
         #[source]
         source: postcard::Error,
     },
-    /// A payload with more in it than belongs there.
+    /// The payload has additional bytes at the end.
     #[error("section {name} {instance} is damaged: {excess} bytes too many")]
     Excess {
-        /// Its name.
+        /// Name of the section.
         name: &'static str,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
-        /// How many.
+        /// Number of additional bytes.
         excess: usize,
     },
-    /// A value that is well-formed and cannot be.
+    /// The payload can be decoded but has an invalid value.
     #[error("section {name} {instance} is not valid: {why}")]
     Invalid {
-        /// Its name.
+        /// Name of the section.
         name: &'static str,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
-        /// What is wrong.
+        /// Description of the invalid value.
         why: String,
     },
-    /// KVM refuses to give or take a part of the state.
+    /// KVM refuses to return or to accept a part of the state.
     #[error("{action} of section {name} {instance} failed")]
     Kvm {
-        /// The ioctl.
+        /// Name of the ioctl.
         action: String,
-        /// The section's name.
+        /// Name of the section.
         name: &'static str,
-        /// Which of that name.
+        /// Instance of the section.
         instance: u32,
-        /// What the kernel said.
+        /// Error that the kernel returned.
         #[source]
         source: io::Error,
     },
-    /// Model-specific registers that KVM does not take.
-    #[error("this host's KVM does not take {value:#x} for model-specific register {index:#x} of vCPU {cpu}")]
+    /// KVM refuses the value of a model-specific register.
+    #[error(
+        "KVM on this host refuses the value {value:#x} for model-specific register {index:#x} of vCPU {cpu}"
+    )]
     Msr {
-        /// The vCPU.
+        /// Number of the vCPU.
         cpu: u32,
-        /// The register.
+        /// Number of the register.
         index: u32,
-        /// Its value.
+        /// Value of the register.
         value: u64,
     },
-    /// The time stamp counter cannot run at the guest's rate on this host.
+    /// The time stamp counter cannot run at the guest's frequency on this host.
     #[error(
         "the guest's time stamp counter runs at {guest} kHz and this host's at {host} kHz, which is more than 250 ppm apart, and KVM on \
          this host cannot scale it (no KVM_CAP_TSC_CONTROL); move the guest to a host whose counter runs at {guest} kHz or can be scaled"
     )]
     TscFrequency {
-        /// The rate that the guest was started with.
+        /// Frequency with which the guest was started, in kHz.
         guest: u32,
-        /// The rate of this host.
+        /// Frequency of this host, in kHz.
         host: u32,
     },
 }
 
 impl StateError {
-    /// The failure of ioctl `action` on a part of `S`.
+    /// Returns the error for a failure of ioctl `action` on a part of `S`.
     pub(crate) fn kvm<S: Saved>(instance: u32, action: &str, error: kvm_ioctls::Error) -> Self {
         let source = io::Error::from_raw_os_error(error.errno());
         Self::Kvm { action: action.to_owned(), name: S::KIND.name, instance, source }
     }
 
-    /// Returns the error for a section that decodes and holds a value that cannot be.
+    /// Returns the error for a section that can be decoded but has an invalid value.
     #[must_use]
     pub fn invalid(kind: SectionKind, instance: u32, why: impl Into<String>) -> Self {
         Self::Invalid { name: kind.name, instance, why: why.into() }
@@ -147,7 +149,7 @@ impl StateError {
 pub struct SectionKind {
     /// Name of the section.
     pub name: &'static str,
-    /// Version of the format. A field that is added, removed or changes its meaning needs another version.
+    /// Version of the format. Increase it when a field is added or removed, or changes its meaning.
     pub version: u32,
 }
 
@@ -155,7 +157,8 @@ impl SectionKind {
     /// Returns the section number `instance` of this kind with `state`.
     ///
     /// # Errors
-    /// [`StateError::Payload`] if `state` cannot be encoded. Plain numbers, strings and lists always can.
+    /// Returns [`StateError::Payload`] if `state` cannot be encoded. Plain numbers, strings and
+    /// lists can always be encoded.
     pub fn section(self, instance: u32, state: &impl Serialize) -> Result<Section, StateError> {
         let payload = postcard::to_stdvec(state);
         let payload = payload.map_err(|source| StateError::Payload { name: self.name, instance, source })?;
@@ -163,7 +166,7 @@ impl SectionKind {
     }
 }
 
-/// A type that is saved as a section.
+/// Type that is saved as a section.
 pub(crate) trait Saved: Serialize + DeserializeOwned {
     const KIND: SectionKind;
 
@@ -173,20 +176,20 @@ pub(crate) trait Saved: Serialize + DeserializeOwned {
     }
 }
 
-/// Sections of a guest's state, taken apart one by one.
+/// Sections of a guest's state, taken out one by one.
 ///
-/// Each section is taken once. [`finish`](Self::finish) finds the sections that were not taken. Take all
-/// sections before you change the VM: state that is refused then leaves the VM as it was.
+/// Each section can be taken once. [`finish`](Self::finish) finds the sections that were not taken.
+/// Take all sections before you change the VM, so that refused state leaves the VM unchanged.
 #[derive(Debug)]
 pub struct Sections<'a> {
     rest: Vec<&'a Section>,
 }
 
 impl<'a> Sections<'a> {
-    /// Starts with all of `sections`.
+    /// Creates the list with all of `sections`.
     ///
     /// # Errors
-    /// [`StateError::Duplicate`] if two have one name and instance.
+    /// Returns [`StateError::Duplicate`] if two sections have the same name and instance.
     pub fn new(sections: &'a [Section]) -> Result<Self, StateError> {
         let mut rest: Vec<_> = sections.iter().collect();
         rest.sort_by_key(|s| (&s.name, s.instance));
@@ -202,15 +205,16 @@ impl<'a> Sections<'a> {
     /// Takes section number `instance` of `kind` and decodes it.
     ///
     /// # Errors
-    /// [`StateError`] if the section is missing, has another version, or is damaged.
+    /// Returns [`StateError`] if the section is missing, has another version, or is damaged.
     pub fn take<T: DeserializeOwned>(&mut self, kind: SectionKind, instance: u32) -> Result<T, StateError> {
         self.take_optional(kind, instance)?.ok_or(StateError::Missing { name: kind.name, instance })
     }
 
-    /// Takes section number `instance` of `kind` and decodes it. Returns `None` if there is no such section.
+    /// Takes section number `instance` of `kind` and decodes it. Returns `None` if the section does
+    /// not exist.
     ///
     /// # Errors
-    /// [`StateError`] if the section has another version or is damaged.
+    /// Returns [`StateError`] if the section has another version or is damaged.
     pub fn take_optional<T: DeserializeOwned>(
         &mut self,
         kind: SectionKind,
@@ -232,7 +236,7 @@ impl<'a> Sections<'a> {
         }
     }
 
-    /// As [`take`](Self::take), of the kind of `T`.
+    /// Takes a section like [`take`](Self::take), with the kind of `T`.
     pub(crate) fn take_saved<T: Saved>(&mut self, instance: u32) -> Result<T, StateError> {
         self.take(T::KIND, instance)
     }
@@ -240,7 +244,7 @@ impl<'a> Sections<'a> {
     /// Checks that every section was taken.
     ///
     /// # Errors
-    /// [`StateError::Unknown`] names a section that was not.
+    /// Returns [`StateError::Unknown`], which names a section that was not taken.
     pub fn finish(self) -> Result<(), StateError> {
         match self.rest.first() {
             Some(s) => Err(StateError::Unknown { name: s.name.clone(), instance: s.instance }),
@@ -258,7 +262,7 @@ mod tests {
     };
     use proptest::prelude::*;
 
-    /// A stream of bits that proptest can shrink by its seed.
+    /// Returns a stream of bits that proptest can shrink by its seed.
     fn source(seed: u64) -> impl FnMut() -> u64 {
         let mut state = seed;
         move || {
@@ -325,7 +329,7 @@ mod tests {
         }
 
         #[test]
-        fn a_cut_payload_is_an_error(seed: u64, cut in 1usize..4000) {
+        fn truncated_payload_is_an_error(seed: u64, cut in 1usize..4000) {
             let mut section = VcpuState::make_up(&mut source(seed)).section(0).unwrap();
             let keep = section.payload.len().saturating_sub(cut);
             section.payload.truncate(keep);
@@ -336,14 +340,14 @@ mod tests {
         }
 
         #[test]
-        fn a_damaged_payload_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
+        fn damaged_payload_never_panics(bytes in prop::collection::vec(any::<u8>(), 0..600)) {
             let one = [Section { name: "vcpu".into(), instance: 0, version: 1, payload: bytes }];
             let _ = Sections::new(&one).unwrap().take_saved::<VcpuState>(0);
         }
     }
 
     #[test]
-    fn sections_that_do_not_belong_are_named() {
+    fn error_names_missing_duplicate_and_unknown_sections() {
         let mut list = sections(1);
         list.push(list[0].clone());
         assert_eq!(Sections::new(&list).unwrap_err().to_string(), "the saved state has section vcpu 3 twice");

@@ -1,4 +1,4 @@
-//! The state of a vCPU.
+//! State of a vCPU.
 
 use super::mirror::saved;
 use super::sections::{Saved, SectionKind};
@@ -9,11 +9,11 @@ use kvm_bindings::{
 };
 
 saved! {
-    /// Everything that a vCPU has: registers, local APIC, pending events, time stamp counter.
+    /// All state of a vCPU: registers, local APIC, pending events, time stamp counter.
     ///
-    /// [`VcpuSaver`](crate::VcpuSaver) reads it and loads it.
+    /// [`VcpuSaver`](crate::VcpuSaver) saves and loads the state.
     VcpuState {
-        /// `KVM_MP_STATE_*`: running, halted, waiting to be started.
+        /// State `KVM_MP_STATE_*` of the vCPU: running, halted, or waiting for its start.
         mp_state: u32,
         /// General registers.
         regs: Regs,
@@ -23,24 +23,24 @@ saved! {
         xsave: XsaveState,
         /// Extended control registers.
         xcrs: Vec<Xcr>,
-        /// Model-specific registers but those that stand alone below.
+        /// Model-specific registers, except those with their own fields below.
         msrs: Vec<Msr>,
-        /// The local APIC's registers: its architectural page, 1 KiB of it.
+        /// Registers of the local APIC: the first 1 KiB of its architectural page.
         lapic: Vec<u8>,
-        /// Exceptions and interrupts under way.
+        /// Pending exceptions and interrupts.
         events: Events,
         /// Debug registers.
         debug: DebugRegs,
-        /// The time stamp counter at `realtime_ns`.
+        /// Value of the time stamp counter at `realtime_ns`.
         tsc: u64,
-        /// When `tsc` was read: nanoseconds since 1970 by the host's clock.
+        /// Time at which `tsc` was read: nanoseconds since 1970 by the host's clock.
         realtime_ns: u64,
-        /// The time stamp counter's frequency.
+        /// Frequency of the time stamp counter, in kHz.
         tsc_khz: u32,
-        /// The deadline of the local APIC's timer, 0 for none.
+        /// Deadline of the local APIC's timer, or 0 for none.
         tsc_deadline: u64,
-        /// The shadow stack pointer, if the guest is shown shadow stacks. It is in a section of its
-        /// own: [`ShadowStackState`].
+        /// Shadow stack pointer, if the guest is shown shadow stacks. It has its own section:
+        /// [`ShadowStackState`].
         #[serde(skip)]
         shadow_stack: Option<u64>,
     }
@@ -48,7 +48,7 @@ saved! {
 
 #[cfg(feature = "hostile")]
 impl VcpuState {
-    /// Makes of each part what KVM is given.
+    /// Converts each part to the structure that KVM receives.
     pub(crate) fn to_kvm(&self) {
         use super::mirror::Field;
         let _: (kvm_regs, kvm_sregs) = (self.regs.put(), self.sregs.put());
@@ -63,7 +63,7 @@ impl Saved for VcpuState {
     const KIND: SectionKind = SectionKind { name: "vcpu", version: 1 };
 }
 
-/// CR4.CET: shadow stacks, or tracking of indirect branches, may be on.
+/// Bit CR4.CET: shadow stacks, or tracking of indirect branches, may be on.
 const CR4_CET: u64 = 1 << 23;
 
 impl VcpuState {
@@ -74,8 +74,7 @@ impl VcpuState {
 }
 
 saved! {
-    /// The shadow stack pointer of a vCPU. The section is there for guests that are shown shadow
-    /// stacks.
+    /// Shadow stack pointer of a vCPU. Only guests that are shown shadow stacks have this section.
     ShadowStackState {
         /// Value of the pointer: a guest-virtual address.
         pointer: u64,
@@ -96,7 +95,7 @@ saved! {
 }
 
 saved! {
-    /// A segment register.
+    /// Segment register.
     Segment = kvm_segment {
         base: u64, limit: u32, selector: u16, type_: u8, present: u8, dpl: u8, db: u8, s: u8, l: u8, g: u8, avl: u8,
         unusable: u8,
@@ -104,7 +103,7 @@ saved! {
 }
 
 saved! {
-    /// A descriptor table register.
+    /// Descriptor table register.
     Table = kvm_dtable { base: u64, limit: u16 }
 }
 
@@ -119,24 +118,24 @@ saved! {
 }
 
 saved! {
-    /// The XSAVE area, in the standard format of the Intel SDM (volume 1, 13.4).
+    /// XSAVE area, in the standard format of the Intel SDM (volume 1, 13.4).
     XsaveState {
-        /// Bytes of the area: at least 4096, whole 32-bit words.
+        /// Bytes of the area: at least 4096, a whole number of 32-bit words.
         area: Vec<u8>,
     }
 }
 
 saved! {
-    /// An extended control register.
+    /// Extended control register.
     Xcr = kvm_xcr { xcr: u32, value: u64 }
 }
 
 saved! {
-    /// A model-specific register.
+    /// Model-specific register.
     Msr {
-        /// Number of the register, as `RDMSR` takes it.
+        /// Number of the register, as in `RDMSR`.
         index: u32,
-        /// Content.
+        /// Value of the register.
         value: u64,
     }
 }
@@ -147,32 +146,32 @@ saved! {
 }
 
 saved! {
-    /// An exception.
+    /// Pending exception.
     Exception = kvm_vcpu_events__bindgen_ty_1 { injected: u8, nr: u8, has_error_code: u8, pending: u8, error_code: u32 }
 }
 
 saved! {
-    /// An interrupt.
+    /// Pending interrupt.
     Interrupt = kvm_vcpu_events__bindgen_ty_2 { injected: u8, nr: u8, soft: u8, shadow: u8 }
 }
 
 saved! {
-    /// A non-maskable interrupt.
+    /// Pending non-maskable interrupt.
     Nmi = kvm_vcpu_events__bindgen_ty_3 { injected: u8, pending: u8, masked: u8 }
 }
 
 saved! {
-    /// System management mode.
+    /// State of system management mode.
     Smi = kvm_vcpu_events__bindgen_ty_4 { smm: u8, pending: u8, smm_inside_nmi: u8, latched_init: u8 }
 }
 
 saved! {
-    /// A triple fault.
+    /// Pending triple fault.
     TripleFault = kvm_vcpu_events__bindgen_ty_5 { pending: u8 }
 }
 
 saved! {
-    /// What is under way: `KVM_GET_VCPU_EVENTS`. `flags` say which of the others count.
+    /// Pending events, as in `KVM_GET_VCPU_EVENTS`. `flags` says which other fields are valid.
     Events = kvm_vcpu_events {
         exception: Exception, interrupt: Interrupt, nmi: Nmi, sipi_vector: u32, flags: u32, smi: Smi,
         triple_fault: TripleFault, exception_has_payload: u8, exception_payload: u64,

@@ -1,4 +1,4 @@
-//! Tests of saving and loading with vCPUs of KVM that have no VM of ours around them.
+//! Tests of saving and loading with vCPUs of KVM that are not in a `Guest`.
 
 use super::msrs::{self, MsrPlan};
 use super::set_as_firmware;
@@ -13,7 +13,7 @@ const MCG_CAP: u32 = 0x179;
 const MCG_STATUS: u32 = 0x17a;
 const MCG_CTL: u32 = 0x17b;
 const MC0_CTL: u32 = 0x400;
-/// MCG_CAP: there is MCG_CTL.
+/// Bit of MCG_CAP: MCG_CTL exists.
 const MCG_CTL_P: u64 = 1 << 8;
 
 struct Bare {
@@ -86,12 +86,12 @@ fn machine_check_registers_survive_a_move() {
     assert_eq!(target.save().msrs, saved.msrs);
 }
 
-/// A register that KVM keeps and does not list, where this KVM keeps it at all.
+/// Checks registers that KVM keeps and does not list, if this KVM keeps them at all.
 #[test]
 fn registers_that_kvm_does_not_list_survive_a_move() {
     let Some(kvm) = kvm() else { return };
     let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
-    // The first variable range of memory types, DEBUGCTL (single-stepping on branches), OSVW.
+    // The first variable memory type range, DEBUGCTL (single-stepping on branches), OSVW.
     let candidates = [(0x200, 6), (0x1d9, 2), (0xc001_0140, 4), (0xc001_0141, 8)];
     let kept = candidates.into_iter().filter(|&(index, value)| {
         msrs::set(&source.vcpu, Msr { index, value }) && msrs::get(&source.vcpu, index) == Some(value)
@@ -105,7 +105,7 @@ fn registers_that_kvm_does_not_list_survive_a_move() {
 }
 
 #[test]
-fn the_target_sets_up_as_many_machine_check_banks_as_the_guest_has() {
+fn target_sets_up_the_machine_check_banks_of_the_guest() {
     let Some(kvm) = kvm() else { return };
     let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
     source.set(MC0_CTL + 1, 7);
@@ -118,7 +118,7 @@ fn the_target_sets_up_as_many_machine_check_banks_as_the_guest_has() {
     target.load(&saved).unwrap();
     assert_eq!(msrs::get(&target.vcpu, MCG_CAP), Some(10 | MCG_CTL_P));
     assert_eq!(msrs::get(&target.vcpu, MCG_CTL), Some(u64::MAX));
-    assert_eq!(msrs::get(&target.vcpu, MC0_CTL), Some(0), "which KVM_X86_SETUP_MCE sets to all ones");
+    assert_eq!(msrs::get(&target.vcpu, MC0_CTL), Some(0), "KVM_X86_SETUP_MCE sets all bits");
     assert_eq!(msrs::get(&target.vcpu, MC0_CTL + 1), Some(7));
     let again = MsrPlan::of(&saved.msrs, &target.vcpu);
     assert_eq!(transfer::save(0, &target.vcpu, &again, target.xsave).unwrap().msrs, saved.msrs);
@@ -136,7 +136,7 @@ fn state_of_a_version_without_machine_checks_is_loaded_and_saved_with_them() {
     old.msrs.retain(|msr| msr.index != MCG_CAP && !(MC0_CTL..MC0_CTL + 128).contains(&msr.index));
     target.load(&old).unwrap();
     let plan = MsrPlan::of(&old.msrs, &target.vcpu);
-    // The guest goes on, and switches a bank on.
+    // The guest continues, and enables a bank.
     target.set(MC0_CTL, u64::MAX);
     let again = transfer::save(0, &target.vcpu, &plan, target.xsave).unwrap();
     assert_eq!(again.msrs[..old.msrs.len()], old.msrs);
@@ -147,10 +147,10 @@ fn state_of_a_version_without_machine_checks_is_loaded_and_saved_with_them() {
 }
 
 #[test]
-fn more_registers_are_moved_than_one_ioctl_takes() {
+fn more_registers_can_be_moved_than_one_ioctl_accepts() {
     let Some(kvm) = kvm() else { return };
     let bare = Bare::new(&kvm);
-    // SYSENTER_ESP, again and again: the last value is the one that stays.
+    // SYSENTER_ESP many times: the last value remains.
     let many: Vec<Msr> = (0..600).map(|value| Msr { index: 0x175, value }).collect();
     msrs::load(0, &bare.vcpu, &many).unwrap();
     let read = MsrPlan::of(&many, &bare.vcpu).save(0, &bare.vcpu).unwrap();
@@ -158,7 +158,7 @@ fn more_registers_are_moved_than_one_ioctl_takes() {
 }
 
 #[test]
-fn a_rate_that_this_host_cannot_give_is_refused_before_kvm_is_asked() {
+fn unsupported_tsc_frequency_is_refused_before_kvm_is_asked() {
     let Some(kvm) = kvm() else { return };
     let bare = Bare::new(&kvm);
     let mut saved = bare.save();
@@ -181,19 +181,19 @@ fn a_rate_that_this_host_cannot_give_is_refused_before_kvm_is_asked() {
     let said = error.to_string();
     assert!(said.contains(&host.to_string()) && said.contains(&saved.tsc_khz.to_string()), "{said}");
     assert_ne!(bare.vcpu.get_tsc_khz().unwrap(), saved.tsc_khz);
-    // A second try is refused too, although KVM takes the rate: it would correct the counter on
-    // each entry instead of scaling it.
+    // A second attempt is refused too, although KVM accepts the frequency: KVM would correct the
+    // counter on each entry instead of scaling it.
     assert!(bare.vcpu.set_tsc_khz(saved.tsc_khz).is_ok());
     assert!(matches!(bare.load(&saved), Err(StateError::TscFrequency { .. })));
 }
 
 #[test]
-fn the_shadow_stack_pointer_survives_a_move() {
+fn shadow_stack_pointer_survives_a_move() {
     let Some(kvm) = kvm() else { return };
     let (source, target) = (Bare::new(&kvm), Bare::new(&kvm));
     let mut saved = source.save();
     if !source.shadow_stacks {
-        return skip(Need::Cpu, "this host's KVM offers no shadow stacks, or does not give their pointer");
+        return skip(Need::Cpu, "this host's KVM offers no shadow stacks, or does not return their pointer");
     }
     assert_eq!(saved.shadow_stack, Some(0));
     saved.shadow_stack = Some(0x7fff_f000_1238);
@@ -207,7 +207,7 @@ fn the_shadow_stack_pointer_survives_a_move() {
 }
 
 #[test]
-fn a_shadow_stack_pointer_is_refused_where_the_guest_is_shown_no_shadow_stacks() {
+fn shadow_stack_pointer_is_refused_if_the_guest_is_shown_no_shadow_stacks() {
     let Some(kvm) = kvm() else { return };
     let bare = Bare::new(&kvm);
     if bare.shadow_stacks {

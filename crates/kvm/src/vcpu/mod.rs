@@ -1,4 +1,4 @@
-//! Reading the state of a vCPU, and loading it.
+//! Saving and loading the state of a vCPU.
 
 #[cfg(test)]
 mod kvm_tests;
@@ -15,11 +15,12 @@ use std::sync::Arc;
 pub(crate) use transfer::now_ns;
 use transfer::{HostTsc, XsaveSize};
 
-/// Reads and loads the state of one vCPU.
+/// Saver and loader of the state of one vCPU.
 ///
-/// What a vCPU has depends on the host: KVM lists model-specific registers that it cannot give for this guest, and
-/// some that it gives and never takes. [`probe`](Self::probe) finds out, once, on a vCPU that has not run. Each
-/// vCPU of the VM then gets a clone.
+/// The state of a vCPU depends on the host: KVM lists model-specific registers that it cannot
+/// return for this guest, and some that it returns but never accepts. [`probe`](Self::probe)
+/// determines the usable registers once, on a vCPU that has not run. Each vCPU of the VM then gets
+/// a clone.
 #[derive(Debug, Clone)]
 pub struct VcpuSaver {
     plan: Arc<MsrPlan>,
@@ -28,12 +29,12 @@ pub struct VcpuSaver {
 }
 
 impl VcpuSaver {
-    /// Finds out which state this host gives and takes.
+    /// Determines the state that this host returns and accepts.
     ///
     /// `vcpu` is a vCPU of `vm` that has been [set up](crate::CpuModel::set_up) and has not run.
     ///
     /// # Errors
-    /// [`Error::Ioctl`] if KVM does not answer.
+    /// Returns [`Error::Ioctl`] if KVM does not answer.
     pub fn probe(kvm: &Kvm, vm: &VmFd, vcpu: &VcpuFd) -> Result<Self> {
         Ok(Self {
             plan: Arc::new(MsrPlan::probe(kvm, vcpu)?),
@@ -42,13 +43,14 @@ impl VcpuSaver {
         })
     }
 
-    /// Returns the frequency of this host's time stamp counter in kHz, which a guest that boots here has.
+    /// Returns the frequency of this host's time stamp counter in kHz, which a guest that boots on
+    /// this host has.
     #[must_use]
     pub fn tsc_khz(&self) -> u32 {
         self.tsc.khz
     }
 
-    /// Returns a sentence that names the registers that are not saved. Returns `None` if all are.
+    /// Returns a sentence that names the registers that are not saved, or `None` if all are saved.
     #[must_use]
     pub fn note(&self) -> Option<String> {
         self.plan.note()
@@ -56,23 +58,27 @@ impl VcpuSaver {
 
     /// Reads all state of `vcpu`, which is number `cpu` of its VM and is paused.
     ///
-    /// A vCPU is paused when `KVM_RUN` has returned `EINTR` with `immediate_exit` set. After any other exit, an access
-    /// to a device may be half done: enter `KVM_RUN` once more. [`VcpuPark`](crate::VcpuPark) pauses vCPUs in this way.
+    /// A vCPU is paused when `KVM_RUN` has returned `EINTR` with `immediate_exit` set. After any
+    /// other exit, an access to a device may be incomplete: enter `KVM_RUN` once more.
+    /// [`VcpuPark`](crate::VcpuPark) pauses vCPUs in this way.
     ///
     /// # Errors
-    /// [`StateError`] names the ioctl that failed, or the register that KVM does not give.
+    /// Returns [`StateError`], which names the failed ioctl, or the register that KVM does not
+    /// return.
     pub fn save(&self, cpu: u32, vcpu: &VcpuFd) -> Result<VcpuState, StateError> {
         transfer::save(cpu, vcpu, &self.plan, self.xsave)
     }
 
-    /// Loads `state` into `vcpu`, which is number `cpu` of its VM. With `cpuid`, the guest is shown this CPUID from now
-    /// on. A guest from another host needs it: see [`CpuModel::of_vcpu`](crate::CpuModel::of_vcpu).
+    /// Loads `state` into `vcpu`, which is number `cpu` of its VM.
     ///
-    /// The time stamp counter continues as if the vCPU had never been paused.
+    /// With `cpuid`, the guest is shown this CPUID from now on. A guest from another host needs it:
+    /// see [`CpuModel::of_vcpu`](crate::CpuModel::of_vcpu). The time stamp counter continues as if
+    /// the vCPU had never been paused.
     ///
     /// # Errors
-    /// [`StateError`] if KVM refuses a part of the state, or this host cannot run the counter at the guest's frequency.
-    /// The vCPU may then have a part of the state. Loading can be tried again.
+    /// Returns [`StateError`] if KVM refuses a part of the state, or this host cannot run the
+    /// counter at the guest's frequency. The vCPU may then have a part of the state. Loading can be
+    /// retried.
     pub fn load(
         &mut self,
         cpu: u32,
@@ -85,7 +91,7 @@ impl VcpuSaver {
             set.map_err(|e| StateError::kvm::<VcpuState>(cpu, "KVM_SET_CPUID2", e))?;
         }
         transfer::load(cpu, vcpu, state, (self.xsave, self.tsc))?;
-        // A guest that was shown less than is offered here has fewer registers.
+        // A guest that was shown fewer features than this host offers has fewer registers.
         self.plan = Arc::new(MsrPlan::of(&state.msrs, vcpu));
         Ok(())
     }

@@ -1,23 +1,24 @@
-//! Which model-specific registers are saved.
+//! Selection of the model-specific registers that are saved.
 //!
 //! Saved are the registers that `KVM_GET_MSR_INDEX_LIST` names, and those that a guest can change
-//! and KVM does not name ([`UNLISTED`], [`machine_checks`]). Not saved, on purpose:
+//! and KVM does not name ([`UNLISTED`], [`machine_checks`]). The following registers are
+//! deliberately not saved:
 //!
 //! | registers | why |
 //! |---|---|
 //! | EFER, FS_BASE, GS_BASE, APIC_BASE | in `KVM_GET_SREGS` |
 //! | x2APIC (0x800 to 0x8ff) | in `KVM_GET_LAPIC` |
-//! | TSC, TSC_DEADLINE | saved by themselves, because their order matters |
-//! | PRED_CMD, FLUSH_CMD, EOI and the like | can only be written, and hold nothing |
+//! | TSC, TSC_DEADLINE | saved separately, because their order matters |
+//! | PRED_CMD, FLUSH_CMD, EOI and similar registers | write-only, without content |
 //! | registers with a fixed value in KVM (SYSCFG, PERF_STATUS, RAPL, PLATFORM_ID, ...) | the same on every host |
 //! | DE_CFG (AMD) | KVM sets what the host supports, and refuses another value once a vCPU has run |
-//! | MCi_CTL2, unless MCG_CAP says that there are such registers | zero; KVM before Linux 6.0 does not take it |
+//! | MCi_CTL2, unless MCG_CAP says that these registers exist | zero; KVM before Linux 6.0 refuses it |
 //! | last branch records (LBR stack, LASTBRANCHFROMIP, ...) | not offered: see [`set_as_firmware`] |
-//! | nested virtualization (VMX capabilities, SVM's), SGX, processor trace | not offered: see `cpuid` |
+//! | nested virtualization (capabilities of VMX, registers of SVM), SGX, processor trace | not offered: see `cpuid` |
 //! | Hyper-V (0x40000000 on), Xen | not offered: the guest is shown KVM's own leaves |
 //!
-//! Listed registers of features that are not offered are saved with the others, if KVM gives them:
-//! they hold zero.
+//! Listed registers of features that are not offered are saved with the others if KVM returns them:
+//! they contain zero.
 
 use crate::error::{Error, Result};
 use crate::state::{Msr, Saved as _, StateError, VcpuState};
@@ -25,17 +26,17 @@ use kvm_bindings::{Msrs, kvm_msr_entry};
 use kvm_ioctls::{Kvm, VcpuFd};
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// The time stamp counter; saved by itself, with the time.
+/// Time stamp counter. Saved separately, with the time.
 pub(super) const TSC: u32 = 0x10;
-/// The deadline of the local APIC's timer; loaded after the local APIC.
+/// Deadline of the local APIC's timer. Loaded after the local APIC.
 pub(super) const TSC_DEADLINE: u32 = 0x6e0;
 
-/// The most registers that one ioctl takes. The kernel refuses 256 (`MAX_IO_MSRS` is one more than
-/// it takes).
+/// Maximum number of registers in one ioctl. The kernel refuses 256 (`MAX_IO_MSRS` is one more than
+/// the accepted number).
 const MOST_AT_ONCE: usize = 255;
 
-/// Registers that a guest can change, and that KVM keeps and does not list: the ranges of memory
-/// types (variable, fixed, default), DEBUGCTL (listed by newer kernels), and OSVW (two).
+/// Registers that a guest can change, and that KVM keeps but does not list: memory type ranges
+/// (variable, fixed, default), DEBUGCTL (listed by newer kernels), and OSVW (two).
 const UNLISTED: [std::ops::RangeInclusive<u32>; 7] = [
     0x200..=0x20f,
     0x250..=0x250,
@@ -46,24 +47,26 @@ const UNLISTED: [std::ops::RangeInclusive<u32>; 7] = [
     0xc001_0140..=0xc001_0141,
 ];
 const MTRR_DEFAULT: u32 = 0x2ff;
-/// The number of machine-check banks, and what they can do. Set by `KVM_X86_SETUP_MCE`, not by
+/// Number and capabilities of the machine-check banks. Set by `KVM_X86_SETUP_MCE`, not by
 /// `KVM_SET_MSRS`.
 const MCG_CAP: u32 = 0x179;
-/// MCG_CAP: there are MCi_CTL2.
+/// Bit of MCG_CAP: the registers MCi_CTL2 exist.
 const MCG_CMCI: u64 = 1 << 10;
 const PERF_CAPABILITIES: u32 = 0x345;
-/// PERF_CAPABILITIES: the format of last branch records, 0 for none.
+/// Bits of PERF_CAPABILITIES: format of last branch records, 0 for none.
 const LBR_FORMAT: u64 = 0x3f;
-/// Ranges are on, and what lies in none is write-back: Intel SDM volume 3, 12.11.2.1.
+/// Memory type ranges are enabled, and memory outside all ranges is write-back: Intel SDM volume 3,
+/// 12.11.2.1.
 const WRITE_BACK: u64 = 1 << 11 | 6;
 const MISC_ENABLE: u32 = 0x1a0;
 const FAST_STRINGS: u64 = 1;
 
-/// Sets what firmware sets before it starts an operating system, which otherwise takes all memory for uncached and string operations for
-/// slow. A KVM that does not take it has no such registers for its guests.
+/// Sets the registers that firmware sets before it starts an operating system. Without them, an
+/// operating system treats all memory as uncached and string operations as slow. A KVM that refuses
+/// a value has no such register for its guests.
 pub(crate) fn set_as_firmware(vcpu: &VcpuFd) {
     set(vcpu, Msr { index: MTRR_DEFAULT, value: WRITE_BACK });
-    // Last branch records have state that is not saved. KVM offers them by this register, not by
+    // The state of last branch records is not saved. KVM offers them with this register, not with
     // CPUID.
     if let Some(value) = get(vcpu, PERF_CAPABILITIES) {
         set(vcpu, Msr { index: PERF_CAPABILITIES, value: value & !LBR_FORMAT });
@@ -73,11 +76,12 @@ pub(crate) fn set_as_firmware(vcpu: &VcpuFd) {
     }
 }
 
-/// The registers that this host's KVM both gives and takes, in KVM's order.
+/// Registers that KVM on this host both returns and accepts, in KVM's order.
 ///
-/// KVM lists registers that it cannot give for this guest's CPUID, and some that it gives but never takes; what is which
-/// depends on kernel and processor. So it is tried, once, on a vCPU that has not run: read, write back, keep what went
-/// both ways. On the target every register of a save must be taken, or the load fails: none is dropped silently there.
+/// KVM lists registers that it cannot return for this guest's CPUID, and some that it returns but
+/// never accepts. The set depends on kernel and processor. Therefore each register is tested once
+/// on a vCPU that has not run: read, write back, and keep the registers for which both work. The
+/// target must accept every saved register, or the load fails. It drops none silently.
 #[derive(Debug, Clone)]
 pub(super) struct MsrPlan {
     kept: Vec<u32>,
@@ -85,7 +89,7 @@ pub(super) struct MsrPlan {
 }
 
 impl MsrPlan {
-    /// Finds out on `vcpu`, which has not run yet.
+    /// Determines the registers with `vcpu`, which has not run yet.
     pub(super) fn probe(kvm: &Kvm, vcpu: &VcpuFd) -> Result<Self> {
         let list = kvm.get_msr_index_list().map_err(|e| Error::ioctl("KVM_GET_MSR_INDEX_LIST", e))?;
         let listed: Vec<u32> =
@@ -96,7 +100,8 @@ impl MsrPlan {
         Ok(Self { kept, dropped })
     }
 
-    /// The registers that a guest came with, and those that versions before this one did not save.
+    /// Returns the plan for a guest that came with `saved`: these registers, and those that earlier
+    /// versions did not save.
     pub(super) fn of(saved: &[Msr], vcpu: &VcpuFd) -> Self {
         let mut kept: Vec<u32> = saved.iter().map(|msr| msr.index).collect();
         kept.retain(|index| !machine_checks(u64::MAX).any(|bank| bank == *index));
@@ -106,18 +111,18 @@ impl MsrPlan {
         Self { kept, dropped: Vec::new() }
     }
 
-    /// What is not saved, as a sentence; `None` if everything is.
+    /// Returns a sentence that names the registers that are not saved, or `None` if all are saved.
     pub(super) fn note(&self) -> Option<String> {
         let list: Vec<String> = self.dropped.iter().map(|i| format!("{i:#x}")).collect();
         (!list.is_empty()).then(|| {
             format!(
-                "model-specific registers that KVM lists but cannot save and restore here: {}",
+                "model-specific registers that KVM lists but cannot save and restore on this host: {}",
                 list.join(", ")
             )
         })
     }
 
-    /// Reads the registers of `vcpu`. Those of machine-check banks are left out where they are
+    /// Reads the registers of `vcpu`. Registers of machine-check banks are omitted if they are
     /// zero.
     pub(super) fn save(&self, cpu: u32, vcpu: &VcpuFd) -> std::result::Result<Vec<Msr>, StateError> {
         let mut saved = read(cpu, vcpu, &self.kept)?;
@@ -135,7 +140,7 @@ fn read(cpu: u32, vcpu: &VcpuFd, indexes: &[u32]) -> std::result::Result<Vec<Msr
         let mut entries = entries(chunk.iter().map(|index| (*index, 0)), cpu)?;
         let read = vcpu.get_msrs(&mut entries).map_err(|e| failed(cpu, "KVM_GET_MSRS", e))?;
         if let Some(index) = chunk.get(read) {
-            let why = format!("KVM no longer gives model-specific register {index:#x}");
+            let why = format!("KVM no longer returns model-specific register {index:#x}");
             return Err(StateError::invalid(VcpuState::KIND, cpu, why));
         }
         saved.extend(entries.as_slice().iter().map(|e| Msr { index: e.index, value: e.data }));
@@ -143,9 +148,9 @@ fn read(cpu: u32, vcpu: &VcpuFd, indexes: &[u32]) -> std::result::Result<Vec<Msr
     Ok(saved)
 }
 
-/// Returns the registers of the machine-check banks that a vCPU with this MCG_CAP has (Intel SDM
-/// volume 3, machine-check architecture; the general ones are in KVM's list): MCi_CTL, MCi_STATUS,
-/// MCi_ADDR and MCi_MISC, and MCi_CTL2 if there are such.
+/// Returns the registers of the machine-check banks of a vCPU with this MCG_CAP: MCi_CTL,
+/// MCi_STATUS, MCi_ADDR and MCi_MISC, and MCi_CTL2 if these exist. Source: Intel SDM volume 3,
+/// machine-check architecture. The general registers are in KVM's list.
 fn machine_checks(mcg_cap: u64) -> impl Iterator<Item = u32> {
     // Architecturally fewer than 29, and at most 32 in KVM.
     let banks = u32::from(mcg_cap.to_le_bytes()[0]).min(32);
@@ -158,13 +163,14 @@ fn unlisted() -> impl Iterator<Item = u32> {
     UNLISTED.into_iter().flatten().chain([MCG_CAP])
 }
 
-/// Returns whether a register goes both ways. MCG_CAP does, by another ioctl.
+/// Returns whether KVM both returns and accepts a register. For MCG_CAP, another ioctl sets the
+/// value.
 fn works(vcpu: &VcpuFd, index: u32) -> bool {
     get(vcpu, index).is_some_and(|value| index == MCG_CAP || set(vcpu, Msr { index, value }))
 }
 
-/// Gives `vcpu` the machine-check banks that the guest has. Versions before this one did not save
-/// MCG_CAP, and left it as KVM sets it.
+/// Sets up the machine-check banks of the guest in `vcpu`. Earlier versions did not save MCG_CAP,
+/// and left the value of KVM.
 fn set_up_machine_checks(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
     let Some(saved) = msrs.iter().find(|msr| msr.index == MCG_CAP) else { return Ok(()) };
     if get(vcpu, MCG_CAP) == Some(saved.value) {
@@ -176,8 +182,8 @@ fn set_up_machine_checks(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::
         .map_err(|error| StateError::invalid(VcpuState::KIND, cpu, error.to_string()))
 }
 
-/// Loads `msrs` into `vcpu`, all of them, and zero into the registers of machine-check banks that
-/// are not among them.
+/// Loads all of `msrs` into `vcpu`, and zero into the registers of machine-check banks that are not
+/// among them.
 pub(super) fn load(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
     set_up_machine_checks(cpu, vcpu, msrs)?;
     let banks = get(vcpu, MCG_CAP).into_iter().flat_map(machine_checks);
@@ -187,7 +193,7 @@ pub(super) fn load(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result
     load_all(cpu, vcpu, &zeros)
 }
 
-/// Loads all of `msrs`: KVM may take fewer than it was given and says how many it took.
+/// Loads all of `msrs`. KVM may accept fewer than it was given, and returns the number.
 fn load_all(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
     for chunk in msrs.chunks(MOST_AT_ONCE) {
         let mut rest = chunk;
@@ -195,7 +201,8 @@ fn load_all(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), St
             let entries = entries(rest.iter().map(|msr| (msr.index, msr.value)), cpu)?;
             let taken = vcpu.set_msrs(&entries).map_err(|e| failed(cpu, "KVM_SET_MSRS", e))?;
             rest = rest.get(taken..).unwrap_or_default();
-            // The first of the rest was refused. That is no loss if it has this value anyway.
+            // KVM refused the first of the rest. This is harmless if the register has the value
+            // already.
             if let Some((first, after)) = rest.split_first() {
                 if get(vcpu, first.index) != Some(first.value) {
                     return Err(StateError::Msr { cpu, index: first.index, value: first.value });
@@ -207,14 +214,14 @@ fn load_all(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), St
     Ok(())
 }
 
-/// One register; `None` if KVM does not give it.
+/// Returns the value of one register, or `None` if KVM does not return it.
 pub(super) fn get(vcpu: &VcpuFd, index: u32) -> Option<u64> {
     let mut one = Msrs::from_entries(&[kvm_msr_entry { index, ..Default::default() }]).ok()?;
     let read = vcpu.get_msrs(&mut one).ok()?;
     (read == 1).then(|| one.as_slice()[0].data)
 }
 
-/// Sets one register; says whether KVM took it.
+/// Sets one register, and returns whether KVM accepted the value.
 pub(super) fn set(vcpu: &VcpuFd, msr: Msr) -> bool {
     let entry = kvm_msr_entry { index: msr.index, data: msr.value, ..Default::default() };
     Msrs::from_entries(&[entry]).is_ok_and(|one| vcpu.set_msrs(&one) == Ok(1))

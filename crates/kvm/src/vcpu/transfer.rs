@@ -1,4 +1,4 @@
-//! A vCPU's state out of KVM and into it.
+//! Transfer of a vCPU's state out of KVM and into KVM.
 
 use super::msrs::{self, MsrPlan};
 use crate::state::mirror::Field;
@@ -9,14 +9,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 type Result<T> = std::result::Result<T, StateError>;
 
-/// Bytes of the XSAVE area that the ioctl without a length transfers.
+/// Size in bytes of the XSAVE area that the ioctl without a length transfers.
 const XSAVE_MIN: usize = size_of::<kvm_xsave>();
 
-/// `KVM_X86_REG_KVM(KVM_REG_GUEST_SSP)`: the shadow stack pointer, since Linux 6.18
+/// Register `KVM_X86_REG_KVM(KVM_REG_GUEST_SSP)`: the shadow stack pointer, since Linux 6.18
 /// (virt/kvm/api.rst, 4.68).
 const SHADOW_STACK_POINTER: u64 = 0x2030_0003_0000_0000;
 
-/// The rate of this host's time stamp counter, and whether KVM can give guests another one.
+/// Frequency of this host's time stamp counter, and whether KVM can scale it for guests.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HostTsc {
     pub(super) khz: u32,
@@ -24,18 +24,19 @@ pub(super) struct HostTsc {
 }
 
 impl HostTsc {
-    /// Asks KVM, and `vcpu`, which is new: the rate of one whose state was loaded is the guest's.
+    /// Queries KVM and `vcpu`, which must be new: a vCPU whose state was loaded has the frequency
+    /// of its guest.
     pub(super) fn of(kvm: &Kvm, vcpu: &VcpuFd) -> std::result::Result<Self, kvm_ioctls::Error> {
         Ok(Self { khz: vcpu.get_tsc_khz()?, scales: kvm.check_extension(Cap::TscControl) })
     }
 
-    /// Returns whether a guest's counter can run at `guest` kHz here.
+    /// Returns whether the counter of a guest can run at `guest` kHz on this host.
     ///
-    /// KVM must not be asked by trying. Without `KVM_CAP_TSC_CONTROL` it accepts a rate above the
-    /// host's and then corrects the counter whenever it enters the guest ("catch-up"): between two
-    /// entries the counter runs at the host's rate. Within 250 ppm of the host's rate (kvm's
-    /// parameter `tsc_tolerance_ppm`) KVM does not scale but lets the difference be, as for two
-    /// hosts of one kind.
+    /// The function must not simply try the frequency. Without `KVM_CAP_TSC_CONTROL`, KVM accepts a
+    /// frequency above the host's and then corrects the counter at each entry into the guest
+    /// ("catch-up"): between two entries the counter runs at the host's frequency. Within 250 ppm
+    /// of the host's frequency (parameter `tsc_tolerance_ppm` of the module kvm), KVM does not
+    /// scale and ignores the difference, as between two hosts of one kind.
     fn can_run_at(self, guest: u32) -> bool {
         const TOLERANCE_PPM: u64 = 250;
         let (host, apart) = (u64::from(self.khz), u64::from(self.khz.abs_diff(guest)));
@@ -43,17 +44,18 @@ impl HostTsc {
     }
 }
 
-/// How a host is asked for the XSAVE area.
+/// Size of the XSAVE area on this host.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct XsaveSize(usize);
 
 impl XsaveSize {
-    /// From what `KVM_CHECK_EXTENSION(KVM_CAP_XSAVE2)` says: the size in bytes, 0 on kernels before 5.17.
+    /// Creates the size from the result of `KVM_CHECK_EXTENSION(KVM_CAP_XSAVE2)`: the size in
+    /// bytes, or 0 on kernels before 5.17.
     pub(super) fn new(answer: i32) -> Self {
         Self(usize::try_from(answer).unwrap_or(0).max(XSAVE_MIN))
     }
 
-    /// Room for it.
+    /// Returns a buffer for the area.
     fn buffer(self, cpu: u32) -> Result<Xsave> {
         Xsave::new((self.0 - XSAVE_MIN).div_ceil(4)).map_err(|e| {
             StateError::invalid(VcpuState::KIND, cpu, format!("an XSAVE area of {} bytes: {e:?}", self.0))
@@ -61,21 +63,23 @@ impl XsaveSize {
     }
 }
 
-/// Nanoseconds since 1970 by the host's clock.
+/// Returns the nanoseconds since 1970 by the host's clock.
 pub(crate) fn now_ns() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Where a vCPU counts time: the counter when a clock that both hosts share said `realtime_ns`, as it is `now_ns` later.
+/// Returns the value of a time stamp counter at `now_ns`, given its value `tsc` at `realtime_ns` on
+/// a clock that both hosts share.
 ///
-/// The guest's counter went on while nobody ran it, as it does on a machine that stands still for a moment: the time that
-/// passed is added, so that the guest sees its downtime. A clock that went backwards (hosts that disagree) adds nothing,
-/// for a counter must never do so.
+/// The guest's counter continues while the guest does not run, as on a machine that stops for a
+/// moment: the passed time is added, so the guest observes its downtime. If the clock went
+/// backwards (the clocks of the hosts disagree), nothing is added, because a counter must never go
+/// backwards.
 pub(super) fn advanced_tsc(tsc: u64, khz: u32, realtime_ns: u64, now_ns: u64) -> u64 {
     let passed = u128::from(now_ns.saturating_sub(realtime_ns));
     let ticks = passed * u128::from(khz) / 1_000_000;
-    // The counter wraps at 64 bits like the real one; no guest lives that long.
+    // The counter wraps at 64 bits like a real one. No guest runs that long.
     tsc.wrapping_add(u64::try_from(ticks & u128::from(u64::MAX)).unwrap_or(0))
 }
 
@@ -85,8 +89,9 @@ fn kvm(cpu: u32, action: &'static str) -> impl FnOnce(kvm_ioctls::Error) -> Stat
 
 /// Reads all state of the paused `vcpu`.
 ///
-/// The MP state first: asking for it makes KVM take in an INIT or SIPI that waits, which changes other state. Then the events: asking for
-/// these makes KVM put the payload of an exception that waits into the register where the guest looks for it, CR2 or DR6.
+/// The order matters. The MP state is read first: the read makes KVM process a pending INIT or
+/// SIPI, which changes other state. The events are read next: the read makes KVM put the payload of
+/// a pending exception into the register in which the guest expects it, CR2 or DR6.
 pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) -> Result<VcpuState> {
     let mp_state = vcpu.get_mp_state().map_err(kvm(cpu, "KVM_GET_MP_STATE"))?.mp_state;
     let events = vcpu.get_vcpu_events().map_err(kvm(cpu, "KVM_GET_VCPU_EVENTS"))?;
@@ -96,7 +101,7 @@ pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) ->
     let debug = vcpu.get_debug_regs().map_err(kvm(cpu, "KVM_GET_DEBUGREGS"))?;
     let xcrs = vcpu.get_xcrs().map_err(kvm(cpu, "KVM_GET_XCRS"))?;
     let tsc_khz = vcpu.get_tsc_khz().map_err(kvm(cpu, "KVM_GET_TSC_KHZ"))?;
-    // The two must be of the same moment: what lies between them the guest gains or loses.
+    // Read both at the same moment: the guest would gain or lose the time between the two reads.
     let realtime_ns = now_ns();
     let tsc = msrs::get(vcpu, msrs::TSC).ok_or_else(|| {
         StateError::invalid(VcpuState::KIND, cpu, "KVM does not give the time stamp counter")
@@ -119,8 +124,8 @@ pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) ->
     })
 }
 
-/// Returns the shadow stack pointer; `None` if the guest is shown no shadow stacks, which KVM
-/// answers with an error.
+/// Returns the shadow stack pointer, or `None` if the guest is shown no shadow stacks (KVM then
+/// returns an error).
 fn save_shadow_stack(vcpu: &VcpuFd) -> Option<u64> {
     let mut pointer = [0; 8];
     vcpu.get_one_reg(SHADOW_STACK_POINTER, &mut pointer).ok()?;
@@ -130,7 +135,7 @@ fn save_shadow_stack(vcpu: &VcpuFd) -> Option<u64> {
 fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveState> {
     let mut buffer = size.buffer(cpu)?;
     if size.0 > XSAVE_MIN {
-        // SAFETY: the buffer is as long as KVM said the area of this VM is.
+        // SAFETY: the buffer has the size that KVM reported for the area of this VM.
         unsafe { vcpu.get_xsave2(&mut buffer) }.map_err(kvm(cpu, "KVM_GET_XSAVE2"))?;
     } else {
         let area = vcpu.get_xsave().map_err(kvm(cpu, "KVM_GET_XSAVE"))?;
@@ -142,9 +147,10 @@ fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveState> {
 
 /// Loads `saved` into `vcpu`.
 ///
-/// The order: special registers first, which say where the local APIC is and which mode the vCPU is in; extended control
-/// registers before the registers that they switch on; the local APIC before the timer's deadline, because setting the
-/// APIC stops its timer; events and the MP state last, because setting registers clears some of them.
+/// The order matters. Special registers come first, because they have the address of the local APIC
+/// and the mode of the vCPU. Extended control registers come before the registers that they enable.
+/// The local APIC comes before the deadline of the timer, because setting the APIC stops its timer.
+/// Events and the MP state come last, because setting registers clears some of them.
 pub(super) fn load(
     cpu: u32,
     vcpu: &VcpuFd,
@@ -179,7 +185,7 @@ pub(super) fn load(
     vcpu.set_mp_state(mp_state).map_err(kvm(cpu, "KVM_SET_MP_STATE"))
 }
 
-/// Makes the vCPU's counter run at the guest's rate.
+/// Sets the frequency of the vCPU's counter to the guest's.
 fn load_tsc_frequency(cpu: u32, vcpu: &VcpuFd, guest: u32, host: HostTsc) -> Result<()> {
     if !host.can_run_at(guest) {
         return Err(StateError::TscFrequency { guest, host: host.khz });
@@ -213,18 +219,20 @@ fn load_xcrs(cpu: u32, vcpu: &VcpuFd, saved: &VcpuState) -> Result<()> {
 }
 
 fn load_xsave(cpu: u32, vcpu: &VcpuFd, saved: &XsaveState, size: XsaveSize) -> Result<()> {
-    // An area from a host with fewer features is shorter: what lies beyond its end is in its initial state.
+    // An area from a host with fewer features is shorter. The state beyond its end is the initial
+    // state.
     if saved.area.len() > size.0 || saved.area.len() < XSAVE_MIN || !saved.area.len().is_multiple_of(4) {
         let why = format!("an XSAVE area of {} bytes, where this host has {}", saved.area.len(), size.0);
         return Err(StateError::invalid(VcpuState::KIND, cpu, why));
     }
     let mut buffer = size.buffer(cpu)?;
     let mut words = saved.area.as_chunks::<4>().0.iter().map(|word| u32::from_le_bytes(*word));
-    // SAFETY: the flexible array's length, which is what must not change here, is not touched.
+    // SAFETY: the length of the flexible array, which must not change, is not modified.
     let region = unsafe { &mut buffer.as_mut_fam_struct().xsave.region };
     region.iter_mut().zip(&mut words).for_each(|(to, from)| *to = from);
     buffer.as_mut_slice().iter_mut().zip(words).for_each(|(to, from)| *to = from);
-    // SAFETY: the buffer is as long as KVM said the area of this VM is, which is what it reads.
+    // SAFETY: the buffer has the size that KVM reported for the area of this VM, which is the size
+    // that KVM reads.
     unsafe { vcpu.set_xsave2(&buffer) }.map_err(kvm(cpu, "KVM_SET_XSAVE"))
 }
 
@@ -248,7 +256,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rate_is_accepted_that_kvm_tolerates_or_can_scale_to() {
+    fn frequency_is_accepted_if_kvm_tolerates_it_or_can_scale_to_it() {
         let fixed = HostTsc { khz: 2_000_000, scales: false };
         for (guest, accepted) in [
             (2_000_000, true),
@@ -265,14 +273,17 @@ mod tests {
         }
         let scaling = HostTsc { khz: 2_000_000, scales: true };
         assert!(scaling.can_run_at(4_000_000) && scaling.can_run_at(1) && !scaling.can_run_at(0));
-        assert!(!HostTsc { khz: 0, scales: false }.can_run_at(2_000_000), "KVM did not find the host's rate");
+        assert!(
+            !HostTsc { khz: 0, scales: false }.can_run_at(2_000_000),
+            "KVM did not determine the host's frequency"
+        );
     }
 
     #[test]
-    fn the_counter_goes_on_while_nobody_runs() {
+    fn counter_advances_while_the_guest_does_not_run() {
         assert_eq!(advanced_tsc(1000, 2_000_000, 5_000, 5_000), 1000);
         assert_eq!(advanced_tsc(1000, 2_000_000, 5_000, 6_000), 3000);
-        // Clocks that disagree never turn it back.
+        // Clocks that disagree never turn the counter back.
         assert_eq!(advanced_tsc(1000, 2_000_000, 6_000, 5_000), 1000);
         assert_eq!(advanced_tsc(7, 2_500_000, 0, 1_000_000_000), 2_500_000_007);
         // A year later, and at the end of the counter.
