@@ -1,4 +1,5 @@
-//! Draws what each reaper policy did to a simulated guest: a file `reaper-POLICY.svg` for each into a folder.
+//! Draws the effect of each reaper policy on a simulated guest: one file `reaper-POLICY.svg` for
+//! each policy, into a folder.
 //!
 //! ```sh
 //! cargo run -p vmferry-baselines --example reapers |
@@ -11,7 +12,7 @@ use std::io::BufRead;
 use std::path::Path;
 use vmferry_report::svg::{Chart, Line, Tone};
 
-/// What is shown of each second of the trace.
+/// Figures of one second of the trace.
 #[derive(Debug, Clone, Copy)]
 struct Second {
     shortest_sleep_ms: f64,
@@ -19,7 +20,7 @@ struct Second {
     harvests: f64,
 }
 
-/// A turn of the reaper, from a line of the example `reapers`.
+/// Turn of the reaper, from a line of the example `reapers`.
 struct Turn<'a> {
     trace: &'a str,
     entries: &'a str,
@@ -31,7 +32,7 @@ struct Turn<'a> {
 }
 
 fn turn(line: &str) -> Option<Turn<'_>> {
-    // The trace's name is quoted because it may have commas.
+    // The trace's name is quoted, because it may have commas.
     let (trace, rest) = line.strip_prefix('"')?.split_once("\",")?;
     let fields: Vec<&str> = rest.split(',').collect();
     let [entries, policy, at, sleep_ms, occupancy, harvested] = fields[..] else { return None };
@@ -72,7 +73,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         second.harvests += turn.harvested;
     }
     if policies.is_empty() {
-        return Err(format!("no turn of a trace {trace} with {entries} entries").into());
+        return Err(format!("the input has no turn of trace {trace} with {entries} entries").into());
     }
     for (policy, seconds) in &policies {
         let file = Path::new(folder).join(format!("reaper-{policy}.svg"));
@@ -84,7 +85,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn chart(policy: &str, trace: &str, entries: &str, seconds: &BTreeMap<u32, Second>) -> Chart {
     let line = |name: &str, tone, of: fn(&Second) -> f64| {
-        // As steps: a second is one value.
+        // Drawn as steps: a second has one value.
         let points = seconds.iter().flat_map(|(at, second)| {
             let at = f64::from(*at);
             [(at, of(second)), (at + 1.0, of(second))]
@@ -96,12 +97,12 @@ fn chart(policy: &str, trace: &str, entries: &str, seconds: &BTreeMap<u32, Secon
         x_label: "seconds".into(),
         y_label: "ms, %, harvests/s".into(),
         log_y: true,
-        // The same for all, so that they can be compared.
+        // The same ranges for all charts, so that they can be compared.
         ranges: [Some((0.0, 60.0)), Some((0.3, 1500.0))],
         lines: vec![
             line("shortest sleep, ms", Tone::Grey, |second| second.shortest_sleep_ms),
             line("fullest ring at a turn, %", Tone::Vermilion, |second| second.occupancy_pct),
-            line("harvests a second", Tone::Blue, |second| second.harvests),
+            line("harvests per second", Tone::Blue, |second| second.harvests),
         ],
         ..Chart::default()
     }

@@ -1,4 +1,4 @@
-//! Histograms of several sides as grouped bars.
+//! Histograms of several groups as grouped bars.
 
 use std::fmt::Write;
 
@@ -8,35 +8,35 @@ use super::svg::{
     y_tick,
 };
 
-/// One side's bars.
+/// Bars of one group.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Group {
-    /// What the legend calls it.
+    /// Name of the group in the legend.
     pub name: String,
-    /// Its colour.
+    /// Colour of the bars.
     pub tone: Tone,
-    /// One for each interval.
+    /// Values of the bars, one for each interval.
     pub values: Vec<f64>,
 }
 
-/// Bars side by side over intervals that are equally wide on paper.
+/// Grouped bars over intervals that have equal width in the drawing.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Bars {
-    /// Above it.
+    /// Title above the chart.
     pub title: String,
-    /// Below the x axis, with its unit.
+    /// Label below the x axis, with its unit.
     pub x_label: String,
-    /// Beside the y axis, with its unit.
+    /// Label beside the y axis, with its unit.
     pub y_label: String,
-    /// Where the intervals begin, and where the last one ends: powers of the same number, ascending.
+    /// Start of each interval, and the end of the last one: powers of the same number, ascending.
     pub bounds: Vec<f64>,
-    /// A value on the x axis that is marked, and what it is.
+    /// Marked value on the x axis, and its label.
     pub mark: Option<(f64, String)>,
-    /// The sides.
+    /// Groups of bars.
     pub groups: Vec<Group>,
 }
 
-/// Of an interval's width, what stays free.
+/// Share of the width of an interval that stays free.
 const GAP: f64 = 0.16;
 
 impl Bars {
@@ -50,14 +50,14 @@ impl Bars {
         if highest > 0.0 { highest * 1.06 } else { 1.0 }
     }
 
-    /// Where a value lies on the logarithmic x axis. None: outside.
+    /// Returns the position of a value on the logarithmic x axis, or `None` if it is outside.
     fn x(&self, value: f64) -> Option<f64> {
         let (low, high) = (*self.bounds.first()?, *self.bounds.last()?);
         let share = (value / low).ln() / (high / low).ln();
         (0.0..=1.0).contains(&share).then_some(LEFT + share * (WIDTH - LEFT - RIGHT))
     }
 
-    /// The SVG element.
+    /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
         let title = escape(&self.title);
         let mut svg = format!(
@@ -127,7 +127,7 @@ impl Bars {
     }
 }
 
-/// A bound in few letters: 16384 would stand in its neighbour.
+/// Returns a bound in few letters: 16384 would overlap its neighbour.
 fn power(bound: f64) -> String {
     match bound {
         large if large >= 1e6 => format!("{:.0}M", large / 1e6),
@@ -136,7 +136,7 @@ fn power(bound: f64) -> String {
     }
 }
 
-#[expect(clippy::cast_precision_loss, reason = "a number of things that are drawn")]
+#[expect(clippy::cast_precision_loss, reason = "a number of drawn items")]
 fn count(number: usize) -> f64 {
     number as f64
 }
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_side_has_a_bar_where_it_has_a_value() {
+    fn each_group_has_a_bar_for_each_positive_value() {
         let group =
             |name: &str, tone, values: &[f64]| Group { name: name.into(), tone, values: values.into() };
         let bars = Bars {
@@ -157,7 +157,7 @@ mod tests {
             ..Bars::default()
         };
         let svg = bars.render();
-        // Two bars and a key of the first, a key of the second.
+        // Two bars and a legend key of the first group, a legend key of the second.
         assert_eq!(
             (svg.matches("path class=\"blue\"").count(), svg.matches("path class=\"grey\"").count()),
             (3, 1)
@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn no_bars_are_a_chart() {
+    fn chart_without_bars_is_valid_svg() {
         let svg = Bars::default().render();
         assert!(svg.ends_with("</svg>") && !svg.contains("NaN") && !svg.contains("inf"), "{svg}");
     }

@@ -1,4 +1,5 @@
-//! A page: headings, paragraphs, tables, figures. One file, without scripts and without anything from elsewhere.
+//! HTML page with headings, paragraphs, tables and figures. One file, without scripts and without
+//! external resources.
 
 use super::escape;
 use super::svg::{Chart, Tone};
@@ -6,10 +7,10 @@ use maud::{DOCTYPE, Markup, PreEscaped, Render, html};
 
 const STYLE: &str = include_str!("page.css");
 
-/// Most characters of a text that a page shows; what a file says may be longer.
+/// Maximum number of characters of a text on a page. Texts in result files may be longer.
 const LONGEST: usize = 400;
 
-/// Text as it may stand in HTML: maud replaces what has a meaning there, but leaves control characters as they are.
+/// Text for HTML: maud escapes characters with a meaning in HTML, but keeps control characters.
 struct Text<'a>(&'a str);
 
 impl Render for Text<'_> {
@@ -24,35 +25,35 @@ impl Render for Text<'_> {
     }
 }
 
-/// Columns that fit on paper without breaking their figures.
+/// Maximum number of columns that fit on paper without line breaks in figures.
 const FEW: usize = 8;
 
 /// One row of [`Page::shares`].
 #[derive(Debug, Clone, PartialEq)]
 pub struct Share {
-    /// What it is.
+    /// Name of the part.
     pub name: String,
-    /// How much, with its unit.
+    /// Size of the part, with its unit.
     pub text: String,
-    /// Where its bar begins and how long it is, of the whole: 0 to 1.
+    /// Start of the bar, as a share of the whole: 0 to 1.
     pub from: f64,
-    /// See `from`.
+    /// Length of the bar, as a share of the whole: 0 to 1.
     pub size: f64,
-    /// The bar's colour.
+    /// Colour of the bar.
     pub tone: Tone,
 }
 
-/// A page that grows from its head to its end.
+/// Page that is built from head to end.
 #[derive(Debug)]
 pub struct Page {
     title: String,
     body: String,
-    /// The headings, for the contents.
+    /// Headings for the table of contents.
     headings: Vec<String>,
 }
 
 impl Page {
-    /// An empty page.
+    /// Creates an empty page.
     pub fn new(title: &str) -> Self {
         Page { title: title.into(), body: String::new(), headings: Vec::new() }
     }
@@ -62,37 +63,37 @@ impl Page {
         self.body.push('\n');
     }
 
-    /// A part of the page with a name in its contents.
+    /// Adds a part of the page with an entry in the table of contents.
     pub fn part(&mut self, text: &str) {
         let id = format!("part-{}", self.headings.len() + 1);
         self.add(&html! { h2.part id=(id) { (Text(text)) } });
         self.headings.push(text.into());
     }
 
-    /// A heading.
+    /// Adds a heading.
     pub fn heading(&mut self, text: &str) {
         self.add(&html! { h3 { (Text(text)) } });
     }
 
-    /// A paragraph.
+    /// Adds a paragraph.
     pub fn paragraph(&mut self, text: &str) {
         self.add(&html! { p { (Text(text)) } });
     }
 
-    /// A paragraph beside the point: conditions, footnotes.
+    /// Adds a paragraph for conditions and footnotes.
     pub fn note(&mut self, text: &str) {
-        // Written by us, and longer than what a file may say.
+        // This program wrote the text, which may be longer than a text from a file.
         self.add(&html! { p.soft { (PreEscaped(escape(text))) } });
     }
 
-    /// Figures with their names, the most important first.
+    /// Adds figures with their names, the most important first.
     pub fn facts(&mut self, facts: &[(&str, String)]) {
         self.add(&html! {
             dl.facts { @for (name, value) in facts { div { dt { (Text(name)) } dd { (Text(value)) } } } }
         });
     }
 
-    /// Parts of a whole as bars.
+    /// Adds bars for the parts of a whole.
     pub fn shares(&mut self, shares: &[Share]) {
         let bar = |share: &Share| {
             let (x, width) = (share.from.clamp(0.0, 1.0) * 100.0, share.size.clamp(0.0, 1.0) * 100.0);
@@ -109,8 +110,8 @@ impl Page {
         });
     }
 
-    /// A table whose first column is text and whose others are figures. A line is drawn where the first column's part
-    /// before a `/` changes.
+    /// Adds a table whose first column is text and whose other columns are figures. A line is drawn
+    /// where the part before a `/` in the first column changes.
     pub fn table<S: AsRef<str>>(&mut self, head: &[S], rows: &[Vec<String>]) {
         let group = |row: &Vec<String>| Some(row.first()?.split_once('/')?.0.to_owned());
         let first = |index: usize| index > 0 && group(&rows[index - 1]) != group(&rows[index]);
@@ -126,28 +127,28 @@ impl Page {
         });
     }
 
-    /// A chart, with what it shows below it.
+    /// Adds a chart with its caption.
     pub fn figure(&mut self, chart: &Chart, caption: &str) {
         self.drawing(&chart.render(), caption);
     }
 
-    /// An SVG element that is ready, with what it shows below it.
+    /// Adds a complete SVG element with its caption.
     pub(crate) fn drawing(&mut self, svg: &str, caption: &str) {
-        // Alone a drawing brings its own style; here the page has it once for all.
+        // A separate drawing has its own style. A page has the style once for all drawings.
         let svg = svg.replacen(&format!("<style>{}</style>", super::svg::STYLE), "", 1);
         self.add(&html! {
             figure { div.wide { (PreEscaped(svg)) } figcaption { (PreEscaped(escape(caption))) } }
         });
     }
 
-    /// What most readers skip: closed until it is clicked, and not printed.
+    /// Adds details that most readers skip: collapsed until clicked, and not printed.
     pub fn more(&mut self, summary: &str, fill: impl FnOnce(&mut Page)) {
         let mut inner = Page::new("");
         fill(&mut inner);
         self.add(&html! { details { summary { (Text(summary)) } (PreEscaped(inner.body)) } });
     }
 
-    /// The whole file.
+    /// Returns the complete file.
     pub fn finish(self) -> String {
         let Page { title, body, headings } = self;
         let contents = html! {
@@ -182,7 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_is_escaped_and_groups_its_rows() {
+    fn page_escapes_text_and_groups_rows() {
         let mut page = Page::new("a & b");
         page.table(&["case", "x"], &[vec!["a/1".into(), "<1>".into()], vec!["b/1".into(), "2".into()]]);
         let text = page.finish();
@@ -194,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_file_says_is_cut_and_kept_apart() {
+    fn texts_from_files_are_truncated_and_escaped() {
         let mut page = Page::new("x");
         page.part("one <b>");
         page.part("two");

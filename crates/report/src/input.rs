@@ -1,4 +1,4 @@
-//! Result files: what is in them, and what is wrong with those that are none.
+//! Result files: their content, and errors of files that are not results.
 
 use super::migration::{Migration, Recorder};
 use crate::json::Document;
@@ -10,94 +10,96 @@ use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// Most files on one page: more than anybody compares by eye, and less than a browser gives up on.
+/// Maximum number of files on one page: more than a reader can compare, and less than a browser can
+/// handle.
 pub const MOST_FILES: usize = 500;
-/// Longest file in bytes: the events of some hours.
+/// Maximum length of a file in bytes: the events of some hours.
 const MOST_BYTES: u64 = 1 << 30;
-/// Longest JSON value in bytes. The largest results, of whole benches, have a third of a megabyte.
+/// Maximum length of a JSON value in bytes. The largest results, of whole benches, have a third of
+/// a megabyte.
 const MOST_VALUE_BYTES: u64 = 16 << 20;
-/// Most results in one file.
+/// Maximum number of results in one file.
 const MOST_RESULTS: usize = 100;
 
-/// Why a file cannot be shown.
+/// Error of a file that cannot be shown.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum InputError {
-    /// It cannot be read.
+    /// The file cannot be read.
     #[error("cannot read {}", path.display())]
     Unreadable {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Error that the host returned.
         source: io::Error,
     },
-    /// It is not what a result is in.
+    /// The path is not a regular file with content.
     #[error("{} is {what}; give files that `--json` or `--events` has written", path.display())]
     NoFile {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What it is instead.
+        /// Kind of the file.
         what: &'static str,
     },
-    /// It is longer than any result.
-    #[error("{}: {what} of more than {limit} bytes; that is no result of vmferry", path.display())]
+    /// The file or a value is longer than any result.
+    #[error("{}: {what} of more than {limit} bytes; this is not a result of vmferry", path.display())]
     TooLarge {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// What of it.
+        /// Part of the file that is too long.
         what: &'static str,
-        /// How long it may be.
+        /// Maximum length in bytes.
         limit: u64,
     },
-    /// It stops within a value.
+    /// The file ends within a value.
     #[error(
-        "{} ends in the middle of its JSON, at line {line}: what wrote it was ended, or its disk was full; delete the incomplete line, \
-         or write the file again", path.display()
+        "{} ends in the middle of its JSON, at line {line}: the program that wrote the file was stopped, or its disk was full; \
+         delete the incomplete line, or write the file again", path.display()
     )]
     Truncated {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where.
+        /// Number of the line, from 1.
         line: usize,
     },
-    /// It is not JSON.
+    /// The file is not JSON.
     #[error("{} is not JSON", path.display())]
     NoJson {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Where, and what is wrong there.
+        /// Position and error of the JSON parser.
         source: serde_json::Error,
     },
-    /// It is JSON of something else.
+    /// The JSON is not a result.
     #[error("{}, value {number}: {why}; give files of `migrate`, `demo`, `status` or `bench`", path.display())]
     Other {
-        /// Which file.
+        /// Path of the file.
         path: PathBuf,
-        /// Which value in it, from 1.
+        /// Number of the value in the file, from 1.
         number: usize,
-        /// Why it is no result.
+        /// Reason why the value is not a result.
         why: String,
     },
-    /// More files than a page holds.
+    /// A page cannot hold this many files.
     #[error("{count} files are more than the {MOST_FILES} that a page holds; {} is the first too many", first.display())]
     TooMany {
-        /// How many there are.
+        /// Number of files.
         count: usize,
-        /// The first that has no place.
+        /// First file that exceeds the limit.
         first: PathBuf,
     },
 }
 
-/// A result.
+/// Result in a file.
 #[derive(Debug, Clone)]
 pub enum Found {
-    /// Of one migration.
+    /// Result of one migration.
     Migration(Box<Migration>),
-    /// Of a bench.
+    /// Result of a bench.
     Bench(Box<Document>),
 }
 
-/// Fails if there are more files than a page holds.
+/// Returns an error if there are more files than a page can hold.
 pub fn check_count(paths: &[PathBuf]) -> Result<(), InputError> {
     match paths.get(MOST_FILES) {
         Some(first) => Err(InputError::TooMany { count: paths.len(), first: first.clone() }),
@@ -105,13 +107,14 @@ pub fn check_count(paths: &[PathBuf]) -> Result<(), InputError> {
     }
 }
 
-/// The results in a file: documents of benches and migrations, one after another, or the lines of `--events`.
+/// Returns the results in a file: documents of benches and migrations, one after another, or the
+/// lines of `--events`.
 pub fn read(path: &Path) -> Result<Vec<Found>, InputError> {
     let unreadable = |source| InputError::Unreadable { path: path.into(), source };
-    // Looked at before it is opened: a pipe would wait for its writer.
+    // The file type is checked before the file is opened: opening a pipe would wait for its writer.
     let metadata = std::fs::metadata(path).map_err(unreadable)?;
     if !metadata.is_file() {
-        let what = if metadata.is_dir() { "a directory" } else { "no regular file" };
+        let what = if metadata.is_dir() { "a directory" } else { "not a regular file" };
         return Err(InputError::NoFile { path: path.into(), what });
     }
     if metadata.len() > MOST_BYTES {
@@ -132,7 +135,7 @@ fn parse(path: &Path, from: impl Read) -> Result<Vec<Found>, InputError> {
         let other = |why| InputError::Other { path: path.into(), number, why };
         if value.get("bench").is_some() && value.get("cases").is_some() {
             let document: Document = serde_json::from_value(value)
-                .map_err(|error| other(format!("it looks like a bench's result, but {error}")))?;
+                .map_err(|error| other(format!("the value looks like a bench's result, but {error}")))?;
             found.push(Found::Bench(Box::new(tamed(document))));
         } else if let Some(migration) = recorder.take(&value).map_err(other)? {
             found.push(Found::Migration(Box::new(migration)));
@@ -160,7 +163,7 @@ fn failure(path: &Path, error: serde_json::Error, used: u64) -> InputError {
     }
 }
 
-/// Numbers that no measurement has would spoil every axis.
+/// Removes numbers that no measurement has: they would distort every axis.
 fn tamed(mut document: Document) -> Document {
     for case in &mut document.cases {
         case.metrics.retain(|_, value| value.is_finite() && value.abs() < 1e18);
@@ -172,10 +175,10 @@ fn tamed(mut document: Document) -> Document {
     document
 }
 
-/// Fails when a value gets longer than any that is a result.
+/// Reader that fails when a value becomes longer than any result.
 struct Limited<R> {
     inner: R,
-    /// Bytes since the last value.
+    /// Number of bytes since the last value.
     used: Rc<Cell<u64>>,
 }
 
@@ -201,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_result_is_refused_by_name() {
+    fn values_that_are_not_results_are_refused_with_the_file_name() {
         let bench = r#"{"bench": "scan", "cases": 7}"#;
         for (text, want) in [
             ("", "is empty"),
@@ -218,16 +221,18 @@ mod tests {
             let error = error(text);
             assert!(error.contains("some.json") && error.contains(want), "{error}: {want}");
         }
-        // In the third line, after two good ones.
+        // The error is in the third line, after two valid ones.
         let line = r#"{"state": "completed", "outcome": "completed", "total_ms": 5}"#;
         assert!(error(&format!("{line}\n{line}\n{{\"state\"")).contains("line 3"));
     }
 
     #[test]
     fn files_of_other_kinds_and_too_many_are_refused() {
-        for (path, want) in
-            [("/nowhere/x.json", "cannot read"), ("/dev", "is a directory"), ("/dev/zero", "no regular file")]
-        {
+        for (path, want) in [
+            ("/nowhere/x.json", "cannot read"),
+            ("/dev", "is a directory"),
+            ("/dev/zero", "not a regular file"),
+        ] {
             let error = read(Path::new(path)).unwrap_err().to_string();
             assert!(error.contains(path) && error.contains(want), "{error}");
         }
@@ -237,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_may_hold_several_results() {
+    fn file_may_have_several_results() {
         let text = r#"{"state": "completed", "outcome": "completed", "total_ms": 5}
             {"state": "failed", "outcome": "failed", "error": "no route"}"#;
         assert_eq!(parse(Path::new("x"), text.as_bytes()).unwrap().len(), 2);

@@ -1,8 +1,9 @@
-//! The JSON document of a bench run.
+//! JSON document of a bench run.
 //!
 //! `{"bench": "scan", "host": {...}, "version": "...", "cases": [{"name": "...", "params": {...},
-//! "metrics": {"..._us": 1.0}}], "summary": {...}}`. A case that could not run has `"skipped": "why"` and no
-//! metrics. Numbers are decimal; the unit is the end of a metric's name, and a ratio has none.
+//! "metrics": {"..._us": 1.0}}], "summary": {...}}`. A case that could not run has `"skipped":
+//! "why"` and no metrics. Numbers are decimal. The name of a metric ends with its unit, and a ratio
+//! has no unit.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -13,23 +14,23 @@ use serde_json::Value;
 use crate::Spread;
 use crate::host::Host;
 
-/// One run of one bench.
+/// Result of one run of one bench.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Document {
-    /// Which bench: `migrate`, `scan`, ...
+    /// Name of the bench: `migrate`, `scan`, ...
     pub bench: String,
-    /// Where it ran.
+    /// Host of the run.
     pub host: Host,
-    /// vmferry's version.
+    /// Version of vmferry.
     pub version: String,
-    /// What was measured, a case for each side.
+    /// Measured cases, one for each compared program or method.
     pub cases: Vec<Case>,
-    /// What follows from it: the ratios that the bench exists for.
+    /// Conclusions: the ratios that the bench computes.
     pub summary: BTreeMap<String, Value>,
 }
 
 impl Document {
-    /// An empty document of the bench `name` on this host.
+    /// Creates an empty document of the bench `name` on this host.
     pub fn new(name: &str, host: Host) -> Self {
         Document {
             bench: name.into(),
@@ -52,63 +53,63 @@ impl Document {
         writeln!(to)
     }
 
-    /// A line for each case that could not run.
+    /// Returns a line for each case that could not run.
     pub fn skipped_text(&self) -> String {
         let skipped = |case: &Case| Some(format!("skipped {}: {}\n", case.name, case.skipped.as_ref()?));
         self.cases.iter().filter_map(skipped).collect()
     }
 
-    /// A line for each run that failed, as the summary has them.
+    /// Returns a line for each failed run in the summary.
     pub fn failures_text(&self) -> String {
         let failures = self.summary.get("failures").and_then(Value::as_array).into_iter().flatten();
         failures.map(|failure| format!("FAILED {}\n", failure.as_str().unwrap_or_default())).collect()
     }
 }
 
-/// One thing that was measured, or was not and why.
+/// One measured case, or a case that could not run.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Case {
-    /// Unique in its document.
+    /// Name of the case, unique in its document.
     pub name: String,
-    /// What distinguishes it: sizes, sides, channels.
+    /// Parameters that distinguish the case: sizes, programs, channels.
     pub params: BTreeMap<String, Value>,
-    /// What came out. Always finite.
+    /// Measured values, always finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
-    /// What was measured over time.
+    /// Measurement over time.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub series: Option<Series>,
-    /// Times of single events: how many of them, of all rounds, were shorter than so many microseconds and not shorter than
-    /// the bound before.
+    /// Histogram of single events over all rounds. The value of a key is the number of events that
+    /// were shorter than the key in microseconds and not shorter than the previous key.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub hist_us: BTreeMap<u64, u64>,
-    /// Why it did not run.
+    /// Reason why the case did not run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
 }
 
-/// A quantity over time: one value for each step.
+/// Quantity over time: one value for each step.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Series {
-    /// What the values are, with their unit.
+    /// Name of the quantity, with its unit.
     pub what: String,
-    /// When the first step begins, in seconds; 0 is when the thing that is measured begins.
+    /// Start of the first step, in seconds since the start of the measured operation.
     pub from_s: f64,
     /// Length of a step in seconds.
     pub step_s: f64,
-    /// When the thing that is measured ended, in seconds.
+    /// End of the measured operation, in seconds.
     pub end_s: f64,
-    /// One for each step, rounded to what can be told apart.
+    /// Value of each step, rounded to significant digits.
     pub values: Vec<u64>,
 }
 
 impl Case {
-    /// A case that has no metrics yet.
+    /// Creates a case without metrics.
     pub fn new(name: impl Into<String>) -> Self {
         Case { name: name.into(), ..Case::default() }
     }
 
-    /// A case that could not run, and why.
+    /// Creates a case that could not run, with the reason.
     pub fn skipped(name: impl Into<String>, why: impl Into<String>) -> Self {
         Case { name: name.into(), skipped: Some(why.into()), ..Case::default() }
     }
@@ -120,14 +121,16 @@ impl Case {
         self
     }
 
-    /// Adds a metric. One that is not finite (a ratio to nothing) is left out: JSON has no word for it.
+    /// Adds a metric. A value that is not finite (a ratio to zero) is omitted, because JSON cannot
+    /// express it.
     pub fn metric(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.metrics.insert(name.into(), value);
         }
     }
 
-    /// Adds a metric of some rounds: the median under its name, the extremes under `_min` and `_max`.
+    /// Adds a metric of several rounds: the median under its name, the extremes under `_min` and
+    /// `_max`.
     pub fn spread(&mut self, name: &str, spread: Option<Spread>) {
         if let Some(Spread { median, min, max, .. }) = spread {
             self.metric(name, median);
@@ -136,12 +139,13 @@ impl Case {
         }
     }
 
-    /// The median of metric `name` with so many digits, for people; `-` if there is none.
+    /// Returns the median of metric `name` with `digits` digits, for display, or `-` if there is
+    /// none.
     pub fn text(&self, name: &str, digits: usize) -> String {
         self.metrics.get(name).map_or("-".into(), |median| format!("{median:.digits$}"))
     }
 
-    /// The same, and how far the farthest round lies from it.
+    /// Returns the median of metric `name` with the distance of the farthest round.
     pub fn spread_text(&self, name: &str, digits: usize) -> String {
         let of = |suffix: &str| self.metrics.get(&format!("{name}{suffix}")).copied();
         let median = self.text(name, digits);
@@ -159,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_document_has_the_promised_shape_and_comes_back() {
+    fn document_has_the_documented_format_and_survives_a_round_trip() {
         let mut document = Document::new("migrate", Host::default());
         let mut case = Case::new("idle/ours").param("channels", 2);
         case.metric("total_ms", 1.5);

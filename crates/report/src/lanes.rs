@@ -1,50 +1,50 @@
-//! Stretches of time as bars below each other, on one axis.
+//! Time spans as bars in rows, on one axis.
 
 use super::escape;
 use super::svg::{LEFT, LETTER, RIGHT, STYLE, Tone, WIDTH, short, ticks};
 use std::fmt::Write;
 
-/// A stretch.
+/// Time span.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
-    /// Where it begins and ends on the x axis.
+    /// Start and end on the x axis.
     pub range: (f64, f64),
-    /// Its colour.
+    /// Colour of the bar.
     pub tone: Tone,
-    /// What it says, where there is room for that.
+    /// Text in the bar, if it fits.
     pub name: String,
-    /// What it says when it is pointed at.
+    /// Text that is shown when the pointer is on the bar.
     pub detail: String,
 }
 
-/// What stands in one row.
+/// Content of one row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lane {
-    /// Left of it.
+    /// Label left of the row.
     pub name: String,
-    /// In it.
+    /// Bars of the row.
     pub spans: Vec<Span>,
 }
 
-/// Rows on an axis.
+/// Rows on one axis.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Lanes {
-    /// Above it.
+    /// Title above the chart.
     pub title: String,
-    /// Below the x axis, with its unit.
+    /// Label below the x axis, with its unit.
     pub x_label: String,
-    /// From where to where the axis goes.
+    /// Start and end of the axis.
     pub range: (f64, f64),
-    /// The rows, from above.
+    /// Rows, from top to bottom.
     pub lanes: Vec<Lane>,
 }
 
 const TOP: f64 = 40.0;
 const ROW: f64 = 34.0;
 const BAR: f64 = 22.0;
-/// Below the rows: the axis and what it is.
+/// Height below the rows, for the axis and its label.
 const BOTTOM: f64 = 52.0;
-/// Narrower stretches could not be seen.
+/// Minimum width of a bar that is still visible.
 const NARROWEST: f64 = 2.0;
 
 impl Lanes {
@@ -54,7 +54,7 @@ impl Lanes {
         LEFT + share.clamp(0.0, 1.0) * (WIDTH - LEFT - RIGHT)
     }
 
-    /// The SVG element.
+    /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
         let rows: f64 = self.lanes.iter().map(|_| ROW).sum();
         let (bottom, height, title) = (TOP + rows, TOP + rows + BOTTOM, escape(&self.title));
@@ -125,7 +125,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn stretches_lie_on_the_axis_and_names_only_where_they_fit() {
+    fn spans_lie_within_the_axis_and_names_appear_only_if_they_fit() {
         let span = |from, to, name: &str| Span {
             range: (from, to),
             tone: Tone::Blue,

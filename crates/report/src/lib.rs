@@ -1,10 +1,10 @@
-//! Results of migrations and of benches: their JSON documents, and the tables and pages that show
+//! Results of migrations and benches: their JSON documents, and the tables and pages that display
 //! them.
 //!
 //! `vmferry report` shows result files with this crate. `vmferry-bench` writes its results with
 //! [`json`] and shows them with [`benches`]. The crate measures nothing.
 //!
-//! A page is one HTML file with charts. It has no scripts, and it loads nothing from elsewhere.
+//! A page is one HTML file with charts. It has no scripts, and loads no external resources.
 
 #![forbid(unsafe_code)]
 
@@ -32,7 +32,7 @@ fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// `text` with what has a meaning in HTML and SVG replaced.
+/// Returns `text` with the characters replaced that have a meaning in HTML and SVG.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -42,7 +42,7 @@ pub fn escape(text: &str) -> String {
             '>' => escaped.push_str("&gt;"),
             '"' => escaped.push_str("&quot;"),
             '\'' => escaped.push_str("&#39;"),
-            // XML has no way to write the other control characters at all.
+            // XML cannot express the other control characters.
             c if c.is_control() && !matches!(c, '\n' | '\t') => escaped.push('\u{fffd}'),
             c => escaped.push(c),
         }
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_gets_out_of_its_element() {
+    fn escaped_text_cannot_end_its_element() {
         assert_eq!(escape("a<b>&\"c\"'d'\u{7}\n"), "a&lt;b&gt;&amp;&quot;c&quot;&#39;d&#39;\u{fffd}\n");
         assert_eq!(escape("plain, 5 µs"), "plain, 5 µs");
     }

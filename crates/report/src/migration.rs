@@ -1,88 +1,91 @@
-//! What a page needs to know of a migration, out of its JSON: missing things are missing, and nothing is believed.
+//! Data of a migration for a page, taken from its JSON. Missing values stay missing, and every
+//! value is checked.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Most samples that are kept of a recording; beyond it every second one goes.
+/// Maximum number of samples that are kept of a recording. Beyond it, every second sample is
+/// dropped.
 const MOST_SAMPLES: usize = 2048;
-/// Most figures that the list of all of them has.
+/// Maximum number of figures in the list of all figures.
 const MOST_FIGURES: usize = 20_000;
-/// No measurement is larger.
+/// Maximum magnitude of a measurement.
 const LARGEST: f64 = 1e18;
 
 /// One migration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Migration {
-    /// 32 hexadecimal digits; empty if unknown.
+    /// Id with 32 hexadecimal digits, or empty if unknown.
     pub id: String,
-    /// How it ended, or where it stood.
+    /// Outcome of the migration, or its last state.
     pub state: String,
-    /// Why it did not complete.
+    /// Reason why the migration did not complete.
     pub error: Option<String>,
-    /// `precopy`, `hybrid`, ...
+    /// Mode: `precopy`, `hybrid`, ...
     pub mode: String,
-    /// `log`, `ring`, `wp`.
+    /// Tracker: `log`, `ring`, `wp`.
     pub tracker: String,
     /// Kind of guest: `kvm` or `process`.
     pub kind: String,
-    /// In its order.
+    /// Passes in their order.
     pub passes: Vec<Pass>,
-    /// What was done when.
+    /// Phases of the migration.
     pub phases: Vec<Phase>,
-    /// The parts of the downtime: name, ms.
+    /// Parts of the downtime: name, ms.
     pub downtime: Vec<(&'static str, f64)>,
-    /// How many faults took less than so many microseconds.
+    /// Number of faults that took less than the key in microseconds, and not less than the previous
+    /// key.
     pub hist_us: BTreeMap<u64, u64>,
-    /// The guest's writes a second over time in ms since the start.
+    /// Writes of the guest per second, over time in ms since the start.
     pub speed: Vec<(f64, f64)>,
-    /// What was seen on the way.
+    /// Samples during the migration.
     pub samples: Vec<Sample>,
-    /// Every figure by its path, as in `bytes.wire`.
+    /// Every figure by its path, such as `bytes.wire`.
     pub figures: BTreeMap<String, f64>,
-    /// Everything by its path, as text.
+    /// Every value by its path, as text.
     pub everything: Vec<(String, String)>,
 }
 
-/// A pass over the dirty pages.
+/// Pass over the dirty pages.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Pass {
-    /// When it began, in ms since the start.
+    /// Start of the pass, in ms since the start of the migration.
     pub start_ms: f64,
-    /// How long it took, in ms.
+    /// Duration of the pass, in ms.
     pub ms: f64,
-    /// Pages that it had to look at.
+    /// Number of pages in the pass.
     pub pages: f64,
-    /// Bytes that it sent.
+    /// Number of bytes that the pass sent.
     pub wire_bytes: f64,
-    /// Pages that the guest had dirtied by its end.
+    /// Number of pages that the guest had dirtied by the end of the pass.
     pub dirtied: f64,
 }
 
-/// A stretch of a migration.
+/// Phase of a migration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Phase {
-    /// What it is called.
+    /// Name of the phase.
     pub name: String,
-    /// When it began, in ms since the start.
+    /// Start of the phase, in ms since the start of the migration.
     pub start_ms: f64,
-    /// How long it took, in ms.
+    /// Duration of the phase, in ms.
     pub ms: f64,
 }
 
-/// A look at a migration under way.
+/// Sample of a running migration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Sample {
-    /// In ms since the start.
+    /// Time of the sample, in ms since the start of the migration.
     pub at_ms: f64,
-    /// Bytes of pages that are not sent.
+    /// Number of bytes of pages that were not sent yet.
     pub remaining: Option<f64>,
-    /// Bytes a second that the guest dirties.
+    /// Number of bytes per second that the guest dirties.
     pub dirty: Option<f64>,
-    /// Bytes a second that went over the link since the sample before.
+    /// Number of bytes per second over the link since the previous sample.
     pub sent: Option<f64>,
-    /// Bytes that have been sent so far.
+    /// Number of bytes that have been sent so far.
     wire: f64,
-    /// Writes that the guest has made so far.
+    /// Number of writes that the guest has made so far.
     writes: Option<f64>,
 }
 
@@ -100,12 +103,12 @@ pub const DOWNTIME_PARTS: [&str; 9] = [
 ];
 
 impl Migration {
-    /// The figure at a path.
+    /// Returns the figure at a path.
     pub fn figure(&self, path: &str) -> Option<f64> {
         self.figures.get(path).copied()
     }
 
-    /// Which migrations are alike: repeats of one thing.
+    /// Returns the text that is equal for repeated migrations of one kind.
     pub fn alike(&self) -> String {
         let parts = [self.kind.as_str(), &self.mode, &self.tracker];
         parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(", ")
@@ -134,7 +137,7 @@ impl Migration {
         migration
     }
 
-    /// Lists all leaves. Long lists of numbers (points of a line) are shown as charts, not here.
+    /// Lists all leaves. Long lists of numbers (points of a line) are shown as charts instead.
     fn flatten(&mut self, path: &str, value: &Value, depth: u32) {
         if self.everything.len() >= MOST_FIGURES || depth > 16 || path == "guest.speed.points" {
             return;
@@ -160,7 +163,7 @@ impl Migration {
         }
     }
 
-    /// The guest's speed between samples, if the document has none of its own.
+    /// Computes the guest's speed between samples, if the document has no speed.
     fn adopt(&mut self, samples: Vec<Sample>) {
         if self.speed.is_empty() {
             let between = samples.windows(2).filter_map(|pair| {
@@ -183,7 +186,7 @@ fn number(value: &Value) -> f64 {
     finite(value).unwrap_or(0.0)
 }
 
-/// Drops every second one.
+/// Drops every second value.
 fn thin<T>(values: &mut Vec<T>) {
     let mut odd = false;
     values.retain(|_| {
@@ -192,7 +195,7 @@ fn thin<T>(values: &mut Vec<T>) {
     });
 }
 
-/// Points of a line: finite, and ascending in x.
+/// Returns the points of a line: finite, and ascending in x.
 fn pairs(value: &Value) -> Vec<(f64, f64)> {
     let points = value.as_array().into_iter().flatten();
     let mut points: Vec<(f64, f64)> =
@@ -204,7 +207,8 @@ fn pairs(value: &Value) -> Vec<(f64, f64)> {
     points
 }
 
-/// Older documents do not say when a pass began: then it is when the one before had ended and was harvested.
+/// Returns the passes. Older documents do not have the start of a pass: it is then computed from
+/// the end and the harvest of the previous one.
 fn passes(value: &Value, setup_ms: f64) -> Vec<Pass> {
     let mut at = setup_ms;
     let pass = |value: &Value| {
@@ -221,7 +225,8 @@ fn passes(value: &Value, setup_ms: f64) -> Vec<Pass> {
     value["passes"].as_array().into_iter().flatten().map(pass).collect()
 }
 
-/// Likewise: then what is known of their lengths says when they were.
+/// Returns the phases. If an older document has no start times, they are computed from the
+/// durations.
 fn phases(value: &Value, migration: &Migration) -> Vec<Phase> {
     let given = value["phases"].as_array().into_iter().flatten().filter_map(|phase| {
         let name = phase["phase"].as_str()?.to_owned();
@@ -246,41 +251,42 @@ fn phases(value: &Value, migration: &Migration) -> Vec<Phase> {
     spans.map(|(name, from, to)| Phase { name: name.into(), start_ms: from, ms: to - from }).collect()
 }
 
-/// Puts the lines of a recording together.
+/// Combines the lines of a recording.
 #[derive(Debug, Default)]
 pub(super) struct Recorder {
     samples: Vec<Sample>,
-    /// Lines to leave out after one that is kept.
+    /// Number of lines to skip after each line that is kept.
     skip: usize,
     skipped: usize,
-    /// The newest document, which has not ended.
+    /// Newest document of a migration that has not ended.
     open: Option<Value>,
 }
 
 impl Recorder {
-    /// Takes a document in; returns the migration whose last one it is, or why it is none.
+    /// Adds a document. Returns the migration if the document is its last one, or the reason why
+    /// the document is not a migration's.
     pub(super) fn take(&mut self, value: &Value) -> Result<Option<Migration>, String> {
         let Some(state) = value.get("state") else {
-            return Err("it is JSON, but neither a migration's nor a bench's".into());
+            return Err("the JSON is neither a migration's nor a bench's".into());
         };
         if state.is_null() {
-            return Err("the status of a vmferry that has had no migration".into());
+            return Err("this is the status of a vmferry without a migration".into());
         }
         if !state.is_string() {
-            return Err("it is JSON, but neither a migration's nor a bench's".into());
+            return Err("the JSON is neither a migration's nor a bench's".into());
         }
         if value["outcome"].is_string() {
             return Ok(Some(self.end(value)));
         }
         if !value["progress"].is_object() && !value["total_ms"].is_number() {
-            return Err("a state without an outcome and without progress is no migration".into());
+            return Err("a state without an outcome and without progress is not a migration".into());
         }
         self.sample(value);
         self.open = Some(value.clone());
         Ok(None)
     }
 
-    /// The migration whose end was not recorded.
+    /// Returns the migration whose end was not recorded.
     pub(super) fn finish(mut self) -> Option<Migration> {
         let value = self.open.take()?;
         Some(self.end(&value))
@@ -333,7 +339,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_document_without_times_of_its_phases_still_has_a_timeline() {
+    fn document_without_phase_times_has_a_timeline() {
         let value = json!({
             "state": "completed", "outcome": "completed", "total_ms": 100.0, "downtime_ms": 10.0, "setup_ms": 5.0,
             "verify_ms": 2.0, "postcopy": {"ms": 30.0, "hist_us": {"64": 3, "x": 1, "128": -1}},
@@ -354,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn a_recording_becomes_one_migration_and_stays_small() {
+    fn recording_becomes_one_migration_with_bounded_samples() {
         let mut recorder = Recorder::default();
         let line = |n: u64| {
             json!({"state": "precopy", "outcome": null, "vm": {"guest": {"writes": n * 100}}, "progress": {
@@ -372,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_nothing_has_are_not_drawn() {
+    fn absurd_numbers_are_not_drawn() {
         let value = json!({"state": "completed", "outcome": "completed", "total_ms": 1e300, "downtime_ms": -1e30,
             "guest": {"speed": {"points": [[0, 1e200], ["x"], [3], 7, [5, 2], [1, 1]]}}});
         let migration = Recorder::default().take(&value).unwrap().unwrap();

@@ -1,10 +1,10 @@
-//! The report of a bench that has tables and no charts, on a terminal and on a page.
+//! Report of a bench with tables and without charts, for a terminal and for a page.
 
 use crate::html::Page;
 use crate::json::Document;
 use crate::tables::{self, Column, GOALS, cells, grid, head};
 
-/// A table as text.
+/// Table as text.
 #[derive(Debug)]
 pub(crate) struct TextTable {
     pub(crate) title: &'static str,
@@ -12,10 +12,10 @@ pub(crate) struct TextTable {
     pub(crate) rows: Vec<Vec<String>>,
 }
 
-/// Some cases of a bench: which, what they are about, what is shown of them.
+/// Group of cases of a bench: name, title, columns.
 pub(crate) type Group = (&'static str, &'static str, &'static [Column]);
 
-/// A table for each group that was measured, and that of the goals.
+/// Returns a table for each group that was measured, and the table of goals.
 pub(crate) fn of_groups(document: &Document, groups: &[Group]) -> Vec<TextTable> {
     let of_group = |(group, title, columns): &Group| {
         let ran =
@@ -29,7 +29,7 @@ pub(crate) fn of_groups(document: &Document, groups: &[Group]) -> Vec<TextTable>
     all
 }
 
-/// For a terminal.
+/// Returns the tables for a terminal.
 pub(crate) fn text(document: &Document, conditions: &[String], tables: &[TextTable]) -> String {
     let mut text = conditions.join("\n");
     text.push('\n');
@@ -41,14 +41,14 @@ pub(crate) fn text(document: &Document, conditions: &[String], tables: &[TextTab
     text
 }
 
-/// As a page.
+/// Returns the tables as a page.
 pub(crate) fn page(title: &str, document: &Document, conditions: &[String], tables: &[TextTable]) -> String {
     let mut page = Page::new(title);
     section(&mut page, document, conditions, tables);
     page.finish()
 }
 
-/// The same as a part of a page.
+/// Adds the tables to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document, conditions: &[String], tables: &[TextTable]) {
     conditions.iter().for_each(|line| page.note(line));
     document.failures_text().lines().for_each(|line| page.paragraph(line));
@@ -59,7 +59,7 @@ pub(crate) fn section(page: &mut Page, document: &Document, conditions: &[String
     document.skipped_text().lines().for_each(|line| page.note(line));
 }
 
-/// What was aimed at and what came out, of benches that keep both in their summary's `targets`.
+/// Adds the table of goals and results, for benches that keep both in `targets` of their summary.
 pub(crate) fn targets(page: &mut Page, document: &Document) {
     let rows: Vec<Vec<String>> = tables::list(document, "targets").map(tables::goal_row).collect();
     if !rows.is_empty() {
@@ -68,7 +68,7 @@ pub(crate) fn targets(page: &mut Page, document: &Document) {
     }
 }
 
-/// What failed and what did not run.
+/// Adds the cases that failed or did not run.
 pub(crate) fn remarks(page: &mut Page, document: &Document) {
     document.failures_text().lines().for_each(|line| page.paragraph(line));
     document.skipped_text().lines().for_each(|line| page.note(line));

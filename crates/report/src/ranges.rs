@@ -1,41 +1,41 @@
-//! Medians with their spread, below each other on one axis.
+//! Medians with their spread, in rows on one axis.
 
 use super::escape;
 use super::svg::{LETTER, RIGHT, STYLE, Tone, WIDTH, short, ticks};
 use std::fmt::Write;
 
-/// A median with its extremes.
+/// Median with its extremes.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Range {
-    /// Left of it. What stands before a `/` sets groups apart.
+    /// Label left of the row. The part before a `/` separates groups.
     pub name: String,
-    /// Its colour.
+    /// Colour of the row.
     pub tone: Tone,
-    /// The median.
+    /// Median value.
     pub middle: f64,
-    /// The smallest and the largest.
+    /// Smallest and largest value.
     pub ends: (f64, f64),
 }
 
-/// Rows on an axis that begins at zero, or is logarithmic.
+/// Rows on an axis that begins at zero or is logarithmic.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Ranges {
-    /// Above it.
+    /// Title above the chart.
     pub title: String,
-    /// Below the x axis, with its unit.
+    /// Label below the x axis, with its unit.
     pub x_label: String,
-    /// Whether the axis is logarithmic; it then leaves out what is not positive.
+    /// True for a logarithmic axis, which omits values that are not positive.
     pub log: bool,
-    /// The rows, from above.
+    /// Rows, from top to bottom.
     pub rows: Vec<Range>,
 }
 
 const TOP: f64 = 40.0;
 const ROW: f64 = 22.0;
 const BOTTOM: f64 = 50.0;
-/// Right of the axis: the median in figures.
+/// Width right of the axis, for the median as a figure.
 const FIGURE: f64 = 70.0;
-/// Longest name, in letters.
+/// Maximum length of a name, in letters.
 const LONGEST: usize = 44;
 
 impl Ranges {
@@ -44,7 +44,8 @@ impl Ranges {
         self.rows.iter().filter(move |row| fits(row.middle) && fits(row.ends.0) && fits(row.ends.1))
     }
 
-    /// From where to where the axis goes, in what is drawn: logarithms on a logarithmic one.
+    /// Returns the start and the end of the axis as drawn. On a logarithmic axis these are
+    /// logarithms.
     fn span(&self) -> (f64, f64) {
         let high = self.shown().map(|row| row.ends.1.max(row.middle)).fold(f64::NEG_INFINITY, f64::max);
         let low = self.shown().map(|row| row.ends.0.min(row.middle)).fold(f64::INFINITY, f64::min);
@@ -55,7 +56,7 @@ impl Ranges {
         if low.is_finite() && high > low { (low, high * 1.04) } else { (0.0, 1.0) }
     }
 
-    /// The SVG element.
+    /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
         let letters = self.shown().map(|row| row.name.chars().count().min(LONGEST)).max().unwrap_or(0);
         #[expect(clippy::cast_precision_loss, reason = "at most LONGEST letters")]
@@ -132,7 +133,7 @@ fn draw(svg: &mut String, row: &Range, y: f64, (left, [low, middle, high]): (f64
     );
 }
 
-/// With as many digits as are of use.
+/// Returns `value` with a useful number of digits.
 fn written(value: f64) -> String {
     match value.abs() {
         size if (1000.0..1e6).contains(&size) => format!("{value:.0}"),
@@ -174,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_logarithmic_axis_covers_whole_decades() {
+    fn logarithmic_axis_covers_whole_decades() {
         let ranges = Ranges { log: true, rows: vec![row("a", 20.0, (15.0, 3000.0))], ..Ranges::default() };
         assert_eq!(ranges.span(), (1.0, 4.0));
         let same = Ranges { log: true, rows: vec![row("a", 10.0, (10.0, 10.0))], ..Ranges::default() };

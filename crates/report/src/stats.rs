@@ -1,23 +1,24 @@
-//! Median and spread of few repeats.
+//! Median and spread of a few repeats.
 //!
-//! Sides are measured in turn within each round, and a comparison is a ratio within a round: what
-//! drifts on the host (caches, neighbours, clock frequency) then hits both sides alike.
+//! The compared programs are measured in turn within each round, and a comparison is a ratio within
+//! a round. So drift on the host (caches, other load, clock frequency) affects all of them alike.
 
-/// What some repeats came to.
+/// Median and extremes of some repeats.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Spread {
-    /// The middle value; the mean of the two middle ones for an even number.
+    /// Median value. For an even number of repeats, the mean of the two middle values.
     pub median: f64,
-    /// The smallest.
+    /// Smallest value.
     pub min: f64,
-    /// The largest.
+    /// Largest value.
     pub max: f64,
-    /// How many there were.
+    /// Number of repeats.
     pub repeats: usize,
 }
 
 impl Spread {
-    /// Of these values; those that are not finite are left out. None when nothing is left.
+    /// Returns the spread of these values without those that are not finite, or `None` if no value
+    /// is left.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         sorted.sort_by(f64::total_cmp);
@@ -31,7 +32,8 @@ impl Spread {
         Some(Spread { median, min, max, repeats: sorted.len() })
     }
 
-    /// Of the ratios of `ours` to `theirs`, round by round. Rounds in which a side is missing do not count.
+    /// Returns the spread of the ratios of `ours` to `theirs`, round by round. Rounds with a
+    /// missing value do not count.
     pub fn of_ratios(ours: &[Option<f64>], theirs: &[Option<f64>]) -> Option<Self> {
         Self::of(ours.iter().zip(theirs).filter_map(|(a, b)| Some((*a)? / (*b)?)))
     }
@@ -42,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn medians_of_odd_even_and_nothing() {
+    fn medians_of_odd_even_and_no_values() {
         let odd = Spread::of([3.0, 1.0, 2.0]).unwrap();
         assert_eq!((odd.median, odd.min, odd.max, odd.repeats), (2.0, 1.0, 3.0, 3));
         assert_eq!(Spread::of([4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
@@ -52,7 +54,7 @@ mod tests {
 
     #[test]
     fn ratios_are_taken_within_a_round() {
-        // The host got twice as slow after the first round; the ratio stays what it is.
+        // The host became twice as slow after the first round, and the ratio stays the same.
         let ratios =
             Spread::of_ratios(&[Some(10.0), Some(5.0), None], &[Some(5.0), Some(2.5), Some(1.0)]).unwrap();
         assert_eq!((ratios.min, ratios.max, ratios.repeats), (2.0, 2.0, 2));

@@ -1,12 +1,12 @@
-//! Line charts as SVG: legible alone, in a page, in a light and in a dark one.
+//! Line charts as SVG, legible separately and in a page, on a light and on a dark background.
 
 use super::escape;
 use std::fmt::Write;
 
-/// Colours that are told apart by most eyes on a light and on a dark ground.
+/// Colours that most readers can distinguish on a light and on a dark background.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Tone {
-    /// For what the others are compared with.
+    /// Grey, for the reference of a comparison.
     Grey,
     /// Red-orange.
     Vermilion,
@@ -14,11 +14,11 @@ pub enum Tone {
     Amber,
     /// Green.
     Green,
-    /// For what matters most: blue, and wider than the others.
+    /// Blue, for the most important line, which is wider than the others.
     Blue,
-    /// Dashed.
+    /// Purple, dashed.
     Purple,
-    /// Dashed.
+    /// Brown, dashed.
     Brown,
 }
 
@@ -39,36 +39,37 @@ impl Tone {
 /// One line of a chart.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Line {
-    /// What the legend calls it.
+    /// Name of the line in the legend.
     pub name: String,
-    /// Its colour.
+    /// Colour of the line.
     pub tone: Tone,
-    /// Where it goes: x ascends.
+    /// Points of the line, ascending in x.
     pub points: Vec<(f64, f64)>,
-    /// Where on the x axis something of it ends: a mark at the upper edge.
+    /// Position on the x axis at which the measured operation of the line ends, marked at the upper
+    /// edge.
     pub end: Option<f64>,
 }
 
-/// A chart with a title, two axes, a legend and lines.
+/// Chart with a title, two axes, a legend and lines.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Chart {
-    /// Above it.
+    /// Title above the chart.
     pub title: String,
-    /// Below the x axis, with its unit.
+    /// Label below the x axis, with its unit.
     pub x_label: String,
-    /// Beside the y axis, with its unit.
+    /// Label beside the y axis, with its unit.
     pub y_label: String,
-    /// Whether the y axis is logarithmic. Values below its smallest decade lie on its lower edge.
+    /// True for a logarithmic y axis. Values below its smallest decade lie on its lower edge.
     pub log_y: bool,
-    /// From where to where the axes go: x, y. None: as far as the lines do.
+    /// Start and end of the x axis and of the y axis. `None` uses the extent of the lines.
     pub ranges: [Option<(f64, f64)>; 2],
-    /// Where on the x axis something begins for all lines, and what.
+    /// Position on the x axis at which an event begins for all lines, and the name of the event.
     pub start: Option<(f64, String)>,
-    /// What a line's end is.
+    /// Name of the mark at the end of a line.
     pub end_name: String,
-    /// Stretches of the x axis that are shaded: from, to.
+    /// Shaded ranges of the x axis: from, to.
     pub bands: Vec<(f64, f64)>,
-    /// The lines, the later above the earlier.
+    /// Lines of the chart. Later lines are drawn above earlier ones.
     pub lines: Vec<Line>,
 }
 
@@ -78,12 +79,13 @@ pub(super) const LEFT: f64 = 78.0;
 pub(super) const RIGHT: f64 = 24.0;
 pub(super) const TOP: f64 = 52.0;
 pub(super) const BOTTOM: f64 = 78.0;
-/// Decades that a logarithmic axis shows at most.
+/// Maximum number of decades on a logarithmic axis.
 const DECADES: f64 = 5.0;
-/// Width of a letter of the legend, about.
+/// Approximate width of a letter in the legend.
 pub(super) const LETTER: f64 = 7.6;
 
-/// Inside the SVG, so that the file alone looks right too. The names are our own: a page may hold many charts.
+/// Style inside the SVG, so that a separate file also looks right. The class names are unique,
+/// because a page may have many charts.
 pub(super) const STYLE: &str = "\
 .vf{--text:#1f2328;--soft:#59636e;--rule:#d1d9e0;--ground:#fff;--grey:#6b7280;--vermilion:#d1495b;--amber:#c77f00;\
 --green:#12875f;--blue:#0b62c4;--purple:#9a4fb0;--brown:#8c5a3c}\
@@ -101,7 +103,7 @@ pub(super) const STYLE: &str = "\
 .vf path.amber{fill:var(--amber)}.vf path.green{fill:var(--green)}.vf path.blue{fill:var(--blue)}\
 .vf path.band{fill:var(--soft);fill-opacity:.22}.vf path.purple{fill:var(--purple)}.vf path.brown{fill:var(--brown)}";
 
-/// From values to places.
+/// Conversion of values to positions.
 struct Scale {
     x: (f64, f64),
     y: (f64, f64),
@@ -144,7 +146,7 @@ impl Scale {
         HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
     }
 
-    /// Values that the y axis names.
+    /// Returns the labelled values of the y axis.
     fn y_ticks(&self) -> Vec<f64> {
         if !self.log {
             return ticks(self.y.0, self.y.1, 5.0);
@@ -159,10 +161,10 @@ impl Scale {
     }
 }
 
-/// An axis that would have more is none that anybody reads.
+/// Maximum number of ticks of a readable axis.
 const MOST_TICKS: usize = 50;
 
-/// About `count` round values from `low` to `high`.
+/// Returns about `count` round values from `low` to `high`.
 pub(super) fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let rough = (high - low) / count;
     let decade = 10f64.powf(rough.log10().floor());
@@ -170,16 +172,16 @@ pub(super) fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     let Some(step) = step.filter(|step| *step > 0.0) else { return Vec::new() };
     let mut ticks = Vec::new();
     let mut tick = (low / step - 1e-9).ceil() * step;
-    // Where the range is tiny beside its ends, a step adds nothing.
+    // If the range is tiny compared with its ends, adding a step does not change the value.
     while tick <= high + step * 1e-9 && ticks.len() < MOST_TICKS {
-        // Not 0.30000000000000004, and not -0.
+        // Avoids values like 0.30000000000000004 and -0.
         ticks.push((tick / step).round() * step + 0.0);
         tick += step;
     }
     ticks
 }
 
-/// A value in few letters: 250k, 1.5M, 0.2.
+/// Returns a value in few letters: 250k, 1.5M, 0.2.
 pub fn short(value: f64) -> String {
     let (scaled, unit) = match value.abs() {
         size if size >= 1e9 => (value / 1e9, "G"),
@@ -192,7 +194,7 @@ pub fn short(value: f64) -> String {
 }
 
 impl Chart {
-    /// The SVG element.
+    /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
         let scale = Scale::of(self);
         let mut svg = format!(
@@ -273,7 +275,7 @@ impl Chart {
     }
 }
 
-/// A line across the chart with its value on the left.
+/// Draws a line across the chart with its value on the left.
 pub(super) fn y_tick(svg: &mut String, y: f64, text: &str) {
     let right = WIDTH - RIGHT;
     let _ = write!(
@@ -286,7 +288,7 @@ pub(super) fn y_tick(svg: &mut String, y: f64, text: &str) {
     );
 }
 
-/// A short line below the chart with its value.
+/// Draws a short line below the chart with its value.
 pub(super) fn x_tick(svg: &mut String, x: f64, text: &str) {
     let bottom = HEIGHT - BOTTOM;
     let _ = write!(
@@ -299,7 +301,7 @@ pub(super) fn x_tick(svg: &mut String, x: f64, text: &str) {
     );
 }
 
-/// What the axes are.
+/// Draws the labels of the axes.
 pub(super) fn axis_labels(svg: &mut String, x: &str, y: &str) {
     let (right, bottom) = (WIDTH - RIGHT, HEIGHT - BOTTOM);
     let _ = write!(
@@ -314,7 +316,7 @@ pub(super) fn axis_labels(svg: &mut String, x: &str, y: &str) {
     );
 }
 
-/// A vertical line with a word above it.
+/// Draws a vertical line with a label above it.
 pub(super) fn mark_at(svg: &mut String, x: f64, what: &str) {
     let bottom = HEIGHT - BOTTOM;
     let _ = write!(
@@ -354,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_escaped_and_what_is_no_number_left_out() {
+    fn names_are_escaped_and_values_that_are_not_numbers_are_omitted() {
         let svg = chart(false).render();
         assert!(svg.contains("a &lt; b") && svg.contains("one &amp; two"), "{svg}");
         assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
@@ -371,14 +373,14 @@ mod tests {
                 assert!((LEFT..=WIDTH - RIGHT).contains(&place.0), "{place:?}");
                 assert!((TOP..=HEIGHT - BOTTOM).contains(&place.1), "{place:?}");
             }
-            // More is higher, and nothing lies on the lower edge.
+            // Larger values are higher, and zero lies on the lower edge.
             assert!(scale.y(1e6) < scale.y(1e5));
             assert!((scale.y(0.0) - (HEIGHT - BOTTOM)).abs() < 1e-9);
         }
     }
 
     #[test]
-    fn a_chart_without_lines_is_a_chart() {
+    fn chart_without_lines_is_valid_svg() {
         let svg = Chart::default().render();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>") && !svg.contains("NaN"), "{svg}");
     }

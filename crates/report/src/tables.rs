@@ -1,18 +1,18 @@
-//! What the tables of several benches have in common, on a terminal and on a page.
+//! Common parts of the tables of several benches, for a terminal and for a page.
 
 use crate::json::{Case, Document};
 use comfy_table::{Cell, CellAlignment, Table, presets};
 use serde_json::Value;
 
-/// A column of a table of cases: title, metric, digits, whether the spread is shown.
+/// Column of a table of cases: title, metric, digits, whether the spread is shown.
 pub(crate) type Column = (&'static str, &'static str, usize, bool);
 
-/// The titles of `columns`, behind that of the case.
+/// Returns the title of the case column and the titles of `columns`.
 pub(crate) fn head(columns: &[Column]) -> Vec<&'static str> {
     ["case"].into_iter().chain(columns.iter().map(|column| column.0)).collect()
 }
 
-/// Text for each column of a case.
+/// Returns the text of each column of a case.
 pub(crate) fn cells(case: &Case, columns: &[Column]) -> Vec<String> {
     let mut row = vec![case.name.clone()];
     if case.skipped.is_some() {
@@ -25,14 +25,14 @@ pub(crate) fn cells(case: &Case, columns: &[Column]) -> Vec<String> {
     row
 }
 
-/// What was run where, and what its figures are.
+/// Returns the host of the run and an explanation of the figures.
 pub(crate) fn host(document: &Document) -> Vec<String> {
     let host = &document.host;
     let rounds = document.summary.get("rounds").and_then(Value::as_f64).unwrap_or(0.0);
-    // Some benches do a thing once, or as often as it takes.
+    // Some benches have no fixed number of rounds.
     let medians = match rounds {
         rounds if rounds > 0.0 => {
-            format!(" Medians of {rounds} rounds; ± is how far the farthest round lies from it.")
+            format!(" Medians of {rounds} rounds; ± is the distance of the farthest round.")
         }
         _ => String::new(),
     };
@@ -48,36 +48,36 @@ pub(crate) fn host(document: &Document) -> Vec<String> {
     lines
 }
 
-/// The entries of a list in the summary.
+/// Returns the entries of a list in the summary.
 pub(crate) fn list<'a>(document: &'a Document, name: &str) -> impl Iterator<Item = &'a Value> + use<'a> {
     document.summary.get(name).and_then(Value::as_array).into_iter().flatten()
 }
 
-/// A text of the summary, or a dash.
+/// Returns a text of the summary, or a dash.
 pub(crate) fn text(value: &Value) -> String {
     value.as_str().unwrap_or("-").to_owned()
 }
 
-/// A number of the summary, or a dash.
+/// Returns a number of the summary, or a dash.
 pub(crate) fn number(value: &Value, digits: usize) -> String {
     value.as_f64().map_or("-".into(), |value| format!("{value:.digits$}"))
 }
 
-/// The titles of [`goals`].
+/// Titles of the columns of [`goals`].
 pub(crate) const GOALS: [&str; 4] = ["goal", "want", "got", ""];
 
-/// A row for each goal in the summary.
+/// Returns a row for each goal in the summary.
 pub(crate) fn goals(document: &Document) -> Vec<Vec<String>> {
     list(document, "goals").map(goal_row).collect()
 }
 
-/// The cells of one goal.
+/// Returns the cells of one goal.
 pub(crate) fn goal_row(goal: &Value) -> Vec<String> {
     let verdict = if goal["met"] == true { "met" } else { "missed" };
     vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"], 3), verdict.into()]
 }
 
-/// A table for a terminal.
+/// Returns a table for a terminal.
 pub(crate) fn grid(head: &[&str], rows: &[Vec<String>]) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);

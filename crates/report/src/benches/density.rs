@@ -1,11 +1,11 @@
-//! `vmferry-bench density`: how many guests fit that give back what they free.
+//! Report of `vmferry-bench density`: number of guests that fit if they return freed memory.
 
 use crate::html::Page;
 use crate::json::Document;
 use crate::plain::{self, Group};
 use crate::tables;
 
-/// The groups of cases: name, title, columns.
+/// Groups of cases: name, title, columns.
 const GROUPS: &[Group] = &[
     (
         "fleet",
@@ -40,29 +40,29 @@ const GROUPS: &[Group] = &[
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = tables::host(document);
     lines.push(
-        "Fleets run once: guests in a memory cgroup of their own, without swap, one after another, until one is killed or 32 have \
-         finished. Residue: what is resident of a guest that has freed everything (fragmented: all but one page in 64), less what \
-         a guest that allocates nothing has, and what is in use, by what it freed. Work: allocating, touching, checking and \
-         freeing, all vCPUs together; slower by: against the side without reports in the same round. Once, the memory is \
-         the guest's first; again, what was given back must be had again. Back: from the last free to the end of the last report; \
-         a report ends when the host has dropped the pages."
+        "Fleets run once: guests start one after another in their own memory cgroup without swap, until one is killed or 32 have \
+         finished. Residue: resident memory of a guest that has freed everything (fragmented: all but one page in 64), minus the \
+         resident memory of a guest that allocates nothing and minus the memory in use, divided by the freed memory. Work: \
+         allocating, touching, checking and freeing, all vCPUs together. Slower by: compared with the case without reports in \
+         the same round. Once: the guest uses the memory for the first time. Again: the guest must get returned memory again. \
+         Back after: from the last free to the end of the last report. A report ends when the host has dropped the pages."
             .into(),
     );
     lines
 }
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     plain::text(document, &conditions(document), &plain::of_groups(document, GROUPS))
 }
 
-/// The document as a page.
+/// Returns the document as a page.
 pub fn page(document: &Document) -> String {
-    let title = "vmferry-bench density: memory that guests give back while they run";
+    let title = "vmferry-bench density: memory that running guests return";
     plain::page(title, document, &conditions(document), &plain::of_groups(document, GROUPS))
 }
 
-/// The same as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     plain::section(page, document, &conditions(document), &plain::of_groups(document, GROUPS));
 }

@@ -1,4 +1,4 @@
-//! `vmferry-bench free-page`: what it takes to know a guest's free pages.
+//! Report of `vmferry-bench free-page`: time and cost to learn a guest's free pages.
 
 use crate::html::Page;
 use crate::json::Document;
@@ -6,7 +6,7 @@ use crate::plain::{self, Group};
 use crate::tables;
 use serde_json::Value;
 
-/// The groups of cases: name, title, columns.
+/// Groups of cases: name, title, columns.
 const GROUPS: &[Group] = &[
     (
         "learn",
@@ -45,34 +45,34 @@ const GROUPS: &[Group] = &[
     ),
 ];
 
-/// The host and the conditions of the run.
+/// Returns the host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = tables::host(document);
     if let Some(why) = document.summary.get("smaller").and_then(Value::as_str) {
         lines.push(format!("The idle guest is smaller than the published 8 GiB: {why}."));
     }
     lines.push(
-        "Inflation is timed by the guest's clock, hints and map by the host's, from asking until all is in a set of pages in its \
-         hands. Allocating, sending, translating and madvise add up to an inflation but for the guest's loop; QEMU's host part is \
-         in sending. Walk: the guest's part of hints, telling the host included; the rest is the guest's look at what it is asked."
+        "Inflation is measured with the guest's clock. Hints and map are measured with the host's clock, from the request until the \
+         host has all pages in a set. Allocating, sending, translating and madvise are the parts of an inflation, except the \
+         guest's loop. QEMU's part on the host is included in sending. Walk: the guest's part of hints, including the messages \
+         to the host. The rest is the time until the guest has read the request."
             .into(),
     );
     lines
 }
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     plain::text(document, &conditions(document), &plain::of_groups(document, GROUPS))
 }
 
-/// The document as a page.
+/// Returns the document as a page.
 pub fn page(document: &Document) -> String {
-    let title =
-        "vmferry-bench free-page: what it takes to know a guest's free pages, and what that is good for";
+    let title = "vmferry-bench free-page: cost and benefit of learning a guest's free pages";
     plain::page(title, document, &conditions(document), &plain::of_groups(document, GROUPS))
 }
 
-/// The same as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     plain::section(page, document, &conditions(document), &plain::of_groups(document, GROUPS));
 }

@@ -1,4 +1,4 @@
-//! `vmferry-bench migrate`: whole migrations, and the floor.
+//! Report of `vmferry-bench migrate`: whole migrations, and the floor.
 
 use crate::html::Page;
 use crate::json::Document;
@@ -7,7 +7,7 @@ use crate::tables::{Column, cells, grid, head, host};
 use comfy_table::{Table, presets};
 use serde_json::Value;
 
-/// The columns of the table of sides.
+/// Columns of the table of cases.
 const COLUMNS: &[Column] = &[
     ("total ms", "total_ms", 0, true),
     ("downtime ms", "downtime_ms", 0, true),
@@ -20,10 +20,10 @@ const COLUMNS: &[Column] = &[
 ];
 
 /// Explanation of the figures.
-const NOTE: &str = "GB/s: guest data by total time. Of floor: against a\nbare copy over as many streams. Stall: the longest \
-                    a vCPU saw. CPU: both processes without their vCPUs.";
+const NOTE: &str = "GB/s: guest data by total time. Of floor: compared\nwith a bare copy over as many streams. Stall: the longest \
+                    of a vCPU. CPU: both processes without their vCPUs.";
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let host = &document.host;
     let mut text = format!(
@@ -37,7 +37,7 @@ pub fn table(document: &Document) -> String {
     );
     text.extend(host.busy_text());
     text.push_str(&sides_table(document).to_string());
-    text.push_str(&format!("\nMedians, and how far the farthest round lies from them. {NOTE}\n"));
+    text.push_str(&format!("\nMedians, with the distance of the farthest round. {NOTE}\n"));
     text.push_str(&document.skipped_text());
     if let Some(targets) = targets_table(document) {
         text.push_str(&targets.to_string());
@@ -55,7 +55,7 @@ fn rows(document: &Document) -> Vec<Vec<String>> {
     document.cases.iter().map(|case| cells(case, COLUMNS)).collect()
 }
 
-/// The document as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     for line in host(document) {
         page.note(&line);
@@ -66,7 +66,7 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
     plain::remarks(page, document);
 }
 
-/// None when no target could be looked at.
+/// Returns the table of targets, or `None` if no target could be compared.
 fn targets_table(document: &Document) -> Option<Table> {
     let targets = document.summary.get("targets")?.as_array().filter(|targets| !targets.is_empty())?;
     let mut table = Table::new();

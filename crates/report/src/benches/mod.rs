@@ -1,5 +1,5 @@
-//! Tables and pages of single benches. A bench that is not listed here is shown by the columns that
-//! its cases have.
+//! Tables and pages of single benches. A bench without a module uses the columns that its cases
+//! have.
 
 pub mod density;
 pub mod free_page;

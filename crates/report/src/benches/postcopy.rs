@@ -1,4 +1,4 @@
-//! `vmferry-bench postcopy`: how long a guest waits for its pages.
+//! Report of `vmferry-bench postcopy`: time for which a guest waits for its pages.
 
 use crate::bars::{Bars, Group};
 use crate::html::Page;
@@ -25,7 +25,7 @@ const COLUMNS: &[Column] = &[
     ("back at 90 % ms", "back_90_ms", 0, false),
 ];
 
-/// Columns of the table of what the target says itself, and of the conditions.
+/// Columns of the table of the target's own figures and of the conditions.
 const BESIDE: &[Column] = &[
     ("floor us", "floor_us", 0, true),
     ("own faults", "own_faults", 0, false),
@@ -35,38 +35,38 @@ const BESIDE: &[Column] = &[
     ("own max", "own_max_us", 0, false),
     ("short stalls", "short_stalls", 0, false),
     ("waits/s before", "before_waits_per_s", 1, false),
-    ("their mean us", "before_mean_us", 0, false),
+    ("mean us before", "before_mean_us", 0, false),
     ("writes/s before", "writes_before_per_s", 0, false),
     ("speed kept", "guest_speed_kept", 4, false),
     ("speed after", "after_of_before", 2, false),
 ];
 
-/// The host and the conditions of the run.
+/// Returns the host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = host(document);
     let wait_min = document.summary.get("wait_min_us").and_then(Value::as_f64).unwrap_or(0.0);
     lines.push(format!(
-        "Times are the guest's own: stalls of {} us and more of its vCPUs, from the command until the end, each vCPU's downtime \
-         left out. Shorter ones are faults that the host answers itself. Mean and count are exact; percentiles lie in the \
-         right power of two, and where in it follows from the mean of those in it. Waits before: as many such stalls has the \
-         guest when nothing moves.",
+        "Times are measured by the guest: stalls of its vCPUs of {} us and more, from the command until the end, without the \
+         downtime of each vCPU. Shorter stalls are faults that the host serves itself. Mean and count are exact. Percentiles are \
+         in the correct power of two, interpolated from the mean in that interval. Waits before: such stalls of the guest \
+         without a migration.",
         wait_min
     ));
     lines.push(
-        "Floor: round trip of a page on the idle link and a local fault, measured in the same round. / link: the whole time by \
-         what the link needs for the data as TCP payload. Back at 90 %: from the command until the guest has 90 % of its speed \
-         before; - if it was not seen to."
+        "Floor: round trip of a page on the idle link and a local fault, measured in the same round. / link: total time \
+         divided by the time that the link needs for the data as TCP payload. Back at 90 %: from the command until the guest has \
+         90 % of its earlier speed; - if this was not observed."
             .into(),
     );
     lines
 }
 
-/// The tables that have rows.
+/// Returns the tables that have rows.
 fn tables(document: &Document) -> Vec<TextTable> {
     let mut tables = Vec::new();
     for (purpose, columns, title) in [
         ("compare", COLUMNS, "Waits for a page"),
-        ("compare", BESIDE, "Beside them"),
+        ("compare", BESIDE, "Figures of the target, and conditions"),
         ("vcpus", COLUMNS, "More vCPUs"),
     ] {
         let ran = document.with_purpose(purpose).filter(|case| !case.metrics.is_empty());
@@ -91,19 +91,19 @@ fn tables(document: &Document) -> Vec<TextTable> {
     tables
 }
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     plain::text(document, &conditions(document), &tables(document))
 }
 
-/// A page with a histogram for each case, and the tables.
+/// Returns a page with a histogram for each case, and the tables.
 pub fn page(document: &Document) -> String {
-    let mut page = Page::new("vmferry-bench postcopy: how long the guest waits for a page");
+    let mut page = Page::new("vmferry-bench postcopy: time for which the guest waits for a page");
     section(&mut page, document);
     page.finish()
 }
 
-/// The same as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     for line in conditions(document) {
         page.note(&line);
@@ -113,8 +113,8 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
     }
     let charts = charts(document);
     if !charts.is_empty() {
-        page.heading("How long waits were");
-        page.note("Of all waits of a side, the share that took so long. Each bar is a power of two of microseconds.");
+        page.heading("Duration of waits");
+        page.note("Share of all waits of a program by duration. Each bar is a power of two of microseconds.");
     }
     for (chart, caption) in charts {
         page.drawing(&chart.render(), &caption);
@@ -130,7 +130,7 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
     }
 }
 
-/// A chart for each case that has waits, and what it shows.
+/// Returns a chart for each case that has waits, and its caption.
 fn charts(document: &Document) -> Vec<(Bars, String)> {
     let mut names: Vec<&str> = Vec::new();
     for name in document.cases.iter().filter_map(|case| case.params.get("case")?.as_str()) {
@@ -167,7 +167,7 @@ fn chart(name: &str, cases: &[&Case], wait_min: u64) -> Bars {
     let floor = cases.iter().find_map(|case| case.metrics.get("floor_us").copied());
     Bars {
         title: name.into(),
-        x_label: "a wait, in microseconds".into(),
+        x_label: "duration of a wait, in microseconds".into(),
         y_label: "% of waits".into(),
         bounds: bounds.iter().map(|bound| to_f64(bound / 2)).chain([to_f64(high)]).collect(),
         mark: floor.map(|floor| (floor, format!("floor {} us", short(floor.round())))),

@@ -1,4 +1,4 @@
-//! `vmferry-bench reaper`: what finding dirty pages costs the guest.
+//! Report of `vmferry-bench reaper`: cost of dirty-page tracking for the guest.
 
 use crate::html::Page;
 use crate::json::{Case, Document, Series};
@@ -23,7 +23,7 @@ const COLUMNS: &[Column] = &[
     ("downtime ms", "downtime_ms", 0, false),
 ];
 
-/// Columns of the table that says where the guest's time went.
+/// Columns of the table of the guest's lost time.
 const PARTS: &[Column] = &[
     ("faults", "faults", 0, false),
     ("lost %", "lost_pct", 1, true),
@@ -34,36 +34,36 @@ const PARTS: &[Column] = &[
     ("reaper, of a CPU", "reaper_cpu_pct", 2, false),
 ];
 
-/// Share of its highest speed. Below it, only a logarithmic axis shows both.
+/// Share of the highest speed below which only a logarithmic axis shows both speeds.
 const DEEP: f64 = 0.1;
 
-/// Sizes of rings that have a chart.
+/// Ring sizes that have a chart.
 const ENTRIES: [u64; 2] = [4096, 65536];
 
-/// The host and the conditions of the run.
+/// Returns the host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = host(document);
     let scale = document.summary.get("scale").and_then(Value::as_f64).unwrap_or(0.0);
     lines.push(format!(
-        "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes; at \
-         its timeout the guest is moved without regard to the downtime: total and downtime of a guest that dirties faster than the \
-         link carries are the timeout's doing. vmferry keeps to the cap while the guest is stopped, QEMU does not.",
+        "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes. At \
+         its timeout the guest is moved without regard to the downtime: the timeout determines total and downtime of a guest \
+         that dirties pages faster than the link carries them. vmferry obeys the cap while the guest is stopped, QEMU does not.",
         scale
     ));
     lines.push(
         "Drop: seconds below 80 % of the median before, in windows of 100 ms, downtime included. Worst: time for 1 GiB of \
-         pages at the speed of the slowest window, downtime excluded. Stall: vCPU time in front of full rings."
+         pages at the speed of the slowest window, downtime excluded. Stall: vCPU time that full rings took."
             .into(),
     );
     if let Some(cost) = document.summary.get("fault_us").and_then(|cost| cost["median"].as_f64()) {
         lines.push(format!(
-            "A write fault cost the guest {cost:.1} us here (an upper bound: what busy processors cost it is in there)."
+            "A write fault cost the guest {cost:.1} us on this host (an upper bound that includes the cost of busy processors)."
         ));
     }
     lines
 }
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let mut text = conditions(document).join("\n");
     text.push('\n');
@@ -83,7 +83,8 @@ pub fn table(document: &Document) -> String {
     text
 }
 
-/// What `predict` pays for the guest's speed; drops beside the published ones; goals.
+/// Returns the cost of `predict` for the guest's speed, the drops compared with published ones, and
+/// the goals.
 fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<String>>); 3] {
     let mut paid = Vec::new();
     let cases = document.summary.get("predict_to_fixed").and_then(Value::as_object);
@@ -123,14 +124,14 @@ fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<Strin
     ]
 }
 
-/// A page with the tables and a chart for each case and size of rings.
+/// Returns a page with the tables and a chart for each case and ring size.
 pub fn page(document: &Document) -> String {
-    let mut page = Page::new("vmferry-bench reaper: what finding dirty pages costs the guest");
+    let mut page = Page::new("vmferry-bench reaper: cost of dirty-page tracking for the guest");
     section(&mut page, document);
     page.finish()
 }
 
-/// The same as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     for line in conditions(document) {
         page.note(&line);
@@ -149,7 +150,7 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
     }
     let titles = [
         ("compare", COLUMNS, "Figures"),
-        ("compare", PARTS, "Where the guest's time went, in percent of vCPU time"),
+        ("compare", PARTS, "Lost time of the guest, in percent of vCPU time"),
         ("idle", COLUMNS, "An idle guest"),
     ];
     for (purpose, columns, title) in titles {
@@ -161,8 +162,8 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
         }
     }
     let titles = [
-        "What the better speed costs in migration time: predict to fixed",
-        "Drops beside the published ones",
+        "Cost of the higher speed in migration time: predict to fixed",
+        "Drops compared with published ones",
         "Goals",
     ];
     for (title, (head, rows)) in titles.into_iter().zip(extra_tables(document)) {
@@ -180,7 +181,8 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
     }
 }
 
-/// The cases of a chart: of each case name and size of rings, those with that size and those without rings.
+/// Returns the cases of each chart: for each case name and ring size, the cases with that size and
+/// those without rings.
 fn groups(document: &Document) -> Vec<(&str, u64, Vec<&Case>)> {
     let mut names: Vec<&str> = Vec::new();
     for case in document.with_purpose("compare") {

@@ -1,4 +1,4 @@
-//! `vmferry-bench rtt`: the floor of a remote fault.
+//! Report of `vmferry-bench rtt`: the floor of a remote fault.
 
 use crate::html::Page;
 use crate::json::{Case, Document};
@@ -7,7 +7,7 @@ use crate::tables::{Column, cells, grid, host};
 use comfy_table::Table;
 use serde_json::Value;
 
-/// The columns of the table of cases, behind the mean.
+/// Columns of the table of cases, after the mean.
 const COLUMNS: &[Column] = &[
     ("p50", "p50_us", 1, true),
     ("p99", "p99_us", 1, true),
@@ -21,27 +21,27 @@ const COLUMNS: &[Column] = &[
 ];
 
 /// Explanation of the figures.
-const NOTE: &str = "1 ms between requests, but back to back. / idle: the\nmeans compared. Share: of the shaped link, or of what \
+const NOTE: &str = "1 ms between requests, except back to back. / idle: ratio\nof the means. Share: of the shaped link, or of what \
                     loopback carries unpaced. Other: the second stream; of\nfound-changing, the same stream while its link had \
                     half of its rate.";
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let host = &document.host;
     let mut text = format!(
-        "{} cores, Linux {}, TCP {} unless said otherwise\n",
+        "{} cores, Linux {}, TCP {} unless noted otherwise\n",
         host.cores, host.kernel, host.congestion_control
     );
     text.extend(host.busy_text());
     text.push_str(&cases_table(document).to_string());
-    text.push_str(&format!("\nMedians of rounds, and how far the farthest round lies from them. {NOTE}\n"));
+    text.push_str(&format!("\nMedians of rounds, with the distance of the farthest round. {NOTE}\n"));
     text.push_str(&document.skipped_text());
     floors(document).for_each(|floor| text.push_str(&format!("{floor}\n")));
     text.push_str(&document.failures_text());
     text
 }
 
-/// A line for the floor of each link.
+/// Returns a line for the floor of each link.
 fn floors(document: &Document) -> impl Iterator<Item = String> {
     let links = document.summary.get("links").and_then(Value::as_object).into_iter().flatten();
     links.map(|(link, floor)| {
@@ -74,7 +74,7 @@ fn head_and_rows(document: &Document) -> (Vec<&'static str>, Vec<Vec<String>>) {
     (head, document.cases.iter().filter(|case| case.skipped.is_none()).map(row).collect())
 }
 
-/// The document as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     for line in host(document) {
         page.note(&line);

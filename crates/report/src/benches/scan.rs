@@ -1,4 +1,4 @@
-//! `vmferry-bench scan`: ways through a dirty bitmap.
+//! Report of `vmferry-bench scan`: walks through a dirty bitmap.
 
 use crate::html::Page;
 use crate::json::{Case, Document};
@@ -9,12 +9,12 @@ fn text<'a>(case: &'a Case, param: &str) -> &'a str {
     case.params.get(param).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// A table of some kinds of cases: title, kinds, columns.
+/// Table of some kinds of cases: title, kinds, columns.
 type Kinds = (&'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
 
 const TABLES: [Kinds; 4] = [
     (
-        "Walks: times of others over ours",
+        "Walks: times of other implementations, divided by ours",
         &["bits", "runs"],
         &[
             ("ours us", "ours_us"),
@@ -30,7 +30,7 @@ const TABLES: [Kinds; 4] = [
         ],
     ),
     (
-        "Empty bitmaps, beside reading them",
+        "Empty bitmaps, compared with reading them",
         &["empty"],
         &[
             ("read us", "read_us"),
@@ -50,7 +50,7 @@ const TABLES: [Kinds; 4] = [
         ],
     ),
     (
-        "What keeping a summary costs",
+        "Cost of maintaining a summary",
         &["upkeep"],
         &[
             ("summary ns", "summary_ns"),
@@ -78,7 +78,7 @@ fn head_and_rows(document: &Document, (_, kinds, columns): Kinds) -> (Vec<&'stat
     (head, document.cases.iter().filter(|case| kinds.contains(&text(case, "kind"))).map(row).collect())
 }
 
-/// The document as a part of a page.
+/// Adds the document to a page as a section.
 pub(crate) fn section(page: &mut Page, document: &Document) {
     tables::host(document).iter().for_each(|line| page.note(line));
     page.note(NOTE);
@@ -94,9 +94,9 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
 }
 
 /// Explanation of the tables.
-const NOTE: &str = "Times of others over ours, medians of rounds. roaring: from a log of words; compressed: out of its own form.";
+const NOTE: &str = "Times of other implementations divided by ours, medians of rounds. roaring: from a log of words; compressed: from its own format.";
 
-/// The document as tables for a terminal.
+/// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
     let host = &document.host;
     let scanner = document.summary.get("scanner").and_then(Value::as_str).unwrap_or("unknown");

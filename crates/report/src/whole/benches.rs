@@ -8,10 +8,10 @@ use crate::ranges::{Range, Ranges};
 use crate::svg::Tone;
 use crate::tables;
 
-/// Metric, what it is, whether its axis is logarithmic.
+/// Metric, its description, and whether its axis is logarithmic.
 type Key = (&'static str, &'static str, bool);
 
-/// What is worth a look at once, of each bench.
+/// Key metrics of each bench.
 pub(super) const KEYS: &[(&str, &[Key])] = &[
     (
         "migrate",
@@ -58,10 +58,10 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
     ("density", &[("residue_pct", "residue in %", false), ("work_ms", "work in ms", false)]),
 ];
 
-/// Most rows of a chart; more nobody tells apart.
+/// Maximum number of rows that a reader can distinguish in a chart.
 const MOST_ROWS: usize = 60;
 
-/// The section of one run.
+/// Adds the section of one run.
 pub(super) fn section(page: &mut Page, document: &Document) {
     page.note(&format!("{}, vmferry {}, {}.", document.host.date, document.version, document.host.cpu));
     charts(page, document);
@@ -81,7 +81,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
     });
 }
 
-/// The median of a metric with its extremes.
+/// Returns the median of a metric with its extremes.
 pub(super) fn spread(case: &Case, metric: &str) -> Option<(f64, (f64, f64))> {
     let of = |suffix: &str| case.metrics.get(&format!("{metric}{suffix}")).copied();
     let middle = of("")?;
@@ -106,7 +106,8 @@ fn charts(page: &mut Page, document: &Document) {
     }
 }
 
-/// Ours stands out, what it is compared with has one colour a name.
+/// Returns the colour of a case: a distinct colour for vmferry, and one colour for each compared
+/// program.
 fn tone(name: &str) -> Tone {
     let side = name.rsplit('/').next().unwrap_or(name);
     match side {
@@ -137,7 +138,7 @@ fn summary(document: &Document) -> Vec<Vec<String>> {
     plain.map(|(name, value)| vec![format!("summary/{name}"), text(value), "-".into(), "-".into()]).collect()
 }
 
-/// With as many digits as tell figures apart.
+/// Returns `value` with enough digits to distinguish figures.
 pub(super) fn figure(value: &f64) -> String {
     match value.abs() {
         size if size == 0.0 || size >= 1000.0 => format!("{value:.0}"),

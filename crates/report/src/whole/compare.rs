@@ -1,4 +1,4 @@
-//! Several results side by side.
+//! Comparison of several results.
 
 use super::Named;
 use super::benches::{KEYS, figure, spread};
@@ -10,14 +10,14 @@ use crate::migration::Migration;
 use crate::ranges::{Range, Ranges};
 use crate::svg::Tone;
 
-/// Most migrations whose histograms are drawn over each other.
+/// Maximum number of migrations whose histograms are drawn in one chart.
 const MOST_GROUPS: usize = 4;
-/// Most rows of a chart.
+/// Maximum number of rows of a chart.
 const MOST_ROWS: usize = 60;
-/// Most runs of a bench beside each other.
+/// Maximum number of runs of a bench in one table.
 const MOST_COLUMNS: usize = 12;
 
-/// Figures of a migration that are compared: title, path, how it is written.
+/// Compared figure of a migration: title, value, format.
 type Figure = (&'static str, fn(&Migration) -> Option<f64>, fn(f64) -> String);
 
 const FIGURES: &[Figure] = &[
@@ -41,13 +41,13 @@ fn count(number: usize) -> f64 {
     number as f64
 }
 
-/// Of its speed before, what the guest had during the migration, in percent.
+/// Returns the guest's speed during the migration, in percent of its speed before.
 fn kept(migration: &Migration) -> Option<f64> {
     let before = migration.figure("guest.before_writes_per_s").filter(|before| *before > 0.0)?;
     Some(migration.figure("guest.during_writes_per_s")? / before * 100.0)
 }
 
-/// Tables and charts of several migrations.
+/// Adds tables and charts of several migrations.
 pub(super) fn migrations(page: &mut Page, migrations: &[Named<Migration>]) {
     let head: Vec<&str> = ["migration", "kind", "outcome"]
         .into_iter()
@@ -77,12 +77,12 @@ pub(super) fn migrations(page: &mut Page, migrations: &[Named<Migration>]) {
     if (2..=MOST_GROUPS).contains(&faulted.len()) {
         page.drawing(
             &histogram(&faulted, true).render(),
-            "Postcopy: from a fault to its page, of each migration's faults.",
+            "Postcopy: time from a fault to its page, in percent of the faults of each migration.",
         );
     }
 }
 
-/// Medians and spread of those that are alike and completed.
+/// Adds medians and spread of completed migrations of the same kind.
 fn repeats(page: &mut Page, migrations: &[Named<Migration>]) {
     let mut kinds: Vec<(String, Vec<&Migration>)> = Vec::new();
     for migration in migrations.iter().map(|named| &named.result).filter(|own| own.state == "completed") {
@@ -97,7 +97,7 @@ fn repeats(page: &mut Page, migrations: &[Named<Migration>]) {
         return;
     }
     page.heading("Repeats: medians and spread");
-    page.note("Of the completed ones with the same kind of guest, mode and tracker; in brackets the smallest and the largest.");
+    page.note("Completed migrations with the same kind of guest, mode and tracker. The smallest and the largest value are in brackets.");
     let head: Vec<&str> =
         ["kind", "runs"].into_iter().chain(FIGURES.iter().map(|(title, ..)| *title)).collect();
     let row = |(kind, own): &(String, Vec<&Migration>)| {
@@ -114,14 +114,14 @@ fn repeats(page: &mut Page, migrations: &[Named<Migration>]) {
     page.table(&head, &kinds.iter().map(row).collect::<Vec<Vec<String>>>());
 }
 
-/// A table for each key figure of a bench, with a column for each run.
+/// Adds a table for each key figure of a bench, with a column for each run.
 pub(super) fn benches(page: &mut Page, runs: &[&Named<Document>]) {
     let shown = &runs[..runs.len().min(MOST_COLUMNS)];
     for (index, run) in shown.iter().enumerate() {
         page.note(&format!("Run {}: {} ({})", index + 1, run.name, run.result.host.date));
     }
     if shown.len() < runs.len() {
-        page.note(&format!("{} further runs have no column here.", runs.len() - shown.len()));
+        page.note(&format!("{} further runs are not shown.", runs.len() - shown.len()));
     }
     let mut names: Vec<&str> = Vec::new();
     for case in shown.iter().flat_map(|run| &run.result.cases) {
@@ -135,7 +135,7 @@ pub(super) fn benches(page: &mut Page, runs: &[&Named<Document>]) {
         let row = |name: &&str| {
             let cells: Vec<Option<(f64, (f64, f64))>> =
                 shown.iter().map(|run| spread(case(&run.result, name)?, metric)).collect();
-            // Nothing is compared where only one run has it.
+            // A row needs values of at least two runs.
             (cells.iter().flatten().count() > 1).then(|| {
                 let cells = cells.into_iter().map(|cell| cell.map_or("-".into(), written));
                 [(*name).to_owned()].into_iter().chain(cells).collect()

@@ -1,4 +1,4 @@
-//! One migration: when what was done, how the guest fared, what the downtime was made of.
+//! One migration: its timeline, the guest's speed, and the parts of the downtime.
 
 use crate::bars::{Bars, Group};
 use crate::html::{Page, Share};
@@ -6,12 +6,12 @@ use crate::lanes::{Lane, Lanes, Span};
 use crate::migration::{Migration, Pass};
 use crate::svg::{Chart, Line, Tone};
 
-/// Longer migrations are shown in seconds.
+/// Duration in ms above which a migration is shown in seconds.
 const LONG_MS: f64 = 3000.0;
-/// Most passes in a table.
+/// Maximum number of passes in a table.
 const MOST_PASSES: usize = 40;
 
-/// The section of one migration.
+/// Adds the section of one migration.
 pub(super) fn section(page: &mut Page, migration: &Migration) {
     if let Some(error) = &migration.error {
         page.paragraph(&format!("Ended as {}: {error}", migration.state));
@@ -26,22 +26,25 @@ pub(super) fn section(page: &mut Page, migration: &Migration) {
         page.heading("The guest's speed");
         page.figure(
             &speed(migration, &axis),
-            "Writes to memory that the guest made, by its own count. Shaded: it stood still.",
+            "Memory writes of the guest, by its own count. Shaded: the guest was stopped.",
         );
     }
     if let Some((remaining, rates)) = on_the_way(migration, &axis) {
-        page.heading("On the way");
+        page.heading("Progress");
         page.figure(&remaining, "Pages that were known to be dirty and not yet sent.");
-        page.figure(&rates, "What the guest dirtied (during the pass before) and what went over the link.");
+        page.figure(
+            &rates,
+            "Rate at which the guest dirtied pages (during the previous pass), and rate over the link.",
+        );
     }
     downtime(page, migration);
     predicted(page, migration);
     passes(page, migration);
     if !migration.hist_us.is_empty() {
-        page.heading("How long the guest waited for single pages");
+        page.heading("Time for which the guest waited for single pages");
         page.drawing(
             &histogram(&[("faults", migration)], false).render(),
-            "Postcopy: from a fault to its page. Each bar is a power of two.",
+            "Postcopy: time from a fault to its page. Each bar is a power of two.",
         );
     }
     page.more(&format!("All {} figures", migration.everything.len()), |page| {
@@ -51,7 +54,7 @@ pub(super) fn section(page: &mut Page, migration: &Migration) {
     });
 }
 
-/// `1.5 ms`, `12.3 s`.
+/// Returns a duration such as `1.5 ms` or `12.3 s`.
 pub(super) fn time(ms: f64) -> String {
     match ms {
         ms if ms >= 10_000.0 => format!("{:.1} s", ms / 1e3),
@@ -62,7 +65,7 @@ pub(super) fn time(ms: f64) -> String {
     }
 }
 
-/// `1.50 GiB`.
+/// Returns a size such as `1.50 GiB`.
 pub(super) fn bytes(bytes: f64) -> String {
     let units =
         [(1024f64.powi(4), "TiB"), (1024f64.powi(3), "GiB"), (1024f64.powi(2), "MiB"), (1024.0, "KiB")];
@@ -114,13 +117,13 @@ fn facts(migration: &Migration) -> Vec<(&'static str, String)> {
     facts.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
 }
 
-/// The x axis that all charts of a migration share.
+/// X axis that all charts of a migration share.
 struct Axis {
-    /// What milliseconds are divided by.
+    /// Number of milliseconds in a unit of the axis.
     unit: f64,
     label: &'static str,
     range: (f64, f64),
-    /// When the guest stood still.
+    /// Time ranges in which the guest was stopped.
     still: Vec<(f64, f64)>,
 }
 
@@ -197,7 +200,7 @@ fn timeline(migration: &Migration, axis: &Axis) -> Lanes {
     let lanes = [("phases", spans(phases)), ("passes", passes.collect()), ("compare", spans(verify))];
     let lanes = lanes.into_iter().filter(|(_, spans)| !spans.is_empty());
     Lanes {
-        title: "When what was done".into(),
+        title: "Timeline".into(),
         x_label: axis.label.into(),
         range: axis.range,
         lanes: lanes.map(|(name, spans)| Lane { name: name.into(), spans }).collect(),
@@ -206,7 +209,7 @@ fn timeline(migration: &Migration, axis: &Axis) -> Lanes {
 
 fn timeline_caption(migration: &Migration) -> String {
     let phases = migration.phases.iter().map(|phase| match phase.name.as_str() {
-        "verify" => format!("{} of it comparing pages, which is not counted as downtime", time(phase.ms)),
+        "verify" => format!("{} of comparing pages, which do not count as downtime", time(phase.ms)),
         name => format!("{name} {}", time(phase.ms)),
     });
     let phases: Vec<String> = phases.collect();
@@ -218,7 +221,7 @@ fn speed(migration: &Migration, axis: &Axis) -> Chart {
     axis.chart("The guest before, during and after", "writes per second", vec![line])
 }
 
-/// What is left and the rates, if the migration was watched.
+/// Returns the charts of remaining bytes and of rates, if the migration was sampled.
 fn on_the_way(migration: &Migration, axis: &Axis) -> Option<(Chart, Chart)> {
     let samples = &migration.samples;
     if samples.len() < 2 {
@@ -239,14 +242,14 @@ fn on_the_way(migration: &Migration, axis: &Axis) -> Option<(Chart, Chart)> {
 fn part_name(part: &str) -> String {
     let (name, what) = match part {
         "pause_ms" => ("pause", "until the last vCPU had stopped"),
-        "send_state_ms" => ("send state", "handing the device state over to the link"),
+        "send_state_ms" => ("send state", "passing the device state to the link"),
         "last_harvest_ms" => ("last harvest", "finding the last dirty pages"),
         "list_pages_ms" => ("list pages", "listing the pages that are sent last, or that are missing"),
-        "last_pages_ms" => ("last pages", "sending them"),
-        "target_prepare_ms" => ("target prepare", "what the target does before it loads the state"),
-        "device_state_ms" => ("device state", "saving it here and loading it there"),
-        "commit_ms" => ("commit", "handing the guest over"),
-        "resume_ms" => ("resume", "starting the vCPUs there"),
+        "last_pages_ms" => ("last pages", "sending the last pages"),
+        "target_prepare_ms" => ("target prepare", "preparation of the target before it loads the state"),
+        "device_state_ms" => ("device state", "saving it on the source and loading it on the target"),
+        "commit_ms" => ("commit", "transferring ownership of the guest"),
+        "resume_ms" => ("resume", "starting the vCPUs on the target"),
         other => return other.trim_end_matches("_ms").replace('_', " "),
     };
     format!("{name}: {what}")
@@ -258,7 +261,7 @@ fn downtime(page: &mut Page, migration: &Migration) {
     if known <= 0.0 {
         return;
     }
-    page.heading(&format!("What {} of downtime were made of", time(whole)));
+    page.heading(&format!("Parts of {} of downtime", time(whole)));
     let tones = [Tone::Grey, Tone::Purple, Tone::Blue, Tone::Amber, Tone::Green, Tone::Vermilion];
     let mut from = 0.0;
     let mut share = |name: String, ms: f64, tone| {
@@ -272,15 +275,16 @@ fn downtime(page: &mut Page, migration: &Migration) {
         parts.map(|((part, ms), tone)| share(part_name(part), ms.max(0.0), tone)).collect();
     let rest = whole - known;
     if rest > whole * 0.01 {
-        shares.push(share("the rest: waiting for threads and messages".into(), rest, Tone::Brown));
+        shares.push(share("rest: waiting for threads and messages".into(), rest, Tone::Brown));
     }
     page.shares(&shares);
 }
 
-/// A figure that a plan predicts: what it is called, in the plan, and how it is written.
+/// Predicted figure: name, key in the plan, format.
 type Predicted = (&'static str, &'static str, fn(f64) -> String);
 
-/// What was said before it began, beside what came of it, and what it did by itself.
+/// Adds the predictions of the plan with the real values, and the changes of course during the
+/// migration.
 fn predicted(page: &mut Page, migration: &Migration) {
     let row = |(name, key, text): &Predicted| {
         let of = |end: &str| migration.figure(&format!("plan.predicted.{key}.{end}"));
@@ -298,14 +302,14 @@ fn predicted(page: &mut Page, migration: &Migration) {
         [("total", "total_ms", time), ("downtime", "downtime_ms", time), ("sent", "bytes", bytes)];
     let rows: Vec<Vec<String>> = figures.iter().filter_map(row).collect();
     if !rows.is_empty() {
-        page.heading("Predicted and real");
+        page.heading("Predicted and real values");
         page.table(&["", "predicted", "between", "real", "off by"], &rows);
     }
     let course = migration
         .everything
         .iter()
         .filter(|(path, _)| path.starts_with("course[") && path.ends_with("].why"));
-    course.for_each(|(_, why)| page.paragraph(&format!("Changed its course: {why}")));
+    course.for_each(|(_, why)| page.paragraph(&format!("Changed course: {why}")));
 }
 
 fn passes(page: &mut Page, migration: &Migration) {
@@ -336,7 +340,8 @@ fn passes(page: &mut Page, migration: &Migration) {
     }
 }
 
-/// How long faults took; of several migrations in percent, or else they could not be compared.
+/// Returns the histogram of fault durations. For several migrations, the values are in percent, so
+/// that they can be compared.
 pub(super) fn histogram(migrations: &[(&str, &Migration)], share: bool) -> Bars {
     let bounds = migrations
         .iter()
@@ -358,7 +363,7 @@ pub(super) fn histogram(migrations: &[(&str, &Migration)], share: bool) -> Bars 
     });
     Bars {
         title: "Waits for a page".into(),
-        x_label: "a wait, in microseconds".into(),
+        x_label: "duration of a wait, in microseconds".into(),
         y_label: if share { "% of faults" } else { "faults" }.into(),
         groups: groups.collect(),
         bounds: bounds.iter().map(|bound| float(bound / 2)).chain([float(high)]).collect(),

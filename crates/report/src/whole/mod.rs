@@ -1,4 +1,4 @@
-//! Any number of results on one page.
+//! Page with any number of results.
 
 mod benches;
 mod compare;
@@ -10,14 +10,14 @@ use super::input::Found;
 use super::migration::Migration;
 use crate::json::Document;
 
-/// A result and what the page calls it.
+/// Result with its name on the page.
 #[derive(Debug, Clone)]
 struct Named<T> {
     name: String,
     result: T,
 }
 
-/// The page of some results, each with the name of its file.
+/// Returns the page of some results, each with the name of its file.
 pub fn page(results: Vec<(String, Found)>) -> String {
     let (mut migrations, mut benches) = (Vec::new(), Vec::new());
     for (name, found) in results {
@@ -50,14 +50,15 @@ pub fn page(results: Vec<(String, Found)>) -> String {
     page.finish()
 }
 
-/// Adds a migration, to its own recording if that is already there: `--json` and `--events` of one are one.
+/// Adds a migration, or merges it with its own recording: the files of `--json` and `--events` of
+/// one migration are one result.
 fn take(migrations: &mut Vec<Named<Migration>>, name: String, migration: Migration) {
     let same = |known: &&mut Named<Migration>| !migration.id.is_empty() && known.result.id == migration.id;
     let Some(known) = migrations.iter_mut().find(same) else {
         migrations.push(Named { name, result: migration });
         return;
     };
-    // The document with more to say is kept; the other's samples are all that it may lack.
+    // Keep the document with more values, and take the samples of the other one if it has none.
     let (mut keep, rest) = if migration.everything.len() > known.result.everything.len() {
         (migration, std::mem::take(&mut known.result))
     } else {
@@ -75,7 +76,7 @@ fn take(migrations: &mut Vec<Named<Migration>>, name: String, migration: Migrati
     }
 }
 
-/// Results of one file get numbers.
+/// Numbers the results of one file.
 fn number<T>(results: &mut [Named<T>]) {
     let names: Vec<String> = results.iter().map(|own| own.name.clone()).collect();
     for (index, own) in results.iter_mut().enumerate() {
@@ -97,7 +98,7 @@ fn title(migrations: &[Named<Migration>], benches: &[Named<Document>]) -> String
     format!("vmferry: {}", parts.join(" and "))
 }
 
-/// The runs of each bench, in the order in which the benches come up.
+/// Returns the runs of each bench, in the order of the first run of each bench.
 fn by_kind(benches: &[Named<Document>]) -> Vec<(&str, Vec<&Named<Document>>)> {
     let mut kinds: Vec<(&str, Vec<&Named<Document>>)> = Vec::new();
     for bench in benches {

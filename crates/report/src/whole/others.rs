@@ -1,4 +1,4 @@
-//! Benches that have no page of their own: a table of what matters, as each of them calls it.
+//! Benches without their own page: a table of their key figures.
 
 use super::benches::figure;
 use crate::html::Page;
@@ -7,10 +7,10 @@ use crate::{plain, tables};
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Title, and which metric or parameter.
+/// Title, and name of the metric or parameter.
 type Column = (&'static str, &'static str);
 
-/// What is shown of each bench.
+/// Columns of each bench.
 const COLUMNS: &[(&str, &[Column])] = &[
     (
         "plan",
@@ -69,17 +69,17 @@ const COLUMNS: &[(&str, &[Column])] = &[
     ),
 ];
 
-/// Most columns for a bench that is not known here; more fit on no page.
+/// Maximum number of columns for an unknown bench, so that the table fits on a page.
 const MOST_COLUMNS: usize = 8;
 
-/// The tables of one run.
+/// Adds the tables of one run.
 pub(super) fn section(page: &mut Page, document: &Document) {
     tables::host(document).iter().for_each(|line| page.note(line));
     let columns: Vec<(String, String)> = match COLUMNS.iter().find(|(bench, _)| *bench == document.bench) {
         Some((_, columns)) => columns.iter().map(|(title, name)| ((*title).into(), (*name).into())).collect(),
         None => common(document).into_iter().map(|name| (name.clone(), name)).collect(),
     };
-    // Those that nobody has are left out.
+    // Columns without any value are omitted.
     let columns: Vec<_> = columns
         .into_iter()
         .filter(|(_, name)| document.cases.iter().any(|case| cell(case, name).is_some()))
@@ -106,7 +106,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
     plain::remarks(page, document);
 }
 
-/// What is said of all cases together.
+/// Adds the summary of all cases.
 fn summary(page: &mut Page, document: &Document) {
     let text = |value: &Value| match value {
         Value::String(text) => Some(text.clone()),
@@ -120,7 +120,7 @@ fn summary(page: &mut Page, document: &Document) {
     }
 }
 
-/// The metrics that most cases have, the extremes of others left out.
+/// Returns the metrics that most cases have, without extremes.
 fn common(document: &Document) -> Vec<String> {
     let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
     for name in document.cases.iter().flat_map(|case| case.metrics.keys()) {
@@ -133,7 +133,7 @@ fn common(document: &Document) -> Vec<String> {
     names.into_iter().take(MOST_COLUMNS).map(|(name, _)| name.clone()).collect()
 }
 
-/// A metric, or a parameter.
+/// Returns the text of a metric or of a parameter.
 fn cell(case: &Case, name: &str) -> Option<String> {
     if let Some(value) = case.metrics.get(name) {
         return Some(match name {
@@ -147,7 +147,7 @@ fn cell(case: &Case, name: &str) -> Option<String> {
     }
 }
 
-/// A number, and a count without decimals.
+/// Returns a number, without decimals if it is whole.
 fn short(value: f64) -> String {
     if value.fract() == 0.0 && value.abs() < 1e15 { format!("{value:.0}") } else { figure(&value) }
 }

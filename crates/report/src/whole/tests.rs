@@ -1,4 +1,4 @@
-//! Pages of real and of hostile results.
+//! Tests with pages of real and of hostile results.
 
 use super::*;
 use crate::input;
@@ -31,7 +31,8 @@ fn migration(id: &str, text: &str) -> Value {
     })
 }
 
-/// Every element is closed, in its order; attributes are quoted. Enough of XML for what maud and our SVG write.
+/// Checks that every element is closed, in order, and that attributes are quoted. Covers the part
+/// of XML that maud and this crate's SVG use.
 fn well_formed(page: &str) {
     const VOID: [&str; 2] = ["meta", "!DOCTYPE"];
     let mut open: Vec<&str> = Vec::new();
@@ -77,7 +78,7 @@ fn alone(page: &str) {
 }
 
 #[test]
-fn a_migration_is_shown_with_every_value() {
+fn page_of_a_migration_has_every_value() {
     let value = migration("ab", "running");
     let page = page(vec![("one.json".into(), found(&value))]);
     well_formed(&page);
@@ -109,14 +110,14 @@ fn a_migration_is_shown_with_every_value() {
         "<polyline",
         "switchover 13.8 ms",
         "+16 %",
-        "Changed its course: it does not converge",
+        "Changed course: it does not converge",
     ] {
         assert!(page.contains(part), "{part} is not in {page}");
     }
 }
 
 #[test]
-fn names_from_files_stay_text() {
+fn names_from_files_are_escaped() {
     let hostile = "</td><script>alert(1)</script>\"'&\u{0}";
     let value = migration(hostile, hostile);
     let page = page(vec![(hostile.into(), found(&value)), ("b".into(), found(&migration("x", "y")))]);
@@ -137,7 +138,7 @@ fn repeats_are_compared_with_their_spread() {
 }
 
 #[test]
-fn the_json_and_the_events_of_one_migration_are_one() {
+fn json_and_events_of_one_migration_are_merged() {
     let folder = tempfile::tempdir().unwrap();
     let events = folder.path().join("events");
     let line = |ms: u64| {
@@ -157,8 +158,9 @@ fn the_json_and_the_events_of_one_migration_are_one() {
 }
 
 #[test]
-fn what_is_for_telephones_is_not_for_paper() {
-    // A sheet may be narrower than the width below which charts keep theirs and scroll: there they would be cut off.
+fn styles_for_narrow_screens_do_not_apply_to_print() {
+    // A sheet of paper may be narrower than the width below which charts keep their width and
+    // scroll. On paper, the charts would be cut off.
     let page = page(vec![("one.json".into(), found(&migration("ab", "running")))]);
     let queries: Vec<&str> =
         page.match_indices("@media").map(|(at, _)| page[at..].split('{').next().unwrap()).collect();
@@ -166,7 +168,7 @@ fn what_is_for_telephones_is_not_for_paper() {
     for query in queries {
         assert!(query.contains("screen") || query == "@media print", "{query}");
     }
-    // Higher than a page a chart would push its heading away, or be cut.
+    // A chart that is higher than a page would be separated from its heading, or be cut.
     assert!(page.contains("max-height:20cm"));
     assert!(page.contains("<table class=\"few\"><thead><tr><th>pass"), "{page}");
 }
@@ -181,7 +183,7 @@ fn archived() -> Vec<PathBuf> {
 }
 
 #[test]
-fn every_archived_run_has_its_part() {
+fn every_archived_run_has_a_section() {
     let mut kinds = std::collections::BTreeSet::new();
     let mut results = Vec::new();
     for path in archived() {
@@ -192,7 +194,7 @@ fn every_archived_run_has_its_part() {
                 for case in &document.cases {
                     assert!(page.contains(&crate::escape(&case.name)), "{} of {path:?}", case.name);
                 }
-                // What is printed: without the list of all figures.
+                // The printed part: without the list of all figures.
                 let printed = page.split("<details>").next().unwrap();
                 assert!(printed.contains("<thead>"), "{path:?} has no table");
                 assert!(!printed.contains("Medians of 0 rounds"), "{path:?}");
@@ -210,7 +212,7 @@ fn every_archived_run_has_its_part() {
 }
 
 #[test]
-fn a_bench_of_another_version_and_absurd_figures_are_shown_too() {
+fn benches_of_other_versions_and_absurd_figures_are_shown() {
     let host = json!({"cpu": "x", "cores": 1, "memory_bytes": 1, "kernel": "6", "kvm": "none", "qemu": null,
         "congestion_control": "bbr", "thp": "never", "load_1m": 0.0, "date": "2026"});
     for bench in [
