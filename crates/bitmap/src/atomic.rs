@@ -98,7 +98,7 @@ impl AtomicBitmap {
     /// already.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     pub fn set(&self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
         let (word, bit) = place(page);
@@ -144,7 +144,7 @@ impl AtomicBitmap {
     /// written the pages already.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     pub fn set_range(&self, range: Range<u64>) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         for_each_word(range, |word, mask| {
@@ -155,7 +155,7 @@ impl AtomicBitmap {
     /// Clears `page` and returns whether it was marked.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     pub fn test_and_clear(&self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
         let (word, bit) = place(page);
@@ -165,7 +165,7 @@ impl AtomicBitmap {
     /// Returns whether `page` is marked at the moment of the call.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     #[must_use]
     pub fn test(&self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
@@ -183,7 +183,7 @@ impl AtomicBitmap {
     /// Moves every mark into `into` and returns the number of moved marks.
     ///
     /// # Panics
-    /// If the lengths differ.
+    /// Panics if the lengths differ.
     pub fn harvest(&self, into: &mut Bitmap) -> u64 {
         assert_eq!(self.len, into.len(), "bitmaps of the same region");
         let mut moved = 0;

@@ -58,7 +58,7 @@ impl ClaimBitmap {
     /// Returns whether the bitmap still has a page of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     #[must_use]
     pub fn any(&self, range: Range<u64>) -> bool {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -85,7 +85,7 @@ impl ClaimBitmap {
     /// them. Bit `i` of `wanted` and of the result is page `first + i`.
     ///
     /// # Panics
-    /// If `first` is not a multiple of 64.
+    /// Panics if `first` is not a multiple of 64.
     pub fn take_64(&self, first: u64, wanted: u64) -> u64 {
         assert!(first.is_multiple_of(64), "page {first} begins no word");
         let (word, _) = place(first);
@@ -104,7 +104,7 @@ impl ClaimBitmap {
     /// i`.
     ///
     /// # Panics
-    /// If `first` is not a multiple of 64, or a page lies beyond the end.
+    /// Panics if `first` is not a multiple of 64, or a page lies beyond the end.
     pub fn give_64(&self, first: u64, pages: u64) {
         if pages == 0 {
             return;
@@ -124,7 +124,7 @@ impl ClaimBitmap {
     /// now.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     pub fn take_range(&self, range: Range<u64>) -> (u64, bool) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         let mut taken = 0;

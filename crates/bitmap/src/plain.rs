@@ -57,7 +57,7 @@ impl Bitmap {
     /// Returns whether `page` is set.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     #[must_use]
     pub fn test(&self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
@@ -68,7 +68,7 @@ impl Bitmap {
     /// Sets `page` and returns whether it was set before.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     pub fn set(&mut self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
         let (word, bit) = place(page);
@@ -80,7 +80,7 @@ impl Bitmap {
     /// Clears `page` and returns whether it was set before.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     pub fn test_and_clear(&mut self, page: u64) -> bool {
         assert!(page < self.len, "page {page} of {}", self.len);
         let (word, bit) = place(page);
@@ -92,7 +92,7 @@ impl Bitmap {
     /// Sets every page of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     pub fn set_range(&mut self, range: Range<u64>) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         for_each_part(range, |part| match part {
@@ -104,7 +104,7 @@ impl Bitmap {
     /// Clears every page of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     pub fn clear_range(&mut self, range: Range<u64>) {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         for_each_part(range, |part| match part {
@@ -127,7 +127,7 @@ impl Bitmap {
     /// Returns the number of set pages in `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     #[must_use]
     pub fn count_range(&self, range: Range<u64>) -> u64 {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -142,7 +142,7 @@ impl Bitmap {
     /// Adds the pages of `other` to the set.
     ///
     /// # Panics
-    /// If the lengths differ.
+    /// Panics if the lengths differ.
     pub fn union(&mut self, other: &Self) {
         self.union_range(0..self.len, other);
     }
@@ -150,7 +150,7 @@ impl Bitmap {
     /// Removes the pages of `other` from the set.
     ///
     /// # Panics
-    /// If the lengths differ.
+    /// Panics if the lengths differ.
     pub fn subtract(&mut self, other: &Self) {
         self.subtract_range(0..self.len, other);
     }
@@ -158,7 +158,7 @@ impl Bitmap {
     /// Adds the pages of `range` that are set in `other`.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond `len`.
+    /// Panics if the lengths differ or `range` ends beyond `len`.
     pub fn union_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -173,7 +173,7 @@ impl Bitmap {
     /// Removes the pages of `range` that are set in `other`.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond `len`.
+    /// Panics if the lengths differ or `range` ends beyond `len`.
     pub fn subtract_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -188,7 +188,7 @@ impl Bitmap {
     /// state.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond `len`.
+    /// Panics if the lengths differ or `range` ends beyond `len`.
     pub fn retain_range(&mut self, range: Range<u64>, other: &Self) {
         assert_eq!(self.len, other.len, "bitmaps of the same region");
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -206,7 +206,7 @@ impl Bitmap {
     /// ignored.
     ///
     /// # Panics
-    /// If the log has words beyond the last word of this bitmap.
+    /// Panics if the log has words beyond the last word of this bitmap.
     pub fn union_words_at(&mut self, first: usize, log: &[u64]) {
         let into = &mut self.words[first..first + log.len()];
         Scanner::best().work(Or { into, from: log });
@@ -217,7 +217,7 @@ impl Bitmap {
     /// ignored.
     ///
     /// # Panics
-    /// If the bitmap has no such word.
+    /// Panics if the bitmap has no such word.
     pub fn union_word(&mut self, word: usize, bits: u64) {
         self.words[word] |= bits;
         if word + 1 == self.words.len() {
@@ -239,7 +239,7 @@ impl Bitmap {
     /// `len` are ignored.
     ///
     /// # Panics
-    /// If the log has words beyond the last word of this bitmap.
+    /// Panics if the log has words beyond the last word of this bitmap.
     pub fn merge_words(&mut self, first: usize, log: &[u64], each: impl FnMut(Range<u64>)) {
         let into = &mut self.words[first..first + log.len()];
         let ends = first + log.len() == words_for(self.len);
@@ -257,7 +257,7 @@ impl Bitmap {
     /// the ends of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     #[must_use]
     pub fn runs_in(&self, range: Range<u64>) -> Runs<'_> {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
@@ -279,7 +279,7 @@ impl Bitmap {
     /// Returns an iterator over the set pages of `range`, in order.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     #[must_use]
     pub fn bits_in(&self, range: Range<u64>) -> Bits<'_> {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);

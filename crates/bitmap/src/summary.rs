@@ -87,7 +87,7 @@ impl SummaryBitmap {
     /// Returns whether `page` is set.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     #[must_use]
     pub fn test(&self, page: u64) -> bool {
         self.flat.test(page)
@@ -96,7 +96,7 @@ impl SummaryBitmap {
     /// Sets `page` and returns whether it was set before.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     pub fn set(&mut self, page: u64) -> bool {
         let was = self.flat.set(page);
         self.summary.set(page / BLOCK_PAGES);
@@ -106,7 +106,7 @@ impl SummaryBitmap {
     /// Clears `page` and returns whether it was set before.
     ///
     /// # Panics
-    /// If `page >= len`.
+    /// Panics if `page >= len`.
     pub fn test_and_clear(&mut self, page: u64) -> bool {
         self.flat.test_and_clear(page)
     }
@@ -114,7 +114,7 @@ impl SummaryBitmap {
     /// Sets every page of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     pub fn set_range(&mut self, range: Range<u64>) {
         self.flat.set_range(range.clone());
         if !range.is_empty() {
@@ -125,7 +125,7 @@ impl SummaryBitmap {
     /// Clears every page of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     pub fn clear_range(&mut self, range: Range<u64>) {
         assert!(range.end <= self.len(), "range {range:?} of {}", self.len());
         if range.is_empty() {
@@ -160,7 +160,7 @@ impl SummaryBitmap {
     /// Returns the number of set pages in `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     #[must_use]
     pub fn count_range(&self, range: Range<u64>) -> u64 {
         assert!(range.end <= self.len(), "range {range:?} of {}", self.len());
@@ -170,7 +170,7 @@ impl SummaryBitmap {
     /// Adds the pages of `other` to the set.
     ///
     /// # Panics
-    /// If the lengths differ.
+    /// Panics if the lengths differ.
     pub fn union(&mut self, other: &Self) {
         assert_eq!(self.len(), other.len(), "bitmaps of the same region");
         for pages in other.parts(0..other.len()) {
@@ -182,7 +182,7 @@ impl SummaryBitmap {
     /// Removes the pages of `other` from the set.
     ///
     /// # Panics
-    /// If the lengths differ.
+    /// Panics if the lengths differ.
     pub fn subtract(&mut self, other: &Self) {
         assert_eq!(self.len(), other.len(), "bitmaps of the same region");
         for pages in other.parts(0..other.len()) {
@@ -194,7 +194,7 @@ impl SummaryBitmap {
     /// state.
     ///
     /// # Panics
-    /// If the lengths differ or `range` ends beyond `len`.
+    /// Panics if the lengths differ or `range` ends beyond `len`.
     pub fn retain_range(&mut self, range: Range<u64>, other: &Self) {
         assert!(range.end <= self.len(), "range {range:?} of {}", self.len());
         let Self { flat, summary } = self;
@@ -208,7 +208,7 @@ impl SummaryBitmap {
     /// `len` are ignored.
     ///
     /// # Panics
-    /// If the log has words beyond the last word of this bitmap.
+    /// Panics if the log has words beyond the last word of this bitmap.
     pub fn union_words(&mut self, first: usize, log: &[u64]) {
         let (scanner, mut batch) = (Scanner::best(), Batch::new(log));
         // The blocks of the log must be aligned to the blocks of the summary.
@@ -230,7 +230,7 @@ impl SummaryBitmap {
     /// runs of the pages that were not set before, in order.
     ///
     /// # Panics
-    /// If the log has words beyond the last word of this bitmap.
+    /// Panics if the log has words beyond the last word of this bitmap.
     pub fn merge_words(&mut self, first: usize, log: &[u64], mut each: impl FnMut(Range<u64>)) {
         let Self { flat, summary } = self;
         let mut last = None;
@@ -255,7 +255,7 @@ impl SummaryBitmap {
     /// the ends of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond `len`.
+    /// Panics if `range` ends beyond `len`.
     #[must_use]
     pub fn runs_in(&self, range: Range<u64>) -> SummaryRuns<'_> {
         assert!(range.end <= self.len(), "range {range:?} of {}", self.len());

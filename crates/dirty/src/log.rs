@@ -185,7 +185,7 @@ impl KvmLogTracker {
     /// Creates a tracker for all memory `slots` of the VM with the descriptor `vm`.
     ///
     /// # Errors
-    /// If a slot is not whole pages, or its marks have another length.
+    /// Returns an error if a slot is not whole pages, or its marks have another length.
     ///
     /// # Safety
     /// `vm` is the descriptor of a KVM VM and stays open for as long as the `Arc` lives. Each of

@@ -34,7 +34,7 @@ impl RatePoint {
 /// that are complete. The guest continues to run, and pays one fault for each page that it writes.
 ///
 /// # Errors
-/// If the tracker fails.
+/// Returns an error if the tracker fails.
 pub fn measure(
     tracker: &mut dyn DirtyTracker,
     memory: &dyn GuestMemory,

@@ -35,8 +35,9 @@ pub fn prepare() {
 /// are read instead (they do not identify the zero page).
 ///
 /// # Errors
-/// If `run` is not in the region, `touched` does not have the length of the region, or the host
-/// does not report the pages. Pages that were added before the error stay in `touched`.
+/// Returns an error if `run` is not in the region, `touched` does not have the length of the
+/// region, or the host does not report the pages. Pages that were added before the error stay in
+/// `touched`.
 pub fn touched(region: &MappedRegion, run: PageRun, touched: &mut Bitmap) -> Result<(), TrackerError> {
     let span = region.span_of(run)?;
     if touched.len() != region.pages() {

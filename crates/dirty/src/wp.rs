@@ -94,7 +94,7 @@ impl WpTracker {
     /// started.
     ///
     /// # Errors
-    /// If a region is not whole pages, or its marks have another length.
+    /// Returns an error if a region is not whole pages, or its marks have another length.
     pub fn new(regions: Vec<MappedRegion>) -> Result<Self, TrackerError> {
         regions.iter().try_for_each(MappedRegion::check)?;
         Ok(Self { regions, runs: Vec::new(), active: None })

@@ -171,7 +171,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Returns an [`Error`] that names the refused request.
     ///
     /// # Panics
-    /// If the options have no vCPUs.
+    /// Panics if the options have no vCPUs.
     ///
     /// # Safety
     /// `vm` has no vCPUs, and the caller creates none. A vCPU that outlives this value could write
@@ -215,7 +215,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Returns [`Error::Thread`] if the host cannot start a thread. Drop the guest in this case.
     ///
     /// # Panics
-    /// If the vCPUs already have threads.
+    /// Panics if the vCPUs already have threads.
     pub fn spawn<H>(&mut self, mut handler: impl FnMut(u32) -> H) -> Result<()>
     where
         H: FnMut(VcpuExit<'_>) -> ControlFlow<E> + Send + 'static,
@@ -305,7 +305,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// handler has panicked.
     ///
     /// # Panics
-    /// If the guest has no such vCPU.
+    /// Panics if the guest has no such vCPU.
     pub fn vcpu(&self, cpu: u32) -> Result<MutexGuard<'_, VcpuFd>> {
         match self.vcpus[cpu as usize].fd.try_lock() {
             Ok(vcpu) => Ok(vcpu),
@@ -333,7 +333,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// uses dirty rings if the VM has them, and otherwise KVM's dirty log.
     ///
     /// # Errors
-    /// If this VM has no tracker of this `kind`.
+    /// Returns an error if this VM has no tracker of this `kind`.
     pub fn tracker(&self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         match (kind, &self.rings) {
             (None | Some(TrackerKind::Ring), Some(rings)) => Ok(Box::new(RingTracker::new(rings))),
@@ -348,7 +348,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Throttles the vCPUs, for [`SourceVm::throttle`](vmferry_core::SourceVm::throttle).
     ///
     /// # Errors
-    /// If the host cannot start the thread of the throttle.
+    /// Returns an error if the host cannot start the thread of the throttle.
     pub fn throttle(&self, shares: &[f64]) -> io::Result<()> {
         self.throttle.set(shares)
     }
@@ -417,7 +417,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Returns [`Error::State`] if KVM refuses a part of the state. Loading can be retried.
     ///
     /// # Panics
-    /// If the state has another number of vCPUs.
+    /// Panics if the state has another number of vCPUs.
     pub fn load(&mut self, state: GuestState) -> Result<()> {
         assert_eq!(state.vcpus.len(), self.vcpus.len(), "the state has another number of vCPUs");
         for (cpu, (vcpu, saved)) in (0..).zip(self.vcpus.iter_mut().zip(&state.vcpus)) {

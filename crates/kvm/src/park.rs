@@ -154,7 +154,7 @@ impl<E: Clone> VcpuPark<E> {
     /// until the returned value is dropped, which records that the thread has ended.
     ///
     /// # Panics
-    /// If the park has no such vCPU.
+    /// Panics if the park has no such vCPU.
     pub fn enter(self: &Arc<Self>, cpu: usize) -> VcpuRunner<E> {
         kick::unblock_for_this_thread();
         let mut entries = self.lock();

@@ -67,8 +67,8 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// all further vCPUs. With zeros, all vCPUs run freely.
     ///
     /// # Errors
-    /// If the host cannot start the thread that brings vCPUs out of the guest. All vCPUs then run
-    /// freely.
+    /// Returns an error if the host cannot start the thread that brings vCPUs out of the guest. All
+    /// vCPUs then run freely.
     pub fn set(&self, shares: &[f64]) -> io::Result<()> {
         let mut nudger = lock(&self.nudger);
         if !self.shared.set(shares) {

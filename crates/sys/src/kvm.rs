@@ -121,7 +121,7 @@ pub fn log_words(len: u64) -> usize {
 /// Returns the modes of manual protection that this VM offers.
 ///
 /// # Errors
-/// If `vm` is not a VM.
+/// Returns an error if `vm` is not a VM.
 pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysError> {
     let offered = check_extension(vm, CAP_MANUAL_PROTECT)?;
     Ok(ManualProtect(offered & (ManualProtect::ENABLE | ManualProtect::INITIALLY_SET)))
@@ -131,7 +131,7 @@ pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysEr
 /// [`manual_protect_offered`].
 ///
 /// # Errors
-/// If KVM does not offer `flags`.
+/// Returns an error if KVM does not offer `flags`.
 pub fn enable_manual_protect(vm: BorrowedFd<'_>, flags: ManualProtect) -> Result<(), SysError> {
     let what = (CAP_MANUAL_PROTECT, "KVM_ENABLE_CAP(MANUAL_DIRTY_LOG_PROTECT2)");
     enable_cap(vm, what, flags.0, || "the VM".to_owned(), common)
@@ -164,8 +164,8 @@ pub(crate) fn enable_cap(
 /// Sets the flags of a slot to `spec.flags`, plus [`MEM_LOG_DIRTY_PAGES`] if `log` is true.
 ///
 /// # Errors
-/// If KVM refuses: the address or the length of the slot differs from `spec`, or the host has not
-/// enough memory for the log.
+/// Returns an error if KVM refuses: the address or the length of the slot differs from `spec`, or
+/// the host has not enough memory for the log.
 ///
 /// # Safety
 /// `spec` describes an existing slot of this VM. If the slot does not exist, KVM creates it, and
@@ -270,7 +270,7 @@ pub fn clear_dirty_log(
 /// describes them (section 4.104).
 ///
 /// # Errors
-/// If this KVM has fewer banks or does not have all of the capabilities.
+/// Returns an error if this KVM has fewer banks or does not have all of the capabilities.
 pub fn setup_machine_checks(vcpu: BorrowedFd<'_>, mut mcg_cap: u64) -> Result<(), SysError> {
     // SAFETY: the request reads one number and sets registers of the guest.
     if unsafe { call(vcpu, X86_SETUP_MCE, &mut mcg_cap) } < 0 {

@@ -22,7 +22,7 @@ pub enum LockKind {
 /// a conflicting lock.
 ///
 /// # Errors
-/// If the file or its file system cannot be locked.
+/// Returns an error if the file or its file system cannot be locked.
 pub fn try_lock(file: BorrowedFd<'_>, kind: LockKind) -> Result<bool, SysError> {
     let kind = match kind {
         LockKind::Shared => libc::F_RDLCK,
@@ -38,7 +38,7 @@ pub fn try_lock(file: BorrowedFd<'_>, kind: LockKind) -> Result<bool, SysError> 
 /// Releases the lock of `file`, if it has one.
 ///
 /// # Errors
-/// If the file system fails.
+/// Returns an error if the file system fails.
 pub fn unlock(file: BorrowedFd<'_>) -> Result<(), SysError> {
     set(file, libc::F_UNLCK)
 }

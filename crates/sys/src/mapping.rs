@@ -10,7 +10,8 @@ use std::ops::Range;
 /// by the kernel's collapsing of small pages.
 ///
 /// # Errors
-/// If not all of `span` is mapped. `EINVAL` means that the kernel has no transparent huge pages.
+/// Returns an error if not all of `span` is mapped. `EINVAL` means that the kernel has no
+/// transparent huge pages.
 pub fn allow_huge_pages(span: Range<u64>, allow: bool) -> Result<(), SysError> {
     let (call, advice) = if allow {
         ("madvise(MADV_HUGEPAGE)", libc::MADV_HUGEPAGE)
@@ -25,8 +26,8 @@ pub fn allow_huge_pages(span: Range<u64>, allow: bool) -> Result<(), SysError> {
 /// pages are missing afterwards, and read as zeros unless a userfaultfd handles their faults.
 ///
 /// # Errors
-/// If not all of `span` is mapped, or a page is locked (`mlock`). Pages at lower addresses than the
-/// failing one may have been dropped.
+/// Returns an error if not all of `span` is mapped, or a page is locked (`mlock`). Pages at lower
+/// addresses than the failing one may have been dropped.
 ///
 /// # Safety
 /// The caller owns the content of `span`, which is private and anonymous memory, and no Rust
@@ -45,8 +46,8 @@ pub unsafe fn drop_pages(span: Range<u64>) -> Result<(), SysError> {
 /// The file keeps the pages, and an access maps them again.
 ///
 /// # Errors
-/// If not all of `span` is mapped, or a page is locked (`mlock`). Also before Linux 5.18, which
-/// cannot remove huge pages this way.
+/// Returns an error if not all of `span` is mapped, or a page is locked (`mlock`). Also before
+/// Linux 5.18, which cannot remove huge pages this way.
 ///
 /// # Safety
 /// `span` is a shared mapping of a file (for private memory the call would drop the content), and

@@ -14,7 +14,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 /// holes: all of it counts as data. The call moves the file offset, which mappings do not use.
 ///
 /// # Errors
-/// If `file` does not support the search for data.
+/// Returns an error if `file` does not support the search for data.
 pub fn data_ranges(
     file: BorrowedFd<'_>,
     within: Range<u64>,
@@ -46,7 +46,7 @@ pub fn data_ranges(
 /// part of it. The part is then overwritten with zeros and is not missing.
 ///
 /// # Errors
-/// If `file` is not a file with pages to drop, or is sealed against writes.
+/// Returns an error if `file` is not a file with pages to drop, or is sealed against writes.
 pub fn punch(file: BorrowedFd<'_>, within: Range<u64>) -> Result<bool, SysError> {
     erase(file, within.clone())?;
     Ok(seek(file, within.start, libc::SEEK_DATA)?.is_none_or(|data| data >= within.end))
@@ -76,7 +76,7 @@ pub fn erase(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
 /// Without this call, an access to a page that the host cannot allocate raises SIGBUS.
 ///
 /// # Errors
-/// If the host has no free pages.
+/// Returns an error if the host has no free pages.
 pub fn populate(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
     use rustix::fs::FallocateFlags;
     loop {

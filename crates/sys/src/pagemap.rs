@@ -104,7 +104,7 @@ impl Pagemap {
     /// Opens the pagemap of this process.
     ///
     /// # Errors
-    /// If /proc is not mounted or the kernel has no pagemap.
+    /// Returns an error if /proc is not mounted or the kernel has no pagemap.
     pub fn open() -> Result<Self, SysError> {
         need_small_pages("open of /proc/self/pagemap")?;
         let path = "/proc/self/pagemap";
@@ -121,7 +121,8 @@ impl Pagemap {
     /// use the open file.
     ///
     /// # Errors
-    /// If /proc is not mounted or the kernel has no pagemap. The next call tries again.
+    /// Returns an error if /proc is not mounted or the kernel has no pagemap. The next call tries
+    /// again.
     pub fn own() -> Result<&'static Self, SysError> {
         static OWN: OnceLock<Pagemap> = OnceLock::new();
         if let Some(own) = OWN.get() {
@@ -208,7 +209,7 @@ impl Pagemap {
     /// function is slower, because it reads 8 bytes for each page.
     ///
     /// # Errors
-    /// If the pagemap cannot be read.
+    /// Returns an error if the pagemap cannot be read.
     pub fn for_each_populated_entry(
         &self,
         span: Range<u64>,

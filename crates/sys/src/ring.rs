@@ -100,7 +100,7 @@ impl fmt::Display for RingEntries {
 /// rings.
 ///
 /// # Errors
-/// If `vm` is not a VM.
+/// Returns an error if `vm` is not a VM.
 pub fn largest(vm: BorrowedFd<'_>) -> Result<Option<RingEntries>, SysError> {
     let bytes = match check_extension(vm, CAP_RING_ACQ_REL)? {
         0 => check_extension(vm, CAP_RING)?,
@@ -113,7 +113,8 @@ pub fn largest(vm: BorrowedFd<'_>) -> Result<Option<RingEntries>, SysError> {
 /// permanent: `KVM_GET_DIRTY_LOG` is refused from then on.
 ///
 /// # Errors
-/// If KVM refuses: the VM already has vCPUs or rings, or this host does not allow `entries`.
+/// Returns an error if KVM refuses: the VM already has vCPUs or rings, or this host does not allow
+/// `entries`.
 pub fn enable(vm: BorrowedFd<'_>, entries: RingEntries) -> Result<(), SysError> {
     need_small_pages("KVM_ENABLE_CAP(DIRTY_LOG_RING)")?;
     let cap = if check_extension(vm, CAP_RING_ACQ_REL)? != 0 { CAP_RING_ACQ_REL } else { CAP_RING };
@@ -205,7 +206,7 @@ impl DirtyRing {
     /// if the descriptor is closed.
     ///
     /// # Errors
-    /// If `vcpu` is not a vCPU, or its ring is smaller.
+    /// Returns an error if `vcpu` is not a vCPU, or its ring is smaller.
     pub fn map(vcpu: BorrowedFd<'_>, entries: RingEntries) -> Result<Self, SysError> {
         let failed = |source: std::io::Error| {
             SysError::from_io("mmap of a dirty ring", format!("a vCPU, {entries} entries"), source, |errno| {

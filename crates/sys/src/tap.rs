@@ -110,7 +110,7 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
 /// work to the reader.
 ///
 /// # Errors
-/// If the kernel does not support the offloads.
+/// Returns an error if the kernel does not support the offloads.
 pub fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> Result<(), SysError> {
     request("TUNSETOFFLOAD", "a tap", || {
         // SAFETY: the request takes a number.
@@ -122,7 +122,7 @@ pub fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> Result<(), SysError> {
 /// interface is up.
 ///
 /// # Errors
-/// If the interface does not exist any more.
+/// Returns an error if the interface does not exist any more.
 pub fn mtu(name: &str) -> Result<(u32, bool), SysError> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None);
     let failed = |source: io::Error| SysError::from_io("socket", name.to_owned(), source, common);

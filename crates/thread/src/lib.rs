@@ -159,7 +159,7 @@ fn started(role: Role, name: &str) {
 /// Starts a thread; see [`Builder::spawn`].
 ///
 /// # Errors
-/// If the host cannot create another thread.
+/// Returns an error if the host cannot create another thread.
 pub fn spawn<T: Send + 'static>(
     role: Role,
     name: impl Into<String>,
@@ -175,7 +175,7 @@ pub fn spawn<T: Send + 'static>(
 /// Starts a thread that ends before `scope` does; see [`Builder::spawn_scoped`].
 ///
 /// # Errors
-/// If the host cannot create another thread.
+/// Returns an error if the host cannot create another thread.
 pub fn spawn_scoped<'scope, 'env, T: Send + 'scope>(
     role: Role,
     name: impl Into<String>,

@@ -169,8 +169,8 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
     /// [`TargetVm::lazy_memory`]: vmferry_core::TargetVm::lazy_memory
     ///
     /// # Errors
-    /// If this host does not support demand paging for this memory, or a region is neither
-    /// anonymous nor on tmpfs.
+    /// Returns an error if this host does not support demand paging for this memory, or a region is
+    /// neither anonymous nor on tmpfs.
     #[cfg(feature = "fault")]
     pub fn demand_paging(
         self: &Arc<Self>,

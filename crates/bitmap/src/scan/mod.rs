@@ -179,7 +179,7 @@ impl Scanner {
     /// Calls `each` with every set bit of `words` within `range` (in bits), in order.
     ///
     /// # Panics
-    /// If `range` ends beyond the words.
+    /// Panics if `range` ends beyond the words.
     pub fn for_each_bit(self, words: &[u64], range: Range<u64>, mut each: impl FnMut(u64)) {
         self.fold_bits(words, range, (), |(), bit| each(bit));
     }
@@ -188,7 +188,7 @@ impl Scanner {
     /// closure with captured state, because the value stays in registers.
     ///
     /// # Panics
-    /// If `range` ends beyond the words.
+    /// Panics if `range` ends beyond the words.
     pub fn fold_bits<B>(self, words: &[u64], range: Range<u64>, init: B, fold: impl FnMut(B, u64) -> B) -> B {
         self.work(walk::FoldBits { words, range, init, fold })
     }
@@ -197,7 +197,7 @@ impl Scanner {
     /// order. Runs are cut at the ends of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond the words.
+    /// Panics if `range` ends beyond the words.
     pub fn for_each_run(self, words: &[u64], range: Range<u64>, mut each: impl FnMut(Range<u64>)) {
         self.fold_runs(words, range, (), |(), run| each(run));
     }
@@ -205,7 +205,7 @@ impl Scanner {
     /// Folds the maximal runs of set bits of `words` within `range` (in bits), in order; see [`Self::fold_bits`].
     ///
     /// # Panics
-    /// If `range` ends beyond the words.
+    /// Panics if `range` ends beyond the words.
     pub fn fold_runs<B>(
         self,
         words: &[u64],
@@ -219,7 +219,7 @@ impl Scanner {
     /// Returns an iterator over the set bits of `words` within `range` (in bits), in order.
     ///
     /// # Panics
-    /// If `range` ends beyond the words.
+    /// Panics if `range` ends beyond the words.
     #[must_use]
     pub fn bits(self, words: &[u64], range: Range<u64>) -> Bits<'_> {
         Bits::new(self, words, range)
@@ -229,7 +229,7 @@ impl Scanner {
     /// in order. Runs are cut at the ends of `range`.
     ///
     /// # Panics
-    /// If `range` ends beyond the words.
+    /// Panics if `range` ends beyond the words.
     #[must_use]
     pub fn runs(self, words: &[u64], range: Range<u64>) -> Runs<'_> {
         Runs::new(self, words, range)

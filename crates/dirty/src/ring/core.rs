@@ -212,7 +212,8 @@ impl<K: Kernel> Core<K> {
     /// holds back pages when a harvest of all rings returns. A vCPU takes a lock only when its ring is full.
     ///
     /// # Errors
-    /// If the reset fails. The taken pages stay with the ring, and its next harvest tries again.
+    /// Returns an error if the reset fails. The taken pages stay with the ring, and its next
+    /// harvest tries again.
     pub(crate) fn harvest(&self, rings: impl Iterator<Item = usize>) -> Result<u64, TrackerError> {
         let mut held = Vec::new();
         for ring in rings {

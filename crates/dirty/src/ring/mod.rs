@@ -67,7 +67,8 @@ impl DirtyRings {
     /// are all memory of the VM.
     ///
     /// # Errors
-    /// If a slot is not whole pages, its marks have another length, or a ring cannot be mapped.
+    /// Returns an error if a slot is not whole pages, its marks have another length, or a ring
+    /// cannot be mapped.
     ///
     /// # Safety
     /// `vm` is the descriptor of a KVM VM and stays open for as long as the `Arc` lives. Each of
@@ -100,7 +101,7 @@ impl DirtyRings {
     /// [`new`](Self::new).
     ///
     /// # Panics
-    /// If the VM has no such vCPU.
+    /// Panics if the VM has no such vCPU.
     #[must_use]
     pub fn vcpu(&self, index: usize) -> RingVcpu {
         assert!(index < self.0.core.len(), "vCPU {index} of {}", self.0.core.len());
@@ -148,8 +149,8 @@ impl RingVcpu {
     /// taken that another running vCPU needs.
     ///
     /// # Errors
-    /// If the ring cannot be reset. The vCPU cannot continue then: it may try again, or end. No
-    /// harvested page is lost.
+    /// Returns an error if the ring cannot be reset. The vCPU cannot continue then: it may try
+    /// again, or end. No harvested page is lost.
     pub fn on_full(&self) -> Result<(), TrackerError> {
         self.shared.core.full(self.index, self.shared.full_harvests_all.load(Ordering::Relaxed))
     }

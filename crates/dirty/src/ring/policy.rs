@@ -114,8 +114,8 @@ pub trait Rings {
     /// Harvests `rings`, given in ascending order. Returns the number of pages.
     ///
     /// # Errors
-    /// If the pages cannot be protected again. They are kept, and the next harvest of the ring
-    /// tries again.
+    /// Returns an error if the pages cannot be protected again. They are kept, and the next harvest
+    /// of the ring tries again.
     fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError>;
 
     /// Harvests all rings under one lock, for which every other caller waits. Returns the number of

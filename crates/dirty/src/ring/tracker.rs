@@ -69,7 +69,7 @@ impl RingTracker {
     /// reports them again.
     ///
     /// # Errors
-    /// If `pages` has other regions than this tracker.
+    /// Returns an error if `pages` has other regions than this tracker.
     pub fn put_back(&self, pages: &PageSet) -> Result<(), TrackerError> {
         for (region, map) in pages.iter() {
             let shared = self.shared();

@@ -92,8 +92,8 @@ impl Userfaultfd {
     /// ([`copy`](Self::copy)) or this userfaultfd is closed.
     ///
     /// # Errors
-    /// If not all of `span` is mapped, if it belongs to another userfaultfd, or if the kernel
-    /// cannot report faults of this kind of memory.
+    /// Returns an error if not all of `span` is mapped, if it belongs to another userfaultfd, or if
+    /// the kernel cannot report faults of this kind of memory.
     pub fn register_missing(&self, span: Range<u64>) -> Result<Registered, SysError> {
         self.register("UFFDIO_REGISTER(MISSING)", span, REGISTER_MODE_MISSING)
     }
@@ -261,8 +261,8 @@ impl Userfaultfd {
     /// non-blocking.
     ///
     /// # Errors
-    /// If a signal interrupted the call (`EINTR`), or the kernel returns bytes that are not a
-    /// message.
+    /// Returns an error if a signal interrupted the call (`EINTR`), or the kernel returns bytes
+    /// that are not a message.
     pub fn next_event(&self) -> Result<Option<Event>, SysError> {
         const CALL: &str = "read";
         let failed = |error| SysError::from_io(CALL, "a userfaultfd".to_owned(), error, common);

@@ -108,8 +108,8 @@ impl Userfaultfd {
     /// only.
     ///
     /// # Errors
-    /// If the kernel has no userfaultfd, does not have the features, or does not permit this user
-    /// to open one.
+    /// Returns an error if the kernel has no userfaultfd, does not have the features, or does not
+    /// permit this user to open one.
     pub fn open(features: u64) -> Result<Self, SysError> {
         let full = syscall(0).or_else(|_| device());
         match full {
@@ -199,8 +199,8 @@ impl Userfaultfd {
     /// page.
     ///
     /// # Errors
-    /// If not all of `span` is mapped, if it belongs to another userfaultfd, or if this kind of
-    /// memory cannot be protected.
+    /// Returns an error if not all of `span` is mapped, if it belongs to another userfaultfd, or if
+    /// this kind of memory cannot be protected.
     pub fn register_wp(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_REGISTER(WP)";
         let mut argument = Register { range: whole(CALL, &span)?, mode: REGISTER_MODE_WP, ioctls: 0 };
@@ -228,7 +228,7 @@ impl Userfaultfd {
     /// it gets a page of zeros.
     ///
     /// # Errors
-    /// If `span` is not mapped any more.
+    /// Returns an error if `span` is not mapped any more.
     pub fn unregister(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_UNREGISTER";
         let mut argument = whole(CALL, &span)?;
@@ -248,7 +248,8 @@ impl Userfaultfd {
     /// does not exist leaves a marker in its page table, which is allocated for this purpose.
     ///
     /// # Errors
-    /// If `span` is not registered. `EAGAIN` means that another thread is changing the mapping.
+    /// Returns an error if `span` is not registered. `EAGAIN` means that another thread is changing
+    /// the mapping.
     pub fn write_protect(&self, span: Range<u64>, protect: bool) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_WRITEPROTECT";
         let mode = if protect { WRITEPROTECT_MODE_WP } else { 0 };

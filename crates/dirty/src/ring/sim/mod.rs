@@ -85,8 +85,8 @@ struct Host<'a> {
 /// Plays `trace` repeatedly for `seconds` under `policy`, with rings of `entries`.
 ///
 /// # Panics
-/// If a vCPU of the trace has no phase, the policy uses a ring that does not exist, or the policy
-/// returns an error (no simulated harvest fails).
+/// Panics if a vCPU of the trace has no phase, the policy uses a ring that does not exist, or the
+/// policy returns an error (no simulated harvest fails).
 #[must_use]
 pub fn run(
     policy: &dyn ReaperPolicy,
