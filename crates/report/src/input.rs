@@ -34,7 +34,7 @@ pub enum InputError {
         source: io::Error,
     },
     /// The path is not a regular file with content.
-    #[error("{} is {what}; give files that `--json` or `--events` has written", path.display())]
+    #[error("{} is {what}; use a result file of a migration or a bench", path.display())]
     NoFile {
         /// Path of the file.
         path: PathBuf,
@@ -71,7 +71,7 @@ pub enum InputError {
         source: serde_json::Error,
     },
     /// The JSON is not a result.
-    #[error("{}, value {number}: {why}; give files of `migrate`, `demo`, `status` or `bench`", path.display())]
+    #[error("{}, value {number}: {why}; use result files of migrations, status queries or benches", path.display())]
     Other {
         /// Path of the file.
         path: PathBuf,

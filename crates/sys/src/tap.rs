@@ -45,7 +45,6 @@ pub enum TapError {
         "there is no tap '{0}' in this network namespace; make it with: ip tuntap add dev {0} mode tap vnet_hdr user $USER && \
          ip link set {0} up"
     )]
-    /// Name of the interface.
     Missing(String),
     /// Another process has the tap open.
     #[error(

@@ -118,7 +118,11 @@ fn target_sets_up_the_machine_check_banks_of_the_guest() {
     target.load(&saved).unwrap();
     assert_eq!(msrs::get(&target.vcpu, MCG_CAP), Some(10 | MCG_CTL_P));
     assert_eq!(msrs::get(&target.vcpu, MCG_CTL), Some(u64::MAX));
-    assert_eq!(msrs::get(&target.vcpu, MC0_CTL), Some(0), "KVM_X86_SETUP_MCE sets all bits");
+    assert_eq!(
+        msrs::get(&target.vcpu, MC0_CTL),
+        Some(0),
+        "the load clears the bits that KVM_X86_SETUP_MCE sets"
+    );
     assert_eq!(msrs::get(&target.vcpu, MC0_CTL + 1), Some(7));
     let again = MsrPlan::of(&saved.msrs, &target.vcpu);
     assert_eq!(transfer::save(0, &target.vcpu, &again, target.xsave).unwrap().msrs, saved.msrs);

@@ -104,7 +104,7 @@ pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) ->
     // Read both at the same moment: the guest would gain or lose the time between the two reads.
     let realtime_ns = now_ns();
     let tsc = msrs::get(vcpu, msrs::TSC).ok_or_else(|| {
-        StateError::invalid(VcpuState::KIND, cpu, "KVM does not give the time stamp counter")
+        StateError::invalid(VcpuState::KIND, cpu, "KVM does not return the time stamp counter")
     })?;
     Ok(VcpuState {
         mp_state,

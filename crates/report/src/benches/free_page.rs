@@ -26,12 +26,12 @@ const GROUPS: &[Group] = &[
     ),
     (
         "drop",
-        "Touched memory given back",
+        "Touched memory that the guest returned",
         &[("madvise ms/GiB", "madvise_ms_per_gib", 2, true), ("returned", "returned_of_given", 3, false)],
     ),
     (
         "move",
-        "A guest that has freed most of its memory moves",
+        "Migration of a guest that has freed most of its memory",
         &[
             ("total ms", "total_ms", 0, true),
             ("downtime ms", "downtime_ms", 1, true),

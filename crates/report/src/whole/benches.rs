@@ -53,7 +53,7 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
         ],
     ),
     ("soak", &[("rss_kib_late", "resident memory after all moves, in KiB", false)]),
-    ("faults", &[("decided_ms", "until it was decided who has the guest, in ms", true)]),
+    ("faults", &[("decided_ms", "time until the owner was decided, in ms", true)]),
     ("exits", &[("exits", "exits", true), ("syscalls", "system calls", true), ("wakeups", "wakeups", true)]),
     ("density", &[("residue_pct", "residue in %", false), ("work_ms", "work in ms", false)]),
 ];

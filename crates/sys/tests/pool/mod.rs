@@ -23,7 +23,7 @@ impl Pool {
         let alone = alone.map_err(|error| format!("{}: {error}", lock.display()))?;
         alone.lock().map_err(|error| format!("{}: {error}", lock.display()))?;
         let before = read_to_string(NUMBER).map_err(|error| format!("{NUMBER}: {error}"))?;
-        let all: u64 = before.trim().parse().map_err(|_| format!("{NUMBER} says {before}"))?;
+        let all: u64 = before.trim().parse().map_err(|_| format!("{NUMBER} has the value {before}"))?;
         if free() < pages {
             let want = (all + pages - free()).to_string();
             std::fs::write(NUMBER, want).map_err(|error| format!("{NUMBER} cannot be raised: {error}"))?;
