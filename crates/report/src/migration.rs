@@ -270,7 +270,7 @@ impl Recorder {
             return Err("the JSON is neither a migration's nor a bench's".into());
         };
         if state.is_null() {
-            return Err("this is the status of a vmferry without a migration".into());
+            return Err("the file is the status of a vmferry that has run no migration".into());
         }
         if !state.is_string() {
             return Err("the JSON is neither a migration's nor a bench's".into());
