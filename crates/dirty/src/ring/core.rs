@@ -36,14 +36,14 @@ pub(crate) trait Kernel: Send + Sync {
 pub(crate) struct Found {
     maps: Vec<(u32, Arc<AtomicBitmap>)>,
     /// Number of pages that are in none of the slots.
-    strangers: AtomicU64,
+    outside: AtomicU64,
     /// Slot of the last page that is in none of the slots.
-    strange_slot: AtomicU32,
+    outside_slot: AtomicU32,
 }
 
 impl Found {
     pub(crate) fn new(maps: Vec<(u32, Arc<AtomicBitmap>)>) -> Self {
-        Self { maps, strangers: AtomicU64::new(0), strange_slot: AtomicU32::new(0) }
+        Self { maps, outside: AtomicU64::new(0), outside_slot: AtomicU32::new(0) }
     }
 
     fn publish(&self, pages: &[RingPage]) {
@@ -54,8 +54,8 @@ impl Found {
                     map.set(page.offset);
                 }
                 None => {
-                    self.strange_slot.store(page.slot, Ordering::Relaxed);
-                    self.strangers.fetch_add(1, Ordering::Release);
+                    self.outside_slot.store(page.slot, Ordering::Relaxed);
+                    self.outside.fetch_add(1, Ordering::Release);
                 }
             }
         }
@@ -63,9 +63,9 @@ impl Found {
 
     /// Returns an error if KVM ever reported a page that is in none of the slots and would be lost.
     pub(crate) fn check(&self) -> Result<(), TrackerError> {
-        match self.strangers.load(Ordering::Acquire) {
+        match self.outside.load(Ordering::Acquire) {
             0 => Ok(()),
-            _ => Err(TrackerError::NoRegion(RegionId(self.strange_slot.load(Ordering::Relaxed)))),
+            _ => Err(TrackerError::NoRegion(RegionId(self.outside_slot.load(Ordering::Relaxed)))),
         }
     }
 }

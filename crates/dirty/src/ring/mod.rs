@@ -22,7 +22,7 @@ use self::core::{Core, Found, Kernel};
 use crate::{LogSlot, TrackerError};
 pub use policy::{HarvestSchedule, ReaperPolicy, RingView, Rings};
 pub use predict::Predict;
-use reaper::Desk;
+use reaper::Control;
 pub use stats::{ReaperReport, ReaperState, RingReport, VcpuRingReport};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -45,7 +45,7 @@ pub(crate) struct Shared {
     /// For each slot, the pages that were harvested from the rings and not returned to the engine
     /// yet.
     maps: Vec<Arc<AtomicBitmap>>,
-    desk: Desk,
+    control: Control,
     /// True while a tracker is started.
     in_use: AtomicBool,
     /// True if a full ring makes its vCPU harvest all rings: [`ReaperPolicy::harvests_all`].
@@ -57,8 +57,8 @@ impl Shared {
         &self.core
     }
 
-    pub(crate) fn desk(&self) -> &Desk {
-        &self.desk
+    pub(crate) fn control(&self) -> &Control {
+        &self.control
     }
 }
 
@@ -91,7 +91,7 @@ impl DirtyRings {
             core,
             slots,
             maps,
-            desk: Desk::new(count),
+            control: Control::new(count),
             in_use: AtomicBool::new(false),
             full_harvests_all: AtomicBool::new(false),
         })))
@@ -127,7 +127,7 @@ impl DirtyRings {
         RingReport {
             entries: self.0.core.entries(),
             vcpus: (0..self.0.core.len()).map(|ring| self.0.core.counters(ring).report()).collect(),
-            reaper: self.0.desk.report(),
+            reaper: self.0.control.report(),
         }
     }
 }
@@ -158,10 +158,10 @@ impl RingVcpu {
     /// Wakes the reaper if the ring is fuller than the reaper expects at its next look. May be
     /// called at any exit. Takes two or three loads.
     pub fn on_exit(&self) {
-        if let Some(mark) = self.shared.desk.mark(self.index)
+        if let Some(mark) = self.shared.control.mark(self.index)
             && self.shared.core.above(self.index, mark)
         {
-            self.shared.desk.wake();
+            self.shared.control.wake();
         }
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 
 /// State that the reaper thread shares with the threads that observe, wake and stop it.
 #[derive(Debug)]
-pub(crate) struct Desk {
+pub(crate) struct Control {
     report: Mutex<ReaperReport>,
     asked: Mutex<Asked>,
     changed: Condvar,
@@ -45,7 +45,7 @@ fn fresh(policy: &dyn ReaperPolicy, state: ReaperState) -> ReaperReport {
     }
 }
 
-impl Desk {
+impl Control {
     pub(crate) fn new(rings: usize) -> Self {
         Self {
             report: Mutex::new(fresh(&Predict, ReaperState::Off)),
@@ -106,13 +106,13 @@ pub(crate) struct Reaper {
 impl Reaper {
     /// Starts the thread.
     pub(crate) fn start(shared: &Arc<Shared>, policy: &Arc<dyn ReaperPolicy>) -> Result<Self, TrackerError> {
-        shared.desk().begin(&**policy);
+        shared.control().begin(&**policy);
         let worker = Worker { shared: Arc::clone(shared) };
         let policy = Arc::clone(policy);
         let thread =
             vmferry_thread::spawn(vmferry_thread::Role::Tracker, "reaper", move || worker.live(&*policy));
         let thread = thread.map_err(|error| {
-            lock(&shared.desk().report).state = ReaperState::Off;
+            lock(&shared.control().report).state = ReaperState::Off;
             TrackerError::Reaper(error)
         })?;
         Ok(Self { shared: Arc::clone(shared), thread: Some(thread) })
@@ -121,14 +121,14 @@ impl Reaper {
 
 impl Drop for Reaper {
     fn drop(&mut self) {
-        let desk = self.shared.desk();
-        desk.stop();
+        let control = self.shared.control();
+        control.stop();
         if let Some(thread) = self.thread.take() {
             // A panic of the thread was printed when it happened, and the state says so.
             let _ = thread.join();
         }
-        desk.marks.iter().for_each(|mark| mark.store(u32::MAX, Ordering::Relaxed));
-        let mut report = lock(&desk.report);
+        control.marks.iter().for_each(|mark| mark.store(u32::MAX, Ordering::Relaxed));
+        let mut report = lock(&control.report);
         report.sleep = Duration::ZERO;
         if !matches!(report.state, ReaperState::Failed(_)) {
             report.state = ReaperState::Off;
@@ -141,9 +141,9 @@ struct Worker {
 }
 
 /// Guard that records a panic of the reaper thread.
-struct Farewell<'a>(&'a Desk);
+struct PanicGuard<'a>(&'a Control);
 
-impl Drop for Farewell<'_> {
+impl Drop for PanicGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() {
             lock(&self.0.report).state = ReaperState::Failed("it panicked".to_owned());
@@ -153,18 +153,18 @@ impl Drop for Farewell<'_> {
 
 impl Worker {
     fn live(self, policy: &dyn ReaperPolicy) {
-        let desk = self.shared.desk();
-        let _farewell = Farewell(desk);
+        let control = self.shared.control();
+        let _panic_guard = PanicGuard(control);
         let mut rings =
             RealRings { shared: &self.shared, used: vec![0; self.shared.core().len()], harvested: false };
         let mut schedule = policy.begin(&rings);
         let mut sleep = schedule.first_sleep();
-        lock(&desk.report).sleep = sleep;
-        while desk.sleep(sleep) {
-            lock(&desk.report).state = ReaperState::Working;
+        lock(&control.report).sleep = sleep;
+        while control.sleep(sleep) {
+            lock(&control.report).state = ReaperState::Working;
             rings.harvested = false;
             let turn = schedule.turn(&mut rings);
-            let mut report = lock(&desk.report);
+            let mut report = lock(&control.report);
             report.iterations += 1;
             report.cpu = vmferry_sys::cpu_time();
             match turn {
@@ -180,10 +180,10 @@ impl Worker {
                 }
             }
             drop(report);
-            for (ring, mark) in desk.marks.iter().enumerate() {
+            for (ring, mark) in control.marks.iter().enumerate() {
                 mark.store(schedule.watermark(ring).unwrap_or(u32::MAX), Ordering::Relaxed);
             }
-            desk.woken.store(false, Ordering::Relaxed);
+            control.woken.store(false, Ordering::Relaxed);
         }
     }
 }
@@ -238,13 +238,13 @@ mod tests {
 
     #[test]
     fn sleeping_reaper_is_woken_and_stopped_at_once() {
-        let desk = Desk::new(1);
+        let control = Control::new(1);
         let began = std::time::Instant::now();
         std::thread::scope(|scope| {
-            let sleeping = scope.spawn(|| (desk.sleep(2 * PATIENCE), desk.sleep(2 * PATIENCE)));
-            desk.wake();
-            vmferry_testkit::wait("the wake-up", || !lock(&desk.asked).look);
-            desk.stop();
+            let sleeping = scope.spawn(|| (control.sleep(2 * PATIENCE), control.sleep(2 * PATIENCE)));
+            control.wake();
+            vmferry_testkit::wait("the wake-up", || !lock(&control.asked).look);
+            control.stop();
             assert_eq!(sleeping.join().unwrap(), (true, false));
         });
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
