@@ -77,12 +77,13 @@ impl Display for Need {
 
 /// Records that this host cannot run the calling test. The test must return after this call.
 ///
-/// The line goes to standard output past the test harness, and to the file that `VMFERRY_SKIPS` names.
+/// The line goes to standard output past the test harness, and to the file that `VMFERRY_SKIPS`
+/// names.
 ///
 /// # Panics
 ///
-/// Panics if `VMFERRY_REQUIRE` lists `need`, if `VMFERRY_REQUIRE` holds an unknown name, or if the file
-/// cannot be written: a skip that is not counted must not pass.
+/// Panics if `VMFERRY_REQUIRE` lists `need`, if `VMFERRY_REQUIRE` holds an unknown name, or if the
+/// file cannot be written: a skip that is not counted must not pass.
 pub fn skip(need: Need, why: impl Display) {
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("unnamed");

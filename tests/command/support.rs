@@ -43,7 +43,8 @@ pub(crate) fn can(need: Need, id: &str) -> bool {
     check["ok"] == true
 }
 
-/// Returns whether this user can track the pages of process guests. The calling test is skipped if not.
+/// Returns whether this user can track the pages of process guests. The calling test is skipped if
+/// not.
 pub(crate) fn can_track() -> bool {
     can(Need::Uffd, "wp")
 }

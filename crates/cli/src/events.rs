@@ -40,8 +40,8 @@ impl Shared {
     fn push(&self, look: Look) {
         let mut state = self.lock();
         let waiting = state.looks.len();
-        // A slow reader misses statuses, but never the last one, and if possible not the first one of
-        // each state.
+        // A slow reader misses statuses, but never the last one, and if possible not the first one
+        // of each state.
         let second =
             waiting > 1 && state.looks[waiting - 1].0 == look.0 && state.looks[waiting - 2].0 == look.0;
         if waiting >= MOST && second || waiting >= MOST_EVER {

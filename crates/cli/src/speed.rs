@@ -61,7 +61,8 @@ impl Start {
         Self { began: Instant::now(), speed: speed.recent(), sample, stall_sum_us }
     }
 
-    /// Returns the member `guest` of a migration's document, whose other members are in `report`. The migration may still run.
+    /// Returns the member `guest` of a migration's document, whose other members are in `report`.
+    /// The migration may still run.
     pub(crate) fn document(&self, report: &Value, stats: Option<&StatsSnapshot>) -> Value {
         // After the handover, the guest's count continues at the target.
         let left = output::left_ms(report).map(|ms| Duration::from_secs_f64(ms.max(0.0) / 1e3));

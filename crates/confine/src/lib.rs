@@ -279,8 +279,8 @@ pub fn close_inherited(keep: &[RawFd]) {
 /// process executes do not inherit these descriptors.
 ///
 /// # Safety
-/// Nothing else in this process may own one of the numbers. The caller calls this function once, before
-/// the process has opened any descriptor.
+/// Nothing else in this process may own one of the numbers. The caller calls this function once,
+/// before the process has opened any descriptor.
 pub unsafe fn take_inherited(numbers: &[RawFd]) -> BTreeMap<RawFd, OwnedFd> {
     let mut taken = BTreeMap::new();
     for number in numbers.iter().copied().filter(|number| *number > 2) {

@@ -7,13 +7,14 @@
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
 //! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`LazyMemory`], [`FreePages`]: the traits that a VMM implements |
 //!
-//! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a [`Window`] of it. A VMM depends on
-//! the crate `vmferry`, which re-exports these types. A crate that implements a trait, such as another dirty tracker, depends on this one.
+//! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a
+//! [`Window`] of it. A VMM depends on the crate `vmferry`, which re-exports these types. A crate
+//! that implements a trait, such as another dirty tracker, depends on this one.
 //!
 //! # A dirty tracker
 //!
-//! The VMM of this tracker marks every page that its guest writes, after the write. A harvest takes the marks, and a later write marks
-//! the page again, so there is nothing to protect.
+//! The VMM of this tracker marks every page that its guest writes, after the write. A harvest takes
+//! the marks, and a later write marks the page again, so there is nothing to protect.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -34,7 +34,8 @@ pub struct MachineConfig {
 const MAX_NAMES: usize = 12;
 
 impl MachineConfig {
-    /// Returns the description of a machine with this memory, without properties and processor features.
+    /// Returns the description of a machine with this memory, without properties and processor
+    /// features.
     #[must_use]
     pub fn new(kind: impl Into<String>, vcpus: u32, memory: &Layout) -> Self {
         let regions = memory.regions().to_vec();

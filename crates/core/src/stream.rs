@@ -44,9 +44,9 @@ pub trait StateReader {
     /// memory.
     ///
     /// The engine calls this during the passes, while the guest runs, and after
-    /// [`SourceVm::save`](crate::SourceVm::save), while it is paused. 0 says that nothing is left: for
-    /// now if the guest runs, and for good if it is paused. A device whose state cannot be read while
-    /// the guest runs returns 0 until the guest is paused.
+    /// [`SourceVm::save`](crate::SourceVm::save), while it is paused. 0 says that nothing is left:
+    /// for now if the guest runs, and for good if it is paused. A device whose state cannot be read
+    /// while the guest runs returns 0 until the guest is paused.
     ///
     /// # Errors
     /// If the state cannot be read. The migration fails, and the guest stays on the source.

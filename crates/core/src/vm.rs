@@ -133,8 +133,8 @@ pub enum PauseCosts {
     Declared {
         /// Time that [`SourceVm::pause`] and [`SourceVm::save`] take together.
         stop: Duration,
-        /// Time that [`SourceVm::save`] takes. Loading the state is expected to take as long, unless
-        /// the target says otherwise.
+        /// Time that [`SourceVm::save`] takes. Loading the state is expected to take as long,
+        /// unless the target says otherwise.
         save: Duration,
         /// Bytes of the device state.
         state_bytes: u64,
@@ -158,8 +158,8 @@ pub enum RunState {
 /// and a [`SourceVm`] later.
 pub trait Migratable {
     /// Returns the description of this machine. The target's must equal the source's, except for
-    /// [`features`](MachineConfig::features): a target that waits for a guest names all features that
-    /// it can offer, and a VM with a guest names those that the guest was shown.
+    /// [`features`](MachineConfig::features): a target that waits for a guest names all features
+    /// that it can offer, and a VM with a guest names those that the guest was shown.
     fn config(&self) -> MachineConfig;
 
     /// Returns the guest's memory. Each call returns a clone of the same `Arc`, from before the VM
@@ -220,8 +220,8 @@ pub trait SourceVm: Migratable {
         Vec::new()
     }
 
-    /// Returns how the engine learns what stopping the guest costs. The default has the engine measure
-    /// it by trial pauses.
+    /// Returns how the engine learns what stopping the guest costs. The default has the engine
+    /// measure it by trial pauses.
     fn pause_costs(&self) -> PauseCosts {
         PauseCosts::Measured
     }
@@ -230,8 +230,8 @@ pub trait SourceVm: Migratable {
     /// [`pause`](Self::pause). The default returns [`RunState::Running`].
     ///
     /// A guest that is [`RunState::Paused`] at the switchover is paused on the target, too
-    /// ([`TargetVm::start`]). A target of an older version cannot do that: the migration then fails,
-    /// and the guest stays, paused.
+    /// ([`TargetVm::start`]). A target of an older version cannot do that: the migration then
+    /// fails, and the guest stays, paused.
     fn run_state(&self) -> RunState {
         RunState::Running
     }
@@ -274,8 +274,8 @@ pub trait SourceVm: Migratable {
     /// If some state cannot be read. The engine then calls `resume`.
     fn save(&mut self) -> Result<Vec<Section>, VmError>;
 
-    /// Returns the device state that goes to the target as [streams](StateReader), for one migration.
-    /// The engine calls this before the first pass. The default returns none.
+    /// Returns the device state that goes to the target as [streams](StateReader), for one
+    /// migration. The engine calls this before the first pass. The default returns none.
     ///
     /// A target of an older version takes no streams: the migration then fails before it begins. A
     /// guest with streams cannot be saved in a file.
@@ -301,8 +301,8 @@ pub trait SourceVm: Migratable {
     fn release(&mut self) -> Result<(), VmError>;
 
     /// Ends the engine's [`pause`](Self::pause): lets the vCPUs run again, unless the operator has
-    /// paused the guest ([`run_state`](Self::run_state)). The engine calls this only while the source
-    /// owns the guest. Does nothing if the vCPUs run.
+    /// paused the guest ([`run_state`](Self::run_state)). The engine calls this only while the
+    /// source owns the guest. Does nothing if the vCPUs run.
     ///
     /// # Errors
     /// If a vCPU cannot be started.
@@ -319,10 +319,11 @@ pub trait SourceVm: Migratable {
 /// `start` takes longer in precopy without an arbiter, the source reports that the owner of the
 /// guest is unknown.
 pub trait TargetVm: Migratable {
-    /// Returns [the guest's memory](Migratable::memory) for demand paging, which postcopy and lazy restores need. The engine
-    /// calls this before it receives pages, so that an error is reported while the guest still runs
-    /// on the source. It may call it again: each call returns a clone of one `Arc`. The VM keeps a
-    /// clone for as long as the guest lives: see [`LazyMemory`](crate::LazyMemory#dropping).
+    /// Returns [the guest's memory](Migratable::memory) for demand paging, which postcopy and lazy
+    /// restores need. The engine calls this before it receives pages, so that an error is reported
+    /// while the guest still runs on the source. It may call it again: each call returns a clone of
+    /// one `Arc`. The VM keeps a clone for as long as the guest lives: see
+    /// [`LazyMemory`](crate::LazyMemory#dropping).
     ///
     /// # Errors
     /// If this VM or this host has no demand paging. The text says what is missing, and how to
@@ -352,25 +353,25 @@ pub trait TargetVm: Migratable {
         Err(VmError::new(format!("this VM takes no device state as a stream: stream {name} is unexpected")))
     }
 
-    /// Returns true if [`prepare`](Self::prepare) is to be called. The default returns false. The engine
-    /// calls this once, when a source has announced a guest that fits.
+    /// Returns true if [`prepare`](Self::prepare) is to be called. The default returns false. The
+    /// engine calls this once, when a source has announced a guest that fits.
     fn wants_trial(&self) -> bool {
         false
     }
 
-    /// Prepares this VM for the state that [`load`](Self::load) will get, while the guest still runs on
-    /// the source. A VMM that builds its VM from saved state does so here, so that the guest is not
-    /// paused meanwhile.
+    /// Prepares this VM for the state that [`load`](Self::load) will get, while the guest still
+    /// runs on the source. A VMM that builds its VM from saved state does so here, so that the
+    /// guest is not paused meanwhile.
     ///
-    /// `trial` is the state that the source's first trial pause saved. It is older than the state that
-    /// `load` gets and may differ from it, but it comes from the same VM. The engine calls this at most
-    /// once, only if [`wants_trial`](Self::wants_trial) returns true, and before `load`. It does not
-    /// call it for a source of an older version, for a source without trial pauses
-    /// ([`PauseCosts::Declared`]), or in a postcopy without passes. `load` must therefore also work
-    /// without it.
+    /// `trial` is the state that the source's first trial pause saved. It is older than the state
+    /// that `load` gets and may differ from it, but it comes from the same VM. The engine calls
+    /// this at most once, only if [`wants_trial`](Self::wants_trial) returns true, and before
+    /// `load`. It does not call it for a source of an older version, for a source without trial
+    /// pauses ([`PauseCosts::Declared`]), or in a postcopy without passes. `load` must therefore
+    /// also work without it.
     ///
-    /// Pages arrive meanwhile. This call must neither read nor write guest memory. The source waits for
-    /// three times its `peer_timeout`. Afterwards the engine calls
+    /// Pages arrive meanwhile. This call must neither read nor write guest memory. The source waits
+    /// for three times its `peer_timeout`. Afterwards the engine calls
     /// [`expected_load`](Self::expected_load) again, and tells the source the new value.
     ///
     /// # Errors
@@ -405,8 +406,8 @@ pub trait TargetVm: Migratable {
     /// Takes everything that only the host that runs the guest may hold ([`SourceVm::release`]),
     /// and lets the vCPUs run. From now on the target owns the guest.
     ///
-    /// If `state` is [`RunState::Paused`], the operator had paused the guest on the source: the vCPUs
-    /// stay stopped until the operator resumes the guest there. Everything else is the same.
+    /// If `state` is [`RunState::Paused`], the operator had paused the guest on the source: the
+    /// vCPUs stay stopped until the operator resumes the guest there. Everything else is the same.
     ///
     /// # Errors
     /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is

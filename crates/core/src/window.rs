@@ -28,9 +28,9 @@ impl<'a> Window<'a> {
     /// Returns a window on the `len` bytes at `start`.
     ///
     /// # Safety
-    /// For all of `'a`, `start..start + len` is mapped readable and writable in this process, and nothing in this
-    /// process holds a Rust reference to those bytes, other than to atomics. Other writers (the guest, the kernel) are
-    /// expected.
+    /// For all of `'a`, `start..start + len` is mapped readable and writable in this process, and
+    /// nothing in this process holds a Rust reference to those bytes, other than to atomics. Other
+    /// writers (the guest, the kernel) are expected.
     ///
     /// # Panics
     /// If `start` or `len` is not a multiple of 4 KiB.
@@ -171,7 +171,8 @@ mod tests {
         // SAFETY: the layout is not empty.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) }).unwrap();
         let memory = Memory(start, layout);
-        // SAFETY: the allocation is page-aligned, lives as long as `memory`, and no reference to it is made.
+        // SAFETY: the allocation is page-aligned, lives as long as `memory`, and no reference to it
+        // is made.
         test(unsafe { Window::new(memory.0, pages * PAGE_BYTES) });
     }
 

@@ -34,9 +34,10 @@ pub enum Backing {
 /// that the library has recorded.
 ///
 /// # Order
-/// A writer writes the page, and then marks it with at least release order. [`harvest`](Self::harvest) takes the
-/// mark with at least acquire order, and the engine reads the page later. Then either the harvest takes the mark
-/// and the read sees the write, or the next harvest takes the mark.
+/// A writer writes the page, and then marks it with at least release order.
+/// [`harvest`](Self::harvest) takes the mark with at least acquire order, and the engine reads the
+/// page later. Then either the harvest takes the mark and the read sees the write, or the next
+/// harvest takes the mark.
 pub trait Marks: fmt::Debug + Send + Sync {
     /// Returns the number of pages that can be marked, which is the number of pages of the region.
     fn pages(&self) -> u64;

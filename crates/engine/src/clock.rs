@@ -1,7 +1,8 @@
 //! The clock of a migration on a real host.
 //!
-//! Sessions and the run loop read no clock: a host tells them the time. The hosts of the source and of
-//! the target take every time from one [`Clock`], so that all stamps of a migration can be compared.
+//! Sessions and the run loop read no clock: a host tells them the time. The hosts of the source and
+//! of the target take every time from one [`Clock`], so that all stamps of a migration can be
+//! compared.
 
 use std::time::{Duration, Instant};
 

@@ -17,7 +17,8 @@ pub enum Backing {
         /// Offset in the file at which the region starts, in bytes.
         offset: u64,
     },
-    /// A memfd of huge pages of 2 MiB (`MFD_HUGETLB | MFD_HUGE_2MB`), mapped shared, in whole huge pages.
+    /// A memfd of huge pages of 2 MiB (`MFD_HUGETLB | MFD_HUGE_2MB`), mapped shared, in whole huge
+    /// pages.
     HugeMemfd {
         /// File that is mapped.
         file: Arc<OwnedFd>,

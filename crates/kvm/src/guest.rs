@@ -106,9 +106,11 @@ impl GuestOptions {
 ///
 /// `E` is what an exit handler returns at the end of the guest.
 ///
-/// Dropping the guest ends the threads of its vCPUs, also of vCPUs that wait for a page which never comes
-/// ([`lazy_memory`](Self::lazy_memory)). Threads of devices that wait for such a page wake then, and read zeros: have them look at
-/// [`Working::has_ended`](vmferry_thread::Working::has_ended) before they act on what they have read.
+/// Dropping the guest ends the threads of its vCPUs, also of vCPUs that wait for a page which never
+/// comes ([`lazy_memory`](Self::lazy_memory)). Threads of devices that wait for such a page wake
+/// then, and read zeros: have them look at
+/// [`Working::has_ended`](vmferry_thread::Working::has_ended) before they act on what they have
+/// read.
 ///
 /// ```no_run
 /// use kvm_ioctls::{Kvm, VcpuExit};
@@ -278,8 +280,9 @@ impl<E: Clone + Send + 'static> Guest<E> {
         &self.ids
     }
 
-    /// Returns the guest's memory for demand paging, for [`TargetVm::lazy_memory`](vmferry_core::TargetVm::lazy_memory). The first call
-    /// makes it: `make` gets the ids of the vCPU threads. The guest keeps it.
+    /// Returns the guest's memory for demand paging, for
+    /// [`TargetVm::lazy_memory`](vmferry_core::TargetVm::lazy_memory). The first call makes it:
+    /// `make` gets the ids of the vCPU threads. The guest keeps it.
     ///
     /// ```text
     /// self.guest.lazy_memory(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
@@ -364,7 +367,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
         self.park.run_all();
     }
 
-    /// Lets the vCPUs run unless the operator has paused the guest, for [`TargetVm::start`](vmferry_core::TargetVm::start).
+    /// Lets the vCPUs run unless the operator has paused the guest, for
+    /// [`TargetVm::start`](vmferry_core::TargetVm::start).
     pub fn start(&self, state: RunState) {
         if state == RunState::Running {
             self.run();
@@ -437,8 +441,8 @@ const STOPPING: Duration = Duration::from_millis(100);
 impl<E: Clone> Drop for Guest<E> {
     fn drop(&mut self) {
         if let Some(lazy) = &self.lazy {
-            // A vCPU that does not stop now waits for a page that does not come: its guest was given up. It has been kicked, so it
-            // runs no instruction of the guest when it wakes.
+            // A vCPU that does not stop now waits for a page that does not come: its guest was
+            // given up. It has been kicked, so it runs no instruction of the guest when it wakes.
             let _ = self.park.pause_all(STOPPING);
             if let Err(error) = lazy.end() {
                 tracing::error!("a vCPU that waits for a missing page may wait for ever: {error}");

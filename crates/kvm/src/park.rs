@@ -239,7 +239,8 @@ impl<E: Clone> VcpuPark<E> {
         }
     }
 
-    /// Records `exit` as the end of the guest, unless the guest has ended before. Does not pause the vCPUs.
+    /// Records `exit` as the end of the guest, unless the guest has ended before. Does not pause
+    /// the vCPUs.
     pub fn record_exit(&self, exit: E) {
         self.lock().exit.get_or_insert(exit);
         self.changed.notify_all();

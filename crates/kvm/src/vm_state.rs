@@ -84,7 +84,8 @@ impl IrqchipState {
     }
 }
 
-/// State that the vCPUs share: KVM's interrupt controllers, its timer, and the guest's paravirtual clock.
+/// State that the vCPUs share: KVM's interrupt controllers, its timer, and the guest's paravirtual
+/// clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VmState {
     /// Interrupt controllers. `None` for a VM [without them](KvmChips::irqchip).

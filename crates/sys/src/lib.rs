@@ -26,7 +26,8 @@
 //! ```
 //!
 //! # Platform
-//! Linux on x86-64 and aarch64. The trackers and demand paging need a page size of 4 KiB ([`SysError::HostPages`]).
+//! Linux on x86-64 and aarch64. The trackers and demand paging need a page size of 4 KiB
+//! ([`SysError::HostPages`]).
 
 mod error;
 mod heap;

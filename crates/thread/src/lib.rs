@@ -1,8 +1,10 @@
-//! Threads with a [`Role`], and [`Park`], which holds the event loops of devices while a guest is paused.
+//! Threads with a [`Role`], and [`Park`], which holds the event loops of devices while a guest is
+//! paused.
 //!
-//! All threads of vmferry's crates are started by [`spawn`] or [`spawn_scoped`]. A process can set one hook, [`on_start`], which each
-//! of these threads calls before anything else: to install a seccomp filter, to bind the thread to processors, or to count it. The
-//! crates themselves have no such policy.
+//! All threads of vmferry's crates are started by [`spawn`] or [`spawn_scoped`]. A process can set
+//! one hook, [`on_start`], which each of these threads calls before anything else: to install a
+//! seccomp filter, to bind the thread to processors, or to count it. The crates themselves have no
+//! such policy.
 //!
 //! ```
 //! use std::sync::atomic::{AtomicUsize, Ordering};

@@ -51,10 +51,11 @@ use std::time::Duration;
 /// ```
 ///
 /// # Requests of the guest
-/// A request that the guest has made and the device has not begun is state of the device, and goes with the guest. So a loop must not
-/// take such a request out of its queue before [`enter`](Self::enter) has returned: a request in the hand of a loop that waits would be
-/// in no saved state, and dropped when the guest has left. Wait until the queue is not empty, enter, take the request. `SourceVm::save`
-/// saves the queue.
+/// A request that the guest has made and the device has not begun is state of the device, and goes
+/// with the guest. So a loop must not take such a request out of its queue before
+/// [`enter`](Self::enter) has returned: a request in the hand of a loop that waits would be in no
+/// saved state, and dropped when the guest has left. Wait until the queue is not empty, enter, take
+/// the request. `SourceVm::save` saves the queue.
 #[derive(Debug)]
 pub struct Park {
     state: Mutex<State>,
@@ -99,10 +100,12 @@ impl std::error::Error for StillWorking {}
 pub struct Working<'p>(&'p Park);
 
 impl Working<'_> {
-    /// Returns true if [`Park::end`] was called since the event began: the guest has left, or was given up.
+    /// Returns true if [`Park::end`] was called since the event began: the guest has left, or was
+    /// given up.
     ///
-    /// A thread that waited for a missing page of a guest that was given up may have read zeros in place of the page. Check this after
-    /// the thread has accessed guest memory, and before it acts on what it read, such as by a write to a disk.
+    /// A thread that waited for a missing page of a guest that was given up may have read zeros in
+    /// place of the page. Check this after the thread has accessed guest memory, and before it acts
+    /// on what it read, such as by a write to a disk.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.0.lock().phase == Phase::Ended
@@ -184,8 +187,8 @@ impl Park {
         self.changed.notify_all();
     }
 
-    /// Ends the event loops: the guest has left or was given up, and no further event is handled. Does not wait for events that are
-    /// being handled.
+    /// Ends the event loops: the guest has left or was given up, and no further event is handled.
+    /// Does not wait for events that are being handled.
     pub fn end(&self) {
         self.lock().phase = Phase::Ended;
         self.changed.notify_all();

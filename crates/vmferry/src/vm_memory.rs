@@ -204,7 +204,8 @@ impl<B: DirtyBitmap + Send + Sync + 'static> GuestMemory for VmMemory<B> {
         };
         let start = NonNull::new(self.mappings[position].as_ptr());
         let start = start.ok_or_else(|| VmError::new(format!("{region} is mapped at address 0")))?;
-        // SAFETY: `run` lies within the mapping, which is mapped for the whole length of the region.
+        // SAFETY: `run` lies within the mapping, which is mapped for the whole length of the
+        // region.
         let start = unsafe { start.add(offset) };
         // SAFETY: the mapping is readable and writable (`mapped` checked it) and lives as long as
         // `self`. `vm-memory` creates no references to guest bytes, except references to atomics.

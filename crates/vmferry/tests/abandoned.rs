@@ -28,7 +28,8 @@ struct Lost {
     exits: Arc<AtomicU64>,
 }
 
-/// Returns a guest whose vCPU is about to wait for the page. Without KVM or userfaultfd the calling test is skipped.
+/// Returns a guest whose vCPU is about to wait for the page. Without KVM or userfaultfd the calling
+/// test is skipped.
 fn guest() -> Option<Lost> {
     let kvm = Kvm::new().map_err(|error| skip(Need::Kvm, error)).ok()?;
     let ram = GuestMemoryMmap::<AtomicBitmap>::from_ranges(&[(GuestAddress(0), MEMORY)]).unwrap();

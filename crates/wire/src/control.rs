@@ -199,9 +199,10 @@ pub enum ToTarget {
     Cancel(Refusal),
     /// Request for a [`ToSource::Pong`] with the same number.
     Ping(u64),
-    /// Description of the guest by the source's VMM for the target's VMM, before [`Setup`](Self::Setup). The
-    /// source sends it only if the reply to its hello has [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION).
-    /// At most [`MAX_DESCRIPTION_BYTES`]; the engine does not read it.
+    /// Description of the guest by the source's VMM for the target's VMM, before
+    /// [`Setup`](Self::Setup). The source sends it only if the reply to its hello has
+    /// [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION). At most [`MAX_DESCRIPTION_BYTES`]; the
+    /// engine does not read it.
     Description(Vec<u8>),
     /// Section of the state of a trial pause, to a target that has sent
     /// [`ToSource::WantsTrial`]. The guest runs on the source.
@@ -213,8 +214,8 @@ pub enum ToTarget {
         sections: u32,
     },
     /// The operator has paused the guest, and it stays paused on the target. The source sends this
-    /// before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily), and only if the reply to its
-    /// hello has [`FEATURE_PAUSED`](crate::FEATURE_PAUSED).
+    /// before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily), and only if the reply to
+    /// its hello has [`FEATURE_PAUSED`](crate::FEATURE_PAUSED).
     StaysPaused,
     /// A stream of device state begins. The source sends it only if the reply to its hello has
     /// [`FEATURE_STREAMS`](crate::FEATURE_STREAMS).

@@ -15,7 +15,8 @@ pub const FEATURE_DESCRIPTION: u64 = 2;
 pub const FEATURE_TRIAL: u64 = 4;
 /// The target understands [`ToTarget::StaysPaused`](crate::ToTarget::StaysPaused).
 pub const FEATURE_PAUSED: u64 = 8;
-/// The target understands [`ToTarget::StreamOpen`](crate::ToTarget::StreamOpen) and what follows it.
+/// The target understands [`ToTarget::StreamOpen`](crate::ToTarget::StreamOpen) and what follows
+/// it.
 pub const FEATURE_STREAMS: u64 = 16;
 /// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must
 /// be understood by the peer.

@@ -16,7 +16,8 @@ use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role
 /// One direction of one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Way {
-    /// Number of the connection, in the order in which the source opens them. The control channel is 0.
+    /// Number of the connection, in the order in which the source opens them. The control channel
+    /// is 0.
     pub connection: usize,
     /// True if the bytes go from the source to the target.
     pub to_target: bool,

@@ -115,8 +115,8 @@ fn positions<'a>(words: &[u64], into: &'a mut Positions) -> &'a [u16] {
             #[expect(clippy::cast_possible_truncation, reason = "half a word")]
             let half = half as u32;
             let compressed = _mm512_maskz_compress_epi16(half, numbers);
-            // SAFETY: `found` is at most 32 for each half before this one, hence at most 64 * POSITION_WORDS - 32, and the
-            // store fills 32 numbers from there.
+            // SAFETY: `found` is at most 32 for each half before this one, hence at most 64 *
+            // POSITION_WORDS - 32, and the store fills 32 numbers from there.
             unsafe { _mm512_storeu_si512(to.add(found).cast(), compressed) };
             found += half.count_ones() as usize;
             numbers = _mm512_add_epi16(numbers, _mm512_set1_epi16(32));
@@ -154,7 +154,8 @@ fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {
     }
     if !rest.is_empty() {
         let lanes = u8::MAX >> (LANES - rest.len());
-        // SAFETY: `lanes` has a bit for each word of `rest` and no other, and masked lanes are not read.
+        // SAFETY: `lanes` has a bit for each word of `rest` and no other, and masked lanes are not
+        // read.
         let vector = unsafe { _mm512_maskz_loadu_epi64(lanes, rest.as_ptr().cast()) };
         mask |= u64::from(pick(vector) & lanes) << (vectors.len() * LANES);
     }
@@ -184,7 +185,8 @@ fn is_empty_far(words: &[u64; BATCH_WORDS]) -> bool {
         for (all, hop) in all.iter_mut().zip(hops) {
             let at = hop.as_ptr().wrapping_add(line);
             prefetch(at.wrapping_add(BATCH_WORDS));
-            // SAFETY: `line` is a multiple of LANES below HOP_WORDS, so the 64 bytes are within `hop`.
+            // SAFETY: `line` is a multiple of LANES below HOP_WORDS, so the 64 bytes are within
+            // `hop`.
             *all = _mm512_or_si512(*all, unsafe { _mm512_loadu_si512(at.cast()) });
         }
     }

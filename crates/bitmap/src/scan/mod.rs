@@ -202,7 +202,8 @@ impl Scanner {
         self.fold_runs(words, range, (), |(), run| each(run));
     }
 
-    /// Folds the maximal runs of set bits of `words` within `range` (in bits), in order; see [`Self::fold_bits`].
+    /// Folds the maximal runs of set bits of `words` within `range` (in bits), in order; see
+    /// [`Self::fold_bits`].
     ///
     /// # Panics
     /// Panics if `range` ends beyond the words.

@@ -73,9 +73,9 @@ impl Etcd {
 
     /// Sends one request to each member in turn until one answers.
     ///
-    /// The member that answered last is asked first, so a member that does not answer costs its time
-    /// once and not with every request. A member that gave no answer
-    /// may still have executed the request.
+    /// The member that answered last is asked first, so a member that does not answer costs its
+    /// time once and not with every request. A member that gave no answer may still have executed
+    /// the request.
     fn post(&self, path: &str, body: &Value) -> Result<Value, ArbiterError> {
         let mut why = String::new();
         let first = self.answered.load(Ordering::Relaxed);

@@ -208,8 +208,9 @@ impl<K: Kernel> Core<K> {
     /// it to the ring again.
     ///
     /// # Locks
-    /// A thread that harvests a ring holds the lock of that ring until the pages are published. Therefore no other thread
-    /// holds back pages when a harvest of all rings returns. A vCPU takes a lock only when its ring is full.
+    /// A thread that harvests a ring holds the lock of that ring until the pages are published.
+    /// Therefore no other thread holds back pages when a harvest of all rings returns. A vCPU takes
+    /// a lock only when its ring is full.
     ///
     /// # Errors
     /// Returns an error if the reset fails. The taken pages stay with the ring, and its next

@@ -19,7 +19,8 @@ pub(crate) struct Control {
     /// For each ring, the number of entries above which the vCPU wakes the reaper. `u32::MAX` for
     /// none.
     marks: Vec<AtomicU32>,
-    /// Set by the first vCPU that finds its ring above the mark, so that the others need not wake the reaper.
+    /// Set by the first vCPU that finds its ring above the mark, so that the others need not wake
+    /// the reaper.
     woken: AtomicBool,
 }
 

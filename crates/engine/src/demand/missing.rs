@@ -82,7 +82,8 @@ pub(crate) enum Flaw {
     None,
     /// A waiter is noted, and the page is not checked again.
     LooksOnce,
-    /// The thread that brings zeros looks for waiters and then removes the page from the missing set.
+    /// The thread that brings zeros looks for waiters and then removes the page from the missing
+    /// set.
     WaitersFirst,
     /// A page with content is removed from the missing set and then placed.
     RemovesBeforePlacing,

@@ -271,8 +271,8 @@ impl CpuModel {
         String::from_utf8_lossy(name.as_flattened()).into_owned()
     }
 
-    /// Returns the names of the features that a guest of this model may use, sorted. A target of the guest must have
-    /// all of them.
+    /// Returns the names of the features that a guest of this model may use, sorted. A target of
+    /// the guest must have all of them.
     #[must_use]
     pub fn features(&self) -> Vec<String> {
         let mut names = features::names(self.base.as_slice());

@@ -44,8 +44,8 @@ impl Costs {
 
     /// Returns the downtime without any page, if the guest's I/O is quiesced at once.
     pub(super) fn without_io(&self, shared: &Shared) -> Duration {
-        // The state is sent. The dirty pages are harvested once more and listed. The source waits for
-        // the target three times: for the last pages, for the load, for the commit.
+        // The state is sent. The dirty pages are harvested once more and listed. The source waits
+        // for the target three times: for the last pages, for the load, for the commit.
         let state = self.state_bytes.saturating_add(self.streams_left);
         let state = shared.link.rate.send_time(state).unwrap_or_default();
         self.stop_and_load(shared)

@@ -208,7 +208,8 @@ mod tests {
     #[test]
     fn passes_continue_while_they_shorten_the_downtime() {
         let mut policy = converging(Duration::from_millis(300));
-        // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass makes it 4 ms.
+        // 1 GiB in 400 ms: 100 MB of dirty pages are 37 ms, within the limit, but another pass
+        // makes it 4 ms.
         assert_eq!(policy.decide(pass(1 << 30, 400, 25_600), FIXED), Decision::Continue);
         assert_eq!(policy.decide(pass(100 << 20, 40, 4_000), FIXED), Decision::Continue);
         // 1 ms of pages in addition to 4 ms of fixed costs does not justify another pass.

@@ -22,7 +22,8 @@ pub struct Verdict {
     pub eta_s: Option<f64>,
     /// Number of passes until then, including the one in which the guest is paused.
     pub passes_left: Option<u32>,
-    /// Pages that this pass left, divided by those that the pass before left. Below 1, passes shrink.
+    /// Pages that this pass left, divided by those that the pass before left. Below 1, passes
+    /// shrink.
     pub ratio: Option<f64>,
     /// Changes that would let the precopy end. Empty if none is needed.
     pub help: Vec<Remedy>,
