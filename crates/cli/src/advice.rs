@@ -1,5 +1,5 @@
 //! Operator advice after a migration that did not complete. The table of failure states in
-//! docs/reliability.md contains the same texts; a test compares them.
+//! docs/runbook.md contains the same texts; a test compares them.
 
 use serde_json::Value;
 use vmferry_engine::{MigrateError, Uri};
@@ -218,15 +218,15 @@ mod tests {
 
     #[test]
     fn table_of_failure_states_has_the_same_texts() {
-        let book = include_str!("../../../docs/reliability.md");
+        let book = include_str!("../../../docs/runbook.md");
         // Line breaks in the book do not matter.
         let book = book.split_whitespace().collect::<Vec<_>>().join(" ");
         for failure in ALL {
-            assert!(book.contains(failure.text), "docs/reliability.md lacks: {}", failure.text);
+            assert!(book.contains(failure.text), "docs/runbook.md lacks: {}", failure.text);
             let outcome = failure.outcome.map_or("null".to_owned(), |outcome| format!("\"{outcome}\""));
             let seen =
                 format!("`\"state\": \"{}\", \"outcome\": {outcome}`, {}", failure.state, failure.status);
-            assert!(book.contains(&seen), "docs/reliability.md lacks: {seen}");
+            assert!(book.contains(&seen), "docs/runbook.md lacks: {seen}");
         }
     }
 }
