@@ -213,7 +213,9 @@ fn target_does_not_start_a_guest_after_a_protocol_violation() {
         evil.say(&ToTarget::LoadLazily { pages: 0 });
     });
     refused("beyond its end", Mode::Hybrid, 1, |evil| evil.lacking(PAGES, 8));
-    refused("has a length or an offset that the protocol does not allow", Mode::Hybrid, 1, |evil| evil.lacking(0, 7));
+    refused("has a length or an offset that the protocol does not allow", Mode::Hybrid, 1, |evil| {
+        evil.lacking(0, 7)
+    });
     // A page with a digest mismatch that is not among the pages to be sent again.
     refused("a page with a digest mismatch", Mode::Hybrid, 1, |evil| {
         evil.damaged(0, 300);
