@@ -23,13 +23,13 @@
 //!     Arrival, Ended, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate, receive,
 //! };
 //!
-//! On the source. `Monitor` shows the progress to other threads, and cancels.
+//! /// On the source. `Monitor` shows the progress to other threads, and cancels.
 //! fn move_away(vm: &mut dyn SourceVm, to: &Uri) -> Result<bool, Box<dyn std::error::Error>> {
 //!     let report = migrate(vm, to, None, &Settings::default(), &Monitor::new())?;
 //!     Ok(matches!(report.ended(), Some(Ended::Completed)))
 //! }
 //!
-//! On the target. Returns when the guest runs on the target.
+//! /// On the target. Returns when the guest runs on the target.
 //! fn take_in(vm: &mut dyn TargetVm, at: &Uri) -> Result<(), Box<dyn std::error::Error>> {
 //!     let (listener, arrival) = (Listener::bind(at, false)?, Arrival::new(Settings::default().peer_timeout));
 //!     let received = receive(vm, &listener, &arrival)?;
