@@ -117,7 +117,7 @@ fn guest_moves_twice_and_through_a_file() {
         fourth.goes_on();
         // Existing files are not overwritten, and options without effect are refused.
         for (more, words) in
-            [(&["--keep-running"][..], "exists already"), (&["--verify"], "--verify is of no use")]
+            [(&["--keep-running"][..], "exists already"), (&["--verify"], "--verify has no effect")]
         {
             let output = fourth.migrate(&file, more);
             assert!(code(&output) == 1 && errors(&output).contains(words), "{output:?}");

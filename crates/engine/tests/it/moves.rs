@@ -511,11 +511,11 @@ fn migration_that_cannot_begin_reports_the_reason_at_once() {
     let none = fails(&unix_uri(), &Settings { channels: 0, ..quick() });
     assert!(none.contains("1 to 64"), "{none}");
     let still = fails(&unix_uri(), &Settings { max_bandwidth: Some(0), ..quick() });
-    assert!(still.contains("moves nothing"), "{still}");
+    assert!(still.contains("the bandwidth limit is 0"), "{still}");
     let stuck = Settings { switchover_bandwidth: Some(SwitchoverBandwidth::AtMost(0)), ..quick() };
-    assert!(fails(&unix_uri(), &stuck).contains("moves nothing"));
+    assert!(fails(&unix_uri(), &stuck).contains("the bandwidth limit is 0"));
     let hasty = fails(&unix_uri(), &Settings { peer_timeout: Duration::ZERO, ..quick() });
-    assert!(hasty.contains("timeout of the peer"), "{hasty}");
+    assert!(hasty.contains("the peer timeout is 0"), "{hasty}");
     assert!(source.works());
 }
 

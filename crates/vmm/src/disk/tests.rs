@@ -424,7 +424,7 @@ fn lost_writes_prevent_a_migration_until_the_guest_was_told() {
     // The kernel has reported the loss once, and would not report it again.
     let error = file.sync().unwrap_err();
     assert!(
-        matches!(&error, DiskError::Flush { source, .. } if source.to_string().contains("before")),
+        matches!(&error, DiskError::Flush { source, .. } if source.to_string().contains("an earlier flush failed")),
         "{error}"
     );
     assert!(file.flush().is_err(), "the guest is told");
