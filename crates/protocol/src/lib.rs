@@ -32,7 +32,7 @@
 //!
 //! let why = Refusal::new(RefusalCode::Machine, "the target has no such device");
 //! let refused = Event::Message(ToSource::Failed(why.clone()));
-//! The source resumes the guest whether it was paused or not.
+//! // The source resumes the guest whether it was paused or not.
 //! assert_eq!(session.handle(Duration::from_millis(3), refused), [Action::Resume]);
 //! let ended = session.handle(Duration::from_millis(4), Event::Resumed);
 //! assert_eq!(ended, [Action::Finish(Outcome::Failed(why))]);
