@@ -249,7 +249,7 @@ fn failing_collector_neither_delays_nor_fails_a_migration() {
                 assert!(told.contains("traces do not reach") && told.contains(&gone.to_string()), "{told}")
             }
             "mute" => assert!(told.contains("the last traces were not sent"), "{told}"),
-            _ => assert!(told.contains(&(told_to(collector.port) + "it answers 503")), "{told}"),
+            _ => assert!(told.contains(&(told_to(collector.port) + "the collector answers 503")), "{told}"),
         }
         assert!(told.matches("traces do not reach").count() <= 1, "{told}");
     }
