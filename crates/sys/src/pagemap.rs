@@ -287,8 +287,10 @@ mod tests {
             Ok(()) => assert_eq!(scanned, written),
             Err(error) => {
                 let emulated = vmferry_testkit::emulator().is_some();
-                let unknown = if emulated { libc::ENOSYS } else { libc::ENOTTY };
-                assert_eq!(error.errno(), Some(unknown), "{error}");
+                // The answer of qemu-user depends on its version.
+                let unknown =
+                    error.errno() == Some(libc::ENOTTY) || (emulated && error.errno() == Some(libc::ENOSYS));
+                assert!(unknown, "{error}");
                 vmferry_testkit::skip(vmferry_testkit::Need::Kernel, format!("PAGEMAP_SCAN: {error}"));
             }
         }
