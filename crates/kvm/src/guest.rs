@@ -3,8 +3,9 @@
 use crate::error::{Error, Result};
 use crate::{
     CpuChoice, CpuModel, GuestState, KvmChips, KvmVm, NotPaused, Sections, Throttle, VcpuPark, VcpuRunner,
-    VcpuSaver, VmState,
+    VcpuSaver, VcpuState, VmState,
 };
+use kvm_bindings::CpuId;
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use std::fmt;
 use std::io;
@@ -162,6 +163,24 @@ struct Vcpu {
     saver: VcpuSaver,
 }
 
+impl Vcpu {
+    /// Returns the vCPU, which is number `cpu` and must be paused.
+    fn paused(&self, cpu: u32) -> Result<MutexGuard<'_, VcpuFd>> {
+        match self.fd.try_lock() {
+            Ok(vcpu) => Ok(vcpu),
+            Err(TryLockError::WouldBlock) => Err(Error::Running { cpu }),
+            Err(TryLockError::Poisoned(_)) => Err(Error::Panicked { cpu }),
+        }
+    }
+
+    fn load(&mut self, cpu: u32, state: &VcpuState, cpuid: &CpuId) -> Result<()> {
+        let mut saver = self.saver.clone();
+        saver.load(cpu, &*self.paused(cpu)?, state, Some(cpuid))?;
+        self.saver = saver;
+        Ok(())
+    }
+}
+
 impl<E: Clone + Send + 'static> Guest<E> {
     /// Creates memory slots from `memory`, and the vCPUs. The vCPUs are paused and have no threads
     /// yet.
@@ -273,13 +292,6 @@ impl<E: Clone + Send + 'static> Guest<E> {
         &self.park
     }
 
-    /// Returns the ids of the vCPU threads. Demand paging (`vmferry::fault::UffdOptions::new`)
-    /// needs them: it gives precedence to a vCPU that waits for a page, and counts its faults.
-    #[must_use]
-    pub fn threads(&self) -> &Arc<VcpuThreads> {
-        &self.ids
-    }
-
     /// Returns the guest's memory for demand paging, for
     /// [`TargetVm::lazy_memory`](vmferry_core::TargetVm::lazy_memory). The first call makes it:
     /// `make` gets the ids of the vCPU threads. The guest keeps it.
@@ -310,11 +322,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// # Panics
     /// Panics if the guest has no such vCPU.
     pub fn vcpu(&self, cpu: u32) -> Result<MutexGuard<'_, VcpuFd>> {
-        match self.vcpus[cpu as usize].fd.try_lock() {
-            Ok(vcpu) => Ok(vcpu),
-            Err(TryLockError::WouldBlock) => Err(Error::Running { cpu }),
-            Err(TryLockError::Poisoned(_)) => Err(Error::Panicked { cpu }),
-        }
+        self.vcpus[cpu as usize].paused(cpu)
     }
 
     /// Returns the description of this machine, for
@@ -396,7 +404,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
         }
         let mut vcpus = Vec::with_capacity(self.vcpus.len());
         for (cpu, vcpu) in (0..).zip(&self.vcpus) {
-            vcpus.push(vcpu.saver.save(cpu, &*self.vcpu(cpu)?)?);
+            vcpus.push(vcpu.saver.save(cpu, &*vcpu.paused(cpu)?)?);
         }
         let vm = VmState::save(self.vm.fd(), self.chips)?;
         Ok(GuestState { vcpus, vm, cpu: self.cpu.clone() }.sections()?)
@@ -426,8 +434,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
         assert_eq!(state.vcpus.len(), self.vcpus.len(), "the state has another number of vCPUs");
         for (cpu, (vcpu, saved)) in (0..).zip(self.vcpus.iter_mut().zip(&state.vcpus)) {
             let cpuid = state.cpu.of_vcpu(cpu)?;
-            let fd = vcpu.fd.try_lock().map_err(|_| Error::Running { cpu })?;
-            vcpu.saver.load(cpu, &fd, saved, Some(&cpuid))?;
+            vcpu.load(cpu, saved, &cpuid)?;
         }
         state.vm.load(self.vm.fd())?;
         self.cpu = state.cpu;
@@ -441,8 +448,8 @@ const STOPPING: Duration = Duration::from_millis(100);
 impl<E: Clone> Drop for Guest<E> {
     fn drop(&mut self) {
         if let Some(lazy) = &self.lazy {
-            // A vCPU that does not stop now waits for a page that does not come: its guest was
-            // given up. It has been kicked, so it runs no instruction of the guest when it wakes.
+            // A vCPU that does not stop now waits for a page, or its exit handler still runs. It
+            // has been kicked, so it runs no instruction of the guest when it wakes.
             let _ = self.park.pause_all(STOPPING);
             if let Err(error) = lazy.end() {
                 tracing::error!("a vCPU that waits for a missing page may wait for ever: {error}");

@@ -2,10 +2,9 @@
 //! port.
 
 use super::*;
-use std::cell::UnsafeCell;
-use std::ptr::NonNull;
+use crate::testing::Memory;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, Window};
+use vmferry_core::{Gpa, PAGE_BYTES};
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const PAGES: usize = 16;
@@ -16,36 +15,10 @@ const PORT: u16 = 0x10;
 /// Code `again: inc rax/eax; out dx, eax; jmp again`, for 32-bit mode.
 const PROGRAM: [u8; 4] = [0x40, 0xef, 0xeb, 0xfc];
 
-#[repr(align(4096))]
-struct Pages(UnsafeCell<[[u8; PAGE_BYTES]; PAGES]>);
-
-// SAFETY: the bytes are accessed by windows only.
-unsafe impl Sync for Pages {}
-
-struct Memory {
-    layout: Layout,
-    pages: Box<Pages>,
-}
-
-impl GuestMemory for Memory {
-    fn layout(&self) -> &Layout {
-        &self.layout
-    }
-
-    fn window(&self, _: RegionId, run: PageRun) -> std::result::Result<Window<'_>, VmError> {
-        assert_eq!((run.first.0, run.end()), (0, PAGES as u64), "the whole memory");
-        let start = NonNull::new(self.pages.0.get().cast::<u8>()).unwrap();
-        // SAFETY: the window covers the pages, which live as long as `self`.
-        Ok(unsafe { Window::new(start, PAGES * PAGE_BYTES) })
-    }
-}
-
 fn memory() -> Arc<Memory> {
-    let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES * PAGE_BYTES) as u64 };
-    let mut pages = [[0; PAGE_BYTES]; PAGES];
+    let mut pages = vec![[0; PAGE_BYTES]; PAGES];
     pages[1][..PROGRAM.len()].copy_from_slice(&PROGRAM);
-    let pages = Box::new(Pages(UnsafeCell::new(pages)));
-    Arc::new(Memory { layout: Layout::new(vec![region]).unwrap(), pages })
+    Memory::new(RegionId(0), Gpa(0), pages)
 }
 
 fn guest(kvm: &Kvm, options: &GuestOptions, pit: bool) -> Guest<&'static str> {

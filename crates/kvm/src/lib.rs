@@ -66,6 +66,8 @@ mod kick;
 mod park;
 mod slots;
 pub mod state;
+#[cfg(test)]
+mod testing;
 mod throttle;
 mod vcpu;
 mod vm_state;

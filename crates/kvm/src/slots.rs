@@ -236,39 +236,12 @@ fn enable_rings(vm: &VmFd, entries: RingEntries) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::cell::UnsafeCell;
-    use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, VmError, Window};
+    use crate::testing::Memory;
+    use vmferry_core::{Gpa, PAGE_BYTES};
     use vmferry_testkit::{Need, skip};
 
-    #[repr(align(4096))]
-    struct Pages(UnsafeCell<[[u8; PAGE_BYTES]; 2]>);
-
-    // SAFETY: the bytes are accessed by windows only.
-    unsafe impl Sync for Pages {}
-
-    struct Memory {
-        layout: Layout,
-        pages: Box<Pages>,
-    }
-
-    impl GuestMemory for Memory {
-        fn layout(&self) -> &Layout {
-            &self.layout
-        }
-
-        fn window(&self, id: RegionId, run: PageRun) -> std::result::Result<Window<'_>, VmError> {
-            if id != RegionId(3) || run.end() > 2 {
-                return Err(VmError::new("no such pages"));
-            }
-            let start = std::ptr::NonNull::new(self.pages.0.get().cast::<u8>()).unwrap();
-            // SAFETY: the window covers the pages, which live as long as `self`.
-            Ok(unsafe { Window::new(start, 2 * PAGE_BYTES) })
-        }
-    }
-
     fn memory() -> Arc<Memory> {
-        let layout = Layout::new(vec![Region { id: RegionId(3), gpa: Gpa(0x10_0000), len: 0x2000 }]).unwrap();
-        Arc::new(Memory { layout, pages: Box::new(Pages(UnsafeCell::new([[0; PAGE_BYTES]; 2]))) })
+        Memory::new(RegionId(3), Gpa(0x10_0000), vec![[0; PAGE_BYTES]; 2])
     }
 
     #[test]
