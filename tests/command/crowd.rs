@@ -27,12 +27,12 @@ fn many_silent_peers_do_not_lock_out_the_source_and_cost_bounded_resources() {
     let source = Run::source("process", &folder);
     let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
     let at = uri.strip_prefix("tcp:").unwrap();
-    let mut strangers: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(at).unwrap()).collect();
+    let mut unknown_peers: Vec<TcpStream> = (0..SILENT).map(|_| TcpStream::connect(at).unwrap()).collect();
     for _ in 0..HALF {
         let mut stream = TcpStream::connect(at).unwrap();
         // The first byte of a greeting. The write fails if the target has closed the connection.
         let _ = stream.write_all(b"v");
-        strangers.push(stream);
+        unknown_peers.push(stream);
     }
     // The control socket of the source gets many silent clients, too.
     let clients: Vec<UnixStream> = (0..20).filter_map(|_| UnixStream::connect(&source.api).ok()).collect();
@@ -41,5 +41,5 @@ fn many_silent_peers_do_not_lock_out_the_source_and_cost_bounded_resources() {
     assert!(count(&target, "fd") <= MOST_DESCRIPTORS, "{} descriptors", count(&target, "fd"));
     assert!(count(&target, "task") <= MOST_THREADS, "{} threads", count(&target, "task"));
     target.goes_on();
-    drop((strangers, clients));
+    drop((unknown_peers, clients));
 }

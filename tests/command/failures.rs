@@ -37,12 +37,12 @@ fn unsuitable_target_is_named_and_the_guest_stays() {
     let file = format!("file:{}", folder.path("none/x"));
     fails(&file, &[], &["cannot use", &file]);
     // Foreign listeners: one that sends data, and one that is silent.
-    let stranger = TcpListener::bind("127.0.0.1:0").unwrap();
-    let at = format!("tcp:{}", stranger.local_addr().unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = format!("tcp:{}", listener.local_addr().unwrap());
     std::thread::spawn(move || {
-        let (mut talks, _) = stranger.accept().unwrap();
+        let (mut talks, _) = listener.accept().unwrap();
         talks.write_all(&[b'x'; 4096]).unwrap();
-        let (mut silent, _) = stranger.accept().unwrap();
+        let (mut silent, _) = listener.accept().unwrap();
         let _ = silent.read_to_end(&mut Vec::new());
     });
     fails(&at, &[], &["does not speak the vmferry protocol"]);

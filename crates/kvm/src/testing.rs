@@ -41,7 +41,8 @@ impl GuestMemory for Memory {
             return Err(VmError::new("no such pages"));
         }
         let start = NonNull::new(self.pages.as_ptr().cast_mut().cast::<u8>()).unwrap();
-        // SAFETY: the window covers the pages, which live as long as `self`. `UnsafeCell` permits the writes.
+        // SAFETY: the window covers the pages, which live as long as `self`. `UnsafeCell` permits
+        // the writes.
         Ok(unsafe { Window::new(start, self.pages.len() * PAGE_BYTES) })
     }
 }

@@ -91,7 +91,7 @@ pub(super) fn sources(bad: Bad, case: &mut Case, quick: bool, wrong: &mut Vec<St
     case.params.insert("strangers".into(), count.into());
     let mut stand = Stand::new("process", "64M", LOAD)?;
     let before = speed(&mut stand.source)?;
-    let strangers = Hostile::new(bad, &stand.uri, count)?;
+    let unknown_peers = Hostile::new(bad, &stand.uri, count)?;
     let during = speed(&mut stand.source)?;
     kept(case, wrong, before, during);
     bounded(case, wrong, "target", &Sample::of(stand.target.pid())?, stand.before.rss_kib);
@@ -102,7 +102,7 @@ pub(super) fn sources(bad: Bad, case: &mut Case, quick: bool, wrong: &mut Vec<St
     } else {
         stand.move_it(case, wrong)?;
     }
-    drop(strangers);
+    drop(unknown_peers);
     Ok(())
 }
 
@@ -143,7 +143,7 @@ impl Hostile {
         }
         let stop = Arc::new(AtomicBool::new(false));
         let ends = Arc::clone(&stop);
-        let thread = std::thread::Builder::new().name("strangers".into()).spawn(move || {
+        let thread = std::thread::Builder::new().name("unknown-peers".into()).spawn(move || {
             for second in 0.. {
                 for (stream, hello) in &mut streams {
                     if bad == Bad::Trickle

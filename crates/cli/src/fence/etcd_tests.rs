@@ -247,12 +247,12 @@ fn etcd_with_client_certificates_accepts_ours() {
     let etcd = access(&ours, Some(&ours));
     etcd.open(id(1)).unwrap();
     assert_eq!(etcd.say(id(1), Word::Claim(Side::Target)), Ok(THERE));
-    for (stranger, why) in [
+    for (foreign, why) in [
         (access(&theirs, Some(&ours)), "an etcd that is not trusted"),
         (access(&ours, Some(&theirs)), "a certificate that it does not know"),
         (access(&ours, None), "no certificate"),
     ] {
-        let said = stranger.say(id(1), Word::Claim(Side::Source));
+        let said = foreign.say(id(1), Word::Claim(Side::Source));
         assert!(matches!(said, Err(ArbiterError::Unreachable(_))), "{why}: {said:?}");
     }
     assert_eq!(etcd.say(id(1), Word::Look), Ok(THERE));

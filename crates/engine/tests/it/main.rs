@@ -23,5 +23,5 @@ mod renounced;
 mod rig;
 mod slow;
 mod snapshots;
-mod strangers;
 mod toy;
+mod unknown_peers;

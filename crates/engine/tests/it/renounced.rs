@@ -117,10 +117,10 @@ fn target_that_has_renounced_a_guest_can_be_stopped() {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         let sending = scope.spawn(|| migrate(&mut source, &uri, None, &settings, &monitor));
         until_recover_is_awaited(&monitor);
-        let mut stranger = Toy::new(options(), true);
-        let refused = migrate(&mut stranger, &uri, None, &settings, &Monitor::new());
+        let mut other = Toy::new(options(), true);
+        let refused = migrate(&mut other, &uri, None, &settings, &Monitor::new());
         assert!(refused.is_err(), "{refused:?}");
-        assert!(stranger.works() && !receiving.is_finished());
+        assert!(other.works() && !receiving.is_finished());
         arrival.stop();
         let received = receiving.join().unwrap();
         monitor.abandon();
