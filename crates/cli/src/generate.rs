@@ -61,3 +61,127 @@ fn page(command: &clap::Command, folder: &Path) -> Result<()> {
     text.extend_from_slice(EXIT_STATUS.as_bytes());
     std::fs::write(&path, text).with_context(|| format!("{}", path.display()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::{Arg, Command};
+    use std::fmt::Write;
+
+    /// Width of the lines of a page.
+    const COLUMNS: usize = 100;
+    const START: &str = "\
+# Command line
+
+This page lists all commands of `vmferry` with their arguments and options. The same text is in
+`vmferry COMMAND --help` and in the manual pages (`vmferry man`).
+
+Wrong usage ends with status 2. [The runbook](runbook.md#exit-statuses) explains the other exit
+statuses.
+";
+
+    /// Appends `text`, wrapped, with `indent` before each line but the first.
+    fn wrap(page: &mut String, first: &str, indent: &str, text: &str) {
+        let mut line = first.to_owned();
+        for word in text.split_whitespace() {
+            let begins = line.trim_end().len() == line.len() - 1 || line.ends_with("  ") || line.is_empty();
+            if !begins && line.len() + 1 + word.len() > COLUMNS {
+                writeln!(page, "{}", line.trim_end()).unwrap();
+                line = format!("{indent}{word}");
+            } else {
+                line.push_str(if line.ends_with(' ') || line.is_empty() { "" } else { " " });
+                line.push_str(word);
+            }
+        }
+        writeln!(page, "{}", line.trim_end()).unwrap();
+    }
+
+    /// Appends each paragraph of `text`, indented.
+    fn paragraphs(page: &mut String, first: &str, indent: &str, text: &str) {
+        for (number, paragraph) in text.split("\n\n").filter(|text| !text.trim().is_empty()).enumerate() {
+            if number > 0 {
+                page.push('\n');
+            }
+            // Placeholders such as <URI> are no HTML.
+            let text = paragraph.replace('<', "\\<");
+            wrap(page, if number == 0 { first } else { indent }, indent, &text);
+        }
+    }
+
+    fn argument(page: &mut String, arg: &Arg) {
+        let short = arg.get_short().filter(|_| arg.get_long().is_some());
+        let name = short.map_or_else(|| arg.to_string(), |short| format!("-{short}, {arg}"));
+        let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
+        let (head, more) = help.split_once("\n\n").unwrap_or((&help, ""));
+        let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
+        let mut first = format!("- `{name}`: {}", head.trim_end_matches('.').replace('<', "\\<"));
+        if !defaults.is_empty() && arg.get_action().takes_values() {
+            write!(first, " (default: `{}`)", defaults.join(" ")).unwrap();
+        }
+        wrap(page, "", "  ", &first);
+        let values = if arg.is_hide_possible_values_set() { Vec::new() } else { arg.get_possible_values() };
+        let shown = values.iter().filter(|value| !value.is_hide_set());
+        for value in shown.filter(|_| arg.get_action().takes_values()) {
+            let meaning = value.get_help().map(|help| format!(": {help}")).unwrap_or_default();
+            wrap(page, "", "    ", &format!("- `{}`{meaning}", value.get_name()).replace("- `", "  - `"));
+        }
+        if !more.is_empty() {
+            page.push('\n');
+            paragraphs(page, "  ", "  ", more);
+        }
+    }
+
+    fn command(page: &mut String, path: &str, command: &Command) {
+        writeln!(page, "\n## {path}\n").unwrap();
+        let about = command.get_long_about().or(command.get_about()).map(ToString::to_string);
+        paragraphs(page, "", "", &about.unwrap_or_default());
+        let usage = command.clone().render_usage().to_string();
+        writeln!(page, "\n```usage\n{}\n```", usage.trim_start_matches("Usage: ")).unwrap();
+        let shown = || command.get_arguments().filter(|arg| !arg.is_hide_set() && arg.get_id() != "help");
+        let heading = |arg: &Arg| match arg.get_help_heading() {
+            Some(heading) => heading.to_owned(),
+            None if arg.is_positional() => "Arguments".to_owned(),
+            None => "Options".to_owned(),
+        };
+        let mut headings: Vec<String> = Vec::new();
+        for arg in shown() {
+            if !headings.contains(&heading(arg)) {
+                headings.push(heading(arg));
+            }
+        }
+        headings.sort_by_key(|heading| heading != "Arguments");
+        for name in headings {
+            writeln!(page, "\n### {name} of `{path}`\n").unwrap();
+            shown().filter(|arg| heading(arg) == name).for_each(|arg| argument(page, arg));
+        }
+        let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+        if !examples.is_empty() {
+            let lines: Vec<_> = examples.trim().lines().map(|line| line.strip_prefix("  ").unwrap_or(line)).collect();
+            writeln!(page, "\n```usage\n{}\n```", lines.join("\n")).unwrap();
+        }
+        for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
+            self::command(page, &format!("{path} {}", sub.get_name()), sub);
+        }
+    }
+
+    /// `docs/cli.md` is this text. Run the test with `VMFERRY_UPDATE_DOCS=1` to write the page.
+    #[test]
+    fn reference_page_has_every_command_and_option() {
+        let mut cli = Cli::command();
+        cli.build();
+        let mut page = START.to_owned();
+        for sub in cli.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
+            command(&mut page, &format!("vmferry {}", sub.get_name()), sub);
+        }
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/cli.md");
+        if std::env::var_os("VMFERRY_UPDATE_DOCS").is_some() {
+            std::fs::write(&path, &page).unwrap();
+        }
+        let written = std::fs::read_to_string(&path).unwrap_or_default();
+        let differs = page.lines().zip(written.lines()).find(|(new, old)| new != old);
+        assert!(
+            page == written,
+            "docs/cli.md is not the command's help ({differs:?}): run this test with VMFERRY_UPDATE_DOCS=1"
+        );
+    }
+}
