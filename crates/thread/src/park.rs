@@ -88,7 +88,13 @@ pub struct StillWorking {
 
 impl fmt::Display for StillWorking {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} events of devices did not finish within {} ms", self.events, self.within.as_millis())
+        let plural = if self.events == 1 { "" } else { "s" };
+        write!(
+            f,
+            "{} event{plural} of devices did not finish within {} ms",
+            self.events,
+            self.within.as_millis()
+        )
     }
 }
 
@@ -201,6 +207,13 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
     use std::sync::mpsc::channel;
     use vmferry_testkit::{PATIENCE, wait};
+
+    #[test]
+    fn error_counts_the_events() {
+        let text = |events| StillWorking { events, within: Duration::from_millis(5) }.to_string();
+        assert_eq!(text(1), "1 event of devices did not finish within 5 ms");
+        assert_eq!(text(2), "2 events of devices did not finish within 5 ms");
+    }
 
     #[test]
     fn events_wait_while_parked_and_are_handled_after_a_resume() {
