@@ -3,6 +3,7 @@
 use crate::fence::ArbiterError;
 use crate::snapshot::RestoreError;
 use std::io;
+use vmferry_core::VmError;
 use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
 
 /// Error of a migration that could not begin, or of an address that cannot be used. The guest stays
@@ -125,7 +126,7 @@ pub enum MigrateError {
     /// The VMM's memory layout cannot be migrated, or the VMM returned an error before anything was
     /// sent.
     #[error("{0}")]
-    Vm(String),
+    Vm(VmError),
     /// The arbiter cannot be used. Nothing is begun, because unknown ownership could not be
     /// resolved later.
     #[error(

@@ -5,7 +5,7 @@ use crate::MigrateError;
 use crate::mapped::MappedMemory;
 use std::io;
 use std::ptr::NonNull;
-use vmferry_core::{Gpa, Region, RegionId};
+use vmferry_core::{Gpa, Region, RegionId, VmError};
 
 /// Size in bytes. One channel of a measurement may fill it.
 pub(crate) const SCRATCH_BYTES: usize = 32 << 20;
@@ -55,7 +55,7 @@ impl Scratch {
         // SAFETY: `SCRATCH_BYTES` from `aligned` on are within the mapping, which lives as long as
         // `self` and is accessed through `memory` only.
         let memory = unsafe { MappedMemory::new(&[(region, aligned)]) };
-        let memory = memory.map_err(|error| MigrateError::Vm(error.to_string()))?;
+        let memory = memory.map_err(|error| MigrateError::Vm(VmError::new(error)))?;
         Ok(Self { memory, start, len })
     }
 

@@ -7,6 +7,7 @@ use crate::choices::ModeArg;
 use crate::guest::Machine;
 use serde_json::{Value, json};
 use std::time::Duration;
+use vmferry_core::VmError;
 use vmferry_engine::plan::{Auto, Expected, ModePlan, Real, Way, score};
 use vmferry_engine::{
     AutoConverge, MigrateError, MigrationMode, MigrationState, Report, Settings, TrackerKind, Uri, migrate,
@@ -29,7 +30,7 @@ pub(crate) fn moved(
         Ok(made) => made,
         // A cancelled planning is reported by the migration, which is cancelled, too.
         Err(error) if auto && !cancelled(&error) => {
-            return Err(MigrateError::Vm(format!("no plan can be made: {error:#}")));
+            return Err(MigrateError::Vm(VmError::new(error.context("no plan can be made"))));
         }
         Err(error) => {
             let report = migrate(machine.source(), uri, tracker, settings, &monitor)?;

@@ -12,7 +12,7 @@ use std::io;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use vmferry_core::SourceVm;
+use vmferry_core::{SourceVm, VmError};
 use vmferry_wire::{MigrationId, SnapshotMap};
 
 /// Temporary file. Removed when dropped, unless it got its final name.
@@ -75,12 +75,12 @@ fn store(
     }
     let failed = |source| MigrateError::File { uri: uri(path), source };
     let id = MigrationId(random()?);
-    if let Some(stream) = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?.first() {
+    if let Some(stream) = vm.streams().map_err(MigrateError::Vm)?.first() {
         let why = format!(
             "the guest cannot be saved in a file: its device state {} is a stream, which only a target takes",
             stream.name()
         );
-        return Err(MigrateError::Vm(why));
+        return Err(MigrateError::Vm(VmError::new(why)));
     }
     let known = Report { id: id.to_string(), way: Way::File, ..Report::default() };
     monitor.begin(began, known);

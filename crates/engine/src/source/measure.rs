@@ -86,8 +86,7 @@ fn fill(scratch: &Scratch) -> Result<(), MigrateError> {
     let mut state: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut page = [0; PAGE_BYTES];
     let all = PageRun::from(0..SCRATCH_PAGES);
-    let window =
-        scratch.memory().window(SCRATCH, all).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    let window = scratch.memory().window(SCRATCH, all).map_err(MigrateError::Vm)?;
     for at in 0..window.pages() {
         for word in page.chunks_exact_mut(8) {
             // Xorshift (Marsaglia, 2003).

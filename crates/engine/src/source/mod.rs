@@ -36,7 +36,7 @@ use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use vmferry_core::{Layout, SourceVm, StateReader, TrackerKind};
+use vmferry_core::{Layout, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
 
 /// Moves the guest of `vm` to the target that `connector` connects to. Blocks until the migration
@@ -74,7 +74,7 @@ pub fn migrate(
     check(vm, settings)?;
     let dialer = Dialer::new(connector, settings);
     dialer.check()?;
-    let tracker = vm.tracker(tracker).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    let tracker = vm.tracker(tracker).map_err(MigrateError::Vm)?;
     let streams = streams(vm)?;
     let migration = MigrationId(random()?);
     let known = Report {
@@ -100,11 +100,11 @@ pub fn migrate(
     if let Some(stream) = streams.first()
         && control.features & FEATURE_STREAMS == 0
     {
-        return Err(MigrateError::Vm(format!(
+        return Err(MigrateError::Vm(VmError::new(format!(
             "the VM sends device state as streams, such as {}, and the target's version does not support \
              them: update the target",
             stream.name()
-        )));
+        ))));
     }
     let context = driver::Context {
         dialer,
@@ -129,12 +129,12 @@ pub fn migrate(
 
 /// Returns the VM's streams of device state. Fails if there are more than the protocol can carry.
 fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
-    let streams = vm.streams().map_err(|error| MigrateError::Vm(error.to_string()))?;
+    let streams = vm.streams().map_err(MigrateError::Vm)?;
     if streams.len() > MAX_STREAMS {
         let count = streams.len();
-        return Err(MigrateError::Vm(format!(
+        return Err(MigrateError::Vm(VmError::new(format!(
             "the VM has {count} streams of device state; at most {MAX_STREAMS} can be sent"
-        )));
+        ))));
     }
     Ok(streams)
 }
@@ -183,17 +183,17 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
     }
     let description = vm.description().len();
     if description > MAX_DESCRIPTION_BYTES {
-        return Err(MigrateError::Vm(format!(
+        return Err(MigrateError::Vm(VmError::new(format!(
             "the VMM's description of the guest has {description} bytes; at most {} KiB can be sent",
             MAX_DESCRIPTION_BYTES >> 10
-        )));
+        ))));
     }
     let config = vm.config();
-    let layout = Layout::new(config.regions).map_err(|error| MigrateError::Vm(error.to_string()))?;
+    let layout = Layout::new(config.regions).map_err(|error| MigrateError::Vm(VmError::new(error)))?;
     if layout != *vm.memory().layout() {
-        return Err(MigrateError::Vm(
-            "the memory regions in the VMM's configuration differ from those of its memory".into(),
-        ));
+        return Err(MigrateError::Vm(VmError::new(
+            "the memory regions in the VMM's configuration differ from those of its memory",
+        )));
     }
     Ok(())
 }
