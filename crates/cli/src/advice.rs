@@ -1,7 +1,12 @@
 //! Operator advice after a migration that did not complete. The table of failure states in
 //! docs/runbook.md contains the same texts; a test compares them.
 
+use crate::output;
 use serde_json::Value;
+use std::error::Error;
+use vmferry_client::Unreachable;
+use vmferry_confine::{ConfineError, JailError};
+use vmferry_core::VmError;
 use vmferry_engine::{MigrateError, Uri};
 
 /// A failure state with its advice. In `text`, `WHY` stands for the cause and `URI` for the address
@@ -152,29 +157,103 @@ pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
     words
 }
 
-/// Returns the text of a library error, with the command's options that concern it.
-pub(crate) fn advised(error: &MigrateError, uri: &Uri) -> String {
-    // The refusal of a connector is the source of the connection error.
+/// Returns the text of an error with its causes, and with the command's options that concern it.
+/// Libraries know no options.
+pub(crate) fn told(error: &anyhow::Error) -> String {
+    let text = output::chain(error);
+    if let Some(Unreachable { path, .. }) = error.downcast_ref() {
+        return format!("{text} (start it with: vmferry run --api {})", path.display());
+    }
+    match error.chain().find_map(options) {
+        Some(options) => format!("{text} ({options})"),
+        None => text,
+    }
+}
+
+/// Returns the options that concern an error of a library; `None` if no option does.
+fn options(error: &(dyn Error + 'static)) -> Option<&'static str> {
+    if let Some(error) = error.downcast_ref() {
+        return of_wrapped(error);
+    }
+    if let Some(error) = error.downcast_ref() {
+        return of_migration(error);
+    }
+    if let Some(error) = error.downcast_ref() {
+        return of_vmm(error);
+    }
+    error.downcast_ref().and_then(of_confinement)
+}
+
+/// Returns the options that concern the error in `error`, or one of its causes.
+fn of_wrapped(error: &VmError) -> Option<&'static str> {
+    let first: &(dyn Error + 'static) = error.get_ref();
+    std::iter::successors(Some(first), |error| error.source()).find_map(options)
+}
+
+fn of_migration(error: &MigrateError) -> Option<&'static str> {
+    match refusal(error) {
+        MigrateError::NotLoopback { .. } => Some("--tls-cert, --tls-key and --tls-ca, or --insecure"),
+        MigrateError::Tls { .. } => Some("the expected name is the one in the address, or --tls-peer"),
+        MigrateError::Fence(_) => Some("--fence"),
+        MigrateError::Vm(error) => of_wrapped(error),
+        _ => None,
+    }
+}
+
+fn of_vmm(error: &vmferry_vmm::Error) -> Option<&'static str> {
+    use vmferry_vmm::{BootError, Error, MemoryError, SetupError};
+    Some(match error {
+        Error::NoKvm | Error::NoPermission => "--guest process needs no KVM",
+        Error::NoRings => "--dirty-ring 4096",
+        Error::NoLog => "--dirty-ring off",
+        Error::Setup(SetupError::DirtyRing { .. }) => "--dirty-ring",
+        Error::Memory(MemoryError::HugePages { .. }) => "--memory-backing",
+        Error::Setup(SetupError::MemorySlot { .. })
+        | Error::Memory(MemoryError::Map { .. })
+        | Error::Boot(BootError::Memory { .. } | BootError::InitrdTooLarge { .. }) => "--memory",
+        Error::Boot(BootError::CmdlineTooLong { .. } | BootError::Cmdline(_)) => "--cmdline",
+        Error::TooManyCpus { .. } => "--cpus",
+        Error::RandomMac(_) => "--net tap=NAME,mac=MAC",
+        _ => return None,
+    })
+}
+
+fn of_confinement(error: &ConfineError) -> Option<&'static str> {
+    match error {
+        ConfineError::Jail(JailError::StaysRoot) => Some("--uid and --gid"),
+        ConfineError::Jail(_) => Some("--jail"),
+        // The console is the only output that the plan of `run` has.
+        ConfineError::Output { .. } => Some("--serial"),
+        ConfineError::Refused(_) => Some("--sandbox off runs the guest without confinement"),
+        _ => None,
+    }
+}
+
+/// Returns the refusal of a connector, which is the source of the connection error, or `error`.
+fn refusal(error: &MigrateError) -> &MigrateError {
     let inner = match error {
         MigrateError::Connect { source, .. } => source.get_ref().and_then(|inner| inner.downcast_ref()),
         _ => None,
     };
-    let options = match (inner.unwrap_or(error), uri) {
-        (MigrateError::Connect { .. }, Uri::Tcp { .. } | Uri::Unix(_)) => {
-            return format!("{error} (start it with: vmferry run --incoming {uri})");
-        }
-        (MigrateError::NotLoopback { .. }, _) => "--tls-cert, --tls-key and --tls-ca, or --insecure",
-        (MigrateError::Tls { .. }, _) => "the expected name is the one in the address, or --tls-peer",
-        (MigrateError::Fence(_), _) => "--fence",
-        _ => return error.to_string(),
-    };
-    format!("{error} ({options})")
+    inner.unwrap_or(error)
+}
+
+/// Returns the text of an error of a migration to or from `uri`, with the command's options that
+/// concern it.
+pub(crate) fn advised(error: &MigrateError, uri: &Uri) -> String {
+    if let (MigrateError::Connect { .. }, Uri::Tcp { .. } | Uri::Unix(_)) = (refusal(error), uri) {
+        return format!("{error} (start it with: vmferry run --incoming {uri})");
+    }
+    match of_migration(error) {
+        Some(options) => format!("{error} ({options})"),
+        None => error.to_string(),
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::output;
+    use anyhow::Context;
     use serde_json::json;
 
     #[test]
@@ -214,6 +293,37 @@ mod tests {
             assert_eq!(text.matches("tcp:there:7000").count(), named, "{text}");
         }
         assert!(advice(&reports[6], &uri).contains("(URI broke; the arbiter gave no answer: x)"));
+    }
+
+    #[test]
+    fn options_are_added_to_errors_of_libraries() {
+        let rings = || VmError::new(vmferry_vmm::Error::NoRings);
+        let uri: Uri = "tcp:there:7000".parse().unwrap();
+        let planned = anyhow::Error::new(rings()).context("no plan can be made");
+        for error in [MigrateError::Vm(rings()), MigrateError::Vm(VmError::new(planned))] {
+            assert!(advised(&error, &uri).ends_with("(--dirty-ring 4096)"), "{error}");
+        }
+        let limit = Err::<(), _>(rings()).context("a limit needs dirty rings").unwrap_err();
+        assert!(told(&limit).ends_with("(--dirty-ring 4096)"), "{limit:#}");
+        let jail = told(&ConfineError::from(JailError::StaysRoot).into());
+        assert!(jail.contains("must not be root") && jail.ends_with("(--uid and --gid)"), "{jail}");
+        let plain = MigrateError::NotLoopback { uri: uri.to_string() };
+        assert!(told(&plain.into()).ends_with("or --insecure)"));
+        assert_eq!(told(&anyhow::anyhow!("b").context("a")), "a: b");
+    }
+
+    #[test]
+    fn errors_of_libraries_name_no_options() {
+        let jails = [
+            JailError::NotRoot,
+            JailError::StaysRoot,
+            JailError::Upwards("a/../b".into()),
+            JailError::Device("/dev/x".into()),
+        ];
+        let mut all: Vec<String> = jails.iter().map(ToString::to_string).collect();
+        all.push(ConfineError::Refused("x".into()).to_string());
+        all.extend([vmferry_vmm::Error::NoRings, vmferry_vmm::Error::NoLog].map(|error| error.to_string()));
+        assert!(all.iter().all(|text| !text.contains("--")), "{all:?}");
     }
 
     #[test]

@@ -121,8 +121,7 @@ impl Limiter {
             return Ok(());
         }
         let tracker = machine.source().tracker(Some(TrackerKind::Ring));
-        let mut tracker =
-            tracker.context("a limit of a vCPU's dirty rate needs dirty rings (run --dirty-ring 4096)")?;
+        let mut tracker = tracker.context("a limit of a vCPU's dirty rate needs dirty rings")?;
         tracker.start()?;
         let rings = tracker.ring().context("these dirty rings do not count pages")?;
         self.vcpus.resize(rings.vcpus.len(), Vcpu::default());

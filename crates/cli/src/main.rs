@@ -104,7 +104,7 @@ fn main() -> ExitCode {
     match result {
         Ok(status) => ExitCode::from(status as u8),
         Err(error) => {
-            eprintln!("vmferry: {}", output::chain(&error));
+            eprintln!("vmferry: {}", advice::told(&error));
             ExitCode::from(Status::Failed as u8)
         }
     }

@@ -3,6 +3,7 @@
 use crate::PREFIX;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
+use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,20 @@ use vmferry_control::ClientError;
 /// Longest wait for an answer. It is longer than the process waits for its machine, and that is
 /// longer than a measurement.
 const PATIENCE: Duration = Duration::from_secs(45);
+
+/// No vmferry answers at a control socket. This is the context of the cause.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Unreachable {
+    /// Path of the control socket.
+    pub path: PathBuf,
+}
+
+impl fmt::Display for Unreachable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "cannot reach a vmferry at {}", self.path.display())
+    }
+}
 
 /// Connection to the control socket of a process `vmferry run`.
 #[derive(Debug)]
@@ -26,9 +41,8 @@ impl Client {
     /// # Errors
     /// If no process listens there, or it does not answer as a vmferry does.
     pub fn connect(path: &Path) -> Result<Self> {
-        let inner = vmferry_control::Client::connect(path, PATIENCE).with_context(|| {
-            format!("cannot reach a vmferry at {} (is one running with --api {0}?)", path.display())
-        })?;
+        let inner = vmferry_control::Client::connect(path, PATIENCE)
+            .with_context(|| Unreachable { path: path.into() })?;
         Ok(Self { inner, path: path.into() })
     }
 

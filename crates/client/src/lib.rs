@@ -25,7 +25,7 @@
 mod connection;
 mod process;
 
-pub use connection::{Client, is_gone, printable};
+pub use connection::{Client, Unreachable, is_gone, printable};
 pub use process::{Alone, Pair, Place, Role, Runner, SameHost, Setup};
 
 /// Prefix of the commands on the control socket that only vmferry has.

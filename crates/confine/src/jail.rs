@@ -34,21 +34,23 @@ pub struct Jail {
 #[non_exhaustive]
 pub enum JailError {
     /// The process does not run as root.
-    #[error(
-        "--jail: only root can make a jail; start vmferry as root, or leave --jail: an ordinary user's process is confined without it"
-    )]
+    #[error("only root can make a jail; start this process as root, or without a jail")]
     NotRoot,
     /// The user or the group is root.
-    #[error(
-        "--jail: the user in the jail must not be root: give the --uid and --gid of a user who owns nothing else"
-    )]
+    #[error("the user and the group in the jail must not be root; use those of a user who owns nothing else")]
     StaysRoot,
     /// A path contains `..`, which would mean another file in the jail.
-    #[error("--jail: the path {} contains '..'; write it without", .0.display())]
+    #[error(
+        "the path {} contains '..', which would mean another file in the jail; write the path without '..'",
+        .0.display()
+    )]
     Upwards(PathBuf),
     /// An output file does not exist or cannot be opened. Root does not create files for another
     /// user.
-    #[error("--jail: {} must exist, and the user of the jail must be able to write it: create it, and give it to that user", .path.display())]
+    #[error(
+        "the output file {} must exist before the jail is made: {source}; create it, and give it to the user of the jail",
+        .path.display()
+    )]
     Output {
         /// Path of the file.
         path: PathBuf,
@@ -58,13 +60,13 @@ pub enum JailError {
     },
     /// A device is named by a path that users other than root could have changed.
     #[error(
-        "--jail: {} is a device: name it by a path in /dev whose folders only root can write (not in /dev/shm), so that no other user \
-         can have replaced it",
+        "the device {} cannot be in the jail, because another user can have replaced it; name it by a path in /dev whose folders only \
+         root can write (not in /dev/shm)",
         .0.display()
     )]
     Device(PathBuf),
     /// A system call failed.
-    #[error("--jail: cannot {what}")]
+    #[error("cannot enter the jail: cannot {what}")]
     Refused {
         /// Step that failed.
         what: String,

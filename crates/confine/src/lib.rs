@@ -117,7 +117,7 @@ pub enum ConfineError {
     #[error("this process was confined before, or other code has set the hook for the start of threads")]
     Twice,
     /// A restriction failed that the host supports.
-    #[error("cannot confine the process: {0}; --sandbox off runs it without confinement")]
+    #[error("cannot confine the process: {0}")]
     Refused(String),
 }
 
@@ -305,9 +305,7 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
     match install() {
         Ok(programs) => {
             *measure = match mode {
-                Mode::Log => Measure::missing(
-                    "forbidden system calls are made and logged by the kernel (--sandbox log)",
-                ),
+                Mode::Log => Measure::missing("forbidden system calls are made, and the kernel logs them"),
                 Mode::Kill => Measure::there(
                     "each thread can make the system calls of its role; other calls end the process",
                 ),

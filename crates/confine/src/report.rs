@@ -44,11 +44,11 @@ impl InForce {
     pub(crate) fn nothing(mode: crate::Mode) -> Self {
         let why = match mode {
             crate::Mode::On | crate::Mode::Kill => "not done yet",
-            crate::Mode::Log => "--sandbox log only logs system calls",
-            crate::Mode::Off => "--sandbox off",
+            crate::Mode::Log => "this mode only logs system calls",
+            crate::Mode::Off => "not asked for",
         };
         let not = || Measure::missing(why);
-        let jail = Measure::missing("not asked for (--jail)");
+        let jail = Measure::missing("not asked for");
         Self { mode, seccomp: not(), landlock: not(), no_new_privs: not(), capabilities: not(), jail }
     }
 

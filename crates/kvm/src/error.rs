@@ -19,8 +19,8 @@ pub enum Error {
     },
     /// KVM refuses a memory slot.
     #[error(
-        "KVM on this host refuses {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): KVM limits the size of a slot, \
-         on every host to less than 8 TiB; give the guest less memory",
+        "KVM on this host refuses {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): {source}; KVM limits the size of \
+         a slot, on every host to less than 8 TiB; give the guest less memory",
         .len >> 20
     )]
     MemorySlot {

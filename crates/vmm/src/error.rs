@@ -37,6 +37,30 @@ pub enum Error {
     /// KVM does not have required capabilities.
     #[error("KVM on this host lacks {}: cannot create the VM", .0.join(", "))]
     MissingCaps(Vec<&'static str>),
+    /// KVM runs fewer vCPUs than the options ask for.
+    #[error("{cpus} vCPUs are not possible: KVM on this host runs at most {most}")]
+    TooManyCpus {
+        /// Number of vCPUs in the options.
+        cpus: u32,
+        /// Largest number of vCPUs of a VM on this host.
+        most: usize,
+    },
+    /// The VM has dirty rings, so KVM keeps no dirty log of it.
+    #[error(
+        "this VM has dirty rings, so KVM keeps no dirty log of it; use the tracker `ring` or `wp`, or start the VM without dirty rings"
+    )]
+    NoLog,
+    /// The VM was started without dirty rings.
+    #[error(
+        "this VM was started without dirty rings and cannot get them now; use the tracker `log` or `wp`, or start the VM with dirty rings"
+    )]
+    NoRings,
+    /// The host gave no random bits for a MAC address.
+    #[error("cannot get a random MAC address: {0}; choose an address")]
+    RandomMac(#[source] io::Error),
+    /// The host gave no random bits for a VM generation ID.
+    #[error("cannot get a random VM generation ID")]
+    RandomId(#[source] io::Error),
     /// The options are impossible.
     #[error("{0}")]
     Options(String),

@@ -47,7 +47,7 @@ impl GenerationId {
     pub(crate) fn random() -> Result<Self> {
         let mut bytes = [0; 16];
         rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
-            .map_err(|error| Error::Options(format!("cannot get a random VM generation ID: {error}")))?;
+            .map_err(|error| Error::RandomId(error.into()))?;
         Ok(Self(bytes))
     }
 }

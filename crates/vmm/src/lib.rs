@@ -69,6 +69,7 @@ pub use options::{
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
+pub use vmferry_kvm::Error as SetupError;
 pub use vmferry_virtio::balloon::extension::MapError;
 pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats};
 pub use vmferry_virtio::blk::BlkFigures;

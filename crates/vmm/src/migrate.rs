@@ -2,6 +2,7 @@
 
 use crate::balloon::BalloonFree;
 use crate::disk::WithWriteAhead;
+use crate::error::Error;
 use crate::memory::GuestRam;
 use crate::vm::Vm;
 use std::sync::Arc;
@@ -16,21 +17,13 @@ use vmferry_fault::{UffdMemory, UffdOptions};
 impl Vm {
     fn log_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
         if self.rings().is_some() {
-            return Err(VmError::new(
-                "this VM has dirty rings, so KVM keeps no dirty log of it; use `ring` or `wp`, or start the VM \
-                 without dirty rings",
-            ));
+            return Err(VmError::new(Error::NoLog));
         }
         Ok(Box::new(self.machine().vm().log_tracker()?))
     }
 
     fn ring_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
-        let rings = self.rings().ok_or_else(|| {
-            VmError::new(
-                "this VM was started without dirty rings and cannot get them now; use `log` or `wp`, or start the \
-                 VM with dirty rings",
-            )
-        })?;
+        let rings = self.rings().ok_or_else(|| VmError::new(Error::NoRings))?;
         Ok(Box::new(RingTracker::with_policy(rings, Arc::clone(self.reaper()))))
     }
 }

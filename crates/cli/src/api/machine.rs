@@ -2,6 +2,7 @@
 
 use super::Shared;
 use super::migration::refused;
+use crate::advice;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::os::fd::OwnedFd;
@@ -204,7 +205,7 @@ impl Api {
         let value = self
             .0
             .answer(name, &Value::Object(arguments.0))
-            .map_err(|error| QmpError::generic(format!("{error:#}")))?;
+            .map_err(|error| QmpError::generic(advice::told(&error)))?;
         let ended = value["outcome"].is_string();
         let answer = Answer::new(value);
         if !ended {

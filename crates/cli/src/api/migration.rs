@@ -229,7 +229,7 @@ fn socket_address(uri: &str) -> Vec<Value> {
 }
 
 pub(super) fn refused(error: anyhow::Error) -> QmpError {
-    QmpError::generic(format!("{error:#}"))
+    QmpError::generic(crate::advice::told(&error))
 }
 
 /// Returns the QMP name of a state. QMP has no name for an unknown owner; like a lost link, that

@@ -120,8 +120,8 @@ fn describe(info: &SysInfo, registers: &[i64], deadly: bool) -> Line {
     line.text("), which its confinement forbids: ");
     line.text(if deadly { "this process ends" } else { "it fails" });
     line.text(
-        ". An attacker may have broken into it; if not, this is a bug in vmferry: please report this line, and use --sandbox log until \
-         it is fixed (docs/confinement.md)\n",
+        ". An attacker may have broken into the process; if not, this is a bug in vmferry: report this line, and confine the process in \
+         the mode `log` until the bug is fixed (docs/confinement.md)\n",
     );
     line
 }

@@ -120,8 +120,7 @@ fn no_thread(source: std::io::Error) -> Error {
 /// Returns a random address. The guest keeps it on every host, because it is part of its state.
 fn random_mac() -> Result<Mac> {
     let mut bytes = [0; 6];
-    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty()).map_err(|error| {
-        Error::Options(format!("cannot get a random MAC address: {error}; choose an address"))
-    })?;
+    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| Error::RandomMac(error.into()))?;
     Ok(Mac::local(bytes))
 }

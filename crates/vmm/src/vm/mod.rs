@@ -114,10 +114,7 @@ impl Vm {
         let kvm = open_kvm()?;
         let most = kvm.get_max_vcpus();
         if options.cpus as usize > most {
-            return Err(Error::Options(format!(
-                "{} vCPUs are not possible: KVM on this host runs at most {most}",
-                options.cpus
-            )));
+            return Err(Error::TooManyCpus { cpus: options.cpus, most });
         }
         let ram = Arc::new(GuestRam::new(&options)?);
         let mut notes = ram.notes().to_vec();
