@@ -130,7 +130,7 @@ fn guest_moves_twice_and_through_a_file() {
         fifth.goes_on();
         fifth.whole();
         let output = fifth.migrate("unix:/nonexistent/x", &["--keep-running"]);
-        assert!(code(&output) == 1 && errors(&output).contains("--keep-running"), "{output:?}");
+        assert!(code(&output) == 2 && errors(&output).contains("--keep-running"), "{output:?}");
     });
 }
 

@@ -119,7 +119,7 @@ fn jail_contains_only_the_named_files() {
         return skip(Need::Root, "only the refusal of a jail was tested");
     }
     let root = vmferry(&["run", "--guest", "process", "--jail", &jail, "--uid", "0", "--gid", "0"]);
-    assert!(code(&root) == 1 && errors(&root).contains("must not be root"), "{root:?}");
+    assert!(code(&root) == 2 && errors(&root).contains("must not be root"), "{root:?}");
     for kind in kinds() {
         let own = Folder::new();
         chown(own.path(""), Some(JAILED), Some(JAILED)).unwrap();

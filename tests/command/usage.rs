@@ -19,6 +19,15 @@ fn wrong_usage_is_refused_before_the_start() {
         &["recover", "--api", "x", "--take", "--abandon"],
         &["migrate", "--api", "x", "nonsense"],
         &["run", "--new-mac"],
+        &["run", "--incoming", "defer"],
+        &["run", "--memory", "4K", "--guest", "process"],
+        &["run", "--balloon", "off", "--balloon-auto", "64M"],
+        &["run", "--guest", "process", "--disk", "x"],
+        &["run", "--metrics", "0.0.0.0:0"],
+        &["run", "--pass-fd", "1"],
+        &["migrate", "--api", "x", "tcp:127.0.0.1:1", "--keep-running"],
+        &["migrate", "--api", "x", "file:x", "--mode", "postcopy"],
+        &["dirty-rate", "--api", "x", "--windows", "2s,1s"],
         &["nonsense"],
     ] {
         let output = vmferry(args);
@@ -27,11 +36,11 @@ fn wrong_usage_is_refused_before_the_start() {
     let output = vmferry(&["run", "--kernel", "/nonexistent/kernel"]);
     assert_eq!(code(&output), 1);
     let output = vmferry(&["run", "--incoming", "tcp:127.0.0.1:0", "--new-mac"]);
-    assert_eq!(code(&output), 1);
+    assert_eq!(code(&output), 2);
     assert!(errors(&output).contains("--new-mac is for a copy in a file"), "{output:?}");
     let output = vmferry(&["run", "--guest", "process", "--incoming", "file:/nonexistent/copy", "--new-mac"]);
-    assert_eq!(code(&output), 1);
-    assert!(errors(&output).contains("leave --new-mac"), "{output:?}");
+    assert_eq!(code(&output), 2);
+    assert!(errors(&output).contains("omit --new-mac"), "{output:?}");
     let output = vmferry(&["status", "--api", "/nonexistent/api"]);
     assert_eq!(code(&output), 1);
     assert!(errors(&output).contains("--api /nonexistent/api"), "{output:?}");

@@ -201,7 +201,7 @@ fn metrics_describe_the_guest_and_its_migration() {
     source.goes_on();
 
     let public = vmferry(&["run", "--guest", "process", "--memory", "64M", "--metrics", "0.0.0.0:0"]);
-    assert!(code(&public) == 1 && errors(&public).contains("--metrics-public"), "{public:?}");
+    assert!(code(&public) == 2 && errors(&public).contains("--metrics-public"), "{public:?}");
 }
 
 #[test]

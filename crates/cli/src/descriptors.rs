@@ -6,6 +6,7 @@
 //! process: its disk, a vCPU, the control socket itself.
 
 use crate::api::Client;
+use crate::usage::wrong_usage;
 use anyhow::{Context, Result, bail};
 use rustix::net::SocketType;
 use std::collections::BTreeMap;
@@ -104,6 +105,9 @@ impl Descriptors {
     pub(crate) fn at_start(mut inherited: Inherited, pass: &[RawFd], incoming: Option<&Uri>) -> Result<Self> {
         let mut all = BTreeMap::new();
         for number in pass {
+            if *number < FIRST {
+                wrong_usage!("--pass-fd {number}: the descriptor is a standard stream; pass another one");
+            }
             let socket = inherited.remove(*number).and_then(socket);
             all.insert(number.to_string(), socket.with_context(|| format!("--pass-fd {number}"))?);
         }

@@ -44,7 +44,7 @@ pub(crate) fn disk(text: &str) -> Result<DiskArg, String> {
         None => (text, false),
     };
     if path.is_empty() {
-        return Err("a disk is FILE or FILE,readonly".into());
+        return Err("the file is missing; write FILE, or FILE,readonly".into());
     }
     Ok(DiskArg { path: path.into(), read_only })
 }

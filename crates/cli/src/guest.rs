@@ -5,7 +5,8 @@ use crate::api::Place;
 use crate::args::{BackingArg, CpuArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
 use crate::disk::DiskArg;
-use anyhow::{Context, Result, anyhow, bail};
+use crate::usage::{Usage, wrong_usage};
+use anyhow::{Context, Result, bail};
 use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
@@ -80,35 +81,6 @@ impl Machine {
     }
 
     fn build_process(args: &RunArgs) -> Result<Self> {
-        if args.kernel.is_some() {
-            bail!("a process guest boots no kernel; use --workload, or --guest kvm");
-        }
-        if !args.guest_args.is_empty() {
-            bail!("a process guest has no allocator and no balloon; leave --guest-args out");
-        }
-        if args.dirty_ring.0.is_some() {
-            bail!("a process guest has no vCPUs and so no dirty rings; leave --dirty-ring off");
-        }
-        if args.memory_backing == BackingArg::Hugetlbfs {
-            bail!(
-                "a process guest takes no pages out of the host's pool; use --memory-backing anonymous or memfd"
-            );
-        }
-        if !args.disks.is_empty() {
-            bail!("a process guest has no disks; leave --disk");
-        }
-        if !args.nets.is_empty() {
-            bail!("a process guest has no network interfaces; leave --net");
-        }
-        if args.new_mac {
-            bail!("a process guest has no network interfaces; leave --new-mac");
-        }
-        if args.serial.is_some() {
-            bail!("a process guest has no serial console; leave --serial");
-        }
-        if args.balloon_auto.is_some() {
-            bail!("a process guest has no balloon; leave --balloon-auto");
-        }
         let mut options = ProcessOptions::new(args.memory, args.cpus);
         options.memfd = args.memory_backing == BackingArg::Memfd;
         options.huge_pages = args.huge_pages;
@@ -249,6 +221,30 @@ impl Probe {
     }
 }
 
+/// Checks that `args` name nothing that a process guest does not have.
+///
+/// # Errors
+/// The first such option, as wrong usage.
+pub(crate) fn fits_a_process(args: &RunArgs) -> Result<()> {
+    let hugetlbfs = args.memory_backing == BackingArg::Hugetlbfs;
+    for (given, option, lacks) in [
+        (args.kernel.is_some(), "--kernel", "boots no kernel"),
+        (!args.guest_args.is_empty(), "--guest-args", "has no allocator and no balloon"),
+        (args.dirty_ring.0.is_some(), "--dirty-ring", "has no vCPUs, and therefore no dirty rings"),
+        (hugetlbfs, "--memory-backing hugetlbfs", "takes no pages out of the host's pool"),
+        (!args.disks.is_empty(), "--disk", "has no disks"),
+        (!args.nets.is_empty(), "--net", "has no network interfaces"),
+        (args.new_mac, "--new-mac", "has no network interfaces"),
+        (args.serial.is_some(), "--serial", "has no serial console"),
+        (args.balloon_auto.is_some(), "--balloon-auto", "has no balloon"),
+    ] {
+        if given {
+            wrong_usage!("a process guest {lacks}; omit {option}, or use --guest kvm");
+        }
+    }
+    Ok(())
+}
+
 /// Loads the kernel and the initrd of `args`, or the measuring guest.
 fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
     if let Some(path) = &args.kernel {
@@ -258,7 +254,7 @@ fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
         return vm.load(&kernel).with_context(|| path.display().to_string());
     }
     let line = format!("workload={} {}", wanted(args), args.guest_args);
-    let mut guest: GuestArgs = line.parse().map_err(|error| anyhow!("--guest-args: {error}"))?;
+    let mut guest: GuestArgs = line.parse().map_err(|error| Usage(format!("--guest-args: {error}")))?;
     guest.stats = StatsSink::Page;
     guest.cpus = Some(args.cpus);
     guest.tsc_khz = Some(vm.tsc_khz());

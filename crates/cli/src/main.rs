@@ -53,6 +53,7 @@ mod tls;
 #[cfg(feature = "top")]
 mod top;
 mod traces;
+mod usage;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -79,7 +80,7 @@ fn main() -> ExitCode {
     let inherited = descriptors::Inherited::take();
     vmferry_sys::share_one_heap();
     let traces = traces::begin();
-    let result = match Cli::parse().command {
+    let result = match Cli::try_parse().unwrap_or_else(|error| usage::refuse(&error)).command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args, &traces, inherited),
         Command::Migrate(args) => migrate::migrate(&args, inherited),
@@ -104,8 +105,8 @@ fn main() -> ExitCode {
     match result {
         Ok(status) => ExitCode::from(status as u8),
         Err(error) => {
-            eprintln!("vmferry: {}", advice::told(&error));
-            ExitCode::from(Status::Failed as u8)
+            output::say(&advice::told(&error));
+            ExitCode::from(if usage::is_wrong(&error) { usage::STATUS } else { Status::Failed as u8 })
         }
     }
 }

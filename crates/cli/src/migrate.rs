@@ -7,7 +7,8 @@ use crate::descriptors::{Handed, Inherited};
 use crate::events::Events;
 use crate::fence::{FenceArg, FenceRequest};
 use crate::progress::Progress;
-use crate::{Status, advice, ctrl_c, output};
+use crate::usage::wrong_usage;
+use crate::{Status, advice, ctrl_c, output, run};
 use anyhow::Result;
 use serde_json::{Value, json};
 use std::io::Write;
@@ -19,13 +20,16 @@ use vmferry_engine::{Pace, Settings, Uri};
 const POLL: Duration = Duration::from_millis(25);
 
 pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status> {
-    // The outputs are opened first, so that a mistyped name fails before the migration, not after
-    // it. They are opened before Ctrl-C is caught, because opening a pipe waits for its reader.
+    let mut request = request(args)?;
+    if let Some(why) = run::contradiction(&request, &args.uri) {
+        wrong_usage!("{why}");
+    }
+    // The outputs are opened before the migration, so that a mistyped name fails at
+    // once. They are opened before Ctrl-C is caught, because opening a pipe waits for its reader.
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let mut events = args.events.as_deref().map(Events::to).transpose()?;
     let stage = ctrl_c::caught(&args.api)?;
     let mut client = Client::connect(&args.api)?;
-    let mut request = request(args)?;
     if request.has_secrets() {
         client.trusted_with_secrets()?;
     }
@@ -62,7 +66,7 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
         events.take().into_iter().for_each(|events| events.finish(Duration::MAX));
     }
     if !detached && let Err(error) = tell(args, json_out, &report, status) {
-        eprintln!("vmferry: cannot write the report: {}", output::chain(&error));
+        output::say(&format!("cannot write the report: {}", output::chain(&error)));
     }
     if !behind {
         conclude(args, &report, status);
@@ -75,15 +79,15 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
 fn conclude(args: &MigrateArgs, report: &Value, status: Status) {
     let uri = &args.uri;
     if report["detached"] == true {
-        eprintln!("vmferry: the guest runs at {uri}; the rest of its memory follows without this command");
+        output::say(&format!("the guest runs at {uri}; the rest of its memory follows without this command"));
     } else if report["stands_still"] == true && report["outcome"] == "completed" {
         let why = report["error"].as_str().unwrap_or("no reason was given");
-        eprintln!(
-            "vmferry: {uri} holds a copy of the guest. The guest is stopped at the source because it could not be resumed: {why}. \
+        output::say(&format!(
+            "{uri} holds a copy of the guest. The guest is stopped at the source because it could not be resumed: {why}. \
              `vmferry resume` tries again"
-        );
+        ));
     } else if status != Status::Done {
-        eprintln!("vmferry: {}", advice::advice(report, uri));
+        output::say(&advice::advice(report, uri));
     }
 }
 

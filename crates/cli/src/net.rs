@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 use vmferry_vmm::{Mac, NetOptions, NetStatus, VmHandle};
 
 /// Form of the option, for errors.
-const FORM: &str = "a network interface is tap=NAME or tap=NAME,mac=52:54:00:12:34:56";
+const FORM: &str = "write tap=NAME, or tap=NAME,mac=52:54:00:12:34:56";
 
 /// Parses a tap, and optionally the guest's MAC address.
 pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
@@ -15,13 +15,13 @@ pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
             Some(("mac", address)) => {
                 mac.replace(address.parse::<Mac>().map_err(|error| error.to_string())?).is_some()
             }
-            _ => return Err(format!("'{part}': {FORM}")),
+            _ => return Err(format!("'{part}' is neither tap=NAME nor mac=MAC; {FORM}")),
         };
         if twice {
-            return Err(format!("'{part}' is a repetition: {FORM}"));
+            return Err(format!("'{part}' is a repetition; {FORM}"));
         }
     }
-    let mut options = NetOptions::new(tap.ok_or_else(|| FORM.to_owned())?);
+    let mut options = NetOptions::new(tap.ok_or_else(|| format!("the tap is missing; {FORM}"))?);
     options.mac = mac;
     Ok(options)
 }

@@ -105,6 +105,16 @@ pub(crate) fn print(document: &Value, on_stderr: bool) -> Result<()> {
     Ok(())
 }
 
+/// Prints a message of the command on standard error. On a terminal, lines are broken between
+/// words.
+pub(crate) fn say(message: &str) {
+    let text = format!("vmferry: {message}");
+    match columns(true) {
+        Some(columns) => eprintln!("{}", fold(&text, columns, "vmferry: ".len())),
+        None => eprintln!("{text}"),
+    }
+}
+
 /// Breaks a line between words into lines of at most `columns` characters. Continuation lines are
 /// indented.
 pub(crate) fn fold(line: &str, columns: usize, indent: usize) -> String {

@@ -1,5 +1,6 @@
 //! `vmferry report`: combines result files into one HTML page.
 
+use crate::usage::Usage;
 use crate::{Status, output};
 use anyhow::{Context, Result};
 use clap::Args;
@@ -20,7 +21,7 @@ pub(crate) struct ReportArgs {
 }
 
 pub(crate) fn report(args: &ReportArgs) -> Result<Status> {
-    input::check_count(&args.files)?;
+    input::check_count(&args.files).map_err(|error| Usage(error.to_string()))?;
     let mut results = Vec::new();
     for path in &args.files {
         for found in input::read(path)? {

@@ -2,20 +2,21 @@
 
 mod moving;
 
-pub(crate) use moving::tracker;
+pub(crate) use moving::{contradiction, tracker};
 
-use crate::advice::advised;
+use crate::advice::{self, advised};
 use crate::api::{Api, Errand, Incoming, Order, Place, Shared};
-use crate::args::{OnReset, RunArgs};
+use crate::args::{GuestKind, OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
-use crate::choices::IncomingArg;
+use crate::choices::{IncomingArg, OnOff};
 use crate::console::Console;
 use crate::descriptors::{Descriptors, Inherited};
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::EVERY;
 use crate::traces::Traces;
-use crate::{Status, balloon, dirty_rate, metrics, output, plan, sandbox, signals};
+use crate::usage::wrong_usage;
+use crate::{Status, balloon, dirty_rate, guest, metrics, output, plan, sandbox, signals};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -68,7 +69,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     traces.send();
     signals::watch(&shared)?;
     if let Some(least) = args.balloon_auto {
-        let balloon = shared.probe.balloon().context("--balloon-auto needs --balloon on")?;
+        let balloon = shared.probe.balloon().context("the guest has no balloon (--balloon on)")?;
         balloon::auto::start(balloon, least, &shared)?;
     }
     let console = match args.serial.as_deref() {
@@ -94,7 +95,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
         // contents.
         drop(server);
         let status = result.unwrap_or_else(|error| {
-            eprintln!("vmferry: {}", output::chain(&error));
+            output::say(&advice::told(&error));
             Status::Failed
         });
         // `exit` drops no values: the machine and its memory stay as they are until the process is
@@ -112,9 +113,18 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
 
 /// Checks that the options fit together.
 fn check(args: &RunArgs) -> Result<()> {
+    if args.guest == GuestKind::Process {
+        guest::fits_a_process(args)?;
+    }
+    if args.balloon_auto.is_some() && args.balloon == OnOff::Off {
+        wrong_usage!("--balloon-auto needs a balloon; use --balloon on");
+    }
+    if let Some(address) = args.metrics {
+        metrics::check(address, args.metrics_public)?;
+    }
     match &args.incoming {
         Some(IncomingArg::Defer) if args.api.is_none() => {
-            bail!("--incoming defer needs --api PATH: the control socket gives the address to wait at")
+            wrong_usage!("--incoming defer needs a control socket, which gives the address; add --api PATH")
         }
         Some(IncomingArg::At(uri)) => addresses_stay(uri, args),
         _ => Ok(()),
@@ -124,7 +134,9 @@ fn check(args: &RunArgs) -> Result<()> {
 /// Refuses new MAC addresses for a guest that moves from `uri` and keeps its addresses.
 fn addresses_stay(uri: &Uri, args: &RunArgs) -> Result<()> {
     if args.new_mac && !matches!(uri, Uri::File(_)) {
-        bail!("--new-mac is for a copy in a file, and a guest that comes from {uri} is moved; leave it out");
+        wrong_usage!(
+            "--new-mac is for a copy in a file, and a guest from {uri} keeps its addresses; omit --new-mac"
+        );
     }
     Ok(())
 }
@@ -225,7 +237,7 @@ fn deferred(
         let Ok((uri, reply)) = incoming.recv_timeout(TICK) else { continue };
         if let Err(error) = sandbox::reachable(&uri, &args.sandbox).and_then(|()| addresses_stay(&uri, args))
         {
-            drop(reply.send(Err(format!("{error:#}"))));
+            drop(reply.send(Err(advice::told(&error))));
             continue;
         }
         if let Uri::File(path) = &uri {
@@ -237,7 +249,7 @@ fn deferred(
                 let _ = reply.send(Ok(()));
                 return await_guest(listener, machine, shared);
             }
-            Err(error) => drop(reply.send(Err(format!("{error:#}")))),
+            Err(error) => drop(reply.send(Err(advice::told(&error)))),
         }
     }
 }
@@ -378,7 +390,7 @@ fn serve(
             }
             order => {
                 let done = execute(machine, shared, &mut limiter, order);
-                let _ = reply.send(done.map_err(|error| format!("{error:#}")));
+                let _ = reply.send(done.map_err(|error| advice::told(&error)));
             }
         }
     }

@@ -73,10 +73,12 @@ fn goes_together(
     (user, password): (bool, bool),
 ) -> Result<(), String> {
     if cert != key {
-        return Err("cert= and key= belong together".into());
+        return Err("only one of cert= and key= is given; give both, or neither".into());
     }
     if user != password {
-        return Err("user= and password= (a file that holds it) belong together".into());
+        return Err(
+            "only one of user= and password= (a file that holds it) is given; give both, or neither".into()
+        );
     }
     if !ca && (cert || endpoints.iter().any(|at| at.starts_with("https:"))) {
         return Err("an etcd at https needs ca=FILE, the certificates of its authorities".into());

@@ -3,6 +3,7 @@
 //! cannot delay the guest or the control socket.
 
 use super::plain::plain;
+use crate::usage::wrong_usage;
 use anyhow::{Context, Result, bail};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -32,6 +33,17 @@ pub(crate) struct Exporter {
     pub(crate) address: SocketAddr,
 }
 
+/// Refuses an address that other hosts can reach, unless `public`.
+pub(crate) fn check(address: SocketAddr, public: bool) -> Result<()> {
+    if !public && !address.ip().is_loopback() {
+        wrong_usage!(
+            "--metrics {address} lets every host that reaches it read the metrics, unencrypted; use 127.0.0.1:{}, or add --metrics-public",
+            address.port()
+        );
+    }
+    Ok(())
+}
+
 impl Exporter {
     /// Serves scrapes at `address`. An address that other hosts can reach needs `public`.
     pub(crate) fn start(address: SocketAddr, public: bool, source: Arc<Source>) -> Result<Self> {
@@ -44,12 +56,7 @@ impl Exporter {
         patience: Duration,
         source: Arc<Source>,
     ) -> Result<Self> {
-        if !public && !address.ip().is_loopback() {
-            bail!(
-                "--metrics {address} would let every host that reaches it read the metrics, unencrypted; use 127.0.0.1:{}, or add --metrics-public",
-                address.port()
-            );
-        }
+        check(address, public)?;
         let listener =
             TcpListener::bind(address).with_context(|| format!("cannot listen at {address} (--metrics)"))?;
         let own = Self { address: listener.local_addr()? };

@@ -10,6 +10,8 @@ use anyhow::Result;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
+pub(crate) use http::check;
+
 /// Serves metrics at `address` until the process ends. An address that other hosts can reach needs
 /// `public`.
 pub(crate) fn start(address: SocketAddr, public: bool, shared: &Arc<Shared>) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Migration of the guest of this process: the request and its result.
 
-use crate::advice::advised;
+use crate::advice::{self, advised};
 use crate::api::{MigrateRequest, Place, Shared};
 use crate::choices::{ModeArg, OnTimeoutArg};
 use crate::fence::Asked;
@@ -34,7 +34,7 @@ pub(super) fn begin(
             Some(move_away(machine, shared, request, (&uri, connector, tracker), &settings))
         }
         Err(error) => {
-            let _ = reply.send(Err(format!("{error:#}")));
+            let _ = reply.send(Err(advice::told(&error)));
             None
         }
     }
@@ -58,20 +58,8 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
     let reaper = request.reaper.as_deref().map(str::parse).transpose()?.unwrap_or_default();
     let uri: Uri = request.uri.parse()?;
     sandbox::goes_to(&uri, &shared.sandbox)?;
-    if matches!(uri, Uri::Fd(_)) && (request.plan || request.mode == ModeArg::Auto) {
-        bail!(
-            "{uri}: a plan measures the link over its own connections, and passed sockets carry only the migration; omit --plan and --mode auto"
-        );
-    }
-    if request.keep_running && !matches!(uri, Uri::File(_)) {
-        bail!(
-            "a guest can only keep running if it is copied into a file; omit --keep-running, or use file:PATH"
-        );
-    }
-    if let (Uri::File(_), Some(option)) = (&uri, of_no_use_for_files(request)) {
-        bail!(
-            "{option} has no effect for a guest that is written into a file, which is stopped for that; omit it"
-        );
+    if let Some(why) = contradiction(request, &uri) {
+        bail!(why);
     }
     let settings = request.settings(shared.tls.as_ref())?;
     let fence =
@@ -92,6 +80,22 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
     let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
     shared.begin_migration(asked, goes_over && !matches!(uri, Uri::File(_)));
     Ok(Prepared { uri, sockets, tracker, reaper, settings })
+}
+
+/// Returns why the options of a request contradict each other; `None` if they fit together.
+pub(crate) fn contradiction(request: &MigrateRequest, uri: &Uri) -> Option<String> {
+    if matches!(uri, Uri::Fd(_)) && (request.plan || request.mode == ModeArg::Auto) {
+        return Some(format!(
+            "a plan measures the link over its own connections, and {uri} carries only the migration; omit --plan and --mode auto"
+        ));
+    }
+    if request.keep_running && !matches!(uri, Uri::File(_)) {
+        return Some(format!(
+            "the guest cannot keep running at the source if it moves to {uri}; omit --keep-running, or use file:PATH"
+        ));
+    }
+    let option = of_no_use_for_files(request).filter(|_| matches!(uri, Uri::File(_)))?;
+    Some(format!("{option} has no effect for {uri}, because the guest is stopped for a file; omit {option}"))
 }
 
 /// Returns why the request needs a running guest; `None` if it does not.

@@ -8,6 +8,7 @@ mod source;
 mod view;
 
 use crate::Status;
+use crate::usage::wrong_usage;
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use guest::Guest;
@@ -37,15 +38,17 @@ pub(crate) struct TopArgs {
 }
 
 pub(crate) fn top(args: &TopArgs) -> Result<Status> {
-    if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
-        bail!("top needs a terminal; for programs there are `vmferry status` and `run --metrics`");
-    }
     let paths: BTreeSet<_> = args.api.iter().collect();
     if paths.len() < args.api.len() {
-        bail!("the same control socket is given twice");
+        wrong_usage!("the same control socket is given twice; give each --api once");
     }
     if paths.len() > MOST_GUESTS {
-        bail!("{} guests are more than the {MOST_GUESTS} that a screen holds", paths.len());
+        wrong_usage!("a screen holds {MOST_GUESTS} guests, not {}; give fewer control sockets", paths.len());
+    }
+    if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() {
+        bail!(
+            "top needs a terminal for its input and output; for programs, use `vmferry status` or `run --metrics`"
+        );
     }
     let ended = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
