@@ -4,6 +4,7 @@
 use crate::api::{Client, MigrateRequest};
 use crate::args::{DemoArgs, GuestKind, TrackerArg};
 use crate::choices::OnTimeoutArg;
+use crate::output::INDENT;
 use crate::speed::{EVERY, Sample};
 use crate::{Status, guest, migrate, output, speed};
 use anyhow::{Context, Result, bail};
@@ -30,9 +31,9 @@ fn kind(asked: Option<GuestKind>) -> GuestKind {
     asked.unwrap_or_else(|| match guest::no_kvm() {
         None => GuestKind::Kvm,
         Some(why) => {
-            eprintln!(
-                "KVM cannot be used on this host ({why}): a process guest is moved instead, by the same engine."
-            );
+            output::say(&format!(
+                "KVM cannot be used on this host ({why}). The demo moves a process guest instead, with the same engine"
+            ));
             GuestKind::Process
         }
     })
@@ -44,7 +45,10 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     ctrlc::set_handler(move || on_signal.store(true, Ordering::Release)).context("cannot catch Ctrl-C")?;
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let quiet = args.json.as_deref() == Some(Path::new("-"));
-    let say = |text: String| {
+    // On a terminal, lines are broken between words, and continue at column `indent`.
+    let say = |text: &str, indent: usize| {
+        let columns = output::columns(quiet);
+        let text = columns.map_or_else(|| text.to_owned(), |columns| output::fold(text, columns, indent));
         if quiet { eprintln!("{text}") } else { println!("{text}") }
     };
     let workload = fitting(&args.workload, args.memory);
@@ -58,18 +62,22 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         sandbox: args.sandbox.name(),
         ..Setup::new(&program, args.memory, workload.to_string())
     };
-    say(format!(
-        "A {} guest with {} MiB and {} vCPU(s) runs `{}`; it will move to another process while it works.",
-        setup.guest,
-        setup.memory >> 20,
-        setup.cpus,
-        setup.workload
-    ));
+    say(
+        &format!(
+            "A {} guest with {} MiB and {} vCPU{} runs `{}`. It moves to another process while it works.",
+            setup.guest,
+            setup.memory >> 20,
+            setup.cpus,
+            if setup.cpus == 1 { "" } else { "s" },
+            setup.workload
+        ),
+        0,
+    );
     let mut pair = Pair::start(&setup, &stop)?;
     std::thread::sleep(WATCH);
     let before = pair.source.status()?["vm"]["guest"].clone();
-    say(format!("source       process {}: {}", pair.source.pid(), describe(&before)));
-    say(format!("target       process {} waits at {}", pair.target.pid(), pair.uri));
+    say(&format!("source       process {}: {}", pair.source.pid(), describe(&before)), INDENT);
+    say(&format!("target       process {} waits at {}", pair.target.pid(), pair.uri), INDENT);
     let began = Instant::now();
     pair.migrate(&request(args, &pair.uri))?;
     let (source, target) = (&mut pair.source.client, &mut pair.target.client);
@@ -92,8 +100,8 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         report["guest"]["stall_max_us"] = after["stall_max_us"].clone();
         report["guest"]["checked_itself"] = json!(true);
         output::print(&report, quiet)?;
-        say(format!("target       process {}: {}", pair.target.pid(), describe(&after)));
-        say("The guest checked all its pages at the target: none is missing, stale or corrupt.".into());
+        say(&format!("target       process {}: {}", pair.target.pid(), describe(&after)), INDENT);
+        say("The guest checked all its pages at the target: none is missing, stale or corrupt.", 0);
         Status::Done
     } else {
         output::print(&report, quiet)?;
