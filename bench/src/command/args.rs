@@ -33,44 +33,55 @@ pub(super) enum BenchName {
     All,
 }
 
+/// Examples at the end of the long help, under a heading in the style of clap's headings.
+const EXAMPLES: &str = "\x1b[1m\x1b[4mExamples:\x1b[0m
+  vmferry-bench migrate --quick
+  # One case, with a report for programs and a page with charts
+  vmferry-bench postcopy --only idle --json postcopy.json --html postcopy.html";
+
+/// Heading of the options that select what a bench runs.
+const RUNS: &str = "Runs";
+/// Heading of the options for results.
+const RESULTS: &str = "Results";
+
 /// Measure vmferry, QEMU and the floor in one run
 #[derive(Debug, Parser)]
-#[command(name = "vmferry-bench", version)]
+#[command(name = "vmferry-bench", version, after_long_help = EXAMPLES)]
 pub(super) struct BenchArgs {
     /// Bench to run
     #[arg(value_enum, value_name = "BENCH")]
     pub(super) name: BenchName,
     /// Run fewer rounds
-    #[arg(long)]
+    #[arg(long, help_heading = RUNS)]
     pub(super) quick: bool,
     /// Number of rounds
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100), help_heading = RUNS)]
     pub(super) rounds: Option<u16>,
     /// Run only cases and sides whose names contain this text
     ///
     /// An example is idle/floor-2. The option may be given several times.
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", help_heading = RUNS)]
     pub(super) only: Vec<String>,
     /// Seed that selects the cases of `faults --quick`
     ///
     /// `faults --quick` runs each fault at each phase once. The seed selects the mode and the
     /// guest.
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = RUNS)]
     pub(super) seed: u64,
     /// Number of cases of `faults` that run at the same time
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16))]
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16), help_heading = RUNS)]
     pub(super) jobs: u8,
     /// Executable of vmferry to measure
     ///
     /// The default is the one in the folder of this executable.
     #[arg(long, value_name = "PATH")]
     pub(super) vmferry: Option<PathBuf>,
-    /// Write the results as JSON to this file (- for standard output)
-    #[arg(long, value_name = "FILE")]
+    /// Write the results as JSON to this file, - for standard output
+    #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) json: Option<PathBuf>,
     /// Write the results as a page with charts to this file
     ///
     /// The benches scan, migrate, rtt, plan, faults, soak, limits and fence have no page.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) html: Option<PathBuf>,
 }

@@ -26,7 +26,8 @@ use crate::warm::Warm;
 use crate::{rtt, scan};
 use anyhow::{Context, Result, bail};
 use args::{BenchArgs, BenchName};
-use clap::Parser;
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser};
 use places::Certificates;
 use request::MigrateRequest;
 use serde_json::{Value, json};
@@ -70,7 +71,8 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Runs the benches that `args` name, and writes their results.
+/// Runs the benches that `args` name, and writes their results. Wrong usage ends the process with
+/// status 2.
 ///
 /// # Errors
 ///
@@ -83,7 +85,8 @@ fn bench(args: &BenchArgs) -> Result<()> {
         matches!(name, BenchName::Reaper | BenchName::FreePage | BenchName::Density | BenchName::Postcopy)
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        bail!("scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; leave --html out");
+        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if let Some(path) = &args.vmferry {
         program::name(path);

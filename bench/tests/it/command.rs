@@ -49,7 +49,7 @@ fn help_names_every_bench() {
 fn wrong_usage_is_refused_before_anything_runs() {
     assert_eq!(run(VMFERRY_BENCH, &["nonsense"]).status.code(), Some(2));
     let output = run(VMFERRY_BENCH, &["scan", "--html", "/nonexistent/page"]);
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     assert!(errors(&output).contains("draw no page"), "{output:?}");
     let output = run(VMFERRY_BENCH, &["reaper", "--html", "/nonexistent/page"]);
     assert!(errors(&output).contains("cannot write /nonexistent/page"), "{output:?}");
