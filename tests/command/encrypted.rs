@@ -92,7 +92,7 @@ fn missing_and_mismatched_credentials_are_refused_before_the_start() {
     assert!(errors(&refused).contains("the certificate and its key cannot be used"), "{refused:?}");
     std::fs::remove_file(&own[1]).unwrap();
     let missing = vmferry(&[&["run", "--guest", "process"], &words[..]].concat());
-    assert!(errors(&missing).contains(&format!("--tls-cert {}", own[1])), "{missing:?}");
+    assert!(errors(&missing).contains(&format!("cannot read {} (--tls-cert)", own[1])), "{missing:?}");
 }
 
 /// A process of another user that listens at the path of a control socket gets no key.

@@ -108,9 +108,10 @@ fn options() -> BTreeMap<String, String> {
         String::from_utf8(out.stdout).unwrap()
     };
     let all = help(&["--help"]);
-    let names =
-        all.lines().skip_while(|line| *line != "Commands:").skip(1).take_while(|line| !line.is_empty());
-    let names = names.filter_map(|line| line.split_whitespace().next()).filter(|name| *name != "help");
+    // Each command has a line in a group. The groups end before the options.
+    let lines = all.lines().take_while(|line| *line != "Options:");
+    let lines = lines.filter_map(|line| line.strip_prefix("  ").filter(|line| !line.starts_with(' ')));
+    let names = lines.filter_map(|line| line.split_whitespace().next());
     names.map(|name| (name.to_owned(), help(&[name, "--help"]))).collect()
 }
 

@@ -1,5 +1,7 @@
 //! Arguments of the command line. Their names are stable: scripts depend on them.
 
+mod examples;
+pub(crate) mod heading;
 mod values;
 
 use crate::choices::{
@@ -15,11 +17,11 @@ use crate::sandbox::{SandboxArg, SandboxArgs};
 use crate::tls::TlsArgs;
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
-use values::{address, dirty_ring, memory, size, workload};
+use values::{address, dirty_ring, memory, positive_time, size, workload};
 pub(crate) use values::{rate, time};
 use vmferry_baselines::Policy;
 use vmferry_engine::{TrackerKind, Uri};
@@ -28,64 +30,121 @@ use vmferry_vmm::NetOptions;
 
 /// Run virtual machines, and move running ones between hosts
 #[derive(Debug, Parser)]
-#[command(name = "vmferry", version, about, propagate_version = true)]
+#[command(name = "vmferry", version, propagate_version = true, after_long_help = examples::ALL)]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,
 }
 
+/// Groups of commands in the help, with their headings.
+const GROUPS: [(&str, &[&str]); 4] = [
+    ("Guests", &["run", "pause", "resume", "powerdown", "balloon", "quit"]),
+    ("Migrations", &["migrate", "plan", "cancel", "switch", "recover", "demo"]),
+    ("Measurements", &["status", "top", "dirty-rate", "report"]),
+    ("Host", &["check", "completions", "man"]),
+];
+
+/// Returns the command line. The help lists the commands in groups. clap has groups only for
+/// options.
+pub(crate) fn command() -> clap::Command {
+    let command = Cli::command();
+    let mut listed = String::new();
+    for (heading, names) in GROUPS {
+        listed.push_str(&format!("\x1b[1m\x1b[4m{heading}:\x1b[0m\n"));
+        for sub in names.iter().filter_map(|name| command.find_subcommand(name)) {
+            let about = sub.get_about().map(ToString::to_string).unwrap_or_default();
+            listed.push_str(&format!("  \x1b[1m{:<13}\x1b[0m{about}\n", sub.get_name()));
+        }
+        listed.push('\n');
+    }
+    command.help_template(format!(
+        "{{about-with-newline}}\n{{usage-heading}} {{usage}}\n\n{listed}\x1b[1m\x1b[4mOptions:\x1b[0m\n{{options}}{{after-help}}"
+    ))
+}
+
+/// Parses the command line of this process. Wrong usage, `--help` and `--version` end the process.
+pub(crate) fn parse() -> Command {
+    let parsed = command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    match parsed {
+        Ok(cli) => cli.command,
+        Err(error) => crate::usage::refuse(&error),
+    }
+}
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// Demonstrate a migration between two processes on this host
+    #[command(after_long_help = examples::DEMO)]
     Demo(DemoArgs),
     /// Run a guest, or wait for one from another host
+    #[command(after_long_help = examples::RUN)]
     Run(Box<RunArgs>),
     /// Move the guest of a running vmferry to a target
+    #[command(after_long_help = examples::MIGRATE)]
     Migrate(Box<MigrateArgs>),
     /// Stop the guest's vCPUs
+    #[command(after_long_help = examples::PAUSE)]
     Pause(ApiArgs),
     /// Resume the guest's vCPUs
+    #[command(after_long_help = examples::RESUME)]
     Resume(ApiArgs),
     /// Press the guest's power button
     ///
     /// A guest that handles the button shuts itself down.
+    #[command(after_long_help = examples::POWERDOWN)]
     Powerdown(ApiArgs),
     /// End the guest and its process
+    #[command(after_long_help = examples::QUIT)]
     Quit(ApiArgs),
     /// Show or set the memory that the guest may use
+    #[command(after_long_help = examples::BALLOON)]
     Balloon(BalloonArgs),
     /// Measure how fast the guest dirties its memory
+    #[command(after_long_help = examples::DIRTY_RATE)]
     DirtyRate(DirtyRateArgs),
     /// Predict a migration before it begins
     ///
     /// The prediction covers time, downtime, bytes and convergence, and recommends a mode.
+    #[command(after_long_help = examples::PLAN)]
     Plan(PlanArgs),
     /// Print the state of the guest and its migration as JSON
+    #[command(after_long_help = examples::STATUS)]
     Status(ApiArgs),
     /// Watch guests and their migrations on one screen
     #[cfg(feature = "top")]
+    #[command(after_long_help = examples::TOP)]
     Top(TopArgs),
     /// Cancel a migration; the guest stays at the source
+    #[command(after_long_help = examples::CANCEL)]
     Cancel(ApiArgs),
     /// Switch the guest to the target now; its memory follows
     ///
-    /// For a hybrid migration, and for a postcopy migration that waits for I/O.
+    /// This applies to a hybrid migration, and to a postcopy migration that waits for I/O.
+    #[command(after_long_help = examples::SWITCH)]
     Switch(ApiArgs),
-    /// Take up a lost postcopy link, or resolve unknown ownership
+    /// Reconnect a lost postcopy link, or resolve unknown ownership
+    ///
+    /// Without --take and --abandon, the source reconnects a lost postcopy link. Read
+    /// docs/runbook.md before you use --take or --abandon.
+    #[command(after_long_help = examples::RECOVER)]
     Recover(RecoverArgs),
     /// Show what this host supports, and how to enable the rest
+    #[command(after_long_help = examples::CHECK)]
     Check(CheckArgs),
     /// Make an HTML page of results
     ///
     /// The results are those of migrations (--json, --events) and of benches (--json).
+    #[command(after_long_help = examples::REPORT)]
     Report(ReportArgs),
     /// Print the completion script of a shell
+    #[command(after_long_help = examples::COMPLETIONS)]
     Completions {
-        /// Shell
+        /// Shell that the script is for
         #[arg(value_enum)]
         shell: clap_complete::Shell,
     },
     /// Write the manual pages, one for each command, into a folder
+    #[command(after_long_help = examples::MAN)]
     Man {
         /// Folder, which must exist
         #[arg(value_name = "FOLDER")]
@@ -136,37 +195,37 @@ impl TrackerArg {
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
     /// Kind of guest; kvm if this host supports it
-    #[arg(long, value_enum)]
+    #[arg(long, value_enum, help_heading = heading::GUEST, value_name = "KIND")]
     pub(crate) guest: Option<GuestKind>,
     /// Migration mode
-    #[arg(long, value_enum, default_value = "precopy")]
+    #[arg(long, value_enum, default_value = "precopy", help_heading = heading::MIGRATION, value_name = "MODE")]
     pub(crate) mode: ModeArg,
     /// Guest memory, for example 512M or 4G
-    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory)]
+    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory, help_heading = heading::GUEST)]
     pub(crate) memory: u64,
     /// Number of vCPUs
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254))]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254), help_heading = heading::GUEST)]
     pub(crate) cpus: u32,
     /// Memory use of the guest, as in `vmferry run --workload`
-    #[arg(long, value_name = "PATTERN[,KEY=VALUE]", default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload)]
+    #[arg(long, value_name = "PATTERN[,KEY=VALUE]", default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload, help_heading = heading::GUEST)]
     pub(crate) workload: Workload,
     /// Simulate a link of this rate, for example 2gbit
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) link: Option<u64>,
-    /// Compare every page at both sides (the demo always does)
-    #[arg(long)]
+    /// Compare every page on source and target (the demo always does)
+    #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) verify: bool,
     /// Tracker of the guest's writes
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,
     /// Skip pages that the guest reports as free
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
     pub(crate) free_pages: OnOff,
     /// Number of bulk channels
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
     pub(crate) channels: u16,
     /// Confinement of the two processes, as in `run --sandbox`
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::GUEST, value_name = "MODE")]
     pub(crate) sandbox: SandboxArg,
     /// Write the report as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
@@ -179,7 +238,7 @@ pub(crate) enum BackingArg {
     Anonymous,
     /// A memfd, which other processes can map
     Memfd,
-    /// A memfd of 2 MiB pages from the host's pool; the peer may differ
+    /// A memfd of 2 MiB pages from the host's pool
     Hugetlbfs,
 }
 
@@ -206,144 +265,146 @@ pub(crate) struct DirtyRing(pub(crate) Option<u32>);
 #[derive(Debug, Args)]
 pub(crate) struct RunArgs {
     /// Kind of guest
-    #[arg(long, value_enum, default_value = "kvm")]
+    #[arg(long, value_enum, default_value = "kvm", help_heading = heading::GUEST, value_name = "KIND")]
     pub(crate) guest: GuestKind,
     /// Guest memory, for example 512M or 4G
-    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory)]
+    #[arg(long, default_value = "1G", value_name = "SIZE", value_parser = memory, help_heading = heading::GUEST)]
     pub(crate) memory: u64,
     /// Number of vCPUs
-    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254))]
+    #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254), help_heading = heading::GUEST)]
     pub(crate) cpus: u32,
     /// Run the built-in measuring guest with this memory workload
     ///
     /// The pattern of writes is idle, uniform, sequential or zipf:THETA. Options follow after
-    /// commas: ws=256M is the memory that is written, data=1G the memory that has content, and
-    /// rate=100k the writes per second and vCPU. Without --kernel and --workload the guest is idle.
-    #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"])]
+    /// commas: ws=256M is the memory that is written. data=1G is the memory that has content.
+    /// rate=100k is the number of writes per second and vCPU. Without --kernel and --workload the
+    /// guest is idle.
+    #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"], help_heading = heading::GUEST)]
     pub(crate) workload: Option<Workload>,
     /// Further arguments of the measuring guest
     ///
-    /// For example report=async hints=incremental inflate=1G,by=ranges
-    #[arg(long, value_name = "ARGS", default_value = "", requires = "workload")]
+    /// An example is "report=async hints=incremental inflate=1G,by=ranges".
+    #[arg(long, value_name = "ARGS", default_value = "", requires = "workload", help_heading = heading::GUEST)]
     pub(crate) guest_args: String,
     /// Kernel to boot: a Linux bzImage (vmlinuz), or an ELF file with PVH
-    #[arg(long, value_name = "FILE", conflicts_with = "incoming")]
+    #[arg(long, value_name = "FILE", conflicts_with = "incoming", help_heading = heading::GUEST)]
     pub(crate) kernel: Option<PathBuf>,
     /// Initial RAM disk of the kernel
-    #[arg(long, value_name = "FILE", requires = "kernel")]
+    #[arg(long, value_name = "FILE", requires = "kernel", help_heading = heading::GUEST)]
     pub(crate) initrd: Option<PathBuf>,
     /// Command line of the kernel
-    #[arg(long, value_name = "TEXT", default_value = "", requires = "kernel")]
+    #[arg(long, value_name = "TEXT", default_value = "", requires = "kernel", help_heading = heading::GUEST)]
     pub(crate) cmdline: String,
     /// Processor that the guest sees
     ///
     /// A guest with `baseline` (x86-64-v2) can move to nearly any host with a processor of the same
     /// maker. With --incoming, this is the most that an arriving guest may have seen.
-    #[arg(long, value_enum, default_value = "host")]
+    #[arg(long, value_enum, default_value = "host", help_heading = heading::GUEST, value_name = "MODEL")]
     pub(crate) cpu: CpuArg,
     /// Kind of memory that backs the guest memory
-    #[arg(long, value_enum, default_value = "anonymous")]
+    ///
+    /// Source and target may have different kinds.
+    #[arg(long, value_enum, default_value = "anonymous", help_heading = heading::MEMORY, value_name = "KIND")]
     pub(crate) memory_backing: BackingArg,
     /// Ask for transparent huge pages
-    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL")]
+    #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = heading::MEMORY)]
     pub(crate) huge_pages: bool,
     /// Keep this host's processors awake while a guest waits for pages
     ///
     /// This applies to postcopy, if this user may write /dev/cpu_dma_latency.
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::MIGRATION, value_name = "on|off", hide_possible_values = true)]
     pub(crate) stay_awake: OnOff,
     /// Entries of each vCPU's dirty ring, a power of two
     ///
     /// A guest with dirty rings has no dirty log.
-    #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring)]
+    #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring, help_heading = heading::MIGRATION)]
     pub(crate) dirty_ring: DirtyRing,
     /// Give the guest a balloon; same value at source and target
     ///
     /// The guest gives memory back through the balloon, and can be asked to give back more.
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::MEMORY, value_name = "on|off", hide_possible_values = true)]
     pub(crate) balloon: OnOff,
     /// Offer the balloon extension; same value at source and target
     ///
-    /// The extension goes beyond virtio 1.2. It has three feature bits that no driver of Linux
-    /// accepts. docs/balloon-extension.md specifies them. With `off` the balloon is the device of
-    /// virtio 1.2, and nothing else.
-    #[arg(long, value_enum, default_value = "on")]
+    /// The extension has three feature bits beyond virtio 1.2, which docs/balloon-extension.md
+    /// specifies. No driver of Linux accepts these bits. With `off` the balloon is exactly the
+    /// device of virtio 1.2.
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::MEMORY, value_name = "on|off", hide_possible_values = true)]
     pub(crate) balloon_extension: OnOff,
     /// Take guest memory while the host is short; leave at least SIZE
     ///
     /// The balloon follows the memory pressure of the host.
-    #[arg(long, value_name = "SIZE", value_parser = size)]
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = heading::MEMORY)]
     pub(crate) balloon_auto: Option<u64>,
     /// Give the guest a disk: a raw file or a block device (repeatable)
     ///
     /// Source and target must reach the same storage, and must be given the same disks.
-    #[arg(long = "disk", value_name = "FILE[,readonly]", value_parser = disk)]
+    #[arg(long = "disk", value_name = "FILE[,readonly]", value_parser = disk, help_heading = heading::DEVICES)]
     pub(crate) disks: Vec<DiskArg>,
     /// Give the guest a network interface at this tap (repeatable)
     ///
-    /// The tap is a device of the host. Without mac= the MAC address is random; a guest that comes
-    /// from another host keeps its own. Source and target must be given the same number of
+    /// The tap is a device of the host. Without mac= the MAC address is random. A guest that comes
+    /// from another host keeps its own address. Source and target must be given the same number of
     /// interfaces.
-    #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net)]
+    #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net, help_heading = heading::DEVICES)]
     pub(crate) nets: Vec<NetOptions>,
     /// Give the copy of a guest new MAC addresses
     ///
-    /// With --incoming file:PATH, for a file that `migrate --keep-running` wrote: each interface
-    /// gets the address that --net gives it, or a random one. The guest's driver reads the address
-    /// at its next start. A guest that moves keeps its addresses.
-    #[arg(long, requires = "incoming")]
+    /// Use it with --incoming file:PATH, for a file that `migrate --keep-running` wrote. Each
+    /// interface gets the address that --net gives it, or a random one. The guest's driver reads
+    /// the address at its next start. A guest that moves keeps its addresses.
+    #[arg(long, requires = "incoming", help_heading = heading::DEVICES)]
     pub(crate) new_mac: bool,
     /// Give the guest a random number device; same at source and target
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::DEVICES, value_name = "on|off", hide_possible_values = true)]
     pub(crate) rng: OnOff,
     /// Action when the guest resets its machine
     ///
     /// `restart` reads the kernel again and starts the guest. `exit` ends the process (status 5).
     /// A guest that came from another host has no kernel on this host, so its process ends in
     /// both cases.
-    #[arg(long, value_enum, default_value = "restart")]
+    #[arg(long, value_enum, default_value = "restart", help_heading = heading::GUEST, value_name = "ACTION")]
     pub(crate) on_reset: OnReset,
     /// Let KVM wake device threads when the guest notifies a device
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::DEVICES, value_name = "on|off", hide_possible_values = true)]
     pub(crate) ioeventfd: OnOff,
     /// Path of the control socket
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
     /// Serve Prometheus metrics at this address, under /metrics
-    #[arg(long, value_name = "HOST:PORT", value_parser = address)]
+    #[arg(long, value_name = "HOST:PORT", value_parser = address, help_heading = heading::METRICS)]
     pub(crate) metrics: Option<SocketAddr>,
     /// Let other hosts read the metrics, without encryption or login
-    #[arg(long, requires = "metrics")]
+    #[arg(long, requires = "metrics", help_heading = heading::METRICS)]
     pub(crate) metrics_public: bool,
     /// Serial console of the guest: stdio, or a file for its output
     ///
     /// With stdio the guest also reads input. On a terminal, Ctrl-] ends vmferry.
-    #[arg(long, value_name = "stdio|FILE")]
+    #[arg(long, value_name = "stdio|FILE", help_heading = heading::DEVICES)]
     pub(crate) serial: Option<String>,
     /// Wait for a guest at this address
     ///
-    /// The address is tcp:HOST:PORT, unix:PATH or fd:N[,N...]; file:PATH restores the guest from a
+    /// The address is tcp:HOST:PORT, unix:PATH or fd:N[,N...]. file:PATH restores the guest from a
     /// file. The sockets of fd: are one that listens, one that is connected to the source, or
     /// several connected ones. With `defer`, the command migrate-incoming on the control socket
     /// gives the address.
-    #[arg(long, value_name = "URI|defer")]
+    #[arg(long, value_name = "URI|defer", help_heading = heading::MIGRATION)]
     pub(crate) incoming: Option<IncomingArg>,
     /// Keep inherited socket N for a migration, as fd:N (repeatable)
     ///
     /// The control socket can then name the socket in migrate and migrate-incoming, once. Sockets
     /// that a service manager passes (LISTEN_FDS) are kept without this option, and so are sockets
     /// that --incoming names.
-    #[arg(long = "pass-fd", value_name = "N")]
+    #[arg(long = "pass-fd", value_name = "N", help_heading = heading::MIGRATION)]
     pub(crate) pass_fds: Vec<i32>,
     /// Arbiter that decides who owns the guest after a lost link
     ///
-    /// The arbiter is an etcd, the same for source and target. The full form is etcd:URL, and after
-    /// commas further URLs, prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with
-    /// password=FILE.
-    #[arg(long, value_name = "etcd:URL")]
+    /// The arbiter is an etcd, the same for source and target. Further URLs and settings follow
+    /// after commas: prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE.
+    #[arg(long, value_name = "etcd:URL", help_heading = heading::MIGRATION)]
     pub(crate) fence: Option<FenceArg>,
     /// Allow unencrypted connections from other hosts
-    #[arg(long)]
+    #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
@@ -353,7 +414,7 @@ pub(crate) struct RunArgs {
     #[arg(long, hide = true)]
     pub(crate) die_with_parent: bool,
     /// Time without a message after which the source is given up
-    #[arg(long, default_value = "10s", value_name = "T", value_parser = time)]
+    #[arg(long, default_value = "10s", value_name = "T", value_parser = positive_time, help_heading = heading::MIGRATION)]
     pub(crate) peer_timeout: Duration,
 }
 
@@ -373,90 +434,89 @@ pub(crate) struct MigrateArgs {
     /// each. A word instead of a number names a socket that the process of --api has.
     pub(crate) uri: Uri,
     /// Migration mode
-    #[arg(long, value_enum, default_value = "precopy")]
+    #[arg(long, value_enum, default_value = "precopy", help_heading = heading::MIGRATION, value_name = "MODE")]
     pub(crate) mode: ModeArg,
     /// Path of a page that the guest waits for in postcopy
-    #[arg(long, value_enum, default_value = "dedicated")]
+    #[arg(long, value_enum, default_value = "dedicated", help_heading = heading::POSTCOPY, value_name = "PATH")]
     pub(crate) urgent: UrgentArg,
     /// Channels for pages that the guest waits for
-    #[arg(long, value_name = "N", default_value_t = 2)]
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::POSTCOPY)]
     pub(crate) urgent_channels: u16,
     /// Rate of the bulk transfer in postcopy
     ///
-    /// auto keeps the queues on the link short for pages that the guest waits for; off sends
-    /// without a limit; a rate, such as 2gbit, is a fixed limit.
-    #[arg(long, default_value_t, value_name = "auto|off|RATE")]
+    /// auto keeps the queues on the link short for pages that the guest waits for. off sends
+    /// without a limit. A rate, such as 2gbit, is a fixed limit.
+    #[arg(long, default_value_t, value_name = "auto|off|RATE", help_heading = heading::POSTCOPY)]
     pub(crate) pace: PaceArg,
-    /// Time for reconnecting a lost postcopy link automatically
+    /// Time for which a lost postcopy link is reconnected automatically
     ///
-    /// After this time the link is only taken up again by `vmferry recover`.
-    #[arg(long, value_name = "T", default_value = "60s", value_parser = time)]
+    /// After this time, only `vmferry recover` reconnects the link.
+    #[arg(long, value_name = "T", default_value = "60s", value_parser = time, help_heading = heading::POSTCOPY)]
     pub(crate) reconnect_for: Duration,
     /// Tracker of the guest's writes
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,
     /// Harvest policy of dirty rings
     ///
     /// The policy is predict, or one of the baselines fixed, gears and aimd.
-    #[arg(long, default_value_t, value_name = "POLICY")]
+    #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
     /// Number of bulk channels [default: 2, or what several sockets leave]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
     pub(crate) channels: Option<u16>,
     /// Longest expected downtime at which the guest is stopped
-    #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
+    #[arg(long, default_value = "300ms", value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) downtime_limit: Duration,
     /// Limit of the bandwidth, for example 2gbit or 250M/s
     ///
     /// The limit also holds while the guest is stopped. Pages that a guest waits for in postcopy
     /// are not limited.
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Limit of the bandwidth while the guest is stopped
     ///
-    /// It replaces --max-bandwidth for that time. A rate is also what the prediction of the
-    /// downtime assumes.
-    #[arg(long, value_name = "RATE|unlimited", value_parser = switchover)]
+    /// It replaces --max-bandwidth for that time. The prediction of the downtime assumes this rate.
+    #[arg(long, value_name = "RATE|unlimited", value_parser = switchover, help_heading = heading::TRANSFER)]
     pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
     /// Time limit of the migration
-    #[arg(long, value_name = "T", value_parser = time)]
+    #[arg(long, value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) timeout: Option<Duration>,
     /// Action when the time limit expires
-    #[arg(long, value_enum, default_value = "cancel")]
+    #[arg(long, value_enum, default_value = "cancel", help_heading = heading::MIGRATION, value_name = "ACTION")]
     pub(crate) on_timeout: OnTimeoutArg,
     /// Slow a guest that dirties memory faster than the link carries it
     ///
     /// With --mode auto, this allows the plan to slow the guest.
-    #[arg(long, value_enum, default_value = "off")]
+    #[arg(long, value_enum, default_value = "off", help_heading = heading::MIGRATION, value_name = "VCPUS")]
     pub(crate) auto_converge: AutoConvergeArg,
     /// Predict the migration before it begins, and score the prediction
     ///
-    /// The report contains the score in `plan`. --mode auto always does this.
-    #[arg(long)]
+    /// The report contains the score in `plan`. --mode auto always predicts and scores.
+    #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) plan: bool,
     /// Skip pages that the guest reports as free
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
     pub(crate) free_pages: OnOff,
-    /// Compare every page at both sides while the guest is stopped
-    #[arg(long)]
+    /// Compare every page on source and target while the guest is stopped
+    #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) verify: bool,
     /// With file:PATH: copy the guest into the file, and keep it running
-    #[arg(long)]
+    #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) keep_running: bool,
     /// Arbiter that decides who owns the guest after a lost link
     ///
     /// The arbiter is an etcd, the same as that of the target. The default is the one that `run`
-    /// was given. The full form is etcd:URL, and after commas further URLs, prefix=PREFIX, ca=FILE,
-    /// cert=FILE with key=FILE, user=NAME with password=FILE.
-    #[arg(long, value_name = "etcd:URL")]
+    /// was given. Further URLs and settings follow after commas: prefix=PREFIX, ca=FILE, cert=FILE
+    /// with key=FILE, user=NAME with password=FILE.
+    #[arg(long, value_name = "etcd:URL", help_heading = heading::MIGRATION)]
     pub(crate) fence: Option<FenceArg>,
     /// Allow an unencrypted connection to another host
-    #[arg(long)]
+    #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
     /// Time without a message after which the target is given up
-    #[arg(long, default_value = "10s", value_name = "T", value_parser = time)]
+    #[arg(long, default_value = "10s", value_name = "T", value_parser = positive_time, help_heading = heading::MIGRATION)]
     pub(crate) peer_timeout: Duration,
     /// Write the report as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
@@ -507,18 +567,92 @@ pub(crate) struct RecoverArgs {
 #[group(multiple = false)]
 pub(crate) struct Decision {
     /// Resume the guest at the source; the target's process must be gone
-    #[arg(long)]
+    #[arg(long, help_heading = heading::DECISION)]
     pub(crate) take: bool,
     /// End the guest at the source: it runs at the target, or is given up
-    #[arg(long)]
+    #[arg(long, help_heading = heading::DECISION)]
     pub(crate) abandon: bool,
 }
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+    use clap::Command;
+
     #[test]
     fn command_line_is_consistent() {
-        use clap::CommandFactory;
-        super::Cli::command().debug_assert();
+        command().debug_assert();
+    }
+
+    #[test]
+    fn summaries_are_short_and_commands_have_examples() {
+        let mut top = command();
+        top.build();
+        let own = |sub: &&Command| sub.get_name() != "help";
+        for command in top.get_subcommands().filter(own).chain([&top]) {
+            let name = command.get_name();
+            let about = command.get_about().map(ToString::to_string).unwrap_or_default();
+            assert!((1..=70).contains(&about.chars().count()), "{name}: {about}");
+            let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            assert!(examples.starts_with("Examples:\n"), "{name}: {examples}");
+            assert!(examples.lines().all(|line| line.chars().count() <= 80), "{name}: {examples}");
+            for arg in command.get_arguments().filter(|arg| !arg.is_hide_set()) {
+                let help = arg.get_help().map(ToString::to_string).unwrap_or_default();
+                assert!((1..=70).contains(&help.chars().count()), "{name}: {}: {help}", arg.get_id());
+                assert!(!help.ends_with('.'), "{name}: {}: {help}", arg.get_id());
+                for value in arg.get_possible_values() {
+                    let help = value.get_help().map(ToString::to_string).unwrap_or_default();
+                    assert!(help.chars().count() <= 70, "{name}: {}: {help}", value.get_name());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn help_lists_every_command_once() {
+        let listed: Vec<_> = GROUPS.iter().flat_map(|(_, names)| *names).copied().collect();
+        for sub in Cli::command().get_subcommands() {
+            let times = listed.iter().filter(|name| **name == sub.get_name()).count();
+            assert_eq!(times, 1, "{}", sub.get_name());
+        }
+    }
+
+    #[test]
+    fn help_fits_into_80_columns() {
+        let mut top = command().term_width(80);
+        top.build();
+        let names: Vec<_> = top.get_subcommands().map(|sub| sub.get_name().to_owned()).collect();
+        let fits = |command: &mut Command| {
+            let name = command.get_name().to_owned();
+            for help in [command.render_help(), command.render_long_help()] {
+                for line in help.to_string().lines() {
+                    assert!(line.chars().count() <= 80, "{name}: {line}");
+                }
+            }
+        };
+        fits(&mut top);
+        for name in names.iter().filter(|name| *name != "help") {
+            fits(&mut top.find_subcommand_mut(name).unwrap().clone().term_width(80));
+        }
+    }
+
+    #[test]
+    fn examples_are_valid() {
+        let mut parsed = 0;
+        for sub in Cli::command().get_subcommands().chain([&Cli::command()]) {
+            let text = sub.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+            // A line that ends with a backslash continues.
+            for line in
+                text.replace("\\\n", " ").lines().map(str::trim).filter(|line| line.starts_with("vmferry "))
+            {
+                let words = line.split_whitespace().take_while(|word| !["|", ">"].contains(word));
+                match command().try_get_matches_from(words) {
+                    Ok(_) => parsed += 1,
+                    Err(error) if error.kind() == clap::error::ErrorKind::DisplayHelp => parsed += 1,
+                    Err(error) => panic!("{line}: {error}"),
+                }
+            }
+        }
+        assert!(parsed > 20, "{parsed}");
     }
 }

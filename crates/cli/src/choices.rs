@@ -45,7 +45,7 @@ pub(crate) enum ModeArg {
     Postcopy,
     /// Send the memory for some passes, then switch the guest
     Hybrid,
-    /// Follow a plan that is made before, and leave it where it fails
+    /// Predict the modes, follow the best one, and adapt if it fails
     Auto,
 }
 
@@ -205,7 +205,7 @@ pub(crate) enum AutoConvergeArg {
     Off,
     /// Slow all vCPUs equally
     All,
-    /// Slow the vCPUs that write more than their share (needs rings)
+    /// Slow the vCPUs that write more than their share (needs ring)
     Writers,
 }
 

@@ -1,10 +1,11 @@
 //! `vmferry dirty-rate`: measures how fast a guest dirties its memory, over several windows.
 
 use crate::api::{Client, DirtyRateRequest, Place, Shared};
-use crate::args::{TrackerArg, time};
+use crate::args::{TrackerArg, heading, time};
 use crate::guest::Machine;
+use crate::usage::wrong_usage;
 use crate::{Status, migrate, output, run};
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use clap::Args;
 use comfy_table::{Table, presets};
 use serde_json::{Value, json};
@@ -31,14 +32,15 @@ pub(crate) struct DirtyRateArgs {
         value_name = "T,T,..",
         value_delimiter = ',',
         default_value = "50ms,100ms,200ms,500ms,1s,2s",
-        value_parser = time
+        value_parser = time,
+        help_heading = heading::MEASUREMENT
     )]
     pub(crate) windows: Vec<Duration>,
     /// Tracker of the guest's writes
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,
     /// Harvest policy of dirty rings
-    #[arg(long, default_value_t, value_name = "POLICY")]
+    #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
     /// Write the result as JSON to this file, - for standard output
     #[arg(long, value_name = "FILE")]
@@ -46,9 +48,9 @@ pub(crate) struct DirtyRateArgs {
 }
 
 pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
-    check_windows(&args.windows, LONGEST)?;
+    check_windows(&args.windows, LONGEST).context("--windows")?;
     if args.windows.iter().any(|window| window.subsec_nanos() % 1_000_000 != 0) {
-        bail!("windows must be whole milliseconds");
+        wrong_usage!("--windows: a window is not a whole number of milliseconds; write 50ms, or 1s");
     }
     let out = args.json.as_deref().map(output::open).transpose()?;
     let request = DirtyRateRequest {

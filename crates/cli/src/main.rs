@@ -55,8 +55,7 @@ mod top;
 mod traces;
 mod usage;
 
-use args::{Cli, Command};
-use clap::Parser;
+use args::Command;
 use std::process::ExitCode;
 
 /// Exit status of the command.
@@ -80,7 +79,7 @@ fn main() -> ExitCode {
     let inherited = descriptors::Inherited::take();
     vmferry_sys::share_one_heap();
     let traces = traces::begin();
-    let result = match Cli::try_parse().unwrap_or_else(|error| usage::refuse(&error)).command {
+    let result = match args::parse() {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args, &traces, inherited),
         Command::Migrate(args) => migrate::migrate(&args, inherited),

@@ -1,6 +1,6 @@
 //! Options `--sandbox` and `--jail`: confinement of `run`.
 
-use crate::args::{GuestKind, RunArgs};
+use crate::args::{GuestKind, RunArgs, heading};
 use crate::choices::IncomingArg;
 use crate::fence::FenceArg;
 use anyhow::{Result, bail};
@@ -53,23 +53,23 @@ pub(crate) struct SandboxArgs {
     ///
     /// The process can only use the files, ports and system calls that its options need. The
     /// confinement begins before the guest runs and before a peer sends data.
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::CONFINEMENT, value_name = "MODE")]
     pub(crate) sandbox: SandboxArg,
     /// Folder for file:PATH and unix:PATH of migrations (repeatable)
     ///
     /// The commands migrate and migrate-incoming may use and create files in it.
-    #[arg(long = "migrate-dir", value_name = "DIR")]
+    #[arg(long = "migrate-dir", value_name = "DIR", help_heading = heading::CONFINEMENT)]
     migrate_dirs: Vec<PathBuf>,
     /// Use this empty folder as the root directory; needs root
     ///
     /// The new root directory contains only the files that the options name.
-    #[arg(long, value_name = "DIR", requires_all = ["uid", "gid"])]
+    #[arg(long, value_name = "DIR", requires_all = ["uid", "gid"], help_heading = heading::CONFINEMENT)]
     jail: Option<PathBuf>,
     /// User id of the process in the jail
-    #[arg(long, value_name = "NUMBER", requires = "jail")]
+    #[arg(long, value_name = "NUMBER", requires = "jail", help_heading = heading::CONFINEMENT)]
     uid: Option<u32>,
     /// Group id of the process in the jail
-    #[arg(long, value_name = "NUMBER", requires = "jail")]
+    #[arg(long, value_name = "NUMBER", requires = "jail", help_heading = heading::CONFINEMENT)]
     gid: Option<u32>,
 }
 

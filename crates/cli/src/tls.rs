@@ -1,6 +1,7 @@
 //! Options `--tls-*`: credentials for encrypted connections, on the command line and on the control
 //! socket.
 
+use crate::args::heading;
 use anyhow::{Context, Result};
 use clap::Args;
 use serde::{Deserialize, Serialize};
@@ -11,20 +12,20 @@ use vmferry_engine::{Tls, TlsError};
 pub(crate) struct TlsArgs {
     /// Encrypt connections with this certificate of this host (PEM)
     ///
-    /// The file also contains the certificates between the host's and that of the authority.
-    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"])]
+    /// The file also contains the certificates between that of the host and that of the authority.
+    #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"], help_heading = heading::ENCRYPTION)]
     tls_cert: Option<PathBuf>,
     /// Private key of the certificate
-    #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_ca"])]
+    #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_ca"], help_heading = heading::ENCRYPTION)]
     tls_key: Option<PathBuf>,
     /// Certificates of the trusted authorities
-    #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"])]
+    #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"], help_heading = heading::ENCRYPTION)]
     tls_ca: Option<PathBuf>,
     /// Name in the certificate of the peer
     ///
-    /// Without it, a source expects the name or address that it connects to, and a target accepts
-    /// every host of the authorities.
-    #[arg(long, value_name = "NAME", requires = "tls_cert")]
+    /// Without the option, a source expects the name or address that it connects to. A target
+    /// accepts every host that has a certificate of the authorities.
+    #[arg(long, value_name = "NAME", requires = "tls_cert", help_heading = heading::ENCRYPTION)]
     tls_peer: Option<String>,
 }
 
@@ -95,5 +96,5 @@ impl TlsTexts {
 }
 
 fn read(option: &str, path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).with_context(|| format!("{option} {}", path.display()))
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {} ({option})", path.display()))
 }

@@ -13,15 +13,15 @@ pub(super) fn size(text: &str) -> Result<u64, String> {
 
 /// Parses the size of a guest's memory.
 pub(super) fn memory(text: &str) -> Result<u64, String> {
-    size(text).and_then(
-        |size| if size > 0 { Ok(size) } else { Err("a guest without memory cannot run".to_owned()) },
-    )
+    size(text).and_then(|size| {
+        if size > 0 { Ok(size) } else { Err("a guest needs memory; write 512M, or 4G".to_owned()) }
+    })
 }
 
 pub(super) fn address(text: &str) -> Result<SocketAddr, String> {
-    let mut found =
-        text.to_socket_addrs().map_err(|error| format!("{error}; write 127.0.0.1:9100 or localhost:9100"))?;
-    found.next().ok_or_else(|| format!("'{text}' has no address"))
+    let wrong = |why: &str| format!("'{text}' is no address ({why}); write 127.0.0.1:9100 or localhost:9100");
+    let mut found = text.to_socket_addrs().map_err(|error| wrong(&error.to_string()))?;
+    found.next().ok_or_else(|| wrong("the name has none"))
 }
 
 pub(super) fn workload(text: &str) -> Result<Workload, String> {
@@ -29,7 +29,15 @@ pub(super) fn workload(text: &str) -> Result<Workload, String> {
 }
 
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text).map_err(|error| format!("{error}; write 300ms, 5s or 2m"))
+    humantime::parse_duration(text).map_err(|_| format!("'{text}' is no time; write 300ms, 5s or 2m"))
+}
+
+/// Parses a time that must not be 0.
+pub(super) fn positive_time(text: &str) -> Result<Duration, String> {
+    match time(text)? {
+        Duration::ZERO => Err("the time is 0; write 5s, or 2m".to_owned()),
+        time => Ok(time),
+    }
 }
 
 /// Parses a rate into bytes per second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s`
@@ -56,7 +64,7 @@ pub(crate) fn rate(text: &str) -> Result<u64, String> {
     let bytes = value * factor / if bits { 8.0 } else { 1.0 };
     if !(1.0..1e15).contains(&bytes) {
         return Err(format!(
-            "{text} is out of range: write a rate between one byte and a petabyte per second"
+            "'{text}' is out of range; write a rate between one byte and a petabyte per second"
         ));
     }
     #[expect(
@@ -72,9 +80,9 @@ pub(super) fn dirty_ring(text: &str) -> Result<DirtyRing, String> {
         return Ok(DirtyRing(None));
     }
     let entries: u32 =
-        text.parse().map_err(|_| format!("'{text}' is neither off nor a number of entries"))?;
+        text.parse().map_err(|_| format!("'{text}' is no number of entries; write off, 4096 or 65536"))?;
     if !entries.is_power_of_two() {
-        return Err(format!("{entries} is no power of two; write 4096, or 65536"));
+        return Err(format!("{entries} is no power of two; write off, 4096 or 65536"));
     }
     Ok(DirtyRing(Some(entries)))
 }
@@ -90,6 +98,7 @@ mod tests {
         assert!(["1000", "0", "-1", "on", ""].iter().all(|wrong| dirty_ring(wrong).is_err()));
         assert_eq!(memory("16M"), Ok(16 << 20));
         assert!(["0", "0G", "-1", "much"].iter().all(|wrong| memory(wrong).is_err()));
+        assert!(["0s", "5", "soon"].iter().all(|wrong| positive_time(wrong).is_err()));
     }
 
     #[test]

@@ -6,7 +6,7 @@ mod table;
 pub(crate) use follow::moved;
 
 use crate::api::{Client, MigrateRequest, Place, Shared};
-use crate::args::{TrackerArg, rate, time};
+use crate::args::{TrackerArg, heading, rate, time};
 use crate::choices::OnOff;
 use crate::guest::Machine;
 use crate::tls::TlsArgs;
@@ -35,34 +35,34 @@ pub(crate) struct PlanArgs {
     /// The target must wait for a guest. The link to it is measured for a second.
     #[arg(required_unless_present = "bandwidth")]
     pub(crate) uri: Option<Uri>,
-    /// Rate of the link, for example 2gbit or 250M/s, instead of measuring
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    /// Rate of the link, such as 2gbit; the link is then not measured
+    #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::PREDICTION)]
     pub(crate) bandwidth: Option<u64>,
     /// Time for which the guest's writes are watched
     ///
     /// The default is the duration of a first pass, at most 3s.
-    #[arg(long, value_name = "T", value_parser = time)]
+    #[arg(long, value_name = "T", value_parser = time, help_heading = heading::PREDICTION)]
     pub(crate) watch: Option<Duration>,
     /// Longest downtime
-    #[arg(long, default_value = "300ms", value_name = "T", value_parser = time)]
+    #[arg(long, default_value = "300ms", value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) downtime_limit: Duration,
     /// Time limit of the migration
-    #[arg(long, value_name = "T", value_parser = time)]
+    #[arg(long, value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) timeout: Option<Duration>,
     /// Limit of the bandwidth
-    #[arg(long, value_name = "RATE", value_parser = rate)]
+    #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Number of bulk channels
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
     pub(crate) channels: u16,
     /// Tracker of the guest's writes
-    #[arg(long, value_enum, default_value = "auto")]
+    #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,
     /// Skip pages that the guest reports as free
-    #[arg(long, value_enum, default_value = "on")]
+    #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
     pub(crate) free_pages: OnOff,
     /// Allow an unencrypted connection to another host
-    #[arg(long)]
+    #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
