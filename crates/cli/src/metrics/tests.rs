@@ -11,7 +11,7 @@ fn status() -> Value {
         "postcopy": {"mean_us": 100.0, "hist_us": {"64": 1, "128": 2, "1024": 1}},
         "vm": {"kind": "kvm", "place": "moved", "rings": {"used": [1, 2, 3]}},
     });
-    let numbers = NUMBERS.iter().map(|number| number.4);
+    let numbers = NUMBERS.iter().map(|number| number.3);
     let labelled = LABELLED.iter().flat_map(|labelled| labelled.4.iter().map(|value| value.1));
     for path in numbers
         .chain(labelled)
