@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::escape;
 use super::svg::{
-    BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, STYLE, TOP, Tone, WIDTH, axis_labels, mark_at, short, ticks, x_tick,
+    BOTTOM, HEIGHT, LEFT, LETTER, RIGHT, TOP, Tone, WIDTH, axis_labels, begin, mark_at, short, ticks, x_tick,
     y_tick,
 };
 
@@ -59,12 +59,7 @@ impl Bars {
 
     /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
-        let title = escape(&self.title);
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
-             aria-label=\"{title}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\
-             <text class=\"title\" x=\"{LEFT}\" y=\"22\">{title}</text>",
-        );
+        let mut svg = begin(&self.title, HEIGHT, LEFT);
         self.axes(&mut svg);
         self.draw(&mut svg);
         self.legend(&mut svg);

@@ -1,7 +1,7 @@
 //! Time spans as bars in rows, on one axis.
 
 use super::escape;
-use super::svg::{LEFT, LETTER, RIGHT, STYLE, Tone, WIDTH, short, ticks};
+use super::svg::{LEFT, LETTER, RIGHT, Tone, WIDTH, begin, rule, short, ticks};
 use std::fmt::Write;
 
 /// Time span.
@@ -57,22 +57,10 @@ impl Lanes {
     /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
         let rows: f64 = self.lanes.iter().map(|_| ROW).sum();
-        let (bottom, height, title) = (TOP + rows, TOP + rows + BOTTOM, escape(&self.title));
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" \
-             aria-label=\"{title}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{height}\"/>\
-             <text class=\"title\" x=\"{LEFT}\" y=\"22\">{title}</text>",
-        );
+        let bottom = TOP + rows;
+        let mut svg = begin(&self.title, bottom + BOTTOM, LEFT);
         for tick in ticks(self.range.0, self.range.1, 8.0) {
-            let x = self.x(tick);
-            let _ = write!(
-                svg,
-                "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{TOP}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
-                 <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                bottom + 5.0,
-                bottom + 19.0,
-                short(tick)
-            );
+            rule(&mut svg, self.x(tick), (TOP, bottom), &short(tick));
         }
         let mut y = TOP;
         for lane in &self.lanes {

@@ -1,7 +1,7 @@
 //! Medians with their spread, in rows on one axis.
 
 use super::escape;
-use super::svg::{LETTER, RIGHT, STYLE, Tone, WIDTH, short, ticks};
+use super::svg::{LETTER, RIGHT, Tone, WIDTH, begin, rule, short, ticks};
 use std::fmt::Write;
 
 /// Median with its extremes.
@@ -62,26 +62,15 @@ impl Ranges {
         #[expect(clippy::cast_precision_loss, reason = "at most LONGEST letters")]
         let left = (letters as f64 * LETTER + 24.0).max(80.0);
         let rows: f64 = self.shown().map(|_| ROW).sum();
-        let (bottom, height, title) = (TOP + rows, TOP + rows + BOTTOM, escape(&self.title));
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" \
-             aria-label=\"{title}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{height}\"/>\
-             <text class=\"title\" x=\"12\" y=\"22\">{title}</text>",
-        );
+        let bottom = TOP + rows;
+        let mut svg = begin(&self.title, bottom + BOTTOM, 12.0);
         let (low, high) = self.span();
         let place = |value: f64| left + (value - low) / (high - low) * (WIDTH - left - RIGHT - FIGURE);
         let x = |value: f64| place(if self.log { value.log10() } else { value });
         let marks = if self.log { ticks(low, high, (high - low).min(8.0)) } else { ticks(low, high, 6.0) };
         for tick in marks {
-            let at = place(tick);
-            let _ = write!(
-                svg,
-                "<line class=\"rule\" x1=\"{at:.1}\" y1=\"{TOP}\" x2=\"{at:.1}\" y2=\"{:.1}\"/>\
-                 <text x=\"{at:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
-                bottom + 5.0,
-                bottom + 19.0,
-                short(if self.log { 10f64.powf(tick) } else { tick })
-            );
+            let value = if self.log { 10f64.powf(tick) } else { tick };
+            rule(&mut svg, place(tick), (TOP, bottom), &short(value));
         }
         let mut y = TOP + ROW / 2.0;
         let (mut group, first) = (None, self.shown().next());

@@ -193,16 +193,21 @@ pub fn short(value: f64) -> String {
     format!("{}{unit}", text.trim_end_matches('0').trim_end_matches('.'))
 }
 
+/// Returns the beginning of an SVG element, with its title.
+pub(super) fn begin(title: &str, height: f64, left: f64) -> String {
+    let title = escape(title);
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" \
+         aria-label=\"{title}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{height}\"/>\
+         <text class=\"title\" x=\"{left}\" y=\"22\">{title}</text>",
+    )
+}
+
 impl Chart {
     /// Returns the chart as an SVG element.
     pub fn render(&self) -> String {
         let scale = Scale::of(self);
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"vf\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" role=\"img\" \
-             aria-label=\"{0}\"><style>{STYLE}</style><rect class=\"ground\" width=\"{WIDTH}\" height=\"{HEIGHT}\"/>\
-             <text class=\"title\" x=\"{LEFT}\" y=\"22\">{0}</text>",
-            escape(&self.title)
-        );
+        let mut svg = begin(&self.title, HEIGHT, LEFT);
         for (from, to) in &self.bands {
             let (from, to) = (scale.x(*from), scale.x(*to));
             let _ = write!(
@@ -290,10 +295,14 @@ pub(super) fn y_tick(svg: &mut String, y: f64, text: &str) {
 
 /// Draws a short line below the chart with its value.
 pub(super) fn x_tick(svg: &mut String, x: f64, text: &str) {
-    let bottom = HEIGHT - BOTTOM;
+    rule(svg, x, (HEIGHT - BOTTOM, HEIGHT - BOTTOM), text);
+}
+
+/// Draws a vertical rule from `top` to below `bottom`, with its value.
+pub(super) fn rule(svg: &mut String, x: f64, (top, bottom): (f64, f64), text: &str) {
     let _ = write!(
         svg,
-        "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
+        "<line class=\"rule\" x1=\"{x:.1}\" y1=\"{top}\" x2=\"{x:.1}\" y2=\"{:.1}\"/>\
          <text x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
         bottom + 5.0,
         bottom + 19.0,
