@@ -9,8 +9,8 @@ use std::os::fd::AsFd;
 
 const WAKE: u64 = ior::<Span>(GROUP, 0x02);
 const COPY: u64 = iowr::<CopyPages>(GROUP, 0x03);
-const ZEROPAGE: u64 = iowr::<ZeroPages>(GROUP, 0x04);
-const CONTINUE: u64 = iowr::<MapPages>(GROUP, 0x07);
+const ZEROPAGE: u64 = iowr::<FillPages>(GROUP, 0x04);
+const CONTINUE: u64 = iowr::<FillPages>(GROUP, 0x07);
 
 const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_MINOR: u64 = 1 << 2;
@@ -42,22 +42,30 @@ struct CopyPages {
     copied: i64,
 }
 
+/// Argument of `UFFDIO_ZEROPAGE` and `UFFDIO_CONTINUE`.
 #[repr(C)]
-struct ZeroPages {
+struct FillPages {
     range: Span,
     mode: u64,
-    zeroed: i64,
+    filled: i64,
 }
 
-#[repr(C)]
-struct MapPages {
-    range: Span,
-    mode: u64,
-    mapped: i64,
-}
+const _: () = assert!(size_of::<CopyPages>() == 40 && size_of::<FillPages>() == 32);
 
-const _: () =
-    assert!(size_of::<CopyPages>() == 40 && size_of::<ZeroPages>() == 32 && size_of::<MapPages>() == 32);
+/// Returns the result of a failed call that had placed `done` bytes, or a negative number, before
+/// it failed.
+fn placed(
+    call: &'static str,
+    span: &Range<u64>,
+    done: i64,
+    meaning: fn(i32) -> &'static str,
+) -> Result<u64, SysError> {
+    let error = std::io::Error::last_os_error();
+    match u64::try_from(done) {
+        Ok(done) if done > 0 => Ok(done),
+        _ => Err(SysError::from_io(call, show(span), error, meaning)),
+    }
+}
 
 /// Message of the kernel to the fault handler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,11 +173,7 @@ impl Userfaultfd {
         if unsafe { call(self.fd.as_fd(), COPY, &mut argument) } >= 0 {
             return Ok(len);
         }
-        let error = std::io::Error::last_os_error();
-        match u64::try_from(argument.copied) {
-            Ok(copied) if copied > 0 => Ok(copied),
-            _ => Err(SysError::from_io(CALL, show(&target), error, placing)),
-        }
+        placed(CALL, &target, argument.copied, placing)
     }
 
     /// Places pages of zeros at `span` and wakes the threads that wait for them. Returns the number
@@ -183,17 +187,13 @@ impl Userfaultfd {
     /// No Rust reference covers `span`, as for [`copy`](Self::copy).
     pub unsafe fn zero(&self, span: Range<u64>) -> Result<u64, SysError> {
         const CALL: &str = "UFFDIO_ZEROPAGE";
-        let mut argument = ZeroPages { range: whole(CALL, &span)?, mode: 0, zeroed: 0 };
+        let mut argument = FillPages { range: whole(CALL, &span)?, mode: 0, filled: 0 };
         // SAFETY: the structure belongs to the request. The kernel fills missing pages of
         // registered memory, and the caller guarantees that no reference covers them.
         if unsafe { call(self.fd.as_fd(), ZEROPAGE, &mut argument) } >= 0 {
             return Ok(span.end - span.start);
         }
-        let error = std::io::Error::last_os_error();
-        match u64::try_from(argument.zeroed) {
-            Ok(zeroed) if zeroed > 0 => Ok(zeroed),
-            _ => Err(SysError::from_io(CALL, show(&span), error, placing)),
-        }
+        placed(CALL, &span, argument.filled, placing)
     }
 
     /// Maps the pages that the file has at `span`, which is whole pages of the file's page size,
@@ -210,20 +210,16 @@ impl Userfaultfd {
     /// No Rust reference covers `span`, as for [`copy`](Self::copy).
     pub unsafe fn map_present(&self, span: Range<u64>) -> Result<u64, SysError> {
         const CALL: &str = "UFFDIO_CONTINUE";
-        let mut argument = MapPages { range: whole(CALL, &span)?, mode: 0, mapped: 0 };
+        let mut argument = FillPages { range: whole(CALL, &span)?, mode: 0, filled: 0 };
         // SAFETY: the structure belongs to the request. The kernel maps pages of registered memory
         // that were not mapped, and the caller guarantees that no reference covers them.
         if unsafe { call(self.fd.as_fd(), CONTINUE, &mut argument) } >= 0 {
             return Ok(span.end - span.start);
         }
-        let error = std::io::Error::last_os_error();
-        match u64::try_from(argument.mapped) {
-            Ok(mapped) if mapped > 0 => Ok(mapped),
-            _ => Err(SysError::from_io(CALL, show(&span), error, |errno| match errno {
-                libc::EFAULT => "the file has no such page",
-                other => placing(other),
-            })),
-        }
+        placed(CALL, &span, argument.filled, |errno| match errno {
+            libc::EFAULT => "the file has no such page",
+            other => placing(other),
+        })
     }
 
     /// Wakes the threads that wait for a page of `span`. Each thread retries its access, and waits
