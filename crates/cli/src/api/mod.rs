@@ -30,7 +30,7 @@ pub(crate) use vmferry_client::{Client, is_gone};
 use vmferry_engine::{Settings, Tls};
 
 /// Arguments of `migrate`.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
 pub(crate) struct MigrateRequest {
     pub(crate) uri: String,
@@ -115,28 +115,12 @@ impl MigrateRequest {
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         Self {
             uri: uri.into(),
-            mode: ModeArg::default(),
-            urgent: UrgentArg::default(),
             urgent_channels,
-            pace: PaceArg::default(),
             reconnect_for_ms: millis(reconnect_for),
-            tracker: None,
-            reaper: None,
             channels,
             downtime_limit_ms: millis(downtime_limit),
-            max_bandwidth: None,
-            switchover_bandwidth: None,
-            timeout_ms: None,
-            on_timeout: OnTimeoutArg::Cancel,
-            auto_converge: AutoConvergeArg::Off,
-            plan: false,
-            free_pages: OnOff::On,
-            verify: false,
-            keep_running: false,
-            insecure: false,
-            tls: None,
-            fence: None,
             peer_timeout_ms: millis(peer_timeout),
+            ..Self::default()
         }
     }
 
