@@ -233,15 +233,14 @@ impl Devices {
     }
 
     pub(crate) fn save_serial(&self) -> SerialSaved {
-        SerialSaved::from(&self.serial().state())
+        SerialSaved(self.serial().state())
     }
 
     /// Loads the serial port. This may pulse its interrupt, so the interrupt controllers must be
     /// loaded afterwards.
     pub(crate) fn load_serial(&self, saved: &SerialSaved) -> std::result::Result<(), String> {
         let line = IrqLine { machine: Arc::clone(&self.machine), gsi: SERIAL_IRQ };
-        let state = saved.into();
-        let loaded = Serial::from_state(&state, line, Arc::clone(&self.lost), self.sink.clone());
+        let loaded = Serial::from_state(&saved.0, line, Arc::clone(&self.lost), self.sink.clone());
         *self.serial() = loaded.map_err(|error| error.to_string())?;
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! targets of their own in their crate.
 
 use crate::state::{Saved as _, Sections, SerialSaved, StateError};
-use vm_superio::serial::{NoEvents, SerialState};
+use vm_superio::serial::NoEvents;
 use vm_superio::{Serial, Trigger};
 use vmferry_engine::Section;
 pub use vmferry_kvm::hostile::changed_state;
@@ -25,7 +25,7 @@ fn make_serial(bits: &mut dyn FnMut() -> u64) -> Section {
 
 fn take_serial(parts: &mut Sections<'_>) -> Result<(), StateError> {
     let serial = SerialSaved::take(parts, 0)?;
-    let _ = Serial::from_state(&SerialState::from(&serial), Unheard, NoEvents, std::io::sink());
+    let _ = Serial::from_state(&serial.0, Unheard, NoEvents, std::io::sink());
     Ok(())
 }
 

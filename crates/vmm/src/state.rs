@@ -29,18 +29,23 @@ pub(crate) trait Saved: Serialize + DeserializeOwned {
 
 /// State of the 16550 serial port.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct SerialSaved {
-    pub(crate) baud_divisor_low: u8,
-    pub(crate) baud_divisor_high: u8,
-    pub(crate) interrupt_enable: u8,
-    pub(crate) interrupt_identification: u8,
-    pub(crate) line_control: u8,
-    pub(crate) line_status: u8,
-    pub(crate) modem_control: u8,
-    pub(crate) modem_status: u8,
-    pub(crate) scratch: u8,
+pub(crate) struct SerialSaved(#[serde(with = "SerialFields")] pub(crate) SerialState);
+
+/// Fields of the section, in its order.
+#[derive(Serialize, Deserialize)]
+#[serde(remote = "SerialState")]
+struct SerialFields {
+    baud_divisor_low: u8,
+    baud_divisor_high: u8,
+    interrupt_enable: u8,
+    interrupt_identification: u8,
+    line_control: u8,
+    line_status: u8,
+    modem_control: u8,
+    modem_status: u8,
+    scratch: u8,
     /// Input that the guest has not read.
-    pub(crate) input: Vec<u8>,
+    in_buffer: Vec<u8>,
 }
 
 impl Saved for SerialSaved {
@@ -48,46 +53,12 @@ impl Saved for SerialSaved {
     const VERSION: u32 = 1;
 }
 
-impl From<&SerialState> for SerialSaved {
-    fn from(state: &SerialState) -> Self {
-        Self {
-            baud_divisor_low: state.baud_divisor_low,
-            baud_divisor_high: state.baud_divisor_high,
-            interrupt_enable: state.interrupt_enable,
-            interrupt_identification: state.interrupt_identification,
-            line_control: state.line_control,
-            line_status: state.line_status,
-            modem_control: state.modem_control,
-            modem_status: state.modem_status,
-            scratch: state.scratch,
-            input: state.in_buffer.clone(),
-        }
-    }
-}
-
-impl From<&SerialSaved> for SerialState {
-    fn from(saved: &SerialSaved) -> Self {
-        Self {
-            baud_divisor_low: saved.baud_divisor_low,
-            baud_divisor_high: saved.baud_divisor_high,
-            interrupt_enable: saved.interrupt_enable,
-            interrupt_identification: saved.interrupt_identification,
-            line_control: saved.line_control,
-            line_status: saved.line_status,
-            modem_control: saved.modem_control,
-            modem_status: saved.modem_status,
-            scratch: saved.scratch,
-            in_buffer: saved.input.clone(),
-        }
-    }
-}
-
 #[cfg(feature = "hostile")]
 impl SerialSaved {
     /// Returns a made-up state from these bits.
     pub(crate) fn make_up(bits: &mut dyn FnMut() -> u64) -> Self {
         let mut byte = || bits().to_le_bytes()[0];
-        Self {
+        Self(SerialState {
             baud_divisor_low: byte(),
             baud_divisor_high: byte(),
             interrupt_enable: byte(),
@@ -97,8 +68,8 @@ impl SerialSaved {
             modem_control: byte(),
             modem_status: byte(),
             scratch: byte(),
-            input: (0..byte() % 40).map(|_| byte()).collect(),
-        }
+            in_buffer: (0..byte() % 40).map(|_| byte()).collect(),
+        })
     }
 }
 
@@ -120,7 +91,7 @@ mod tests {
 
     #[test]
     fn serial_port_survives_its_section() {
-        let saved = SerialSaved {
+        let saved = SerialSaved(SerialState {
             baud_divisor_low: 1,
             baud_divisor_high: 2,
             interrupt_enable: 3,
@@ -130,8 +101,8 @@ mod tests {
             modem_control: 7,
             modem_status: 8,
             scratch: 9,
-            input: vec![10, 11],
-        };
+            in_buffer: vec![10, 11],
+        });
         let section = saved.section(0).unwrap();
         // The bytes are part of the wire format and must not change.
         assert_eq!(section.payload, [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 10, 11]);
@@ -139,6 +110,5 @@ mod tests {
         let mut parts = Sections::new(&sections).unwrap();
         assert_eq!(SerialSaved::take(&mut parts, 0).unwrap(), saved);
         parts.finish().unwrap();
-        assert_eq!(SerialSaved::from(&SerialState::from(&saved)), saved);
     }
 }
