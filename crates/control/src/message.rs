@@ -4,7 +4,6 @@ use crate::json;
 use serde::Serialize;
 use serde_json::ser::Formatter;
 use serde_json::{Map, Value, json};
-use std::fmt;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -29,7 +28,8 @@ pub enum ErrorClass {
 }
 
 /// Error of a command: a class for programs, and a description for operators.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, thiserror::Error)]
+#[error("{desc}")]
 pub struct QmpError {
     /// Class of the error.
     pub class: ErrorClass,
@@ -51,14 +51,6 @@ impl QmpError {
         Self { class: ErrorClass::CommandNotFound, desc: format!("The command {name} has not been found") }
     }
 }
-
-impl fmt::Display for QmpError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.desc)
-    }
-}
-
-impl std::error::Error for QmpError {}
 
 /// Version of the program: three numbers and a text.
 #[derive(Debug, Clone, PartialEq, Eq)]

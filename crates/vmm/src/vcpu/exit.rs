@@ -3,7 +3,8 @@
 use std::fmt;
 
 /// Failure of a vCPU.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("vCPU {cpu} failed: {what}{}", .rip.map_or_else(String::new, |rip| format!(" (rip {rip:#x})")))]
 pub struct VcpuFault {
     /// Number of the vCPU.
     pub cpu: u32,
@@ -12,18 +13,6 @@ pub struct VcpuFault {
     /// Instruction pointer at the failure.
     pub rip: Option<u64>,
 }
-
-impl fmt::Display for VcpuFault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "vCPU {} failed: {}", self.cpu, self.what)?;
-        match self.rip {
-            Some(rip) => write!(f, " (rip {rip:#x})"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl std::error::Error for VcpuFault {}
 
 /// Reason for which a guest ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
