@@ -265,10 +265,7 @@ fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Way, String) {
 
 fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
     let mut parts = vec![match precopy.converges {
-        Chances::Yes => {
-            format!("precopy ended in {:.0} % of {RUNS} simulated runs", precopy.probability * 100.0)
-        }
-        Chances::No => {
+        Chances::Yes | Chances::No => {
             format!("precopy ended in {:.0} % of {RUNS} simulated runs", precopy.probability * 100.0)
         }
         Chances::Borderline => format!(

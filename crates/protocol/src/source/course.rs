@@ -150,7 +150,7 @@ impl Auto {
                 "precopy does not converge: the last {} passes made no progress, each left {ratio:.0} % of its pages, \
                  {} of downtime where {} are allowed",
                 seen.stuck,
-                readable_time(seen.standing.stop_now()),
+                readable_time(seen.standing.stop_s(seen.standing.left as f64)),
                 readable_time(seen.standing.limit.as_secs_f64())
             ));
         }
@@ -172,19 +172,6 @@ impl Auto {
     /// convergence, one such pass suffices.
     fn patience(&self) -> u32 {
         if self.expected.is_some_and(|expected| expected.converges < 0.5) { 1 } else { PATIENCE }
-    }
-}
-
-impl Standing {
-    fn stop_now(&self) -> f64 {
-        self.fixed.as_secs_f64() + self.left as f64 * 4096.0 / self.bandwidth_stopped.max(1.0)
-    }
-
-    /// Returns the share of its time for which the guest would have to be stopped to dirty half of
-    /// the link's bandwidth.
-    fn needed_throttle(&self) -> f64 {
-        let dirty = self.left as f64 * 4096.0 / self.pass.as_secs_f64().max(1e-6);
-        (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97)
     }
 }
 

@@ -132,8 +132,19 @@ impl Standing {
         room * self.bandwidth_stopped / PAGE_SIZE as f64
     }
 
-    fn stop_s(&self, pages: f64) -> f64 {
+    pub(super) fn stop_s(&self, pages: f64) -> f64 {
         self.fixed.as_secs_f64() + pages * PAGE_SIZE as f64 / self.bandwidth_stopped.max(1.0)
+    }
+
+    /// Returns the bytes per second that the guest dirtied during the pass.
+    fn dirty(&self) -> f64 {
+        self.left as f64 * PAGE_SIZE as f64 / self.pass.as_secs_f64().max(1e-6)
+    }
+
+    /// Returns the share of its time for which the guest would have to be stopped to dirty half of
+    /// the link's bandwidth.
+    pub(super) fn needed_throttle(&self) -> f64 {
+        (1.0 - 0.5 * self.bandwidth / self.dirty().max(1.0)).clamp(0.02, 0.97)
     }
 
     /// Makes the prediction.
@@ -162,8 +173,7 @@ impl Standing {
     }
 
     fn after_one(&self) -> Verdict {
-        let dirty = self.left as f64 / self.pass.as_secs_f64().max(1e-6);
-        let shrink = dirty * PAGE_SIZE as f64 / self.bandwidth.max(1.0);
+        let shrink = self.dirty() / self.bandwidth.max(1.0);
         // A long pass sees each page of a working set once, however often the page was written. A
         // rate below the link's means that the passes shrink only if the set does not saturate.
         // Only a clear case is therefore reported.
@@ -193,14 +203,12 @@ impl Standing {
         if self.fixed > self.limit {
             return vec![Remedy::DowntimeAboveStop { stop: self.fixed, now }];
         }
-        let pages = self.left as f64;
-        let dirty = pages * PAGE_SIZE as f64 / self.pass.as_secs_f64().max(1e-6);
-        let enough = Duration::try_from_secs_f64(self.stop_s(pages) * 1.1).unwrap_or(Duration::MAX);
+        let (stop, dirty) = (self.stop_s(self.left as f64), self.dirty());
+        let enough = Duration::try_from_secs_f64(stop * 1.1).unwrap_or(Duration::MAX);
         let mut help = vec![Remedy::LongerDowntime { enough, now }];
         help.push(if self.lazy { Remedy::SwitchNow } else { Remedy::Postcopy });
         if !self.throttled {
-            let share = (1.0 - 0.5 * self.bandwidth / dirty.max(1.0)).clamp(0.02, 0.97);
-            help.push(Remedy::Throttle { share });
+            help.push(Remedy::Throttle { share: self.needed_throttle() });
         }
         if dirty >= self.bandwidth * HEADWAY {
             help.push(Remedy::Bandwidth { enough: dirty * 1.1, now: self.bandwidth });
