@@ -3,6 +3,7 @@
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
+use std::collections::{BTreeSet, HashSet};
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -234,6 +235,33 @@ impl Drop for Run {
     }
 }
 
+/// Parses the JSON that a command printed.
+///
+/// # Panics
+/// If docs/json.md does not name one of its fields.
 pub(crate) fn document(output: &Output) -> Value {
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"))
+    let value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+    let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/json.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let named: HashSet<_> = page.split('`').skip(1).step_by(2).flat_map(|code| code.split('.')).collect();
+    let mut unnamed = BTreeSet::new();
+    for_each_field(&value, &mut |name| {
+        // Keys of histograms are numbers.
+        if !named.contains(name) && name.parse::<u64>().is_err() {
+            unnamed.insert(name.to_owned());
+        }
+    });
+    assert!(unnamed.is_empty(), "docs/json.md does not name {unnamed:?}");
+    value
+}
+
+fn for_each_field(value: &Value, each: &mut impl FnMut(&str)) {
+    match value {
+        Value::Object(fields) => fields.iter().for_each(|(name, value)| {
+            each(name);
+            for_each_field(value, each);
+        }),
+        Value::Array(values) => values.iter().for_each(|value| for_each_field(value, each)),
+        _ => {}
+    }
 }
