@@ -186,8 +186,14 @@ fn options(error: &(dyn Error + 'static)) -> Option<&'static str> {
 
 /// Returns the options that concern the error in `error`, or one of its causes.
 fn of_wrapped(error: &VmError) -> Option<&'static str> {
-    let first: &(dyn Error + 'static) = error.get_ref();
-    std::iter::successors(Some(first), |error| error.source()).find_map(options)
+    let mut cause: Option<&(dyn Error + 'static)> = Some(error.get_ref());
+    while let Some(error) = cause {
+        if let Some(options) = options(error) {
+            return Some(options);
+        }
+        cause = error.source();
+    }
+    None
 }
 
 fn of_migration(error: &MigrateError) -> Option<&'static str> {
