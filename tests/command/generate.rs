@@ -21,7 +21,7 @@ fn manual_pages_need_a_folder() {
     let folder = Folder::new();
     let refused = vmferry(&["man", &folder.path("nowhere")]);
     assert_eq!(code(&refused), 1);
-    assert!(errors(&refused).contains("nowhere is no folder: make it first"), "{}", errors(&refused));
+    assert!(errors(&refused).contains("nowhere is not a folder: make it first"), "{}", errors(&refused));
 }
 
 #[test]

@@ -120,7 +120,7 @@ impl Descriptors {
         }
         if let Some(Uri::Fd(names)) = incoming {
             for name in names {
-                // A descriptor that is missing, or is no socket, is an error when it is used.
+                // A descriptor that is missing, or is not a socket, is an error when it is used.
                 let number = name.parse().ok().filter(|number| *number >= FIRST);
                 let descriptor = number.and_then(|number| inherited.open.remove(&number));
                 descriptor.map(|descriptor| all.insert(name.clone(), descriptor));

@@ -44,7 +44,7 @@ pub(crate) fn completions(shell: Shell) -> Result<Status> {
 /// Writes `vmferry.1` and `vmferry-COMMAND.1` into `folder`.
 pub(crate) fn man(folder: &Path) -> Result<Status> {
     if !folder.is_dir() {
-        bail!("{} is no folder: make it first", folder.display());
+        bail!("{} is not a folder: make it first", folder.display());
     }
     let mut command = Cli::command();
     command.build();
@@ -80,20 +80,19 @@ Wrong usage ends with status 2. [The runbook](runbook.md#exit-statuses) explains
 statuses.
 ";
 
-    /// Appends `text`, wrapped, with `indent` before each line but the first.
+    /// Appends `text`, wrapped. The first line begins with `first`, the others with `indent`.
     fn wrap(page: &mut String, first: &str, indent: &str, text: &str) {
-        let mut line = first.to_owned();
+        let (mut line, mut empty) = (first.to_owned(), true);
         for word in text.split_whitespace() {
-            let begins = line.trim_end().len() == line.len() - 1 || line.ends_with("  ") || line.is_empty();
-            if !begins && line.len() + 1 + word.len() > COLUMNS {
-                writeln!(page, "{}", line.trim_end()).unwrap();
-                line = format!("{indent}{word}");
-            } else {
-                line.push_str(if line.ends_with(' ') || line.is_empty() { "" } else { " " });
-                line.push_str(word);
+            if !empty && line.len() + 1 + word.len() > COLUMNS {
+                writeln!(page, "{line}").unwrap();
+                (line, empty) = (indent.to_owned(), true);
             }
+            line.push_str(if empty { "" } else { " " });
+            line.push_str(word);
+            empty = false;
         }
-        writeln!(page, "{}", line.trim_end()).unwrap();
+        writeln!(page, "{line}").unwrap();
     }
 
     /// Appends each paragraph of `text`, indented.
@@ -114,16 +113,17 @@ statuses.
         let help = arg.get_long_help().or(arg.get_help()).map(ToString::to_string).unwrap_or_default();
         let (head, more) = help.split_once("\n\n").unwrap_or((&help, ""));
         let defaults: Vec<_> = arg.get_default_values().iter().map(|value| value.to_string_lossy()).collect();
-        let mut first = format!("- `{name}`: {}", head.trim_end_matches('.').replace('<', "\\<"));
-        if !defaults.is_empty() && arg.get_action().takes_values() {
-            write!(first, " (default: `{}`)", defaults.join(" ")).unwrap();
+        let default = defaults.join(" ");
+        let mut first = format!("`{name}`: {}", head.trim_end_matches('.').replace('<', "\\<"));
+        if !default.is_empty() && arg.get_action().takes_values() {
+            write!(first, " (default: `{default}`)").unwrap();
         }
-        wrap(page, "", "  ", &first);
+        wrap(page, "- ", "  ", &first);
         let values = if arg.is_hide_possible_values_set() { Vec::new() } else { arg.get_possible_values() };
         let shown = values.iter().filter(|value| !value.is_hide_set());
         for value in shown.filter(|_| arg.get_action().takes_values()) {
             let meaning = value.get_help().map(|help| format!(": {help}")).unwrap_or_default();
-            wrap(page, "", "    ", &format!("- `{}`{meaning}", value.get_name()).replace("- `", "  - `"));
+            wrap(page, "  - ", "    ", &format!("`{}`{meaning}", value.get_name()));
         }
         if !more.is_empty() {
             page.push('\n');
@@ -156,8 +156,9 @@ statuses.
         }
         let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
         if !examples.is_empty() {
-            let lines: Vec<_> = examples.trim().lines().map(|line| line.strip_prefix("  ").unwrap_or(line)).collect();
-            writeln!(page, "\n```usage\n{}\n```", lines.join("\n")).unwrap();
+            let lines = examples.trim().lines().filter(|line| *line != "Examples:");
+            let lines: Vec<_> = lines.map(|line| line.strip_prefix("  ").unwrap_or(line)).collect();
+            writeln!(page, "\nExamples:\n\n```usage\n{}\n```", lines.join("\n")).unwrap();
         }
         for sub in command.get_subcommands().filter(|sub| !sub.is_hide_set() && sub.get_name() != "help") {
             self::command(page, &format!("{path} {}", sub.get_name()), sub);

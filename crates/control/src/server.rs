@@ -42,7 +42,7 @@ const FAREWELL: Duration = Duration::from_secs(1);
 #[non_exhaustive]
 pub enum ServerError {
     /// The path is in use.
-    #[error("another process listens at {0}, or it is no socket; give another path, or end that process")]
+    #[error("another process listens at {0}, or it is not a socket; give another path, or end that process")]
     Taken(PathBuf),
     /// The socket cannot be created.
     #[error("cannot listen at {0}")]

@@ -7,7 +7,7 @@ use vmferry_guest_abi::Workload;
 
 pub(super) fn size(text: &str) -> Result<u64, String> {
     vmferry_guest_abi::parse_size(text).ok_or_else(|| {
-        format!("'{text}' is no size; write a number of bytes, or 64K, 256M, 4G, 1T (powers of 1024)")
+        format!("'{text}' is not a size; write a number of bytes, or 64K, 256M, 4G, 1T (powers of 1024)")
     })
 }
 
@@ -19,7 +19,7 @@ pub(super) fn memory(text: &str) -> Result<u64, String> {
 }
 
 pub(super) fn address(text: &str) -> Result<SocketAddr, String> {
-    let wrong = |why: &str| format!("'{text}' is no address ({why}); write 127.0.0.1:9100 or localhost:9100");
+    let wrong = |why: &str| format!("'{text}' is not an address ({why}); write 127.0.0.1:9100 or localhost:9100");
     let mut found = text.to_socket_addrs().map_err(|error| wrong(&error.to_string()))?;
     found.next().ok_or_else(|| wrong("the name has none"))
 }
@@ -29,7 +29,7 @@ pub(super) fn workload(text: &str) -> Result<Workload, String> {
 }
 
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
-    humantime::parse_duration(text).map_err(|_| format!("'{text}' is no time; write 300ms, 5s or 2m"))
+    humantime::parse_duration(text).map_err(|_| format!("'{text}' is not a duration; write 300ms, 5s or 2m"))
 }
 
 /// Parses a time that must not be 0.
@@ -43,7 +43,7 @@ pub(super) fn positive_time(text: &str) -> Result<Duration, String> {
 /// Parses a rate into bytes per second: `2gbit`, `500mbit` (decimal bits), `250M/s`, `1.5G/s`
 /// (decimal bytes).
 pub(crate) fn rate(text: &str) -> Result<u64, String> {
-    let wrong = || format!("'{text}' is no rate; write 2gbit, 500mbit, 250M/s or 1G/s");
+    let wrong = || format!("'{text}' is not a rate; write 2gbit, 500mbit, 250M/s or 1G/s");
     let lower = text.to_ascii_lowercase();
     let (number, bits) = match (lower.strip_suffix("bit"), lower.strip_suffix("/s")) {
         (Some(number), _) => (number, true),
@@ -80,9 +80,9 @@ pub(super) fn dirty_ring(text: &str) -> Result<DirtyRing, String> {
         return Ok(DirtyRing(None));
     }
     let entries: u32 =
-        text.parse().map_err(|_| format!("'{text}' is no number of entries; write off, 4096 or 65536"))?;
+        text.parse().map_err(|_| format!("'{text}' is not a number of entries; write off, 4096 or 65536"))?;
     if !entries.is_power_of_two() {
-        return Err(format!("{entries} is no power of two; write off, 4096 or 65536"));
+        return Err(format!("{entries} is not a power of two; write off, 4096 or 65536"));
     }
     Ok(DirtyRing(Some(entries)))
 }

@@ -36,7 +36,7 @@ pub(super) fn listen(path: &Path) -> Result<UnixListener, ServerError> {
 }
 
 fn abandoned(path: &Path) -> bool {
-    // Connecting to a file that is no socket is refused with the same error.
+    // Connecting to a file that is not a socket is refused with the same error.
     let socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     socket && UnixStream::connect(path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
 }
@@ -79,7 +79,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         std::fs::write(&path, "precious").unwrap();
         assert!(matches!(listen(&path), Err(ServerError::Taken(_))));
-        assert_eq!(std::fs::read(&path).unwrap(), b"precious", "a file that is no socket stays");
+        assert_eq!(std::fs::read(&path).unwrap(), b"precious", "a file that is not a socket stays");
         let missing = folder.path().join("no/folder");
         assert!(matches!(listen(&missing), Err(ServerError::Listen(..))));
         assert!(matches!(listen(Path::new(&"x".repeat(200))), Err(ServerError::Listen(..))));

@@ -146,7 +146,7 @@ fn bind_path(path: &Path) -> io::Result<Socket> {
 }
 
 /// Returns true if `path` is a socket whose process has ended without removing it. (A connection to
-/// a file that is no socket is refused, too.)
+/// a file that is not a socket is refused, too.)
 fn abandoned(path: &Path) -> bool {
     let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     let gone = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;

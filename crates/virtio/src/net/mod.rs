@@ -86,7 +86,7 @@ pub struct Mac([u8; 6]);
 /// Error for text or bytes that are not the address of a single interface.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "'{0}' is no MAC address of an interface; give six bytes as in 52:54:00:12:34:56, of which the first is even (odd means a group) and not all are zero"
+    "'{0}' is not a MAC address of an interface; give six bytes as in 52:54:00:12:34:56, of which the first is even (odd means a group) and not all are zero"
 )]
 pub struct BadMac(String);
 

@@ -71,7 +71,7 @@ fn only_addresses_of_a_single_interface_are_valid() {
         "52:54:00:12:34:5g",
     ] {
         assert!(
-            bad.parse::<Mac>().unwrap_err().to_string().starts_with(&format!("'{bad}' is no MAC")),
+            bad.parse::<Mac>().unwrap_err().to_string().starts_with(&format!("'{bad}' is not a MAC")),
             "{bad}"
         );
     }
