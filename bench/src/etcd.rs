@@ -135,7 +135,7 @@ impl Etcd {
     }
 
     /// Returns the address in the form of the option `--fence`.
-    pub fn fence(&self) -> String {
+    pub fn arbiter(&self) -> String {
         format!("etcd:http://127.0.0.1:{}", self.port)
     }
 

@@ -184,7 +184,7 @@ impl Machine for Local<'_> {
     fn relieve(&self) -> bool {
         let Some(balloon) = &self.pool.balloon else { return false };
         if self.pool.with(|buddy| buddy.pages().held) != 0 {
-            match balloon.hints_settled() {
+            match balloon.hints_processed() {
                 Some(true) => {
                     self.pool.with(|buddy| buddy.release_held(RELEASE));
                     balloon.released();

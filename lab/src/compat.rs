@@ -56,7 +56,7 @@ impl<'a> Side<'a> {
     }
 
     /// Runs a command of the same build with the control socket of this process.
-    fn say(&self, words: &[&str]) -> Result<String> {
+    fn run_command(&self, words: &[&str]) -> Result<String> {
         let mut command = Command::new(&self.build.program);
         let (word, rest) = words.split_first().context("no command")?;
         let output =
@@ -69,7 +69,7 @@ impl<'a> Side<'a> {
     }
 
     fn status(&self) -> Option<Value> {
-        serde_json::from_str(&self.say(&["status"]).ok()?).ok()
+        serde_json::from_str(&self.run_command(&["status"]).ok()?).ok()
     }
 
     fn wait(&mut self, what: &str, done: impl Fn(&Value) -> bool) -> Result<Value> {
@@ -113,13 +113,13 @@ fn once(from: &Build, to: &Build, guest: &str, way: &str, folder: &Path) -> Resu
     source.wait("the guest filling its memory", |status| status["vm"]["guest"]["state"] == "running")?;
     if way == "file" {
         let file = format!("file:{}", folder.join("guest").display());
-        source.say(&["migrate", &file])?;
+        source.run_command(&["migrate", &file])?;
         return Side::start(to, folder, "target", guest, &["--incoming", &file])?.whole();
     }
     let mut target = Side::start(to, folder, "target", guest, &["--incoming", "tcp:127.0.0.1:0"])?;
     let status = target.wait("the target listening", |status| status["vm"]["incoming"].is_string())?;
     let at = status["vm"]["incoming"].as_str().context("no address")?.to_owned();
-    source.say(&["migrate", &at, "--mode", way, "--verify"])?;
+    source.run_command(&["migrate", &at, "--mode", way, "--verify"])?;
     target.whole()
 }
 

@@ -8,7 +8,7 @@
 //!
 //! | module | content |
 //! |---|---|
-//! | [`desk`], [`peer`] | programs that a scenario starts on this or the other machine |
+//! | [`programs`], [`peer`] | programs that a scenario starts on this or the other machine |
 //! | [`emulator`] | detection of guests that the emulator lost |
 //! | [`death`] | detection of emulator failures that end a machine |
 //! | [`pace`] | speed of this machine, and time limits that follow from it |
@@ -23,14 +23,14 @@
 #![forbid(unsafe_code)]
 
 pub mod death;
-pub mod desk;
 pub mod emulator;
+pub mod guest_report;
 pub mod pace;
 pub mod peer;
 pub mod plan;
+pub mod programs;
 pub mod record;
 pub mod runner;
 pub mod scenarios;
 pub mod summary;
-pub mod told;
 pub mod violation;

@@ -53,7 +53,7 @@ enum Chore {
 #[command(args_conflicts_with_subcommands = true)]
 pub(crate) struct LabArgs {
     #[command(subcommand)]
-    errand: Option<Errand>,
+    command: Option<LabCommand>,
     /// Run only the most important scenarios
     #[arg(long)]
     pub(crate) quick: bool,
@@ -65,7 +65,7 @@ pub(crate) struct LabArgs {
 }
 
 #[derive(Debug, Subcommand)]
-enum Errand {
+enum LabCommand {
     /// List the parts that are found and missing
     ///
     /// The exit status is 1 if a part is missing.
@@ -91,11 +91,13 @@ enum Errand {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
-        Chore::Lab(LabArgs { errand: Some(Errand::Check), .. }) => host::check(),
-        Chore::Lab(LabArgs { errand: Some(Errand::Fetch), .. }) => host::fetch::fetch(),
-        Chore::Lab(LabArgs { errand: Some(Errand::List), .. }) => host::list(),
-        Chore::Lab(LabArgs { errand: Some(Errand::Exits), .. }) => host::exits::exits(),
-        Chore::Lab(LabArgs { errand: Some(Errand::Shell { script }), .. }) => host::shell(script.as_deref()),
+        Chore::Lab(LabArgs { command: Some(LabCommand::Check), .. }) => host::check(),
+        Chore::Lab(LabArgs { command: Some(LabCommand::Fetch), .. }) => host::fetch::fetch(),
+        Chore::Lab(LabArgs { command: Some(LabCommand::List), .. }) => host::list(),
+        Chore::Lab(LabArgs { command: Some(LabCommand::Exits), .. }) => host::exits::exits(),
+        Chore::Lab(LabArgs { command: Some(LabCommand::Shell { script }), .. }) => {
+            host::shell(script.as_deref())
+        }
         Chore::Lab(args) => host::lab(&args),
         Chore::Api { update } => api::api(update),
         Chore::Compat { revision, json } => compat::compat(&revision, json.as_deref()),

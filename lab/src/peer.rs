@@ -3,8 +3,8 @@
 //! Each connection carries one request and one answer, both as JSON. Closing a direction of the
 //! connection ends the text in that direction. Only the lab's machines are on this link.
 
-use crate::desk::{Answer, Desk, Place, Request};
 use crate::pace::{Limit, stretched};
+use crate::programs::{Answer, ProgramHost, ProgramTable, Request};
 use anyhow::{Context, Result, bail};
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -25,34 +25,34 @@ const CONNECT: Duration = Duration::from_secs(10);
 pub fn serve(address: SocketAddr) -> Result<()> {
     let listener = TcpListener::bind(address).with_context(|| format!("cannot listen at {address}"))?;
     println!("LAB serves at {}", listener.local_addr()?);
-    let mut desk = Desk::default();
+    let mut programs = ProgramTable::default();
     // All requests are served on this thread, because programs end with the thread that started
     // them, and not only with the process.
     for stream in listener.incoming() {
-        if let Err(error) = stream.map_err(Into::into).and_then(|stream| answer(stream, &mut desk)) {
+        if let Err(error) = stream.map_err(Into::into).and_then(|stream| answer(stream, &mut programs)) {
             println!("LAB cannot answer: {error:#}");
         }
     }
     Ok(())
 }
 
-fn answer(mut stream: TcpStream, desk: &mut Desk) -> Result<()> {
+fn answer(mut stream: TcpStream, programs: &mut ProgramTable) -> Result<()> {
     stream.set_read_timeout(Some(stretched(CONNECT)))?;
     let mut text = Vec::new();
     stream.read_to_end(&mut text)?;
     let request = serde_json::from_slice(&text).context("not a request")?;
-    let answer = desk.handle(request).unwrap_or_else(|error| Answer::Failed(format!("{error:#}")));
+    let answer = programs.handle(request).unwrap_or_else(|error| Answer::Failed(format!("{error:#}")));
     stream.write_all(&serde_json::to_vec(&answer)?)?;
     Ok(())
 }
 
 /// The other machine.
 #[derive(Debug)]
-pub struct There {
+pub struct RemoteHost {
     address: SocketAddr,
 }
 
-impl There {
+impl RemoteHost {
     /// Returns the machine whose agent listens at `address`, after it has answered.
     ///
     /// # Errors
@@ -60,10 +60,10 @@ impl There {
     /// Fails if the agent does not answer within `patience`.
     pub fn reach(address: SocketAddr, patience: Duration) -> Result<Self> {
         let limit = Limit::new(patience);
-        let there = Self { address };
+        let remote = Self { address };
         loop {
-            match there.ask(Request::Run { command: vec!["true".into()] }) {
-                Ok(_) => return Ok(there),
+            match remote.execute(Request::Run { command: vec!["true".into()] }) {
+                Ok(_) => return Ok(remote),
                 Err(error) if limit.is_over() => {
                     return Err(error)
                         .with_context(|| format!("the other machine ({address}) does not answer"));
@@ -74,8 +74,8 @@ impl There {
     }
 }
 
-impl Place for There {
-    fn ask(&self, request: Request) -> Result<Answer> {
+impl ProgramHost for RemoteHost {
+    fn execute(&self, request: Request) -> Result<Answer> {
         let mut stream = TcpStream::connect_timeout(&self.address, stretched(CONNECT))?;
         stream.set_read_timeout(Some(stretched(PATIENCE)))?;
         stream.write_all(&serde_json::to_vec(&request)?)?;
@@ -98,13 +98,13 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let server = std::thread::spawn(move || {
-            let mut desk = Desk::default();
+            let mut programs = ProgramTable::default();
             for _ in 0..2 {
-                answer(listener.accept().unwrap().0, &mut desk).unwrap();
+                answer(listener.accept().unwrap().0, &mut programs).unwrap();
             }
         });
-        let there = There::reach(address, Duration::from_secs(5)).unwrap();
-        let error = there.ask(Request::Ended { id: 9 }).unwrap_err();
+        let remote = RemoteHost::reach(address, Duration::from_secs(5)).unwrap();
+        let error = remote.execute(Request::Ended { id: 9 }).unwrap_err();
         assert!(error.to_string().contains("there is no program 9"), "{error}");
         server.join().unwrap();
     }

@@ -10,7 +10,7 @@
 //! | [`in_parallel`] | runs cases at the same time |
 //! | [`alone`] | runs a test in a separate process |
 //! | [`temp_path`], [`Folder`] | paths for files and sockets |
-//! | [`say`] | prints a figure of a test that passes |
+//! | [`print_line`] | prints a figure of a test that passes |
 //!
 //! ```
 //! use vmferry_testkit::{Folder, in_parallel, wait};
@@ -37,6 +37,6 @@ pub use wait::{PATIENCE, wait, wait_for};
 
 /// Writes `text` as one line to standard output, past the test harness, which hides the output of
 /// passing tests.
-pub fn say(text: impl Display) {
+pub fn print_line(text: impl Display) {
     let _ = writeln!(std::io::stdout(), "{text}");
 }

@@ -105,7 +105,7 @@ pub fn skip(need: Need, why: impl Display) {
             .and_then(|mut file| file.write_all(format!("{line}\n").as_bytes()));
         written.unwrap_or_else(|error| panic!("{SKIPS}={}: {error}", path.display()));
     }
-    crate::say(line);
+    crate::print_line(line);
 }
 
 /// Returns the name of the emulator that runs the tests, from the variable `VMFERRY_TEST_EMULATOR`.

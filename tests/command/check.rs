@@ -1,6 +1,6 @@
 //! Report of `vmferry check` on this host.
 
-use crate::support::{Folder, Need, VMFERRY, code, document, say, skip, vmferry};
+use crate::support::{Folder, Need, VMFERRY, code, document, print_line, skip, vmferry};
 use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
@@ -50,7 +50,7 @@ fn host_features_are_reported_as_text_and_as_json() {
         let line = lines.next().unwrap();
         let starts = if check["ok"] == true { "yes  " } else { "no   " };
         assert!(line.starts_with(starts), "{line}: {check}");
-        say(line);
+        print_line(line);
         // The advice has its own line.
         let how = check["how"].as_str().map(str::to_owned);
         assert!(how.is_none_or(|how| lines.next().unwrap().trim() == how), "{check}: {text}");
@@ -82,7 +82,7 @@ fn an_ordinary_user_is_told_how_to_get_the_faults_of_the_kernel() {
     complete(&document);
     let sysctl = std::fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").unwrap_or_default();
     let faults = find(&document, "faults_kernel");
-    say(format!("an ordinary user: {faults}"));
+    print_line(format!("an ordinary user: {faults}"));
     if sysctl.trim() == "1" {
         assert_eq!(faults["ok"], true, "{faults}");
     } else if faults["ok"] == true {

@@ -1,7 +1,7 @@
 //! Panels of the dashboard, evaluated by a real Prometheus that has watched migrations; and the
 //! checks of `promtool`.
 
-use crate::support::{Folder, Need, PATIENCE, Run, can_track, code, kinds, say, skip, wait_for};
+use crate::support::{Folder, Need, PATIENCE, Run, can_track, code, kinds, print_line, skip, wait_for};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -53,7 +53,7 @@ impl Prometheus {
         let mut own = Self { child, port };
         let log = || std::fs::read_to_string(folder.path("prometheus.log"));
         own.until("scrapes of all", log, |own| {
-            let up = own.ask("query?query=count(up%20%3D%3D%201)")?;
+            let up = own.query("query?query=count(up%20%3D%3D%201)")?;
             Some(up["data"]["result"][0]["value"][1].as_str()?.parse() == Ok(targets.len()))
         });
         own
@@ -72,7 +72,7 @@ impl Prometheus {
     }
 
     /// Returns the answer of the API; `None` if the API cannot be reached.
-    fn ask(&self, query: &str) -> Option<Value> {
+    fn query(&self, query: &str) -> Option<Value> {
         serde_json::from_str(&get(self.port, &format!("/api/v1/{query}")).ok()?).ok()
     }
 
@@ -81,7 +81,7 @@ impl Prometheus {
         let encoded: String = expression.bytes().map(|byte| format!("%{byte:02x}")).collect();
         let end = now();
         let answer =
-            self.ask(&format!("query_range?query={encoded}&start={since}&end={end}&step=0.5")).unwrap();
+            self.query(&format!("query_range?query={encoded}&start={since}&end={end}&step=0.5")).unwrap();
         assert_eq!(answer["status"], "success", "{expression}: {answer}");
         answer["data"]["result"].as_array().unwrap().clone()
     }
@@ -120,7 +120,7 @@ fn labels(legend: &str) -> Vec<&str> {
 }
 
 /// Evaluates a panel, and checks its values by their unit.
-fn ask(prometheus: &Prometheus, panel: &Value, since: f64, instances: &BTreeSet<String>) {
+fn check_panel(prometheus: &Prometheus, panel: &Value, since: f64, instances: &BTreeSet<String>) {
     let title = panel["title"].as_str().unwrap();
     let unit = panel["fieldConfig"]["defaults"]["unit"].as_str().unwrap();
     for target in panel["targets"].as_array().unwrap() {
@@ -158,7 +158,7 @@ fn ask(prometheus: &Prometheus, panel: &Value, since: f64, instances: &BTreeSet<
             _ => f64::MAX,
         };
         assert!(least >= 0.0 && most <= bound, "{title}: {least} to {most} {unit}");
-        say(format!("{title}: {} series, {least:.4} to {most:.4} {unit}", series.len()));
+        print_line(format!("{title}: {} series, {least:.4} to {most:.4} {unit}", series.len()));
     }
 }
 
@@ -220,10 +220,10 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
         let lacks = (!kvm && ["rings", "Full rings", "Memory"].iter().any(|part| title.contains(part)))
             || (!postcopy && title.contains("Waits for a page"));
         if lacks {
-            say(format!("{title}: skipped: no guest of this test has the values"));
+            print_line(format!("{title}: skipped: no guest of this test has the values"));
             continue;
         }
-        ask(&prometheus, panel, since, &instances);
+        check_panel(&prometheus, panel, since, &instances);
     }
 }
 

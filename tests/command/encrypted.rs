@@ -127,13 +127,13 @@ for _ in range(2):
     std::os::unix::fs::chown(folder.path("."), Some(ANOTHER), Some(ANOTHER)).unwrap();
     std::fs::set_permissions(folder.path("."), std::fs::Permissions::from_mode(0o755)).unwrap();
     let meant = vmferry(&[&migrate[..], &words[..]].concat());
-    let heard = finish(child);
-    if !heard.status.success() {
-        return skip(Need::Root, format!("as another user: {}", errors(&heard)));
+    let output = finish(child);
+    if !output.status.success() {
+        return skip(Need::Root, format!("as another user: {}", errors(&output)));
     }
     assert!(code(&refused) == 1 && errors(&refused).contains("is not given keys"), "{refused:?}");
     assert_eq!(code(&meant), 1);
-    let heard = String::from_utf8(heard.stdout).unwrap();
-    let (first, second) = heard.split_at(heard.rfind("heard").unwrap());
+    let output = String::from_utf8(output.stdout).unwrap();
+    let (first, second) = output.split_at(output.rfind("heard").unwrap());
     assert!(!first.contains("PRIVATE KEY") && second.contains("PRIVATE KEY"), "{first}");
 }

@@ -5,7 +5,7 @@
 mod image;
 
 use crate::support::{
-    Folder, Run, code, errors, finish, has_kvm, kinds, say, spawn, vmferry, wait_for, wait_for_end,
+    Folder, Run, code, errors, finish, has_kvm, kinds, print_line, spawn, vmferry, wait_for, wait_for_end,
 };
 use image::TestElf;
 use rustix::process::Signal;
@@ -127,6 +127,6 @@ fn vm_needs_little_memory_besides_guest_memory() {
     let run = Run::sized("kvm", "1G", &folder, "api", &more);
     let status = run.wait("the guest running", |s| s["vm"]["guest"]["t_us"].as_u64() > Some(0));
     let overhead = status["vm"]["overhead_kib"].as_u64().unwrap();
-    say(format!("beside its guest's memory the VM takes {overhead} KiB"));
+    print_line(format!("beside its guest's memory the VM takes {overhead} KiB"));
     assert!((256..16 << 10).contains(&overhead), "{overhead} KiB");
 }

@@ -49,7 +49,7 @@ impl Slow {
         Self { port, delay_ms }
     }
 
-    pub(crate) fn fence(&self) -> String {
+    pub(crate) fn arbiter(&self) -> String {
         format!("etcd:http://127.0.0.1:{}", self.port)
     }
 

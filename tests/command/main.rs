@@ -1,6 +1,7 @@
 //! End-to-end tests of the command: real processes, real sockets, and a guest that must be
 //! unchanged after each migration.
 
+mod arbiter;
 #[path = "../../crates/engine/src/channel/tls/authority.rs"]
 mod authority;
 mod balloon;
@@ -11,7 +12,6 @@ mod encrypted;
 mod ends;
 mod etcd;
 mod failures;
-mod fence;
 mod generate;
 mod moves;
 mod passed;

@@ -1,8 +1,8 @@
 //! Successful migrations: between processes and through files, of every kind of guest.
 
 use crate::support::{
-    Folder, Need, Run, WORKLOAD, beside, can, can_track, code, document, errors, finish, kinds, say, spawn,
-    vmferry, wait_for,
+    Folder, Need, Run, WORKLOAD, beside, can, can_track, code, document, errors, finish, kinds, print_line,
+    spawn, vmferry, wait_for,
 };
 
 #[test]
@@ -184,7 +184,9 @@ fn migration_memory_does_not_depend_on_the_size_of_the_guest() {
         target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
         let source_added = during - before;
         let target_added = peak_kib(&target).unwrap().saturating_sub(before);
-        say(format!("{kind} guest of {memory}: source adds {source_added} KiB, target {target_added} KiB"));
+        print_line(format!(
+            "{kind} guest of {memory}: source adds {source_added} KiB, target {target_added} KiB"
+        ));
         assert!(before > data << 10, "the guest's content is there: {before} KiB");
         assert!(source_added <= MOST_ADDED_KIB, "{source_added} KiB at the source");
         assert!(target_added <= MOST_ADDED_KIB, "{target_added} KiB at the target");

@@ -215,9 +215,9 @@ fn guest_moves_over_one_or_several_connected_sockets() {
                 (migrate_over(&source, here, &more), target)
             };
             let report = arrived(&moved.1, &moved.0);
-            let lazy = more.contains(&"--mode");
-            assert_eq!(report["postcopy"].is_object(), lazy, "{report}");
-            if !lazy {
+            let postcopy = more.contains(&"--mode");
+            assert_eq!(report["postcopy"].is_object(), postcopy, "{report}");
+            if !postcopy {
                 // Pages that the guest reports as free are not compared.
                 let compared = report["verified_pages"].as_u64().zip(report["skipped_pages"].as_u64());
                 assert_eq!(compared.map(|(verified, skipped)| verified + skipped), Some(96 << 8), "{report}");

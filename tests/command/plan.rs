@@ -1,6 +1,6 @@
 //! Predictions of migrations, and `--mode auto`, which follows them.
 
-use crate::support::{Folder, Run, beside, can_track, code, document, errors, kinds, say, vmferry};
+use crate::support::{Folder, Run, beside, can_track, code, document, errors, kinds, print_line, vmferry};
 use serde_json::Value;
 
 fn plan(source: &Run, more: &[&str]) -> Value {
@@ -45,7 +45,7 @@ fn plan_predicts_and_moves_nothing() {
         assert_eq!(mode(&slow, "precopy")["converges"], "no", "{slow}");
         assert_ne!(slow["recommended"], "precopy", "{slow}");
         assert_eq!(slow["inputs"]["link"]["measured"], false, "{slow}");
-        say(format!("{kind}: precopy in {expected:.0} ms, {}", made["reason"]));
+        print_line(format!("{kind}: precopy in {expected:.0} ms, {}", made["reason"]));
         // Nothing has moved: source and target are unchanged, and the guest can still move.
         assert_eq!(target.status().unwrap()["vm"]["place"], "awaited");
         let moved = source.migrate(&uri, &["--plan", "--json", "-"]);
@@ -97,6 +97,6 @@ fn auto_mode_moves_a_guest_that_dirties_faster_than_the_link_carries() {
         target.wait("all of the guest", |s| s["state"] == "completed" && s["vm"]["place"] == "running");
         target.goes_on();
         target.whole();
-        say(format!("{kind}: {}", report["plan"]["reason"]));
+        print_line(format!("{kind}: {}", report["plan"]["reason"]));
     });
 }

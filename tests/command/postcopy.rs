@@ -2,8 +2,8 @@
 //! failures of them.
 
 use crate::support::{
-    Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds, say, skip,
-    spawn, vmferry, wait_for, wait_for_end,
+    Folder, Need, Run, VMFERRY, beside, can_track, code, document, errors, finish, has_kvm, kinds,
+    print_line, skip, spawn, vmferry, wait_for, wait_for_end,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -11,7 +11,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use vmferry_engine::Uri;
-use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
+use vmferry_testkit_peers::link::{Direction, Harm, Proxy, Rule};
 
 /// Moves a loaded guest with these arguments, and checks the guest at the target.
 fn moves(kind: &str, uri: impl Fn(&Folder) -> String, more: &[&str]) -> Value {
@@ -51,7 +51,7 @@ fn postcopy_works_with_every_urgent_path_and_pace() {
             let report = report.unwrap_or_else(|| panic!("{path} {pace}: no page was asked for"));
             let postcopy = &report["postcopy"];
             assert_eq!(report["passes"].as_array().unwrap().len(), 1, "nothing was sent before: {report}");
-            say(format!(
+            print_line(format!(
                 "{kind}, {path}, pace {pace}: {} faults, mean {:.0} us, stopped for {:.1} ms",
                 postcopy["faults"],
                 postcopy["mean_us"].as_f64().unwrap(),
@@ -231,7 +231,7 @@ fn lost_commit_leaves_the_guest_at_the_source() {
             let source = Run::source(kind, &folder);
             let at = folder.path("wire");
             let (mut target, _) = Run::target(kind, &folder, "target", &format!("unix:{at}"));
-            let way = Way { connection: 0, to_target: true };
+            let way = Direction { connection: 0, to_target: true };
             let proxy = Proxy::new(&Uri::Unix(at.into()), Some(Rule::on(way, 0, harm)));
             let output = source.migrate(&proxy.uri().to_string(), &["--mode", "postcopy"]);
             assert!(proxy.harmed() > 0, "{what}: no commit was cut: {output:?}");

@@ -1,8 +1,8 @@
 //! The control socket, used by QMP's own client libraries and by hostile clients.
 
 use crate::support::{
-    Folder, Need, PATIENCE, Run, VMFERRY, beside, can_track, code, document, errors, finish, kinds, say,
-    skip, spawn, vmferry, wait_for_end,
+    Folder, Need, PATIENCE, Run, VMFERRY, beside, can_track, code, document, errors, finish, kinds,
+    print_line, skip, spawn, vmferry, wait_for_end,
 };
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -27,11 +27,11 @@ impl Raw {
 
     fn ready(run: &Run) -> Self {
         let mut raw = Self::connect(run);
-        assert_eq!(raw.ask("qmp_capabilities", &json!({})), json!({"return": {}}));
+        assert_eq!(raw.execute("qmp_capabilities", &json!({})), json!({"return": {}}));
         raw
     }
 
-    fn say(&mut self, text: &str) {
+    fn send(&mut self, text: &str) {
         self.0.get_mut().write_all(text.as_bytes()).unwrap();
     }
 
@@ -42,8 +42,8 @@ impl Raw {
     }
 
     /// Returns the answer to a command. Events are skipped.
-    fn ask(&mut self, command: &str, arguments: &Value) -> Value {
-        self.say(&format!("{}\n", json!({"execute": command, "arguments": arguments})));
+    fn execute(&mut self, command: &str, arguments: &Value) -> Value {
+        self.send(&format!("{}\n", json!({"execute": command, "arguments": arguments})));
         std::iter::repeat_with(|| self.line()).find(|message| message.get("event").is_none()).unwrap()
     }
 }
@@ -60,7 +60,7 @@ fn qmp_client_libraries_get_the_expected_answers() {
     if code(&output) == 77 {
         return skip(Need::Program, text);
     }
-    say(&text);
+    print_line(&text);
     assert_eq!(code(&output), 0, "{}", errors(&output));
 }
 
@@ -76,7 +76,7 @@ fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
         let mut bad = Vec::new();
         for run in [&source, &target] {
             let mut half = Raw::ready(run);
-            half.say("{\"execute\": \"query-stat");
+            half.send("{\"execute\": \"query-stat");
             let mut flood = Raw::ready(run);
             flood.0.get_mut().set_nonblocking(true).unwrap();
             // Write until the socket is full: none of the answers is ever read.
@@ -90,7 +90,7 @@ fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
                 long.0.get_mut().write_all(format!("{{\"execute\": \"{}", "x".repeat(2 << 20)).as_bytes());
             assert!(long.line()["error"]["desc"].as_str().unwrap().contains("longer"));
             let mut noise = Raw::ready(run);
-            noise.say("]]]]\n\u{0}\u{1}\n{\"execute\": \"query-status\"}\n");
+            noise.send("]]]]\n\u{0}\u{1}\n{\"execute\": \"query-status\"}\n");
             assert!(noise.line().get("error").is_some() && noise.line().get("error").is_some());
             assert!(noise.line()["return"]["status"].is_string());
         }
@@ -105,9 +105,9 @@ fn hostile_clients_stall_neither_the_guest_nor_a_migration_nor_each_other() {
         let began = Instant::now();
         let mut good = Raw::ready(&target);
         for _ in 0..100 {
-            assert_eq!(good.ask("query-status", &json!({}))["return"]["running"], true);
+            assert_eq!(good.execute("query-status", &json!({}))["return"]["running"], true);
         }
-        say(format!("{kind}: 100 answers beside hostile clients in {:?}", began.elapsed()));
+        print_line(format!("{kind}: 100 answers beside hostile clients in {:?}", began.elapsed()));
         drop(bad);
     });
 }
@@ -138,7 +138,7 @@ fn guest_keeps_its_speed_while_a_client_floods_the_socket() {
         while client.0.get_mut().write(b"{\"execute\": \"query-commands\"}\n").is_ok() {}
     }
     let during = speed(&source);
-    say(format!("process guest: {before} writes/s alone, {during} beside four that never read"));
+    print_line(format!("process guest: {before} writes/s alone, {during} beside four that never read"));
 }
 
 #[test]
@@ -171,9 +171,9 @@ fn deferred_target_waits_for_its_address_and_can_be_ended() {
     let status = run.status().unwrap();
     assert!(status["vm"]["place"] == "awaited" && status["vm"]["incoming"].is_null(), "{status}");
     let mut client = Raw::ready(&run);
-    let wrong = client.ask("migrate-incoming", &json!({"uri": "nowhere"}));
+    let wrong = client.execute("migrate-incoming", &json!({"uri": "nowhere"}));
     assert!(wrong["error"]["desc"].as_str().unwrap().contains("no migration address"), "{wrong}");
-    assert_eq!(client.ask("quit", &json!({})), json!({"return": {}}));
+    assert_eq!(client.execute("quit", &json!({})), json!({"return": {}}));
     wait_for_end(&mut run.child);
     // The last event says that the process ends.
     let mut rest = String::new();

@@ -3,7 +3,8 @@
 //! check that the command's threads are confined.
 
 use crate::support::{
-    Folder, Need, Run, VMFERRY, WORKLOAD, code, errors, finish, has_kvm, kinds, say, skip, spawn, vmferry,
+    Folder, Need, Run, VMFERRY, WORKLOAD, code, errors, finish, has_kvm, kinds, print_line, skip, spawn,
+    vmferry,
 };
 use crate::terminal::Terminal;
 use crate::threads::{can_confine, confined, filters_around, threads};
@@ -32,7 +33,7 @@ fn every_thread_is_confined_before_and_during_a_migration_at_source_and_target()
         let told = &status["vm"]["confinement"];
         assert_eq!((&told["mode"], &told["seccomp"]["in_force"]), (&"kill".into(), &true.into()), "{told}");
         assert_eq!(told["capabilities"]["in_force"], true, "{told}");
-        say(format!("{kind}: {told}"));
+        print_line(format!("{kind}: {told}"));
         if kind == "kvm" {
             continue;
         }
@@ -42,7 +43,7 @@ fn every_thread_is_confined_before_and_during_a_migration_at_source_and_target()
         let migration = spawn(&args);
         source.wait("a pass", |s| s["progress"]["pass"].as_u64() > Some(0) || s["state"] == "precopy");
         let (here, there) = (confined(&source, "source"), confined(&target, "target"));
-        say(format!("threads of a migration: {here:?}, {there:?}"));
+        print_line(format!("threads of a migration: {here:?}, {there:?}"));
         assert!(here.iter().any(|name| name.starts_with("source-")), "{here:?}");
         assert!(there.iter().any(|name| name.starts_with("target-")), "{there:?}");
         assert_eq!(code(&vmferry(&["cancel", "--api", &source.api])), 0);
@@ -145,7 +146,7 @@ fn jail_contains_only_the_named_files() {
             .map(|entry| entry.unwrap().file_name().into_string().unwrap())
             .collect();
         there.sort();
-        say(format!("{kind}: in the jail: {there:?}"));
+        print_line(format!("{kind}: in the jail: {there:?}"));
         for gone in ["root", "home", "bin", "usr/bin", "etc/passwd", "var/log"] {
             assert!(!std::path::Path::new(&format!("{root}/{gone}")).exists(), "{gone}");
         }

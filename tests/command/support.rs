@@ -11,7 +11,7 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::sync::mpsc;
 use vmferry_control::Client;
-pub(crate) use vmferry_testkit::{Folder, Need, PATIENCE, say, skip, wait_for};
+pub(crate) use vmferry_testkit::{Folder, Need, PATIENCE, print_line, skip, wait_for};
 
 pub(crate) const VMFERRY: &str = env!("CARGO_BIN_EXE_vmferry");
 pub(crate) const WORKLOAD: &str = "uniform,ws=16M,data=48M,rate=20k,fill=random";
@@ -145,11 +145,11 @@ impl Run {
     }
 
     pub(crate) fn status(&self) -> Option<Value> {
-        self.ask("x-vmferry-status", json!({}))
+        self.execute("x-vmferry-status", json!({}))
     }
 
     /// Returns the answer of the control socket; `None` if the socket cannot be reached.
-    fn ask(&self, command: &str, arguments: Value) -> Option<Value> {
+    fn execute(&self, command: &str, arguments: Value) -> Option<Value> {
         Client::connect(Path::new(&self.api), PATIENCE).ok()?.execute(command, arguments).ok()
     }
 
@@ -172,7 +172,7 @@ impl Run {
 
     /// Checks that all pages of the guest are intact.
     pub(crate) fn whole(&self) {
-        self.ask("x-vmferry-verify-guest", json!({ "request": 77 })).unwrap();
+        self.execute("x-vmferry-verify-guest", json!({ "request": 77 })).unwrap();
         let status = self.wait("the guest checking itself", |s| s["vm"]["guest"]["verify_done"] == 77);
         assert_eq!(status["vm"]["guest"]["corrupt"], 0, "{status}");
     }

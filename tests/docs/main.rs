@@ -16,7 +16,7 @@ use page::{Block, Kind, Page};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use vmferry_testkit::{Need, say, skip};
+use vmferry_testkit::{Need, print_line, skip};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap()
@@ -59,7 +59,7 @@ fn blocks_of_commands_run_unchanged() {
     for (page, block) in blocks(&pages()) {
         let place = format!("{}:{}", page.name, block.line);
         match (&block.kind, &kvm) {
-            (Kind::NotRun(why), _) => say(format!("{place}: not run: {why}")),
+            (Kind::NotRun(why), _) => print_line(format!("{place}: not run: {why}")),
             (Kind::Run, Err(error)) if block.needs_kvm() => {
                 skip(Need::Kvm, format!("{place}: /dev/kvm: {error}"));
             }
@@ -70,7 +70,7 @@ fn blocks_of_commands_run_unchanged() {
             _ => {}
         }
     }
-    say(format!("{ran} blocks ran"));
+    print_line(format!("{ran} blocks ran"));
     assert!(ran > 0, "no block was run at all");
 }
 

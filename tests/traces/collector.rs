@@ -37,7 +37,7 @@ impl Received {
 }
 
 #[derive(Default)]
-struct Heard {
+struct CollectorState {
     spans: Vec<Received>,
     /// Number of complete requests, answered or not.
     requests: usize,
@@ -46,7 +46,7 @@ struct Heard {
 
 #[derive(Default)]
 struct Inner {
-    heard: Mutex<Heard>,
+    state: Mutex<CollectorState>,
     changed: Condvar,
 }
 
@@ -78,26 +78,26 @@ impl Collector {
 
     /// Waits until `done` holds for the received spans, and returns them.
     pub(crate) fn wait(&self, what: &str, done: impl Fn(&[Received]) -> bool) -> Vec<Received> {
-        self.until(what, |heard| done(&heard.spans));
-        self.inner.heard.lock().unwrap().spans.clone()
+        self.until(what, |state| done(&state.spans));
+        self.inner.state.lock().unwrap().spans.clone()
     }
 
     pub(crate) fn wait_for_a_request(&self) {
-        self.until("a request", |heard| heard.requests > 0);
+        self.until("a request", |state| state.requests > 0);
     }
 
     pub(crate) fn answered(&self) -> usize {
-        self.inner.heard.lock().unwrap().answered
+        self.inner.state.lock().unwrap().answered
     }
 
-    fn until(&self, what: &str, done: impl Fn(&Heard) -> bool) {
+    fn until(&self, what: &str, done: impl Fn(&CollectorState) -> bool) {
         let deadline = Instant::now() + PATIENCE;
-        let mut heard = self.inner.heard.lock().unwrap();
-        while !done(&heard) {
+        let mut state = self.inner.state.lock().unwrap();
+        while !done(&state) {
             let left = deadline.saturating_duration_since(Instant::now());
-            let names: Vec<_> = heard.spans.iter().map(|received| received.span.name.clone()).collect();
+            let names: Vec<_> = state.spans.iter().map(|received| received.span.name.clone()).collect();
             assert!(!left.is_zero(), "waited in vain for {what}: {names:?}");
-            heard = self.inner.changed.wait_timeout(heard, left).unwrap().0;
+            state = self.inner.changed.wait_timeout(state, left).unwrap().0;
         }
     }
 }
@@ -108,13 +108,13 @@ fn serve(stream: TcpStream, status: Option<&str>, inner: &Inner) {
     while let Some((path, content, body)) = request(&mut reader) {
         assert_eq!((path.as_str(), content.as_str()), ("/v1/traces", "application/x-protobuf"));
         let request = ExportTraceServiceRequest::decode(&*body).expect("it is no request of the protocol");
-        let mut heard = inner.heard.lock().unwrap();
-        heard.requests += 1;
+        let mut state = inner.state.lock().unwrap();
+        state.requests += 1;
         if status.is_some_and(|status| status.starts_with("200")) {
-            heard.spans.extend(received(request));
+            state.spans.extend(received(request));
         }
         inner.changed.notify_all();
-        drop(heard);
+        drop(state);
         let Some(status) = status else {
             // The connection stays open without an answer until the client closes it.
             let _ = reader.read(&mut [0]);
@@ -125,7 +125,7 @@ fn serve(stream: TcpStream, status: Option<&str>, inner: &Inner) {
         if reader.get_mut().write_all(answer.as_bytes()).is_err() {
             return;
         }
-        inner.heard.lock().unwrap().answered += 1;
+        inner.state.lock().unwrap().answered += 1;
     }
 }
 

@@ -12,7 +12,7 @@ use collector::{Collector, Received};
 use serde_json::Value;
 use std::os::unix::fs::chown;
 use std::process::{Command, Stdio};
-use support::{Folder, Need, Run, VMFERRY, WORKLOAD, can_track, code, errors, finish, say, skip};
+use support::{Folder, Need, Run, VMFERRY, WORKLOAD, can_track, code, errors, finish, print_line, skip};
 
 /// Name of the sending thread, as far as the kernel keeps it.
 const THREAD: &str = "OpenTelemetry.T";
@@ -105,7 +105,7 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     let told = end(&mut source);
     assert!(!told.contains("traces"), "{told}");
     let spans = collector.wait("the migration", |spans| !named(spans, "migration").is_empty());
-    say(format!("{} spans of {}", spans.len(), report["total_ms"]));
+    print_line(format!("{} spans of {}", spans.len(), report["total_ms"]));
 
     let migration = only(&spans, "migration");
     assert!(migration.span.parent_span_id.is_empty() && migration.span.trace_id.len() == 16);
@@ -145,7 +145,7 @@ fn phases_arrive_with_their_parents_times_and_attributes() {
     };
     for phase in phases {
         let told = report["phases"].as_array().unwrap().iter().find(|told| told["phase"] == *phase.span.name);
-        say(format!("{}: {:.1} ms, in the report {:?}", phase.span.name, ms(phase), told));
+        print_line(format!("{}: {:.1} ms, in the report {:?}", phase.span.name, ms(phase), told));
     }
 }
 
@@ -162,7 +162,7 @@ fn a_real_collector_understands_every_span() {
     let told = end(&mut source);
     assert!(!told.contains("traces"), "{told}");
     let (resource, spans) = collector.spans("migration");
-    say(format!("a real collector: {} spans", spans.len()));
+    print_line(format!("a real collector: {} spans", spans.len()));
     assert_eq!(resource["service.name"], "Str(vmferry)");
     assert_eq!(resource["deployment.environment"], "Str(test)");
     let migration = spans.iter().find(|span| span.is("Name") == "migration").unwrap();
@@ -243,7 +243,7 @@ fn failing_collector_neither_delays_nor_fails_a_migration() {
         }
         // The process ends normally, and reports the lost traces once.
         let told = end(&mut source);
-        say(format!("{kind}: {told}"));
+        print_line(format!("{kind}: {told}"));
         match kind {
             "absent" => {
                 assert!(told.contains("traces do not reach") && told.contains(&gone.to_string()), "{told}")

@@ -8,7 +8,7 @@ use crate::host::available_memory;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::os::unix::process::ExitStatusExt;
-use vmferry_client::{Alone, Place, SameHost, Setup};
+use vmferry_client::{Environment, SameHost, Setup, SingleProcess};
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let available = available_memory();
@@ -31,12 +31,12 @@ impl OurRunner for Ours {
         let setup = Setup {
             cpus: spec.vcpus,
             guest_args: spec.args(),
-            place: budget.map_or(&SameHost as &dyn Place, |budget| budget),
+            environment: budget.map_or(&SameHost as &dyn Environment, |budget| budget),
             ..Setup::new(program::vmferry().map_err(failed)?, spec.memory, spec.workload())
         };
         let kills = || budget.and_then(|budget| budget.kills().ok()).unwrap_or(0);
         let before = kills();
-        match Alone::start(&setup) {
+        match SingleProcess::start(&setup) {
             Ok(alone) => Ok(Started::Runs(Box::new(Process(alone)))),
             // The kernel killed this process or another one of the budget while this one started.
             Err(_) if kills() > before => Ok(Started::Killed),
@@ -49,7 +49,7 @@ fn failed(error: anyhow::Error) -> OurError {
     OurError::Failed(error.into())
 }
 
-struct Process(Alone);
+struct Process(SingleProcess);
 
 impl std::fmt::Debug for Process {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

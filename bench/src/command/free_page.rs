@@ -5,8 +5,8 @@ use super::args::BenchArgs;
 use super::request::MigrateRequest;
 use super::{Finished, no_kvm, program};
 use crate::free_page::{
-    self, Asking, Drop, Give, Given, Inflation, LearnSpec, Learned, MoveSpec, Moved, Options, OurError,
-    OurRunner, Outcome, Way,
+    self, Drop, FreePageSource, Give, Given, Inflation, LearnSpec, Learned, MoveSpec, Moved, Options,
+    OurError, OurRunner, Outcome, Way,
 };
 use crate::host::available_memory;
 use crate::warm::Warm;
@@ -27,7 +27,7 @@ const POLL: Duration = Duration::from_millis(2);
 const HINT_POLL: Duration = Duration::from_micros(200);
 /// Time for which an idle guest is left alone before it is asked, so that it is asleep when the
 /// question arrives.
-const SETTLE: Duration = Duration::from_millis(50);
+const WARM_UP: Duration = Duration::from_millis(50);
 /// Memory in bytes that a guest needs beyond what it touches: its image, page tables and reserves.
 const BESIDE: u64 = 128 << 20;
 
@@ -60,7 +60,7 @@ impl OurRunner for Ours {
     fn learn(&mut self, spec: &LearnSpec, way: Way) -> Result<Learned, OurError> {
         on_kvm(|| match way {
             Way::Inflate(by, give) => inflate(spec, Inflate { bytes: spec.inflate, by }, give),
-            Way::Hints => ask(spec),
+            Way::Hints => request_hints(spec),
             Way::Map => read(spec),
         })
     }
@@ -69,8 +69,8 @@ impl OurRunner for Ours {
         on_kvm(|| give(touched, how))
     }
 
-    fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError> {
-        on_kvm(|| migrate(spec, asking))
+    fn migrate(&mut self, spec: &MoveSpec, source: FreePageSource) -> Result<Moved, OurError> {
+        on_kvm(|| migrate(spec, source))
     }
 }
 
@@ -127,7 +127,7 @@ impl Guest {
     fn idle(spec: &LearnSpec, hints: HintMode) -> Result<(Self, AllocSnapshot)> {
         let guest = Self::boot(spec.memory, "idle,data=4K", USUAL, |args| args.hints = hints)?;
         guest.wait("its first report", |now| now.guest.free_pages > 0)?;
-        std::thread::sleep(SETTLE);
+        std::thread::sleep(WARM_UP);
         let now = guest.wait("its next report", |_| true)?;
         Ok((guest, now))
     }
@@ -199,11 +199,11 @@ fn inflate(spec: &LearnSpec, inflate: Inflate, give: Give) -> Result<Learned> {
 }
 
 /// Asks for hints on demand, and measures from the question to the last hint.
-fn ask(spec: &LearnSpec) -> Result<Learned> {
+fn request_hints(spec: &LearnSpec) -> Result<Learned> {
     let (guest, before) = Guest::idle(spec, HintMode::Demand)?;
     let start = Instant::now();
     let mut pages = guest.no_pages();
-    let question = guest.balloon.ask_hints()?;
+    let question = guest.balloon.request_hints()?;
     loop {
         let hints = guest.balloon.take_hints(question, &mut pages).context("the question was closed")?;
         if hints.ended {
@@ -259,12 +259,12 @@ fn resident() -> Result<u64> {
     Ok((rss - free.min(rss)) << 10)
 }
 
-fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
+fn migrate(spec: &MoveSpec, source: FreePageSource) -> Result<Moved> {
     let stop = AtomicBool::new(false);
-    let hints = match asking {
-        Asking::Off => "off",
-        Asking::Hints => "demand",
-        Asking::Map => "incremental",
+    let hints = match source {
+        FreePageSource::Off => "off",
+        FreePageSource::Hints => "demand",
+        FreePageSource::Map => "incremental",
     };
     let setup = Setup {
         // Free page reporting is off, so that the guest keeps all memory that it ever touched.
@@ -274,8 +274,8 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
     let mut pair = Pair::start(&setup, &stop)?;
     let freed = freed(&mut pair)?;
     let warm = Warm::hold(spec.memory);
-    std::thread::sleep(SETTLE);
-    let free_pages = if asking == Asking::Off { "off" } else { "on" };
+    std::thread::sleep(WARM_UP);
+    let free_pages = if source == FreePageSource::Off { "off" } else { "on" };
     let request = MigrateRequest {
         channels: 1,
         timeout_ms: Some(120_000),
@@ -288,7 +288,7 @@ fn migrate(spec: &MoveSpec, asking: Asking) -> Result<Moved> {
     check(&mut pair, &stop)?;
     let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
     let skipped = report["bytes"]["free_pages_skipped"].as_u64();
-    if asking != Asking::Off && skipped == Some(0) {
+    if source != FreePageSource::Off && skipped == Some(0) {
         bail!("no page was skipped: {}", report["free_pages"]);
     }
     let mut result = super::postcopy::result(&report)?;

@@ -3,7 +3,8 @@
 use anyhow::{Result, bail, ensure};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, Listener, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri, migrate, receive,
+    Arrival, Listener, MigrationHandle, MigrationState, Report, Settings, SourceVm, TargetVm, Uri, migrate,
+    receive,
 };
 use vmferry_guest_abi::{GuestArgs, State, StatsError, StatsSink, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessOptions};
@@ -104,14 +105,14 @@ pub(super) fn once(mut source: Machine, kind: Kind, settings: &Settings) -> Resu
     let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false)?;
     let uri = listener.uri()?;
     let arrival = Arrival::new(settings.peer_timeout).stay_awake(false);
-    let monitor = Monitor::new();
+    let handle = MigrationHandle::new();
     let report = std::thread::scope(|scope| {
         let taking = scope.spawn(|| {
             let mut received = receive(target.target(), &listener, &arrival)?;
-            let rest = received.rest.take();
-            anyhow::Ok(rest.map(|rest| rest.finish(&listener, &arrival)))
+            let postcopy = received.postcopy.take();
+            anyhow::Ok(postcopy.map(|postcopy| postcopy.finish(&listener, &arrival)))
         });
-        let report = migrate(source.source(), &uri, None, settings, &monitor);
+        let report = migrate(source.source(), &uri, None, settings, &handle);
         if !matches!(&report, Ok(report) if report.state == MigrationState::Completed) {
             arrival.abandon();
         }

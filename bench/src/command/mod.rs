@@ -1,13 +1,13 @@
 //! Command `vmferry-bench`: the selection of benches, and vmferry's side of each bench.
 
+mod arbiter;
 mod args;
 mod density;
+mod environments;
 mod faults;
-mod fence;
 mod free_page;
 mod hop;
 mod limits;
-mod places;
 mod plan;
 mod postcopy;
 mod program;
@@ -28,7 +28,7 @@ use anyhow::{Context, Result, bail};
 use args::{BenchArgs, BenchName};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
-use places::Certificates;
+use environments::Certificates;
 use request::MigrateRequest;
 use serde_json::{Value, json};
 use std::ffi::OsStr;
@@ -38,7 +38,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use vmferry_client::{Pair, Place, Runner, SameHost, Setup};
+use vmferry_client::{Environment, Pair, Runner, SameHost, Setup};
 use vmferry_report::json::Document;
 
 /// Time for which the guest is observed on the target.
@@ -134,7 +134,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Faults => &[faults::bench],
         BenchName::Soak => &[soak::bench],
         BenchName::Limits => &[limits::bench],
-        BenchName::Fence => &[fence::bench],
+        BenchName::Fence => &[arbiter::bench],
         BenchName::All => &[
             scan,
             rtt,
@@ -204,12 +204,12 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
         cpus: spec.vcpus,
         // QEMU has no balloon in this bench.
         balloon: false,
-        place: certificates.as_ref().map_or(&SameHost as &dyn Place, |own| own),
+        environment: certificates.as_ref().map_or(&SameHost as &dyn Environment, |own| own),
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
-    std::thread::sleep(spec.settle);
+    std::thread::sleep(spec.warm_up);
     let request = MigrateRequest {
         channels: u16::try_from(channels)?,
         downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,

@@ -10,10 +10,10 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use vmferry_client::{Pair, Place, SameHost, Setup};
+use vmferry_client::{Environment, Pair, SameHost, Setup};
 
 /// Time for which a guest runs before it is measured.
-const SETTLE: Duration = Duration::from_millis(400);
+const WARM_UP: Duration = Duration::from_millis(400);
 /// Time that a prediction and a migration may take beyond the timeout of the case.
 const BESIDE: Duration = Duration::from_secs(60);
 
@@ -60,12 +60,12 @@ fn once(spec: &CaseSpec, link: Option<&Link>) -> Result<Run> {
     let stop = AtomicBool::new(false);
     let setup = Setup {
         guest: spec.guest,
-        place: link.map_or(&SameHost as &dyn Place, |link| link),
+        environment: link.map_or(&SameHost as &dyn Environment, |link| link),
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
-    std::thread::sleep(SETTLE);
+    std::thread::sleep(WARM_UP);
     drop(warm);
     pair.migrate(&request(spec, &pair.uri)?)?;
     let deadline = Instant::now() + spec.timeout + BESIDE;

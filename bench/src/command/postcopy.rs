@@ -5,7 +5,8 @@ use super::args::BenchArgs;
 use super::request::MigrateRequest;
 use super::{Finished, no_kvm, program};
 use crate::postcopy::{
-    self, CaseSpec, Heard, Options, OurError, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch, Way,
+    self, CaseSpec, Observation, Options, OurError, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch,
+    Way,
 };
 use crate::result::MigrationResult;
 use crate::rtt::SourceCommand;
@@ -49,22 +50,22 @@ impl OurRunner for Ours {
 /// Stall reports of the guest at one side, on the clock of the command.
 struct Stalls {
     zero: Instant,
-    heard: Vec<Heard>,
+    observed: Vec<Observation>,
 }
 
 impl Stalls {
     /// Requests one stall report. Returns `None` if the guest cannot answer because it is being
     /// stopped or moved.
-    fn listen(&mut self, at: &mut Runner) -> Result<Option<&Heard>> {
+    fn listen(&mut self, at: &mut Runner) -> Result<Option<&Observation>> {
         let Ok(mut answer) = at.client.call("stalls", json!({})) else { return Ok(None) };
         if answer["corrupt"] != 0 {
             bail!("the guest found {} damaged pages", answer["corrupt"]);
         }
         let vcpus: Vec<Vcpu> =
             serde_json::from_value(answer["vcpus"].take()).context("cannot parse the guest's stalls")?;
-        let heard = Heard { at: since(self.zero), vcpus };
-        self.heard.push(heard);
-        Ok(self.heard.last())
+        let observed = Observation { at: since(self.zero), vcpus };
+        self.observed.push(observed);
+        Ok(self.observed.last())
     }
 }
 
@@ -78,13 +79,13 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         cpus: spec.vcpus,
         // QEMU has no balloon in this bench.
         balloon: false,
-        place: watch.link,
+        environment: watch.link,
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
     let zero = Instant::now();
-    let mut here = Stalls { zero, heard: Vec::new() };
+    let mut here = Stalls { zero, observed: Vec::new() };
     while zero.elapsed() < watch.before {
         here.listen(&mut pair.source)?;
         std::thread::sleep(POLL);
@@ -93,17 +94,17 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     here.listen(&mut pair.source)?;
     let start = Instant::now();
     pair.migrate(&request(way, &pair.uri))?;
-    let mut there = Stalls { zero: start, heard: Vec::new() };
+    let mut there = Stalls { zero: start, observed: Vec::new() };
     let (report, switched, end) = follow(&mut pair.source, &mut pair.target, (&mut here, &mut there), start)?;
     let before = (start - zero).as_secs_f64();
-    here.heard.iter_mut().for_each(|heard| heard.at -= before);
-    watch_on(&mut pair.target, &mut there, SpeedBack::new(&here.heard), end, watch.after)?;
+    here.observed.iter_mut().for_each(|observed| observed.at -= before);
+    watch_on(&mut pair.target, &mut there, SpeedBack::new(&here.observed), end, watch.after)?;
     let arrived = pair.target.status()?;
     Ok(Run {
         own: own(&report).or_else(|| own(&arrived["vm"]["received"])).or_else(|| own(&arrived)),
         result: result(&report)?,
-        source: here.heard,
-        target: there.heard,
+        source: here.observed,
+        target: there.observed,
         switched,
         end,
     })
@@ -156,9 +157,9 @@ fn watch_on(
     let (least, most) = (end + 2.0 * POLL.as_secs_f64(), end + after.as_secs_f64());
     loop {
         let zero = there.zero;
-        if let Some(heard) = there.listen(target)? {
-            let done = back.is_back(heard);
-            if heard.at > least && (done || heard.at > most) {
+        if let Some(observed) = there.listen(target)? {
+            let done = back.is_back(observed);
+            if observed.at > least && (done || observed.at > most) {
                 return Ok(());
             }
         }

@@ -126,7 +126,7 @@ impl Side {
         client.call("status", json!({})).ok()
     }
 
-    pub(super) fn say(&mut self, command: &str, arguments: Value) -> Result<Value> {
+    pub(super) fn command(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.client.as_mut().context("no control socket")?.call(command, arguments)
     }
 
@@ -180,7 +180,7 @@ impl Side {
         let writes = |status: &Value| status["vm"]["guest"]["writes"].as_u64();
         let before = self.wait("the guest's statistics", |status| writes(status).is_some())?;
         self.wait("the guest making progress", |status| writes(status) > writes(&before))?;
-        self.say("verify-guest", json!({ "request": REQUEST }))?;
+        self.command("verify-guest", json!({ "request": REQUEST }))?;
         let checked = self.wait("the guest checking all its pages", |status| {
             let guest = &status["vm"]["guest"];
             guest["verify_done"] == REQUEST || guest["corrupt"].as_u64() > Some(0)

@@ -83,8 +83,8 @@ fn row(name: &str, kind: Kind, count: u32) -> Result<(Vec<Sample>, Duration)> {
 /// Compares the late samples with the early ones, and records figures and failures.
 fn judge(samples: &[Sample], case: &mut Case, table: &mut String, failures: &mut Vec<String>, count: u32) {
     // The first tenth warms up allocators and pools, so it is dropped.
-    let settled = &samples[samples.len() / 10..];
-    let (early, late) = settled.split_at(settled.len() / 4);
+    let steady = &samples[samples.len() / 10..];
+    let (early, late) = steady.split_at(steady.len() / 4);
     let late = &late[late.len() * 2 / 3..];
     let most: [Figure; 3] = [
         ("rss_kib", |sample| sample.rss_kib, MORE_KIB),

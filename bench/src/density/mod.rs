@@ -35,7 +35,7 @@ pub use vmferry_report::benches::density::{page, table};
 /// Interval at which a guest is polled. It is long enough to cost the guest nothing.
 const POLL: Duration = Duration::from_millis(20);
 /// Time that a guest gets to return freed memory. What is left afterwards counts as residue.
-const SETTLE: Duration = Duration::from_secs(1);
+const WARM_UP: Duration = Duration::from_secs(1);
 
 /// Runner of guests. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
@@ -165,13 +165,13 @@ fn single(
         if guest.killed()? { Err(killed()) } else { Ok(guest.told()?.filter(|told| told.done)) }
     })?;
     let mut told = told.ok_or_else(|| late(limit))?;
-    let until = Instant::now() + SETTLE;
+    let until = Instant::now() + WARM_UP;
     // Without reports the guest is done now. It is still polled twice, as all others are.
     for look in 0.. {
         std::thread::sleep(POLL);
         told = guest.told()?.unwrap_or(told);
-        let settled = spec.report.mode == ReportMode::Off || told.unreported_pages == 0;
-        if look > 0 && settled || Instant::now() > until {
+        let reported = spec.report.mode == ReportMode::Off || told.unreported_pages == 0;
+        if look > 0 && reported || Instant::now() > until {
             break;
         }
     }
@@ -231,8 +231,8 @@ fn finishes(guests: &mut [Box<dyn Guest>], spec: &GuestSpec, limit: Duration) ->
             return Ok(None);
         }
         let since: Instant = *done_at.get_or_insert_with(Instant::now);
-        let settled = spec.report.mode == ReportMode::Off || told.unreported_pages == 0;
-        Ok((settled || since.elapsed() > SETTLE).then_some(true))
+        let reported = spec.report.mode == ReportMode::Off || told.unreported_pages == 0;
+        Ok((reported || since.elapsed() > WARM_UP).then_some(true))
     })?;
     end.ok_or_else(|| late(limit))
 }

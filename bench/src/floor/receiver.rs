@@ -48,12 +48,12 @@ pub fn receiver_main(args: &[String]) -> Result<(), FloorError> {
         .map_err(FloorError::io("map the target memory"))?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(FloorError::io("listen"))?;
     let port = listener.local_addr().map_err(FloorError::io("listen"))?.port();
-    say(&format!("PORT {port}"))?;
+    print_line(&format!("PORT {port}"))?;
 
     let mut sockets = accept(&listener, &order)?;
     let cpu_before = process_cpu();
     receive_all(&mut sockets, memory.bytes_mut(), order.share)?;
-    say(&format!("CPU {}", process_cpu().saturating_sub(cpu_before).as_nanos()))?;
+    print_line(&format!("CPU {}", process_cpu().saturating_sub(cpu_before).as_nanos()))?;
 
     let words_a_page = (PAGE / 8) as u64;
     let right = memory
@@ -62,10 +62,10 @@ pub fn receiver_main(args: &[String]) -> Result<(), FloorError> {
         .zip(0u64..)
         .filter(|(page, index)| page[..8] == word_at(index * words_a_page).to_le_bytes())
         .count();
-    say(&format!("PAGES {right}"))
+    print_line(&format!("PAGES {right}"))
 }
 
-fn say(line: &str) -> Result<(), FloorError> {
+fn print_line(line: &str) -> Result<(), FloorError> {
     let mut out = io::stdout().lock();
     writeln!(out, "{line}").and_then(|()| out.flush()).map_err(FloorError::io("answer the sender"))
 }
@@ -82,7 +82,7 @@ fn accept(listener: &TcpListener, order: &Order) -> Result<Vec<TcpStream>, Floor
         }
         match listener.accept() {
             Ok((socket, _)) => {
-                if let Some((index, socket)) = greet(socket, order.nonce)
+                if let Some((index, socket)) = accept_channel(socket, order.nonce)
                     && let Some(slot) = slots.get_mut(index)
                 {
                     *slot = Some(socket);
@@ -98,7 +98,7 @@ fn accept(listener: &TcpListener, order: &Order) -> Result<Vec<TcpStream>, Floor
 }
 
 /// Reads the nonce and the index of a stream. Returns `None` if the stream is not the sender's.
-fn greet(mut socket: TcpStream, nonce: u64) -> Option<(usize, TcpStream)> {
+fn accept_channel(mut socket: TcpStream, nonce: u64) -> Option<(usize, TcpStream)> {
     socket.set_nonblocking(false).ok()?;
     socket.set_nodelay(true).ok()?;
     socket.set_read_timeout(Some(IO_LIMIT)).ok()?;
@@ -152,7 +152,7 @@ mod tests {
             client.write_all(&sent.to_le_bytes()).unwrap();
             client.write_all(&3u32.to_le_bytes()).unwrap();
             let (server, _) = listener.accept().unwrap();
-            assert_eq!(greet(server, 7).map(|(index, _)| index), known.then_some(3));
+            assert_eq!(accept_channel(server, 7).map(|(index, _)| index), known.then_some(3));
         }
     }
 }

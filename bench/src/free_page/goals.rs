@@ -3,7 +3,7 @@
 use serde_json::Value;
 use vmferry_report::json::Document;
 
-use super::spec::{Asking, Give, InflateBy, Learn, Move, Way};
+use super::spec::{FreePageSource, Give, InflateBy, Learn, Move, Way};
 use crate::cases::{at_least, at_most, goal, metric};
 
 /// Longest time in milliseconds until the free set is known: with hints on demand, and with the
@@ -42,9 +42,9 @@ impl Summary {
     pub(super) fn of(document: &Document) -> Self {
         let learn = |side| metric(document, "learn", side, "total_ms");
         let moved = |side, name| metric(document, "move", Move::Ours(side), name);
-        let over = |name| Some(moved(Asking::Map, name)? / moved(Asking::Off, name)?);
+        let over = |name| Some(moved(FreePageSource::Map, name)? / moved(FreePageSource::Off, name)?);
         let (bitmap_ms, inflate_256_ms) = (learn(Learn::Ours(Way::Map)), learn(BY_256));
-        let sent = moved(Asking::Off, "data_mb");
+        let sent = moved(FreePageSource::Off, "data_mb");
         Self {
             bitmap_ms,
             hints_ms: learn(Learn::Ours(Way::Hints)),
@@ -53,7 +53,9 @@ impl Summary {
             ratio: inflate_256_ms.zip(bitmap_ms).map(|(slow, fast)| slow / fast),
             migrate_ratio_time: over("total_ms"),
             migrate_ratio_bytes: over("wire_mb"),
-            used_share: sent.zip(moved(Asking::Off, "freed_mb")).map(|(sent, freed)| 1.0 - freed / sent),
+            used_share: sent
+                .zip(moved(FreePageSource::Off, "freed_mb"))
+                .map(|(sent, freed)| 1.0 - freed / sent),
         }
     }
 
@@ -85,25 +87,25 @@ pub(super) fn goals(document: &Document) -> Vec<Value> {
     .into_iter()
     .flatten()
     .collect();
-    for asking in [Asking::Hints, Asking::Map] {
-        goals.extend(of_move(document, asking, all.used_share));
+    for source in [FreePageSource::Hints, FreePageSource::Map] {
+        goals.extend(of_move(document, source, all.used_share));
     }
     goals
 }
 
-fn of_move(document: &Document, asking: Asking, used_share: Option<f64>) -> Vec<Value> {
-    let side = Move::Ours(asking);
-    let of = |asking, name: &str| metric(document, "move", Move::Ours(asking), name);
-    let over = |name: &str| Some(of(asking, name)? / of(Asking::Off, name)?);
+fn of_move(document: &Document, source: FreePageSource, used_share: Option<f64>) -> Vec<Value> {
+    let side = Move::Ours(source);
+    let of = |source, name: &str| metric(document, "move", Move::Ours(source), name);
+    let over = |name: &str| Some(of(source, name)? / of(FreePageSource::Off, name)?);
     let mut goals = Vec::new();
     if let Some(most) = used_share.map(|share| share + OF_USED) {
         goals.extend(at_most(&format!("{side}: bytes / without"), most, over("wire_mb")));
         goals.extend(at_most(&format!("{side}: time / without"), most, over("total_ms")));
     }
-    let first = (of(asking, "first_page_ms"), of(Asking::Off, "first_page_ms"));
+    let first = (of(source, "first_page_ms"), of(FreePageSource::Off, "first_page_ms"));
     if let (Some(with), Some(without)) = first {
-        let least = of(asking, "first_page_ms_min").unwrap_or(with);
-        let most = of(Asking::Off, "first_page_ms_max").unwrap_or(without);
+        let least = of(source, "first_page_ms_min").unwrap_or(with);
+        let most = of(FreePageSource::Off, "first_page_ms_max").unwrap_or(without);
         let met = with <= without + FIRST_PAGE_MS || least <= most;
         let want = format!("<= {FIRST_PAGE_MS}, or within the spread");
         goals.push(goal(&format!("{side}: first page later by, ms"), want, with - without, met));

@@ -24,7 +24,7 @@ use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use figures::{Given, Inflation, Learned, Moved};
-pub use spec::{Asking, Drop, Give, InflateBy, Learn, LearnSpec, Move, MoveSpec, Options, Way};
+pub use spec::{Drop, FreePageSource, Give, InflateBy, Learn, LearnSpec, Move, MoveSpec, Options, Way};
 pub use vmferry_report::benches::free_page::{page, table};
 
 /// Runner of vmferry's own sides. It is implemented by the caller that has the VMM.
@@ -56,7 +56,7 @@ pub trait OurRunner {
     /// # Errors
     ///
     /// Fails in the same cases as [`learn`](Self::learn).
-    fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError>;
+    fn migrate(&mut self, spec: &MoveSpec, source: FreePageSource) -> Result<Moved, OurError>;
 }
 
 /// Runs the bench. Calls `progress` with the name of each run that begins.
@@ -83,7 +83,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     let sides = in_turn(&mut rounds, options, "move", &options.moves, |side| {
         enough_memory(spec.memory)?;
         match side {
-            Move::Ours(asking) => Ok(ours.migrate(spec, asking)?),
+            Move::Ours(source) => Ok(ours.migrate(spec, source)?),
             Move::Qemu { hints } => Ok(qemu::move_freed(spec, hints, tsc_khz)?),
         }
     });

@@ -51,7 +51,7 @@ pub struct Drop {
 
 /// Source of the free pages that a migration skips.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Asking {
+pub enum FreePageSource {
     /// No source: all memory that was ever touched is sent.
     Off,
     /// Hints of the guest on demand.
@@ -64,7 +64,7 @@ pub enum Asking {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Move {
     /// vmferry, with the given source.
-    Ours(Asking),
+    Ours(FreePageSource),
     /// QEMU, with or without hints of its balloon.
     Qemu {
         /// Value of the balloon's property `free-page-hint`.
@@ -108,9 +108,9 @@ impl fmt::Display for Drop {
 impl fmt::Display for Move {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Ours(Asking::Off) => "off",
-            Self::Ours(Asking::Hints) => "hints",
-            Self::Ours(Asking::Map) => "map",
+            Self::Ours(FreePageSource::Off) => "off",
+            Self::Ours(FreePageSource::Hints) => "hints",
+            Self::Ours(FreePageSource::Map) => "map",
             Self::Qemu { hints: false } => "qemu-off",
             Self::Qemu { hints: true } => "qemu-hints",
         })
@@ -234,7 +234,8 @@ impl Options {
         let drops = [true, false]
             .into_iter()
             .flat_map(|huge| [Give::DontNeed, Give::Free, Give::Nothing].map(|give| Drop { give, huge }));
-        let moves = [Asking::Off, Asking::Hints, Asking::Map].map(Move::Ours).into_iter();
+        let moves =
+            [FreePageSource::Off, FreePageSource::Hints, FreePageSource::Map].map(Move::Ours).into_iter();
         Options {
             learn: LearnSpec::fitting(available),
             ways,

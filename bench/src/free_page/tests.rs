@@ -49,8 +49,9 @@ impl OurRunner for Scripted {
         Ok(Given { pages: touched / 4096, madvise: Duration::from_millis(5), returned: touched })
     }
 
-    fn migrate(&mut self, spec: &MoveSpec, asking: Asking) -> Result<Moved, OurError> {
-        let (percent, first) = if asking == Asking::Off { (100, 2) } else { (self.skipping, self.first_ms) };
+    fn migrate(&mut self, spec: &MoveSpec, source: FreePageSource) -> Result<Moved, OurError> {
+        let (percent, first) =
+            if source == FreePageSource::Off { (100, 2) } else { (self.skipping, self.first_ms) };
         Ok(Moved {
             result: MigrationResult {
                 total: Duration::from_millis(10 * percent),

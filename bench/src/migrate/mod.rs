@@ -21,7 +21,7 @@ pub use vmferry_report::benches::migrate::table;
 
 /// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
-    /// Boots the guest of `spec`, lets it run for the settle time, migrates it over loopback to
+    /// Boots the guest of `spec`, lets it run for the warm-up time, migrates it over loopback to
     /// another process, and ends both.
     ///
     /// The migration uses `channels` channels, and TLS if `encrypted` is set. The result must
@@ -94,7 +94,7 @@ fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
         multifd,
         dirty_ring: None,
         downtime_limit: spec.downtime_limit,
-        settle: spec.settle,
+        warm_up: spec.warm_up,
         ..QemuSpec::default()
     }
 }

@@ -20,7 +20,7 @@ pub struct CaseSpec {
     pub downtime_limit: Duration,
     /// Time for which the guest runs before it is migrated. Its speed before is measured in this
     /// time.
-    pub settle: Duration,
+    pub warm_up: Duration,
 }
 
 /// Program that moves the data, and its connections.
@@ -101,7 +101,7 @@ impl Options {
             workload: "idle,data=4G,fill=random".into(),
             data: 4 << 30,
             downtime_limit: Duration::from_millis(300),
-            settle: Duration::from_millis(500),
+            warm_up: Duration::from_millis(500),
         };
         let uniform = CaseSpec {
             name: "uniform".into(),
@@ -110,7 +110,7 @@ impl Options {
             workload: "uniform,ws=256M,data=512M,rate=100k,fill=random".into(),
             data: 512 << 20,
             downtime_limit: Duration::from_millis(300),
-            settle: Duration::from_millis(1000),
+            warm_up: Duration::from_millis(1000),
         };
         let sides = vec![
             Side::Ours { channels: 1, encrypted: false },

@@ -83,7 +83,7 @@ pub(super) fn measure(spec: &CaseSpec, run: &Run, floor: Option<Floor>) -> Optio
 /// Returns the speed of the guest, and the time at which it recovered its speed.
 fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
     let timeline = run.timeline();
-    let begin = run.source.first().map_or(0.0, |heard| heard.at);
+    let begin = run.source.first().map_or(0.0, |observed| observed.at);
     let Some(Spread { median: before, .. }) = Spread::of(timeline.windows(begin, 0.0)) else {
         return Vec::new();
     };

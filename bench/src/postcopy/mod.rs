@@ -26,7 +26,7 @@ use crate::rtt::{self, Floor, SourceCommand};
 pub use crate::rounds::{OurError, Outcome};
 pub use spec::{CaseSpec, Options, Purpose, Side, Way};
 pub use vmferry_report::benches::postcopy::{page, table};
-pub use watch::{Heard, Own, Run, Vcpu};
+pub use watch::{Observation, Own, Run, Vcpu};
 
 /// Interval at which a guest is polled. Its statistics page remembers the longest stalls of 160 ms.
 pub const POLL: Duration = Duration::from_millis(20);
@@ -69,16 +69,16 @@ pub struct SpeedBack {
 
 impl SpeedBack {
     /// Creates a detector from the reports of the guest on the source.
-    pub fn new(source: &[Heard]) -> Self {
-        let command = source.iter().rfind(|heard| heard.at <= 0.0);
+    pub fn new(source: &[Observation]) -> Self {
+        let command = source.iter().rfind(|observed| observed.at <= 0.0);
         let speed = source.first().zip(command).and_then(|(first, last)| speed(mark(first), mark(last)));
         SpeedBack { wanted: speed.unwrap_or(0.0) * figures::BACK, last: None, fast: 0 }
     }
 
     /// Adds a report of the guest on the target, and returns whether the guest has been fast for
     /// long enough.
-    pub fn is_back(&mut self, heard: &Heard) -> bool {
-        let now = mark(heard);
+    pub fn is_back(&mut self, observed: &Observation) -> bool {
+        let now = mark(observed);
         let Some(last) = self.last else {
             self.last = Some(now);
             return false;
@@ -95,8 +95,8 @@ impl SpeedBack {
     }
 }
 
-fn mark(heard: &Heard) -> (f64, u64) {
-    (heard.at, heard.vcpus.iter().map(|vcpu| vcpu.writes).sum())
+fn mark(observed: &Observation) -> (f64, u64) {
+    (observed.at, observed.vcpus.iter().map(|vcpu| vcpu.writes).sum())
 }
 
 fn speed(from: (f64, u64), to: (f64, u64)) -> Option<f64> {

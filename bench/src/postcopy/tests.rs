@@ -31,18 +31,18 @@ fn scripted(spec: &CaseSpec, us: u64) -> Run {
         }
         vcpu
     };
-    let heard = |at: f64, mut one: Vcpu| {
+    let observed = |at: f64, mut one: Vcpu| {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "seconds")]
         let t_us = ((at + 10.0) * 1e6) as u64;
         one.t_us = t_us;
-        Heard { at, vcpus: vec![one; spec.vcpus as usize] }
+        Observation { at, vcpus: vec![one; spec.vcpus as usize] }
     };
     Run {
-        source: vec![heard(-1.0, vcpu(0, 0, &[])), heard(0.0, vcpu(100_000, 0, &[]))],
+        source: vec![observed(-1.0, vcpu(0, 0, &[])), observed(0.0, vcpu(100_000, 0, &[]))],
         target: vec![
-            heard(0.2, vcpu(100_100, 1, &[70_000])),
-            heard(1.0, vcpu(100_900, 101, &[us])),
-            heard(3.0, vcpu(300_900, 101, &[])),
+            observed(0.2, vcpu(100_100, 1, &[70_000])),
+            observed(1.0, vcpu(100_900, 101, &[us])),
+            observed(3.0, vcpu(300_900, 101, &[])),
         ],
         switched: 0.1,
         end: 1.0,
@@ -169,12 +169,12 @@ fn goals_are_met_by_fast_pages_and_missed_by_slow_ones() {
 
 #[test]
 fn guest_is_back_when_it_stays_fast() {
-    let heard = |at: f64, writes: u64| Heard { at, vcpus: vec![Vcpu { writes, ..Vcpu::default() }] };
-    let mut back = SpeedBack::new(&[heard(-1.0, 0), heard(-0.1, 900), heard(0.1, 5000)]);
+    let observed = |at: f64, writes: u64| Observation { at, vcpus: vec![Vcpu { writes, ..Vcpu::default() }] };
+    let mut back = SpeedBack::new(&[observed(-1.0, 0), observed(-0.1, 900), observed(0.1, 5000)]);
     let mut writes = 1000;
     let mut is_back = |step: u32, by: u64| {
         writes += by;
-        back.is_back(&heard(f64::from(step) * 0.1, writes))
+        back.is_back(&observed(f64::from(step) * 0.1, writes))
     };
     assert!(!(0..10).any(|step| is_back(step, 50)), "half as fast");
     let seen: Vec<bool> = (10..16).map(|step| is_back(step, 100)).collect();

@@ -63,7 +63,7 @@ impl Vcpu {
 
 /// Statistics of all vCPUs at one moment.
 #[derive(Debug, Clone, PartialEq, Default)]
-pub struct Heard {
+pub struct Observation {
     /// Seconds since the command to migrate. Negative before it.
     pub at: f64,
     /// Statistics of each vCPU.
@@ -95,9 +95,9 @@ pub struct Own {
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Run {
     /// Reports of the guest on the source, before the command and after it until the guest stopped.
-    pub source: Vec<Heard>,
+    pub source: Vec<Observation>,
     /// Reports of the guest on the target.
-    pub target: Vec<Heard>,
+    pub target: Vec<Observation>,
     /// Time at which the guest ran on the target, in seconds since the command.
     pub switched: f64,
     /// Time at which the source knew the end of the migration, in seconds since the command.
@@ -208,9 +208,9 @@ pub(super) struct Waited {
 impl Run {
     /// Returns the waits of all vCPUs, or `None` with too few reports.
     pub(super) fn waited(&self) -> Option<Waited> {
-        let command = self.source.iter().rfind(|heard| heard.at <= 0.0)?;
+        let command = self.source.iter().rfind(|observed| observed.at <= 0.0)?;
         let first = self.source.first()?;
-        let end = self.target.iter().find(|heard| heard.at >= self.end).or(self.target.last())?;
+        let end = self.target.iter().find(|observed| observed.at >= self.end).or(self.target.last())?;
         let mut waited = Waited { before: (Waits::default(), command.at - first.at), ..Waited::default() };
         for (vcpu, after) in end.vcpus.iter().enumerate() {
             let (before, first) = (command.vcpus.get(vcpu)?, first.vcpus.get(vcpu)?);
@@ -235,9 +235,9 @@ impl Run {
         let least = self.result.downtime.as_secs_f64() * 1e6 * OF_DOWNTIME;
         let (mut next, mut downtime, mut longest) = (from, None, 0);
         let sides =
-            self.source.iter().map(|heard| (false, heard)).chain(self.target.iter().map(|h| (true, h)));
-        for (moved, heard) in sides {
-            let Some(vcpu) = heard.vcpus.get(vcpu) else { continue };
+            self.source.iter().map(|observed| (false, observed)).chain(self.target.iter().map(|h| (true, h)));
+        for (moved, observed) in sides {
+            let Some(vcpu) = observed.vcpus.get(vcpu) else { continue };
             for (report, stall) in vcpu.windows_since(next).filter(|(report, _)| *report < to) {
                 next = report + 1;
                 if moved && downtime.is_none() && reaper::to_f64(stall) >= least {
@@ -253,10 +253,11 @@ impl Run {
     /// Returns the guest's writes over time.
     pub(super) fn timeline(&self) -> reaper::Timeline {
         let mut recorder = Recorder::default();
-        let written = |heard: &Heard| heard.vcpus.iter().map(|vcpu| (vcpu.t_us, vcpu.writes)).collect();
-        self.source.iter().for_each(|heard| recorder.add(heard.at, written(heard)));
+        let written =
+            |observed: &Observation| observed.vcpus.iter().map(|vcpu| (vcpu.t_us, vcpu.writes)).collect();
+        self.source.iter().for_each(|observed| recorder.add(observed.at, written(observed)));
         recorder.moved();
-        self.target.iter().for_each(|heard| recorder.add(heard.at, written(heard)));
+        self.target.iter().for_each(|observed| recorder.add(observed.at, written(observed)));
         recorder.finish(0.0, self.switched)
     }
 }
@@ -277,19 +278,23 @@ mod tests {
         vcpu
     }
 
-    fn heard(at: f64, stalls: &[u64]) -> Heard {
-        Heard { at, vcpus: vec![vcpu(stalls)] }
+    fn observed(at: f64, stalls: &[u64]) -> Observation {
+        Observation { at, vcpus: vec![vcpu(stalls)] }
     }
 
     fn run() -> Run {
         let stalls = [10, 40, 9, 5000, 100, 12, 300, 9000, 50];
         Run {
-            source: vec![heard(-1.0, &stalls[..1]), heard(-0.1, &stalls[..2]), heard(0.1, &stalls[..3])],
+            source: vec![
+                observed(-1.0, &stalls[..1]),
+                observed(-0.1, &stalls[..2]),
+                observed(0.1, &stalls[..3]),
+            ],
             target: vec![
-                heard(0.2, &stalls[..3]),
-                heard(0.3, &stalls[..6]),
-                heard(2.5, &stalls[..8]),
-                heard(3.0, &stalls),
+                observed(0.2, &stalls[..3]),
+                observed(0.3, &stalls[..6]),
+                observed(2.5, &stalls[..8]),
+                observed(3.0, &stalls),
             ],
             switched: 0.15,
             end: 2.0,

@@ -143,7 +143,7 @@ pub fn move_freed(spec: &MoveSpec, hints: bool, tsc_khz: Option<u32>) -> Result<
         memory: spec.memory,
         workload: spec.workload(),
         balloon,
-        settle: Duration::from_millis(300),
+        warm_up: Duration::from_millis(300),
         ..QemuSpec::default()
     };
     let (result, _) = watch(&qemu)?;

@@ -96,7 +96,7 @@ impl Machine {
     }
 
     /// Runs a QMP command and extracts one value from its answer.
-    pub(crate) fn ask<T>(
+    pub(crate) fn query<T>(
         &mut self,
         command: &str,
         wanted: &'static str,

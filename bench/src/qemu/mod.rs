@@ -70,7 +70,7 @@ pub struct QemuSpec {
     pub switch_after: Option<Duration>,
     /// Time for which the guest runs before it is migrated. Its speed before is measured in this
     /// time.
-    pub settle: Duration,
+    pub warm_up: Duration,
     /// Time for which the guest is observed after the migration.
     pub after: Duration,
     /// Balloon of a microvm, whose guest is migrated after it has freed what it allocates. `None`
@@ -91,7 +91,7 @@ impl Default for QemuSpec {
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: None,
             switch_after: None,
-            settle: Duration::from_secs(1),
+            warm_up: Duration::from_secs(1),
             after: Duration::from_millis(400),
             balloon: None,
         }
@@ -140,7 +140,7 @@ pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), Qem
         pair.wait_until_freed()?;
     }
     let warm = Warm::hold(spec.memory);
-    pair.let_run(spec.settle)?;
+    pair.let_run(spec.warm_up)?;
     drop(warm);
     let result = pair.migrate(spec)?;
     pair.source.quit();
@@ -228,7 +228,7 @@ impl Pair {
     fn migrate(&mut self, spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), QemuError> {
         self.configure(spec)?;
         let uri = self.listen()?;
-        let settled = Instant::now();
+        let warmed_up = Instant::now();
         let (source_cpu, destination_cpu) = (self.source.cpu_meter()?, self.destination.cpu_meter()?);
         let start = Instant::now();
         self.source.execute("migrate", json!({ "uri": uri }))?;
@@ -243,7 +243,7 @@ impl Pair {
         let result = MigrationResult {
             cpu_source,
             cpu_destination,
-            writes_before: timeline.writes_per_s(settled - spec.settle, settled),
+            writes_before: timeline.writes_per_s(warmed_up - spec.warm_up, warmed_up),
             writes_during: timeline.writes_per_s(start, end),
             writes_after: timeline.writes_per_s(end, end + spec.after),
             stall_max: timeline.stall_max(start, after),
@@ -273,7 +273,7 @@ impl Pair {
     /// Makes the target listen on a free loopback port, and returns its URI.
     fn listen(&mut self) -> Result<String, QemuError> {
         self.destination.execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
-        let port = self.destination.ask("query-migrate", "socket-address", |answer| {
+        let port = self.destination.query("query-migrate", "socket-address", |answer| {
             Some(answer.get("socket-address")?.get(0)?.get("port")?.as_str()?.to_owned())
         })?;
         Ok(format!("tcp:127.0.0.1:{port}"))
@@ -286,7 +286,7 @@ impl Pair {
         mut switch_after: Option<Duration>,
     ) -> Result<Value, QemuError> {
         loop {
-            let (status, info) = self.source.ask("query-migrate", "status", |answer| {
+            let (status, info) = self.source.query("query-migrate", "status", |answer| {
                 Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
             })?;
             match status.as_str() {
@@ -323,7 +323,7 @@ impl Pair {
             }
             std::thread::sleep(POLL);
         }
-        if !self.destination.ask("query-status", "running", |answer| answer.get("running")?.as_bool())? {
+        if !self.destination.query("query-status", "running", |answer| answer.get("running")?.as_bool())? {
             return Err(self.late("destination", "the running guest", AFTER_LIMIT));
         }
         Ok(())
@@ -385,7 +385,7 @@ mod tests {
             memory: 128 << 20,
             workload: "uniform,ws=16M,rate=20k,fill=random".into(),
             multifd: Some(2),
-            settle: Duration::from_millis(500),
+            warm_up: Duration::from_millis(500),
             ..QemuSpec::default()
         };
         let result = migrate(&spec).unwrap();

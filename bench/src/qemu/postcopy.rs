@@ -14,7 +14,7 @@ use vmferry_guest_abi::{GuestArgs, STATS_GPA, State, StatsError, StatsSink, Stat
 use super::machine::{Machine, Setup};
 use super::{MIGRATION_LIMIT, QemuError, QemuSpec, READY_LIMIT, UNLIMITED_BYTES_PER_S, available, from_info};
 use crate::link::End;
-use crate::postcopy::{CaseSpec, Heard, POLL, Run, SpeedBack, Vcpu, Watch};
+use crate::postcopy::{CaseSpec, Observation, POLL, Run, SpeedBack, Vcpu, Watch};
 use crate::warm::Warm;
 
 /// Interval at which the state of a migration is polled. QEMU's main thread answers besides its own
@@ -168,7 +168,7 @@ impl Pair {
         let address = watch.link.address(End::Destination);
         let machine = &mut self.destination.machine;
         machine.execute("migrate-incoming", json!({ "uri": format!("tcp:{address}:0") }))?;
-        let port = machine.ask("query-migrate", "socket-address", |answer| {
+        let port = machine.query("query-migrate", "socket-address", |answer| {
             Some(answer.get("socket-address")?.get(0)?.get("port")?.as_str()?.to_owned())
         })?;
         Ok(format!("tcp:{address}:{port}"))
@@ -187,19 +187,19 @@ impl Pair {
         let (Some(stopped), Some(resumed)) = (stopped, resumed) else {
             return Err(self.destination.late("the running guest", MIGRATION_LIMIT));
         };
-        let heard = |looks: Vec<Look>| -> Vec<Heard> {
-            looks.into_iter().map(|(at, vcpus)| Heard { at: seconds(start, at), vcpus }).collect()
+        let observed = |looks: Vec<Look>| -> Vec<Observation> {
+            looks.into_iter().map(|(at, vcpus)| Observation { at: seconds(start, at), vcpus }).collect()
         };
-        let source = heard(source);
-        let mut target = heard(target);
+        let source = observed(source);
+        let mut target = observed(target);
         let mut back = SpeedBack::new(&source);
         // At least one report of each vCPU after the end is needed.
         let least = end + POLL * 2;
         loop {
             if let Some((at, vcpus)) = self.destination.look()? {
-                let heard = Heard { at: seconds(start, at), vcpus };
-                let done = back.is_back(&heard);
-                target.push(heard);
+                let observed = Observation { at: seconds(start, at), vcpus };
+                let done = back.is_back(&observed);
+                target.push(observed);
                 if at > least && (done || at > end + watch.after) {
                     break;
                 }
@@ -241,7 +241,7 @@ impl Pair {
     ) -> Result<Value, QemuError> {
         let mut next_look = Instant::now();
         loop {
-            let (status, info) = self.source.machine.ask("query-migrate", "status", |answer| {
+            let (status, info) = self.source.machine.query("query-migrate", "status", |answer| {
                 Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
             })?;
             match status.as_str() {
@@ -315,7 +315,7 @@ mod tests {
         };
         assert!(run.switched > 0.0 && run.switched < run.end, "{run:?}");
         assert!(run.result.data_bytes >= spec.data, "{run:?}");
-        let writes = |heard: &Heard| heard.vcpus[0].writes;
+        let writes = |observed: &Observation| observed.vcpus[0].writes;
         let (Some(before), Some(after)) = (run.source.last(), run.target.last()) else { panic!("{run:?}") };
         assert!(writes(after) > writes(before), "{run:?}");
     }

@@ -116,7 +116,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         downtime_limit: spec.downtime_limit,
         max_bandwidth: Some(spec.max_bandwidth),
         switch_after: Some(spec.timeout),
-        settle: options.before,
+        warm_up: options.before,
         after: options.after,
         balloon: None,
     };

@@ -98,12 +98,12 @@ fn writes_at(points: &[Point], at: f64) -> f64 {
 pub struct Recorder {
     /// Reports from the source, and from the target. The guest's clocks on the two sides may
     /// differ.
-    phases: [Vec<Heard>; 2],
+    phases: [Vec<Observation>; 2],
     moved: bool,
 }
 
 #[derive(Debug)]
-struct Heard {
+struct Observation {
     /// Time on the reader's clock in seconds.
     at: f64,
     /// Clock of each vCPU in microseconds, and its writes.
@@ -113,7 +113,7 @@ struct Heard {
 impl Recorder {
     /// Adds a report that arrived at `at` seconds on the reader's clock.
     pub fn add(&mut self, at: f64, vcpus: Vec<(u64, u64)>) {
-        self.phases[usize::from(self.moved)].push(Heard { at, vcpus });
+        self.phases[usize::from(self.moved)].push(Observation { at, vcpus });
     }
 
     /// Marks the move of the guest: later reports come from the target.
@@ -131,11 +131,12 @@ impl Recorder {
             if index == 1 {
                 timeline.hold_until(resumed);
             }
-            let late =
-                phase.iter().flat_map(|heard| heard.vcpus.iter().map(|(t_us, _)| heard.at - seconds(*t_us)));
+            let late = phase
+                .iter()
+                .flat_map(|observed| observed.vcpus.iter().map(|(t_us, _)| observed.at - seconds(*t_us)));
             let Some(offset) = late.reduce(f64::min) else { continue };
-            for heard in phase {
-                for (vcpu, (t_us, writes)) in heard.vcpus.iter().enumerate() {
+            for observed in phase {
+                for (vcpu, (t_us, writes)) in observed.vcpus.iter().enumerate() {
                     let at = seconds(*t_us) + offset - start;
                     timeline.add(vcpu, Point { at, writes: to_f64(*writes) });
                 }

@@ -40,14 +40,14 @@ pub(super) struct Times {
     /// Time of the first stream alone.
     pub(super) alone: Duration,
     /// Time from the start of the other stream, or from the change, until the measurement.
-    pub(super) settle: Duration,
+    pub(super) warm_up: Duration,
     pub(super) measure: Duration,
 }
 
 impl Times {
     pub(super) const FULL: Times = Times {
         alone: Duration::from_secs(2),
-        settle: Duration::from_secs(4),
+        warm_up: Duration::from_secs(4),
         measure: Duration::from_secs(4),
     };
 }
@@ -72,14 +72,14 @@ pub(super) fn measure(
     command: &SourceCommand,
 ) -> Result<Outcome, RttError> {
     let mut first = Source::start(link, congestion, Bulk::Found, command)?;
-    first.ask(times.alone, GAP, None)?;
+    first.measure(times.alone, GAP, None)?;
     let (bulk, congestion) = match contest {
         Contest::Two => (Bulk::Found, congestion),
         Contest::BesideCubic => (Bulk::Unpaced, Some("cubic")),
         Contest::Change => return change(link, first, times),
     };
     let mut sources = [first, Source::start(link, congestion, bulk, command)?];
-    pass(&mut sources, times.settle, None)?;
+    pass(&mut sources, times.warm_up, None)?;
     let mut rtt = Samples::default();
     let (begin, before) = (Instant::now(), sources.each_ref().map(Source::received));
     pass(&mut sources, times.measure, Some(&mut rtt))?;
@@ -92,8 +92,8 @@ pub(super) fn measure(
 fn pass(sources: &mut [Source; 2], time: Duration, mut rtt: Option<&mut Samples>) -> Result<(), RttError> {
     let begin = Instant::now();
     while begin.elapsed() < time {
-        sources[0].ask(SLICE, GAP, rtt.as_deref_mut())?;
-        sources[1].ask(Duration::ZERO, GAP, None)?;
+        sources[0].measure(SLICE, GAP, rtt.as_deref_mut())?;
+        sources[1].measure(Duration::ZERO, GAP, None)?;
     }
     Ok(())
 }
@@ -118,9 +118,9 @@ fn halve_and_restore(
     let mut rates = [0.0; 2];
     for (rate, bits_per_s) in rates.iter_mut().zip([whole / 2, whole]) {
         shaped.change(bits_per_s).map_err(RttError::Usage)?;
-        source.ask(times.settle, GAP, None)?;
+        source.measure(times.warm_up, GAP, None)?;
         let (begin, before) = (Instant::now(), source.received());
-        source.ask(times.measure, GAP, Some(&mut rtt))?;
+        source.measure(times.measure, GAP, Some(&mut rtt))?;
         *rate = gbps(source.received() - before, begin.elapsed());
     }
     Ok(Outcome { rtt, bulk_gbps: rates[1], other_gbps: rates[0] })

@@ -45,7 +45,7 @@ pub(super) struct Plan<'a> {
     pub(super) gap: Duration,
     pub(super) bulk: Bulk,
     /// Time of requests before the measurement, while the bulk stream already runs.
-    pub(super) settle: Duration,
+    pub(super) warm_up: Duration,
     pub(super) measure: Duration,
 }
 
@@ -76,10 +76,10 @@ pub(super) fn measure(link: &Link, plan: Plan<'_>, command: &SourceCommand) -> R
     let mut rtt = Samples::default();
     // One request comes before the measurement in any case: it includes the start of the source's
     // process.
-    source.ask(Duration::ZERO, plan.gap, None)?;
-    source.ask(plan.settle, plan.gap, None)?;
+    source.measure(Duration::ZERO, plan.gap, None)?;
+    source.measure(plan.warm_up, plan.gap, None)?;
     let (begin, before) = (Instant::now(), source.received());
-    source.ask(plan.measure, plan.gap, Some(&mut rtt))?;
+    source.measure(plan.measure, plan.gap, Some(&mut rtt))?;
     let bulk = gbps(source.received() - before, begin.elapsed());
     let pace_gbps = match plan.bulk {
         Bulk::Paced(rate) => Some(gbps(rate, Duration::from_secs(1))),
@@ -92,7 +92,7 @@ pub(super) fn measure(link: &Link, plan: Plan<'_>, command: &SourceCommand) -> R
 #[derive(Debug)]
 pub(super) struct Source {
     urgent: TcpStream,
-    asked: u64,
+    requested: u64,
     received: Arc<AtomicU64>,
     /// Ends that the threads read from.
     ends: Vec<Arc<TcpStream>>,
@@ -121,7 +121,7 @@ impl Source {
         let (probes, echo) = probes.map(|pair| (pair.source, pair.destination)).unzip();
         let mut source = Source {
             urgent: urgent.destination,
-            asked: 0,
+            requested: 0,
             received: Arc::default(),
             ends: Vec::new(),
             threads: Vec::new(),
@@ -140,7 +140,7 @@ impl Source {
 
     /// Sends requests for `time`, but at least one, with a `gap` between an answer and the next
     /// request. Adds the times to `rtt`.
-    pub(super) fn ask(
+    pub(super) fn measure(
         &mut self,
         time: Duration,
         gap: Duration,
@@ -148,7 +148,7 @@ impl Source {
     ) -> Result<(), RttError> {
         let begin = Instant::now();
         loop {
-            let took = request(&mut self.urgent, &mut self.asked)
+            let took = request(&mut self.urgent, &mut self.requested)
                 .map_err(RttError::io("ask the source for a page"))?;
             if let Some(rtt) = rtt.as_deref_mut() {
                 rtt.push(took);
@@ -344,7 +344,7 @@ mod tests {
             congestion: None,
             gap: Duration::ZERO,
             bulk: Bulk::None,
-            settle: Duration::ZERO,
+            warm_up: Duration::ZERO,
             measure: Duration::from_millis(10),
         };
         let error = measure(&Link::Loopback, plan, &dead).unwrap_err();

@@ -116,7 +116,7 @@ pub struct Options {
     /// Time for which requests are measured in a round.
     pub measure: Duration,
     /// Time for which the bulk stream runs before the measurement, so that it reaches its speed.
-    pub settle: Duration,
+    pub warm_up: Duration,
     /// Number of pages whose faults are measured in a round.
     pub faults: usize,
     /// Set for additional links of 10 Gb/s, and for the contests.
@@ -131,7 +131,7 @@ impl Options {
         Options {
             repeats: 7,
             measure: Duration::from_millis(2000),
-            settle: Duration::from_millis(1000),
+            warm_up: Duration::from_millis(1000),
             faults: 16384,
             extra: true,
             only: Vec::new(),
@@ -143,7 +143,7 @@ impl Options {
         Options {
             repeats: 3,
             measure: Duration::from_millis(700),
-            settle: Duration::from_millis(400),
+            warm_up: Duration::from_millis(400),
             faults: 4096,
             extra: false,
             only: Vec::new(),
@@ -450,12 +450,12 @@ fn plan<'a>(
         gap: beside.gap(),
         bulk,
         // An idle link has no speed to reach, but the processes have to start.
-        settle: match bulk {
-            Bulk::None => options.settle / 8,
+        warm_up: match bulk {
+            Bulk::None => options.warm_up / 8,
             // The controller needs a quarter of a second to start, and reduces the pace several
             // times.
-            Bulk::Found => options.settle * 2,
-            _ => options.settle,
+            Bulk::Found => options.warm_up * 2,
+            _ => options.warm_up,
         },
         measure: options.measure,
     })

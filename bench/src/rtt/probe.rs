@@ -6,7 +6,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use vmferry_engine::pace::{Pace, Probe, TcpBulk};
+use vmferry_engine::pace::{Probe, RateControl, TcpBulk};
 use vmferry_engine::tcp;
 
 /// Bytes of a probe, and of its echo.
@@ -70,7 +70,7 @@ pub(super) fn pace(bulk: &TcpStream, probes: TcpStream) -> io::Result<()> {
     // The pace is not reduced by the answers: one per millisecond is 33 Mb/s.
     let bulk = TcpBulk::new([bulk.as_fd()], [], || true)?;
     let probe = SocketProbe { socket: probes, partial: Vec::new() };
-    Pace::new(probe, bulk).run(|| false, |_, _| {}).map(|_| ())
+    RateControl::new(probe, bulk).run(|| false, |_, _| {}).map(|_| ())
 }
 
 /// Echoes all bytes at the target's end until the source is gone.

@@ -11,7 +11,7 @@ fn every_side_of_loopback_has_its_figures() {
     let options = Options {
         repeats: 2,
         measure: Duration::from_millis(100),
-        settle: Duration::from_millis(100),
+        warm_up: Duration::from_millis(100),
         faults: 64,
         extra: false,
         only: vec!["loopback".into(), "fault".into()],

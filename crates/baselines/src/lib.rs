@@ -146,9 +146,9 @@ impl<R: Rule> HarvestSchedule for Baseline<R> {
         R::FIRST_SLEEP
     }
 
-    fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
+    fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
         let pages = rings.harvest_all()?;
-        rings.look(&mut self.views);
+        rings.observe(&mut self.views);
         let full_exits = self.views.iter().map(|view| view.full_exits).sum();
         let went_full = full_exits != std::mem::replace(&mut self.full_exits, full_exits);
         Ok(self.rule.next(Reaped { pages, entries: rings.entries(), went_full }))

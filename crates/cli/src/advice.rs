@@ -60,7 +60,7 @@ const PAUSED_ANYWHERE: Failure = Failure {
            the link is back, run `vmferry recover` at the source. `vmferry recover --abandon` ends the attempts",
 };
 
-const PAUSED_FENCED: Failure = Failure {
+const PAUSED_WITH_ARBITER: Failure = Failure {
     state: "postcopy-paused",
     outcome: None,
     status: 3,
@@ -69,7 +69,7 @@ const PAUSED_FENCED: Failure = Failure {
            --abandon` ends the attempts",
 };
 
-const UNKNOWN_FENCED: Failure = Failure {
+const UNKNOWN_WITH_ARBITER: Failure = Failure {
     state: "unknown",
     outcome: None,
     status: 3,
@@ -111,8 +111,8 @@ pub(crate) const ALL: [Failure; 10] = [
     HELD,
     PAUSED_THERE,
     PAUSED_ANYWHERE,
-    PAUSED_FENCED,
-    UNKNOWN_FENCED,
+    PAUSED_WITH_ARBITER,
+    UNKNOWN_WITH_ARBITER,
     UNKNOWN,
     LOST,
     GONE,
@@ -120,11 +120,11 @@ pub(crate) const ALL: [Failure; 10] = [
 
 /// Returns the failure state of a migration that did not complete, from its status document.
 pub(crate) fn failure(report: &Value) -> Failure {
-    let fenced = report["progress"]["fence"].is_string();
+    let with_arbiter = report["progress"]["fence"].is_string();
     match report["outcome"].as_str() {
-        None if report["state"] == "unknown" => UNKNOWN_FENCED,
+        None if report["state"] == "unknown" => UNKNOWN_WITH_ARBITER,
         None if report["progress"]["runs_there"] == true => PAUSED_THERE,
-        None if fenced => PAUSED_FENCED,
+        None if with_arbiter => PAUSED_WITH_ARBITER,
         None => PAUSED_ANYWHERE,
         Some("lost") => LOST,
         Some("cancelled") => CANCELLED,
@@ -200,7 +200,7 @@ fn of_migration(error: &MigrateError) -> Option<&'static str> {
     match refusal(error) {
         MigrateError::NotLoopback { .. } => Some("--tls-cert, --tls-key and --tls-ca, or --insecure"),
         MigrateError::Tls { .. } => Some("the expected name is the one in the address, or --tls-peer"),
-        MigrateError::Fence(_) => Some("--fence"),
+        MigrateError::Arbiter(_) => Some("--fence"),
         MigrateError::Vm(error) => of_wrapped(error),
         _ => None,
     }
@@ -267,8 +267,8 @@ mod tests {
         let uri: Uri = "tcp:there:7000".parse().unwrap();
         let paused = |more: Value| json!({ "state": "postcopy-paused", "outcome": null, "error": "URI broke", "progress": more });
         let ended = |outcome: &str| json!({ "state": outcome, "outcome": outcome, "error": "URI broke" });
-        let fence = json!({ "fence": "the arbiter gave no answer: x" });
-        let mut unknown = paused(fence.clone());
+        let arbiter = json!({ "fence": "the arbiter gave no answer: x" });
+        let mut unknown = paused(arbiter.clone());
         unknown["state"] = json!("unknown");
         let mut gone = ended("unknown");
         gone["source_gone"] = json!(true);
@@ -280,7 +280,7 @@ mod tests {
             held,
             paused(json!({ "runs_there": true })),
             paused(json!({})),
-            paused(fence),
+            paused(arbiter),
             unknown,
             ended("unknown"),
             ended("lost"),

@@ -4,12 +4,12 @@ mod examples;
 pub(crate) mod heading;
 mod values;
 
+use crate::arbiter::ArbiterArg;
 use crate::choices::{
     AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
 };
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
-use crate::fence::FenceArg;
 use crate::net::net;
 use crate::plan::PlanArgs;
 use crate::report::ReportArgs;
@@ -401,8 +401,8 @@ pub(crate) struct RunArgs {
     ///
     /// The arbiter is an etcd, the same for source and target. Further URLs and settings follow
     /// after commas: prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE.
-    #[arg(long, value_name = "etcd:URL", help_heading = heading::MIGRATION)]
-    pub(crate) fence: Option<FenceArg>,
+    #[arg(long = "fence", value_name = "etcd:URL", help_heading = heading::MIGRATION)]
+    pub(crate) arbiter: Option<ArbiterArg>,
     /// Allow unencrypted connections from other hosts
     #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,
@@ -508,8 +508,8 @@ pub(crate) struct MigrateArgs {
     /// The arbiter is an etcd, the same as that of the target. The default is the one that `run`
     /// was given. Further URLs and settings follow after commas: prefix=PREFIX, ca=FILE, cert=FILE
     /// with key=FILE, user=NAME with password=FILE.
-    #[arg(long, value_name = "etcd:URL", help_heading = heading::MIGRATION)]
-    pub(crate) fence: Option<FenceArg>,
+    #[arg(long = "fence", value_name = "etcd:URL", help_heading = heading::MIGRATION)]
+    pub(crate) arbiter: Option<ArbiterArg>,
     /// Allow an unencrypted connection to another host
     #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,

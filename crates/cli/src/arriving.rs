@@ -1,21 +1,21 @@
 //! Wrapper of the target VM that publishes the guest's place as soon as the guest runs, before all
 //! steps of its arrival are done.
 
-use crate::api::{Place, Shared};
+use crate::api::{GuestPlace, RunContext};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_engine::{
-    GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, StateWriter, StreamName, TargetVm,
-    VmError,
+    DemandPaging, GuestMemory, MachineConfig, Migratable, RunState, Section, StateWriter, StreamName,
+    TargetVm, VmError,
 };
 
 pub(crate) struct Arriving<'a> {
     pub(crate) vm: &'a mut dyn TargetVm,
-    pub(crate) shared: &'a Shared,
+    pub(crate) shared: &'a RunContext,
     /// The guest may start before its memory is complete. Its place is then published by the
     /// caller, shortly after the start.
-    pub(crate) lazy: bool,
+    pub(crate) paging: bool,
 }
 
 impl Migratable for Arriving<'_> {
@@ -29,9 +29,9 @@ impl Migratable for Arriving<'_> {
 }
 
 impl TargetVm for Arriving<'_> {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
-        self.lazy = true;
-        self.vm.lazy_memory()
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        self.paging = true;
+        self.vm.demand_paging()
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
@@ -60,10 +60,10 @@ impl TargetVm for Arriving<'_> {
 
     fn start(&mut self, state: RunState) -> Result<(), VmError> {
         self.vm.start(state)?;
-        if !self.lazy {
-            self.shared.is_here(match state {
-                RunState::Running => Place::Running,
-                RunState::Paused => Place::Paused,
+        if !self.paging {
+            self.shared.record_guest(match state {
+                RunState::Running => GuestPlace::Running,
+                RunState::Paused => GuestPlace::Paused,
             });
         }
         Ok(())

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 use vmferry_engine::{
-    AutoConverge, MigrationMode, OnTimeout, Pace, SwitchoverBandwidth, UrgentPath, Uri, UriError,
+    AutoConverge, BulkLimit, MigrationMode, OnTimeout, SwitchoverBandwidth, UrgentPath, Uri, UriError,
 };
 
 /// Source of an arriving guest.
@@ -126,7 +126,7 @@ impl From<UrgentArg> for UrgentPath {
 /// JSON `"auto"`, `"off"`, or bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "PaceText", into = "PaceText")]
-pub(crate) struct PaceArg(pub(crate) Pace);
+pub(crate) struct PaceArg(pub(crate) BulkLimit);
 
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
@@ -138,7 +138,7 @@ enum PaceText {
 impl From<PaceArg> for PaceText {
     fn from(arg: PaceArg) -> Self {
         match arg.0 {
-            Pace::Rate(rate) => Self::Rate(rate),
+            BulkLimit::Rate(rate) => Self::Rate(rate),
             _ => Self::Word(arg.to_string()),
         }
     }
@@ -150,7 +150,7 @@ impl TryFrom<PaceText> for PaceArg {
     fn try_from(text: PaceText) -> Result<Self, String> {
         match text {
             PaceText::Rate(0) => Err("a pace of 0 sends nothing".into()),
-            PaceText::Rate(rate) => Ok(Self(Pace::Rate(rate))),
+            PaceText::Rate(rate) => Ok(Self(BulkLimit::Rate(rate))),
             PaceText::Word(word) => word.parse(),
         }
     }
@@ -161,9 +161,9 @@ impl FromStr for PaceArg {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
-            "auto" => Ok(Self(Pace::Auto)),
-            "off" => Ok(Self(Pace::Off)),
-            _ => crate::args::rate(text).map(|rate| Self(Pace::Rate(rate))),
+            "auto" => Ok(Self(BulkLimit::Auto)),
+            "off" => Ok(Self(BulkLimit::Off)),
+            _ => crate::args::rate(text).map(|rate| Self(BulkLimit::Rate(rate))),
         }
     }
 }
@@ -171,8 +171,8 @@ impl FromStr for PaceArg {
 impl fmt::Display for PaceArg {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Pace::Off => f.write_str("off"),
-            Pace::Rate(rate) => write!(f, "{rate}B/s"),
+            BulkLimit::Off => f.write_str("off"),
+            BulkLimit::Rate(rate) => write!(f, "{rate}B/s"),
             _ => f.write_str("auto"),
         }
     }
@@ -225,7 +225,9 @@ mod tests {
 
     #[test]
     fn pace_is_a_word_or_a_rate_on_the_command_line_and_in_json() {
-        for (text, pace) in [("auto", Pace::Auto), ("off", Pace::Off), ("2gbit", Pace::Rate(250_000_000))] {
+        for (text, pace) in
+            [("auto", BulkLimit::Auto), ("off", BulkLimit::Off), ("2gbit", BulkLimit::Rate(250_000_000))]
+        {
             let arg: PaceArg = text.parse().unwrap();
             assert_eq!(arg.0, pace);
             assert_eq!(serde_json::from_value::<PaceArg>(serde_json::to_value(arg).unwrap()).unwrap(), arg);

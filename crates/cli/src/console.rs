@@ -4,7 +4,7 @@
 //! terminal (a pipe, a file) goes to the guest unchanged and completely, and has no escape
 //! character.
 
-use crate::api::{Place, Shared};
+use crate::api::{GuestPlace, RunContext};
 use anyhow::{Context, Result};
 use rustix::termios::{InputModes, LocalModes, OptionalActions, SpecialCodeIndex, Termios};
 use rustix::termios::{isatty, tcgetattr, tcgetpgrp, tcsetattr};
@@ -34,7 +34,7 @@ impl Console {
     ///
     /// # Errors
     /// If the terminal cannot be set up, or a thread cannot be started.
-    pub(crate) fn start(shared: &Arc<Shared>) -> Result<Self> {
+    pub(crate) fn start(shared: &Arc<RunContext>) -> Result<Self> {
         let stdin = std::io::stdin();
         let terminal = isatty(&stdin);
         if terminal && tcgetpgrp(&stdin).ok() != Some(rustix::process::getpgrp()) {
@@ -76,7 +76,7 @@ fn raw(terminal: &impl AsFd) -> Result<Termios> {
 }
 
 /// Reads until the end of the input. The escape character requests the end of the process.
-fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
+fn feed(input: &mut impl Read, terminal: bool, shared: &RunContext) {
     let mut buffer = [0; 256];
     loop {
         let len = match input.read(&mut buffer) {
@@ -93,19 +93,19 @@ fn feed(input: &mut impl Read, terminal: bool, shared: &Shared) {
         let tries = if terminal { TRIES } else { u32::MAX };
         pass(&typed[..end.unwrap_or(len)], tries, shared);
         if end.is_some() {
-            shared.ask_to_quit("host-ui");
+            shared.request_quit("host-ui");
         }
     }
 }
 
 /// Passes `bytes` to the guest, as fast as the guest reads them.
-fn pass(mut bytes: &[u8], tries: u32, shared: &Shared) {
+fn pass(mut bytes: &[u8], tries: u32, shared: &RunContext) {
     let Some(guest) = shared.probe.kvm() else { return };
     let mut failed = 0;
     while !bytes.is_empty() && failed < tries {
         let taken = match shared.place() {
-            Place::Running | Place::Moving => guest.serial_input(bytes),
-            Place::Moved | Place::Ended => return,
+            GuestPlace::Running | GuestPlace::Moving => guest.serial_input(bytes),
+            GuestPlace::Moved | GuestPlace::Ended => return,
             _ => 0,
         };
         bytes = &bytes[taken..];

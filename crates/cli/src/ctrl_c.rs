@@ -42,7 +42,7 @@ pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
             let _ = Client::connect(&api).and_then(|mut client| client.call("cancel", json!({})));
             return;
         }
-        if let Some(status) = ended.or_else(|| ask(&api)) {
+        if let Some(status) = ended.or_else(|| query_status(&api)) {
             std::thread::sleep(SAID_WITHIN);
             std::process::exit(status as i32);
         }
@@ -52,9 +52,9 @@ pub(crate) fn caught(api: &Path) -> Result<Arc<Stage>> {
 }
 
 /// Returns the exit status of a migration that has ended; `None` if it has not.
-fn ask(api: &Path) -> Option<Status> {
-    let asked = Client::connect(api).and_then(|mut client| client.call("status", json!({})));
+fn query_status(api: &Path) -> Option<Status> {
+    let answered = Client::connect(api).and_then(|mut client| client.call("status", json!({})));
     // If the process cannot be reached any more, its result is unknown.
-    let Ok(status) = asked else { return Some(Status::Unknown) };
+    let Ok(status) = answered else { return Some(Status::Unknown) };
     (!status["outcome"].is_null()).then(|| output::exit_status(&status))
 }

@@ -31,7 +31,7 @@ fn kind(asked: Option<GuestKind>) -> GuestKind {
     asked.unwrap_or_else(|| match guest::no_kvm() {
         None => GuestKind::Kvm,
         Some(why) => {
-            output::say(&format!(
+            output::print_message(&format!(
                 "KVM cannot be used on this host ({why}). The demo moves a process guest instead, with the same engine"
             ));
             GuestKind::Process
@@ -46,7 +46,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     let json_out = args.json.as_deref().map(output::open).transpose()?;
     let quiet = args.json.as_deref() == Some(Path::new("-"));
     // On a terminal, lines are broken between words, and continue at column `indent`.
-    let say = |text: &str, indent: usize| {
+    let print_line = |text: &str, indent: usize| {
         let columns = output::columns(quiet);
         let text = columns.map_or_else(|| text.to_owned(), |columns| output::fold(text, columns, indent));
         if quiet { eprintln!("{text}") } else { println!("{text}") }
@@ -62,7 +62,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         sandbox: args.sandbox.name(),
         ..Setup::new(&program, args.memory, workload.to_string())
     };
-    say(
+    print_line(
         &format!(
             "A {} guest with {} MiB and {} vCPU{} runs `{}`. It moves to another process while it works.",
             setup.guest,
@@ -76,8 +76,8 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     let mut pair = Pair::start(&setup, &stop)?;
     std::thread::sleep(WATCH);
     let before = pair.source.status()?["vm"]["guest"].clone();
-    say(&format!("source       process {}: {}", pair.source.pid(), describe(&before)), INDENT);
-    say(&format!("target       process {} waits at {}", pair.target.pid(), pair.uri), INDENT);
+    print_line(&format!("source       process {}: {}", pair.source.pid(), describe(&before)), INDENT);
+    print_line(&format!("target       process {} waits at {}", pair.target.pid(), pair.uri), INDENT);
     let began = Instant::now();
     pair.migrate(&request(args, &pair.uri))?;
     let (source, target) = (&mut pair.source.client, &mut pair.target.client);
@@ -86,7 +86,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
     let mut on_status = |status: &Value| {
         let at_target = status["state"].as_str().is_some_and(|state| state.starts_with("postcopy"));
         if at_target && looks.last().is_none_or(|(at, _): &(Instant, Sample)| at.elapsed() >= EVERY) {
-            looks.extend(look(target).ok());
+            looks.extend(read_sample(target).ok());
         }
     };
     let mut report = migrate::watch(source, args.link, &stop, &mut on_status)?;
@@ -100,8 +100,8 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         report["guest"]["stall_max_us"] = after["stall_max_us"].clone();
         report["guest"]["checked_itself"] = json!(true);
         output::print(&report, quiet)?;
-        say(&format!("target       process {}: {}", pair.target.pid(), describe(&after)), INDENT);
-        say("The guest checked all its pages at the target: none is missing, stale or corrupt.", 0);
+        print_line(&format!("target       process {}: {}", pair.target.pid(), describe(&after)), INDENT);
+        print_line("The guest checked all its pages at the target: none is missing, stale or corrupt.", 0);
         Status::Done
     } else {
         output::print(&report, quiet)?;
@@ -145,14 +145,14 @@ fn watch_speed(client: &mut Client) -> Result<Vec<(Instant, Sample)>> {
     let until = Instant::now() + WATCH;
     let mut looks = Vec::new();
     while Instant::now() < until {
-        looks.push(look(client)?);
+        looks.push(read_sample(client)?);
         std::thread::sleep(EVERY);
     }
     Ok(looks)
 }
 
 /// Returns a sample of the guest's clock and write count.
-fn look(client: &mut Client) -> Result<(Instant, Sample)> {
+fn read_sample(client: &mut Client) -> Result<(Instant, Sample)> {
     let vcpus = client.call("writes", json!({}))?;
     let of = |cpu: &Value, index: usize| cpu[index].as_u64().unwrap_or(0);
     let cpus = || vcpus["vcpus"].as_array().into_iter().flatten();

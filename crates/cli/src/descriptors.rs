@@ -182,9 +182,9 @@ fn socket(descriptor: OwnedFd) -> Result<OwnedFd> {
 
 /// Descriptors of this process that were passed to another vmferry for a migration, under the names
 /// that they have in that process.
-pub(crate) struct Handed(Vec<String>);
+pub(crate) struct PassedDescriptors(Vec<String>);
 
-impl Handed {
+impl PassedDescriptors {
     /// Passes the descriptors that `uri` names by number to the vmferry that `client` is connected
     /// to. Returns the address with their names in that process. Names that are words refer to
     /// descriptors that the other vmferry has.
@@ -193,10 +193,10 @@ impl Handed {
     /// If this process does not have a descriptor, or the other process refuses it.
     pub(crate) fn over(client: &mut Client, uri: &Uri, mut inherited: Inherited) -> Result<(Uri, Self)> {
         let Uri::Fd(names) = uri else { return Ok((uri.clone(), Self(Vec::new()))) };
-        let (mut names_there, mut handed) = (Vec::new(), Self(Vec::new()));
+        let (mut target_names, mut handed) = (Vec::new(), Self(Vec::new()));
         for name in names {
             let Ok(number) = name.parse() else {
-                names_there.push(name.clone());
+                target_names.push(name.clone());
                 continue;
             };
             let own = format!("vmferry-{}-{number}", std::process::id());
@@ -207,9 +207,9 @@ impl Handed {
                 return Err(error).with_context(|| uri.to_string());
             }
             handed.0.push(own.clone());
-            names_there.push(own);
+            target_names.push(own);
         }
-        Ok((Uri::Fd(names_there), handed))
+        Ok((Uri::Fd(target_names), handed))
     }
 
     /// Makes the other process close the descriptors, because the migration did not begin.
@@ -242,8 +242,8 @@ mod tests {
         assert_eq!(numbers("run --pass-fd 5 --pass-fd=6"), [6, 5]);
         assert_eq!(numbers("run --incoming fd:x --pass-fd x --pass-fd"), [0; 0]);
         assert_eq!(numbers("run --incoming tcp:127.0.0.1:7000"), [0; 0]);
-        let fence = words("run --fence etcd:https://a:1,ca=/dev/fd/63,password=/proc/self/fd/9");
-        assert_eq!(by_path(&fence), [63, 9]);
+        let arbiter = words("run --fence etcd:https://a:1,ca=/dev/fd/63,password=/proc/self/fd/9");
+        assert_eq!(by_path(&arbiter), [63, 9]);
     }
 
     #[test]

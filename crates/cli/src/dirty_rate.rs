@@ -1,6 +1,6 @@
 //! `vmferry dirty-rate`: measures how fast a guest dirties its memory, over several windows.
 
-use crate::api::{Client, DirtyRateRequest, Place, Shared};
+use crate::api::{Client, DirtyRateRequest, GuestPlace, RunContext};
 use crate::args::{TrackerArg, heading, time};
 use crate::guest::Machine;
 use crate::usage::wrong_usage;
@@ -71,8 +71,12 @@ pub(crate) fn dirty_rate(args: &DirtyRateArgs) -> Result<Status> {
 }
 
 /// Executes the measurement in the process of the guest, for the longest window.
-pub(crate) fn measure(machine: &mut Machine, shared: &Shared, request: &DirtyRateRequest) -> Result<Value> {
-    if shared.place() != Place::Running {
+pub(crate) fn measure(
+    machine: &mut Machine,
+    shared: &RunContext,
+    request: &DirtyRateRequest,
+) -> Result<Value> {
+    if shared.place() != GuestPlace::Running {
         bail!("the guest does not run: it dirties nothing");
     }
     let windows: Vec<_> = request.windows_ms.iter().copied().map(Duration::from_millis).collect();

@@ -18,36 +18,36 @@ const MOST: usize = 256;
 const MOST_EVER: usize = 2 * MOST;
 
 /// State of the migration, and its whole status as a line.
-type Look = (Value, String);
+type StatusLine = (Value, String);
 
 #[derive(Debug, Default)]
 struct State {
-    looks: VecDeque<Look>,
+    lines: VecDeque<StatusLine>,
     ended: bool,
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct StatusQueue {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-impl Shared {
+impl StatusQueue {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn push(&self, look: Look) {
+    fn push(&self, look: StatusLine) {
         let mut state = self.lock();
-        let waiting = state.looks.len();
+        let waiting = state.lines.len();
         // A slow reader misses statuses, but never the last one, and if possible not the first one
         // of each state.
         let second =
-            waiting > 1 && state.looks[waiting - 1].0 == look.0 && state.looks[waiting - 2].0 == look.0;
+            waiting > 1 && state.lines[waiting - 1].0 == look.0 && state.lines[waiting - 2].0 == look.0;
         if waiting >= MOST && second || waiting >= MOST_EVER {
-            state.looks.pop_back();
+            state.lines.pop_back();
         }
-        state.looks.push_back(look);
+        state.lines.push_back(look);
         self.changed.notify_one();
     }
 
@@ -55,7 +55,7 @@ impl Shared {
     fn next(&self) -> Option<String> {
         let mut state = self.lock();
         loop {
-            if let Some((_, line)) = state.looks.pop_front() {
+            if let Some((_, line)) = state.lines.pop_front() {
                 return Some(line);
             }
             if state.ended {
@@ -69,7 +69,7 @@ impl Shared {
 /// Writer of the lines.
 #[derive(Debug)]
 pub(crate) struct Events {
-    shared: Arc<Shared>,
+    queue: Arc<StatusQueue>,
     writer: JoinHandle<()>,
 }
 
@@ -81,8 +81,8 @@ impl Events {
     }
 
     fn start(mut out: Box<dyn Write + Send>) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared::default());
-        let own = Arc::clone(&shared);
+        let queue = Arc::new(StatusQueue::default());
+        let own = Arc::clone(&queue);
         let write = move || {
             while let Some(line) = own.next() {
                 // A reader that has closed its end must not stop a migration.
@@ -90,18 +90,18 @@ impl Events {
             }
         };
         let writer = std::thread::Builder::new().name("events".into()).spawn(write)?;
-        Ok(Self { shared, writer })
+        Ok(Self { queue, writer })
     }
 
     /// Queues a status. Never waits.
-    pub(crate) fn tell(&self, status: &Value) {
-        self.shared.push((status["state"].clone(), status.to_string()));
+    pub(crate) fn publish(&self, status: &Value) {
+        self.queue.push((status["state"].clone(), status.to_string()));
     }
 
     /// Waits until all lines are written, at most for `most`.
     pub(crate) fn finish(self, most: Duration) {
-        self.shared.lock().ended = true;
-        self.shared.changed.notify_one();
+        self.queue.lock().ended = true;
+        self.queue.changed.notify_one();
         let began = Instant::now();
         while !self.writer.is_finished() && began.elapsed() < most {
             std::thread::sleep(Duration::from_millis(2));
@@ -137,20 +137,20 @@ mod tests {
         let events = Events::start(Box::new(Slow(wait, written))).unwrap();
         let (each, states) = (4 * MOST, ["precopy", "switchover", "postcopy", "completed"]);
         for (state, name) in states.iter().enumerate() {
-            (0..each).for_each(|look| events.tell(&json!({ "state": name, "look": state * each + look })));
+            (0..each).for_each(|look| events.publish(&json!({ "state": name, "look": state * each + look })));
         }
         // From now on the writer need not wait.
         drop(go);
         events.finish(Duration::MAX);
         let text = String::from_utf8(all.iter().collect()).unwrap();
-        let looks: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let lines: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         let number = |look: &Value| usize::try_from(look["look"].as_u64().unwrap()).unwrap();
-        assert!(looks.is_sorted_by_key(number) && number(&looks[0]) == 0, "{text}");
-        assert_eq!(number(&looks[looks.len() - 1]), states.len() * each - 1);
+        assert!(lines.is_sorted_by_key(number) && number(&lines[0]) == 0, "{text}");
+        assert_eq!(number(&lines[lines.len() - 1]), states.len() * each - 1);
         for (state, name) in states.iter().enumerate() {
-            let first = looks.iter().find(|look| look["state"] == **name).map(number);
+            let first = lines.iter().find(|look| look["state"] == **name).map(number);
             assert_eq!(first, Some(state * each), "the first status in state {name}");
         }
-        assert!((MOST..MOST + 10).contains(&looks.len()), "{}", looks.len());
+        assert!((MOST..MOST + 10).contains(&lines.len()), "{}", lines.len());
     }
 }

@@ -1,7 +1,7 @@
 //! One interface for both kinds of machines.
 
 use crate::Status;
-use crate::api::Place;
+use crate::api::GuestPlace;
 use crate::args::{BackingArg, CpuArg, GuestKind, RunArgs};
 use crate::choices::OnOff;
 use crate::disk::DiskArg;
@@ -126,10 +126,10 @@ impl Machine {
     }
 
     /// Returns the place of a guest that is not being migrated.
-    pub(crate) fn place(&self) -> Place {
+    pub(crate) fn place(&self) -> GuestPlace {
         match self.run_state() {
-            RunState::Running => Place::Running,
-            RunState::Paused => Place::Paused,
+            RunState::Running => GuestPlace::Running,
+            RunState::Paused => GuestPlace::Paused,
         }
     }
 

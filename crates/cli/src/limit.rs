@@ -85,14 +85,14 @@ impl Limiter {
     }
 
     /// Stops tracking, so that a migration or a measurement can track. The next
-    /// [`look`](Self::look) starts tracking again.
+    /// [`adjust`](Self::adjust) starts tracking again.
     pub(crate) fn give_way(&mut self) {
         self.tracker = None;
     }
 
     /// Measures the rates and sets the shares if a period has passed. Returns whether it has. The
     /// machine's owner calls this method while its guest runs.
-    pub(crate) fn look(&mut self, machine: &mut Machine) -> Result<bool> {
+    pub(crate) fn adjust(&mut self, machine: &mut Machine) -> Result<bool> {
         if self.vcpus.iter().all(|vcpu| vcpu.limit.is_none()) {
             return Ok(false);
         }

@@ -17,6 +17,7 @@ macro_rules! println {
 
 mod advice;
 mod api;
+mod arbiter;
 mod args;
 mod arriving;
 mod balloon;
@@ -29,7 +30,6 @@ mod descriptors;
 mod dirty_rate;
 mod disk;
 mod events;
-mod fence;
 mod generate;
 mod guest;
 mod http_client;
@@ -104,7 +104,7 @@ fn main() -> ExitCode {
     match result {
         Ok(status) => ExitCode::from(status as u8),
         Err(error) => {
-            output::say(&advice::told(&error));
+            output::print_message(&advice::told(&error));
             ExitCode::from(if usage::is_wrong(&error) { usage::STATUS } else { Status::Failed as u8 })
         }
     }

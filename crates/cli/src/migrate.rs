@@ -1,11 +1,11 @@
 //! `vmferry migrate`: makes a running vmferry move its guest, and watches the migration.
 
 use crate::api::{self, Client, MigrateRequest};
+use crate::arbiter::{ArbiterArg, ArbiterConfig};
 use crate::args::{MigrateArgs, TrackerArg};
 use crate::choices::{ModeArg, OnTimeoutArg};
-use crate::descriptors::{Handed, Inherited};
+use crate::descriptors::{Inherited, PassedDescriptors};
 use crate::events::Events;
-use crate::fence::{FenceArg, FenceRequest};
 use crate::progress::Progress;
 use crate::usage::wrong_usage;
 use crate::{Status, advice, ctrl_c, output, run};
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::{Pace, Settings, Uri};
+use vmferry_engine::{BulkLimit, Settings, Uri};
 
 /// Interval at which the status is read.
 const POLL: Duration = Duration::from_millis(25);
@@ -33,7 +33,7 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     if request.has_secrets() {
         client.trusted_with_secrets()?;
     }
-    let (uri, handed) = Handed::over(&mut client, &args.uri, inherited)?;
+    let (uri, handed) = PassedDescriptors::over(&mut client, &args.uri, inherited)?;
     request.uri = uri.to_string();
     if let Err(error) = client.call("migrate", serde_json::to_value(request)?) {
         handed.take_back(&mut client);
@@ -42,7 +42,7 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
     stage.begun.store(true, Ordering::Release);
     let mut on_event = |status: &Value| {
         if let Some(events) = &events {
-            events.tell(status);
+            events.publish(status);
         }
     };
     let watched = watch(&mut client, args.max_bandwidth, &stage.interrupted, &mut on_event);
@@ -65,8 +65,8 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
         conclude(args, &report, status);
         events.take().into_iter().for_each(|events| events.finish(Duration::MAX));
     }
-    if !detached && let Err(error) = tell(args, json_out, &report, status) {
-        output::say(&format!("cannot write the report: {}", output::chain(&error)));
+    if !detached && let Err(error) = print_report(args, json_out, &report, status) {
+        output::print_message(&format!("cannot write the report: {}", output::chain(&error)));
     }
     if !behind {
         conclude(args, &report, status);
@@ -79,19 +79,26 @@ pub(crate) fn migrate(args: &MigrateArgs, inherited: Inherited) -> Result<Status
 fn conclude(args: &MigrateArgs, report: &Value, status: Status) {
     let uri = &args.uri;
     if report["detached"] == true {
-        output::say(&format!("the guest runs at {uri}; the rest of its memory follows without this command"));
+        output::print_message(&format!(
+            "the guest runs at {uri}; the rest of its memory follows without this command"
+        ));
     } else if report["stands_still"] == true && report["outcome"] == "completed" {
         let why = report["error"].as_str().unwrap_or("no reason was given");
-        output::say(&format!(
+        output::print_message(&format!(
             "{uri} holds a copy of the guest. The guest is stopped at the source because it could not be resumed: {why}. \
              `vmferry resume` tries again"
         ));
     } else if status != Status::Done {
-        output::say(&advice::advice(report, uri));
+        output::print_message(&advice::advice(report, uri));
     }
 }
 
-fn tell(args: &MigrateArgs, json_out: Option<impl Write>, report: &Value, status: Status) -> Result<()> {
+fn print_report(
+    args: &MigrateArgs,
+    json_out: Option<impl Write>,
+    report: &Value,
+    status: Status,
+) -> Result<()> {
     match json_out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(report)?)?,
         None if args.events.as_deref() == Some(std::path::Path::new("-")) => {}
@@ -130,7 +137,7 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         verify: args.verify,
         keep_running: args.keep_running,
         insecure: args.insecure,
-        fence: args.fence.as_ref().map(fence).transpose()?,
+        arbiter: args.arbiter.as_ref().map(arbiter).transpose()?,
         tls: args.tls.texts()?,
         peer_timeout_ms: millis(args.peer_timeout),
     })
@@ -143,18 +150,21 @@ fn channels(args: &MigrateArgs) -> u16 {
         Uri::Fd(names) if names.len() > 1 => u16::try_from(names.len()).unwrap_or(u16::MAX),
         _ => return args.channels.unwrap_or_else(|| Settings::default().channels),
     };
-    let lazy = args.mode != ModeArg::Precopy || args.on_timeout == OnTimeoutArg::Postcopy;
-    let lazy =
-        if lazy { args.urgent_channels.saturating_add(u16::from(args.pace.0 == Pace::Auto)) } else { 0 };
-    args.channels.unwrap_or_else(|| sockets.saturating_sub(lazy.saturating_add(1)).max(1))
+    let postcopy = args.mode != ModeArg::Precopy || args.on_timeout == OnTimeoutArg::Postcopy;
+    let postcopy = if postcopy {
+        args.urgent_channels.saturating_add(u16::from(args.pace.0 == BulkLimit::Auto))
+    } else {
+        0
+    };
+    args.channels.unwrap_or_else(|| sockets.saturating_sub(postcopy.saturating_add(1)).max(1))
 }
 
-fn fence(arg: &FenceArg) -> Result<FenceRequest> {
+fn arbiter(arg: &ArbiterArg) -> Result<ArbiterConfig> {
     let texts = arg.texts()?;
     // The texts are checked in this process, which knows the files. Whether plain connections are
     // permitted is checked by the process that has the guest.
     texts.build(true)?;
-    Ok(FenceRequest::Texts(Box::new(texts)))
+    Ok(ArbiterConfig::Texts(Box::new(texts)))
 }
 
 pub(crate) fn tracker(arg: TrackerArg) -> Option<String> {

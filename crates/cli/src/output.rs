@@ -107,7 +107,7 @@ pub(crate) fn print(document: &Value, on_stderr: bool) -> Result<()> {
 
 /// Prints a message of the command on standard error. On a terminal, lines are broken between
 /// words.
-pub(crate) fn say(message: &str) {
+pub(crate) fn print_message(message: &str) {
     let text = format!("vmferry: {message}");
     match columns(true) {
         Some(columns) => eprintln!("{}", fold(&text, columns, "vmferry: ".len())),

@@ -5,7 +5,7 @@ mod moving;
 pub(crate) use moving::{contradiction, tracker};
 
 use crate::advice::{self, advised};
-use crate::api::{Api, Errand, Incoming, Order, Place, Shared};
+use crate::api::{Api, GuestPlace, Incoming, Order, PendingOrder, RunContext};
 use crate::args::{GuestKind, OnReset, RunArgs};
 use crate::arriving::{self, Arriving};
 use crate::choices::{IncomingArg, OnOff};
@@ -26,8 +26,8 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_engine::{
-    LazyRestore, Listener, MigrateError, ReceiveFailure, Received, RunState, Uri, receive, restore,
-    restore_lazy,
+    Listener, MigrateError, OnDemandRestore, ReceiveFailure, Received, RunState, Uri, receive, restore,
+    restore_on_demand,
 };
 
 /// Interval at which the machine's owner checks whether a completed migration has been noticed.
@@ -57,9 +57,14 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     let (orders, errands) = sync_channel(4);
     let probe = Arc::new(machine.probe());
     let events = Events::new().context("cannot make the control socket's descriptor")?;
-    let fence = args.fence.as_ref().map(|fence| fence.build(args.insecure)).transpose()?;
-    let shared =
-        Arc::new(Shared::new((args, args.tls.load()?, descriptors), fence, probe, orders, events.clone()));
+    let arbiter = args.arbiter.as_ref().map(|arbiter| arbiter.build(args.insecure)).transpose()?;
+    let shared = Arc::new(RunContext::new(
+        (args, args.tls.load()?, descriptors),
+        arbiter,
+        probe,
+        orders,
+        events.clone(),
+    ));
     let way = Way::of(args, &shared);
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
@@ -79,7 +84,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     watch_the_guest(&shared)?;
     watch_for_the_end(&shared)?;
     // The process is confined before a guest runs and before a peer's bytes are read.
-    confinement.settle()?;
+    confinement.complete()?;
     // The value is set only once.
     let _ = shared.confinement.set(confinement.in_force().clone());
     let (result, restore) = match arrive(way, args, &mut machine, &shared) {
@@ -88,14 +93,14 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
         Err(error) => (Err(error), None),
     };
     if shared.quit.load(Ordering::Acquire) {
-        shared.tell.ends(false, shared.quit_reason());
+        shared.event_sender.ends(false, shared.quit_reason());
     }
-    if shared.lacks_pages() {
+    if shared.has_missing_pages() {
         // vCPUs may sleep on pages that have not arrived, and must not be woken with other
         // contents.
         drop(server);
         let status = result.unwrap_or_else(|error| {
-            output::say(&advice::told(&error));
+            output::print_message(&advice::told(&error));
             Status::Failed
         });
         // `exit` drops no values: the machine and its memory stay as they are until the process is
@@ -142,7 +147,7 @@ fn addresses_stay(uri: &Uri, args: &RunArgs) -> Result<()> {
 }
 
 /// Starts a thread that reads the guest's statistics periodically.
-fn watch_the_guest(shared: &Arc<Shared>) -> Result<()> {
+fn watch_the_guest(shared: &Arc<RunContext>) -> Result<()> {
     let watched = Arc::clone(shared);
     vmferry_thread::spawn(vmferry_thread::Role::Watch, "speed", move || {
         loop {
@@ -155,13 +160,13 @@ fn watch_the_guest(shared: &Arc<Shared>) -> Result<()> {
 
 /// Starts a thread that tells the machine's owner when the guest has ended, so that the owner need
 /// not poll.
-fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
+fn watch_for_the_end(shared: &Arc<RunContext>) -> Result<()> {
     let watched = Arc::clone(shared);
     let watch = move || {
         let Some(guest) = watched.probe.kvm() else { return };
         loop {
             let _ = guest.wait_for_exit();
-            watched.look();
+            watched.request_check();
             // The guest has ended until it is started again, or this process ends.
             while guest.exit().is_some() {
                 std::thread::sleep(TICK);
@@ -176,7 +181,7 @@ fn watch_for_the_end(shared: &Arc<Shared>) -> Result<()> {
 enum Arrived {
     NoGuest,
     /// A guest runs; with a lazy restore if its pages are still being read.
-    Here(Option<Box<LazyRestore>>),
+    Here(Option<Box<OnDemandRestore>>),
 }
 
 /// Origin of the guest.
@@ -190,7 +195,7 @@ enum Way<'a> {
 impl<'a> Way<'a> {
     /// Returns the origin. Must be called before the control socket exists: from its first moment,
     /// a client may give the address.
-    fn of(args: &'a RunArgs, shared: &Shared) -> Self {
+    fn of(args: &'a RunArgs, shared: &RunContext) -> Self {
         match &args.incoming {
             None => Self::Start,
             Some(IncomingArg::At(uri)) => Self::At(uri),
@@ -200,7 +205,7 @@ impl<'a> Way<'a> {
 }
 
 /// Starts the guest, receives it or restores it.
-fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
+fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<RunContext>) -> Result<Arrived> {
     let arrived = match way {
         Way::Start => machine.start().map(|()| {
             eprintln!("vmferry: the guest runs{}", arriving::reached_by(args.api.as_deref()));
@@ -211,11 +216,11 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<Shar
         Way::Told(incoming) => deferred(&incoming, args, machine, shared),
     };
     match &arrived {
-        Err(_) => shared.tell.migration("failed"),
+        Err(_) => shared.event_sender.migration("failed"),
         Ok(Arrived::Here(_)) => {
-            shared.is_here(machine.place());
-            if args.incoming.is_some() && !shared.lacks_pages() {
-                shared.tell.migration("completed");
+            shared.record_guest(machine.place());
+            if args.incoming.is_some() && !shared.has_missing_pages() {
+                shared.event_sender.migration("completed");
             }
         }
         Ok(Arrived::NoGuest) => {}
@@ -228,7 +233,7 @@ fn deferred(
     incoming: &Receiver<Incoming>,
     args: &RunArgs,
     machine: &mut Machine,
-    shared: &Arc<Shared>,
+    shared: &Arc<RunContext>,
 ) -> Result<Arrived> {
     loop {
         if shared.quit.load(Ordering::Acquire) {
@@ -255,7 +260,7 @@ fn deferred(
 }
 
 /// Listens for a guest, with encryption if this process has a certificate.
-fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
+fn listen(uri: &Uri, insecure: bool, shared: &RunContext) -> Result<Listener> {
     let listener = match (uri, &shared.tls) {
         (Uri::Fd(names), tls) => {
             let sockets = shared.descriptors.take(names).with_context(|| uri.to_string())?;
@@ -271,22 +276,22 @@ fn listen(uri: &Uri, insecure: bool, shared: &Shared) -> Result<Listener> {
 }
 
 /// Waits for a guest and receives it.
-fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<Shared>) -> Result<Arrived> {
+fn await_guest(listener: Listener, machine: &mut Machine, shared: &Arc<RunContext>) -> Result<Arrived> {
     let at = listener.uri()?.to_string();
     eprintln!("vmferry: waiting for a guest at {at}");
-    shared.tell.migration("setup");
+    shared.event_sender.migration("setup");
     shared.set_incoming(at);
-    match receive(&mut Arriving { vm: machine.target(), shared, lazy: false }, &listener, &shared.arrival) {
+    match receive(&mut Arriving { vm: machine.target(), shared, paging: false }, &listener, &shared.arrival) {
         Ok(mut received) => {
             let state = if received.paused { "is paused, as it was at the source" } else { "runs" };
             eprintln!("vmferry: the guest came from {} and {state}", received.source);
-            let rest = received.rest.take();
+            let postcopy = received.postcopy.take();
             shared.set_received(serde_json::to_value(received)?);
-            if let Some(rest) = rest {
-                shared.set_rest(rest.watch());
+            if let Some(postcopy) = postcopy {
+                shared.set_postcopy(postcopy.watch());
                 let watched = Arc::clone(shared);
                 vmferry_thread::spawn(vmferry_thread::Role::Owner, "rest", move || {
-                    drop(rest.finish(&listener, &watched.arrival))
+                    drop(postcopy.finish(&listener, &watched.arrival))
                 })?;
             }
             Ok(Arrived::Here(None))
@@ -302,21 +307,21 @@ fn take_out(
     path: &Path,
     args: &RunArgs,
     machine: &mut Machine,
-    shared: &Shared,
-) -> Result<Option<Box<LazyRestore>>> {
+    shared: &RunContext,
+) -> Result<Option<Box<OnDemandRestore>>> {
     let check_copy = |received: &Received| {
         if args.new_mac && received.copy_of.is_none() {
             eprintln!("vmferry: {} holds no copy: the guest keeps its MAC addresses", received.source);
         }
     };
-    match restore_lazy(machine.target(), path) {
+    match restore_on_demand(machine.target(), path) {
         Ok(restore) => {
             check_copy(restore.received());
             shared.set_received(serde_json::to_value(restore.received())?);
             shared.set_restore(restore.watch());
             Ok(Some(Box::new(restore)))
         }
-        Err(error @ MigrateError::NotLazy { .. }) => {
+        Err(error @ MigrateError::NoDemandPaging { .. }) => {
             eprintln!("vmferry: {error}; the guest starts when the whole file has been read");
             let received = restore(machine.target(), path)?;
             check_copy(&received);
@@ -331,8 +336,8 @@ fn take_out(
 fn serve(
     machine: &mut Machine,
     args: &RunArgs,
-    shared: &Shared,
-    errands: &Receiver<Errand>,
+    shared: &RunContext,
+    errands: &Receiver<PendingOrder>,
 ) -> Result<Status> {
     let mut moved: Option<Instant> = None;
     let mut ends = Status::Done;
@@ -347,8 +352,8 @@ fn serve(
             if shared.audience.satisfied(quit) && since.elapsed() > LINGER || since.elapsed() > longest {
                 return Ok(ends);
             }
-        } else if moved.is_none() && quit && shared.place() != Place::Unknown {
-            if shared.place() == Place::Running {
+        } else if moved.is_none() && quit && shared.place() != GuestPlace::Unknown {
+            if shared.place() == GuestPlace::Running {
                 eprintln!("vmferry: this process was told to end, and the guest ends with it");
             }
             return Ok(Status::Done);
@@ -362,15 +367,15 @@ fn serve(
             }
             return ended(shared, &how, status, args);
         }
-        if shared.place() == Place::Running {
-            match limiter.look(machine) {
+        if shared.place() == GuestPlace::Running {
+            match limiter.adjust(machine) {
                 Ok(true) => shared.set_limited(limiter.limited()),
                 Ok(false) => {}
                 Err(error) => tracing::warn!("the limits of the vCPUs are not enforced: {error:#}"),
             }
         }
         let patience = if moved.is_some() { TICK } else { SELDOM };
-        let Ok(Errand { order, reply, abandoned }) = errands.recv_timeout(patience) else { continue };
+        let Ok(PendingOrder { order, reply, abandoned }) = errands.recv_timeout(patience) else { continue };
         if abandoned.load(Ordering::Acquire) {
             continue;
         }
@@ -378,7 +383,7 @@ fn serve(
             Order::Look => {}
             Order::Migrate(request) => {
                 limiter.give_way();
-                if let Some((Place::Moved, status)) = moving::begin(machine, shared, &request, &reply) {
+                if let Some((GuestPlace::Moved, status)) = moving::begin(machine, shared, &request, &reply) {
                     match status {
                         Status::Lost => {
                             eprintln!("vmferry: the guest that was to move to {} is lost", request.uri)
@@ -397,11 +402,11 @@ fn serve(
 }
 
 /// Starts a guest again that has reset its machine. Its disks, networks and control socket stay.
-fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) -> Result<()> {
+fn restart(machine: &mut Machine, args: &RunArgs, shared: &RunContext, how: &str) -> Result<()> {
     eprintln!("vmferry: {how}; it is started again");
-    shared.tell.reset();
+    shared.event_sender.reset();
     machine.restart(args).with_context(|| format!("{how}, and cannot be started again"))?;
-    if shared.place() == Place::Paused {
+    if shared.place() == GuestPlace::Paused {
         // The guest was paused before it executed the reset.
         machine.set_run_state(RunState::Paused)?;
     }
@@ -409,34 +414,34 @@ fn restart(machine: &mut Machine, args: &RunArgs, shared: &Shared, how: &str) ->
 }
 
 /// Returns the exit status for a guest that has ended by itself.
-fn ended(shared: &Shared, how: &str, status: Status, args: &RunArgs) -> Result<Status> {
-    shared.set_place(Place::Ended);
-    shared.tell.stands();
+fn ended(shared: &RunContext, how: &str, status: Status, args: &RunArgs) -> Result<Status> {
+    shared.set_place(GuestPlace::Ended);
+    shared.event_sender.guest_stopped();
     match status {
         Status::Failed => {
-            shared.tell.ends(false, "host-error");
+            shared.event_sender.ends(false, "host-error");
             bail!("the guest ended: {how}");
         }
         Status::Reset => {
-            shared.tell.reset();
-            shared.tell.ends(true, "guest-reset");
+            shared.event_sender.reset();
+            shared.event_sender.ends(true, "guest-reset");
             let why = match args.on_reset {
                 OnReset::Restart => "this host does not have its kernel: ",
                 OnReset::Exit => "",
             };
             eprintln!("vmferry: {how}; {why}it is not started again (exit status {})", Status::Reset as u8);
         }
-        _ => shared.tell.ends(true, "guest-shutdown"),
+        _ => shared.event_sender.ends(true, "guest-shutdown"),
     }
     Ok(status)
 }
 
 /// Executes the other orders for the machine's owner.
-fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order: Order) -> Result<Value> {
+fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, order: Order) -> Result<Value> {
     let place = match order {
         Order::DirtyRate(request) => {
             limiter.give_way();
-            shared.all_here()?;
+            shared.require_all_pages()?;
             return dirty_rate::measure(machine, shared, &request);
         }
         Order::Limit { cpu, limit } => {
@@ -446,32 +451,32 @@ fn execute(machine: &mut Machine, shared: &Shared, limiter: &mut Limiter, order:
         }
         Order::Plan(request) => {
             limiter.give_way();
-            shared.all_here()?;
+            shared.require_all_pages()?;
             return plan::order(machine, shared, &request);
         }
-        Order::Pause => machine.set_run_state(RunState::Paused).map(|()| Place::Paused)?,
+        Order::Pause => machine.set_run_state(RunState::Paused).map(|()| GuestPlace::Paused)?,
         Order::Resume => {
             machine.set_run_state(RunState::Running)?;
             shared.was_resumed();
-            Place::Running
+            GuestPlace::Running
         }
         Order::Recover { take } => recover(machine, shared, take)?,
         Order::Migrate(_) | Order::Look => bail!("this order is not executed here"),
     };
-    shared.is_here(place);
+    shared.record_guest(place);
     Ok(json!({}))
 }
 
-fn recover(machine: &mut Machine, shared: &Shared, take: bool) -> Result<Place> {
-    if shared.place() != Place::Unknown {
+fn recover(machine: &mut Machine, shared: &RunContext, take: bool) -> Result<GuestPlace> {
+    if shared.place() != GuestPlace::Unknown {
         bail!("there is nothing to recover: the owner of the guest is known");
     }
     if !take {
-        shared.ask_to_quit("host-qmp-quit");
-        return Ok(Place::Moved);
+        shared.request_quit("host-qmp-quit");
+        return Ok(GuestPlace::Moved);
     }
-    if let Some(fence) = shared.fence() {
-        fence.take()?;
+    if let Some(arbiter) = shared.arbiter() {
+        arbiter.take()?;
     }
     machine.source().resume()?;
     Ok(machine.place())

@@ -1,8 +1,8 @@
 //! Options `--sandbox` and `--jail`: confinement of `run`.
 
+use crate::arbiter::ArbiterArg;
 use crate::args::{GuestKind, RunArgs, heading};
 use crate::choices::IncomingArg;
-use crate::fence::FenceArg;
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -184,7 +184,7 @@ fn files(args: &RunArgs) -> Vec<File> {
     if !args.nets.is_empty() {
         files.push(File::new("/dev/net/tun", Use::Device));
     }
-    let certificates = args.tls.files().chain(args.fence.iter().flat_map(FenceArg::files));
+    let certificates = args.tls.files().chain(args.arbiter.iter().flat_map(ArbiterArg::files));
     files.extend(args.kernel.iter().chain(&args.initrd).chain(certificates).map(|path| read(path)));
     files.extend(args.disks.iter().map(|disk| File::new(disk.path(), disk.use_for())));
     let serial = args.serial.as_deref().filter(|to| *to != "stdio");
@@ -209,7 +209,7 @@ fn ports(args: &RunArgs) -> Ports {
 }
 
 /// Returns the capabilities that a process of root keeps.
-fn keep(ports: &Ports) -> Vec<vmferry_confine::Kept> {
+fn keep(ports: &Ports) -> Vec<vmferry_confine::KeptCapability> {
     let mut keep = Vec::new();
     if !Path::new("/dev/userfaultfd").exists() {
         keep.push((Capability::CAP_SYS_PTRACE, "(for userfaultfd, because /dev/userfaultfd is missing)"));

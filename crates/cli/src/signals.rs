@@ -2,7 +2,7 @@
 //! SIGINT and SIGHUP, and SIGTERM to a guest that ignores its power button, end the process in the
 //! ordinary way: the terminal is restored and the control socket is removed.
 
-use crate::api::{Place, Shared};
+use crate::api::{GuestPlace, RunContext};
 use anyhow::{Context, Result, bail};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 ///
 /// # Errors
 /// If the signals cannot be caught.
-pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
+pub(crate) fn watch(shared: &Arc<RunContext>) -> Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("cannot catch signals")?;
     let shared = Arc::clone(shared);
     let watch = move || {
@@ -23,7 +23,7 @@ pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
                 eprintln!("vmferry: the guest was asked to shut down; SIGTERM again ends it at once");
                 continue;
             }
-            shared.ask_to_quit("host-signal");
+            shared.request_quit("host-signal");
         }
     };
     vmferry_thread::spawn(vmferry_thread::Role::Watch, "signals", watch)?;
@@ -34,13 +34,13 @@ pub(crate) fn watch(shared: &Arc<Shared>) -> Result<()> {
 ///
 /// # Errors
 /// If the guest would not notice.
-pub(crate) fn press_power_button(shared: &Shared) -> Result<()> {
-    if !matches!(shared.place(), Place::Running | Place::Moving) {
+pub(crate) fn press_power_button(shared: &RunContext) -> Result<()> {
+    if !matches!(shared.place(), GuestPlace::Running | GuestPlace::Moving) {
         bail!("the guest does not run in this process, or is paused");
     }
     let guest = shared.probe.kvm().context("this kind of guest has no power button")?;
     if guest.press_power_button()? {
-        shared.tell.power_button();
+        shared.event_sender.power_button();
         return Ok(());
     }
     bail!(

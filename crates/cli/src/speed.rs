@@ -109,7 +109,7 @@ fn accounted_us(report: &Value, cpus: usize, stayed: bool) -> f64 {
 }
 
 /// Time of a sample, and the sample.
-type Look = (Instant, Sample);
+type SpeedSample = (Instant, Sample);
 
 /// Samples of the last few seconds, and those of a recording.
 #[derive(Debug, Default, Clone)]
@@ -117,7 +117,7 @@ pub(crate) struct Speed(Arc<Mutex<Looks>>);
 
 #[derive(Debug, Default)]
 struct Looks {
-    recent: VecDeque<Look>,
+    recent: VecDeque<SpeedSample>,
     recording: Option<Recording>,
 }
 
@@ -125,20 +125,20 @@ struct Looks {
 /// sampling interval doubles.
 #[derive(Debug, Default)]
 struct Recording {
-    looks: Vec<Look>,
+    looks: Vec<SpeedSample>,
     /// Number of samples to skip after a kept one.
     skip: u32,
     skipped: u32,
 }
 
 impl Recording {
-    fn take(&mut self, look: Look) {
+    fn add(&mut self, sample: SpeedSample) {
         if self.skipped < self.skip {
             self.skipped += 1;
             return;
         }
         self.skipped = 0;
-        self.looks.push(look);
+        self.looks.push(sample);
         if self.looks.len() >= MOST_LOOKS {
             let mut odd = false;
             self.looks.retain(|_| {
@@ -152,21 +152,21 @@ impl Recording {
 
 impl Speed {
     /// Takes a sample. Called every [`EVERY`] by the thread that watches the guest.
-    pub(crate) fn look(&self, probe: &SharedProbe) {
+    pub(crate) fn take_sample(&self, probe: &SharedProbe) {
         let Ok(stats) = probe.stats() else { return };
-        self.take((Instant::now(), Sample::of(&stats)));
+        self.add((Instant::now(), Sample::of(&stats)));
     }
 
-    fn take(&self, look: Look) {
+    fn add(&self, sample: SpeedSample) {
         let mut looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if looks.recent.back().map(|(_, sample)| sample) != Some(&look.1) {
-            looks.recent.push_back(look);
+        if looks.recent.back().map(|(_, last)| last) != Some(&sample.1) {
+            looks.recent.push_back(sample);
         }
         while looks.recent.len() > 64 {
             looks.recent.pop_front();
         }
         if let Some(recording) = &mut looks.recording {
-            recording.take(look);
+            recording.add(sample);
         }
     }
 
@@ -174,7 +174,7 @@ impl Speed {
     pub(crate) fn recent(&self) -> Option<f64> {
         let looks = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let (_, newest) = *looks.recent.back()?;
-        let close = |(_, sample): &&Look| newest.t_us.saturating_sub(sample.t_us) <= BEFORE_US;
+        let close = |(_, sample): &&SpeedSample| newest.t_us.saturating_sub(sample.t_us) <= BEFORE_US;
         newest.since(looks.recent.iter().find(close)?.1)
     }
 
@@ -196,13 +196,13 @@ impl Speed {
 }
 
 /// Computes the points of [`Speed::recorded`] from samples.
-pub(crate) fn points(start: Instant, looks: &[Look]) -> Vec<[f64; 2]> {
+pub(crate) fn points(start: Instant, looks: &[SpeedSample]) -> Vec<[f64; 2]> {
     let ms = |at: Instant| {
         at.saturating_duration_since(start).as_secs_f64() * 1e3
             - start.saturating_duration_since(at).as_secs_f64() * 1e3
     };
     let tenths = |value: f64| (value * 10.0).round() / 10.0;
-    let point = |pair: &[Look]| {
+    let point = |pair: &[SpeedSample]| {
         let [(from, before), (to, after)] = [pair[0], pair[1]];
         let guest = Duration::from_micros(after.t_us.saturating_sub(before.t_us));
         // The guest's clock belongs to its count. A guest whose clock stood still did not run.
@@ -236,10 +236,10 @@ mod tests {
         assert_eq!(points(at(100), &looks), [[-75.0, 10_000.0], [-25.0, 0.0], [25.0, 10_000.0]]);
 
         let speed = Speed::default();
-        speed.take(look(0, 1, 1));
+        speed.add(look(0, 1, 1));
         speed.record();
         for n in 1..10_000 {
-            speed.take(look(n * 50, n * 50_000, n * 500));
+            speed.add(look(n * 50, n * 50_000, n * 500));
         }
         let points = speed.recorded(start);
         assert!((256..MOST_LOOKS).contains(&points.len()), "{}", points.len());

@@ -26,7 +26,7 @@ mod connection;
 mod process;
 
 pub use connection::{Client, Unreachable, is_gone, printable};
-pub use process::{Alone, Pair, Place, Role, Runner, SameHost, Setup};
+pub use process::{Environment, Pair, Role, Runner, SameHost, Setup, SingleProcess};
 
 /// Prefix of the commands on the control socket that only vmferry has.
 pub const PREFIX: &str = "x-vmferry-";

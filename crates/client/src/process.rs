@@ -30,7 +30,7 @@ pub enum Role {
 /// Surroundings that processes are started in: a network, a limit of memory, credentials.
 ///
 /// Every method has a default that changes nothing.
-pub trait Place: std::fmt::Debug {
+pub trait Environment: std::fmt::Debug {
     /// Returns the address at which a process listens.
     fn address(&self, role: Role) -> Ipv4Addr {
         let _ = role;
@@ -62,11 +62,11 @@ pub trait Place: std::fmt::Debug {
     }
 }
 
-/// Place of processes that run like this one, and connect over loopback.
+/// Environment of processes that run like this one, and connect over loopback.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SameHost;
 
-impl Place for SameHost {}
+impl Environment for SameHost {}
 
 /// Description of a guest and of the processes that run it.
 #[derive(Debug, Clone)]
@@ -90,7 +90,7 @@ pub struct Setup<'a> {
     /// The guest has a balloon.
     pub balloon: bool,
     /// Surroundings of the processes.
-    pub place: &'a dyn Place,
+    pub environment: &'a dyn Environment,
 }
 
 impl<'a> Setup<'a> {
@@ -106,7 +106,7 @@ impl<'a> Setup<'a> {
             dirty_ring: None,
             sandbox: "on",
             balloon: true,
-            place: &SameHost,
+            environment: &SameHost,
         }
     }
 
@@ -125,15 +125,15 @@ impl<'a> Setup<'a> {
                 command.args(["--workload", &self.workload, "--guest-args", &self.guest_args]);
             }
             Role::Target => {
-                let address = self.place.address(role);
+                let address = self.environment.address(role);
                 command.args(["--incoming", &format!("tcp:{address}:0")]);
                 if !address.is_loopback() {
                     command.arg("--insecure");
                 }
             }
         }
-        command.args(self.place.options(role));
-        self.place.enter(role, &mut command)?;
+        command.args(self.environment.options(role));
+        self.environment.enter(role, &mut command)?;
         // Ctrl-C on the terminal must reach only this process, which then ends the others.
         command.process_group(0);
         Ok(command)
@@ -158,7 +158,7 @@ impl Runner {
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(std::fs::File::create(&log)?);
         let mut child =
             command.spawn().with_context(|| format!("cannot start {}", setup.program.display()))?;
-        match Self::reached(&mut child, setup.place, role, &api, name) {
+        match Self::reached(&mut child, setup.environment, role, &api, name) {
             Ok(Some(client)) => Ok(Self { child, client }),
             Ok(None) => {
                 let status = child.wait()?;
@@ -176,12 +176,12 @@ impl Runner {
     /// Returns a connection to the process; `None` if the process has ended.
     fn reached(
         child: &mut Child,
-        place: &dyn Place,
+        environment: &dyn Environment,
         role: Role,
         api: &Path,
         name: &str,
     ) -> Result<Option<Client>> {
-        place
+        environment
             .started(role, child.id())
             .with_context(|| format!("the {name} process is in the wrong place"))?;
         let deadline = Instant::now() + START;
@@ -322,14 +322,14 @@ impl Pair {
 
 /// A process with a guest that does not move.
 #[derive(Debug)]
-pub struct Alone {
+pub struct SingleProcess {
     /// The process.
     pub runner: Runner,
     // Dropped last: the socket of the process is in it.
     _folder: Folder,
 }
 
-impl Alone {
+impl SingleProcess {
     /// Starts the process, and does not wait for the guest.
     ///
     /// # Errors
@@ -372,7 +372,7 @@ mod tests {
     #[derive(Debug)]
     struct Elsewhere;
 
-    impl Place for Elsewhere {
+    impl Environment for Elsewhere {
         fn address(&self, _: Role) -> Ipv4Addr {
             Ipv4Addr::new(192, 0, 2, 2)
         }
@@ -398,7 +398,7 @@ mod tests {
 
     #[test]
     fn target_on_another_network_accepts_unencrypted_connections() {
-        let setup = Setup { place: &Elsewhere, ..Setup::new(Path::new("vmferry"), 4096, "idle") };
+        let setup = Setup { environment: &Elsewhere, ..Setup::new(Path::new("vmferry"), 4096, "idle") };
         let target = words(&setup, Role::Target);
         assert!(target.ends_with("--incoming tcp:192.0.2.2:0 --insecure --role=Target"), "{target}");
         assert!(!words(&setup, Role::Source).contains("--insecure"));
@@ -407,7 +407,7 @@ mod tests {
     #[test]
     fn process_that_ends_early_is_reported_with_its_output() {
         // `cat` has no such options, and says so.
-        let error = Alone::start(&Setup::new(Path::new("cat"), 4096, "idle")).unwrap_err();
+        let error = SingleProcess::start(&Setup::new(Path::new("cat"), 4096, "idle")).unwrap_err();
         let said = format!("{error:#}");
         assert!(said.contains("the guest process ended (exit status: 1): "), "{said}");
         assert!(said.contains("die-with-parent"), "{said}");
@@ -415,7 +415,8 @@ mod tests {
 
     #[test]
     fn missing_executable_is_named() {
-        let error = Alone::start(&Setup::new(Path::new("/nonexistent/vmferry"), 4096, "idle")).unwrap_err();
+        let error =
+            SingleProcess::start(&Setup::new(Path::new("/nonexistent/vmferry"), 4096, "idle")).unwrap_err();
         assert!(format!("{error:#}").contains("cannot start /nonexistent/vmferry"), "{error:#}");
     }
 }

@@ -9,11 +9,11 @@ use crate::report::Measure;
 use caps::{CapSet, Capability, CapsHashSet};
 
 /// A capability that stays, and its purpose.
-pub type Kept = (Capability, &'static str);
+pub type KeptCapability = (Capability, &'static str);
 
 /// Removes the capabilities that are not in `kept` from the bounding set, and empties the ambient
 /// and inheritable sets. The calling thread and the threads that it starts cannot regain them.
-pub(crate) fn narrow(kept: &[Kept]) -> Result<(), String> {
+pub(crate) fn narrow(kept: &[KeptCapability]) -> Result<(), String> {
     let failed = |error: caps::errors::CapsError| error.to_string();
     let keep = set(kept);
     caps::clear(None, CapSet::Ambient).map_err(failed)?;
@@ -28,7 +28,7 @@ pub(crate) fn narrow(kept: &[Kept]) -> Result<(), String> {
 }
 
 /// Gives up all capabilities but `kept` on the calling thread.
-pub(crate) fn give_up(kept: &[Kept]) -> Result<(), String> {
+pub(crate) fn give_up(kept: &[KeptCapability]) -> Result<(), String> {
     let failed = |error: caps::errors::CapsError| error.to_string();
     let has = caps::read(None, CapSet::Permitted).map_err(failed)?;
     let stays: CapsHashSet = set(kept).intersection(&has).copied().collect();
@@ -40,16 +40,16 @@ pub(crate) fn give_up(kept: &[Kept]) -> Result<(), String> {
 }
 
 /// Describes the capabilities that are left, after the others were given up.
-pub(crate) fn describe(kept: &[Kept]) -> Measure {
+pub(crate) fn describe(kept: &[KeptCapability]) -> Measure {
     let has = caps::read(None, CapSet::Permitted).unwrap_or_default();
     let stays: Vec<_> = kept.iter().filter(|(capability, _)| has.contains(capability)).collect();
     if stays.is_empty() {
-        return Measure::there("no capability is left");
+        return Measure::in_force("no capability is left");
     }
     let stays: Vec<_> = stays.iter().map(|(capability, why)| format!("{capability} {why}")).collect();
-    Measure::there(format!("no capability is left except {}", stays.join(", ")))
+    Measure::in_force(format!("no capability is left except {}", stays.join(", ")))
 }
 
-fn set(kept: &[Kept]) -> CapsHashSet {
+fn set(kept: &[KeptCapability]) -> CapsHashSet {
     kept.iter().map(|(capability, _)| *capability).collect()
 }

@@ -111,7 +111,7 @@ fn restrict(files: &[File], ports: &Ports) -> Result<Measure, RulesetError> {
     Ok(match (status.ruleset, status.landlock) {
         (RulesetStatus::NotEnforced, why) => Measure::missing(without(why)),
         (_, LandlockStatus::Available { effective_abi, .. }) => {
-            Measure::there(describe(effective_abi, ports))
+            Measure::in_force(describe(effective_abi, ports))
         }
         (_, why) => Measure::missing(without(why)),
     })

@@ -21,7 +21,7 @@
 // Call this function while the process has one thread.
 //! let mut confinement = Confinement::begin(&plan)?;
 // Open what the guest needs, and start threads. Each thread confines itself. Then:
-//! confinement.settle()?;
+//! confinement.complete()?;
 //! println!("{}", confinement.in_force().seccomp.detail);
 //! # Ok(()) }
 //! ```
@@ -32,7 +32,7 @@ mod jail;
 mod report;
 mod seccomp;
 
-pub use capabilities::Kept;
+pub use capabilities::KeptCapability;
 pub use caps::Capability;
 pub use files::{File, Ports, Use};
 pub use jail::{Jail, JailError};
@@ -84,7 +84,7 @@ pub struct Plan {
     /// TCP ports at which the process may listen.
     pub ports: Ports,
     /// Capabilities that the process keeps, if it has them.
-    pub keep: Vec<Kept>,
+    pub keep: Vec<KeptCapability>,
     /// Jail that the process enters; `None` for no jail.
     pub jail: Option<Jail>,
 }
@@ -124,7 +124,7 @@ pub enum ConfineError {
 /// Data with which each thread confines itself.
 struct Common {
     programs: Option<Programs>,
-    keep: Vec<Kept>,
+    keep: Vec<KeptCapability>,
 }
 
 static COMMON: OnceLock<Common> = OnceLock::new();
@@ -134,7 +134,7 @@ static COMMON: OnceLock<Common> = OnceLock::new();
 #[must_use]
 pub struct Confinement {
     in_force: InForce,
-    settled: bool,
+    complete: bool,
 }
 
 impl Confinement {
@@ -153,7 +153,7 @@ impl Confinement {
         make_outputs(plan)?;
         if let Some(jail) = &plan.jail {
             jail.enter(&plan.files)?;
-            in_force.jail = Measure::there(format!(
+            in_force.jail = Measure::in_force(format!(
                 "root {}, user {}, group {}",
                 jail.folder.display(),
                 jail.uid,
@@ -161,10 +161,10 @@ impl Confinement {
             ));
         }
         if plan.mode == Mode::Off {
-            return Ok(Self { in_force, settled: true });
+            return Ok(Self { in_force, complete: true });
         }
         in_force.no_new_privs = match rustix::thread::set_no_new_privs(true) {
-            Ok(()) => Measure::there("executed programs gain no privileges"),
+            Ok(()) => Measure::in_force("executed programs gain no privileges"),
             Err(error) => Measure::missing(error.to_string()),
         };
         if plan.mode.forbids() {
@@ -177,7 +177,7 @@ impl Confinement {
         let keep = plan.keep.clone();
         COMMON.set(Common { programs, keep }).map_err(|_| ConfineError::Twice)?;
         vmferry_thread::on_start(confine_thread).map_err(|_| ConfineError::Twice)?;
-        Ok(Self { in_force, settled: false })
+        Ok(Self { in_force, complete: false })
     }
 
     /// Confines the calling thread, which has set up the process, to the rights of [`Role::Owner`].
@@ -187,8 +187,8 @@ impl Confinement {
     ///
     /// # Errors
     /// If a restriction fails that the host supports. The process must not continue.
-    pub fn settle(&mut self) -> Result<(), ConfineError> {
-        if std::mem::replace(&mut self.settled, true) {
+    pub fn complete(&mut self) -> Result<(), ConfineError> {
+        if std::mem::replace(&mut self.complete, true) {
             return Ok(());
         }
         let Some(common) = COMMON.get() else { return Ok(()) };
@@ -201,7 +201,7 @@ impl Confinement {
                 self.in_force.capabilities = capabilities::describe(&common.keep);
             }
         }
-        violation::introduce(Role::Owner, "vmferry");
+        violation::set_thread(Role::Owner, "vmferry");
         if let Some(programs) = &common.programs {
             programs.confine_thread(Role::Owner).map_err(ConfineError::Refused)?;
         }
@@ -248,7 +248,7 @@ pub fn available() -> [Measure; 2] {
         programs.confine_thread(Role::Watch)
     });
     let seccomp = match seccomp.join() {
-        Ok(Ok(())) => Measure::there("system call filters for each thread"),
+        Ok(Ok(())) => Measure::in_force("system call filters for each thread"),
         Ok(Err(why)) => Measure::missing(why),
         Err(_) => Measure::missing("the trial failed"),
     };
@@ -306,10 +306,10 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
         Ok(programs) => {
             *measure = match mode {
                 Mode::Log => Measure::missing("forbidden system calls are made, and the kernel logs them"),
-                Mode::Kill => Measure::there(
+                Mode::Kill => Measure::in_force(
                     "each thread can make the system calls of its role; other calls end the process",
                 ),
-                _ => Measure::there(
+                _ => Measure::in_force(
                     "each thread can make the system calls of its role; other calls fail and are reported",
                 ),
             };
@@ -326,7 +326,7 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
 /// panics.
 fn confine_thread(role: Role, name: &str) {
     let Some(common) = COMMON.get() else { return };
-    violation::introduce(role, name);
+    violation::set_thread(role, name);
     // Capabilities are given up also where the host has no filters.
     let confined = capabilities::give_up(&common.keep).and_then(|()| match &common.programs {
         Some(programs) => programs.confine_thread(role),

@@ -12,7 +12,7 @@ pub struct Measure {
 }
 
 impl Measure {
-    pub(crate) fn there(detail: impl Into<String>) -> Self {
+    pub(crate) fn in_force(detail: impl Into<String>) -> Self {
         Self { in_force: true, detail: detail.into() }
     }
 

@@ -219,7 +219,7 @@ fn child(task: &str) -> ExitCode {
     let start = |work| vmferry_thread::spawn(role, format!("{role} 0"), work);
     let mut work = Some(work);
     let mut thread = work.take_if(|_| early).map(start);
-    if let Err(error) = confinement.settle() {
+    if let Err(error) = confinement.complete() {
         let _ = writeln!(std::io::stdout(), "{error}");
         return ExitCode::FAILURE;
     }

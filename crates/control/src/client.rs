@@ -95,7 +95,7 @@ impl Client {
     /// # Errors
     /// If the server refuses the command, or no answer comes.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
-        self.ask(command, &arguments, None)
+        self.request(command, &arguments, None)
     }
 
     /// Passes a duplicate of `descriptor` to the server, which keeps it as `name` (`getfd`).
@@ -103,10 +103,10 @@ impl Client {
     /// # Errors
     /// As for [`execute`](Self::execute).
     pub fn pass(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<Value, ClientError> {
-        self.ask("getfd", &json!({ "fdname": name }), Some(descriptor))
+        self.request("getfd", &json!({ "fdname": name }), Some(descriptor))
     }
 
-    fn ask(
+    fn request(
         &mut self,
         command: &str,
         arguments: &Value,

@@ -15,7 +15,7 @@ const MOST_EVENTS: usize = 4096;
 /// Sender of events to every client. Does nothing while no server runs. Clones send to the same
 /// clients.
 #[derive(Debug, Clone)]
-pub struct Events(pub(crate) Arc<Hub>);
+pub struct Events(pub(crate) Arc<EventQueue>);
 
 impl Events {
     /// Returns a sender for one server.
@@ -24,7 +24,7 @@ impl Events {
     /// If the host has no more descriptors.
     pub fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self(Arc::new(Hub { inbox: Mutex::default(), wake })))
+        Ok(Self(Arc::new(EventQueue { inbox: Mutex::default(), wake })))
     }
 
     /// Sends the event `name` with the current time, and with `data` unless that is null. Never
@@ -67,12 +67,12 @@ pub(crate) struct Inbox {
 
 /// Queue of the server's thread, and the eventfd that wakes the thread.
 #[derive(Debug)]
-pub(crate) struct Hub {
+pub(crate) struct EventQueue {
     inbox: Mutex<Inbox>,
     wake: OwnedFd,
 }
 
-impl Hub {
+impl EventQueue {
     pub(crate) fn lock(&self) -> MutexGuard<'_, Inbox> {
         self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }

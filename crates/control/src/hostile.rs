@@ -27,7 +27,7 @@ pub fn drive(bytes: &[u8]) {
     let (script, mut input) = bytes.split_at(bytes.len().min(64).min(bytes.len() / 3));
     let mut session = Session::new(&version(), limits());
     let mut now = Instant::now();
-    let (mut heard, mut calls) = (Vec::new(), Vec::<Call>::new());
+    let (mut output, mut calls) = (Vec::new(), Vec::<Call>::new());
     let mut steps = script.iter().copied().chain([0x21, 0x42, 0x63]).cycle();
     for _ in 0..4 * bytes.len() + 64 {
         let step = steps.next().unwrap_or(0);
@@ -48,7 +48,7 @@ pub fn drive(bytes: &[u8]) {
             }
             _ => {
                 let part = &session.output()[..session.output().len().min(usize::from(step))];
-                heard.extend_from_slice(part);
+                output.extend_from_slice(part);
                 let count = part.len();
                 session.sent(count, now);
             }
@@ -61,7 +61,7 @@ pub fn drive(bytes: &[u8]) {
             break;
         }
     }
-    heard_is_messages(&mut session, heard, now);
+    output_is_messages(&mut session, output, now);
 }
 
 fn respond(call: &Call, step: u8) -> Result<Value, QmpError> {
@@ -71,13 +71,13 @@ fn respond(call: &Call, step: u8) -> Result<Value, QmpError> {
     Ok(json!({ "x": "é".repeat(usize::from(step) / 2) }))
 }
 
-fn heard_is_messages(session: &mut Session, mut heard: Vec<u8>, now: Instant) {
+fn output_is_messages(session: &mut Session, mut output: Vec<u8>, now: Instant) {
     while !session.output().is_empty() {
-        heard.extend_from_slice(session.output());
+        output.extend_from_slice(session.output());
         session.sent(session.output().len(), now);
     }
-    assert!(heard.is_ascii(), "only ASCII is sent");
-    let mut lines: Vec<_> = heard.split(|byte| *byte == b'\n').collect();
+    assert!(output.is_ascii(), "only ASCII is sent");
+    let mut lines: Vec<_> = output.split(|byte| *byte == b'\n').collect();
     assert_eq!(lines.pop(), Some(&[][..]), "only whole lines are sent");
     for line in lines {
         let message: Value = match serde_json::from_slice(line) {

@@ -9,7 +9,7 @@ mod conn;
 mod socket;
 mod worker;
 
-use crate::events::{Events, Hub};
+use crate::events::{EventQueue, Events};
 use crate::machine::Machine;
 use crate::message::{self, Event, QmpError, Version};
 use crate::session::{End, Limits};
@@ -124,7 +124,7 @@ impl Drop for Server {
 struct Io {
     version: Version,
     listener: UnixListener,
-    hub: Arc<Hub>,
+    hub: Arc<EventQueue>,
     workers: Workers,
     limits: Limits,
     clients: BTreeMap<u64, Conn>,
@@ -215,7 +215,7 @@ impl Io {
         // clients.
         for _ in 0..MOST_CLIENTS {
             match self.listener.accept() {
-                Ok((stream, _)) => self.greet(stream, now),
+                Ok((stream, _)) => self.add_client(stream, now),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => {
@@ -227,7 +227,7 @@ impl Io {
         }
     }
 
-    fn greet(&mut self, stream: UnixStream, now: Instant) {
+    fn add_client(&mut self, stream: UnixStream, now: Instant) {
         if let Err(why) = socket::check_peer(&stream) {
             tracing::warn!("control socket: {why}");
             return turn_away(&stream, &why);

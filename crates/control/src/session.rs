@@ -120,8 +120,8 @@ pub struct Session {
     taken: BTreeMap<Ticket, (Option<Value>, bool)>,
     next: u64,
     out: VecDeque<u8>,
-    /// Bytes that were put into `out` since the beginning: `sent + out.len() == put`.
-    put: u64,
+    /// Bytes that were put into `out` since the beginning: `sent + out.len() == queue_line`.
+    queue_line: u64,
     sent: u64,
     /// Positions in the output at which answers end.
     marks: VecDeque<(u64, Ticket)>,
@@ -145,7 +145,7 @@ impl Session {
             taken: BTreeMap::new(),
             next: 0,
             out: VecDeque::new(),
-            put: 0,
+            queue_line: 0,
             sent: 0,
             marks: VecDeque::new(),
             half_since: None,
@@ -153,7 +153,7 @@ impl Session {
             finished: false,
             end: None,
         };
-        session.put(&message::line(&version.greeting()));
+        session.queue_line(&message::line(&version.greeting()));
         session
     }
 
@@ -212,7 +212,7 @@ impl Session {
         loop {
             match self.waiting.pop_front()? {
                 Waiting::Call(request) => return Some(self.hand_out(request, false)),
-                Waiting::Bad(BadRequest { id, error }) => self.put(&message::answer(Err(error), id)),
+                Waiting::Bad(BadRequest { id, error }) => self.queue_line(&message::answer(Err(error), id)),
             }
         }
     }
@@ -221,8 +221,8 @@ impl Session {
     pub fn answer(&mut self, ticket: Ticket, result: Result<Value, QmpError>) {
         let Some((id, _)) = self.taken.remove(&ticket) else { return };
         if matches!(self.end, None | Some(End::Done)) {
-            self.put(&message::answer(result, id));
-            self.marks.push_back((self.put, ticket));
+            self.queue_line(&message::answer(result, id));
+            self.marks.push_back((self.queue_line, ticket));
         }
         self.done_if_so();
     }
@@ -232,7 +232,7 @@ impl Session {
         if self.negotiated.is_none() || self.end.is_some() {
             return;
         }
-        self.put(&message::line(&event.to_json()));
+        self.queue_line(&message::line(&event.to_json()));
         if self.out.len() > self.limits.out_bytes {
             self.end(End::Unread);
         }
@@ -305,7 +305,7 @@ impl Session {
             (None, "qmp_capabilities") => match negotiate(&request) {
                 Ok(oob) => {
                     self.negotiated = Some(oob);
-                    self.put(&message::answer(Ok(serde_json::json!({})), request.id));
+                    self.queue_line(&message::answer(Ok(serde_json::json!({})), request.id));
                 }
                 Err(error) => self.refuse(request.id, error),
             },
@@ -339,9 +339,9 @@ impl Session {
         Call { ticket, name, arguments: Arguments(arguments), oob, descriptor }
     }
 
-    fn put(&mut self, line: &[u8]) {
+    fn queue_line(&mut self, line: &[u8]) {
         self.out.extend(line);
-        self.put += line.len() as u64;
+        self.queue_line += line.len() as u64;
     }
 
     fn end(&mut self, why: End) {
@@ -350,7 +350,7 @@ impl Session {
             // The client of an unread session is in the middle of a line, so a message after it
             // would be lost.
             if why != End::Unread {
-                self.put(&message::answer(Err(QmpError::generic(why.to_string())), None));
+                self.queue_line(&message::answer(Err(QmpError::generic(why.to_string())), None));
             }
             self.waiting.clear();
             self.urgent.clear();

@@ -17,12 +17,12 @@ impl Talk {
 
     fn ready(limits: Limits, enable: &Value) -> Self {
         let mut talk = Self::new(limits);
-        talk.say(&json!({"execute": "qmp_capabilities", "arguments": {"enable": enable}}));
+        talk.send(&json!({"execute": "qmp_capabilities", "arguments": {"enable": enable}}));
         assert_eq!(talk.read(), [json!({"return": {}})]);
         talk
     }
 
-    fn say(&mut self, request: &Value) {
+    fn send(&mut self, request: &Value) {
         let line = format!("{request}\n");
         assert_eq!(self.session.receive(line.as_bytes(), self.now), line.len());
     }
@@ -51,17 +51,17 @@ impl Talk {
 #[test]
 fn commands_need_one_negotiation_first() {
     let mut talk = Talk::new(Limits::default());
-    talk.say(&json!({"execute": "stop", "id": 1}));
-    talk.say(&json!({"execute": "qmp_capabilities", "arguments": {"enable": ["warp"]}, "id": 2}));
+    talk.send(&json!({"execute": "stop", "id": 1}));
+    talk.send(&json!({"execute": "qmp_capabilities", "arguments": {"enable": ["warp"]}, "id": 2}));
     talk.session.event(&Event::now("STOP", Value::Null));
     assert!(talk.session.next_call().is_none());
     let answers = talk.read();
     assert_eq!((&answers[0]["id"], &answers[0]["error"]["class"]), (&json!(1), &json!("CommandNotFound")));
     assert!(answers[1]["error"]["desc"].as_str().unwrap().contains("'warp'"), "{answers:?}");
     assert_eq!(answers.len(), 2, "no events before the negotiation");
-    talk.say(&json!({"execute": "qmp_capabilities"}));
-    talk.say(&json!({"execute": "qmp_capabilities", "id": 3}));
-    talk.say(&json!({"exec-oob": "stop", "id": 4}));
+    talk.send(&json!({"execute": "qmp_capabilities"}));
+    talk.send(&json!({"execute": "qmp_capabilities", "id": 3}));
+    talk.send(&json!({"exec-oob": "stop", "id": 4}));
     assert!(talk.session.next_call().is_none());
     let answers = talk.read();
     assert_eq!(answers[0], json!({"return": {}}));
@@ -72,13 +72,13 @@ fn commands_need_one_negotiation_first() {
 #[test]
 fn in_band_commands_run_in_turn_and_out_of_band_commands_at_once() {
     let mut talk = Talk::ready(Limits::default(), &json!(["oob"]));
-    talk.say(&json!({"execute": "first", "id": "a", "arguments": {"x": 1}}));
-    talk.say(&json!({"nonsense": 1, "id": "bad"}));
-    talk.say(&json!({"execute": "second"}));
+    talk.send(&json!({"execute": "first", "id": "a", "arguments": {"x": 1}}));
+    talk.send(&json!({"nonsense": 1, "id": "bad"}));
+    talk.send(&json!({"execute": "second"}));
     let first = talk.call();
     assert_eq!((&*first.name, &first.arguments.0["x"]), ("first", &json!(1)));
     assert!(talk.session.next_call().is_none(), "one at a time");
-    talk.say(&json!({"exec-oob": "urgent", "id": "b"}));
+    talk.send(&json!({"exec-oob": "urgent", "id": "b"}));
     let urgent = talk.call();
     assert!(urgent.oob && talk.session.next_call().is_none());
     talk.session.answer(urgent.ticket, Ok(json!(2)));
@@ -110,7 +110,7 @@ fn session_takes_no_more_input_than_it_can_answer() {
     assert_eq!(talk.session.receive(&requests.as_bytes()[taken..], talk.now), 16);
     // While answers are unread, the session takes no input.
     let mut talk = Talk::ready(Limits { out_bytes: 4096, ..Limits::default() }, &json!([]));
-    talk.say(&json!({"execute": "a"}));
+    talk.send(&json!({"execute": "a"}));
     let call = talk.call();
     talk.session.answer(call.ticket, Ok(json!("x".repeat(2000))));
     assert!(!talk.session.wants_input());
@@ -121,8 +121,8 @@ fn session_takes_no_more_input_than_it_can_answer() {
 #[test]
 fn answer_counts_as_sent_with_its_last_byte() {
     let mut talk = Talk::ready(Limits::default(), &json!([]));
-    talk.say(&json!({"execute": "a"}));
-    talk.say(&json!({"execute": "b"}));
+    talk.send(&json!({"execute": "a"}));
+    talk.send(&json!({"execute": "b"}));
     let a = talk.call();
     talk.session.answer(a.ticket, Ok(json!({})));
     let b = talk.call();
@@ -178,7 +178,7 @@ fn client_that_does_not_read_is_dropped() {
 #[test]
 fn session_answers_all_requests_after_the_client_has_finished() {
     let mut talk = Talk::ready(Limits::default(), &json!([]));
-    talk.say(&json!({"execute": "a"}));
+    talk.send(&json!({"execute": "a"}));
     talk.session.finish();
     let call = talk.call();
     assert_eq!(talk.session.ended(), None);

@@ -7,7 +7,7 @@ use vmferry_bitmap::Bitmap;
 
 /// Way in which a source of free pages answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answers {
+pub enum AnswerMode {
     /// At once. The source reads a record that the guest keeps up to date, while the guest runs or
     /// is paused. [`FreePages::poll`] brings the whole answer within about a millisecond.
     AtOnce,
@@ -18,7 +18,7 @@ pub enum Answers {
 /// Answer, or part of an answer, from [`FreePages::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
-    /// Number of the question, as given to [`FreePages::ask`].
+    /// Number of the question, as given to [`FreePages::request`].
     pub question: u64,
     /// True for the last part of the answer.
     pub complete: bool,
@@ -29,7 +29,7 @@ pub struct Answer {
 /// # Contract
 /// > For each page of an answer there was an instant at which the page was free: the guest writes
 /// > each byte of the page after that instant before the guest reads it. The instant lies after the
-/// > call of [`ask`](Self::ask) with the question's number, and before the return of the
+/// > call of [`request`](Self::request) with the question's number, and before the return of the
 /// > [`poll`](Self::poll) that brought the page.
 ///
 /// A guest that breaks this contract harms only itself.
@@ -42,14 +42,14 @@ pub struct Answer {
 /// One thread calls all methods. No method may wait for the guest.
 pub trait FreePages: Send + Debug {
     /// Returns the way in which this source answers. It does not change.
-    fn answers(&self) -> Answers;
+    fn answer_mode(&self) -> AnswerMode;
 
     /// Asks which pages are free, and returns at once. This closes a question that is still open:
     /// the rest of its answer is dropped. `question` is a different number each time.
     ///
     /// # Errors
     /// If the guest cannot be asked. The migration continues without free pages.
-    fn ask(&mut self, question: u64) -> Result<(), VmError>;
+    fn request(&mut self, question: u64) -> Result<(), VmError>;
 
     /// Adds to `report` the free pages that were named since the last call, of one question.
     /// Returns `None` if there are none.

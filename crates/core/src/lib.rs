@@ -5,7 +5,7 @@
 //! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: types of their own, because confusing them loses pages |
 //! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`] |
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
-//! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`LazyMemory`], [`FreePages`]: the traits that a VMM implements |
+//! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`DemandPaging`], [`FreePages`]: the traits that a VMM implements |
 //!
 //! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a
 //! [`Window`] of it. A VMM depends on the crate `vmferry`, which re-exports these types. A crate
@@ -59,8 +59,8 @@ mod digest;
 mod fold;
 mod free;
 mod layout;
-mod lazy;
 mod machine;
+mod paging;
 mod set;
 mod stream;
 mod tracker;
@@ -69,10 +69,10 @@ mod window;
 
 pub use addr::{Gpa, PageIndex, PageRun, RegionId};
 pub use digest::{PageDigest, ZERO_PAGE};
-pub use free::{Answer, Answers, FreePages, FreeReport};
+pub use free::{Answer, AnswerMode, FreePages, FreeReport};
 pub use layout::{Layout, LayoutError, MAX_PAGES, MAX_REGIONS, Region};
-pub use lazy::{Fault, LazyMemory, Placed};
 pub use machine::{MachineConfig, Section};
+pub use paging::{DemandPaging, Fault, Placed};
 pub use set::PageSet;
 pub use stream::{StateReader, StateWriter, StreamName};
 pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VcpuRing};

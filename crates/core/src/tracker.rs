@@ -85,7 +85,7 @@ pub trait DirtyTracker: Send {
     /// The guest may stay on this host, because the migration failed or was only a measurement. A
     /// tracker that shares its record of writes with the VMM leaves that record as
     /// [`start`](Self::start) found it, and gives the VMM the pages that it took out of the record.
-    /// The trackers of `vmferry-dirty` do so with `LogSlot::handed_back`.
+    /// The trackers of `vmferry-dirty` do so with `LogSlot::returned_pages`.
     ///
     /// # Errors
     /// If the host refuses. The guest still runs, perhaps slower.

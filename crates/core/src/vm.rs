@@ -8,7 +8,7 @@
 //! | [`SourceVm`] | the source | pause, quiesce, save, resume |
 //! | [`FreePages`] | the source | finding the pages that the guest does not use |
 //! | [`TargetVm`] | the target | load, start |
-//! | [`LazyMemory`] | the target, many threads | placing pages while the guest runs |
+//! | [`DemandPaging`] | the target, many threads | placing pages while the guest runs |
 //!
 //! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] on the thread that called the
 //! engine, so [`SourceVm`] and [`TargetVm`] need not be `Send`. All its channel threads call
@@ -20,7 +20,7 @@
 //! and the guest with it. The engine logs a warning about this once.
 
 use crate::{
-    DirtyTracker, FreePages, Layout, LazyMemory, MachineConfig, PageRun, RegionId, Section, StateReader,
+    DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun, RegionId, Section, StateReader,
     StateWriter, StreamName, TrackerKind, Window,
 };
 use std::fmt;
@@ -45,7 +45,7 @@ impl VmError {
     }
 
     /// Wraps an error or a message about work that needs more time than it was given: see
-    /// [`SourceVm::settle`].
+    /// [`SourceVm::quiesce`].
     pub fn busy(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self { source: error.into(), busy: true }
     }
@@ -172,7 +172,7 @@ pub trait Migratable {
 ///
 /// The engine may stop the guest more than once:
 ///
-/// - A trial pause measures the time that stopping takes. It calls `pause`, `settle`, `save` and
+/// - A trial pause measures the time that stopping takes. It calls `pause`, `quiesce`, `save` and
 ///   `resume`, and drops the saved state. A VM that must not be paused for a measurement declares
 ///   its costs instead: see [`SourceVm::pause_costs`].
 /// - A guest whose I/O is busy is resumed, and stopped again later.
@@ -256,13 +256,13 @@ pub trait SourceVm: Migratable {
     /// [`VmError::busy`] if the requests take longer. The engine calls `resume`, and tries again
     /// later; after [`Duration::MAX`] the migration fails instead. Any other error fails the
     /// migration at once, and the engine calls `resume`.
-    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
+    fn quiesce(&mut self, within: Duration) -> Result<(), VmError> {
         let _ = within;
         Ok(())
     }
 
     /// Returns the state of the vCPUs, interrupt controllers and devices, which are
-    /// [quiesced](Self::settle). The engine calls this between `pause` and `resume`.
+    /// [quiesced](Self::quiesce). The engine calls this between `pause` and `resume`.
     ///
     /// The call may write guest memory: the next harvest finds these writes. It must change nothing
     /// else, because the engine may drop the state.
@@ -323,12 +323,12 @@ pub trait TargetVm: Migratable {
     /// restores need. The engine calls this before it receives pages, so that an error is reported
     /// while the guest still runs on the source. It may call it again: each call returns a clone of
     /// one `Arc`. The VM keeps a clone for as long as the guest lives: see
-    /// [`LazyMemory`](crate::LazyMemory#dropping).
+    /// [`DemandPaging`](crate::DemandPaging#dropping).
     ///
     /// # Errors
     /// If this VM or this host has no demand paging. The text says what is missing, and how to
     /// permit it.
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         Err(VmError::new("this VM cannot take pages while its guest runs; move it by precopy"))
     }
 
@@ -382,7 +382,7 @@ pub trait TargetVm: Migratable {
     }
 
     /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped. All memory is
-    /// present or, after [`LazyMemory::begin`], is placed when it is touched.
+    /// present or, after [`DemandPaging::begin`], is placed when it is touched.
     ///
     /// # Errors
     /// If a section is missing, unknown, of another version or not valid. The source then resumes

@@ -38,14 +38,14 @@ pub struct LogSlot {
     /// A VMM that uses the log or the marks itself, for example for differential snapshots, passes
     /// a bitmap. After a migration that left the guest on the source, the VMM counts these pages as
     /// dirty, besides those in its log and its marks. Without a bitmap, no pages are copied.
-    pub handed_back: Option<Arc<AtomicBitmap>>,
+    pub returned_pages: Option<Arc<AtomicBitmap>>,
 }
 
 impl LogSlot {
     /// Creates a slot whose log and marks the VMM does not use itself.
     #[must_use]
     pub fn new(spec: SlotSpec, marks: Option<Arc<dyn Marks>>) -> Self {
-        Self { spec, marks, handed_back: None }
+        Self { spec, marks, returned_pages: None }
     }
 
     /// Checks the conditions that trackers depend on.
@@ -54,7 +54,7 @@ impl LogSlot {
             return Err(TrackerError::NotPages(self.region()));
         }
         check_marks(self.region(), self.pages(), self.marks.as_deref().map(Marks::pages))?;
-        check_marks(self.region(), self.pages(), self.handed_back.as_deref().map(AtomicBitmap::len))
+        check_marks(self.region(), self.pages(), self.returned_pages.as_deref().map(AtomicBitmap::len))
     }
 
     pub(crate) fn region(&self) -> RegionId {
@@ -79,7 +79,7 @@ enum Mode {
 }
 
 /// State that the tracker and its protectors share.
-struct Shared {
+struct LogState {
     vm: Arc<dyn AsRawFd + Send + Sync>,
     slots: Vec<LogSlot>,
     /// For each slot, true if its log was on before tracking and belongs to the VMM.
@@ -87,16 +87,16 @@ struct Shared {
     mode: AtomicU8,
 }
 
-impl std::fmt::Debug for Shared {
+impl std::fmt::Debug for LogState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared")
+        f.debug_struct("LogState")
             .field("slots", &self.slots)
             .field("mode", &self.mode())
             .finish_non_exhaustive()
     }
 }
 
-impl Shared {
+impl LogState {
     fn vm(&self) -> BorrowedFd<'_> {
         // SAFETY: the VM stays open for as long as `self.vm` is held, which is at least as long as
         // this borrow (guaranteed by the caller of `KvmLogTracker::new`).
@@ -153,11 +153,11 @@ impl Shared {
 /// returns, and `protect` has nothing to do.
 ///
 /// # A VMM that uses the log itself
-/// A slot with [`LogSlot::handed_back`] whose log is on when tracking starts keeps its log when
+/// A slot with [`LogSlot::returned_pages`] whose log is on when tracking starts keeps its log when
 /// tracking stops. The tracker clears a bit of that log only after it has put the page into
-/// `handed_back`. A write between those two steps changes nothing for the VMM, because the page is
-/// in the bitmap. Therefore, when tracking has stopped, every page that the VMM would have found
-/// dirty is in the log or in `handed_back`. A bit that is not cleared stays set, and the next
+/// `returned_pages`. A write between those two steps changes nothing for the VMM, because the page
+/// is in the bitmap. Therefore, when tracking has stopped, every page that the VMM would have found
+/// dirty is in the log or in `returned_pages`. A bit that is not cleared stays set, and the next
 /// harvest reports it. The VMM must not read or clear the log while the tracker is started.
 ///
 /// *Manual protection* is a capability of the VM whose state KVM does not report. When tracking
@@ -174,7 +174,7 @@ impl Shared {
 /// the guest, when their buffers are flushed.
 #[derive(Debug)]
 pub struct KvmLogTracker {
-    shared: Arc<Shared>,
+    shared: Arc<LogState>,
     /// Buffer for the log of the largest slot, while tracking.
     log: Vec<u64>,
     /// Mode of manual protection outside of tracking.
@@ -194,7 +194,7 @@ impl KvmLogTracker {
     pub unsafe fn new(vm: Arc<dyn AsRawFd + Send + Sync>, slots: Vec<LogSlot>) -> Result<Self, TrackerError> {
         slots.iter().try_for_each(LogSlot::check)?;
         let found_on = slots.iter().map(|_| AtomicBool::new(false)).collect();
-        let shared = Shared { vm, slots, found_on, mode: AtomicU8::new(Mode::Off as u8) };
+        let shared = LogState { vm, slots, found_on, mode: AtomicU8::new(Mode::Off as u8) };
         Ok(Self { shared: Arc::new(shared), log: Vec::new(), manual: ManualProtect::NONE })
     }
 
@@ -218,7 +218,7 @@ impl KvmLogTracker {
             kvm::enable_manual_protect(self.shared.vm(), manual).map_err(TrackerError::Unavailable)?;
         }
         for (index, (slot, own)) in self.shared.slots.iter().zip(&self.shared.found_on).enumerate() {
-            forget(slot.marks.as_deref(), slot.handed_back.as_deref());
+            forget(slot.marks.as_deref(), slot.returned_pages.as_deref());
             if own.load(Ordering::Acquire) {
                 continue;
             }
@@ -235,12 +235,12 @@ impl KvmLogTracker {
     /// Determines which logs belong to the VMM, and hands back their pages.
     fn take_own_logs(&mut self) -> Result<(), TrackerError> {
         for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on) {
-            let Some(handed_back) = &slot.handed_back else { continue };
+            let Some(returned_pages) = &slot.returned_pages else { continue };
             let on = match self.shared.read(slot, &mut self.log) {
                 Ok(log) => {
                     let mut found = Bitmap::new(slot.pages());
                     found.union_words(log);
-                    found.for_each_run(|run| handed_back.set_range(run));
+                    found.for_each_run(|run| returned_pages.set_range(run));
                     true
                 }
                 Err(error) if error.errno() == Some(libc::ENOENT) => false,
@@ -298,7 +298,7 @@ impl DirtyTracker for KvmLogTracker {
             // the log, and the pages must not be lost.
             let map = map_of(dirty, slot.region(), slot.pages())?;
             let log = &mut self.log;
-            collect(map, slot.handed_back.as_deref(), |map| {
+            collect(map, slot.returned_pages.as_deref(), |map| {
                 if let Some(marks) = &slot.marks {
                     marks.harvest(map);
                 }
@@ -325,7 +325,7 @@ impl Drop for KvmLogTracker {
     }
 }
 
-impl Protect for Shared {
+impl Protect for LogState {
     fn chunk_pages(&self) -> u64 {
         CHUNK_PAGES
     }
@@ -347,13 +347,13 @@ impl Protect for Shared {
         if pages.len() != have {
             return Err(TrackerError::Length { region, have, bits: pages.len() }.into());
         }
-        let handed_back = slot.handed_back.as_deref().filter(|_| own.load(Ordering::Acquire));
+        let returned_pages = slot.returned_pages.as_deref().filter(|_| own.load(Ordering::Acquire));
         let clear = |first: u64, count: u32, bits: &mut [u64]| {
-            if let Some(handed_back) = handed_back {
-                // The VMM must not lose a page that is not in `handed_back`, so its bit is not
+            if let Some(returned_pages) = returned_pages {
+                // The VMM must not lose a page that is not in `returned_pages`, so its bit is not
                 // cleared. Such a page is protected, or the next harvest reports it.
                 for (word, index) in bits.iter_mut().zip(first / 64..) {
-                    *word &= usize::try_from(index).map_or(0, |index| handed_back.word(index));
+                    *word &= usize::try_from(index).map_or(0, |index| returned_pages.word(index));
                 }
                 if bits.iter().all(|word| *word == 0) {
                     return Ok(());

@@ -75,8 +75,8 @@ pub struct MappedRegion {
     pub marks: Option<Arc<dyn Marks>>,
     /// Receives every page that the tracker takes out of `marks` or finds written. One bit for each
     /// page of the region. A VMM that uses `marks` itself needs this bitmap: see
-    /// [`LogSlot::handed_back`](crate::LogSlot::handed_back).
-    pub handed_back: Option<Arc<AtomicBitmap>>,
+    /// [`LogSlot::returned_pages`](crate::LogSlot::returned_pages).
+    pub returned_pages: Option<Arc<AtomicBitmap>>,
 }
 
 impl MappedRegion {
@@ -117,7 +117,7 @@ impl MappedRegion {
             return Err(TrackerError::NotPages(self.id));
         }
         check_marks(self.id, self.pages(), self.marks.as_deref().map(Marks::pages))?;
-        check_marks(self.id, self.pages(), self.handed_back.as_deref().map(AtomicBitmap::len))
+        check_marks(self.id, self.pages(), self.returned_pages.as_deref().map(AtomicBitmap::len))
     }
 }
 
@@ -140,16 +140,16 @@ pub(crate) fn map_of(set: &mut PageSet, id: RegionId, pages: u64) -> Result<&mut
 }
 
 /// Calls `collect`, which adds pages to `map`, and hands back the added pages, even if `collect`
-/// fails half-way. Without `handed_back` this costs nothing.
+/// fails half-way. Without `returned_pages` this costs nothing.
 pub(crate) fn collect(
     map: &mut Bitmap,
-    handed_back: Option<&AtomicBitmap>,
+    returned_pages: Option<&AtomicBitmap>,
     collect: impl FnOnce(&mut Bitmap) -> Result<(), TrackerError>,
 ) -> Result<(), TrackerError> {
-    let Some(handed_back) = handed_back else { return collect(map) };
+    let Some(returned_pages) = returned_pages else { return collect(map) };
     let mut found = Bitmap::new(map.len());
     let collected = collect(&mut found);
-    found.for_each_run(|run| handed_back.set_range(run));
+    found.for_each_run(|run| returned_pages.set_range(run));
     map.union(&found);
     collected
 }
@@ -158,12 +158,12 @@ pub(crate) fn collect(
 /// written before tracking started are sent anyway. A write that happens during the call is either
 /// complete, and then the first pass reads it, or it is marked afterwards, and then the first
 /// harvest finds it.
-pub(crate) fn forget(marks: Option<&dyn Marks>, handed_back: Option<&AtomicBitmap>) {
+pub(crate) fn forget(marks: Option<&dyn Marks>, returned_pages: Option<&AtomicBitmap>) {
     if let Some(marks) = marks {
         let mut scratch = Bitmap::new(marks.pages());
         marks.harvest(&mut scratch);
-        if let Some(handed_back) = handed_back {
-            scratch.for_each_run(|run| handed_back.set_range(run));
+        if let Some(returned_pages) = returned_pages {
+            scratch.for_each_run(|run| returned_pages.set_range(run));
         }
     }
 }

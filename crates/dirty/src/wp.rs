@@ -120,7 +120,7 @@ impl WpTracker {
         self.runs.resize(RUNS, PageRegion::default());
         let active = Active { uffd, pagemap };
         for region in &self.regions {
-            forget(region.marks.as_deref(), region.handed_back.as_deref());
+            forget(region.marks.as_deref(), region.returned_pages.as_deref());
             // On an error `active` is dropped: closing the userfaultfd lifts all protection.
             active.uffd.register_wp(region.span()).map_err(TrackerError::host(region.id))?;
             for span in chunks(region.span(), SCAN_BYTES) {
@@ -163,7 +163,7 @@ impl DirtyTracker for WpTracker {
         for region in &self.regions {
             let map = map_of(dirty, region.id, region.pages())?;
             let runs = &mut self.runs;
-            collect(map, region.handed_back.as_deref(), |map| {
+            collect(map, region.returned_pages.as_deref(), |map| {
                 if let Some(marks) = &region.marks {
                     marks.harvest(map);
                 }

@@ -29,9 +29,9 @@ const NONE: i32 = 0;
 /// Opened device, without a request yet. The thread that starts another thread opens it, because
 /// the other thread need not be able to open files.
 #[derive(Debug, Default)]
-pub(crate) struct Asking(Option<File>);
+pub(crate) struct LatencyRequest(Option<File>);
 
-impl Asking {
+impl LatencyRequest {
     /// Opens the device. A refusal is not an error: threads that wait for pages then wait somewhat
     /// longer.
     pub(crate) fn open() -> Self {
@@ -45,20 +45,20 @@ impl Asking {
     }
 
     /// Makes the request.
-    pub(crate) fn hold(self) -> Awake {
-        let ask = |mut request: File| request.write_all(&longest().to_ne_bytes()).map(|()| request);
-        let asked = self.0.map(ask).transpose();
-        if let Err(error) = &asked {
+    pub(crate) fn hold(self) -> LatencyHold {
+        let write = |mut request: File| request.write_all(&longest().to_ne_bytes()).map(|()| request);
+        let written = self.0.map(write).transpose();
+        if let Err(error) = &written {
             tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
         }
-        Awake { _request: asked.ok().flatten() }
+        LatencyHold { _request: written.ok().flatten() }
     }
 }
 
 /// Active request. While the value lives, waking a processor of this host takes microseconds, if
 /// the host's owner permits the request.
 #[derive(Debug, Default)]
-pub(crate) struct Awake {
+pub(crate) struct LatencyHold {
     _request: Option<File>,
 }
 
@@ -89,7 +89,7 @@ mod tests {
         let Some(before) = limit() else {
             return skip(Need::Root, format!("{DEVICE} cannot be read"));
         };
-        let awake = Asking::open().hold();
+        let awake = LatencyRequest::open().hold();
         if awake._request.is_none() {
             return skip(Need::Root, format!("{DEVICE} cannot be written"));
         }

@@ -1,6 +1,6 @@
 //! Errors before and around a migration, with texts for the operator.
 
-use crate::fence::ArbiterError;
+use crate::arbiter::ArbiterError;
 use crate::snapshot::RestoreError;
 use std::io;
 use vmferry_core::VmError;
@@ -44,14 +44,14 @@ pub enum MigrateError {
         source: WireError,
     },
     /// The peer refused the hello.
-    #[error("{uri} refused: {code}{}", versions(*code, *theirs))]
+    #[error("{uri} refused: {code}{}", versions(*code, *peer_version))]
     RefusedHello {
         /// Address of the peer.
         uri: String,
         /// Reason of the refusal.
         code: RefusalCode,
         /// Newest protocol version that the peer supports.
-        theirs: u16,
+        peer_version: u16,
     },
     /// No encrypted connection could be established.
     #[error(
@@ -112,7 +112,7 @@ pub enum MigrateError {
     },
     /// The VM or the host has no demand paging.
     #[error("demand paging is not possible: {why}")]
-    NotLazy {
+    NoDemandPaging {
         /// Reason, and how to permit demand paging.
         why: String,
     },
@@ -132,7 +132,7 @@ pub enum MigrateError {
     #[error(
         "the arbiter cannot be used: {0}; check that it runs, and that source and target use the same one"
     )]
-    Fence(ArbiterError),
+    Arbiter(ArbiterError),
     /// The host refused a thread or random bits.
     #[error("the host refused {what}: {source}")]
     Host {
@@ -144,11 +144,11 @@ pub enum MigrateError {
 }
 
 /// Returns the versions of source and target, if they are the reason of the refusal.
-fn versions(code: RefusalCode, theirs: u16) -> String {
+fn versions(code: RefusalCode, peer_version: u16) -> String {
     match code {
         RefusalCode::Version => {
             format!(
-                " (the peer supports protocol versions up to {theirs}, this program {VERSION_MIN} to {VERSION_MAX})"
+                " (the peer supports protocol versions up to {peer_version}, this program {VERSION_MIN} to {VERSION_MAX})"
             )
         }
         _ => String::new(),

@@ -31,7 +31,7 @@ use vmferry_thread::{Role, spawn};
 use vmferry_wire::{ToSource, ToTarget};
 
 /// Number of a ping whose answer is ignored, and of a pong that answers no ping.
-const UNASKED: u64 = u64::MAX;
+const UNSOLICITED: u64 = u64::MAX;
 /// Interval between messages, unless the peer's timeout is shorter than four times this interval.
 const EVERY: Duration = Duration::from_secs(1);
 /// Multiple of the peer's timeout during which messages are sent for a driver.
@@ -40,10 +40,10 @@ const PATIENCE: u32 = 3;
 /// Thread that sends messages, and the state that it shares with the driver. The thread ends when
 /// the value is dropped.
 #[derive(Debug)]
-pub(crate) struct Heartbeat(Arc<Shared>, Option<JoinHandle<()>>);
+pub(crate) struct Heartbeat(Arc<HeartbeatState>, Option<JoinHandle<()>>);
 
 #[derive(Debug)]
-struct Shared {
+struct HeartbeatState {
     state: Mutex<State>,
     ending: Condvar,
     peer_timeout: Duration,
@@ -61,12 +61,12 @@ struct State {
 impl Heartbeat {
     /// Starts the heartbeat of a source whose target waits for about `peer_timeout`.
     pub(crate) fn of_source(peer_timeout: Duration) -> io::Result<Self> {
-        Self::start("source-heartbeat", ToTarget::Ping(UNASKED), peer_timeout)
+        Self::start("source-heartbeat", ToTarget::Ping(UNSOLICITED), peer_timeout)
     }
 
     /// Starts the heartbeat of a target whose source waits for about `peer_timeout`.
     pub(crate) fn of_target(peer_timeout: Duration) -> io::Result<Self> {
-        Self::start("target-heartbeat", ToSource::Pong(UNASKED), peer_timeout)
+        Self::start("target-heartbeat", ToSource::Pong(UNSOLICITED), peer_timeout)
     }
 
     fn start<M: Serialize + Send + 'static>(
@@ -74,7 +74,8 @@ impl Heartbeat {
         message: M,
         peer_timeout: Duration,
     ) -> io::Result<Self> {
-        let shared = Arc::new(Shared { state: Mutex::default(), ending: Condvar::new(), peer_timeout });
+        let shared =
+            Arc::new(HeartbeatState { state: Mutex::default(), ending: Condvar::new(), peer_timeout });
         let own = Arc::clone(&shared);
         let thread = spawn(Role::Control, name, move || own.live(&message))?;
         Ok(Self(shared, Some(thread)))
@@ -117,7 +118,7 @@ impl Drop for Heartbeat {
     }
 }
 
-impl Shared {
+impl HeartbeatState {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -185,13 +186,13 @@ mod tests {
         assert!(!there.has_input(), "the driver speaks for itself");
         heart.during(&here, || {
             for _ in 0..3 {
-                assert!(matches!(read_message(&there), Ok(ToSource::Pong(UNASKED))));
+                assert!(matches!(read_message(&there), Ok(ToSource::Pong(UNSOLICITED))));
             }
         });
         // `during` has waited for the end of the last message, and loopback delivers a message
         // before its send returns.
         while there.has_input() {
-            assert!(matches!(read_message(&there), Ok(ToSource::Pong(UNASKED))));
+            assert!(matches!(read_message(&there), Ok(ToSource::Pong(UNSOLICITED))));
         }
         // The thread checks several times meanwhile, as above.
         std::thread::sleep(TIMEOUT);
@@ -212,20 +213,20 @@ mod tests {
         let here = Arc::new(here);
         let heart = Heartbeat::of_source(TIMEOUT).unwrap();
         let began = Instant::now();
-        let mut heard = 0;
+        let mut pings = 0;
         heart.during(&here, || {
             // Longer than any interval between messages, so that silence at the end means that the
             // heartbeat has stopped.
             while began.elapsed() < TIMEOUT * (PATIENCE + 2) {
                 there.set_timeouts(Some(TIMEOUT), None).unwrap();
                 if let Ok(message) = read_message::<ToTarget>(&there) {
-                    assert_eq!(message, ToTarget::Ping(UNASKED));
-                    heard += 1;
+                    assert_eq!(message, ToTarget::Ping(UNSOLICITED));
+                    pings += 1;
                 }
             }
             assert!(!there.has_input(), "it speaks for a VM that hangs");
         });
-        assert!(heard > 0, "it said nothing");
+        assert!(pings > 0, "it said nothing");
     }
 
     #[test]

@@ -4,28 +4,29 @@
 //! Most VMMs depend on the crate `vmferry`, which re-exports this crate with a builder for
 //! migrations. The engine does not depend on a particular VMM. It calls the traits of
 //! `vmferry-core`: [`SourceVm`] and [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], and, for
-//! postcopy, [`LazyMemory`].
+//! postcopy, [`DemandPaging`].
 //!
 //! | function | purpose |
 //! |---|---|
 //! | [`migrate`] | the source: moves a guest away by precopy, postcopy or both |
 //! | [`receive`], [`Incoming`] | the target: receives a guest into a VM that exists, or into one that is created for the guest |
 //! | [`save`], [`save_copy`] | writes a guest into a file, and ends it or lets it continue |
-//! | [`restore`], [`restore_lazy`] | reads a guest from a file, before it runs or while it runs |
+//! | [`restore`], [`restore_on_demand`] | reads a guest from a file, before it runs or while it runs |
 //! | [`plan`] | predicts the duration and the downtime of a migration, and chooses its mode |
-//! | [`fence`] | the arbiter that decides whether source or target owns a guest after a lost commit |
+//! | [`arbiter`] | the arbiter that decides whether source or target owns a guest after a lost commit |
 //!
 //! Source and target are state machines without I/O, in the crate `vmferry-protocol`. This crate
 //! performs their actions: it has the channels, the threads and the clock.
 //!
 //! ```no_run
 //! use vmferry_engine::{
-//!     Arrival, Ended, Listener, MigrationState, Monitor, Settings, SourceVm, TargetVm, Uri, migrate, receive,
+//!     Arrival, Ended, Listener, MigrationHandle, MigrationState, Settings, SourceVm, TargetVm, Uri, migrate,
+//!     receive,
 //! };
 //!
-//! /// On the source. `Monitor` shows the progress to other threads, and cancels.
+//! /// On the source. `MigrationHandle` shows the progress to other threads, and cancels.
 //! fn move_away(vm: &mut dyn SourceVm, to: &Uri) -> Result<bool, Box<dyn std::error::Error>> {
-//!     let report = migrate(vm, to, None, &Settings::default(), &Monitor::new())?;
+//!     let report = migrate(vm, to, None, &Settings::default(), &MigrationHandle::new())?;
 //!     Ok(matches!(report.ended(), Some(Ended::Completed)))
 //! }
 //!
@@ -34,8 +35,8 @@
 //!     let (listener, arrival) = (Listener::bind(at, false)?, Arrival::new(Settings::default().peer_timeout));
 //!     let received = receive(vm, &listener, &arrival)?;
 //!     // After a postcopy, the rest of the memory still arrives.
-//!     if let Some(rest) = received.rest {
-//!         let end = rest.finish(&listener, &arrival);
+//!     if let Some(postcopy) = received.postcopy {
+//!         let end = postcopy.finish(&listener, &arrival);
 //!         if end.state != MigrationState::Completed {
 //!             return Err(format!("the guest has lost memory: {:?}", end.why).into());
 //!         }
@@ -48,21 +49,21 @@
 //! `tls` adds encrypted channels by rustls. `ring`, which is on by default, adds a provider of
 //! cryptography.
 
+pub mod arbiter;
 mod awake;
 mod channel;
 mod clock;
 mod demand;
 mod error;
-pub mod fence;
 mod free;
+mod handle;
 mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
-mod lacking;
 mod mapped;
+mod missing_pages;
 #[cfg(test)]
 mod model;
-mod monitor;
 pub mod plan;
 mod reason_wait;
 mod report;
@@ -85,28 +86,30 @@ pub use channel::{Accept, Attempt, ChannelCounts, Connect, Connected, Listener, 
 #[cfg(feature = "tls")]
 pub use channel::{Tls, TlsError};
 pub use error::MigrateError;
+pub use handle::{Change, MigrationHandle, MigrationState, Progress};
 pub use mapped::MappedMemory;
-pub use monitor::{Change, MigrationState, Monitor, Progress};
 pub use report::{
-    Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, PaceFigures, PassReport, PhaseReport,
-    PostcopyFigures, Report, ThrottleFigures, Way,
+    Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, MigrationKind, PaceFigures, PassReport,
+    PhaseReport, PostcopyFigures, Report, ThrottleFigures,
 };
 /// TLS library, for the providers of cryptography that [`Tls::with_provider`] takes.
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
-    FillState, LazyProgress, LazyRestore, RestoreError, restore, restore_lazy, save, save_copy,
+    FillState, OnDemandRestore, RestoreError, RestoreProgress, restore, restore_on_demand, save, save_copy,
 };
 /// Controller of the bulk rate in postcopy, for `vmferry-bench`, which measures it alone.
 #[doc(hidden)]
 pub use source::pace;
 pub use source::{
-    AutoConverge, MigrationMode, OnTimeout, Outcome, Pace, Settings, SwitchoverBandwidth, UrgentPath,
+    AutoConverge, BulkLimit, MigrationMode, OnTimeout, Outcome, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate,
 };
-pub use target::{Arrival, Incoming, ReceiveFailure, Received, Rest, RestState, RestWatch, receive};
+pub use target::{
+    Arrival, Incoming, PostcopyReceiver, PostcopyState, PostcopyWatch, ReceiveFailure, Received, receive,
+};
 pub use vmferry_core::{
-    Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, LazyMemory, MachineConfig,
+    Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
     Migratable, NothingToProtect, PauseCosts, Placed, Protect, RingFigures, RunState, Section, SourceVm,
     StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
 };

@@ -1,13 +1,13 @@
 //! Report of a migration, in the form of the `migrate --json` document.
 
-use crate::monitor::MigrationState;
+use crate::handle::MigrationState;
 use crate::plan::CourseChange;
 use crate::source::MigrationMode;
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::fmt;
 use vmferry_core::{RingFigures, TrackerKind};
-use vmferry_wire::{FaultLatency, LazyFigures};
+use vmferry_wire::{FaultLatency, PagingFigures};
 
 /// Report of a migration: its outcome and its figures.
 #[must_use = "its `state` says who owns the guest"]
@@ -22,7 +22,8 @@ pub struct Report {
     pub error: Option<String>,
     /// True if the source owns the guest but could not resume it, as `error` says. The guest is
     /// paused, and no other side runs it.
-    pub stands_still: bool,
+    #[serde(rename = "stands_still")]
+    pub resume_failed: bool,
     /// True if the target refused a feature that the source asked for. The target has received
     /// nothing, so the caller may ask again without the feature.
     #[serde(skip)]
@@ -31,7 +32,7 @@ pub struct Report {
     pub id: String,
     /// Kind of migration: to a target in a given mode, or into a file.
     #[serde(rename = "mode")]
-    pub way: Way,
+    pub kind: MigrationKind,
     /// Dirty-page tracker that was used. `None` for a guest that was paused while its memory was
     /// read.
     #[serde(serialize_with = "kind_or_none")]
@@ -68,10 +69,12 @@ pub struct Report {
     pub interruptions: u64,
     /// Number of deferred switchovers. A switchover is deferred if the guest's I/O does not quiesce
     /// in time: the guest is not stopped, or runs on after a pause.
-    pub put_off: u64,
+    #[serde(rename = "put_off")]
+    pub deferrals: u64,
     /// Time for which the guest was stopped in deferred switchovers, all together, in ms. Not part
     /// of the downtime.
-    pub put_off_ms: f64,
+    #[serde(rename = "put_off_ms")]
+    pub deferred_ms: f64,
     /// Number of trial pauses. A trial pause stops the guest briefly to measure how long that
     /// takes.
     pub trial_pauses: u64,
@@ -94,7 +97,8 @@ pub struct Report {
     /// Pages that were not compared, because the guest had reported them as free.
     pub skipped_pages: u64,
     /// Pages that were sent again because of a digest mismatch.
-    pub suspect_pages_resent: u64,
+    #[serde(rename = "suspect_pages_resent")]
+    pub digest_mismatches_resent: u64,
     /// Time for verification in ms. Not part of the downtime.
     pub verify_ms: f64,
 }
@@ -102,20 +106,20 @@ pub struct Report {
 /// Kind of migration, by the destination of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Way {
+pub enum MigrationKind {
     /// To a target, in this mode.
     Live(MigrationMode),
     /// Into a file.
     File,
 }
 
-impl Default for Way {
+impl Default for MigrationKind {
     fn default() -> Self {
         Self::Live(MigrationMode::default())
     }
 }
 
-impl fmt::Display for Way {
+impl fmt::Display for MigrationKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Live(mode) => mode.fmt(f),
@@ -124,7 +128,7 @@ impl fmt::Display for Way {
     }
 }
 
-impl Serialize for Way {
+impl Serialize for MigrationKind {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
@@ -172,7 +176,7 @@ pub enum Ended {
 
 impl Report {
     /// Returns how the migration ended. `None` if it has not ended: only
-    /// [`Monitor::report`](crate::Monitor::report) returns such a report.
+    /// [`MigrationHandle::report`](crate::MigrationHandle::report) returns such a report.
     pub fn ended(&self) -> Option<Ended> {
         let why = || self.error.clone().unwrap_or_default();
         Some(match self.state {
@@ -180,7 +184,7 @@ impl Report {
             MigrationState::Cancelled => Ended::Cancelled { why: why() },
             MigrationState::Unknown => Ended::OwnershipUnknown { why: why() },
             MigrationState::Lost => Ended::Lost { why: why() },
-            MigrationState::Failed => Ended::Failed { why: why(), paused: self.stands_still },
+            MigrationState::Failed => Ended::Failed { why: why(), paused: self.resume_failed },
             MigrationState::Setup
             | MigrationState::Precopy
             | MigrationState::Switchover
@@ -298,7 +302,8 @@ pub struct PostcopyFigures {
     /// Pages that arrived more than once.
     pub duplicates: u64,
     /// Pages with a digest mismatch, which were sent again.
-    pub damaged: u64,
+    #[serde(rename = "damaged")]
+    pub digest_mismatches: u64,
     /// Faults on pages that were known to be zero.
     pub zero_faults: u64,
     /// Pages that were requested ahead of a sequence of faults.
@@ -373,8 +378,8 @@ impl From<&FaultLatency> for FaultFigures {
     }
 }
 
-impl From<&LazyFigures> for PostcopyFigures {
-    fn from(figures: &LazyFigures) -> Self {
+impl From<&PagingFigures> for PostcopyFigures {
+    fn from(figures: &PagingFigures) -> Self {
         let all = FaultFigures::from(&figures.all);
         let buckets = figures.all.buckets.iter().zip(0u32..).filter(|(count, _)| **count > 0);
         Self {
@@ -392,7 +397,7 @@ impl From<&LazyFigures> for PostcopyFigures {
             pages: figures.pages,
             zero_pages: figures.zero_pages,
             duplicates: figures.duplicates,
-            damaged: figures.damaged,
+            digest_mismatches: figures.digest_mismatches,
             zero_faults: figures.zero_faults,
             prefetched: figures.ahead,
             prefetched_used: figures.ahead_used,
@@ -416,7 +421,8 @@ pub struct FreePagesFigures {
     pub outside_pages: u64,
     /// Pages that were write-protected and moved to the end of the pass, where they are skipped or
     /// sent.
-    pub put_off_pages: u64,
+    #[serde(rename = "put_off_pages")]
+    pub postponed_pages: u64,
     /// Time from the first question to the first answer, in ms. `None` if there was no answer.
     pub first_answer_ms: Option<f64>,
 }
@@ -439,7 +445,8 @@ pub struct Cpu {
     /// CPU time of the engine's threads on the source.
     pub source: f64,
     /// CPU time of the engine's threads on the target.
-    pub destination: f64,
+    #[serde(rename = "destination")]
+    pub target: f64,
 }
 
 /// Returns the name of a final state in JSON, or `None` if the migration has not ended.

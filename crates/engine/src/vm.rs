@@ -67,13 +67,13 @@ pub(crate) fn protect_run(
 }
 
 /// Result of a trial pause: the cost of stopping a guest.
-pub(crate) struct Rehearsal {
+pub(crate) struct TrialPause {
     pub(crate) pause: Duration,
     /// Time until the I/O was quiesced.
-    pub(crate) settle: Duration,
+    pub(crate) quiesce: Duration,
     pub(crate) save: Duration,
     /// Time for which the guest was paused.
-    pub(crate) stood: Duration,
+    pub(crate) total: Duration,
     /// Saved state. An error means that the I/O was not quiesced in time. Other failures are not
     /// reported in this field.
     pub(crate) sections: Result<Vec<Section>, VmError>,
@@ -81,28 +81,28 @@ pub(crate) struct Rehearsal {
 
 /// Quiesces the guest's devices within the given time, and saves the state.
 pub(crate) fn save(vm: &mut dyn SourceVm, within: Duration) -> Result<Vec<Section>, VmError> {
-    vm.settle(within)?;
+    vm.quiesce(within)?;
     vm.save()
 }
 
 /// Performs a trial pause: pauses the guest briefly to measure the cost of stopping it. `within` is
 /// the time limit for quiescing its I/O. The guest is resumed also after a failure.
-pub(crate) fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Rehearsal, VmError> {
+pub(crate) fn trial_pause(vm: &mut dyn SourceVm, within: Duration) -> Result<TrialPause, VmError> {
     let began = Instant::now();
     let paused = vm.pause();
     let pause = began.elapsed();
-    let settled = paused.and_then(|()| vm.settle(within));
-    let settle = began.elapsed().saturating_sub(pause);
-    let saved = settled.and_then(|()| vm.save());
-    let save = began.elapsed().saturating_sub(pause + settle);
+    let quiesced = paused.and_then(|()| vm.quiesce(within));
+    let quiesce = began.elapsed().saturating_sub(pause);
+    let saved = quiesced.and_then(|()| vm.save());
+    let save = began.elapsed().saturating_sub(pause + quiesce);
     let resumed = vm.resume();
-    let stood = began.elapsed();
+    let total = began.elapsed();
     let sections = match saved {
         Err(error) if !error.is_busy() => return Err(error),
         saved => saved,
     };
     resumed?;
-    Ok(Rehearsal { pause, settle, save, stood, sections })
+    Ok(TrialPause { pause, quiesce, save, total, sections })
 }
 
 #[cfg(test)]

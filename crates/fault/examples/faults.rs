@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{
-    Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId, VmError,
+    DemandPaging, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId, VmError,
 };
-use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+use vmferry_fault::{Backing, PagedRegion, UffdMemory, UffdOptions, VcpuThreads};
 
 /// Number of pages that each thread touches in its share, in a scattered order.
 const FAULTS: u64 = 6000;
@@ -70,15 +70,15 @@ impl Mapped {
         unsafe { AtomicU64::from_ptr(self.start.as_ptr().add(at).cast()) }
     }
 
-    fn lazy(self: &Arc<Self>, stripes: usize) -> Result<UffdMemory, VmError> {
+    fn paging(self: &Arc<Self>, shards: usize) -> Result<UffdMemory, VmError> {
         let backing = match &self.file {
             Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
             None => Backing::Anonymous,
         };
         let host = self.start.addr().get() as u64;
-        let region = LazyRegion { id: RegionId(0), host, len: self.pages << 12, backing };
+        let region = PagedRegion { id: RegionId(0), host, len: self.pages << 12, backing };
         let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
-        (options.stripes, options.user_mode_only) = (stripes, true);
+        (options.shards, options.user_mode_only) = (shards, true);
         // SAFETY: the owner keeps the mapping, whose bytes are accessed by atomics only.
         Ok(unsafe { UffdMemory::new(vec![region], Arc::clone(self) as _, &options) }?)
     }
@@ -97,21 +97,21 @@ impl Drop for Mapped {
 }
 
 /// Returns the faults per second and the sorted times of all faults, in ns.
-fn faults(threads: u64, stripes: usize, memfd: bool) -> Result<(f64, Vec<u64>), VmError> {
+fn faults(threads: u64, shards: usize, memfd: bool) -> Result<(f64, Vec<u64>), VmError> {
     let mapped = Arc::new(Mapped::new(FAULT_PAGES, memfd, false)?);
-    let lazy = mapped.lazy(stripes)?;
-    lazy.begin(&PageSet::full(&mapped.layout()?))?;
+    let paging = mapped.paging(shards)?;
+    paging.begin(&PageSet::full(&mapped.layout()?))?;
     let done = AtomicBool::new(false);
     let (took, mut times) = std::thread::scope(|scope| {
-        for stripe in 0..stripes {
-            let (lazy, done) = (&lazy, &done);
+        for shard in 0..shards {
+            let (paging, done) = (&paging, &done);
             scope.spawn(move || {
                 let page = [7; PAGE_BYTES];
                 while !done.load(Ordering::Acquire) {
-                    match lazy.next_fault(stripe, Duration::from_secs(1)) {
+                    match paging.next_fault(shard, Duration::from_secs(1)) {
                         Ok(Some(fault)) => {
                             let run = PageRun::new(fault.page, 1);
-                            if let Err(error) = lazy.place(fault.region, run, &page) {
+                            if let Err(error) = paging.place(fault.region, run, &page) {
                                 eprintln!("{error}");
                             }
                         }
@@ -142,10 +142,10 @@ fn faults(threads: u64, stripes: usize, memfd: bool) -> Result<(f64, Vec<u64>), 
             touching.into_iter().filter_map(|thread| thread.join().ok()).flatten().collect();
         let took = began.elapsed();
         done.store(true, Ordering::Release);
-        lazy.interrupt();
+        paging.interrupt();
         (took, times)
     });
-    lazy.end()?;
+    paging.end()?;
     times.sort_unstable();
     #[expect(clippy::cast_precision_loss, reason = "for people")]
     Ok((times.len() as f64 / took.as_secs_f64(), times))
@@ -153,18 +153,18 @@ fn faults(threads: u64, stripes: usize, memfd: bool) -> Result<(f64, Vec<u64>), 
 
 fn fault_table(memfd: bool) -> Result<(), VmError> {
     println!(
-        "\n{}: threads x stripes, faults/s (median of {ROUNDS}), p50, p99 in us",
+        "\n{}: threads x shards, faults/s (median of {ROUNDS}), p50, p99 in us",
         if memfd { "memfd" } else { "anonymous" }
     );
     for threads in [1, 2, 4] {
-        for stripes in [1, 2, 4] {
+        for shards in [1, 2, 4] {
             let mut rounds =
-                (0..ROUNDS).map(|_| faults(threads, stripes, memfd)).collect::<Result<Vec<_>, _>>()?;
+                (0..ROUNDS).map(|_| faults(threads, shards, memfd)).collect::<Result<Vec<_>, _>>()?;
             rounds.sort_by(|a, b| a.0.total_cmp(&b.0));
             let (rate, times) = &rounds[ROUNDS / 2];
             #[expect(clippy::cast_precision_loss, reason = "for people")]
             let us = |of: usize| times[times.len() * of / 100] as f64 / 1000.0;
-            println!("{threads} x {stripes}: {rate:9.0}  {:7.1}  {:7.1}", us(50), us(99));
+            println!("{threads} x {shards}: {rate:9.0}  {:7.1}  {:7.1}", us(50), us(99));
         }
     }
     Ok(())
@@ -172,7 +172,7 @@ fn fault_table(memfd: bool) -> Result<(), VmError> {
 
 /// Returns the times to begin and to end, in ms.
 fn begin(
-    stripes: usize,
+    shards: usize,
     memfd: bool,
     huge: bool,
     filled: bool,
@@ -182,12 +182,12 @@ fn begin(
     if filled {
         (0..BEGIN_PAGES).for_each(|page| mapped.word(page).store(1, Ordering::Relaxed));
     }
-    let lazy = mapped.lazy(stripes)?;
+    let paging = mapped.paging(shards)?;
     let start = Instant::now();
-    lazy.begin(missing)?;
+    paging.begin(missing)?;
     let began = start.elapsed();
     let start = Instant::now();
-    lazy.end()?;
+    paging.end()?;
     Ok((began.as_secs_f64() * 1e3, start.elapsed().as_secs_f64() * 1e3))
 }
 
@@ -206,17 +206,17 @@ fn begin_table() -> Result<(), VmError> {
         for (what, missing) in
             [("nothing", &nothing), ("everything", &everything), ("10,000 scattered pages", &scattered)]
         {
-            for stripes in [1, 4] {
-                let round = |_| begin(stripes, memfd, huge, true, missing);
+            for shards in [1, 4] {
+                let round = |_| begin(shards, memfd, huge, true, missing);
                 let mut rounds = (0..ROUNDS).map(round).collect::<Result<Vec<_>, _>>()?;
                 rounds.sort_by(|a, b| a.0.total_cmp(&b.0));
                 let (began, ended) = rounds[ROUNDS / 2];
-                println!("{kind}, {what} to drop, {stripes} stripes: begin {began:.2}, end {ended:.2}");
+                println!("{kind}, {what} to drop, {shards} shards: begin {began:.2}, end {ended:.2}");
             }
         }
     }
     let (began, ended) = begin(4, false, false, false, &everything)?;
-    println!("anonymous, never touched, everything to drop, 4 stripes: begin {began:.2}, end {ended:.2}");
+    println!("anonymous, never touched, everything to drop, 4 shards: begin {began:.2}, end {ended:.2}");
     Ok(())
 }
 

@@ -1,8 +1,8 @@
 //! Dropping pages, so that they are missing.
 
 use crate::error::FaultError;
-use crate::region::{Backing, LazyRegion};
-use crate::stripes::Place;
+use crate::region::{Backing, PagedRegion};
+use crate::shards::ShardedRegion;
 use std::os::fd::AsFd;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::PageRun;
@@ -22,7 +22,11 @@ use vmferry_sys::{mapping, memfd};
 ///
 /// # Safety
 /// No Rust reference covers the region's bytes, and their content may be lost.
-pub(crate) unsafe fn discard(region: &LazyRegion, place: &Place, missing: &Bitmap) -> Result<(), FaultError> {
+pub(crate) unsafe fn discard(
+    region: &PagedRegion,
+    place: &ShardedRegion,
+    missing: &Bitmap,
+) -> Result<(), FaultError> {
     for run in missing.runs().map(PageRun::from) {
         match &region.backing {
             Backing::Anonymous => {

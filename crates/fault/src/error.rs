@@ -19,10 +19,10 @@ pub enum FaultError {
         source: SysError,
     },
     /// Waiting for faults on the userfaultfd of a shard failed.
-    #[error("waiting for faults of shard {stripe}: {source}")]
+    #[error("waiting for faults of shard {shard}: {source}")]
     Wait {
         /// Number of the shard.
-        stripe: usize,
+        shard: usize,
         /// Error that the host returned.
         source: std::io::Error,
     },
@@ -32,10 +32,10 @@ pub enum FaultError {
     )]
     Regions(String),
     /// The shard does not exist.
-    #[error("there is no shard {stripe}, only {have}")]
-    NoStripe {
+    #[error("there is no shard {shard}, only {have}")]
+    NoShard {
         /// Number of the shard.
-        stripe: usize,
+        shard: usize,
         /// Number of shards.
         have: usize,
     },

@@ -13,8 +13,8 @@
 //! may see.
 
 use crate::error::FaultError;
-use crate::region::{Backing, LazyRegion};
-use crate::stripes::Place;
+use crate::region::{Backing, PagedRegion};
+use crate::shards::ShardedRegion;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -49,7 +49,7 @@ struct Missing {
     /// Number of missing pages of each block that have not been written.
     left: Vec<AtomicU64>,
     /// Blocks that are known to be allocated in the file.
-    there: Vec<AtomicBool>,
+    present: Vec<AtomicBool>,
 }
 
 /// Second mapping of the file.
@@ -75,7 +75,7 @@ impl Drop for Alias {
 
 impl Blocks {
     /// Returns the blocks of `region`, or `None` if it is not made of huge pages.
-    pub(crate) fn new(region: &LazyRegion) -> Result<Option<Self>, FaultError> {
+    pub(crate) fn new(region: &PagedRegion) -> Result<Option<Self>, FaultError> {
         let Backing::HugeMemfd { file, offset } = &region.backing else { return Ok(None) };
         let id = region.id;
         let failed = |source: rustix::io::Errno| FaultError::Alias { region: id, source: source.into() };
@@ -107,7 +107,7 @@ impl Blocks {
     /// # Safety
     /// No Rust reference covers the region's bytes, and `place` has the addresses at which they are
     /// mapped.
-    pub(crate) unsafe fn begin(&self, place: &Place, missing: &Bitmap) -> Result<(), FaultError> {
+    pub(crate) unsafe fn begin(&self, place: &ShardedRegion, missing: &Bitmap) -> Result<(), FaultError> {
         let block = |number| number * BLOCK_PAGES..(number + 1) * BLOCK_PAGES;
         let blocks = 0..place.pages / BLOCK_PAGES;
         let left: Vec<u64> = blocks.map(|number| missing.count_range(block(number))).collect();
@@ -124,11 +124,11 @@ impl Blocks {
             }
             first = end;
         }
-        let there = left.iter().map(|_| AtomicBool::new(false)).collect();
+        let present = left.iter().map(|_| AtomicBool::new(false)).collect();
         let left = left.into_iter().map(AtomicU64::new).collect();
         let untaken = ClaimBitmap::new(missing);
         *self.missing.write().unwrap_or_else(PoisonError::into_inner) =
-            Some(Missing { untaken, left, there });
+            Some(Missing { untaken, left, present });
         Ok(())
     }
 
@@ -171,7 +171,7 @@ impl Blocks {
             at = part.end;
             let written = self.write(missing, number, part.clone(), content)?;
             placed.pages += written;
-            placed.there += part.end - part.start - written;
+            placed.already_present += part.end - part.start - written;
             let left = missing.left[number].fetch_sub(written, Ordering::AcqRel) - written;
             if left == 0 {
                 self.populate(missing, number)?;
@@ -215,11 +215,11 @@ impl Blocks {
 
     /// Allocates block `number` in the file.
     fn populate(&self, missing: &Missing, number: usize) -> Result<(), FaultError> {
-        if !missing.there[number].load(Ordering::Acquire) {
+        if !missing.present[number].load(Ordering::Acquire) {
             let start = self.offset + number as u64 * BLOCK_BYTES;
             memfd::populate(self.file.as_fd(), start..start + BLOCK_BYTES)
                 .map_err(FaultError::host(self.id))?;
-            missing.there[number].store(true, Ordering::Release);
+            missing.present[number].store(true, Ordering::Release);
         }
         Ok(())
     }

@@ -1,12 +1,12 @@
 //! Demand paging for guest memory: [`UffdMemory`] implements
-//! [`LazyMemory`](vmferry_core::LazyMemory) with userfaultfd, for memory that is mapped in this
+//! [`DemandPaging`](vmferry_core::DemandPaging) with userfaultfd, for memory that is mapped in this
 //! process. Postcopy and lazy restores need it.
 //!
 //! ```no_run
 //! use std::os::fd::OwnedFd;
 //! use std::sync::Arc;
 //! use vmferry_core::RegionId;
-//! use vmferry_fault::{Backing, FaultError, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+//! use vmferry_fault::{Backing, FaultError, PagedRegion, UffdMemory, UffdOptions, VcpuThreads};
 //!
 //! /// Guest memory of a memfd, mapped at `host`.
 //! struct Ram {
@@ -17,7 +17,7 @@
 //!
 //! fn demand_paging(ram: Arc<Ram>, vcpus: u32) -> Result<UffdMemory, FaultError> {
 //!     let backing = Backing::Memfd { file: Arc::clone(&ram.file), offset: 0 };
-//!     let region = LazyRegion { id: RegionId(0), host: ram.host, len: ram.len, backing };
+//!     let region = PagedRegion { id: RegionId(0), host: ram.host, len: ram.len, backing };
 //!     // Each vCPU thread calls `register`, so that its faults are counted as those of its vCPU.
 //!     let threads = Arc::new(VcpuThreads::new(vcpus));
 //!     // SAFETY: `Ram` keeps the mapping for as long as it lives, and the program accesses its bytes as atomics only.
@@ -26,10 +26,10 @@
 //! ```
 //!
 //! # Faults do not wait for each other
-//! The pages are divided into shards (`stripes` in names). Each shard has its own userfaultfd. An
-//! access to a missing page creates a message on the userfaultfd of the page's shard, and one
-//! thread reads the messages of a shard. Placing a page takes no lock of this crate. A lock is
-//! taken only when demand paging begins or ends.
+//! The pages are divided into shards. Each shard has its own userfaultfd. An access to a missing
+//! page creates a message on the userfaultfd of the page's shard, and one thread reads the messages
+//! of a shard. Placing a page takes no lock of this crate. A lock is taken only when demand paging
+//! begins or ends.
 //!
 //! # Accesses that are not detected
 //! An access through another mapping of the memfd, in this process or another, raises no fault.
@@ -41,11 +41,11 @@ mod huge;
 mod memory;
 mod placing;
 mod region;
+mod shards;
 mod slot;
-mod stripes;
 
 pub use error::FaultError;
 pub use memory::{UffdMemory, UffdOptions};
-pub use region::{Backing, LazyRegion};
-pub use slot::LazySlot;
+pub use region::{Backing, PagedRegion};
+pub use slot::PagingSlot;
 pub use vmferry_thread::{VcpuThread, VcpuThreads};

@@ -3,9 +3,9 @@
 use crate::discard::discard;
 use crate::error::FaultError;
 use crate::huge::{BLOCK_PAGES, Blocks, block_of};
-use crate::placing::{Source, fill_part, show};
-use crate::region::{Backing, LazyRegion};
-use crate::stripes::{Place, Stripes};
+use crate::placing::{Source, fill_part, map_huge_page};
+use crate::region::{Backing, PagedRegion};
+use crate::shards::{ShardMap, ShardedRegion};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::any::Any;
 use std::mem::ManuallyDrop;
@@ -13,7 +13,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
-use vmferry_core::{Fault, LazyMemory, PAGE_SIZE, PageIndex, PageRun, PageSet, Placed, RegionId, VmError};
+use vmferry_core::{DemandPaging, Fault, PAGE_SIZE, PageIndex, PageRun, PageSet, Placed, RegionId, VmError};
 use vmferry_sys::uffd::{
     Access, Event, FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM,
     FEATURE_THREAD_ID, Userfaultfd,
@@ -24,7 +24,7 @@ use vmferry_thread::VcpuThreads;
 const _: () = assert!(SYS_PAGE == PAGE_SIZE);
 
 /// Maximum number of shards: more threads do not make the faults of one host faster.
-const MAX_STRIPES: usize = 16;
+const MAX_SHARDS: usize = 16;
 /// Maximum time for which a waiting thread sleeps without a check for an interrupt. It matters only
 /// if several threads wait for one shard: the return of one thread can hide the interrupt from
 /// another.
@@ -34,7 +34,7 @@ const LOOK: Duration = Duration::from_millis(100);
 #[non_exhaustive]
 pub struct UffdOptions {
     /// Number of shards, 1 to 16. Each shard is a separate stream of faults.
-    pub stripes: usize,
+    pub shards: usize,
     /// True if only user-mode code of this process touches the memory. KVM touches the memory of a
     /// KVM guest, and device models let the kernel touch it (`readv`). With `false`, these faults
     /// are received too, which needs a permission.
@@ -51,13 +51,13 @@ impl UffdOptions {
     #[must_use]
     pub fn new(threads: Arc<VcpuThreads>) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Self { stripes: cpus.min(4), user_mode_only: false, huge_pages: false, threads }
+        Self { shards: cpus.min(4), user_mode_only: false, huge_pages: false, threads }
     }
 }
 
 /// State of one shard.
 #[derive(Debug)]
-struct Stripe {
+struct Shard {
     uffd: Userfaultfd,
     /// Eventfd that is readable while an interrupt is pending.
     bell: OwnedFd,
@@ -72,10 +72,10 @@ struct Stripe {
 pub struct UffdMemory {
     /// Not dropped while a guest lacks pages: closing a userfaultfd wakes the threads that wait for
     /// pages, with zeros.
-    stripes: ManuallyDrop<Vec<Stripe>>,
-    map: Stripes,
+    shards: ManuallyDrop<Vec<Shard>>,
+    map: ShardMap,
     /// Regions in the order in which they were given.
-    regions: Vec<LazyRegion>,
+    regions: Vec<PagedRegion>,
     /// Huge pages of each region in `regions`, or `None` if the region is not made of huge pages.
     blocks: Vec<Option<Blocks>>,
     /// For each region in `regions`, true if the kernel can place zeros in it.
@@ -86,9 +86,9 @@ pub struct UffdMemory {
     interrupts: AtomicU64,
     /// State of demand paging. The path of a fault does not use it: `begin`, `started` and `end`
     /// write it, and threads that read guest memory and must not sleep lock it for reading
-    /// ([`UffdMemory::look`]).
+    /// ([`UffdMemory::read_if_present`]).
     begun: RwLock<Faults>,
-    /// Keeps the mappings, and is dropped after everything else, or with `stripes` never.
+    /// Keeps the mappings, and is dropped after everything else, or with `shards` never.
     _owner: ManuallyDrop<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -104,7 +104,7 @@ enum Faults {
 
 impl UffdMemory {
     /// Prepares demand paging for `regions`. The regions do not change before
-    /// [`begin`](LazyMemory::begin).
+    /// [`begin`](DemandPaging::begin).
     ///
     /// # Errors
     /// Returns an error if the host does not support demand paging or this user has no permission;
@@ -115,12 +115,12 @@ impl UffdMemory {
     /// backing. No Rust reference covers their bytes, except references to atomics: the content may
     /// be dropped and replaced.
     pub unsafe fn new(
-        regions: Vec<LazyRegion>,
+        regions: Vec<PagedRegion>,
         owner: Arc<dyn Any + Send + Sync>,
         options: &UffdOptions,
     ) -> Result<Self, FaultError> {
-        let count = options.stripes.clamp(1, MAX_STRIPES);
-        let map = Stripes::new(&regions, count)?;
+        let count = options.shards.clamp(1, MAX_SHARDS);
+        let map = ShardMap::new(&regions, count)?;
         let features = regions.iter().fold(FEATURE_THREAD_ID, |features, region| {
             features
                 | match region.backing {
@@ -138,11 +138,11 @@ impl UffdMemory {
             let uffd = uffd.map_err(FaultError::Unavailable)?;
             debug_assert!(options.user_mode_only || uffd.access() == Access::Full);
             let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-            let bell = bell.map_err(|error| FaultError::Wait { stripe: 0, source: error.into() })?;
-            Ok(Stripe { uffd, bell, seen: AtomicU64::new(0), readers: AtomicU32::new(0) })
+            let bell = bell.map_err(|error| FaultError::Wait { shard: 0, source: error.into() })?;
+            Ok(Shard { uffd, bell, seen: AtomicU64::new(0), readers: AtomicU32::new(0) })
         };
         Ok(Self {
-            stripes: ManuallyDrop::new((0..count).map(open).collect::<Result<_, FaultError>>()?),
+            shards: ManuallyDrop::new((0..count).map(open).collect::<Result<_, FaultError>>()?),
             map,
             blocks: regions.iter().map(Blocks::new).collect::<Result<_, FaultError>>()?,
             zeroable: regions.iter().map(|_| AtomicBool::new(false)).collect(),
@@ -162,15 +162,15 @@ impl UffdMemory {
     /// present page stays present: only `begin` drops pages, and `begin` waits for `read`. In a
     /// memfd, a page is present if the file has it. The first access through this mapping then
     /// raises no fault that this crate handles.
-    pub fn look<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
+    pub fn read_if_present<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
-        let there = *begun == Faults::Off || self.there(region, run).unwrap_or(false);
-        there.then(read)
+        let present = *begun == Faults::Off || self.present(region, run).unwrap_or(false);
+        present.then(read)
     }
 
     /// Calls `change` if no page can be missing, and keeps this state until `change` returns.
     /// Returns `None` between `begin` and `end`.
-    pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
+    pub fn if_complete<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
         (*begun == Faults::Off).then(change)
     }
@@ -178,12 +178,12 @@ impl UffdMemory {
     /// Returns whether demand paging is active while no thread waits for its faults. A thread that
     /// has read a fault and places its page does not count as waiting, so a single result means
     /// little.
-    pub(crate) fn lacks_server(&self) -> bool {
+    pub(crate) fn is_unserved(&self) -> bool {
         let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
-        begun != Faults::Off && self.stripes.iter().all(|stripe| stripe.readers.load(Ordering::Relaxed) == 0)
+        begun != Faults::Off && self.shards.iter().all(|shard| shard.readers.load(Ordering::Relaxed) == 0)
     }
 
-    fn there(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
+    fn present(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
         let place = self.map.with_pages(id, run)?;
         let mut found = 0;
         match &self.regions[place.position].backing {
@@ -220,14 +220,14 @@ impl UffdMemory {
     /// register, so that every later access to a missing page waits. Only then drop: a page that is
     /// accessed after it was dropped and before it is registered would be present, as zeros.
     fn prepare(&self, missing: &PageSet) -> Result<(), FaultError> {
-        for place in self.map.places() {
+        for place in self.map.regions() {
             let host = FaultError::host(place.id);
             mapping::allow_huge_pages(place.span(place.all()), false).or_else(no_such_thing).map_err(host)?;
         }
-        for place in self.map.places() {
+        for place in self.map.regions() {
             let mut zeroable = true;
-            for (stripe, part) in self.map.parts(place, place.all()) {
-                let uffd = &self.stripes[stripe].uffd;
+            for (shard, part) in self.map.parts(place, place.all()) {
+                let uffd = &self.shards[shard].uffd;
                 let registered = match self.blocks[place.position] {
                     Some(_) => uffd.register_unmapped(place.span(part)),
                     None => uffd.register_missing(place.span(part)),
@@ -254,12 +254,12 @@ impl UffdMemory {
     /// threads wake.
     fn release(&self) -> Result<(), FaultError> {
         let mut result = Ok(());
-        for place in self.map.places() {
+        for place in self.map.regions() {
             if let Some(blocks) = &self.blocks[place.position] {
                 result = result.and(blocks.end());
             }
-            for (stripe, part) in self.map.parts(place, place.all()) {
-                let done = self.stripes[stripe].uffd.unregister(place.span(part));
+            for (shard, part) in self.map.parts(place, place.all()) {
+                let done = self.shards[shard].uffd.unregister(place.span(part));
                 result = result.and(done.map_err(FaultError::host(place.id)));
             }
             if self.huge_pages {
@@ -270,31 +270,31 @@ impl UffdMemory {
         result
     }
 
-    fn stripe(&self, stripe: usize) -> Result<&Stripe, FaultError> {
-        let have = self.stripes.len();
-        self.stripes.get(stripe).ok_or(FaultError::NoStripe { stripe, have })
+    fn shard(&self, shard: usize) -> Result<&Shard, FaultError> {
+        let have = self.shards.len();
+        self.shards.get(shard).ok_or(FaultError::NoShard { shard, have })
     }
 
-    fn fault(&self, stripe: usize, address: u64, write: bool, thread: u32) -> Result<Fault, FaultError> {
+    fn fault(&self, shard: usize, address: u64, write: bool, thread: u32) -> Result<Fault, FaultError> {
         let (place, page) = self.map.locate(address).ok_or(FaultError::Stray(address))?;
-        debug_assert_eq!(self.map.stripe(place, page.0), stripe);
+        debug_assert_eq!(self.map.shard(place, page.0), shard);
         Ok(Fault { region: place.id, page, write, vcpu: self.threads.vcpu(thread) })
     }
 
     fn wait(&self, index: usize, within: Duration) -> Result<Option<Fault>, FaultError> {
-        let stripe = self.stripe(index)?;
-        let failed = |source| FaultError::Wait { stripe: index, source };
+        let shard = self.shard(index)?;
+        let failed = |source| FaultError::Wait { shard: index, source };
         let began = Instant::now();
         let before = self.interrupts.load(Ordering::Acquire);
-        let mut waits = stripe.seen.swap(before, Ordering::AcqRel) == before;
+        let mut waits = shard.seen.swap(before, Ordering::AcqRel) == before;
         if !waits {
             // The interrupt is noticed by this call and by the calls that wait already, whether
             // they still find the eventfd readable or not. An interrupt between the load and this
             // read may lose its signal, but its number is found below.
-            let _ = rustix::io::read(&stripe.bell, &mut [0; 8]);
+            let _ = rustix::io::read(&shard.bell, &mut [0; 8]);
         }
         loop {
-            match stripe.uffd.next_event() {
+            match shard.uffd.next_event() {
                 Ok(Some(Event::Fault { address, write, thread })) => {
                     return self.fault(index, address, write, thread).map(Some);
                 }
@@ -309,21 +309,21 @@ impl UffdMemory {
             if !waits || left.is_zero() {
                 return Ok(None);
             }
-            stripe.sleep(left.min(LOOK)).map_err(failed)?;
+            shard.sleep(left.min(LOOK)).map_err(failed)?;
         }
     }
 
     /// Places `run`, which lies in `place`, page by page from `source`.
-    fn fill(&self, place: &Place, run: PageRun, source: Source<'_>) -> Result<Placed, FaultError> {
+    fn fill(&self, place: &ShardedRegion, run: PageRun, source: Source<'_>) -> Result<Placed, FaultError> {
         if let Some(blocks) = &self.blocks[place.position] {
             let bytes = if let Source::Bytes(bytes) = source { Some(bytes) } else { None };
             return blocks.place(run, bytes, |block| {
-                show(&self.stripes[self.map.stripe(place, block.first.0)].uffd, place, block)
+                map_huge_page(&self.shards[self.map.shard(place, block.first.0)].uffd, place, block)
             });
         }
         let mut placed = Placed::default();
-        for (stripe, part) in self.map.parts(place, run) {
-            let uffd = &self.stripes[stripe].uffd;
+        for (shard, part) in self.map.parts(place, run) {
+            let uffd = &self.shards[shard].uffd;
             let source = source.part(run, part);
             fill_part(uffd, place, part, source, &mut placed)?;
         }
@@ -336,7 +336,7 @@ fn no_such_thing(error: vmferry_sys::SysError) -> Result<(), vmferry_sys::SysErr
     if error.errno() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }
 
-impl Stripe {
+impl Shard {
     /// Sleeps until a fault or an interrupt arrives, or for `time`.
     fn sleep(&self, time: Duration) -> std::io::Result<()> {
         let mut fds = [
@@ -359,13 +359,13 @@ impl Stripe {
     }
 }
 
-impl LazyMemory for UffdMemory {
-    fn stripes(&self) -> usize {
+impl DemandPaging for UffdMemory {
+    fn shards(&self) -> usize {
         self.map.count()
     }
 
-    fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize {
-        self.map.region(region).map_or(0, |place| self.map.stripe(place, page.0))
+    fn shard_of(&self, region: RegionId, page: PageIndex) -> usize {
+        self.map.region(region).map_or(0, |place| self.map.shard(place, page.0))
     }
 
     fn unit_pages(&self, region: RegionId) -> u64 {
@@ -399,10 +399,10 @@ impl LazyMemory for UffdMemory {
         }
     }
 
-    fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
-        let readers = self.stripes.get(stripe).map(|stripe| &stripe.readers);
+    fn next_fault(&self, shard: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+        let readers = self.shards.get(shard).map(|shard| &shard.readers);
         readers.map(|readers| readers.fetch_add(1, Ordering::Relaxed));
-        let fault = self.wait(stripe, within);
+        let fault = self.wait(shard, within);
         readers.map(|readers| readers.fetch_sub(1, Ordering::Relaxed));
         Ok(fault?)
     }
@@ -411,9 +411,9 @@ impl LazyMemory for UffdMemory {
         // The number is increased first: a thread that finds the eventfd readable then also finds
         // the number.
         self.interrupts.fetch_add(1, Ordering::AcqRel);
-        for stripe in self.stripes.iter() {
+        for shard in self.shards.iter() {
             // The write fails only if 2^64 - 2 signals were not read.
-            let _ = rustix::io::write(&stripe.bell, &1_u64.to_ne_bytes());
+            let _ = rustix::io::write(&shard.bell, &1_u64.to_ne_bytes());
         }
     }
 
@@ -435,8 +435,8 @@ impl LazyMemory for UffdMemory {
         let run = PageRun::new(page, 1);
         let place = self.map.with_pages(region, run)?;
         let run = if self.blocks[place.position].is_some() { block_of(page.0) } else { run };
-        let stripe = self.map.stripe(place, page.0);
-        Ok(self.stripes[stripe].uffd.wake(place.span(run)).map_err(FaultError::host(region))?)
+        let shard = self.map.shard(place, page.0);
+        Ok(self.shards[shard].uffd.wake(place.span(run)).map_err(FaultError::host(region))?)
     }
 
     fn end(&self) -> Result<(), VmError> {
@@ -471,7 +471,7 @@ impl Drop for UffdMemory {
         let _ = self.end();
         // SAFETY: this is the only place that drops them, and nothing uses them afterwards.
         unsafe {
-            ManuallyDrop::drop(&mut self.stripes);
+            ManuallyDrop::drop(&mut self.shards);
             ManuallyDrop::drop(&mut self._owner);
         }
     }

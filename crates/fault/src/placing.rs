@@ -1,7 +1,7 @@
 //! Placing pages in the mapping that the guest sees.
 
 use crate::error::FaultError;
-use crate::stripes::Place;
+use crate::shards::ShardedRegion;
 use std::ops::Range;
 use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PAGE_SHIFT, PAGE_SIZE, PageRun, Placed};
@@ -67,7 +67,7 @@ impl<'a> Source<'a> {
 /// the other.
 pub(crate) fn fill_part(
     uffd: &Userfaultfd,
-    place: &Place,
+    place: &ShardedRegion,
     part: PageRun,
     source: Source<'_>,
     placed: &mut Placed,
@@ -75,9 +75,9 @@ pub(crate) fn fill_part(
     let span = place.span(part);
     let mut at = span.start;
     // First address of the present pages up to `at` whose sleeping threads must still be woken.
-    let mut there = None;
+    let mut present = None;
     let mut attempts = 0;
-    let wake = |there: &mut Option<u64>, at: u64| match there.take() {
+    let wake = |present: &mut Option<u64>, at: u64| match present.take() {
         // Another thread that placed the page has woken the threads that slept on it. A writer that
         // put the page into a memfd through another mapping has not.
         Some(from) => uffd.wake(from..at).map_err(FaultError::host(place.id)),
@@ -89,21 +89,21 @@ pub(crate) fn fill_part(
         // guarantees the contract.
         match unsafe { source.place(uffd, at..span.end, done) } {
             Ok(bytes) => {
-                wake(&mut there, at)?;
+                wake(&mut present, at)?;
                 placed.pages += bytes >> PAGE_SHIFT;
                 at += bytes;
                 attempts = 0;
             }
             Err(error) if error.errno() == Some(libc::EEXIST) => {
-                there.get_or_insert(at);
-                placed.there += 1;
+                present.get_or_insert(at);
+                placed.already_present += 1;
                 at += PAGE_SIZE;
                 attempts = 0;
             }
             Err(error) if matches!(error.errno(), Some(libc::EAGAIN | libc::EINTR)) => {
                 attempts += 1;
                 if attempts > ATTEMPTS {
-                    wake(&mut there, at)?;
+                    wake(&mut present, at)?;
                     return Err(FaultError::Unstable {
                         region: place.id,
                         page: part.first.0 + (at - span.start) / PAGE_SIZE,
@@ -112,17 +112,21 @@ pub(crate) fn fill_part(
                 std::thread::sleep(PAUSE);
             }
             Err(error) => {
-                wake(&mut there, at)?;
+                wake(&mut present, at)?;
                 return Err(FaultError::Host { region: place.id, source: error });
             }
         }
     }
-    wake(&mut there, at)
+    wake(&mut present, at)
 }
 
 /// Maps the huge page `block` of `place`, which the file has, and wakes the threads that sleep on
 /// it.
-pub(crate) fn show(uffd: &Userfaultfd, place: &Place, block: PageRun) -> Result<(), FaultError> {
+pub(crate) fn map_huge_page(
+    uffd: &Userfaultfd,
+    place: &ShardedRegion,
+    block: PageRun,
+) -> Result<(), FaultError> {
     let span = place.span(block);
     for _ in 0..ATTEMPTS {
         // SAFETY: the address is inside a region for which the caller of `UffdMemory::new`

@@ -29,7 +29,7 @@ pub enum Backing {
 
 /// Region of guest memory, mapped readable and writable in this process.
 #[derive(Debug, Clone)]
-pub struct LazyRegion {
+pub struct PagedRegion {
     /// Id of the region in the migration.
     pub id: RegionId,
     /// Address of the first byte in this process, at a page boundary.

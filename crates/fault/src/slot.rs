@@ -4,18 +4,18 @@ use crate::error::FaultError;
 use crate::memory::UffdMemory;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
-use vmferry_core::{LazyMemory, PageRun, RegionId};
+use vmferry_core::{DemandPaging, PageRun, RegionId};
 use vmferry_thread::VcpuThreads;
 
 /// Holder of a VMM's [`UffdMemory`], which is created on first use, and of the state that all
 /// threads of the VMM need.
 #[derive(Debug)]
-pub struct LazySlot {
+pub struct PagingSlot {
     threads: Arc<VcpuThreads>,
     memory: RwLock<Option<Arc<UffdMemory>>>,
 }
 
-impl LazySlot {
+impl PagingSlot {
     /// Creates an empty slot for a guest with `vcpus` vCPUs.
     #[must_use]
     pub fn new(vcpus: u32) -> Self {
@@ -38,30 +38,31 @@ impl LazySlot {
     ) -> Result<Arc<UffdMemory>, FaultError> {
         let mut memory = self.memory.write().unwrap_or_else(PoisonError::into_inner);
         let made = match memory.take() {
-            Some(there) => there,
+            Some(present) => present,
             None => Arc::new(make(Arc::clone(&self.threads))?),
         };
         Ok(Arc::clone(memory.insert(made)))
     }
 
-    /// Calls `read` as [`UffdMemory::look`] does. In an empty slot no page is ever missing.
+    /// Calls `read` as [`UffdMemory::read_if_present`] does. In an empty slot no page is ever
+    /// missing.
     ///
     /// The slot is locked for reading while `read` runs, so [`get_or_make`](Self::get_or_make)
     /// waits for `read`.
-    pub fn look<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
+    pub fn read_if_present<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match &*memory {
-            Some(memory) => memory.look(region, run, read),
+            Some(memory) => memory.read_if_present(region, run, read),
             None => Some(read()),
         }
     }
 
     /// Calls `change` if no page can be missing, and keeps this state until `change` returns. Code
     /// that drops pages runs in `change`. Returns `None` while pages may be missing.
-    pub fn settled<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
+    pub fn if_complete<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match &*memory {
-            Some(memory) => memory.settled(change),
+            Some(memory) => memory.if_complete(change),
             None => Some(change()),
         }
     }
@@ -84,7 +85,7 @@ impl LazySlot {
                 return true;
             }
             let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
-            let unserved_now = memory.as_ref().is_some_and(|memory| memory.lacks_server());
+            let unserved_now = memory.as_ref().is_some_and(|memory| memory.is_unserved());
             unserved = if unserved_now { unserved + 1 } else { 0 };
         }
         false

@@ -13,7 +13,7 @@
 mod memory;
 mod words;
 
-#[path = "../../cli/src/fence/answer.rs"]
+#[path = "../../cli/src/arbiter/answer.rs"]
 mod answer;
 
 #[global_allocator]
@@ -101,12 +101,9 @@ fn drive_etcd(bytes: &[u8]) {
         match answer::read(status, success, bytes) {
             Ok(value) => {
                 for range in [Some(&value), answer::refused(&value)].into_iter().flatten() {
-                    if let Ok(ruling) = answer::held("key x", range) {
+                    if let Ok(owner) = answer::held("key x", range) {
                         let words = [answer::OPEN, answer::SOURCE, answer::TARGET, answer::RUNS];
-                        assert!(
-                            words.iter().any(|word| range["kvs"][0]["value"] == base64(word)),
-                            "{ruling}"
-                        );
+                        assert!(words.iter().any(|word| range["kvs"][0]["value"] == base64(word)), "{owner}");
                     }
                 }
             }

@@ -5,7 +5,7 @@ use std::fmt::{Debug, Display};
 use std::str::FromStr;
 use vmferry_baselines::Policy;
 use vmferry_engine::Uri;
-use vmferry_engine::fence::MigrationId;
+use vmferry_engine::arbiter::MigrationId;
 use vmferry_guest_abi::{GuestArgs, Line, Workload, parse_rate, parse_size};
 use vmferry_vmm::Mac;
 

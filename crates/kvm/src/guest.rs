@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::{
-    DirtyTracker, GuestMemory, LazyMemory, MachineConfig, RegionId, RunState, Section, TrackerKind, VmError,
+    DemandPaging, DirtyTracker, GuestMemory, MachineConfig, RegionId, RunState, Section, TrackerKind, VmError,
 };
 use vmferry_dirty::{DirtyRings, Marks, RingTracker, RingVcpu};
 use vmferry_sys::ring::{EXIT_RING_FULL, RingEntries};
@@ -108,8 +108,8 @@ impl GuestOptions {
 /// `E` is what an exit handler returns at the end of the guest.
 ///
 /// Dropping the guest ends the threads of its vCPUs, also of vCPUs that wait for a page which never
-/// comes ([`lazy_memory`](Self::lazy_memory)). Threads of devices that wait for such a page wake
-/// then, and read zeros: have them look at
+/// comes ([`demand_paging`](Self::demand_paging)). Threads of devices that wait for such a page
+/// wake then, and read zeros: have them look at
 /// [`Working::has_ended`](vmferry_thread::Working::has_ended) before they act on what they have
 /// read.
 ///
@@ -150,7 +150,7 @@ pub struct Guest<E: Clone> {
     /// Ids of the vCPU threads, for demand paging.
     ids: Arc<VcpuThreads>,
     /// The memory for demand paging, once it was asked for.
-    lazy: Option<Arc<dyn LazyMemory>>,
+    paging: Option<Arc<dyn DemandPaging>>,
     threads: Vec<JoinHandle<()>>,
     // Last field, so that the vCPUs are closed before the VM releases its memory.
     vm: Arc<KvmVm>,
@@ -224,7 +224,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
         let vcpu = |fd| Vcpu { fd: Arc::new(Mutex::new(fd)), saver: saver.clone() };
         let vcpus = fds.into_iter().map(vcpu).collect();
         let ids = Arc::new(VcpuThreads::new(options.vcpus));
-        Ok(Self { vcpus, park, throttle, rings, cpu, chips, ids, lazy: None, threads: Vec::new(), vm })
+        Ok(Self { vcpus, park, throttle, rings, cpu, chips, ids, paging: None, threads: Vec::new(), vm })
     }
 
     /// Starts a thread for each vCPU. The vCPUs stay paused.
@@ -293,24 +293,24 @@ impl<E: Clone + Send + 'static> Guest<E> {
     }
 
     /// Returns the guest's memory for demand paging, for
-    /// [`TargetVm::lazy_memory`](vmferry_core::TargetVm::lazy_memory). The first call makes it:
+    /// [`TargetVm::demand_paging`](vmferry_core::TargetVm::demand_paging). The first call makes it:
     /// `make` gets the ids of the vCPU threads. The guest keeps it.
     ///
     /// ```text
-    /// self.guest.lazy_memory(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
+    /// self.guest.demand_paging(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
     /// ```
     ///
     /// # Errors
     /// Those of `make`.
-    pub fn lazy_memory(
+    pub fn demand_paging(
         &mut self,
-        make: impl FnOnce(Arc<VcpuThreads>) -> Result<Arc<dyn LazyMemory>, VmError>,
-    ) -> Result<Arc<dyn LazyMemory>, VmError> {
-        let lazy = match &self.lazy {
-            Some(lazy) => Arc::clone(lazy),
+        make: impl FnOnce(Arc<VcpuThreads>) -> Result<Arc<dyn DemandPaging>, VmError>,
+    ) -> Result<Arc<dyn DemandPaging>, VmError> {
+        let paging = match &self.paging {
+            Some(paging) => Arc::clone(paging),
             None => make(Arc::clone(&self.ids))?,
         };
-        Ok(Arc::clone(self.lazy.insert(lazy)))
+        Ok(Arc::clone(self.paging.insert(paging)))
     }
 
     /// Returns vCPU `cpu`, so that the caller can set its registers.
@@ -447,11 +447,11 @@ const STOPPING: Duration = Duration::from_millis(100);
 
 impl<E: Clone> Drop for Guest<E> {
     fn drop(&mut self) {
-        if let Some(lazy) = &self.lazy {
+        if let Some(paging) = &self.paging {
             // A vCPU that does not stop now waits for a page, or its exit handler still runs. It
             // has been kicked, so it runs no instruction of the guest when it wakes.
             let _ = self.park.pause_all(STOPPING);
-            if let Err(error) = lazy.end() {
+            if let Err(error) = paging.end() {
                 tracing::error!("a vCPU that waits for a missing page may wait for ever: {error}");
             }
         }

@@ -34,7 +34,7 @@ impl GuestState {
                 sections.push(ShadowStackState { pointer }.section(cpu)?);
             }
         }
-        self.vm.put(&mut sections)?;
+        self.vm.add_to(&mut sections)?;
         sections.push(self.cpu.save().section(0)?);
         Ok(sections)
     }

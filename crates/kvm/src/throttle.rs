@@ -19,23 +19,23 @@ const SLICE: Duration = Duration::from_millis(10);
 /// at once.
 #[derive(Debug)]
 pub struct Throttle<E> {
-    shared: Arc<Shared<E>>,
+    shared: Arc<ThrottleState<E>>,
     /// Thread that brings vCPUs out of the guest, while a vCPU is throttled.
-    nudger: Mutex<Option<Nudger>>,
+    kick_thread: Mutex<Option<KickThread>>,
 }
 
 /// State that the vCPU threads share with the thread that brings them out of the guest.
 #[derive(Debug)]
-struct Shared<E> {
+struct ThrottleState<E> {
     park: Arc<VcpuPark<E>>,
     made: Instant,
-    vcpus: Vec<Held>,
+    vcpus: Vec<VcpuShare>,
     /// Thread that brings vCPUs out of the guest, while there is one.
-    nudger: Mutex<Option<Thread>>,
+    kick_thread: Mutex<Option<Thread>>,
 }
 
 #[derive(Debug, Default)]
-struct Held {
+struct VcpuShare {
     /// Millionths of its time for which the vCPU must be stopped.
     share: AtomicU32,
     /// Time at which the vCPU must next be brought out of the guest, in microseconds since `made`.
@@ -58,9 +58,9 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// Creates a throttle for the vCPUs of `park` that does not throttle any vCPU yet.
     #[must_use]
     pub fn new(park: Arc<VcpuPark<E>>) -> Self {
-        let vcpus = (0..park.vcpus()).map(|_| Held::default()).collect();
-        let shared = Shared { park, made: Instant::now(), vcpus, nudger: Mutex::new(None) };
-        Self { shared: Arc::new(shared), nudger: Mutex::new(None) }
+        let vcpus = (0..park.vcpus()).map(|_| VcpuShare::default()).collect();
+        let shared = ThrottleState { park, made: Instant::now(), vcpus, kick_thread: Mutex::new(None) };
+        Self { shared: Arc::new(shared), kick_thread: Mutex::new(None) }
     }
 
     /// Sets the share of the time for which each vCPU is stopped, 0 to 1. The last share applies to
@@ -70,12 +70,12 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// Returns an error if the host cannot start the thread that brings vCPUs out of the guest. All
     /// vCPUs then run freely.
     pub fn set(&self, shares: &[f64]) -> io::Result<()> {
-        let mut nudger = lock(&self.nudger);
+        let mut kick_thread = lock(&self.kick_thread);
         if !self.shared.set(shares) {
-            *nudger = None;
-        } else if nudger.is_none() {
-            match Nudger::start(&self.shared) {
-                Ok(started) => *nudger = Some(started),
+            *kick_thread = None;
+        } else if kick_thread.is_none() {
+            match KickThread::start(&self.shared) {
+                Ok(started) => *kick_thread = Some(started),
                 Err(error) => {
                     self.shared.set(&[]);
                     return Err(error);
@@ -88,7 +88,7 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// Returns the total time for which this throttle has stopped each vCPU.
     #[must_use]
     pub fn totals(&self) -> Vec<Duration> {
-        let total = |vcpu: &Held| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed));
+        let total = |vcpu: &VcpuShare| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed));
         self.shared.vcpus.iter().map(total).collect()
     }
 
@@ -101,7 +101,7 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     }
 }
 
-impl<E: Clone> Shared<E> {
+impl<E: Clone> ThrottleState<E> {
     /// Sets the shares. Returns whether any vCPU must be held.
     fn set(&self, shares: &[f64]) -> bool {
         let mut any = false;
@@ -158,21 +158,21 @@ impl<E: Clone> Shared<E> {
         // Measured from the real end of the hold, which is later than planned on a busy host.
         let due = self.made.elapsed() + SLICE.mul_f64(1.0 - share);
         vcpu.due_us.store(micros(due), Ordering::Relaxed);
-        if let Some(nudger) = &*lock(&self.nudger) {
-            nudger.unpark();
+        if let Some(kick_thread) = &*lock(&self.kick_thread) {
+            kick_thread.unpark();
         }
     }
 }
 
 /// Thread that brings vCPUs out of the guest to be held. Dropping the value ends the thread.
 #[derive(Debug)]
-struct Nudger {
+struct KickThread {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Nudger {
-    fn start<E: Clone + Send + 'static>(shared: &Arc<Shared<E>>) -> io::Result<Self> {
+impl KickThread {
+    fn start<E: Clone + Send + 'static>(shared: &Arc<ThrottleState<E>>) -> io::Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let (own, stopped) = (Arc::clone(shared), Arc::clone(&stop));
         let nudge = move || {
@@ -181,12 +181,12 @@ impl Nudger {
             }
         };
         let thread = vmferry_thread::spawn(vmferry_thread::Role::Tracker, "throttle", nudge)?;
-        *lock(&shared.nudger) = Some(thread.thread().clone());
+        *lock(&shared.kick_thread) = Some(thread.thread().clone());
         Ok(Self { stop, thread: Some(thread) })
     }
 }
 
-impl Drop for Nudger {
+impl Drop for KickThread {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
         if let Some(thread) = self.thread.take() {

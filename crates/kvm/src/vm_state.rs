@@ -36,7 +36,7 @@ impl KvmChips {
     /// # Errors
     /// Returns [`Error::Ioctl`](crate::Error::Ioctl) if KVM does not answer.
     pub fn of(vm: &VmFd) -> Result<Self, Error> {
-        let there = |what, result: Result<(), kvm_ioctls::Error>| match result {
+        let exists = |what, result: Result<(), kvm_ioctls::Error>| match result {
             Ok(()) => Ok(true),
             // KVM's result for a device that the VM does not have (virt/kvm/api.rst, 4.26 and
             // 4.71).
@@ -45,8 +45,8 @@ impl KvmChips {
         };
         let mut chip = kvm_irqchip { chip_id: KVM_IRQCHIP_IOAPIC, ..Default::default() };
         Ok(Self {
-            irqchip: there("KVM_GET_IRQCHIP", vm.get_irqchip(&mut chip))?,
-            pit: there("KVM_GET_PIT2", vm.get_pit2().map(|_| ()))?,
+            irqchip: exists("KVM_GET_IRQCHIP", vm.get_irqchip(&mut chip))?,
+            pit: exists("KVM_GET_PIT2", vm.get_pit2().map(|_| ()))?,
         })
     }
 }
@@ -128,7 +128,7 @@ impl VmState {
     }
 
     /// Adds the sections of this state to `sections`.
-    pub(crate) fn put(&self, sections: &mut Vec<Section>) -> Result<()> {
+    pub(crate) fn add_to(&self, sections: &mut Vec<Section>) -> Result<()> {
         if let Some(irqchip) = &self.irqchip {
             for (instance, pic) in (0..).zip(&irqchip.pics) {
                 sections.push(pic.section(instance)?);

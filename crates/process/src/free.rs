@@ -3,7 +3,7 @@
 use crate::heap::Heap;
 use crate::ram::Ram;
 use vmferry_core::{PageIndex, PageRun};
-use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
+use vmferry_engine::{Answer, AnswerMode, FreePages, FreeReport, VmError};
 
 /// Reader of the table in which the guest marks the free pages of its heap.
 #[derive(Debug)]
@@ -20,11 +20,11 @@ impl FreeHeap {
 }
 
 impl FreePages for FreeHeap {
-    fn answers(&self) -> Answers {
-        Answers::AtOnce
+    fn answer_mode(&self) -> AnswerMode {
+        AnswerMode::AtOnce
     }
 
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+    fn request(&mut self, question: u64) -> Result<(), VmError> {
         self.question = Some(question);
         Ok(())
     }

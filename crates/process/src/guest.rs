@@ -6,7 +6,7 @@ use crate::heap::{Churn, Counts, Heap, HeapFigures};
 use crate::memory::Memory;
 use crate::ram::{Ram, stats_page, usable_pages};
 use crate::state::Saved;
-use crate::worker::{Cpu, Gate, Shared, lock};
+use crate::worker::{Cpu, Gate, WorkerContext, lock};
 use crate::{Error, ProcessOptions};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, TryLockError};
@@ -14,7 +14,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, RunState};
 use vmferry_engine::{GuestMemory, Section};
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_guest_abi::{
     MAX_CPUS, STATS_GPA, STATS_MAGIC, STATS_VERSION, State, StatsError, StatsSnapshot, Worker, Workload,
     stats_bytes,
@@ -27,11 +27,11 @@ pub struct ProcessGuest {
     pub(crate) memory: Arc<Memory>,
     /// Workload and threads' state; `None` until the guest has a workload of its own or one from a
     /// loaded state.
-    running: Option<(Workload, Arc<Shared>)>,
+    running: Option<(Workload, Arc<WorkerContext>)>,
     /// Run state that the operator requested.
     wanted: RunState,
     threads: Vec<JoinHandle<()>>,
-    pub(crate) lazy: Arc<LazySlot>,
+    pub(crate) paging: Arc<PagingSlot>,
     counts: Arc<Counts>,
 }
 
@@ -39,7 +39,7 @@ pub struct ProcessGuest {
 #[derive(Debug, Clone)]
 pub struct ProcessHandle {
     memory: Arc<Memory>,
-    lazy: Arc<LazySlot>,
+    paging: Arc<PagingSlot>,
     counts: Arc<Counts>,
 }
 
@@ -85,10 +85,10 @@ impl ProcessGuest {
     /// # Errors
     /// Fails if the options are impossible or the host has no memory.
     pub fn new_incoming(options: ProcessOptions) -> Result<Self, Error> {
-        let (memory, lazy) = (Arc::new(Memory::new(&options)?), Arc::new(LazySlot::new(options.cpus)));
+        let (memory, paging) = (Arc::new(Memory::new(&options)?), Arc::new(PagingSlot::new(options.cpus)));
         let counts = Arc::default();
         let wanted = RunState::Running;
-        Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), lazy, counts })
+        Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), paging, counts })
     }
 
     /// Gives the guest its workers. The flag of each worker is true if the worker has filled its
@@ -112,11 +112,11 @@ impl ProcessGuest {
         let cpus: Vec<Cpu> = workers.into_iter().enumerate().map(cpu).collect();
         let (gate, memory) = (Gate::default(), Arc::clone(&self.memory));
         let counts = Arc::clone(&self.counts);
-        let shared = Shared { gate, memory, ram, clock, cpus, filled, heap, counts };
+        let shared = WorkerContext { gate, memory, ram, clock, cpus, filled, heap, counts };
         self.running = Some((workload, Arc::new(shared)));
     }
 
-    pub(crate) fn shared(&self, what: &'static str) -> Result<&Arc<Shared>, Error> {
+    pub(crate) fn shared(&self, what: &'static str) -> Result<&Arc<WorkerContext>, Error> {
         let missing = Error::WrongState { what, why: "no guest is loaded" };
         self.running.as_ref().map(|(_, shared)| shared).ok_or(missing)
     }
@@ -128,7 +128,7 @@ impl ProcessGuest {
     pub fn start(&mut self) -> Result<(), Error> {
         let shared = Arc::clone(self.shared("run the guest")?);
         for index in self.threads.len()..shared.cpus.len() {
-            let (own, ids) = (Arc::clone(&shared), Arc::clone(self.lazy.threads()));
+            let (own, ids) = (Arc::clone(&shared), Arc::clone(self.paging.threads()));
             let name = format!("vcpu-{index}");
             let run = move || {
                 let _registered = ids.register(u32::try_from(index).unwrap_or(u32::MAX));
@@ -234,12 +234,12 @@ impl ProcessGuest {
             shared.gate.set(false, true);
         }
         if let Some((_, shared)) = &self.running
-            && !self.lazy.stop_or_sleep(LAST_PATIENCE, |within| stopped(shared, within).is_ok())
+            && !self.paging.stop_or_sleep(LAST_PATIENCE, |within| stopped(shared, within).is_ok())
         {
             tracing::warn!("the guest is ended while its threads wait for missing pages");
         }
         // Wakes threads that sleep on missing pages, so that they end.
-        self.lazy.end();
+        self.paging.end();
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("a thread of the guest panicked");
@@ -250,15 +250,15 @@ impl ProcessGuest {
     /// Returns a view for other threads.
     #[must_use]
     pub fn handle(&self) -> ProcessHandle {
-        let (memory, lazy, counts) =
-            (Arc::clone(&self.memory), Arc::clone(&self.lazy), Arc::clone(&self.counts));
-        ProcessHandle { memory, lazy, counts }
+        let (memory, paging, counts) =
+            (Arc::clone(&self.memory), Arc::clone(&self.paging), Arc::clone(&self.counts));
+        ProcessHandle { memory, paging, counts }
     }
 }
 
 /// Waits until no thread works. A thread holds the lock of its worker while it works. Getting that
 /// lock therefore shows that the thread has stopped.
-fn stopped(shared: &Shared, within: Duration) -> Result<(), Error> {
+fn stopped(shared: &WorkerContext, within: Duration) -> Result<(), Error> {
     let begin = Instant::now();
     for cpu in &shared.cpus {
         while matches!(cpu.worker.try_lock(), Err(TryLockError::WouldBlock)) {
@@ -293,8 +293,9 @@ impl ProcessHandle {
         let page = stats_page(&self.memory);
         // The number of vCPUs is read once. It bounds the loads of the snapshot to the pages that
         // were found present.
-        let cpus = self.look(0, || page.header.cpus.load(Ordering::Relaxed).min(MAX_CPUS as u64))?;
-        self.look(cpus, || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
+        let cpus =
+            self.read_if_present(0, || page.header.cpus.load(Ordering::Relaxed).min(MAX_CPUS as u64))?;
+        self.read_if_present(cpus, || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
     }
 
     /// Asks the guest to check all its pages. When the guest has done so,
@@ -302,15 +303,15 @@ impl ProcessHandle {
     /// page is missing.
     pub fn request_verify(&self, request: u64) -> bool {
         let page = stats_page(&self.memory);
-        self.look(0, || page.header.verify_request.store(request, Ordering::Relaxed)).is_ok()
+        self.read_if_present(0, || page.header.verify_request.store(request, Ordering::Relaxed)).is_ok()
     }
 
     /// Returns the result of `read` if the statistics header and the blocks of `cpus` threads are
     /// present. The threads that call this must never sleep on guest memory (hazards.md 18).
-    fn look<T>(&self, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
+    fn read_if_present<T>(&self, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
         let region = self.memory.layout().regions()[0].id;
         let first = STATS_GPA >> PAGE_SHIFT;
         let run = PageRun::from(first..first + stats_bytes(cpus).div_ceil(PAGE_SIZE));
-        self.lazy.look(region, run, read).ok_or(StatsError::Elsewhere)
+        self.paging.read_if_present(region, run, read).ok_or(StatsError::Elsewhere)
     }
 }

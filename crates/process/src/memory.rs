@@ -11,7 +11,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{Layout, PageRun, Region, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion, touched};
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
-use vmferry_fault::LazyRegion;
+use vmferry_fault::PagedRegion;
 
 /// Mapping that is unmapped when dropped.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl Memory {
                 .as_ref()
                 .map_or(Backing::Anonymous, |file| Backing::Memfd { file: Arc::clone(file), offset: 0 }),
             marks: None,
-            handed_back: None,
+            returned_pages: None,
         });
         let starts: Vec<_> = layout
             .regions()
@@ -102,18 +102,18 @@ impl Memory {
     }
 
     /// Returns the regions in the form that demand paging needs.
-    pub(crate) fn lazy_regions(&self) -> Vec<LazyRegion> {
+    pub(crate) fn paged_regions(&self) -> Vec<PagedRegion> {
         let backing = |mapping: &Mapping| match &mapping.file {
             None => vmferry_fault::Backing::Anonymous,
             Some(file) => vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: 0 },
         };
-        let lazy = |(region, mapping): (&MappedRegion, &Mapping)| LazyRegion {
+        let paged = |(region, mapping): (&MappedRegion, &Mapping)| PagedRegion {
             id: region.id,
             host: region.host,
             len: region.len,
             backing: backing(mapping),
         };
-        self.regions.iter().zip(&self.mappings).map(lazy).collect()
+        self.regions.iter().zip(&self.mappings).map(paged).collect()
     }
 
     /// Returns the regions in the form that dirty trackers need.

@@ -4,8 +4,8 @@ use crate::ProcessGuest;
 use std::sync::Arc;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, SourceVm,
-    TargetVm, TrackerKind, VmError,
+    DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
+    SourceVm, TargetVm, TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
@@ -59,7 +59,7 @@ impl SourceVm for ProcessGuest {
 }
 
 impl TargetVm for ProcessGuest {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         let make = |threads| {
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.options.huge_pages;
@@ -72,9 +72,9 @@ impl TargetVm for ProcessGuest {
             let owner = Arc::clone(&self.memory) as _;
             // SAFETY: `Memory` owns the mappings, whose backing is as stated; all accesses are
             // through raw addresses or atomics.
-            unsafe { UffdMemory::new(self.memory.lazy_regions(), owner, &options) }
+            unsafe { UffdMemory::new(self.memory.paged_regions(), owner, &options) }
         };
-        Ok(self.lazy.get_or_make(make)?)
+        Ok(self.paging.get_or_make(make)?)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

@@ -81,7 +81,7 @@ pub(crate) struct Cpu {
 
 /// State that all threads share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct WorkerContext {
     pub(crate) gate: Gate,
     pub(crate) memory: Arc<Memory>,
     pub(crate) ram: Ram,
@@ -93,7 +93,7 @@ pub(crate) struct Shared {
     pub(crate) counts: Arc<Counts>,
 }
 
-impl Shared {
+impl WorkerContext {
     /// Runs thread `index` until the guest ends.
     pub(crate) fn run(&self, index: usize) {
         let cpu = &self.cpus[index];

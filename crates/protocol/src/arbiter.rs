@@ -18,7 +18,7 @@ pub enum Side {
 
 /// Request to an arbiter about a migration whose register was opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Word {
+pub enum ArbiterRequest {
     /// Reads the register.
     Look,
     /// Changes an open register to the source or to the target.
@@ -32,7 +32,7 @@ pub enum Word {
 
 /// Content of a register.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Ruling {
+pub enum Ownership {
     /// Neither source nor target has claimed the guest.
     Open,
     /// The source owns the guest.
@@ -44,7 +44,7 @@ pub enum Ruling {
     },
 }
 
-impl fmt::Display for Ruling {
+impl fmt::Display for Ownership {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Open => "has given it neither to the source nor to the target",

@@ -55,7 +55,7 @@ pub trait Host {
     /// Returns the session.
     fn session(&self) -> &Self::Session;
     /// Returns the actions that are to be performed.
-    fn agenda(&mut self) -> &mut Agenda<ActionOf<Self>>;
+    fn action_queue(&mut self) -> &mut ActionQueue<ActionOf<Self>>;
 
     /// Gives `event` to the session.
     fn handle(&mut self, event: EventOf<Self>) -> Vec<ActionOf<Self>>;
@@ -79,25 +79,25 @@ pub trait Host {
     fn next(&mut self) -> Result<Option<EventOf<Self>>, Self::Idle>;
 
     /// Called whenever no action is left, before the next event is taken. The default does nothing.
-    fn show(&mut self) {}
+    fn publish_progress(&mut self) {}
 }
 
 /// Actions that are to be performed.
 #[derive(Debug, Clone)]
-pub struct Agenda<A> {
+pub struct ActionQueue<A> {
     actions: VecDeque<A>,
     /// True if an action was begun and has not ended.
     under_way: bool,
 }
 
-impl<A> Agenda<A> {
-    /// Returns an agenda with the first actions of a session.
+impl<A> ActionQueue<A> {
+    /// Returns a queue with the first actions of a session.
     pub fn new(first: Vec<A>) -> Self {
         Self { actions: first.into(), under_way: false }
     }
 
-    /// Returns an agenda with an action that was begun. [`Host::performed`] returns its event.
-    pub fn begun() -> Self {
+    /// Returns a queue with an action that was begun. [`Host::performed`] returns its event.
+    pub fn with_begun_action() -> Self {
         Self { actions: VecDeque::new(), under_way: true }
     }
 
@@ -115,22 +115,22 @@ impl<A> Agenda<A> {
 /// Runs the session until it has ended, or until the host has no event for it at this moment.
 pub fn advance<H: Host>(host: &mut H) -> Result<<H::Session as Session>::Outcome, H::Idle> {
     loop {
-        let event = if host.agenda().under_way {
+        let event = if host.action_queue().under_way {
             let event = host.performed()?;
-            host.agenda().under_way = false;
+            host.action_queue().under_way = false;
             event
-        } else if let Some(action) = host.agenda().actions.pop_front() {
+        } else if let Some(action) = host.action_queue().actions.pop_front() {
             match H::Session::outcome(action) {
                 Ok(outcome) => return Ok(outcome),
                 Err(action) => {
-                    host.agenda().under_way = true;
+                    host.action_queue().under_way = true;
                     let event = host.perform(action)?;
-                    host.agenda().under_way = false;
+                    host.action_queue().under_way = false;
                     event
                 }
             }
         } else {
-            host.show();
+            host.publish_progress();
             host.next()?
         };
         if let Some(event) = event {
@@ -148,7 +148,7 @@ fn take<H: Host>(host: &mut H, event: EventOf<H>) {
         // The waiting actions no longer matter. They must not delay the resumption of the guest,
         // and must not load a state over memory that could not be prepared. This happens once: a
         // last message that cannot be sent must not remove the end itself.
-        host.agenda().actions.clear();
+        host.action_queue().actions.clear();
     }
-    host.agenda().actions.extend(more);
+    host.action_queue().actions.extend(more);
 }

@@ -68,7 +68,7 @@ pub enum Role {
     /// Reads or writes a guest in a file.
     Snapshot,
     /// Asks an arbiter which host owns the guest.
-    Fence,
+    Arbiter,
     /// Serves the control socket.
     Api,
     /// Serves the metrics of the guest to scrapers.
@@ -95,7 +95,7 @@ impl Role {
         Self::Listener,
         Self::Fault,
         Self::Snapshot,
-        Self::Fence,
+        Self::Arbiter,
         Self::Api,
         Self::Metrics,
         Self::Traces,
@@ -119,7 +119,7 @@ impl Role {
             Self::Listener => "listener",
             Self::Fault => "fault",
             Self::Snapshot => "snapshot",
-            Self::Fence => "fence",
+            Self::Arbiter => "fence",
             Self::Api => "api",
             Self::Metrics => "metrics",
             Self::Traces => "traces",

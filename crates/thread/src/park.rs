@@ -20,7 +20,7 @@ use std::time::Duration;
 /// | caller | method | moment |
 /// |---|---|---|
 /// | an event loop | [`enter`](Self::enter) | when it has an event, before it handles the event; it drops the result afterwards |
-/// | the source | [`park`](Self::park) | in `SourceVm::settle`, with the given time: `park.park(within).map_err(VmError::busy)` |
+/// | the source | [`park`](Self::park) | in `SourceVm::quiesce`, with the given time: `park.park(within).map_err(VmError::busy)` |
 /// | the source | [`resume`](Self::resume) | in `SourceVm::resume` |
 /// | the source | [`end`](Self::end) | when the report says that the guest has left |
 /// | the target | [`parked`](Self::parked), [`resume`](Self::resume) | when it creates its VM; in `TargetVm::start` |

@@ -223,7 +223,7 @@ fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
     match choices.byte() % 7 {
         0 => guest.control.set_target(choices.long()),
         1 => {
-            let _ = guest.control.ask();
+            let _ = guest.control.request_hints();
         }
         2 => guest.control.stop(),
         3 => guest.control.done(),

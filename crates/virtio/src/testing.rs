@@ -324,7 +324,7 @@ impl<D: Device + 'static> Driver<D> {
     }
 
     /// Offers the chain at descriptor `head`.
-    pub(crate) fn offer(&mut self, queue: u16, head: u16) {
+    pub(crate) fn offer_chain(&mut self, queue: u16, head: u16) {
         let (_, place) = self.next.get_mut(&queue).expect("a queue that was set up");
         let at = rings(queue) + AVAIL;
         let slot = GuestAddress(at + 4 + 2 * u64::from(*place % SIZE));
@@ -334,7 +334,7 @@ impl<D: Device + 'static> Driver<D> {
     }
 
     /// Offers a buffer of `parts` (address, length, flags without NEXT).
-    pub(crate) fn put(&mut self, queue: u16, parts: &[(u64, u32, u16)]) {
+    pub(crate) fn offer(&mut self, queue: u16, parts: &[(u64, u32, u16)]) {
         let (head, _) = self.next[&queue];
         for (n, (gpa, len, flags)) in (0u16..).zip(parts) {
             let index = (head + n) % SIZE;
@@ -344,11 +344,11 @@ impl<D: Device + 'static> Driver<D> {
         }
         let count = u16::try_from(parts.len()).expect("few");
         self.next.get_mut(&queue).expect("a queue").0 = (head + count) % SIZE;
-        self.offer(queue, head);
+        self.offer_chain(queue, head);
     }
 
     pub(crate) fn send(&mut self, queue: u16, parts: &[(u64, u32, u16)]) {
-        self.put(queue, parts);
+        self.offer(queue, parts);
         self.notify(queue);
     }
 

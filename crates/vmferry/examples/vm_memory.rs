@@ -27,7 +27,7 @@ use vmferry::fault::UffdOptions;
 use vmferry::kvm::{Guest, GuestOptions, Sections, missing_capabilities};
 use vmferry::vm_memory::VmMemory;
 use vmferry::{
-    Arrival, DirtyTracker, Ended, GuestMemory, LazyMemory, Listener, MachineConfig, Migratable, Migration,
+    Arrival, DemandPaging, DirtyTracker, Ended, GuestMemory, Listener, MachineConfig, Migratable, Migration,
     MigrationMode, RunState, Section, Settings, SourceVm, TargetVm, TrackerKind, Uri, VmError, receive,
 };
 use vmferry_guest_abi::{DEBUG_EXIT_PORT, STATS_GPA, StatsSnapshot, offset};
@@ -214,8 +214,9 @@ impl SourceVm for Machine {
 }
 
 impl TargetVm for Machine {
-    fn lazy_memory(&mut self) -> VmResult<Arc<dyn LazyMemory>> {
-        self.guest.lazy_memory(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
+    fn demand_paging(&mut self) -> VmResult<Arc<dyn DemandPaging>> {
+        self.guest
+            .demand_paging(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
     }
     fn load(&mut self, sections: &[Section]) -> VmResult<()> {
         let mut parts = Sections::new(sections)?;

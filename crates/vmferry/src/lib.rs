@@ -41,7 +41,7 @@
 //! | [`SourceVm`] | source | every migration |
 //! | [`DirtyTracker`], [`Protect`] | source | every migration. The feature `dirty` has trackers for KVM and for write protection |
 //! | [`TargetVm`] | target | every migration |
-//! | [`LazyMemory`] | target | postcopy and lazy restores. The feature `fault` has it for userfaultfd |
+//! | [`DemandPaging`] | target | postcopy and lazy restores. The feature `fault` has it for userfaultfd |
 //! | [`FreePages`] | source | skipping free pages |
 //!
 //! The example `embed` is a complete VMM in about 150 lines, and `transport` moves its guest over
@@ -104,19 +104,19 @@ pub use vmferry_fault as fault;
 pub use vmferry_kvm as kvm;
 
 pub use vmferry_core::{
-    Answer, Answers, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout, LayoutError,
-    LazyMemory, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet,
+    Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout,
+    LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet,
     PauseCosts, Placed, Protect, Region, RegionId, RingFigures, RunState, Section, SourceVm, StateReader,
     StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window,
 };
 pub use vmferry_engine::{
-    Accept, Arrival, Attempt, AutoConverge, Bytes, Change, ChannelCounts, ChannelRole, Connect, Connected,
-    Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures, Incoming, LazyProgress, LazyRestore,
-    Listener, MappedMemory, MigrateError, MigrationMode, MigrationState, Monitor, OnTimeout, Pace,
-    PaceFigures, PassReport, PhaseReport, PostcopyFigures, Progress, ReceiveFailure, Received, Refusal,
-    RefusalCode, Report, Rest, RestState, RestWatch, RestoreError, Settings, Sockets, SwitchoverBandwidth,
-    ThrottleFigures, UrgentPath, Uri, UriError, Way, fence as arbiter, plan, receive, restore, restore_lazy,
-    save, save_copy,
+    Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole, Connect,
+    Connected, Cpu, Downtime, Ended, FaultFigures, FillState, FreePagesFigures, Incoming, Listener,
+    MappedMemory, MigrateError, MigrationHandle, MigrationKind, MigrationMode, MigrationState,
+    OnDemandRestore, OnTimeout, PaceFigures, PassReport, PhaseReport, PostcopyFigures, PostcopyReceiver,
+    PostcopyState, PostcopyWatch, Progress, ReceiveFailure, Received, Refusal, RefusalCode, Report,
+    RestoreError, RestoreProgress, Settings, Sockets, SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri,
+    UriError, arbiter, plan, receive, restore, restore_on_demand, save, save_copy,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};

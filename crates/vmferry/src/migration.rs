@@ -5,10 +5,10 @@ use std::time::Duration;
 use vmferry_core::{SourceVm, TrackerKind};
 #[cfg(feature = "tls")]
 use vmferry_engine::Tls;
-use vmferry_engine::fence::Arbiter;
+use vmferry_engine::arbiter::Arbiter;
 use vmferry_engine::{
-    AutoConverge, Connect, MigrateError, MigrationMode, Monitor, OnTimeout, Report, Settings, Sockets, Uri,
-    migrate,
+    AutoConverge, Connect, MigrateError, MigrationHandle, MigrationMode, OnTimeout, Report, Settings,
+    Sockets, Uri, migrate,
 };
 
 /// Migration to one target. [`run`](Self::run) moves the guest.
@@ -20,7 +20,7 @@ pub struct Migration {
     connector: Arc<dyn Connect>,
     settings: Settings,
     tracker: Option<TrackerKind>,
-    monitor: Arc<Monitor>,
+    handle: Arc<MigrationHandle>,
 }
 
 impl Migration {
@@ -32,7 +32,7 @@ impl Migration {
     /// Creates a migration over connections that `connector` creates.
     pub fn through(connector: impl Connect + 'static) -> Self {
         let connector = Arc::new(connector);
-        Self { connector, settings: Settings::default(), tracker: None, monitor: Arc::default() }
+        Self { connector, settings: Settings::default(), tracker: None, handle: Arc::default() }
     }
 
     /// Creates a migration over connected sockets: one socket that carries all channels, or one for
@@ -108,7 +108,7 @@ impl Migration {
     /// Sets the arbiter that decides which host owns the guest if neither source nor target can
     /// know. The target must use the same arbiter.
     pub fn arbiter(self, arbiter: Arc<dyn Arbiter>) -> Self {
-        self.set(|settings| settings.fence = Some(arbiter))
+        self.set(|settings| settings.arbiter = Some(arbiter))
     }
 
     /// Sets the tracker of dirty pages. Without this setting, the VM chooses.
@@ -118,8 +118,8 @@ impl Migration {
 
     /// Returns the handle with which another thread can watch or cancel this migration.
     #[must_use]
-    pub fn monitor(&self) -> Arc<Monitor> {
-        Arc::clone(&self.monitor)
+    pub fn handle(&self) -> Arc<MigrationHandle> {
+        Arc::clone(&self.handle)
     }
 
     /// Moves the guest of `vm`, and blocks until the migration has ended. [`Report::ended`] says
@@ -131,6 +131,6 @@ impl Migration {
     /// that refuses the guest, for example because of its machine, is reported as
     /// [`Ended::Failed`](crate::Ended::Failed).
     pub fn run(self, vm: &mut dyn SourceVm) -> Result<Report, MigrateError> {
-        migrate(vm, &*self.connector, self.tracker, &self.settings, &self.monitor)
+        migrate(vm, &*self.connector, self.tracker, &self.settings, &self.handle)
     }
 }

@@ -75,7 +75,7 @@ pub enum VmMemoryError {
 /// | another | [`with_marks`](VmMemory::with_marks) | the [`Marks`] of the VMM record them |
 ///
 /// A tracker clears the marks that it harvests. A VMM that also uses the bitmap itself, for example
-/// for differential snapshots, sets [`MappedRegion::handed_back`].
+/// for differential snapshots, sets [`MappedRegion::returned_pages`].
 #[derive(Debug)]
 pub struct VmMemory<B = ()> {
     memory: GuestMemoryMmap<B>,
@@ -164,9 +164,9 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
     }
 
     /// Returns demand paging for this memory, which postcopy and lazy restores need.
-    /// [`TargetVm::lazy_memory`] returns the result.
+    /// [`TargetVm::demand_paging`] returns the result.
     ///
-    /// [`TargetVm::lazy_memory`]: vmferry_core::TargetVm::lazy_memory
+    /// [`TargetVm::demand_paging`]: vmferry_core::TargetVm::demand_paging
     ///
     /// # Errors
     /// Returns an error if this host does not support demand paging for this memory, or a region is
@@ -176,7 +176,7 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
         self: &Arc<Self>,
         options: &vmferry_fault::UffdOptions,
     ) -> Result<vmferry_fault::UffdMemory, VmError> {
-        let regions: Result<Vec<_>, VmError> = self.regions.iter().map(lazy).collect();
+        let regions: Result<Vec<_>, VmError> = self.regions.iter().map(paged).collect();
         // SAFETY: this value owns the mappings. Their backing is as declared: `mapped` trusts a
         // mapping only if `vm-memory` has created it. `vm-memory` and this module access the bytes
         // by volatile and atomic accesses only.
@@ -233,7 +233,7 @@ fn mapped<B: DirtyBitmap>(
     if let Some(bits) = marks.as_deref().map(Marks::pages).filter(|bits| *bits != pages) {
         return Err(VmMemoryError::Bitmap { region: id, pages, bits });
     }
-    Ok(MappedRegion { id, host, len, backing: backing(mapping), marks, handed_back: None })
+    Ok(MappedRegion { id, host, len, backing: backing(mapping), marks, returned_pages: None })
 }
 
 /// Returns the backing of a mapping, or [`Backing::Other`] if it is not known for certain.
@@ -260,7 +260,7 @@ fn tmpfs(file: &FileOffset) -> Option<Backing> {
 }
 
 #[cfg(feature = "fault")]
-fn lazy(region: &MappedRegion) -> Result<vmferry_fault::LazyRegion, VmError> {
+fn paged(region: &MappedRegion) -> Result<vmferry_fault::PagedRegion, VmError> {
     let backing = match &region.backing {
         Backing::Anonymous => vmferry_fault::Backing::Anonymous,
         Backing::Memfd { file, offset } => {
@@ -272,7 +272,7 @@ fn lazy(region: &MappedRegion) -> Result<vmferry_fault::LazyRegion, VmError> {
             return Err(VmError::new(why));
         }
     };
-    Ok(vmferry_fault::LazyRegion { id: region.id, host: region.host, len: region.len, backing })
+    Ok(vmferry_fault::PagedRegion { id: region.id, host: region.host, len: region.len, backing })
 }
 
 #[cfg(test)]

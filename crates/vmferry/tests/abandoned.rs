@@ -12,7 +12,7 @@ use vmferry::kvm::kvm_bindings::{KVM_MP_STATE_RUNNABLE, kvm_mp_state, kvm_regs, 
 use vmferry::kvm::kvm_ioctls::{Kvm, VcpuExit};
 use vmferry::kvm::{Guest, GuestOptions};
 use vmferry::vm_memory::VmMemory;
-use vmferry::{GuestMemory, LazyMemory, PageIndex, PageSet, RegionId};
+use vmferry::{DemandPaging, GuestMemory, PageIndex, PageSet, RegionId};
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const MEMORY: usize = 64 << 12;
@@ -24,7 +24,7 @@ const PROGRAM: [u8; 8] = [0xee, 0xa1, 0x00, 0x80, 0x00, 0x00, 0xef, 0xf4];
 
 struct Lost {
     guest: Guest<&'static str>,
-    lazy: Arc<dyn LazyMemory>,
+    paging: Arc<dyn DemandPaging>,
     exits: Arc<AtomicU64>,
 }
 
@@ -41,8 +41,9 @@ fn guest() -> Option<Lost> {
     // SAFETY: the VM is new, and the test makes no vCPUs of it.
     let made = unsafe { Guest::new(&kvm, vm, Arc::clone(&memory) as _, |_| None, &GuestOptions::new()) };
     let mut guest = made.unwrap();
-    let lazy = guest.lazy_memory(|threads| Ok(Arc::new(memory.demand_paging(&UffdOptions::new(threads))?)));
-    let lazy = lazy.map_err(|error| skip(Need::Uffd, error)).ok()?;
+    let paging =
+        guest.demand_paging(|threads| Ok(Arc::new(memory.demand_paging(&UffdOptions::new(threads))?)));
+    let paging = paging.map_err(|error| skip(Need::Uffd, error)).ok()?;
     boot(&guest);
     let exits = Arc::<AtomicU64>::default();
     let counted = Arc::clone(&exits);
@@ -57,14 +58,14 @@ fn guest() -> Option<Lost> {
         .unwrap();
     let mut missing = PageSet::empty(memory.layout());
     missing.iter_mut().for_each(|(_, pages)| _ = pages.set(MISSING.0));
-    lazy.begin(&missing).unwrap();
-    lazy.started();
+    paging.begin(&missing).unwrap();
+    paging.started();
     guest.run();
     wait("the vCPU running", || exits.load(Ordering::SeqCst) == 1);
-    let stripe = lazy.stripe_of(RegionId(0), MISSING);
-    let fault = lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+    let shard = paging.shard_of(RegionId(0), MISSING);
+    let fault = paging.next_fault(shard, PATIENCE).unwrap().expect("a fault");
     assert_eq!((fault.page, fault.vcpu), (MISSING, Some(0)));
-    Some(Lost { guest, lazy, exits })
+    Some(Lost { guest, paging, exits })
 }
 
 fn boot(guest: &Guest<&'static str>) {
@@ -82,9 +83,9 @@ fn boot(guest: &Guest<&'static str>) {
 
 #[test]
 fn vcpu_that_waits_for_a_page_runs_on_with_zeros_neither_before_nor_after_its_guest_is_dropped() {
-    let Some(Lost { guest, lazy, exits }) = guest() else { return };
+    let Some(Lost { guest, paging, exits }) = guest() else { return };
     // The engine has dropped its clone, and the guest has another.
-    drop(lazy);
+    drop(paging);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(exits.load(Ordering::SeqCst), 1, "the vCPU still waits");
     let (ended, ends) = mpsc::channel();

@@ -68,22 +68,22 @@ pub(crate) trait MmioDevice: Send + Sync + Debug {
     fn prepare(&self, parts: &mut Sections<'_>) -> std::result::Result<Load<'_>, StateError>;
 }
 
-/// Place of a device on the bus.
+/// Slot of a device on the bus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct BusSlot {
     /// First address of the device's window, which has [`WINDOW`] bytes.
     pub(crate) address: u64,
     /// Interrupt of the I/O APIC; edge triggered, active high.
     pub(crate) gsi: u32,
 }
 
-/// Returns all places, in the order in which devices get them.
-fn places() -> impl Iterator<Item = Place> {
+/// Returns all slots, in the order in which devices get them.
+fn slots() -> impl Iterator<Item = BusSlot> {
     let addresses = (0..).map(|n| BASE + n * STRIDE);
-    addresses.zip(LINES).map(|(address, gsi)| Place { address, gsi })
+    addresses.zip(LINES).map(|(address, gsi)| BusSlot { address, gsi })
 }
 
-/// Devices in the order of their places.
+/// Devices in the order of their slots.
 #[derive(Debug, Default)]
 pub(crate) struct Bus {
     devices: Vec<Arc<dyn MmioDevice>>,
@@ -96,19 +96,19 @@ impl Bus {
     /// Returns the error of `make`, or an error if the VM has too many devices.
     pub(crate) fn plug<D: MmioDevice + 'static>(
         &mut self,
-        make: impl FnOnce(Place) -> Result<Arc<D>>,
+        make: impl FnOnce(BusSlot) -> Result<Arc<D>>,
     ) -> Result<Arc<D>> {
-        let place = places().nth(self.devices.len()).ok_or_else(|| {
+        let slot = slots().nth(self.devices.len()).ok_or_else(|| {
             Error::Options(format!("too many devices: a VM can have {}, balloon included", LINES.len()))
         })?;
-        let device = make(place)?;
+        let device = make(slot)?;
         self.devices.push(Arc::clone(&device) as _);
         Ok(device)
     }
 
-    /// Returns the places of the devices.
-    pub(crate) fn places(&self) -> Vec<Place> {
-        places().take(self.devices.len()).collect()
+    /// Returns the slots of the devices.
+    pub(crate) fn slots(&self) -> Vec<BusSlot> {
+        slots().take(self.devices.len()).collect()
     }
 
     /// Returns the names of the devices, in order.
@@ -119,8 +119,8 @@ impl Bus {
     /// Returns the part of the command line that describes the devices to a guest without ACPI. If
     /// it is not empty, it ends with a space.
     pub(crate) fn announcement(&self) -> String {
-        let place = |Place { address, gsi }| format!("virtio_mmio.device={WINDOW}@{address:#x}:{gsi} ");
-        self.places().into_iter().map(place).collect()
+        let slot = |BusSlot { address, gsi }| format!("virtio_mmio.device={WINDOW}@{address:#x}:{gsi} ");
+        self.slots().into_iter().map(slot).collect()
     }
 
     fn find(&self, gpa: u64) -> Option<(&Arc<dyn MmioDevice>, u64)> {
@@ -215,7 +215,7 @@ mod tests {
     #[derive(Debug, Default)]
     struct Scratch {
         writes: Mutex<Vec<(u64, Vec<u8>)>>,
-        resting: AtomicBool,
+        quiescing: AtomicBool,
         busy: bool,
         stuck: bool,
     }
@@ -237,11 +237,11 @@ mod tests {
             false
         }
         fn quiesce(&self, _: Instant) -> bool {
-            self.resting.store(true, Ordering::Relaxed);
+            self.quiescing.store(true, Ordering::Relaxed);
             !self.busy
         }
         fn resumed(&self, _: Resume) -> std::result::Result<(), String> {
-            self.resting.store(self.stuck, Ordering::Relaxed);
+            self.quiescing.store(self.stuck, Ordering::Relaxed);
             if self.stuck { Err("it is stuck".to_owned()) } else { Ok(()) }
         }
         fn save(&self) -> std::result::Result<Section, StateError> {
@@ -254,8 +254,8 @@ mod tests {
 
     fn plug(bus: &mut Bus, device: Scratch) -> (Arc<Scratch>, u32) {
         let mut line = 0;
-        let plugged = bus.plug(|place| {
-            line = place.gsi;
+        let plugged = bus.plug(|slot| {
+            line = slot.gsi;
             Ok(Arc::new(device))
         });
         (plugged.unwrap(), line)
@@ -290,7 +290,7 @@ mod tests {
     fn each_device_has_its_own_interrupt_and_their_number_is_limited() {
         let mut bus = Bus::default();
         let mut lines: Vec<u32> = LINES.iter().map(|_| plug(&mut bus, Scratch::default()).1).collect();
-        assert_eq!(bus.places().iter().map(|place| place.gsi).collect::<Vec<_>>(), lines);
+        assert_eq!(bus.slots().iter().map(|slot| slot.gsi).collect::<Vec<_>>(), lines);
         lines.sort_unstable();
         lines.dedup();
         assert_eq!(lines.len(), LINES.len());
@@ -312,7 +312,7 @@ mod tests {
         let (last, _) = plug(&mut bus, Scratch::default());
         let error = bus.resumed(Resume::First).unwrap_err().to_string();
         assert_eq!(error, "scratch: it is stuck");
-        assert!(first.resting.load(Ordering::Relaxed) && last.resting.load(Ordering::Relaxed));
+        assert!(first.quiescing.load(Ordering::Relaxed) && last.quiescing.load(Ordering::Relaxed));
     }
 
     #[test]
@@ -321,6 +321,6 @@ mod tests {
         plug(&mut bus, Scratch { busy: true, ..Scratch::default() });
         let (second, _) = plug(&mut bus, Scratch::default());
         assert!(bus.quiesce().is_err());
-        assert!(second.resting.load(Ordering::Relaxed));
+        assert!(second.quiescing.load(Ordering::Relaxed));
     }
 }

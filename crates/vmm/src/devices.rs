@@ -14,7 +14,7 @@
 
 use crate::acpi;
 use crate::balloon::VmBalloon;
-use crate::bus::{Bus, Place};
+use crate::bus::{Bus, BusSlot};
 use crate::disk::{self, VmDisk};
 use crate::error::Result;
 use crate::irq::IrqLine;
@@ -27,7 +27,7 @@ use crate::state::SerialSaved;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vm_superio::serial::{Serial, SerialEvents};
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 
 /// First port of the serial port.
 pub(crate) const SERIAL: u16 = 0x3f8;
@@ -87,21 +87,21 @@ impl Devices {
     /// Fails if the host does not have what a device needs.
     pub(crate) fn new(
         machine: &Arc<Machine>,
-        lazy: &Arc<LazySlot>,
+        paging: &Arc<PagingSlot>,
         options: &VmOptions,
         passes_kicks: bool,
     ) -> Result<Self> {
         let mut bus = Bus::default();
-        let line = |place: Place| Box::new(IrqLine { machine: Arc::clone(machine), gsi: place.gsi });
-        let kicks = |place: Place| passes_kicks.then(|| Kicks::new(machine, place.address));
+        let line = |slot: BusSlot| Box::new(IrqLine { machine: Arc::clone(machine), gsi: slot.gsi });
+        let kicks = |slot: BusSlot| passes_kicks.then(|| Kicks::new(machine, slot.address));
         let mut balloon = None;
         if options.balloon {
-            bus.plug(|place| {
+            bus.plug(|slot| {
                 let made = Arc::new(VmBalloon::new(
                     machine.ram(),
-                    lazy,
+                    paging,
                     (options.drop_way, options.balloon_extension),
-                    line(place),
+                    line(slot),
                 ));
                 let device = Arc::clone(made.device());
                 balloon = Some(made);
@@ -109,13 +109,13 @@ impl Devices {
             })?;
         }
         if options.rng {
-            bus.plug(|place| rng::make(machine, line(place)))?;
+            bus.plug(|slot| rng::make(machine, line(slot)))?;
         }
 
         let mut disks = Vec::new();
         for (instance, disk) in (0..).zip(&options.disks) {
-            bus.plug(|place| {
-                let made = VmDisk::new((machine, lazy), disk, instance, (line(place), kicks(place)))?;
+            bus.plug(|slot| {
+                let made = VmDisk::new((machine, paging), disk, instance, (line(slot), kicks(slot)))?;
                 let device = Arc::clone(made.device());
                 disks.push(made);
                 Ok(device)
@@ -128,9 +128,9 @@ impl Devices {
 
         let mut nets = Vec::new();
         for (instance, net) in (0..).zip(&options.nets) {
-            bus.plug(|place| {
-                let wires = (line(place) as _, kicks(place));
-                let made = VmNet::new((machine.ram(), lazy), net, instance, wires)?;
+            bus.plug(|slot| {
+                let wires = (line(slot) as _, kicks(slot));
+                let made = VmNet::new((machine.ram(), paging), net, instance, wires)?;
                 let device = Arc::clone(made.device());
                 nets.push(made);
                 Ok(device)

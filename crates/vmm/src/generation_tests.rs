@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::PAGE_SHIFT;
 use vmferry_engine::{
-    Arrival, Listener, MigrateError, MigrationState, Monitor, Settings, Uri, migrate, receive, restore,
-    restore_lazy, save, save_copy,
+    Arrival, Listener, MigrateError, MigrationHandle, MigrationState, Settings, Uri, migrate, receive,
+    restore, restore_on_demand, save, save_copy,
 };
 use vmferry_kvm::VcpuState;
 use vmferry_kvm::state::IoapicState;
@@ -114,7 +114,10 @@ fn every_copy_gets_a_new_id_and_its_guest_is_told() {
     let original = id(&source, ADDRESS);
     assert_ne!(original, [0; 16]);
     let path = path("copy");
-    assert_eq!(save_copy(&mut source, &path, &Monitor::new()).unwrap().state, MigrationState::Completed);
+    assert_eq!(
+        save_copy(&mut source, &path, &MigrationHandle::new()).unwrap().state,
+        MigrationState::Completed
+    );
     let mut ids = vec![original];
     let mut found = |vm: &Vm| {
         let exit = vm.handle().wait_for_exit_timeout(PATIENCE).expect("the guest is told of its new ID");
@@ -129,10 +132,10 @@ fn every_copy_gets_a_new_id_and_its_guest_is_told() {
     };
     found(&restored(&path));
     found(&restored(&path));
-    let mut lazy = incoming();
-    match restore_lazy(&mut lazy, &path) {
-        Ok(_comes) => found(&lazy),
-        Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, why),
+    let mut paging = incoming();
+    match restore_on_demand(&mut paging, &path) {
+        Ok(_comes) => found(&paging),
+        Err(MigrateError::NoDemandPaging { why }) => skip(Need::Uffd, why),
         Err(error) => panic!("{error}"),
     }
     std::fs::remove_file(&path).unwrap();
@@ -154,12 +157,12 @@ fn guest_that_moves_keeps_its_id() {
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).map(drop));
         let settings = Settings { peer_timeout: PATIENCE, ..Settings::default() };
-        let report = migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap();
+        let report = migrate(&mut source, &uri, None, &settings, &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
         receiving.join().unwrap().unwrap();
     });
     assert_eq!(id(&target, ADDRESS), original);
-    assert_eq!(save(&mut target, &path, &Monitor::new()).unwrap().state, MigrationState::Completed);
+    assert_eq!(save(&mut target, &path, &MigrationHandle::new()).unwrap().state, MigrationState::Completed);
     let mut last = restored(&path);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(id(&last, ADDRESS), original);
@@ -175,7 +178,10 @@ fn copy_of_a_guest_without_the_device_runs_as_it_is() {
     let mut source = waiting();
     source.ram().map().write_slice(&[0; 32], GuestAddress(GENERATION)).unwrap();
     let path = path("old");
-    assert_eq!(save_copy(&mut source, &path, &Monitor::new()).unwrap().state, MigrationState::Completed);
+    assert_eq!(
+        save_copy(&mut source, &path, &MigrationHandle::new()).unwrap().state,
+        MigrationState::Completed
+    );
     let mut copy = restored(&path);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(id(&copy, ADDRESS), [0; 16]);

@@ -7,37 +7,37 @@ use crate::kvm::Machine;
 use crate::memory::GuestRam;
 use crate::net::{NetStatus, VmNet};
 use crate::stats;
-use crate::vcpu::{Board, Exit};
+use crate::vcpu::{Exit, VcpuBoard};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::DirtyRings;
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_guest_abi::{AllocSnapshot, StatsError, StatsSnapshot};
 use vmferry_virtio::blk::BlkFigures;
 
 /// State that all handles of a VM share.
 #[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) board: Arc<Board>,
+pub(crate) struct VmContext {
+    pub(crate) board: Arc<VcpuBoard>,
     pub(crate) devices: Arc<Devices>,
     pub(crate) machine: Arc<Machine>,
-    pub(crate) lazy: Arc<LazySlot>,
+    pub(crate) paging: Arc<PagingSlot>,
     pub(crate) rings: Option<DirtyRings>,
 }
 
-impl Shared {
+impl VmContext {
     fn cpus(&self) -> u32 {
-        self.lazy.threads().vcpus()
+        self.paging.threads().vcpus()
     }
 }
 
 /// Handle of a VM for threads other than its owner's. It shows the state of the guest while the
 /// owner, or an engine that the owner lent the VM to, runs and migrates it.
 #[derive(Debug, Clone)]
-pub struct VmHandle(Arc<Shared>);
+pub struct VmHandle(Arc<VmContext>);
 
 impl VmHandle {
-    pub(crate) fn new(shared: Arc<Shared>) -> Self {
+    pub(crate) fn new(shared: Arc<VmContext>) -> Self {
         Self(shared)
     }
 
@@ -99,7 +99,7 @@ impl VmHandle {
     /// Fails if the guest has not written the page yet, does not keep one, or was stopped while it
     /// wrote, or if the page is missing. Never waits for a missing page.
     pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
-        stats::snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
+        stats::snapshot(self.0.machine.ram(), &self.0.paging, self.0.cpus())
     }
 
     /// Returns the figures that the guest reports about its allocator and its balloon, if it has an
@@ -108,14 +108,14 @@ impl VmHandle {
     /// # Errors
     /// Fails as [`stats`](Self::stats) does.
     pub fn alloc_stats(&self) -> std::result::Result<AllocSnapshot, StatsError> {
-        stats::alloc_snapshot(self.0.machine.ram(), &self.0.lazy, self.0.cpus())
+        stats::alloc_snapshot(self.0.machine.ram(), &self.0.paging, self.0.cpus())
     }
 
     /// Asks the guest to check all its pages. When the guest has done so,
     /// [`StatsSnapshot::verified`] returns true for this number. Returns false if the guest keeps
     /// no statistics page, or if the page is missing.
     pub fn request_verify(&self, request: u64) -> bool {
-        stats::request_verify(self.0.machine.ram(), &self.0.lazy, request)
+        stats::request_verify(self.0.machine.ram(), &self.0.paging, request)
     }
 
     /// Presses the power button, at which a guest with a driver for it shuts down. Returns true if

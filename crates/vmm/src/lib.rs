@@ -71,6 +71,6 @@ pub use vcpu::{Exit, VcpuFault};
 pub use vm::Vm;
 pub use vmferry_kvm::Error as SetupError;
 pub use vmferry_virtio::balloon::extension::MapError;
-pub use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats};
+pub use vmferry_virtio::balloon::{BalloonFigures, GuestStats, HintError};
 pub use vmferry_virtio::blk::BlkFigures;
 pub use vmferry_virtio::net::{BadMac, Mac, NetFigures};

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, SourceVm,
-    TargetVm, TrackerKind, VmError,
+    DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
+    SourceVm, TargetVm, TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
@@ -93,13 +93,13 @@ impl SourceVm for Vm {
         Self::pause(self).map_err(VmError::new)
     }
 
-    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
-        Self::settle(self, within)
+    fn quiesce(&mut self, within: Duration) -> Result<(), VmError> {
+        Self::quiesce(self, within)
             .map_err(|error| if error.is_busy() { VmError::busy(error) } else { VmError::new(error) })
     }
 
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
-        self.save_rested().map_err(VmError::new)
+        self.save_quiesced().map_err(VmError::new)
     }
 
     fn release(&mut self) -> Result<(), VmError> {
@@ -116,18 +116,18 @@ impl SourceVm for Vm {
 }
 
 impl TargetVm for Vm {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         let make = |threads| {
             // Includes the faults of KVM and of system calls, because vCPUs and devices touch
             // memory in the kernel.
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.ram().huge_pages();
-            let regions = self.ram().regions().iter().map(crate::memory::RamRegion::lazy).collect();
+            let regions = self.ram().regions().iter().map(crate::memory::RamRegion::paged).collect();
             // SAFETY: the RAM owns its mappings, whose backing is as stated; this crate makes no
             // references to guest bytes other than to atomics.
             unsafe { UffdMemory::new(regions, Arc::clone(self.ram()) as _, &options) }
         };
-        Ok(self.lazy().get_or_make(make)?)
+        Ok(self.paging().get_or_make(make)?)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

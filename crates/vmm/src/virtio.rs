@@ -29,18 +29,18 @@ pub(crate) struct VirtioMmio<D> {
     instance: u32,
 }
 
-/// Place of a device that is being created. [`wire`] returns what the device is created with, and
+/// Slot of a device that is being created. [`wire`] returns what the device is created with, and
 /// [`plug`](Self::plug) takes the device.
 #[derive(Debug)]
 #[must_use]
 pub(crate) struct Socket<D> {
     signals: Arc<Signals>,
-    bell: Arc<Bell<D>>,
+    bell: Arc<DeviceBell<D>>,
 }
 
 /// Returns what a device with its interrupt at `line` is created with, and the place for it.
 pub(crate) fn wire<D: Device + 'static>(line: Box<dyn Interrupt>) -> (Wiring, Socket<D>) {
-    let (signals, bell) = (Signals::new(line), Arc::new(Bell(OnceLock::new())));
+    let (signals, bell) = (Signals::new(line), Arc::new(DeviceBell(OnceLock::new())));
     let wiring = Wiring { signals: Arc::clone(&signals), doorbell: Arc::clone(&bell) as _ };
     (wiring, Socket { signals, bell })
 }
@@ -76,9 +76,9 @@ impl<D: Device + 'static> VirtioMmio<D> {
 
 /// Doorbell by which a device's threads reach the device.
 #[derive(Debug)]
-struct Bell<D>(OnceLock<Weak<VirtioMmio<D>>>);
+struct DeviceBell<D>(OnceLock<Weak<VirtioMmio<D>>>);
 
-impl<D: Device + 'static> Doorbell for Bell<D> {
+impl<D: Device + 'static> Doorbell for DeviceBell<D> {
     fn ring(&self, queue: u16) {
         if let Some(device) = self.0.get().and_then(Weak::upgrade) {
             device.notify(queue);

@@ -44,14 +44,14 @@ impl Mode {
     /// Returns true if the guest may run on the target before all of its memory has arrived. Such a
     /// mode needs urgent channels.
     #[must_use]
-    pub fn may_be_lazy(self) -> bool {
+    pub fn may_use_postcopy(self) -> bool {
         self != Self::Precopy
     }
 }
 
 /// Name of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct PageName {
+pub struct RegionPage {
     /// Region of the page.
     pub region: RegionId,
     /// Index of the page in the region.
@@ -60,7 +60,7 @@ pub struct PageName {
 
 /// Name of a run of pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct RunName {
+pub struct RegionRun {
     /// Region of the pages.
     pub region: RegionId,
     /// Index of the first page.
@@ -71,21 +71,21 @@ pub struct RunName {
 
 /// Part of a set of missing pages, as a bitmap.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LackingPages {
+pub struct MissingPages {
     /// Region of the pages.
     pub region: RegionId,
     /// Page of the first bit, a multiple of 64.
     pub first: u64,
-    /// Words of 64 pages, little-endian, lowest bit first. At most [`MAX_LACKING_BYTES`].
+    /// Words of 64 pages, little-endian, lowest bit first. At most [`MAX_MISSING_BYTES`].
     pub words: Vec<u8>,
 }
 
-/// Maximum length of the bitmap in [`LackingPages`] in bytes: 32 GiB of memory.
-pub const MAX_LACKING_BYTES: usize = 1 << 20;
+/// Maximum length of the bitmap in [`MissingPages`] in bytes: 32 GiB of memory.
+pub const MAX_MISSING_BYTES: usize = 1 << 20;
 
 /// Figures of demand paging, as the target reports them to the source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LazyFigures {
+pub struct PagingFigures {
     /// Pages that arrived with content.
     pub pages: u64,
     /// Pages that arrived as zeros.
@@ -93,7 +93,7 @@ pub struct LazyFigures {
     /// Pages that arrived although they were already present. A correct source sends none.
     pub duplicates: u64,
     /// Pages that arrived with a digest mismatch and were requested again.
-    pub damaged: u64,
+    pub digest_mismatches: u64,
     /// Faults on pages that were known to be zero. The target answers them without the source.
     pub zero_faults: u64,
     /// Pages that were requested because of a fault.
@@ -180,7 +180,7 @@ pub enum ToTarget {
     /// [`ToSource::Ready`].
     Load,
     /// Part of the set of pages that the target does not have at the handover.
-    Lacking(LackingPages),
+    Lacking(MissingPages),
     /// The source has sent all device state and named all missing pages. The target drops its
     /// content of these pages, which is out of date, and loads the device state. It requests pages
     /// that this touches on the urgent channels. Then it answers with [`ToSource::Ready`].
@@ -289,10 +289,11 @@ pub enum ToSource {
         /// Number of the pass.
         pass: u32,
         /// Number of pages with a digest mismatch that have not arrived again since.
-        suspects: u64,
-        /// First runs of these pages, at most [`MAX_NAMED_RUNS`]. Not empty if `suspects` is not 0.
+        mismatches: u64,
+        /// First runs of these pages, at most [`MAX_NAMED_RUNS`]. Not empty if `mismatches` is not
+        /// 0.
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
-        runs: Vec<RunName>,
+        runs: Vec<RegionRun>,
     },
     /// Result of a verification.
     Verified {
@@ -302,7 +303,7 @@ pub enum ToSource {
         mismatched: u64,
         /// First pages that differ.
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
-        samples: Vec<PageName>,
+        samples: Vec<RegionPage>,
     },
     /// The device state is loaded. The guest can run as soon as the source sends the commit.
     Ready {
@@ -317,7 +318,7 @@ pub enum ToSource {
         cpu_us: u64,
     },
     /// Part of the set of pages that are still missing, sent on a new control channel.
-    Lacking(LackingPages),
+    Lacking(MissingPages),
     /// End of the set of missing pages on a new control channel. The source opens the other
     /// channels again with these tokens.
     Resume {
@@ -329,7 +330,7 @@ pub enum ToSource {
         urgent: Token,
     },
     /// Every page is present on the target. The source has nothing left to send.
-    Complete(LazyFigures),
+    Complete(PagingFigures),
     /// The guest could not be started and will never run on the target. The source owns the guest
     /// again.
     Returned(Refusal),
@@ -553,8 +554,8 @@ mod tests {
 
     #[test]
     fn runs_of_mismatched_pages_decode_up_to_their_limit() {
-        let run = RunName { region: RegionId(0), first: 1, count: 1 };
-        let received = |count| ToSource::Received { pass: 0, suspects: 1, runs: vec![run; count] };
+        let run = RegionRun { region: RegionId(0), first: 1, count: 1 };
+        let received = |count| ToSource::Received { pass: 0, mismatches: 1, runs: vec![run; count] };
         assert!(back(&received(MAX_NAMED_RUNS)).is_ok());
         assert!(back(&received(MAX_NAMED_RUNS + 1)).is_err());
     }

@@ -124,9 +124,9 @@ pub struct Hello {
     pub index: u16,
     /// Token that the target gave out for this role.
     pub token: Token,
-    /// [`fence_digest`] of the arbiter that resolves unknown ownership, or 0 if there is none. The
-    /// value has a meaning only on the first control channel of a migration.
-    pub fence: u64,
+    /// [`arbiter_digest`] of the arbiter that resolves unknown ownership, or 0 if there is none.
+    /// The value has a meaning only on the first control channel of a migration.
+    pub arbiter: u64,
 }
 
 impl Hello {
@@ -142,7 +142,7 @@ impl Hello {
         bytes.extend(self.features.to_le_bytes());
         bytes.extend(self.migration.0);
         bytes.extend(self.token.0);
-        bytes.extend(self.fence.to_le_bytes());
+        bytes.extend(self.arbiter.to_le_bytes());
         seal(bytes)
     }
 
@@ -156,8 +156,8 @@ impl Hello {
         let (role, _) = (Role::from_byte(fields.u8())?, fields.u8());
         let (index, features) = (fields.u16(), fields.u64());
         let (migration, token) = (MigrationId(fields.take()), Token(fields.take()));
-        let fence = fields.u64();
-        Ok(Self { version_min, version_max, features, migration, role, index, token, fence })
+        let arbiter = fields.u64();
+        Ok(Self { version_min, version_max, features, migration, role, index, token, arbiter })
     }
 }
 
@@ -229,7 +229,7 @@ fn unseal(bytes: &[u8; HELLO_BYTES], magic: [u8; 8]) -> Result<Fields<'_>, WireE
 /// Returns the digest of the arbiter with this name, for a [`Hello`]. It is never 0, which means
 /// that there is no arbiter. The digest finds a wrong configuration, not a peer that lies.
 #[must_use]
-pub fn fence_digest(name: &str) -> u64 {
+pub fn arbiter_digest(name: &str) -> u64 {
     crc(name.as_bytes()).max(1)
 }
 
@@ -265,7 +265,7 @@ mod tests {
             role: Role::Bulk,
             index: 2,
             token: Token([9; 16]),
-            fence: 11,
+            arbiter: 11,
         }
     }
 

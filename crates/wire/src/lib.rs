@@ -21,7 +21,7 @@
 //!     role: Role::Control,
 //!     index: 0,
 //!     token: Token([0; 16]),
-//!     fence: 0,
+//!     arbiter: 0,
 //! };
 //! let received = Hello::decode(&hello.encode()).expect("these bytes are a hello");
 //! assert_eq!(received, hello);
@@ -47,9 +47,9 @@ pub use carrier::{
     CARRIER, LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, MAX_PIECE_BYTES, PIECE_HEADER_BYTES, Piece, PieceKind,
 };
 pub use control::{
-    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, LackingPages, LazyFigures, MAX_BUCKETS,
-    MAX_CONTROL_BYTES, MAX_DESCRIPTION_BYTES, MAX_LACKING_BYTES, MAX_LATENCIES, MAX_NAMED_RUNS, MAX_SECTIONS,
-    MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Mode, PageName, RunName, ToSource, ToTarget,
+    CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, MAX_BUCKETS, MAX_CONTROL_BYTES, MAX_DESCRIPTION_BYTES,
+    MAX_LATENCIES, MAX_MISSING_BYTES, MAX_NAMED_RUNS, MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES,
+    MAX_STREAMS, MissingPages, Mode, PagingFigures, RegionPage, RegionRun, ToSource, ToTarget,
     decode_control, encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
@@ -59,12 +59,12 @@ pub use frame::{
 };
 pub use hello::{
     FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_STREAMS, FEATURE_TRIAL, FEATURES,
-    HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, fence_digest,
+    HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, arbiter_digest,
     negotiate,
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{
-    MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES,
+    MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PageTable, PartSum, RegionOffsets, SNAPSHOT_HEADER_BYTES,
     SNAPSHOT_VERSION, SnapshotError, SnapshotHeader, SnapshotMap, SnapshotPart, SnapshotRegion, TABLE_BYTES,
     TABLE_PAGES, TableIndex, decode_part, encode_machine, encode_state,
 };

@@ -4,9 +4,9 @@
 
 use vmferry_core::{PageIndex, RegionId, StreamName};
 use vmferry_wire::{
-    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, PageName,
-    Piece, PieceKind, Refusal, RefusalCode, Request, Role, ToSource, ToTarget, Token, decode_control,
-    encode_control, fence_digest,
+    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, Piece,
+    PieceKind, Refusal, RefusalCode, RegionPage, Request, Role, ToSource, ToTarget, Token, arbiter_digest,
+    decode_control, encode_control,
 };
 
 fn hex(bytes: &[u8]) -> String {
@@ -14,9 +14,9 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn hello(role: Role) -> Hello {
-    let fence = fence_digest("etcd /vmferry/");
+    let arbiter = arbiter_digest("etcd /vmferry/");
     let (migration, token) = (MigrationId([0x11; 16]), Token([0x22; 16]));
-    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index: 3, token, fence }
+    Hello { version_min: 1, version_max: 1, features: 0, migration, role, index: 3, token, arbiter }
 }
 
 const REFUSALS: [RefusalCode; 13] = [
@@ -68,7 +68,7 @@ fn fixed_layouts_match_the_frozen_bytes() {
 #[test]
 fn control_messages_match_the_frozen_bytes() {
     let why = Refusal::new(RefusalCode::Cancelled, "why");
-    let samples = vec![PageName { region: RegionId(5), page: 0x1_2345 }];
+    let samples = vec![RegionPage { region: RegionId(5), page: 0x1_2345 }];
     let to_target = [
         ToTarget::Cancel(why.clone()),
         ToTarget::Ping(300),

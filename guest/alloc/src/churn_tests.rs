@@ -1,7 +1,7 @@
 //! Tests of the allocation workload: the state that it leaves, and the failures that it detects.
 
 use super::*;
-use crate::heap::tests::{Model, buffers, entries, machine, own_heap, settle, spans, words};
+use crate::heap::tests::{Model, advance_past_flush, buffers, entries, machine, own_heap, spans, words};
 use crate::{ASYNC_ENTRIES, Batch, Reports, SYNC_ENTRIES};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::vec::Vec;
@@ -28,7 +28,7 @@ fn everything_is_touched_checked_freed_and_reported() {
     own_heap!(mut heap, SYNC_ENTRIES, 512);
     let mut churn = Churn::new(spec(24 * MIB, 5, 0), 0, 1);
     assert_eq!(run(&machine, &mut churn, &mut heap), []);
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     let stats = heap.stats();
     assert_eq!((stats.rounds, stats.short_rounds, stats.done), (5, 0, 1));
     for bytes in [stats.alloc_bytes, stats.touched_bytes, stats.freed_bytes] {
@@ -46,7 +46,7 @@ fn fragmented_memory_is_reported_too() {
     own_heap!(mut heap, SYNC_ENTRIES, 512);
     let mut churn = Churn::new(spec(48 * MIB, 2, 64), 0, 1);
     assert_eq!(run(&machine, &mut churn, &mut heap), []);
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(churn.kept.pages(), 48 * 256 / 64);
     // Freed memory is in pieces of at most 32 pages, except at some borders of the allocated
     // memory.
@@ -141,7 +141,7 @@ fn together(reports: [Reports; 3], entries_each: usize, frag: u64) {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect::<Vec<_>>()
     });
     assert!(!working.load(Ordering::Relaxed));
-    settle(&machine, &mut heaps);
+    advance_past_flush(&machine, &mut heaps);
     machine.with(|buddy| {
         buddy.check();
         assert_eq!((buddy.pages().unreported, buddy.pages().isolated), (0, 0));

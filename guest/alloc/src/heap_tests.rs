@@ -130,7 +130,7 @@ pub(crate) fn buffers(entries: &[Vec<AtomicU64>]) -> Vec<FreeBuffer<'_>> {
 }
 
 /// Ticks until nothing has been freed for a long time, and a few times more.
-pub(crate) fn settle(machine: &Model<'_>, heaps: &mut [Heap<'_>]) {
+pub(crate) fn advance_past_flush(machine: &Model<'_>, heaps: &mut [Heap<'_>]) {
     for _ in 0..80 {
         machine.advance(FLUSH_NS / 10);
         heaps.iter_mut().for_each(|heap| heap.tick(machine, machine.now_ns()));
@@ -155,7 +155,7 @@ fn full_buffer_is_reported_by_the_vcpu_that_filled_it() {
     assert_eq!(machine.load(machine.with(|buddy| buddy.spans().gpa(blocks[0]))), 0);
     assert_eq!((heap.stats().flushes, heap.stats().reports), (1, 8));
     // Reported blocks are not reported again.
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.reports.load(Ordering::Relaxed), 8);
 }
 
@@ -169,7 +169,7 @@ fn rest_of_a_buffer_is_reported_after_a_quiet_time() {
     let small = heap.alloc(&machine, 0).unwrap();
     heap.tick(&machine, machine.now_ns());
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 1023);
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
     assert_eq!(heap.stats().report_bytes, 1023 * PAGE_SIZE);
     assert!(large.contains(small));
@@ -204,7 +204,7 @@ fn small_blocks_wait_until_they_have_merged_or_are_idle() {
     }
     let kept = machine.with(|buddy| buddy.pages().unreported);
     assert!((100..200).contains(&kept) && heap.stats().report_bytes > before, "{kept}");
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
 }
 
@@ -215,7 +215,7 @@ fn off_reports_nothing() {
     let mut heap = Heap::new(&[], 0, Reports::Own, true, Batch::new(&mut slots));
     let blocks: Vec<_> = (0..1000).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     blocks.into_iter().for_each(|block| heap.free(&machine, block));
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.reports.load(Ordering::Relaxed), 0);
     assert!(machine.with(|buddy| buddy.pages().unreported) >= 1000);
 }
@@ -237,7 +237,7 @@ fn other_vcpu_reports_a_buffer_that_was_handed_over() {
     reporter.tick(&machine, machine.now_ns());
     assert_eq!((reporter.stats().report_blocks, buffers[0].is_empty()), (1000, true));
     let mut heaps = [freer, reporter];
-    settle(&machine, &mut heaps);
+    advance_past_flush(&machine, &mut heaps);
     // The sweep finds the blocks that were not noted.
     assert_eq!((heaps[0].stats().reports, heaps[1].stats().report_blocks), (0, 1200));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
@@ -256,7 +256,7 @@ fn freeing_vcpu_does_not_wait_for_a_reporting_vcpu() {
     // The next free reports. The one page without room is found later.
     heap.free(&machine, blocks[1200]);
     assert_eq!(heap.stats().report_blocks, 512);
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
 }
 
@@ -266,11 +266,11 @@ fn reporting_stops_when_memory_is_low() {
     own_heap!(mut heap, 16, 64);
     let blocks: Vec<_> = (0..8192 - 100).map(|_| heap.alloc(&machine, 0).unwrap()).collect();
     blocks.iter().step_by(2).take(100).for_each(|block| heap.free(&machine, *block));
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.reports.load(Ordering::Relaxed), 0);
     assert!(heap.stats().deferred > 0);
     blocks.iter().skip(1).step_by(2).for_each(|block| heap.free(&machine, *block));
-    settle(&machine, std::slice::from_mut(&mut heap));
+    advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
 }
 

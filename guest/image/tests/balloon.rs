@@ -54,7 +54,7 @@ fn wait(guest: &Guest, what: &str, done: impl Fn(&AllocSnapshot) -> bool) -> All
 }
 
 /// Returns true if all rounds are done, and the host has been told of all free memory.
-fn settled(now: &AllocSnapshot) -> bool {
+fn all_reported(now: &AllocSnapshot) -> bool {
     now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
 }
 
@@ -85,7 +85,7 @@ fn freed_memory_goes_back_to_the_host() {
         {
             let workload = format!("idle,alloc={}M,rounds=2,frag={frag}", ALLOC / MIB);
             let guest = boot(accelerator, &GuestArgs { report, ..args(&workload) });
-            let done = wait(&guest, "rounds", settled);
+            let done = wait(&guest, "rounds", all_reported);
             let case = format!("{accelerator}, {report}, frag={frag}: {:?}", done.guest);
             let kept = 2 * ALLOC.checked_div(frag).unwrap_or(0);
             let freed = done.sum(|cpu| cpu.freed_bytes);
@@ -123,7 +123,7 @@ fn freed_memory_stays_backed_without_reports() {
 fn page_that_the_host_loses_is_detected() {
     for accelerator in accelerators() {
         let guest = boot(accelerator, &args("idle,alloc=8M,rounds=1,frag=2"));
-        wait(&guest, "rounds", settled);
+        wait(&guest, "rounds", all_reported);
         let stamp = |address: &u64| {
             let address = *address;
             let page = guest.page(address);
@@ -176,11 +176,11 @@ impl Monitor {
         let stream = UnixStream::connect(guest.folder.path().join("qmp")).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         let mut monitor = Self(BufReader::new(stream));
-        monitor.ask(r#"{"execute": "qmp_capabilities"}"#);
+        monitor.execute(r#"{"execute": "qmp_capabilities"}"#);
         monitor
     }
 
-    fn ask(&mut self, command: &str) -> String {
+    fn execute(&mut self, command: &str) -> String {
         self.0.get_mut().write_all(command.as_bytes()).unwrap();
         loop {
             let mut line = String::new();
@@ -199,11 +199,11 @@ fn balloon_follows_the_hosts_target() {
         let guest = boot(accelerator, &args("uniform,ws=4M,rate=1k,alloc=16M"));
         let mut monitor = Monitor::new(&guest);
         for target in [MEMORY - 100 * MIB, MEMORY - 10 * MIB] {
-            monitor.ask(&format!(r#"{{"execute": "balloon", "arguments": {{"value": {target}}}}}"#));
+            monitor.execute(&format!(r#"{{"execute": "balloon", "arguments": {{"value": {target}}}}}"#));
             let pages = (MEMORY - target) / PAGE_SIZE;
             wait(&guest, "inflation", |now| now.guest.balloon_pages == pages);
             rig::wait("what QEMU is told", || {
-                monitor.ask(r#"{"execute": "query-balloon"}"#).contains(&target.to_string())
+                monitor.execute(r#"{"execute": "query-balloon"}"#).contains(&target.to_string())
             });
         }
         assert_eq!(guest.verify(1).corrupt(), 0, "{accelerator}");
@@ -223,24 +223,25 @@ fn free_pages_are_hinted_during_a_migration() {
             let mut monitor = Monitor::new(&guest);
             // So slow that the migration does not end before a starved host has let the guest name
             // its free pages.
-            monitor.ask(r#"{"execute": "migrate-set-parameters", "arguments": {"max-bandwidth": 65536}}"#);
-            monitor.ask(r#"{"execute": "migrate", "arguments": {"uri": "exec:cat > /dev/null"}}"#);
+            monitor
+                .execute(r#"{"execute": "migrate-set-parameters", "arguments": {"max-bandwidth": 65536}}"#);
+            monitor.execute(r#"{"execute": "migrate", "arguments": {"uri": "exec:cat > /dev/null"}}"#);
             if hints == HintMode::Demand {
                 wait(&guest, "hints", |now| now.guest.hint_bytes > 50 * MIB && now.guest.hint_id > 1);
             }
             // A guest that allocates as fast as it can may dirty more than QEMU sends by itself.
             // The migration only has to end; its speed does not matter.
             let quick = r#"{"max-bandwidth": 1073741824, "downtime-limit": 20000}"#;
-            monitor.ask(&format!(r#"{{"execute": "migrate-set-parameters", "arguments": {quick}}}"#));
+            monitor.execute(&format!(r#"{{"execute": "migrate-set-parameters", "arguments": {quick}}}"#));
             rig::wait("the end of the migration", || {
-                monitor.ask(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#)
+                monitor.execute(r#"{"execute": "query-migrate"}"#).contains(r#""status": "completed""#)
             });
             // QEMU reports the end before it lets the guest continue.
             rig::wait("the state after a migration", || {
-                monitor.ask(r#"{"execute": "query-status"}"#).contains(r#""status": "postmigrate""#)
+                monitor.execute(r#"{"execute": "query-status"}"#).contains(r#""status": "postmigrate""#)
             });
             // The guest has not really moved: it continues, and all memory is present.
-            monitor.ask(r#"{"execute": "cont"}"#);
+            monitor.execute(r#"{"execute": "cont"}"#);
             let now = wait(&guest, "the end of the hints", |now| now.guest.held_pages == 0);
             let told = now.guest.hint_bytes;
             let case = format!("{accelerator}, {workload}: {:?}", now.guest);

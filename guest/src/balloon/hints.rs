@@ -91,7 +91,7 @@ impl HintQueue {
 
     /// Returns true if the device has processed all hints. If not, none of the hinted blocks may be
     /// used.
-    pub(super) fn settled(&mut self) -> bool {
+    pub(super) fn all_processed(&mut self) -> bool {
         self.queue.reclaim()
     }
 
@@ -135,7 +135,7 @@ impl HintQueue {
                 if !self.said && self.queue.room() != 0 {
                     self.next_word = self.next_word % COMMANDS + 1;
                     self.words[self.next_word].store(command, Ordering::Relaxed);
-                    self.say(self.next_word);
+                    self.send_word(self.next_word);
                     self.said = true;
                     device.notify(&self.queue);
                 }
@@ -151,7 +151,7 @@ impl HintQueue {
     }
 
     /// Adds a command to the queue.
-    fn say(&mut self, word: usize) {
+    fn send_word(&mut self, word: usize) {
         let gpa = self.words.as_ptr().addr() as u64 + 4 * word as u64;
         self.queue.add([Part { gpa, len: 4, write: false }].into_iter());
     }
@@ -175,7 +175,7 @@ impl HintQueue {
             self.queue.add([super::part(gpa, block.bytes())].into_iter());
         }
         if taken != Taken::Full {
-            self.say(0);
+            self.send_word(0);
             self.phase = Phase::Ending;
         }
         device.notify(&self.queue);

@@ -179,8 +179,8 @@ impl Balloon {
 
     /// Returns true if hinted pages may be taken back, because the device has processed all of
     /// them. Returns `None` if this is unknown at the moment.
-    pub(crate) fn hints_settled(&self) -> Option<bool> {
-        self.hints.try_lock().map(|mut hints| hints.as_mut().is_none_or(HintQueue::settled))
+    pub(crate) fn hints_processed(&self) -> Option<bool> {
+        self.hints.try_lock().map(|mut hints| hints.as_mut().is_none_or(HintQueue::all_processed))
     }
 
     /// Counts that hinted pages were taken back.

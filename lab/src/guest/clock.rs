@@ -4,7 +4,7 @@ use anyhow::Result;
 use rustix::time::{ClockId, clock_gettime};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_lab::told::Told;
+use vmferry_lab::guest_report::GuestReport;
 
 /// Interval at which the clocks are read.
 const TICK: Duration = Duration::from_millis(10);
@@ -40,14 +40,14 @@ impl Clock {
 
     /// Adds the clocks' state to a report. With `anew`, the longest gap is counted anew from this
     /// moment.
-    pub(crate) fn tell(&self, told: &mut Told, anew: bool) {
+    pub(crate) fn fill(&self, report: &mut GuestReport, anew: bool) {
         let mut seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
-        told.uptime_s = seconds(ClockId::Boottime);
-        told.realtime_s = seconds(ClockId::Realtime);
-        told.ticks = seen.ticks;
-        told.backwards = seen.backwards;
-        told.gap_ms = seen.gap_ms;
-        told.step_ms = seen.step_ms;
+        report.uptime_s = seconds(ClockId::Boottime);
+        report.realtime_s = seconds(ClockId::Realtime);
+        report.ticks = seen.ticks;
+        report.backwards = seen.backwards;
+        report.gap_ms = seen.gap_ms;
+        report.step_ms = seen.step_ms;
         if anew {
             seen.gap_ms = 0.0;
         }

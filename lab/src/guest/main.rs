@@ -19,7 +19,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_lab::told::{MARK, Told};
+use vmferry_lab::guest_report::{GuestReport, MARK};
 
 /// Socket on which the serving process answers `report` and other requests.
 const SOCKET: &str = "/run/lab.sock";
@@ -30,9 +30,9 @@ fn main() -> ExitCode {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let result = match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["serve"] => serve(),
-        ["report"] => ask("report"),
-        ["verify"] => ask("verify"),
-        ["stop-records"] => ask("stop-records"),
+        ["report"] => request_report("report"),
+        ["verify"] => request_report("verify"),
+        ["stop-records"] => request_report("stop-records"),
         _ => Err(anyhow::anyhow!("usage: lab-guest serve | report | verify | stop-records")),
     };
     match result {
@@ -65,25 +65,25 @@ impl Work {
     }
 
     /// Returns a report. With `whole`, all kept data is checked first, which takes a while.
-    fn told(&self, whole: bool) -> Result<Told> {
-        let mut told = Told { cpus: cpus(), whole, ..Told::default() };
+    fn report(&self, whole: bool) -> Result<GuestReport> {
+        let mut report = GuestReport { cpus: cpus(), whole, ..GuestReport::default() };
         if let Some(stress) = &self.stress {
-            stress.tell(&mut told, whole);
+            stress.fill(&mut report, whole);
         }
         if whole {
-            told.kept_good = Some(self.kept.check());
+            report.kept_good = Some(self.kept.check());
         }
         if let Some(records) = &self.records {
-            records.tell(&mut told, whole);
+            records.fill(&mut report, whole);
         }
         if let Some(server) = &self.server {
-            server.tell(&mut told);
+            server.fill(&mut report);
         }
-        told.complaints = kmsg::complaints()?;
+        report.complaints = kmsg::complaints()?;
         // The clock comes last: the reader compares it with its own clock, and the checks above
         // take a while.
-        self.clock.tell(&mut told, whole);
-        Ok(told)
+        self.clock.fill(&mut report, whole);
+        Ok(report)
     }
 }
 
@@ -132,14 +132,14 @@ fn serve() -> Result<()> {
     });
     println!("LAB-GUEST-UP");
     loop {
-        say(&work.told(false)?)?;
+        print_report(&work.report(false)?)?;
         std::thread::sleep(EVERY);
     }
 }
 
 /// Prints a report as one line with one write, so that no other output interrupts the line.
-fn say(told: &Told) -> Result<()> {
-    let line = format!("{MARK}{}\n", serde_json::to_string(told)?);
+fn print_report(report: &GuestReport) -> Result<()> {
+    let line = format!("{MARK}{}\n", serde_json::to_string(report)?);
     std::io::stdout().write_all(line.as_bytes())?;
     Ok(())
 }
@@ -147,28 +147,28 @@ fn say(told: &Told) -> Result<()> {
 fn answer(mut stream: UnixStream, work: &Work) -> Result<()> {
     let mut request = String::new();
     stream.read_to_string(&mut request)?;
-    let told = match request.as_str() {
-        "report" => work.told(false)?,
-        "verify" => work.told(true)?,
+    let report = match request.as_str() {
+        "report" => work.report(false)?,
+        "verify" => work.report(true)?,
         "stop-records" => {
             if let Some(records) = &work.records {
                 records.stop();
             }
-            work.told(true)?
+            work.report(true)?
         }
         other => bail!("unknown request '{other}'"),
     };
-    stream.write_all(&serde_json::to_vec(&told)?)?;
+    stream.write_all(&serde_json::to_vec(&report)?)?;
     Ok(())
 }
 
-fn ask(what: &str) -> Result<()> {
+fn request_report(what: &str) -> Result<()> {
     let mut stream = UnixStream::connect(SOCKET).context("lab-guest serve does not run")?;
     stream.write_all(what.as_bytes())?;
     stream.shutdown(std::net::Shutdown::Write)?;
     let mut text = Vec::new();
     stream.read_to_end(&mut text)?;
-    say(&serde_json::from_slice(&text).context("cannot parse the report of lab-guest")?)
+    print_report(&serde_json::from_slice(&text).context("cannot parse the report of lab-guest")?)
 }
 
 /// Returns the number of processors that are online.

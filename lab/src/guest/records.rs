@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use vmferry_lab::told::Told;
+use vmferry_lab::guest_report::GuestReport;
 
 /// Bytes of a record. It is neither a sector nor a page, so that records cross the boundaries of
 /// both.
@@ -51,12 +51,12 @@ impl Records {
         }
     }
 
-    pub(crate) fn tell(&self, told: &mut Told, whole: bool) {
+    pub(crate) fn fill(&self, report: &mut GuestReport, whole: bool) {
         let lasting = self.state.lasting.load(Ordering::Acquire);
-        told.records = Some(lasting);
-        told.record_errors = self.state.failed.load(Ordering::Acquire);
+        report.records = Some(lasting);
+        report.record_errors = self.state.failed.load(Ordering::Acquire);
         if whole {
-            told.records_lost = Some(lost(&self.path, lasting));
+            report.records_lost = Some(lost(&self.path, lasting));
         }
     }
 }

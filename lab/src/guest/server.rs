@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use vmferry_lab::told::Told;
+use vmferry_lab::guest_report::GuestReport;
 
 /// Echo server.
 #[derive(Debug)]
@@ -28,8 +28,8 @@ impl Server {
         Ok(Self { echoes })
     }
 
-    pub(crate) fn tell(&self, told: &mut Told) {
-        told.echoes = self.echoes.load(Ordering::Acquire);
+    pub(crate) fn fill(&self, report: &mut GuestReport) {
+        report.echoes = self.echoes.load(Ordering::Acquire);
     }
 }
 

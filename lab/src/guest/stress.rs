@@ -7,7 +7,7 @@
 use anyhow::Result;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_lab::told::Told;
+use vmferry_lab::guest_report::GuestReport;
 
 const PAGE: usize = 4096;
 const WORDS: usize = PAGE / 8;
@@ -49,14 +49,14 @@ impl Stress {
     }
 
     /// Adds the state of the memory to a report. With `whole`, all pages are checked first.
-    pub(crate) fn tell(&self, told: &mut Told, whole: bool) {
+    pub(crate) fn fill(&self, report: &mut GuestReport, whole: bool) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if whole {
             state.check_all();
         }
-        told.stress_pages = state.pages.len() as u64;
-        told.stress_writes = state.writes;
-        told.stress_wrong = state.wrong;
+        report.stress_pages = state.pages.len() as u64;
+        report.stress_writes = state.writes;
+        report.stress_wrong = state.wrong;
     }
 }
 

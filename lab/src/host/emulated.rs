@@ -64,14 +64,14 @@ pub(crate) fn plan(scenarios: Vec<String>, two: bool) -> Plan {
 }
 
 /// Settings that the machines of a run share.
-struct Shared<'a> {
+struct MachineSettings<'a> {
     folder: &'a Path,
     share: &'a Path,
     whole: &'a Whole,
     initrd: PathBuf,
 }
 
-impl Shared<'_> {
+impl MachineSettings<'_> {
     fn serial(&self, name: &str) -> PathBuf {
         self.folder.join(format!("{name}.log"))
     }
@@ -147,7 +147,7 @@ pub(crate) struct Run {
 pub(crate) fn run(folder: &Path, share: &Path, whole: &Whole, two: bool) -> Result<Run> {
     let initrd = folder.join("initrd");
     write(&initrd, &initramfs::outer(&whole.outer, &whole.busybox)?)?;
-    let hall = Shared { folder, share, whole, initrd };
+    let hall = MachineSettings { folder, share, whole, initrd };
     let results = share.join("results");
     let mut deaths: Vec<Death> = Vec::new();
     let mut given_up = Vec::new();
@@ -168,7 +168,7 @@ pub(crate) fn run(folder: &Path, share: &Path, whole: &Whole, two: bool) -> Resu
         println!("a new machine continues");
     };
     let mut records = machines;
-    records.extend(settled(record::read(&results)?, &deaths, &given_up));
+    records.extend(resolved(record::read(&results)?, &deaths, &given_up));
     let under_way = under_way(&results, &records);
     records.extend(under_way);
     Ok(Run { records, deaths })
@@ -186,29 +186,29 @@ fn tried_last(results: &Path) -> Result<String> {
 
 /// Returns the records that count. An attempt that ended in an emulator failure does not count, but
 /// its scenario's record has the number of such attempts.
-fn settled(records: Vec<Record>, deaths: &[Death], given_up: &[String]) -> Vec<Record> {
-    let mut settled: Vec<_> =
+fn resolved(records: Vec<Record>, deaths: &[Death], given_up: &[String]) -> Vec<Record> {
+    let mut resolved: Vec<_> =
         records.into_iter().filter(|record| record.outcome != Outcome::Emulator).collect();
-    for record in &mut settled {
+    for record in &mut resolved {
         let count = deaths.iter().filter(|death| death.scenario == record.scenario).count();
         if count > 0 {
             record.figures.insert("emulator_deaths".into(), count.into());
         }
     }
-    settled.extend(given_up.iter().map(|name| {
+    resolved.extend(given_up.iter().map(|name| {
         let last = deaths.iter().rfind(|death| &death.scenario == name).map(|death| death.proof.clone());
         Record::new(name, Outcome::Emulator, last, 0.0)
     }));
-    settled
+    resolved
 }
 
 /// Plans the remaining scenarios for new machines, and returns their number. The logs and results
 /// of the old machines are renamed, so that those of the new ones can be stored beside them.
-fn leave(hall: &Shared<'_>, number: usize, given_up: &[String]) -> Result<usize> {
+fn leave(hall: &MachineSettings<'_>, number: usize, given_up: &[String]) -> Result<usize> {
     let path = hall.share.join("plan.json");
     let mut plan = Plan::read(&path)?;
     let results = hall.share.join("results");
-    let done = settled(record::read(&results)?, &[], given_up);
+    let done = resolved(record::read(&results)?, &[], given_up);
     plan.scenarios.retain(|name| done.iter().all(|record| &record.scenario != name));
     plan.write(&path)?;
     let lost = format!("lost-{number}");
@@ -241,7 +241,7 @@ struct Ended {
 }
 
 /// Boots the machines, and waits until one of them is off.
-fn once(hall: &Shared<'_>, two: bool) -> Result<Ended> {
+fn once(hall: &MachineSettings<'_>, two: bool) -> Result<Ended> {
     let began = Instant::now();
     let results = hall.share.join("results");
     let mut machine = hall.first(two)?;
@@ -286,7 +286,7 @@ struct Stop {
 
 /// Waits until a machine is off or hangs.
 fn wait(
-    hall: &Shared<'_>,
+    hall: &MachineSettings<'_>,
     machine: &mut Machine,
     mut other: Option<&mut Machine>,
     watch: &mut Watch,
@@ -366,12 +366,13 @@ mod tests {
             record("c", Outcome::Emulator),
         ];
         let deaths = [death("a"), death("c"), death("c"), death("c")];
-        let settled = settled(records, &deaths, &["c".to_owned()]);
-        let short: Vec<_> = settled.iter().map(|record| (record.scenario.as_str(), record.outcome)).collect();
+        let resolved = resolved(records, &deaths, &["c".to_owned()]);
+        let short: Vec<_> =
+            resolved.iter().map(|record| (record.scenario.as_str(), record.outcome)).collect();
         assert_eq!(short, [("a", Outcome::Passed), ("b", Outcome::Failed), ("c", Outcome::Emulator)]);
-        assert_eq!(settled[0].figures["emulator_deaths"], 1);
-        assert_eq!(settled[1].figures.get("emulator_deaths"), None);
-        assert_eq!(settled[2].why.as_deref(), Some("BUG: x"));
+        assert_eq!(resolved[0].figures["emulator_deaths"], 1);
+        assert_eq!(resolved[1].figures.get("emulator_deaths"), None);
+        assert_eq!(resolved[2].why.as_deref(), Some("BUG: x"));
     }
 
     #[test]

@@ -134,7 +134,7 @@ fn between_kernels(lab: &mut Lab) -> Result<Verdict> {
     }
     let mut rig = Rig::new(lab);
     let guest = measured();
-    let target = rig.awaiting_there(&guest)?;
+    let target = rig.awaiting_on_remote(&guest)?;
     carried(&mut rig, &guest, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])
 }
 
@@ -154,7 +154,7 @@ fn measured() -> Guest {
 /// Moves the bare-metal guest, which checks its pages while it runs.
 fn carried(rig: &mut Rig<'_>, guest: &Guest, target: &Vm, arguments: &[&str]) -> Result<Verdict> {
     const WORKLOAD: &str = "uniform,ws=16M,rate=2k,fill=random,data=64M";
-    let source = Vm::measuring(&rig.here, &rig.boot, guest, &rig.lab.folder, "guest", WORKLOAD)?;
+    let source = Vm::measuring(&rig.local, &rig.boot, guest, &rig.lab.folder, "guest", WORKLOAD)?;
     let works = |vm: &Vm, more_than: u64| -> Result<u64> {
         vm.until("the guest's work", |status| {
             let guest = &status["vm"]["guest"];

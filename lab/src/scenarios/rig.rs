@@ -2,9 +2,9 @@
 
 use super::Lab;
 use super::vm::{Boot, Guest, Vm};
-use crate::desk::{Here, Place};
 use crate::pace;
-use crate::peer::There;
+use crate::peer::RemoteHost;
+use crate::programs::{LocalHost, ProgramHost};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::net::{IpAddr, Ipv4Addr};
@@ -18,7 +18,7 @@ const OTHER: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Rig<'a> {
     pub(crate) lab: &'a mut Lab,
-    pub(crate) here: Rc<dyn Place>,
+    pub(crate) local: Rc<dyn ProgramHost>,
     pub(crate) boot: Boot,
     started: u32,
 }
@@ -28,7 +28,7 @@ impl<'a> Rig<'a> {
         let plan = &lab.plan;
         let boot =
             Boot { vmferry: plan.vmferry.clone(), kernel: plan.kernel.clone(), initrd: plan.initrd.clone() };
-        Self { lab, here: Rc::new(Here::default()), boot, started: 0 }
+        Self { lab, local: Rc::new(LocalHost::default()), boot, started: 0 }
     }
 
     /// Returns the longest time of a guest's boot.
@@ -57,16 +57,16 @@ impl<'a> Rig<'a> {
     /// Starts a target for a guest in another process on this machine.
     pub(crate) fn awaiting(&mut self, guest: &Guest) -> Result<Vm> {
         let name = self.name("target");
-        Vm::awaiting(&self.here, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
+        Vm::awaiting(&self.local, &self.boot, guest, &self.lab.folder, &name, Ipv4Addr::LOCALHOST)
     }
 
     /// Starts a target for a guest on the other machine.
-    pub(crate) fn awaiting_there(&mut self, guest: &Guest) -> Result<Vm> {
+    pub(crate) fn awaiting_on_remote(&mut self, guest: &Guest) -> Result<Vm> {
         let address = self.lab.plan.peer.context("the plan names no other machine")?;
-        let place: Rc<dyn Place> = Rc::new(There::reach(address, OTHER)?);
+        let host: Rc<dyn ProgramHost> = Rc::new(RemoteHost::reach(address, OTHER)?);
         let name = self.name("target");
         let IpAddr::V4(ip) = address.ip() else { bail!("the lab's link has IPv4 only") };
-        Vm::awaiting(&place, &self.boot, guest, &self.lab.folder, &name, ip)
+        Vm::awaiting(&host, &self.boot, guest, &self.lab.folder, &name, ip)
     }
 
     /// Makes the guest power itself off, and checks that its process ends with success.

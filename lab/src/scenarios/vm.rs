@@ -1,8 +1,8 @@
 //! Process `vmferry run` with a guest in it, or as a target that waits for one.
 
-use crate::desk::{Answer, Place, Ran, Request};
+use crate::guest_report::GuestReport;
 use crate::pace::{self, Limit};
-use crate::told::Told;
+use crate::programs::{Answer, ProgramHost, ProgramOutput, Request};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::cell::Cell;
@@ -43,12 +43,12 @@ impl Guest {
     }
 }
 
-/// Requested report of a guest. The guest read its clocks between `asked` and `read`, however long
-/// the report took to arrive.
+/// Requested report of a guest. The guest read its clocks between `requested` and `read`, however
+/// long the report took to arrive.
 #[derive(Debug, Clone)]
 pub(crate) struct Seen {
-    pub(crate) told: Told,
-    pub(crate) asked: Instant,
+    pub(crate) guest_report: GuestReport,
+    pub(crate) requested: Instant,
     pub(crate) read: Instant,
 }
 
@@ -63,7 +63,7 @@ pub(crate) struct Boot {
 /// One process `vmferry run`.
 #[derive(Debug)]
 pub(crate) struct Vm {
-    place: Rc<dyn Place>,
+    host: Rc<dyn ProgramHost>,
     vmferry: PathBuf,
     id: u32,
     api: PathBuf,
@@ -76,7 +76,7 @@ pub(crate) struct Vm {
 impl Vm {
     /// Boots a guest. Its console is written to a file in `folder`.
     pub(crate) fn boot(
-        place: &Rc<dyn Place>,
+        host: &Rc<dyn ProgramHost>,
         boot: &Boot,
         guest: &Guest,
         folder: &Path,
@@ -90,24 +90,24 @@ impl Vm {
         // fault for each page while dirty pages are tracked, and block its processor meanwhile.
         let line = format!("console=ttyS0 quiet init_on_alloc=0 {}", guest.options);
         let more = ["--kernel", &text(&boot.kernel), "--initrd", &text(&boot.initrd), "--cmdline", &line];
-        Self::start(place, boot, guest, folder, name, &more)
+        Self::start(host, boot, guest, folder, name, &more)
     }
 
     /// Runs the bare-metal guest.
     pub(crate) fn measuring(
-        place: &Rc<dyn Place>,
+        host: &Rc<dyn ProgramHost>,
         boot: &Boot,
         guest: &Guest,
         folder: &Path,
         name: &str,
         workload: &str,
     ) -> Result<Self> {
-        Self::start(place, boot, guest, folder, name, &["--workload", workload])
+        Self::start(host, boot, guest, folder, name, &["--workload", workload])
     }
 
     /// Starts a target that waits for a guest at `address`.
     pub(crate) fn awaiting(
-        place: &Rc<dyn Place>,
+        host: &Rc<dyn ProgramHost>,
         boot: &Boot,
         guest: &Guest,
         folder: &Path,
@@ -120,23 +120,23 @@ impl Vm {
         if !address.is_loopback() {
             more.push("--insecure");
         }
-        Self::start(place, boot, guest, folder, name, &more)
+        Self::start(host, boot, guest, folder, name, &more)
     }
 
     /// Restores the guest from `file`, a URI.
     pub(crate) fn restored(
-        place: &Rc<dyn Place>,
+        host: &Rc<dyn ProgramHost>,
         boot: &Boot,
         guest: &Guest,
         folder: &Path,
         name: &str,
         file: &str,
     ) -> Result<Self> {
-        Self::start(place, boot, guest, folder, name, &["--incoming", file])
+        Self::start(host, boot, guest, folder, name, &["--incoming", file])
     }
 
     fn start(
-        place: &Rc<dyn Place>,
+        host: &Rc<dyn ProgramHost>,
         boot: &Boot,
         guest: &Guest,
         folder: &Path,
@@ -168,9 +168,9 @@ impl Vm {
         }
         println!("{name}: {}", command.join(" "));
         let request = Request::Start { command, output: console.clone(), errors: errors.clone() };
-        let Answer::Started { id } = place.ask(request)? else { bail!("{name} did not start") };
+        let Answer::Started { id } = host.execute(request)? else { bail!("{name} did not start") };
         let vm = Self {
-            place: Rc::clone(place),
+            host: Rc::clone(host),
             vmferry: boot.vmferry.clone(),
             id,
             api,
@@ -192,7 +192,7 @@ impl Vm {
     /// Returns the standard error of the process.
     pub(crate) fn said(&self) -> String {
         let request = Request::Read { path: self.errors.clone(), from: 0 };
-        match self.place.ask(request) {
+        match self.host.execute(request) {
             Ok(Answer::Read(bytes)) => String::from_utf8_lossy(&bytes).trim().to_owned(),
             _ => String::new(),
         }
@@ -205,11 +205,11 @@ impl Vm {
     }
 
     /// Runs a subcommand of vmferry with the process's API socket.
-    pub(crate) fn run(&self, arguments: &[&str]) -> Result<Ran> {
+    pub(crate) fn run(&self, arguments: &[&str]) -> Result<ProgramOutput> {
         let (first, rest) = arguments.split_first().context("no subcommand")?;
         let mut command = self.subcommand(first);
         command.extend(rest.iter().map(ToString::to_string));
-        match self.place.ask(Request::Run { command })? {
+        match self.host.execute(Request::Run { command })? {
             Answer::Ran(ran) => Ok(ran),
             other => bail!("unexpected: {other:?}"),
         }
@@ -254,10 +254,10 @@ impl Vm {
         let script =
             format!("for t in /proc/{pid}/task/*; do echo \"$(cat $t/comm):$(cat $t/schedstat)\"; done");
         let request = Request::Run { command: ["sh", "-c", &script].map(str::to_owned).to_vec() };
-        let Answer::Ran(ran) = self.place.ask(request)? else { bail!("cannot read the threads") };
-        let told: Vec<_> = ran.output.lines().filter_map(waited).collect();
-        ensure!(!told.is_empty(), "process {pid} has no threads of vCPUs: {}{}", ran.output, ran.errors);
-        Ok(told.join(", "))
+        let Answer::Ran(ran) = self.host.execute(request)? else { bail!("cannot read the threads") };
+        let waits: Vec<_> = ran.output.lines().filter_map(waited).collect();
+        ensure!(!waits.is_empty(), "process {pid} has no threads of vCPUs: {}{}", ran.output, ran.errors);
+        Ok(waits.join(", "))
     }
 
     /// Returns the address at which the process waits for a guest.
@@ -267,7 +267,7 @@ impl Vm {
 
     /// Returns the exit status of the process, if it has ended.
     pub(crate) fn ended(&self) -> Result<Option<i32>> {
-        match self.place.ask(Request::Ended { id: self.id })? {
+        match self.host.execute(Request::Ended { id: self.id })? {
             Answer::Ended(status) => Ok(status),
             other => bail!("unexpected: {other:?}"),
         }
@@ -287,13 +287,13 @@ impl Vm {
 
     /// Kills the process.
     pub(crate) fn kill(&self) -> Result<()> {
-        self.place.ask(Request::Kill { id: self.id })?;
+        self.host.execute(Request::Kill { id: self.id })?;
         Ok(())
     }
 
     /// Types a line on the guest's console.
     pub(crate) fn enter(&self, line: &str) -> Result<()> {
-        self.place.ask(Request::Type { id: self.id, text: format!("{line}\n") })?;
+        self.host.execute(Request::Type { id: self.id, text: format!("{line}\n") })?;
         Ok(())
     }
 
@@ -340,21 +340,21 @@ impl Vm {
     }
 
     /// Returns the next report that the guest prints without a request.
-    pub(crate) fn told(&self) -> Result<Told> {
+    pub(crate) fn guest_report(&self) -> Result<GuestReport> {
         self.skip()?;
-        self.wait("the guest's next report", ANSWER, Told::in_line)
+        self.wait("the guest's next report", ANSWER, GuestReport::in_line)
     }
 
     /// Makes the guest check everything, by a command to its shell on the console, and returns its
     /// report.
     pub(crate) fn verified(&self, how: &str) -> Result<Seen> {
         self.skip()?;
-        let asked = Instant::now();
+        let requested = Instant::now();
         self.enter(&format!("lab-guest {how}"))?;
-        let told = self.wait("the guest's report after all checks", ANSWER, |line| {
-            Told::in_line(line).filter(|told| told.whole)
+        let guest_report = self.wait("the guest's report after all checks", ANSWER, |line| {
+            GuestReport::in_line(line).filter(|guest_report| guest_report.whole)
         })?;
-        Ok(Seen { told, asked, read: Instant::now() })
+        Ok(Seen { guest_report, requested, read: Instant::now() })
     }
 
     /// Runs a command in the shell on the console, and waits for `answer` at the start of a line.
@@ -368,7 +368,7 @@ impl Vm {
 
     fn more(&self) -> Result<Vec<u8>> {
         let request = Request::Read { path: self.console.clone(), from: self.read.get() };
-        let Answer::Read(bytes) = self.place.ask(request)? else { bail!("cannot read the console") };
+        let Answer::Read(bytes) = self.host.execute(request)? else { bail!("cannot read the console") };
         self.read.set(self.read.get() + bytes.len() as u64);
         Ok(bytes)
     }
@@ -394,8 +394,8 @@ mod tests {
 
     #[test]
     fn only_times_of_vcpu_threads_are_returned() {
-        let told = waited("vcpu 1:2500000000 12300000000 77").unwrap();
-        assert_eq!(told, "vcpu 1 ran 2.5 s and waited 12.3 s for a processor");
+        let text = waited("vcpu 1:2500000000 12300000000 77").unwrap();
+        assert_eq!(text, "vcpu 1 ran 2.5 s and waited 12.3 s for a processor");
         assert_eq!(waited("net-0:1 2 3"), None);
         assert_eq!(waited("vcpu 1:"), None);
     }

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, PageSet, PauseCosts, RegionId};
 use vmferry_engine::{
-    Answer, Answers, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Migratable, Protect,
+    Answer, AnswerMode, DirtyTracker, FreePages, FreeReport, GuestMemory, MachineConfig, Migratable, Protect,
     RingFigures, Section, SourceVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
@@ -81,8 +81,8 @@ impl SourceVm for Gated<'_> {
     fn pause(&mut self) -> Result<(), VmError> {
         self.vm.pause()
     }
-    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
-        self.vm.settle(within)
+    fn quiesce(&mut self, within: Duration) -> Result<(), VmError> {
+        self.vm.quiesce(within)
     }
     fn save(&mut self) -> Result<Vec<Section>, VmError> {
         self.vm.save()
@@ -145,11 +145,11 @@ struct Free {
 }
 
 impl FreePages for Free {
-    fn answers(&self) -> Answers {
-        self.free.answers()
+    fn answer_mode(&self) -> AnswerMode {
+        self.free.answer_mode()
     }
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
-        self.free.ask(question)
+    fn request(&mut self, question: u64) -> Result<(), VmError> {
+        self.free.request(question)
     }
     fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
         let answer = self.free.poll(report);

@@ -13,7 +13,7 @@
 //! Example: a source whose target closes the connection instead of accepting the guest.
 //!
 //! ```no_run
-//! use vmferry_engine::{MigrationState, Monitor, Settings, SourceVm, migrate};
+//! use vmferry_engine::{MigrationHandle, MigrationState, Settings, SourceVm, migrate};
 //! use vmferry_testkit_peers::peer::{Listener, Target};
 //!
 //! fn guest_stays(vm: &mut dyn SourceVm) {
@@ -21,10 +21,10 @@
 //!     let uri = listener.uri().clone();
 //!     let report = std::thread::scope(|scope| {
 //!         scope.spawn(|| {
-//!             let mut target = Target::meet(&listener);
-//!             assert!(target.hear().is_some(), "the setup");
+//!             let mut target = Target::accept_control(&listener);
+//!             assert!(target.receive().is_some(), "the setup");
 //!         });
-//!         migrate(vm, &uri, None, &Settings::default(), &Monitor::new()).unwrap()
+//!         migrate(vm, &uri, None, &Settings::default(), &MigrationHandle::new()).unwrap()
 //!     });
 //!     assert_eq!(report.state, MigrationState::Failed);
 //! }

@@ -15,7 +15,7 @@ use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, HELLO_BYTES, Hello, Role
 
 /// One direction of one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Way {
+pub struct Direction {
     /// Number of the connection, in the order in which the source opens them. The control channel
     /// is 0.
     pub connection: usize,
@@ -26,7 +26,7 @@ pub struct Way {
 /// Connection in which a rule injects its fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Connection {
-    /// Connection with this number, as in [`Way`].
+    /// Connection with this number, as in [`Direction`].
     Number(usize),
     /// First connection of this channel.
     Channel(Role, u16),
@@ -91,9 +91,14 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// Injects `harm` after `after` bytes in the direction `way`.
-    pub fn on(way: Way, after: usize, harm: Harm) -> Self {
-        Self { connection: Connection::Number(way.connection), to_target: way.to_target, after, harm }
+    /// Injects `harm` after `after` bytes in `direction`.
+    pub fn on(direction: Direction, after: usize, harm: Harm) -> Self {
+        Self {
+            connection: Connection::Number(direction.connection),
+            to_target: direction.to_target,
+            after,
+            harm,
+        }
     }
 
     /// Injects `harm` in the first connection of a channel.
@@ -108,7 +113,7 @@ impl Rule {
 
 /// State that the threads of a proxy share.
 #[derive(Debug)]
-struct Shared {
+struct ProxyState {
     to: Uri,
     rules: Vec<Rule>,
     /// True if all bytes are kept.
@@ -117,7 +122,7 @@ struct Shared {
     streams: Mutex<Vec<(usize, Role, Socket)>>,
     /// Number of times that each channel was opened.
     opened: Mutex<HashMap<(Role, u16), u32>>,
-    seen: Mutex<BTreeMap<Way, Vec<u8>>>,
+    seen: Mutex<BTreeMap<Direction, Vec<u8>>>,
     /// True if new connections are closed as soon as they arrive.
     closed: AtomicBool,
     turned_away: AtomicU32,
@@ -126,7 +131,7 @@ struct Shared {
     harmed: AtomicU32,
 }
 
-impl Shared {
+impl ProxyState {
     fn cut(&self, which: impl Fn(usize, Role) -> bool) {
         self.streams.lock().unwrap().retain(|(number, role, stream)| {
             let hit = which(*number, *role);
@@ -155,7 +160,7 @@ impl Shared {
 #[derive(Debug)]
 pub struct Proxy {
     uri: Uri,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
     acceptor: Option<JoinHandle<()>>,
 }
 
@@ -176,7 +181,7 @@ impl Proxy {
             _ => Uri::Tcp { host: "127.0.0.1".into(), port: 0 },
         };
         let (listener, uri) = listen(&own);
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyState {
             to: to.clone(),
             rules: rules.into_iter().collect(),
             records,
@@ -227,13 +232,13 @@ impl Proxy {
 
     /// Returns all bytes of the connections that have ended, for each direction. The link must be
     /// [`recording`](Self::recording).
-    pub fn seen(&self) -> BTreeMap<Way, Vec<u8>> {
+    pub fn seen(&self) -> BTreeMap<Direction, Vec<u8>> {
         self.shared.seen.lock().unwrap().clone()
     }
 
     /// Returns the result of [`seen`](Self::seen) once source and target have closed all their
     /// connections.
-    pub fn finished(self) -> BTreeMap<Way, Vec<u8>> {
+    pub fn finished(self) -> BTreeMap<Direction, Vec<u8>> {
         let shared = Arc::clone(&self.shared);
         // The threads store the bytes when they end.
         drop(self);
@@ -253,7 +258,7 @@ impl Drop for Proxy {
 }
 
 /// Accepts connections of the source until the proxy is dropped.
-fn accept(shared: &Arc<Shared>, listener: &Socket) {
+fn accept(shared: &Arc<ProxyState>, listener: &Socket) {
     let mut pumps = Vec::new();
     for number in 0.. {
         let client = listener.accept();
@@ -286,7 +291,7 @@ const ORDER: [(Role, u16); 6] = [
 ];
 
 /// Reads the hello, which names the channel of this connection, and starts to carry bytes.
-fn carry(shared: &Arc<Shared>, number: usize, mut client: Socket) -> Option<[JoinHandle<()>; 2]> {
+fn carry(shared: &Arc<ProxyState>, number: usize, mut client: Socket) -> Option<[JoinHandle<()>; 2]> {
     let mut hello = [0; HELLO_BYTES];
     client.set_read_timeout(Some(PATIENCE)).unwrap();
     client.read_exact(&mut hello).ok()?;
@@ -320,7 +325,7 @@ fn carry(shared: &Arc<Shared>, number: usize, mut client: Socket) -> Option<[Joi
         };
         let pump = Pump {
             shared: Arc::clone(shared),
-            way: Way { connection: number, to_target },
+            direction: Direction { connection: number, to_target },
             rule: shared.rules.iter().find(of_this).copied(),
             from: from.try_clone().unwrap(),
             into: into.try_clone().unwrap(),
@@ -338,8 +343,8 @@ fn carry(shared: &Arc<Shared>, number: usize, mut client: Socket) -> Option<[Joi
 
 /// Thread that carries one direction of one connection.
 struct Pump {
-    shared: Arc<Shared>,
-    way: Way,
+    shared: Arc<ProxyState>,
+    direction: Direction,
     rule: Option<Rule>,
     from: Socket,
     into: Socket,
@@ -366,7 +371,7 @@ impl Pump {
         // Pass on the end of this direction only, as a real link does.
         let _ = self.into.shutdown(Shutdown::Write);
         if self.shared.records {
-            self.shared.seen.lock().unwrap().insert(self.way, self.kept);
+            self.shared.seen.lock().unwrap().insert(self.direction, self.kept);
         }
     }
 
@@ -413,7 +418,7 @@ impl Pump {
     fn harm_at_commit(&mut self, harm: Harm, bytes: &[u8]) -> bool {
         self.shared.harmed.fetch_add(1, Ordering::AcqRel);
         if harm == Harm::CutOthersAtCommit {
-            self.shared.cut(|number, _| number != self.way.connection);
+            self.shared.cut(|number, _| number != self.direction.connection);
             // The target has detected the cut, and given up its source, before it receives the
             // commit.
             until_hung_up(&self.into);

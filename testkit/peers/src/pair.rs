@@ -1,12 +1,12 @@
 //! Source and target that run together.
 
 use vmferry_engine::{
-    Arrival, Listener, Monitor, ReceiveFailure, Report, RestState, Settings, SourceVm, TargetVm, TrackerKind,
-    Uri, migrate, receive,
+    Arrival, Listener, MigrationHandle, PostcopyState, ReceiveFailure, Report, Settings, SourceVm, TargetVm,
+    TrackerKind, Uri, migrate, receive,
 };
 
 /// Result of a target: how its memory arrived, if the guest arrived first.
-pub type Came = Result<Option<RestState>, ReceiveFailure>;
+pub type TargetResult = Result<Option<PostcopyState>, ReceiveFailure>;
 
 /// Moves the guest of `source` to `target`, which listens at `at`, until all of its memory has
 /// arrived.
@@ -23,16 +23,16 @@ pub fn moved(
     target: &mut (impl TargetVm + Send),
     kind: Option<TrackerKind>,
     settings: &Settings,
-    monitor: &Monitor,
-) -> (Report, Came) {
+    handle: &MigrationHandle,
+) -> (Report, TargetResult) {
     let listener = Listener::bind(at, false).expect("a target that listens");
     let (uri, arrival) = (listener.uri().expect("its address"), Arrival::new(settings.peer_timeout));
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let received = receive(target, &listener, &arrival)?;
-            Ok(received.rest.map(|rest| rest.finish(&listener, &arrival)))
+            Ok(received.postcopy.map(|postcopy| postcopy.finish(&listener, &arrival)))
         });
-        let report = migrate(source, &uri, kind, settings, monitor).expect("a migration");
+        let report = migrate(source, &uri, kind, settings, handle).expect("a migration");
         (report, receiving.join().expect("the target's thread"))
     })
 }

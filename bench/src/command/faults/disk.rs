@@ -33,7 +33,7 @@ pub(super) fn run(case: Case) -> Result<Ran> {
     let mut source = Side::start(Start { args, slow: Some(&slow), ..case.start() }, &folder.0, "source")?;
     source.working()?;
     let began = Instant::now();
-    source.say("migrate", serde_json::to_value(MigrateRequest::to(&uri))?)?;
+    source.command("migrate", serde_json::to_value(MigrateRequest::to(&uri))?)?;
     if case.fault == Fault::KillSource {
         source.wait("some of the guest in the file", |status| {
             status["progress"]["wire_bytes"].as_u64() > Some(UNDER_WAY) || !status["outcome"].is_null()

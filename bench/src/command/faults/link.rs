@@ -44,7 +44,7 @@ struct Stage {
     first_pass: bool,
 }
 
-struct Shared {
+struct LinkState {
     wires: Mutex<Vec<Arc<Wire>>>,
     stage: Mutex<Stage>,
     changed: Condvar,
@@ -54,7 +54,7 @@ struct Shared {
 
 pub(in crate::command) struct Link {
     at: SocketAddr,
-    shared: Arc<Shared>,
+    state: Arc<LinkState>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -65,14 +65,14 @@ impl Link {
     pub(in crate::command) fn to(target: SocketAddr) -> std::io::Result<Self> {
         let listener = TcpListener::bind("127.0.0.1:0")?;
         let at = listener.local_addr()?;
-        let shared = Arc::new(Shared {
+        let state = Arc::new(LinkState {
             wires: Mutex::default(),
             stage: Mutex::default(),
             changed: Condvar::new(),
             bulk: AtomicU64::new(0),
             done: AtomicBool::new(false),
         });
-        let own = Arc::clone(&shared);
+        let own = Arc::clone(&state);
         std::thread::Builder::new().name("link".into()).spawn(move || {
             for client in listener.incoming().flatten() {
                 if own.done.load(Ordering::Acquire) {
@@ -84,7 +84,7 @@ impl Link {
                 let _ = own.carry(client, server);
             }
         })?;
-        Ok(Self { at, shared })
+        Ok(Self { at, state })
     }
 
     pub(in crate::command) fn uri(&self) -> String {
@@ -93,27 +93,27 @@ impl Link {
 
     /// Arranges that the link holds the migration when it reaches `phase`.
     pub(in crate::command) fn hold_at(&self, phase: Phase) {
-        let mut stage = lock(&self.shared.stage);
+        let mut stage = lock(&self.state.stage);
         (stage.wanted, stage.reached) = (Some(phase), false);
     }
 
     /// Waits until the link holds the migration, and returns whether it does.
     pub(in crate::command) fn reached(&self, within: Duration) -> bool {
-        let stage = lock(&self.shared.stage);
-        let waited = self.shared.changed.wait_timeout_while(stage, within, |stage| !stage.reached);
+        let stage = lock(&self.state.stage);
+        let waited = self.state.changed.wait_timeout_while(stage, within, |stage| !stage.reached);
         waited.is_ok_and(|(stage, _)| stage.reached)
     }
 
     /// Lets the migration continue.
     pub(in crate::command) fn release(&self) {
-        lock(&self.shared.stage).wanted = None;
-        self.shared.changed.notify_all();
+        lock(&self.state.stage).wanted = None;
+        self.state.changed.notify_all();
     }
 
     /// Injects `harm` into all open connections of `channel`, or of every channel if `channel` is
     /// `None`.
     pub(in crate::command) fn harm(&self, harm: Harm, channel: Option<Channel>) {
-        for wire in lock(&self.shared.wires).iter() {
+        for wire in lock(&self.state.wires).iter() {
             let of = *lock(&wire.channel);
             if channel.is_some() && of != channel {
                 continue;
@@ -129,7 +129,7 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        self.shared.done.store(true, Ordering::Release);
+        self.state.done.store(true, Ordering::Release);
         self.release();
         self.harm(Harm::Cut, None);
         let _ = TcpStream::connect(self.at);
@@ -144,7 +144,7 @@ impl Wire {
     }
 }
 
-impl Shared {
+impl LinkState {
     fn carry(self: &Arc<Self>, client: TcpStream, server: TcpStream) -> std::io::Result<()> {
         client.set_nodelay(true)?;
         server.set_nodelay(true)?;
@@ -215,7 +215,7 @@ impl Shared {
             Some(Phase::Postcopy) => stage.running && bytes > 0,
             _ => false,
         };
-        self.stop_here(stage, here);
+        self.stop_at_phase(stage, here);
     }
 
     fn said(&self, word: Word) {
@@ -234,12 +234,12 @@ impl Shared {
             Some(Phase::Recovery) => word == Word::Resume,
             _ => false,
         };
-        self.stop_here(stage, here);
+        self.stop_at_phase(stage, here);
     }
 
     /// Marks the phase as reached if `here` is set, and blocks the pump until the release, for at
     /// most ten seconds.
-    fn stop_here(&self, mut stage: MutexGuard<'_, Stage>, here: bool) {
+    fn stop_at_phase(&self, mut stage: MutexGuard<'_, Stage>, here: bool) {
         if here && !stage.reached {
             stage.reached = true;
             self.changed.notify_all();

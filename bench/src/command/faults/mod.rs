@@ -36,10 +36,10 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
             for phase in Phase::of(mode) {
                 let fits = FAULTS.into_iter().filter(|fault| fault.fits(mode, *phase));
                 for fault in fits {
-                    let case = Case { guest, mode, phase: *phase, fault, fenced: false };
+                    let case = Case { guest, mode, phase: *phase, fault, with_arbiter: false };
                     all.push(case);
-                    if phase.fenced() {
-                        all.push(Case { fenced: true, ..case });
+                    if phase.with_arbiter() {
+                        all.push(Case { with_arbiter: true, ..case });
                     }
                 }
             }
@@ -48,7 +48,10 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
     if args.quick {
         let mut groups: BTreeMap<String, Vec<Case>> = BTreeMap::new();
         for case in all {
-            groups.entry(format!("{}/{}/{}", case.phase, case.fault, case.fenced)).or_default().push(case);
+            groups
+                .entry(format!("{}/{}/{}", case.phase, case.fault, case.with_arbiter))
+                .or_default()
+                .push(case);
         }
         let mut seed = args.seed;
         let mut pick = |among: &[Case]| {
@@ -66,16 +69,16 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
 }
 
 /// Etcd that starts when the first case needs it, because a running one writes to the disk.
-type LazyEtcd = OnceLock<Result<Etcd, String>>;
+type SharedEtcd = OnceLock<Result<Etcd, String>>;
 
 /// Returns the reason why a case is impossible on this host.
-fn impossible(case: Case, etcd: &LazyEtcd) -> Option<String> {
+fn impossible(case: Case, etcd: &SharedEtcd) -> Option<String> {
     if case.guest == "kvm"
         && let Some(why) = no_kvm()
     {
         return Some(why);
     }
-    if case.fenced {
+    if case.with_arbiter {
         let etcd = etcd.get_or_init(|| Etcd::start().map_err(|why| why.to_string()));
         if let Err(why) = etcd {
             return Some(why.clone());
@@ -103,23 +106,23 @@ fn words(ends: &[End]) -> String {
     ends.iter().map(End::to_string).collect::<Vec<_>>().join(" or ")
 }
 
-fn one(case: Case, etcd: &LazyEtcd) -> Told {
+fn one(case: Case, etcd: &SharedEtcd) -> Told {
     let name = case.to_string();
     if let Some(why) = impossible(case, etcd) {
         return Told { line: Line::skipped(&name, why), row: String::new(), end: None, failure: None };
     }
-    let allowed = case.fault.allowed(case.mode, case.phase, case.fenced);
+    let allowed = case.fault.allowed(case.mode, case.phase, case.with_arbiter);
     let line = Line::new(&name)
         .param("guest", case.guest)
         .param("mode", case.mode)
         .param("phase", case.phase.to_string())
         .param("fault", case.fault.to_string())
-        .param("fence", case.fenced);
-    let fence = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.fence()));
+        .param("fence", case.with_arbiter);
+    let arbiter = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.arbiter()));
     let ran = if case.phase == Phase::Save {
         disk::run(case).map(|ran| (ran, 1))
     } else {
-        run::run(case, fence.as_deref().filter(|_| case.fenced))
+        run::run(case, arbiter.as_deref().filter(|_| case.with_arbiter))
     };
     match ran {
         Ok((Ran { end, took, killed }, attempt)) => {
@@ -149,7 +152,7 @@ fn one(case: Case, etcd: &LazyEtcd) -> Told {
 
 /// Runs all cases, `jobs` at a time. Most of a case's time is spent waiting for timeouts.
 fn all(cases: &[Case], jobs: usize) -> Vec<Told> {
-    let (etcd, next) = (LazyEtcd::new(), AtomicUsize::new(0));
+    let (etcd, next) = (SharedEtcd::new(), AtomicUsize::new(0));
     let told: Vec<OnceLock<Told>> = cases.iter().map(|_| OnceLock::new()).collect();
     std::thread::scope(|scope| {
         for _ in 0..jobs {

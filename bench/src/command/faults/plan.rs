@@ -123,7 +123,7 @@ impl Phase {
     }
 
     /// Returns whether an arbiter has something to decide at this phase.
-    pub(in crate::command) fn fenced(self) -> bool {
+    pub(in crate::command) fn with_arbiter(self) -> bool {
         matches!(self, Self::Commit | Self::Answer)
     }
 
@@ -169,9 +169,9 @@ impl Fault {
     }
 
     /// Returns the allowed outcomes. With an arbiter, these are the final ones.
-    pub(in crate::command) fn allowed(self, mode: &str, phase: Phase, fenced: bool) -> &'static [End] {
+    pub(in crate::command) fn allowed(self, mode: &str, phase: Phase, with_arbiter: bool) -> &'static [End] {
         use End::{Died, Lost, Moved, Stayed, Unknown};
-        let lazy = mode != "precopy";
+        let postcopy = mode != "precopy";
         match (self, phase) {
             (Self::Clock | Self::SlowDisk, _) => &[Moved],
             (Self::KillSource, Phase::Save) => &[Died],
@@ -179,19 +179,19 @@ impl Fault {
             (Self::KillTarget, phase) if phase.before_commit() => &[Stayed],
             // Faults that are transient or hit pages that are sent again do not stop the migration.
             (_, phase) if phase.before_commit() => &[Stayed, Moved],
-            (Self::KillSource, Phase::Commit) if lazy => &[Lost, Died, Moved],
+            (Self::KillSource, Phase::Commit) if postcopy => &[Lost, Died, Moved],
             (Self::KillSource, Phase::Commit) => &[Moved, Died],
-            (Self::KillSource, _) if lazy => &[Lost, Moved],
+            (Self::KillSource, _) if postcopy => &[Lost, Moved],
             (Self::KillSource, _) => &[Moved],
             // The target may or may not have claimed the guest at the arbiter.
-            (Self::KillTarget, Phase::Commit) if fenced => &[Stayed, Unknown, Lost],
+            (Self::KillTarget, Phase::Commit) if with_arbiter => &[Stayed, Unknown, Lost],
             (Self::KillTarget, Phase::Commit) => &[Unknown],
             // The target's `Running` message is on its way and may still arrive.
             (Self::KillTarget, Phase::Answer) => &[Unknown, Lost],
             (Self::KillTarget, _) => &[Lost],
-            (_, Phase::Commit) if lazy || fenced => &[Moved, Stayed],
+            (_, Phase::Commit) if postcopy || with_arbiter => &[Moved, Stayed],
             (_, Phase::Commit) => &[Unknown, Moved, Stayed],
-            (_, Phase::Answer) if !lazy && !fenced => &[Unknown, Moved],
+            (_, Phase::Answer) if !postcopy && !with_arbiter => &[Unknown, Moved],
             _ => &[Moved],
         }
     }
@@ -265,8 +265,8 @@ mod tests {
             for mode in ["precopy", "postcopy", "hybrid", "file"] {
                 for phase in Phase::of(mode) {
                     fits += usize::from(fault.fits(mode, *phase));
-                    for fenced in [false, true] {
-                        let allowed = fault.allowed(mode, *phase, fenced);
+                    for with_arbiter in [false, true] {
+                        let allowed = fault.allowed(mode, *phase, with_arbiter);
                         assert!(!allowed.is_empty());
                         // A guest that the source certainly owns is never lost or of unknown
                         // ownership.
@@ -274,7 +274,10 @@ mod tests {
                         assert!(!(lost && phase.before_commit()), "{fault} {phase}");
                         // With an arbiter, the ownership is never unknown while both sides live.
                         let killed = matches!(fault, Fault::KillSource | Fault::KillTarget);
-                        assert!(!(fenced && !killed && phase.fenced() && lost), "{fault} {phase}");
+                        assert!(
+                            !(with_arbiter && !killed && phase.with_arbiter() && lost),
+                            "{fault} {phase}"
+                        );
                     }
                 }
             }

@@ -31,7 +31,7 @@ pub(super) struct Case {
     pub(super) phase: Phase,
     pub(super) fault: Fault,
     /// Set if an arbiter (etcd) decides who owns the guest.
-    pub(super) fenced: bool,
+    pub(super) with_arbiter: bool,
 }
 
 /// Outcome of a case, and the time from the fault until it was known.
@@ -73,16 +73,16 @@ impl Case {
 
 impl std::fmt::Display for Case {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let fence = if self.fenced { "+etcd" } else { "" };
-        write!(f, "{}/{}{fence}/{}/{}", self.guest, self.mode, self.phase, self.fault)
+        let arbiter = if self.with_arbiter { "+etcd" } else { "" };
+        write!(f, "{}/{}{arbiter}/{}/{}", self.guest, self.mode, self.phase, self.fault)
     }
 }
 
 /// Runs the case up to `ATTEMPTS` times, and returns the outcome and the number of attempts.
-pub(super) fn run(case: Case, fence: Option<&str>) -> Result<(Ran, u32)> {
+pub(super) fn run(case: Case, arbiter: Option<&str>) -> Result<(Ran, u32)> {
     let mut attempt = 1;
     loop {
-        match once(case, fence) {
+        match once(case, arbiter) {
             Err(error) if attempt < ATTEMPTS && error.is::<Early>() => {
                 eprintln!("faults: retrying {case}: {error:#}");
                 attempt += 1;
@@ -92,11 +92,13 @@ pub(super) fn run(case: Case, fence: Option<&str>) -> Result<(Ran, u32)> {
     }
 }
 
-fn once(case: Case, fence: Option<&str>) -> Result<Ran> {
+fn once(case: Case, arbiter: Option<&str>) -> Result<Ran> {
     let folder = Folder::new()?;
-    let fence: Vec<String> = fence.into_iter().flat_map(|fence| ["--fence".into(), fence.into()]).collect();
-    let with =
-        |args: &[&str]| [&args.iter().map(|arg| (*arg).to_owned()).collect::<Vec<_>>()[..], &fence].concat();
+    let arbiter: Vec<String> =
+        arbiter.into_iter().flat_map(|arbiter| ["--fence".into(), arbiter.into()]).collect();
+    let with = |args: &[&str]| {
+        [&args.iter().map(|arg| (*arg).to_owned()).collect::<Vec<_>>()[..], &arbiter].concat()
+    };
     let limit = |fault| (case.fault == fault).then(|| Budget::new(ALL_MEMORY)).transpose();
     let start = Start {
         args: with(&["--incoming", "tcp:127.0.0.1:0", "--peer-timeout", PEER_TIMEOUT]),
@@ -132,7 +134,7 @@ fn reach(case: Case, link: &Link, source: &mut Side) -> Result<()> {
         Phase::Paused | Phase::Recovery => Phase::Postcopy,
         phase => phase,
     });
-    source.say("migrate", serde_json::to_value(request(case, link)?)?)?;
+    source.command("migrate", serde_json::to_value(request(case, link)?)?)?;
     if !link.reached(PATIENCE) {
         bail!(Early { phase: case.phase, status: source.status().unwrap_or_default() });
     }
@@ -142,7 +144,7 @@ fn reach(case: Case, link: &Link, source: &mut Side) -> Result<()> {
         source.wait("the loss of the link", |status| status["progress"]["awaits_recover"] == true)?;
         if case.phase == Phase::Recovery {
             link.hold_at(Phase::Recovery);
-            source.say("recover", json!({}))?;
+            source.command("recover", json!({}))?;
             if !link.reached(PATIENCE) {
                 bail!("the link was not taken up again: {}", source.status().unwrap_or_default());
             }
@@ -236,7 +238,7 @@ fn watch(case: Case, source: &mut Side, target: &mut Side) -> Result<End> {
             // Acts as an operator would: gives the target up if it is known to be dead, and retries
             // otherwise.
             let arguments = if target.dead() { json!({ "take": false }) } else { json!({}) };
-            let _ = source.say("recover", arguments);
+            let _ = source.command("recover", arguments);
         }
         std::thread::sleep(Duration::from_millis(30));
     }
@@ -272,7 +274,10 @@ fn judge(
         Some("lost") => Some(End::Lost),
         // The arbiter says that the target owns the guest. The source reports nothing more while
         // that lasts.
-        None if case.fenced && target.dead() && here.is_some_and(|status| status["state"] == "unknown") => {
+        None if case.with_arbiter
+            && target.dead()
+            && here.is_some_and(|status| status["state"] == "unknown") =>
+        {
             Some(End::Unknown)
         }
         // The source process ends after its report was read.

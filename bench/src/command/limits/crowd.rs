@@ -1,7 +1,7 @@
 //! Up to ten thousand connections to one port or socket. Each connection that the server closes is
 //! opened again.
 
-use super::stand::{LOAD, Stand, bounded, kept, speed, until};
+use super::pair::{LOAD, TestPair, bounded, check_kept_speed, speed, until};
 use crate::command::sample::Sample;
 use crate::command::side::Side;
 use anyhow::{Context, Result};
@@ -40,7 +40,7 @@ pub(super) fn crowd(endpoint: Endpoint, case: &mut Case, quick: bool, wrong: &mu
     let wanted = if quick { 2_000 } else { 10_000 };
     let metrics = ["--metrics", "127.0.0.1:0"];
     let more: &[&str] = if endpoint == Endpoint::Metrics { &metrics } else { &[] };
-    let mut stand = Stand::with("process", "64M", LOAD, more)?;
+    let mut pair = TestPair::with("process", "64M", LOAD, more)?;
     // Raised after the processes were started, so that they keep the usual limit.
     let descriptors = Descriptors::raise()?;
     let count = usize::try_from(descriptors.most.saturating_sub(OTHERS))?.min(wanted);
@@ -49,30 +49,30 @@ pub(super) fn crowd(endpoint: Endpoint, case: &mut Case, quick: bool, wrong: &mu
         case.params.insert("fewer_because".into(), "this process may open no more descriptors".into());
     }
     let scraped = match endpoint {
-        Endpoint::Metrics => Some(metrics_of(&stand.source)?),
+        Endpoint::Metrics => Some(metrics_of(&pair.source)?),
         Endpoint::Migration | Endpoint::Control => None,
     };
     let at = match (endpoint, scraped) {
-        (Endpoint::Control, _) => At::Path(stand.folder.0.join("source")),
+        (Endpoint::Control, _) => At::Path(pair.folder.0.join("source")),
         (_, Some(address)) => At::Port(address),
-        (_, None) => At::Port(stand.target.address()?),
+        (_, None) => At::Port(pair.target.address()?),
     };
-    let before = speed(&mut stand.source)?;
+    let before = speed(&mut pair.source)?;
     let crowd = Crowd::gather(at, count)?;
     until("all connections having been established", || Ok(crowd.reached.load(Ordering::Acquire) >= count))?;
-    let during = speed(&mut stand.source)?;
-    kept(case, wrong, before, during);
-    let crowded = if endpoint == Endpoint::Migration { &stand.target } else { &stand.source };
+    let during = speed(&mut pair.source)?;
+    check_kept_speed(case, wrong, before, during);
+    let crowded = if endpoint == Endpoint::Migration { &pair.target } else { &pair.source };
     let who = if endpoint == Endpoint::Migration { "target" } else { "source" };
-    bounded(case, wrong, who, &Sample::of(crowded.pid())?, stand.before.rss_kib);
-    stand.move_it(case, wrong)?;
+    bounded(case, wrong, who, &Sample::of(crowded.pid())?, pair.before.rss_kib);
+    pair.move_it(case, wrong)?;
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
     case.metric("turned_away", crowd.turned_away.load(Ordering::Acquire) as f64);
     drop(crowd);
     match scraped {
         Some(address) => until("a scrape", || Ok(scrape(address).unwrap_or(false))),
         None if endpoint == Endpoint::Control => {
-            let path = stand.folder.0.join("source");
+            let path = pair.folder.0.join("source");
             until("a client of the control socket", || Ok(Client::connect(&path).is_ok()))
         }
         None => Ok(()),

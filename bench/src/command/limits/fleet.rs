@@ -1,6 +1,6 @@
 //! Many guests of one host that move at the same time, and one very large guest.
 
-use super::stand::{Stand, kept, most, until};
+use super::pair::{TestPair, check_kept_speed, most, until};
 use crate::command::request::MigrateRequest;
 use anyhow::{Result, ensure};
 use std::time::{Duration, Instant};
@@ -20,29 +20,29 @@ pub(super) fn fleet(kind: &'static str, case: &mut Case, quick: bool, wrong: &mu
     case.params.insert("at_once".into(), AT_ONCE.into());
     let mut waiting = Vec::new();
     for _ in 0..count {
-        waiting.push(Stand::new(kind, "256M", LOAD)?);
+        waiting.push(TestPair::new(kind, "256M", LOAD)?);
     }
     let (before, watched) = (all_writes(&mut waiting)?, Instant::now());
     std::thread::sleep(Duration::from_secs(2));
     let speed = (all_writes(&mut waiting)? - before) / watched.elapsed().as_secs_f64();
     let (began, writes) = (Instant::now(), all_writes(&mut waiting)?);
-    let (mut moving, mut arrived) = (Vec::<Stand>::new(), Vec::new());
+    let (mut moving, mut arrived) = (Vec::<TestPair>::new(), Vec::new());
     while !(waiting.is_empty() && moving.is_empty()) {
         while moving.len() < AT_ONCE
             && let Some(mut next) = waiting.pop()
         {
-            let request = MigrateRequest { downtime_limit_ms: 1000, ..Stand::request(&next.uri) };
-            next.ask(&request)?;
+            let request = MigrateRequest { downtime_limit_ms: 1000, ..TestPair::request(&next.uri) };
+            next.start_migration(&request)?;
             moving.push(next);
         }
         let mut still = Vec::new();
-        for mut stand in moving {
-            match stand.look()? {
+        for mut pair in moving {
+            match pair.report()? {
                 Some(report) => {
                     ensure!(report["outcome"] == "completed", "a guest did not move: {}", report["error"]);
-                    arrived.push((stand, report));
+                    arrived.push((pair, report));
                 }
-                None => still.push(stand),
+                None => still.push(pair),
             }
         }
         moving = still;
@@ -51,24 +51,24 @@ pub(super) fn fleet(kind: &'static str, case: &mut Case, quick: bool, wrong: &mu
     }
     let took = began.elapsed();
     case.metric("all_moved_s", took.as_secs_f64());
-    let after: f64 = arrived.iter_mut().map(|(stand, _)| there(stand)).sum::<Result<f64>>()?;
-    kept(case, wrong, speed, (after - writes) / took.as_secs_f64());
-    for (stand, report) in &mut arrived {
-        stand.arrived(report, case, wrong)?;
+    let after: f64 = arrived.iter_mut().map(|(pair, _)| writes_at_target(pair)).sum::<Result<f64>>()?;
+    check_kept_speed(case, wrong, speed, (after - writes) / took.as_secs_f64());
+    for (pair, report) in &mut arrived {
+        pair.arrived(report, case, wrong)?;
     }
     Ok(())
 }
 
 /// Returns the writes of all guests at their sources so far.
-fn all_writes(stands: &mut [Stand]) -> Result<f64> {
-    stands.iter_mut().map(|stand| Ok(writes(stand.source.status()).unwrap_or(0.0))).sum()
+fn all_writes(pairs: &mut [TestPair]) -> Result<f64> {
+    pairs.iter_mut().map(|pair| Ok(writes(pair.source.status()).unwrap_or(0.0))).sum()
 }
 
 /// Returns the writes of a guest that has moved, as the target reports them.
-fn there(stand: &mut Stand) -> Result<f64> {
+fn writes_at_target(pair: &mut TestPair) -> Result<f64> {
     let mut count = None;
     until("the guest's statistics at the target", || {
-        count = writes(stand.target.status());
+        count = writes(pair.target.status());
         Ok(count.is_some())
     })?;
     Ok(count.unwrap_or(0.0))
@@ -83,11 +83,11 @@ fn writes(status: Option<serde_json::Value>) -> Option<f64> {
 pub(super) fn large(mode: &str, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
     let memory = if quick { "4G" } else { "16G" };
     case.params.insert("memory".into(), memory.into());
-    let mut stand = Stand::new("process", memory, LARGE_LOAD)?;
+    let mut pair = TestPair::new("process", memory, LARGE_LOAD)?;
     let mode = if mode == "precopy" { "precopy" } else { "hybrid" };
-    let request = MigrateRequest { mode, timeout_ms: Some(15_000), ..Stand::request(&stand.uri) };
-    stand.ask(&request)?;
-    let report = stand.ended()?;
+    let request = MigrateRequest { mode, timeout_ms: Some(15_000), ..TestPair::request(&pair.uri) };
+    pair.start_migration(&request)?;
+    let report = pair.ended()?;
     ensure!(
         report["outcome"] == "completed",
         "the migration ended as {}: {}",
@@ -99,5 +99,5 @@ pub(super) fn large(mode: &str, case: &mut Case, quick: bool, wrong: &mut Vec<St
             most(case, name, speed);
         }
     }
-    stand.arrived(&report, case, wrong)
+    pair.arrived(&report, case, wrong)
 }

@@ -5,8 +5,8 @@
 
 mod crowd;
 mod fleet;
+mod pair;
 mod peers;
-mod stand;
 
 use super::args::BenchArgs;
 use super::{Finished, no_kvm};

@@ -1,6 +1,6 @@
 //! Hostile peers: they accept and never read, or connect and send nothing, or one byte per second.
 
-use super::stand::{LOAD, Stand, bounded, kept, speed};
+use super::pair::{LOAD, TestPair, bounded, check_kept_speed, speed};
 use crate::command::faults::{Channel, Harm, Link, Phase};
 use crate::command::sample::Sample;
 use crate::command::side::PATIENCE;
@@ -17,13 +17,13 @@ use vmferry_wire::{FEATURES, Hello, MigrationId, Role, Token, VERSION_MAX, VERSI
 /// Migrates to a target that accepts connections but neither reads nor writes.
 pub(super) fn no_answer(case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
-    let mut stand = Stand::new("process", "64M", LOAD)?;
-    let before = speed(&mut stand.source)?;
-    stand.ask(&Stand::request(&format!("tcp:{}", listener.local_addr()?)))?;
-    let during = speed(&mut stand.source)?;
-    kept(case, wrong, before, during);
-    given_up(&mut stand, case, wrong)?;
-    stand.move_it(case, wrong)
+    let mut pair = TestPair::new("process", "64M", LOAD)?;
+    let before = speed(&mut pair.source)?;
+    pair.start_migration(&TestPair::request(&format!("tcp:{}", listener.local_addr()?)))?;
+    let during = speed(&mut pair.source)?;
+    check_kept_speed(case, wrong, before, during);
+    given_up(&mut pair, case, wrong)?;
+    pair.move_it(case, wrong)
 }
 
 /// Migrates over a link that stops reading in both directions: on all channels during setup, or
@@ -34,26 +34,26 @@ pub(super) fn deaf(what: &str, case: &mut Case, wrong: &mut Vec<String>) -> Resu
         "control" => (Phase::FirstPass, Some(Channel::Control)),
         _ => (Phase::FirstPass, Some(Channel::Bulk)),
     };
-    let mut stand = Stand::new("process", "64M", LOAD)?;
-    let link = Link::to(stand.target.address()?)?;
-    let before = speed(&mut stand.source)?;
+    let mut pair = TestPair::new("process", "64M", LOAD)?;
+    let link = Link::to(pair.target.address()?)?;
+    let before = speed(&mut pair.source)?;
     link.hold_at(phase);
-    stand.ask(&Stand::request(&link.uri()))?;
+    pair.start_migration(&TestPair::request(&link.uri()))?;
     ensure!(link.reached(PATIENCE), "the migration did not reach the phase {phase}");
     link.harm(Harm::Deaf, channel);
     link.release();
-    let during = speed(&mut stand.source)?;
-    kept(case, wrong, before, during);
-    bounded(case, wrong, "target", &Sample::of(stand.target.pid())?, stand.before.rss_kib);
-    given_up(&mut stand, case, wrong)?;
-    stand.another_target()?;
-    stand.move_it(case, wrong)
+    let during = speed(&mut pair.source)?;
+    check_kept_speed(case, wrong, before, during);
+    bounded(case, wrong, "target", &Sample::of(pair.target.pid())?, pair.before.rss_kib);
+    given_up(&mut pair, case, wrong)?;
+    pair.another_target()?;
+    pair.move_it(case, wrong)
 }
 
 /// Checks that the source gives up, keeps its guest, and releases what the attempt used.
-fn given_up(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+fn given_up(pair: &mut TestPair, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let began = Instant::now();
-    let report = stand.ended()?;
+    let report = pair.ended()?;
     case.metric("given_up_ms", began.elapsed().as_secs_f64() * 1e3);
     ensure!(
         report["outcome"] == "failed",
@@ -62,13 +62,13 @@ fn given_up(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Resu
         report["error"]
     );
     ensure!(report["vm"]["place"] == "running", "the guest is {}", report["vm"]["place"]);
-    stand.source.whole()?;
-    let now = Sample::of(stand.source.pid())?;
-    bounded(case, wrong, "source", &now, stand.before.rss_kib);
-    if now.descriptors > stand.before.descriptors {
+    pair.source.whole()?;
+    let now = Sample::of(pair.source.pid())?;
+    bounded(case, wrong, "source", &now, pair.before.rss_kib);
+    if now.descriptors > pair.before.descriptors {
         wrong.push(format!(
             "{} descriptors are open after the attempt, {} before",
-            now.descriptors, stand.before.descriptors
+            now.descriptors, pair.before.descriptors
         ));
     }
     Ok(())
@@ -89,31 +89,31 @@ pub(super) enum Bad {
 pub(super) fn sources(bad: Bad, case: &mut Case, quick: bool, wrong: &mut Vec<String>) -> Result<()> {
     let count = if quick { 100 } else { 400 };
     case.params.insert("strangers".into(), count.into());
-    let mut stand = Stand::new("process", "64M", LOAD)?;
-    let before = speed(&mut stand.source)?;
-    let unknown_peers = Hostile::new(bad, &stand.uri, count)?;
-    let during = speed(&mut stand.source)?;
-    kept(case, wrong, before, during);
-    bounded(case, wrong, "target", &Sample::of(stand.target.pid())?, stand.before.rss_kib);
+    let mut pair = TestPair::new("process", "64M", LOAD)?;
+    let before = speed(&mut pair.source)?;
+    let unknown_peers = Hostile::new(bad, &pair.uri, count)?;
+    let during = speed(&mut pair.source)?;
+    check_kept_speed(case, wrong, before, during);
+    bounded(case, wrong, "target", &Sample::of(pair.target.pid())?, pair.before.rss_kib);
     if bad == Bad::Hello {
         // The target waits for one of the hostile peers, for five seconds at most, and refuses
         // other sources meanwhile.
-        retry_until_moved(&mut stand, case, wrong)?;
+        retry_until_moved(&mut pair, case, wrong)?;
     } else {
-        stand.move_it(case, wrong)?;
+        pair.move_it(case, wrong)?;
     }
     drop(unknown_peers);
     Ok(())
 }
 
-fn retry_until_moved(stand: &mut Stand, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
+fn retry_until_moved(pair: &mut TestPair, case: &mut Case, wrong: &mut Vec<String>) -> Result<()> {
     let began = Instant::now();
     loop {
-        stand.ask(&Stand::request(&stand.uri))?;
-        let report = stand.ended()?;
+        pair.start_migration(&TestPair::request(&pair.uri))?;
+        let report = pair.ended()?;
         if report["outcome"] == "completed" {
             case.metric("kept_out_ms", began.elapsed().as_secs_f64() * 1e3);
-            return stand.arrived(&report, case, wrong);
+            return pair.arrived(&report, case, wrong);
         }
         if began.elapsed() > PATIENCE {
             bail!("hostile peers keep the source out: {}", report["error"]);
@@ -183,7 +183,7 @@ fn hello(id: u8) -> Vec<u8> {
         role: Role::Control,
         index: 0,
         token: Token::NONE,
-        fence: 0,
+        arbiter: 0,
     };
     hello.encode().to_vec()
 }

@@ -5,12 +5,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Readers of the report: a client of the control socket and, if metrics are served, a scraper.
 #[derive(Debug)]
-pub(crate) struct Audience {
+pub(crate) struct ReportReaders {
     client: AtomicBool,
     scraper: Option<AtomicBool>,
 }
 
-impl Audience {
+impl ReportReaders {
     pub(crate) fn new(metrics: bool) -> Self {
         Self { client: AtomicBool::new(false), scraper: metrics.then(|| AtomicBool::new(false)) }
     }
@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn process_waits_for_all_readers_of_the_report() {
         for metrics in [false, true] {
-            let audience = Audience::new(metrics);
+            let audience = ReportReaders::new(metrics);
             assert!(!audience.satisfied(true));
             audience.saw();
             assert!(audience.satisfied(true));

@@ -1,11 +1,11 @@
 //! State of the guest and its migration as JSON, as vmferry's own commands report it.
 
-use super::{Place, Shared};
+use super::{GuestPlace, RunContext};
 use crate::speed::Sample;
 use anyhow::{Result, anyhow};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
-use vmferry_engine::Monitor;
+use vmferry_engine::MigrationHandle;
 use vmferry_engine::plan::Remedy;
 use vmferry_guest_abi::{CpuSnapshot, StatsError, StatsSnapshot};
 
@@ -13,13 +13,13 @@ use vmferry_guest_abi::{CpuSnapshot, StatsError, StatsSnapshot};
 /// has a processor.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-impl Shared {
+impl RunContext {
     pub(crate) fn status(&self) -> Value {
         let mut status = match self.latest() {
             (Some(report), _) => report,
-            (None, Some(monitor)) => self.under_way_so_far(&monitor),
-            (None, None) => match self.rest() {
-                Some(rest) => serde_json::to_value(rest).unwrap_or_default(),
+            (None, Some(handle)) => self.under_way_so_far(&handle),
+            (None, None) => match self.postcopy() {
+                Some(postcopy) => serde_json::to_value(postcopy).unwrap_or_default(),
                 None if self.arrival.undecided().is_some() => {
                     json!({ "state": "unknown", "outcome": null, "error": self.arrival.undecided() })
                 }
@@ -32,8 +32,8 @@ impl Shared {
 
     /// Returns the document of a running migration: the members of the final report, and
     /// `progress`. Values that are not known yet are null.
-    fn under_way_so_far(&self, monitor: &Monitor) -> Value {
-        let mut status = serde_json::to_value(monitor.report()).unwrap_or_default();
+    fn under_way_so_far(&self, handle: &MigrationHandle) -> Value {
+        let mut status = serde_json::to_value(handle.report()).unwrap_or_default();
         let stopped =
             status["phases"].as_array().is_some_and(|all| all.iter().any(|one| one["phase"] == "switchover"));
         if !stopped {
@@ -46,7 +46,7 @@ impl Shared {
         }
         let stats = self.probe.stats().ok();
         status["guest"] = self.start().document(&status, stats.as_ref());
-        let progress = monitor.progress();
+        let progress = handle.progress();
         status["progress"] = json!(progress);
         if let Some(verdict) = &progress.verdict {
             status["progress"]["verdict"]["help"] =
@@ -61,7 +61,9 @@ impl Shared {
         let until = Instant::now() + PATIENCE;
         loop {
             match self.probe.stats() {
-                Err(StatsError::Busy { .. }) if self.place() == Place::Running && Instant::now() < until => {
+                Err(StatsError::Busy { .. })
+                    if self.place() == GuestPlace::Running && Instant::now() < until =>
+                {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 stats => return stats,
@@ -96,7 +98,7 @@ impl Shared {
         let place = self.place();
         let stats = match self.stats() {
             // The memory of an awaited guest is empty, which must not be reported as an idle guest.
-            _ if place == Place::Awaited => {
+            _ if place == GuestPlace::Awaited => {
                 json!({ "state": null, "why": "the guest has not arrived yet" })
             }
             Ok(stats) => {

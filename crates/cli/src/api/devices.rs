@@ -2,7 +2,7 @@
 
 use super::machine::Api;
 use super::migration::refused;
-use super::{Order, Place};
+use super::{GuestPlace, Order};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use std::time::UNIX_EPOCH;
@@ -52,23 +52,25 @@ struct Property {
 impl Api {
     /// Executes `query-status`.
     pub(super) fn query_status(&self) -> Value {
-        let moving = self.0.under_way().map(|monitor| monitor.progress().state);
+        let moving = self.0.under_way().map(|handle| handle.progress().state);
         let status = match (self.0.place(), moving) {
-            (Place::Awaited, _) => "inmigrate",
-            (Place::Moving, Some(MigrationState::Switchover)) | (Place::Unknown, _) => "finish-migrate",
-            (Place::Moving, Some(MigrationState::Postcopy | MigrationState::PostcopyPaused))
-            | (Place::Moved, _) => "postmigrate",
-            (Place::Paused, _) => "paused",
-            (Place::Moving, _) if self.0.held() => "paused",
-            (Place::Running | Place::Moving, _) => "running",
-            (Place::Ended, _) => "shutdown",
+            (GuestPlace::Awaited, _) => "inmigrate",
+            (GuestPlace::Moving, Some(MigrationState::Switchover)) | (GuestPlace::Unknown, _) => {
+                "finish-migrate"
+            }
+            (GuestPlace::Moving, Some(MigrationState::Postcopy | MigrationState::PostcopyPaused))
+            | (GuestPlace::Moved, _) => "postmigrate",
+            (GuestPlace::Paused, _) => "paused",
+            (GuestPlace::Moving, _) if self.0.held() => "paused",
+            (GuestPlace::Running | GuestPlace::Moving, _) => "running",
+            (GuestPlace::Ended, _) => "shutdown",
         };
         json!({ "running": status == "running", "status": status })
     }
 
     /// Executes `stop`, also for a guest that is stopped.
     pub(super) fn stop(&self) -> Result<Answer, QmpError> {
-        if self.0.place() != Place::Paused {
+        if self.0.place() != GuestPlace::Paused {
             self.0.order(Order::Pause).map_err(refused)?;
         }
         Ok(Answer::done())
@@ -76,7 +78,7 @@ impl Api {
 
     /// Executes `cont`, also for a guest that runs.
     pub(super) fn cont(&self) -> Result<Answer, QmpError> {
-        if self.0.place() != Place::Running {
+        if self.0.place() != GuestPlace::Running {
             self.0.order(Order::Resume).map_err(refused)?;
         }
         Ok(Answer::done())

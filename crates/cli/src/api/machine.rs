@@ -1,6 +1,6 @@
 //! Commands of the control socket.
 
-use super::Shared;
+use super::RunContext;
 use super::migration::refused;
 use crate::advice;
 use serde::Deserialize;
@@ -116,7 +116,7 @@ fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
 }
 
 /// Executes commands for clients of the control socket.
-pub(crate) struct Api(pub(crate) Arc<Shared>);
+pub(crate) struct Api(pub(crate) Arc<RunContext>);
 
 impl Machine for Api {
     fn version(&self) -> Version {

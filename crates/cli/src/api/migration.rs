@@ -3,7 +3,7 @@
 use super::machine::Api;
 use super::options::Options;
 use super::ram::{Ram, number};
-use super::{Order, Place};
+use super::{GuestPlace, Order};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -89,7 +89,7 @@ impl Api {
         let uri = address(uri, channels)?;
         let shared = &self.0;
         if resume {
-            if shared.place() != Place::Moving {
+            if shared.place() != GuestPlace::Moving {
                 return Err(QmpError::generic("Cannot resume if there is no paused migration"));
             }
             // The link is taken up to the previous target, which has the pages.
@@ -117,7 +117,7 @@ impl Api {
 
     /// Executes `migrate_cancel`. QMP demands success also without a migration.
     pub(super) fn migrate_cancel(&self) -> Result<Answer, QmpError> {
-        if self.0.place() == Place::Moving {
+        if self.0.place() == GuestPlace::Moving {
             self.0.answer("cancel", &json!({})).map_err(refused)?;
         }
         Ok(Answer::done())
@@ -137,8 +137,8 @@ impl Api {
     /// Executes `migrate-pause`, which cuts the link of a postcopy migration.
     pub(super) fn migrate_pause(&self) -> Result<Answer, QmpError> {
         match self.0.under_way() {
-            Some(monitor) if monitor.progress().state == MigrationState::Postcopy => {
-                monitor.pause();
+            Some(handle) if handle.progress().state == MigrationState::Postcopy => {
+                handle.pause();
                 Ok(Answer::done())
             }
             _ => Err(QmpError::generic("migrate-pause is for a migration in postcopy, and at its source")),
@@ -149,7 +149,8 @@ impl Api {
     /// address.
     pub(super) fn migrate_recover(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let Recover { uri } = arguments.read()?;
-        let paused = self.0.rest().is_some_and(|rest| rest.state == MigrationState::PostcopyPaused);
+        let paused =
+            self.0.postcopy().is_some_and(|postcopy| postcopy.state == MigrationState::PostcopyPaused);
         if !paused {
             return Err(QmpError::generic(
                 "Migrate recover can only be run at the target of a paused postcopy migration; at the source use migrate with resume",
@@ -169,7 +170,7 @@ impl Api {
         &self,
         set: impl FnOnce(&mut super::options::Options) -> Result<(), QmpError>,
     ) -> Result<Answer, QmpError> {
-        if self.0.place() == Place::Moving {
+        if self.0.place() == GuestPlace::Moving {
             return Err(QmpError::generic(
                 "There's a migration process in progress, which keeps its settings",
             ));
@@ -184,8 +185,8 @@ impl Api {
         let (total, options) = (shared.memory(), shared.options());
         let (value, ended) = match shared.latest() {
             (Some(report), _) => (of_report(&report, total, &options), true),
-            (None, Some(monitor)) => {
-                (of_progress(&monitor.progress(), total, &options, monitor.cancelled()), false)
+            (None, Some(handle)) => {
+                (of_progress(&handle.progress(), total, &options, handle.cancelled()), false)
             }
             (None, None) => (self.of_arrival(), false),
         };
@@ -201,15 +202,17 @@ impl Api {
     fn of_arrival(&self) -> Value {
         let shared = &self.0;
         let at = shared.incoming();
-        if let Some(rest) = shared.rest() {
-            let ram = Ram::of_rest(rest.left, rest.postcopy.requests, shared.memory());
-            return json!({ "status": status(rest.state), "ram": ram });
+        if let Some(postcopy) = shared.postcopy() {
+            let ram = Ram::of_postcopy(postcopy.left, postcopy.postcopy.requests, shared.memory());
+            return json!({ "status": status(postcopy.state), "ram": ram });
         }
         match (at, shared.place()) {
-            (_, Place::Running | Place::Paused) if shared.received().is_some() => {
+            (_, GuestPlace::Running | GuestPlace::Paused) if shared.received().is_some() => {
                 json!({ "status": "completed" })
             }
-            (Some(at), Place::Awaited) => json!({ "status": "setup", "socket-address": socket_address(&at) }),
+            (Some(at), GuestPlace::Awaited) => {
+                json!({ "status": "setup", "socket-address": socket_address(&at) })
+            }
             _ => json!({}),
         }
     }
@@ -265,8 +268,8 @@ fn millis(time: Duration) -> u64 {
 /// end yet.
 fn of_progress(progress: &Progress, total: u64, options: &Options, cancelled: bool) -> Value {
     let state = match progress.state {
-        _ if cancelled && !progress.runs_there => "cancelling",
-        MigrationState::Completed if progress.runs_there => "postcopy-active",
+        _ if cancelled && !progress.runs_on_target => "cancelling",
+        MigrationState::Completed if progress.runs_on_target => "postcopy-active",
         MigrationState::Completed | MigrationState::Cancelled | MigrationState::Failed => "device",
         MigrationState::Unknown | MigrationState::Lost => "postcopy-paused",
         state => status(state),

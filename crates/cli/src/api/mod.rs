@@ -2,24 +2,24 @@
 
 mod alloc;
 mod audience;
+mod context;
 mod describe;
 mod devices;
+mod event_sender;
 mod machine;
 mod migration;
 mod options;
 mod ram;
 mod rate;
 mod recover;
-mod shared;
-mod tell;
 
+pub(crate) use context::{GuestPlace, Incoming, Order, PendingOrder, RunContext};
 pub(crate) use machine::Api;
-pub(crate) use shared::{Errand, Incoming, Order, Place, Shared};
 
 use crate::Status;
+use crate::arbiter::ArbiterConfig;
 use crate::args::{ApiArgs, RecoverArgs};
 use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
-use crate::fence::FenceRequest;
 use crate::tls::TlsTexts;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -75,8 +75,8 @@ pub(crate) struct MigrateRequest {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) tls: Option<TlsTexts>,
     /// Arbiter, as in `--fence`. The default is that of the process.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(crate) fence: Option<FenceRequest>,
+    #[serde(rename = "fence", default, skip_serializing_if = "Option::is_none")]
+    pub(crate) arbiter: Option<ArbiterConfig>,
     pub(crate) peer_timeout_ms: u64,
 }
 
@@ -146,7 +146,7 @@ impl MigrateRequest {
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,
-            fence: self.fence.as_ref().map(|fence| fence.build(self.insecure)).transpose()?,
+            arbiter: self.arbiter.as_ref().map(|arbiter| arbiter.build(self.insecure)).transpose()?,
             ..Settings::default()
         })
     }
@@ -155,7 +155,7 @@ impl MigrateRequest {
 impl MigrateRequest {
     /// Returns whether the request contains a key or a password.
     pub(crate) fn has_secrets(&self) -> bool {
-        self.tls.is_some() || self.fence.as_ref().is_some_and(FenceRequest::has_secrets)
+        self.tls.is_some() || self.arbiter.as_ref().is_some_and(ArbiterConfig::has_secrets)
     }
 }
 

@@ -6,7 +6,7 @@ use super::MigrateRequest;
 use crate::choices::{AutoConvergeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use serde_json::{Map, Value, json};
 use vmferry_control::{Arguments, QmpError};
-use vmferry_engine::{Pace, Settings};
+use vmferry_engine::{BulkLimit, Settings};
 
 /// Longest downtime limit in ms: 2000 s, as in QEMU.
 const MOST_DOWNTIME_MS: u64 = 2_000_000;
@@ -155,7 +155,7 @@ impl Options {
             // The request has no timeout, so the switch only happens on `migrate-start-postcopy`.
             on_timeout: if self.has("postcopy-ram") { OnTimeoutArg::Postcopy } else { OnTimeoutArg::Cancel },
             urgent: if self.has("postcopy-preempt") { UrgentArg::Dedicated } else { UrgentArg::Shared },
-            pace: PaceArg(limit(self.postcopy_bandwidth).map_or(Pace::Auto, Pace::Rate)),
+            pace: PaceArg(limit(self.postcopy_bandwidth).map_or(BulkLimit::Auto, BulkLimit::Rate)),
             channels: if self.has("multifd") { self.multifd_channels } else { 1 },
             downtime_limit_ms: self.downtime_limit_ms,
             max_bandwidth: limit(self.max_bandwidth),
@@ -223,7 +223,7 @@ mod tests {
         assert_eq!((settings.channels, settings.downtime_limit.as_millis()), (5, 20));
         assert_eq!((settings.mode, settings.on_timeout), (MigrationMode::Precopy, OnTimeout::Postcopy));
         assert_eq!((settings.auto_converge, settings.urgent), (AutoConverge::Writers, UrgentPath::Dedicated));
-        assert_eq!((settings.max_bandwidth, settings.pace), (Some(1000), Pace::Rate(500)));
+        assert_eq!((settings.max_bandwidth, settings.pace), (Some(1000), BulkLimit::Rate(500)));
         assert!(settings.insecure && settings.switchover_bandwidth.is_some());
         with(&mut options, &[("postcopy-preempt", false), ("dirty-limit", false), ("auto-converge", true)])
             .unwrap();

@@ -57,8 +57,8 @@ impl Ram {
             MigrationState::Setup | MigrationState::Precopy => wire,
             _ => progress.channel_bytes.iter().sum::<u64>().min(wire),
         };
-        let lazy = matches!(progress.state, MigrationState::Postcopy | MigrationState::PostcopyPaused)
-            || progress.runs_there;
+        let postcopy = matches!(progress.state, MigrationState::Postcopy | MigrationState::PostcopyPaused)
+            || progress.runs_on_target;
         let bandwidth = progress.bandwidth.unwrap_or(0.0);
         Self {
             remaining: left * PAGE,
@@ -67,8 +67,8 @@ impl Ram {
             mbps: bandwidth * 8e-6,
             pages_per_second: whole(bandwidth) / PAGE,
             precopy_bytes: precopy,
-            downtime_bytes: if lazy { 0 } else { wire - precopy },
-            postcopy_bytes: if lazy { wire - precopy } else { 0 },
+            downtime_bytes: if postcopy { 0 } else { wire - precopy },
+            postcopy_bytes: if postcopy { wire - precopy } else { 0 },
             ..Self::of_sent(wire, progress.raw_pages, progress.zero_pages, total, multifd)
         }
     }
@@ -109,7 +109,7 @@ impl Ram {
     }
 
     /// Returns the statistics of the target of a postcopy migration, with `left` missing pages.
-    pub(super) fn of_rest(left: u64, requests: u64, total: u64) -> Self {
+    pub(super) fn of_postcopy(left: u64, requests: u64, total: u64) -> Self {
         Self {
             remaining: left * PAGE,
             total,
@@ -171,24 +171,24 @@ mod tests {
 
     #[test]
     fn every_member_is_present_and_the_bytes_add_up() {
-        let under_way = |state, runs_there| {
+        let under_way = |state, runs_on_target| {
             let mut progress = Progress::default();
-            (progress.state, progress.runs_there) = (state, runs_there);
+            (progress.state, progress.runs_on_target) = (state, runs_on_target);
             (progress.wire_bytes, progress.channel_bytes) = (900, vec![400, 300]);
             Ram::of_progress(&progress, 1 << 30, true)
         };
         let passes = json!([{"start_ms": 1.0, "wire_bytes": 600}, {"start_ms": 8.0, "wire_bytes": 200}]);
         let phases = json!([{"phase": "precopy", "start_ms": 1.0}, {"phase": "switchover", "start_ms": 7.0}]);
         let report = json!({"bytes": {"wire": 900, "raw_pages": 2.0}, "passes": passes, "phases": phases});
-        let mut lazy = report.clone();
-        lazy["postcopy"] = json!({"requests": 3});
+        let mut postcopy = report.clone();
+        postcopy["postcopy"] = json!({"requests": 3});
         for (ram, split) in [
             (under_way(MigrationState::Precopy, false), [900, 0, 0]),
             (under_way(MigrationState::Switchover, false), [700, 200, 0]),
             (under_way(MigrationState::Postcopy, true), [700, 0, 200]),
             (Ram::of_report(&report, 1 << 30, false), [700, 200, 0]),
-            (Ram::of_report(&lazy, 1 << 30, false), [600, 0, 300]),
-            (Ram::of_rest(5, 1, 1 << 30), [0, 0, 0]),
+            (Ram::of_report(&postcopy, 1 << 30, false), [600, 0, 300]),
+            (Ram::of_postcopy(5, 1, 1 << 30), [0, 0, 0]),
         ] {
             assert_eq!([ram.precopy_bytes, ram.downtime_bytes, ram.postcopy_bytes], split, "{ram:?}");
             assert_eq!(ram.transferred, split.iter().sum::<u64>());

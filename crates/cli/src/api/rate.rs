@@ -2,7 +2,7 @@
 
 use super::machine::Api;
 use super::migration::refused;
-use super::{DirtyRateRequest, Order, Place};
+use super::{DirtyRateRequest, GuestPlace, Order};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -114,7 +114,7 @@ impl Api {
                 longest.as_secs()
             )));
         }
-        if self.0.place() != Place::Running {
+        if self.0.place() != GuestPlace::Running {
             return Err(QmpError::generic("the guest does not run in this process, so it dirties no memory"));
         }
         let tracker = match calc.mode {

@@ -19,7 +19,8 @@ pub(super) fn memory(text: &str) -> Result<u64, String> {
 }
 
 pub(super) fn address(text: &str) -> Result<SocketAddr, String> {
-    let wrong = |why: &str| format!("'{text}' is not an address ({why}); write 127.0.0.1:9100 or localhost:9100");
+    let wrong =
+        |why: &str| format!("'{text}' is not an address ({why}); write 127.0.0.1:9100 or localhost:9100");
     let mut found = text.to_socket_addrs().map_err(|error| wrong(&error.to_string()))?;
     found.next().ok_or_else(|| wrong("the name has none"))
 }

@@ -2,7 +2,7 @@
 //! memory, and gives memory back when the host is not short or when the guest itself is.
 
 use super::pressure::Pressure;
-use crate::api::{Place, Shared};
+use crate::api::{GuestPlace, RunContext};
 use anyhow::{Context, Result, bail};
 use std::sync::Arc;
 use std::time::Duration;
@@ -33,7 +33,7 @@ const GRAIN: u64 = 1 << 20;
 
 /// Input of a decision.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Look {
+pub(crate) struct PressureSample {
     /// Share of time in which the host is short of memory, from 0 to 1.
     pub(crate) pressure: f64,
     /// Memory of the guest in bytes.
@@ -45,8 +45,8 @@ pub(crate) struct Look {
 }
 
 /// Returns the next target in bytes: at least `least`, at most all of the guest's memory.
-pub(crate) fn decide(least: u64, look: &Look) -> u64 {
-    let Look { pressure, memory, target, available } = *look;
+pub(crate) fn decide(least: u64, sample: &PressureSample) -> u64 {
+    let PressureSample { pressure, memory, target, available } = *sample;
     let reserve = memory / RESERVE;
     let starves = available.is_some_and(|available| available < reserve / 2);
     let next = if starves || pressure < EASY {
@@ -67,7 +67,7 @@ pub(crate) fn decide(least: u64, look: &Look) -> u64 {
 }
 
 /// Starts a thread that follows the host, for a guest that keeps at least `least` bytes.
-pub(crate) fn start(balloon: BalloonHandle, least: u64, shared: &Arc<Shared>) -> Result<()> {
+pub(crate) fn start(balloon: BalloonHandle, least: u64, shared: &Arc<RunContext>) -> Result<()> {
     let memory = balloon.status().memory;
     if !(MIN_MEMORY..=memory).contains(&least) {
         bail!("--balloon-auto {least}: at least {MIN_MEMORY} bytes, at most the guest's {memory}");
@@ -77,17 +77,22 @@ pub(crate) fn start(balloon: BalloonHandle, least: u64, shared: &Arc<Shared>) ->
     let follow = move || {
         loop {
             std::thread::sleep(TICK);
-            let Ok(share) = pressure.look() else { continue };
+            let Ok(share) = pressure.share_since_last() else { continue };
             // During and after a migration, the target host decides.
-            if shared.place() != Place::Running || shared.lacks_pages() {
+            if shared.place() != GuestPlace::Running || shared.has_missing_pages() {
                 continue;
             }
             let status = balloon.status();
             // A guest without a driver would get an old target when its driver starts.
             if status.driver {
                 let available = status.stats.get("available").or(status.stats.get("free"));
-                let look = Look { pressure: share, memory: status.memory, target: status.target, available };
-                let target = decide(least, &look);
+                let sample = PressureSample {
+                    pressure: share,
+                    memory: status.memory,
+                    target: status.target,
+                    available,
+                };
+                let target = decide(least, &sample);
                 if target != status.target {
                     tracing::info!(target, pressure = share, "the balloon follows the host");
                     balloon.set_target(target);
@@ -105,13 +110,13 @@ mod tests {
 
     const GIB: u64 = 1 << 30;
 
-    fn look(pressure: f64, target: u64, available: Option<u64>) -> Look {
-        Look { pressure, memory: 4 * GIB, target, available }
+    fn sample(pressure: f64, target: u64, available: Option<u64>) -> PressureSample {
+        PressureSample { pressure, memory: 4 * GIB, target, available }
     }
 
     #[test]
     fn target_falls_while_the_host_is_short_and_rises_otherwise() {
-        let decide = |pressure, target, available| super::decide(GIB, &look(pressure, target, available));
+        let decide = |pressure, target, available| super::decide(GIB, &sample(pressure, target, available));
         assert_eq!(decide(0.2, 4 * GIB, None), 4 * GIB - GIB / 4);
         assert_eq!(decide(0.2, 4 * GIB, Some(3 * GIB)), 4 * GIB - GIB / 4);
         assert_eq!(decide(0.02, 2 * GIB, None), 2 * GIB, "between the limits the target stays");
@@ -123,7 +128,7 @@ mod tests {
 
     #[test]
     fn memory_that_the_guest_needs_is_not_taken() {
-        let decide = |available| super::decide(GIB, &look(0.5, 3 * GIB, Some(available)));
+        let decide = |available| super::decide(GIB, &sample(0.5, 3 * GIB, Some(available)));
         assert_eq!(decide(GIB / 4), 3 * GIB, "only its reserve is available");
         assert_eq!(decide(GIB / 2), 3 * GIB - GIB / 8, "half of the memory above the reserve");
         assert_eq!(
@@ -138,12 +143,13 @@ mod tests {
         for (pressure, end) in [(0.0, 4 * GIB), (1.0, GIB)] {
             let mut target = 2 * GIB + 12_345;
             for _ in 0..100 {
-                target = decide(GIB, &look(pressure, target, None));
+                target = decide(GIB, &sample(pressure, target, None));
                 assert!((GIB..=4 * GIB).contains(&target));
             }
             assert_eq!(target, end);
         }
-        let odd = Look { pressure: 0.0, memory: 5 * GRAIN + 4096, target: 5 * GRAIN, available: None };
+        let odd =
+            PressureSample { pressure: 0.0, memory: 5 * GRAIN + 4096, target: 5 * GRAIN, available: None };
         assert_eq!(decide(MIN_MEMORY, &odd), odd.memory, "all memory, with the part below one grain");
     }
 }

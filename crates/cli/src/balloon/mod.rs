@@ -4,7 +4,7 @@ pub(crate) mod auto;
 mod pressure;
 
 use crate::Status;
-use crate::api::{Client, Place, Shared};
+use crate::api::{Client, GuestPlace, RunContext};
 use crate::args::BalloonArgs;
 use crate::output;
 use anyhow::{Context, Result, bail};
@@ -25,13 +25,13 @@ pub(crate) fn balloon(args: &BalloonArgs) -> Result<Status> {
 
 /// Executes the command in the process of the guest: sets the target, if the arguments have one,
 /// and returns the state of the balloon.
-pub(crate) fn answer(shared: &Shared, arguments: &Value) -> Result<Value> {
+pub(crate) fn answer(shared: &RunContext, arguments: &Value) -> Result<Value> {
     let balloon =
         shared.probe.balloon().context("this guest has no balloon; a KVM guest has one with --balloon on")?;
     if let Some(target) = arguments.get("target") {
         let target = target.as_u64().context("`target` is a number of bytes")?;
         check(target, &balloon.status())?;
-        if !matches!(shared.place(), Place::Running | Place::Paused) {
+        if !matches!(shared.place(), GuestPlace::Running | GuestPlace::Paused) {
             // The balloon's state may have been saved already, so a new target could be lost.
             bail!("the guest is being migrated; set the balloon's target after the migration");
         }

@@ -33,7 +33,7 @@ impl Pressure {
     }
 
     /// Returns the share since the last call, from 0 to 1.
-    pub(super) fn look(&mut self) -> Result<f64> {
+    pub(super) fn share_since_last(&mut self) -> Result<f64> {
         let now = (Instant::now(), stalled(&self.file)?);
         let last = std::mem::replace(&mut self.last, now);
         Ok(share(now.1.saturating_sub(last.1), now.0.duration_since(last.0).as_secs_f64()))

@@ -384,15 +384,15 @@ fn metric<const LABELS: usize>(
     let mut metric = encoder.encode_descriptor(name, help, unit.as_ref(), of)?;
     for (labels, value) in values {
         if labels.is_empty() {
-            put(&mut metric, kind, value * factor)?;
+            encode_value(&mut metric, kind, value * factor)?;
         } else {
-            put(&mut metric.encode_family(labels)?, kind, value * factor)?;
+            encode_value(&mut metric.encode_family(labels)?, kind, value * factor)?;
         }
     }
     Ok(())
 }
 
-fn put(metric: &mut MetricEncoder<'_>, kind: Kind, value: f64) -> fmt::Result {
+fn encode_value(metric: &mut MetricEncoder<'_>, kind: Kind, value: f64) -> fmt::Result {
     match kind {
         Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
         Gauge => metric.encode_gauge(&value),

@@ -184,7 +184,7 @@ mod tests {
         Exporter::with_patience("127.0.0.1:0".parse().unwrap(), false, patience, Arc::new(source)).unwrap()
     }
 
-    fn ask(exporter: &Exporter, request: &[u8]) -> String {
+    fn send_request(exporter: &Exporter, request: &[u8]) -> String {
         let mut stream = TcpStream::connect(exporter.address).unwrap();
         stream.set_read_timeout(Some(vmferry_testkit::PATIENCE)).unwrap();
         let _ = stream.write_all(request);
@@ -196,13 +196,13 @@ mod tests {
     #[test]
     fn valid_and_invalid_requests_are_answered() {
         let exporter = exporter(vmferry_testkit::PATIENCE);
-        let good = ask(&exporter, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
+        let good = send_request(&exporter, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n");
         assert!(
             good.starts_with("HTTP/1.1 200 OK\r\n") && good.contains("\r\nContent-Length: 4000\r\n"),
             "{good}"
         );
         assert!(good.contains("\r\nContent-Type: text/plain; version=0.0.4; "), "{good}");
-        let open = ask(
+        let open = send_request(
             &exporter,
             b"GET /metrics HTTP/1.1\r\naccept: text/html,application/openmetrics-text;q=0.5\r\n\r\n",
         );
@@ -215,13 +215,13 @@ mod tests {
             (b"GET /metrics HTTP/2\r\n\r\n", "400"),
             (b"\r\n\r\n", "400"),
         ] {
-            let answer = ask(&exporter, request);
+            let answer = send_request(&exporter, request);
             assert!(answer.starts_with(&format!("HTTP/1.1 {status} ")), "{request:?}: {answer}");
         }
         // The request is longer than the server reads: the answer may be lost, but the client must
         // not hang.
-        let _ = ask(&exporter, &vec![b'x'; 4 << 20]);
-        assert!(ask(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 "));
+        let _ = send_request(&exporter, &vec![b'x'; 4 << 20]);
+        assert!(send_request(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 "));
     }
 
     #[test]
@@ -236,7 +236,7 @@ mod tests {
             })
             .collect();
         vmferry_testkit::wait("an answer beside slow clients", || {
-            ask(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 ")
+            send_request(&exporter, b"GET /metrics HTTP/1.1\r\n\r\n").contains(" 200 ")
         });
         drop(slow);
     }

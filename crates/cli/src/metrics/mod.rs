@@ -5,7 +5,7 @@ mod collect;
 mod http;
 mod plain;
 
-use crate::api::Shared;
+use crate::api::RunContext;
 use anyhow::Result;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub(crate) use http::check;
 
 /// Serves metrics at `address` until the process ends. An address that other hosts can reach needs
 /// `public`.
-pub(crate) fn start(address: SocketAddr, public: bool, shared: &Arc<Shared>) -> Result<()> {
+pub(crate) fn start(address: SocketAddr, public: bool, shared: &Arc<RunContext>) -> Result<()> {
     let told = Arc::clone(shared);
     let source = move || {
         let status = told.status();

@@ -5,7 +5,7 @@ mod table;
 
 pub(crate) use follow::moved;
 
-use crate::api::{Client, MigrateRequest, Place, Shared};
+use crate::api::{Client, GuestPlace, MigrateRequest, RunContext};
 use crate::args::{TrackerArg, heading, rate, time};
 use crate::choices::OnOff;
 use crate::guest::Machine;
@@ -18,8 +18,8 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vmferry_engine::plan::{GuestCost, Link, Looked, Plan, measure, probe};
-use vmferry_engine::{Monitor, Settings, TrackerKind, Uri};
+use vmferry_engine::plan::{GuestCost, GuestMeasurement, Link, Plan, measure, probe};
+use vmferry_engine::{MigrationHandle, Settings, TrackerKind, Uri};
 
 /// Longest time that planning takes: measuring the link, the guest's writes, and its report of free
 /// pages.
@@ -123,14 +123,14 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
 }
 
 /// A plan, and the cost of making it.
-struct Made {
+struct PlanResult {
     plan: Plan,
     cost: GuestCost,
     tracker: String,
     busy: Option<String>,
 }
 
-impl Made {
+impl PlanResult {
     fn value(&self) -> Result<Value> {
         let mut value = serde_json::to_value(&self.plan)?;
         value["guest_cost"] = serde_json::to_value(self.cost)?;
@@ -141,33 +141,33 @@ impl Made {
 }
 
 /// Makes a plan in the process of the guest: measures the link and the guest.
-pub(crate) fn order(machine: &mut Machine, shared: &Shared, request: &PlanRequest) -> Result<Value> {
-    if shared.place() != Place::Running {
+pub(crate) fn order(machine: &mut Machine, shared: &RunContext, request: &PlanRequest) -> Result<Value> {
+    if shared.place() != GuestPlace::Running {
         bail!("the guest does not run, so its writes cannot be measured");
     }
     let uri = request.to.as_deref().map(str::parse::<Uri>).transpose()?;
-    let link = Way { uri: uri.as_ref(), bandwidth: request.bandwidth };
+    let link = LinkSource { uri: uri.as_ref(), bandwidth: request.bandwidth };
     let tracker = run::tracker(request.migrate.tracker.as_deref())?;
     let settings = request.migrate.settings(shared.tls.as_ref())?;
     let watch = request.watch_ms.map(Duration::from_millis);
     let stop = || shared.quit.load(Ordering::Acquire);
-    make(machine, &link, tracker, &settings, watch, (&Monitor::new(), &stop))?.value()
+    make(machine, &link, tracker, &settings, watch, (&MigrationHandle::new(), &stop))?.value()
 }
 
 /// Address of the target and bandwidth, as far as given.
-struct Way<'a> {
+struct LinkSource<'a> {
     uri: Option<&'a Uri>,
     bandwidth: Option<u64>,
 }
 
-impl Way<'_> {
-    fn look(&self, settings: &Settings, monitor: &Monitor) -> Result<Link> {
+impl LinkSource<'_> {
+    fn link(&self, settings: &Settings, handle: &MigrationHandle) -> Result<Link> {
         #[expect(clippy::cast_precision_loss, reason = "a rate")]
         let given = self.bandwidth.map(|rate| rate as f64);
         let Some(uri) = self.uri else {
             return given.map(Link::given).context("neither a target nor a bandwidth was given");
         };
-        match probe(uri, settings, monitor) {
+        match probe(uri, settings, handle) {
             Ok(link) => Ok(given.map_or(link, |rate| Link {
                 bytes_per_s: rate,
                 measured: false,
@@ -185,15 +185,15 @@ impl Way<'_> {
 
 fn make(
     machine: &mut Machine,
-    way: &Way<'_>,
+    link_source: &LinkSource<'_>,
     tracker: Option<TrackerKind>,
     settings: &Settings,
     watch: Option<Duration>,
-    (monitor, stop): (&Monitor, &dyn Fn() -> bool),
-) -> Result<Made> {
-    let link = way.look(settings, monitor)?;
+    (handle, stop): (&MigrationHandle, &dyn Fn() -> bool),
+) -> Result<PlanResult> {
+    let link = link_source.link(settings, handle)?;
     let looked = measure(machine.source(), tracker, watch, link, settings, stop)
         .context("the guest could not be measured")?;
-    let Looked { inputs, cost, tracker, busy } = looked;
-    Ok(Made { plan: Plan::make(inputs, settings), cost, tracker, busy })
+    let GuestMeasurement { inputs, cost, tracker, busy } = looked;
+    Ok(PlanResult { plan: Plan::make(inputs, settings), cost, tracker, busy })
 }

@@ -1,9 +1,9 @@
 //! Migration of the guest of this process: the request and its result.
 
 use crate::advice::{self, advised};
-use crate::api::{MigrateRequest, Place, Shared};
+use crate::api::{GuestPlace, MigrateRequest, RunContext};
+use crate::arbiter::ArbiterThread;
 use crate::choices::{ModeArg, OnTimeoutArg};
-use crate::fence::Asked;
 use crate::guest::Machine;
 use crate::{Status, output, plan, sandbox};
 use anyhow::{Context, Result, bail};
@@ -19,10 +19,10 @@ use vmferry_engine::{
 /// migration has begun, and reads the progress with `status`.
 pub(super) fn begin(
     machine: &mut Machine,
-    shared: &Shared,
+    shared: &RunContext,
     request: &MigrateRequest,
     reply: &SyncSender<Result<Value, String>>,
-) -> Option<(Place, Status)> {
+) -> Option<(GuestPlace, Status)> {
     match prepare(request, shared) {
         Ok(Prepared { uri, sockets, tracker, reaper, settings }) => {
             machine.set_reaper(reaper);
@@ -50,8 +50,8 @@ struct Prepared {
     settings: Settings,
 }
 
-fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
-    if let (Place::Paused, Some(why)) = (shared.place(), needs_a_running_guest(request)) {
+fn prepare(request: &MigrateRequest, shared: &RunContext) -> Result<Prepared> {
+    if let (GuestPlace::Paused, Some(why)) = (shared.place(), needs_a_running_guest(request)) {
         bail!("the guest is paused, and {why}; resume the guest first");
     }
     let tracker = tracker(request.tracker.as_deref())?;
@@ -62,10 +62,10 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
         bail!(why);
     }
     let settings = request.settings(shared.tls.as_ref())?;
-    let fence =
-        settings.fence.clone().or_else(|| shared.fence.clone()).filter(|_| !matches!(uri, Uri::File(_)));
-    let settings = Settings { stay_awake: shared.stay_awake, fence, ..settings };
-    shared.all_here()?;
+    let arbiter =
+        settings.arbiter.clone().or_else(|| shared.arbiter.clone()).filter(|_| !matches!(uri, Uri::File(_)));
+    let settings = Settings { stay_awake: shared.stay_awake, arbiter, ..settings };
+    shared.require_all_pages()?;
     // The sockets are taken last, because a refusal after this point would waste them.
     let sockets = match &uri {
         Uri::Fd(names) => {
@@ -74,7 +74,7 @@ fn prepare(request: &MigrateRequest, shared: &Shared) -> Result<Prepared> {
         }
         _ => None,
     };
-    let asked = settings.fence.clone().map(Asked::start).transpose()?;
+    let asked = settings.arbiter.clone().map(ArbiterThread::start).transpose()?;
     // This must happen before the answer: a client that reads the status next must not see an older
     // migration.
     let goes_over = request.mode != ModeArg::Precopy || request.on_timeout == OnTimeoutArg::Postcopy;
@@ -115,7 +115,7 @@ fn of_no_use_for_files(request: &MigrateRequest) -> Option<&'static str> {
         ("--plan", request.plan),
         ("--timeout", request.timeout_ms.is_some()),
         ("--max-bandwidth", request.max_bandwidth.is_some()),
-        ("--fence", request.fence.is_some()),
+        ("--fence", request.arbiter.is_some()),
     ]
     .into_iter()
     .find_map(|(option, said)| said.then_some(option))
@@ -135,18 +135,18 @@ pub(crate) fn tracker(name: Option<&str>) -> Result<Option<TrackerKind>> {
 /// Migrates the guest. Returns its place afterwards.
 fn move_away(
     machine: &mut Machine,
-    shared: &Shared,
+    shared: &RunContext,
     request: &MigrateRequest,
     (uri, connector, tracker): (&Uri, &dyn Connect, Option<TrackerKind>),
     settings: &Settings,
-) -> (Place, Status) {
-    let monitor = shared.monitor();
+) -> (GuestPlace, Status) {
+    let handle = shared.handle();
     let start = shared.start();
     shared.speed.record();
     let mut scores = None;
     let result = match uri {
-        Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &monitor),
-        Uri::File(path) => save(machine.source(), path, &monitor),
+        Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &handle),
+        Uri::File(path) => save(machine.source(), path, &handle),
         _ if request.plan || request.mode == ModeArg::Auto => {
             let planned = plan::moved(machine, shared, request, (uri, tracker), settings);
             planned.map(|(moved, scored)| {
@@ -154,7 +154,7 @@ fn move_away(
                 moved
             })
         }
-        _ => migrate(machine.source(), connector, tracker, settings, &monitor),
+        _ => migrate(machine.source(), connector, tracker, settings, &handle),
     };
     let after = shared.probe.stats().ok();
     let here = machine.place();
@@ -178,13 +178,13 @@ fn move_away(
 
 /// Returns the place of the guest after a migration. It is `here` if the source still owns the
 /// guest.
-fn place_after(report: &Report, keep_running: bool, here: Place) -> Place {
+fn place_after(report: &Report, keep_running: bool, here: GuestPlace) -> GuestPlace {
     match report.state {
-        _ if report.stands_still => Place::Paused,
+        _ if report.resume_failed => GuestPlace::Paused,
         MigrationState::Completed if keep_running => here,
         // A lost guest ran at the target, so its remains at the source must not run.
-        MigrationState::Completed | MigrationState::Lost => Place::Moved,
-        MigrationState::Unknown => Place::Unknown,
+        MigrationState::Completed | MigrationState::Lost => GuestPlace::Moved,
+        MigrationState::Unknown => GuestPlace::Unknown,
         _ => here,
     }
 }

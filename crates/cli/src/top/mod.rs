@@ -54,10 +54,10 @@ pub(crate) fn top(args: &TopArgs) -> Result<Status> {
     for signal in [SIGINT, SIGTERM, SIGHUP, SIGQUIT] {
         signal_hook::flag::register(signal, Arc::clone(&ended)).context("cannot catch signals")?;
     }
-    let (tell, news) = channel();
+    let (sender, news) = channel();
     let mut screen = Screen::default();
     for (index, path) in args.api.iter().enumerate() {
-        let source = Source::start(index, path, tell.clone()).context("cannot start a thread")?;
+        let source = Source::start(index, path, sender.clone()).context("cannot start a thread")?;
         screen.guests.push(Guest::new(path));
         screen.sources.push(source);
     }
@@ -86,7 +86,7 @@ fn take_terminal(panicked: &Arc<AtomicBool>) -> Result<DefaultTerminal> {
 
 /// Waits for a key, at most for `within`. Returns `false` once the terminal has hung up: reading
 /// keys would then never block.
-fn terminal_is_there(within: Duration) -> std::io::Result<bool> {
+fn terminal_is_readable(within: Duration) -> std::io::Result<bool> {
     let stdin = std::io::stdin();
     let mut keys = [PollFd::new(&stdin, PollFlags::IN)];
     match rustix::event::poll(&mut keys, Some(&within.try_into().unwrap_or_default())) {
@@ -122,7 +122,7 @@ impl Screen {
             }
             let now = Instant::now();
             terminal.draw(|frame| view::draw(frame, self, now)).context("cannot draw")?;
-            if !terminal_is_there(FRAME).context("cannot read keys")? {
+            if !terminal_is_readable(FRAME).context("cannot read keys")? {
                 bail!("the terminal is gone");
             }
             // One key for each frame at most would let the screen lag behind a key that is held

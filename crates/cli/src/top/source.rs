@@ -39,17 +39,17 @@ pub(crate) enum What {
 pub(crate) struct Source {
     guest: usize,
     path: PathBuf,
-    tell: Sender<News>,
+    sender: Sender<News>,
     measuring: Arc<AtomicBool>,
 }
 
 impl Source {
-    pub(crate) fn start(guest: usize, path: &Path, tell: Sender<News>) -> std::io::Result<Self> {
-        let source = Self { guest, path: path.into(), tell, measuring: Arc::default() };
-        let (path, tell) = (source.path.clone(), source.tell.clone());
+    pub(crate) fn start(guest: usize, path: &Path, sender: Sender<News>) -> std::io::Result<Self> {
+        let source = Self { guest, path: path.into(), sender, measuring: Arc::default() };
+        let (path, sender) = (source.path.clone(), source.sender.clone());
         std::thread::Builder::new().name("top-status".into()).spawn(move || {
-            while let Err(error) = ask(guest, &path, &tell) {
-                if tell.send(News { guest, what: What::Gone(format!("{error:#}")) }).is_err() {
+            while let Err(error) = query_status(guest, &path, &sender) {
+                if sender.send(News { guest, what: What::Gone(format!("{error:#}")) }).is_err() {
                     break;
                 }
                 std::thread::sleep(AGAIN);
@@ -63,13 +63,13 @@ impl Source {
         if self.measuring.swap(true, Ordering::AcqRel) {
             return;
         }
-        let (guest, path, tell, measuring) =
-            (self.guest, self.path.clone(), self.tell.clone(), Arc::clone(&self.measuring));
+        let (guest, path, sender, measuring) =
+            (self.guest, self.path.clone(), self.sender.clone(), Arc::clone(&self.measuring));
         let work = move || {
             let request = json!({ "windows-ms": WINDOWS_MS });
             let measured = Client::connect(&path).and_then(|mut client| client.call("dirty-rate", request));
             let _ =
-                tell.send(News { guest, what: What::Rate(measured.map_err(|error| format!("{error:#}"))) });
+                sender.send(News { guest, what: What::Rate(measured.map_err(|error| format!("{error:#}"))) });
             measuring.store(false, Ordering::Release);
         };
         if std::thread::Builder::new().name("top-measure".into()).spawn(work).is_err() {
@@ -79,11 +79,11 @@ impl Source {
 }
 
 /// Reads the status until a call fails. Returns `Ok` when the screen has ended.
-fn ask(guest: usize, path: &Path, tell: &Sender<News>) -> Result<()> {
+fn query_status(guest: usize, path: &Path, sender: &Sender<News>) -> Result<()> {
     let mut client = Client::connect(path)?;
     loop {
         let status = client.call("status", json!({}))?;
-        if tell.send(News { guest, what: What::Status(Box::new(status)) }).is_err() {
+        if sender.send(News { guest, what: What::Status(Box::new(status)) }).is_err() {
             return Ok(());
         }
         std::thread::sleep(EVERY);

@@ -37,7 +37,7 @@ const MOST_BYTES: u64 = 64 << 10;
 /// Exporter of spans. Dropping it sends the remaining spans.
 pub(super) struct Spans {
     provider: SdkTracerProvider,
-    late: Late,
+    late: DeferredProcessor,
     exporter: Mutex<Option<SpanExporter>>,
 }
 
@@ -48,7 +48,7 @@ impl Spans {
         first(WHERE)?;
         let exporter =
             exporter().inspect_err(|error| eprintln!("vmferry: no traces are sent: {error:#}")).ok()?;
-        let late = Late::default();
+        let late = DeferredProcessor::default();
         let provider =
             SdkTracerProvider::builder().with_span_processor(late.clone()).with_resource(resource()).build();
         Some(Self { provider, late, exporter: Mutex::new(Some(exporter)) })
@@ -101,9 +101,9 @@ impl Drop for Spans {
 /// A processor that works once threads may start. Spans that end before are dropped: no guest runs
 /// yet.
 #[derive(Debug, Clone, Default)]
-struct Late(Arc<OnceLock<BatchSpanProcessor>>);
+struct DeferredProcessor(Arc<OnceLock<BatchSpanProcessor>>);
 
-impl SpanProcessor for Late {
+impl SpanProcessor for DeferredProcessor {
     fn on_start(&self, span: &mut Span, context: &Context) {
         if let Some(processor) = self.0.get() {
             processor.on_start(span, context);

@@ -12,7 +12,7 @@
 //!
 //! The process-wide filters are in force from the start of `run`. A new thread installs its own
 //! filters at its start. The first thread installs its filters when it has done the setup that
-//! needs more calls ([`settle`](crate::Confinement::settle)). Threads that start while a guest
+//! needs more calls ([`complete`](crate::Confinement::complete)). Threads that start while a guest
 //! runs, such as those of a migration, install their filters on top of the owner's filters.
 //! Therefore the owner's filters allow every call of a thread that the owner starts.
 

@@ -180,7 +180,7 @@ const OWNED: &[Role] = &[
     Role::Listener,
     Role::Fault,
     Role::Snapshot,
-    Role::Fence,
+    Role::Arbiter,
 ];
 
 /// Roles that start threads then, with the roles of these threads.
@@ -226,7 +226,7 @@ pub(super) fn unread(role: Role) -> Option<Policy> {
 }
 
 const fn opens(role: Role) -> bool {
-    matches!(role, Role::Owner | Role::Fence | Role::Api | Role::Metrics | Role::Traces)
+    matches!(role, Role::Owner | Role::Arbiter | Role::Api | Role::Metrics | Role::Traces)
 }
 
 /// Returns the calls that pass the filter of this role.
@@ -277,7 +277,7 @@ pub(super) fn called(role: Role) -> Policy {
         Role::Snapshot => {
             requests(&[request::PROTECT]).any(PAGES).any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
         }
-        Role::Fence | Role::Traces => asks(),
+        Role::Arbiter | Role::Traces => network_client(),
         Role::Api => serves().any(&[SYS_geteuid]),
         Role::Metrics => serves(),
         Role::Watch => {
@@ -398,7 +398,7 @@ fn spawn() -> Policy {
 /// Returns the calls of a thread that resolves the name of a service (an arbiter, a collector of
 /// traces), connects to it, and reads its answers. The HTTP client resolves names on another
 /// thread.
-fn asks() -> Policy {
+fn network_client() -> Policy {
     requests(&[request::BLOCKING])
         .any(STREAM)
         .any(READS)

@@ -33,7 +33,7 @@ static DEADLY: AtomicBool = AtomicBool::new(false);
 static LINES: AtomicU32 = AtomicU32::new(64);
 
 /// Stores the role and the name of the calling thread for its reports.
-pub(crate) fn introduce(role: Role, name: &str) {
+pub(crate) fn set_thread(role: Role, name: &str) {
     let mut short = [0; NAME];
     let len = name.len().min(NAME);
     short[..len].copy_from_slice(&name.as_bytes()[..len]);

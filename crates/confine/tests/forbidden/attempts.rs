@@ -41,7 +41,7 @@ pub(crate) const ATTEMPTS: &[Attempt] = &[
     },
     Attempt {
         name: "socket",
-        works: |role| matches!(role, Role::Owner | Role::Network | Role::Fence | Role::Traces),
+        works: |role| matches!(role, Role::Owner | Role::Network | Role::Arbiter | Role::Traces),
         make: |_| call(|| unsafe { libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0) }.into()),
     },
     Attempt {
@@ -103,19 +103,19 @@ pub(crate) fn prepare(name: &str) -> Prepared {
 
 /// Makes the attempt, and prints its outcome.
 pub(crate) fn attempt(name: &str, role: Role, prepared: Prepared, in_force: &InForce) {
-    let say = |text: &str| {
+    let outcome = |text: &str| {
         let _ = writeln!(io::stdout(), "{text}");
     };
-    let reads = matches!(role, Role::Owner | Role::Fence | Role::Api | Role::Metrics | Role::Traces);
+    let reads = matches!(role, Role::Owner | Role::Arbiter | Role::Api | Role::Metrics | Role::Traces);
     if name.ends_with("a file") && reads && !in_force.landlock.in_force {
         // Without landlock, only the rights of the user protect the file.
-        return say(&format!("not tried: {}", in_force.landlock.detail));
+        return outcome(&format!("not tried: {}", in_force.landlock.detail));
     }
     let result = match name {
         "panic" => panic!("out of luck"),
-        "a new VM" if prepared.kvm.is_none() => return say(&format!("not tried: {}", prepared.why)),
+        "a new VM" if prepared.kvm.is_none() => return outcome(&format!("not tried: {}", prepared.why)),
         "run a vCPU" => match &prepared.vcpu {
-            None => return say(&format!("not tried: {}", prepared.why)),
+            None => return outcome(&format!("not tried: {}", prepared.why)),
             Some((_, vcpu)) => run_once(vcpu),
         },
         _ => match ATTEMPTS.iter().find(|attempt| attempt.name == name) {
@@ -124,10 +124,12 @@ pub(crate) fn attempt(name: &str, role: Role, prepared: Prepared, in_force: &InF
         },
     };
     match result {
-        Ok(()) => say("it worked"),
+        Ok(()) => outcome("it worked"),
         // The filters allowed the call, and the kernel refused it for another reason.
-        Err(error) if name == "userfaultfd" && error.raw_os_error() == Some(libc::EPERM) => say("it worked"),
-        Err(error) => say(&format!("it failed: {error}")),
+        Err(error) if name == "userfaultfd" && error.raw_os_error() == Some(libc::EPERM) => {
+            outcome("it worked")
+        }
+        Err(error) => outcome(&format!("it failed: {error}")),
     }
 }
 

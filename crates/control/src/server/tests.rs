@@ -113,7 +113,7 @@ impl Rig {
 
     fn ready(&self) -> Raw {
         let mut raw = self.raw();
-        raw.say("{\"execute\": \"qmp_capabilities\", \"arguments\": {\"enable\": [\"oob\"]}}\n");
+        raw.send("{\"execute\": \"qmp_capabilities\", \"arguments\": {\"enable\": [\"oob\"]}}\n");
         assert_eq!(raw.line(), json!({"return": {}}));
         raw
     }
@@ -122,7 +122,7 @@ impl Rig {
 struct Raw(BufReader<UnixStream>);
 
 impl Raw {
-    fn say(&mut self, text: &str) {
+    fn send(&mut self, text: &str) {
         self.0.get_mut().write_all(text.as_bytes()).unwrap();
     }
 
@@ -161,7 +161,7 @@ fn commands_are_executed_and_refused() {
 fn out_of_band_commands_overtake_and_other_clients_do_not_wait() {
     let rig = Rig::new(Limits::default());
     let mut slow = rig.ready();
-    slow.say("{\"execute\": \"wait\", \"id\": 1} {\"exec-oob\": \"echo\", \"id\": 2} {\"exec-oob\": \"wait\", \"id\": 3}");
+    slow.send("{\"execute\": \"wait\", \"id\": 1} {\"exec-oob\": \"echo\", \"id\": 2} {\"exec-oob\": \"wait\", \"id\": 3}");
     assert_eq!(slow.line()["id"], 2);
     assert!(desc(&slow.line()).contains("does not support OOB"));
     rig.client().execute("echo", json!({})).unwrap();
@@ -183,7 +183,7 @@ fn every_client_gets_events_after_its_negotiation() {
         assert!(event.at.elapsed().unwrap() < PATIENCE);
         assert_eq!(client.next_event(Duration::from_millis(10)).unwrap(), None);
     }
-    early.say("{\"execute\": \"qmp_capabilities\"}");
+    early.send("{\"execute\": \"qmp_capabilities\"}");
     assert_eq!(early.line(), json!({"return": {}}), "no events from before the negotiation");
 }
 
@@ -252,7 +252,7 @@ fn slow_clients_do_not_stall_other_clients() {
         }
     }
     let mut half = rig.ready();
-    half.say("{\"execute\": \"echo\", \"argu");
+    half.send("{\"execute\": \"echo\", \"argu");
     let mut silent = rig.raw();
     let mut good = rig.client();
     for _ in 0..200 {
@@ -280,7 +280,7 @@ fn slow_clients_do_not_stall_other_clients() {
         "the server dropped the client before it sent the whole answer: {}",
         rest.len()
     );
-    silent.say("{\"execute\": \"qmp_capabilities\"}");
+    silent.send("{\"execute\": \"qmp_capabilities\"}");
     assert_eq!(silent.line(), json!({"return": {}}), "a silent client stays connected");
     good.execute("echo", json!({})).unwrap();
 }
@@ -293,10 +293,10 @@ fn client_that_breaks_a_limit_is_told_why_and_dropped() {
     let _ = long.0.get_mut().write_all(format!("{{\"a\": \"{}", "x".repeat(3 << 20)).as_bytes());
     assert!(desc(&long.line()).contains("longer than"));
     let mut deep = rig.ready();
-    deep.say(&"{\"a\":".repeat(1000));
+    deep.send(&"{\"a\":".repeat(1000));
     assert!(desc(&deep.line()).contains("deeper than"));
     let mut garbage = rig.ready();
-    garbage.say("GET / HTTP/1.1\r\nHost: x\r\n{\"execute\": \"echo\"}");
+    garbage.send("GET / HTTP/1.1\r\nHost: x\r\n{\"execute\": \"echo\"}");
     assert!(desc(&garbage.line()).contains("JSON object") && desc(&garbage.line()).contains("JSON object"));
     assert_eq!(garbage.line(), json!({"return": {}}), "garbage breaks no limit");
 }
@@ -318,7 +318,7 @@ fn number_of_clients_is_limited_and_a_free_place_is_reused() {
 fn on_sent_runs_when_the_answer_has_left() {
     let rig = Rig::new(Limits::default());
     let mut never = rig.ready();
-    never.say("{\"execute\": \"marked\"}");
+    never.send("{\"execute\": \"marked\"}");
     let mut good = rig.client();
     for _ in 0..20 {
         assert_eq!(
@@ -336,7 +336,7 @@ fn on_sent_runs_when_the_answer_has_left() {
 fn server_sends_due_answers_and_events_at_its_end() {
     let mut rig = Rig::new(Limits::default());
     let mut client = rig.ready();
-    client.say("{\"execute\": \"wait\", \"id\": 9}");
+    client.send("{\"execute\": \"wait\", \"id\": 9}");
     let mut other = rig.client();
     other.execute("echo", json!({})).unwrap();
     let server = rig.server.take().unwrap();
@@ -359,7 +359,7 @@ fn server_sends_due_answers_and_events_at_its_end() {
 fn client_that_has_finished_sending_gets_its_answers() {
     let rig = Rig::new(Limits::default());
     let mut client = rig.ready();
-    client.say("{\"execute\": \"wait\"}\n{\"execute\": \"echo\"}\n");
+    client.send("{\"execute\": \"wait\"}\n{\"execute\": \"echo\"}\n");
     client.0.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
     rig.go.send(()).unwrap();
     assert_eq!(

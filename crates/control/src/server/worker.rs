@@ -1,7 +1,7 @@
 //! Threads that execute commands: one for each client that sends commands, and one for out-of-band
 //! commands.
 
-use crate::events::{Done, Hub};
+use crate::events::{Done, EventQueue};
 use crate::machine::{self, Machine};
 use crate::message::QmpError;
 use crate::session::Call;
@@ -12,14 +12,14 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 
 pub(super) struct Workers {
     machine: Arc<dyn Machine>,
-    hub: Arc<Hub>,
+    hub: Arc<EventQueue>,
     count: Arc<AtomicUsize>,
     /// Queue of the thread for out-of-band commands, which never wait.
     urgent: Sender<(u64, Call)>,
 }
 
 impl Workers {
-    pub(super) fn start(machine: Arc<dyn Machine>, hub: Arc<Hub>) -> std::io::Result<Self> {
+    pub(super) fn start(machine: Arc<dyn Machine>, hub: Arc<EventQueue>) -> std::io::Result<Self> {
         let (urgent, calls) = channel::<(u64, Call)>();
         let (its_machine, its_hub) = (Arc::clone(&machine), Arc::clone(&hub));
         let work = move || {
@@ -73,13 +73,13 @@ impl Workers {
 }
 
 /// Executes the commands of one client until the client disconnects.
-fn serve(machine: &dyn Machine, hub: &Hub, client: u64, work: &Receiver<Call>) {
+fn serve(machine: &dyn Machine, hub: &EventQueue, client: u64, work: &Receiver<Call>) {
     for call in work {
         execute(machine, hub, client, call);
     }
 }
 
-fn execute(machine: &dyn Machine, hub: &Hub, client: u64, call: Call) {
+fn execute(machine: &dyn Machine, hub: &EventQueue, client: u64, call: Call) {
     let Call { ticket, name, arguments, oob, descriptor } = call;
     // A panic is caught: the client must get an answer, and the next command must run. The panic
     // was printed on standard error.

@@ -35,11 +35,11 @@ use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 /// Dirty rings of one VM, and the bitmaps that receive their pages. Created once, after the vCPUs.
 /// A clone is another handle.
 #[derive(Debug, Clone)]
-pub struct DirtyRings(Arc<Shared>);
+pub struct DirtyRings(Arc<RingState>);
 
 /// State that the handles of a VM's rings share.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct RingState {
     core: Core<Host>,
     slots: Vec<LogSlot>,
     /// For each slot, the pages that were harvested from the rings and not returned to the engine
@@ -52,7 +52,7 @@ pub(crate) struct Shared {
     full_harvests_all: AtomicBool,
 }
 
-impl Shared {
+impl RingState {
     pub(crate) fn core(&self) -> &Core<Host> {
         &self.core
     }
@@ -87,7 +87,7 @@ impl DirtyRings {
         let found = Found::new(slots.iter().map(|slot| slot.spec.slot).zip(maps.iter().cloned()).collect());
         let count = rings.len();
         let core = Core::new(Host { vm, entries, rings }, count, found);
-        Ok(Self(Arc::new(Shared {
+        Ok(Self(Arc::new(RingState {
             core,
             slots,
             maps,
@@ -135,7 +135,7 @@ impl DirtyRings {
 /// Ring of one vCPU, for the thread that runs the vCPU.
 #[derive(Debug)]
 pub struct RingVcpu {
-    shared: Arc<Shared>,
+    shared: Arc<RingState>,
     index: usize,
 }
 

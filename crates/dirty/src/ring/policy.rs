@@ -42,8 +42,8 @@ use std::time::Duration;
 ///         Duration::from_millis(100)
 ///     }
 ///
-///     fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
-///         rings.look(&mut self.0);
+///     fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
+///         rings.observe(&mut self.0);
 ///         let half = rings.usable() / 2;
 ///         let due: Vec<_> = (0..self.0.len()).filter(|ring| self.0[*ring].used > half).collect();
 ///         rings.harvest(&due)?;
@@ -84,7 +84,7 @@ pub trait HarvestSchedule {
     /// Return the error of a harvest as it is. The reaper then ends, and its state is
     /// [`ReaperState::Failed`](crate::ReaperState::Failed): passes and full rings are still
     /// harvested.
-    fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError>;
+    fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError>;
 
     /// Returns the maximum number of entries of `ring` that this policy expects at its next turn.
     ///
@@ -109,7 +109,7 @@ pub trait Rings {
 
     /// Replaces `views` by the current state of each ring, in the order of the vCPUs. Takes no
     /// lock, and removes nothing from the rings.
-    fn look(&mut self, views: &mut Vec<RingView>);
+    fn observe(&mut self, views: &mut Vec<RingView>);
 
     /// Harvests `rings`, given in ascending order. Returns the number of pages.
     ///

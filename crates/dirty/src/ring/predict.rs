@@ -179,10 +179,10 @@ impl HarvestSchedule for Schedule {
         GUARD
     }
 
-    fn turn(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
-        rings.look(&mut self.views);
+    fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
+        rings.observe(&mut self.views);
         let begin = rings.now();
-        let sleep = self.forecast.look(begin, rings.usable(), &self.views, &mut self.due);
+        let sleep = self.forecast.decide(begin, rings.usable(), &self.views, &mut self.due);
         if !self.due.is_empty() {
             let pages = rings.harvest(&self.due)?;
             self.forecast.took(pages, rings.now().saturating_sub(begin));
@@ -226,7 +226,7 @@ impl Forecast {
 
     /// Decides at time `now` which rings are `due` to be harvested at once, in ascending order.
     /// Returns the time to sleep afterwards.
-    fn look(&mut self, now: Duration, usable: u32, views: &[RingView], due: &mut Vec<usize>) -> Duration {
+    fn decide(&mut self, now: Duration, usable: u32, views: &[RingView], due: &mut Vec<usize>) -> Duration {
         let seconds = now.saturating_sub(self.looked_at).as_secs_f64();
         if seconds >= LEAST_INTERVAL {
             self.looked_at = now;
@@ -348,7 +348,7 @@ mod tests {
     fn look(predict: &mut Forecast, ms: u64, views: &[RingView]) -> (f64, Vec<usize>) {
         let mut due = Vec::new();
         predict.wake = Duration::from_millis(ms);
-        let sleep = predict.look(Duration::from_millis(ms), USABLE, views, &mut due);
+        let sleep = predict.decide(Duration::from_millis(ms), USABLE, views, &mut due);
         (sleep.as_secs_f64() * 1e3, due)
     }
 
@@ -396,7 +396,7 @@ mod tests {
         while due.is_empty() {
             // One entry in 10 us: full after 40.32 ms.
             let used = u32::try_from(now.as_micros() / 10).unwrap().min(USABLE);
-            now += predict.look(now, USABLE, &[view(used, 0, 0), view(30, 0, 0)], &mut due);
+            now += predict.decide(now, USABLE, &[view(used, 0, 0), view(30, 0, 0)], &mut due);
             looks += 1;
             if !due.is_empty() {
                 assert_eq!(due, [0]);
@@ -477,7 +477,7 @@ mod tests {
         for (predict, lateness) in [(&mut punctual, 0), (&mut late, 4)] {
             for _ in 0..4 {
                 let now = predict.wake + Duration::from_millis(lateness);
-                predict.look(now, USABLE, &[view(0, 0, 0)], &mut due);
+                predict.decide(now, USABLE, &[view(0, 0, 0)], &mut due);
             }
         }
         let known = Known { rate: 50_000.0, fastest: 100_000.0, used: 3700, ..Known::default() };

@@ -1,6 +1,6 @@
 //! Reaper thread, which harvests the rings.
 
-use super::Shared;
+use super::RingState;
 use super::policy::{ReaperPolicy, RingView, Rings};
 use super::predict::Predict;
 use super::stats::{ReaperReport, ReaperState};
@@ -14,7 +14,7 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(crate) struct Control {
     report: Mutex<ReaperReport>,
-    asked: Mutex<Asked>,
+    requests: Mutex<ReaperRequests>,
     changed: Condvar,
     /// For each ring, the number of entries above which the vCPU wakes the reaper. `u32::MAX` for
     /// none.
@@ -25,7 +25,7 @@ pub(crate) struct Control {
 }
 
 #[derive(Debug, Default)]
-struct Asked {
+struct ReaperRequests {
     stop: bool,
     look: bool,
 }
@@ -50,7 +50,7 @@ impl Control {
     pub(crate) fn new(rings: usize) -> Self {
         Self {
             report: Mutex::new(fresh(&Predict, ReaperState::Off)),
-            asked: Mutex::default(),
+            requests: Mutex::default(),
             changed: Condvar::new(),
             marks: (0..rings).map(|_| AtomicU32::new(u32::MAX)).collect(),
             woken: AtomicBool::new(false),
@@ -63,7 +63,7 @@ impl Control {
 
     fn begin(&self, policy: &dyn ReaperPolicy) {
         *lock(&self.report) = fresh(policy, ReaperState::Sleeping);
-        *lock(&self.asked) = Asked::default();
+        *lock(&self.requests) = ReaperRequests::default();
     }
 
     /// Returns the number of entries of `ring` above which a vCPU wakes the reaper. `None` if no
@@ -76,23 +76,23 @@ impl Control {
     /// Wakes the reaper, unless another vCPU has just done so.
     pub(crate) fn wake(&self) {
         if !self.woken.swap(true, Ordering::Relaxed) {
-            lock(&self.asked).look = true;
+            lock(&self.requests).look = true;
             self.changed.notify_all();
         }
     }
 
     /// Sleeps for `time`, or until woken. Returns false if the thread must stop.
     fn sleep(&self, time: Duration) -> bool {
-        let asked = lock(&self.asked);
-        let quiet = |asked: &mut Asked| !asked.stop && !asked.look;
-        let waited = self.changed.wait_timeout_while(asked, time, quiet);
-        let (mut asked, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        asked.look = false;
-        !asked.stop
+        let requests = lock(&self.requests);
+        let quiet = |requests: &mut ReaperRequests| !requests.stop && !requests.look;
+        let waited = self.changed.wait_timeout_while(requests, time, quiet);
+        let (mut requests, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        requests.look = false;
+        !requests.stop
     }
 
     fn stop(&self) {
-        lock(&self.asked).stop = true;
+        lock(&self.requests).stop = true;
         self.changed.notify_all();
     }
 }
@@ -100,13 +100,16 @@ impl Control {
 /// Handle of a running reaper thread. Dropping it stops the thread.
 #[derive(Debug)]
 pub(crate) struct Reaper {
-    shared: Arc<Shared>,
+    shared: Arc<RingState>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Reaper {
     /// Starts the thread.
-    pub(crate) fn start(shared: &Arc<Shared>, policy: &Arc<dyn ReaperPolicy>) -> Result<Self, TrackerError> {
+    pub(crate) fn start(
+        shared: &Arc<RingState>,
+        policy: &Arc<dyn ReaperPolicy>,
+    ) -> Result<Self, TrackerError> {
         shared.control().begin(&**policy);
         let worker = Worker { shared: Arc::clone(shared) };
         let policy = Arc::clone(policy);
@@ -138,7 +141,7 @@ impl Drop for Reaper {
 }
 
 struct Worker {
-    shared: Arc<Shared>,
+    shared: Arc<RingState>,
 }
 
 /// Guard that records a panic of the reaper thread.
@@ -164,11 +167,11 @@ impl Worker {
         while control.sleep(sleep) {
             lock(&control.report).state = ReaperState::Working;
             rings.harvested = false;
-            let turn = schedule.turn(&mut rings);
+            let step = schedule.step(&mut rings);
             let mut report = lock(&control.report);
             report.iterations += 1;
             report.cpu = vmferry_sys::cpu_time();
-            match turn {
+            match step {
                 Ok(next) => {
                     report.harvests += u64::from(rings.harvested);
                     report.state = ReaperState::Sleeping;
@@ -191,7 +194,7 @@ impl Worker {
 
 /// Rings of a VM, as a policy uses them.
 struct RealRings<'a> {
-    shared: &'a Shared,
+    shared: &'a RingState,
     /// Number of entries of each ring that were in use at the last look, where the next look
     /// begins.
     used: Vec<u32>,
@@ -212,7 +215,7 @@ impl Rings for RealRings<'_> {
         self.shared.core().usable()
     }
 
-    fn look(&mut self, views: &mut Vec<RingView>) {
+    fn observe(&mut self, views: &mut Vec<RingView>) {
         views.clear();
         for (ring, used) in self.used.iter_mut().enumerate() {
             let view = self.shared.core().view(ring, *used);
@@ -244,7 +247,7 @@ mod tests {
         std::thread::scope(|scope| {
             let sleeping = scope.spawn(|| (control.sleep(2 * PATIENCE), control.sleep(2 * PATIENCE)));
             control.wake();
-            vmferry_testkit::wait("the wake-up", || !lock(&control.asked).look);
+            vmferry_testkit::wait("the wake-up", || !lock(&control.requests).look);
             control.stop();
             assert_eq!(sleeping.join().unwrap(), (true, false));
         });

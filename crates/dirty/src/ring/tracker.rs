@@ -1,7 +1,7 @@
 //! Dirty tracker for dirty rings.
 
 use super::reaper::Reaper;
-use super::{DirtyRings, Predict, ReaperPolicy, RingReport, Shared};
+use super::{DirtyRings, Predict, ReaperPolicy, RingReport, RingState};
 use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
@@ -83,7 +83,7 @@ impl RingTracker {
         Ok(())
     }
 
-    fn shared(&self) -> &Arc<Shared> {
+    fn shared(&self) -> &Arc<RingState> {
         &self.rings.0
     }
 
@@ -128,7 +128,7 @@ impl RingTracker {
     }
 }
 
-impl Shared {
+impl RingState {
     /// Enables logging for all slots, which also protects their pages. Stops at the first error.
     fn log_all(&self) -> Result<(), TrackerError> {
         let vm = self.core.kernel().vm();
@@ -137,8 +137,8 @@ impl Shared {
         }
         // Take the marks before any page is protected: from then on no mark may be lost.
         for (slot, map) in self.slots.iter().zip(&self.maps) {
-            forget(Some(&**map), slot.handed_back.as_deref());
-            forget(slot.marks.as_deref(), slot.handed_back.as_deref());
+            forget(Some(&**map), slot.returned_pages.as_deref());
+            forget(slot.marks.as_deref(), slot.returned_pages.as_deref());
         }
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
@@ -181,7 +181,7 @@ impl DirtyTracker for RingTracker {
         let harvested = shared.core().harvest_every();
         for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
-            collect(map, slot.handed_back.as_deref(), |map| {
+            collect(map, slot.returned_pages.as_deref(), |map| {
                 entered.harvest(map);
                 if let Some(marks) = &slot.marks {
                     marks.harvest(map);

@@ -360,9 +360,9 @@ fn log_survives(manual: ManualProtect, passes: u32) {
     let memory = Memory::new(Kind::Small, PAGES);
     load_code(&memory);
     kvm::enable_manual_protect(fd(&vm), manual).unwrap();
-    let (handed_back, marks) = (Arc::new(AtomicBitmap::new(PAGES)), Arc::new(AtomicBitmap::new(PAGES)));
+    let (returned_pages, marks) = (Arc::new(AtomicBitmap::new(PAGES)), Arc::new(AtomicBitmap::new(PAGES)));
     let slot = LogSlot {
-        handed_back: Some(Arc::clone(&handed_back)),
+        returned_pages: Some(Arc::clone(&returned_pages)),
         marks: Some(Arc::clone(&marks) as _),
         ..add_slot_flags(&vm, 0, 0, &memory, kvm::MEM_LOG_DIRTY_PAGES)
     };
@@ -403,7 +403,7 @@ fn log_survives(manual: ManualProtect, passes: u32) {
         written.len() > 30 && (2..PAGES).any(|page| before[usize::try_from(page).unwrap()] != word(page)),
         "{written:?}"
     );
-    let found = &own_log(&vm) | &set_of(&handed_back);
+    let found = &own_log(&vm) | &set_of(&returned_pages);
     assert!(found.is_superset(&written) && found.contains(&130), "written {written:?}, found {found:?}");
     // The guest writes 127 pages at most.
     assert!(found.len() <= 130, "{} pages", found.len());

@@ -88,14 +88,14 @@ impl Memory {
             Some(file) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
             None => Backing::Anonymous,
         };
-        let (marks, handed_back) = (None, None);
+        let (marks, returned_pages) = (None, None);
         MappedRegion {
             id: RegionId(id),
             host: self.host(),
             len: self.pages * 4096,
             backing,
             marks,
-            handed_back,
+            returned_pages,
         }
     }
 

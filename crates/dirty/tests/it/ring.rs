@@ -9,7 +9,7 @@ use vmferry_baselines::Policy;
 use vmferry_core::{DirtyTracker, PAGE_BYTES, PageSet, RegionId};
 use vmferry_dirty::{Predict, ReaperPolicy, ReaperState, RingTracker};
 use vmferry_sys::kvm;
-use vmferry_testkit::{say, wait, wait_for};
+use vmferry_testkit::{print_line, wait, wait_for};
 
 /// Waits until each vCPU has made `more` stretches. A starved host may run only one vCPU for a
 /// while.
@@ -114,7 +114,7 @@ fn full_ring_stops_only_its_vcpu_and_is_counted() {
         });
     });
     let (report, took) = (tracker.report(), began.elapsed());
-    say(format!("fixed, 1024 entries: {writes} writes, {report:?}"));
+    print_line(format!("fixed, 1024 entries: {writes} writes, {report:?}"));
     assert!(report.vcpus[0].full_exits > 3 && report.vcpus[1].full_exits == 0, "{report:?}");
     assert!(
         report.vcpus[0].stalled > Duration::ZERO && report.vcpus[0].stalled >= report.vcpus[0].stalled_max
@@ -131,7 +131,7 @@ fn full_ring_stops_only_its_vcpu_and_is_counted() {
     assert_eq!(tracker.report().full_exits(), 0, "a start resets the counts");
     running(&mut guest, |_| wait("many pages", || tracker.report().vcpus[0].pages > 8192));
     let report = tracker.report();
-    say(format!("predict, 1024 entries: {report:?}"));
+    print_line(format!("predict, 1024 entries: {report:?}"));
     assert_eq!(report.vcpus[1].pages, 0, "a ring with room is left alone: {report:?}");
     assert!(report.vcpus[0].pages > 1024, "{report:?}");
 }
@@ -187,7 +187,7 @@ fn reaper_uses_almost_no_processor_time_for_an_idle_guest() {
     wait("looks of the reaper", || tracker.report().reaper.iterations > 20);
     let (report, time) = (tracker.report(), begin.elapsed());
     let (looks, share) = (report.reaper.iterations, report.reaper.cpu.as_secs_f64() / time.as_secs_f64());
-    say(format!("idle, 16 vCPUs: {looks} looks, {:.4} % of a processor", share * 100.0));
+    print_line(format!("idle, 16 vCPUs: {looks} looks, {:.4} % of a processor", share * 100.0));
     assert_eq!(report.reaper.harvests, 0, "{report:?}");
     // Looks must be rare: on a busy host the reaper looks less often, never more. Each look must be
     // short: the goal is a tenth of a percent, and on a busy processor a look costs more.

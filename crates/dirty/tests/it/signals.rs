@@ -13,7 +13,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_sys::ring::{self, DirtyRing, RingEntries};
-use vmferry_testkit::say;
+use vmferry_testkit::print_line;
 
 /// Number of pages that the guest writes to.
 const SET: u64 = 512;
@@ -127,7 +127,7 @@ fn no_page_is_lost_to_signals_during_a_reset() {
         unsafe { libc::ioctl(vm.as_raw_fd(), 0xaec7, 0) };
     };
     let (missing, rounds) = lost(bare).unwrap();
-    say(format!(
+    print_line(format!(
         "signals during resets: with signals blocked nothing is lost; without, {} pages after {rounds} resets",
         missing.len()
     ));

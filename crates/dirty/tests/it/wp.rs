@@ -283,10 +283,10 @@ fn every_page_taken_from_the_marks_is_handed_back() {
         return;
     }
     let memory = Memory::new(Kind::Small, 64);
-    let (marks, handed_back) = (Arc::new(AtomicBitmap::new(64)), Arc::new(AtomicBitmap::new(64)));
+    let (marks, returned_pages) = (Arc::new(AtomicBitmap::new(64)), Arc::new(AtomicBitmap::new(64)));
     let region = MappedRegion {
         marks: Some(Arc::clone(&marks) as _),
-        handed_back: Some(Arc::clone(&handed_back)),
+        returned_pages: Some(Arc::clone(&returned_pages)),
         ..memory.region(4)
     };
     let layout = layout(std::slice::from_ref(&region));
@@ -297,7 +297,7 @@ fn every_page_taken_from_the_marks_is_handed_back() {
     memory.write(2, 1);
     assert_eq!(harvest(&mut tracker, &layout), [2, 20]);
     tracker.stop().unwrap();
-    let found: Vec<u64> = (0..64).filter(|page| handed_back.test(*page)).collect();
+    let found: Vec<u64> = (0..64).filter(|page| returned_pages.test(*page)).collect();
     assert_eq!(found, [1, 2, 20]);
 }
 

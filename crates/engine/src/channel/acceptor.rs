@@ -155,27 +155,27 @@ fn abandoned(path: &Path) -> bool {
 
 /// Connected sockets that the caller has handed over.
 #[derive(Debug)]
-pub(super) struct Handed {
+pub(super) struct PassedSockets {
     left: Mutex<VecDeque<Socket>>,
     name: String,
     /// Socket whose other end is closed, so it is always readable.
     readable: UnixStream,
 }
 
-impl Handed {
+impl PassedSockets {
     pub(super) fn new(sockets: Vec<Socket>, name: String) -> io::Result<Self> {
         let (readable, _) = UnixStream::pair()?;
         Ok(Self { left: Mutex::new(sockets.into()), name, readable })
     }
 }
 
-impl AsFd for Handed {
+impl AsFd for PassedSockets {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.readable.as_fd()
     }
 }
 
-impl Accept for Handed {
+impl Accept for PassedSockets {
     fn name(&self) -> String {
         self.name.clone()
     }

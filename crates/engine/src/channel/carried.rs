@@ -18,7 +18,7 @@ const MOST: usize = 4;
 
 /// Connections that wait for their hello to be read, and connections that carry lanes.
 #[derive(Debug)]
-pub(super) struct Arrivals {
+pub(super) struct CarriedConnections {
     state: Mutex<State>,
     /// Socket that is readable after a write to `wake_writer`.
     wake_reader: UnixStream,
@@ -48,7 +48,7 @@ impl Carried {
     }
 }
 
-impl Arrivals {
+impl CarriedConnections {
     pub(super) fn new() -> io::Result<Self> {
         let (wake_reader, wake_writer) = UnixStream::pair()?;
         wake_reader.set_nonblocking(true)?;
@@ -153,7 +153,7 @@ mod tests {
 
     #[test]
     fn connection_without_a_valid_hello_gives_way_and_others_do_not() {
-        let arrivals = Arrivals::new().unwrap();
+        let arrivals = CarriedConnections::new().unwrap();
         let ends: Vec<_> = (0..=MOST).map(|_| pair()).collect();
         let admitted: Vec<_> = ends[..MOST].iter().map(|(own, _)| arrivals.admit(own).unwrap()).collect();
         admitted[0].prove();

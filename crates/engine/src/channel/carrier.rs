@@ -55,13 +55,13 @@ const LAST: Duration = Duration::from_secs(1);
 /// and all lanes have ended.
 #[derive(Debug)]
 pub(super) struct Carrier {
-    shared: Arc<Shared>,
+    shared: Arc<LaneRequests>,
     /// Socket that wakes the thread. Its end tells the thread that no more lanes will be opened.
     wake: UnixStream,
 }
 
 #[derive(Debug, Default)]
-struct Shared(Mutex<Opening>);
+struct LaneRequests(Mutex<Opening>);
 
 /// Lanes that the thread must open.
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ impl Opening {
     }
 }
 
-impl Shared {
+impl LaneRequests {
     fn lock(&self) -> MutexGuard<'_, Opening> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -92,7 +92,7 @@ impl Carrier {
         let (wake, woken) = UnixStream::pair()?;
         wake.set_nonblocking(true)?;
         woken.set_nonblocking(true)?;
-        let shared = Arc::<Shared>::default();
+        let shared = Arc::<LaneRequests>::default();
         let own = Arc::clone(&shared);
         let mut side = Side::new(link, true)?;
         let work = move || {
@@ -170,21 +170,21 @@ impl Side {
     }
 
     /// Carries lanes until the connection ends. At the source, opens the lanes that are requested
-    /// through `asked`.
+    /// through `requests`.
     fn carry(
         &mut self,
-        asked: Option<(&UnixStream, &Shared)>,
+        requests: Option<(&UnixStream, &LaneRequests)>,
         take: &mut dyn FnMut(Socket),
     ) -> io::Result<()> {
-        let mut more = asked.is_some();
+        let mut more = requests.is_some();
         loop {
             self.lanes.serve();
             self.send()?;
             if self.is_over(more)? {
                 return Ok(());
             }
-            let (woken, input) = self.wait(asked.filter(|_| more).map(|(woken, _)| woken))?;
-            if let (true, Some((wake, shared))) = (woken, asked) {
+            let (woken, input) = self.wait(requests.filter(|_| more).map(|(woken, _)| woken))?;
+            if let (true, Some((wake, shared))) = (woken, requests) {
                 more = !matches!((&*wake).read(&mut [0; 64]), Ok(0));
                 let near = std::mem::take(&mut shared.lock().near);
                 near.into_iter().try_for_each(|near| self.lanes.open(near))?;
@@ -194,7 +194,7 @@ impl Side {
                 break;
             }
         }
-        if let Some((_, shared)) = asked {
+        if let Some((_, shared)) = requests {
             shared.lock().end();
         }
         // Bytes that the peer sent before it ended the connection are still passed to the lanes.

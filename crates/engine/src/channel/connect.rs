@@ -5,7 +5,7 @@ use super::connector::{Attempt, ChannelCounts, Connect, Connected};
 use super::passed::{invalid, is_remote, stream_socket};
 use super::{IoBuf, Stream};
 use crate::MigrateError;
-use crate::monitor::Monitor;
+use crate::handle::MigrationHandle;
 use crate::source::Settings;
 use crate::vm::caught_io;
 use socket2::Socket;
@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_wire::{
     CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, RefusalCode, Role, Token, VERSION_MAX,
-    VERSION_MIN, WireError, fence_digest,
+    VERSION_MIN, WireError, arbiter_digest,
 };
 
 /// Opens the channels of one migration.
@@ -54,19 +54,19 @@ impl<'a> Dialer<'a> {
     /// Opens channel `index` of `role` of a migration, with the token that the target issued for
     /// the channel.
     ///
-    /// A cancel of `monitor` ends each wait for the target. If the target has already refused the
+    /// A cancel of `handle` ends each wait for the target. If the target has already refused the
     /// migration by then, its reason is reported instead of the cancel.
     pub(crate) fn open(
         &self,
         (migration, role, index, token): (MigrationId, Role, u16, Token),
-        monitor: Option<&Monitor>,
+        handle: Option<&MigrationHandle>,
     ) -> Result<Stream, MigrateError> {
         let (version_min, version_max, features) = (VERSION_MIN, VERSION_MAX, FEATURES);
-        let fence = self.settings.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()));
-        let hello = Hello { version_min, version_max, features, migration, role, index, token, fence };
-        let stream = self.greet(&hello, monitor);
-        let Some(monitor) = monitor else { return stream };
-        monitor.opened();
+        let arbiter = self.settings.arbiter.as_ref().map_or(0, |arbiter| arbiter_digest(&arbiter.name()));
+        let hello = Hello { version_min, version_max, features, migration, role, index, token, arbiter };
+        let stream = self.exchange_hello(&hello, handle);
+        let Some(handle) = handle else { return stream };
+        handle.opened();
         match stream {
             // A stream that was opened may also have been shut down by the cancel.
             Ok(_)
@@ -75,14 +75,18 @@ impl<'a> Dialer<'a> {
                 | MigrateError::Passed { .. }
                 | MigrateError::Hello { .. }
                 | MigrateError::Tls { .. },
-            ) if monitor.cancelled() => Err(MigrateError::Cancelled { uri: self.name() }),
+            ) if handle.cancelled() => Err(MigrateError::Cancelled { uri: self.name() }),
             stream => stream,
         }
     }
 
-    fn greet(&self, hello: &Hello, monitor: Option<&Monitor>) -> Result<Stream, MigrateError> {
+    fn exchange_hello(
+        &self,
+        hello: &Hello,
+        handle: Option<&MigrationHandle>,
+    ) -> Result<Stream, MigrateError> {
         let (uri, timeout, tls) = (self.name(), self.settings.peer_timeout, self.settings.tls());
-        let socket = self.socket(hello, monitor)?;
+        let socket = self.socket(hello, handle)?;
         let stream = Stream::new(socket, uri.clone());
         let mut stream = stream.map_err(|source| MigrateError::Connect { uri: uri.clone(), source })?;
         if let Some(tls) = tls {
@@ -103,7 +107,7 @@ impl<'a> Dialer<'a> {
             return Err(MigrateError::RefusedHello {
                 uri,
                 code: RefusalCode::Feature,
-                theirs: reply.version,
+                peer_version: reply.version,
             });
         }
         stream.features = reply.features;
@@ -112,31 +116,35 @@ impl<'a> Dialer<'a> {
 
     /// Returns the socket of the channel that `hello` is for: a lane of the connection that carries
     /// all channels, or a new connection.
-    fn socket(&self, hello: &Hello, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
+    fn socket(&self, hello: &Hello, handle: Option<&MigrationHandle>) -> Result<Socket, MigrateError> {
         let mut carrier = self.carrier.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(carrier) = &*carrier {
             match carrier.open() {
                 // The connection has ended, and the connector may provide another one.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-                lane => return self.ready(lane.map_err(|source| self.unusable(source))?, monitor),
+                lane => return self.ready(lane.map_err(|source| self.unusable(source))?, handle),
             }
         }
         *carrier = None;
-        let attempt = Attempt::new((hello.role, hello.index), self.settings, monitor);
+        let attempt = Attempt::new((hello.role, hello.index), self.settings, handle);
         // A panic of the connector must not end a migration whose guest needs this process.
         match caught_io(|| self.connector.connect(&attempt)).map_err(|error| self.unreachable(error))? {
-            Connected::Channel(descriptor) => self.accepted(descriptor, monitor),
+            Connected::Channel(descriptor) => self.accepted(descriptor, handle),
             Connected::All(descriptor) => {
-                let link = self.accepted(descriptor, monitor)?;
+                let link = self.accepted(descriptor, handle)?;
                 let agreed = carrier.insert(self.carry(link, hello)?);
                 let lane = agreed.open().map_err(|source| self.unusable(source))?;
-                self.ready(lane, monitor)
+                self.ready(lane, handle)
             }
         }
     }
 
     /// Returns the socket that the connector has connected, if it is usable for a channel.
-    fn accepted(&self, descriptor: OwnedFd, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
+    fn accepted(
+        &self,
+        descriptor: OwnedFd,
+        handle: Option<&MigrationHandle>,
+    ) -> Result<Socket, MigrateError> {
         let unusable = |source| self.unusable(source);
         let socket = stream_socket(descriptor).map_err(unusable)?;
         if socket.is_listener().map_err(unusable)? {
@@ -145,12 +153,12 @@ impl<'a> Dialer<'a> {
         if !self.settings.permits_remote() && is_remote(&socket).map_err(unusable)? {
             return Err(MigrateError::NotLoopback { uri: self.name() });
         }
-        self.ready(socket, monitor)
+        self.ready(socket, handle)
     }
 
     /// Prepares `socket` for a channel. A cancel ends each wait on it.
-    fn ready(&self, socket: Socket, monitor: Option<&Monitor>) -> Result<Socket, MigrateError> {
-        let watched = || monitor.map_or(Ok(()), |monitor| monitor.opening(&socket));
+    fn ready(&self, socket: Socket, handle: Option<&MigrationHandle>) -> Result<Socket, MigrateError> {
+        let watched = || handle.map_or(Ok(()), |handle| handle.opening(&socket));
         socket.set_nonblocking(false).and_then(|()| watched()).map_err(|source| self.unusable(source))?;
         Ok(socket)
     }
@@ -160,7 +168,7 @@ impl<'a> Dialer<'a> {
         let (uri, unusable) = (self.name(), |source| self.unusable(source));
         let stream = Stream::new(link, uri.clone()).map_err(unusable)?;
         let (features, role, index, token) = (FEATURES | CARRIER, Role::Control, 0, Token::NONE);
-        let hello = Hello { features, role, index, token, fence: 0, ..hello.clone() };
+        let hello = Hello { features, role, index, token, arbiter: 0, ..hello.clone() };
         let said = say_hello(&stream, &hello, self.settings.peer_timeout);
         let said = said.map_err(|source| MigrateError::Hello { uri: uri.clone(), source })?;
         let reply = match check_reply(&said, &hello, &uri) {
@@ -201,7 +209,7 @@ fn check_reply(reply: &[u8; HELLO_BYTES], hello: &Hello, uri: &str) -> Result<He
     let reply =
         HelloReply::decode(reply).map_err(|source| MigrateError::Peer { uri: uri.to_owned(), source })?;
     if let Some(code) = reply.refused {
-        return Err(MigrateError::RefusedHello { uri: uri.to_owned(), code, theirs: reply.version });
+        return Err(MigrateError::RefusedHello { uri: uri.to_owned(), code, peer_version: reply.version });
     }
     if reply.migration != hello.migration {
         let source = WireError::Message("it answered the hello of another migration".into());

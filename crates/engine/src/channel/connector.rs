@@ -1,6 +1,6 @@
 //! Connectors: where a migration's source gets its connections from.
 
-use crate::monitor::Monitor;
+use crate::handle::MigrationHandle;
 use crate::source::Settings;
 use std::fmt;
 use std::io;
@@ -95,13 +95,17 @@ pub struct Attempt<'a> {
     timeout: Duration,
     permits_remote: bool,
     /// Migration handle. `None` if a cancel has no effect any more.
-    monitor: Option<&'a Monitor>,
+    handle: Option<&'a MigrationHandle>,
 }
 
 impl<'a> Attempt<'a> {
-    pub(super) fn new((role, index): (Role, u16), settings: &Settings, monitor: Option<&'a Monitor>) -> Self {
+    pub(super) fn new(
+        (role, index): (Role, u16),
+        settings: &Settings,
+        handle: Option<&'a MigrationHandle>,
+    ) -> Self {
         let permits_remote = settings.permits_remote();
-        Self { role, index, timeout: settings.peer_timeout, permits_remote, monitor }
+        Self { role, index, timeout: settings.peer_timeout, permits_remote, handle }
     }
 
     /// Returns the purpose of the channel.
@@ -134,7 +138,7 @@ impl<'a> Attempt<'a> {
     /// Returns true if the migration was cancelled.
     #[must_use]
     pub fn is_cancelled(&self) -> bool {
-        self.monitor.is_some_and(Monitor::cancelled)
+        self.handle.is_some_and(MigrationHandle::cancelled)
     }
 
     /// Registers `socket`: a cancel shuts it down, so that a call that waits for the socket
@@ -147,7 +151,7 @@ impl<'a> Attempt<'a> {
     /// `Interrupted` if the migration is already cancelled. Another error if the process cannot
     /// open another descriptor.
     pub fn watch(&self, socket: &impl AsFd) -> io::Result<()> {
-        self.monitor.map_or(Ok(()), |monitor| monitor.opening(socket))
+        self.handle.map_or(Ok(()), |handle| handle.opening(socket))
     }
 }
 

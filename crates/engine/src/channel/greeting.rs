@@ -45,7 +45,7 @@ pub(super) struct Connection {
 
 /// Connection that has not sent anything.
 #[derive(Debug)]
-struct Silent {
+struct SilentConnection {
     connection: Connection,
     /// Time at which the connection is closed. `None` if it may stay silent without limit.
     until: Option<Instant>,
@@ -55,13 +55,13 @@ struct Silent {
 
 /// Connections whose hello is being read, in the order in which they began to send. A connection
 /// that was removed must end.
-type Heard = Mutex<BTreeMap<u64, Socket>>;
+type Reading = Mutex<BTreeMap<u64, Socket>>;
 
 /// Connections that have not sent a hello yet.
 #[derive(Debug, Default)]
 pub(super) struct Greeting {
-    silent: VecDeque<Silent>,
-    heard: Arc<Heard>,
+    silent: VecDeque<SilentConnection>,
+    reading: Arc<Reading>,
     threads: Arc<AtomicUsize>,
     next: u64,
     log: Arc<ClosedLog>,
@@ -97,7 +97,7 @@ impl Greeting {
     /// Closes the connections that have been silent for too long.
     fn end_late_ones(&mut self, now: Instant) {
         let log = &self.log;
-        self.silent.retain(|Silent { connection, until, .. }| {
+        self.silent.retain(|SilentConnection { connection, until, .. }| {
             let late = until.is_some_and(|until| until <= now);
             if late {
                 log.report(&connection.peer, &format!("it sent no hello within {HELLO_TIMEOUT:?}"));
@@ -112,7 +112,7 @@ impl Greeting {
             self.make_room();
         }
         let until = (!connection.lasting).then(|| Instant::now() + HELLO_TIMEOUT);
-        self.silent.push_back(Silent { connection, until, speaks: false });
+        self.silent.push_back(SilentConnection { connection, until, speaks: false });
     }
 
     /// Logs a connection that was closed before anything was read from it.
@@ -132,14 +132,14 @@ impl Greeting {
         }
     }
 
-    /// Reads the hello of each connection that sends, by `hear` on a thread of its own, and passes
+    /// Reads the hello of each connection that sends, by `read` on a thread of its own, and passes
     /// the result to `take`.
     ///
     /// The thread calls `left` when the connection is not counted by [`is_idle`](Self::is_idle) any
     /// more.
-    pub(super) fn hear<T>(
+    pub(super) fn read_hellos<T>(
         &mut self,
-        hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,
+        read: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,
         take: impl Fn(T) + Send + Clone + 'static,
         left: impl Fn() + Send + Clone + 'static,
     ) {
@@ -150,12 +150,12 @@ impl Greeting {
                 return;
             }
             let Some(speaker) = self.silent.remove(at) else { return };
-            self.start(speaker.connection, hear.clone(), take.clone(), left.clone());
+            self.start(speaker.connection, read.clone(), take.clone(), left.clone());
         }
     }
 
     fn close_longest_greeting(&self) {
-        if let Some((_, socket)) = lock(&self.heard).pop_first() {
+        if let Some((_, socket)) = lock(&self.reading).pop_first() {
             // The thread of the connection ends when it notices.
             let _ = socket.shutdown(Shutdown::Both);
         }
@@ -164,7 +164,7 @@ impl Greeting {
     fn start<T>(
         &mut self,
         connection: Connection,
-        hear: impl Fn(Connection) -> io::Result<Option<T>> + Send + 'static,
+        read: impl Fn(Connection) -> io::Result<Option<T>> + Send + 'static,
         take: impl Fn(T) + Send + 'static,
         left: impl Fn() + Send + 'static,
     ) {
@@ -177,13 +177,13 @@ impl Greeting {
                 return self.log.report(&peer, &format!("cannot duplicate its descriptor: {error}"));
             }
         };
-        lock(&self.heard).insert(id, again);
+        lock(&self.reading).insert(id, again);
         self.threads.fetch_add(1, Ordering::AcqRel);
-        let (heard, threads) = (Arc::clone(&self.heard), Arc::clone(&self.threads));
+        let (reading, threads) = (Arc::clone(&self.reading), Arc::clone(&self.threads));
         let log = Arc::clone(&self.log);
-        let greet = move || {
-            let said = caught_io(|| hear(connection));
-            let still = lock(&heard).remove(&id).is_some();
+        let work = move || {
+            let said = caught_io(|| read(connection));
+            let still = lock(&reading).remove(&id).is_some();
             match said {
                 // A connection whose hello has been read does not have to end any more.
                 Ok(Some(said)) if still => take(said),
@@ -194,8 +194,8 @@ impl Greeting {
             threads.fetch_sub(1, Ordering::AcqRel);
             left();
         };
-        if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Listener, "greet", greet) {
-            lock(&self.heard).remove(&id);
+        if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Listener, "greet", work) {
+            lock(&self.reading).remove(&id);
             self.threads.fetch_sub(1, Ordering::AcqRel);
             self.log.report("", &format!("cannot start a thread for it: {error}"));
         }
@@ -308,12 +308,12 @@ mod tests {
         let (source, own) = pair();
         greeting.add(connection(own, "source"));
         source.send(&[0, 7]).unwrap();
-        let (sender, heard) = channel();
+        let (sender, reading) = channel();
         // The deadlines are moved, so that no connection is late however slowly the test runs.
         greeting.silent.iter_mut().for_each(|silent| silent.until = Some(Instant::now() + PATIENCE));
         look(&mut greeting, &idle);
-        greeting.hear(read_one, move |byte| sender.send(byte).unwrap(), || ());
-        assert_eq!(heard.recv_timeout(PATIENCE), Ok(7));
+        greeting.read_hellos(read_one, move |byte| sender.send(byte).unwrap(), || ());
+        assert_eq!(reading.recv_timeout(PATIENCE), Ok(7));
         // Only the oldest one had to end for the new connection.
         assert!(hung_up(&mut others[10]));
         assert_eq!(greeting.silent.len(), MOST_SILENT - 1);
@@ -329,20 +329,20 @@ mod tests {
             greeting.add(connection(own, "half"));
             others.push(other);
         }
-        let (sender, heard) = channel();
+        let (sender, reading) = channel();
         let take = move |byte| sender.send(byte).unwrap();
         look(&mut greeting, &idle);
-        greeting.hear(read_one, take.clone(), || ());
+        greeting.read_hellos(read_one, take.clone(), || ());
         assert_eq!(greeting.threads.load(Ordering::Acquire), MOST_GREETING);
         let (source, own) = pair();
         source.send(&[0, 9]).unwrap();
         greeting.add(connection(own, "source"));
         wait("a free thread", || {
             look(&mut greeting, &idle);
-            greeting.hear(read_one, take.clone(), || ());
+            greeting.read_hellos(read_one, take.clone(), || ());
             greeting.silent.is_empty()
         });
-        assert_eq!(heard.recv_timeout(PATIENCE), Ok(9));
+        assert_eq!(reading.recv_timeout(PATIENCE), Ok(9));
         assert!(hung_up(&mut others[0]));
     }
 
@@ -366,13 +366,13 @@ mod tests {
         other.send(&[0]).unwrap();
         greeting.add(connection(own, "odd"));
         look(&mut greeting, &idle);
-        let (sender, heard) = channel::<()>();
+        let (sender, reading) = channel::<()>();
         let (gone, left) = channel();
-        let hear = |_| -> io::Result<Option<()>> { panic!("a defect") };
-        greeting.hear(hear, move |()| sender.send(()).unwrap(), move || gone.send(()).unwrap());
+        let read = |_| -> io::Result<Option<()>> { panic!("a defect") };
+        greeting.read_hellos(read, move |()| sender.send(()).unwrap(), move || gone.send(()).unwrap());
         // The thread drops `take`, and the sender with it, when it has ended or almost has.
-        assert!(heard.recv_timeout(PATIENCE).is_err());
-        assert!(lock(&greeting.heard).is_empty());
+        assert!(reading.recv_timeout(PATIENCE).is_err());
+        assert!(lock(&greeting.reading).is_empty());
         assert_eq!(left.recv_timeout(PATIENCE), Ok(()));
         assert!(greeting.is_idle());
     }

@@ -49,7 +49,7 @@ impl<'a> IoBuf<'a> {
     /// the number of copied bytes.
     ///
     /// The buffer must be one that may be received into.
-    pub(crate) fn put(&mut self, from: &[u8]) -> usize {
+    pub(crate) fn copy_from(&mut self, from: &[u8]) -> usize {
         let len = from.len().min(self.raw.iov_len);
         // SAFETY: the buffer's bytes are mapped and may be written: the buffer was made to be
         // received into, which callers ensure as for `recvmsg`. They cannot overlap `from`, which
@@ -115,11 +115,11 @@ mod tests {
         let (mut head, mut page) = ([1, 2, 3], [0; 8]);
         let mut bufs = [IoBuf::from_bytes_mut(&mut head), IoBuf::from_bytes_mut(&mut page)];
         consume(&mut bufs, 1);
-        assert_eq!(bufs[0].put(&[7, 8, 9]), 2);
+        assert_eq!(bufs[0].copy_from(&[7, 8, 9]), 2);
         assert_eq!(skip_empty(&mut bufs).map(|rest| rest.len()), Some(1));
         consume(&mut bufs, 3);
         assert_eq!((bufs[0].is_empty(), bufs[1].len()), (true, 5));
-        assert_eq!((bufs[1].put(&[4; 5]), bufs[1].put(&[5])), (5, 0));
+        assert_eq!((bufs[1].copy_from(&[4; 5]), bufs[1].copy_from(&[5])), (5, 0));
         assert!(skip_empty(&mut bufs).is_none());
         assert_eq!((head, page), ([1, 7, 8], [0, 0, 0, 4, 4, 4, 4, 4]));
 

@@ -1,7 +1,7 @@
 //! Listener of a target: accepts the connections of a source.
 
-use super::acceptor::{Accept, Bound, Handed};
-use super::carried::Arrivals;
+use super::acceptor::{Accept, Bound, PassedSockets};
+use super::carried::CarriedConnections;
 use super::greeting::{Connection, Greeting, HELLO_TIMEOUT};
 use super::passed::{Kind, invalid, is_remote, stream_socket};
 use super::tls::Tls;
@@ -38,7 +38,7 @@ pub struct Listener {
     /// True if `acceptor` provides no more connections.
     exhausted: AtomicBool,
     /// Connections that do not come from `acceptor`: lanes of connections that carry all channels.
-    arrivals: Arc<Arrivals>,
+    arrivals: Arc<CarriedConnections>,
     /// True if no more connections come and all earlier ones have ended.
     over: AtomicBool,
     insecure: bool,
@@ -159,7 +159,7 @@ impl Listener {
                 return Err(MigrateError::NotLoopback { uri: uri.to_string() });
             }
         }
-        let handed = Handed::new(connected, uri.to_string()).map_err(failed)?;
+        let handed = PassedSockets::new(connected, uri.to_string()).map_err(failed)?;
         Self::new(Box::new(handed), Some(uri.clone()), insecure, tls).map_err(failed)
     }
 
@@ -175,7 +175,7 @@ impl Listener {
             acceptor,
             uri,
             exhausted: AtomicBool::new(false),
-            arrivals: Arc::new(Arrivals::new()?),
+            arrivals: Arc::new(CarriedConnections::new()?),
             over: AtomicBool::new(false),
             insecure,
             tls: tls.map(Arc::new),
@@ -224,8 +224,8 @@ impl Listener {
             let (tls, arrivals) = (self.tls.clone(), Arc::clone(&self.arrivals));
             let left = move || arrivals.wake();
             let arrivals = Arc::clone(&self.arrivals);
-            let hear = move |connection| read_hello(connection, tls.as_deref(), &arrivals);
-            greeting.hear(hear, take.clone(), left);
+            let read = move |connection| read_hello(connection, tls.as_deref(), &arrivals);
+            greeting.read_hellos(read, take.clone(), left);
             if others {
                 self.arrivals.take().into_iter().for_each(|connection| greeting.add(connection));
             }
@@ -299,7 +299,7 @@ fn peer_name(socket: &Socket, name: &str) -> String {
 fn read_hello(
     Connection { socket, peer, lane_of, .. }: Connection,
     tls: Option<&Tls>,
-    arrivals: &Arc<Arrivals>,
+    arrivals: &Arc<CarriedConnections>,
 ) -> io::Result<Option<Greeted>> {
     socket.set_nonblocking(false)?;
     let mut stream = Stream::new(socket, peer.clone())?;
@@ -336,7 +336,7 @@ fn read_hello(
 
 /// Starts a thread that carries the channels of a migration over `stream`. The source has requested
 /// that by `hello`.
-fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<Arrivals>) -> io::Result<()> {
+fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<CarriedConnections>) -> io::Result<()> {
     let carried = match arrivals.admit(&stream) {
         Ok(carried) => carried,
         Err(error) => {

@@ -176,8 +176,8 @@ mod tests {
                 format!("{count} sockets were passed for 4 channels (1 control, 3 bulk, 0 urgent, 0 probe)");
             assert!(error.contains(&want), "{error}");
         }
-        let lazy = ChannelCounts::of(&Settings { mode: crate::MigrationMode::Hybrid, ..settings });
-        assert!(set(7).check(&lazy).is_ok() && set(4).check(&lazy).is_err());
+        let hybrid = ChannelCounts::of(&Settings { mode: crate::MigrationMode::Hybrid, ..settings });
+        assert!(set(7).check(&hybrid).is_ok() && set(4).check(&hybrid).is_err());
     }
 
     #[test]

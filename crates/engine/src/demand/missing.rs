@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{GuestMemory, Layout, LazyMemory, PageIndex, PageRun, PageSet, RegionId, VmError};
-use vmferry_wire::LazyFigures;
+use vmferry_core::{DemandPaging, GuestMemory, Layout, PageIndex, PageRun, PageSet, RegionId, VmError};
+use vmferry_wire::PagingFigures;
 
 /// Page, as the position of its region in the layout and its index in the region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct PageLocation {
     pub(crate) region: usize,
     pub(crate) page: u64,
 }
@@ -37,7 +37,7 @@ struct Counters {
     pages: Counter,
     zero_pages: Counter,
     duplicates: Counter,
-    damaged: Counter,
+    digest_mismatches: Counter,
     zero_faults: Counter,
     requests: Counter,
     ahead: Counter,
@@ -54,8 +54,8 @@ const ABANDONED: u8 = 2;
 /// Missing pages of a guest that runs before all of its memory has arrived. See the [module](super)
 /// for the sets and their invariants.
 #[derive(Debug)]
-pub(crate) struct MissingPages {
-    pub(crate) memory: Arc<dyn LazyMemory>,
+pub(crate) struct MissingSet {
+    pub(crate) memory: Arc<dyn DemandPaging>,
     regions: Vec<Region>,
     left: AtomicU64,
     /// Entry in the list of memories whose pages still arrive.
@@ -91,8 +91,8 @@ pub(crate) enum Flaw {
     AsksBeforeChannels,
 }
 
-impl MissingPages {
-    pub(super) fn new(memory: Arc<dyn LazyMemory>, missing: &PageSet, vcpus: u32) -> Self {
+impl MissingSet {
+    pub(super) fn new(memory: Arc<dyn DemandPaging>, missing: &PageSet, vcpus: u32) -> Self {
         let region = |(id, map): (RegionId, &Bitmap)| Region {
             id,
             unit: memory.unit_pages(id).max(1),
@@ -120,7 +120,7 @@ impl MissingPages {
 }
 
 /// Pages and claims.
-impl MissingPages {
+impl MissingSet {
     /// Prevents that `memory`, whose pages are missing, is moved or saved before all pages have
     /// arrived.
     pub(crate) fn hold(&self, memory: Arc<dyn GuestMemory>) {
@@ -159,17 +159,17 @@ impl MissingPages {
         self.regions[position].missing.len()
     }
 
-    pub(super) fn place_of(&self, region: RegionId, page: PageIndex) -> Option<Place> {
+    pub(super) fn location_of(&self, region: RegionId, page: PageIndex) -> Option<PageLocation> {
         let position = self.position(region)?;
-        (page.0 < self.region_pages(position)).then_some(Place { region: position, page: page.0 })
+        (page.0 < self.region_pages(position)).then_some(PageLocation { region: position, page: page.0 })
     }
 
-    pub(crate) fn is_missing(&self, place: Place) -> bool {
+    pub(crate) fn is_missing(&self, place: PageLocation) -> bool {
         self.regions[place.region].missing.test(place.page)
     }
 
     /// Returns the pages of the unit of `place`: the page itself, or its huge page.
-    pub(crate) fn unit(&self, place: Place) -> Range<u64> {
+    pub(crate) fn unit(&self, place: PageLocation) -> Range<u64> {
         let region = &self.regions[place.region];
         let first = place.page / region.unit * region.unit;
         first..(first + region.unit).min(region.missing.len())
@@ -181,7 +181,7 @@ impl MissingPages {
     }
 
     /// Returns true if a page of the unit of `place` is missing.
-    fn unit_is_missing(&self, place: Place) -> bool {
+    fn unit_is_missing(&self, place: PageLocation) -> bool {
         if self.single(place.region) {
             return self.is_missing(place);
         }
@@ -190,12 +190,12 @@ impl MissingPages {
 
     /// Claims `place`, which the caller is going to bring. Returns false if another thread has
     /// claimed it.
-    pub(crate) fn claim(&self, place: Place) -> bool {
+    pub(crate) fn claim(&self, place: PageLocation) -> bool {
         !self.regions[place.region].claimed.set(place.page)
     }
 
     /// Returns the claim of a page.
-    pub(crate) fn unclaim(&self, place: Place) {
+    pub(crate) fn unclaim(&self, place: PageLocation) {
         self.regions[place.region].claimed.test_and_clear(place.page);
     }
 
@@ -223,10 +223,10 @@ impl MissingPages {
 }
 
 /// Waiters.
-impl MissingPages {
+impl MissingSet {
     /// Notes that a thread waits for `place`. Returns true if the page has to be fetched. Otherwise
     /// the fault is answered.
-    pub(super) fn wait_for(&self, place: Place, vcpu: Option<u32>) -> bool {
+    pub(super) fn wait_for(&self, place: PageLocation, vcpu: Option<u32>) -> bool {
         let now = self.now();
         if !self.unit_is_missing(place) {
             self.answer(place);
@@ -251,7 +251,7 @@ impl MissingPages {
     }
 
     /// Answers a fault on a page that is zero or arrived in the meantime.
-    fn answer(&self, place: Place) {
+    fn answer(&self, place: PageLocation) {
         self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
         self.place_zero(place);
     }
@@ -263,7 +263,7 @@ impl MissingPages {
     }
 
     /// Returns the pages that threads wait for now.
-    pub(crate) fn waiting(&self) -> Vec<Place> {
+    pub(crate) fn waiting(&self) -> Vec<PageLocation> {
         self.waiters.waiting()
     }
 
@@ -275,9 +275,9 @@ impl MissingPages {
         }
         let mut page = pages.start;
         while page < pages.end {
-            let unit = self.unit(Place { region, page });
+            let unit = self.unit(PageLocation { region, page });
             page = unit.end;
-            if !self.unit_is_missing(Place { region, page: unit.start }) {
+            if !self.unit_is_missing(PageLocation { region, page: unit.start }) {
                 self.release(region, unit);
             }
         }
@@ -296,14 +296,15 @@ impl MissingPages {
 }
 
 /// Placing.
-impl MissingPages {
+impl MissingSet {
     /// Takes pages of zeros. A page is placed only if a thread waits for it, or may wait. Returns
     /// true if no page is missing any more. Only one call returns true.
     pub(crate) fn take_zeros(&self, region: usize, run: PageRun) -> bool {
         #[cfg(test)]
         if self.flaw == Flaw::WaitersFirst {
-            self.waiters
-                .take(region, run.range(), |waiter| self.place_zero(Place { region, page: waiter.page }));
+            self.waiters.take(region, run.range(), |waiter| {
+                self.place_zero(PageLocation { region, page: waiter.page })
+            });
             return self.remove(region, run).1;
         }
         let single = self.single(region);
@@ -320,11 +321,11 @@ impl MissingPages {
             return last;
         }
         self.waiters.take(region, run.range(), |waiter| {
-            self.place_zero(Place { region, page: waiter.page });
+            self.place_zero(PageLocation { region, page: waiter.page });
             self.latencies.record(waiter.vcpu, self.now().saturating_sub(waiter.since));
         });
         if self.waiters.overflowed() {
-            run.range().for_each(|page| self.place_zero(Place { region, page }));
+            run.range().for_each(|page| self.place_zero(PageLocation { region, page }));
         }
         last
     }
@@ -336,7 +337,7 @@ impl MissingPages {
         let early = (self.flaw == Flaw::RemovesBeforePlacing).then(|| self.remove(region, run));
         let placed = self.memory.place(self.regions[region].id, run, bytes)?;
         self.counters.pages.fetch_add(placed.pages, Ordering::Relaxed);
-        self.counters.duplicates.fetch_add(placed.there, Ordering::Relaxed);
+        self.counters.duplicates.fetch_add(placed.already_present, Ordering::Relaxed);
         let (_, last) = self.remove(region, run);
         #[cfg(test)]
         let last = early.map_or(last, |(_, last)| last);
@@ -346,10 +347,9 @@ impl MissingPages {
 
     fn try_place_zeros(&self, region: usize, run: PageRun) -> Result<(), VmError> {
         let id = self.regions[region].id;
-        let placed = self
-            .memory
-            .place_zeros(id, run)
-            .and_then(|placed| if placed.there > 0 { self.memory.wake(id, run.first) } else { Ok(()) });
+        let placed = self.memory.place_zeros(id, run).and_then(|placed| {
+            if placed.already_present > 0 { self.memory.wake(id, run.first) } else { Ok(()) }
+        });
         // Once faults have ended, all pages are present, and nothing can be placed.
         if self.stopped() { Ok(()) } else { placed }
     }
@@ -366,13 +366,13 @@ impl MissingPages {
     }
 
     /// Places zeros for one page, like [`place_zeros`](Self::place_zeros).
-    fn place_zero(&self, place: Place) {
+    fn place_zero(&self, place: PageLocation) {
         self.place_zeros(place.region, PageRun::new(PageIndex(place.page), 1));
     }
 }
 
 /// Start and end of the guest on this host.
-impl MissingPages {
+impl MissingSet {
     /// Records that the guest is about to be started. Returns false if it must not be started,
     /// because its pages will not arrive.
     pub(crate) fn commit(&self) -> bool {
@@ -427,15 +427,15 @@ impl MissingPages {
 }
 
 /// Statistics.
-impl MissingPages {
+impl MissingSet {
     /// Counts pages that were requested.
     pub(crate) fn count_requests(&self, pages: u64) {
         self.counters.requests.fetch_add(pages, Ordering::Relaxed);
     }
 
     /// Counts a page that arrived with a digest mismatch.
-    pub(crate) fn count_damaged(&self) {
-        self.counters.damaged.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn count_digest_mismatch(&self) {
+        self.counters.digest_mismatches.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Counts pages that are requested ahead, and pages of earlier such requests that were used.
@@ -445,18 +445,18 @@ impl MissingPages {
     }
 
     /// Returns the statistics so far.
-    pub(crate) fn figures(&self) -> LazyFigures {
+    pub(crate) fn figures(&self) -> PagingFigures {
         let load = |counter: &Counter| counter.load(Ordering::Relaxed);
         let elapsed = match self.ended.load(Ordering::Acquire) {
             0 => self.began.elapsed(),
             ns => Duration::from_nanos(ns),
         };
         let elapsed = elapsed.saturating_sub(Duration::from_nanos(self.started.load(Ordering::Relaxed)));
-        LazyFigures {
+        PagingFigures {
             pages: load(&self.counters.pages),
             zero_pages: load(&self.counters.zero_pages),
             duplicates: load(&self.counters.duplicates),
-            damaged: load(&self.counters.damaged),
+            digest_mismatches: load(&self.counters.digest_mismatches),
             zero_faults: load(&self.counters.zero_faults),
             requests: load(&self.counters.requests),
             ahead: load(&self.counters.ahead),

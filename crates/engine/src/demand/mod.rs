@@ -2,20 +2,20 @@
 //!
 //! # Steps of a fault
 //! 1. A vCPU, or another thread of the VMM, accesses a page that is missing. The fault thread of
-//!    the page's stripe reads the fault ([`serve_faults`]).
-//! 2. The [pager](DemandPager) notes the waiter in [`MissingPages`], and calls
+//!    the page's shard reads the fault ([`serve_faults`]).
+//! 2. The [pager](DemandPager) notes the waiter in [`MissingSet`], and calls
 //!    [`PageSource::fetch`]. If the page is not missing, it is known to be zero, or it arrived in
 //!    between. The pager then answers the fault itself.
 //! 3. The source fetches the page once. A link requests it on an urgent channel
 //!    ([`UrgentChannels`](crate::target::urgent)), and the page arrives on any channel. With a
 //!    snapshot file, the fault thread reads the page itself (`snapshot::fill`).
 //! 4. The thread that has the content compares it with its digest and passes it to
-//!    [`MissingPages::place_run`], which places it and only then removes the page from the missing
-//!    set. A page of zeros is passed to [`MissingPages::take_zeros`]: it is placed only if a thread
+//!    [`MissingSet::place_run`], which places it and only then removes the page from the missing
+//!    set. A page of zeros is passed to [`MissingSet::take_zeros`]: it is placed only if a thread
 //!    waits for it, and a later fault is answered at step 2.
 //!
 //! # Sets of pages
-//! | set of [`MissingPages`] | invariant |
+//! | set of [`MissingSet`] | invariant |
 //! |---|---|
 //! | `missing` | A page leaves the set once, after its content was placed or when it is known to be zero. |
 //! | `claimed` | A page that is missing and claimed is being fetched, or cannot be read. One thread claims a page. A lost link clears the set. |
@@ -31,10 +31,11 @@
 //!
 //! # Units
 //! If the guest runs on huge pages, a page that arrived cannot be accessed before the other pages
-//! of its huge page, which is the unit ([`LazyMemory::unit_pages`]). A fault is then on a unit, and
-//! all missing pages of the unit are fetched. All rules above hold for the unit: a unit is missing
-//! while any of its pages is missing, zeros are placed like contents, and the thread that removes
-//! the last page from the set looks for waiters. With units of one page the rules are identical.
+//! of its huge page, which is the unit ([`DemandPaging::unit_pages`]). A fault is then on a unit,
+//! and all missing pages of the unit are fetched. All rules above hold for the unit: a unit is
+//! missing while any of its pages is missing, zeros are placed like contents, and the thread that
+//! removes the last page from the set looks for waiters. With units of one page the rules are
+//! identical.
 //!
 //! # Duplicates
 //! A correct source gives out each page once, so no page arrives twice. A page that does arrive
@@ -55,14 +56,14 @@ mod waiters;
 pub(crate) use arriving::still_arrives;
 #[cfg(test)]
 pub(crate) use missing::Flaw;
-pub(crate) use missing::{MissingPages, Place};
+pub(crate) use missing::{MissingSet, PageLocation};
 
 use crate::vm::caught;
-use readahead::{Guess, ReadAhead};
+use readahead::{Prefetch, ReadAhead};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_core::{Fault, LazyMemory, PageSet, VmError};
+use vmferry_core::{DemandPaging, Fault, PageSet, VmError};
 
 /// Interval at which a sleeping fault thread checks whether it must stop, in case the interrupt was
 /// lost.
@@ -83,29 +84,29 @@ pub(crate) trait PageSource: Debug + Send + Sync {
     /// thread waits for `place` and is noted. The `ahead` pages behind it are likely to be needed
     /// next.
     ///
-    /// The pages are passed to [`MissingPages::place_run`] or [`MissingPages::take_zeros`], now or
+    /// The pages are passed to [`MissingSet::place_run`] or [`MissingSet::take_zeros`], now or
     /// later, by any thread.
-    fn fetch(&self, pages: &MissingPages, local: &mut Self::Local, place: Place, ahead: u16);
+    fn fetch(&self, pages: &MissingSet, local: &mut Self::Local, place: PageLocation, ahead: u16);
 }
 
 /// Missing pages of a guest that runs, and the source that they come from. The fault threads and
 /// the threads that bring pages share the value.
 #[derive(Debug)]
 pub(crate) struct DemandPager<S> {
-    pub(crate) pages: MissingPages,
+    pub(crate) pages: MissingSet,
     pub(crate) source: S,
 }
 
 impl<S: PageSource> DemandPager<S> {
     /// Returns a pager that gets the pages of `missing` from `source`, for a guest of `vcpus`
     /// vCPUs.
-    pub(crate) fn new(source: S, memory: Arc<dyn LazyMemory>, missing: &PageSet, vcpus: u32) -> Self {
-        Self { pages: MissingPages::new(memory, missing, vcpus), source }
+    pub(crate) fn new(source: S, memory: Arc<dyn DemandPaging>, missing: &PageSet, vcpus: u32) -> Self {
+        Self { pages: MissingSet::new(memory, missing, vcpus), source }
     }
 
     fn serve(&self, fault: Fault, read_ahead: &mut ReadAhead, local: &mut S::Local) {
-        let Some(place) = self.pages.place_of(fault.region, fault.page) else {
-            // The embedder's `LazyMemory` and its layout disagree. No source can answer such a
+        let Some(place) = self.pages.location_of(fault.region, fault.page) else {
+            // The embedder's `DemandPaging` and its layout disagree. No source can answer such a
             // fault.
             tracing::error!("a fault on page {} of {}, which does not exist", fault.page, fault.region);
             return;
@@ -115,19 +116,19 @@ impl<S: PageSource> DemandPager<S> {
         }
         // A fault on a huge page already fetches many pages, so it needs no read-ahead.
         let single = self.pages.single(place.region);
-        let Guess { ahead, used } =
-            if single { read_ahead.fault(place.region, place.page) } else { Guess::default() };
+        let Prefetch { ahead, used } =
+            if single { read_ahead.fault(place.region, place.page) } else { Prefetch::default() };
         self.pages.count_ahead(ahead, used);
         self.source.fetch(&self.pages, local, place, ahead);
     }
 }
 
-/// Serves the faults of `stripe` until [`MissingPages::stop`].
-pub(crate) fn serve_faults<S: PageSource>(pager: &DemandPager<S>, stripe: usize) {
+/// Serves the faults of `shard` until [`MissingSet::stop`].
+pub(crate) fn serve_faults<S: PageSource>(pager: &DemandPager<S>, shard: usize) {
     vmferry_thread::scheduling::prefer_latency();
     let (mut read_ahead, mut local) = (ReadAhead::default(), pager.source.local());
     while !pager.pages.stopped() {
-        match pager.pages.memory.next_fault(stripe, LOOK) {
+        match pager.pages.memory.next_fault(shard, LOOK) {
             Ok(None) => {}
             Ok(Some(fault)) => pager.serve(fault, &mut read_ahead, &mut local),
             Err(error) => {

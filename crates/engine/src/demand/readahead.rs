@@ -1,6 +1,6 @@
 //! Detection of runs of faults, and the number of pages to request ahead of each.
 
-/// Number of runs that are followed at the same time in one stripe: a few vCPUs that walk through
+/// Number of runs that are followed at the same time in one shard: a few vCPUs that walk through
 /// memory in parallel.
 const RUNS: usize = 8;
 /// Maximum gap between a request and the next fault of its run. The bulk stream follows a run, in
@@ -24,7 +24,7 @@ struct Run {
     turn: u64,
 }
 
-/// Runs of one stripe.
+/// Runs of one shard.
 #[derive(Debug, Default)]
 pub(super) struct ReadAhead {
     runs: [Run; RUNS],
@@ -33,7 +33,7 @@ pub(super) struct ReadAhead {
 
 /// Result of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Guess {
+pub(super) struct Prefetch {
     /// Number of pages behind the fault to request.
     pub(super) ahead: u16,
     /// Number of pages of the previous request ahead that were used: a run that faults right behind
@@ -43,7 +43,7 @@ pub(super) struct Guess {
 
 impl ReadAhead {
     /// Records a fault on a page that must be requested.
-    pub(super) fn fault(&mut self, region: usize, page: u64) -> Guess {
+    pub(super) fn fault(&mut self, region: usize, page: u64) -> Prefetch {
         self.turn += 1;
         let turn = self.turn;
         // The fault is right behind the requested pages, or a little further.
@@ -54,12 +54,12 @@ impl ReadAhead {
             let used = run.ahead;
             let ahead = (run.ahead * 2).clamp(FIRST, MOST);
             *run = Run { region, last: page + u64::from(ahead), ahead, turn };
-            return Guess { ahead, used };
+            return Prefetch { ahead, used };
         }
         if let Some(oldest) = self.runs.iter_mut().min_by_key(|run| run.turn) {
             *oldest = Run { region, last: page, ahead: 0, turn };
         }
-        Guess::default()
+        Prefetch::default()
     }
 }
 
@@ -70,10 +70,10 @@ mod tests {
     #[test]
     fn read_ahead_grows_along_a_run() {
         let mut ahead = ReadAhead::default();
-        assert_eq!(ahead.fault(0, 100), Guess::default());
-        assert_eq!(ahead.fault(0, 101), Guess { ahead: 2, used: 0 });
+        assert_eq!(ahead.fault(0, 100), Prefetch::default());
+        assert_eq!(ahead.fault(0, 101), Prefetch { ahead: 2, used: 0 });
         // Pages 102 and 103 arrived ahead, so the next fault is behind them.
-        assert_eq!(ahead.fault(0, 104), Guess { ahead: 4, used: 2 });
+        assert_eq!(ahead.fault(0, 104), Prefetch { ahead: 4, used: 2 });
         let mut page = 109;
         for want in [8, 8, 8] {
             let guess = ahead.fault(0, page);
@@ -86,12 +86,12 @@ mod tests {
     fn random_faults_request_no_pages_ahead() {
         let mut ahead = ReadAhead::default();
         let mut page = 1u64;
-        let mut asked = 0;
+        let mut requested = 0;
         for _ in 0..10_000 {
             page = page.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            asked += u64::from(ahead.fault(0, page >> 40).ahead);
+            requested += u64::from(ahead.fault(0, page >> 40).ahead);
         }
-        assert!(asked < 100, "{asked} pages for 10,000 faults over 16 M pages");
+        assert!(requested < 100, "{requested} pages for 10,000 faults over 16 M pages");
     }
 
     #[test]
@@ -106,7 +106,7 @@ mod tests {
             }
         }
         // A run in between does not displace the others.
-        assert_eq!(ahead.fault(0, 1 << 30), Guess::default());
+        assert_eq!(ahead.fault(0, 1 << 30), Prefetch::default());
         assert!(ahead.fault(0, next[0]).ahead > 0);
     }
 }

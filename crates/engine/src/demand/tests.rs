@@ -5,7 +5,7 @@
 //! [module](super) depends on are sequentially consistent.
 
 use super::readahead::ReadAhead;
-use super::{DemandPager, Flaw, MissingPages, PageSource, Place, again_after_panics, serve_faults};
+use super::{DemandPager, Flaw, MissingSet, PageLocation, PageSource, again_after_panics, serve_faults};
 use crate::channel::Stream;
 use crate::target::urgent::{UrgentChannel, UrgentChannels};
 use shuttle::sync::{Condvar, Mutex};
@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{
-    Fault, Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
+    DemandPaging, Fault, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
     VmError,
 };
 use vmferry_testkit::tries;
@@ -69,13 +69,13 @@ impl Memory {
         }
     }
 
-    fn put(&self, run: PageRun, content: u8) -> Placed {
+    fn place_content(&self, run: PageRun, content: u8) -> Placed {
         let mut state = self.state.lock().unwrap();
         let mut placed = Placed::default();
         for page in run.range() {
             let page = &mut state.pages[usize::try_from(page).unwrap()];
             if page.is_some() {
-                placed.there += 1;
+                placed.already_present += 1;
             } else {
                 *page = Some(content);
                 placed.pages += 1;
@@ -86,12 +86,12 @@ impl Memory {
     }
 }
 
-impl LazyMemory for Memory {
-    fn stripes(&self) -> usize {
+impl DemandPaging for Memory {
+    fn shards(&self) -> usize {
         2
     }
 
-    fn stripe_of(&self, _: RegionId, page: PageIndex) -> usize {
+    fn shard_of(&self, _: RegionId, page: PageIndex) -> usize {
         usize::try_from(page.0).unwrap() / self.unit % 2
     }
 
@@ -103,10 +103,10 @@ impl LazyMemory for Memory {
         Ok(())
     }
 
-    fn next_fault(&self, stripe: usize, _: Duration) -> Result<Option<Fault>, VmError> {
+    fn next_fault(&self, shard: usize, _: Duration) -> Result<Option<Fault>, VmError> {
         let mut state = self.state.lock().unwrap();
         loop {
-            if let Some(fault) = state.faults[stripe].pop_front() {
+            if let Some(fault) = state.faults[shard].pop_front() {
                 return Ok(Some(fault));
             }
             if state.interrupted {
@@ -122,11 +122,11 @@ impl LazyMemory for Memory {
     }
 
     fn place(&self, _: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
-        Ok(self.put(run, bytes[0]))
+        Ok(self.place_content(run, bytes[0]))
     }
 
     fn place_zeros(&self, _: RegionId, run: PageRun) -> Result<Placed, VmError> {
-        Ok(self.put(run, 0))
+        Ok(self.place_content(run, 0))
     }
 
     fn wake(&self, _: RegionId, page: PageIndex) -> Result<(), VmError> {
@@ -153,31 +153,31 @@ impl PageSource for Direct {
 
     fn local(&self) {}
 
-    fn fetch(&self, pages: &MissingPages, (): &mut (), place: Place, _: u16) {
+    fn fetch(&self, pages: &MissingSet, (): &mut (), place: PageLocation, _: u16) {
         let neighbour = place.page ^ 1;
         for page in [place.page, neighbour] {
-            let last = u32::from(bring_unclaimed(pages, page));
+            let last = u32::from(place_unclaimed(pages, page));
             self.last.fetch_add(last, std::sync::atomic::Ordering::SeqCst);
         }
     }
 }
 
-fn bring_unclaimed(pages: &MissingPages, page: u64) -> bool {
-    let place = Place { region: 0, page };
-    pages.is_missing(place) && pages.claim(place) && bring(pages, page)
+fn place_unclaimed(pages: &MissingSet, page: u64) -> bool {
+    let place = PageLocation { region: 0, page };
+    pages.is_missing(place) && pages.claim(place) && place_claimed(pages, page)
 }
 
 fn pager<S: PageSource>(source: S, flaw: Flaw, unit: usize) -> (Arc<Memory>, Arc<DemandPager<S>>) {
     let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
     let missing = PageSet::full(&Layout::new(vec![region]).unwrap());
     let memory = Arc::new(Memory { unit, ..Memory::default() });
-    let mut pager = DemandPager::new(source, Arc::clone(&memory) as Arc<dyn LazyMemory>, &missing, 2);
+    let mut pager = DemandPager::new(source, Arc::clone(&memory) as Arc<dyn DemandPaging>, &missing, 2);
     pager.pages.flaw = flaw;
     (memory, Arc::new(pager))
 }
 
 /// Brings a page. Returns true if it was the last one.
-fn bring(pages: &MissingPages, page: u64) -> bool {
+fn place_claimed(pages: &MissingSet, page: u64) -> bool {
     let run = PageRun::new(PageIndex(page), 1);
     match CONTENT[usize::try_from(page).unwrap()] {
         0 => pages.take_zeros(0, run),
@@ -185,7 +185,7 @@ fn bring(pages: &MissingPages, page: u64) -> bool {
     }
 }
 
-/// Runs two vCPUs, a fault thread for each stripe, a bulk and an urgent channel.
+/// Runs two vCPUs, a fault thread for each shard, a bulk and an urgent channel.
 fn run(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool) {
     run_units(flaw, reads, overflow, 1);
 }
@@ -197,18 +197,18 @@ fn run_units(flaw: Flaw, reads: [&'static [usize]; 2], overflow: bool, unit: usi
         (flaw, overflow, unit),
         reads,
         [
-            |pages| [1, 2].into_iter().map(|page| u32::from(bring(pages, page))).sum(),
-            |pages| [0, 3].into_iter().map(|page| u32::from(bring(pages, page))).sum(),
+            |pages| [1, 2].into_iter().map(|page| u32::from(place_claimed(pages, page))).sum(),
+            |pages| [0, 3].into_iter().map(|page| u32::from(place_claimed(pages, page))).sum(),
         ],
     );
     assert_eq!(last, 1, "the last page is noticed once");
 }
 
-/// Runs two vCPUs, a fault thread for each stripe that brings pages itself, and two threads that
+/// Runs two vCPUs, a fault thread for each shard that brings pages itself, and two threads that
 /// sweep.
 fn run_direct(reads: [&'static [usize]; 2], unit: usize) {
-    let sweep: fn(&MissingPages) -> u32 =
-        |pages| (0..PAGES as u64).map(|page| u32::from(bring_unclaimed(pages, page))).sum();
+    let sweep: fn(&MissingSet) -> u32 =
+        |pages| (0..PAGES as u64).map(|page| u32::from(place_unclaimed(pages, page))).sum();
     let (pager, last) = run_on(Direct::default(), (Flaw::None, false, unit), reads, [sweep, sweep]);
     let last = last + pager.source.last.load(std::sync::atomic::Ordering::SeqCst);
     assert_eq!(last, 1, "the last page is noticed once");
@@ -218,11 +218,11 @@ fn run_on<S: PageSource + 'static>(
     source: S,
     (flaw, overflow, unit): (Flaw, bool, usize),
     reads: [&'static [usize]; 2],
-    channels: [fn(&MissingPages) -> u32; 2],
+    channels: [fn(&MissingSet) -> u32; 2],
 ) -> (Arc<DemandPager<S>>, u32) {
     let (memory, pager) = pager(source, flaw, unit);
     if overflow {
-        while pager.pages.waiters.add(Place { region: 0, page: 2 }, 0, None) {}
+        while pager.pages.waiters.add(PageLocation { region: 0, page: 2 }, 0, None) {}
     }
     let guests: Vec<_> = (0u32..)
         .zip(reads)
@@ -235,9 +235,9 @@ fn run_on<S: PageSource + 'static>(
             })
         })
         .collect();
-    let faults = [0, 1].map(|stripe| {
+    let faults = [0, 1].map(|shard| {
         let pager = Arc::clone(&pager);
-        thread::spawn(move || serve_faults(&pager, stripe))
+        thread::spawn(move || serve_faults(&pager, shard))
     });
     let channels = channels.map(|work| {
         let pager = Arc::clone(&pager);
@@ -265,7 +265,7 @@ fn each_waiter_goes_on_and_reads_what_was_sent() {
 }
 
 #[test]
-fn each_waiter_goes_on_where_fault_threads_bring_pages_themselves() {
+fn each_waiter_goes_on_where_fault_threads_place_pages_themselves() {
     for unit in [1, 2] {
         shuttle::check_random(move || run_direct(BOTH, unit), tries(TRIES));
         shuttle::check_pct(move || run_direct(BOTH, unit), tries(TRIES), 4);

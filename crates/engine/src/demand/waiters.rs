@@ -1,6 +1,6 @@
 //! Threads that wait for pages, with the time since when they wait.
 
-use super::Place;
+use super::PageLocation;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::atomic::Ordering;
 
@@ -45,16 +45,16 @@ pub(super) struct Waiters {
     overflowed: AtomicBool,
 }
 
-fn key(place: Place) -> u64 {
+fn key(place: PageLocation) -> u64 {
     // The numbers of regions and of pages of a region are limited far below this
     // (`vmferry_core::{MAX_REGIONS, MAX_PAGES}`).
     ((place.region as u64) << PAGE_BITS | place.page) + 1
 }
 
-fn place(key: u64) -> Place {
+fn place(key: u64) -> PageLocation {
     let key = key - 1;
     let region = usize::try_from(key >> PAGE_BITS).unwrap_or(usize::MAX);
-    Place { region, page: key & ((1 << PAGE_BITS) - 1) }
+    PageLocation { region, page: key & ((1 << PAGE_BITS) - 1) }
 }
 
 impl Waiters {
@@ -69,7 +69,7 @@ impl Waiters {
     }
 
     /// Notes that a thread waits for a page. Returns false if there is no room.
-    pub(super) fn add(&self, waits_for: Place, since: u64, vcpu: Option<u32>) -> bool {
+    pub(super) fn add(&self, waits_for: PageLocation, since: u64, vcpu: Option<u32>) -> bool {
         for (at, slot) in self.slots.iter().enumerate() {
             let claim = slot.key.compare_exchange(FREE, BUSY, Ordering::Acquire, Ordering::Relaxed);
             if claim.is_err() {
@@ -97,7 +97,8 @@ impl Waiters {
         if self.used.load(Ordering::SeqCst) == 0 {
             return;
         }
-        let wanted = key(Place { region, page: pages.start })..key(Place { region, page: pages.end });
+        let wanted =
+            key(PageLocation { region, page: pages.start })..key(PageLocation { region, page: pages.end });
         for slot in &self.slots[..self.end.load(Ordering::SeqCst)] {
             let found = slot.key.load(Ordering::SeqCst);
             if found == BUSY || !wanted.contains(&found) {
@@ -126,7 +127,7 @@ impl Waiters {
     }
 
     /// Returns the pages that threads wait for now.
-    pub(super) fn waiting(&self) -> Vec<Place> {
+    pub(super) fn waiting(&self) -> Vec<PageLocation> {
         let keys = self.slots.iter().map(|slot| slot.key.load(Ordering::SeqCst));
         keys.filter(|key| ![FREE, BUSY].contains(key)).map(place).collect()
     }
@@ -137,8 +138,8 @@ mod tests {
     use super::*;
     use vmferry_core::{MAX_PAGES, MAX_REGIONS};
 
-    const fn at(region: usize, page: u64) -> Place {
-        Place { region, page }
+    const fn at(region: usize, page: u64) -> PageLocation {
+        PageLocation { region, page }
     }
 
     #[test]

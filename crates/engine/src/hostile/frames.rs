@@ -26,7 +26,7 @@ impl FrameSource for Bytes<'_> {
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         for buf in bufs {
             let mut rest = self.0.get();
-            rest = &rest[buf.put(rest)..];
+            rest = &rest[buf.copy_from(rest)..];
             self.0.set(rest);
             if !buf.is_empty() {
                 return Err(io::ErrorKind::UnexpectedEof.into());
@@ -54,51 +54,51 @@ pub fn drive_frames(bytes: &[u8]) {
     if flags & (LAZY | URGENT) == LAZY | URGENT {
         pager = hand_over(&memory, &arrivals);
     }
-    let mut all_here = 0;
+    let mut all_arrived = 0;
     while let Ok(mark) = receiver.receive() {
         match mark {
             Mark::Barrier(_) if flags & LAZY != 0 && pager.is_none() => pager = hand_over(&memory, &arrivals),
             Mark::Barrier(_) => {}
-            Mark::AllHere => all_here += 1,
+            Mark::AllArrived => all_arrived += 1,
         }
     }
-    assert!(all_here <= 1, "all pages came {all_here} times");
-    check(&memory, &arrivals, pager.as_deref(), all_here == 1);
+    assert!(all_arrived <= 1, "all pages came {all_arrived} times");
+    check(&memory, &arrivals, pager.as_deref(), all_arrived == 1);
 }
 
 /// Makes every other page missing, and every page with a digest mismatch. Returns `None` if the
 /// handover is not allowed.
 fn hand_over(memory: &Arc<Memory>, arrivals: &Arrivals) -> Option<Arc<DemandPager>> {
-    let mut lacking = PageSet::empty(memory.layout());
+    let mut missing = PageSet::empty(memory.layout());
     for (id, pages) in REGIONS {
-        let map = lacking.region_mut(vmferry_core::RegionId(id)).expect("a region");
+        let map = missing.region_mut(vmferry_core::RegionId(id)).expect("a region");
         (0..pages).filter(|page| page % 2 == 0).for_each(|page| {
             map.set(page);
         });
     }
-    for run in arrivals.suspects().1 {
-        lacking.region_mut(run.region).expect("a region").set_range(run.first..run.first + run.count);
+    for run in arrivals.mismatches().1 {
+        missing.region_mut(run.region).expect("a region").set_range(run.first..run.first + run.count);
     }
-    if !arrivals.seal_but_for(&lacking) {
+    if !arrivals.seal_but_for(&missing) {
         return None;
     }
-    let own = Arc::clone(memory) as Arc<dyn vmferry_core::LazyMemory>;
-    own.begin(&lacking).expect("it can");
-    let pager = Arc::new(DemandPager::new(UrgentChannels::default(), own, &lacking, 1));
+    let own = Arc::clone(memory) as Arc<dyn vmferry_core::DemandPaging>;
+    own.begin(&missing).expect("it can");
+    let pager = Arc::new(DemandPager::new(UrgentChannels::default(), own, &missing, 1));
     arrivals.go_on_with(Arc::clone(&pager));
     Some(pager)
 }
 
-fn check(memory: &Memory, arrivals: &Arrivals, pager: Option<&DemandPager>, all_here: bool) {
-    let (suspects, runs) = arrivals.suspects();
+fn check(memory: &Memory, arrivals: &Arrivals, pager: Option<&DemandPager>, all_arrived: bool) {
+    let (mismatches, runs) = arrivals.mismatches();
     let pages: u64 = REGIONS.iter().map(|(_, pages)| pages).sum();
-    assert_eq!(runs.iter().map(|run| run.count).sum::<u64>(), suspects, "few enough to be named");
-    assert!(suspects <= pages);
+    assert_eq!(runs.iter().map(|run| run.count).sum::<u64>(), mismatches, "few enough to be named");
+    assert!(mismatches <= pages);
     let (compared, mismatched, samples) = arrivals.differences();
     assert!(mismatched <= compared && samples.len() <= 16, "{mismatched} of {compared} differ");
     if let Some(pager) = pager {
         let left = pager.pages.left();
-        assert_eq!(left == 0, all_here, "{left} pages are missing");
+        assert_eq!(left == 0, all_arrived, "{left} pages are missing");
     }
     // A page that no frame has named must be unchanged. Pages that were placed one by one are not
     // checked, because only the pager knows them.

@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_core::{
-    Fault, Gpa, GuestMemory, Layout, LazyMemory, PAGE_BYTES, PAGE_SHIFT, PageIndex, PageRun, PageSet, Placed,
-    Region, RegionId, VmError, Window,
+    DemandPaging, Fault, Gpa, GuestMemory, Layout, PAGE_BYTES, PAGE_SHIFT, PageIndex, PageRun, PageSet,
+    Placed, Region, RegionId, VmError, Window,
 };
 
 /// Mapping between two inaccessible pages.
@@ -91,14 +91,14 @@ impl Memory {
         Self { mapped, faults: Mutex::default(), changed: Condvar::new(), _mappings: mappings }
     }
 
-    fn put(&self, region: RegionId, run: PageRun, bytes: Option<&[u8]>) -> Result<Placed, VmError> {
+    fn place_content(&self, region: RegionId, run: PageRun, bytes: Option<&[u8]>) -> Result<Placed, VmError> {
         let window = self.mapped.window(region, run)?;
         let mut faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
         assert!(faults.begun && !faults.ended, "placed before the beginning or after the end");
         let mut placed = Placed::default();
         for (at, page) in run.range().enumerate() {
             if !faults.there.insert((region.0, page)) {
-                placed.there += 1;
+                placed.already_present += 1;
                 continue;
             }
             placed.pages += 1;
@@ -120,12 +120,12 @@ impl GuestMemory for Memory {
     }
 }
 
-impl LazyMemory for Memory {
-    fn stripes(&self) -> usize {
+impl DemandPaging for Memory {
+    fn shards(&self) -> usize {
         1
     }
 
-    fn stripe_of(&self, _: RegionId, _: PageIndex) -> usize {
+    fn shard_of(&self, _: RegionId, _: PageIndex) -> usize {
         0
     }
 
@@ -150,11 +150,11 @@ impl LazyMemory for Memory {
 
     fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
         assert_eq!(bytes.len() as u64, run.bytes(), "a run and its bytes");
-        self.put(region, run, Some(bytes))
+        self.place_content(region, run, Some(bytes))
     }
 
     fn place_zeros(&self, region: RegionId, run: PageRun) -> Result<Placed, VmError> {
-        self.put(region, run, None)
+        self.place_content(region, run, None)
     }
 
     fn wake(&self, _: RegionId, _: PageIndex) -> Result<(), VmError> {

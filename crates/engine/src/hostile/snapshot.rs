@@ -1,7 +1,7 @@
 //! Modified snapshot file, and both ways to restore a guest from it.
 
 use super::memory::{Memory, layout};
-use crate::snapshot::{FillState, restore, restore_lazy};
+use crate::snapshot::{FillState, restore, restore_on_demand};
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{
-    GuestMemory, LazyMemory, MachineConfig, Migratable, PAGE_BYTES, PageDigest, PageIndex, PageRun, Region,
+    DemandPaging, GuestMemory, MachineConfig, Migratable, PAGE_BYTES, PageDigest, PageIndex, PageRun, Region,
     RegionId, RunState, Section, TargetVm, VmError,
 };
 use vmferry_wire::{
@@ -63,7 +63,7 @@ impl Migratable for Machine {
 }
 
 impl TargetVm for Machine {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         Ok(Arc::clone(&self.memory) as _)
     }
 
@@ -273,7 +273,7 @@ pub fn drive_snapshot(bytes: &[u8]) {
     if flags & LAZY == 0 {
         let restored = restore(&mut vm, &path);
         assert_eq!(restored.is_ok(), vm.started, "{restored:?}");
-    } else if let Ok(filling) = restore_lazy(&mut vm, &path) {
+    } else if let Ok(filling) = restore_on_demand(&mut vm, &path) {
         assert!(vm.started);
         let end = filling.wait(Duration::from_secs(10));
         assert_ne!(end.state, FillState::Filling, "it comes to an end: {end:?}");

@@ -55,15 +55,17 @@ fn every_run_comes_to_an_end() {
     let bounds = Bounds { writes: 1, ..Bounds::SHORT };
     let plain = [MigrationMode::Precopy, MigrationMode::Postcopy, MigrationMode::Hybrid];
     let plain = plain.map(|mode| Protocol::new(mode, bounds));
-    let fenced = [MigrationMode::Precopy, MigrationMode::Postcopy];
-    let fenced = fenced.map(|mode| Protocol::new(mode, bounds).fenced());
-    for model in plain.into_iter().chain(fenced) {
-        let (mode, fenced) = (model.mode, model.fenced);
+    let with_arbiter = [MigrationMode::Precopy, MigrationMode::Postcopy];
+    let with_arbiter = with_arbiter.map(|mode| Protocol::new(mode, bounds).with_arbiter());
+    for model in plain.into_iter().chain(with_arbiter) {
+        let (mode, with_arbiter) = (model.mode, model.with_arbiter);
         match walk(&model) {
             Ok(states) => {
-                println!("model: {mode} (fence: {fenced}): {states} states, none of which is come back to");
+                println!(
+                    "model: {mode} (fence: {with_arbiter}): {states} states, none of which is come back to"
+                );
             }
-            Err(circle) => panic!("{mode} (fence: {fenced}): {circle}"),
+            Err(circle) => panic!("{mode} (fence: {with_arbiter}): {circle}"),
         }
     }
 }

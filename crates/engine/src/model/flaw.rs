@@ -73,7 +73,7 @@ impl Flaw {
     ];
 
     /// Returns true if the flaw needs a migration with an arbiter.
-    fn of_a_fence(self) -> bool {
+    fn needs_arbiter(self) -> bool {
         matches!(
             self,
             Self::StartsUnclaimed
@@ -134,8 +134,8 @@ impl Flaw {
 /// Searches for a broken promise with this number of faults.
 fn found(flaw: Flaw, mode: MigrationMode, faults: u8) -> Option<(&'static str, Vec<String>)> {
     let bounds = Bounds { faults, ..Bounds::SHORT };
-    let fenced = flaw.of_a_fence();
-    let model = Protocol { flaw: Some(flaw), fenced, ..Protocol::new(mode, bounds) };
+    let with_arbiter = flaw.needs_arbiter();
+    let model = Protocol { flaw: Some(flaw), with_arbiter, ..Protocol::new(mode, bounds) };
     model.counterexample()
 }
 

@@ -43,15 +43,15 @@ impl Step<'_> {
     /// Checks the promises after a step.
     pub(super) fn check(&mut self) {
         let world = &self.world;
-        let (here, there) = (&world.here, &world.there);
-        let two = here.running && there.running;
-        let missed = there.running
-            && there.lazy.is_some_and(|lazy| {
-                (0..lazy.model.len())
-                    .any(|page| has(lazy.present, page) && there.pages[page] != lazy.model[page])
+        let (source, target) = (&world.source, &world.target);
+        let two = source.running && target.running;
+        let missed = target.running
+            && target.paging.is_some_and(|paging| {
+                (0..paging.model.len())
+                    .any(|page| has(paging.present, page) && target.pages[page] != paging.model[page])
             });
         let known = known(world);
-        let right = !(here.ended() && there.ended()) || ends_right(world);
+        let right = !(source.ended() && target.ended()) || ends_right(world);
         self.promise(Promise::OneRunner, !two);
         self.promise(Promise::NoPageMissed, !missed);
         self.promise(Promise::KnownToRun, known);
@@ -62,66 +62,68 @@ impl Step<'_> {
 /// Returns true if a living host reports where the guest is: the guest runs, or is being moved, or
 /// has a named state.
 fn known(world: &World) -> bool {
-    let (here, there) = (&world.here, &world.there);
-    if there.running && !(there.rest || there.outcome.is_some()) {
+    let (source, target) = (&world.source, &world.target);
+    if target.running && !(target.in_postcopy || target.outcome.is_some()) {
         return false;
     }
-    if there.rest && !here.ended() && !there.crashed && !here.session.is.handed_over() {
+    if target.in_postcopy && !source.ended() && !target.crashed && !source.session.is.handed_over() {
         return false;
     }
-    if here.running || there.running {
+    if source.running || target.running {
         return true;
     }
-    let being_moved = !here.ended()
+    let being_moved = !source.ended()
         && matches!(
-            here.session.is.phase(),
+            source.session.is.phase(),
             Phase::Switchover | Phase::Postcopy | Phase::PostcopyPaused | Phase::Unknown | Phase::Ended
         );
-    let named = match &here.outcome {
+    let named = match &source.outcome {
         Some(Outcome::Unknown(_) | Outcome::Lost(_)) => true,
         // The owner died, or cannot start the guest and reports it.
-        Some(Outcome::Completed) => there.crashed,
-        Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => here.resume_failed,
-        None => here.crashed,
+        Some(Outcome::Completed) => target.crashed,
+        Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => source.resume_failed,
+        None => source.crashed,
     };
     being_moved || named
 }
 
 /// Returns true if the outcomes that source and target report are correct. Both have ended.
 fn ends_right(world: &World) -> bool {
-    let (here, there) = (&world.here, &world.there);
-    let moved = there.outcome == Some(TargetOutcome::Completed);
-    if there.running != moved || (moved && !here.committed) {
+    let (source, target) = (&world.source, &world.target);
+    let moved = target.outcome == Some(TargetOutcome::Completed);
+    if target.running != moved || (moved && !source.committed) {
         return false;
     }
-    if let Some(lazy) = there.lazy.filter(|_| moved)
-        && (lazy.lacking != 0 || there.pages != lazy.model)
+    if let Some(paging) = target.paging.filter(|_| moved)
+        && (paging.missing != 0 || target.pages != paging.model)
     {
         return false;
     }
-    let gone = here.crashed || there.crashed;
-    let whole = here.outcome == Some(Outcome::Completed) && moved;
-    let unknown = matches!(here.outcome, Some(Outcome::Unknown(_)));
-    if there.rest && !gone && !whole {
+    let gone = source.crashed || target.crashed;
+    let whole = source.outcome == Some(Outcome::Completed) && moved;
+    let unknown = matches!(source.outcome, Some(Outcome::Unknown(_)));
+    if target.in_postcopy && !gone && !whole {
         // No host died, but the guest's memory did not become complete.
         return false;
     }
-    let renounced = here.committed && there.lazy.is_some() && !there.rest;
-    if renounced && !gone && !there.stopped && unknown {
+    let renounced = source.committed && target.paging.is_some() && !target.in_postcopy;
+    if renounced && !gone && !target.stopped && unknown {
         return false;
     }
-    if world.fence.is_some() && !gone && unknown {
+    if world.arbiter.is_some() && !gone && unknown {
         // No host died, but the arbiter has not decided.
         return false;
     }
-    if world.calm && !whole {
+    if world.fault_free && !whole {
         return false;
     }
-    match &here.outcome {
-        None => here.crashed,
-        Some(Outcome::Completed) => !here.running && (moved || there.crashed),
-        Some(Outcome::Unknown(_)) => here.committed && !here.running,
-        Some(Outcome::Lost(_)) => here.committed && !here.running && there.started,
-        Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => !moved && (here.running || here.resume_failed),
+    match &source.outcome {
+        None => source.crashed,
+        Some(Outcome::Completed) => !source.running && (moved || target.crashed),
+        Some(Outcome::Unknown(_)) => source.committed && !source.running,
+        Some(Outcome::Lost(_)) => source.committed && !source.running && target.started,
+        Some(Outcome::Cancelled(_) | Outcome::Failed(_)) => {
+            !moved && (source.running || source.resume_failed)
+        }
     }
 }

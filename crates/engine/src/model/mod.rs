@@ -19,12 +19,12 @@
 //! Faults are counted: each bound limits how many may happen in one run. Every run is therefore
 //! finite, which `every_run_comes_to_an_end` shows, so that "in the end" is checked exactly.
 
+mod arbiter;
 mod cycle;
-mod deeds;
-mod fence;
 mod flaw;
 mod judge;
 mod memory;
+mod operations;
 mod placing;
 mod shortest;
 mod source;
@@ -33,20 +33,20 @@ mod target;
 mod tell;
 mod world;
 
-use crate::fence::simulated::asked_by_the_host;
-use crate::fence::{Ruling, Side};
+use crate::arbiter::simulated::arbiter_placeholder;
+use crate::arbiter::{Ownership, Side};
 use crate::source::session::Session as SourceSession;
 use crate::source::{MigrationMode, Outcome, Settings};
 use crate::target::session::Outcome as TargetOutcome;
-use fence::Fence;
+use arbiter::ModelArbiter;
 use flaw::Flaw;
 use judge::Promise;
 pub(crate) use shortest::{any, is_wanted as wants_shortest, shortest};
 use source::settings;
 use stateright::{Checker, Expectation, Model, Property};
 use std::time::{Duration, Instant};
-use step::{Deed, Mishap, Step};
-use world::{ALL, Dial, Here, Keyed, Link, PAGES, There, World};
+use step::{Operation, Step, StepFault};
+use world::{ALL, DialState, Keyed, Link, PAGES, SourceState, TargetState, World};
 
 /// Number of states that a search visits under an emulator, which needs about ten times as long for
 /// each.
@@ -62,7 +62,7 @@ struct Bounds {
     faults: u8,
     /// Writes on the source during passes, and below, writes on the target.
     writes: u8,
-    writes_there: u8,
+    target_writes: u8,
     /// Number of requested pages.
     touches: u8,
     /// Number of passes until the timeout ends them.
@@ -71,7 +71,7 @@ struct Bounds {
 }
 
 impl Bounds {
-    const SHORT: Self = Self { faults: 1, writes: 2, writes_there: 1, touches: 1, passes: 2, verify: false };
+    const SHORT: Self = Self { faults: 1, writes: 2, target_writes: 1, touches: 1, passes: 2, verify: false };
 }
 
 #[derive(Debug, Clone)]
@@ -79,28 +79,28 @@ struct Protocol {
     mode: MigrationMode,
     bounds: Bounds,
     /// True if source and target use an arbiter.
-    fenced: bool,
+    with_arbiter: bool,
     flaw: Option<Flaw>,
 }
 
 impl Protocol {
     fn new(mode: MigrationMode, bounds: Bounds) -> Self {
-        Self { mode, bounds, fenced: false, flaw: None }
+        Self { mode, bounds, with_arbiter: false, flaw: None }
     }
 
     /// Returns the same model with an arbiter.
-    fn fenced(self) -> Self {
-        Self { fenced: true, ..self }
+    fn with_arbiter(self) -> Self {
+        Self { with_arbiter: true, ..self }
     }
 
     fn settings(&self) -> Settings {
-        let fence = self.fenced.then(asked_by_the_host);
-        Settings { fence, ..settings(self.mode, self.bounds.verify) }
+        let arbiter = self.with_arbiter.then(arbiter_placeholder);
+        Settings { arbiter, ..settings(self.mode, self.bounds.verify) }
     }
 }
 
 /// Step in the representation of the checker.
-type Happening = (Deed, Option<Mishap>);
+type Happening = (Operation, Option<StepFault>);
 
 impl Model for Protocol {
     type State = World;
@@ -109,7 +109,7 @@ impl Model for Protocol {
     fn init_states(&self) -> Vec<World> {
         let (session, first) =
             SourceSession::begin(self.settings().session(), world::machine(), PAGES as u64, Duration::ZERO);
-        let here = Here {
+        let source = SourceState {
             session: Keyed::by(session, SourceSession::project),
             todo: None,
             running: true,
@@ -122,10 +122,10 @@ impl Model for Protocol {
             crashed: false,
             link: 0,
             connected: true,
-            dial: Dial::No,
+            dial: DialState::No,
             in_vain: false,
             timed_out: false,
-            switch_asked: false,
+            switch_requested: false,
             live_passes: 0,
             memory: [1; PAGES],
             protected: 0,
@@ -136,11 +136,11 @@ impl Model for Protocol {
             claims: None,
             serving: false,
             early: Vec::new(),
-            lacking: 0,
+            missing: 0,
             writes_left: self.bounds.writes,
         };
-        let there = There {
-            session: Step::new_session(self.fenced),
+        let target = TargetState {
+            session: Step::new_session(self.with_arbiter),
             running: false,
             holds: false,
             outcome: None,
@@ -152,23 +152,23 @@ impl Model for Protocol {
             last_came: false,
             collected: 0,
             pages: [0; PAGES],
-            suspect: 0,
+            mismatched: 0,
             compared: 0,
             differ: 0,
             loaded: false,
             started: false,
-            lazy: None,
-            rest: false,
+            paging: None,
+            in_postcopy: false,
             touches_left: self.bounds.touches,
-            writes_left: self.bounds.writes_there,
+            writes_left: self.bounds.target_writes,
         };
         let world = World {
-            here,
-            there,
+            source,
+            target,
             links: vec![Link::default()],
-            fence: self.fenced.then(Fence::new),
+            arbiter: self.with_arbiter.then(ModelArbiter::new),
             faults_left: self.bounds.faults,
-            calm: true,
+            fault_free: true,
             broken: None,
         };
         let mut step = Step::new(self, &world, None);
@@ -177,28 +177,28 @@ impl Model for Protocol {
     }
 
     fn actions(&self, world: &World, happenings: &mut Vec<Happening>) {
-        let mut deeds = Vec::new();
-        self.deeds(world, &mut deeds);
+        let mut operations = Vec::new();
+        self.operations(world, &mut operations);
         let lost = |at: usize| world.links[at].dead() || world.links[at].source_closed;
-        let risky = world.faults_left > 0 || lost(world.here.link) || lost(world.there.link);
-        for deed in deeds {
-            happenings.push((deed, None));
+        let risky = world.faults_left > 0 || lost(world.source.link) || lost(world.target.link);
+        for operation in operations {
+            happenings.push((operation, None));
             if risky {
-                let mishaps = Step::mishaps(self, world, deed);
-                happenings.extend(mishaps.into_iter().map(|mishap| (deed, Some(mishap))));
+                let step_faults = Step::step_faults(self, world, operation);
+                happenings.extend(step_faults.into_iter().map(|step_fault| (operation, Some(step_fault))));
             }
         }
     }
 
-    fn next_state(&self, world: &World, (deed, mishap): Happening) -> Option<World> {
-        Step::new(self, world, mishap).done(deed)
+    fn next_state(&self, world: &World, (operation, step_fault): Happening) -> Option<World> {
+        Step::new(self, world, step_fault).done(operation)
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
         let mut properties = Promise::properties();
         properties.push(Property::eventually(
             "in the end source and target have ended with an outcome",
-            |_, world: &World| world.here.ended() && world.there.ended(),
+            |_, world: &World| world.source.ended() && world.target.ended(),
         ));
         if self.flaw.is_none() {
             properties.extend(self.reached());
@@ -217,74 +217,77 @@ impl Protocol {
         let mut reached = vec![
             Property::sometimes("the guest moves", |_, world: &World| world.completed()),
             Property::sometimes("the migration is cancelled", |_, world: &World| {
-                matches!(world.here.outcome, Some(Outcome::Cancelled(_)))
+                matches!(world.source.outcome, Some(Outcome::Cancelled(_)))
             }),
             Property::sometimes("the guest is given back after the commit", |_, world: &World| {
-                world.here.committed && matches!(world.here.outcome, Some(Outcome::Failed(_)))
+                world.source.committed && matches!(world.source.outcome, Some(Outcome::Failed(_)))
             }),
         ];
-        if self.fenced {
-            reached.extend(self.reached_with_a_fence());
+        if self.with_arbiter {
+            reached.extend(self.reached_with_an_arbiter());
         } else if self.mode == MigrationMode::Precopy {
             reached.extend([
                 Property::sometimes("the owner is unknown, and the guest moved", |_, world: &World| {
-                    world.unknown() && world.there.running
+                    world.unknown() && world.target.running
                 }),
                 Property::sometimes(
                     "the owner is unknown, and the guest did not move",
-                    |_, world: &World| world.unknown() && world.there.ended() && !world.there.running,
+                    |_, world: &World| world.unknown() && world.target.ended() && !world.target.running,
                 ),
                 Property::sometimes("damaged pages are sent again", |_, world: &World| {
-                    let resent = world.here.session.is.summary().suspects_resent > 0;
-                    !world.here.ended() && world.here.committed && resent
+                    let resent = world.source.session.is.summary().digest_mismatches_resent > 0;
+                    !world.source.ended() && world.source.committed && resent
                 }),
             ]);
         } else {
             reached.extend([
                 Property::sometimes("the guest moves after its I/O was busy", |_, world: &World| {
-                    world.completed() && world.here.session.is.was_busy()
+                    world.completed() && world.source.session.is.was_busy()
                 }),
                 Property::sometimes("the guest moves over a second link", |_, world: &World| {
-                    world.completed() && world.there.link > 0
+                    world.completed() && world.target.link > 0
                 }),
                 Property::sometimes("the guest is given back over a second link", |_, world: &World| {
-                    world.here.running && world.there.link > 0
+                    world.source.running && world.target.link > 0
                 }),
                 Property::sometimes(
                     "the guest is lost with its source, which reports it",
-                    |_, world: &World| world.here.crashed && world.there.rest && world.there.crashed,
+                    |_, world: &World| {
+                        world.source.crashed && world.target.in_postcopy && world.target.crashed
+                    },
                 ),
                 Property::sometimes("the source dies, and the guest is complete", |_, world: &World| {
-                    world.here.crashed && world.there.outcome == Some(TargetOutcome::Completed)
+                    world.source.crashed && world.target.outcome == Some(TargetOutcome::Completed)
                 }),
             ]);
         }
         reached
     }
 
-    fn reached_with_a_fence(&self) -> Vec<Property<Self>> {
+    fn reached_with_an_arbiter(&self) -> Vec<Property<Self>> {
         let mut reached = vec![
             Property::sometimes("the arbiter gives the guest to the source", |_, world: &World| {
-                world.asked_fence()
-                    && matches!(world.here.outcome, Some(Outcome::Failed(_)))
-                    && world.fence_gives_it_to(Side::Source) == Some(true)
+                world.used_arbiter()
+                    && matches!(world.source.outcome, Some(Outcome::Failed(_)))
+                    && world.arbiter_permits(Side::Source) == Some(true)
             }),
             Property::sometimes("the target's claim comes too late", |_, world: &World| {
-                let refused = world.there.outcome.is_some() && !world.there.crashed && !world.there.started;
-                world.here.running && world.here.committed && refused
+                let refused =
+                    world.target.outcome.is_some() && !world.target.crashed && !world.target.started;
+                world.source.running && world.source.committed && refused
             }),
             Property::sometimes(
                 "the owner dies, and no host is said to run the guest",
                 |_, world: &World| {
-                    let held = world.fence.as_ref().and_then(|fence| fence.register);
-                    world.unknown() && held == Some(Ruling::Target { runs: false })
+                    let held = world.arbiter.as_ref().and_then(|arbiter| arbiter.register);
+                    world.unknown() && held == Some(Ownership::Target { runs: false })
                 },
             ),
         ];
         if self.mode == MigrationMode::Precopy {
             reached
                 .push(Property::sometimes("the arbiter reports that the guest moved", |_, world: &World| {
-                    world.asked_fence() && world.completed()
+                    world.used_arbiter() && world.completed()
                 }));
         }
         reached
@@ -328,7 +331,7 @@ impl Protocol {
             std::io::stdout(),
             "model: {}{}, {:?}: {} states, {} transitions, depth {}, {:.1} s; {}",
             self.mode,
-            if self.fenced { " with a fence" } else { "" },
+            if self.with_arbiter { " with a fence" } else { "" },
             self.bounds,
             checker.unique_state_count(),
             checker.state_count(),
@@ -350,16 +353,16 @@ impl Protocol {
 
 impl World {
     /// Returns true if the source has claimed the guest.
-    fn asked_fence(&self) -> bool {
-        self.fence.is_some() && !self.here.session.is.fence_done()
+    fn used_arbiter(&self) -> bool {
+        self.arbiter.is_some() && !self.source.session.is.register_unneeded()
     }
 
     fn completed(&self) -> bool {
-        self.here.outcome == Some(Outcome::Completed)
+        self.source.outcome == Some(Outcome::Completed)
     }
 
     fn unknown(&self) -> bool {
-        matches!(self.here.outcome, Some(Outcome::Unknown(_)))
+        matches!(self.source.outcome, Some(Outcome::Unknown(_)))
     }
 }
 
@@ -392,12 +395,12 @@ mod every_promise_is_kept_in_every_state {
 }
 
 #[test]
-fn every_promise_is_kept_with_a_fence() {
+fn every_promise_is_kept_with_an_arbiter() {
     // A lost link and a missing answer of the arbiter are two faults. The guest's writes have no
     // effect on its owner.
-    let bounds = Bounds { faults: 2, writes: 0, writes_there: 0, touches: 0, passes: 1, ..Bounds::SHORT };
+    let bounds = Bounds { faults: 2, writes: 0, target_writes: 0, touches: 0, passes: 1, ..Bounds::SHORT };
     for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
-        Protocol::new(mode, bounds).fenced().explore(false);
+        Protocol::new(mode, bounds).with_arbiter().explore(false);
     }
 }
 
@@ -417,7 +420,7 @@ fn further_than_in_every_build() {
     let only = std::env::var("VMFERRY_MODEL_MODE").ok();
     for mode in MODES.into_iter().filter(|mode| only.as_ref().is_none_or(|only| *only == mode.to_string())) {
         let model = Protocol::new(mode, bounds);
-        let fenced = std::env::var("VMFERRY_MODEL_FENCE").is_ok_and(|fence| fence == "1");
-        if fenced { model.fenced() } else { model }.explore(true);
+        let with_arbiter = std::env::var("VMFERRY_MODEL_FENCE").is_ok_and(|arbiter| arbiter == "1");
+        if with_arbiter { model.with_arbiter() } else { model }.explore(true);
     }
 }

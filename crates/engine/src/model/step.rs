@@ -1,23 +1,23 @@
 //! One step of the model: the possible steps of a state, and the faults within them.
 
-use super::fence::{Fate, Fence};
+use super::arbiter::{Fate, ModelArbiter};
 use super::judge::Promise;
 use super::world::{Link, World};
 use super::{Flaw, Protocol};
-use crate::run::Agenda;
+use crate::run::ActionQueue;
 use vmferry_protocol::source::Action;
 
 /// Step without its fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Deed {
+pub(super) enum Operation {
     /// The guest writes a page on the source, writes one on the target, or touches one on the
     /// target.
     Writes(usize),
-    WritesThere(usize),
+    WritesOnTarget(usize),
     Touches(usize),
     /// The source's session gets the next message of its control channel, or performs an action
     /// that takes time.
-    SourceHears,
+    SourceReceives,
     SourceActs,
     SourceNoticesLoss,
     /// The thread of the bulk channel sends, or a thread answers a request.
@@ -37,7 +37,7 @@ pub(super) enum Deed {
     Recover,
     Abandon,
     /// The target's session gets the next message, or a report of its threads.
-    TargetHears,
+    TargetReceives,
     TargetTakesBulk,
     TargetTakesUrgent,
     /// A channel of an earlier link delivers a page.
@@ -45,8 +45,8 @@ pub(super) enum Deed {
     TargetNoticesLoss,
     /// A thread finds that its channel is lost before the session is told.
     ThreadNoticesLoss,
-    TargetHearsOfLoss,
-    TargetHearsOfLast,
+    TargetLearnsOfLoss,
+    TargetLearnsOfLast,
     /// The hello of a new control channel arrives.
     TargetIsAsked(usize),
     /// Requests of the operator of the target: stop, or give up a guest that cannot continue.
@@ -57,14 +57,14 @@ pub(super) enum Deed {
     Cut,
     CutPages,
     /// A step of a request to the arbiter, or the expiry of a lease.
-    Fence(usize, Fate),
+    Arbiter(usize, Fate),
     LeaseEnds,
 }
 
 /// Fault within a step: before or in the action with this number, among those that follow from one
 /// event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Mishap {
+pub(super) enum StepFault {
     SourceDiesBefore(u8),
     TargetDiesBefore(u8),
     StepFails(u8),
@@ -80,7 +80,7 @@ pub(super) enum Mishap {
     Damage,
 }
 
-impl Mishap {
+impl StepFault {
     /// Returns true if the fault is counted, and is not a consequence of another one.
     fn counts(self) -> bool {
         !matches!(self, Self::NotSent(_) | Self::SendFails(_))
@@ -91,46 +91,46 @@ impl Mishap {
 pub(super) struct Step<'a> {
     pub(super) model: &'a Protocol,
     pub(super) world: World,
-    mishap: Option<Mishap>,
+    step_fault: Option<StepFault>,
     happened: bool,
     /// Number of actions so far, and below, the faults that were possible in them.
     pub(super) at: u8,
-    could: Vec<Mishap>,
+    could: Vec<StepFault>,
 }
 
 impl<'a> Step<'a> {
-    pub(super) fn new(model: &'a Protocol, world: &World, mishap: Option<Mishap>) -> Self {
-        Self { model, world: world.clone(), mishap, happened: false, at: 0, could: Vec::new() }
+    pub(super) fn new(model: &'a Protocol, world: &World, step_fault: Option<StepFault>) -> Self {
+        Self { model, world: world.clone(), step_fault, happened: false, at: 0, could: Vec::new() }
     }
 
     /// Returns true if this fault happens here.
-    pub(super) fn goes_wrong(&mut self, what: Mishap) -> bool {
-        if self.mishap == Some(what) && !self.happened {
+    pub(super) fn injects(&mut self, what: StepFault) -> bool {
+        if self.step_fault == Some(what) && !self.happened {
             self.happened = true;
             if what.counts() {
                 self.fault();
             }
             return true;
         }
-        if self.mishap.is_none() && (self.world.faults_left > 0 || !what.counts()) {
+        if self.step_fault.is_none() && (self.world.faults_left > 0 || !what.counts()) {
             self.could.push(what);
         }
         false
     }
 
-    /// Returns the faults that are possible in `deed`, each of which is another step.
-    pub(super) fn mishaps(model: &'a Protocol, world: &World, deed: Deed) -> Vec<Mishap> {
+    /// Returns the faults that are possible in `operation`, each of which is another step.
+    pub(super) fn step_faults(model: &'a Protocol, world: &World, operation: Operation) -> Vec<StepFault> {
         let mut step = Self::new(model, world, None);
-        step.happen(deed);
+        step.happen(operation);
         step.could
     }
 
     /// Returns the state after the step, if the step changes anything and its fault was possible.
-    pub(super) fn done(mut self, deed: Deed) -> Option<World> {
-        let before = self.mishap.is_none().then(|| self.world.clone());
-        self.happen(deed);
+    pub(super) fn done(mut self, operation: Operation) -> Option<World> {
+        let before = self.step_fault.is_none().then(|| self.world.clone());
+        self.happen(operation);
         self.check();
-        if self.mishap.is_some() != self.happened || before.is_some_and(|before| before == self.world) {
+        if self.step_fault.is_some() != self.happened || before.is_some_and(|before| before == self.world) {
             return None;
         }
         Some(self.world)
@@ -138,7 +138,7 @@ impl<'a> Step<'a> {
 
     pub(super) fn fault(&mut self) {
         self.world.faults_left -= 1;
-        self.world.calm = false;
+        self.world.fault_free = false;
     }
 
     pub(super) fn flaw(&self, flaw: Flaw) -> bool {
@@ -151,75 +151,75 @@ impl<'a> Step<'a> {
         }
     }
 
-    pub(super) fn link_here(&mut self) -> &mut Link {
-        &mut self.world.links[self.world.here.link]
+    pub(super) fn source_link(&mut self) -> &mut Link {
+        &mut self.world.links[self.world.source.link]
     }
 
-    pub(super) fn link_there(&mut self) -> &mut Link {
-        &mut self.world.links[self.world.there.link]
+    pub(super) fn target_link(&mut self) -> &mut Link {
+        &mut self.world.links[self.world.target.link]
     }
 
     /// Returns true if messages of the source arrive.
     pub(super) fn link_up(&self) -> bool {
-        self.world.here.connected && !self.world.links[self.world.here.link].dead()
+        self.world.source.connected && !self.world.links[self.world.source.link].dead()
     }
 
     /// Performs the first actions of the source's session.
     pub(super) fn begin(&mut self, first: Vec<Action>) {
-        self.run_here(Agenda::new(first), None);
+        self.run_source(ActionQueue::new(first), None);
     }
 
-    fn happen(&mut self, deed: Deed) {
-        match deed {
-            Deed::Writes(page) => {
-                self.world.here.writes_left -= 1;
+    fn happen(&mut self, operation: Operation) {
+        match operation {
+            Operation::Writes(page) => {
+                self.world.source.writes_left -= 1;
                 self.write(page);
             }
-            Deed::WritesThere(page) => self.write_there(page),
-            Deed::Touches(page) => {
-                self.world.there.touches_left -= 1;
+            Operation::WritesOnTarget(page) => self.write_on_target(page),
+            Operation::Touches(page) => {
+                self.world.target.touches_left -= 1;
                 self.touch(page);
             }
-            Deed::Cut | Deed::CutPages => {
+            Operation::Cut | Operation::CutPages => {
                 self.fault();
                 for link in &mut self.world.links {
                     link.pages_cut = true;
-                    link.cut |= deed == Deed::Cut;
+                    link.cut |= operation == Operation::Cut;
                 }
             }
-            Deed::CrashSource => {
+            Operation::CrashSource => {
                 self.fault();
                 self.crash_source();
             }
-            Deed::CrashTarget => {
+            Operation::CrashTarget => {
                 self.fault();
                 self.crash_target();
             }
-            Deed::Fence(word, fate) => self.fence_happens(word, fate),
-            Deed::LeaseEnds => self.world.fence.iter_mut().for_each(Fence::lapse),
-            Deed::TargetHears
-            | Deed::TargetTakesBulk
-            | Deed::TargetTakesUrgent
-            | Deed::TargetTakesLate
-            | Deed::TargetNoticesLoss
-            | Deed::ThreadNoticesLoss
-            | Deed::TargetHearsOfLoss
-            | Deed::TargetHearsOfLast
-            | Deed::TargetIsAsked(_)
-            | Deed::Stop
-            | Deed::GiveUp => self.happen_there(deed),
-            deed => self.happen_here(deed),
+            Operation::Arbiter(request, fate) => self.arbiter_step(request, fate),
+            Operation::LeaseEnds => self.world.arbiter.iter_mut().for_each(ModelArbiter::lapse),
+            Operation::TargetReceives
+            | Operation::TargetTakesBulk
+            | Operation::TargetTakesUrgent
+            | Operation::TargetTakesLate
+            | Operation::TargetNoticesLoss
+            | Operation::ThreadNoticesLoss
+            | Operation::TargetLearnsOfLoss
+            | Operation::TargetLearnsOfLast
+            | Operation::TargetIsAsked(_)
+            | Operation::Stop
+            | Operation::GiveUp => self.happen_on_target(operation),
+            operation => self.happen_on_source(operation),
         }
         self.forget_links();
     }
 
     /// Forgets sets of channels that neither host uses any more and that carry nothing.
     fn forget_links(&mut self) {
-        let (here, there) = (self.world.here.link, self.world.there.link);
+        let (source, target) = (self.world.source.link, self.world.target.link);
         let keep = self.flaw(Flaw::RetoldEarly);
-        let gone = (self.world.here.ended(), self.world.there.ended());
+        let gone = (self.world.source.ended(), self.world.target.ended());
         for (at, link) in self.world.links.iter_mut().enumerate() {
-            let past = at < there && (at < here || gone.0);
+            let past = at < target && (at < source || gone.0);
             if (past && !keep) || gone == (true, true) {
                 *link = Link { cut: true, ..Link::default() };
             }

@@ -1,15 +1,15 @@
 //! Returns the text of a step, for a trace.
 
 use super::Happening;
-use super::fence::Fence;
-use super::step::{Deed, Mishap};
-use super::world::{Cargo, Down, Up, World};
+use super::arbiter::ModelArbiter;
+use super::step::{Operation, StepFault};
+use super::world::{Cargo, ToSourceCargo, ToTargetCargo, World};
 
-pub(super) fn tell(world: &World, (deed, mishap): Happening) -> String {
-    let said = deed_told(world, deed);
-    match mishap {
+pub(super) fn tell(world: &World, (operation, step_fault): Happening) -> String {
+    let said = describe_operation(world, operation);
+    match step_fault {
         None => said,
-        Some(mishap) => format!("{said} ({})", mishap_told(mishap)),
+        Some(step_fault) => format!("{said} ({})", describe_step_fault(step_fault)),
     }
 }
 
@@ -19,51 +19,57 @@ fn name(of: &impl std::fmt::Debug) -> String {
     text.split([' ', '(', '{']).next().unwrap_or_default().to_owned()
 }
 
-fn deed_told(world: &World, deed: Deed) -> String {
-    let (here, there) = (&world.links[world.here.link], &world.links[world.there.link]);
-    match deed {
-        Deed::Writes(page) => format!("guest writes {page}"),
-        Deed::WritesThere(page) => format!("guest writes {page} on the target"),
-        Deed::Touches(page) => format!("guest waits for {page}"),
-        Deed::SourceHears => match here.up.front() {
-            Some(Up::Message(message)) => format!("source hears {}", name(&*message.is)),
-            Some(Up::Reply(yes)) => {
+fn describe_operation(world: &World, operation: Operation) -> String {
+    let (source, target) = (&world.links[world.source.link], &world.links[world.target.link]);
+    match operation {
+        Operation::Writes(page) => format!("guest writes {page}"),
+        Operation::WritesOnTarget(page) => format!("guest writes {page} on the target"),
+        Operation::Touches(page) => format!("guest waits for {page}"),
+        Operation::SourceReceives => match source.up.front() {
+            Some(ToSourceCargo::Message(message)) => format!("source hears {}", name(&*message.is)),
+            Some(ToSourceCargo::Reply(yes)) => {
                 format!("source hears that it is {}", if *yes { "heard" } else { "refused" })
             }
             None => "source hears nothing".into(),
         },
-        Deed::SourceActs => format!("source does {}", world.here.todo.as_ref().map(name).unwrap_or_default()),
-        Deed::SourceNoticesLoss => "source notices the loss".into(),
-        Deed::Sends => "source sends pages".into(),
-        Deed::Serves => "source answers a request".into(),
-        Deed::TargetHears => match there.down.front() {
-            Some(Down::Message(message)) => format!("target hears {}", name(&*message.is)),
+        Operation::SourceActs => {
+            format!("source does {}", world.source.todo.as_ref().map(name).unwrap_or_default())
+        }
+        Operation::SourceNoticesLoss => "source notices the loss".into(),
+        Operation::Sends => "source sends pages".into(),
+        Operation::Serves => "source answers a request".into(),
+        Operation::TargetReceives => match target.down.front() {
+            Some(ToTargetCargo::Message(message)) => format!("target hears {}", name(&*message.is)),
             _ => "target hears nothing".into(),
         },
-        Deed::TargetTakesBulk => format!("target takes {}", cargo(there.bulk.front())),
-        Deed::TargetTakesUrgent => format!("target takes urgent {}", cargo(there.urgent.front())),
-        Deed::TargetTakesLate => "target takes what the lost link brings".into(),
-        Deed::TargetNoticesLoss => "target notices the loss".into(),
-        Deed::ThreadNoticesLoss => "a channel of the target ends".into(),
-        Deed::TargetHearsOfLoss => "target hears of it".into(),
-        Deed::TargetHearsOfLast => "target hears that all is here".into(),
-        Deed::TargetIsAsked(_) => "source is back".into(),
-        Deed::TickSoon => "source tries again".into(),
-        Deed::TickAtTimeout => "timeout".into(),
-        Deed::TickMuchLater => "long silence".into(),
-        Deed::Dials => "source connects".into(),
-        Deed::DialFails => "connecting fails".into(),
-        Deed::CrashSource => "SOURCE DIES".into(),
-        Deed::CrashTarget => "TARGET DIES".into(),
-        Deed::Cut => "LINK CUT".into(),
-        Deed::CutPages => "PAGE CHANNELS CUT".into(),
-        Deed::Cancel | Deed::SwitchNow | Deed::Pause | Deed::Recover | Deed::Abandon => {
-            format!("operator requests {}", name(&deed).to_lowercase())
+        Operation::TargetTakesBulk => format!("target takes {}", cargo(target.bulk.front())),
+        Operation::TargetTakesUrgent => format!("target takes urgent {}", cargo(target.urgent.front())),
+        Operation::TargetTakesLate => "target takes what the lost link brings".into(),
+        Operation::TargetNoticesLoss => "target notices the loss".into(),
+        Operation::ThreadNoticesLoss => "a channel of the target ends".into(),
+        Operation::TargetLearnsOfLoss => "target hears of it".into(),
+        Operation::TargetLearnsOfLast => "target hears that all is here".into(),
+        Operation::TargetIsAsked(_) => "source is back".into(),
+        Operation::TickSoon => "source tries again".into(),
+        Operation::TickAtTimeout => "timeout".into(),
+        Operation::TickMuchLater => "long silence".into(),
+        Operation::Dials => "source connects".into(),
+        Operation::DialFails => "connecting fails".into(),
+        Operation::CrashSource => "SOURCE DIES".into(),
+        Operation::CrashTarget => "TARGET DIES".into(),
+        Operation::Cut => "LINK CUT".into(),
+        Operation::CutPages => "PAGE CHANNELS CUT".into(),
+        Operation::Cancel
+        | Operation::SwitchNow
+        | Operation::Pause
+        | Operation::Recover
+        | Operation::Abandon => {
+            format!("operator requests {}", name(&operation).to_lowercase())
         }
-        Deed::Fence(word, fate) => Fence::told(word, fate),
-        Deed::LeaseEnds => "what the fence gave runs out".into(),
-        Deed::Stop => "operator stops the target".into(),
-        Deed::GiveUp => "operator gives up the target".into(),
+        Operation::Arbiter(request, fate) => ModelArbiter::describe(request, fate),
+        Operation::LeaseEnds => "what the fence gave runs out".into(),
+        Operation::Stop => "operator stops the target".into(),
+        Operation::GiveUp => "operator gives up the target".into(),
     }
 }
 
@@ -77,14 +83,14 @@ fn cargo(cargo: Option<&Cargo>) -> String {
     }
 }
 
-fn mishap_told(mishap: Mishap) -> &'static str {
-    match mishap {
-        Mishap::SourceDiesBefore(_) | Mishap::TargetDiesBefore(_) => "AND DIES in the middle",
-        Mishap::StepFails(_) => "WHICH FAILS",
-        Mishap::Busy(_) => "AND FINDS ITS I/O BUSY",
-        Mishap::NotSent(_) => "the answer does not leave",
-        Mishap::SendFails(_) => "the answer fails to be sent",
-        Mishap::BreaksAfter(_) => "LINK CUT as it answers",
-        Mishap::Damage => "DAMAGED",
+fn describe_step_fault(step_fault: StepFault) -> &'static str {
+    match step_fault {
+        StepFault::SourceDiesBefore(_) | StepFault::TargetDiesBefore(_) => "AND DIES in the middle",
+        StepFault::StepFails(_) => "WHICH FAILS",
+        StepFault::Busy(_) => "AND FINDS ITS I/O BUSY",
+        StepFault::NotSent(_) => "the answer does not leave",
+        StepFault::SendFails(_) => "the answer fails to be sent",
+        StepFault::BreaksAfter(_) => "LINK CUT as it answers",
+        StepFault::Damage => "DAMAGED",
     }
 }

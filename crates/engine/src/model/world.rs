@@ -1,6 +1,6 @@
 //! State of the model: two hosts with the production sessions, and the links between them.
 
-use super::fence::Fence;
+use super::arbiter::ModelArbiter;
 use super::judge::Promise;
 use crate::source::session::Session as SourceSession;
 use crate::target::session::{Outcome as TargetOutcome, Session as TargetSession};
@@ -9,7 +9,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use vmferry_core::{Gpa, MachineConfig, Region, RegionId};
 use vmferry_protocol::source::{Action, Outcome};
-use vmferry_wire::{LackingPages, RunName};
+use vmferry_wire::{MissingPages, RegionRun};
 
 pub(super) const PAGES: usize = 2;
 pub(super) const REGION: RegionId = RegionId(0);
@@ -43,19 +43,19 @@ pub(super) fn machine() -> MachineConfig {
 }
 
 /// Returns a set in its wire format.
-pub(super) fn piece_of(mask: Mask) -> LackingPages {
-    LackingPages { region: REGION, first: 0, words: u64::from(mask).to_le_bytes().to_vec() }
+pub(super) fn piece_of(mask: Mask) -> MissingPages {
+    MissingPages { region: REGION, first: 0, words: u64::from(mask).to_le_bytes().to_vec() }
 }
 
-pub(super) fn mask_of(piece: &LackingPages) -> Mask {
+pub(super) fn mask_of(piece: &MissingPages) -> Mask {
     piece.words[0]
 }
 
-pub(super) fn runs_of(mask: Mask) -> Vec<RunName> {
-    pages(mask).map(|page| RunName { region: REGION, first: page as u64, count: 1 }).collect()
+pub(super) fn runs_of(mask: Mask) -> Vec<RegionRun> {
+    pages(mask).map(|page| RegionRun { region: REGION, first: page as u64, count: 1 }).collect()
 }
 
-pub(super) fn mask_of_runs(runs: &[RunName]) -> Mask {
+pub(super) fn mask_of_runs(runs: &[RegionRun]) -> Mask {
     runs.iter().map(|run| 1 << run.first).sum()
 }
 
@@ -113,7 +113,7 @@ impl<T: Clone> Keyed<T> {
 
 /// Cargo of a control channel to the target.
 #[derive(Debug, Clone, PartialEq, Hash)]
-pub(super) enum Down {
+pub(super) enum ToTargetCargo {
     /// Hello of a control channel that takes up a lost link.
     Back,
     Message(Keyed<vmferry_wire::ToTarget>),
@@ -121,8 +121,8 @@ pub(super) enum Down {
 
 /// Cargo of a control channel to the source.
 #[derive(Debug, Clone, PartialEq, Hash)]
-pub(super) enum Up {
-    /// Answer to [`Down::Back`].
+pub(super) enum ToSourceCargo {
+    /// Answer to [`ToTargetCargo::Back`].
     Reply(bool),
     Message(Keyed<vmferry_wire::ToSource>),
 }
@@ -147,8 +147,8 @@ pub(super) enum Cargo {
 /// other.
 #[derive(Debug, Clone, Default, PartialEq, Hash)]
 pub(super) struct Link {
-    pub(super) down: VecDeque<Down>,
-    pub(super) up: VecDeque<Up>,
+    pub(super) down: VecDeque<ToTargetCargo>,
+    pub(super) up: VecDeque<ToSourceCargo>,
     pub(super) bulk: VecDeque<Cargo>,
     pub(super) urgent: VecDeque<Cargo>,
     /// Requested pages, each with a flag for a request after damage.
@@ -192,14 +192,14 @@ pub(super) enum Job {
         of: Mask,
     },
     /// Remaining pages, which are claimed one by one.
-    Rest {
+    Remaining {
         pass: u32,
     },
 }
 
 /// State of reopening a lost link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) enum Dial {
+pub(super) enum DialState {
     No,
     /// Not tried yet.
     Wanted,
@@ -208,7 +208,7 @@ pub(super) enum Dial {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Here {
+pub(super) struct SourceState {
     pub(super) session: Keyed<SourceSession>,
     /// Action that was not performed yet: while the guest runs, it takes time.
     pub(super) todo: Option<Action>,
@@ -224,11 +224,11 @@ pub(super) struct Here {
     pub(super) crashed: bool,
     pub(super) link: usize,
     pub(super) connected: bool,
-    pub(super) dial: Dial,
+    pub(super) dial: DialState,
     /// True after an attempt to reach a target that has ended.
     pub(super) in_vain: bool,
     pub(super) timed_out: bool,
-    pub(super) switch_asked: bool,
+    pub(super) switch_requested: bool,
     pub(super) live_passes: u8,
     /// Content of each page: the number of its writes.
     pub(super) memory: [u8; PAGES],
@@ -242,7 +242,7 @@ pub(super) struct Here {
     pub(super) claims: Option<Mask>,
     pub(super) serving: bool,
     pub(super) early: Vec<(usize, bool)>,
-    pub(super) lacking: Mask,
+    pub(super) missing: Mask,
     pub(super) writes_left: u8,
 }
 
@@ -256,12 +256,12 @@ pub(super) enum Fate {
 
 /// The target's memory after the handover.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Lazy {
+pub(super) struct Paging {
     pub(super) fate: Fate,
-    pub(super) lacking: Mask,
+    pub(super) missing: Mask,
     /// Pages that are present. Other pages make a fault.
     pub(super) present: Mask,
-    pub(super) asked: Mask,
+    pub(super) requested: Mask,
     pub(super) waits: Mask,
     pub(super) lines_up: bool,
     pub(super) ended: bool,
@@ -270,7 +270,7 @@ pub(super) struct Lazy {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct There {
+pub(super) struct TargetState {
     pub(super) session: Keyed<TargetSession>,
     pub(super) running: bool,
     pub(super) holds: bool,
@@ -285,40 +285,40 @@ pub(super) struct There {
     pub(super) last_came: bool,
     pub(super) collected: Mask,
     pub(super) pages: [u8; PAGES],
-    pub(super) suspect: Mask,
+    pub(super) mismatched: Mask,
     pub(super) compared: u8,
     pub(super) differ: Mask,
     pub(super) loaded: bool,
     pub(super) started: bool,
-    pub(super) lazy: Option<Lazy>,
+    pub(super) paging: Option<Paging>,
     /// True if the guest runs, and the rest of its memory is being received.
-    pub(super) rest: bool,
+    pub(super) in_postcopy: bool,
     pub(super) touches_left: u8,
     pub(super) writes_left: u8,
 }
 
 #[derive(Debug, Clone, PartialEq, Hash)]
 pub(super) struct World {
-    pub(super) here: Here,
-    pub(super) there: There,
+    pub(super) source: SourceState,
+    pub(super) target: TargetState,
     /// All sets of channels so far.
     pub(super) links: Vec<Link>,
-    pub(super) fence: Option<Fence>,
+    pub(super) arbiter: Option<ModelArbiter>,
     /// Number of faults that may still happen.
     pub(super) faults_left: u8,
     /// True if there was no fault so far.
-    pub(super) calm: bool,
+    pub(super) fault_free: bool,
     /// First promise that was broken.
     pub(super) broken: Option<Promise>,
 }
 
-impl Here {
+impl SourceState {
     pub(super) fn ended(&self) -> bool {
         self.outcome.is_some() || self.crashed
     }
 }
 
-impl There {
+impl TargetState {
     pub(super) fn ended(&self) -> bool {
         self.outcome.is_some() || self.crashed
     }
@@ -326,7 +326,7 @@ impl There {
 
 // For a host that has ended, only the outcome is hashed, so that states that differ only in its
 // leftover data are equal.
-impl Hash for Here {
+impl Hash for SourceState {
     fn hash<H: Hasher>(&self, state: &mut H) {
         let outcome = self.outcome.as_ref().map(std::mem::discriminant);
         (self.running, self.holds, self.committed, self.given_back, self.resume_failed).hash(state);
@@ -338,23 +338,24 @@ impl Hash for Here {
         // An action that takes time is hashed by its name only.
         self.todo.as_ref().map(std::mem::discriminant).hash(state);
         (self.paused, self.link, self.connected, self.dial, self.in_vain).hash(state);
-        (self.timed_out, self.switch_asked, self.live_passes).hash(state);
+        (self.timed_out, self.switch_requested, self.live_passes).hash(state);
         (self.protected, self.marked, self.pending, self.in_pass, self.job).hash(state);
-        (self.claims, self.serving, &self.early, self.lacking, self.writes_left).hash(state);
+        (self.claims, self.serving, &self.early, self.missing, self.writes_left).hash(state);
     }
 }
 
-impl Hash for There {
+impl Hash for TargetState {
     fn hash<H: Hasher>(&self, state: &mut H) {
         let outcome = self.outcome.as_ref().map(std::mem::discriminant);
-        (self.running, self.holds, outcome, self.crashed, self.stopped, self.started, self.rest).hash(state);
-        (self.pages, self.lazy).hash(state);
+        (self.running, self.holds, outcome, self.crashed, self.stopped, self.started, self.in_postcopy)
+            .hash(state);
+        (self.pages, self.paging).hash(state);
         if self.ended() {
             return;
         }
         self.session.hash(state);
         (self.link, self.connected, self.loss_noticed, self.last_came, self.collected).hash(state);
-        (self.suspect, self.compared, self.differ, self.loaded).hash(state);
+        (self.mismatched, self.compared, self.differ, self.loaded).hash(state);
         (self.touches_left, self.writes_left).hash(state);
     }
 }

@@ -56,7 +56,8 @@ pub struct Costs {
     pub pause_s: f64,
     /// Time for I/O to quiesce.
     #[serde(default)]
-    pub settle_s: f64,
+    #[serde(rename = "settle_s")]
+    pub quiesce_s: f64,
     /// Time to save the device state. Loading is assumed to take the same time.
     pub save_s: f64,
     /// Size of the device state in bytes.
@@ -75,13 +76,13 @@ impl Costs {
     /// Returns the time to stop the guest on the source and to load its state on the target.
     #[must_use]
     pub fn stopping_s(&self) -> f64 {
-        self.pause_s + self.settle_s + 2.0 * self.save_s
+        self.pause_s + self.quiesce_s + 2.0 * self.save_s
     }
 }
 
 /// Part of memory, in the order in which a pass sends the parts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
-pub struct Place {
+pub struct MemoryPart {
     /// Pages that were ever touched.
     pub touched: f64,
     /// Pages that were written in the longest window.
@@ -106,7 +107,8 @@ pub struct Inputs {
     /// Mean length of the runs of adjacent pages among the pages of a short window.
     pub run_pages: f64,
     /// Distribution of the touched and the dirty pages over memory.
-    pub places: Vec<Place>,
+    #[serde(rename = "places")]
+    pub parts: Vec<MemoryPart>,
     /// Time at which a pass protects pages.
     pub protection: Protection,
     /// Number of adjacent pages that are protected together, if they are to be sent:
@@ -121,7 +123,7 @@ pub struct Inputs {
 impl Inputs {
     /// Returns the number of touched pages in those parts of memory that the guest writes to.
     pub(crate) fn written_over(&self) -> f64 {
-        let written = self.places.iter().filter(|place| place.dirty > 0.0);
-        written.map(|place| place.touched).sum::<f64>().max(1.0)
+        let written = self.parts.iter().filter(|part| part.dirty > 0.0);
+        written.map(|part| part.touched).sum::<f64>().max(1.0)
     }
 }

@@ -7,7 +7,7 @@
 //! longer to quiesce, up to the downtime limit (at least 0.3 s, at most 1 s).
 
 use super::curve::CurvePoint;
-use super::inputs::{Costs, Inputs, Link, Place, Protection};
+use super::inputs::{Costs, Inputs, Link, MemoryPart, Protection};
 use crate::random;
 use crate::source::Settings;
 use crate::vm;
@@ -22,18 +22,18 @@ use vmferry_core::{
 /// Interval at which the measurement checks whether it must stop.
 const TICK: Duration = Duration::from_millis(50);
 /// Number of parts of memory that are distinguished.
-const PLACES: usize = 64;
+const PARTS: usize = 64;
 /// Number of pages that are checked for zeros.
 const SAMPLE: u64 = 2048;
 /// Time that a guest may take to report its free pages.
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
 /// Number of trial pauses. The shortest counts, as in a migration.
-const REHEARSALS: u32 = 2;
+const TRIAL_PAUSES: u32 = 2;
 /// Limits of the time that the guest's I/O may take to quiesce in a trial pause, whatever the
 /// downtime limit is. The lower one is what postcopy allows. The upper one bounds the effect of a
 /// mere measurement on the guest.
-const SHORTEST_REHEARSAL: Duration = Duration::from_millis(300);
-const LONGEST_REHEARSAL: Duration = Duration::from_secs(1);
+const SHORTEST_TRIAL_PAUSE: Duration = Duration::from_millis(300);
+const LONGEST_TRIAL_PAUSE: Duration = Duration::from_secs(1);
 /// Typical time to save a small guest, in seconds, for a guest that could not be saved.
 const USUAL_SAVE_S: f64 = 1e-3;
 /// Time that a first write to a protected page costs the guest, in seconds, measured on two kinds
@@ -95,7 +95,7 @@ pub struct GuestCost {
 
 /// Result of the measurement.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Looked {
+pub struct GuestMeasurement {
     /// Inputs of a plan.
     pub inputs: Inputs,
     /// Costs of the measurement for the guest.
@@ -132,7 +132,7 @@ pub fn measure(
     link: Link,
     settings: &Settings,
     stop: impl Fn() -> bool,
-) -> Result<Looked, VmError> {
+) -> Result<GuestMeasurement, VmError> {
     let memory = vm.memory();
     let mut tracker = vm.tracker(tracker)?;
     let kind = tracker.kind();
@@ -145,9 +145,9 @@ pub fn measure(
     let stopped = tracker.stop();
     let (watched, protect_page_s, touched) = watched?;
     stopped?;
-    let Stopping { pause_s, settle_s, save_s, state_bytes, stood, busy } =
-        rehearse(vm, settings.downtime_limit.clamp(SHORTEST_REHEARSAL, LONGEST_REHEARSAL))?;
-    let free_pages = if settings.free_pages { ask_what_is_free(vm, &touched) } else { 0 };
+    let Stopping { pause_s, quiesce_s, save_s, state_bytes, paused, busy } =
+        measure_stopping(vm, settings.downtime_limit.clamp(SHORTEST_TRIAL_PAUSE, LONGEST_TRIAL_PAUSE))?;
+    let free_pages = if settings.free_pages { count_free_pages(vm, &touched) } else { 0 };
     let (looked, zero) = count_zeros(&*memory, &touched)?;
     let pages = touched.count();
     let layout = memory.layout();
@@ -156,7 +156,7 @@ pub fn measure(
     let faults = watched.written.as_ref().map_or(0, PageSet::count);
     let costs = Costs {
         pause_s,
-        settle_s,
+        quiesce_s,
         save_s,
         state_bytes,
         harvest_s: watched.harvest_s,
@@ -172,7 +172,7 @@ pub fn measure(
         vcpus: vm.config().vcpus,
         curve: watched.curve,
         run_pages: watched.run_pages,
-        places: places(&touched, watched.written.as_ref()),
+        parts: parts(&touched, watched.written.as_ref()),
         protection: if kind == TrackerKind::Log { Protection::BeforeRead } else { Protection::AtHarvest },
         chunk_pages,
         link,
@@ -182,10 +182,10 @@ pub fn measure(
         tracked_ms: tracked.as_secs_f64() * 1e3,
         faults,
         faults_ms: faults as f64 * fault_s * 1e3,
-        pauses: REHEARSALS,
-        paused_ms: stood.as_secs_f64() * 1e3,
+        pauses: TRIAL_PAUSES,
+        paused_ms: paused.as_secs_f64() * 1e3,
     };
-    Ok(Looked { inputs, cost, tracker: kind.to_string(), busy })
+    Ok(GuestMeasurement { inputs, cost, tracker: kind.to_string(), busy })
 }
 
 /// Protects all pages, and counts the pages that are written by the end of each window.
@@ -258,32 +258,32 @@ fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<P
 /// Costs of stopping the guest.
 struct Stopping {
     pause_s: f64,
-    settle_s: f64,
+    quiesce_s: f64,
     save_s: f64,
     state_bytes: f64,
     /// Time for which the guest was stopped, all together.
-    stood: Duration,
+    paused: Duration,
     busy: Option<String>,
 }
 
 /// Makes trial pauses to measure the costs of stopping the guest. The guest's I/O has the time
 /// `within` to quiesce.
-fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError> {
+fn measure_stopping(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError> {
     if let PauseCosts::Declared { stop, save, state_bytes } = vm.pause_costs() {
         return Ok(Stopping {
             pause_s: stop.saturating_sub(save).as_secs_f64(),
-            settle_s: 0.0,
+            quiesce_s: 0.0,
             save_s: save.as_secs_f64(),
             state_bytes: state_bytes as f64,
-            stood: Duration::ZERO,
+            paused: Duration::ZERO,
             busy: None,
         });
     }
     let (mut best, mut busy): (Option<Stopping>, _) = (None, None);
-    let (mut pause_s, mut stood) = (f64::INFINITY, Duration::ZERO);
-    for _ in 0..REHEARSALS {
-        let once = vm::rehearse(vm, within)?;
-        stood += once.stood;
+    let (mut pause_s, mut paused) = (f64::INFINITY, Duration::ZERO);
+    for _ in 0..TRIAL_PAUSES {
+        let once = vm::trial_pause(vm, within)?;
+        paused += once.total;
         pause_s = pause_s.min(once.pause.as_secs_f64());
         let sections = match once.sections {
             Ok(sections) => sections,
@@ -292,38 +292,38 @@ fn rehearse(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError
                 continue;
             }
         };
-        let (settle_s, save_s) = (once.settle.as_secs_f64(), once.save.as_secs_f64());
+        let (quiesce_s, save_s) = (once.quiesce.as_secs_f64(), once.save.as_secs_f64());
         let before =
-            best.as_ref().map_or((f64::INFINITY, f64::INFINITY), |best| (best.settle_s, best.save_s));
+            best.as_ref().map_or((f64::INFINITY, f64::INFINITY), |best| (best.quiesce_s, best.save_s));
         best = Some(Stopping {
             pause_s,
-            settle_s: settle_s.min(before.0),
+            quiesce_s: quiesce_s.min(before.0),
             save_s: save_s.min(before.1),
             state_bytes: sections.iter().map(|section| section.payload.len() as f64).sum(),
-            stood,
+            paused,
             busy: None,
         });
     }
     // For a guest that could not be saved, the save time is an estimate.
-    let guess = Stopping { pause_s, settle_s: 0.0, save_s: USUAL_SAVE_S, state_bytes: 0.0, stood, busy };
-    Ok(best.map_or(guess, |best| Stopping { pause_s, stood, ..best }))
+    let guess = Stopping { pause_s, quiesce_s: 0.0, save_s: USUAL_SAVE_S, state_bytes: 0.0, paused, busy };
+    Ok(best.map_or(guess, |best| Stopping { pause_s, paused, ..best }))
 }
 
 /// Returns how many of the pages `touched` the guest reports as free. Returns zero if the guest
 /// cannot be asked, or does not answer in time.
-fn ask_what_is_free(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
+fn count_free_pages(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
     let memory = vm.memory();
     let Some(mut source) = vm.free_pages() else { return 0 };
     let mut report = FreeReport::new(memory.layout());
     let question = random::<8>().map_or(1, u64::from_le_bytes);
     let deadline = Instant::now() + FREE_PATIENCE;
-    let mut asked = source.ask(question);
-    while asked.is_ok() && Instant::now() < deadline {
+    let mut requested = source.request(question);
+    while requested.is_ok() && Instant::now() < deadline {
         match source.poll(&mut report) {
             Ok(Some(answer)) if answer.question == question && answer.complete => break,
             Ok(Some(_)) => {}
             Ok(None) => std::thread::sleep(Duration::from_millis(1)),
-            Err(error) => asked = Err(error),
+            Err(error) => requested = Err(error),
         }
     }
     source.stop();
@@ -361,26 +361,25 @@ fn is_zero(
 
 /// Returns the distribution of the touched and the written pages, in the order in which a pass
 /// sends them.
-fn places(touched: &PageSet, written: Option<&PageSet>) -> Vec<Place> {
+fn parts(touched: &PageSet, written: Option<&PageSet>) -> Vec<MemoryPart> {
     let pages: u64 = touched.iter().map(|(_, map)| map.len()).sum();
-    let part = pages.div_ceil(PLACES as u64).max(1);
-    let mut places = vec![Place::default(); PLACES];
+    let part = pages.div_ceil(PARTS as u64).max(1);
+    let mut parts = vec![MemoryPart::default(); PARTS];
     let mut base = 0;
     for (region, map) in touched.iter() {
         let dirty = written.and_then(|set| set.region(region));
         let mut first = 0;
         while first < map.len() {
             let end = ((base + first) / part * part + part - base).min(map.len());
-            if let Some(place) = usize::try_from((base + first) / part).ok().and_then(|at| places.get_mut(at))
-            {
-                place.touched += map.count_range(first..end) as f64;
-                place.dirty += dirty.map_or(0, |dirty| dirty.count_range(first..end)) as f64;
+            if let Some(part) = usize::try_from((base + first) / part).ok().and_then(|at| parts.get_mut(at)) {
+                part.touched += map.count_range(first..end) as f64;
+                part.dirty += dirty.map_or(0, |dirty| dirty.count_range(first..end)) as f64;
             }
             first = end;
         }
         base += map.len();
     }
-    places
+    parts
 }
 
 #[cfg(test)]
@@ -408,10 +407,10 @@ mod tests {
         let (mut touched, mut written) = (PageSet::full(&layout), PageSet::empty(&layout));
         touched.region_mut(RegionId(0)).unwrap().clear_range(0..25);
         written.region_mut(RegionId(1)).unwrap().set_range(575..600);
-        let places = places(&touched, Some(&written));
-        assert_eq!((places.len(), places[0].touched, places[1].touched), (64, 0.0, 25.0));
-        assert_eq!((places[63].dirty, places[62].dirty), (25.0, 0.0));
-        let sum = |value: fn(&Place) -> f64| places.iter().map(value).sum::<f64>();
-        assert_eq!((sum(|place| place.touched), sum(|place| place.dirty)), (1575.0, 25.0));
+        let parts = parts(&touched, Some(&written));
+        assert_eq!((parts.len(), parts[0].touched, parts[1].touched), (64, 0.0, 25.0));
+        assert_eq!((parts[63].dirty, parts[62].dirty), (25.0, 0.0));
+        let sum = |value: fn(&MemoryPart) -> f64| parts.iter().map(value).sum::<f64>();
+        assert_eq!((sum(|part| part.touched), sum(|part| part.dirty)), (1575.0, 25.0));
     }
 }

@@ -6,7 +6,7 @@ use super::inputs::{Inputs, Protection};
 use super::ring::Ring;
 use super::rng::Rng;
 use crate::source::sender;
-use crate::source::{AutoConverge, MigrationMode, OnTimeout, Pace, Settings};
+use crate::source::{AutoConverge, BulkLimit, MigrationMode, OnTimeout, Settings};
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 use vmferry_protocol::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
@@ -147,8 +147,11 @@ impl World<'_> {
 
     fn setup(&self) -> f64 {
         let costs = &self.inputs.costs;
-        let urgent =
-            if self.settings.may_be_lazy() { f64::from(self.settings.urgent_channels) + 1.0 } else { 0.0 };
+        let urgent = if self.settings.may_use_postcopy() {
+            f64::from(self.settings.urgent_channels) + 1.0
+        } else {
+            0.0
+        };
         // Setup opens the control channel, negotiates, and opens the other channels one after the
         // other.
         (2.0 + f64::from(self.settings.channels) + urgent) * self.inputs.link.connect_s
@@ -199,7 +202,7 @@ impl State<'_, '_> {
             let (bytes, elapsed) = self.pass(pass == 0);
             self.now += costs.harvest_s;
             if pass == 0 {
-                self.now += costs.pause_s + costs.settle_s + costs.save_s;
+                self.now += costs.pause_s + costs.quiesce_s + costs.save_s;
             }
             let left: f64 = self.dirty.iter().sum();
             let outcome =
@@ -211,8 +214,8 @@ impl State<'_, '_> {
                 return self.stop((left, bytes), pass + 1, decision == Decision::Switch);
             }
             let slow = left_before.replace(left).is_some_and(|before| left > before * HYBRID);
-            let lazy = settings.mode == MigrationMode::Hybrid && slow;
-            if lazy || (late && settings.on_timeout == OnTimeout::Postcopy) {
+            let hands_over = settings.mode == MigrationMode::Hybrid && slow;
+            if hands_over || (late && settings.on_timeout == OnTimeout::Postcopy) {
                 return self.hand_over(left, pass + 1);
             }
             if late {
@@ -238,16 +241,16 @@ impl State<'_, '_> {
         let window = elapsed + world.inputs.costs.harvest_s;
         let at_harvest = world.inputs.protection == Protection::AtHarvest;
         let lead = if at_harvest { window } else { world.lead(pages, bandwidth, first).min(window) };
-        let places = if first && !at_harvest { self.places() } else { vec![(1.0, 0.0, 1.0)] };
+        let parts = if first && !at_harvest { self.parts() } else { vec![(1.0, 0.0, 1.0)] };
         for ((class, dirty), ring) in self.classes.iter().zip(&mut self.dirty).zip(&mut self.rings) {
             let kernel = class.kernel.faster(speed);
             let left = if let Some(ring) = ring {
-                ring.pass(kernel, window, lead, if first { Some(&places) } else { None })
+                ring.pass(kernel, window, lead, if first { Some(&parts) } else { None })
             } else if first {
                 let part = |(share, from, to): &(f64, f64, f64)| {
                     class.pages * share * kernel.left_by_turns((*from, *to), window, lead)
                 };
-                places.iter().map(part).sum()
+                parts.iter().map(part).sum()
             } else {
                 let sent = dirty.min(class.pages);
                 (class.pages - sent) * kernel.within(window)
@@ -266,20 +269,20 @@ impl State<'_, '_> {
 
     /// Returns the parts of the first pass: their shares of the dirty pages, and from when to when
     /// in the pass they are read.
-    fn places(&self) -> Vec<(f64, f64, f64)> {
-        let places = &self.world.inputs.places;
+    fn parts(&self) -> Vec<(f64, f64, f64)> {
+        let parts = &self.world.inputs.parts;
         let (touched, dirty) =
-            places.iter().fold((0.0, 0.0), |(t, d), place| (t + place.touched, d + place.dirty));
+            parts.iter().fold((0.0, 0.0), |(t, d), part| (t + part.touched, d + part.dirty));
         if touched <= 0.0 || dirty <= 0.0 {
             return vec![(1.0, 0.0, 1.0)];
         }
         let mut at = 0.0;
-        let part = |place: &super::inputs::Place| {
+        let part = |part: &super::inputs::MemoryPart| {
             let from = at;
-            at += place.touched / touched;
-            (place.dirty / dirty, from, at)
+            at += part.touched / touched;
+            (part.dirty / dirty, from, at)
         };
-        places.iter().map(part).collect()
+        parts.iter().map(part).collect()
     }
 
     /// Slows the guest as the session would.
@@ -307,8 +310,8 @@ impl State<'_, '_> {
         self.hand_over(pages, 0)
     }
 
-    /// Simulates a handover with `lacking` missing pages.
-    fn hand_over(mut self, lacking: f64, passes: u32) -> Run {
+    /// Simulates a handover with `missing` missing pages.
+    fn hand_over(mut self, missing: f64, passes: u32) -> Run {
         let world = self.world;
         let costs = &world.inputs.costs;
         let names = world.inputs.memory_pages as f64 / 8.0 / world.bandwidth;
@@ -322,11 +325,11 @@ impl State<'_, '_> {
             + 4.0 * (world.round_trip + FAULT_S)
             + 2.0 * PASS_S
             + LAZY_S
-            + if passes == 0 { 0.0 } else { lacking * STALE_PAGE_S };
-        let share = if world.settings.pace == Pace::Auto && !world.capped() { PACED } else { 1.0 };
-        let rest = lacking * WIRE_PAGE / (world.bandwidth * share) + world.round_trip + PASS_S;
-        let blocked = self.blocked(rest, lacking);
-        self.bytes += lacking * WIRE_PAGE;
+            + if passes == 0 { 0.0 } else { missing * STALE_PAGE_S };
+        let share = if world.settings.pace == BulkLimit::Auto && !world.capped() { PACED } else { 1.0 };
+        let rest = missing * WIRE_PAGE / (world.bandwidth * share) + world.round_trip + PASS_S;
+        let blocked = self.blocked(rest, missing);
+        self.bytes += missing * WIRE_PAGE;
         self.held += blocked;
         let run = self.account(self.now + rest);
         Run { ends: true, total: self.now + downtime + rest, downtime, passes, ..run }
@@ -334,7 +337,7 @@ impl State<'_, '_> {
 
     /// Returns the time for which a vCPU waits for pages, while the rest arrives within `rest`
     /// seconds.
-    fn blocked(&self, rest: f64, lacking: f64) -> f64 {
+    fn blocked(&self, rest: f64, missing: f64) -> f64 {
         let world = self.world;
         let vcpus = f64::from(world.inputs.vcpus.max(1));
         let each = world.round_trip + FAULT_S + WIRE_PAGE / world.bandwidth;
@@ -344,7 +347,7 @@ impl State<'_, '_> {
             let runs = (rest - blocked).max(0.02 * rest);
             let touched: f64 =
                 world.curve.classes.iter().map(|c| c.pages * c.kernel.mean_within(0.0, runs)).sum();
-            let next = (touched.min(lacking) * each / vcpus).min(rest * 0.98);
+            let next = (touched.min(missing) * each / vcpus).min(rest * 0.98);
             blocked = 0.5 * (blocked + next);
         }
         blocked

@@ -32,7 +32,7 @@ const BEARABLE: f64 = 0.5;
 /// Way of moving a guest: a migration mode, with or without throttling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Way {
+pub enum Strategy {
     /// Precopy: the memory moves before the guest.
     Precopy,
     /// Precopy with a throttle: the guest is slowed as far as necessary.
@@ -43,7 +43,7 @@ pub enum Way {
     Hybrid,
 }
 
-impl Way {
+impl Strategy {
     /// All ways, in the order of a plan.
     pub const ALL: [Self; 4] = [Self::Precopy, Self::AutoConverge, Self::Postcopy, Self::Hybrid];
 
@@ -75,7 +75,7 @@ impl Way {
     }
 }
 
-impl std::fmt::Display for Way {
+impl std::fmt::Display for Strategy {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Self::Precopy => "precopy",
@@ -109,7 +109,7 @@ impl Interval {
 /// Prediction whether a migration ends by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Chances {
+pub enum Likelihood {
     /// At least nine of ten simulations ended.
     Yes,
     /// More than one and fewer than nine of ten simulations ended.
@@ -123,11 +123,11 @@ pub enum Chances {
 #[non_exhaustive]
 pub struct ModePlan {
     /// The way.
-    pub mode: Way,
+    pub mode: Strategy,
     /// Share of the simulations that ended by themselves within the downtime limit.
     pub probability: f64,
     /// Classification of `probability`.
-    pub converges: Chances,
+    pub converges: Likelihood,
     /// Time in ms from the first connection until the guest runs on the target with all of its
     /// memory. Covers the simulations that ended.
     pub total_ms: Option<Interval>,
@@ -149,7 +149,7 @@ pub struct Plan {
     /// Predictions for each way.
     pub modes: Vec<ModePlan>,
     /// Recommended way.
-    pub recommended: Way,
+    pub recommended: Strategy,
     /// Reason for the recommendation.
     pub reason: String,
     /// Reliability of the predictions, and their assumptions.
@@ -164,20 +164,21 @@ impl Plan {
     pub fn make(inputs: Inputs, settings: &Settings) -> Self {
         let content = inputs.touched_pages.saturating_sub(inputs.free_pages) as f64;
         let curve = Curve::fit(&inputs.curve, content.max(1.0), inputs.run_pages);
-        let modes = Way::ALL.map(|way| try_out(way, &inputs, &curve, &way.settings(settings)));
+        let modes =
+            Strategy::ALL.map(|strategy| try_out(strategy, &inputs, &curve, &strategy.settings(settings)));
         let (recommended, reason) = recommend(&modes, settings);
         let certainty = certainty(&inputs, &curve, &modes[0]);
         Self { modes: modes.into(), recommended, reason, certainty, inputs }
     }
 
-    /// Returns the prediction for `way`.
+    /// Returns the prediction for `strategy`.
     #[must_use]
-    pub fn of(&self, way: Way) -> Option<&ModePlan> {
-        self.modes.iter().find(|mode| mode.mode == way)
+    pub fn of(&self, strategy: Strategy) -> Option<&ModePlan> {
+        self.modes.iter().find(|mode| mode.mode == strategy)
     }
 }
 
-fn try_out(way: Way, inputs: &Inputs, curve: &Curve, settings: &Settings) -> ModePlan {
+fn try_out(strategy: Strategy, inputs: &Inputs, curve: &Curve, settings: &Settings) -> ModePlan {
     let mut rng = Rng::new(0x7665_7264_6963_7421);
     let cap = settings.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64);
     let longest_seen = curve.known_s;
@@ -207,12 +208,12 @@ fn try_out(way: Way, inputs: &Inputs, curve: &Curve, settings: &Settings) -> Mod
     let of_ended = |value: fn(&Run) -> f64| Interval::of(ended.iter().map(|run| value(run)).collect());
     let of_all = |value: fn(&Run) -> f64| Interval::of(runs.iter().map(value).collect());
     ModePlan {
-        mode: way,
+        mode: strategy,
         probability,
         converges: match probability {
-            share if share >= SURE => Chances::Yes,
-            share if share <= 1.0 - SURE => Chances::No,
-            _ => Chances::Borderline,
+            share if share >= SURE => Likelihood::Yes,
+            share if share <= 1.0 - SURE => Likelihood::No,
+            _ => Likelihood::Borderline,
         },
         total_ms: of_ended(|run| run.total * 1e3),
         downtime_ms: of_ended(|run| run.downtime * 1e3),
@@ -222,53 +223,53 @@ fn try_out(way: Way, inputs: &Inputs, curve: &Curve, settings: &Settings) -> Mod
     }
 }
 
-fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Way, String) {
+fn recommend(modes: &[ModePlan; 4], settings: &Settings) -> (Strategy, String) {
     let [precopy, slowed, _, _] = modes;
     let limit = ms(settings.downtime_limit.as_secs_f64());
     let stop = |mode: &ModePlan| mode.downtime_ms.map_or_else(String::new, |down| ms(down.expected / 1e3));
     let within =
         settings.timeout.map_or_else(String::new, |time| format!(" within {}", ms(time.as_secs_f64())));
     match precopy.converges {
-        Chances::Yes => {
+        Likelihood::Yes => {
             let why = format!(
                 "precopy ends by itself{within} and stops the guest for about {} where {limit} are allowed; until then the guest \
                  stays on the source, where a lost link does not affect it",
                 stop(precopy)
             );
-            return (Way::Precopy, why);
+            return (Strategy::Precopy, why);
         }
-        Chances::Borderline => {
+        Likelihood::Borderline => {
             let percent = precopy.probability * 100.0;
             let why = format!(
                 "precopy may or may not end by itself{within} (about {percent:.0} % likely): hybrid sends the same passes first and continues \
                  with postcopy where they no longer shrink, so that it ends in either case"
             );
-            return (Way::Hybrid, why);
+            return (Strategy::Hybrid, why);
         }
-        Chances::No => {}
+        Likelihood::No => {}
     }
     let lost = slowed.slowdown.map_or(1.0, |lost| lost.expected);
-    if slowed.converges == Chances::Yes && lost <= BEARABLE && settings.on_timeout != OnTimeout::Postcopy {
+    if slowed.converges == Likelihood::Yes && lost <= BEARABLE && settings.on_timeout != OnTimeout::Postcopy {
         let why = format!(
             "the guest dirties too much for precopy to end{within} with {limit} of downtime; slowed by about {:.0} % it ends, and \
              the guest stays on the source until then, where a lost link does not affect it. Postcopy and hybrid need no slowing",
             lost * 100.0
         );
-        return (Way::AutoConverge, why);
+        return (Strategy::AutoConverge, why);
     }
     let why = format!(
         "the guest dirties too much for precopy to end{within} with {limit} of downtime: hybrid moves it after the passes that are \
          worthwhile, and the rest of its memory follows; until then the guest depends on the link"
     );
-    (Way::Hybrid, why)
+    (Strategy::Hybrid, why)
 }
 
 fn certainty(inputs: &Inputs, curve: &Curve, precopy: &ModePlan) -> String {
     let mut parts = vec![match precopy.converges {
-        Chances::Yes | Chances::No => {
+        Likelihood::Yes | Likelihood::No => {
             format!("precopy ended in {:.0} % of {RUNS} simulated runs", precopy.probability * 100.0)
         }
-        Chances::Borderline => format!(
+        Likelihood::Borderline => format!(
             "borderline: precopy ended in {:.0} % of {RUNS} simulated runs, each with slightly varied figures",
             precopy.probability * 100.0
         ),

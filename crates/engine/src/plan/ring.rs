@@ -35,13 +35,13 @@ impl Ring {
     /// afterwards.
     ///
     /// The pass sends the dirty parts in order, and protects each part `lead` seconds before its
-    /// turn. With `places`, the pass sends all parts, at these shares of the pass.
+    /// turn. With `parts`, the pass sends all parts, at these shares of the pass.
     pub(crate) fn pass(
         &mut self,
         kernel: Kernel,
         window: f64,
         lead: f64,
-        places: Option<&Vec<(f64, f64, f64)>>,
+        parts: Option<&Vec<(f64, f64, f64)>>,
     ) -> f64 {
         let often = match kernel {
             Kernel::Random(often) | Kernel::Cyclic(often) => often.max(1e-9),
@@ -50,8 +50,8 @@ impl Ring {
         let count = self.dirty.iter().filter(|dirty| **dirty).count().max(1) as f64;
         let (mut done, mut left) = (0.0, [false; PARTS]);
         for (part, left) in left.iter_mut().enumerate() {
-            let since = match places {
-                Some(places) => turn(places, (part as f64 + 0.5) / PARTS as f64) * window - lead,
+            let since = match parts {
+                Some(parts) => turn(parts, (part as f64 + 0.5) / PARTS as f64) * window - lead,
                 None if self.dirty[part] => {
                     done += 1.0;
                     (done - 0.5) / count * window - lead
@@ -74,9 +74,9 @@ impl Ring {
 
 /// Returns the time of the pass, as a share of its length, at which the page at `share` of the
 /// cycle has its turn.
-fn turn(places: &[(f64, f64, f64)], share: f64) -> f64 {
+fn turn(parts: &[(f64, f64, f64)], share: f64) -> f64 {
     let mut before = 0.0;
-    for (own, from, to) in places {
+    for (own, from, to) in parts {
         if before + own >= share {
             return from + (to - from) * (share - before) / own.max(1e-9);
         }
@@ -121,8 +121,8 @@ mod tests {
     }
 
     #[test]
-    fn turn_follows_the_places() {
-        let places = [(0.5, 0.0, 0.1), (0.5, 0.6, 1.0)];
-        assert!((turn(&places, 0.25) - 0.05).abs() < 1e-9 && (turn(&places, 0.75) - 0.8).abs() < 1e-9);
+    fn turn_follows_the_parts() {
+        let parts = [(0.5, 0.0, 0.1), (0.5, 0.6, 1.0)];
+        assert!((turn(&parts, 0.25) - 0.05).abs() < 1e-9 && (turn(&parts, 0.75) - 0.8).abs() < 1e-9);
     }
 }

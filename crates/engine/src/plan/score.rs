@@ -1,13 +1,13 @@
 //! Comparison of a prediction with the migration that followed.
 
 use super::predict::ModePlan;
-use crate::monitor::MigrationState;
+use crate::handle::MigrationState;
 use crate::report::Report;
 use serde::Serialize;
 
 /// Figures of the real migration.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct Real {
+pub struct ActualFigures {
     /// True if the guest ended on the target without a timeout or a request of the operator.
     pub converged: bool,
     /// Total time in ms.
@@ -18,7 +18,7 @@ pub struct Real {
     pub bytes: f64,
 }
 
-impl Real {
+impl ActualFigures {
     /// Returns the figures of a migration that has ended.
     #[must_use]
     pub fn of(report: &Report) -> Self {
@@ -56,7 +56,7 @@ pub struct Score {
 
 /// Returns the deviation of the prediction `predicted` from `real`.
 #[must_use]
-pub fn score(predicted: &ModePlan, real: &Real) -> Score {
+pub fn score(predicted: &ModePlan, real: &ActualFigures) -> Score {
     let right = (predicted.probability >= 0.5) == real.converged;
     let both = real.converged && predicted.total_ms.is_some();
     let off = |expected: f64, real: f64| (real > 0.0).then(|| (expected / real - 1.0) * 100.0);
@@ -76,22 +76,22 @@ pub fn score(predicted: &ModePlan, real: &Real) -> Score {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::plan::{Chances, Interval, Way};
+    use crate::plan::{Interval, Likelihood, Strategy};
 
     #[test]
     fn score_compares_prediction_with_real_migration() {
         let interval = |low, expected, high| Some(Interval { low, expected, high });
         let predicted = ModePlan {
-            mode: Way::Precopy,
+            mode: Strategy::Precopy,
             probability: 0.8,
-            converges: Chances::Borderline,
+            converges: Likelihood::Borderline,
             total_ms: interval(900.0, 1100.0, 1200.0),
             downtime_ms: interval(5.0, 12.0, 14.0),
             bytes: interval(1.0, 2.0, 3.0),
             slowdown: None,
             passes: None,
         };
-        let real = Real { converged: true, total_ms: 1000.0, downtime_ms: 20.0, bytes: 2.0 };
+        let real = ActualFigures { converged: true, total_ms: 1000.0, downtime_ms: 20.0, bytes: 2.0 };
         let got = score(&predicted, &real);
         assert!(
             (got.total_pct.unwrap() - 10.0).abs() < 1e-9 && (got.downtime_ms.unwrap() + 8.0).abs() < 1e-9
@@ -100,9 +100,9 @@ mod tests {
             (got.total_within, got.downtime_within, got.convergence_right),
             (Some(true), Some(false), true)
         );
-        let stuck = score(&predicted, &Real { converged: false, ..real });
+        let stuck = score(&predicted, &ActualFigures { converged: false, ..real });
         assert_eq!((stuck.total_pct, stuck.convergence_right), (None, false));
         let no = ModePlan { probability: 0.0, total_ms: None, ..predicted };
-        assert!(score(&no, &Real { converged: false, ..real }).convergence_right);
+        assert!(score(&no, &ActualFigures { converged: false, ..real }).convergence_right);
     }
 }

@@ -7,7 +7,7 @@ use super::world::{BULK, Item, TO_SOURCE, TO_TARGET, World};
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     /// True if there are no faults: the migration must succeed.
-    pub(super) calm: bool,
+    pub(super) fault_free: bool,
     /// Failures of local steps, per mille.
     pub(super) step_fails: u64,
     /// Attempts at which the guest's I/O is not quiesced, per mille.
@@ -36,11 +36,11 @@ impl World {
             self.faults.rate = Some([4, 12, 40, 120, 400][self.rng.index(5)]);
         }
         if self.rng.per_mille(150) {
-            self.faults.calm = true;
+            self.faults.fault_free = true;
             return;
         }
-        if self.fenced() {
-            self.fence.choose_faults(&mut self.rng);
+        if self.has_arbiter() {
+            self.arbiter.choose_faults(&mut self.rng);
         }
         if self.rng.per_mille(300) {
             self.faults.step_fails = 1 + self.rng.below(60);
@@ -89,7 +89,7 @@ impl World {
             (Item::CrashTarget, 15),
         ];
         for (item, often) in ills {
-            if !self.faults.calm && self.rng.per_mille(often) {
+            if !self.faults.fault_free && self.rng.per_mille(often) {
                 let soon = 1 + self.rng.below(12_000);
                 self.at(soon, item);
             }
@@ -99,7 +99,7 @@ impl World {
     /// Schedules, in some runs, the stop or the death of a target that has just claimed its guest.
     pub(super) fn target_claims(&mut self) {
         for (item, often) in [(Item::StopTarget, 60), (Item::CrashTarget, 30)] {
-            if !self.faults.calm && self.rng.per_mille(often) {
+            if !self.faults.fault_free && self.rng.per_mille(often) {
                 let soon = 1 + self.rng.below(2_000);
                 self.at(soon, item);
             }
@@ -161,7 +161,7 @@ impl World {
     /// Stalls one channel or all channels for a while. A receiver that waits for longer than its
     /// timeout gives up a working link.
     pub(super) fn stall(&mut self) {
-        let link = if self.rng.per_mille(500) { self.here.link } else { self.there.link };
+        let link = if self.rng.per_mille(500) { self.source.link } else { self.target.link };
         let count = self.streams.count();
         let longest = [3_000, 100_000, 5_000_000, 60_000_000][self.rng.index(4)];
         let (by, only) =
@@ -174,10 +174,10 @@ impl World {
         self.faults.stalls += 1;
         // True for a silent control channel (in both directions, because the source's pings get no
         // answer), or for pages that do not arrive while the guest runs without all of its memory.
-        let silence = u64::try_from(self.here.settings.peer_timeout.as_micros()).expect("short");
+        let silence = u64::try_from(self.source.settings.peer_timeout.as_micros()).expect("short");
         let stalls = |stream| only.is_none_or(|only| only == stream);
         let patience = if stalls(TO_TARGET) { silence } else { 3 * silence };
-        let waits = stalls(TO_TARGET) || (self.there.rest && only.is_some_and(|only| only >= BULK));
+        let waits = stalls(TO_TARGET) || (self.target.in_postcopy && only.is_some_and(|only| only >= BULK));
         if waits && by > patience {
             self.faults.outlasted += 1;
             self.at(patience, Item::TargetLost(link));
@@ -196,11 +196,11 @@ impl World {
             streams.push(self.streams.requests(urgent));
         }
         for stream in streams {
-            let link = if self.streams.of_target(stream) { self.there.link } else { self.here.link };
+            let link = if self.streams.of_target(stream) { self.target.link } else { self.source.link };
             let wire = link * self.streams.count() + stream;
             self.wires[wire].cut(&mut self.rng);
             self.transmit(stream, Cargo::Eof);
         }
-        self.here.dead[some] = true;
+        self.source.dead[some] = true;
     }
 }

@@ -4,17 +4,17 @@
 #[cfg(test)]
 mod alone;
 
-use super::here::machine;
 use super::rng::Rng;
 use super::source;
-use super::there::tokens;
-use crate::fence::{ArbiterError, Ruling, Side, Word};
+use super::source_host::machine;
+use super::target_host::tokens;
+use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership, Side};
 use crate::source::session::Phase;
 use crate::target::session as target;
 use std::time::Duration;
 use vmferry_core::{RegionId, RunState, Section, StreamName};
 use vmferry_wire::{
-    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
+    MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource, ToTarget, Token,
 };
 
 const PAGES: u64 = 8;
@@ -40,13 +40,13 @@ fn settings(rng: &mut Rng) -> source::Settings {
         timeout: rng.per_mille(300).then_some(Duration::from_secs(1)),
         on_timeout: [OnTimeout::Switch, OnTimeout::Cancel, OnTimeout::Postcopy][rng.index(3)],
         reconnect_for: Duration::from_millis(rng.below(200)),
-        fence: super::fence::choose(rng),
+        arbiter: super::arbiter::choose(rng),
         ..source::Settings::default()
     }
 }
 
-fn lacking() -> LackingPages {
-    LackingPages { region: RegionId(0), first: 0, words: vec![1, 0, 0, 0, 0, 0, 0, 0] }
+fn missing_pages() -> MissingPages {
+    MissingPages { region: RegionId(0), first: 0, words: vec![1, 0, 0, 0, 0, 0, 0, 0] }
 }
 
 fn resume(pages: u64) -> ToSource {
@@ -55,7 +55,7 @@ fn resume(pages: u64) -> ToSource {
 
 /// Returns any message of a target.
 fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
-    let run = |rng: &mut Rng| RunName {
+    let run = |rng: &mut Rng| RegionRun {
         region: RegionId(u32::try_from(rng.below(2)).expect("small")),
         first: [0, 3, PAGES, u64::MAX][rng.index(4)],
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
@@ -64,18 +64,18 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
-            let suspects = [0, 0, 1, u64::MAX][rng.index(4)];
+            let mismatches = [0, 0, 1, u64::MAX][rng.index(4)];
             let runs = (0..rng.below(3)).map(|_| run(rng)).collect();
-            ToSource::Received { pass, suspects, runs }
+            ToSource::Received { pass, mismatches, runs }
         }
         5 => ToSource::Verified { pages: rng.below(2) * PAGES, mismatched: rng.below(2), samples: vec![] },
         6 => ToSource::Ready { load_us: u64::MAX },
         7 => ToSource::Running { start_us: u64::MAX, cpu_us: u64::MAX },
         8 => ToSource::Returned(refusal()),
         9 => ToSource::Failed(refusal()),
-        10 => ToSource::Lacking(lacking()),
+        10 => ToSource::Lacking(missing_pages()),
         11 => resume([0, 1, PAGES, u64::MAX][rng.index(4)]),
-        12 => ToSource::Complete(LazyFigures::default()),
+        12 => ToSource::Complete(PagingFigures::default()),
         13 => ToSource::Costs { load_us: [0, u64::MAX][rng.index(2)] },
         14 => ToSource::WantsTrial,
         15 => ToSource::Prepared,
@@ -84,12 +84,12 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
 }
 
 /// Returns any answer of an arbiter, or an error.
-fn answer(rng: &mut Rng) -> Result<Ruling, ArbiterError> {
+fn answer(rng: &mut Rng) -> Result<Ownership, ArbiterError> {
     match rng.below(6) {
-        0 => Ok(Ruling::Open),
-        1 => Ok(Ruling::Source),
-        2 => Ok(Ruling::Target { runs: false }),
-        3 => Ok(Ruling::Target { runs: true }),
+        0 => Ok(Ownership::Open),
+        1 => Ok(Ownership::Source),
+        2 => Ok(Ownership::Target { runs: false }),
+        3 => Ok(Ownership::Target { runs: true }),
         4 => Err(ArbiterError::NoRegister("fuzz".into())),
         _ => Err(ArbiterError::Unreachable("fuzz".into())),
     }
@@ -167,7 +167,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Harvest => events.push(Event::Harvested { pages: 0, writers: Vec::new() }),
             Action::SendPass { number, pass: kind } => {
                 *pass = *number;
-                let received = ToSource::Received { pass: *number, suspects: 0, runs: vec![] };
+                let received = ToSource::Received { pass: *number, mismatches: 0, runs: vec![] };
                 if *kind == source::Pass::Digests {
                     events.push(Event::Comparing { pages: PAGES });
                 }
@@ -191,14 +191,14 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             Action::Send(ToTarget::LoadLazily { .. }) => {
                 events.push(Event::Message(ToSource::Ready { load_us: 1 }));
             }
-            Action::SendRest { .. } => {
-                let complete = Event::Message(ToSource::Complete(LazyFigures::default()));
+            Action::SendRemaining { .. } => {
+                let complete = Event::Message(ToSource::Complete(PagingFigures::default()));
                 events.extend([Event::PassSent { bytes: 4096, listing: Duration::ZERO }, complete]);
             }
             // Further reports of the lost channels are dropped.
             Action::Disconnect => events.clear(),
             Action::Reconnect { .. } => {
-                let told = [ToSource::Lacking(lacking()), resume(1)].map(Event::Message);
+                let told = [ToSource::Lacking(missing_pages()), resume(1)].map(Event::Message);
                 events.push(Event::Reconnected);
                 events.extend(told);
             }
@@ -217,7 +217,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
     use source::{Action, Event};
     let pages = usize::try_from(PAGES).expect("small");
     let settings = settings(&mut rng);
-    let fenced = settings.fence.is_some();
+    let has_arbiter = settings.arbiter.is_some();
     let (session, mut actions) =
         source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
     let mut session =
@@ -241,12 +241,13 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
         returned |= committed && answer && before == Phase::Switchover;
         let late_answer = matches!(event, Event::Message(ToSource::Returned(_)))
             && before == Phase::PostcopyPaused
-            && !session.runs_there();
+            && !session.runs_on_target();
         // The arbiter's answer counts while the owner is unknown, if there is an arbiter.
-        let asked = before == Phase::Unknown || (before == Phase::PostcopyPaused && !session.runs_there());
-        let won = fenced && asked && matches!(event, Event::ArbiterAnswered(Ok(Ruling::Source)));
+        let asked =
+            before == Phase::Unknown || (before == Phase::PostcopyPaused && !session.runs_on_target());
+        let won = has_arbiter && asked && matches!(event, Event::ArbiterAnswered(Ok(Ownership::Source)));
         let (ran, postcopy) =
-            (session.runs_there(), [Phase::Postcopy, Phase::PostcopyPaused].contains(&before));
+            (session.runs_on_target(), [Phase::Postcopy, Phase::PostcopyPaused].contains(&before));
         actions = session.handle(now, event);
         // Over a new link the answer counts while it is awaited.
         returned |= (late_answer || won) && session.phase() == Phase::Ended;
@@ -261,7 +262,7 @@ fn walk_source(mut rng: Rng, wild: u64) -> Option<source::Outcome> {
                     assert!(!committed || returned, "{action:?} after the commit");
                     assert!(!ran, "{action:?} of a guest that runs there");
                 }
-                Action::SendRest { .. } | Action::Reconnect { .. } | Action::ServeMissing { .. } => {
+                Action::SendRemaining { .. } | Action::Reconnect { .. } | Action::ServeMissing { .. } => {
                     assert!(committed && !returned, "{action:?} before the commit");
                 }
                 Action::Finish(Outcome::Failed(_) | Outcome::Cancelled(_)) if postcopy => {
@@ -307,7 +308,7 @@ fn to_target(rng: &mut Rng, pass: u32) -> ToTarget {
         6..=7 => ToTarget::Load,
         8..=9 => ToTarget::Commit,
         10 => ToTarget::Cancel(refusal()),
-        11 => ToTarget::Lacking(lacking()),
+        11 => ToTarget::Lacking(missing_pages()),
         12..=13 => ToTarget::LoadLazily { pages: [0, 1, u64::MAX][rng.index(3)] },
         14 => ToTarget::Thanks,
         15 => ToTarget::TrialSection(section()),
@@ -330,8 +331,13 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         #[cfg(feature = "hostile")]
         23 => said(rng).map_or(Event::Stopped, Event::Message),
         20..=21 => {
-            let word = [Word::Look, Word::Claim(Side::Target), Word::GiveBack, Word::Runs][rng.index(4)];
-            Event::ArbiterAnswered(word, answer(rng))
+            let request = [
+                ArbiterRequest::Look,
+                ArbiterRequest::Claim(Side::Target),
+                ArbiterRequest::GiveBack,
+                ArbiterRequest::Runs,
+            ][rng.index(4)];
+            Event::ArbiterAnswered(request, answer(rng))
         }
         0..=6 => Event::Message(to_target(rng, pass)),
         7 => Event::ChannelUp,
@@ -339,9 +345,9 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
             let channel = [0, 0, 1, u16::MAX][rng.index(4)];
             Event::Barrier { channel, pass: [pass, pass, u32::MAX][rng.index(3)] }
         }
-        10 => Event::Damaged { pass, pages: rng.below(2), runs: vec![] },
+        10 => Event::DigestMismatches { pass, pages: rng.below(2), runs: vec![] },
         11 => {
-            let samples = vec![PageName { region: RegionId(0), page: 1 }];
+            let samples = vec![RegionPage { region: RegionId(0), page: 1 }];
             Event::Compared { pages: PAGES, mismatched: 1, samples }
         }
         12 => Event::Loaded { micros: 1 },
@@ -349,7 +355,7 @@ fn target_event(rng: &mut Rng, pass: u32) -> target::Event {
         14 => Event::StartFailed(refusal()),
         15 => Event::Prepared,
         22 => Event::VmPrepared { load_us: rng.per_mille(500).then_some(u64::MAX) },
-        16 => Event::MissingArrived(LazyFigures::default()),
+        16 => Event::MissingArrived(PagingFigures::default()),
         17 => Event::ControlReopened,
         18 if rng.per_mille(500) => retold(),
         18 => Event::Stopped,
@@ -370,13 +376,13 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
             }
             Action::NameMissing => events.push(retold()),
             Action::Finish(target::Outcome::Running) | Action::RequestAgain => {
-                events.push(Event::MissingArrived(LazyFigures::default()));
+                events.push(Event::MissingArrived(PagingFigures::default()));
             }
             Action::Send(ToSource::Complete(_) | ToSource::Returned(_)) => {
                 events.push(Event::Message(ToTarget::Thanks));
             }
-            Action::CountDamaged { pass } => {
-                events.insert(0, Event::Damaged { pass: *pass, pages: 0, runs: vec![] });
+            Action::CountDigestMismatches { pass } => {
+                events.insert(0, Event::DigestMismatches { pass: *pass, pages: 0, runs: vec![] });
             }
             Action::CountMismatches => {
                 events.push(Event::Compared { pages: PAGES, mismatched: 0, samples: vec![] });
@@ -384,13 +390,13 @@ fn honest_target_events(actions: &[target::Action], events: &mut Vec<target::Eve
             Action::Load(_) => events.push(Event::Loaded { micros: 1 }),
             Action::PrepareVm(_) => events.push(Event::VmPrepared { load_us: None }),
             Action::Start { .. } => events.push(Event::Started { micros: 1, cpu_us: 1 }),
-            Action::AskArbiter { word, .. } if *word != Word::Runs => {
-                let ruling = match word {
-                    Word::Look => Ruling::Open,
-                    Word::Claim(_) => Ruling::Target { runs: false },
-                    _ => Ruling::Source,
+            Action::AskArbiter { request, .. } if *request != ArbiterRequest::Runs => {
+                let owner = match request {
+                    ArbiterRequest::Look => Ownership::Open,
+                    ArbiterRequest::Claim(_) => Ownership::Target { runs: false },
+                    _ => Ownership::Source,
                 };
-                events.push(Event::ArbiterAnswered(*word, Ok(ruling)));
+                events.push(Event::ArbiterAnswered(*request, Ok(owner)));
             }
             _ => {}
         }
@@ -428,7 +434,7 @@ fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
         script.extend([barrier(1), message(ToTarget::Load)]);
     } else {
         script.extend(state);
-        let handover = [ToTarget::Lacking(lacking()), ToTarget::LoadLazily { pages: 1 }];
+        let handover = [ToTarget::Lacking(missing_pages()), ToTarget::LoadLazily { pages: 1 }];
         script.extend(handover.map(message));
     }
     script.push(message(ToTarget::Commit));
@@ -439,14 +445,14 @@ fn script(mode: Mode, wants_trial: bool) -> Vec<target::Event> {
 fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
     use target::{Action, Event, Outcome};
     let pages = usize::try_from(PAGES).expect("small");
-    let fenced = rng.per_mille(500);
+    let has_arbiter = rng.per_mille(500);
     let wants_trial = rng.per_mille(300);
     let (mut prepared, mut stays_paused) = (false, false);
-    let session = target::Session::begin(machine(pages), tokens()).fenced(fenced);
+    let session = target::Session::begin(machine(pages), tokens()).with_arbiter(has_arbiter);
     let mut session = session.wanting_trial(wants_trial);
     let mode = [Mode::Precopy, Mode::Hybrid][rng.index(2)];
     let (mut expected, mut script) = (Vec::new(), script(mode, wants_trial));
-    let (mut all_here, mut started, mut lazily) = (false, false, false);
+    let (mut all_arrived, mut started, mut in_postcopy) = (false, false, false);
     let (mut commit_read, mut start_failed, mut starts, mut ended) = (false, false, 0, None);
     let mut renounced = false;
     for _ in 0..60 {
@@ -460,21 +466,22 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
         };
         commit_read |= matches!(event, Event::Message(ToTarget::Commit));
         stays_paused |= matches!(event, Event::Message(ToTarget::StaysPaused));
-        let granted = matches!(event, Event::ArbiterAnswered(Word::Claim(_), Ok(Ruling::Target { .. })));
+        let granted =
+            matches!(event, Event::ArbiterAnswered(ArbiterRequest::Claim(_), Ok(Ownership::Target { .. })));
         start_failed |= matches!(event, Event::StartFailed(_));
         started |= starts == 1 && matches!(event, Event::Started { .. });
-        all_here |= matches!(event, Event::MissingArrived(_));
+        all_arrived |= matches!(event, Event::MissingArrived(_));
         let (was_started, thanked) =
             (matches!(event, Event::Started { .. }), matches!(event, Event::Message(ToTarget::Thanks)));
         let (heeded, was_renounced) =
             (matches!(event, Event::Stopped) && session.heeds_stop(), session.renounced());
         let actions = session.handle(event);
-        let heard = session.ended() || (session.renounced() && !was_renounced);
-        assert!(!heeded || heard, "a stop that is reported for ever");
+        let took_effect = session.ended() || (session.renounced() && !was_renounced);
+        assert!(!heeded || took_effect, "a stop that is reported for ever");
         assert!(ended.is_none() || actions.is_empty(), "{actions:?} after the end");
         for action in &actions {
             match action {
-                Action::AskArbiter { word: Word::GiveBack, .. } => {
+                Action::AskArbiter { request: ArbiterRequest::GiveBack, .. } => {
                     assert!(starts == 0 || start_failed, "gives back a guest that may run here");
                     renounced = true;
                 }
@@ -488,19 +495,24 @@ fn walk_target(mut rng: Rng, wild: u64) -> Option<target::Outcome> {
                     starts += 1;
                     assert!(commit_read && starts == 1, "a start without a commit, or a second one");
                     assert!(!renounced, "the start of a guest that was renounced");
-                    assert!(!fenced || granted, "the start of a guest that was not granted");
+                    assert!(!has_arbiter || granted, "the start of a guest that was not granted");
                 }
                 Action::Finish(Outcome::Completed) => {
-                    let whole = was_started || (all_here && thanked);
+                    let whole = was_started || (all_arrived && thanked);
                     assert!(starts == 1 && started && whole, "completed without a start, or half");
                 }
                 Action::Finish(Outcome::Running) => {
-                    assert!(was_started && !std::mem::replace(&mut lazily, true), "runs without a start");
+                    assert!(
+                        was_started && !std::mem::replace(&mut in_postcopy, true),
+                        "runs without a start"
+                    );
                 }
                 Action::EndDemandPaging | Action::Send(ToSource::Complete(_)) => {
-                    assert!(all_here && started, "{action:?} while pages lack");
+                    assert!(all_arrived && started, "{action:?} while pages lack");
                 }
-                Action::NameMissing | Action::RequestAgain => assert!(lazily, "{action:?} before it runs"),
+                Action::NameMissing | Action::RequestAgain => {
+                    assert!(in_postcopy, "{action:?} before it runs")
+                }
                 // After the start action, only a failure of the start may renounce the guest.
                 Action::Finish(Outcome::Failed(_))
                 | Action::Send(ToSource::Failed(_) | ToSource::Returned(_)) => {

@@ -6,11 +6,11 @@
 //! gives the same run. The simulation is for tests and for the command `cargo sim`. It is behind
 //! the feature `sim`, and in no released program.
 //!
-//! `here` and `there` are the hosts of the run loop (`run.rs`) for source and target: they replace
-//! the drivers' sockets, threads, memory and VM. The loop itself runs unchanged, with its order of
-//! requests, answers, timers and inputs. Requests are levels that stay, timers fire late, and a
-//! loop that was woken may run late. Mistakes in how a driver performs an action must be found by
-//! tests of the drivers.
+//! `source_host` and `target_host` are the hosts of the run loop (`run.rs`) for source and target:
+//! they replace the drivers' sockets, threads, memory and VM. The loop itself runs unchanged, with
+//! its order of requests, answers, timers and inputs. Requests are levels that stay, timers fire
+//! late, and a loop that was woken may run late. Mistakes in how a driver performs an action must
+//! be found by tests of the drivers.
 //!
 //! The following is checked in every run:
 //!
@@ -29,22 +29,22 @@
 //! arbiter gives the guest to one host, and the other learns of it unless a host dies. Planted
 //! defects must be found, so that a simulation without findings has a meaning.
 
+mod arbiter;
 mod defect;
 mod faults;
-mod fence;
 #[cfg(any(test, feature = "hostile"))]
 mod fuzz;
 mod guest;
-mod here;
-mod here_free;
-mod here_lazy;
-mod here_pass;
-mod here_steps;
 mod judge;
 mod link;
 mod rng;
-mod there;
-mod there_lazy;
+mod source_free;
+mod source_host;
+mod source_pass;
+mod source_postcopy;
+mod source_steps;
+mod target_host;
+mod target_postcopy;
 mod world;
 
 /// Source's session and its events, under one name like the target's.
@@ -60,7 +60,7 @@ mod source {
 #[cfg(feature = "hostile")]
 pub use fuzz::{drive_source, drive_target};
 
-use crate::fence::Ruling;
+use crate::arbiter::Ownership;
 use crate::source::Outcome;
 use crate::target::session::Outcome as TargetOutcome;
 use world::{Defect, Ending, World};
@@ -129,7 +129,7 @@ type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// Kinds of runs that are counted.
 const KINDS: [Kind; 33] = [
-    ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.lazy),
+    ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.postcopy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
     ("completed in postcopy after several", |end| end.whole() && end.interruptions > 1),
@@ -143,38 +143,38 @@ const KINDS: [Kind; 33] = [
     ("source died, guest whole", |end| end.source.is_none() && end.target == Some(TargetOutcome::Completed)),
     ("guest dead with its hosts", |end| end.crashed && end.committed && end.target.is_none()),
     ("with damaged pages sent again", |end| end.resent > 0),
-    ("moved by precopy without free pages", |end| end.moved() && !end.lazy && end.skipped > 0),
-    ("moved by postcopy without free pages", |end| end.moved() && end.lazy && end.skipped > 0),
-    ("moved early by itself", |end| end.lazy && end.moved() && end.did("postcopy")),
+    ("moved by precopy without free pages", |end| end.moved() && !end.postcopy && end.skipped > 0),
+    ("moved by postcopy without free pages", |end| end.moved() && end.postcopy && end.skipped > 0),
+    ("moved early by itself", |end| end.postcopy && end.moved() && end.did("postcopy")),
     ("moved after it slowed the guest by itself", |end| end.moved() && end.did("throttle")),
     ("with advice and nothing else to do", |end| end.did("advice")),
     ("with answers about free pages dropped", |end| end.dropped > 0),
     ("given back by the fence, precopy", |end| {
-        !end.lazy_mode && end.failed() && end.ruling == Some(Ruling::Source)
+        !end.postcopy_mode && end.failed() && end.owner == Some(Ownership::Source)
     }),
     ("given back by the fence, postcopy", |end| {
-        end.lazy_mode && end.failed() && end.ruling == Some(Ruling::Source)
+        end.postcopy_mode && end.failed() && end.owner == Some(Ownership::Source)
     }),
     ("known by the fence to have moved", |end| {
-        !end.lazy_mode && end.moved() && end.ruling == Some(Ruling::Target { runs: true })
+        !end.postcopy_mode && end.moved() && end.owner == Some(Ownership::Target { runs: true })
     }),
     ("claimed by a target that died", |end| {
-        end.unknown() && end.ruling == Some(Ruling::Target { runs: false })
+        end.unknown() && end.owner == Some(Ownership::Target { runs: false })
     }),
-    ("moved by precopy once its I/O was at rest", |end| end.moved() && !end.lazy && end.put_off > 0),
-    ("moved by postcopy once its I/O was at rest", |end| end.moved() && end.lazy && end.put_off > 0),
+    ("moved by precopy once its I/O was at rest", |end| end.moved() && !end.postcopy && end.deferrals > 0),
+    ("moved by postcopy once its I/O was at rest", |end| end.moved() && end.postcopy && end.deferrals > 0),
     ("moved to a target that had prepared itself", |end| end.moved() && end.prepared),
-    ("moved by precopy while its operator had paused it", |end| end.moved() && !end.lazy && end.paused),
-    ("moved by postcopy while its operator had paused it", |end| end.moved() && end.lazy && end.paused),
+    ("moved by precopy while its operator had paused it", |end| end.moved() && !end.postcopy && end.paused),
+    ("moved by postcopy while its operator had paused it", |end| end.moved() && end.postcopy && end.paused),
     ("moved over a narrow link", |end| end.moved() && end.slow),
     ("moved through a stall", |end| end.moved() && end.stalls > 0),
-    ("moved though a stall was taken for a loss", |end| end.moved() && end.outlasted > 0 && end.lazy),
+    ("moved though a stall was taken for a loss", |end| end.moved() && end.outlasted > 0 && end.postcopy),
     ("failed by a stall that was taken for a loss", |end| end.failed() && end.outlasted > 0),
 ];
 
 impl Ending {
     fn whole(&self) -> bool {
-        self.source == Some(Outcome::Completed) && self.lazy
+        self.source == Some(Outcome::Completed) && self.postcopy
     }
 
     fn did(&self, what: &str) -> bool {

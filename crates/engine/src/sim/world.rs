@@ -1,15 +1,15 @@
 //! Simulated world: a clock, a queue of events, two hosts, a link, and the faults of one seed.
 
+use super::arbiter::SimArbiter;
 pub(super) use super::defect::Defect;
 use super::faults::Faults;
-use super::fence::Fence;
 use super::guest::Memory;
-use super::here::Here;
 use super::link::{Cargo, Request, Wire};
 use super::rng::Rng;
 use super::source;
-use super::there::There;
-use crate::fence::{ArbiterError, Ruling, Side, Word};
+use super::source_host::SourceHost;
+use super::target_host::TargetHost;
+use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership, Side};
 use crate::target::session as target;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -47,8 +47,8 @@ pub(super) enum Item {
     Urgent(usize, usize, Request),
     Operator,
     /// The arbiter receives a request, and answers if the flag is true.
-    FenceHears(Side, Word, bool),
-    FenceAnswers(Side, Word, Result<Ruling, ArbiterError>),
+    ArbiterReceives(Side, ArbiterRequest, bool),
+    ArbiterAnswers(Side, ArbiterRequest, Result<Ownership, ArbiterError>),
     LeaseEnds,
 }
 
@@ -58,11 +58,11 @@ pub(super) struct Ending {
     pub(super) source: Option<source::Outcome>,
     pub(super) target: Option<target::Outcome>,
     pub(super) committed: bool,
-    pub(super) lazy: bool,
+    pub(super) postcopy: bool,
     /// True if the guest was to run before all of its memory had arrived.
-    pub(super) lazy_mode: bool,
+    pub(super) postcopy_mode: bool,
     /// Content of the register, if the source has asked the arbiter.
-    pub(super) ruling: Option<Ruling>,
+    pub(super) owner: Option<Ownership>,
     pub(super) resent: u64,
     /// Number of pages that were skipped as free.
     pub(super) skipped: u64,
@@ -70,7 +70,7 @@ pub(super) struct Ending {
     pub(super) dropped: u64,
     pub(super) interruptions: u64,
     /// Number of deferrals because of the guest's I/O.
-    pub(super) put_off: u64,
+    pub(super) deferrals: u64,
     /// True if the target's VM has prepared itself.
     pub(super) prepared: bool,
     /// True if the operator had paused the guest.
@@ -140,9 +140,9 @@ pub(super) struct World {
     pub(super) faults: Faults,
     pub(super) defect: Defect,
     pub(super) memory: Memory,
-    pub(super) here: Here,
-    pub(super) there: There,
-    pub(super) fence: Fence,
+    pub(super) source: SourceHost,
+    pub(super) target: TargetHost,
+    pub(super) arbiter: SimArbiter,
     /// First broken promise.
     broken: Option<String>,
 }
@@ -151,12 +151,12 @@ impl World {
     pub(super) fn new(seed: u64, defect: Defect) -> Self {
         let mut rng = Rng::new(seed);
         let memory = Memory::new(&mut rng);
-        let here = Here::new(&mut rng, &memory, defect);
-        let there = There::new(&mut rng, memory.pages.len(), here.settings.fence.is_some());
+        let source = SourceHost::new(&mut rng, &memory, defect);
+        let target = TargetHost::new(&mut rng, memory.pages.len(), source.settings.arbiter.is_some());
         let streams = Streams {
-            bulk: here.settings.channels.into(),
-            urgent: here.settings.urgent_count().into(),
-            probe: here.settings.probe(),
+            bulk: source.settings.channels.into(),
+            urgent: source.settings.urgent_count().into(),
+            probe: source.settings.probe(),
         };
         let mut world = Self {
             now: 0,
@@ -171,9 +171,9 @@ impl World {
             faults: Faults::default(),
             defect,
             memory,
-            here,
-            there,
-            fence: Fence::new(),
+            source,
+            target,
+            arbiter: SimArbiter::new(),
             broken: None,
             rng,
         };
@@ -208,33 +208,33 @@ impl World {
 
     /// Returns true if cargo from the source arrives.
     pub(super) fn link_up(&self) -> bool {
-        self.here.connected && self.alive(self.here.link)
+        self.source.connected && self.alive(self.source.link)
     }
 
     /// Opens a new set of channels, which replaces the source's.
     pub(super) fn connect(&mut self) {
-        self.here.link = self.wires.len() / self.streams.count();
+        self.source.link = self.wires.len() / self.streams.count();
         self.wires.extend((0..self.streams.count()).map(|_| Wire::default()));
     }
 
     /// Returns the wire of a stream of the source.
-    pub(super) fn wire_here(&self, stream: usize) -> usize {
-        self.here.link * self.streams.count() + stream
+    pub(super) fn source_wire(&self, stream: usize) -> usize {
+        self.source.link * self.streams.count() + stream
     }
 
     /// Puts `cargo` on a stream. On a dead link the cargo is lost.
     pub(super) fn transmit(&mut self, stream: usize, cargo: Cargo) {
         let (link, connected) = if self.streams.of_target(stream) {
-            (self.there.link, self.there.connected)
+            (self.target.link, self.target.connected)
         } else {
-            (self.here.link, self.here.connected)
+            (self.source.link, self.source.connected)
         };
         if connected && self.alive(link) {
-            self.put(link * self.streams.count() + stream, cargo);
+            self.enqueue(link * self.streams.count() + stream, cargo);
         }
     }
 
-    fn put(&mut self, wire: usize, cargo: Cargo) {
+    fn enqueue(&mut self, wire: usize, cargo: Cargo) {
         let at = self.wires[wire].send(self.now, &mut self.rng, self.faults.rate, cargo);
         self.at(at - self.now, Item::Arrive(wire));
     }
@@ -242,7 +242,7 @@ impl World {
     /// Sends the target's answer on a control channel that is not its own yet, or never will be.
     pub(super) fn reply(&mut self, link: usize, yes: bool) {
         if self.alive(link) {
-            self.put(link * self.streams.count() + TO_SOURCE, Cargo::Reply(yes));
+            self.enqueue(link * self.streams.count() + TO_SOURCE, Cargo::Reply(yes));
         }
     }
 
@@ -261,18 +261,21 @@ impl World {
 
     /// Checks that the guest runs on one host at most, and only where it may run.
     pub(super) fn check_owner(&mut self) {
-        let both = self.here.running && self.there.running;
+        let both = self.source.running && self.target.running;
         self.promise(!both, |_| "the guest runs on both sides".into());
     }
 
     /// Checks that each running guest is known to run.
     fn check_states(&mut self) {
-        let there = &self.there;
-        let known = !there.running || there.rest || there.agenda.is_under_way() || there.outcome.is_some();
-        self.promise(known, |world| format!("it runs while {:?}", world.there.session));
-        if self.there.rest && !self.here.ended() {
-            let known = self.here.session.handed_over();
-            self.promise(known, |world| format!("it runs there while {:?}", world.here.session));
+        let target = &self.target;
+        let known = !target.running
+            || target.in_postcopy
+            || target.action_queue.is_under_way()
+            || target.outcome.is_some();
+        self.promise(known, |world| format!("it runs while {:?}", world.target.session));
+        if self.target.in_postcopy && !self.source.ended() {
+            let known = self.source.session.handed_over();
+            self.promise(known, |world| format!("it runs there while {:?}", world.source.session));
         }
     }
 
@@ -290,7 +293,7 @@ impl World {
             if let Some(broken) = self.broken.take() {
                 return Err(broken);
             }
-            if self.here.ended() && self.there.ended() {
+            if self.source.ended() && self.target.ended() {
                 return self.judge(steps);
             }
             if self.now > FOR_EVER {
@@ -299,7 +302,7 @@ impl World {
         }
         Err(format!(
             "no end: source {:?}, target {:?}, after {} us: {:?} {:?}",
-            self.here.outcome, self.there.outcome, self.now, self.here.session, self.there.session
+            self.source.outcome, self.target.outcome, self.now, self.source.session, self.target.session
         ))
     }
 
@@ -315,18 +318,18 @@ impl World {
                     }
                 }
             }
-            Item::Tick => self.here.timer = false,
+            Item::Tick => self.source.timer = false,
             // The loops run below.
             Item::Runs => {}
             Item::GuestWrites => self.guest_works(),
             Item::GuestAnswers => self.guest_answers(),
             Item::SkipStep => self.skip_step(),
-            Item::Cancel => self.here.cancelled = true,
-            Item::SwitchNow => self.here.requests.push_back(source::Event::SwitchNow),
-            Item::StopTarget if self.there.rest => self.crash_target(),
+            Item::Cancel => self.source.cancelled = true,
+            Item::SwitchNow => self.source.requests.push_back(source::Event::SwitchNow),
+            Item::StopTarget if self.target.in_postcopy => self.crash_target(),
             Item::StopTarget => {
-                self.there.stopped = true;
-                self.there.was_stopped |= !self.there.ended();
+                self.target.stopped = true;
+                self.target.was_stopped |= !self.target.ended();
             }
             Item::CrashSource => self.crash_source(),
             Item::CrashTarget => self.crash_target(),
@@ -339,12 +342,12 @@ impl World {
             Item::SourceStep(action) => self.source_step_done(action),
             Item::StreamState(paused) => self.stream_state(paused),
             Item::TargetStep(action) => self.target_step_done(action),
-            Item::TargetWakes => self.there.timer = false,
+            Item::TargetWakes => self.target.timer = false,
             Item::SenderStep(link, channel) => self.sender_step(link, channel),
             Item::Urgent(link, channel, request) => self.send_urgent(link, channel, request),
             Item::Operator => self.operate(),
-            Item::FenceHears(side, word, answered) => self.fence_hears(side, word, answered),
-            Item::FenceAnswers(side, word, answer) => self.fence_answers(side, word, answer),
+            Item::ArbiterReceives(side, request, answered) => self.arbiter_receives(side, request, answered),
+            Item::ArbiterAnswers(side, request, answer) => self.arbiter_answers(side, request, answer),
             Item::LeaseEnds => self.lease_ends(),
         }
         self.pump_source();
@@ -357,16 +360,16 @@ impl World {
         let next = 1 + self.rng.below(if self.now < 200_000 { 1_500 } else { 200_000 });
         self.at(next, Item::GuestWrites);
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of a thousand")]
-        let held = (self.here.slowed * 1e3) as u64;
+        let held = (self.source.slowed * 1e3) as u64;
         for _ in 0..self.rng.below(4) {
-            if self.here.wanted == RunState::Paused || (self.here.running && self.rng.per_mille(held)) {
+            if self.source.wanted == RunState::Paused || (self.source.running && self.rng.per_mille(held)) {
                 // The guest is throttled.
-            } else if self.here.running && self.rng.per_mille(300) {
+            } else if self.source.running && self.rng.per_mille(300) {
                 self.memory.free(&mut self.rng);
-            } else if self.here.running {
+            } else if self.source.running {
                 self.memory.write(&mut self.rng);
-            } else if self.there.running {
-                self.guest_works_there();
+            } else if self.target.running {
+                self.guest_works_on_target();
             }
         }
     }

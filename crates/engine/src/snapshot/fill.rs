@@ -2,8 +2,8 @@
 //! thread reads all pages in order (the sweep).
 
 use super::open::{SnapshotPages, slot};
-use super::progress::{FillState, LazyProgress};
-use crate::demand::{self, MissingPages, PageSource, Place};
+use super::progress::{FillState, RestoreProgress};
+use crate::demand::{self, MissingSet, PageLocation, PageSource};
 use std::ops::Range;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -23,7 +23,7 @@ const AHEAD_PAGES: u64 = 1024;
 pub(super) type DemandPager = demand::DemandPager<SnapshotFile>;
 
 #[derive(Debug, Default)]
-struct Standing {
+struct FillStatus {
     state: FillState,
     failures: u64,
     first_failure: Option<String>,
@@ -34,7 +34,7 @@ struct Standing {
 #[derive(Debug)]
 pub(super) struct SnapshotFile {
     pages: SnapshotPages,
-    standing: Mutex<Standing>,
+    status: Mutex<FillStatus>,
     changed: Condvar,
 }
 
@@ -59,21 +59,21 @@ impl PageSource for SnapshotFile {
         Reader { cached: None, buffer: vec![0; PAGE_BYTES * usize::try_from(MOST_PAGES).unwrap_or(1)] }
     }
 
-    fn fetch(&self, missing: &MissingPages, reader: &mut Reader, place: Place, ahead: u16) {
-        let (Place { region, page }, unit) = (place, missing.unit(place));
+    fn fetch(&self, missing: &MissingSet, reader: &mut Reader, place: PageLocation, ahead: u16) {
+        let (PageLocation { region, page }, unit) = (place, missing.unit(place));
         if unit.end - unit.start > 1 {
             let windows = unit.clone().step_by(usize::try_from(WINDOW_PAGES).unwrap_or(1));
             return windows.for_each(|at| {
-                self.bring(missing, reader, region, at..(at + WINDOW_PAGES).min(unit.end));
+                self.fetch_range(missing, reader, region, at..(at + WINDOW_PAGES).min(unit.end));
             });
         }
         // The page that a thread waits for is placed first and alone.
-        self.bring(missing, reader, region, page..page + 1);
+        self.fetch_range(missing, reader, region, page..page + 1);
         let first = page / WINDOW_PAGES * WINDOW_PAGES;
         let end = (first + WINDOW_PAGES).max(page + 1 + u64::from(ahead)).min(first + MOST_PAGES);
         let table_end = (page / TABLE_PAGES as u64 + 1) * TABLE_PAGES as u64;
         let end = end.min(table_end).min(missing.region_pages(region));
-        self.bring(missing, reader, region, first..end);
+        self.fetch_range(missing, reader, region, first..end);
     }
 }
 
@@ -94,17 +94,24 @@ fn table<'a>(
 
 impl SnapshotFile {
     pub(super) fn new(pages: SnapshotPages) -> Self {
-        Self { pages, standing: Mutex::default(), changed: Condvar::new() }
+        Self { pages, status: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Places those pages of `wanted` that no thread has claimed. All of `wanted` lie in one table,
     /// and there are at most [`MOST_PAGES`] of them. Returns the number of pages of `wanted` that
     /// have content.
-    fn bring(&self, missing: &MissingPages, reader: &mut Reader, region: usize, wanted: Range<u64>) -> u64 {
+    fn fetch_range(
+        &self,
+        missing: &MissingSet,
+        reader: &mut Reader,
+        region: usize,
+        wanted: Range<u64>,
+    ) -> u64 {
         // Checked first by a read: a page that is present then costs no write to a cache line that
         // other threads use.
-        let claim =
-            |page| missing.is_missing(Place { region, page }) && missing.claim(Place { region, page });
+        let claim = |page| {
+            missing.is_missing(PageLocation { region, page }) && missing.claim(PageLocation { region, page })
+        };
         let table = match table(&mut reader.cached, &self.pages, region, wanted.start) {
             Ok(table) => table,
             Err(why) => {
@@ -137,14 +144,7 @@ impl SnapshotFile {
     }
 
     /// Reads the pages of `run`, which the caller has claimed, and places them.
-    fn place(
-        &self,
-        missing: &MissingPages,
-        region: usize,
-        run: PageRun,
-        table: &PageTable,
-        buffer: &mut [u8],
-    ) {
+    fn place(&self, missing: &MissingSet, region: usize, run: PageRun, table: &PageTable, buffer: &mut [u8]) {
         let bytes = &mut buffer[..usize::try_from(run.bytes()).unwrap_or(usize::MAX)];
         if let Err(why) = self.pages.read(region, run.first, bytes, table) {
             if run.count == 1 {
@@ -165,7 +165,7 @@ impl SnapshotFile {
 
     /// Places all pages that may have content, in order, and ends the faults when all of them are
     /// present.
-    pub(super) fn sweep(&self, missing: &MissingPages, wanted: &PageSet) {
+    pub(super) fn sweep(&self, missing: &MissingSet, wanted: &PageSet) {
         let (mut reader, mut found) = (self.local(), 0);
         let runs = wanted.iter().enumerate();
         for (region, run) in runs.flat_map(|(at, (_, map))| map.runs().map(move |run| (at, run))) {
@@ -177,31 +177,31 @@ impl SnapshotFile {
                 if (at - run.start).is_multiple_of(AHEAD_PAGES) && !next.is_empty() {
                     self.pages.will_need(region, next.into());
                 }
-                found += self.bring(missing, &mut reader, region, at..(at + WINDOW_PAGES).min(run.end));
+                found += self.fetch_range(missing, &mut reader, region, at..(at + WINDOW_PAGES).min(run.end));
             }
         }
-        let said = self.pages.contents();
-        if found != said {
+        let expected = self.pages.contents();
+        if found != expected {
             // A table that cannot be read contributes no pages. That failure was already reported.
-            self.fail(missing, 0, &format!("{found} pages with content were found, not {said}"));
+            self.fail(missing, 0, &format!("{found} pages with content were found, not {expected}"));
         }
-        self.settle(missing);
+        self.wait_until_complete(missing);
     }
 
     /// Waits until all pages, which are claimed by now, are present, and ends the faults. If some
     /// pages cannot be read, faults must continue for ever, because the pages would otherwise read
     /// as zeros.
-    fn settle(&self, missing: &MissingPages) {
-        let waits = |standing: &mut Standing| standing.state == FillState::Filling && missing.left() > 0;
+    fn wait_until_complete(&self, missing: &MissingSet) {
+        let waits = |status: &mut FillStatus| status.state == FillState::Filling && missing.left() > 0;
         let waited = self.changed.wait_while(self.lock(), waits);
-        let mut standing = waited.unwrap_or_else(PoisonError::into_inner);
-        if standing.state != FillState::Filling {
+        let mut status = waited.unwrap_or_else(PoisonError::into_inner);
+        if status.state != FillState::Filling {
             return;
         }
-        standing.state = match missing.try_end() {
+        status.state = match missing.try_end() {
             Ok(()) => FillState::Completed,
             Err(error) => {
-                standing.first_failure = Some(format!("faults could not be ended: {error}"));
+                status.first_failure = Some(format!("faults could not be ended: {error}"));
                 FillState::Failed
             }
         };
@@ -220,18 +220,18 @@ impl SnapshotFile {
 
     /// Records that `pages` pages cannot be read. If the guest has not been started, it will not be
     /// started.
-    fn fail(&self, missing: &MissingPages, pages: u64, why: &str) {
-        let mut standing = self.lock();
-        standing.failures += pages;
-        if standing.first_failure.is_none() {
+    fn fail(&self, missing: &MissingSet, pages: u64, why: &str) {
+        let mut status = self.lock();
+        status.failures += pages;
+        if status.first_failure.is_none() {
             tracing::error!(
                 "missing pages of the guest cannot be read ({why}): a vCPU that needs one sleeps for ever; \
                  restore the guest from another copy"
             );
-            standing.first_failure = Some(why.to_owned());
+            status.first_failure = Some(why.to_owned());
         }
-        standing.state = FillState::Failed;
-        drop(standing);
+        status.state = FillState::Failed;
+        drop(status);
         missing.lost();
         self.changed.notify_all();
     }
@@ -242,43 +242,43 @@ impl SnapshotFile {
     }
 
     /// Makes all threads end soon. Missing pages stay missing.
-    pub(super) fn stop(&self, missing: &MissingPages) {
-        let mut standing = self.lock();
-        if standing.state == FillState::Filling {
-            standing.state = FillState::Stopped;
+    pub(super) fn stop(&self, missing: &MissingSet) {
+        let mut status = self.lock();
+        if status.state == FillState::Filling {
+            status.state = FillState::Stopped;
         }
-        drop(standing);
+        drop(status);
         missing.stop();
         self.changed.notify_all();
     }
 
     /// Returns the progress.
-    pub(super) fn progress(&self, missing: &MissingPages) -> LazyProgress {
+    pub(super) fn progress(&self, missing: &MissingSet) -> RestoreProgress {
         let figures = missing.figures();
-        let standing = self.lock();
-        LazyProgress {
-            state: standing.state,
+        let status = self.lock();
+        RestoreProgress {
+            state: status.state,
             pages: self.pages.contents(),
             placed: figures.pages,
             zero_pages: figures.zero_faults,
             faults: figures.all.faults + figures.zero_faults,
-            failed_pages: standing.failures,
-            error: standing.first_failure.clone(),
+            failed_pages: status.failures,
+            error: status.first_failure.clone(),
             hist_us: figures.all.buckets,
         }
     }
 
     /// Waits until the filling has ended or failed, for at most `within`.
-    pub(super) fn wait(&self, missing: &MissingPages, within: Duration) -> LazyProgress {
-        let waits = |standing: &mut Standing| standing.state == FillState::Filling;
+    pub(super) fn wait(&self, missing: &MissingSet, within: Duration) -> RestoreProgress {
+        let waits = |status: &mut FillStatus| status.state == FillState::Filling;
         let waited = self.changed.wait_timeout_while(self.lock(), within, waits);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
         self.progress(missing)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Standing> {
+    fn lock(&self) -> MutexGuard<'_, FillStatus> {
         // A poisoned lock is usable: a panic while it is held leaves a consistent state, because
         // each change is a sequence of single assignments.
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -14,7 +14,7 @@
 )]
 
 mod fill;
-mod lazy;
+mod on_demand;
 mod open;
 mod pio;
 mod progress;
@@ -22,9 +22,9 @@ mod restore;
 mod save;
 mod write;
 
-pub use lazy::{LazyRestore, restore_lazy};
+pub use on_demand::{OnDemandRestore, restore_on_demand};
 pub use open::RestoreError;
-pub use progress::{FillState, LazyProgress};
+pub use progress::{FillState, RestoreProgress};
 pub use restore::restore;
 pub use save::{save, save_copy};
 

@@ -11,7 +11,7 @@ use vmferry_core::{
     Window,
 };
 use vmferry_wire::{
-    MigrationId, PageTable, PartSum, RegionPlace, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader,
+    MigrationId, PageTable, PartSum, RegionOffsets, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader,
     SnapshotMap, SnapshotPart, TABLE_BYTES, TABLE_PAGES, TableIndex, decode_part,
 };
 
@@ -36,12 +36,12 @@ pub enum RestoreError {
     #[error("the machines differ: {0}")]
     Machine(String),
     /// The tables and the header have different numbers of pages with content.
-    #[error("the snapshot has {found} pages with content, but its header says {said}")]
+    #[error("the snapshot has {found} pages with content, but its header says {expected}")]
     Pages {
         /// Number of pages with content according to the tables.
         found: u64,
         /// Number of pages with content according to the header.
-        said: u64,
+        expected: u64,
     },
     /// The VMM failed.
     #[error("{0}")]
@@ -100,7 +100,7 @@ impl SnapshotPages {
         self.header.copy
     }
 
-    pub(super) fn places(&self) -> &[RegionPlace] {
+    pub(super) fn places(&self) -> &[RegionOffsets] {
         &self.map.regions
     }
 
@@ -117,15 +117,15 @@ impl SnapshotPages {
 
     /// Returns every page that may have content: the pages of tables that were written. The tables
     /// themselves are not read, so the call takes no longer for a large guest.
-    pub(super) fn lacking(&self) -> PageSet {
-        let mut lacking = PageSet::empty(&self.layout);
+    pub(super) fn missing_pages(&self) -> PageSet {
+        let mut missing = PageSet::empty(&self.layout);
         for (place, index) in self.map.regions.iter().zip(&self.indexes) {
-            let Some(map) = lacking.region_mut(place.id) else { continue };
+            let Some(map) = missing.region_mut(place.id) else { continue };
             for block in (0..place.blocks()).filter(|block| index.table(*block).is_some()) {
                 map.set_range(place.run(block).range());
             }
         }
-        lacking
+        missing
     }
 
     /// Reads table `block` of the region at `position`. Returns `None` if no page of the table has
@@ -200,11 +200,11 @@ pub(super) fn slot(page: PageIndex) -> usize {
     usize::try_from(page.0 % TABLE_PAGES as u64).unwrap_or(0)
 }
 
-fn damaged(place: &RegionPlace, page: PageIndex) -> RestoreError {
+fn damaged(place: &RegionOffsets, page: PageIndex) -> RestoreError {
     SnapshotError::Damaged { part: SnapshotPart::Page(place.id, page), at: place.content(page) }.into()
 }
 
-fn unreadable(place: &RegionPlace, page: PageIndex, source: io::Error) -> RestoreError {
+fn unreadable(place: &RegionOffsets, page: PageIndex, source: io::Error) -> RestoreError {
     RestoreError::Read { part: SnapshotPart::Page(place.id, page), at: place.content(page), source }
 }
 

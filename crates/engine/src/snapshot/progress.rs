@@ -22,7 +22,7 @@ pub enum FillState {
 /// Progress of a memory that is filled while its guest runs.
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
-pub struct LazyProgress {
+pub struct RestoreProgress {
     /// State of the filling.
     pub state: FillState,
     /// Number of pages with content in the snapshot.

@@ -3,7 +3,7 @@
 use super::open::{RestoreError, SnapshotPages, open};
 use super::{identity, ms, threads, uri};
 use crate::MigrateError;
-use crate::monitor::thread_cpu_us;
+use crate::handle::thread_cpu_us;
 use crate::target::{ReceiveFailure, Received};
 use crate::vm::caught;
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, RunState, Section, TargetVm, VmError};
-use vmferry_wire::{Refusal, RefusalCode, RegionPlace};
+use vmferry_wire::{Refusal, RefusalCode, RegionOffsets};
 
 /// Restores the guest in the file at `path` into `vm` and starts it.
 ///
@@ -51,7 +51,7 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
         cpu_ms,
         source,
         paused: false,
-        rest: None,
+        postcopy: None,
     })
 }
 
@@ -94,8 +94,8 @@ impl Reading<'_> {
         if let Some(error) = first.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner) {
             return Err(error);
         }
-        let (found, said) = (self.found.load(Ordering::Relaxed), self.pages.contents());
-        if found == said { Ok(()) } else { Err(RestoreError::Pages { found, said }) }
+        let (found, expected) = (self.found.load(Ordering::Relaxed), self.pages.contents());
+        if found == expected { Ok(()) } else { Err(RestoreError::Pages { found, expected }) }
     }
 
     fn work(&self) -> Result<(), RestoreError> {
@@ -117,7 +117,7 @@ impl Reading<'_> {
     fn read_block(
         &self,
         position: usize,
-        place: &RegionPlace,
+        place: &RegionOffsets,
         block: u64,
         scratch: &mut [u8; PAGE_BYTES],
     ) -> Result<(), RestoreError> {

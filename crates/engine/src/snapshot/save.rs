@@ -3,8 +3,8 @@
 use super::write::{Stop, Written, write};
 use super::{ms, uri};
 use crate::demand::still_arrives;
-use crate::monitor::{MigrationState, Monitor};
-use crate::report::{Bytes, Downtime, PassReport, Report, Way};
+use crate::handle::{MigrationHandle, MigrationState};
+use crate::report::{Bytes, Downtime, MigrationKind, PassReport, Report};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::fs::File;
@@ -41,31 +41,35 @@ enum Afterwards {
 ///
 /// If the report has [`MigrationState::Completed`], the guest is in the file and must not run on
 /// this host any more. With any other state, the guest runs on this host again, unless the report
-/// says that resuming it failed ([`Report::stands_still`]).
+/// says that resuming it failed ([`Report::resume_failed`]).
 ///
 /// # Errors
 /// If nothing was begun, because the file cannot be created or exists already. An existing file is
 /// never replaced.
-pub fn save(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Report, MigrateError> {
-    store(vm, path, monitor, Afterwards::Gone)
+pub fn save(vm: &mut dyn SourceVm, path: &Path, handle: &MigrationHandle) -> Result<Report, MigrateError> {
+    store(vm, path, handle, Afterwards::Gone)
 }
 
 /// Copies the guest of `vm` into the file at `path`. The guest is paused while the file is written.
 ///
 /// The guest then continues on this host, whether the file was written or not, unless the report
-/// says that resuming it failed ([`Report::stands_still`]). The file is marked as a copy, and each
+/// says that resuming it failed ([`Report::resume_failed`]). The file is marked as a copy, and each
 /// restore of it gets an identity of its own.
 ///
 /// # Errors
 /// As for [`save`].
-pub fn save_copy(vm: &mut dyn SourceVm, path: &Path, monitor: &Monitor) -> Result<Report, MigrateError> {
-    store(vm, path, monitor, Afterwards::GoesOn)
+pub fn save_copy(
+    vm: &mut dyn SourceVm,
+    path: &Path,
+    handle: &MigrationHandle,
+) -> Result<Report, MigrateError> {
+    store(vm, path, handle, Afterwards::GoesOn)
 }
 
 fn store(
     vm: &mut dyn SourceVm,
     path: &Path,
-    monitor: &Monitor,
+    handle: &MigrationHandle,
     afterwards: Afterwards,
 ) -> Result<Report, MigrateError> {
     let began = Instant::now();
@@ -82,16 +86,16 @@ fn store(
         );
         return Err(MigrateError::Vm(VmError::new(why)));
     }
-    let known = Report { id: id.to_string(), way: Way::File, ..Report::default() };
-    monitor.begin(began, known);
+    let known = Report { id: id.to_string(), kind: MigrationKind::File, ..Report::default() };
+    handle.begin(began, known);
     let (mut partial, file) = create(path, id).map_err(failed)?;
     // An error that a file cannot have this length is found while the guest still runs. The file is
     // one hole so far.
     file.set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;
-    monitor.update(|progress| progress.state = MigrationState::Switchover);
+    handle.update(|progress| progress.state = MigrationState::Switchover);
     let pause = Instant::now();
     let copy = afterwards == Afterwards::GoesOn;
-    let written = write(vm, &file, (id, copy), monitor).and_then(|written| {
+    let written = write(vm, &file, (id, copy), handle).and_then(|written| {
         file.sync_all().map_err(Stop::File)?;
         give_name(&partial.path, path).map_err(Stop::File)?;
         partial.named = true;
@@ -112,7 +116,7 @@ fn store(
         Err(_) => (Report::default(), MigrationState::Failed),
     };
     let why = written.err().map(|stop| stop.to_string());
-    report.stands_still = resumed.is_err();
+    report.resume_failed = resumed.is_err();
     report.error = match resumed {
         Ok(()) => why,
         Err(error) => {
@@ -122,13 +126,13 @@ fn store(
     };
     report.state = state;
     report.outcome = crate::report::word(state);
-    (report.id, report.way) = (id.to_string(), Way::File);
+    (report.id, report.kind) = (id.to_string(), MigrationKind::File);
     (report.total_ms, report.downtime_ms) = (ms(began.elapsed()), ms(pause.elapsed()));
-    monitor.update(|progress| progress.state = state);
+    handle.update(|progress| progress.state = state);
     Ok(report)
 }
 
-fn is_there() -> io::Error {
+fn already_exists() -> io::Error {
     let why =
         "the file exists already, and may be the only copy of a guest: move it away, or choose another name";
     io::Error::new(io::ErrorKind::AlreadyExists, why)
@@ -139,7 +143,7 @@ fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     use rustix::fs::{CWD, RenameFlags};
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Ok(()) => Ok(()),
-        Err(rustix::io::Errno::EXIST) => Err(is_there()),
+        Err(rustix::io::Errno::EXIST) => Err(already_exists()),
         // This file system cannot rename with NOREPLACE.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
             std::fs::rename(from, to)
@@ -151,7 +155,7 @@ fn give_name(from: &Path, to: &Path) -> io::Result<()> {
 /// Creates the temporary file in the folder of `path`. Fails if `path` exists.
 fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
     if path.symlink_metadata().is_ok() {
-        return Err(is_there());
+        return Err(already_exists());
     }
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
     name.push(format!(".partial-{id}"));

@@ -1,7 +1,7 @@
 //! Writing a paused guest: pages by several threads, the header last.
 
 use super::{pio, threads};
-use crate::monitor::Monitor;
+use crate::handle::MigrationHandle;
 use crate::vm::{self, caught};
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, SourceVm, VmError, Window};
 use vmferry_wire::{
-    MigrationId, PageTable, RegionPlace, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader, SnapshotMap,
+    MigrationId, PageTable, RegionOffsets, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader, SnapshotMap,
     SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state,
 };
 
@@ -54,7 +54,7 @@ pub(super) fn write(
     vm: &mut dyn SourceVm,
     file: &File,
     (id, copy): (MigrationId, bool),
-    monitor: &Monitor,
+    handle: &MigrationHandle,
 ) -> Result<Written, Stop> {
     let (machine, machine_sum) = encode_machine(&vm.config())?;
     let pausing = Instant::now();
@@ -64,8 +64,8 @@ pub(super) fn write(
     let saved = Instant::now();
     let memory = vm.memory();
     let map = SnapshotMap::new(memory.layout(), machine_sum.bytes, state_sum.bytes);
-    monitor.begin_pass(0, memory.layout().pages());
-    let pages = Pages::new(&*memory, file, &map, monitor);
+    handle.begin_pass(0, memory.layout().pages());
+    let pages = Pages::new(&*memory, file, &map, handle);
     pages.write()?;
     let put = |bytes: &[u8], at| file.write_all_at(bytes, at).map_err(Stop::File);
     put(&machine, map.machine)?;
@@ -105,7 +105,7 @@ struct Pages<'a> {
     memory: &'a dyn GuestMemory,
     file: &'a File,
     map: &'a SnapshotMap,
-    monitor: &'a Monitor,
+    handle: &'a MigrationHandle,
     regions: Vec<RegionSums>,
     /// Number of the next unit to be taken, counted over all regions.
     next: AtomicU64,
@@ -114,14 +114,19 @@ struct Pages<'a> {
 }
 
 impl<'a> Pages<'a> {
-    fn new(memory: &'a dyn GuestMemory, file: &'a File, map: &'a SnapshotMap, monitor: &'a Monitor) -> Self {
-        let sums = |place: &RegionPlace| RegionSums {
+    fn new(
+        memory: &'a dyn GuestMemory,
+        file: &'a File,
+        map: &'a SnapshotMap,
+        handle: &'a MigrationHandle,
+    ) -> Self {
+        let sums = |place: &RegionOffsets| RegionSums {
             index: (0..place.blocks()).map(|_| AtomicU64::new(0)).collect(),
             contents: AtomicU64::new(0),
         };
         let regions = map.regions.iter().map(sums).collect();
         let (next, stop, bytes) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU64::new(0));
-        Self { memory, file, map, monitor, regions, next, stop, bytes }
+        Self { memory, file, map, handle, regions, next, stop, bytes }
     }
 
     fn write(&self) -> Result<(), Stop> {
@@ -132,7 +137,7 @@ impl<'a> Pages<'a> {
                 // Later errors are consequences of the first.
                 first.lock().unwrap_or_else(std::sync::PoisonError::into_inner).get_or_insert(stop);
             }
-            self.monitor.counters.add_thread_cpu();
+            self.handle.counters.add_thread_cpu();
         };
         std::thread::scope(|scope| {
             for number in 1..threads() {
@@ -175,7 +180,7 @@ impl<'a> Pages<'a> {
     fn write_block(
         &self,
         position: usize,
-        place: &RegionPlace,
+        place: &RegionOffsets,
         block: u64,
         touched: &Bitmap,
         scratch: &mut [u8; PAGE_BYTES],
@@ -197,7 +202,7 @@ impl<'a> Pages<'a> {
             sums.contents.fetch_add(contents, Ordering::Relaxed);
             self.bytes.fetch_add(TABLE_BYTES as u64 + contents * PAGE_SIZE, Ordering::Relaxed);
         }
-        let counters = &self.monitor.counters;
+        let counters = &self.handle.counters;
         let wrote = usize::try_from(contents * PAGE_SIZE).unwrap_or(usize::MAX);
         counters.count_frame(wrote, contents, run.count - contents);
         Ok(())
@@ -211,13 +216,13 @@ impl<'a> Pages<'a> {
     /// therefore digested again after the write.
     fn write_piece(
         &self,
-        place: &RegionPlace,
+        place: &RegionOffsets,
         first: u64,
         window: Window<'_>,
         table: &mut PageTable,
         scratch: &mut [u8; PAGE_BYTES],
     ) -> Result<(), Stop> {
-        if self.stop.load(Ordering::Relaxed) || self.monitor.cancelled() {
+        if self.stop.load(Ordering::Relaxed) || self.handle.cancelled() {
             return Err(Stop::Cancelled);
         }
         let slot = |page: usize| usize::try_from(first % TABLE_PAGES as u64).unwrap_or(0) + page;

@@ -25,17 +25,17 @@ mod streams;
 mod tracking;
 
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
-use super::sender::Shared;
+use super::sender::SenderContext;
 use super::session::Session;
 use super::{MigrationMode, Settings, SwitchoverBandwidth};
+use crate::arbiter::{ArbiterClient, ArbiterError, Ownership};
 use crate::channel::{Dialer, Pacer, Stream};
 use crate::clock::Clock;
-use crate::fence::{ArbiterError, Asker, Ruling};
-use crate::lacking::pieces;
-use crate::monitor::{MigrationState, Monitor};
+use crate::handle::{MigrationHandle, MigrationState};
+use crate::missing_pages::pieces;
 use crate::report::Report;
-use crate::run::{self, Agenda, Host};
-use crate::vm::{Rehearsal, shielded};
+use crate::run::{self, ActionQueue, Host};
+use crate::vm::{TrialPause, shielded};
 use account::Account;
 use channels::{Channels, Job};
 use control::Control;
@@ -55,7 +55,7 @@ use vmferry_core::{
 };
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{
-    FEATURE_DESCRIPTION, FEATURE_PAUSED, MigrationId, Refusal, RefusalCode, RunName, ToSource, ToTarget,
+    FEATURE_DESCRIPTION, FEATURE_PAUSED, MigrationId, Refusal, RefusalCode, RegionRun, ToSource, ToTarget,
     Token,
 };
 
@@ -67,7 +67,7 @@ const QUEUE: usize = 8;
 pub(super) struct Context<'a> {
     pub(super) dialer: Dialer<'a>,
     pub(super) settings: &'a Settings,
-    pub(super) monitor: &'a Monitor,
+    pub(super) handle: &'a MigrationHandle,
     pub(super) migration: MigrationId,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) pacer: Pacer,
@@ -82,12 +82,12 @@ pub(super) struct Context<'a> {
 
 impl Context<'_> {
     /// Returns the references that a bulk channel's sender needs.
-    fn shared<'a>(&'a self, protect: &'a dyn Protect) -> Shared<'a> {
-        Shared {
+    fn sender_context<'a>(&'a self, protect: &'a dyn Protect) -> SenderContext<'a> {
+        SenderContext {
             memory: &*self.memory,
             protect,
             pacer: &self.pacer,
-            counters: &self.monitor.counters,
+            counters: &self.handle.counters,
             stop: &self.stop,
             channels: self.settings.channels,
         }
@@ -129,10 +129,10 @@ impl Inputs {
 pub(super) struct Driver<'s, 'e> {
     context: &'e Context<'e>,
     session: Session,
-    agenda: Agenda<Action>,
+    action_queue: ActionQueue<Action>,
     inbox: Inbox,
     inputs: Inputs,
-    arbiter: Option<Asker>,
+    arbiter: Option<ArbiterClient>,
     control: Control,
     channels: Channels<'s, 'e>,
     guest: Guest<'e>,
@@ -163,10 +163,14 @@ impl<'s, 'e> Driver<'s, 'e> {
         let mut driver = Self {
             context,
             session,
-            agenda: Agenda::new(first),
+            action_queue: ActionQueue::new(first),
             inbox: Inbox::new(now),
             inputs: Inputs::new(),
-            arbiter: context.settings.fence.clone().map(|fence| Asker::new(fence, context.migration)),
+            arbiter: context
+                .settings
+                .arbiter
+                .clone()
+                .map(|arbiter| ArbiterClient::new(arbiter, context.migration)),
             control: Control::new(control),
             channels: Channels::new(scope),
             guest: Guest::new(vm),
@@ -176,8 +180,8 @@ impl<'s, 'e> Driver<'s, 'e> {
             streams,
             account,
         };
-        context.monitor.update(|progress| progress.id = context.migration.to_string());
-        let _waker = context.monitor.wakers().register(driver.inputs.waker());
+        context.handle.update(|progress| progress.id = context.migration.to_string());
+        let _waker = context.handle.wakers().register(driver.inputs.waker());
         let outcome = driver.listen().map_or_else(
             |error| {
                 Outcome::Failed(Refusal::new(
@@ -208,7 +212,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         self.account.timings.ended(outcome);
         self.close(outcome);
         // The register is not needed any more, unless the target may still have to read it.
-        if let Some(arbiter) = self.arbiter.as_ref().filter(|_| self.session.fence_done()) {
+        if let Some(arbiter) = self.arbiter.as_ref().filter(|_| self.session.register_unneeded()) {
             shielded("removing the register at the arbiter failed", || arbiter.close());
         }
         let held = self.guest.held();
@@ -222,7 +226,7 @@ impl<'s, 'e> Driver<'s, 'e> {
     /// message.
     fn close(&mut self, outcome: &Outcome) {
         self.guest.unthrottle();
-        self.pages.stop_asking();
+        self.pages.stop_free_page_requests();
         self.shut_down_channels();
         self.control.stream.finish();
         if !self.inbox.control_lost() {
@@ -235,7 +239,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         // stopped would stay protected.
         self.channels.join();
         self.tracking.stop();
-        self.context.monitor.update(|progress| {
+        self.context.handle.update(|progress| {
             progress.busy = None;
             progress.state = match outcome {
                 Outcome::Completed => MigrationState::Completed,
@@ -278,8 +282,8 @@ impl Host for Driver<'_, '_> {
         &self.session
     }
 
-    fn agenda(&mut self) -> &mut Agenda<Action> {
-        &mut self.agenda
+    fn action_queue(&mut self) -> &mut ActionQueue<Action> {
+        &mut self.action_queue
     }
 
     fn handle(&mut self, event: Event) -> Vec<Action> {
@@ -317,7 +321,7 @@ impl Host for Driver<'_, '_> {
                 Some(event(released, "releasing the resources that the target needs", |()| Event::Released))
             }
             Action::HandOver { also } => Some(self.hand_over(&also)),
-            Action::SendRest { number } => self.send_rest(number),
+            Action::SendRemaining { number } => self.send_remaining(number),
             Action::Disconnect => {
                 self.disconnect();
                 None
@@ -327,9 +331,9 @@ impl Host for Driver<'_, '_> {
             Action::ServeMissing { pages } => {
                 self.demand.named_again(self.context, pages).err().map(Event::PeerLost)
             }
-            Action::AskArbiter { word, after } => {
+            Action::AskArbiter { request, after } => {
                 if let Some(arbiter) = &self.arbiter {
-                    arbiter.ask(word, after, self.inputs.waker());
+                    arbiter.send(request, after, self.inputs.waker());
                 }
                 None
             }
@@ -342,7 +346,7 @@ impl Host for Driver<'_, '_> {
         inbox::next(self).map(Some)
     }
 
-    fn show(&mut self) {
+    fn publish_progress(&mut self) {
         self.show_progress();
     }
 }
@@ -357,25 +361,25 @@ impl Sources for Driver<'_, '_> {
     }
 
     fn cancelled(&self) -> bool {
-        self.context.monitor.cancelled()
+        self.context.handle.cancelled()
     }
 
-    fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>> {
-        self.arbiter.as_ref().and_then(Asker::answer).map(|(_, answer)| answer)
+    fn answer(&mut self) -> Option<Result<Ownership, ArbiterError>> {
+        self.arbiter.as_ref().and_then(ArbiterClient::answer).map(|(_, answer)| answer)
     }
 
     fn request(&mut self) -> Option<Event> {
-        let monitor = self.context.monitor;
-        if monitor.take_switch() {
+        let handle = self.context.handle;
+        if handle.take_switch() {
             return Some(Event::SwitchNow);
         }
-        if monitor.take_pause() {
+        if handle.take_pause() {
             return Some(Event::Pause);
         }
-        if monitor.take_abandon() {
+        if handle.take_abandon() {
             return Some(Event::Abandon);
         }
-        monitor.take_recover().then_some(Event::Recover)
+        handle.take_recover().then_some(Event::Recover)
     }
 
     fn streamed(&mut self) -> Option<Event> {
@@ -400,13 +404,13 @@ impl Sources for Driver<'_, '_> {
         self.demand.left().unwrap_or(0)
     }
 
-    fn heard(&mut self, message: &ToSource) {
+    fn record_message(&mut self, message: &ToSource) {
         self.account.timings.message(message);
     }
 
     fn pass_sent(&mut self) -> (u64, Duration) {
         let timings = &mut self.account.timings;
-        (timings.pass_sent(self.context.monitor), timings.listing())
+        (timings.pass_sent(self.context.handle), timings.listing())
     }
 }
 
@@ -418,20 +422,21 @@ impl Driver<'_, '_> {
             return Event::TrialPaused { stop, save, quiesce: zero, paused: zero, state_bytes, trial: None };
         }
         let tried = self.guest.trial_pause(&self.control, within);
-        if let Ok(Rehearsal { sections: Ok(_), pause, stood, .. }) = &tried {
-            self.account.timings.tried(stood.saturating_sub(*pause));
+        if let Ok(TrialPause { sections: Ok(_), pause, total, .. }) = &tried {
+            self.account.timings.trial_paused(total.saturating_sub(*pause));
         }
-        let measured = tried.and_then(|Rehearsal { sections, pause, settle, save, stood }| match sections {
-            Err(busy) => Ok(Event::Busy { paused: stood, why: busy.to_string() }),
-            Ok(sections) => state_bytes(&sections).map(|state_bytes| Event::TrialPaused {
-                stop: pause + save,
-                save,
-                quiesce: settle,
-                paused: stood,
-                state_bytes,
-                trial: Some(sections),
-            }),
-        });
+        let measured =
+            tried.and_then(|TrialPause { sections, pause, quiesce, save, total }| match sections {
+                Err(busy) => Ok(Event::Busy { paused: total, why: busy.to_string() }),
+                Ok(sections) => state_bytes(&sections).map(|state_bytes| Event::TrialPaused {
+                    stop: pause + save,
+                    save,
+                    quiesce,
+                    paused: total,
+                    state_bytes,
+                    trial: Some(sections),
+                }),
+            });
         event(measured, "the trial pause", |measured| measured)
     }
 
@@ -442,7 +447,7 @@ impl Driver<'_, '_> {
             Some(SwitchoverBandwidth::Unlimited) => self.context.pacer.set(None),
             Some(SwitchoverBandwidth::AtMost(rate)) => self.context.pacer.set(Some(rate)),
         }
-        self.pages.stop_asking();
+        self.pages.stop_free_page_requests();
         let wanted = self.guest.run_state();
         if let Some(why) = cannot_stay_paused(wanted, &self.control.stream) {
             return Event::LocalFailure(why);
@@ -464,7 +469,7 @@ impl Driver<'_, '_> {
         match saved {
             Ok(sections) => Event::Saved { sections },
             Err(busy) if busy.is_busy() => {
-                Event::Busy { paused: self.account.timings.stood(), why: busy.to_string() }
+                Event::Busy { paused: self.account.timings.paused_time(), why: busy.to_string() }
             }
             Err(error) => local("saving the device state", &error),
         }
@@ -482,7 +487,7 @@ impl Driver<'_, '_> {
     fn resume(&mut self) -> Event {
         // The guest is resumed first, because stopping the senders and the tracker can take time.
         self.guest.unthrottle();
-        self.pages.stop_asking();
+        self.pages.stop_free_page_requests();
         let resumed = self.guest.resume(&self.control);
         self.account.timings.resumed();
         self.shut_down_channels();
@@ -514,17 +519,17 @@ impl<'e> Driver<'_, 'e> {
         if let Err(error) = self.control.during(|| tracking.harvest(since)) {
             return local("harvesting dirty pages", &error);
         }
-        let monitor = self.context.monitor;
+        let handle = self.context.handle;
         let paused = self.guest.is_paused();
         if paused {
-            pages.settle_free(monitor);
+            pages.skip_free(handle);
         }
         let dirty = pages.count();
         let (seconds, writers) = tracking.harvested(self.context.clock.now());
-        self.account.timings.harvested(began, dirty, !self.session.is_waking());
+        self.account.timings.harvested(began, dirty, !self.session.harvests_after_wait());
         // What a paused guest wrote in the short time since the last harvest gives no rate.
         if !paused {
-            monitor.update(|progress| progress.dirty_pages_per_s = dirty as f64 / seconds.max(1e-6));
+            handle.update(|progress| progress.dirty_pages_per_s = dirty as f64 / seconds.max(1e-6));
         }
         Event::Harvested { pages: dirty, writers }
     }
@@ -547,9 +552,9 @@ impl<'e> Driver<'_, 'e> {
         self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
         // The free pages of a paused guest were skipped at the last harvest.
         if !self.guest.is_paused() {
-            self.pages.ask_what_is_free(&pages);
+            self.pages.request_free_pages(&pages);
         }
-        self.pages.count_free(0, self.context.monitor);
+        self.pages.count_free(0, self.context.handle);
         None
     }
 
@@ -563,8 +568,8 @@ impl<'e> Driver<'_, 'e> {
     }
 
     fn begin_pass(&mut self, number: u32, pages: u64) {
-        self.account.timings.begin_pass(number, pages, self.context.monitor);
-        self.context.monitor.begin_pass(number, pages);
+        self.account.timings.begin_pass(number, pages, self.context.handle);
+        self.context.handle.begin_pass(number, pages);
     }
 
     /// Gives every bulk thread its part of `job`.
@@ -608,8 +613,8 @@ impl Driver<'_, '_> {
     /// Sends a message that counts against the bandwidth limit.
     fn send_paced(&mut self, message: &ToTarget) -> Option<Event> {
         if let ToTarget::StreamBytes { bytes, .. } = message {
-            self.control.during(|| self.context.pacer.wait(bytes.len(), || self.context.monitor.cancelled()));
-            let counters = &self.context.monitor.counters;
+            self.control.during(|| self.context.pacer.wait(bytes.len(), || self.context.handle.cancelled()));
+            let counters = &self.context.handle.counters;
             counters.wire_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         }
         self.send(message)
@@ -618,7 +623,7 @@ impl Driver<'_, '_> {
     fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
         // Once the guest is handed over, a cancel is too late.
         let handed_over = self.session.handed_over();
-        let cancel = (!handed_over).then_some(self.context.monitor);
+        let cancel = (!handed_over).then_some(self.context.handle);
         match self.channels.open(self.context, (bulk, urgent), cancel) {
             // Reopened channels serve requests at once.
             Ok(()) => match self.serve_requests() {
@@ -657,7 +662,7 @@ impl Driver<'_, '_> {
         }
         self.inbox.reopened();
         self.context.stop.store(false, Ordering::Release);
-        self.demand.hear_anew(self.context.memory.layout());
+        self.demand.reset_missing(self.context.memory.layout());
         match self.read_control() {
             Ok(()) => Event::Reconnected,
             Err(error) => {
@@ -671,11 +676,11 @@ impl Driver<'_, '_> {
 impl Driver<'_, '_> {
     /// Sends the list of missing pages to the target. The guest is paused, so the pending pages are
     /// the missing ones.
-    fn hand_over(&mut self, also: &[RunName]) -> Event {
+    fn hand_over(&mut self, also: &[RegionRun]) -> Event {
         self.account.timings.state_sent();
         if self.context.settings.mode == MigrationMode::Postcopy {
             // A postcopy without precopy has no harvest in which the free pages were skipped.
-            self.pages.settle_free(self.context.monitor);
+            self.pages.skip_free(self.context.handle);
         }
         let missing = match self.pages.take_missing(self.context.memory.layout(), also) {
             Ok(missing) => missing,
@@ -700,7 +705,7 @@ impl Driver<'_, '_> {
     }
 
     /// Sends the missing pages that no vCPU waits for.
-    fn send_rest(&mut self, number: u32) -> Option<Event> {
+    fn send_remaining(&mut self, number: u32) -> Option<Event> {
         let claims = self.demand.claims()?;
         if self.channels.has_no_senders()
             && let Err(error) = self.start_senders()
@@ -712,7 +717,7 @@ impl Driver<'_, '_> {
         self.context.pacer.set(self.context.settings.max_bandwidth);
         let longest = self.session.patience();
         pacing::pace(self.context, &self.channels, longest, &claims);
-        let job = Job::Rest { pass: number, claims, urgent: self.demand.urgent() };
+        let job = Job::Remaining { pass: number, claims, urgent: self.demand.urgent() };
         self.give_out(&job);
         None
     }

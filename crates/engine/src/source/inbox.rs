@@ -12,8 +12,8 @@
 
 use super::sender::SenderError;
 use super::session::Session;
+use crate::arbiter::{ArbiterError, Ownership};
 use crate::channel::SendError;
-use crate::fence::{ArbiterError, Ruling};
 use crate::reason_wait::ReasonWait;
 use crate::run::Host;
 use std::time::Duration;
@@ -49,7 +49,7 @@ pub(crate) trait Sources: Host<Session = Session> {
     /// Returns true while the operator wants the migration to be cancelled.
     fn cancelled(&self) -> bool;
     /// Takes the oldest answer of the arbiter.
-    fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>>;
+    fn answer(&mut self) -> Option<Result<Ownership, ArbiterError>>;
     /// Takes another request of the operator.
     fn request(&mut self) -> Option<Event>;
     /// Takes the event that the streams of device state report.
@@ -59,7 +59,7 @@ pub(crate) trait Sources: Host<Session = Session> {
     /// Returns the number of missing pages that were not sent on the present channels.
     fn unsent(&self) -> u64;
     /// Notes a message that the session is about to receive.
-    fn heard(&mut self, message: &ToSource);
+    fn record_message(&mut self, message: &ToSource);
     /// Notes that the pass is sent. Returns its bytes, and the time that listing its pages took.
     fn pass_sent(&mut self) -> (u64, Duration);
 }
@@ -151,7 +151,7 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
         return Ok(Event::Tick);
     }
     Ok(match host.receive(tick)? {
-        Some(input) => taken(host, input),
+        Some(input) => event_of(host, input),
         None => Event::Tick,
     })
 }
@@ -165,12 +165,12 @@ fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
     if wait.may_take()
         && let Ok(Some(input)) = host.receive(now)
     {
-        return Some(taken(host, input));
+        return Some(event_of(host, input));
     }
     host.inbox().held.take().map(|wait| Event::PeerLost(wait.into_why()))
 }
 
-fn taken(host: &mut impl Sources, (generation, input): Numbered) -> Event {
+fn event_of(host: &mut impl Sources, (generation, input): Numbered) -> Event {
     // An input of closed channels is dropped.
     if generation == host.inbox().generation { happened(host, input) } else { Event::Tick }
 }
@@ -189,7 +189,7 @@ fn happened(host: &mut impl Sources, input: Input) -> Event {
             host.unsent()
         )),
         Input::Message(message, _) => {
-            host.heard(&message);
+            host.record_message(&message);
             Event::Message(message)
         }
         Input::ControlLost(why) => {
@@ -221,7 +221,7 @@ fn channel_failed(host: &mut impl Sources, error: SenderError) -> Event {
             // Once the guest is known to run on the target, there is no reason to wait for. Before
             // that, the target's own reason decides: the target often closes its channels after it
             // has sent the reason on the control channel.
-            if host.session().runs_there() {
+            if host.session().runs_on_target() {
                 return Event::PeerLost(why);
             }
             let now = host.now();

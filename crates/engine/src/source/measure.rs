@@ -3,10 +3,10 @@
 //! The source sends a pass over scratch memory with as many channels as the migration will have,
 //! and with the code that sends guests. No byte of the guest leaves the source.
 
-use super::sender::{Sender, SenderError, Shared};
+use super::sender::{Sender, SenderContext, SenderError};
 use super::settings::Settings;
 use crate::channel::{Connect, Dialer, Pacer, Stream, tcp};
-use crate::monitor::{Counters, Monitor};
+use crate::handle::{Counters, MigrationHandle};
 use crate::plan::Link;
 use crate::scratch::{SCRATCH, SCRATCH_PAGES, Scratch};
 use crate::{MigrateError, random};
@@ -46,12 +46,16 @@ struct Round {
 ///
 /// The target must be waiting for a guest. The target receives at most 32 MiB per channel into
 /// memory that it drops afterwards. The measurement takes about a second at most, or longer on a
-/// link of less than a few MB/s. A [cancel](Monitor::cancel) of `monitor` ends the wait for the
-/// target's answer to the hello.
+/// link of less than a few MB/s. A [cancel](MigrationHandle::cancel) of `handle` ends the wait for
+/// the target's answer to the hello.
 ///
 /// # Errors
 /// If no target waits at the address, the target does not measure, or the operator cancels.
-pub fn probe(connector: &dyn Connect, settings: &Settings, monitor: &Monitor) -> Result<Link, MigrateError> {
+pub fn probe(
+    connector: &dyn Connect,
+    settings: &Settings,
+    handle: &MigrationHandle,
+) -> Result<Link, MigrateError> {
     let scratch = Scratch::new()?;
     fill(&scratch)?;
     let migration = MigrationId(random()?);
@@ -60,7 +64,7 @@ pub fn probe(connector: &dyn Connect, settings: &Settings, monitor: &Monitor) ->
     let began = Instant::now();
     let open = |index| {
         let channel = (migration, Role::Measure, index, Token::NONE);
-        let stream = dialer.open(channel, Some(monitor))?;
+        let stream = dialer.open(channel, Some(handle))?;
         let timeouts = stream.set_timeouts(Some(PATIENCE), Some(PATIENCE));
         timeouts.map_err(|source| MigrateError::Connect { uri: dialer.name(), source })?;
         Ok(Arc::new(stream))
@@ -222,7 +226,7 @@ struct Line<'a> {
 
 impl<'a> Line<'a> {
     fn new(measurement: &'a Measurement<'_>, stream: &Arc<Stream>, index: u16) -> Self {
-        let shared = Shared {
+        let shared = SenderContext {
             memory: measurement.scratch.memory(),
             protect: &NothingToProtect,
             pacer: &measurement.pacer,

@@ -21,17 +21,17 @@ mod timings;
 pub(crate) use vmferry_protocol::source as session;
 
 pub use measure::probe;
-pub use settings::{Pace, Settings, UrgentPath};
+pub use settings::{BulkLimit, Settings, UrgentPath};
 pub use vmferry_protocol::source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, SwitchoverBandwidth, Verification,
 };
 
+use crate::arbiter::ArbiterClient;
 use crate::channel::{Connect, Dialer, Pacer, Stream};
 use crate::clock::Clock;
 use crate::demand::still_arrives;
-use crate::fence::Asker;
-use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
-use crate::report::{Report, Way, word};
+use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
+use crate::report::{MigrationKind, Report, word};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use std::sync::Arc;
@@ -51,12 +51,12 @@ use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, Migratio
 /// - The guest runs on the target
 ///   ([`MigrationState::Completed`](crate::MigrationState::Completed)).
 /// - The guest runs on the source again (`Cancelled`, `Failed`), or is owned by the source but
-///   could not be resumed ([`Report::stands_still`]).
+///   could not be resumed ([`Report::resume_failed`]).
 /// - The owner of the guest is not known (`Unknown`). The guest stays stopped on the source.
 /// - The guest ran on the target and was given up before all of its memory had arrived (`Lost`).
 ///
 /// If the link is lost in postcopy and cannot be restored within [`Settings::reconnect_for`], the
-/// call waits for [`Monitor::recover`] or [`Monitor::abandon`].
+/// call waits for [`MigrationHandle::recover`] or [`MigrationHandle::abandon`].
 ///
 /// # Errors
 /// If the migration could not begin: the target cannot be reached or refuses, the settings are
@@ -66,7 +66,7 @@ pub fn migrate(
     connector: &dyn Connect,
     tracker: Option<TrackerKind>,
     settings: &Settings,
-    monitor: &Monitor,
+    handle: &MigrationHandle,
 ) -> Result<Report, MigrateError> {
     let clock = Clock::start();
     let cpu_before_us = thread_cpu_us();
@@ -79,14 +79,14 @@ pub fn migrate(
     let migration = MigrationId(random()?);
     let known = Report {
         id: migration.to_string(),
-        way: Way::Live(settings.mode),
+        kind: MigrationKind::Live(settings.mode),
         tracker: Some(tracker.kind()),
         ..Report::default()
     };
-    monitor.begin(clock.began, known.clone());
-    let control = match open_control(&dialer, settings, migration, monitor) {
+    handle.begin(clock.began, known.clone());
+    let control = match open_control(&dialer, settings, migration, handle) {
         Err(why @ MigrateError::Cancelled { .. }) => {
-            monitor.update(|progress| progress.state = MigrationState::Cancelled);
+            handle.update(|progress| progress.state = MigrationState::Cancelled);
             return Ok(Report {
                 state: MigrationState::Cancelled,
                 outcome: word(MigrationState::Cancelled),
@@ -109,7 +109,7 @@ pub fn migrate(
     let context = driver::Context {
         dialer,
         settings,
-        monitor,
+        handle,
         migration,
         memory: vm.memory(),
         pacer: Pacer::new(settings.max_bandwidth),
@@ -121,8 +121,8 @@ pub fn migrate(
     let mut report =
         std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, (tracker, streams), control));
     // The channel threads have ended. Their CPU time is complete.
-    let threads = monitor.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
-    report.pace = monitor.pace();
+    let threads = handle.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
+    report.pace = handle.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
 }
@@ -144,15 +144,15 @@ fn open_control(
     dialer: &Dialer<'_>,
     settings: &Settings,
     migration: MigrationId,
-    monitor: &Monitor,
+    handle: &MigrationHandle,
 ) -> Result<Stream, MigrateError> {
     // The register is opened before the hello. The target's time limit for announcing a guest
     // starts at the hello, and an arbiter may take longer than that limit.
-    settings.fence.iter().try_for_each(|fence| fence.open(migration)).map_err(MigrateError::Fence)?;
-    dialer.open((migration, Role::Control, 0, Token::NONE), Some(monitor)).inspect_err(|_| {
+    settings.arbiter.iter().try_for_each(|arbiter| arbiter.open(migration)).map_err(MigrateError::Arbiter)?;
+    dialer.open((migration, Role::Control, 0, Token::NONE), Some(handle)).inspect_err(|_| {
         // No target reads the register of a guest that was never announced.
-        if let Some(fence) = &settings.fence {
-            Asker::new(Arc::clone(fence), migration).close();
+        if let Some(arbiter) = &settings.arbiter {
+            ArbiterClient::new(Arc::clone(arbiter), migration).close();
         }
     })
 }
@@ -168,7 +168,7 @@ fn check(vm: &dyn SourceVm, settings: &Settings) -> Result<(), MigrateError> {
             settings.channels
         )));
     }
-    if settings.may_be_lazy() && !(1..=most).contains(&settings.urgent_channels) {
+    if settings.may_use_postcopy() && !(1..=most).contains(&settings.urgent_channels) {
         return Err(MigrateError::Settings(format!(
             "invalid number of urgent channels: {} (allowed: 1 to {most})",
             settings.urgent_channels

@@ -90,7 +90,7 @@ impl PendingPages {
     /// Ends the current pass, if there is one. Pages that no thread took are still to be sent.
     pub(crate) fn end_pass(&mut self) {
         if let Some(pass) = self.pass.take() {
-            pass.add_rest_to(&mut self.next);
+            pass.add_remaining_to(&mut self.next);
         }
     }
 
@@ -173,7 +173,7 @@ impl PendingPages {
 
 /// Turn of a page within a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum PageTurn {
     /// The page is sent in the order of addresses.
     First,
     /// The page is sent after all pages whose turn is first. Until then the guest may report the
@@ -228,15 +228,15 @@ impl PassPages {
     }
 
     /// Returns true if any page of the region at `position` still awaits `turn`.
-    pub(crate) fn has(&self, position: usize, turn: Turn) -> bool {
+    pub(crate) fn has(&self, position: usize, turn: PageTurn) -> bool {
         self.of(position, turn).left() > 0
     }
 
-    fn of(&self, position: usize, turn: Turn) -> &ClaimBitmap {
+    fn of(&self, position: usize, turn: PageTurn) -> &ClaimBitmap {
         let part = &self.parts[position];
         match turn {
-            Turn::First => &part.first,
-            Turn::Last => &part.last,
+            PageTurn::First => &part.first,
+            PageTurn::Last => &part.last,
         }
     }
 
@@ -244,7 +244,7 @@ impl PassPages {
     /// Returns true if there was any.
     ///
     /// `chunk` must begin at a multiple of 64.
-    pub(crate) fn take(&self, position: usize, turn: Turn, chunk: Range<u64>, mine: &mut Bitmap) -> bool {
+    pub(crate) fn take(&self, position: usize, turn: PageTurn, chunk: Range<u64>, mine: &mut Bitmap) -> bool {
         let from = self.of(position, turn);
         let mut any = false;
         for first in chunk.clone().step_by(64) {
@@ -259,7 +259,7 @@ impl PassPages {
 
     /// Takes those pages of `wanted` that still await `turn`. `wanted` is a mask of the 64 pages
     /// from `first` on. Returns the taken pages as a mask.
-    pub(crate) fn take_64(&self, position: usize, turn: Turn, first: u64, wanted: u64) -> u64 {
+    pub(crate) fn take_64(&self, position: usize, turn: PageTurn, first: u64, wanted: u64) -> u64 {
         self.of(position, turn).take_64(first, wanted)
     }
 
@@ -270,7 +270,7 @@ impl PassPages {
     }
 
     /// Adds the pages that no thread took to `into`. The pass must have ended.
-    fn add_rest_to(&self, into: &mut PageSet) {
+    fn add_remaining_to(&self, into: &mut PageSet) {
         for part in &self.parts {
             for bits in [&part.first, &part.last] {
                 if bits.left() > 0
@@ -296,7 +296,7 @@ impl PassPages {
     /// Returns the pages of the region at `position` that await their first and their last turn.
     #[cfg(test)]
     pub(crate) fn sets(&self, position: usize) -> [Bitmap; 2] {
-        [Turn::First, Turn::Last].map(|turn| self.of(position, turn).snapshot())
+        [PageTurn::First, PageTurn::Last].map(|turn| self.of(position, turn).snapshot())
     }
 }
 
@@ -318,7 +318,7 @@ mod tests {
         set
     }
 
-    fn take_all(pass: &PassPages, turn: Turn) -> Vec<u64> {
+    fn take_all(pass: &PassPages, turn: PageTurn) -> Vec<u64> {
         let mut mine = Bitmap::new(100);
         pass.take(0, turn, 0..100, &mut mine);
         mine.bits().collect()
@@ -331,11 +331,11 @@ mod tests {
             assert_eq!(pending.count(), 100);
             let pass = pending.begin_pass();
             assert_eq!((pass.pages(), pending.count()), (100, 0));
-            assert_eq!(take_all(&pass, Turn::First).len(), 100);
+            assert_eq!(take_all(&pass, PageTurn::First).len(), 100);
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(7);
             assert_eq!(pending.count(), 1);
-            assert_eq!(take_all(&pending.begin_pass(), Turn::First), [7]);
+            assert_eq!(take_all(&pending.begin_pass(), PageTurn::First), [7]);
             assert_eq!(pending.count(), 0);
         });
     }
@@ -345,20 +345,20 @@ mod tests {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
             let pass = pending.begin_pass();
-            let off = pass.take_64(0, Turn::First, 64, 0b111);
+            let off = pass.take_64(0, PageTurn::First, 64, 0b111);
             pass.postpone(0, 64, off);
-            assert_eq!(take_all(&pass, Turn::First).len(), 97);
-            assert_eq!(pass.take_64(0, Turn::Last, 64, 0b10), 0b10);
+            assert_eq!(take_all(&pass, PageTurn::First).len(), 97);
+            assert_eq!(pass.take_64(0, PageTurn::Last, 64, 0b10), 0b10);
             pending.mark_skipped(0, 64, 0b10);
             pending.end_pass();
             assert_eq!((pending.count(), pending.skipped_count()), (2, 1));
-            assert_eq!(take_all(&pending.begin_pass(), Turn::First), [64, 66]);
+            assert_eq!(take_all(&pending.begin_pass(), PageTurn::First), [64, 66]);
             // The guest has written the page since. The next pass sends it, so it is not skipped
             // any more.
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(65);
             assert_eq!(pending.skipped_count(), 1);
-            assert_eq!(take_all(&pending.begin_pass(), Turn::First), [65]);
+            assert_eq!(take_all(&pending.begin_pass(), PageTurn::First), [65]);
             assert_eq!(pending.skipped_count(), 0);
         });
     }
@@ -367,7 +367,7 @@ mod tests {
     fn paused_guest_has_only_pages_skipped_that_are_to_be_sent() {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
-            take_all(&pending.begin_pass(), Turn::First);
+            take_all(&pending.begin_pass(), PageTurn::First);
             pending.end_pass();
             pending.next().union(&set(&[1, 2, 3]));
             assert_eq!(pending.skip(&set(&[2, 4, 9])), 1);

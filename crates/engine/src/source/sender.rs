@@ -6,9 +6,9 @@
 //! channel the stream keeps the order. Correctness needs no barrier between passes, and the threads
 //! share only counters.
 
-use super::pending::{PassPages, Turn};
+use super::pending::{PageTurn, PassPages};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
-use crate::monitor::Counters;
+use crate::handle::Counters;
 use crate::vm::protect_run;
 use std::ops::Range;
 use std::sync::Arc;
@@ -60,7 +60,7 @@ impl From<VmError> for SenderError {
 
 /// References that all channels of a migration share.
 #[derive(Clone, Copy)]
-pub(crate) struct Shared<'a> {
+pub(crate) struct SenderContext<'a> {
     pub(crate) memory: &'a dyn GuestMemory,
     pub(crate) protect: &'a dyn Protect,
     pub(crate) pacer: &'a Pacer,
@@ -72,7 +72,7 @@ pub(crate) struct Shared<'a> {
 /// Destination of frames.
 pub(crate) trait FrameSink {
     /// Sends all of `bufs`, which are one frame. The content of `bufs` is used up.
-    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;
+    fn send_frame(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError>;
 }
 
 /// The kernel copies the pages into its own buffers. Lending the pages to the kernel instead
@@ -80,7 +80,7 @@ pub(crate) trait FrameSink {
 /// brought the page into this processor's cache, where the copy finds it. A lent page is read from
 /// that cache by the receiver's processor, and at a later time than the digest.
 impl FrameSink for Arc<Stream> {
-    fn put(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
+    fn send_frame(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
         self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
     }
 }
@@ -140,7 +140,7 @@ impl<'a> Frame<'a> {
 
 /// Sending end of bulk channel `index`.
 pub(crate) struct Sender<'a, S> {
-    pub(super) shared: Shared<'a>,
+    pub(super) shared: SenderContext<'a>,
     sink: S,
     index: u16,
     frame: Frame<'a>,
@@ -151,7 +151,7 @@ pub(crate) struct Sender<'a, S> {
 }
 
 impl<'a, S: FrameSink> Sender<'a, S> {
-    pub(crate) fn new(shared: Shared<'a>, sink: S, index: u16) -> Self {
+    pub(crate) fn new(shared: SenderContext<'a>, sink: S, index: u16) -> Self {
         let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
         Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
     }
@@ -162,7 +162,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// On the `first` pass, pages that were never touched are skipped: the target's memory already
     /// reads as zeros.
     pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
-        for turn in [Turn::First, Turn::Last] {
+        for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
                     self.send_region(pass, (pages, turn), (position, *region), first)?;
@@ -175,7 +175,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     fn send_region(
         &mut self,
         pass: u32,
-        (pages, turn): (&PassPages, Turn),
+        (pages, turn): (&PassPages, PageTurn),
         (position, region): (usize, Region),
         first: bool,
     ) -> Result<(), SenderError> {
@@ -320,7 +320,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         let header = FrameHeader::barrier(pass, self.sequence).encode();
         self.sequence += 1;
         self.shared.counters.wire_bytes.fetch_add(FRAME_HEADER_BYTES as u64, Ordering::Relaxed);
-        self.sink.put(&mut [IoBuf::from_bytes(&header)])
+        self.sink.send_frame(&mut [IoBuf::from_bytes(&header)])
     }
 
     pub(super) fn flush(&mut self, kind: FrameKind, region: RegionId, pass: u32) -> Result<(), SenderError> {
@@ -350,7 +350,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         let bytes = encoded.len() + table.len() + data_bytes;
         let stop = || self.shared.stop.load(Ordering::Relaxed);
         self.shared.pacer.wait(bytes, stop);
-        self.sink.put(&mut bufs[..used])?;
+        self.sink.send_frame(&mut bufs[..used])?;
         self.sequence += 1;
         if kind == FrameKind::Pages {
             self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);

@@ -1,7 +1,7 @@
 //! Settings of a migration.
 
+use crate::arbiter::Arbiter;
 use crate::channel::Tls;
-use crate::fence::Arbiter;
 use crate::plan::Auto;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,7 +29,7 @@ pub enum UrgentPath {
 /// Rate limit of bulk pages in postcopy, while urgent pages share the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Pace {
+pub enum BulkLimit {
     /// The highest rate that keeps the queues of the network path short, found from measured round
     /// trips.
     #[default]
@@ -51,7 +51,7 @@ pub struct Settings {
     /// Default: 2.
     pub urgent_channels: u16,
     /// Rate limit of bulk pages while urgent pages share the link. Default: `Auto`.
-    pub pace: Pace,
+    pub pace: BulkLimit,
     /// Time during which the source reconnects by itself after the link is lost in postcopy.
     /// Default: 60 s.
     pub reconnect_for: Duration,
@@ -103,7 +103,7 @@ pub struct Settings {
     pub tls: Option<Tls>,
     /// Arbiter that decides which side owns the guest if neither side can know. The target must use
     /// the same arbiter. `None` leaves the decision to the operator.
-    pub fence: Option<Arc<dyn Arbiter>>,
+    pub arbiter: Option<Arc<dyn Arbiter>>,
 }
 
 impl Settings {
@@ -116,7 +116,7 @@ impl Settings {
             mode: self.mode,
             channels: self.channels,
             urgent_channels: self.urgent_channels,
-            probe: self.pace == Pace::Auto,
+            probe: self.pace == BulkLimit::Auto,
             downtime_limit: self.downtime_limit,
             max_bandwidth: self.max_bandwidth,
             switchover_bandwidth: self.switchover_bandwidth,
@@ -127,12 +127,12 @@ impl Settings {
             verify: self.verify,
             peer_timeout: self.peer_timeout,
             reconnect_for: self.reconnect_for,
-            arbiter: self.fence.is_some(),
+            arbiter: self.arbiter.is_some(),
         }
     }
 
     /// Returns true if the guest may run on the target before the target has all of its memory.
-    pub(crate) fn may_be_lazy(&self) -> bool {
+    pub(crate) fn may_use_postcopy(&self) -> bool {
         self.session().may_hand_over()
     }
 
@@ -170,7 +170,7 @@ impl Default for Settings {
             mode: MigrationMode::Precopy,
             urgent: UrgentPath::Dedicated,
             urgent_channels: 2,
-            pace: Pace::Auto,
+            pace: BulkLimit::Auto,
             reconnect_for: Duration::from_secs(60),
             stay_awake: true,
             channels: 2,
@@ -187,7 +187,7 @@ impl Default for Settings {
             insecure: false,
             #[cfg(feature = "tls")]
             tls: None,
-            fence: None,
+            arbiter: None,
         }
     }
 }

@@ -1,12 +1,12 @@
 //! Skips the pages of a pass that the guest reports as free: the driver's part of [`crate::free`],
 //! which gives the proof.
 
-use super::pending::{PassPages, PendingPages, Turn};
+use super::pending::{PageTurn, PassPages, PendingPages};
 use crate::report::FreePagesFigures;
 use crate::vm::protect_run;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Answer, Answers, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, VmError};
+use vmferry_core::{Answer, AnswerMode, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, VmError};
 
 /// Pages that are protected before the driver returns to its other duties: 256 MiB, about a
 /// millisecond.
@@ -22,7 +22,7 @@ const ROUND_PAGES: u64 = BURST_PAGES;
 /// A smaller pass would end before the guest has walked its free lists. Walking takes 3 ms/GiB,
 /// protecting all pages before that takes 5 ms/GiB, and sending one 32nd of a GiB takes 10 ms at 3
 /// GB/s.
-const WORTH_ASKING: u64 = 32;
+const WORTH_REQUESTING: u64 = 32;
 
 /// Position of the driver in the pass's pages: position of the region, and page.
 type Cursor = (usize, u64);
@@ -34,7 +34,7 @@ pub(crate) enum State {
     /// No question is open.
     Idle,
     /// The first question is open: which pages are candidates?
-    Asking,
+    Requesting,
     /// The candidates are being protected and postponed, from this position on.
     Postponing(Cursor),
     /// The second question is open: which postponed pages are still free? The pages from this
@@ -71,7 +71,7 @@ pub(crate) struct Skipping {
     /// Pages postponed since the last question.
     round: u64,
     /// Time of the first question of the migration.
-    asked: Option<Instant>,
+    requested: Option<Instant>,
     figures: FreePagesFigures,
     #[cfg(test)]
     pub(crate) flaw: Flaw,
@@ -97,7 +97,7 @@ pub(crate) enum Flaw {
 /// State of `Skipping` between two steps of a model.
 #[cfg(test)]
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Kept {
+pub(crate) struct SkippingState {
     pub(crate) state: State,
     pub(crate) question: u64,
     pub(crate) worth: PageSet,
@@ -115,7 +115,7 @@ impl Skipping {
             worth: PageSet::empty(layout),
             mine: Bitmap::new(0),
             round: 0,
-            asked: None,
+            requested: None,
             figures: FreePagesFigures::default(),
             #[cfg(test)]
             flaw: Flaw::None,
@@ -127,13 +127,13 @@ impl Skipping {
     pub(crate) fn begin(&mut self, pass: &PassPages) {
         self.close();
         let all: u64 = pass.regions().map(|(.., pages)| pages).sum();
-        match self.source.answers() {
+        match self.source.answer_mode() {
             _ if self.failed => {}
-            Answers::AtOnce if pass.pages() > 0 && self.ask() => {
+            AnswerMode::AtOnce if pass.pages() > 0 && self.request() => {
                 self.worth.clear();
-                self.state = State::Asking;
+                self.state = State::Requesting;
             }
-            Answers::ByGuest if pass.pages() >= (all / WORTH_ASKING).max(1) => {
+            AnswerMode::ByGuest if pass.pages() >= (all / WORTH_REQUESTING).max(1) => {
                 // A question is expensive for a guest that answers itself, and its driver may not
                 // name a page again that it has named once. Therefore such a guest is asked once,
                 // after all pages are protected.
@@ -142,7 +142,7 @@ impl Skipping {
                 self.state = State::Postponing((0, 0));
                 #[cfg(test)]
                 if self.flaw == Flaw::AsksFirst {
-                    self.ask();
+                    self.request();
                 }
             }
             _ => {}
@@ -155,12 +155,12 @@ impl Skipping {
         let Some(pass) = pending.pass().cloned() else { return (0, Next::Nothing) };
         match self.state {
             State::Idle => (0, Next::Nothing),
-            State::Asking => (0, self.hear_candidates(&pass)),
+            State::Requesting => (0, self.receive_candidates(&pass)),
             State::Postponing(at) => match self.postpone(&pass, at, protect) {
                 Ok(next) => (0, next),
                 Err(error) => (0, self.give_up(&error)),
             },
-            State::Confirming(at) => self.hear_confirmed(&pass, pending, at, protect),
+            State::Confirming(at) => self.receive_confirmed(&pass, pending, at, protect),
         }
     }
 
@@ -177,23 +177,23 @@ impl Skipping {
     /// number of skipped pages.
     ///
     /// The guest must be paused, and all its writes must be harvested.
-    pub(crate) fn settle(&mut self, pending: &mut PendingPages) -> u64 {
+    pub(crate) fn skip_free(&mut self, pending: &mut PendingPages) -> u64 {
         self.close();
         #[cfg(test)]
         if self.flaw == Flaw::SettlesEarly {
             return pending.skip(&self.worth);
         }
-        if self.source.answers() != Answers::AtOnce {
+        if self.source.answer_mode() != AnswerMode::AtOnce {
             return 0;
         }
         // The question comes after the harvest. Therefore harvested pages can be skipped, too.
-        if pending.count() == 0 || !self.ask() {
+        if pending.count() == 0 || !self.request() {
             return 0;
         }
-        self.state = State::Asking;
-        let heard = self.hear();
+        self.state = State::Requesting;
+        let received = self.receive();
         self.close();
-        if heard.is_none_or(|answer| !answer.complete) {
+        if received.is_none_or(|answer| !answer.complete) {
             return 0;
         }
         pending.skip(self.report.pages())
@@ -206,26 +206,31 @@ impl Skipping {
     /// Recreates the state of an earlier `Skipping`, for a model that keeps it elsewhere between
     /// two steps.
     #[cfg(test)]
-    pub(crate) fn resume(source: Box<dyn FreePages>, layout: &Layout, kept: &Kept, flaw: Flaw) -> Self {
-        let Kept { state, question, worth, round } = kept.clone();
+    pub(crate) fn resume(
+        source: Box<dyn FreePages>,
+        layout: &Layout,
+        kept: &SkippingState,
+        flaw: Flaw,
+    ) -> Self {
+        let SkippingState { state, question, worth, round } = kept.clone();
         Self { state, question, worth, round, flaw, ..Self::new(source, layout) }
     }
 
     #[cfg(test)]
-    pub(crate) fn keep(self) -> Kept {
-        Kept { state: self.state, question: self.question, worth: self.worth, round: self.round }
+    pub(crate) fn keep(self) -> SkippingState {
+        SkippingState { state: self.state, question: self.question, worth: self.worth, round: self.round }
     }
 
-    fn ask(&mut self) -> bool {
+    fn request(&mut self) -> bool {
         if self.failed {
             return false;
         }
         self.question += 1;
         self.figures.questions += 1;
-        self.asked.get_or_insert_with(Instant::now);
+        self.requested.get_or_insert_with(Instant::now);
         self.round = 0;
-        let asked = self.source.ask(self.question);
-        asked.map_err(|error| self.give_up(&error)).is_ok()
+        let requested = self.source.request(self.question);
+        requested.map_err(|error| self.give_up(&error)).is_ok()
     }
 
     fn give_up(&mut self, error: &VmError) -> Next {
@@ -238,12 +243,12 @@ impl Skipping {
 
     /// Polls for an answer into `self.report`. Returns the answer if it belongs to the open
     /// question.
-    fn hear(&mut self) -> Option<Answer> {
+    fn receive(&mut self) -> Option<Answer> {
         self.report.clear();
         #[cfg(test)]
         if self.flaw == Flaw::AsksFirst
             && matches!(self.state, State::Confirming(_))
-            && self.source.answers() == Answers::AtOnce
+            && self.source.answer_mode() == AnswerMode::AtOnce
         {
             self.report.add_pages(&self.worth);
             return Some(Answer { question: self.question, complete: true });
@@ -257,7 +262,7 @@ impl Skipping {
         };
         self.figures.reports += 1;
         self.figures.outside_pages = self.figures.outside_pages.saturating_add(self.report.outside());
-        let first = self.asked.map(|asked| asked.elapsed());
+        let first = self.requested.map(|requested| requested.elapsed());
         self.figures.first_answer_ms = self.figures.first_answer_ms.or(first.map(ms));
         if answer.question == self.question {
             return Some(answer);
@@ -271,14 +276,14 @@ impl Skipping {
         None
     }
 
-    fn hear_candidates(&mut self, pass: &PassPages) -> Next {
-        let Some(answer) = self.hear() else { return self.unless_failed(Next::Soon) };
+    fn receive_candidates(&mut self, pass: &PassPages) -> Next {
+        let Some(answer) = self.receive() else { return self.unless_failed(Next::Soon) };
         self.worth.union(self.report.pages());
         if !answer.complete {
             return Next::Soon;
         }
         self.state = State::Postponing((0, 0));
-        if pass.regions().all(|(position, ..)| !pass.has(position, Turn::First)) {
+        if pass.regions().all(|(position, ..)| !pass.has(position, PageTurn::First)) {
             self.close();
             return Next::Nothing;
         }
@@ -293,9 +298,9 @@ impl Skipping {
     fn postpone(&mut self, pass: &PassPages, at: Cursor, protect: &dyn Protect) -> Result<Next, VmError> {
         let size = protect.chunk_pages().max(64);
         let (mut pages, mut chunks) = (0, 0);
-        let round = match self.source.answers() {
-            Answers::AtOnce => ROUND_PAGES.max(pass.regions().map(|(.., pages)| pages).sum::<u64>() / 8),
-            Answers::ByGuest => u64::MAX,
+        let round = match self.source.answer_mode() {
+            AnswerMode::AtOnce => ROUND_PAGES.max(pass.regions().map(|(.., pages)| pages).sum::<u64>() / 8),
+            AnswerMode::ByGuest => u64::MAX,
         };
         for (position, id, len) in pass.regions().skip(at.0) {
             let mut first = if position == at.0 { at.1 } else { 0 };
@@ -331,7 +336,8 @@ impl Skipping {
         let mut pages = 0;
         for at in words.clone() {
             let wanted = word(worth, at);
-            let taken = if wanted == 0 { 0 } else { pass.take_64(position, Turn::First, at * 64, wanted) };
+            let taken =
+                if wanted == 0 { 0 } else { pass.take_64(position, PageTurn::First, at * 64, wanted) };
             pages += u64::from(taken.count_ones());
             self.mine.union_word(index(at), taken);
         }
@@ -352,7 +358,7 @@ impl Skipping {
             pass.postpone(position, at * 64, word(&self.mine, at));
         }
         self.mine.clear_range(chunk.range());
-        self.figures.put_off_pages += pages;
+        self.figures.postponed_pages += pages;
         protected.map(|()| pages)
     }
 
@@ -364,24 +370,24 @@ impl Skipping {
             return Next::Nothing;
         }
         #[cfg(test)]
-        let unasked = self.flaw == Flaw::AsksFirst;
+        let unrequested = self.flaw == Flaw::AsksFirst;
         #[cfg(not(test))]
-        let unasked = false;
-        if !(unasked || self.ask()) {
+        let unrequested = false;
+        if !(unrequested || self.request()) {
             return Next::Nothing;
         }
         self.state = State::Confirming(rest);
         Next::Now
     }
 
-    fn hear_confirmed(
+    fn receive_confirmed(
         &mut self,
         pass: &PassPages,
         pending: &mut PendingPages,
         rest: Cursor,
         protect: &dyn Protect,
     ) -> (u64, Next) {
-        let Some(answer) = self.hear() else { return (0, self.unless_failed(Next::Soon)) };
+        let Some(answer) = self.receive() else { return (0, self.unless_failed(Next::Soon)) };
         #[cfg(not(test))]
         let _ = protect;
         #[cfg(test)]
@@ -392,11 +398,12 @@ impl Skipping {
         }
         let mut pages = 0;
         for (position, id, _) in pass.regions() {
-            let Some(free) = self.report.pages().region(id).filter(|_| pass.has(position, Turn::Last)) else {
+            let Some(free) = self.report.pages().region(id).filter(|_| pass.has(position, PageTurn::Last))
+            else {
                 continue;
             };
             for (at, wanted) in (0..).zip(free.words()).filter(|(_, wanted)| **wanted != 0) {
-                let taken = pass.take_64(position, Turn::Last, at * 64, *wanted);
+                let taken = pass.take_64(position, PageTurn::Last, at * 64, *wanted);
                 if taken != 0 {
                     pending.mark_skipped(position, at * 64, taken);
                     pages += u64::from(taken.count_ones());

@@ -90,13 +90,13 @@ mod tests {
 
     /// Subscriber that records when each span began and ended.
     #[derive(Default)]
-    struct Diary {
+    struct SpanRecorder {
         next: AtomicU64,
         names: Arc<Mutex<Vec<(u64, &'static str)>>>,
         lines: Arc<Mutex<Vec<String>>>,
     }
 
-    impl Subscriber for Diary {
+    impl Subscriber for SpanRecorder {
         fn enabled(&self, _: &Metadata<'_>) -> bool {
             true
         }
@@ -127,7 +127,7 @@ mod tests {
 
     #[test]
     fn phases_follow_each_other_under_their_migration() {
-        let diary = Diary::default();
+        let diary = SpanRecorder::default();
         let lines = Arc::clone(&diary.lines);
         tracing::subscriber::with_default(diary, || {
             let mut spans = Spans::begin("ab", "hybrid");

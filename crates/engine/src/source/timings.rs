@@ -4,9 +4,10 @@ use super::driver::Context;
 use super::session::Session;
 use super::spans::Spans;
 use crate::clock::Clock;
-use crate::monitor::{MigrationState, Monitor, thread_cpu_us};
+use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
 use crate::report::{
-    Bytes, Cpu, Downtime, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures, Way, word,
+    Bytes, Cpu, Downtime, MigrationKind, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures,
+    word,
 };
 use crate::source::MigrationMode;
 use crate::vm::shielded;
@@ -44,7 +45,7 @@ pub(super) struct Timings {
     ready: Option<Duration>,
     running: Option<Duration>,
     /// True if the guest runs on the target before the target has all of the memory.
-    lazy: bool,
+    in_postcopy: bool,
     complete: Option<Duration>,
     resumed: Option<Duration>,
     predicted: Option<Duration>,
@@ -66,14 +67,14 @@ impl Timings {
         Self { clock: context.clock, spans, held_before, ..Self::default() }
     }
 
-    pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, monitor: &Monitor) {
+    pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, handle: &MigrationHandle) {
         let now = self.clock.now();
         if self.first_page.is_none() && self.pause.is_none() {
             self.spans.precopy();
         }
         self.spans.pass(pass, pages);
         self.first_page.get_or_insert(now);
-        self.pass = Some((now, monitor.counters.wire_bytes.load(Ordering::Relaxed)));
+        self.pass = Some((now, handle.counters.wire_bytes.load(Ordering::Relaxed)));
         self.starts.push(now);
         self.passes.push(PassReport { pass, pages, ..PassReport::default() });
         if self.pause.is_some() {
@@ -99,9 +100,9 @@ impl Timings {
     }
 
     /// Notes that all channels have sent the pass. Returns the bytes of the pass.
-    pub(super) fn pass_sent(&mut self, monitor: &Monitor) -> u64 {
+    pub(super) fn pass_sent(&mut self, handle: &MigrationHandle) -> u64 {
         let (_, before) = self.pass.unwrap_or((self.clock.now(), 0));
-        let bytes = monitor.counters.wire_bytes.load(Ordering::Relaxed) - before;
+        let bytes = handle.counters.wire_bytes.load(Ordering::Relaxed) - before;
         if let Some(report) = self.passes.last_mut()
             && self.verify.is_none()
         {
@@ -127,10 +128,10 @@ impl Timings {
         self.predicted = predicted;
     }
 
-    /// Notes the end of a trial pause in which no vCPU ran for `stood`.
-    pub(super) fn tried(&mut self, stood: Duration) {
+    /// Notes the end of a trial pause in which no vCPU ran for `time`.
+    pub(super) fn trial_paused(&mut self, time: Duration) {
         self.trials += 1;
-        self.trial += stood;
+        self.trial += time;
     }
 
     pub(super) fn paused(&mut self) {
@@ -142,7 +143,7 @@ impl Timings {
     }
 
     /// Returns the time since the guest was paused.
-    pub(super) fn stood(&self) -> Duration {
+    pub(super) fn paused_time(&self) -> Duration {
         between(self.pause, Some(self.clock.now()))
     }
 
@@ -195,7 +196,7 @@ impl Timings {
     }
 
     pub(super) fn sending(&mut self, message: &ToTarget) {
-        self.lazy |= matches!(message, ToTarget::LoadLazily { .. });
+        self.in_postcopy |= matches!(message, ToTarget::LoadLazily { .. });
         if matches!(message, ToTarget::Load | ToTarget::LoadLazily { .. }) {
             self.loading = Some(self.clock.now());
             if self.verify.is_some() {
@@ -216,7 +217,7 @@ impl Timings {
             }
             ToSource::Ready { .. } => self.ready = Some(now),
             ToSource::Running { .. } => {
-                if self.lazy {
+                if self.in_postcopy {
                     self.spans.postcopy();
                 }
                 self.running = Some(now);
@@ -241,12 +242,18 @@ impl Timings {
         // precopy has no harvest.
         let harvested = self.harvested.max(self.state_sent);
         let (listed, sent) =
-            if self.lazy { (self.loading, self.loading) } else { (self.last_pages, self.received) };
+            if self.in_postcopy { (self.loading, self.loading) } else { (self.last_pages, self.received) };
         let verified = self.verify_time();
-        let list =
-            between(harvested, listed).saturating_sub(if self.lazy { verified } else { Duration::ZERO });
-        let check =
-            if self.lazy { Duration::ZERO } else { between(sent, self.loading).saturating_sub(verified) };
+        let list = between(harvested, listed).saturating_sub(if self.in_postcopy {
+            verified
+        } else {
+            Duration::ZERO
+        });
+        let check = if self.in_postcopy {
+            Duration::ZERO
+        } else {
+            between(sent, self.loading).saturating_sub(verified)
+        };
         let (loading, starting) = (between(self.loading, self.ready), between(self.ready, self.running));
         // The target reports these times.
         let summary = session.summary();
@@ -256,7 +263,7 @@ impl Timings {
             send_state_ms: ms(between(self.saved, self.state_sent)),
             last_harvest_ms: ms(between(self.state_sent, harvested)),
             list_pages_ms: ms(list),
-            last_pages_ms: ms(if self.lazy {
+            last_pages_ms: ms(if self.in_postcopy {
                 Duration::ZERO
             } else {
                 between(self.last_pages, self.received)
@@ -293,7 +300,7 @@ impl Timings {
         spans.into_iter().filter_map(of).collect()
     }
 
-    /// Returns the report so far of a migration that has not ended. The monitor adds the state and
+    /// Returns the report so far of a migration that has not ended. The handle adds the state and
     /// the figures that change continuously.
     pub(super) fn account(
         &self,
@@ -302,7 +309,7 @@ impl Timings {
         tracker: &dyn DirtyTracker,
         held: &[Duration],
     ) -> Report {
-        let counters = &context.monitor.counters;
+        let counters = &context.handle.counters;
         let load = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let started = self.running.or(self.resumed).unwrap_or_else(|| self.clock.now());
         let end = self.complete.unwrap_or(started);
@@ -310,16 +317,17 @@ impl Timings {
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
         let verification = session.verification().cloned().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
-        let lazily = session.figures().filter(|_| context.settings.verify);
-        let lazily = lazily.map_or(0, |figures| figures.pages.saturating_add(figures.zero_pages));
+        let verified_in_postcopy = session.figures().filter(|_| context.settings.verify);
+        let verified_in_postcopy =
+            verified_in_postcopy.map_or(0, |figures| figures.pages.saturating_add(figures.zero_pages));
         Report {
             id: context.migration.to_string(),
-            way: Way::Live(context.settings.mode),
+            kind: MigrationKind::Live(context.settings.mode),
             postcopy: session.figures().map(PostcopyFigures::from),
-            pace: context.monitor.pace(),
+            pace: context.handle.pace(),
             interruptions: session.interruptions(),
-            put_off: session.put_off(),
-            put_off_ms: ms(session.put_off_for()),
+            deferrals: session.deferrals(),
+            deferred_ms: ms(session.deferred_time()),
             trial_pauses: self.trials,
             trial_pause_ms: ms(self.trial),
             tracker: Some(tracker.kind()),
@@ -345,12 +353,12 @@ impl Timings {
                 source: (load(&counters.cpu_us) + thread_cpu_us()).saturating_sub(context.cpu_before_us)
                     as f64
                     / 1e3,
-                destination: ms(session.summary().target_cpu),
+                target: ms(session.summary().target_cpu),
             },
             // A page that arrived after the handover was placed only if it matched its digest.
-            verified_pages: verification.pages.saturating_add(lazily),
+            verified_pages: verification.pages.saturating_add(verified_in_postcopy),
             mismatched_pages: verification.mismatched,
-            suspect_pages_resent: session.summary().suspects_resent,
+            digest_mismatches_resent: session.summary().digest_mismatches_resent,
             verify_ms: ms(self.verify_time()),
             ..Report::default()
         }
@@ -376,7 +384,7 @@ impl Timings {
             state,
             outcome: word(state),
             error,
-            stands_still: session.stands_still(),
+            resume_failed: session.resume_failed(),
             refused_feature: self.passes.is_empty()
                 && matches!(outcome, Outcome::Failed(why) if why.code == RefusalCode::Feature),
             ..self.account(context, session, tracker, held)

@@ -5,10 +5,10 @@ use super::probe::echo_probes;
 use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
 use super::urgent::UrgentChannel;
-use crate::awake::Asking;
+use crate::awake::LatencyRequest;
 use crate::channel::{Greeted, Stream, answer, read_message, tcp};
 use crate::demand::{again_after_panics, serve_faults};
-use crate::monitor::thread_cpu_us;
+use crate::handle::thread_cpu_us;
 use crate::vm::{caught, caught_io};
 use crate::{MigrateError, random};
 use std::collections::VecDeque;
@@ -148,7 +148,8 @@ impl Link {
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
         // The file is opened before the thread starts: the thread reads bytes from an untrusted
         // peer and must not need the permission to open files.
-        let asking = if role == Role::Urgent { Asking::open() } else { Asking::default() };
+        let latency_request =
+            if role == Role::Urgent { LatencyRequest::open() } else { LatencyRequest::default() };
         tcp::learn_limits();
         let receive = move || {
             let serve = Serve { role, index, arrivals: &arrivals, attempt, inputs: &inputs };
@@ -162,8 +163,8 @@ impl Link {
                 // Latency matters for single pages.
                 _ => {
                     vmferry_thread::scheduling::prefer_latency();
-                    let pages =
-                        PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream)).asking(asking);
+                    let pages = PageReceiver::urgent(&*memory, &arrivals, Buffered::new(&stream))
+                        .latency_request(latency_request);
                     serve.all(pages, &cpu_us);
                 }
             }
@@ -180,15 +181,15 @@ impl Link {
     pub(super) fn serve_faults(&mut self) -> io::Result<Vec<JoinHandle<()>>> {
         let Some(pager) = self.arrivals.pager() else { return Ok(Vec::new()) };
         pager.source.replace(&pager.pages, self.urgent_channels());
-        let serve = |stripe| {
+        let serve = |shard| {
             let (pager, cpu_us) = (Arc::clone(pager), Arc::clone(&self.cpu_us));
             let work = move || {
-                again_after_panics(|| serve_faults(&pager, stripe));
+                again_after_panics(|| serve_faults(&pager, shard));
                 cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
             };
-            vmferry_thread::spawn(vmferry_thread::Role::Fault, format!("target-fault-{stripe}"), work)
+            vmferry_thread::spawn(vmferry_thread::Role::Fault, format!("target-fault-{shard}"), work)
         };
-        (0..pager.pages.memory.stripes()).map(serve).collect()
+        (0..pager.pages.memory.shards()).map(serve).collect()
     }
 
     /// Returns the urgent channels, to send requests on.
@@ -254,7 +255,7 @@ impl Serve<'_> {
             counted = used;
             match result {
                 Ok(Mark::Barrier(pass)) => self.report(Input::Barrier { channel, pass }),
-                Ok(Mark::AllHere) => self.report(Input::AllHere),
+                Ok(Mark::AllArrived) => self.report(Input::AllArrived),
                 Err(error) => return self.report(Input::ChannelLost { role, channel, error }),
             }
         }
@@ -327,7 +328,7 @@ mod tests {
             role: Role::Control,
             index,
             token,
-            fence: 0,
+            arbiter: 0,
         };
         (Greeted { stream: Arc::new(stream), hello }, other)
     }

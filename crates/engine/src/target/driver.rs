@@ -14,16 +14,16 @@ mod handover;
 
 use super::channels::Link;
 use super::inbox::{self, Inbox, Sources};
-use super::rest::Rest;
+use super::postcopy::PostcopyReceiver;
 use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, ReceiveFailure, Received};
 use crate::MigrateError;
+use crate::arbiter::{ArbiterAnswer, ArbiterClient, ArbiterRequest};
 use crate::channel::{Greeted, answer, send_message};
 use crate::clock::Clock;
-use crate::fence::{Asker, Ruled, Word};
+use crate::handle::thread_cpu_us;
 use crate::heartbeat::Heartbeat;
-use crate::monitor::thread_cpu_us;
-use crate::run::{self, Agenda, Host};
+use crate::run::{self, ActionQueue, Host};
 use handover::Handover;
 use std::convert::Infallible;
 use std::sync::atomic::Ordering;
@@ -52,7 +52,7 @@ pub(super) struct Driver<'a> {
     vm: &'a mut dyn TargetVm,
     arrival: &'a Arrival,
     session: Session,
-    agenda: Agenda<Action>,
+    action_queue: ActionQueue<Action>,
     inbox: Inbox,
     clock: Clock,
     inputs: &'a Receiver<Numbered>,
@@ -70,7 +70,7 @@ pub(super) struct Driver<'a> {
     /// Announcement of the guest, if it was read before there was a VM.
     announced: Option<Event>,
     /// Arbiter that decides who owns the guest.
-    fence: Option<Asker>,
+    arbiter: Option<ArbiterClient>,
 }
 
 impl<'a> Driver<'a> {
@@ -91,11 +91,11 @@ impl<'a> Driver<'a> {
         let wants_trial = hello.features & FEATURE_TRIAL != 0 && vm.wants_trial();
         let session = Session::begin(vm.config(), link.tokens).expecting(load).wanting_trial(wants_trial);
         let mut driver = Driver {
-            session: session.fenced(arrival.fence.is_some()),
-            fence: arrival.fence.clone().map(|fence| Asker::new(fence, link.migration)),
+            session: session.with_arbiter(arrival.arbiter.is_some()),
+            arbiter: arrival.arbiter.clone().map(|arbiter| ArbiterClient::new(arbiter, link.migration)),
             vm,
             arrival,
-            agenda: Agenda::new(Vec::new()),
+            action_queue: ActionQueue::new(Vec::new()),
             inbox: Inbox::new(Duration::ZERO),
             clock: Clock::start(),
             inputs,
@@ -139,8 +139,8 @@ impl<'a> Driver<'a> {
     }
 
     fn wind_up(mut self, outcome: Outcome, own_cpu_us: u64) -> Attempt {
-        let runs_lazily = outcome == Outcome::Running;
-        if !runs_lazily {
+        let runs_in_postcopy = outcome == Outcome::Running;
+        if !runs_in_postcopy {
             self.close(&outcome);
         }
         let accepted = self.session.accepted();
@@ -152,12 +152,13 @@ impl<'a> Driver<'a> {
             paused: self.paused,
             load_ms: self.load.as_secs_f64() * 1e3,
             cpu_ms: (threads + own_cpu_us) as f64 / 1e3,
-            rest: None,
+            postcopy: None,
             copy_of: None,
         };
-        let rest = runs_lazily
-            .then(|| Rest::new((self.session, self.agenda), self.link, self.handover.take_threads()));
-        Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, rest }
+        let postcopy = runs_in_postcopy.then(|| {
+            PostcopyReceiver::new((self.session, self.action_queue), self.link, self.handover.take_threads())
+        });
+        Attempt { accepted, outcome, waiting: std::mem::take(&mut self.waiting), received, postcopy }
     }
 
     fn take_connection(&mut self, incoming: Greeted) -> Option<Event> {
@@ -176,7 +177,7 @@ impl<'a> Driver<'a> {
     /// Answers a new control channel. Besides the control channel of this attempt, only the source
     /// of a guest that may have been committed is accepted.
     fn control_back(&mut self, incoming: Greeted) -> Option<Event> {
-        let ours = self.session.may_be_asked() && self.link.named_by(&incoming);
+        let ours = self.session.accepts_new_link() && self.link.named_by(&incoming);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
         if let Err(error) = answer(&incoming.stream, &incoming.hello, verdict) {
             tracing::warn!("{}: the answer to its hello was lost: {error}", incoming.stream.peer);
@@ -214,14 +215,14 @@ impl<'a> Driver<'a> {
         )))
     }
 
-    fn ask_fence(&self, word: Word, after: Duration) {
-        let Some(fence) = &self.fence else { return };
-        if word == Word::Runs {
-            return fence.confirm();
+    fn ask_arbiter(&self, request: ArbiterRequest, after: Duration) {
+        let Some(arbiter) = &self.arbiter else { return };
+        if request == ArbiterRequest::Runs {
+            return arbiter.confirm();
         }
         let (inputs, attempt) = (self.link.inputs.clone(), self.link.attempt);
         // A failed wake needs no handling: if the queue is full, the driver is reading it.
-        fence.ask(word, after, move || drop(inputs.try_send((attempt, Input::Wake))));
+        arbiter.send(request, after, move || drop(inputs.try_send((attempt, Input::Wake))));
     }
 
     /// Calls the VM. The heartbeat sends messages to the source meanwhile.
@@ -369,8 +370,8 @@ impl Host for Driver<'_> {
         &self.session
     }
 
-    fn agenda(&mut self) -> &mut Agenda<Action> {
-        &mut self.agenda
+    fn action_queue(&mut self) -> &mut ActionQueue<Action> {
+        &mut self.action_queue
     }
 
     fn handle(&mut self, event: Event) -> Vec<Action> {
@@ -385,9 +386,9 @@ impl Host for Driver<'_> {
                 self.link.await_channels(channels);
                 None
             }
-            Action::CountDamaged { pass } => {
-                let (pages, runs) = self.link.arrivals.suspects();
-                Some(Event::Damaged { pass, pages, runs })
+            Action::CountDigestMismatches { pass } => {
+                let (pages, runs) = self.link.arrivals.mismatches();
+                Some(Event::DigestMismatches { pass, pages, runs })
             }
             Action::CountMismatches => {
                 let (pages, mismatched, samples) = self.link.arrivals.differences();
@@ -398,8 +399,8 @@ impl Host for Driver<'_> {
                 self.handover.begin(&mut self.link, &*self.vm, self.arrival.stay_awake, pages)
             }
             Action::Load(sections) => Some(self.load(&sections)),
-            Action::AskArbiter { word, after } => {
-                self.ask_fence(word, after);
+            Action::AskArbiter { request, after } => {
+                self.ask_arbiter(request, after);
                 None
             }
             Action::PrepareVm(trial) => Some(self.prepare_vm(&trial)),
@@ -424,8 +425,8 @@ impl Host for Driver<'_> {
         inbox::next(self)
     }
 
-    fn show(&mut self) {
-        self.arrival.show(self.session.undecided());
+    fn publish_progress(&mut self) {
+        self.arrival.publish_undecided(self.session.undecided());
     }
 }
 
@@ -456,8 +457,8 @@ impl Sources for Driver<'_> {
         self.arrival.setup_timeout()
     }
 
-    fn answer(&mut self) -> Option<Ruled> {
-        self.fence.as_ref().and_then(Asker::answer)
+    fn answer(&mut self) -> Option<ArbiterAnswer> {
+        self.arbiter.as_ref().and_then(ArbiterClient::answer)
     }
 
     fn found(&mut self) -> Option<Event> {
@@ -481,7 +482,7 @@ impl Sources for Driver<'_> {
         self.take_connection(*incoming)
     }
 
-    fn all_here(&self) -> Option<Event> {
+    fn all_arrived(&self) -> Option<Event> {
         self.link.arrivals.pager().map(|pager| Event::MissingArrived(pager.pages.figures()))
     }
 }
@@ -499,14 +500,14 @@ pub(super) struct Attempt {
     pub(super) waiting: Vec<Greeted>,
     pub(super) received: Received,
     /// Pages that are still missing, for a guest that already runs.
-    pub(super) rest: Option<Rest>,
+    pub(super) postcopy: Option<PostcopyReceiver>,
 }
 
 impl Attempt {
     /// Returns the result for a source that was the only one.
-    pub(super) fn only(self) -> Result<(Received, Option<Rest>), ReceiveFailure> {
+    pub(super) fn only(self) -> Result<(Received, Option<PostcopyReceiver>), ReceiveFailure> {
         match self.outcome {
-            Outcome::Completed | Outcome::Running => Ok((self.received, self.rest)),
+            Outcome::Completed | Outcome::Running => Ok((self.received, self.postcopy)),
             Outcome::Failed(why) => Err(ReceiveFailure::Failed(why)),
         }
     }

@@ -12,7 +12,7 @@
 
 use super::receiver::ReceiveError;
 use super::session::{Event, Session};
-use crate::fence::Ruled;
+use crate::arbiter::ArbiterAnswer;
 use crate::reason_wait::ReasonWait;
 use crate::run::Host;
 use std::io;
@@ -37,7 +37,7 @@ pub(crate) enum Input<C> {
         pass: u32,
     },
     /// The last missing page was placed.
-    AllHere,
+    AllArrived,
     ChannelLost {
         role: Role,
         channel: u16,
@@ -64,7 +64,7 @@ pub(crate) trait Sources: Host<Session = Session> {
     /// Returns the time within which the source must announce its guest.
     fn setup_timeout(&self) -> Duration;
     /// Takes the oldest answer of the arbiter.
-    fn answer(&mut self) -> Option<Ruled>;
+    fn answer(&mut self) -> Option<ArbiterAnswer>;
     /// Takes an event that was found during other work.
     fn found(&mut self) -> Option<Event>;
     /// Returns the reason for which a link that is up counts as lost, if there is one: no pages
@@ -78,7 +78,7 @@ pub(crate) trait Sources: Host<Session = Session> {
     fn connected(&mut self, connection: Self::Connection) -> Option<Event>;
     /// Returns the event with the figures of demand paging, after the last missing page has
     /// arrived.
-    fn all_here(&self) -> Option<Event>;
+    fn all_arrived(&self) -> Option<Event>;
     /// Notes that the link of a guest that runs on the target is lost.
     fn note_loss(&mut self, _why: &str) {}
 }
@@ -121,8 +121,8 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Option<Event>, H::Idle> {
             host.peer()
         ))));
     }
-    if let Some((word, answer)) = host.answer() {
-        return Ok(Some(Event::ArbiterAnswered(word, answer)));
+    if let Some((request, answer)) = host.answer() {
+        return Ok(Some(Event::ArbiterAnswered(request, answer)));
     }
     if let Some(event) = host.found() {
         return Ok(Some(event));
@@ -134,7 +134,7 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Option<Event>, H::Idle> {
         return Ok(Some(lost(host, why)));
     }
     let Some(input) = host.receive(now + TICK)? else { return Ok(None) };
-    Ok(taken(host, input))
+    Ok(event_of(host, input))
 }
 
 /// Continues the wait for the source's reason after its time has expired at `now`. Takes an input
@@ -144,13 +144,13 @@ fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
     if host.inbox().held.as_mut().is_some_and(ReasonWait::may_take)
         && let Ok(Some(input)) = host.receive(now)
     {
-        return taken(host, input);
+        return event_of(host, input);
     }
     let wait = host.inbox().held.take()?;
     needs_channels(host.session()).then(|| Event::PeerLost(wait.into_why()))
 }
 
-fn taken<H: Sources>(host: &mut H, (attempt, input): Numbered<H::Connection>) -> Option<Event> {
+fn event_of<H: Sources>(host: &mut H, (attempt, input): Numbered<H::Connection>) -> Option<Event> {
     if attempt != host.attempt() && !matches!(input, Input::Connected(_)) {
         return None;
     }
@@ -163,7 +163,7 @@ fn happened<H: Sources>(host: &mut H, input: Input<H::Connection>) -> Option<Eve
         Input::Message(message) => Some(Event::Message(message)),
         Input::Wake => None,
         Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
-        Input::AllHere => host.all_here(),
+        Input::AllArrived => host.all_arrived(),
         Input::ControlLost(error) => {
             host.inbox().control_lost = true;
             Some(control_lost(host, &error))
@@ -173,7 +173,7 @@ fn happened<H: Sources>(host: &mut H, input: Input<H::Connection>) -> Option<Eve
 }
 
 fn control_lost<H: Sources>(host: &mut H, error: &io::Error) -> Event {
-    if host.session().running_lazily() {
+    if host.session().runs_in_postcopy() {
         return lost(host, format!("the control channel is lost: {error}"));
     }
     let peer = host.peer();
@@ -197,7 +197,7 @@ fn needs_channels(session: &Session) -> bool {
 /// report must show which peer was at fault: a cancelled source closes its channels, and sends the
 /// reason on the control channel.
 fn channel_lost<H: Sources>(host: &mut H, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
-    if host.session().running_lazily() {
+    if host.session().runs_in_postcopy() {
         // When the source knows that all pages have arrived, it closes its channels. It closes the
         // control channel last, after a last message.
         let why = format!("{role:?} channel {channel} is lost: {error}").to_lowercase();

@@ -148,8 +148,8 @@ impl Incoming {
                 Err(error) => Taken::Done(Err(error.into())),
             }
         });
-        received.map(|((received, rest), queue)| Received {
-            rest: rest.map(|rest| rest.with(queue, arrival.peer_timeout)),
+        received.map(|((received, postcopy), queue)| Received {
+            postcopy: postcopy.map(|postcopy| postcopy.with(queue, arrival.peer_timeout)),
             ..received
         })
     }

@@ -28,9 +28,9 @@ const MOST_BYTES: usize = 256 << 20;
 pub(super) struct Measuring(Arc<AtomicUsize>);
 
 /// Counted share of the measured channels, returned when dropped.
-struct Place(Arc<AtomicUsize>);
+struct MeasurementSlot(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for MeasurementSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::AcqRel);
     }
@@ -40,7 +40,7 @@ impl Measuring {
     /// Serves a channel on a thread of its own, or refuses it.
     pub(super) fn take(&self, incoming: Greeted) {
         let free = self.0.fetch_add(1, Ordering::AcqRel) < MOST_CHANNELS;
-        let place = Place(Arc::clone(&self.0));
+        let slot = MeasurementSlot(Arc::clone(&self.0));
         let serve = move || {
             let verdict = if free { Ok(()) } else { Err(RefusalCode::Busy) };
             let peer = incoming.stream.peer.clone();
@@ -48,7 +48,7 @@ impl Measuring {
             if let Err(error) = done.and_then(|()| if free { serve(&incoming.stream) } else { Ok(()) }) {
                 tracing::debug!("{peer}: a measurement ended: {error}");
             }
-            drop(place);
+            drop(slot);
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Receiver, "target-measure", serve) {
             tracing::warn!("a measurement was refused: its thread could not be started: {error}");

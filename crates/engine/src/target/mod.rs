@@ -18,19 +18,19 @@ mod driver;
 pub(crate) mod inbox;
 mod incoming;
 mod measure;
+mod postcopy;
 mod probe;
 pub(crate) mod receiver;
 mod relink;
-mod rest;
 pub(crate) mod urgent;
 
 pub use incoming::Incoming;
-pub use rest::{Rest, RestState, RestWatch};
+pub use postcopy::{PostcopyReceiver, PostcopyState, PostcopyWatch};
 
 pub(crate) use vmferry_protocol::target as session;
 
+use crate::arbiter::Arbiter;
 use crate::channel::{Listener, answer};
-use crate::fence::Arbiter;
 use crate::vm::warn_if_panics_abort;
 use crate::wake::{Ending, Wakers};
 use crate::{MigrateError, channel::Greeted};
@@ -44,7 +44,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use vmferry_core::TargetVm;
-use vmferry_wire::{Hello, Refusal, RefusalCode, Role, fence_digest};
+use vmferry_wire::{Hello, Refusal, RefusalCode, Role, arbiter_digest};
 
 /// Control of a wait for a guest. Share it between the thread that receives and the threads that
 /// may stop the wait.
@@ -54,7 +54,7 @@ pub struct Arrival {
     abandon: AtomicBool,
     peer_timeout: Duration,
     stay_awake: bool,
-    fence: Option<Arc<dyn Arbiter>>,
+    arbiter: Option<Arc<dyn Arbiter>>,
     undecided: Mutex<Option<String>>,
     wakers: Wakers,
     #[cfg(test)]
@@ -71,7 +71,7 @@ impl Arrival {
             abandon: AtomicBool::default(),
             peer_timeout,
             stay_awake: true,
-            fence: None,
+            arbiter: None,
             undecided: Mutex::default(),
             wakers: Wakers::default(),
             #[cfg(test)]
@@ -88,10 +88,11 @@ impl Arrival {
     }
 
     /// Sets the arbiter that resolves unknown ownership of a guest. It must be the same as
-    /// [`Settings::fence`](crate::Settings::fence) of the source, otherwise the source is refused.
+    /// [`Settings::arbiter`](crate::Settings::arbiter) of the source, otherwise the source is
+    /// refused.
     #[must_use]
-    pub fn fence(self, fence: Option<Arc<dyn Arbiter>>) -> Self {
-        Self { fence, ..self }
+    pub fn arbiter(self, arbiter: Option<Arc<dyn Arbiter>>) -> Self {
+        Self { arbiter, ..self }
     }
 
     /// Returns why the owner of the guest is unknown, while it is unknown: the source has handed
@@ -100,7 +101,7 @@ impl Arrival {
         self.undecided.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn show(&self, undecided: Option<&str>) {
+    fn publish_undecided(&self, undecided: Option<&str>) {
         let mut shown = self.undecided.lock().unwrap_or_else(PoisonError::into_inner);
         if shown.as_deref() != undecided {
             *shown = undecided.map(str::to_owned);
@@ -109,8 +110,8 @@ impl Arrival {
 
     /// Returns true if the source of this hello uses the same arbiter as this target, or if neither
     /// uses one.
-    fn same_fence(&self, hello: &Hello) -> bool {
-        hello.fence == self.fence.as_ref().map_or(0, |fence| fence_digest(&fence.name()))
+    fn same_arbiter(&self, hello: &Hello) -> bool {
+        hello.arbiter == self.arbiter.as_ref().map_or(0, |arbiter| arbiter_digest(&arbiter.name()))
     }
 
     /// Stops waiting and gives up a guest that has not been handed over yet. Does nothing to a
@@ -132,9 +133,9 @@ impl Arrival {
         self.wakers.register(move || drop(inputs.try_send((0, Input::Wake))))
     }
 
-    /// Does the same as [`stop`](Self::stop). In addition, [`Rest::finish`] gives up a guest that
-    /// runs on the target and still has missing pages: a thread that waits for such a page waits
-    /// for ever.
+    /// Does the same as [`stop`](Self::stop). In addition, [`PostcopyReceiver::finish`] gives up a
+    /// guest that runs on the target and still has missing pages: a thread that waits for such a
+    /// page waits for ever.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
         self.stop();
@@ -161,7 +162,7 @@ impl Arrival {
 }
 
 /// Guest that has arrived and runs.
-#[must_use = "if not all of its memory is here, `rest` has to be finished"]
+#[must_use = "if not all of its memory is here, `postcopy` has to be finished"]
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Received {
@@ -181,10 +182,10 @@ pub struct Received {
     pub load_ms: f64,
     /// CPU time of the engine's threads, in milliseconds.
     pub cpu_ms: f64,
-    /// Missing pages, if the guest runs before all of its memory has arrived. Call [`Rest::finish`]
-    /// on a thread of its own.
+    /// Missing pages, if the guest runs before all of its memory has arrived. Call
+    /// [`PostcopyReceiver::finish`] on a thread of its own.
     #[serde(skip)]
-    pub rest: Option<Rest>,
+    pub postcopy: Option<PostcopyReceiver>,
 }
 
 /// Reason why no guest arrived.
@@ -223,8 +224,8 @@ pub fn receive(
     each_source(listener, arrival, None, |queue, attempt, source| {
         Taken::of(Driver::run(vm, arrival, queue, attempt, source, None))
     })
-    .map(|((received, rest), queue)| Received {
-        rest: rest.map(|rest| rest.with(queue, arrival.peer_timeout)),
+    .map(|((received, postcopy), queue)| Received {
+        postcopy: postcopy.map(|postcopy| postcopy.with(queue, arrival.peer_timeout)),
         ..received
     })
 }
@@ -240,14 +241,14 @@ enum Taken<T> {
     Refused(Vec<Greeted>),
 }
 
-impl Taken<(Received, Option<Rest>)> {
+impl Taken<(Received, Option<PostcopyReceiver>)> {
     fn of(attempt: Result<Attempt, MigrateError>) -> Self {
         let attempt = match attempt {
             Ok(attempt) => attempt,
             Err(error) => return Self::Done(Err(error.into())),
         };
         match attempt.outcome {
-            Outcome::Completed | Outcome::Running => Self::Done(Ok((attempt.received, attempt.rest))),
+            Outcome::Completed | Outcome::Running => Self::Done(Ok((attempt.received, attempt.postcopy))),
             Outcome::Failed(why) if attempt.accepted => Self::Done(Err(ReceiveFailure::Failed(why))),
             Outcome::Failed(why) => {
                 tracing::warn!("{} was refused: {why}", attempt.received.source);
@@ -306,7 +307,7 @@ fn each_source<T>(
                 refuse(&source, RefusalCode::Token);
                 continue;
             }
-            if !arrival.same_fence(&source.hello) {
+            if !arrival.same_arbiter(&source.hello) {
                 refuse(&source, RefusalCode::Fence);
                 continue;
             }

@@ -2,7 +2,7 @@
 //! digests.
 
 use super::urgent::{DemandPager, Stager, TABLE};
-use crate::awake::{Asking, Awake};
+use crate::awake::{LatencyHold, LatencyRequest};
 use crate::channel::{IoBuf, Stream, tcp};
 use std::cell::RefCell;
 use std::io;
@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageRun, PageSet, RegionId, VmError, Window};
 use vmferry_wire::{
-    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES, PageName,
-    RunEntry, RunKind, RunName, Table, WireError,
+    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES, RegionPage,
+    RegionRun, RunEntry, RunKind, Table, WireError,
 };
 
 /// Maximum number of differing pages that are named to the source. Further ones are only counted.
@@ -40,11 +40,11 @@ pub(crate) enum ReceiveError {
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     regions: Vec<RegionState>,
-    suspect_count: AtomicU64,
+    mismatched_count: AtomicU64,
     pages: AtomicU64,
     compared: AtomicU64,
     mismatched: AtomicU64,
-    samples: Mutex<Vec<PageName>>,
+    samples: Mutex<Vec<RegionPage>>,
     /// True if memory is complete, or the guest is about to run: memory must not be written
     /// directly any more. Held for reading while a frame is taken.
     sealed: RwLock<bool>,
@@ -60,7 +60,7 @@ pub(crate) enum Mark {
     /// All frames of this pass have arrived on this channel.
     Barrier(u32),
     /// No page is missing any more.
-    AllHere,
+    AllArrived,
 }
 
 #[derive(Debug)]
@@ -69,7 +69,7 @@ struct RegionState {
     /// Pages whose memory may hold anything but zeros.
     written: AtomicBitmap,
     /// Pages whose newest content did not match its digest.
-    suspect: AtomicBitmap,
+    mismatched: AtomicBitmap,
 }
 
 impl Arrivals {
@@ -77,11 +77,11 @@ impl Arrivals {
         let state = |region: &vmferry_core::Region| RegionState {
             id: region.id,
             written: AtomicBitmap::new(region.pages()),
-            suspect: AtomicBitmap::new(region.pages()),
+            mismatched: AtomicBitmap::new(region.pages()),
         };
         Self {
             regions: memory.layout().regions().iter().map(state).collect(),
-            suspect_count: AtomicU64::new(0),
+            mismatched_count: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             compared: AtomicU64::new(0),
             mismatched: AtomicU64::new(0),
@@ -113,21 +113,21 @@ impl Arrivals {
     pub(crate) fn seal(&self) -> bool {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
-        self.suspects().0 == 0
+        self.mismatches().0 == 0
     }
 
     /// Refuses direct writes from now on. Later pages are for [`go_on_with`](Self::go_on_with).
     /// Returns false if a frame is being taken at the moment, or if a page with a digest mismatch
-    /// is not in `lacking` and will not be sent again.
-    pub(crate) fn seal_but_for(&self, lacking: &PageSet) -> bool {
+    /// is not in `missing` and will not be sent again.
+    pub(crate) fn seal_but_for(&self, missing: &PageSet) -> bool {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
         self.regions.iter().all(|region| {
-            let mut suspect = Bitmap::new(region.suspect.len());
-            region.suspect.harvest(&mut suspect);
-            lacking
+            let mut mismatched = Bitmap::new(region.mismatched.len());
+            region.mismatched.harvest(&mut mismatched);
+            missing
                 .region(region.id)
-                .is_some_and(|lacking| suspect.runs().flatten().all(|page| lacking.test(page)))
+                .is_some_and(|missing| mismatched.runs().flatten().all(|page| missing.test(page)))
         })
     }
 
@@ -149,7 +149,7 @@ impl Arrivals {
     }
 
     /// Reports the loss of a channel: see
-    /// [`MissingPages::lost`](crate::demand::MissingPages::lost).
+    /// [`MissingSet::lost`](crate::demand::MissingSet::lost).
     pub(crate) fn lost(&self) {
         self.lost.store(true, Ordering::SeqCst);
         if let Some(pager) = self.pager() {
@@ -159,20 +159,20 @@ impl Arrivals {
 
     /// Returns the number of pages with a digest mismatch, and the first of them as runs. The
     /// result is exact while no frame is being received.
-    pub(crate) fn suspects(&self) -> (u64, Vec<RunName>) {
-        if self.suspect_count.load(Ordering::Acquire) == 0 {
+    pub(crate) fn mismatches(&self) -> (u64, Vec<RegionRun>) {
+        if self.mismatched_count.load(Ordering::Acquire) == 0 {
             return (0, Vec::new());
         }
         let (mut count, mut runs) = (0, Vec::new());
         for region in &self.regions {
-            let mut map = Bitmap::new(region.suspect.len());
-            region.suspect.harvest(&mut map);
+            let mut map = Bitmap::new(region.mismatched.len());
+            region.mismatched.harvest(&mut map);
             for run in map.runs() {
                 // The pages stay marked until they have arrived again.
-                region.suspect.set_range(run.clone());
+                region.mismatched.set_range(run.clone());
                 count += run.end - run.start;
                 if runs.len() < MAX_NAMED_RUNS {
-                    runs.push(RunName { region: region.id, first: run.start, count: run.end - run.start });
+                    runs.push(RegionRun { region: region.id, first: run.start, count: run.end - run.start });
                 }
             }
         }
@@ -181,7 +181,7 @@ impl Arrivals {
 
     /// Returns the number of compared pages, the number of pages that differ, and the first of
     /// these.
-    pub(crate) fn differences(&self) -> (u64, u64, Vec<PageName>) {
+    pub(crate) fn differences(&self) -> (u64, u64, Vec<RegionPage>) {
         let samples = self.samples.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
         (self.compared.load(Ordering::Acquire), self.mismatched.load(Ordering::Acquire), samples)
     }
@@ -196,16 +196,16 @@ impl Arrivals {
         self.regions.iter().flat_map(of).collect()
     }
 
-    fn mark_suspect(&self, region: &RegionState, page: u64) {
-        if !region.suspect.set(page) {
-            self.suspect_count.fetch_add(1, Ordering::AcqRel);
+    fn mark_mismatched(&self, region: &RegionState, page: u64) {
+        if !region.mismatched.set(page) {
+            self.mismatched_count.fetch_add(1, Ordering::AcqRel);
         }
     }
 
     fn mark_sound(&self, region: &RegionState, page: u64) {
         // Mismatches are rare: the common case costs one load.
-        if self.suspect_count.load(Ordering::Acquire) > 0 && region.suspect.test_and_clear(page) {
-            self.suspect_count.fetch_sub(1, Ordering::AcqRel);
+        if self.mismatched_count.load(Ordering::Acquire) > 0 && region.mismatched.test_and_clear(page) {
+            self.mismatched_count.fetch_sub(1, Ordering::AcqRel);
         }
     }
 
@@ -213,7 +213,7 @@ impl Arrivals {
         self.mismatched.fetch_add(1, Ordering::AcqRel);
         let mut samples = self.samples.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if samples.len() < MOST_SAMPLES {
-            samples.push(PageName { region, page });
+            samples.push(RegionPage { region, page });
         }
     }
 }
@@ -244,11 +244,11 @@ impl FrameSource for &Stream {
 /// then takes one system call instead of three.
 pub(crate) struct Buffered<'a> {
     stream: &'a Stream,
-    state: RefCell<Held>,
+    state: RefCell<ReadBuffer>,
 }
 
 /// Bytes that were read and not yet used. Invariant: `start <= end <= bytes.len()`.
-struct Held {
+struct ReadBuffer {
     bytes: Box<[u8]>,
     start: usize,
     end: usize,
@@ -260,7 +260,7 @@ impl<'a> Buffered<'a> {
 
     pub(crate) fn new(stream: &'a Stream) -> Self {
         let bytes = vec![0; Self::BYTES].into();
-        Self { stream, state: RefCell::new(Held { bytes, start: 0, end: 0 }) }
+        Self { stream, state: RefCell::new(ReadBuffer { bytes, start: 0, end: 0 }) }
     }
 }
 
@@ -274,7 +274,7 @@ impl FrameSource for Buffered<'_> {
                     held.end = self.stream.receive_some(&mut held.bytes)?;
                 }
                 let bytes = held.bytes.get(held.start..held.end).ok_or(io::ErrorKind::UnexpectedEof)?;
-                held.start += buf.put(bytes);
+                held.start += buf.copy_from(bytes);
             }
         }
         Ok(())
@@ -295,9 +295,9 @@ pub(crate) struct Receiver<'a, S> {
     touched: Bitmap,
     stager: Stager,
     /// Set once this thread knows of the handover.
-    handed_over: Option<Awake>,
+    handed_over: Option<LatencyHold>,
     /// Used at the handover.
-    asking: Asking,
+    latency_request: LatencyRequest,
     /// True on a bulk channel: pages may be written directly before memory is sealed.
     direct: bool,
 }
@@ -310,8 +310,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
 
     /// Sets the handle by which the thread asks the kernel to keep processors awake from the
     /// handover on.
-    pub(crate) fn asking(self, asking: Asking) -> Self {
-        Self { asking, ..self }
+    pub(crate) fn latency_request(self, latency_request: LatencyRequest) -> Self {
+        Self { latency_request, ..self }
     }
 
     /// Returns the receiver of an urgent channel. It takes pages only after the handover.
@@ -319,7 +319,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Self {
             stager: Stager::default(),
             handed_over: None,
-            asking: Asking::default(),
+            latency_request: LatencyRequest::default(),
             direct: false,
             memory,
             arrivals,
@@ -362,7 +362,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 }
                 FrameKind::Pages | FrameKind::Digests => {
                     if self.receive_frame(&header)? {
-                        return Ok(Mark::AllHere);
+                        return Ok(Mark::AllArrived);
                     }
                 }
             }
@@ -390,7 +390,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         let bytes = buffer.get_mut(..header.table_bytes()).ok_or(TABLE)?;
         self.stream.fill(&mut [IoBuf::from_bytes_mut(bytes)])?;
         let table = Table::decode(header, bytes, region.written.len())?;
-        let all_here = match (pager, header.kind) {
+        let all_arrived = match (pager, header.kind) {
             (Some(pager), _) => {
                 if self.handed_over.is_none() {
                     self.handed_over = Some(self.hand_over(pager));
@@ -404,20 +404,20 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             (None, _) => self.receive_pages(region, &table).map(|()| false)?,
         };
         self.table = buffer;
-        Ok(all_here)
+        Ok(all_arrived)
     }
 
     /// Prepares this thread for a running guest. A bulk channel gives way to threads that wait for
     /// a page: it lowers its scheduling priority and keeps its receive queue short. While there are
     /// urgent channels, processors are kept awake.
-    fn hand_over(&mut self, pager: &DemandPager) -> Awake {
+    fn hand_over(&mut self, pager: &DemandPager) -> LatencyHold {
         if self.direct {
             vmferry_thread::scheduling::give_way();
             self.stream.keep_short();
-            return Awake::default();
+            return LatencyHold::default();
         }
-        let asking = std::mem::take(&mut self.asking);
-        if pager.source.stay_awake() { asking.hold() } else { Awake::default() }
+        let latency_request = std::mem::take(&mut self.latency_request);
+        if pager.source.stay_awake() { latency_request.hold() } else { LatencyHold::default() }
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
@@ -455,7 +455,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 if window.digest(page, &mut self.scratch) == digests.next() {
                     self.arrivals.mark_sound(region, index);
                 } else {
-                    self.arrivals.mark_suspect(region, index);
+                    self.arrivals.mark_mismatched(region, index);
                 }
             }
             pages += run.count;

@@ -2,8 +2,8 @@
 //! the arbiter.
 
 use super::*;
+use crate::arbiter::{ArbiterError, ArbiterRequest, MigrationId, Ownership, Side};
 use crate::channel::Uri;
-use crate::fence::{ArbiterError, MigrationId, Ruling, Side, Word};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::sync::atomic::AtomicU64;
@@ -34,12 +34,12 @@ pub(super) struct Watched {
 
 /// A question to the arbiter, which the test answers.
 struct Question {
-    word: Word,
-    answer: Sender<Result<Ruling, ArbiterError>>,
+    request: ArbiterRequest,
+    answer: Sender<Result<Ownership, ArbiterError>>,
 }
 
 impl Question {
-    fn answer(self, answer: Result<Ruling, ArbiterError>) {
+    fn answer(self, answer: Result<Ownership, ArbiterError>) {
         self.answer.send(answer).unwrap();
     }
 }
@@ -60,9 +60,9 @@ impl Arbiter for Scripted {
         Err(unreachable())
     }
 
-    fn say(&self, _: MigrationId, word: Word) -> Result<Ruling, ArbiterError> {
+    fn request(&self, _: MigrationId, request: ArbiterRequest) -> Result<Ownership, ArbiterError> {
         let (answer, answered) = channel();
-        self.0.send(Question { word, answer }).map_err(|_| unreachable())?;
+        self.0.send(Question { request, answer }).map_err(|_| unreachable())?;
         answered.recv().map_err(|_| unreachable())?
     }
 
@@ -137,19 +137,19 @@ impl Source {
     /// Sends a hello and `Setup`.
     fn connect(listener: &Listener) -> Self {
         let Uri::Tcp { port, .. } = listener.uri().unwrap() else { panic!("no TCP port") };
-        let mut source = Self { port, control: greet(port, Role::Control, Token::NONE) };
+        let mut source = Self { port, control: open_channel(port, Role::Control, Token::NONE) };
         let machine = Vm { starts: Ok(()), started: false }.config();
         let (bulk_channels, urgent_channels) = (1, 0);
         let mode = Mode::Precopy;
-        source.say(&ToTarget::Setup { machine, mode, bulk_channels, urgent_channels, probe: false });
+        source.send(&ToTarget::Setup { machine, mode, bulk_channels, urgent_channels, probe: false });
         source
     }
 
-    fn say(&mut self, message: &ToTarget) {
+    fn send(&mut self, message: &ToTarget) {
         self.control.write_all(&encode_control(message).unwrap()).unwrap();
     }
 
-    fn hear(&mut self) -> ToSource {
+    fn receive(&mut self) -> ToSource {
         let mut header = [0; CONTROL_HEADER_BYTES];
         self.control.read_exact(&mut header).expect("the target is silent or has hung up");
         let header = ControlHeader::decode(&header).unwrap();
@@ -160,27 +160,27 @@ impl Source {
 
     /// Sends a ping; its answer shows that the driver reads its queue.
     fn ping(&mut self, number: u64) {
-        self.say(&ToTarget::Ping(number));
-        assert_eq!(self.hear(), ToSource::Pong(number));
+        self.send(&ToTarget::Ping(number));
+        assert_eq!(self.receive(), ToSource::Pong(number));
     }
 
     /// Performs the migration of a guest without pages, from the target's `Accept` to the commit.
     fn commit(&mut self) {
-        let ToSource::Accept { bulk, .. } = self.hear() else { panic!("not accepted") };
-        let mut channel = greet(self.port, Role::Bulk, bulk);
-        assert_eq!(self.hear(), ToSource::ChannelsUp);
-        self.say(&ToTarget::Final { pass: 0 });
-        self.say(&ToTarget::StateEnd { sections: 0 });
+        let ToSource::Accept { bulk, .. } = self.receive() else { panic!("not accepted") };
+        let mut channel = open_channel(self.port, Role::Bulk, bulk);
+        assert_eq!(self.receive(), ToSource::ChannelsUp);
+        self.send(&ToTarget::Final { pass: 0 });
+        self.send(&ToTarget::StateEnd { sections: 0 });
         channel.write_all(&FrameHeader::barrier(0, 0).encode()).unwrap();
-        assert!(matches!(self.hear(), ToSource::Received { pass: 0, suspects: 0, .. }));
-        self.say(&ToTarget::Load);
-        assert!(matches!(self.hear(), ToSource::Ready { .. }));
-        self.say(&ToTarget::Commit);
+        assert!(matches!(self.receive(), ToSource::Received { pass: 0, mismatches: 0, .. }));
+        self.send(&ToTarget::Load);
+        assert!(matches!(self.receive(), ToSource::Ready { .. }));
+        self.send(&ToTarget::Commit);
     }
 }
 
 /// Sends the hello of a channel, which the target must accept.
-fn greet(port: u16, role: Role, token: Token) -> TcpStream {
+fn open_channel(port: u16, role: Role, token: Token) -> TcpStream {
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stream.set_read_timeout(Some(HANG)).unwrap();
     let hello = Hello {
@@ -191,7 +191,7 @@ fn greet(port: u16, role: Role, token: Token) -> TcpStream {
         role,
         index: 0,
         token,
-        fence: fence_digest("scripted"),
+        arbiter: arbiter_digest("scripted"),
     };
     stream.write_all(&hello.encode()).unwrap();
     let mut reply = [0; HELLO_BYTES];
@@ -208,10 +208,10 @@ struct Target {
 }
 
 impl Target {
-    /// Waits for the next question to the arbiter, which must be `word`.
-    fn asks(&self, word: Word) -> Question {
+    /// Waits for the next question to the arbiter, which must be `request`.
+    fn asks(&self, request: ArbiterRequest) -> Question {
         let question = self.questions.recv_timeout(HANG).expect("the arbiter is not asked");
-        assert_eq!(question.word, word);
+        assert_eq!(question.request, request);
         question
     }
 
@@ -221,8 +221,8 @@ impl Target {
     }
 }
 
-const CLAIM: Word = Word::Claim(Side::Target);
-const OURS: Ruling = Ruling::Target { runs: false };
+const CLAIM: ArbiterRequest = ArbiterRequest::Claim(Side::Target);
+const OURS: Ownership = Ownership::Target { runs: false };
 
 /// Runs `script` while a target receives into `vm`. Returns the reason why no guest arrived, and
 /// the VM.
@@ -231,7 +231,7 @@ const OURS: Ruling = Ruling::Target { runs: false };
 fn received(mut vm: Vm, script: impl FnOnce(&Target)) -> (ReceiveFailure, Vm) {
     let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false).unwrap();
     let (asked, questions) = channel();
-    let arrival = Arrival::new(HANG).fence(Some(Arc::new(Scripted(asked))));
+    let arrival = Arrival::new(HANG).arbiter(Some(Arc::new(Scripted(asked))));
     let target = Target { arrival: Arc::new(arrival), questions, listener: Arc::new(listener) };
     let (arrival, listener) = (Arc::clone(&target.arrival), Arc::clone(&target.listener));
     let (ended, end) = channel();
@@ -248,12 +248,12 @@ fn stopped_target_gives_the_guest_back_until_the_arbiter_answers() {
     let vm = Vm { starts: Err("no vCPU thread"), started: false };
     let (failure, vm) = received(vm, |target| {
         let mut source = Source::connect(&target.listener);
-        target.asks(Word::Look).answer(Ok(Ruling::Open));
+        target.asks(ArbiterRequest::Look).answer(Ok(Ownership::Open));
         source.commit();
         target.asks(CLAIM).answer(Ok(OURS));
-        assert!(matches!(source.hear(), ToSource::Returned(_)));
-        target.asks(Word::GiveBack).answer(Err(unreachable()));
-        let outstanding = target.asks(Word::GiveBack);
+        assert!(matches!(source.receive(), ToSource::Returned(_)));
+        target.asks(ArbiterRequest::GiveBack).answer(Err(unreachable()));
+        let outstanding = target.asks(ArbiterRequest::GiveBack);
         let looks = target.looks();
         target.arrival.stop();
         source.ping(1);
@@ -261,8 +261,8 @@ fn stopped_target_gives_the_guest_back_until_the_arbiter_answers() {
         drop(source);
         outstanding.answer(Err(unreachable()));
         assert!(target.arrival.undecided().is_some());
-        target.asks(Word::GiveBack).answer(Err(unreachable()));
-        target.asks(Word::GiveBack).answer(Ok(Ruling::Source));
+        target.asks(ArbiterRequest::GiveBack).answer(Err(unreachable()));
+        target.asks(ArbiterRequest::GiveBack).answer(Ok(Ownership::Source));
         let looks = target.looks() - looks;
         assert!(looks < MOST_LOOKS, "the driver spins: it looked for a stop {looks} times");
     });
@@ -278,16 +278,16 @@ fn target_that_is_stopped_while_it_claims_gives_the_guest_back() {
     let vm = Vm { starts: Ok(()), started: false };
     let (failure, vm) = received(vm, |target| {
         let mut source = Source::connect(&target.listener);
-        target.asks(Word::Look).answer(Ok(Ruling::Open));
+        target.asks(ArbiterRequest::Look).answer(Ok(Ownership::Open));
         source.commit();
         let claim = target.asks(CLAIM);
         target.arrival.stop();
-        assert!(matches!(source.hear(), ToSource::Returned(_)));
-        let returned = target.asks(Word::GiveBack);
+        assert!(matches!(source.receive(), ToSource::Returned(_)));
+        let returned = target.asks(ArbiterRequest::GiveBack);
         claim.answer(Ok(OURS));
         source.ping(1);
         returned.answer(Err(unreachable()));
-        target.asks(Word::GiveBack).answer(Ok(Ruling::Source));
+        target.asks(ArbiterRequest::GiveBack).answer(Ok(Ownership::Source));
     });
     assert!(matches!(failure, ReceiveFailure::Failed(why) if why.code == RefusalCode::Cancelled));
     assert!(!vm.started);
@@ -298,15 +298,15 @@ fn setup_timeout_does_not_run_while_the_arbiter_is_asked() {
     let vm = Vm { starts: Ok(()), started: false };
     let (failure, _) = received(vm, |target| {
         let mut source = Source::connect(&target.listener);
-        let look = target.asks(Word::Look);
+        let look = target.asks(ArbiterRequest::Look);
         target.arrival.watched.setup_is_over.store(true, Ordering::Release);
         // The driver reads the clock again between the two answers.
         source.ping(1);
         source.ping(2);
-        look.answer(Ok(Ruling::Open));
-        assert!(matches!(source.hear(), ToSource::Accept { .. }));
+        look.answer(Ok(Ownership::Open));
+        assert!(matches!(source.receive(), ToSource::Accept { .. }));
         target.arrival.stop();
-        assert!(matches!(source.hear(), ToSource::Failed(why) if why.code == RefusalCode::Cancelled));
+        assert!(matches!(source.receive(), ToSource::Failed(why) if why.code == RefusalCode::Cancelled));
     });
     assert!(matches!(failure, ReceiveFailure::Failed(_)), "{failure}");
 }

@@ -2,7 +2,7 @@
 
 use super::receiver::{FrameSource, ReceiveError};
 use crate::channel::{IoBuf, Stream};
-use crate::demand::{self, MissingPages, PageSource, Place};
+use crate::demand::{self, MissingSet, PageLocation, PageSource};
 use crate::sync::{AtomicU64, RwLock};
 use std::io;
 use std::ops::Range;
@@ -52,7 +52,7 @@ pub(crate) struct UrgentChannels {
     /// Channels for requests. Empty while the link is down.
     channels: RwLock<Vec<Arc<UrgentChannel>>>,
     /// Number of pages that arrived on these channels with a digest mismatch.
-    damaged_here: AtomicU64,
+    mismatches_here: AtomicU64,
     /// True if processors are kept awake while there are channels.
     stay_awake: bool,
 }
@@ -65,7 +65,7 @@ impl PageSource for UrgentChannels {
     /// Requests a page and the missing pages of its unit, except for pages that were already
     /// requested. Each page is requested as one that a thread waits for, because the source sends
     /// pages that are only requested ahead after other requests.
-    fn fetch(&self, pages: &MissingPages, (): &mut (), place: Place, ahead: u16) {
+    fn fetch(&self, pages: &MissingSet, (): &mut (), place: PageLocation, ahead: u16) {
         let unit = pages.unit(place);
         if unit.end - unit.start == 1 {
             if pages.claim(place) {
@@ -75,7 +75,7 @@ impl PageSource for UrgentChannels {
         }
         let region = place.region;
         let claimed = |page: &u64| {
-            let place = Place { region, page: *page };
+            let place = PageLocation { region, page: *page };
             pages.is_missing(place) && pages.claim(place)
         };
         let unit: Vec<u64> = unit.filter(claimed).collect();
@@ -97,7 +97,7 @@ impl UrgentChannels {
     /// Sends requests on `channels` from now on. Earlier requests are forgotten, because their
     /// channels are gone. Each page that a thread waits for is requested again. Without channels
     /// the link is down.
-    pub(crate) fn replace(&self, pages: &MissingPages, channels: Vec<Arc<UrgentChannel>>) {
+    pub(crate) fn replace(&self, pages: &MissingSet, channels: Vec<Arc<UrgentChannel>>) {
         let up = !channels.is_empty();
         #[cfg(test)]
         if pages.flaw == demand::Flaw::AsksBeforeChannels {
@@ -106,7 +106,7 @@ impl UrgentChannels {
             return;
         }
         *self.channels.write().unwrap_or_else(PoisonError::into_inner) = channels;
-        self.damaged_here.store(0, Ordering::Relaxed);
+        self.mismatches_here.store(0, Ordering::Relaxed);
         pages.unclaim_all();
         if up {
             for place in pages.waiting() {
@@ -115,21 +115,21 @@ impl UrgentChannels {
         }
     }
 
-    /// Requests the pages `wanted`, all of one stripe. If the channel fails, the thread that reads
+    /// Requests the pages `wanted`, all of one shard. If the channel fails, the thread that reads
     /// it notices the failure, and the pages are requested again on the next link.
-    fn request(&self, pages: &MissingPages, position: usize, wanted: &[u64], (ahead, again): (u16, bool)) {
+    fn request(&self, pages: &MissingSet, position: usize, wanted: &[u64], (ahead, again): (u16, bool)) {
         let Some(first) = wanted.first() else { return };
         let region = pages.region(position);
-        let stripe = pages.memory.stripe_of(region, PageIndex(*first));
+        let shard = pages.memory.shard_of(region, PageIndex(*first));
         let channels = self.channels.read().unwrap_or_else(PoisonError::into_inner);
-        let channel = channels.get(stripe % channels.len().max(1)).cloned();
+        let channel = channels.get(shard % channels.len().max(1)).cloned();
         // The lock is released before sending: the thread that replaces the channels must not wait
         // for a send.
         drop(channels);
         let Some(channel) = channel else {
             // The link is down. Pages that a thread waits for are requested when the link is up
             // again.
-            wanted.iter().for_each(|page| pages.unclaim(Place { region: position, page: *page }));
+            wanted.iter().for_each(|page| pages.unclaim(PageLocation { region: position, page: *page }));
             return;
         };
         pages.count_requests(wanted.len() as u64);
@@ -148,9 +148,9 @@ impl UrgentChannels {
     }
 
     /// Requests a page again that arrived with a digest mismatch.
-    fn damaged(&self, pages: &MissingPages, place: Place) -> Result<(), ReceiveError> {
-        pages.count_damaged();
-        if self.damaged_here.fetch_add(1, Ordering::Relaxed) >= MOST_DAMAGED {
+    fn digest_mismatch(&self, pages: &MissingSet, place: PageLocation) -> Result<(), ReceiveError> {
+        pages.count_digest_mismatch();
+        if self.mismatches_here.fetch_add(1, Ordering::Relaxed) >= MOST_DAMAGED {
             return Err(WireError::Damaged { what: "content of thousands of pages" }.into());
         }
         // The page stays claimed, unless a new link removed all claims.
@@ -224,7 +224,7 @@ impl DemandPager {
             }
             last |= self.place_sound(region, run, sound, contents)?;
             sound = page + 1..page + 1;
-            self.source.damaged(&self.pages, Place { region, page })?;
+            self.source.digest_mismatch(&self.pages, PageLocation { region, page })?;
         }
         last |= self.place_sound(region, run, sound, contents)?;
         Ok(last)

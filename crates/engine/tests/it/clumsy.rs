@@ -1,14 +1,14 @@
 //! VMs whose own code panics. The call that used them passes the panic on, or fails if a thread of
 //! the engine made the call. No thread waits for ever.
 
-use crate::rig::{between, check_owner, monitored, quick, unix_uri};
+use crate::rig::{between, between_with_handle, check_owner, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, RestState, Settings, migrate,
-    receive,
+    Arrival, Listener, MigrationHandle, MigrationMode, MigrationState, PostcopyState, ReceiveFailure,
+    Settings, migrate, receive,
 };
 use vmferry_testkit::{PATIENCE, wait};
 
@@ -77,17 +77,17 @@ fn panic_after_the_end_does_not_suppress_the_report() {
     let mut source = Toy::new(Options { tracking: Tracking::ByHand, ..Options::default() }, true);
     let mut target = source.target();
     source.panics(Method::TrackerStop);
-    let watched = Monitor::watched(|_| panic!("a clumsy watcher"));
-    let ended = monitored(&mut source, &mut target, &quick(), &watched);
+    let watched = MigrationHandle::watched(|_| panic!("a clumsy watcher"));
+    let ended = between_with_handle(&mut source, &mut target, &quick(), &watched);
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Completed));
     assert_eq!(source.called(Method::TrackerStop), 1);
 }
 
 /// Results of a postcopy on source and target. `Err` has the text of a panic.
-struct Lazily {
+struct PostcopyEnd {
     sent: Result<(MigrationState, String), String>,
-    received: Result<Result<RestState, ReceiveFailure>, String>,
+    received: Result<Result<PostcopyState, ReceiveFailure>, String>,
     /// True if the guest continues to run: on the source, and on the target as far as it has its
     /// memory.
     runs: (bool, bool),
@@ -104,15 +104,19 @@ fn panic_of<T>(work: impl FnOnce() -> T) -> Result<T, String> {
 
 /// Moves a guest by postcopy between VMs that `prepare` has changed. A guest that cannot continue
 /// without help is abandoned.
-fn lazily(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
-    lazily_within(quick().peer_timeout, prepare)
+fn move_by_postcopy(prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> PostcopyEnd {
+    move_by_postcopy_within(quick().peer_timeout, prepare)
 }
 
-/// Does the same as [`lazily`] with this peer timeout.
-fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + 'static) -> Lazily {
+/// Does the same as [`move_by_postcopy`] with this peer timeout.
+fn move_by_postcopy_within(
+    peer_timeout: Duration,
+    prepare: impl Fn(&Toy, &Toy) + Send + 'static,
+) -> PostcopyEnd {
     let (sender, ended) = channel();
     std::thread::spawn(move || {
-        let options = Options { lazy: true, rest: Duration::from_millis(2), ..Options::default() };
+        let options =
+            Options { demand_paging: true, write_pause: Duration::from_millis(2), ..Options::default() };
         let mut source = Toy::new(options, true);
         let mut target = source.target();
         prepare(&source, &target);
@@ -124,24 +128,25 @@ fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + '
             reconnect_for: Duration::from_millis(300),
             ..Settings::default()
         };
-        let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+        let (arrival, handle) = (Arrival::new(settings.peer_timeout), MigrationHandle::new());
         let (sent, received) = std::thread::scope(|scope| {
             let receiving = scope.spawn(|| {
                 panic_of(|| {
-                    let rest =
-                        receive(&mut target, &listener, &arrival)?.rest.expect("it came before its memory");
-                    Ok(rest.finish(&listener, &arrival))
+                    let postcopy = receive(&mut target, &listener, &arrival)?
+                        .postcopy
+                        .expect("it came before its memory");
+                    Ok(postcopy.finish(&listener, &arrival))
                 })
             });
             let sending = scope.spawn(|| {
-                panic_of(|| migrate(&mut source, &uri, None, &settings, &monitor)).map(|sent| {
+                panic_of(|| migrate(&mut source, &uri, None, &settings, &handle)).map(|sent| {
                     let report = sent.expect("a report");
                     (report.state, report.error.unwrap_or_default())
                 })
             });
             wait("the source's end", || {
-                if monitor.progress().awaits_recover {
-                    monitor.abandon();
+                if handle.progress().awaits_recover {
+                    handle.abandon();
                 }
                 sending.is_finished()
             });
@@ -149,9 +154,9 @@ fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + '
             (sending.join().unwrap(), receiving.join().unwrap())
         });
         let runs = (source.running(), target.running());
-        let there = matches!(&received, Ok(Ok(rest)) if rest.left == 0);
+        let there = matches!(&received, Ok(Ok(postcopy)) if postcopy.left == 0);
         let whole = there && target.works() && target.lost().is_empty();
-        sender.send(Lazily { sent, received, runs, whole }).unwrap();
+        sender.send(PostcopyEnd { sent, received, runs, whole }).unwrap();
     });
     ended.recv_timeout(PATIENCE).expect("it never ends")
 }
@@ -160,8 +165,8 @@ fn lazily_within(peer_timeout: Duration, prepare: impl Fn(&Toy, &Toy) + Send + '
 fn source_does_not_guess_if_the_start_panics_on_the_target() {
     // The source receives nothing more, and must notice this.
     let silence = Duration::from_secs(5);
-    let Lazily { sent, received, runs, .. } =
-        lazily_within(silence, |_, target| target.panics(Method::Start));
+    let PostcopyEnd { sent, received, runs, .. } =
+        move_by_postcopy_within(silence, |_, target| target.panics(Method::Start));
     assert!(received.unwrap_err().contains("a clumsy VM"));
     let (state, why) = sent.unwrap();
     assert_eq!((state, runs.0), (MigrationState::Unknown, false), "{why}");
@@ -170,7 +175,8 @@ fn source_does_not_guess_if_the_start_panics_on_the_target() {
 #[test]
 fn panic_before_the_handover_leaves_the_guest_on_the_source() {
     for method in [Method::Pause, Method::Save] {
-        let Lazily { sent, received, runs, .. } = lazily(move |source, _| source.panics(method));
+        let PostcopyEnd { sent, received, runs, .. } =
+            move_by_postcopy(move |source, _| source.panics(method));
         assert!(sent.unwrap_err().contains("a clumsy VM"));
         assert!(matches!(received, Ok(Err(_))), "{method:?}: {received:?}");
         assert!(!runs.1);
@@ -180,22 +186,23 @@ fn panic_before_the_handover_leaves_the_guest_on_the_source() {
 #[test]
 fn pages_lost_by_a_panic_stay_missing() {
     for (there, method) in [(false, Method::Window), (true, Method::Place)] {
-        let Lazily { sent, received, runs, .. } = lazily(move |source, target| {
+        let PostcopyEnd { sent, received, runs, .. } = move_by_postcopy(move |source, target| {
             (if there { target } else { source }).panics(method);
         });
         let what = format!("{method:?}: {sent:?}, {received:?}");
         assert_eq!(runs, (false, true), "{what}");
         assert_eq!(sent.unwrap().0, MigrationState::Lost, "{what}");
-        let rest = received.unwrap().unwrap();
-        assert!(rest.left > 0 && rest.state == MigrationState::PostcopyPaused, "{what}");
-        assert!(rest.why.is_some(), "{what}");
+        let postcopy = received.unwrap().unwrap();
+        assert!(postcopy.left > 0 && postcopy.state == MigrationState::PostcopyPaused, "{what}");
+        assert!(postcopy.why.is_some(), "{what}");
     }
 }
 
 /// No page is requested any more. All pages arrive in their order.
 #[test]
 fn panic_in_the_fault_threads_only_slows_the_guest() {
-    let Lazily { sent, received, runs, whole } = lazily(|_, target| target.panics(Method::NextFault));
+    let PostcopyEnd { sent, received, runs, whole } =
+        move_by_postcopy(|_, target| target.panics(Method::NextFault));
     let what = format!("{sent:?}, {received:?}");
     assert_eq!(sent.unwrap().0, MigrationState::Completed, "{what}");
     assert_eq!(received.unwrap().unwrap().left, 0, "{what}");

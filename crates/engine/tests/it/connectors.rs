@@ -14,7 +14,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
     Accept, Arrival, Attempt, ChannelCounts, ChannelRole, Connect, Connected, Listener, MigrateError,
-    MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, Uri, migrate, receive,
+    MigrationHandle, MigrationMode, MigrationState, ReceiveFailure, Settings, Uri, migrate, receive,
 };
 use vmferry_testkit::{Need, skip, wait};
 
@@ -124,7 +124,7 @@ impl<F: Fn(&Attempt<'_>) -> io::Result<Connected> + Send + Sync> Connect for By<
 /// Returns the reason why a migration that `connect` connects was not begun.
 fn refused(connect: impl Fn(&Attempt<'_>) -> io::Result<Connected> + Send + Sync) -> MigrateError {
     let mut source = Toy::new(Options::default(), true);
-    let error = migrate(&mut source, &By(connect), None, &quick(), &Monitor::new()).unwrap_err();
+    let error = migrate(&mut source, &By(connect), None, &quick(), &MigrationHandle::new()).unwrap_err();
     assert!(source.works(), "the guest does not run");
     error
 }
@@ -152,7 +152,7 @@ fn lost_link_is_taken_up_over_new_connections_of_the_connector() {
     for one_for_all in [false, true] {
         let daemon = Daemon::new(one_for_all);
         let listener = daemon.listener();
-        let mut source = Toy::new(Options { lazy: true, ..Options::default() }, true);
+        let mut source = Toy::new(Options { demand_paging: true, ..Options::default() }, true);
         let mut target = source.target();
         let settings = Settings {
             mode: MigrationMode::Postcopy,
@@ -160,14 +160,14 @@ fn lost_link_is_taken_up_over_new_connections_of_the_connector() {
             max_bandwidth: Some(2 << 20),
             ..quick()
         };
-        let monitor = Monitor::new();
+        let handle = MigrationHandle::new();
         let near = Near(Arc::clone(&daemon));
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                wait("the guest to run on the target", || monitor.progress().runs_there);
+                wait("the guest to run on the target", || handle.progress().runs_on_target);
                 daemon.cut();
             });
-            attempt(&mut source, &mut target, &listener, &near, &settings, &monitor)
+            attempt(&mut source, &mut target, &listener, &near, &settings, &handle)
         });
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
@@ -205,8 +205,8 @@ fn guest_stays_when_a_later_channel_cannot_be_connected() {
             _ => daemon.connect(attempt),
         }
     });
-    let monitor = Monitor::new();
-    let ended = attempt(&mut source, &mut target, &listener, &connector, &quick(), &monitor);
+    let handle = MigrationHandle::new();
+    let ended = attempt(&mut source, &mut target, &listener, &connector, &quick(), &handle);
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
     assert!(ended.error().contains("the daemon has no more connections"), "{}", ended.error());
@@ -230,7 +230,7 @@ fn connector_can_refuse_a_migration_before_it_begins() {
     }
     let mut source = Toy::new(Options::default(), true);
     let settings = Settings { channels: 4, ..quick() };
-    let error = migrate(&mut source, &Narrow, None, &settings, &Monitor::new()).unwrap_err();
+    let error = migrate(&mut source, &Narrow, None, &settings, &MigrationHandle::new()).unwrap_err();
     assert!(matches!(error, MigrateError::Settings(_)), "{error:?}");
     let text = error.to_string();
     assert!(text.starts_with("2 connections are not enough for 5 channels (1 control, 4 bulk"), "{text}");
@@ -271,13 +271,13 @@ fn cancel_ends_the_call_of_a_connector() {
         waiting.store(false, Ordering::Release);
         let mut source = Toy::new(Options::default(), true);
         let settings = Settings { peer_timeout: Duration::from_secs(600), ..quick() };
-        let monitor = Monitor::new();
+        let handle = MigrationHandle::new();
         let report = std::thread::scope(|scope| {
             scope.spawn(|| {
                 wait("the connector's call", || waiting.load(Ordering::Acquire));
-                monitor.cancel();
+                handle.cancel();
             });
-            migrate(&mut source, connector, None, &settings, &monitor).unwrap()
+            migrate(&mut source, connector, None, &settings, &handle).unwrap()
         });
         assert_eq!(report.state, MigrationState::Cancelled);
         assert!(source.works());
@@ -361,7 +361,12 @@ fn stream_that_is_no_socket_is_joined_by_a_pair_of_sockets() {
     });
     for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
         let settings = Settings { mode, ..quick() };
-        drop(move_well_by(&listener, &connector, Options { lazy: true, ..Options::default() }, &settings));
+        drop(move_well_by(
+            &listener,
+            &connector,
+            Options { demand_paging: true, ..Options::default() },
+            &settings,
+        ));
     }
 }
 
@@ -391,7 +396,7 @@ fn guest_moves_over_vsock() {
     });
     for mode in [MigrationMode::Precopy, MigrationMode::Postcopy] {
         let settings = Settings { mode, ..quick() };
-        let options = Options { lazy: true, ..Options::default() };
+        let options = Options { demand_paging: true, ..Options::default() };
         let (_, received) = move_well_by(&listener, &connector, options, &settings);
         assert!(received.source.starts_with("vsock:1:"), "{}", received.source);
     }

@@ -10,10 +10,11 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, Listener, Migratable, MigrationState, Monitor, ReceiveFailure, Settings, Tls, Uri, receive,
+    Arrival, Listener, Migratable, MigrationHandle, MigrationState, ReceiveFailure, Settings, Tls, Uri,
+    receive,
 };
-use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
-use vmferry_testkit_peers::peer::{hear, hello, introduce, say};
+use vmferry_testkit_peers::link::{Direction, Harm, Proxy, Rule};
+use vmferry_testkit_peers::peer::{exchange_hello, hello, receive_message, send_message};
 use vmferry_wire::{Mode, RefusalCode, Role, ToSource, ToTarget, Token};
 
 fn host(authority: &Authority, name: &str) -> Tls {
@@ -51,11 +52,12 @@ fn changed_bytes_are_never_accepted() {
         let mut target = source.target();
         let uri = unix_uri();
         let listener = Listener::bind_encrypted(&uri, host(&authority, "target")).unwrap();
-        let rule = Rule::on(Way { connection, to_target: true }, after, Harm::Flip);
+        let rule = Rule::on(Direction { connection, to_target: true }, after, Harm::Flip);
         let proxy = Proxy::new(&uri, Some(rule));
         let tls = Some(host(&authority, "source").expecting("target").unwrap());
         let settings = Settings { tls, peer_timeout: Duration::from_secs(2), ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
+        let ended =
+            attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &MigrationHandle::new());
         check_owner(&source, &target, &ended);
         if proxy.harmed() > 0 {
             assert_ne!(ended.state(), Some(MigrationState::Completed), "{rule:?}");
@@ -103,13 +105,13 @@ impl ByHand {
     }
 
     /// Sends a hello. Returns the channel and the refusal, if there is one.
-    fn greet(&self, role: Role, token: Token) -> (Channel, Option<RefusalCode>) {
+    fn open_channel(&self, role: Role, token: Token) -> (Channel, Option<RefusalCode>) {
         let name = "127.0.0.1".try_into().unwrap();
         let connection = ClientConnection::new(Arc::clone(&self.config), name).unwrap();
         let socket = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
         let mut channel = StreamOwned::new(connection, socket);
-        let refused = introduce(&mut channel, &hello(role, 0, token));
+        let refused = exchange_hello(&mut channel, &hello(role, 0, token));
         (channel, refused)
     }
 }
@@ -128,7 +130,7 @@ fn channel_of_another_host_is_refused() {
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         let one = ByHand::new(&authority, "source", port);
-        let (mut control, refused) = one.greet(Role::Control, Token::NONE);
+        let (mut control, refused) = one.open_channel(Role::Control, Token::NONE);
         assert_eq!(refused, None);
         let setup = ToTarget::Setup {
             machine,
@@ -137,15 +139,17 @@ fn channel_of_another_host_is_refused() {
             urgent_channels: 0,
             probe: false,
         };
-        say(&mut control, &setup);
-        let Some(ToSource::Accept { bulk, .. }) = hear(&mut control) else { panic!("not accepted") };
+        send_message(&mut control, &setup);
+        let Some(ToSource::Accept { bulk, .. }) = receive_message(&mut control) else {
+            panic!("not accepted")
+        };
         // A second certificate for the same name counts as another host, because an authority
         // issues only one for each.
         for name in ["elsewhere", "source"] {
             let other = ByHand::new(&authority, name, port);
-            assert_eq!(other.greet(Role::Bulk, bulk).1, Some(RefusalCode::Token), "{name}");
+            assert_eq!(other.open_channel(Role::Bulk, bulk).1, Some(RefusalCode::Token), "{name}");
         }
-        assert_eq!(one.greet(Role::Bulk, bulk).1, None);
+        assert_eq!(one.open_channel(Role::Bulk, bulk).1, None);
         drop(control);
         assert!(matches!(receiving.join().unwrap(), Err(ReceiveFailure::Failed(_))));
     });

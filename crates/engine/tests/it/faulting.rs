@@ -7,9 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
-use vmferry_engine::{Fault, LazyMemory, Placed, VmError};
+use vmferry_engine::{DemandPaging, Fault, Placed, VmError};
 
-const STRIPES: usize = 3;
+const SHARDS: usize = 3;
 
 /// Function that copies the bytes of a page into memory.
 pub(crate) type Write = Box<dyn Fn(RegionId, u64, &[u8]) + Send + Sync>;
@@ -20,11 +20,11 @@ struct State {
     ended: bool,
     /// Pages that are present, with the number of times that content was given for them.
     placed: HashMap<(u32, u64), u32>,
-    queues: [VecDeque<Fault>; STRIPES],
-    interrupted: [bool; STRIPES],
+    queues: [VecDeque<Fault>; SHARDS],
+    interrupted: [bool; SHARDS],
 }
 
-/// [`LazyMemory`] over memory that `write` writes.
+/// [`DemandPaging`] over memory that `write` writes.
 pub(crate) struct Faulting {
     state: Mutex<State>,
     changed: Condvar,
@@ -54,9 +54,9 @@ impl Faulting {
             if !told {
                 told = true;
                 self.touches.fetch_add(1, Ordering::Relaxed);
-                let stripe = self.stripe_of(region, PageIndex(page));
+                let shard = self.shard_of(region, PageIndex(page));
                 let fault = Fault { region, page: PageIndex(page), write: true, vcpu: None };
-                state.queues[stripe].push_back(fault);
+                state.queues[shard].push_back(fault);
                 self.changed.notify_all();
             }
             let left = deadline.saturating_duration_since(Instant::now());
@@ -81,7 +81,7 @@ impl Faulting {
         self.state.lock().unwrap().placed.values().any(|times| *times > 1)
     }
 
-    fn put(&self, region: RegionId, run: PageRun, bytes: Option<&[u8]>) -> Result<Placed, VmError> {
+    fn place_content(&self, region: RegionId, run: PageRun, bytes: Option<&[u8]>) -> Result<Placed, VmError> {
         let mut state = self.state.lock().unwrap();
         if !state.begun || state.ended {
             return Err(VmError::new("not begun"));
@@ -91,7 +91,7 @@ impl Faulting {
             let there = state.placed.contains_key(&(region.0, page));
             *state.placed.entry((region.0, page)).or_default() += u32::from(bytes.is_some());
             if there {
-                result.there += 1;
+                result.already_present += 1;
                 continue;
             }
             if let Some(bytes) = bytes {
@@ -104,13 +104,13 @@ impl Faulting {
     }
 }
 
-impl LazyMemory for Faulting {
-    fn stripes(&self) -> usize {
-        STRIPES
+impl DemandPaging for Faulting {
+    fn shards(&self) -> usize {
+        SHARDS
     }
 
-    fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize {
-        usize::try_from((page.0 / 64 + u64::from(region.0)) % STRIPES as u64).unwrap()
+    fn shard_of(&self, region: RegionId, page: PageIndex) -> usize {
+        usize::try_from((page.0 / 64 + u64::from(region.0)) % SHARDS as u64).unwrap()
     }
 
     fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
@@ -124,16 +124,16 @@ impl LazyMemory for Faulting {
         Ok(())
     }
 
-    fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+    fn next_fault(&self, shard: usize, within: Duration) -> Result<Option<Fault>, VmError> {
         assert_ne!(self.clumsy, Some(Method::NextFault), "a clumsy VM");
         let deadline = Instant::now() + within;
         let mut state = self.state.lock().unwrap();
         loop {
-            if let Some(fault) = state.queues[stripe].pop_front() {
+            if let Some(fault) = state.queues[shard].pop_front() {
                 return Ok(Some(fault));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || std::mem::take(&mut state.interrupted[stripe]) {
+            if left.is_zero() || std::mem::take(&mut state.interrupted[shard]) {
                 return Ok(None);
             }
             state = self.changed.wait_timeout(state, left).unwrap().0;
@@ -141,18 +141,18 @@ impl LazyMemory for Faulting {
     }
 
     fn interrupt(&self) {
-        self.state.lock().unwrap().interrupted = [true; STRIPES];
+        self.state.lock().unwrap().interrupted = [true; SHARDS];
         self.changed.notify_all();
     }
 
     fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
         assert_ne!(self.clumsy, Some(Method::Place), "a clumsy VM");
         assert_eq!(bytes.len() as u64, run.bytes());
-        self.put(region, run, Some(bytes))
+        self.place_content(region, run, Some(bytes))
     }
 
     fn place_zeros(&self, region: RegionId, run: PageRun) -> Result<Placed, VmError> {
-        self.put(region, run, None)
+        self.place_content(region, run, None)
     }
 
     fn wake(&self, _: RegionId, _: PageIndex) -> Result<(), VmError> {

@@ -2,11 +2,11 @@
 //! nonsense. By precopy. Postcopy is tested with real faults and the process guest.
 
 use crate::freeing::FreeKind;
-use crate::rig::{between, check_owner, monitored, move_well, quick, unix_uri};
+use crate::rig::{between, between_with_handle, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Options, Toy, Tracking};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::{FreePagesFigures, MigrationState, Monitor, OnTimeout, Settings};
+use vmferry_engine::{FreePagesFigures, MigrationHandle, MigrationState, OnTimeout, Settings};
 use vmferry_testkit::{PATIENCE, wait};
 
 const PAGES: u64 = 6700;
@@ -88,7 +88,8 @@ fn pages_that_are_freed_and_used_again_arrive() {
             2 => FreeKind::After(Duration::from_micros(300 * round)),
             _ => FreeKind::Repeats(Duration::from_millis(round)),
         };
-        let options = Options { free_one_in: 3, rest: Duration::from_micros(100), ..options(free, tracking) };
+        let options =
+            Options { free_one_in: 3, write_pause: Duration::from_micros(100), ..options(free, tracking) };
         let settings = Settings {
             verify: round.is_multiple_of(3),
             channels: 1 + u16::try_from(round % 3).unwrap(),
@@ -123,15 +124,15 @@ fn late_answers_are_dropped() {
     // The first answer is late, and arrives in a later pass while another question is open.
     let free = FreeKind::Repeats(Duration::from_millis(30));
     let settings = Settings { downtime_limit: Duration::from_micros(1), ..slow() };
-    let (monitor, late) = (Monitor::new(), |figures: FreePagesFigures| figures.late_reports > 0);
+    let (handle, late) = (MigrationHandle::new(), |figures: FreePagesFigures| figures.late_reports > 0);
     let mut source = Toy::new(options(free, Tracking::ByHand), true);
     let mut target = source.target();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
-            wait("a late answer", || monitor.progress().free_pages.is_some_and(late));
-            monitor.cancel();
+            wait("a late answer", || handle.progress().free_pages.is_some_and(late));
+            handle.cancel();
         });
-        monitored(&mut source, &mut target, &settings, &monitor)
+        between_with_handle(&mut source, &mut target, &settings, &handle)
     });
     check_owner(&source, &target, &ended);
     assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
@@ -169,15 +170,15 @@ fn cancel_stops_the_reporting_of_free_pages() {
         let free = if round % 2 == 0 { FreeKind::AtOnce } else { FreeKind::After(Duration::from_millis(3)) };
         let mut source = Toy::new(Options { free_one_in: 3, ..options(free, Tracking::ByHand) }, true);
         let mut target = source.target();
-        let (monitor, done) = (Monitor::new(), AtomicBool::new(false));
+        let (handle, done) = (MigrationHandle::new(), AtomicBool::new(false));
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
                 // 1200 pages in use, 4.9 MB.
-                let sent = || monitor.progress().wire_bytes > round * 600_000;
+                let sent = || handle.progress().wire_bytes > round * 600_000;
                 wait("so many bytes", || sent() || done.load(Ordering::Relaxed));
-                monitor.cancel();
+                handle.cancel();
             });
-            let ended = monitored(&mut source, &mut target, &slow(), &monitor);
+            let ended = between_with_handle(&mut source, &mut target, &slow(), &handle);
             done.store(true, Ordering::Relaxed);
             ended
         });

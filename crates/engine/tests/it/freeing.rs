@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 use std::sync::atomic::{AtomicU64, fence};
 use std::time::{Duration, Instant};
 use vmferry_core::{PageIndex, PageRun, RegionId};
-use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
+use vmferry_engine::{Answer, AnswerMode, FreePages, FreeReport, VmError};
 
 /// Way in which the toy VM answers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,14 +60,14 @@ impl Freeing {
 }
 
 impl FreePages for Freeing {
-    fn answers(&self) -> Answers {
+    fn answer_mode(&self) -> AnswerMode {
         match self.kind {
-            FreeKind::AtOnce | FreeKind::Outside => Answers::AtOnce,
-            _ => Answers::ByGuest,
+            FreeKind::AtOnce | FreeKind::Outside => AnswerMode::AtOnce,
+            _ => AnswerMode::ByGuest,
         }
     }
 
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+    fn request(&mut self, question: u64) -> Result<(), VmError> {
         if self.kind == FreeKind::Fails {
             return Err(VmError::new("the guest has no balloon"));
         }

@@ -4,7 +4,7 @@ use crate::rig::{Ended, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy};
 use std::time::Duration;
 use vmferry_engine::{
-    Arrival, Incoming, Listener, Migratable, MigrationMode, MigrationState, Monitor, ReceiveFailure,
+    Arrival, Incoming, Listener, Migratable, MigrationHandle, MigrationMode, MigrationState, ReceiveFailure,
     Settings, migrate,
 };
 use vmferry_testkit_peers::peer::connect;
@@ -22,12 +22,12 @@ fn move_to_blank(
             let incoming = Incoming::accept(&listener, &arrival).unwrap();
             let mut vm = create(&incoming);
             let received = incoming.receive(&mut vm, &listener, &arrival).map(|mut received| {
-                received.rest.take().map(|rest| rest.finish(&listener, &arrival));
+                received.postcopy.take().map(|postcopy| postcopy.finish(&listener, &arrival));
                 received
             });
             (received, vm)
         });
-        let sent = migrate(source, &uri, None, settings, &Monitor::new());
+        let sent = migrate(source, &uri, None, settings, &MigrationHandle::new());
         let (received, vm) = target.join().unwrap();
         (Ended { sent, received }, vm)
     })
@@ -37,7 +37,7 @@ fn move_to_blank(
 fn vm_is_created_from_what_the_source_announces() {
     let moved = |mode| {
         let description = "disks: none";
-        let mut source = Toy::new(Options { description, lazy: true, ..Options::default() }, true);
+        let mut source = Toy::new(Options { description, demand_paging: true, ..Options::default() }, true);
         let blank = source.target();
         let machine = source.config();
         // Creating the VM takes longer than the source's peer timeout.
@@ -79,7 +79,7 @@ fn turned_away(then: impl FnOnce(Incoming) + Send) -> String {
     let arrival = Arrival::new(settings.peer_timeout);
     let report = std::thread::scope(|scope| {
         scope.spawn(|| then(Incoming::accept(&listener, &arrival).unwrap()));
-        migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap()
+        migrate(&mut source, &uri, None, &settings, &MigrationHandle::new()).unwrap()
     });
     assert_eq!(report.state, MigrationState::Failed);
     assert!(source.works(), "the guest goes on");

@@ -4,12 +4,12 @@ use crate::toy::{Method, Options, Toy};
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 use vmferry_core::RegionId;
-use vmferry_engine::{MigrationState, Monitor, OnTimeout, Report, Settings, migrate};
+use vmferry_engine::{MigrationHandle, MigrationState, OnTimeout, Report, Settings, migrate};
 use vmferry_testkit::PATIENCE;
 use vmferry_testkit_peers::peer::{Listener, Target};
 use vmferry_testkit_peers::until_hung_up;
 use vmferry_wire::{
-    HelloReply, MAX_CONTROL_BYTES, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget,
+    HelloReply, MAX_CONTROL_BYTES, Refusal, RefusalCode, RegionPage, RegionRun, ToSource, ToTarget,
     encode_control,
 };
 
@@ -17,18 +17,22 @@ use vmferry_wire::{
 const SILENCE: Duration = Duration::from_secs(3);
 
 /// Migrates to a target that runs `script`. The source uses `settings`.
-fn meet(settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
-    bring(Toy::new(Options::default(), true), settings, script)
+fn run_against(settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
+    run_script(Toy::new(Options::default(), true), settings, script)
 }
 
 /// Migrates the guest of `source` to a target that runs `script`.
-fn bring(mut source: Toy, settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) -> (Report, Toy) {
+fn run_script(
+    mut source: Toy,
+    settings: Settings,
+    script: impl FnOnce(&mut Target<'_>) + Send,
+) -> (Report, Toy) {
     let listener = Listener::unix();
     let uri = listener.uri().clone();
     let settings = Settings { channels: 1, ..settings };
     let report = std::thread::scope(|scope| {
-        scope.spawn(move || script(&mut Target::meet(&listener)));
-        migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap()
+        scope.spawn(move || script(&mut Target::accept_control(&listener)));
+        migrate(&mut source, &uri, None, &settings, &MigrationHandle::new()).unwrap()
     });
     (report, source)
 }
@@ -55,7 +59,7 @@ fn all_seen_through(cases: Vec<(&str, Script<'_>)>) {
 
 /// Checks that the source detects such a target: the guest continues on the source.
 fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Target<'_>) + Send) {
-    let (report, source) = meet(settings, script);
+    let (report, source) = run_against(settings, script);
     let error = report.error.unwrap_or_default();
     assert_eq!(report.state, MigrationState::Failed, "{what}: {error}");
     assert!(error.contains(what), "wanted '{what}', got '{error}'");
@@ -64,13 +68,13 @@ fn seen_through(what: &str, settings: Settings, script: impl FnOnce(&mut Target<
     assert_eq!(source.called(Method::TrackerStop), source.called(Method::TrackerStart), "{what}");
 }
 
-fn run(first: u64, count: u64) -> RunName {
-    RunName { region: RegionId(0), first, count }
+fn run(first: u64, count: u64) -> RegionRun {
+    RegionRun { region: RegionId(0), first, count }
 }
 
 #[test]
 fn nonexistent_pages_are_not_sent_again() {
-    let elsewhere = RunName { region: RegionId(77), ..run(0, 1) };
+    let elsewhere = RegionRun { region: RegionId(77), ..run(0, 1) };
     for name in [run(1200, 1), run(0, 1201), run(u64::MAX, u64::MAX), run(5, u64::MAX), elsewhere] {
         seen_through("which does not exist", patient(), |liar| {
             let pass = liar.until_the_last_pass();
@@ -103,7 +107,7 @@ fn endless_digest_mismatches_fail_the_migration() {
 #[test]
 fn false_verification_results_are_rejected() {
     let verified = |pages, mismatched, samples| ToSource::Verified { pages, mismatched, samples };
-    let samples = vec![PageName { region: RegionId(9), page: u64::MAX }];
+    let samples = vec![RegionPage { region: RegionId(9), page: u64::MAX }];
     let cases = [
         ("compared 0 of 1900 pages", verified(0, 0, vec![])),
         ("compared 1899 of 1900 pages", verified(1899, 0, vec![])),
@@ -113,10 +117,10 @@ fn false_verification_results_are_rejected() {
         seen_through(what, Settings { verify: true, ..patient() }, |liar| {
             let pass = liar.until_the_last_pass();
             liar.received(pass, 0, vec![]);
-            while !matches!(liar.hear(), Some(ToTarget::Verify { .. })) {}
+            while !matches!(liar.receive(), Some(ToTarget::Verify { .. })) {}
             let pass = liar.swallow_pass().unwrap();
             liar.received(pass, 0, vec![]);
-            liar.say(&lie);
+            liar.send(&lie);
             liar.listen();
         });
     }
@@ -126,17 +130,17 @@ fn false_verification_results_are_rejected() {
 fn messages_out_of_order_fail_the_migration() {
     let running = || ToSource::Running { start_us: 0, cpu_us: 0 };
     seen_through("Running, which is not allowed at this point", patient(), |liar| {
-        liar.say(&running());
+        liar.send(&running());
         liar.listen();
     });
     seen_through("Running, which is not allowed at this point", patient(), |liar| {
         liar.until_load();
-        liar.say(&running());
+        liar.send(&running());
         liar.listen();
     });
     seen_through("Returned, which is not allowed at this point", patient(), |liar| {
         liar.accept(1);
-        liar.say(&ToSource::Returned(Refusal::new(RefusalCode::Other, "x")));
+        liar.send(&ToSource::Returned(Refusal::new(RefusalCode::Other, "x")));
         liar.listen();
     });
     seen_through("Received, which is not allowed at this point", patient(), |liar| {
@@ -151,7 +155,7 @@ fn messages_out_of_order_fail_the_migration() {
     });
     seen_through("too tired", patient(), |liar| {
         liar.until_load();
-        liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, "too tired")));
+        liar.send(&ToSource::Failed(Refusal::new(RefusalCode::Other, "too tired")));
         liar.listen();
     });
 }
@@ -196,10 +200,10 @@ fn silence_of_the_target_fails_the_migration_at_every_step() {
 fn target_that_would_start_a_paused_guest_does_not_get_it() {
     let source = Toy::new(Options { paused: true, ..Options::default() }, true);
     source.halt();
-    let (report, source) = bring(source, patient(), |target| {
+    let (report, source) = run_script(source, patient(), |target| {
         target.accept(1);
         loop {
-            match target.hear() {
+            match target.receive() {
                 Some(ToTarget::Pass { .. }) => {
                     let pass = target.swallow_pass().unwrap();
                     target.received(pass, 0, vec![]);
@@ -251,7 +255,7 @@ fn flood_of_messages_does_not_suppress_the_timeout() {
     let settings =
         Settings { timeout: Some(Duration::from_secs(3)), on_timeout: OnTimeout::Cancel, ..patient() };
     let began = Instant::now();
-    let (report, source) = meet(settings, |liar| {
+    let (report, source) = run_against(settings, |liar| {
         liar.accept(1);
         let pongs = encode_control(&ToSource::Pong(u64::MAX)).unwrap().repeat(500);
         // A source that does not check its timeout sees the end of this loop, which is not a
@@ -268,8 +272,8 @@ fn flood_of_messages_does_not_suppress_the_timeout() {
 fn silence_after_the_commit_is_unknown_and_returned_gives_the_guest_back() {
     let commit = |liar: &mut Target<'_>| {
         liar.until_load();
-        liar.say(&ToSource::Ready { load_us: 1 });
-        assert_eq!(liar.hear(), Some(ToTarget::Commit));
+        liar.send(&ToSource::Ready { load_us: 1 });
+        assert_eq!(liar.receive(), Some(ToTarget::Commit));
     };
     let lost: [(&str, Script<'_>); 4] = [
         ("closed the connection", Box::new(commit)),
@@ -304,16 +308,16 @@ fn silence_after_the_commit_is_unknown_and_returned_gives_the_guest_back() {
     std::thread::scope(|scope| {
         for (what, script) in lost {
             scope.spawn(move || {
-                let (report, source) = meet(impatient(), script);
+                let (report, source) = run_against(impatient(), script);
                 assert_eq!(report.state, MigrationState::Unknown, "{what}: {:?}", report.error);
                 assert!(report.error.as_ref().unwrap().contains(what), "{what}: {:?}", report.error);
                 assert!(!source.running(), "{what}: it was resumed");
             });
         }
     });
-    let (report, source) = meet(patient(), |liar| {
+    let (report, source) = run_against(patient(), |liar| {
         commit(liar);
-        liar.say(&ToSource::Returned(Refusal::new(RefusalCode::State, "no vCPU would start")));
+        liar.send(&ToSource::Returned(Refusal::new(RefusalCode::State, "no vCPU would start")));
         liar.listen();
     });
     assert_eq!(report.state, MigrationState::Failed);
@@ -324,9 +328,9 @@ fn silence_after_the_commit_is_unknown_and_returned_gives_the_guest_back() {
 /// readable length.
 #[test]
 fn endless_reason_is_truncated() {
-    let (report, source) = meet(patient(), |liar| {
+    let (report, source) = run_against(patient(), |liar| {
         let detail = "\u{1b}[2Jno\n".repeat((MAX_CONTROL_BYTES - 100) / 7);
-        liar.say(&ToSource::Failed(Refusal::new(RefusalCode::Other, detail)));
+        liar.send(&ToSource::Failed(Refusal::new(RefusalCode::Other, detail)));
         liar.listen();
     });
     let error = report.error.unwrap();
@@ -349,7 +353,9 @@ fn other_programs_are_distinguished_from_targets() {
                 let _ = stream.write_all(&reply);
                 let _ = stream.read_to_end(&mut Vec::new());
             });
-            migrate(&mut source, listener.uri(), None, &settings, &Monitor::new()).unwrap_err().to_string()
+            migrate(&mut source, listener.uri(), None, &settings, &MigrationHandle::new())
+                .unwrap_err()
+                .to_string()
         });
         assert!(source.works() && source.called(Method::TrackerStart) == 0);
         error

@@ -5,9 +5,9 @@ use crate::toy::{Options, Toy, Tracking};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use vmferry_engine::{Listener, MigrationState, Monitor, Settings};
+use vmferry_engine::{Listener, MigrationHandle, MigrationState, Settings};
 use vmferry_testkit::{Need, PATIENCE, alone, emulator, in_parallel, skip, tries, wait, wait_for};
-use vmferry_testkit_peers::link::{Connection, Harm, Proxy, Rule, Way, holds_commit};
+use vmferry_testkit_peers::link::{Connection, Direction, Harm, Proxy, Rule, holds_commit};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES,
 };
@@ -17,7 +17,7 @@ fn small() -> Options {
     Options {
         pages: vec![520, 40],
         used: 24,
-        rest: Duration::from_millis(2),
+        write_pause: Duration::from_millis(2),
         tracking: Tracking::ByHand,
         ..Options::default()
     }
@@ -39,7 +39,7 @@ struct Passage {
     source: Toy,
     target: Toy,
     /// All bytes, for each direction.
-    seen: BTreeMap<Way, Vec<u8>>,
+    seen: BTreeMap<Direction, Vec<u8>>,
     harmed: bool,
 }
 
@@ -59,7 +59,8 @@ fn through(rule: Option<Rule>) -> Passage {
         Some((harm, ..)) if harm != Harm::Flip && !harm.at_commit() => impatient(2),
         _ => settings(),
     };
-    let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
+    let ended =
+        attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &MigrationHandle::new());
     let harmed = proxy.harmed() > 0;
     // The bytes of each direction are complete once its pump has ended.
     let seen = proxy.finished();
@@ -67,7 +68,7 @@ fn through(rule: Option<Rule>) -> Passage {
 }
 
 /// Offsets of bytes, each from the start of its direction.
-type Places = Vec<(Way, usize)>;
+type Places = Vec<(Direction, usize)>;
 
 /// Returns the boundaries of messages and of parts of frames in each direction of a whole
 /// migration, and the length of each direction.
@@ -77,7 +78,8 @@ fn boundaries() -> (Places, Places) {
     let uri = unix_uri();
     let listener = Listener::bind(&uri, false).unwrap();
     let proxy = Proxy::recording(&uri, None);
-    let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings(), &Monitor::new());
+    let ended =
+        attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings(), &MigrationHandle::new());
     assert_eq!(ended.state(), Some(MigrationState::Completed), "{}", ended.error());
     // All pumps have ended once the sockets are closed. The proxy then reports them.
     let seen = wait_for("the ends of six ways", || {
@@ -85,13 +87,13 @@ fn boundaries() -> (Places, Places) {
         if seen.len() == 6 { Ok(seen) } else { Err(seen.len()) }
     });
     let (mut cuts, mut lengths) = (Vec::new(), Vec::new());
-    for (way, bytes) in seen {
+    for (direction, bytes) in seen {
         let mut at = 0;
         let mut ends = vec![0, HELLO_BYTES];
         while *ends.last().unwrap() < bytes.len() {
             at = *ends.last().unwrap();
             let rest = &bytes[at..];
-            if way.connection == 0 {
+            if direction.connection == 0 {
                 let header = ControlHeader::decode(rest.first_chunk().unwrap()).unwrap();
                 ends.extend([at + CONTROL_HEADER_BYTES, at + CONTROL_HEADER_BYTES + header.len]);
             } else {
@@ -102,17 +104,17 @@ fn boundaries() -> (Places, Places) {
             }
         }
         assert!(at < bytes.len());
-        assert_eq!(ends.last(), Some(&bytes.len()), "{way:?} does not end with a message");
+        assert_eq!(ends.last(), Some(&bytes.len()), "{direction:?} does not end with a message");
         ends.dedup();
-        cuts.extend(ends.into_iter().map(|end| (way, end)));
-        lengths.push((way, bytes.len()));
+        cuts.extend(ends.into_iter().map(|end| (direction, end)));
+        lengths.push((direction, bytes.len()));
     }
     (cuts, lengths)
 }
 
 /// Returns true if a complete commit is among the bytes that reached the target.
-fn commit_arrived(seen: &BTreeMap<Way, Vec<u8>>) -> bool {
-    seen.get(&Way { connection: 0, to_target: true }).is_some_and(|bytes| holds_commit(bytes))
+fn commit_arrived(seen: &BTreeMap<Direction, Vec<u8>>) -> bool {
+    seen.get(&Direction { connection: 0, to_target: true }).is_some_and(|bytes| holds_commit(bytes))
 }
 
 fn cut(rule: Rule) -> MigrationState {
@@ -142,9 +144,9 @@ fn link_cut_at_any_boundary_or_byte_leaves_one_guest() {
     let began = Instant::now();
     let (cuts, lengths) = boundaries();
     let mut rules: Vec<Rule> = Vec::new();
-    for (way, after) in cuts {
-        rules.push(Rule::on(way, after, Harm::CutOne));
-        rules.push(Rule::on(way, after, Harm::CutAll));
+    for (direction, after) in cuts {
+        rules.push(Rule::on(direction, after, Harm::CutOne));
+        rules.push(Rule::on(direction, after, Harm::CutAll));
     }
     let each = rules.len() / tries(rules.len());
     let mut rules: Vec<Rule> = rules.into_iter().step_by(each).collect();
@@ -153,9 +155,9 @@ fn link_cut_at_any_boundary_or_byte_leaves_one_guest() {
     for _ in 0..tries(100) {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let choice = usize::try_from(random >> 33).unwrap();
-        let (way, length) = lengths[choice % lengths.len()];
+        let (direction, length) = lengths[choice % lengths.len()];
         let harm = if choice & 64 == 0 { Harm::CutOne } else { Harm::CutAll };
-        rules.push(Rule::on(way, choice / 128 % length, harm));
+        rules.push(Rule::on(direction, choice / 128 % length, harm));
     }
     let all = rules.len();
     let ends = Mutex::new(Vec::new());
@@ -180,9 +182,9 @@ fn link_cut_at_any_boundary_or_byte_leaves_one_guest() {
 /// Two cases that a source cannot distinguish, and must not guess about.
 #[test]
 fn link_cut_at_the_commit_leaves_the_owner_unknown() {
-    let way = Way { connection: 0, to_target: true };
+    let direction = Direction { connection: 0, to_target: true };
     for (harm, moved) in [(Harm::CutBehindCommit, true), (Harm::CutAtCommit, false)] {
-        let Passage { ended, source, target, harmed, .. } = through(Some(Rule::on(way, 0, harm)));
+        let Passage { ended, source, target, harmed, .. } = through(Some(Rule::on(direction, 0, harm)));
         assert!(harmed);
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Unknown), "{}", ended.error());
@@ -194,8 +196,8 @@ fn link_cut_at_the_commit_leaves_the_owner_unknown() {
 /// the guest.
 #[test]
 fn damage_outside_of_pages_is_noticed_by_source_and_target() {
-    let control = |to_target| Way { connection: 0, to_target };
-    let bulk = Way { connection: 1, to_target: true };
+    let control = |to_target| Direction { connection: 0, to_target };
+    let bulk = Direction { connection: 1, to_target: true };
     let cases = [
         (control(true), 3),
         (control(true), 40),
@@ -212,14 +214,14 @@ fn damage_outside_of_pages_is_noticed_by_source_and_target() {
         (bulk, HELLO_BYTES + 60),
         (bulk, HELLO_BYTES + FRAME_HEADER_BYTES + 4),
     ];
-    in_parallel(THREADS, cases, |(way, after)| {
-        let rule = Rule::on(way, after, Harm::Flip);
+    in_parallel(THREADS, cases, |(direction, after)| {
+        let rule = Rule::on(direction, after, Harm::Flip);
         let Passage { ended, source, target, harmed, .. } = through(Some(rule));
         assert!(harmed, "{rule:?}: {}; {:?}", ended.error(), ended.received);
         check_owner(&source, &target, &ended);
         assert_ne!(ended.state(), Some(MigrationState::Completed), "{rule:?}");
         assert!(source.works() && !target.ran(), "{rule:?}");
-        if way == bulk && after >= HELLO_BYTES {
+        if direction == bulk && after >= HELLO_BYTES {
             let (here, there) = (ended.error(), ended.received.unwrap_err().to_string());
             for error in [&here, &there] {
                 assert!(error.contains("damaged") || error.contains("magic"), "{rule:?}: {error}");
@@ -239,15 +241,16 @@ fn damaged_pages_are_sent_again() {
         let mut target = source.target();
         let uri = unix_uri();
         let listener = Listener::bind(&uri, false).unwrap();
-        let way = Way { connection: 1, to_target: true };
-        let proxy = Proxy::new(&uri, Some(Rule::on(way, after, Harm::Flip)));
+        let direction = Direction { connection: 1, to_target: true };
+        let proxy = Proxy::new(&uri, Some(Rule::on(direction, after, Harm::Flip)));
         let settings = Settings { verify: true, ..quick() };
-        let ended = attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &Monitor::new());
+        let ended =
+            attempt(&mut source, &mut target, &listener, &proxy.uri(), &settings, &MigrationHandle::new());
         check_owner(&source, &target, &ended);
         assert!(proxy.harmed() > 0);
         let report = ended.sent.unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
-        assert_eq!(report.suspect_pages_resent, 1, "{report:?}");
+        assert_eq!(report.digest_mismatches_resent, 1, "{report:?}");
         assert_eq!(target.lost(), []);
     }
 }
@@ -260,17 +263,17 @@ fn cancel_ends_the_wait_of_any_channel() {
         let mut target = source.target();
         let uri = unix_uri();
         let listener = Listener::bind(&uri, false).unwrap();
-        let way = Way { connection, to_target: false };
-        let proxy = Proxy::new(&uri, Some(Rule::on(way, 0, Harm::Hold)));
-        let (monitor, began) = (Monitor::new(), Instant::now());
+        let direction = Direction { connection, to_target: false };
+        let proxy = Proxy::new(&uri, Some(Rule::on(direction, 0, Harm::Hold)));
+        let (handle, began) = (MigrationHandle::new(), Instant::now());
         // Without the cancel the source would wait longer than this test.
         let patient = Settings { peer_timeout: PATIENCE * 2, ..settings() };
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
                 wait("a channel that is held", || proxy.harmed() > 0);
-                monitor.cancel();
+                handle.cancel();
             });
-            attempt(&mut source, &mut target, &listener, &proxy.uri(), &patient, &monitor)
+            attempt(&mut source, &mut target, &listener, &proxy.uri(), &patient, &handle)
         });
         assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
         check_owner(&source, &target, &ended);
@@ -294,7 +297,7 @@ fn no_threads_and_descriptors_remain() {
         return;
     }
     let once = |after: usize, harm, to_target, connection| {
-        drop(through(Some(Rule::on(Way { connection, to_target }, after, harm))));
+        drop(through(Some(Rule::on(Direction { connection, to_target }, after, harm))));
     };
     once(500, Harm::CutAll, true, 1);
     let before = descriptors_and_threads();

@@ -1,6 +1,7 @@
 //! Tests of the engine over real sockets, with a toy VM as source and target: successful
 //! migrations, failures, broken links, hostile peers.
 
+mod arbiter;
 #[cfg(feature = "ring")]
 #[path = "../../src/channel/tls/authority.rs"]
 mod authority;
@@ -10,7 +11,6 @@ mod connectors;
 #[cfg(feature = "ring")]
 mod encrypted;
 mod faulting;
-mod fenced;
 mod free_pages;
 mod freeing;
 mod incoming;

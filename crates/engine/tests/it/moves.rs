@@ -1,12 +1,12 @@
 //! Migrations that succeed, migrations that are cancelled, and migrations whose VM fails.
 
-use crate::rig::{between, check_owner, monitored, move_well, quick, unix_uri};
+use crate::rig::{between, between_with_handle, check_owner, move_well, quick, unix_uri};
 use crate::toy::{Method, Options, Toy, Tracking, device_byte, page_text};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{PauseCosts, RegionId};
 use vmferry_engine::{
-    Downtime, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, RunState, Settings,
+    Downtime, Listener, MigrationHandle, MigrationMode, MigrationState, OnTimeout, RunState, Settings,
     SwitchoverBandwidth, Uri,
 };
 use vmferry_testkit::{PATIENCE, wait};
@@ -46,7 +46,7 @@ fn explained(parts: &Downtime) -> f64 {
 fn parts_of_the_downtime_are_the_whole_downtime() {
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
         for verify in [false, true] {
-            let options = Options { ballast: 3 << 20, lazy: true, ..Options::default() };
+            let options = Options { ballast: 3 << 20, demand_paging: true, ..Options::default() };
             let settings = Settings { mode, verify, ..quick() };
             let (report, _) = move_well(options, &unix_uri(), &settings);
             let (sum, whole) = (explained(&report.downtime), report.downtime_ms);
@@ -93,7 +93,7 @@ fn guest_that_declares_its_costs_is_paused_for_the_switchover_only() {
 #[test]
 fn guest_that_its_operator_has_paused_stays_paused_on_the_target() {
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
-        let mut source = Toy::new(Options { paused: true, lazy: true, ..Options::default() }, true);
+        let mut source = Toy::new(Options { paused: true, demand_paging: true, ..Options::default() }, true);
         source.halt();
         let mut target = source.target();
         let ended = between(&mut source, &mut target, &Settings { mode, ..quick() });
@@ -123,7 +123,8 @@ fn paused_guest_that_cannot_be_moved_stays_paused() {
 fn target_prepares_itself_with_the_state_of_the_trial_pause() {
     let steps = [Method::Prepare, Method::Load, Method::Start];
     let moved = |mode| {
-        let mut source = Toy::new(Options { wants_trial: true, lazy: true, ..Options::default() }, true);
+        let mut source =
+            Toy::new(Options { wants_trial: true, demand_paging: true, ..Options::default() }, true);
         let mut target = source.target();
         // The guest writes meanwhile, and its writes must not be lost.
         target.takes(Method::Prepare, Duration::from_millis(200));
@@ -151,7 +152,7 @@ fn device_state_larger_than_sections_is_streamed() {
     const LEAST: u64 = 80 << 20;
     for mode in [MigrationMode::Precopy, MigrationMode::Hybrid, MigrationMode::Postcopy] {
         let stream = Some((LEAST, 10_000));
-        let mut source = Toy::new(Options { stream, lazy: true, ..Options::default() }, true);
+        let mut source = Toy::new(Options { stream, demand_paging: true, ..Options::default() }, true);
         let mut target = source.target();
         let ended = between(&mut source, &mut target, &Settings { mode, ..quick() });
         check_owner(&source, &target, &ended);
@@ -232,7 +233,7 @@ fn report_adds_up() {
 fn bandwidth_cap_is_kept() {
     // 1200 pages with content are 4.9 MB: half a second at 10 MB/s.
     let settings = Settings { max_bandwidth: Some(10_000_000), ..quick() };
-    let options = Options { rest: Duration::from_millis(20), ..Options::default() };
+    let options = Options { write_pause: Duration::from_millis(20), ..Options::default() };
     let (report, _) = move_well(options, &unix_uri(), &settings);
     let took = (report.total_ms - report.setup_ms) / 1e3;
     let rate = report.bytes.wire as f64 / took;
@@ -315,14 +316,14 @@ fn cancel_at_any_moment_leaves_one_guest_that_can_be_moved_again() {
         // 900 pages have content, 3.7 MB. The cancels are spread over these and the pages that are
         // written meanwhile.
         let settings = Settings { max_bandwidth: Some(80_000_000), verify: round % 2 == 0, ..quick() };
-        let (monitor, done) = (Monitor::new(), AtomicBool::new(false));
+        let (handle, done) = (MigrationHandle::new(), AtomicBool::new(false));
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                let sent = || monitor.progress().wire_bytes >= round * 250_000;
+                let sent = || handle.progress().wire_bytes >= round * 250_000;
                 wait("so many bytes", || sent() || done.load(Ordering::Relaxed));
-                monitor.cancel();
+                handle.cancel();
             });
-            let ended = monitored(&mut source, &mut target, &settings, &monitor);
+            let ended = between_with_handle(&mut source, &mut target, &settings, &handle);
             done.store(true, Ordering::Relaxed);
             ended
         });
@@ -428,7 +429,7 @@ fn failures_after_the_end_are_reported_and_change_nothing() {
     assert_eq!(ended.state(), Some(MigrationState::Failed));
     let error = ended.error();
     assert!(error.contains("failure of Load") && error.contains("failure of Resume"), "{error}");
-    assert!(ended.sent.is_ok_and(|report| report.stands_still));
+    assert!(ended.sent.is_ok_and(|report| report.resume_failed));
     assert!(!source.running() && !target.ran());
 }
 
@@ -473,7 +474,8 @@ fn different_machines_are_refused_and_the_target_waits_on() {
     let arrival = vmferry_engine::Arrival::new(quick().peer_timeout);
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| vmferry_engine::receive(&mut target, &listener, &arrival));
-        let refused = vmferry_engine::migrate(&mut source, &uri, None, &quick(), &Monitor::new()).unwrap();
+        let refused =
+            vmferry_engine::migrate(&mut source, &uri, None, &quick(), &MigrationHandle::new()).unwrap();
         let error = refused.error.unwrap();
         assert_eq!(refused.state, MigrationState::Failed);
         assert!(
@@ -482,7 +484,8 @@ fn different_machines_are_refused_and_the_target_waits_on() {
             "{error}"
         );
         assert!(!receiving.is_finished() && source.works());
-        let report = vmferry_engine::migrate(&mut right, &uri, None, &quick(), &Monitor::new()).unwrap();
+        let report =
+            vmferry_engine::migrate(&mut right, &uri, None, &quick(), &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
         let _ = receiving.join().unwrap().unwrap();
     });
@@ -494,7 +497,8 @@ fn migration_that_cannot_begin_reports_the_reason_at_once() {
     let mut source = Toy::new(Options::default(), true);
     let mut fails = |uri: &Uri, settings: &Settings| {
         let began = Instant::now();
-        let error = vmferry_engine::migrate(&mut source, uri, None, settings, &Monitor::new()).unwrap_err();
+        let error =
+            vmferry_engine::migrate(&mut source, uri, None, settings, &MigrationHandle::new()).unwrap_err();
         assert!(began.elapsed() < PATIENCE, "{error}");
         error.to_string()
     };

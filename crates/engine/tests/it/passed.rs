@@ -9,7 +9,7 @@ use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
-use vmferry_engine::{Connect, Listener, MigrationState, Monitor, Settings, Sockets, Uri, migrate};
+use vmferry_engine::{Connect, Listener, MigrationHandle, MigrationState, Settings, Sockets, Uri, migrate};
 #[cfg(feature = "ring")]
 use vmferry_engine::{MigrateError, Tls};
 use vmferry_testkit::wait;
@@ -98,7 +98,7 @@ fn passed_sockets_are_encrypted_if_source_and_target_have_certificates() {
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
     let one = sockets(vec![here]);
-    let ended = attempt(&mut source, &mut target, &listener, &one, &verified(1), &Monitor::new());
+    let ended = attempt(&mut source, &mut target, &listener, &one, &verified(1), &MigrationHandle::new());
     check_owner(&source, &target, &ended);
     let code = match ended.sent {
         Err(MigrateError::RefusedHello { code, .. }) => code,
@@ -118,13 +118,13 @@ fn guest_stays_when_its_only_connection_is_lost() {
         let mut target = source.target();
         let one = sockets(vec![here.into()]);
         let settings = Settings { max_bandwidth: Some(4_000_000), ..verified(2) };
-        let monitor = Monitor::new();
+        let handle = MigrationHandle::new();
         let ended = std::thread::scope(|scope| {
             scope.spawn(|| {
-                wait("the migration to come so far", || monitor.progress().wire_bytes > round << 19);
+                wait("the migration to come so far", || handle.progress().wire_bytes > round << 19);
                 cut.shutdown(std::net::Shutdown::Both).unwrap();
             });
-            attempt(&mut source, &mut target, &listener, &one, &settings, &monitor)
+            attempt(&mut source, &mut target, &listener, &one, &settings, &handle)
         });
         check_owner(&source, &target, &ended);
         assert_eq!(ended.state(), Some(MigrationState::Failed), "{}", ended.error());
@@ -138,17 +138,18 @@ fn each_socket_is_used_once() {
     let three = connected(&listener, 3);
     let mut source = Toy::new(Options::default(), true);
     let mut target = source.target();
-    let monitor = Monitor::new();
+    let handle = MigrationHandle::new();
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
-            wait("the migration to come so far", || monitor.progress().wire_bytes > 0);
-            monitor.cancel();
+            wait("the migration to come so far", || handle.progress().wire_bytes > 0);
+            handle.cancel();
         });
         let slow = Settings { max_bandwidth: Some(4_000_000), ..verified(2) };
-        attempt(&mut source, &mut target, &listener, &three, &slow, &monitor)
+        attempt(&mut source, &mut target, &listener, &three, &slow, &handle)
     });
     assert_eq!(ended.state(), Some(MigrationState::Cancelled), "{}", ended.error());
-    let error = migrate(&mut source, &three, None, &verified(2), &Monitor::new()).unwrap_err().to_string();
+    let error =
+        migrate(&mut source, &three, None, &verified(2), &MigrationHandle::new()).unwrap_err().to_string();
     assert!(error.contains("each of its sockets has been used"), "{error}");
     assert!(source.works());
 }
@@ -157,7 +158,7 @@ fn each_socket_is_used_once() {
 fn sockets_that_do_not_fit_the_migration_are_refused_before_it_begins() {
     let mut source = Toy::new(Options::default(), true);
     let mut refused = |connector: &dyn Connect, settings: &Settings| {
-        migrate(&mut source, connector, None, settings, &Monitor::new()).unwrap_err().to_string()
+        migrate(&mut source, connector, None, settings, &MigrationHandle::new()).unwrap_err().to_string()
     };
     let two = sockets(vec![unix_pair().0, unix_pair().0]);
     let error = refused(&two, &verified(4));
@@ -183,7 +184,8 @@ fn target_without_support_for_one_connection_is_named() {
     });
     let mut source = Toy::new(Options::default(), true);
     let one = sockets(vec![here.into()]);
-    let error = migrate(&mut source, &one, None, &verified(1), &Monitor::new()).unwrap_err().to_string();
+    let error =
+        migrate(&mut source, &one, None, &verified(1), &MigrationHandle::new()).unwrap_err().to_string();
     assert!(error.contains("older vmferry") && error.contains("one socket for each"), "{error}");
     target.join().unwrap();
     assert!(source.works());
@@ -196,13 +198,13 @@ fn cancel_ends_the_wait_for_a_passed_connection() {
     let mut source = Toy::new(Options::default(), true);
     let patient = Duration::from_secs(600);
     let (one, settings) = (sockets(vec![here.into()]), Settings { peer_timeout: patient, ..verified(1) });
-    let monitor = Monitor::new();
+    let handle = MigrationHandle::new();
     let report = std::thread::scope(|scope| {
         scope.spawn(|| {
             there.read_exact(&mut [0; HELLO_BYTES]).unwrap();
-            monitor.cancel();
+            handle.cancel();
         });
-        migrate(&mut source, &one, None, &settings, &monitor).unwrap()
+        migrate(&mut source, &one, None, &settings, &handle).unwrap()
     });
     assert_eq!(report.state, MigrationState::Cancelled);
     assert!(source.works());

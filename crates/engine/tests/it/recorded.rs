@@ -17,9 +17,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 use vmferry_core::PageRun;
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, OnTimeout, Pace, Settings, migrate, receive,
+    Arrival, BulkLimit, Listener, MigrationHandle, MigrationMode, MigrationState, OnTimeout, Settings,
+    migrate, receive,
 };
-use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
+use vmferry_testkit_peers::link::{Direction, Harm, Proxy, Rule};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES, Hello,
     HelloReply, REQUEST_BYTES, Request, Role, RunKind, Table, TableWriter, ToSource, ToTarget,
@@ -27,18 +28,26 @@ use vmferry_wire::{
 };
 
 /// Recorded bytes of each direction of each connection.
-type Streams = BTreeMap<Way, Vec<u8>>;
+type Streams = BTreeMap<Direction, Vec<u8>>;
 
 const NAMES: [&str; 4] = ["precopy", "postcopy", "recovery", "hybrid"];
 
 fn options() -> Options {
-    let rest = Duration::from_millis(2);
-    Options { pages: vec![6, 2], used: 3, writers: 1, vcpus: 1, lazy: true, rest, ..Options::default() }
+    let write_pause = Duration::from_millis(2);
+    Options {
+        pages: vec![6, 2],
+        used: 3,
+        writers: 1,
+        vcpus: 1,
+        demand_paging: true,
+        write_pause,
+        ..Options::default()
+    }
 }
 
 fn settings(name: &str) -> Settings {
     let downtime_limit = Duration::from_secs(1);
-    let plain = Settings { channels: 1, urgent_channels: 1, pace: Pace::Off, downtime_limit, ..quick() };
+    let plain = Settings { channels: 1, urgent_channels: 1, pace: BulkLimit::Off, downtime_limit, ..quick() };
     match name {
         "precopy" => Settings { mode: MigrationMode::Precopy, ..plain },
         // Two channels of each kind, a probe, and digests to compare.
@@ -46,7 +55,7 @@ fn settings(name: &str) -> Settings {
             mode: MigrationMode::Hybrid,
             channels: 2,
             urgent_channels: 2,
-            pace: Pace::Auto,
+            pace: BulkLimit::Auto,
             verify: true,
             downtime_limit: Duration::ZERO,
             timeout: Some(Duration::from_millis(50)),
@@ -96,7 +105,7 @@ fn load(name: &str) -> Streams {
     let line = |line: &str| {
         let (head, bytes) = line.split_once(':').unwrap();
         let (connection, to) = head.split_once(' ').unwrap();
-        (Way { connection: connection.parse().unwrap(), to_target: to == "down" }, read(bytes))
+        (Direction { connection: connection.parse().unwrap(), to_target: to == "down" }, read(bytes))
     };
     text.lines().filter(|line| !line.starts_with('#')).map(line).collect()
 }
@@ -107,7 +116,7 @@ fn migrated(name: &str) -> Streams {
     let mut target = source.target();
     let uri = unix_uri();
     let listener = Listener::bind(&uri, false).unwrap();
-    let bulk = Way { connection: 1, to_target: true };
+    let bulk = Direction { connection: 1, to_target: true };
     let rule = (name == "recovery").then_some(Rule::on(bulk, 2000, Harm::CutAll));
     let proxy = Proxy::recording(&uri, rule);
     let (settings, uri) = (settings(name), proxy.uri());
@@ -115,12 +124,12 @@ fn migrated(name: &str) -> Streams {
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let received = receive(&mut target, &listener, &arrival).unwrap();
-            received.rest.map(|rest| rest.finish(&listener, &arrival).state)
+            received.postcopy.map(|postcopy| postcopy.finish(&listener, &arrival).state)
         });
-        let report = migrate(&mut source, &uri, None, &settings, &Monitor::new()).unwrap();
+        let report = migrate(&mut source, &uri, None, &settings, &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
-        let rest = receiving.join().unwrap();
-        assert!(rest.is_none_or(|state| state == MigrationState::Completed), "{rest:?}");
+        let postcopy = receiving.join().unwrap();
+        assert!(postcopy.is_none_or(|state| state == MigrationState::Completed), "{postcopy:?}");
     });
     assert_eq!(proxy.harmed() > 0, name == "recovery");
     assert!(target.works() && target.lost().is_empty());
@@ -136,9 +145,9 @@ fn record() {
             "# {name}: the bytes of each connection, in the order of their arrival, to the target (down) and to the source (up).\n\
              # zN are N zeros. Recorded by crates/engine/tests/it/recorded.rs; no encryption.\n"
         );
-        for (way, bytes) in migrated(name) {
-            let to = if way.to_target { "down" } else { "up" };
-            text += &format!("{} {to}: {}\n", way.connection, write(&bytes));
+        for (direction, bytes) in migrated(name) {
+            let to = if direction.to_target { "down" } else { "up" };
+            text += &format!("{} {to}: {}\n", direction.connection, write(&bytes));
         }
         assert!(text.len() < 20_000, "{name}: {} bytes", text.len());
         std::fs::write(file(name), text).unwrap();
@@ -208,15 +217,15 @@ fn check_frames(mut bytes: &[u8], found: &mut Found) {
 
 fn check(streams: &Streams) -> Found {
     let mut found = Found::new();
-    for (way, bytes) in streams {
-        let role = hello_of(&streams[&Way { to_target: true, ..*way }]).role;
+    for (direction, bytes) in streams {
+        let role = hello_of(&streams[&Direction { to_target: true, ..*direction }]).role;
         let (head, rest) = bytes.split_first_chunk::<HELLO_BYTES>().expect("a hello or its answer");
-        if way.to_target {
+        if direction.to_target {
             assert_eq!(&Hello::decode(head).unwrap().encode(), head);
         } else {
             assert_eq!(&HelloReply::decode(head).unwrap().encode(), head);
         }
-        match (role, way.to_target) {
+        match (role, direction.to_target) {
             (Role::Control, true) => messages::<ToTarget>(rest).iter().for_each(|(message, bytes)| {
                 assert_eq!(&encode_control(message).unwrap(), bytes, "{message:?}");
                 note(&mut found, message);

@@ -6,15 +6,16 @@ use crate::rig::{Ended, attempt, check_owner, quick, unix_uri};
 use crate::toy::{Options, Toy};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, ReceiveFailure, Settings, migrate, receive,
+    Arrival, Listener, MigrationHandle, MigrationMode, MigrationState, ReceiveFailure, Settings, migrate,
+    receive,
 };
 use vmferry_testkit::{PATIENCE, wait_for};
-use vmferry_testkit_peers::link::{Harm, Proxy, Rule, Way};
+use vmferry_testkit_peers::link::{Direction, Harm, Proxy, Rule};
 
-const CONTROL: Way = Way { connection: 0, to_target: true };
+const CONTROL: Direction = Direction { connection: 0, to_target: true };
 
 fn options() -> Options {
-    Options { lazy: true, rest: Duration::from_millis(2), ..Options::default() }
+    Options { demand_paging: true, write_pause: Duration::from_millis(2), ..Options::default() }
 }
 
 fn settings(mode: MigrationMode) -> Settings {
@@ -55,7 +56,7 @@ fn guest_that_was_not_started_returns_over_a_new_link() {
     for mode in [MigrationMode::Postcopy, MigrationMode::Hybrid] {
         for harm in [Harm::CutAtCommit, Harm::CutAllAtCommit, Harm::CutOthersAtCommit] {
             let mut scene = Scene::new(harm);
-            let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
+            let (uri, handle) = (scene.proxy.uri(), MigrationHandle::new());
             // The source is told and need not find out by its timeout, which would take longer than
             // this test.
             let settings = Settings {
@@ -64,21 +65,21 @@ fn guest_that_was_not_started_returns_over_a_new_link() {
                 ..settings(mode)
             };
             if mode == MigrationMode::Hybrid {
-                monitor.switch_now();
+                handle.switch_now();
             }
             let began = Instant::now();
             let ended =
-                attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &monitor);
+                attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &handle);
             scene.check_returned(&ended);
             assert!(began.elapsed() < PATIENCE, "{harm:?} {:?}", began.elapsed());
         }
     }
 }
 
-/// Waits until `monitor` reports that the operator must decide.
-fn until_recover_is_awaited(monitor: &Monitor) {
+/// Waits until `handle` reports that the operator must decide.
+fn until_recover_is_awaited(handle: &MigrationHandle) {
     wait_for("a source that has to be told", || {
-        let progress = monitor.progress();
+        let progress = handle.progress();
         if progress.awaits_recover { Ok(()) } else { Err(Box::new(progress)) }
     });
 }
@@ -86,7 +87,7 @@ fn until_recover_is_awaited(monitor: &Monitor) {
 #[test]
 fn source_without_reconnects_learns_of_the_return_on_recover() {
     let mut scene = Scene::new(Harm::CutAllAtCommit);
-    let (uri, monitor) = (scene.proxy.uri(), Monitor::new());
+    let (uri, handle) = (scene.proxy.uri(), MigrationHandle::new());
     let settings = Settings {
         reconnect_for: Duration::ZERO,
         peer_timeout: Duration::from_secs(5),
@@ -94,13 +95,13 @@ fn source_without_reconnects_learns_of_the_return_on_recover() {
     };
     let ended = std::thread::scope(|scope| {
         scope.spawn(|| {
-            until_recover_is_awaited(&monitor);
+            until_recover_is_awaited(&handle);
             // Longer than the target waits for anything else. On a busy host the target may not
             // have come so far, which only hides a defect.
             std::thread::sleep(settings.peer_timeout + Duration::from_millis(500));
-            monitor.recover();
+            handle.recover();
         });
-        attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &monitor)
+        attempt(&mut scene.source, &mut scene.target, &scene.listener, &uri, &settings, &handle)
     });
     scene.check_returned(&ended);
 }
@@ -110,20 +111,20 @@ fn source_without_reconnects_learns_of_the_return_on_recover() {
 #[test]
 fn target_that_has_renounced_a_guest_can_be_stopped() {
     let Scene { mut source, mut target, listener, proxy } = Scene::new(Harm::CutAllAtCommit);
-    let (uri, monitor) = (proxy.uri(), Monitor::new());
+    let (uri, handle) = (proxy.uri(), MigrationHandle::new());
     let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
     let arrival = Arrival::new(settings.peer_timeout);
     let (sent, received) = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
-        let sending = scope.spawn(|| migrate(&mut source, &uri, None, &settings, &monitor));
-        until_recover_is_awaited(&monitor);
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, &settings, &handle));
+        until_recover_is_awaited(&handle);
         let mut other = Toy::new(options(), true);
-        let refused = migrate(&mut other, &uri, None, &settings, &Monitor::new());
+        let refused = migrate(&mut other, &uri, None, &settings, &MigrationHandle::new());
         assert!(refused.is_err(), "{refused:?}");
         assert!(other.works() && !receiving.is_finished());
         arrival.stop();
         let received = receiving.join().unwrap();
-        monitor.abandon();
+        handle.abandon();
         (sending.join().unwrap(), received)
     });
     let ended = Ended { sent, received };

@@ -4,8 +4,8 @@
 use crate::toy::{Options, Toy};
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, Connect, Listener, MigrateError, MigrationState, Monitor, ReceiveFailure, Received, Report,
-    Settings, Uri, migrate, receive,
+    Arrival, Connect, Listener, MigrateError, MigrationHandle, MigrationState, ReceiveFailure, Received,
+    Report, Settings, Uri, migrate, receive,
 };
 use vmferry_testkit::wait;
 
@@ -44,16 +44,16 @@ pub(crate) fn attempt(
     listener: &Listener,
     via: &dyn Connect,
     settings: &Settings,
-    monitor: &Monitor,
+    handle: &MigrationHandle,
 ) -> Ended {
     let arrival = Arrival::new(settings.peer_timeout);
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let mut received = receive(target, listener, &arrival)?;
-            received.rest.take().map(|rest| rest.finish(listener, &arrival));
+            received.postcopy.take().map(|postcopy| postcopy.finish(listener, &arrival));
             Ok(received)
         });
-        let sent = migrate(source, via, None, settings, monitor);
+        let sent = migrate(source, via, None, settings, handle);
         // A target that its source never reached, or not completely, continues to wait. Other
         // targets end by themselves.
         let began = Instant::now();
@@ -68,14 +68,19 @@ pub(crate) fn attempt(
 
 /// Migrates the guest of `source` to `target` over a Unix socket.
 pub(crate) fn between(source: &mut Toy, target: &mut Toy, settings: &Settings) -> Ended {
-    monitored(source, target, settings, &Monitor::new())
+    between_with_handle(source, target, settings, &MigrationHandle::new())
 }
 
-/// Does the same as [`between`] with a monitor of the caller.
-pub(crate) fn monitored(source: &mut Toy, target: &mut Toy, settings: &Settings, monitor: &Monitor) -> Ended {
+/// Does the same as [`between`] with a handle of the caller.
+pub(crate) fn between_with_handle(
+    source: &mut Toy,
+    target: &mut Toy,
+    settings: &Settings,
+    handle: &MigrationHandle,
+) -> Ended {
     let listener = Listener::bind(&unix_uri(), false).unwrap();
     let uri = listener.uri().unwrap();
-    attempt(source, target, &listener, &uri, settings, monitor)
+    attempt(source, target, &listener, &uri, settings, handle)
 }
 
 /// Checks that exactly one host runs the guest, or that none does and this is reported.
@@ -121,7 +126,7 @@ pub(crate) fn move_well_by(
 ) -> (Report, Received) {
     let mut source = Toy::new(options, true);
     let mut target = source.target();
-    let ended = attempt(&mut source, &mut target, listener, via, settings, &Monitor::new());
+    let ended = attempt(&mut source, &mut target, listener, via, settings, &MigrationHandle::new());
     check_owner(&source, &target, &ended);
     let report = ended.sent.unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::RegionId;
 use vmferry_engine::{
-    DirtyTracker, FillState, GuestMemory, LazyMemory, LazyRestore, MachineConfig, Migratable, MigrateError,
-    MigrationState, Monitor, Report, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, restore,
-    restore_lazy, save, save_copy,
+    DemandPaging, DirtyTracker, FillState, GuestMemory, MachineConfig, Migratable, MigrateError,
+    MigrationHandle, MigrationState, OnDemandRestore, Report, RunState, Section, SourceVm, TargetVm,
+    TrackerKind, VmError, restore, restore_on_demand, save, save_copy,
 };
-use vmferry_testkit::{Folder, Need, PATIENCE, say, skip, wait, wait_for};
+use vmferry_testkit::{Folder, Need, PATIENCE, print_line, skip, wait, wait_for};
 use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader, SnapshotMap};
 
 /// Path of the snapshot in `folder`.
@@ -21,7 +21,7 @@ pub(crate) fn guest(folder: &Folder) -> PathBuf {
 }
 
 fn saved(source: &mut Toy, path: &Path) -> Report {
-    let report = save(source, path, &Monitor::new()).unwrap();
+    let report = save(source, path, &MigrationHandle::new()).unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
     assert!(!source.running());
     report
@@ -50,12 +50,12 @@ fn goes_on(target: &Toy) {
     assert_eq!(target.surprises(), 0);
 }
 
-fn lazy(options: Options) -> Options {
-    Options { lazy: true, ..options }
+fn demand_paging(options: Options) -> Options {
+    Options { demand_paging: true, ..options }
 }
 
-fn done(lazy: &LazyRestore) {
-    let progress = lazy.wait(PATIENCE);
+fn done(restore: &OnDemandRestore) {
+    let progress = restore.wait(PATIENCE);
     assert_eq!(progress.state, FillState::Completed, "{progress:?}");
     assert_eq!((progress.placed, progress.failed_pages), (progress.pages, 0), "{progress:?}");
 }
@@ -107,11 +107,11 @@ fn guest_runs_while_its_memory_is_restored() {
         let load_touches = Some((0, 2400));
         let options =
             Options { pages: vec![3000, 700], used: 2500, writers: 2, load_touches, ..Options::default() };
-        let mut source = Toy::new(lazy(options), true);
+        let mut source = Toy::new(demand_paging(options), true);
         let report = saved(&mut source, &guest(&folder));
         let before = source.writes();
         let mut target = source.target();
-        let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
+        let restored = restore_on_demand(&mut target, &guest(&folder)).unwrap();
         assert!(target.running());
         assert_eq!(restored.received().id, report.id);
         done(&restored);
@@ -129,10 +129,10 @@ fn guest_runs_while_its_memory_is_restored() {
 fn touched_page_is_restored_before_all_others() {
     let folder = Folder::new();
     let options = Options { pages: vec![20_000], used: 20_000, zero_one_in: u64::MAX, ..Options::default() };
-    let mut source = Toy::new(lazy(options.clone()), true);
+    let mut source = Toy::new(demand_paging(options.clone()), true);
     let _ = saved(&mut source, &guest(&folder));
-    let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
-    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
+    let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..demand_paging(options) }, false);
+    let restored = restore_on_demand(&mut target, &guest(&folder)).unwrap();
     // Only the page and its neighbours, and none of the 19,984 pages before. The count may even be
     // 0, because it is updated after the page was placed and the waiting thread was woken.
     assert!(restored.received().pages <= 16, "{}", restored.received().pages);
@@ -146,10 +146,10 @@ fn pages_of_zeros_are_placed_when_they_are_touched() {
     let folder = Folder::new();
     // The guest touches no page that it did not use.
     let options = Options { pages: vec![20_000], used: 4, writers: 1, ..Options::default() };
-    let mut source = Toy::new(lazy(options.clone()), true);
+    let mut source = Toy::new(demand_paging(options.clone()), true);
     let _ = saved(&mut source, &guest(&folder));
-    let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..lazy(options) }, false);
-    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
+    let mut target = Toy::new(Options { load_touches: Some((0, 19_999)), ..demand_paging(options) }, false);
+    let restored = restore_on_demand(&mut target, &guest(&folder)).unwrap();
     done(&restored);
     let faulting = target.faulting().unwrap();
     // Pages of zeros that were not touched take no memory: the neighbour, and those of the block
@@ -166,8 +166,8 @@ fn vm_without_demand_paging_can_be_restored_eagerly() {
     let mut source = Toy::new(Options::default(), true);
     let _ = saved(&mut source, &guest(&folder));
     let mut target = source.target();
-    let error = restore_lazy(&mut target, &guest(&folder)).unwrap_err();
-    assert!(matches!(&error, MigrateError::NotLazy { why } if why.contains("no faults")), "{error}");
+    let error = restore_on_demand(&mut target, &guest(&folder)).unwrap_err();
+    assert!(matches!(&error, MigrateError::NoDemandPaging { why } if why.contains("no faults")), "{error}");
     let _ = restore(&mut target, &guest(&folder)).unwrap();
     goes_on(&target);
 }
@@ -176,7 +176,7 @@ fn vm_without_demand_paging_can_be_restored_eagerly() {
 fn copy_leaves_the_guest_and_has_an_id_of_its_own() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let report = save_copy(&mut source, &guest(&folder), &Monitor::new()).unwrap();
+    let report = save_copy(&mut source, &guest(&folder), &MigrationHandle::new()).unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
     assert!(source.works());
     let mut names = vec![report.id.clone()];
@@ -214,8 +214,8 @@ impl Migratable for Noting {
 }
 
 impl TargetVm for Noting {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
-        self.toy.lazy_memory()
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        self.toy.demand_paging()
     }
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         self.calls.push("load");
@@ -236,12 +236,12 @@ fn only_a_copy_gets_a_new_identity_after_load_and_before_start() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
     let copy = guest(&folder);
-    let _ = save_copy(&mut source, &copy, &Monitor::new()).unwrap();
+    let _ = save_copy(&mut source, &copy, &MigrationHandle::new()).unwrap();
     let mut target = Noting::new(Options::default());
     let _ = restore(&mut target, &copy).unwrap();
     assert_eq!(target.calls, ["load", "renew", "start"]);
-    let mut target = Noting::new(lazy(Options::default()));
-    let comes = restore_lazy(&mut target, &copy).unwrap();
+    let mut target = Noting::new(demand_paging(Options::default()));
+    let comes = restore_on_demand(&mut target, &copy).unwrap();
     done(&comes);
     assert_eq!(target.calls, ["load", "renew", "start"]);
 
@@ -250,8 +250,8 @@ fn only_a_copy_gets_a_new_identity_after_load_and_before_start() {
     let mut target = Noting::new(Options::default());
     let _ = restore(&mut target, &moved).unwrap();
     assert_eq!(target.calls, ["load", "start"]);
-    let mut target = Noting::new(lazy(Options::default()));
-    let comes = restore_lazy(&mut target, &moved).unwrap();
+    let mut target = Noting::new(demand_paging(Options::default()));
+    let comes = restore_on_demand(&mut target, &moved).unwrap();
     done(&comes);
     assert_eq!(target.calls, ["load", "start"]);
 }
@@ -260,20 +260,20 @@ fn only_a_copy_gets_a_new_identity_after_load_and_before_start() {
 fn copy_without_new_identity_does_not_run() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
-    let _ = save_copy(&mut source, &guest(&folder), &Monitor::new()).unwrap();
+    let _ = save_copy(&mut source, &guest(&folder), &MigrationHandle::new()).unwrap();
     let mut target = Noting { refuses: true, ..Noting::new(Options::default()) };
     let error = restore(&mut target, &guest(&folder)).unwrap_err().to_string();
     assert!(error.contains("no random numbers"), "{error}");
-    let mut lazily = Noting { refuses: true, ..Noting::new(lazy(Options::default())) };
-    let error = restore_lazy(&mut lazily, &guest(&folder)).unwrap_err().to_string();
+    let mut on_demand = Noting { refuses: true, ..Noting::new(demand_paging(Options::default())) };
+    let error = restore_on_demand(&mut on_demand, &guest(&folder)).unwrap_err().to_string();
     assert!(error.contains("no random numbers"), "{error}");
-    assert_eq!((target.calls, lazily.calls), (vec!["load", "renew"], vec!["load", "renew"]));
+    assert_eq!((target.calls, on_demand.calls), (vec!["load", "renew"], vec!["load", "renew"]));
 }
 
 /// VM that writes memory while it is paused, like a device that was forgotten.
-struct Restless(Toy);
+struct WritesWhilePaused(Toy);
 
-impl Migratable for Restless {
+impl Migratable for WritesWhilePaused {
     fn config(&self) -> MachineConfig {
         self.0.config()
     }
@@ -282,7 +282,7 @@ impl Migratable for Restless {
     }
 }
 
-impl SourceVm for Restless {
+impl SourceVm for WritesWhilePaused {
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError> {
         self.0.tracker(kind)
     }
@@ -307,9 +307,9 @@ fn memory_that_changes_during_a_save_is_noticed() {
     let mut noticed = 0;
     for _ in 0..8 {
         let folder = Folder::new();
-        let options = Options { writers: 1, rest: Duration::ZERO, ..Options::default() };
-        let mut source = Restless(Toy::new(options, true));
-        let report = save(&mut source, &guest(&folder), &Monitor::new()).unwrap();
+        let options = Options { writers: 1, write_pause: Duration::ZERO, ..Options::default() };
+        let mut source = WritesWhilePaused(Toy::new(options, true));
+        let report = save(&mut source, &guest(&folder), &MigrationHandle::new()).unwrap();
         if report.state == MigrationState::Completed {
             let _ =
                 restore(&mut Toy::new(Options { writers: 1, ..Options::default() }, false), &guest(&folder))
@@ -320,7 +320,7 @@ fn memory_that_changes_during_a_save_is_noticed() {
         assert!(report.error.unwrap().contains("change although the guest is paused"));
         assert_eq!(folder.names(), [""; 0]);
     }
-    say(format!("changes while paused: noticed in {noticed} of 8 saves"));
+    print_line(format!("changes while paused: noticed in {noticed} of 8 saves"));
 }
 
 /// A save that fails or is cancelled in any step leaves no file, and the guest stays.
@@ -336,15 +336,15 @@ fn interrupted_save_leaves_no_file() {
         (Method::Touched, 1),
     ] {
         source.fail(method, after);
-        let report = save(&mut source, &guest(&folder), &Monitor::new()).unwrap();
+        let report = save(&mut source, &guest(&folder), &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Failed);
         assert!(report.error.unwrap().contains("injected"), "{method:?}");
         assert_eq!(folder.names(), [""; 0], "{method:?}");
         assert!(source.works());
     }
-    let monitor = Monitor::new();
-    monitor.cancel();
-    let report = save(&mut source, &guest(&folder), &monitor).unwrap();
+    let handle = MigrationHandle::new();
+    handle.cancel();
+    let report = save(&mut source, &guest(&folder), &handle).unwrap();
     assert_eq!(report.state, MigrationState::Cancelled);
     assert_eq!(folder.names(), [""; 0]);
     goes_on(&source);
@@ -357,12 +357,12 @@ fn existing_files_are_never_replaced() {
     let folder = Folder::new();
     let mut source = Toy::new(Options::default(), true);
     let late = guest(&folder);
-    let quicker = Monitor::watched(move |_| std::fs::write(&late, b"another's").unwrap());
+    let quicker = MigrationHandle::watched(move |_| std::fs::write(&late, b"another's").unwrap());
     let report = save(&mut source, &guest(&folder), &quicker).unwrap();
     assert_eq!(report.state, MigrationState::Failed);
     assert!(report.error.as_ref().unwrap().contains("exists already"), "{report:?}");
     assert!(source.works());
-    let error = save(&mut source, &guest(&folder), &Monitor::new()).unwrap_err();
+    let error = save(&mut source, &guest(&folder), &MigrationHandle::new()).unwrap_err();
     assert!(error.to_string().contains("exists already"), "{error}");
     assert_eq!((folder.names().len(), std::fs::read(guest(&folder)).unwrap()), (1, b"another's".to_vec()));
     goes_on(&source);
@@ -379,7 +379,7 @@ fn guest_stays_if_the_disk_is_full() {
         return skip(Need::Root, format!("a small file system cannot be mounted here: {mounted:?}"));
     }
     let mut source = Toy::new(Options::default(), true);
-    let report = save(&mut source, &guest(&folder), &Monitor::new()).unwrap();
+    let report = save(&mut source, &guest(&folder), &MigrationHandle::new()).unwrap();
     let names = folder.names();
     std::process::Command::new("umount").arg(folder.root()).status().unwrap();
     assert_eq!(report.state, MigrationState::Failed);
@@ -393,8 +393,8 @@ fn refused(path: &Path, source: &Toy, what: &str, words: &[&str]) {
     let mut target = source.target();
     let eager = restore(&mut target, path).unwrap_err().to_string();
     assert!(!target.ran(), "{what}: it ran");
-    let lazy = restore_lazy(&mut source.target(), path).unwrap_err().to_string();
-    for (way, text) in [("eager", eager), ("lazy", lazy)] {
+    let restore = restore_on_demand(&mut source.target(), path).unwrap_err().to_string();
+    for (way, text) in [("eager", eager), ("lazy", restore)] {
         assert!(words.iter().all(|word| text.contains(word)), "{what}, {way}: {words:?} in: {text}");
     }
 }
@@ -402,7 +402,7 @@ fn refused(path: &Path, source: &Toy, what: &str, words: &[&str]) {
 #[test]
 fn damage_before_the_tables_is_found_before_the_guest_runs() {
     let folder = Folder::new();
-    let mut source = Toy::new(lazy(Options::default()), true);
+    let mut source = Toy::new(demand_paging(Options::default()), true);
     let _ = saved(&mut source, &guest(&folder));
     let (header, map) = map(&guest(&folder));
     let parts = [
@@ -433,7 +433,7 @@ fn damage_before_the_tables_is_found_before_the_guest_runs() {
 #[test]
 fn truncated_and_unfinished_files_are_refused() {
     let folder = Folder::new();
-    let mut source = Toy::new(lazy(Options::default()), true);
+    let mut source = Toy::new(demand_paging(Options::default()), true);
     let _ = saved(&mut source, &guest(&folder));
     let (_, map) = map(&guest(&folder));
     let copy = folder.file("copy");
@@ -451,7 +451,7 @@ fn truncated_and_unfinished_files_are_refused() {
         std::fs::write(&copy, vec![b'x'; len]).unwrap();
         refused(&copy, &source, "a file of another program", &["no snapshot of a guest"]);
     }
-    let other = Toy::new(lazy(Options { vcpus: 7, ..Options::default() }), false);
+    let other = Toy::new(demand_paging(Options { vcpus: 7, ..Options::default() }), false);
     let differ = "the machines differ: vCPUs: the guest has 2, the target has 7";
     refused(&guest(&folder), &other, "another machine", &[differ]);
     let missing = restore(&mut source.target(), &folder.file("nothing")).unwrap_err().to_string();
@@ -470,7 +470,7 @@ fn not_eagerly(folder: &Folder, source: &Toy, words: &[&str]) {
 fn damaged_table_is_found() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, ..Options::default() };
-    let mut source = Toy::new(lazy(options), true);
+    let mut source = Toy::new(demand_paging(options), true);
     let _ = saved(&mut source, &guest(&folder));
     let (_, map) = map(&guest(&folder));
     // Pages 512 to 599 of the first region are in its second table.
@@ -482,7 +482,7 @@ fn damaged_table_is_found() {
     }
     flip(&guest(&folder), map.regions[0].table(1) + 5);
     let mut target = source.target();
-    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
+    let restored = restore_on_demand(&mut target, &guest(&folder)).unwrap();
     let progress = restored.wait(PATIENCE);
     assert_eq!(progress.state, FillState::Failed);
     assert!(progress.error.is_some_and(|why| why.contains("table for region 0 pages 0x200..0x400")));
@@ -502,14 +502,14 @@ fn damaged_table_is_found() {
 fn damaged_page_is_named_and_never_placed() {
     let folder = Folder::new();
     let options = Options { pages: vec![1200, 700], used: 600, zero_one_in: u64::MAX, ..Options::default() };
-    let mut source = Toy::new(lazy(options), true);
+    let mut source = Toy::new(demand_paging(options), true);
     let _ = saved(&mut source, &guest(&folder));
     let (_, map) = map(&guest(&folder));
     let page = 0x123;
     flip(&guest(&folder), map.regions[1].data + page * 4096 + 77);
     not_eagerly(&folder, &source, &["content of region 3 page 0x123", "damaged"]);
     let mut target = source.target();
-    let restored = restore_lazy(&mut target, &guest(&folder)).unwrap();
+    let restored = restore_on_demand(&mut target, &guest(&folder)).unwrap();
     let progress = restored.wait(PATIENCE);
     assert_eq!(progress.state, FillState::Failed);
     assert!(progress.error.as_ref().is_some_and(|why| why.contains("region 3 page 0x123")), "{progress:?}");
@@ -538,19 +538,19 @@ fn damaged_page_is_named_and_never_placed() {
 #[test]
 fn unreadable_page_that_the_state_needs_fails_the_restore() {
     let folder = Folder::new();
-    let options = Options { zero_one_in: u64::MAX, ..lazy(Options::default()) };
+    let options = Options { zero_one_in: u64::MAX, ..demand_paging(Options::default()) };
     let mut source = Toy::new(options.clone(), true);
     let _ = saved(&mut source, &guest(&folder));
     let (_, map) = map(&guest(&folder));
     flip(&guest(&folder), map.regions[0].data + 5 * 4096);
     let mut target = Toy::new(Options { load_touches: Some((0, 5)), ..options.clone() }, false);
-    let error = restore_lazy(&mut target, &guest(&folder)).unwrap_err().to_string();
+    let error = restore_on_demand(&mut target, &guest(&folder)).unwrap_err().to_string();
     assert!(error.contains("content of region 0 page 0x5 at byte"), "{error}");
     assert!(!target.ran() && target.faulting().unwrap().ended());
     for method in [Method::Load, Method::Start] {
         let mut target = Toy::new(options.clone(), false);
         target.fail(method, 0);
-        let error = restore_lazy(&mut target, &guest(&folder)).unwrap_err().to_string();
+        let error = restore_on_demand(&mut target, &guest(&folder)).unwrap_err().to_string();
         assert!(error.contains("injected"), "{error}");
         assert!(!target.ran() && target.faulting().unwrap().ended());
     }

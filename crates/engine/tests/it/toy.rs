@@ -18,8 +18,8 @@ use std::time::Duration;
 use vmferry_bitmap::AtomicBitmap;
 use vmferry_core::{Gpa, Layout, PageIndex, PauseCosts, Region, RegionId};
 use vmferry_engine::{
-    DirtyTracker, FreePages, GuestMemory, LazyMemory, MachineConfig, Migratable, RunState, Section, SourceVm,
-    StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VmError,
+    DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
+    SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VmError,
 };
 use vmferry_testkit::wait;
 
@@ -64,7 +64,7 @@ pub(crate) struct Options {
     pub(crate) writers: u64,
     pub(crate) tracking: Tracking,
     /// Pause between two bursts of writes.
-    pub(crate) rest: Duration,
+    pub(crate) write_pause: Duration,
     /// Page whose marks are lost, and which is written right before every pause.
     pub(crate) lose: Option<(usize, u64)>,
     /// One of this many writes makes its page zero.
@@ -73,7 +73,7 @@ pub(crate) struct Options {
     /// Bytes of a further section of device state.
     pub(crate) ballast: usize,
     /// True if it has demand paging as a target.
-    pub(crate) lazy: bool,
+    pub(crate) demand_paging: bool,
     /// Page that loading the state touches.
     pub(crate) load_touches: Option<(usize, u64)>,
     /// Source of free pages.
@@ -105,12 +105,12 @@ impl Default for Options {
             used: 600,
             writers: 2,
             tracking: Tracking::Marks,
-            rest: Duration::from_micros(200),
+            write_pause: Duration::from_micros(200),
             lose: None,
             zero_one_in: 16,
             vcpus: 2,
             ballast: 0,
-            lazy: false,
+            demand_paging: false,
             load_touches: None,
             free: None,
             freed: 0,
@@ -165,8 +165,8 @@ impl Toy {
             clumsy: OnceLock::new(),
             slow: OnceLock::new(),
             busy: Mutex::default(),
-            settles: Mutex::default(),
-            lazy: OnceLock::new(),
+            quiesces: Mutex::default(),
+            paging: OnceLock::new(),
             calls: Mutex::default(),
             trial: OnceLock::new(),
             device: Arc::default(),
@@ -228,8 +228,8 @@ impl Toy {
     }
 
     /// Returns the time limit for quiescing the I/O at each attempt.
-    pub(crate) fn settles(&self) -> Vec<Duration> {
-        self.board.settles.lock().unwrap().clone()
+    pub(crate) fn quiesces(&self) -> Vec<Duration> {
+        self.board.quiesces.lock().unwrap().clone()
     }
 
     /// Returns true if the injected failure has not occurred yet.
@@ -275,7 +275,7 @@ impl Toy {
 
     /// Returns the memory whose pages arrive later, once the engine has requested it.
     pub(crate) fn faulting(&self) -> Option<Arc<Faulting>> {
-        self.board.lazy.get().cloned()
+        self.board.paging.get().cloned()
     }
 
     /// Returns the pages with wrong content. The guest is stopped during the check.
@@ -382,8 +382,8 @@ impl SourceVm for Toy {
         self.board.trip(Method::Pause)
     }
 
-    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
-        self.board.settles.lock().unwrap().push(within);
+    fn quiesce(&mut self, within: Duration) -> Result<(), VmError> {
+        self.board.quiesces.lock().unwrap().push(within);
         if self.board.busy.lock().unwrap().pop_front() != Some(true) {
             return Ok(());
         }
@@ -488,8 +488,8 @@ impl StateWriter for DeviceEnd {
 }
 
 impl TargetVm for Toy {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
-        if !self.board.options.lazy {
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        if !self.board.options.demand_paging {
             return Err(VmError::new("this toy has no faults"));
         }
         let board = Arc::downgrade(&self.board);
@@ -502,7 +502,7 @@ impl TargetVm for Toy {
             }
         };
         let clumsy = self.board.clumsy.get().copied();
-        Ok(self.board.lazy.get_or_init(|| Arc::new(Faulting::new(Box::new(write), clumsy))).clone())
+        Ok(self.board.paging.get_or_init(|| Arc::new(Faulting::new(Box::new(write), clumsy))).clone())
     }
 
     fn expected_load(&self) -> Option<Duration> {
@@ -562,7 +562,7 @@ impl TargetVm for Toy {
             let stopped = !*twin.running.read().unwrap();
             assert!(stopped, "the guest runs on both sides");
             // Pages that have not arrived differ.
-            self.arrived_equal = self.board.lazy.get().is_none().then(|| self.board.equals(twin));
+            self.arrived_equal = self.board.paging.get().is_none().then(|| self.board.equals(twin));
         }
         let runs = state == RunState::Running;
         self.board.ran.store(runs, Relaxed);

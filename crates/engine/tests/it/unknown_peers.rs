@@ -6,12 +6,14 @@ use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId, Section};
 use vmferry_engine::{
-    Arrival, GuestMemory, Listener, MachineConfig, Migratable, MigrationState, Monitor, ReceiveFailure,
-    Settings, Uri, migrate, receive,
+    Arrival, GuestMemory, Listener, MachineConfig, Migratable, MigrationHandle, MigrationState,
+    ReceiveFailure, Settings, Uri, migrate, receive,
 };
 use vmferry_testkit::{PATIENCE, wait, wait_for};
 use vmferry_testkit_peers::Socket;
-use vmferry_testkit_peers::peer::{Frame, Source, connect, greet, hear, hello, say};
+use vmferry_testkit_peers::peer::{
+    Frame, Source, connect, connect_with, hello, receive_message, send_message,
+};
 use vmferry_wire::{
     FrameHeader, FrameKind, Hello, MigrationId, Mode, REQUEST_BYTES, RefusalCode, Request, Role, TableWriter,
     ToSource, ToTarget, Token, encode_control,
@@ -32,7 +34,7 @@ fn then_the_real_source(strange: impl FnOnce(&Uri)) {
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival));
         strange(&uri);
-        let report = migrate(&mut source, &uri, None, &quick(), &Monitor::new()).unwrap();
+        let report = migrate(&mut source, &uri, None, &quick(), &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
         let _ = receiving.join().unwrap().unwrap();
     });
@@ -51,10 +53,10 @@ fn other_programs_are_refused_and_the_target_waits_on() {
         let _silent = connect(uri);
         connect(uri).write_all(&hello(Role::Control, 0, Token::NONE).encode()[..40]).unwrap();
         let newer = Hello { version_min: 99, version_max: 100, ..hello(Role::Control, 0, Token::NONE) };
-        assert_eq!(greet(uri, &newer).1, Some(RefusalCode::Version));
+        assert_eq!(connect_with(uri, &newer).1, Some(RefusalCode::Version));
         let fancy = Hello { features: 1 << 60, ..hello(Role::Control, 0, Token::NONE) };
-        assert_eq!(greet(uri, &fancy).1, Some(RefusalCode::Feature));
-        let (mut bulk, refused) = greet(uri, &hello(Role::Bulk, 0, Token([1; 16])));
+        assert_eq!(connect_with(uri, &fancy).1, Some(RefusalCode::Feature));
+        let (mut bulk, refused) = connect_with(uri, &hello(Role::Bulk, 0, Token([1; 16])));
         assert!(refused == Some(RefusalCode::Token) && closed(&mut bulk));
         // `http` and the silent connection stay open while the real source connects.
         std::mem::forget((http, _silent));
@@ -64,15 +66,15 @@ fn other_programs_are_refused_and_the_target_waits_on() {
 #[test]
 fn source_without_an_announcement_blocks_others_for_a_limited_time() {
     then_the_real_source(|uri| {
-        let (mut quiet, refused) = greet(uri, &hello(Role::Control, 0, Token::NONE));
+        let (mut quiet, refused) = connect_with(uri, &hello(Role::Control, 0, Token::NONE));
         assert_eq!(refused, None);
         // While this source is served, another one is refused as busy.
-        assert_eq!(greet(uri, &hello(Role::Control, 0, Token::NONE)).1, Some(RefusalCode::Busy));
+        assert_eq!(connect_with(uri, &hello(Role::Control, 0, Token::NONE)).1, Some(RefusalCode::Busy));
         // Sending pings does not extend the time limit.
         let began = Instant::now();
         for number in 0.. {
-            say(&mut quiet, &ToTarget::Ping(number));
-            if !matches!(hear(&mut quiet), Some(ToSource::Pong(_))) {
+            send_message(&mut quiet, &ToTarget::Ping(number));
+            if !matches!(receive_message(&mut quiet), Some(ToSource::Pong(_))) {
                 break;
             }
             assert!(began.elapsed() < PATIENCE, "it is heard for ever");
@@ -105,7 +107,7 @@ fn refused_source_does_not_block_the_next_one() {
             let mut held = other.control.try_clone().unwrap();
             std::thread::spawn(move || {
                 for number in 0..2000 {
-                    say(&mut held, &ToTarget::Ping(number));
+                    send_message(&mut held, &ToTarget::Ping(number));
                 }
             });
             std::mem::forget(other);
@@ -142,7 +144,7 @@ impl Evil {
             Hello { index: u16::MAX, ..right },
         ];
         for hello in wrong {
-            assert_eq!(greet(uri, &hello).1, Some(RefusalCode::Token), "{hello:?}");
+            assert_eq!(connect_with(uri, &hello).1, Some(RefusalCode::Token), "{hello:?}");
         }
         source.open((channels, token), (0, Token::NONE));
         Self { source, looks: Box::new(move || target(Method::Window)) }
@@ -160,12 +162,12 @@ impl Evil {
         wait("the target to take pages", || (self.looks)() >= before + times);
     }
 
-    fn say(&mut self, message: &ToTarget) {
-        self.source.say(message);
+    fn send(&mut self, message: &ToTarget) {
+        self.source.send(message);
     }
 
-    fn hear(&mut self) -> Option<ToSource> {
-        self.source.hear()
+    fn receive(&mut self) -> Option<ToSource> {
+        self.source.receive()
     }
 
     fn barrier(&mut self, pass: u32) {
@@ -174,11 +176,11 @@ impl Evil {
 
     /// Performs the rest of a correct migration.
     fn finish(&mut self, pass: u32) {
-        self.say(&ToTarget::Final { pass });
-        self.say(&ToTarget::StateEnd { sections: 0 });
+        self.send(&ToTarget::Final { pass });
+        self.send(&ToTarget::StateEnd { sections: 0 });
         self.barrier(pass);
-        assert!(matches!(self.hear(), Some(ToSource::Received { .. })));
-        self.say(&ToTarget::Load);
+        assert!(matches!(self.receive(), Some(ToSource::Received { .. })));
+        self.send(&ToTarget::Load);
     }
 }
 
@@ -196,7 +198,7 @@ fn refusal(patience: Duration, act: impl FnOnce(&mut Evil)) -> String {
         let mut evil = Evil::new(&uri, counter, &machine, 1);
         act(&mut evil);
         // A source that has received the refusal closes its connection.
-        while evil.hear().is_some() {}
+        while evil.receive().is_some() {}
         drop(evil);
         receiving.join().unwrap().unwrap_err()
     });
@@ -238,22 +240,22 @@ fn invalid_frames_are_refused() {
 
 #[test]
 fn commit_needs_complete_memory_and_state() {
-    refused("Load arrived too early (last pass complete: false", |evil| evil.say(&ToTarget::Load));
-    refused("Commit, which is not allowed at this point", |evil| evil.say(&ToTarget::Commit));
+    refused("Load arrived too early (last pass complete: false", |evil| evil.send(&ToTarget::Load));
+    refused("Commit, which is not allowed at this point", |evil| evil.send(&ToTarget::Commit));
     refused("last pass complete: false", |evil| {
-        evil.say(&ToTarget::Final { pass: 1 });
-        evil.say(&ToTarget::StateEnd { sections: 0 });
+        evil.send(&ToTarget::Final { pass: 1 });
+        evil.send(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
-        evil.hear();
-        evil.say(&ToTarget::Load);
+        evil.receive();
+        evil.send(&ToTarget::Load);
     });
     refused("state complete: false", |evil| {
-        evil.say(&ToTarget::Final { pass: 0 });
+        evil.send(&ToTarget::Final { pass: 0 });
         evil.barrier(0);
-        evil.hear();
-        evil.say(&ToTarget::Load);
+        evil.receive();
+        evil.send(&ToTarget::Load);
     });
-    refused("0 of 3 sections", |evil| evil.say(&ToTarget::StateEnd { sections: 3 }));
+    refused("0 of 3 sections", |evil| evil.send(&ToTarget::StateEnd { sections: 3 }));
     refused("no digest mismatch: false", |evil| {
         evil.frame(0, 5, |frame| frame.content[17] ^= 1);
         evil.finish(0);
@@ -261,36 +263,36 @@ fn commit_needs_complete_memory_and_state() {
     // The page of pass 1 has a digest mismatch, and pass 1 never ends. The mismatch must count
     // nevertheless.
     refused("pages were still arriving", |evil| {
-        evil.say(&ToTarget::Final { pass: 0 });
-        evil.say(&ToTarget::StateEnd { sections: 0 });
+        evil.send(&ToTarget::Final { pass: 0 });
+        evil.send(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
-        evil.hear();
+        evil.receive();
         // The target takes the second frame after it has checked the first.
         evil.until_looks(2, |evil| {
             evil.frame(1, 5, |frame| frame.content[17] ^= 1);
             evil.frame(1, 6, |_| {});
         });
-        evil.say(&ToTarget::Load);
+        evil.send(&ToTarget::Load);
     });
     // Half of a frame has been sent.
     refused("pages were still arriving", |evil| {
-        evil.say(&ToTarget::Final { pass: 0 });
-        evil.say(&ToTarget::StateEnd { sections: 0 });
+        evil.send(&ToTarget::Final { pass: 0 });
+        evil.send(&ToTarget::StateEnd { sections: 0 });
         evil.barrier(0);
-        evil.hear();
+        evil.receive();
         evil.until_looks(1, |evil| evil.frame(1, 5, |frame| frame.content.truncate(100)));
-        evil.say(&ToTarget::Load);
+        evil.send(&ToTarget::Load);
     });
     // The target is ready, and then the source disconnects or cancels.
     refused("disconnected before it handed over", |evil| {
         evil.finish(0);
-        assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
+        assert!(matches!(evil.receive(), Some(ToSource::Ready { .. })));
         evil.source.control.shutdown(std::net::Shutdown::Both).unwrap();
     });
     refused("cancelled", |evil| {
         evil.finish(0);
-        evil.say(&ToTarget::Cancel(vmferry_wire::Refusal::new(RefusalCode::Cancelled, "on request")));
-        evil.say(&ToTarget::Commit);
+        evil.send(&ToTarget::Cancel(vmferry_wire::Refusal::new(RefusalCode::Cancelled, "on request")));
+        evil.send(&ToTarget::Commit);
     });
 }
 
@@ -308,10 +310,10 @@ fn writes_after_the_last_pass_are_refused() {
         let mut evil = Evil::new(&uri, counter, &machine, 1);
         evil.frame(0, 1100, |_| {});
         evil.finish(0);
-        assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
+        assert!(matches!(evil.receive(), Some(ToSource::Ready { .. })));
         evil.frame(1, 1101, |_| {});
-        evil.say(&ToTarget::Commit);
-        assert!(matches!(evil.hear(), Some(ToSource::Running { .. })));
+        evil.send(&ToTarget::Commit);
+        assert!(matches!(evil.receive(), Some(ToSource::Running { .. })));
         evil.frame(1, 1102, |_| {});
         let _ = receiving.join().unwrap().unwrap();
     });
@@ -390,7 +392,7 @@ fn measured(stream: &mut Socket, number: u32) -> bool {
 #[test]
 fn measurements_beyond_the_limit_are_refused_and_silent_ones_end() {
     then_the_real_source(|uri| {
-        let measure = |index| greet(uri, &hello(Role::Measure, index, Token::NONE));
+        let measure = |index| connect_with(uri, &hello(Role::Measure, index, Token::NONE));
         let mut held: Vec<Socket> = Vec::new();
         for index in 0..8 {
             let (mut stream, refused) = measure(index);
@@ -425,7 +427,7 @@ fn measurement_reaches_only_its_scratch_memory() {
         // Beyond the memory that a measurement may fill, and in a region that a guest has but a
         // measurement has not.
         for (region, index) in [(0, scratch_pages), (0, u64::MAX >> 13), (1, 0)] {
-            let (mut stream, refused) = greet(uri, &hello(Role::Measure, 0, Token::NONE));
+            let (mut stream, refused) = connect_with(uri, &hello(Role::Measure, 0, Token::NONE));
             assert_eq!(refused, None);
             let mut writer = TableWriter::default();
             assert!(writer.push(PageIndex(index), Some(PageDigest::of(&page))));

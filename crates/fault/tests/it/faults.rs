@@ -6,23 +6,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, RegionId};
+use vmferry_core::{DemandPaging, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, RegionId};
 use vmferry_fault::{UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_sys::uffd::Userfaultfd;
-use vmferry_testkit::{Need, PATIENCE, say, skip, skip_if_emulated, wait};
+use vmferry_testkit::{Need, PATIENCE, print_line, skip, skip_if_emulated, wait};
 
 #[test]
 fn every_page_is_placed_once_with_the_right_content() {
     for kind in KINDS {
-        for (threads, stripes) in [(1, 1), (2, 2), (4, 1), (4, 4), (3, 16)] {
-            let Some(setup) = setup(kind, stripes) else { return };
+        for (threads, shards) in [(1, 1), (2, 2), (4, 1), (4, 4), (3, 16)] {
+            let Some(setup) = setup(kind, shards) else { return };
             // Stale content, which must not be visible again.
             setup.mapped.fill(u64::MAX);
-            setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+            setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
             let (placed, faults) = served(&setup, || touch_all(&setup, threads));
-            assert_eq!(placed, PAGES.iter().sum::<u64>(), "{kind:?}, {threads} threads, {stripes} stripes");
+            assert_eq!(placed, PAGES.iter().sum::<u64>(), "{kind:?}, {threads} threads, {shards} shards");
             assert!(faults >= placed);
-            setup.lazy.end().unwrap();
+            setup.paging.end().unwrap();
             touch_all(&setup, 1);
         }
     }
@@ -40,7 +40,7 @@ fn only_missing_pages_are_dropped_and_untouched_pages_fault_too() {
         // Runs that split huge pages, and one run that is longer than a chunk.
         (0..1024).step_by(3).for_each(|page| _ = lost.set(page));
         lost.set_range(1500..3000);
-        setup.lazy.begin(&missing).unwrap();
+        setup.paging.begin(&missing).unwrap();
         let lost = missing.region(RegionId(0)).unwrap();
         let (placed, _) = served(&setup, || {
             for page in 0..PAGES[0] {
@@ -60,29 +60,29 @@ fn only_missing_pages_are_dropped_and_untouched_pages_fault_too() {
 fn runs_are_placed_around_present_pages_and_across_shards() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 4) else { return };
-        setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
         let place = |first: u64, count: u64| {
             let run = PageRun::new(PageIndex(first), count);
-            setup.lazy.place(RegionId(0), run, &bytes(0, run)).unwrap()
+            setup.paging.place(RegionId(0), run, &bytes(0, run)).unwrap()
         };
-        assert_eq!(place(600, 3), Placed { pages: 3, there: 0 });
-        assert_eq!(place(1000, 1), Placed { pages: 1, there: 0 });
+        assert_eq!(place(600, 3), Placed { pages: 3, already_present: 0 });
+        assert_eq!(place(1000, 1), Placed { pages: 1, already_present: 0 });
         // The run begins and ends in present pages, has a present page in the middle, and crosses
         // shards.
-        assert_eq!(place(602, 399), Placed { pages: 397, there: 2 });
-        assert_eq!(place(0, 5120), Placed { pages: 5120 - 401, there: 401 });
-        assert_eq!(place(0, 5120), Placed { pages: 0, there: 5120 });
-        let zeros = setup.lazy.place_zeros(RegionId(0), PageRun::from(0..5120)).unwrap();
-        assert_eq!(zeros, Placed { pages: 0, there: 5120 });
+        assert_eq!(place(602, 399), Placed { pages: 397, already_present: 2 });
+        assert_eq!(place(0, 5120), Placed { pages: 5120 - 401, already_present: 401 });
+        assert_eq!(place(0, 5120), Placed { pages: 0, already_present: 5120 });
+        let zeros = setup.paging.place_zeros(RegionId(0), PageRun::from(0..5120)).unwrap();
+        assert_eq!(zeros, Placed { pages: 0, already_present: 5120 });
         for page in 0..PAGES[0] {
             assert_eq!(setup.mapped.word(0, page, 9).load(Ordering::Relaxed), content(0, page, 9));
         }
-        let zeros = setup.lazy.place_zeros(RegionId(1), PageRun::from(0..1024)).unwrap();
-        assert_eq!(zeros, Placed { pages: 1024, there: 0 });
+        let zeros = setup.paging.place_zeros(RegionId(1), PageRun::from(0..1024)).unwrap();
+        assert_eq!(zeros, Placed { pages: 1024, already_present: 0 });
         assert_eq!(setup.mapped.word(1, 1023, 511).load(Ordering::Relaxed), 0);
         // Pages that were placed as zeros can be written.
         setup.mapped.word(1, 1023, 511).store(5, Ordering::Relaxed);
-        setup.lazy.wake(RegionId(1), PageIndex(4)).unwrap();
+        setup.paging.wake(RegionId(1), PageIndex(4)).unwrap();
     }
 }
 
@@ -90,12 +90,12 @@ fn runs_are_placed_around_present_pages_and_across_shards() {
 fn end_wakes_sleeping_threads_and_is_allowed_at_any_time() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 2) else { return };
-        setup.lazy.end().unwrap();
+        setup.paging.end().unwrap();
         for round in 0..3 {
             setup.mapped.fill(round);
-            setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+            setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
             assert!(
-                setup.lazy.begin(&PageSet::full(&layout(&PAGES))).is_err(),
+                setup.paging.begin(&PageSet::full(&layout(&PAGES))).is_err(),
                 "demand paging has already begun"
             );
             let awake = AtomicUsize::new(0);
@@ -109,16 +109,16 @@ fn end_wakes_sleeping_threads_and_is_allowed_at_any_time() {
                 }
                 let mut slept = 0;
                 wait("four sleepers", || {
-                    for stripe in 0..2 {
-                        slept += u32::from(setup.lazy.next_fault(stripe, Duration::ZERO).unwrap().is_some());
+                    for shard in 0..2 {
+                        slept += u32::from(setup.paging.next_fault(shard, Duration::ZERO).unwrap().is_some());
                     }
                     slept >= 4
                 });
                 assert_eq!((slept, awake.load(Ordering::Relaxed)), (4, 0));
-                setup.lazy.end().unwrap();
+                setup.paging.end().unwrap();
             });
             assert_eq!(awake.load(Ordering::Relaxed), 4);
-            setup.lazy.end().unwrap();
+            setup.paging.end().unwrap();
             // No access raises a fault any more, and the memory is ordinary memory.
             setup.mapped.word(1, 77, 0).store(1, Ordering::Relaxed);
             assert_eq!(setup.mapped.word(1, 77, 0).load(Ordering::Relaxed), 1);
@@ -129,37 +129,37 @@ fn end_wakes_sleeping_threads_and_is_allowed_at_any_time() {
 #[test]
 fn interrupt_makes_every_next_fault_return_once() {
     let Some(setup) = setup(Kind::Anonymous, 3) else { return };
-    let lazy = &setup.lazy;
-    lazy.begin(&PageSet::empty(&layout(&PAGES))).unwrap();
+    let paging = &setup.paging;
+    paging.begin(&PageSet::empty(&layout(&PAGES))).unwrap();
     let long = PATIENCE * 2;
     let began = Instant::now();
     // No thread waits: the next call of each shard returns at once, and the call after it waits
     // again.
-    lazy.interrupt();
-    for stripe in 0..3 {
-        assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
+    paging.interrupt();
+    for shard in 0..3 {
+        assert_eq!(paging.next_fault(shard, long).unwrap(), None);
     }
     assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
     let waited = Instant::now();
-    assert_eq!(lazy.next_fault(1, Duration::from_millis(50)).unwrap(), None);
+    assert_eq!(paging.next_fault(1, Duration::from_millis(50)).unwrap(), None);
     assert!(waited.elapsed() >= Duration::from_millis(50));
     // Several threads wait, two of them for the same shard.
     let began = Instant::now();
     std::thread::scope(|scope| {
-        for stripe in [0, 1, 1, 2] {
+        for shard in [0, 1, 1, 2] {
             let (sender, thread) = channel();
             scope.spawn(move || {
                 // SAFETY: the call takes no arguments.
                 sender.send(unsafe { libc::gettid() }).unwrap();
-                assert_eq!(lazy.next_fault(stripe, long).unwrap(), None);
+                assert_eq!(paging.next_fault(shard, long).unwrap(), None);
             });
             let thread = thread.recv().unwrap();
             wait("a thread that waits", || sleeps(thread));
         }
-        lazy.interrupt();
+        paging.interrupt();
     });
     assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
-    assert!(lazy.next_fault(3, Duration::ZERO).is_err());
+    assert!(paging.next_fault(3, Duration::ZERO).is_err());
 }
 
 /// Returns whether a thread of this process sleeps.
@@ -171,7 +171,7 @@ fn sleeps(thread: libc::pid_t) -> bool {
 #[test]
 fn faults_have_the_vcpu_of_their_thread() {
     let Some(setup) = setup(Kind::Anonymous, 2) else { return };
-    setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
     std::thread::scope(|scope| {
         for (vcpu, page) in [(Some(5), 10), (None, 11)] {
             let (threads, mapped) = (&setup.threads, &setup.mapped);
@@ -179,11 +179,11 @@ fn faults_have_the_vcpu_of_their_thread() {
                 let _registered = vcpu.map(|vcpu| threads.register(vcpu));
                 mapped.word(1, page, 0).store(8, Ordering::Relaxed);
             });
-            let stripe = setup.lazy.stripe_of(RegionId(1), PageIndex(page));
-            let fault = setup.lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+            let shard = setup.paging.shard_of(RegionId(1), PageIndex(page));
+            let fault = setup.paging.next_fault(shard, PATIENCE).unwrap().expect("a fault");
             assert_eq!((fault.region, fault.page, fault.vcpu), (RegionId(1), PageIndex(page), vcpu));
             assert!(fault.write);
-            setup.lazy.place_zeros(RegionId(1), PageRun::new(fault.page, 1)).unwrap();
+            setup.paging.place_zeros(RegionId(1), PageRun::new(fault.page, 1)).unwrap();
         }
     });
 }
@@ -193,19 +193,22 @@ fn look_never_sleeps() {
     for kind in KINDS {
         let Some(setup) = setup(kind, 2) else { return };
         let run = PageRun::from(4..6);
-        let look =
-            || setup.lazy.look(RegionId(0), run, || setup.mapped.word(0, 5, 0).load(Ordering::Relaxed));
+        let look = || {
+            setup
+                .paging
+                .read_if_present(RegionId(0), run, || setup.mapped.word(0, 5, 0).load(Ordering::Relaxed))
+        };
         setup.mapped.fill(3);
         assert_eq!(look(), Some(3));
-        setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
         assert_eq!(look(), None);
         let one = PageRun::from(4..5);
-        setup.lazy.place(RegionId(0), one, &bytes(0, one)).unwrap();
+        setup.paging.place(RegionId(0), one, &bytes(0, one)).unwrap();
         assert_eq!(look(), None, "{kind:?}: half of the run is present");
-        setup.lazy.place_zeros(RegionId(0), PageRun::from(5..6)).unwrap();
+        setup.paging.place_zeros(RegionId(0), PageRun::from(5..6)).unwrap();
         assert_eq!(look(), Some(0), "{kind:?}");
-        assert_eq!(setup.lazy.look(RegionId(9), run, || ()), None);
-        setup.lazy.end().unwrap();
+        assert_eq!(setup.paging.read_if_present(RegionId(9), run, || ()), None);
+        setup.paging.end().unwrap();
         assert_eq!(look(), Some(0));
     }
 }
@@ -216,16 +219,16 @@ fn wrong_arguments_are_refused_and_change_nothing() {
     setup.mapped.fill(3);
     let page = vec![1; PAGE_BYTES];
     let run = PageRun::new(PageIndex(0), 1);
-    assert!(setup.lazy.place(RegionId(0), run, &page).is_err(), "not begun");
+    assert!(setup.paging.place(RegionId(0), run, &page).is_err(), "not begun");
     let other = PageSet::full(&layout(&[5120, 1025]));
-    assert!(setup.lazy.begin(&other).is_err());
+    assert!(setup.paging.begin(&other).is_err());
     assert_eq!(setup.mapped.word(1, 3, 3).load(Ordering::Relaxed), 3);
-    setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
-    assert!(setup.lazy.place(RegionId(0), run, &page[1..]).is_err());
-    assert!(setup.lazy.place(RegionId(2), run, &page).is_err());
-    assert!(setup.lazy.place(RegionId(0), PageRun::new(PageIndex(5120), 1), &page).is_err());
-    assert!(setup.lazy.place_zeros(RegionId(1), PageRun::new(PageIndex(1), u64::MAX)).is_err());
-    assert!(setup.lazy.wake(RegionId(1), PageIndex(1024)).is_err());
+    setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    assert!(setup.paging.place(RegionId(0), run, &page[1..]).is_err());
+    assert!(setup.paging.place(RegionId(2), run, &page).is_err());
+    assert!(setup.paging.place(RegionId(0), PageRun::new(PageIndex(5120), 1), &page).is_err());
+    assert!(setup.paging.place_zeros(RegionId(1), PageRun::new(PageIndex(1), u64::MAX)).is_err());
+    assert!(setup.paging.wake(RegionId(1), PageIndex(1024)).is_err());
 }
 
 #[test]
@@ -235,19 +238,19 @@ fn failed_begin_leaves_no_memory_registered() {
     let spoiler = Userfaultfd::open(0).unwrap();
     let second = &first.mapped.regions()[1];
     spoiler.register_missing(second.host..second.host + second.len).unwrap();
-    let error = first.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap_err();
+    let error = first.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap_err();
     assert!(error.to_string().contains("another userfaultfd"), "{error}");
     first.mapped.word(0, 9, 0).store(1, Ordering::Relaxed);
     drop(spoiler);
-    first.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
-    first.lazy.end().unwrap();
+    first.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    first.paging.end().unwrap();
     assert_eq!(first.mapped.word(0, 9, 0).load(Ordering::Relaxed), 0);
 }
 
 #[test]
 fn drop_ends_demand_paging_and_merges_the_mappings() {
     for kind in KINDS {
-        let Some(Setup { mapped, lazy, .. }) = setup(kind, 4) else { return };
+        let Some(Setup { mapped, paging, .. }) = setup(kind, 4) else { return };
         let start = mapped.0[0].0.addr().get() as u64;
         let mappings = || {
             let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -259,11 +262,11 @@ fn drop_ends_demand_paging_and_merges_the_mappings() {
         };
         mapped.fill(1);
         let before = mappings();
-        lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
-        assert!(mappings() >= 10, "{kind:?}: chunks of 2 MiB in four stripes");
+        paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        assert!(mappings() >= 10, "{kind:?}: chunks of 2 MiB in four shards");
         let mut touched = Bitmap::new(PAGES[0]);
         touched.set_range(0..PAGES[0]);
-        drop(lazy);
+        drop(paging);
         assert!(mappings() <= before + 1, "{kind:?}: {} mappings, {before} before", mappings());
         assert_eq!(mapped.word(0, 5, 0).load(Ordering::Relaxed), 0);
     }
@@ -272,10 +275,10 @@ fn drop_ends_demand_paging_and_merges_the_mappings() {
 #[test]
 fn thread_that_waits_for_a_page_reads_no_zeros_after_the_memory_of_its_guest_was_dropped() {
     for kind in KINDS {
-        let Some(Setup { mapped, lazy, threads }) = setup(kind, 2) else { return };
-        let (stripe, read) = (lazy.stripe_of(RegionId(0), PageIndex(3)), Arc::new(AtomicBool::new(false)));
-        lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
-        lazy.started();
+        let Some(Setup { mapped, paging, threads }) = setup(kind, 2) else { return };
+        let (shard, read) = (paging.shard_of(RegionId(0), PageIndex(3)), Arc::new(AtomicBool::new(false)));
+        paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+        paging.started();
         let (ram, done) = (Arc::clone(&mapped), Arc::clone(&read));
         // It is never joined: it waits for as long as the process lives.
         std::thread::spawn(move || {
@@ -283,10 +286,10 @@ fn thread_that_waits_for_a_page_reads_no_zeros_after_the_memory_of_its_guest_was
             ram.word(0, 3, 0).load(Ordering::Relaxed);
             done.store(true, Ordering::Release);
         });
-        let fault = lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+        let fault = paging.next_fault(shard, PATIENCE).unwrap().expect("a fault");
         assert_eq!((fault.page, fault.vcpu), (PageIndex(3), Some(0)));
         let owners = Arc::strong_count(&mapped);
-        drop(lazy);
+        drop(paging);
         assert_eq!(Arc::strong_count(&mapped), owners, "{kind:?}: the memory stays mapped");
         std::thread::sleep(Duration::from_millis(50));
         assert!(!read.load(Ordering::Acquire), "{kind:?}: the thread has read zeros");
@@ -303,10 +306,10 @@ fn ordinary_user_is_told_how_to_get_the_permission() {
         let options = UffdOptions::new(Arc::new(VcpuThreads::new(1)));
         // SAFETY: as in `setup_of`: `mapped` owns the mappings, and accesses their bytes through
         // atomics.
-        let lazy = unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) };
-        return match lazy {
-            Ok(_) => say("child: full access"),
-            Err(error) => say(format!("child: {error}")),
+        let paging = unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) };
+        return match paging {
+            Ok(_) => print_line("child: full access"),
+            Err(error) => print_line(format!("child: {error}")),
         };
     }
     let text = |path| std::fs::read_to_string(path).unwrap_or_default();
@@ -360,7 +363,7 @@ fn signal_to_a_thread_that_sleeps_in_a_system_call_repeats_its_fault() {
         action.sa_sigaction = handler as libc::sighandler_t;
         assert_eq!(libc::sigaction(libc::SIGUSR2, &raw const action, std::ptr::null_mut()), 0);
     }
-    setup.lazy.begin(&PageSet::full(&layout(&PAGES))).unwrap();
+    setup.paging.begin(&PageSet::full(&layout(&PAGES))).unwrap();
     let thread = AtomicU64::new(0);
     std::thread::scope(|scope| {
         let reading = scope.spawn(|| {
@@ -373,7 +376,7 @@ fn signal_to_a_thread_that_sleeps_in_a_system_call_repeats_its_fault() {
                 libc::read(std::os::fd::AsRawFd::as_raw_fd(&zero), to.cast(), 100)
             }
         });
-        let next = |within| setup.lazy.next_fault(0, within).unwrap();
+        let next = |within| setup.paging.next_fault(0, within).unwrap();
         let first = next(PATIENCE).expect("a fault of a system call");
         // On a busy host, a fault that arrives later may be missed, which only weakens the test.
         assert_eq!(next(Duration::from_millis(50)), None, "one sleeper, one fault");
@@ -387,8 +390,10 @@ fn signal_to_a_thread_that_sleeps_in_a_system_call_repeats_its_fault() {
                 again += 1;
             }
         }
-        say(format!("a signal to a thread that sleeps in a system call: {again} more faults in 100 ms"));
-        setup.lazy.place_zeros(first.region, PageRun::new(first.page, 1)).unwrap();
+        print_line(format!(
+            "a signal to a thread that sleeps in a system call: {again} more faults in 100 ms"
+        ));
+        setup.paging.place_zeros(first.region, PageRun::new(first.page, 1)).unwrap();
         let read = reading.join().unwrap();
         assert!(read == 100 || read == -1, "{read}");
     });

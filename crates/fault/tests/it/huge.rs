@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use vmferry_core::{
-    Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
+    DemandPaging, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Placed, Region, RegionId,
 };
-use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+use vmferry_fault::{Backing, PagedRegion, UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_testkit::{Need, PATIENCE, emulator, skip};
 
 const BLOCK: u64 = 512;
@@ -66,9 +66,9 @@ impl Mapped {
         self.word(page).load(Ordering::Relaxed)
     }
 
-    fn region(&self) -> LazyRegion {
+    fn region(&self) -> PagedRegion {
         let backing = Backing::HugeMemfd { file: Arc::clone(&self.file), offset: 0 };
-        LazyRegion { id: ID, host: self.start.addr().get() as u64, len: LEN as u64, backing }
+        PagedRegion { id: ID, host: self.start.addr().get() as u64, len: LEN as u64, backing }
     }
 }
 
@@ -78,7 +78,7 @@ fn layout() -> Layout {
 
 struct Setup {
     mapped: Arc<Mapped>,
-    lazy: UffdMemory,
+    paging: UffdMemory,
     /// Pool of huge pages, dropped last.
     _pool: Pool,
 }
@@ -97,10 +97,10 @@ fn setup(pages: u64, flags: MapFlags) -> Option<Setup> {
     }
     let mapped = Arc::new(Mapped::new(flags));
     let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(8)));
-    (options.stripes, options.user_mode_only) = (2, true);
+    (options.shards, options.user_mode_only) = (2, true);
     // SAFETY: `mapped` owns the mapping, and accesses its bytes through atomics.
     match unsafe { UffdMemory::new(vec![mapped.region()], Arc::clone(&mapped) as _, &options) } {
-        Ok(lazy) => Some(Setup { mapped, lazy, _pool: pool }),
+        Ok(paging) => Some(Setup { mapped, paging, _pool: pool }),
         Err(error) => {
             skip(Need::Uffd, error);
             None
@@ -118,19 +118,19 @@ impl Setup {
     }
 
     /// Places a page as a migration channel does.
-    fn bring(&self, page: u64) -> Placed {
+    fn place(&self, page: u64) -> Placed {
         let run = PageRun::new(PageIndex(page), 1);
         if content(page) == 0 {
-            return self.lazy.place_zeros(ID, run).unwrap();
+            return self.paging.place_zeros(ID, run).unwrap();
         }
         let mut bytes = [7; PAGE_BYTES];
         bytes[..8].copy_from_slice(&content(page).to_ne_bytes());
-        self.lazy.place(ID, run, &bytes).unwrap()
+        self.paging.place(ID, run, &bytes).unwrap()
     }
 
     fn fault(&self, page: u64) -> PageIndex {
-        let stripe = self.lazy.stripe_of(ID, PageIndex(page));
-        let fault = self.lazy.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+        let shard = self.paging.shard_of(ID, PageIndex(page));
+        let fault = self.paging.next_fault(shard, PATIENCE).unwrap().expect("a fault");
         assert_eq!((fault.region, fault.page.0 / BLOCK), (ID, page / BLOCK));
         fault.page
     }
@@ -146,8 +146,8 @@ fn shuffled(count: u64, seed: u64) -> impl Iterator<Item = u64> {
 fn fault_ends_when_the_last_page_of_its_huge_page_is_placed() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     setup.stale();
-    setup.lazy.begin(&PageSet::full(&layout())).unwrap();
-    assert_eq!(setup.lazy.unit_pages(ID), BLOCK);
+    setup.paging.begin(&PageSet::full(&layout())).unwrap();
+    assert_eq!(setup.paging.unit_pages(ID), BLOCK);
     let (block, touched) = (BLOCK..2 * BLOCK, BLOCK + 300);
     let awake = AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -160,16 +160,16 @@ fn fault_ends_when_the_last_page_of_its_huge_page_is_placed() {
         // The page that the thread waits for is not the last one, and every tenth page is placed
         // twice.
         for page in &order[..511] {
-            assert_eq!(setup.bring(*page), Placed { pages: 1, there: 0 });
+            assert_eq!(setup.place(*page), Placed { pages: 1, already_present: 0 });
             if page.is_multiple_of(10) {
-                assert_eq!(setup.bring(*page), Placed { pages: 0, there: 1 });
+                assert_eq!(setup.place(*page), Placed { pages: 0, already_present: 1 });
             }
         }
         // Gives a thread that wrongly does not wait time to run. If it gets no processor meanwhile,
         // the test misses the error.
         std::thread::sleep(Duration::from_millis(20));
         assert!(!awake.load(Ordering::Acquire), "the thread sees an incomplete huge page");
-        assert_eq!(setup.bring(order[511]), Placed { pages: 1, there: 0 });
+        assert_eq!(setup.place(order[511]), Placed { pages: 1, already_present: 0 });
     });
     assert!(awake.load(Ordering::Acquire));
     for page in block.clone() {
@@ -177,11 +177,11 @@ fn fault_ends_when_the_last_page_of_its_huge_page_is_placed() {
     }
     // A page that is placed again does not overwrite later writes of the guest.
     setup.mapped.word(touched).store(99, Ordering::Relaxed);
-    assert_eq!(setup.bring(touched), Placed { pages: 0, there: 1 });
+    assert_eq!(setup.place(touched), Placed { pages: 0, already_present: 1 });
     assert_eq!(setup.mapped.read(touched), 99);
     // A run over several huge pages, one of which is already present.
-    let zeros = setup.lazy.place_zeros(ID, PageRun::from(100..PAGES)).unwrap();
-    assert_eq!(zeros, Placed { pages: PAGES - 100 - BLOCK, there: BLOCK });
+    let zeros = setup.paging.place_zeros(ID, PageRun::from(100..PAGES)).unwrap();
+    assert_eq!(zeros, Placed { pages: PAGES - 100 - BLOCK, already_present: BLOCK });
     assert_eq!((setup.mapped.read(PAGES - 1), setup.mapped.read(touched)), (0, 99));
 }
 
@@ -196,21 +196,21 @@ fn pages_that_are_not_missing_keep_their_content_and_untouched_pages_are_zero() 
     let lost = missing.region_mut(ID).unwrap();
     (0..2 * BLOCK).step_by(3).for_each(|page| _ = lost.set(page));
     lost.set_range(PAGES - BLOCK..PAGES - BLOCK + 7);
-    setup.lazy.begin(&missing).unwrap();
+    setup.paging.begin(&missing).unwrap();
     let lost = missing.region(ID).unwrap();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
-        for stripe in 0..2 {
+        for shard in 0..2 {
             let (setup, done) = (&setup, &done);
             scope.spawn(move || {
                 while !done.load(Ordering::Acquire) {
-                    let fault = setup.lazy.next_fault(stripe, Duration::from_secs(5)).unwrap();
+                    let fault = setup.paging.next_fault(shard, Duration::from_secs(5)).unwrap();
                     let Some(fault) = fault else { continue };
                     let first = fault.page.0 / BLOCK * BLOCK;
                     let some = lost.runs_in(first..first + BLOCK).flatten();
-                    some.for_each(|page| _ = setup.bring(page));
+                    some.for_each(|page| _ = setup.place(page));
                     // The engine does the same when no page is missing (any more).
-                    setup.lazy.place_zeros(ID, PageRun::new(fault.page, 1)).unwrap();
+                    setup.paging.place_zeros(ID, PageRun::new(fault.page, 1)).unwrap();
                 }
             });
         }
@@ -223,7 +223,7 @@ fn pages_that_are_not_missing_keep_their_content_and_untouched_pages_are_zero() 
             assert_eq!(setup.mapped.read(page), want, "page {page}");
         }
         done.store(true, Ordering::Release);
-        setup.lazy.interrupt();
+        setup.paging.interrupt();
     });
 }
 
@@ -232,14 +232,14 @@ fn threads_that_place_the_same_pages_do_not_overwrite_guest_writes() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     for round in 0..10 {
         setup.stale();
-        setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+        setup.paging.begin(&PageSet::full(&layout())).unwrap();
         let placed = AtomicU64::new(0);
         std::thread::scope(|scope| {
             for bringer in 0..3 {
                 let (setup, placed) = (&setup, &placed);
                 scope.spawn(move || {
                     for page in shuffled(PAGES, bringer + round) {
-                        placed.fetch_add(setup.bring(page).pages, Ordering::Relaxed);
+                        placed.fetch_add(setup.place(page).pages, Ordering::Relaxed);
                     }
                 });
             }
@@ -259,7 +259,7 @@ fn threads_that_place_the_same_pages_do_not_overwrite_guest_writes() {
         for page in 0..PAGES {
             assert_eq!(setup.mapped.read(page), page + 1_000_000, "the guest's write is gone");
         }
-        setup.lazy.end().unwrap();
+        setup.paging.end().unwrap();
     }
 }
 
@@ -268,37 +268,37 @@ fn end_wakes_sleeping_threads_and_shows_no_stale_content() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     for _ in 0..3 {
         setup.stale();
-        setup.lazy.begin(&PageSet::full(&layout())).unwrap();
-        setup.bring(BLOCK + 1);
+        setup.paging.begin(&PageSet::full(&layout())).unwrap();
+        setup.place(BLOCK + 1);
         std::thread::scope(|scope| {
             let reading =
                 [scope.spawn(|| setup.mapped.read(7)), scope.spawn(|| setup.mapped.read(BLOCK + 1))];
             setup.fault(7);
             setup.fault(BLOCK + 1);
-            setup.lazy.end().unwrap();
+            setup.paging.end().unwrap();
             assert_eq!(reading.map(|read| read.join().unwrap()), [0, content(BLOCK + 1)]);
         });
         for page in (0..PAGES).filter(|page| *page != BLOCK + 1) {
             assert_eq!(setup.mapped.read(page), 0, "page {page}");
         }
         let run = PageRun::new(PageIndex(0), 1);
-        assert!(setup.lazy.place_zeros(ID, run).is_err(), "nothing is missing any more");
+        assert!(setup.paging.place_zeros(ID, run).is_err(), "nothing is missing any more");
     }
 }
 
 #[test]
-fn look_never_sleeps() {
+fn reading_if_present_never_sleeps() {
     let Some(setup) = setup(BLOCKS, MapFlags::empty()) else { return };
     let run = PageRun::new(PageIndex(5), 1);
-    let look = || setup.lazy.look(ID, run, || setup.mapped.read(5));
+    let read_if_present = || setup.paging.read_if_present(ID, run, || setup.mapped.read(5));
     setup.stale();
-    assert_eq!(look(), Some(STALE));
-    setup.lazy.begin(&PageSet::full(&layout())).unwrap();
-    assert_eq!(look(), None);
-    (0..BLOCK - 1).for_each(|page| _ = setup.bring(page));
-    assert_eq!(look(), None, "one page of its huge page is missing");
-    setup.bring(BLOCK - 1);
-    assert_eq!(look(), Some(content(5)));
+    assert_eq!(read_if_present(), Some(STALE));
+    setup.paging.begin(&PageSet::full(&layout())).unwrap();
+    assert_eq!(read_if_present(), None);
+    (0..BLOCK - 1).for_each(|page| _ = setup.place(page));
+    assert_eq!(read_if_present(), None, "one page of its huge page is missing");
+    setup.place(BLOCK - 1);
+    assert_eq!(read_if_present(), Some(content(5)));
 }
 
 /// Checks that placing a page fails if the host has no free huge page. An access to such a page
@@ -306,10 +306,10 @@ fn look_never_sleeps() {
 #[test]
 fn placing_fails_when_the_host_has_no_free_huge_page() {
     let Some(setup) = setup(2, MapFlags::NORESERVE) else { return };
-    setup.lazy.begin(&PageSet::full(&layout())).unwrap();
+    setup.paging.begin(&PageSet::full(&layout())).unwrap();
     let placed = |page| {
         let run = PageRun::new(PageIndex(page), 1);
-        setup.lazy.place(ID, run, &[1; PAGE_BYTES]).map_err(|error| error.to_string())
+        setup.paging.place(ID, run, &[1; PAGE_BYTES]).map_err(|error| error.to_string())
     };
     let results: Vec<_> = (0..BLOCKS).map(|block| placed(block * BLOCK)).collect();
     let (good, bad): (Vec<_>, Vec<_>) = results.into_iter().partition(Result::is_ok);

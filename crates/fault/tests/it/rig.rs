@@ -6,8 +6,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
-use vmferry_core::{Gpa, Layout, LazyMemory, PAGE_BYTES, PageRun, Region, RegionId};
-use vmferry_fault::{Backing, LazyRegion, UffdMemory, UffdOptions, VcpuThreads};
+use vmferry_core::{DemandPaging, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId};
+use vmferry_fault::{Backing, PagedRegion, UffdMemory, UffdOptions, VcpuThreads};
 use vmferry_testkit::{Need, skip};
 
 /// Pages of two regions (20 MiB and 4 MiB), so that ids, shards and addresses differ.
@@ -90,8 +90,8 @@ impl Mapped {
         }
     }
 
-    pub(crate) fn regions(&self) -> Vec<LazyRegion> {
-        let region = |(id, (start, len, file)): (u32, &Mapping)| LazyRegion {
+    pub(crate) fn regions(&self) -> Vec<PagedRegion> {
+        let region = |(id, (start, len, file)): (u32, &Mapping)| PagedRegion {
             id: RegionId(id),
             host: start.addr().get() as u64,
             len: *len as u64,
@@ -115,26 +115,26 @@ pub(crate) fn layout(sizes: &[u64]) -> Layout {
 
 pub(crate) struct Setup {
     pub(crate) mapped: Arc<Mapped>,
-    pub(crate) lazy: Arc<UffdMemory>,
+    pub(crate) paging: Arc<UffdMemory>,
     pub(crate) threads: Arc<VcpuThreads>,
 }
 
-/// Creates memory with `stripes` shards. Skips the calling test if the host does not support demand
+/// Creates memory with `shards` shards. Skips the calling test if the host does not support demand
 /// paging.
-pub(crate) fn setup(kind: Kind, stripes: usize) -> Option<Setup> {
-    setup_of(kind, stripes, &PAGES)
+pub(crate) fn setup(kind: Kind, shards: usize) -> Option<Setup> {
+    setup_of(kind, shards, &PAGES)
 }
 
-pub(crate) fn setup_of(kind: Kind, stripes: usize, sizes: &[u64]) -> Option<Setup> {
+pub(crate) fn setup_of(kind: Kind, shards: usize, sizes: &[u64]) -> Option<Setup> {
     let mapped = Arc::new(Mapped::new(kind, sizes));
     let threads = Arc::new(VcpuThreads::new(8));
     let mut options = UffdOptions::new(Arc::clone(&threads));
     // The threads of these tests touch the memory themselves, so an ordinary user can run the
     // tests.
-    (options.stripes, options.user_mode_only, options.huge_pages) = (stripes, true, kind == Kind::Huge);
+    (options.shards, options.user_mode_only, options.huge_pages) = (shards, true, kind == Kind::Huge);
     // SAFETY: `mapped` owns the mappings, and accesses their bytes through atomics.
     match unsafe { UffdMemory::new(mapped.regions(), Arc::clone(&mapped) as _, &options) } {
-        Ok(lazy) => Some(Setup { mapped, lazy: Arc::new(lazy), threads }),
+        Ok(paging) => Some(Setup { mapped, paging: Arc::new(paging), threads }),
         Err(error) => {
             skip(Need::Uffd, error);
             None
@@ -153,27 +153,27 @@ pub(crate) fn bytes(region: u32, run: PageRun) -> Vec<u8> {
         .collect()
 }
 
-/// Serves the faults of `stripe` until `done` is set. Counts the placed pages in `placed` and the
+/// Serves the faults of `shard` until `done` is set. Counts the placed pages in `placed` and the
 /// faults in `faults`.
 pub(crate) fn serve(
-    lazy: &UffdMemory,
-    stripe: usize,
+    paging: &UffdMemory,
+    shard: usize,
     done: &AtomicBool,
     placed: &AtomicU64,
     faults: &AtomicU64,
 ) {
     while !done.load(Ordering::Acquire) {
-        let Some(fault) = lazy.next_fault(stripe, Duration::from_secs(5)).unwrap() else { continue };
+        let Some(fault) = paging.next_fault(shard, Duration::from_secs(5)).unwrap() else { continue };
         faults.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(lazy.stripe_of(fault.region, fault.page), stripe);
+        assert_eq!(paging.shard_of(fault.region, fault.page), shard);
         let run = PageRun::new(fault.page, 1);
         let result = if fault.page.0.is_multiple_of(5) {
-            lazy.place_zeros(fault.region, run)
+            paging.place_zeros(fault.region, run)
         } else {
-            lazy.place(fault.region, run, &bytes(fault.region.0, run))
+            paging.place(fault.region, run, &bytes(fault.region.0, run))
         }
         .unwrap();
-        assert_eq!(result.pages + result.there, 1);
+        assert_eq!(result.pages + result.already_present, 1);
         placed.fetch_add(result.pages, Ordering::Relaxed);
     }
 }
@@ -182,13 +182,13 @@ pub(crate) fn serve(
 pub(crate) fn served(setup: &Setup, work: impl FnOnce()) -> (u64, u64) {
     let (done, placed, faults) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
-        for stripe in 0..setup.lazy.stripes() {
-            let (lazy, done, placed, faults) = (&setup.lazy, &done, &placed, &faults);
-            scope.spawn(move || serve(lazy, stripe, done, placed, faults));
+        for shard in 0..setup.paging.shards() {
+            let (paging, done, placed, faults) = (&setup.paging, &done, &placed, &faults);
+            scope.spawn(move || serve(paging, shard, done, placed, faults));
         }
         work();
         done.store(true, Ordering::Release);
-        setup.lazy.interrupt();
+        setup.paging.interrupt();
     });
     (placed.into_inner(), faults.into_inner())
 }

@@ -4,8 +4,8 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_core::{Gpa, Layout, LazyMemory, PAGE_BYTES, PageIndex, PageSet, Region, RegionId};
-use vmferry_fault::{Backing, LazyRegion, LazySlot, UffdMemory, UffdOptions};
+use vmferry_core::{DemandPaging, Gpa, Layout, PAGE_BYTES, PageIndex, PageSet, Region, RegionId};
+use vmferry_fault::{Backing, PagedRegion, PagingSlot, UffdMemory, UffdOptions};
 use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const PAGES: u64 = 512;
@@ -21,10 +21,10 @@ fn mapped(pages: u64) -> *mut u8 {
 
 /// Returns the demand paging of the pages that are mapped at `start`. Skips the calling test if
 /// this user may not handle faults.
-fn memory_at(slot: &LazySlot, start: *mut u8, pages: u64) -> Option<Arc<UffdMemory>> {
+fn memory_at(slot: &PagingSlot, start: *mut u8, pages: u64) -> Option<Arc<UffdMemory>> {
     let made = slot.get_or_make(|threads| {
         let host = start.addr() as u64;
-        let region = LazyRegion { id: RegionId(0), host, len: pages << 12, backing: Backing::Anonymous };
+        let region = PagedRegion { id: RegionId(0), host, len: pages << 12, backing: Backing::Anonymous };
         let mut options = UffdOptions::new(threads);
         options.user_mode_only = true;
         // SAFETY: the memory is never unmapped, and no reference covers it.
@@ -33,7 +33,7 @@ fn memory_at(slot: &LazySlot, start: *mut u8, pages: u64) -> Option<Arc<UffdMemo
     made.map_err(|error| skip(Need::Uffd, error)).ok()
 }
 
-fn memory(slot: &LazySlot) -> Option<Arc<UffdMemory>> {
+fn memory(slot: &PagingSlot) -> Option<Arc<UffdMemory>> {
     memory_at(slot, mapped(PAGES), PAGES)
 }
 
@@ -50,7 +50,7 @@ fn goes_on(within: Duration) -> bool {
 
 #[test]
 fn stop_does_not_wait_for_a_vcpu_whose_faults_are_not_served() {
-    let slot = LazySlot::new(1);
+    let slot = PagingSlot::new(1);
     let Some(memory) = memory(&slot) else { return };
     memory.begin(&everything(PAGES)).unwrap();
     let begin = Instant::now();
@@ -63,9 +63,9 @@ fn stop_does_not_wait_for_a_vcpu_whose_faults_are_not_served() {
 #[test]
 fn stop_waits_the_full_time_while_faults_are_served() {
     const TIME: Duration = Duration::from_millis(300);
-    let slot = LazySlot::new(1);
+    let slot = PagingSlot::new(1);
     // No page is missing, neither in an empty slot nor before `begin`.
-    let waits = |slot: &LazySlot| {
+    let waits = |slot: &PagingSlot| {
         let begin = Instant::now();
         !slot.stop_or_sleep(TIME, goes_on) && begin.elapsed() >= TIME
     };
@@ -102,7 +102,7 @@ fn no_thread_sleeps_after_the_end() {
         // SAFETY: mapped until the process ends, aligned, and accessed by atomics only.
         .map(|chunk| unsafe { AtomicU64::from_ptr(start.add(chunk * CHUNK * PAGE_BYTES).cast()) })
         .collect();
-    let slot = LazySlot::new(0);
+    let slot = PagingSlot::new(0);
     let Some(memory) = memory_at(&slot, start, pages) else { return };
     for round in 0..ROUNDS {
         memory.begin(&everything(pages)).unwrap();

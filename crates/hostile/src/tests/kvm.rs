@@ -105,12 +105,12 @@ fn changed_state_is_loaded_into_kvm_or_refused_and_never_hangs() {
     let _turn = turn();
     let mut guest = guest();
     let saved = guest.save_state().unwrap();
-    let (answers, heard) = channel();
+    let (answers, received) = channel();
     // The work runs on its own thread, so that a hang is detected.
     let work = std::thread::spawn(move || load_each(&guest, &saved, &answers));
     let (mut loaded, mut refused, mut next) = (0, Vec::new(), 0);
     loop {
-        match heard.recv_timeout(HANGS) {
+        match received.recv_timeout(HANGS) {
             Ok((seed, Ok(()))) => (loaded, next) = (loaded + 1, seed + 1),
             Ok((seed, Err(why))) => {
                 refused.push(why);

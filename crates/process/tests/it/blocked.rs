@@ -1,19 +1,19 @@
 //! Missing pages that never arrive: while the device state loads and the source is dead, and for a
 //! guest whose demand-paging memory was dropped.
 
-use crate::rig::{can_fault, given_up, options, running, settings, stands_still, whole};
+use crate::rig::{can_fault, given_up, is_stopped, options, running, settings, whole};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_core::{PAGE_BYTES, PageRun};
 use vmferry_engine::{
-    Arrival, GuestMemory, LazyMemory, Listener, MachineConfig, Migratable, MigrateError, MigrationMode,
-    MigrationState, Monitor, ReceiveFailure, Report, RunState, Section, Settings, TargetVm, Uri, VmError,
-    migrate, receive,
+    Arrival, DemandPaging, GuestMemory, Listener, MachineConfig, Migratable, MigrateError, MigrationHandle,
+    MigrationMode, MigrationState, ReceiveFailure, Report, RunState, Section, Settings, TargetVm, Uri,
+    VmError, migrate, receive,
 };
 use vmferry_process::ProcessGuest;
-use vmferry_testkit::{PATIENCE, alone, say, wait};
+use vmferry_testkit::{PATIENCE, alone, print_line, wait};
 use vmferry_testkit_peers::link::{Harm, Proxy, Rule};
 use vmferry_testkit_peers::pair;
 use vmferry_wire::Role;
@@ -37,8 +37,8 @@ impl Migratable for Touching {
 }
 
 impl TargetVm for Touching {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
-        self.guest.lazy_memory()
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        self.guest.demand_paging()
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
@@ -76,11 +76,11 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
     let stall = |index| Rule::in_channel(Role::Urgent, index, true, 0, Harm::Stall);
     let proxy = Proxy::new(&listener.uri().unwrap(), (0..settings.urgent_channels).map(stall));
-    let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+    let (arrival, handle) = (Arrival::new(settings.peer_timeout), MigrationHandle::new());
     let (sent, received, took) = std::thread::scope(|scope| {
         let receiving =
-            scope.spawn(|| receive(&mut target, &listener, &arrival).map(|mut came| came.rest.take()));
-        let sending = scope.spawn(|| migrate(&mut source, &proxy.uri(), None, settings, &monitor));
+            scope.spawn(|| receive(&mut target, &listener, &arrival).map(|mut came| came.postcopy.take()));
+        let sending = scope.spawn(|| migrate(&mut source, &proxy.uri(), None, settings, &handle));
         let meanwhile = || {
             wait("the state to be loaded", || begun.load(Ordering::Acquire));
             wait("the page to be withheld", || proxy.harmed() > 0);
@@ -95,7 +95,7 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
             began.elapsed()
         };
         let took = catch_unwind(AssertUnwindSafe(meanwhile)).unwrap_or_else(|panic| {
-            given_up(&arrival, &monitor, &|| sending.is_finished());
+            given_up(&arrival, &handle, &|| sending.is_finished());
             resume_unwind(panic);
         });
         (sending.join().unwrap(), receiving.join().unwrap().map(drop), took)
@@ -108,7 +108,7 @@ fn blocked(settings: &Settings, harm: impl FnOnce(&Proxy)) -> Blocked {
 fn ended_well(what: &str, ended: &Blocked) {
     let why = ended.received.as_ref().unwrap_err().to_string();
     let sent = ended.sent.as_ref().map(|report| (report.state, report.error.clone()));
-    say(format!("{what}: after {:?}: '{why}'; the source: {sent:?}", ended.took));
+    print_line(format!("{what}: after {:?}: '{why}'; the source: {sent:?}", ended.took));
     assert!(why.contains("it has not run on the target") && why.contains("source"), "{what}: {why}");
     assert!(ended.took < PATIENCE, "{what}: {:?}", ended.took);
     let report = ended.sent.as_ref().unwrap();
@@ -151,10 +151,10 @@ fn device_state_is_loaded_when_its_pages_arrive() {
     };
     let tcp = "tcp:127.0.0.1:0".parse::<Uri>().unwrap();
     let settings = settings(MigrationMode::Postcopy);
-    let (sent, came) = pair::moved(&tcp, &mut source, &mut target, None, &settings, &Monitor::new());
-    let rest = came.unwrap().expect("pages are missing");
+    let (sent, came) = pair::moved(&tcp, &mut source, &mut target, None, &settings, &MigrationHandle::new());
+    let postcopy = came.unwrap().expect("pages are missing");
     assert_eq!(sent.state, MigrationState::Completed);
-    assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0));
+    assert_eq!((postcopy.state, postcopy.left), (MigrationState::Completed, 0));
     whole(&target.guest, "loaded with its pages");
 }
 
@@ -168,7 +168,7 @@ fn threads(prefix: &str) -> usize {
 }
 
 /// Ends a source that waits for the operator's decision, also if a test fails meanwhile.
-struct Abandoned<'a>(&'a Monitor);
+struct Abandoned<'a>(&'a MigrationHandle);
 
 impl Drop for Abandoned<'_> {
     fn drop(&mut self) {
@@ -179,19 +179,22 @@ impl Drop for Abandoned<'_> {
 /// Receives a guest and calls `with` on the state that serves its missing pages.
 fn kept(
     settings: &Settings,
-    with: impl FnOnce(vmferry_engine::Rest, &Monitor),
+    with: impl FnOnce(vmferry_engine::PostcopyReceiver, &MigrationHandle),
 ) -> (Report, [ProcessGuest; 2]) {
     let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
-    let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+    let (arrival, handle) = (Arrival::new(settings.peer_timeout), MigrationHandle::new());
     let uri = listener.uri().unwrap();
     let report = std::thread::scope(|scope| {
-        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor).unwrap());
-        let abandoned = Abandoned(&monitor);
-        with(receive(&mut target, &listener, &arrival).unwrap().rest.expect("pages are missing"), &monitor);
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &handle).unwrap());
+        let abandoned = Abandoned(&handle);
+        with(
+            receive(&mut target, &listener, &arrival).unwrap().postcopy.expect("pages are missing"),
+            &handle,
+        );
         // No connection is accepted any more, so the source cannot recover the link.
         drop(listener);
-        wait("the loss", || monitor.progress().awaits_recover || sending.is_finished());
+        wait("the loss", || handle.progress().awaits_recover || sending.is_finished());
         drop(abandoned);
         sending.join().unwrap()
     });
@@ -211,13 +214,13 @@ fn dropped_rest_fills_no_missing_page_and_leaves_no_thread() {
         ..settings(MigrationMode::Postcopy)
     };
     let mut seen = None;
-    let (report, [source, target]) = kept(&settings, |rest, monitor| {
-        let watch = rest.watch();
-        drop(rest);
+    let (report, [source, target]) = kept(&settings, |postcopy, handle| {
+        let watch = postcopy.watch();
+        drop(postcopy);
         // A joined thread stays listed for a moment.
         wait("the threads of the target to end", || threads("target-") == 0);
         let left = watch.now().left;
-        wait("the source to detect the loss", || monitor.progress().state == MigrationState::PostcopyPaused);
+        wait("the source to detect the loss", || handle.progress().state == MigrationState::PostcopyPaused);
         // Pages that would arrive later than this on a busy host only make the test miss a defect.
         std::thread::sleep(Duration::from_millis(200));
         assert_eq!(watch.now().left, left, "a page arrived");
@@ -225,22 +228,22 @@ fn dropped_rest_fills_no_missing_page_and_leaves_no_thread() {
     });
     assert!(seen.is_some_and(|left| left > 0), "{seen:?}");
     assert_eq!(report.state, MigrationState::Lost, "{:?}", report.error);
-    stands_still(&source, "dropped");
+    is_stopped(&source, "dropped");
     // The guest's threads sleep on pages that never arrive. The guest can be ended all the same.
     drop(target);
 }
 
 /// All pages are present, also zero pages that were never sent.
 #[test]
-fn rest_dropped_after_the_last_page_leaves_a_complete_guest() {
-    if !can_fault() || !alone("blocked::rest_dropped_after_the_last_page_leaves_a_complete_guest") {
+fn receiver_dropped_after_the_last_page_leaves_a_complete_guest() {
+    if !can_fault() || !alone("blocked::receiver_dropped_after_the_last_page_leaves_a_complete_guest") {
         return;
     }
     let settings = Settings { reconnect_for: Duration::ZERO, ..settings(MigrationMode::Postcopy) };
-    let (report, [source, target]) = kept(&settings, |rest, _| {
-        let watch = rest.watch();
+    let (report, [source, target]) = kept(&settings, |postcopy, _| {
+        let watch = postcopy.watch();
         wait("all pages", || watch.now().left == 0);
-        drop(rest);
+        drop(postcopy);
     });
     assert_eq!(
         report.state,
@@ -249,6 +252,6 @@ fn rest_dropped_after_the_last_page_leaves_a_complete_guest() {
         report.error
     );
     wait("the threads of the target to end", || threads("target-") == 0);
-    stands_still(&source, "dropped at the end");
+    is_stopped(&source, "dropped at the end");
     whole(&target, "dropped at the end");
 }

@@ -4,8 +4,8 @@
 use crate::rig::{can_fault, go, settings};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
-use vmferry_engine::{MigrationMode, MigrationState, Pace, Settings, UrgentPath};
-use vmferry_testkit::{in_parallel, say};
+use vmferry_engine::{BulkLimit, MigrationMode, MigrationState, Settings, UrgentPath};
+use vmferry_testkit::{in_parallel, print_line};
 use vmferry_testkit_peers::link::{Harm, Rule};
 use vmferry_wire::Role;
 
@@ -61,10 +61,11 @@ fn harmed_channel_in_postcopy_costs_only_time() {
         let mut counts = counts.lock().unwrap();
         counts.0 += u32::from(moved.harmed > 0);
         counts.1 += u32::from(report.interruptions > 0);
-        counts.2 += u32::from(report.postcopy.as_ref().is_some_and(|postcopy| postcopy.damaged > 0));
+        counts.2 +=
+            u32::from(report.postcopy.as_ref().is_some_and(|postcopy| postcopy.digest_mismatches > 0));
     });
     let (harmed, interrupted, damaged) = counts.into_inner().unwrap();
-    say(format!(
+    print_line(format!(
         "{all} migrations, {harmed} harmed: {interrupted} were recovered, {damaged} had damaged pages; {:.1} s",
         began.elapsed().as_secs_f64()
     ));
@@ -96,8 +97,8 @@ fn cut_of_control_channel_at_any_byte_leaves_one_guest() {
         };
         let moved = go(&settings, vec![rule], |view| {
             // No target will reconnect: the target has ended without running the guest.
-            view.until("an end, or a call for help", || view.monitor.progress().awaits_recover);
-            view.monitor.abandon();
+            view.until("an end, or a call for help", || view.handle.progress().awaits_recover);
+            view.handle.abandon();
         });
         moved.one_guest(&what);
         assert_ne!(moved.state(), MigrationState::Lost, "{what}: {}", moved.error());
@@ -105,7 +106,7 @@ fn cut_of_control_channel_at_any_byte_leaves_one_guest() {
     });
     let ends = ends.into_inner().unwrap();
     let count = |state| ends.iter().filter(|end| **end == state).count();
-    say(format!(
+    print_line(format!(
         "control channel: stayed {} times, moved {} times, unknown {} times",
         count(MigrationState::Failed),
         count(MigrationState::Completed),
@@ -122,15 +123,18 @@ fn migration_completes_over_a_link_that_breaks_repeatedly() {
     }
     // The hybrid mode has less to send after the handover. A lower rate makes sure that the cuts
     // hit a busy link.
-    let cases = [(MigrationMode::Postcopy, Pace::Off, 4 << 20), (MigrationMode::Hybrid, Pace::Auto, 1 << 20)];
+    let cases = [
+        (MigrationMode::Postcopy, BulkLimit::Off, 4 << 20),
+        (MigrationMode::Hybrid, BulkLimit::Auto, 1 << 20),
+    ];
     for (mode, pace, rate) in cases {
         let settings = Settings { pace, max_bandwidth: Some(rate), ..settings(mode) };
         let what = format!("{mode}");
         let mut random = 0x1234_5678_9abc_def1_u64;
         let moved = go(&settings, vec![], |view| {
             view.until("the guest at the target", || {
-                view.rest().is_some() || {
-                    view.monitor.switch_now();
+                view.postcopy().is_some() || {
+                    view.handle.switch_now();
                     false
                 }
             });
@@ -149,7 +153,7 @@ fn migration_completes_over_a_link_that_breaks_repeatedly() {
             }
         });
         let report = moved.completed(&what);
-        say(format!(
+        print_line(format!(
             "{mode}: {} cuts, recovered {} times, {} faults, longest {:.0} ms",
             moved.harmed,
             report.interruptions,

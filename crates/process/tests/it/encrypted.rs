@@ -42,7 +42,7 @@ fn lost_encrypted_link_is_recovered() {
         let moved = go(&encrypted(), vec![rule], |_| {});
         let report = moved.completed(&format!("{rule:?}"));
         // A frame that a flipped byte hit is never accepted as a page.
-        assert!(report.postcopy.as_ref().is_none_or(|postcopy| postcopy.damaged == 0), "{rule:?}");
+        assert!(report.postcopy.as_ref().is_none_or(|postcopy| postcopy.digest_mismatches == 0), "{rule:?}");
         interrupted += u32::from(report.interruptions > 0);
     }
     assert!(interrupted > 1, "the link was hardly ever lost: {interrupted}");

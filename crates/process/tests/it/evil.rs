@@ -8,14 +8,14 @@ use std::sync::{Arc, Mutex};
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, RegionId};
 use vmferry_engine::Section;
 use vmferry_engine::{
-    Arrival, GuestMemory, Listener, MachineConfig, Migratable, MigrationState, ReceiveFailure, RestState,
-    RestWatch, SourceVm, Uri,
+    Arrival, GuestMemory, Listener, MachineConfig, Migratable, MigrationState, PostcopyState, PostcopyWatch,
+    ReceiveFailure, SourceVm, Uri,
 };
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, wait, wait_for};
 use vmferry_testkit_peers::peer::Source;
 use vmferry_wire::{
-    LackingPages, Mode, REQUEST_BYTES, RefusalCode, Request, Role, ToSource, ToTarget, Token,
+    MissingPages, Mode, REQUEST_BYTES, RefusalCode, Request, Role, ToSource, ToTarget, Token,
 };
 
 /// Number of pages of the guest in these tests.
@@ -61,11 +61,11 @@ impl Evil {
     /// Waits until the target has read what was sent on a bulk channel before the handover. A page
     /// that follows on the channel shows this.
     fn until_read(&mut self, channel: usize, page: u64) {
-        self.send(channel, page);
+        self.send_page(channel, page);
         wait("a page at the target", || content(&self.there, page) == self.content(page));
     }
 
-    fn send(&mut self, channel: usize, page: u64) {
+    fn send_page(&mut self, channel: usize, page: u64) {
         let content = self.content(page);
         self.frame(channel, 1, page, &content, |_| {});
     }
@@ -78,44 +78,44 @@ impl Evil {
     fn state(&mut self) {
         let sections = std::mem::take(&mut self.sections);
         let count = u32::try_from(sections.len()).unwrap();
-        sections.into_iter().for_each(|section| self.say(&ToTarget::Section(section)));
-        self.say(&ToTarget::StateEnd { sections: count });
+        sections.into_iter().for_each(|section| self.send(&ToTarget::Section(section)));
+        self.send(&ToTarget::StateEnd { sections: count });
     }
 
-    fn lacking(&mut self, first: u64, bytes: usize) {
+    fn missing(&mut self, first: u64, bytes: usize) {
         let words = vec![0xff; bytes];
-        self.say(&ToTarget::Lacking(LackingPages { region: RegionId(0), first, words }));
+        self.send(&ToTarget::Lacking(MissingPages { region: RegionId(0), first, words }));
     }
 
     /// Hands the guest over with every page missing.
     fn hand_over(&mut self) {
         self.state();
-        self.lacking(0, 768);
-        self.say(&ToTarget::LoadLazily { pages: PAGES });
-        assert!(matches!(self.hear(), Some(ToSource::Ready { .. })));
-        self.say(&ToTarget::Commit);
-        assert!(matches!(self.hear(), Some(ToSource::Running { .. })));
+        self.missing(0, 768);
+        self.send(&ToTarget::LoadLazily { pages: PAGES });
+        assert!(matches!(self.receive(), Some(ToSource::Ready { .. })));
+        self.send(&ToTarget::Commit);
+        assert!(matches!(self.receive(), Some(ToSource::Running { .. })));
     }
 
     /// Recovers the link. Returns the pages that the target reports as missing.
     fn come_back(&mut self) -> Vec<u64> {
         self.reconnect();
-        let mut lacking = Vec::new();
+        let mut missing = Vec::new();
         loop {
-            match self.hear().unwrap() {
-                ToSource::Lacking(LackingPages { first, words, .. }) => {
+            match self.receive().unwrap() {
+                ToSource::Lacking(MissingPages { first, words, .. }) => {
                     let bits = |(at, byte): (usize, &u8)| {
                         let at = first + at as u64 * 8;
                         let byte = *byte;
                         (0..8).filter(move |bit| byte >> bit & 1 == 1).map(move |bit| at + bit)
                     };
-                    lacking.extend(words.iter().enumerate().flat_map(bits));
+                    missing.extend(words.iter().enumerate().flat_map(bits));
                 }
                 ToSource::Resume { pages, bulk, urgent } => {
-                    assert_eq!(lacking.len() as u64, pages);
+                    assert_eq!(missing.len() as u64, pages);
                     self.data.clear();
                     self.open((1, bulk), (1, urgent));
-                    return lacking;
+                    return missing;
                 }
                 other => panic!("{other:?}"),
             }
@@ -123,12 +123,12 @@ impl Evil {
     }
 
     /// Plays the rest of a correct migration.
-    fn finish(&mut self, lacking: &[u64]) {
-        for page in lacking {
-            self.send(0, *page);
+    fn finish(&mut self, missing: &[u64]) {
+        for page in missing {
+            self.send_page(0, *page);
         }
-        while !matches!(self.hear().expect("the link holds"), ToSource::Complete(_)) {}
-        self.say(&ToTarget::Thanks);
+        while !matches!(self.receive().expect("the link holds"), ToSource::Complete(_)) {}
+        self.send(&ToTarget::Thanks);
     }
 }
 
@@ -140,8 +140,8 @@ fn content(memory: &Arc<dyn GuestMemory>, page: u64) -> Vec<u8> {
 
 /// Returns what the target reports after `act` was done to it.
 fn visit(
-    act: impl FnOnce(&mut Evil, &MachineConfig, &dyn Fn() -> RestState),
-) -> (Result<RestState, ReceiveFailure>, ProcessGuest) {
+    act: impl FnOnce(&mut Evil, &MachineConfig, &dyn Fn() -> PostcopyState),
+) -> (Result<PostcopyState, ReceiveFailure>, ProcessGuest) {
     let (mut source, mut target) = (running(), ProcessGuest::new_incoming(options()).unwrap());
     SourceVm::pause(&mut source).unwrap();
     let listener = Listener::bind(&"tcp:127.0.0.1:0".parse::<Uri>().unwrap(), false).unwrap();
@@ -153,15 +153,15 @@ fn visit(
         let scripted = Source::new(&uri);
         let (sections, memory) = (source.save().unwrap(), source.memory());
         let mut evil = Evil { source: scripted, sections, memory, there };
-        let rest = || {
-            let now = || watch.lock().unwrap().as_ref().map(RestWatch::now);
+        let postcopy = || {
+            let now = || watch.lock().unwrap().as_ref().map(PostcopyWatch::now);
             wait_for("the guest at the target", || now().ok_or("no guest has arrived"))
         };
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &rest))) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| act(&mut evil, &machine, &postcopy))) {
             arrival.abandon();
             resume_unwind(panic);
         }
-        while evil.hear().is_some() {}
+        while evil.receive().is_some() {}
         drop(evil);
         arrival.abandon();
         receiving.join().unwrap()
@@ -187,61 +187,61 @@ fn target_does_not_start_a_guest_after_a_protocol_violation() {
     if !can_fault() {
         return;
     }
-    let page = |evil: &mut Evil, channel| evil.send(channel, 300);
+    let page = |evil: &mut Evil, channel| evil.send_page(channel, 300);
     refused("on an urgent channel before the handover", Mode::Postcopy, 1, |evil| page(evil, 1));
     refused("on bulk channels", Mode::Postcopy, 1, |evil| evil.barrier(1, 0));
     refused("device state it has not sent", Mode::Postcopy, 1, |evil| {
-        evil.lacking(0, 768);
-        evil.say(&ToTarget::LoadLazily { pages: PAGES });
+        evil.missing(0, 768);
+        evil.send(&ToTarget::LoadLazily { pages: PAGES });
     });
     for pages in [0, PAGES - 1, u64::MAX] {
         refused("were announced", Mode::Postcopy, 1, |evil| {
             evil.state();
-            evil.lacking(0, 768);
-            evil.say(&ToTarget::LoadLazily { pages });
+            evil.missing(0, 768);
+            evil.send(&ToTarget::LoadLazily { pages });
         });
     }
     refused("in the middle of a pass", Mode::Hybrid, 2, |evil| {
         evil.state();
         evil.barrier(0, 0);
         evil.until_read(0, 300);
-        evil.lacking(0, 768);
-        evil.say(&ToTarget::LoadLazily { pages: PAGES });
+        evil.missing(0, 768);
+        evil.send(&ToTarget::LoadLazily { pages: PAGES });
     });
-    refused("Lacking, which is not allowed", Mode::Precopy, 1, |evil| evil.lacking(0, 8));
+    refused("Lacking, which is not allowed", Mode::Precopy, 1, |evil| evil.missing(0, 8));
     refused("LoadLazily, which is not allowed", Mode::Precopy, 1, |evil| {
-        evil.say(&ToTarget::LoadLazily { pages: 0 });
+        evil.send(&ToTarget::LoadLazily { pages: 0 });
     });
-    refused("beyond its end", Mode::Hybrid, 1, |evil| evil.lacking(PAGES, 8));
+    refused("beyond its end", Mode::Hybrid, 1, |evil| evil.missing(PAGES, 8));
     refused("has a length or an offset that the protocol does not allow", Mode::Hybrid, 1, |evil| {
-        evil.lacking(0, 7)
+        evil.missing(0, 7)
     });
     // A page with a digest mismatch that is not among the pages to be sent again.
     refused("a page with a digest mismatch", Mode::Hybrid, 1, |evil| {
         evil.damaged(0, 300);
         evil.barrier(0, 0);
-        assert!(matches!(evil.hear(), Some(ToSource::Received { suspects: 1, .. })));
+        assert!(matches!(evil.receive(), Some(ToSource::Received { mismatches: 1, .. })));
         evil.state();
-        evil.say(&ToTarget::LoadLazily { pages: 0 });
+        evil.send(&ToTarget::LoadLazily { pages: 0 });
     });
     // The source goes right before the commit. The target cannot know that the commit was not sent,
     // and stays so that it can be asked.
     refused("before the guest was started on the target", Mode::Postcopy, 1, |evil| {
         evil.state();
-        evil.lacking(0, 768);
-        evil.say(&ToTarget::LoadLazily { pages: PAGES });
-        assert!(matches!(evil.hear(), Some(ToSource::Ready { .. })));
+        evil.missing(0, 768);
+        evil.send(&ToTarget::LoadLazily { pages: PAGES });
+        assert!(matches!(evil.receive(), Some(ToSource::Ready { .. })));
         evil.control.shutdown(std::net::Shutdown::Both).unwrap();
         for _ in 0..3 {
             assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
             evil.reconnect();
-            assert!(matches!(evil.hear(), Some(ToSource::Returned(_))));
+            assert!(matches!(evil.receive(), Some(ToSource::Returned(_))));
             // The commit comes too late.
-            evil.say(&ToTarget::Commit);
-            evil.say(&ToTarget::Ping(5));
-            assert!(matches!(evil.hear(), Some(ToSource::Pong(5))), "no guest is started");
+            evil.send(&ToTarget::Commit);
+            evil.send(&ToTarget::Ping(5));
+            assert!(matches!(evil.receive(), Some(ToSource::Pong(5))), "no guest is started");
         }
-        evil.say(&ToTarget::Thanks);
+        evil.send(&ToTarget::Thanks);
     });
 }
 
@@ -270,14 +270,14 @@ fn running_guest_keeps_the_first_intact_copy_of_each_page() {
     if !can_fault() {
         return;
     }
-    let (received, target) = visit(|evil, machine, rest| {
+    let (received, target) = visit(|evil, machine, postcopy| {
         assert_eq!(evil.begin(machine, Mode::Postcopy, 1, 1), None);
         evil.hand_over();
         // Page 1000 twice, with other content the second time.
-        evil.send(0, 1000);
-        wait("the first", || rest().left == PAGES - 1);
+        evil.send_page(0, 1000);
+        wait("the first", || postcopy().left == PAGES - 1);
         evil.frame(1, 1, 1000, &[3; PAGE_BYTES], |_| {});
-        wait("the second", || rest().postcopy.duplicates == 1);
+        wait("the second", || postcopy().postcopy.duplicates == 1);
         // A damaged page is requested again on an urgent channel, after the guest's own requests.
         let good = evil.content(1001);
         evil.frame(0, 1, 1001, &good, |frame| frame.content.fill(4));
@@ -293,22 +293,22 @@ fn running_guest_keeps_the_first_intact_copy_of_each_page() {
         assert_eq!(evil.refused(Role::Control, Token::NONE), Some(RefusalCode::Busy));
         assert_eq!(evil.refused(Role::Control, Token([9; 16])), Some(RefusalCode::Busy));
         assert_eq!(evil.refused(Role::Bulk, Token([9; 16])), Some(RefusalCode::Token));
-        assert_eq!(rest().state, MigrationState::Postcopy, "none of this loses the link");
+        assert_eq!(postcopy().state, MigrationState::Postcopy, "none of this loses the link");
         // The source notices the loss first. The target has not noticed anything.
-        let lacking = evil.come_back();
-        assert!(lacking.contains(&1001) && !lacking.contains(&1000), "{}", lacking.len());
-        wait("the link", || rest().state == MigrationState::Postcopy);
+        let missing = evil.come_back();
+        assert!(missing.contains(&1001) && !missing.contains(&1000), "{}", missing.len());
+        wait("the link", || postcopy().state == MigrationState::Postcopy);
         // An out-of-range page makes the target drop this link. The next link brings the rest.
         evil.frame(0, 1, PAGES, &[5; PAGE_BYTES], |_| {});
-        wait("the loss", || rest().state == MigrationState::PostcopyPaused);
-        let lacking = evil.come_back();
-        evil.finish(&lacking);
+        wait("the loss", || postcopy().state == MigrationState::PostcopyPaused);
+        let missing = evil.come_back();
+        evil.finish(&missing);
     });
-    let rest = received.unwrap();
+    let postcopy = received.unwrap();
     assert_eq!(
-        (rest.state, rest.left, rest.postcopy.duplicates),
+        (postcopy.state, postcopy.left, postcopy.postcopy.duplicates),
         (MigrationState::Completed, 0, 1),
-        "{rest:?}"
+        "{postcopy:?}"
     );
     whole(&target, "borne");
 }
@@ -319,7 +319,7 @@ fn link_ends_when_digests_never_match() {
     if !can_fault() {
         return;
     }
-    let (received, target) = visit(|evil, machine, rest| {
+    let (received, target) = visit(|evil, machine, postcopy| {
         assert_eq!(evil.begin(machine, Mode::Postcopy, 1, 1), None);
         evil.hand_over();
         // The target's requests are read and ignored.
@@ -328,11 +328,11 @@ fn link_ends_when_digests_never_match() {
         for _ in 0..10_010 {
             evil.damaged(0, 2000);
         }
-        wait("the loss", || rest().state == MigrationState::PostcopyPaused);
-        assert!(rest().why.is_some_and(|why| why.contains("thousands of pages")), "{:?}", rest().why);
+        wait("the loss", || postcopy().state == MigrationState::PostcopyPaused);
+        assert!(postcopy().why.is_some_and(|why| why.contains("thousands of pages")), "{:?}", postcopy().why);
         reading.join().unwrap();
-        let lacking = evil.come_back();
-        evil.finish(&lacking);
+        let missing = evil.come_back();
+        evil.finish(&missing);
     });
     assert_eq!(received.unwrap().state, MigrationState::Completed);
     whole(&target, "damaged for long");

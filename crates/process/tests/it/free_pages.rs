@@ -3,11 +3,11 @@
 
 use crate::rig::verified;
 use vmferry_engine::{
-    Migratable, MigrationMode, MigrationState, Monitor, Report, Settings, SourceVm, TargetVm, Uri,
+    Migratable, MigrationHandle, MigrationMode, MigrationState, Report, Settings, SourceVm, TargetVm, Uri,
 };
 use vmferry_guest_abi::State;
 use vmferry_process::{ProcessGuest, ProcessOptions};
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, print_line, skip, wait};
 use vmferry_testkit_peers::gated::Gated;
 use vmferry_testkit_peers::pair;
 
@@ -36,10 +36,16 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
     let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
     let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
     let settings = Settings { mode, free_pages, verify: true, peer_timeout: PATIENCE, ..Settings::default() };
-    let (report, came) =
-        pair::moved(&tcp, &mut Gated::new(&mut source), &mut target, None, &settings, &Monitor::new());
-    if let Some(rest) = came.expect("the guest") {
-        assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
+    let (report, came) = pair::moved(
+        &tcp,
+        &mut Gated::new(&mut source),
+        &mut target,
+        None,
+        &settings,
+        &MigrationHandle::new(),
+    );
+    if let Some(postcopy) = came.expect("the guest") {
+        assert_eq!((postcopy.state, postcopy.left), (MigrationState::Completed, 0), "{postcopy:?}");
     }
     let what = format!("{mode} memfd {memfd} free pages {free_pages}");
     assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
@@ -54,7 +60,7 @@ fn moved(mode: MigrationMode, memfd: bool, free_pages: bool) -> Report {
 
 fn compare(mode: MigrationMode, memfd: bool) {
     let (with, without) = (moved(mode, memfd, true), moved(mode, memfd, false));
-    say(format!(
+    print_line(format!(
         "{mode}, memfd {memfd}: {} bytes and {:.1} ms with free pages skipped, {} and {:.1} ms without; {} pages, {:?}",
         with.bytes.wire,
         with.total_ms,
@@ -87,7 +93,7 @@ fn precopy_skips_free_pages() {
 
 #[test]
 fn postcopy_skips_free_pages() {
-    if let Err(error) = ProcessGuest::new_incoming(options(false)).unwrap().lazy_memory() {
+    if let Err(error) = ProcessGuest::new_incoming(options(false)).unwrap().demand_paging() {
         return skip(Need::Uffd, error);
     }
     for mode in [MigrationMode::Postcopy, MigrationMode::Hybrid] {

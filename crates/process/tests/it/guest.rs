@@ -6,8 +6,8 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId, RunState};
 use vmferry_engine::{
-    FillState, GuestMemory, Migratable, MigrateError, MigrationState, Monitor, Settings, SourceVm, TargetVm,
-    restore, restore_lazy, save,
+    FillState, GuestMemory, Migratable, MigrateError, MigrationHandle, MigrationState, Settings, SourceVm,
+    TargetVm, restore, restore_on_demand, save,
 };
 use vmferry_guest_abi::{STATS_BYTES, STATS_GPA, State, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
@@ -267,7 +267,8 @@ fn engine_migrates_the_guest_and_every_page_matches() {
     let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", false);
     let mut target = ProcessGuest::new_incoming(options(false)).unwrap();
     let settings = Settings { verify: true, peer_timeout: PATIENCE, ..Settings::default() };
-    let (report, came) = pair::moved(&unix_uri(), &mut source, &mut target, None, &settings, &Monitor::new());
+    let (report, came) =
+        pair::moved(&unix_uri(), &mut source, &mut target, None, &settings, &MigrationHandle::new());
     let _ = came.unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
     assert_eq!(report.mismatched_pages, 0);
@@ -284,12 +285,12 @@ fn guest_is_saved_to_a_file_and_restored() {
     for memfd in [false, true] {
         let mut source = running("uniform,ws=8M,data=16M,rate=50k,fill=mix:50", memfd);
         let path = temp_path("process-file");
-        let report = save(&mut source, &path, &Monitor::new()).unwrap();
+        let report = save(&mut source, &path, &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{:?}", report.error);
         let mut target = ProcessGuest::new_incoming(options(memfd)).unwrap();
-        let mut lazy = ProcessGuest::new_incoming(options(memfd)).unwrap();
+        let mut paging = ProcessGuest::new_incoming(options(memfd)).unwrap();
         let restored = restore(&mut target, &path);
-        let comes = restore_lazy(&mut lazy, &path);
+        let comes = restore_on_demand(&mut paging, &path);
         std::fs::remove_file(&path).unwrap();
         assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
         let after = verified(&target.handle(), 3);
@@ -302,10 +303,10 @@ fn guest_is_saved_to_a_file_and_restored() {
                     (progress.pages, progress.placed),
                     (report.bytes.raw_pages, report.bytes.raw_pages)
                 );
-                assert_eq!(verified(&lazy.handle(), 4).corrupt(), 0);
+                assert_eq!(verified(&paging.handle(), 4).corrupt(), 0);
                 println!("by demand paging, memfd {memfd}: {progress:?}");
             }
-            Err(MigrateError::NotLazy { why }) => why_not = Some(why),
+            Err(MigrateError::NoDemandPaging { why }) => why_not = Some(why),
             Err(error) => panic!("{error}"),
         }
     }

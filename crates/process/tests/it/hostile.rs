@@ -1,18 +1,18 @@
 //! Hostile targets of a postcopy migration.
 
-use crate::rig::{running, stands_still, whole};
+use crate::rig::{is_stopped, running, whole};
 use std::io::Write;
 use std::ops::{Deref, DerefMut};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use vmferry_core::{PageIndex, RegionId};
-use vmferry_engine::{MigrationMode, MigrationState, Monitor, Pace, Report, Settings, migrate};
+use vmferry_engine::{BulkLimit, MigrationHandle, MigrationMode, MigrationState, Report, Settings, migrate};
 use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, in_parallel, wait, wait_for};
 use vmferry_testkit_peers::peer::{Listener, Target, answer};
 use vmferry_wire::{
-    LackingPages, LazyFigures, MAX_AHEAD, Refusal, RefusalCode, Request, ToSource, ToTarget, Token,
+    MAX_AHEAD, MissingPages, PagingFigures, Refusal, RefusalCode, Request, ToSource, ToTarget, Token,
 };
 
 fn page(region: u32, page: u64, ahead: u16, again: bool) -> Request {
@@ -23,7 +23,7 @@ fn page(region: u32, page: u64, ahead: u16, again: bool) -> Request {
 struct Liar<'a> {
     target: Target<'a>,
     /// Handle to the source's migration.
-    monitor: &'a Monitor,
+    handle: &'a MigrationHandle,
     /// True if the target recovers a link that it loses, so the test does not abandon the
     /// migration.
     returns: &'a AtomicBool,
@@ -47,20 +47,20 @@ impl Liar<'_> {
     /// Plays along until everything but the commit was sent.
     fn until_handed_over(&mut self) {
         self.accept(2);
-        while !matches!(self.hear().unwrap(), ToTarget::LoadLazily { .. }) {}
+        while !matches!(self.receive().unwrap(), ToTarget::LoadLazily { .. }) {}
     }
 
     /// Plays along until the target has the guest.
     fn until_running(&mut self) {
         self.until_handed_over();
-        self.say(&ToSource::Ready { load_us: 1 });
-        assert_eq!(self.hear(), Some(ToTarget::Commit));
-        self.say(&ToSource::Running { start_us: 1, cpu_us: 1 });
+        self.send(&ToSource::Ready { load_us: 1 });
+        assert_eq!(self.receive(), Some(ToTarget::Commit));
+        self.send(&ToSource::Running { start_us: 1, cpu_us: 1 });
         // Later messages take another channel than this one, and may arrive first.
-        wait("the source to know that it runs", || self.monitor.progress().runs_there);
+        wait("the source to know that it runs", || self.handle.progress().runs_on_target);
     }
 
-    fn ask(&mut self, request: Request) {
+    fn send_request(&mut self, request: Request) {
         let _ = self.data[1].write_all(&request.encode());
     }
 
@@ -79,17 +79,17 @@ impl Liar<'_> {
     fn back_after(&mut self, lose: impl FnOnce(&mut Self)) {
         self.returns.store(true, Ordering::Release);
         lose(self);
-        wait("the source to wait for the operator", || self.monitor.progress().awaits_recover);
-        self.monitor.recover();
+        wait("the source to wait for the operator", || self.handle.progress().awaits_recover);
+        self.handle.recover();
         let mut control = self.connection();
         assert_eq!(answer(&mut control).unwrap().token, Target::RESUME);
         self.control = control;
-        wait("the source to take up the link", || !self.monitor.progress().awaits_recover);
+        wait("the source to take up the link", || !self.handle.progress().awaits_recover);
         self.returns.store(false, Ordering::Release);
     }
 
     fn resume(&mut self, pages: u64) {
-        self.say(&ToSource::Resume { pages, bulk: Token([4; 16]), urgent: Token([5; 16]) });
+        self.send(&ToSource::Resume { pages, bulk: Token([4; 16]), urgent: Token([5; 16]) });
     }
 }
 
@@ -110,7 +110,7 @@ fn settings(what: &str) -> Settings {
         mode: MigrationMode::Postcopy,
         channels: 1,
         urgent_channels: 1,
-        pace: Pace::Off,
+        pace: BulkLimit::Off,
         max_bandwidth: Some(4 << 20),
         peer_timeout: if is_silence(what) { Duration::from_secs(4) } else { PATIENCE },
         reconnect_for: Duration::ZERO,
@@ -120,20 +120,20 @@ fn settings(what: &str) -> Settings {
 
 /// Migrates to a target that follows `script`. Abandons the migration when neither side tries any
 /// more. Returns the reasons for which the link was lost as well.
-fn meet(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<String>) {
+fn run_against(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<String>) {
     let mut source = running();
     let listener = Listener::tcp();
     let uri = listener.uri().clone();
-    let (monitor, reasons) = (Monitor::new(), Mutex::new(Vec::new()));
+    let (handle, reasons) = (MigrationHandle::new(), Mutex::new(Vec::new()));
     let returns = AtomicBool::new(false);
     let report = std::thread::scope(|scope| {
-        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor).unwrap());
-        let (monitor, returns) = (&monitor, &returns);
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &handle).unwrap());
+        let (handle, returns) = (&handle, &returns);
         let lying = scope.spawn(move || {
-            script(&mut Liar { target: Target::meet(&listener), monitor, returns });
+            script(&mut Liar { target: Target::accept_control(&listener), handle, returns });
         });
         wait_for("the end", || {
-            let progress = monitor.progress();
+            let progress = handle.progress();
             if let Some(why) = &progress.interrupted {
                 let mut reasons = reasons.lock().unwrap();
                 if reasons.last() != Some(why) {
@@ -141,7 +141,7 @@ fn meet(settings: &Settings, script: Script) -> (Report, ProcessGuest, Vec<Strin
                 }
             }
             if progress.awaits_recover && !returns.load(Ordering::Acquire) {
-                monitor.abandon();
+                handle.abandon();
             }
             if sending.is_finished() { Ok(()) } else { Err(Box::new(progress)) }
         });
@@ -162,30 +162,30 @@ fn guest_stays_on_the_source_whatever_the_target_does_before_the_commit() {
     let after_handover = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_handed_over();
-            liar.ask(request);
+            liar.send_request(request);
             liar.listen();
         })
     };
-    let say = |message: ToSource| -> Script {
+    let sends = |message: ToSource| -> Script {
         Box::new(move |liar| {
             liar.until_handed_over();
-            liar.say(&message);
+            liar.send(&message);
             liar.listen();
         })
     };
-    let lacking = LackingPages { region: RegionId(0), first: 0, words: vec![1; 8] };
+    let missing = MissingPages { region: RegionId(0), first: 0, words: vec![1; 8] };
     let cases: Vec<(&str, Script)> = vec![
         ("which does not exist", after_handover(page(77, 0, 0, false))),
         ("which does not exist", after_handover(page(0, u64::MAX, MAX_AHEAD, true))),
         ("which does not exist", after_handover(page(0, 6144, 0, false))),
         ("echo on an urgent channel", after_handover(Request::Echo { number: 1, held_ns: 0 })),
-        ("were not sent to it", say(ToSource::Complete(LazyFigures::default()))),
-        ("Lacking, which is not allowed", say(ToSource::Lacking(lacking))),
+        ("were not sent to it", sends(ToSource::Complete(PagingFigures::default()))),
+        ("Lacking, which is not allowed", sends(ToSource::Lacking(missing))),
         (
             "Resume, which is not allowed",
-            say(ToSource::Resume { pages: 0, bulk: Token::NONE, urgent: Token::NONE }),
+            sends(ToSource::Resume { pages: 0, bulk: Token::NONE, urgent: Token::NONE }),
         ),
-        ("no room", say(ToSource::Failed(Refusal::new(RefusalCode::Memory, "no room")))),
+        ("no room", sends(ToSource::Failed(Refusal::new(RefusalCode::Memory, "no room")))),
         (
             "did not answer the greeting",
             Box::new(|liar| {
@@ -204,7 +204,7 @@ fn guest_stays_on_the_source_whatever_the_target_does_before_the_commit() {
         ),
     ];
     all(cases, |what, script| {
-        let (report, source, _) = meet(&settings(what), script);
+        let (report, source, _) = run_against(&settings(what), script);
         let error = report.error.unwrap_or_default();
         assert_eq!(report.state, MigrationState::Failed, "{what}: {error}");
         assert!(error.contains(what), "wanted '{what}', got '{error}'");
@@ -219,7 +219,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
     let asks = |request: Request| -> Script {
         Box::new(move |liar| {
             liar.until_running();
-            liar.ask(request);
+            liar.send_request(request);
             liar.listen();
         })
     };
@@ -228,7 +228,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
             liar.until_back();
             if let Some((region, first, len)) = piece {
                 let words = vec![0xff; len];
-                liar.say(&ToSource::Lacking(LackingPages { region: RegionId(region), first, words }));
+                liar.send(&ToSource::Lacking(MissingPages { region: RegionId(region), first, words }));
             }
             liar.resume(pages);
             liar.take(channels);
@@ -243,7 +243,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
             "Ready, which is not allowed",
             Box::new(|liar| {
                 liar.until_running();
-                liar.say(&ToSource::Ready { load_us: 1 });
+                liar.send(&ToSource::Ready { load_us: 1 });
                 liar.listen();
             }),
         ),
@@ -251,7 +251,7 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
             "were not sent to it",
             Box::new(|liar| {
                 liar.until_running();
-                liar.say(&ToSource::Complete(LazyFigures::default()));
+                liar.send(&ToSource::Complete(PagingFigures::default()));
                 liar.listen();
             }),
         ),
@@ -263,9 +263,9 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
                 liar.until_running();
                 let requests = page(0, 6143, MAX_AHEAD, true).encode().repeat(1000);
                 let mut urgent = liar.data[1].try_clone().unwrap();
-                let asking = std::thread::spawn(move || while urgent.write_all(&requests).is_ok() {});
+                let sender = std::thread::spawn(move || while urgent.write_all(&requests).is_ok() {});
                 liar.listen();
-                asking.join().unwrap();
+                sender.join().unwrap();
             }),
         ),
         // The source opens its channels before it reacts to a wrong number.
@@ -287,17 +287,17 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
             Box::new(|liar| {
                 liar.until_back();
                 let words = vec![0xff; 8];
-                liar.say(&ToSource::Lacking(LackingPages { region: RegionId(0), first: 0, words }));
+                liar.send(&ToSource::Lacking(MissingPages { region: RegionId(0), first: 0, words }));
                 liar.resume(64);
                 liar.listen();
             }),
         ),
     ];
     all(cases, |what, script| {
-        let (report, source, reasons) = meet(&settings(what), script);
+        let (report, source, reasons) = run_against(&settings(what), script);
         assert_eq!(report.state, MigrationState::Lost, "{what}: {:?} {reasons:?}", report.error);
         assert!(reasons.iter().any(|why| why.contains(what)), "wanted '{what}', got {reasons:?}");
-        stands_still(&source, what);
+        is_stopped(&source, what);
     });
 }
 
@@ -305,20 +305,20 @@ fn source_reports_what_a_hostile_target_does_after_the_commit() {
 /// so the source believes it.
 #[test]
 fn source_believes_a_target_that_reports_no_missing_page() {
-    let (report, source, reasons) = meet(
+    let (report, source, reasons) = run_against(
         &settings("were not sent to it"),
         Box::new(|liar| {
             liar.until_running();
             liar.back_after(|liar| {
-                liar.say(&ToSource::Complete(LazyFigures::default()));
+                liar.send(&ToSource::Complete(PagingFigures::default()));
                 liar.listen();
             });
             liar.resume(0);
-            liar.say(&ToSource::Complete(LazyFigures::default()));
-            assert_eq!(liar.hear(), Some(ToTarget::Thanks));
+            liar.send(&ToSource::Complete(PagingFigures::default()));
+            assert_eq!(liar.receive(), Some(ToTarget::Thanks));
         }),
     );
     assert_eq!(report.state, MigrationState::Completed, "{:?} {reasons:?}", report.error);
     assert!(reasons.iter().any(|why| why.contains("were not sent to it")), "{reasons:?}");
-    stands_still(&source, "believed");
+    is_stopped(&source, "believed");
 }

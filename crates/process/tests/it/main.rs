@@ -5,11 +5,11 @@
 mod authority;
 mod blocked;
 mod cuts;
+mod demand_paging;
 mod encrypted;
 mod evil;
 mod free_pages;
 mod guest;
 mod hostile;
-mod lazy;
 mod recovery;
 mod rig;

@@ -1,9 +1,9 @@
 //! Lost links that the operator recovers, that are abandoned, or that are not needed any more.
 
-use crate::rig::{View, asleep, can_fault, go, settings, stands_still, whole, writes};
+use crate::rig::{View, asleep, can_fault, go, is_stopped, settings, whole, writes};
 use std::time::Duration;
 use vmferry_engine::{MigrationMode, MigrationState, Settings};
-use vmferry_testkit::{say, wait};
+use vmferry_testkit::{print_line, wait};
 use vmferry_wire::Role;
 
 /// Settings of a slow link that is never reconnected without the operator.
@@ -17,7 +17,7 @@ fn by_hand() -> Settings {
 
 /// Waits until some pages have arrived, cuts the link, and waits until both sides know of the loss.
 fn cut_in_the_middle(view: &View<'_>) {
-    view.until("pages at the target", || view.rest().is_some_and(|rest| rest.left < 5500));
+    view.until("pages at the target", || view.postcopy().is_some_and(|postcopy| postcopy.left < 5500));
     assert!(!view.finished());
     view.proxy.cut(|_| true);
     both_paused(view);
@@ -25,8 +25,8 @@ fn cut_in_the_middle(view: &View<'_>) {
 
 fn both_paused(view: &View<'_>) {
     view.until("both sides to say so", || {
-        let here = view.monitor.progress();
-        let there = view.rest().unwrap();
+        let here = view.handle.progress();
+        let there = view.postcopy().unwrap();
         here.state == MigrationState::PostcopyPaused
             && here.awaits_recover
             && there.state == MigrationState::PostcopyPaused
@@ -42,22 +42,22 @@ fn lost_link_waits_for_the_operator_and_continues_where_it_stopped() {
     let moved = go(&by_hand(), vec![], |view| {
         for _ in 0..3 {
             cut_in_the_middle(view);
-            let (here, there) = (view.monitor.progress(), view.rest().unwrap());
-            assert!(here.interrupted.is_some() && here.runs_there, "{here:?}");
+            let (here, there) = (view.handle.progress(), view.postcopy().unwrap());
+            assert!(here.interrupted.is_some() && here.runs_on_target, "{here:?}");
             assert!(there.why.is_some() && there.left > 0, "{there:?}");
             // Neither side reconnects and no page arrives. Pages that would arrive later than this
             // on a busy host only make the test miss a defect.
             std::thread::sleep(Duration::from_millis(200));
-            assert_eq!(view.rest().unwrap().left, there.left);
+            assert_eq!(view.postcopy().unwrap().left, there.left);
             // Without a path to the target, recovery makes one attempt and the state stays.
             view.proxy.close(true);
             let turned_away = view.proxy.turned_away();
-            view.monitor.recover();
+            view.handle.recover();
             view.until("the attempt", || view.proxy.turned_away() > turned_away);
             both_paused(view);
             view.proxy.close(false);
-            view.monitor.recover();
-            view.until("the link to be taken up", || view.rest().unwrap().left < there.left);
+            view.handle.recover();
+            view.until("the link to be taken up", || view.postcopy().unwrap().left < there.left);
         }
     });
     let report = moved.completed("recovered by hand");
@@ -74,29 +74,31 @@ fn abandoned_link_means_a_lost_guest() {
         let settings = Settings { reconnect_for, ..by_hand() };
         let mut left = 0;
         let moved = go(&settings, vec![], |view| {
-            view.until("pages at the target", || view.rest().is_some_and(|rest| rest.left < 5500));
+            view.until("pages at the target", || {
+                view.postcopy().is_some_and(|postcopy| postcopy.left < 5500)
+            });
             // The cancel comes too late and has no effect.
-            view.monitor.cancel();
+            view.handle.cancel();
             view.proxy.close(true);
             view.proxy.cut(|_| true);
             let paused = |state| state == MigrationState::PostcopyPaused;
             view.until("the loss", || {
-                paused(view.monitor.progress().state) && paused(view.rest().unwrap().state)
+                paused(view.handle.progress().state) && paused(view.postcopy().unwrap().state)
             });
             if !reconnect_for.is_zero() {
                 view.until("an attempt", || view.proxy.turned_away() > 0);
             }
-            left = view.rest().unwrap().left;
-            view.monitor.abandon();
+            left = view.postcopy().unwrap().left;
+            view.handle.abandon();
             // The end also comes during an attempt, without waiting for the attempt.
             view.until("the end", || false);
         });
         assert_eq!(moved.state(), MigrationState::Lost, "{}", moved.error());
         assert!(moved.error().contains("given up before the target reported"), "{}", moved.error());
-        stands_still(&moved.source, "given up");
-        let rest = moved.received.unwrap();
+        is_stopped(&moved.source, "given up");
+        let postcopy = moved.received.unwrap();
         assert_eq!(
-            (rest.state, rest.left),
+            (postcopy.state, postcopy.left),
             (MigrationState::PostcopyPaused, left),
             "no missing page is filled"
         );
@@ -113,17 +115,17 @@ fn guest_runs_without_a_link_until_it_needs_a_missing_page() {
     }
     let moved = go(&by_hand(), vec![], |view| {
         cut_in_the_middle(view);
-        let waits = |view: &View<'_>| view.rest().unwrap().postcopy.requests;
+        let waits = |view: &View<'_>| view.postcopy().unwrap().postcopy.requests;
         let before = waits(view);
         // Least time that the threads wait, checked below.
         std::thread::sleep(Duration::from_secs(3));
         assert_eq!(waits(view), before, "a page was requested without a link");
-        view.monitor.recover();
+        view.handle.recover();
         view.until("the requests of waiting threads", || waits(view) > before);
     });
     let report = moved.completed("without a link");
     let longest = report.postcopy.as_ref().unwrap().max_us;
-    say(format!("a thread waited for {:.0} ms", longest / 1e3));
+    print_line(format!("a thread waited for {:.0} ms", longest / 1e3));
     assert!(longest > 400e3, "the time without a link counts: {longest} us");
 }
 
@@ -139,26 +141,32 @@ fn complete_target_waits_for_a_source_that_was_not_told() {
     // By chance the cut hits a target that has all pages or nearly all.
     for _ in 0..4 {
         let moved = go(&settings, vec![], |view| {
-            view.until("nearly all pages at the target", || view.rest().is_some_and(|rest| rest.left < 200));
+            view.until("nearly all pages at the target", || {
+                view.postcopy().is_some_and(|postcopy| postcopy.left < 200)
+            });
             view.proxy.cut(|role| role == Role::Control);
-            view.until("the loss", || view.monitor.progress().awaits_recover);
+            view.until("the loss", || view.handle.progress().awaits_recover);
             if view.finished() {
                 ended_by_itself += 1;
                 return;
             }
-            let rest = view.rest().unwrap();
+            let postcopy = view.postcopy().unwrap();
             // A guest without missing pages is never reported as paused.
             view.until("the target to detect the loss", || {
-                let rest = view.rest().unwrap();
-                rest.state
-                    == if rest.left == 0 { MigrationState::Completed } else { MigrationState::PostcopyPaused }
+                let postcopy = view.postcopy().unwrap();
+                postcopy.state
+                    == if postcopy.left == 0 {
+                        MigrationState::Completed
+                    } else {
+                        MigrationState::PostcopyPaused
+                    }
             });
-            say(format!("{} pages were missing when the link was lost", rest.left));
-            view.monitor.recover();
+            print_line(format!("{} pages were missing when the link was lost", postcopy.left));
+            view.handle.recover();
         });
         moved.completed("told late");
     }
-    say(format!("{ended_by_itself} of 4 had ended before the cut"));
+    print_line(format!("{ended_by_itself} of 4 had ended before the cut"));
 }
 
 /// A target that is told to stop leaves its guest's threads asleep, and the source waits for the
@@ -169,15 +177,15 @@ fn target_stopped_in_postcopy_fills_no_missing_page() {
         return;
     }
     let moved = go(&by_hand(), vec![], |view| {
-        view.until("pages at the target", || view.rest().is_some_and(|rest| rest.left < 5500));
+        view.until("pages at the target", || view.postcopy().is_some_and(|postcopy| postcopy.left < 5500));
         view.arrival.abandon();
-        view.until("the loss", || view.monitor.progress().awaits_recover);
-        view.monitor.abandon();
+        view.until("the loss", || view.handle.progress().awaits_recover);
+        view.handle.abandon();
     });
     assert_eq!(moved.state(), MigrationState::Lost, "{}", moved.error());
-    let rest = moved.received.unwrap();
-    assert!(rest.left > 0 && rest.state != MigrationState::Completed, "{rest:?}");
-    stands_still(&moved.source, "stopped");
+    let postcopy = moved.received.unwrap();
+    assert!(postcopy.left > 0 && postcopy.state != MigrationState::Completed, "{postcopy:?}");
+    is_stopped(&moved.source, "stopped");
     asleep(moved.target);
 }
 
@@ -190,8 +198,8 @@ fn migration_can_be_cancelled_before_the_handover() {
     }
     let settings = Settings { max_bandwidth: Some(2 << 20), ..settings(MigrationMode::Hybrid) };
     let moved = go(&settings, vec![], |view| {
-        view.until("pages sent", || view.monitor.progress().wire_bytes > 1 << 20);
-        view.monitor.cancel();
+        view.until("pages sent", || view.handle.progress().wire_bytes > 1 << 20);
+        view.handle.cancel();
     });
     assert_eq!(moved.state(), MigrationState::Cancelled, "{}", moved.error());
     assert!(moved.received.is_err());

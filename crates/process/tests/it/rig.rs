@@ -4,12 +4,12 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 use vmferry_engine::{
-    Arrival, Listener, MigrateError, MigrationMode, MigrationState, Monitor, ReceiveFailure, Report,
-    RestState, RestWatch, Settings, TargetVm, Uri, migrate, receive,
+    Arrival, Listener, MigrateError, MigrationHandle, MigrationMode, MigrationState, PostcopyState,
+    PostcopyWatch, ReceiveFailure, Report, Settings, TargetVm, Uri, migrate, receive,
 };
 use vmferry_guest_abi::{State, StatsSnapshot};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_testkit::{Need, say, skip, wait, wait_for};
+use vmferry_testkit::{Need, print_line, skip, wait, wait_for};
 use vmferry_testkit_peers::link::{Proxy, Rule};
 
 const MEMORY: u64 = 24 << 20;
@@ -22,7 +22,7 @@ pub(crate) fn options() -> ProcessOptions {
 
 /// Returns true if this host supports demand paging. If not, the calling test is skipped.
 pub(crate) fn can_fault() -> bool {
-    let possible = ProcessGuest::new_incoming(options()).unwrap().lazy_memory();
+    let possible = ProcessGuest::new_incoming(options()).unwrap().demand_paging();
     possible.map_err(|error| skip(Need::Uffd, error)).is_ok()
 }
 
@@ -59,7 +59,7 @@ pub(crate) fn whole(guest: &ProcessGuest, what: &str) {
 }
 
 /// Checks that the guest does not run.
-pub(crate) fn stands_still(guest: &ProcessGuest, what: &str) {
+pub(crate) fn is_stopped(guest: &ProcessGuest, what: &str) {
     let before = writes(guest);
     // Gives a running thread the time to write. A thread that gets no processor in this time only
     // makes the test miss a defect.
@@ -89,17 +89,17 @@ pub(crate) fn settings(mode: MigrationMode) -> Settings {
 
 /// Observations of a migration under way.
 pub(crate) struct View<'a> {
-    pub(crate) monitor: &'a Monitor,
+    pub(crate) handle: &'a MigrationHandle,
     pub(crate) proxy: &'a Proxy,
     pub(crate) arrival: &'a Arrival,
-    rest: &'a Mutex<Option<RestWatch>>,
+    postcopy: &'a Mutex<Option<PostcopyWatch>>,
     finished: &'a dyn Fn() -> bool,
 }
 
 impl View<'_> {
     /// Returns the target's state, once the guest runs on the target.
-    pub(crate) fn rest(&self) -> Option<RestState> {
-        self.rest.lock().unwrap().as_ref().map(RestWatch::now)
+    pub(crate) fn postcopy(&self) -> Option<PostcopyState> {
+        self.postcopy.lock().unwrap().as_ref().map(PostcopyWatch::now)
     }
 
     pub(crate) fn finished(&self) -> bool {
@@ -114,7 +114,7 @@ impl View<'_> {
 
 pub(crate) struct Moved {
     pub(crate) sent: Result<Report, MigrateError>,
-    pub(crate) received: Result<RestState, ReceiveFailure>,
+    pub(crate) received: Result<PostcopyState, ReceiveFailure>,
     pub(crate) source: ProcessGuest,
     pub(crate) target: ProcessGuest,
     /// Number of times that harm was done.
@@ -137,12 +137,12 @@ impl Moved {
     pub(crate) fn completed(&self, what: &str) -> &Report {
         let report = self.sent.as_ref().unwrap_or_else(|error| panic!("{what}: {error}"));
         assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
-        let rest = self.received.as_ref().unwrap_or_else(|error| panic!("{what}: {error}"));
-        assert_eq!(rest.state, MigrationState::Completed, "{what}: {rest:?}");
-        assert_eq!(rest.left, 0, "{what}");
-        assert_eq!(rest.postcopy.duplicates, 0, "{what}: {rest:?}");
+        let postcopy = self.received.as_ref().unwrap_or_else(|error| panic!("{what}: {error}"));
+        assert_eq!(postcopy.state, MigrationState::Completed, "{what}: {postcopy:?}");
+        assert_eq!(postcopy.left, 0, "{what}");
+        assert_eq!(postcopy.postcopy.duplicates, 0, "{what}: {postcopy:?}");
         whole(&self.target, what);
-        stands_still(&self.source, what);
+        is_stopped(&self.source, what);
         report
     }
 
@@ -158,7 +158,7 @@ impl Moved {
         match self.state() {
             MigrationState::Completed => drop(self.completed(what)),
             MigrationState::Failed => self.stayed(what),
-            MigrationState::Unknown | MigrationState::Lost => stands_still(&self.source, what),
+            MigrationState::Unknown | MigrationState::Lost => is_stopped(&self.source, what),
             other => panic!("{what}: {other:?} is no end"),
         }
     }
@@ -169,11 +169,11 @@ pub(crate) fn take(
     target: &mut ProcessGuest,
     listener: &Listener,
     arrival: &Arrival,
-    watch: &Mutex<Option<RestWatch>>,
-) -> Result<RestState, ReceiveFailure> {
-    let rest = receive(target, listener, arrival)?.rest.expect("the guest arrived before its memory");
-    *watch.lock().unwrap() = Some(rest.watch());
-    Ok(rest.finish(listener, arrival))
+    watch: &Mutex<Option<PostcopyWatch>>,
+) -> Result<PostcopyState, ReceiveFailure> {
+    let postcopy = receive(target, listener, arrival)?.postcopy.expect("the guest arrived before its memory");
+    *watch.lock().unwrap() = Some(postcopy.watch());
+    Ok(postcopy.finish(listener, arrival))
 }
 
 /// Guard that stops a target when it is dropped.
@@ -186,11 +186,11 @@ impl Drop for Stopped<'_> {
 }
 
 /// Abandons a migration that does not end, so that the test ends.
-pub(crate) fn given_up(arrival: &Arrival, monitor: &Monitor, finished: &dyn Fn() -> bool) {
+pub(crate) fn given_up(arrival: &Arrival, handle: &MigrationHandle, finished: &dyn Fn() -> bool) {
     wait("the end of what was given up", || {
         arrival.abandon();
-        monitor.cancel();
-        monitor.abandon();
+        handle.cancel();
+        handle.abandon();
         finished()
     });
 }
@@ -206,26 +206,26 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
         None => Listener::bind(&anywhere, false).unwrap(),
     };
     let proxy = Proxy::new(&listener.uri().unwrap(), rules);
-    let (arrival, monitor) = (Arrival::new(settings.peer_timeout), Monitor::new());
+    let (arrival, handle) = (Arrival::new(settings.peer_timeout), MigrationHandle::new());
     let (watch, uri) = (Mutex::default(), proxy.uri());
     let (sent, received) = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| take(&mut target, &listener, &arrival, &watch));
-        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &monitor));
+        let sending = scope.spawn(|| migrate(&mut source, &uri, None, settings, &handle));
         let finished = || sending.is_finished();
         let view =
-            View { monitor: &monitor, proxy: &proxy, arrival: &arrival, rest: &watch, finished: &finished };
+            View { handle: &handle, proxy: &proxy, arrival: &arrival, postcopy: &watch, finished: &finished };
         let to_the_end = || {
             meanwhile(&view);
             // On a busy host the pace of the bulk channels falls so low that megabytes take
             // minutes. Only progress is checked.
             while !finished() {
-                let sent = monitor.progress().wire_bytes;
-                wait("the source's end, or bytes", || finished() || monitor.progress().wire_bytes > sent);
+                let sent = handle.progress().wire_bytes;
+                wait("the source's end, or bytes", || finished() || handle.progress().wire_bytes > sent);
             }
         };
         if let Err(panic) = catch_unwind(AssertUnwindSafe(to_the_end)) {
-            say(format!("at the failure: {settings:?} {:?} {:?}", monitor.progress(), view.rest()));
-            given_up(&arrival, &monitor, &finished);
+            print_line(format!("at the failure: {settings:?} {:?} {:?}", handle.progress(), view.postcopy()));
+            given_up(&arrival, &handle, &finished);
             resume_unwind(panic);
         }
         let sent = sending.join().unwrap();
@@ -233,8 +233,8 @@ pub(crate) fn go(settings: &Settings, rules: Vec<Rule>, meanwhile: impl FnOnce(&
         let stopped = Stopped(&arrival);
         // A target whose source ended before the last acknowledgement keeps waiting, although it
         // has all pages.
-        let rest = || watch.lock().unwrap().as_ref().map(RestWatch::now);
-        let complete = || rest().is_some_and(|rest| rest.state == MigrationState::Completed);
+        let postcopy = || watch.lock().unwrap().as_ref().map(PostcopyWatch::now);
+        let complete = || postcopy().is_some_and(|postcopy| postcopy.state == MigrationState::Completed);
         let begin = Instant::now();
         let ended = || match sent.as_ref().map(|report| report.state) {
             Ok(MigrationState::Completed) => false,

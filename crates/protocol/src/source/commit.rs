@@ -6,13 +6,13 @@
 //! never before: until the commit the source owns the guest, whatever the register holds. Without
 //! an answer of the arbiter the source concludes nothing.
 
+use super::context::SourceContext;
 use super::ending::{finish, give_up, given_back};
 use super::postcopy::{History, Postcopy};
 use super::recovery::{Owner, Recovery, Reopen};
-use super::shared::Shared;
 use super::switchover::Kind;
 use super::{Next, State};
-use crate::arbiter::{ArbiterError, Backoff, Ruling, Side, Word};
+use crate::arbiter::{ArbiterError, ArbiterRequest, Backoff, Ownership, Side};
 use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
@@ -23,15 +23,15 @@ use vmferry_wire::{Refusal, RefusalCode, ToSource};
 const HEAD_START: Duration = Duration::from_millis(250);
 
 /// Answer of the arbiter.
-pub(super) type Answer = Result<Ruling, ArbiterError>;
+pub(super) type Answer = Result<Ownership, ArbiterError>;
 
 /// Source's claim to the guest, made to the arbiter.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Claim {
     /// True if a claim was sent or waits to be sent.
-    asking: bool,
+    awaits_answer: bool,
     /// True if a claim was made: the target may have to read its result.
-    made: bool,
+    begun: bool,
     again: Backoff,
     answer: Option<Answer>,
 }
@@ -48,44 +48,44 @@ pub(super) enum Decided {
 
 impl Claim {
     /// Returns the claim, if none is under way.
-    pub(super) fn make(&mut self, after: Duration) -> Option<Action> {
-        if self.asking {
+    pub(super) fn begin(&mut self, after: Duration) -> Option<Action> {
+        if self.awaits_answer {
             return None;
         }
-        (self.asking, self.made) = (true, true);
-        Some(Action::AskArbiter { word: Word::Claim(Side::Source), after })
+        (self.awaits_answer, self.begun) = (true, true);
+        Some(Action::AskArbiter { request: ArbiterRequest::Claim(Side::Source), after })
     }
 
     /// Takes an answer.
     pub(super) fn answered(&mut self, answer: Answer) -> Decided {
         self.note(answer.clone());
         match answer {
-            Ok(Ruling::Source) => Decided::Source,
-            Ok(Ruling::Target { runs: true }) => Decided::TargetRuns,
+            Ok(Ownership::Source) => Decided::Source,
+            Ok(Ownership::Target { runs: true }) => Decided::TargetRuns,
             // The target may yet fail to start the guest, and give it back.
-            Ok(Ruling::Target { runs: false } | Ruling::Open) | Err(_) => {
-                self.asking = true;
+            Ok(Ownership::Target { runs: false } | Ownership::Open) | Err(_) => {
+                self.awaits_answer = true;
                 let after = self.again.next();
-                Decided::Open(Action::AskArbiter { word: Word::Claim(Side::Source), after })
+                Decided::Open(Action::AskArbiter { request: ArbiterRequest::Claim(Side::Source), after })
             }
         }
     }
 
     /// Stores an answer that decides nothing any more.
     pub(super) fn note(&mut self, answer: Answer) {
-        self.asking = false;
+        self.awaits_answer = false;
         self.answer = Some(answer);
     }
 
-    pub(super) fn made(&self) -> bool {
-        self.made
+    pub(super) fn begun(&self) -> bool {
+        self.begun
     }
 
     /// Returns the last answer of the arbiter as a text, if the source has made a claim.
     pub(super) fn says(&self) -> Option<String> {
-        self.made.then(|| match &self.answer {
+        self.begun.then(|| match &self.answer {
             None => "the arbiter is being asked".into(),
-            Some(Ok(ruling)) => format!("the arbiter {ruling}"),
+            Some(Ok(owner)) => format!("the arbiter {owner}"),
             Some(Err(error)) => error.to_string(),
         })
     }
@@ -94,8 +94,8 @@ impl Claim {
     /// do not.
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
-        let Self { asking, made, again: _, answer: _ } = self;
-        std::hash::Hash::hash(&(asking, made), hasher);
+        let Self { awaits_answer, begun, again: _, answer: _ } = self;
+        std::hash::Hash::hash(&(awaits_answer, begun), hasher);
     }
 }
 
@@ -127,33 +127,33 @@ impl Committed {
         self.kind == Kind::HandOver
     }
 
-    pub(super) fn handle(self, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(self, context: &mut SourceContext, now: Duration, event: Event) -> Next {
         match event {
             Event::Message(ToSource::Running { start_us, cpu_us }) => {
-                shared.summary.start_time = Duration::from_micros(start_us);
+                context.summary.start_time = Duration::from_micros(start_us);
                 if self.hands_over() {
-                    return Postcopy::begin(shared, History::begin(now));
+                    return Postcopy::begin(context, History::begin(now));
                 }
-                shared.summary.target_cpu = Duration::from_micros(cpu_us);
+                context.summary.target_cpu = Duration::from_micros(cpu_us);
                 finish(Outcome::Completed)
             }
             // The target guarantees that the guest never ran there and never will. A target sends
             // `Failed` if it gave up just before it read the commit.
             Event::Message(ToSource::Returned(why) | ToSource::Failed(why)) => {
-                given_back(why, self.hands_over() || shared.claim.is_some())
+                given_back(why, self.hands_over() || context.claim.is_some())
             }
             // The commit was the newest message, and no byte of it was sent: the source owns the
             // guest.
             Event::NotSent(why) => give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false),
             Event::Message(message) => {
                 let why = format!("the target answered the commit with {}", message.name());
-                self.lost(shared, now, why)
+                self.lost(context, now, why)
             }
-            Event::PeerLost(why) => self.lost(shared, now, why),
-            Event::LocalFailure(why) => self.lost(shared, now, why.to_string()),
-            Event::Tick => self.tick(shared, now),
+            Event::PeerLost(why) => self.lost(context, now, why),
+            Event::LocalFailure(why) => self.lost(context, now, why.to_string()),
+            Event::Tick => self.tick(context, now),
             Event::ArbiterAnswered(answer) => {
-                shared.claim.iter_mut().for_each(|claim| claim.note(answer.clone()));
+                context.claim.iter_mut().for_each(|claim| claim.note(answer.clone()));
                 (State::Committed(self), Vec::new())
             }
             // A request of the operator comes too late to keep the guest. In this phase no local
@@ -162,29 +162,29 @@ impl Committed {
         }
     }
 
-    fn tick(self, shared: &mut Shared, now: Duration) -> Next {
-        let patience = shared.patience();
-        if now.saturating_sub(shared.last_step) > patience {
+    fn tick(self, context: &mut SourceContext, now: Duration) -> Next {
+        let patience = context.patience();
+        if now.saturating_sub(context.last_step) > patience {
             let why = format!(
                 "the target answers pings, but for {patience:?} it has not said whether it runs the \
                  guest"
             );
-            return self.lost(shared, now, why);
+            return self.lost(context, now, why);
         }
-        let ping = shared.ping(now);
+        let ping = context.ping(now);
         (State::Committed(self), ping)
     }
 
     /// Handles the loss of the link. The target may or may not have read the commit. The source
     /// must not guess: if the source ran the guest now, two hosts could run it.
-    fn lost(self, shared: &mut Shared, now: Duration, why: String) -> Next {
-        match (self.kind, &mut shared.claim) {
+    fn lost(self, context: &mut SourceContext, now: Duration, why: String) -> Next {
+        match (self.kind, &mut context.claim) {
             // Over a new link the target reports whether it runs the guest.
             (Kind::HandOver, _) => {
-                Recovery::begin(shared, now, History::begin(now), Owner::Unknown, Reopen::Itself(why))
+                Recovery::begin(context, now, History::begin(now), Owner::Unknown, Reopen::Itself(why))
             }
             (Kind::Complete, Some(claim)) => {
-                let claim = claim.make(HEAD_START);
+                let claim = claim.begin(HEAD_START);
                 let actions = [Action::Disconnect].into_iter().chain(claim).collect();
                 (State::Claiming(Claiming { why, told: false, since: now }), actions)
             }
@@ -210,10 +210,10 @@ impl Claiming {
         (self.told, &self.why)
     }
 
-    pub(super) fn handle(mut self, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(mut self, context: &mut SourceContext, now: Duration, event: Event) -> Next {
         match event {
             Event::ArbiterAnswered(answer) => {
-                let Some(claim) = &mut shared.claim else { return (State::Claiming(self), Vec::new()) };
+                let Some(claim) = &mut context.claim else { return (State::Claiming(self), Vec::new()) };
                 match claim.answered(answer) {
                     Decided::Source => given_back(won(&self.why), false),
                     Decided::TargetRuns => finish(Outcome::Completed),
@@ -221,14 +221,14 @@ impl Claiming {
                 }
             }
             Event::Tick => {
-                self.told |= now.saturating_sub(self.since) > shared.settings.reconnect_for;
+                self.told |= now.saturating_sub(self.since) > context.settings.reconnect_for;
                 (State::Claiming(self), Vec::new())
             }
             Event::Recover => {
                 (self.told, self.since) = (false, now);
                 (State::Claiming(self), Vec::new())
             }
-            Event::Abandon => finish(Outcome::Unknown(undecided(&self.why, shared.claim.as_ref()))),
+            Event::Abandon => finish(Outcome::Unknown(undecided(&self.why, context.claim.as_ref()))),
             // Late reports of channels that are closed.
             _ => (State::Claiming(self), Vec::new()),
         }

@@ -1,6 +1,6 @@
 //! Measured cost of stopping the guest.
 
-use super::shared::Shared;
+use super::context::SourceContext;
 use std::time::Duration;
 
 /// Times of the parts of a switchover, in which no page is sent.
@@ -37,25 +37,25 @@ impl Costs {
 
     /// Returns the time for stopping the guest on the source and loading it on the target, without
     /// I/O and without anything to send.
-    pub(super) fn stop_and_load(&self, shared: &Shared) -> Duration {
-        let Some(stop) = self.stop else { return shared.target_load.unwrap_or_default() };
-        stop.saturating_add(shared.target_load.unwrap_or(self.save))
+    pub(super) fn stop_and_load(&self, context: &SourceContext) -> Duration {
+        let Some(stop) = self.stop else { return context.target_load.unwrap_or_default() };
+        stop.saturating_add(context.target_load.unwrap_or(self.save))
     }
 
     /// Returns the downtime without any page, if the guest's I/O is quiesced at once.
-    pub(super) fn without_io(&self, shared: &Shared) -> Duration {
+    pub(super) fn without_io(&self, context: &SourceContext) -> Duration {
         // The state is sent. The dirty pages are harvested once more and listed. The source waits
         // for the target three times: for the last pages, for the load, for the commit.
         let state = self.state_bytes.saturating_add(self.streams_left);
-        let state = shared.link.rate.send_time(state).unwrap_or_default();
-        self.stop_and_load(shared)
+        let state = context.link.rate.send_time(state).unwrap_or_default();
+        self.stop_and_load(context)
             .saturating_add(state)
-            .saturating_add(self.harvest + self.listing + shared.link.round_trip * 3)
+            .saturating_add(self.harvest + self.listing + context.link.round_trip * 3)
     }
 
     /// Returns the downtime without any page.
-    pub(super) fn all(&self, shared: &Shared) -> Duration {
-        self.quiesce.saturating_add(self.without_io(shared))
+    pub(super) fn all(&self, context: &SourceContext) -> Duration {
+        self.quiesce.saturating_add(self.without_io(context))
     }
 }
 

@@ -4,7 +4,7 @@
 //! each pass that the policy would follow with another.
 
 use super::settings::AutoConverge;
-use super::verdict::{Standing, Verdict, listed, readable_time};
+use super::verdict::{PassState, Verdict, listed, readable_time};
 use serde::Serialize;
 use std::time::Duration;
 
@@ -38,17 +38,17 @@ pub struct Expected {
 
 /// Measurements up to the end of a pass.
 #[derive(Debug, Clone)]
-pub struct Seen {
+pub struct Observations {
     /// Number of passes that were sent so far.
     pub passes: u32,
     /// Time since the migration began.
     pub elapsed: Duration,
     /// Part of that time in which the source waited for the guest's I/O without other work.
-    pub rested: Duration,
+    pub waited: Duration,
     /// Number of passes in a row, up to the last, that made no progress.
     pub stuck: u32,
     /// Last pass, and the limits.
-    pub standing: Standing,
+    pub pass_state: PassState,
     /// Prediction from the passes so far.
     pub verdict: Verdict,
     /// True if the operator was told before that no allowed change helps.
@@ -97,7 +97,7 @@ pub struct CourseChange {
 impl Course {
     /// Returns the change as an entry of the report. `None` if nothing changes.
     #[must_use]
-    pub fn change(&self, seen: &Seen) -> Option<CourseChange> {
+    pub fn change(&self, seen: &Observations) -> Option<CourseChange> {
         let (what, why) = match self {
             Self::Keep => return None,
             Self::Postcopy { why } => ("postcopy", why),
@@ -112,13 +112,13 @@ impl Course {
 impl Auto {
     /// Decides on the course after a pass.
     #[must_use]
-    pub fn decide(&self, seen: &Seen) -> Course {
+    pub fn decide(&self, seen: &Observations) -> Course {
         let Some(trouble) = self.trouble(seen) else { return Course::Keep };
-        let share = seen.standing.needed_throttle();
-        let slow = !seen.standing.throttled && self.throttle != AutoConverge::Off;
+        let share = seen.pass_state.needed_throttle();
+        let slow = !seen.pass_state.throttled && self.throttle != AutoConverge::Off;
         // Throttling helps only if the guest dirties too fast. It does not help if stopping alone
         // takes too long.
-        let slowing_helps = slow && seen.standing.fixed <= seen.standing.limit;
+        let slowing_helps = slow && seen.pass_state.fixed <= seen.pass_state.limit;
         if slowing_helps && (!self.postcopy || share <= BEARABLE_THROTTLE) {
             let why = format!(
                 "{trouble}: the guest is throttled for about {:.0} % of its time from now on",
@@ -136,26 +136,26 @@ impl Auto {
         if seen.advised {
             return Course::Keep;
         }
-        let help = seen.standing.help();
+        let help = seen.pass_state.help();
         Course::Advise {
             why: format!("{trouble}, and the settings allow no change. Possible remedies: {}", listed(&help)),
         }
     }
 
     /// Returns how the migration departs from the plan, if it does.
-    fn trouble(&self, seen: &Seen) -> Option<String> {
+    fn trouble(&self, seen: &Observations) -> Option<String> {
         if seen.stuck >= self.patience() {
             let ratio = seen.verdict.ratio.unwrap_or(1.0) * 100.0;
             return Some(format!(
                 "precopy does not converge: the last {} passes made no progress, each left {ratio:.0} % of its pages, \
                  {} of downtime where {} are allowed",
                 seen.stuck,
-                readable_time(seen.standing.stop_s(seen.standing.left as f64)),
-                readable_time(seen.standing.limit.as_secs_f64())
+                readable_time(seen.pass_state.stop_s(seen.pass_state.left as f64)),
+                readable_time(seen.pass_state.limit.as_secs_f64())
             ));
         }
         let longest = self.expected?.longest;
-        let late = seen.elapsed.saturating_sub(seen.rested).as_secs_f64() > longest.as_secs_f64() * OVERRUN;
+        let late = seen.elapsed.saturating_sub(seen.waited).as_secs_f64() > longest.as_secs_f64() * OVERRUN;
         // A migration that is about to end does not need a change.
         let near = seen.verdict.converging == Some(true)
             && seen.verdict.eta_s.is_some_and(|eta| eta < longest.as_secs_f64());
@@ -180,8 +180,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn seen(before: u64, left: u64, stuck: u32) -> Seen {
-        let standing = Standing {
+    fn seen(before: u64, left: u64, stuck: u32) -> Observations {
+        let pass_state = PassState {
             before: Some(before),
             left,
             pass: Duration::from_secs_f64(before as f64 * 4096.0 / 100e6),
@@ -190,16 +190,16 @@ mod tests {
             fixed: Duration::from_millis(5),
             limit: Duration::from_millis(300),
             throttled: false,
-            lazy: false,
+            may_hand_over: false,
         };
         let elapsed = Duration::from_secs(10);
-        Seen {
+        Observations {
             passes: 3,
             elapsed,
-            rested: Duration::ZERO,
+            waited: Duration::ZERO,
             stuck,
-            verdict: standing.judge(),
-            standing,
+            verdict: pass_state.judge(),
+            pass_state,
             advised: false,
         }
     }
@@ -245,7 +245,7 @@ mod tests {
         assert!(matches!(alone.decide(&seen(50_000, 200_000, 2)), Course::Throttle { .. }));
         // The guest is throttled already, and that did not help.
         let mut slowed = seen(50_000, 49_900, 2);
-        slowed.standing.throttled = true;
+        slowed.pass_state.throttled = true;
         assert!(matches!(auto.decide(&slowed), Course::Postcopy { .. }));
     }
 
@@ -253,7 +253,7 @@ mod tests {
     fn advice_is_given_once_if_no_change_is_allowed() {
         let Course::Advise { why } = NOTHING.decide(&seen(50_000, 50_000, 2)) else { panic!("no advice") };
         assert!(why.contains("downtime limit") && why.contains("postcopy"), "{why}");
-        let again = Seen { advised: true, ..seen(50_000, 50_000, 3) };
+        let again = Observations { advised: true, ..seen(50_000, 50_000, 3) };
         assert_eq!(NOTHING.decide(&again), Course::Keep);
     }
 

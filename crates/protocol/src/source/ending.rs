@@ -39,8 +39,8 @@ pub(super) fn give_up(outcome: Outcome, tell: bool) -> Next {
 /// its message.
 pub(super) fn given_back(why: Refusal, thanks: bool) -> Next {
     // The guest is resumed first.
-    let heard = thanks.then_some(Action::Send(ToTarget::Thanks));
-    let actions = [Action::Resume].into_iter().chain(heard).collect();
+    let reply = thanks.then_some(Action::Send(ToTarget::Thanks));
+    let actions = [Action::Resume].into_iter().chain(reply).collect();
     (State::Resuming(Resuming { outcome: Outcome::Failed(why) }), actions)
 }
 

@@ -1,9 +1,9 @@
 //! Events and actions of the source's session.
 
-use crate::arbiter::{ArbiterError, Ruling, Word};
+use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership};
 use std::time::Duration;
 use vmferry_core::{RunState, Section};
-use vmferry_wire::{LackingPages, PageName, Refusal, RunName, ToSource, ToTarget, Token};
+use vmferry_wire::{MissingPages, Refusal, RegionPage, RegionRun, ToSource, ToTarget, Token};
 
 /// Event that the host reports.
 #[derive(Debug, Clone)]
@@ -110,7 +110,7 @@ pub enum Event {
     /// The operator gave up a lost link.
     Abandon,
     /// The arbiter has answered, or the request failed.
-    ArbiterAnswered(Result<Ruling, ArbiterError>),
+    ArbiterAnswered(Result<Ownership, ArbiterError>),
     /// Time has passed, and nothing else happened.
     Tick,
 }
@@ -133,7 +133,7 @@ pub enum Pass {
         first: bool,
     },
     /// Pages that arrived with a digest mismatch.
-    Again(Vec<RunName>),
+    Again(Vec<RegionRun>),
     /// Digests of all pages that the target has and whose content matters.
     Digests,
 }
@@ -159,10 +159,10 @@ pub enum Action {
     /// requests for them from now on.
     HandOver {
         /// Pages that arrived with a digest mismatch.
-        also: Vec<RunName>,
+        also: Vec<RegionRun>,
     },
     /// Send the missing pages that no vCPU waits for, on all bulk channels.
-    SendRest {
+    SendRemaining {
         /// Number of the pass.
         number: u32,
     },
@@ -174,7 +174,7 @@ pub enum Action {
         after: Duration,
     },
     /// Add these pages to the target's missing pages.
-    TakeMissing(LackingPages),
+    TakeMissing(MissingPages),
     /// The target has named all of its missing pages: answer requests for them from now on.
     ServeMissing {
         /// Number of missing pages.
@@ -216,7 +216,7 @@ pub enum Action {
     /// Make this request to the arbiter after a delay, and report [`Event::ArbiterAnswered`].
     AskArbiter {
         /// Request to make.
-        word: Word,
+        request: ArbiterRequest,
         /// Delay before the request.
         after: Duration,
     },
@@ -250,5 +250,5 @@ pub struct Verification {
     /// Number of pages that differ.
     pub mismatched: u64,
     /// First pages that differ.
-    pub samples: Vec<PageName>,
+    pub samples: Vec<RegionPage>,
 }

@@ -1,10 +1,10 @@
 //! Judgement of a precopy after each of its passes, and the resulting course.
 
+use super::context::{SourceContext, Urgency};
 use super::costs::Costs;
-use super::shared::{Shared, Urgency};
 use crate::source::policy::PassOutcome;
 use crate::source::settings::AutoConverge;
-use crate::source::{Course, CourseChange, Remedy, Seen, Standing, Verdict};
+use crate::source::{Course, CourseChange, Observations, PassState, Remedy, Verdict};
 use std::time::Duration;
 
 /// Share of pages left, compared with the pass before, above which a pass made no progress.
@@ -31,49 +31,49 @@ impl Judged {
 
     /// Returns the state of the migration after `pass`. `None` before the link's bandwidth is
     /// known.
-    pub(super) fn standing(
+    pub(super) fn pass_state(
         &mut self,
-        shared: &Shared,
+        context: &SourceContext,
         pass: PassOutcome,
         costs: &Costs,
         slowed: bool,
-    ) -> Option<Standing> {
-        let bandwidth = shared.link.rate.bandwidth()?;
-        Some(Standing {
+    ) -> Option<PassState> {
+        let bandwidth = context.link.rate.bandwidth()?;
+        Some(PassState {
             before: self.before.replace(pass.remaining),
             left: pass.remaining,
             pass: pass.elapsed,
             bandwidth,
-            bandwidth_stopped: shared.link.rate.bandwidth_stopped().unwrap_or(bandwidth),
-            fixed: costs.all(shared),
-            limit: shared.settings.downtime_limit,
+            bandwidth_stopped: context.link.rate.bandwidth_stopped().unwrap_or(bandwidth),
+            fixed: costs.all(context),
+            limit: context.settings.downtime_limit,
             throttled: slowed || self.throttles,
-            lazy: shared.settings.may_hand_over(),
+            may_hand_over: context.settings.may_hand_over(),
         })
     }
 
-    /// Judges `standing`. `waits_for_io` is true if only the guest's I/O prevents stopping it, and
-    /// `rested` is the time for which the source waited for the guest.
+    /// Judges `pass_state`. `waits_for_io` is true if only the guest's I/O prevents stopping it,
+    /// and `waited` is the time for which the source waited for the guest.
     pub(super) fn seen(
         &mut self,
-        shared: &Shared,
+        context: &SourceContext,
         now: Duration,
         pass: PassOutcome,
-        standing: Standing,
-        (waits_for_io, rested): (bool, Duration),
-    ) -> Seen {
-        let verdict = if shared.deferral.busy().is_some() { too_busy() } else { standing.judge() };
+        pass_state: PassState,
+        (waits_for_io, waited): (bool, Duration),
+    ) -> Observations {
+        let verdict = if context.deferral.busy().is_some() { too_busy() } else { pass_state.judge() };
         let no_progress =
-            standing.before.is_some_and(|before| pass.remaining as f64 > before as f64 * PROGRESS);
+            pass_state.before.is_some_and(|before| pass.remaining as f64 > before as f64 * PROGRESS);
         let stuck = !waits_for_io && verdict.converging != Some(true) && no_progress;
         self.stuck = if stuck { self.stuck + 1 } else { 0 };
         self.verdict = Some(verdict.clone());
-        Seen {
-            passes: shared.pass,
-            elapsed: now.saturating_sub(shared.started),
-            rested,
+        Observations {
+            passes: context.pass,
+            elapsed: now.saturating_sub(context.started),
+            waited,
             stuck: self.stuck,
-            standing,
+            pass_state,
             verdict,
             advised: self.advised,
         }
@@ -81,14 +81,18 @@ impl Judged {
 
     /// Changes the course if the settings allow it and `seen` requires it. Returns the vCPUs to
     /// throttle from now on, if any.
-    pub(super) fn change_course(&mut self, shared: &mut Shared, seen: &Seen) -> Option<AutoConverge> {
-        let course = shared.settings.auto.as_ref()?.decide(seen);
-        shared.summary.course.extend(course.change(seen));
+    pub(super) fn change_course(
+        &mut self,
+        context: &mut SourceContext,
+        seen: &Observations,
+    ) -> Option<AutoConverge> {
+        let course = context.settings.auto.as_ref()?.decide(seen);
+        context.summary.course.extend(course.change(seen));
         match course {
             Course::Keep => {}
             Course::Postcopy { .. } => {
-                if shared.settings.may_hand_over() {
-                    shared.urgency.raise(Urgency::Advised);
+                if context.settings.may_hand_over() {
+                    context.urgency.raise(Urgency::Advised);
                 }
             }
             Course::Throttle { how, .. } => {
@@ -104,17 +108,17 @@ impl Judged {
     }
 
     /// Records that the guest moves by postcopy because stopping it takes `costs`.
-    pub(super) fn note_long_stop(shared: &mut Shared, now: Duration, costs: Duration) {
+    pub(super) fn note_long_stop(context: &mut SourceContext, now: Duration, costs: Duration) {
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let why = format!(
             "stopping the guest takes {:.1} ms with nothing to send, but {:.1} ms are allowed: the guest \
              continues on the target, and the rest of its memory follows",
             millis(costs),
-            millis(shared.settings.downtime_limit)
+            millis(context.settings.downtime_limit)
         );
-        shared.summary.course.push(CourseChange {
-            at_ms: millis(now.saturating_sub(shared.started)),
-            passes: shared.pass,
+        context.summary.course.push(CourseChange {
+            at_ms: millis(now.saturating_sub(context.started)),
+            passes: context.pass,
             what: "postcopy".into(),
             why,
         });

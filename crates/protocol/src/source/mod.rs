@@ -31,6 +31,7 @@
 //! (`commit`).
 
 mod commit;
+mod context;
 mod costs;
 mod course;
 mod deferral;
@@ -45,34 +46,33 @@ mod projection;
 mod recovery;
 mod settings;
 mod setup;
-mod shared;
 mod stopping;
 mod switchover;
 pub mod throttle;
 mod throttling;
 mod verdict;
 
-pub use course::{Auto, Course, CourseChange, Expected, Seen};
+pub use context::Summary;
+pub use course::{Auto, Course, CourseChange, Expected, Observations};
 pub use events::{Action, Event, Outcome, Pass, Verification};
 pub use settings::{AutoConverge, MigrationMode, OnTimeout, Settings, SwitchoverBandwidth};
-pub use shared::Summary;
-pub use verdict::{Remedy, Standing, Verdict, readable_time};
+pub use verdict::{PassState, Remedy, Verdict, readable_time};
 
 use crate::run;
 use commit::{Claiming, Committed};
+use context::{SourceContext, Urgency};
 use ending::{Ended, Resuming, give_up};
 use postcopy::Postcopy;
 use precopy::Precopy;
 use recovery::Recovery;
 use setup::Setup;
-use shared::{Shared, Urgency};
 use std::time::Duration;
 use stopping::Stopping;
 use switchover::Switchover;
 use vmferry_core::{MachineConfig, StreamName};
-use vmferry_wire::{LazyFigures, Refusal, RefusalCode, ToSource, ToTarget};
+use vmferry_wire::{PagingFigures, Refusal, RefusalCode, ToSource, ToTarget};
 
-/// Phase that the monitor and the report show.
+/// Phase that the migration handle and the report show.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Source and target agree on the migration, and open channels.
@@ -128,7 +128,7 @@ type Next = (State, Vec<Action>);
 /// Session of a source.
 #[derive(Debug, Clone)]
 pub struct Session {
-    shared: Shared,
+    context: SourceContext,
     state: State,
 }
 
@@ -192,15 +192,15 @@ impl Session {
             urgent_channels: settings.urgent_count(),
             probe: settings.probes(),
         };
-        let shared = Shared::new(settings, pages, now);
-        let session = Self { shared, state: State::Setup(Setup::begin()) };
+        let context = SourceContext::new(settings, pages, now);
+        let session = Self { context, state: State::Setup(Setup::begin()) };
         (session, vec![Action::Send(first)])
     }
 
     /// Adds streams of device state with these names. The target must support streams.
     #[must_use]
     pub fn streaming(mut self, streams: Vec<StreamName>) -> Self {
-        self.shared.streams = streams;
+        self.context.streams = streams;
         self
     }
 
@@ -209,10 +209,10 @@ impl Session {
         let before = self.state.step();
         let placeholder = State::Ended(Ended::default());
         let state = std::mem::replace(&mut self.state, placeholder);
-        let (state, actions) = react(state, &mut self.shared, now, event);
+        let (state, actions) = react(state, &mut self.context, now, event);
         self.state = state;
         if self.state.step() != before {
-            self.shared.last_step = now;
+            self.context.last_step = now;
         }
         actions
     }
@@ -220,24 +220,24 @@ impl Session {
     /// Takes the answer to ping `number`, which arrived at `at`. The time until the host reports
     /// the answer is not part of the round trip.
     pub fn pong(&mut self, at: Duration, number: u64) {
-        self.shared.link.pong(at, number);
+        self.context.link.pong(at, number);
     }
 }
 
 /// Takes an event in any state.
-fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
+fn react(state: State, context: &mut SourceContext, now: Duration, event: Event) -> Next {
     // Three messages may arrive at any time, and are no answers.
     match event {
         Event::Message(ToSource::Pong(number)) => {
-            shared.link.pong(now, number);
+            context.link.pong(now, number);
             return (state, Vec::new());
         }
         Event::Message(ToSource::Costs { load_us }) => {
-            shared.target_load = Some(Duration::from_micros(load_us));
+            context.target_load = Some(Duration::from_micros(load_us));
             return (state, Vec::new());
         }
         Event::Message(ToSource::WantsTrial) => {
-            shared.wants_trial = true;
+            context.wants_trial = true;
             return (state, Vec::new());
         }
         _ => {}
@@ -245,18 +245,18 @@ fn react(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next
     match state {
         State::Ended(_) => (state, Vec::new()),
         State::Resuming(resuming) => resuming.handle(event),
-        State::Committed(committed) => committed.handle(shared, now, event),
-        State::Claiming(claiming) => claiming.handle(shared, now, event),
-        State::Postcopy(postcopy) => postcopy.handle(shared, now, event),
-        State::Recovery(recovery) => recovery.handle(shared, now, event),
+        State::Committed(committed) => committed.handle(context, now, event),
+        State::Claiming(claiming) => claiming.handle(context, now, event),
+        State::Postcopy(postcopy) => postcopy.handle(context, now, event),
+        State::Recovery(recovery) => recovery.handle(context, now, event),
         State::Setup(_) | State::Precopy(_) | State::Stopping(_) | State::Switchover(_) => {
-            before_commit(state, shared, now, event)
+            before_commit(state, context, now, event)
         }
     }
 }
 
 /// Takes an event before the commit, while every failure leaves the guest with the source.
-fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event) -> Next {
+fn before_commit(state: State, context: &mut SourceContext, now: Duration, event: Event) -> Next {
     match event {
         Event::Message(ToSource::Failed(why)) => {
             // A target that was about to start the guest waits for the information that it must not
@@ -270,10 +270,10 @@ fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event)
             give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false)
         }
         Event::Cancel => give_up(Outcome::Cancelled("cancelled on request".into()), true),
-        Event::Tick => tick(state, shared, now),
+        Event::Tick => tick(state, context, now),
         Event::SwitchNow => {
-            if shared.settings.may_hand_over() {
-                shared.urgency.raise(Urgency::Postcopy);
+            if context.settings.may_hand_over() {
+                context.urgency.raise(Urgency::Postcopy);
             }
             (state, Vec::new())
         }
@@ -281,52 +281,52 @@ fn before_commit(state: State, shared: &mut Shared, now: Duration, event: Event)
         // migration. The arbiter was not asked.
         Event::Pause | Event::Recover | Event::Abandon | Event::ArbiterAnswered(_) => (state, Vec::new()),
         event => match state {
-            State::Setup(setup) => setup.handle(shared, now, event),
-            State::Precopy(precopy) => precopy.handle(shared, now, event),
-            State::Stopping(stopping) => stopping.handle(shared, now, event),
-            State::Switchover(switchover) => switchover.handle(shared, event),
+            State::Setup(setup) => setup.handle(context, now, event),
+            State::Precopy(precopy) => precopy.handle(context, now, event),
+            State::Stopping(stopping) => stopping.handle(context, now, event),
+            State::Switchover(switchover) => switchover.handle(context, event),
             other => (other, Vec::new()),
         },
     }
 }
 
 /// Takes a tick of the clock before the commit.
-fn tick(state: State, shared: &mut Shared, now: Duration) -> Next {
+fn tick(state: State, context: &mut SourceContext, now: Duration) -> Next {
     let paused = matches!(state, State::Stopping(_) | State::Switchover(_));
-    if let Some(limit) = shared.settings.timeout
-        && now.saturating_sub(shared.started) > limit
+    if let Some(limit) = context.settings.timeout
+        && now.saturating_sub(context.started) > limit
         && !paused
     {
-        match shared.settings.on_timeout {
+        match context.settings.on_timeout {
             OnTimeout::Cancel => {
                 return give_up(Outcome::Cancelled(format!("not done within {limit:?}")), true);
             }
-            OnTimeout::Switch => shared.urgency.raise(Urgency::Switch),
-            OnTimeout::Postcopy => shared.urgency.raise(Urgency::Postcopy),
+            OnTimeout::Switch => context.urgency.raise(Urgency::Switch),
+            OnTimeout::Postcopy => context.urgency.raise(Urgency::Postcopy),
         }
     }
     let state = match state {
-        State::Setup(setup) if setup.waits_for_io() => return setup.tick(shared, now),
-        State::Precopy(precopy) if precopy.is_resting() => return precopy.tick(shared, now),
+        State::Setup(setup) if setup.waits_for_io() => return setup.tick(context, now),
+        State::Precopy(precopy) if precopy.is_waiting() => return precopy.tick(context, now),
         state => state,
     };
-    let patience = shared.patience();
+    let patience = context.patience();
     if let Some(what) = state.awaited()
-        && now.saturating_sub(shared.last_step) > patience
+        && now.saturating_sub(context.last_step) > patience
     {
         let detail = format!("the target answers pings, but has not {what} for {patience:?}");
         return give_up(Outcome::Failed(Refusal::new(RefusalCode::Timeout, detail)), true);
     }
     if let State::Switchover(switchover) = &state
-        && let Some(why) = switchover.too_slow(shared, now)
+        && let Some(why) = switchover.too_slow(context, now)
     {
         return give_up(Outcome::Failed(why), true);
     }
-    let ping = shared.ping(now);
+    let ping = context.ping(now);
     (state, ping)
 }
 
-/// Methods for the host, the monitor and the report.
+/// Methods for the host, the migration handle and the report.
 impl Session {
     /// Returns the phase.
     pub fn phase(&self) -> Phase {
@@ -361,17 +361,17 @@ impl Session {
 
     /// Returns true if the target has reported that it runs the guest before all of its memory has
     /// arrived.
-    pub fn runs_there(&self) -> bool {
+    pub fn runs_on_target(&self) -> bool {
         match &self.state {
             State::Postcopy(_) => true,
-            State::Recovery(recovery) => recovery.runs_there(),
+            State::Recovery(recovery) => recovery.runs_on_target(),
             _ => false,
         }
     }
 
     /// Returns the measured bandwidth of the link, in bytes per second.
     pub fn bandwidth(&self) -> Option<f64> {
-        self.shared.link.rate.bandwidth()
+        self.context.link.rate.bandwidth()
     }
 
     /// Returns the downtime to expect if the guest were stopped now, or the downtime that was
@@ -379,7 +379,7 @@ impl Session {
     /// the pages there, and no trial pause measures a handover.
     pub fn predicted_downtime(&self) -> Option<Duration> {
         match &self.state {
-            State::Precopy(precopy) => precopy.predicted(&self.shared),
+            State::Precopy(precopy) => precopy.predicted(&self.context),
             State::Stopping(stopping) => stopping.predicted,
             State::Switchover(switchover) => switchover.predicted,
             _ => None,
@@ -389,25 +389,25 @@ impl Session {
     /// Returns the reason why the guest's I/O prevented stopping it at the last attempt.
     pub fn busy(&self) -> Option<&str> {
         match self.state {
-            State::Setup(_) | State::Precopy(_) => self.shared.deferral.busy(),
+            State::Setup(_) | State::Precopy(_) => self.context.deferral.busy(),
             _ => None,
         }
     }
 
     /// Returns true if the next harvest finds pages that were not written during a pass.
-    pub fn is_waking(&self) -> bool {
-        matches!(&self.state, State::Precopy(precopy) if precopy.is_waking())
+    pub fn harvests_after_wait(&self) -> bool {
+        matches!(&self.state, State::Precopy(precopy) if precopy.harvests_after_wait())
     }
 
     /// Returns the number of deferrals: attempts at which the guest's I/O was too busy to stop the
     /// guest.
-    pub fn put_off(&self) -> u64 {
-        self.shared.deferral.count
+    pub fn deferrals(&self) -> u64 {
+        self.context.deferral.count
     }
 
     /// Returns the total time for which the guest was paused at these attempts.
-    pub fn put_off_for(&self) -> Duration {
-        self.shared.deferral.paused
+    pub fn deferred_time(&self) -> Duration {
+        self.context.deferral.paused
     }
 
     /// Returns the prediction for the passes, while passes are sent.
@@ -417,7 +417,7 @@ impl Session {
 
     /// Returns the changes that the migration made to its own course.
     pub fn course(&self) -> &[CourseChange] {
-        &self.shared.summary.course
+        &self.context.summary.course
     }
 
     /// Returns the state of a link that is lost after the commit, with the reason for the loss. The
@@ -433,43 +433,43 @@ impl Session {
 
     /// Returns the number of times that the link was lost in postcopy.
     pub fn interruptions(&self) -> u64 {
-        self.shared.summary.interruptions
+        self.context.summary.interruptions
     }
 
     /// Returns the last answer of the arbiter, if the source has claimed the guest.
-    pub fn fence_says(&self) -> Option<String> {
-        self.shared.claim.as_ref()?.says()
+    pub fn arbiter_answer(&self) -> Option<String> {
+        self.context.claim.as_ref()?.says()
     }
 
     /// Returns true if the register is not needed any more. After a claim of the source the
     /// register stays, because the target may have to read it.
-    pub fn fence_done(&self) -> bool {
-        self.shared.claim.as_ref().is_some_and(|claim| !claim.made())
+    pub fn register_unneeded(&self) -> bool {
+        self.context.claim.as_ref().is_some_and(|claim| !claim.begun())
     }
 
     /// Returns true if the source owns the guest and could not resume it.
-    pub fn stands_still(&self) -> bool {
+    pub fn resume_failed(&self) -> bool {
         matches!(&self.state, State::Ended(ended) if ended.resume_failed())
     }
 
     /// Returns the longest time that the target may take for a step while it answers pings.
     pub fn patience(&self) -> Duration {
-        self.shared.patience()
+        self.context.patience()
     }
 
     /// Returns the target's figures of the time after the switchover.
-    pub fn figures(&self) -> Option<&LazyFigures> {
-        self.shared.summary.figures.as_ref()
+    pub fn figures(&self) -> Option<&PagingFigures> {
+        self.context.summary.figures.as_ref()
     }
 
     /// Returns the result of the verification.
     pub fn verification(&self) -> Option<&Verification> {
-        self.shared.summary.verification.as_ref()
+        self.context.summary.verification.as_ref()
     }
 
     /// Returns the figures of this migration that the report needs.
     pub fn summary(&self) -> &Summary {
-        &self.shared.summary
+        &self.context.summary
     }
 }
 
@@ -478,14 +478,14 @@ impl Session {
 impl Session {
     /// Returns true if the guest's I/O was too busy at the last attempt.
     pub fn was_busy(&self) -> bool {
-        self.shared.deferral.busy().is_some()
+        self.context.deferral.busy().is_some()
     }
 
     /// Returns true if the session does nothing until the next attempt to stop the guest.
-    pub fn is_resting(&self) -> bool {
+    pub fn is_waiting(&self) -> bool {
         match &self.state {
             State::Setup(setup) => setup.waits_for_io(),
-            State::Precopy(precopy) => precopy.is_resting(),
+            State::Precopy(precopy) => precopy.is_waiting(),
             _ => false,
         }
     }

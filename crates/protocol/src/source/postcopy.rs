@@ -4,13 +4,13 @@
 //! again. Its pages can be sent, and sent again over other channels, for as long as this process
 //! lives.
 
+use super::context::SourceContext;
 use super::ending::finish;
 use super::recovery::{Owner, Recovery, Reopen};
-use super::shared::Shared;
 use super::{Next, State};
 use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
-use vmferry_wire::{LazyFigures, ToSource, ToTarget};
+use vmferry_wire::{PagingFigures, ToSource, ToTarget};
 
 /// History of the links. It determines for how long the source tries to open a lost link again.
 #[derive(Debug, Clone)]
@@ -50,30 +50,30 @@ pub(super) struct Postcopy {
 
 impl Postcopy {
     /// Begins, or continues over a new link: the missing pages are sent.
-    pub(super) fn begin(shared: &mut Shared, history: History) -> Next {
-        shared.pass += 1;
-        (State::Postcopy(Self { history }), vec![Action::SendRest { number: shared.pass }])
+    pub(super) fn begin(context: &mut SourceContext, history: History) -> Next {
+        context.pass += 1;
+        (State::Postcopy(Self { history }), vec![Action::SendRemaining { number: context.pass }])
     }
 
-    pub(super) fn handle(self, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(self, context: &mut SourceContext, now: Duration, event: Event) -> Next {
         match event {
-            Event::Message(ToSource::Complete(figures)) => completed(shared, figures),
+            Event::Message(ToSource::Complete(figures)) => completed(context, figures),
             Event::Pause => {
                 let why = "the operator asked for a pause".into();
-                Recovery::begin(shared, now, self.history, Owner::Target, Reopen::OnRequest(why))
+                Recovery::begin(context, now, self.history, Owner::Target, Reopen::OnRequest(why))
             }
-            Event::PeerLost(why) | Event::NotSent(why) => self.lost(shared, now, why),
-            Event::LocalFailure(why) => self.lost(shared, now, why.to_string()),
+            Event::PeerLost(why) | Event::NotSent(why) => self.lost(context, now, why),
+            Event::LocalFailure(why) => self.lost(context, now, why.to_string()),
             Event::Message(message) => {
                 let why = format!("the target sent {}, which is not allowed at this point", message.name());
-                self.lost(shared, now, why)
+                self.lost(context, now, why)
             }
             Event::Tick => {
-                let ping = shared.ping(now);
+                let ping = context.ping(now);
                 (State::Postcopy(self), ping)
             }
             Event::ArbiterAnswered(answer) => {
-                shared.claim.iter_mut().for_each(|claim| claim.note(answer.clone()));
+                context.claim.iter_mut().for_each(|claim| claim.note(answer.clone()));
                 (State::Postcopy(self), Vec::new())
             }
             // The request comes too late to keep the guest, and there is no link to open.
@@ -81,15 +81,15 @@ impl Postcopy {
         }
     }
 
-    fn lost(self, shared: &mut Shared, now: Duration, why: String) -> Next {
-        Recovery::begin(shared, now, self.history, Owner::Target, Reopen::Itself(why))
+    fn lost(self, context: &mut SourceContext, now: Duration, why: String) -> Next {
+        Recovery::begin(context, now, self.history, Owner::Target, Reopen::Itself(why))
     }
 }
 
 /// Ends the migration after the target has received every page.
-pub(super) fn completed(shared: &mut Shared, figures: LazyFigures) -> Next {
-    shared.summary.target_cpu = Duration::from_micros(figures.cpu_us);
-    shared.summary.figures = Some(figures);
+pub(super) fn completed(context: &mut SourceContext, figures: PagingFigures) -> Next {
+    context.summary.target_cpu = Duration::from_micros(figures.cpu_us);
+    context.summary.figures = Some(figures);
     let (state, end) = finish(Outcome::Completed);
     (state, [Action::Send(ToTarget::Thanks)].into_iter().chain(end).collect())
 }

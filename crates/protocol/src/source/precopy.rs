@@ -1,8 +1,8 @@
 //! Passes over memory while the guest runs, until the guest can be stopped to send the rest.
 
+use super::context::{SourceContext, Urgency};
 use super::costs::Costs;
 use super::judge::Judged;
-use super::shared::{Shared, Urgency};
 use super::stopping::{Origin, Stopping};
 use super::switchover::Kind;
 use super::throttling::Throttling;
@@ -13,7 +13,7 @@ use crate::source::policy::{CONVERGING, Convergence, Decision, PassOutcome};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
 use vmferry_core::Section;
-use vmferry_wire::{RunName, ToSource, ToTarget};
+use vmferry_wire::{RegionRun, ToSource, ToTarget};
 
 /// Fraction of the downtime limit. Pages that take less than this time to send can wait.
 const LITTLE: u32 = 4;
@@ -31,9 +31,9 @@ pub(super) struct Precopy {
     /// Number of pages that the pass before left, in hybrid mode.
     left_before: Option<u64>,
     /// Time for which the source waited for the guest with nothing to send.
-    rested: Duration,
+    waited: Duration,
     /// Pages that arrived with a digest mismatch in the last pass.
-    damaged: Vec<RunName>,
+    mismatched: Vec<RegionRun>,
 }
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
@@ -60,7 +60,7 @@ pub(super) enum Step {
     },
     /// Almost nothing is left to send, and the guest cannot be stopped yet. A pass would only cause
     /// faults in the guest.
-    Resting {
+    Waiting {
         since: Duration,
     },
 }
@@ -71,37 +71,37 @@ pub(super) enum Written {
     /// During a pass, with the number of sent bytes and its duration.
     DuringPass { bytes: u64, took: Duration },
     /// Not during a pass. Such pages are not used for judgements.
-    DuringRest,
+    WhileWaiting,
 }
 
 impl Precopy {
     /// Begins: the target is ready, and the tracker has started.
-    pub(super) fn begin(shared: &Shared, now: Duration) -> Next {
+    pub(super) fn begin(context: &SourceContext, now: Duration) -> Next {
         let precopy = Self {
             step: Step::Passing { began: now, sent: None, received: false, streamed: None },
             dirty: 0,
             costs: Costs::default(),
-            convergence: Convergence::of(&shared.settings),
+            convergence: Convergence::of(&context.settings),
             judged: Judged::default(),
-            throttling: Throttling::new(shared.settings.auto_converge),
+            throttling: Throttling::new(context.settings.auto_converge),
             left_before: None,
-            rested: Duration::ZERO,
-            damaged: Vec::new(),
+            waited: Duration::ZERO,
+            mismatched: Vec::new(),
         };
-        Box::new(precopy).send_pass(shared, now, true)
+        Box::new(precopy).send_pass(context, now, true)
     }
 
     pub(super) fn step(&self) -> Step {
         self.step
     }
 
-    pub(super) fn is_resting(&self) -> bool {
-        matches!(self.step, Step::Resting { .. })
+    pub(super) fn is_waiting(&self) -> bool {
+        matches!(self.step, Step::Waiting { .. })
     }
 
     /// Returns true if the next harvest finds pages that were not written during a pass.
-    pub(super) fn is_waking(&self) -> bool {
-        matches!(self.step, Step::Harvesting { of: Written::DuringRest, .. })
+    pub(super) fn harvests_after_wait(&self) -> bool {
+        matches!(self.step, Step::Harvesting { of: Written::WhileWaiting, .. })
     }
 
     pub(super) fn verdict(&self) -> Option<&Verdict> {
@@ -109,16 +109,21 @@ impl Precopy {
     }
 
     /// Returns the pages that arrived with a digest mismatch in the last pass.
-    pub(super) fn damaged(self) -> Vec<RunName> {
-        self.damaged
+    pub(super) fn mismatched(self) -> Vec<RegionRun> {
+        self.mismatched
     }
 
     /// Returns the downtime to expect if the guest were stopped now.
-    pub(super) fn predicted(&self, shared: &Shared) -> Option<Duration> {
-        shared.link.rate.predict(self.dirty, self.costs.all(shared))
+    pub(super) fn predicted(&self, context: &SourceContext) -> Option<Duration> {
+        context.link.rate.predict(self.dirty, self.costs.all(context))
     }
 
-    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(
+        mut self: Box<Self>,
+        context: &mut SourceContext,
+        now: Duration,
+        event: Event,
+    ) -> Next {
         match (self.step, event) {
             (Step::Passing { began, sent: None, received, streamed }, Event::PassSent { bytes, listing }) => {
                 self.costs.listing = listing;
@@ -127,10 +132,10 @@ impl Precopy {
             (
                 Step::Passing { began, sent, streamed, .. },
                 Event::Message(ToSource::Received { pass, runs, .. }),
-            ) if pass == shared.pass => {
+            ) if pass == context.pass => {
                 // Such pages are dirty as well and are sent again. A handover also names them
                 // explicitly.
-                self.damaged = runs;
+                self.mismatched = runs;
                 self.passing(now, began, (sent, true, streamed))
             }
             (
@@ -144,26 +149,26 @@ impl Precopy {
                 self.costs.harvest = now.saturating_sub(began);
                 self.throttling.writers = writers;
                 self.dirty = pages;
-                self.harvested(shared, now, of)
+                self.harvested(context, now, of)
             }
             (
                 Step::TrialPause { of },
                 Event::TrialPaused { stop, save, quiesce, paused, state_bytes, trial },
             ) => {
                 self.costs.measured(stop, save, quiesce, state_bytes);
-                shared.deferral.found_quiet(now);
-                if self.cannot_stop(shared) {
-                    shared.deferral.found_too_long(now, paused);
+                context.deferral.found_quiet(now);
+                if self.cannot_stop(context) {
+                    context.deferral.found_too_long(now, paused);
                 }
-                match trial.filter(|_| std::mem::take(&mut shared.wants_trial)) {
+                match trial.filter(|_| std::mem::take(&mut context.wants_trial)) {
                     Some(trial) => self.prepare(of, trial),
-                    None => self.decide(shared, now, of),
+                    None => self.decide(context, now, of),
                 }
             }
-            (Step::Preparing { of }, Event::Message(ToSource::Prepared)) => self.prepared(shared, now, of),
+            (Step::Preparing { of }, Event::Message(ToSource::Prepared)) => self.prepared(context, now, of),
             (Step::TrialPause { of }, Event::Busy { paused, why }) => {
-                shared.deferral.found_busy(now, paused, why);
-                self.decide(shared, now, of)
+                context.deferral.found_busy(now, paused, why);
+                self.decide(context, now, of)
             }
             (step, event) => {
                 let why = misplaced(&event, super::Step::Precopy(step));
@@ -175,13 +180,18 @@ impl Precopy {
 
 /// Sequence of passes.
 impl Precopy {
-    pub(super) fn send_pass(mut self: Box<Self>, shared: &Shared, now: Duration, first: bool) -> Next {
-        let streams = !shared.streams.is_empty();
+    pub(super) fn send_pass(
+        mut self: Box<Self>,
+        context: &SourceContext,
+        now: Duration,
+        first: bool,
+    ) -> Next {
+        let streams = !context.streams.is_empty();
         let streamed = (!streams).then_some(0);
         self.step = Step::Passing { began: now, sent: None, received: false, streamed };
         let mut actions = vec![
-            Action::Send(ToTarget::Pass { pass: shared.pass, pages: self.dirty }),
-            Action::SendPass { number: shared.pass, pass: Pass::Dirty { first } },
+            Action::Send(ToTarget::Pass { pass: context.pass, pages: self.dirty }),
+            Action::SendPass { number: context.pass, pass: Pass::Dirty { first } },
         ];
         actions.extend(streams.then_some(Action::StreamState));
         (State::Precopy(self), actions)
@@ -208,24 +218,24 @@ impl Precopy {
         (State::Precopy(self), vec![Action::Harvest])
     }
 
-    fn harvested(self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
-        let Written::DuringPass { took, .. } = of else { return self.woken(shared, now) };
+    fn harvested(self: Box<Self>, context: &mut SourceContext, now: Duration, of: Written) -> Next {
+        let Written::DuringPass { took, .. } = of else { return self.after_wait(context, now) };
         // A pass waits for the target exactly once. Its duration therefore bounds the round trip,
         // which a late answer to a ping can overestimate.
-        shared.link.round_trip = shared.link.round_trip.min(took);
+        context.link.round_trip = context.link.round_trip.min(took);
         // A trial pause measures the cost of stopping. One suffices, unless the host was so busy at
         // that time that the guest would never fit its limit.
-        let never = self.costs.stop.is_none() && shared.deferral.busy().is_none();
-        let again = self.cannot_stop(shared) && shared.deferral.is_due(now) && !shared.urgency.insists();
+        let never = self.costs.stop.is_none() && context.deferral.busy().is_none();
+        let again = self.cannot_stop(context) && context.deferral.is_due(now) && !context.urgency.insists();
         if never || again {
-            return self.trial_pause(shared, of);
+            return self.trial_pause(context, of);
         }
-        self.decide(shared, now, of)
+        self.decide(context, now, of)
     }
 
-    fn trial_pause(mut self: Box<Self>, shared: &Shared, of: Written) -> Next {
+    fn trial_pause(mut self: Box<Self>, context: &SourceContext, of: Written) -> Next {
         self.step = Step::TrialPause { of };
-        (State::Precopy(self), vec![Action::TrialPause { within: shared.io_patience() }])
+        (State::Precopy(self), vec![Action::TrialPause { within: context.io_patience() }])
     }
 
     /// Has the target's VM prepare itself with the state of the trial pause, while the guest runs.
@@ -239,65 +249,65 @@ impl Precopy {
 
     /// Continues after the target's VM was prepared, which may have taken long. The pass is not
     /// judged, because the guest has written more since its harvest.
-    fn prepared(mut self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
+    fn prepared(mut self: Box<Self>, context: &mut SourceContext, now: Duration, of: Written) -> Next {
         if let Written::DuringPass { bytes, took } = of {
-            shared.link.rate.learn(PassOutcome { bytes, elapsed: took, remaining: self.dirty });
-            shared.pass += 1;
+            context.link.rate.learn(PassOutcome { bytes, elapsed: took, remaining: self.dirty });
+            context.pass += 1;
         }
         self.begin_anew();
-        self.harvest(now, Written::DuringRest)
+        self.harvest(now, Written::WhileWaiting)
     }
 
     /// Decides on the next step after a pass.
-    fn decide(mut self: Box<Self>, shared: &mut Shared, now: Duration, of: Written) -> Next {
-        let Written::DuringPass { bytes, took } = of else { return self.woken(shared, now) };
+    fn decide(mut self: Box<Self>, context: &mut SourceContext, now: Duration, of: Written) -> Next {
+        let Written::DuringPass { bytes, took } = of else { return self.after_wait(context, now) };
         let outcome = PassOutcome { bytes, elapsed: took, remaining: self.dirty };
         // Updated first, because the time for sending the state is one of the costs.
-        shared.link.rate.learn(outcome);
-        let decision = self.convergence.decide(outcome, self.costs.all(shared), &shared.link.rate);
-        shared.pass += 1;
-        self.judge(shared, now, outcome, decision);
-        let ready = shared.deferral.busy().is_none() || shared.urgency.insists();
-        if (decision == Decision::Switch && ready) || shared.urgency == Urgency::Switch {
-            return self.stop(shared, Kind::Complete);
+        context.link.rate.learn(outcome);
+        let decision = self.convergence.decide(outcome, self.costs.all(context), &context.link.rate);
+        context.pass += 1;
+        self.judge(context, now, outcome, decision);
+        let ready = context.deferral.busy().is_none() || context.urgency.insists();
+        if (decision == Decision::Switch && ready) || context.urgency == Urgency::Switch {
+            return self.stop(context, Kind::Complete);
         }
-        if self.wants_postcopy(shared) && ready {
-            return self.stop(shared, Kind::HandOver);
+        if self.wants_postcopy(context) && ready {
+            return self.stop(context, Kind::HandOver);
         }
-        if self.hands_over_instead(shared, now) {
-            return self.stop(shared, Kind::HandOver);
+        if self.hands_over_instead(context, now) {
+            return self.stop(context, Kind::HandOver);
         }
-        if self.rests(shared) {
-            return self.rest(now);
+        if self.should_wait(context) {
+            return self.wait(now);
         }
-        let predicted = self.predicted(shared);
-        let throttle = self.throttling.adapt(shared, outcome, predicted).map(Action::Throttle);
-        let (state, pass) = self.send_pass(shared, now, false);
+        let predicted = self.predicted(context);
+        let throttle = self.throttling.adapt(context, outcome, predicted).map(Action::Throttle);
+        let (state, pass) = self.send_pass(context, now, false);
         (state, throttle.into_iter().chain(pass).collect())
     }
 
     /// Returns true if the guest must go over to postcopy: on request, or because another pass is
     /// not justified in hybrid mode.
-    fn wants_postcopy(&mut self, shared: &Shared) -> bool {
+    fn wants_postcopy(&mut self, context: &SourceContext) -> bool {
         let before = self.left_before.replace(self.dirty);
         let slow = before.is_some_and(|before| self.dirty as f64 > before as f64 * CONVERGING);
-        shared.urgency >= Urgency::Advised || (shared.settings.mode == MigrationMode::Hybrid && slow)
+        context.urgency >= Urgency::Advised || (context.settings.mode == MigrationMode::Hybrid && slow)
     }
 
-    fn stop(self: Box<Self>, shared: &Shared, kind: Kind) -> Next {
+    fn stop(self: Box<Self>, context: &SourceContext, kind: Kind) -> Next {
         let (within, predicted) = match kind {
-            Kind::Complete => (self.io_may_take(shared), self.predicted(shared)),
-            Kind::HandOver => (shared.io_patience(), None),
+            Kind::Complete => (self.io_may_take(context), self.predicted(context)),
+            Kind::HandOver => (context.io_patience(), None),
         };
         Stopping::begin(Origin::Precopy(self), kind, within, predicted)
     }
 
     /// Returns the time within which the I/O of the paused guest must be quiesced: the part of the
     /// limit that the last pages do not need.
-    fn io_may_take(&self, shared: &Shared) -> Duration {
-        let others = self.costs.without_io(shared);
-        let others = shared.link.rate.predict(self.dirty, others).unwrap_or(others);
-        shared.settings.downtime_limit.saturating_sub(others)
+    fn io_may_take(&self, context: &SourceContext) -> Duration {
+        let others = self.costs.without_io(context);
+        let others = context.link.rate.predict(self.dirty, others).unwrap_or(others);
+        context.settings.downtime_limit.saturating_sub(others)
     }
 
     /// Forgets earlier passes, so that the next ones are not compared with them.
@@ -312,118 +322,119 @@ impl Precopy {
 impl Precopy {
     /// Returns true if, by the last measurement, the guest cannot be stopped within the limit,
     /// whatever is left to send, or if only its I/O prevents that.
-    fn cannot_stop(&self, shared: &Shared) -> bool {
-        let stop = self.costs.stop_and_load(shared).saturating_add(self.costs.quiesce);
-        let too_long = self.costs.stop.is_some() && stop > shared.settings.downtime_limit;
-        self.waits_for_io(shared) || too_long
+    fn cannot_stop(&self, context: &SourceContext) -> bool {
+        let stop = self.costs.stop_and_load(context).saturating_add(self.costs.quiesce);
+        let too_long = self.costs.stop.is_some() && stop > context.settings.downtime_limit;
+        self.waits_for_io(context) || too_long
     }
 
     /// Returns true if only the guest's I/O prevents stopping it.
-    pub(super) fn waits_for_io(&self, shared: &Shared) -> bool {
-        let limit = shared.settings.downtime_limit;
+    pub(super) fn waits_for_io(&self, context: &SourceContext) -> bool {
+        let limit = context.settings.downtime_limit;
         let too_long = |all: Duration| all > limit && all.saturating_sub(self.costs.quiesce) <= limit;
-        shared.deferral.busy().is_some() || self.predicted(shared).is_some_and(too_long)
+        context.deferral.busy().is_some() || self.predicted(context).is_some_and(too_long)
     }
 
     /// Returns true if the guest's I/O can be quiesced, but stopping the guest takes longer than
     /// the limit, whatever is left to send. A guest that may go over to postcopy does not wait for
     /// a change.
-    fn hands_over_instead(&mut self, shared: &mut Shared, now: Duration) -> bool {
-        if shared.deferral.busy().is_some() || !self.cannot_stop(shared) || !self.little_is_left(shared) {
+    fn hands_over_instead(&mut self, context: &mut SourceContext, now: Duration) -> bool {
+        if context.deferral.busy().is_some() || !self.cannot_stop(context) || !self.little_is_left(context) {
             return false;
         }
-        shared.settings.mode == MigrationMode::Hybrid || self.stopping_takes_too_long(shared, now)
+        context.settings.mode == MigrationMode::Hybrid || self.stopping_takes_too_long(context, now)
     }
 
     /// Returns true if almost nothing is left to send. For a throttled guest, any amount that fits
     /// the limit counts as such.
-    fn little_is_left(&self, shared: &Shared) -> bool {
-        let limit = shared.settings.downtime_limit;
+    fn little_is_left(&self, context: &SourceContext) -> bool {
+        let limit = context.settings.downtime_limit;
         let little = if self.throttling.slows() { limit } else { limit / LITTLE };
-        shared.link.rate.predict(self.dirty, Duration::ZERO).is_some_and(|time| time <= little)
+        context.link.rate.predict(self.dirty, Duration::ZERO).is_some_and(|time| time <= little)
     }
 
     /// Returns true if the source waits for the next attempt without sending the remaining pages.
-    fn rests(&self, shared: &Shared) -> bool {
-        self.cannot_stop(shared) && !shared.urgency.insists() && self.little_is_left(shared)
+    fn should_wait(&self, context: &SourceContext) -> bool {
+        self.cannot_stop(context) && !context.urgency.insists() && self.little_is_left(context)
     }
 
     /// Waits for the next attempt. The guest is not throttled meanwhile, because the wait can be
     /// long.
-    fn rest(mut self: Box<Self>, now: Duration) -> Next {
-        self.step = Step::Resting { since: now };
+    fn wait(mut self: Box<Self>, now: Duration) -> Next {
+        self.step = Step::Waiting { since: now };
         let release = self.throttling.release().map(Action::Throttle);
         (State::Precopy(self), release.into_iter().collect())
     }
 
     /// Handles a tick while the source waits.
-    pub(super) fn tick(mut self: Box<Self>, shared: &mut Shared, now: Duration) -> Next {
-        let Step::Resting { since } = self.step else { return (State::Precopy(self), Vec::new()) };
-        if !shared.urgency.insists() && !shared.deferral.is_due(now) {
-            let ping = shared.ping(now);
+    pub(super) fn tick(mut self: Box<Self>, context: &mut SourceContext, now: Duration) -> Next {
+        let Step::Waiting { since } = self.step else { return (State::Precopy(self), Vec::new()) };
+        if !context.urgency.insists() && !context.deferral.is_due(now) {
+            let ping = context.ping(now);
             return (State::Precopy(self), ping);
         }
-        self.rested += now.saturating_sub(since);
+        self.waited += now.saturating_sub(since);
         // Pages that were written meanwhile belong to no pass, and are not used for judgements. If
         // there are more than a few, they are sent first: the trial pause takes place when the
         // guest could move at once.
         self.begin_anew();
-        self.harvest(now, Written::DuringRest)
+        self.harvest(now, Written::WhileWaiting)
     }
 
     /// Decides on the next step after a wait, once the pages that the guest wrote meanwhile are
     /// known.
-    fn woken(mut self: Box<Self>, shared: &mut Shared, now: Duration) -> Next {
-        if !self.little_is_left(shared) {
-            return self.send_pass(shared, now, false);
+    fn after_wait(mut self: Box<Self>, context: &mut SourceContext, now: Duration) -> Next {
+        if !self.little_is_left(context) {
+            return self.send_pass(context, now, false);
         }
-        let insists = shared.urgency.insists();
-        if !insists && shared.deferral.is_due(now) {
-            return self.trial_pause(shared, Written::DuringRest);
+        let insists = context.urgency.insists();
+        if !insists && context.deferral.is_due(now) {
+            return self.trial_pause(context, Written::WhileWaiting);
         }
-        let ready = shared.deferral.busy().is_none() || insists;
-        let fits = self.predicted(shared).is_some_and(|time| time <= shared.settings.downtime_limit);
-        if ready && (fits || shared.urgency == Urgency::Switch) {
-            return self.stop(shared, Kind::Complete);
+        let ready = context.deferral.busy().is_none() || insists;
+        let fits = self.predicted(context).is_some_and(|time| time <= context.settings.downtime_limit);
+        if ready && (fits || context.urgency == Urgency::Switch) {
+            return self.stop(context, Kind::Complete);
         }
-        if ready && shared.urgency >= Urgency::Advised {
-            return self.stop(shared, Kind::HandOver);
+        if ready && context.urgency >= Urgency::Advised {
+            return self.stop(context, Kind::HandOver);
         }
-        if self.hands_over_instead(shared, now) {
-            return self.stop(shared, Kind::HandOver);
+        if self.hands_over_instead(context, now) {
+            return self.stop(context, Kind::HandOver);
         }
-        if self.rests(shared) { self.rest(now) } else { self.send_pass(shared, now, false) }
+        if self.should_wait(context) { self.wait(now) } else { self.send_pass(context, now, false) }
     }
 }
 
 /// Decisions that the migration makes by itself.
 impl Precopy {
     /// Judges a pass that has ended and left pages. `decision` is the policy's decision.
-    fn judge(&mut self, shared: &mut Shared, now: Duration, pass: PassOutcome, decision: Decision) {
-        let Some(standing) = self.judged.standing(shared, pass, &self.costs, self.throttling.slows()) else {
+    fn judge(&mut self, context: &mut SourceContext, now: Duration, pass: PassOutcome, decision: Decision) {
+        let Some(pass_state) = self.judged.pass_state(context, pass, &self.costs, self.throttling.slows())
+        else {
             return;
         };
-        let waits_for_io = self.waits_for_io(shared);
-        let seen = self.judged.seen(shared, now, pass, standing, (waits_for_io, self.rested));
-        if decision == Decision::Switch || shared.urgency != Urgency::Normal || waits_for_io {
+        let waits_for_io = self.waits_for_io(context);
+        let seen = self.judged.seen(context, now, pass, pass_state, (waits_for_io, self.waited));
+        if decision == Decision::Switch || context.urgency != Urgency::Normal || waits_for_io {
             // No action of the migration helps against I/O.
             return;
         }
-        if let Some(how) = self.judged.change_course(shared, &seen) {
+        if let Some(how) = self.judged.change_course(context, &seen) {
             self.throttling.how = how;
         }
     }
 
     /// Handles the case that nothing is left to send and the guest still cannot be stopped within
     /// the limit. Chooses postcopy if the settings allow it, and returns true in that case.
-    fn stopping_takes_too_long(&mut self, shared: &mut Shared, now: Duration) -> bool {
-        let allowed = shared.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
-        if !allowed || !shared.settings.may_hand_over() {
+    fn stopping_takes_too_long(&mut self, context: &mut SourceContext, now: Duration) -> bool {
+        let allowed = context.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
+        if !allowed || !context.settings.may_hand_over() {
             return false;
         }
-        let costs = self.costs.all(shared);
-        Judged::note_long_stop(shared, now, costs);
-        shared.urgency.raise(Urgency::Advised);
+        let costs = self.costs.all(context);
+        Judged::note_long_stop(context, now, costs);
+        context.urgency.raise(Urgency::Advised);
         true
     }
 
@@ -438,8 +449,8 @@ impl Precopy {
             judged: _,
             throttling,
             left_before,
-            rested: _,
-            damaged,
+            waited: _,
+            mismatched,
         } = self;
         match step {
             Step::Passing { began, .. } => *began = Duration::ZERO,
@@ -448,17 +459,17 @@ impl Precopy {
                 of.forget();
             }
             Step::TrialPause { of } | Step::Preparing { of } => of.forget(),
-            Step::Resting { since } => *since = Duration::ZERO,
+            Step::Waiting { since } => *since = Duration::ZERO,
         }
         costs.project(hasher);
         throttling.project(hasher);
         (dirty, left_before).hash(hasher);
-        damaged.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
+        mismatched.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
     }
 
     #[cfg(test)]
-    pub(super) fn rested(&self) -> Duration {
-        self.rested
+    pub(super) fn waited(&self) -> Duration {
+        self.waited
     }
 
     #[cfg(test)]

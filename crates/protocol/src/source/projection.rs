@@ -5,9 +5,9 @@
 //! expire at any moment, or not, whatever the stamps are. The model therefore allows more behaviour
 //! than reality, and never less, so different stamps need not be distinguished.
 
+use super::context::{Link, SourceContext};
 use super::ending::Resuming;
 use super::postcopy::Postcopy;
-use super::shared::{Link, Shared};
 use super::{Session, State};
 use crate::source::events::Outcome;
 use std::hash::{Hash, Hasher};
@@ -21,8 +21,8 @@ impl Session {
     /// here. Fields that affect no decision (figures and reasons of failures) and fields that do
     /// not change in a run are left out.
     pub fn project(&mut self, hasher: &mut impl Hasher) {
-        let Self { shared, state } = self;
-        shared.project(hasher);
+        let Self { context, state } = self;
+        context.project(hasher);
         match state {
             State::Setup(_) | State::Committed(_) => {}
             State::Precopy(precopy) => precopy.project(hasher),
@@ -41,7 +41,7 @@ impl Session {
     }
 }
 
-impl Shared {
+impl SourceContext {
     fn project(&mut self, hasher: &mut impl Hasher) {
         let Self {
             settings: _,

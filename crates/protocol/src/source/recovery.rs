@@ -2,9 +2,9 @@
 //! that only the source has. The source tries to open the link again repeatedly.
 
 use super::commit::{Answer, Decided, undecided, won};
+use super::context::SourceContext;
 use super::ending::{finish, given_back};
 use super::postcopy::{History, Postcopy, completed};
-use super::shared::Shared;
 use super::{Next, State};
 use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
@@ -61,7 +61,7 @@ pub(super) enum Step {
 impl Recovery {
     /// Begins after the loss of the link.
     pub(super) fn begin(
-        shared: &mut Shared,
+        context: &mut SourceContext,
         now: Duration,
         mut history: History,
         owner: Owner,
@@ -70,24 +70,24 @@ impl Recovery {
         // Links that can be opened repeatedly but transfer nothing count as one attempt: the cause
         // does not disappear with time.
         let held = now.saturating_sub(history.resumed);
-        if !history.stalled || held > shared.settings.reconnect_for {
+        if !history.stalled || held > context.settings.reconnect_for {
             history.lost = now;
             history.pause = FIRST_TRY;
         }
-        shared.summary.interruptions += 1;
+        context.summary.interruptions += 1;
         let (waiting, why) = match reopen {
             Reopen::Itself(why) => (false, why),
             Reopen::OnRequest(why) => (true, why),
         };
         let recovery = Self { step: Step::Suspended, owner, waiting, why: String::new(), history };
-        recovery.suspend(shared, why)
+        recovery.suspend(context, why)
     }
 
     pub(super) fn step(&self) -> Step {
         self.step
     }
 
-    pub(super) fn runs_there(&self) -> bool {
+    pub(super) fn runs_on_target(&self) -> bool {
         self.owner == Owner::Target
     }
 
@@ -95,20 +95,20 @@ impl Recovery {
         (self.waiting, &self.why)
     }
 
-    pub(super) fn handle(mut self, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(mut self, context: &mut SourceContext, now: Duration, event: Event) -> Next {
         match (self.step, event) {
-            (_, Event::ArbiterAnswered(answer)) => self.ruled(shared, answer),
+            (_, Event::ArbiterAnswered(answer)) => self.ruled(context, answer),
             (Step::Hearing | Step::Reopening { .. }, Event::Message(ToSource::Complete(figures))) => {
-                completed(shared, figures)
+                completed(context, figures)
             }
             (Step::Suspended | Step::Hearing | Step::Reopening { .. }, Event::Abandon) => {
-                self.abandon(shared)
+                self.abandon(context)
             }
-            (Step::Suspended, Event::Tick) if !self.waiting => self.try_again(shared, now),
+            (Step::Suspended, Event::Tick) if !self.waiting => self.try_again(context, now),
             (Step::Suspended, Event::Recover) => {
                 self.waiting = false;
                 (self.history.lost, self.history.pause) = (now, Duration::ZERO);
-                self.try_again(shared, now)
+                self.try_again(context, now)
             }
             // Late reports of channels that are closed.
             (Step::Suspended, _) => self.stay(),
@@ -128,17 +128,17 @@ impl Recovery {
             (Step::Hearing, Event::Message(ToSource::Resume { pages, bulk, urgent })) => {
                 self.named(pages, bulk, urgent)
             }
-            (Step::Reopening { up, .. }, Event::ChannelsOpened) => self.reopening(shared, now, true, up),
+            (Step::Reopening { up, .. }, Event::ChannelsOpened) => self.reopening(context, now, true, up),
             (Step::Reopening { opened, .. }, Event::Message(ToSource::ChannelsUp)) => {
-                self.reopening(shared, now, opened, true)
+                self.reopening(context, now, opened, true)
             }
-            (_, Event::PeerLost(why) | Event::NotSent(why)) => self.suspend(shared, why),
-            (_, Event::LocalFailure(why)) => self.suspend(shared, why.to_string()),
+            (_, Event::PeerLost(why) | Event::NotSent(why)) => self.suspend(context, why),
+            (_, Event::LocalFailure(why)) => self.suspend(context, why.to_string()),
             (_, Event::Message(message)) => {
                 let why = format!("the target sent {}, which is not allowed at this point", message.name());
-                self.suspend(shared, why)
+                self.suspend(context, why)
             }
-            (_, Event::Tick) => self.tick(shared, now),
+            (_, Event::Tick) => self.tick(context, now),
             // Too late to keep the guest.
             _ => self.stay(),
         }
@@ -154,19 +154,19 @@ impl Recovery {
     }
 
     /// Handles the loss of the link, also of one that was just opened.
-    fn suspend(mut self, shared: &mut Shared, why: String) -> Next {
+    fn suspend(mut self, context: &mut SourceContext, why: String) -> Next {
         self.why = why;
         // The guest may also continue on the source, if the target is known not to run it.
-        let claim = match (self.owner, &mut shared.claim) {
+        let claim = match (self.owner, &mut context.claim) {
             // The source has all of the memory, so its claim need not wait for the target's.
-            (Owner::Unknown, Some(claim)) => claim.make(Duration::ZERO),
+            (Owner::Unknown, Some(claim)) => claim.begin(Duration::ZERO),
             _ => None,
         };
         self.go_on_to(Step::Suspended, [Action::Disconnect].into_iter().chain(claim).collect())
     }
 
-    fn ruled(mut self, shared: &mut Shared, answer: Answer) -> Next {
-        let Some(claim) = &mut shared.claim else { return self.stay() };
+    fn ruled(mut self, context: &mut SourceContext, answer: Answer) -> Next {
+        let Some(claim) = &mut context.claim else { return self.stay() };
         if self.owner == Owner::Target || matches!(self.step, Step::Reopening { .. }) {
             claim.note(answer);
             return self.stay();
@@ -194,16 +194,16 @@ impl Recovery {
         self.go_on_to(Step::Reopening { opened: false, up: false }, actions)
     }
 
-    fn reopening(mut self, shared: &mut Shared, now: Duration, opened: bool, up: bool) -> Next {
+    fn reopening(mut self, context: &mut SourceContext, now: Duration, opened: bool, up: bool) -> Next {
         if !(opened && up) {
             return self.go_on_to(Step::Reopening { opened, up }, Vec::new());
         }
         self.history.resumed = now;
-        Postcopy::begin(shared, self.history)
+        Postcopy::begin(context, self.history)
     }
 
-    fn try_again(mut self, shared: &Shared, now: Duration) -> Next {
-        if now.saturating_sub(self.history.lost) > shared.settings.reconnect_for {
+    fn try_again(mut self, context: &SourceContext, now: Duration) -> Next {
+        if now.saturating_sub(self.history.lost) > context.settings.reconnect_for {
             self.waiting = true;
             return self.stay();
         }
@@ -212,21 +212,21 @@ impl Recovery {
         self.go_on_to(Step::Reconnecting, vec![Action::Reconnect { after }])
     }
 
-    fn tick(self, shared: &mut Shared, now: Duration) -> Next {
-        let patience = shared.patience();
+    fn tick(self, context: &mut SourceContext, now: Duration) -> Next {
+        let patience = context.patience();
         let awaits = matches!(self.step, Step::Hearing | Step::Reopening { opened: true, .. });
-        if awaits && now.saturating_sub(shared.last_step) > patience {
+        if awaits && now.saturating_sub(context.last_step) > patience {
             let why =
                 format!("the target answers pings, but has not answered anything else for {patience:?}");
-            return self.suspend(shared, why);
+            return self.suspend(context, why);
         }
-        let ping = shared.ping(now);
+        let ping = context.ping(now);
         (State::Recovery(self), ping)
     }
 
     /// Ends the migration after the operator gave the link up.
-    fn abandon(self, shared: &Shared) -> Next {
-        let why = undecided(&self.why, shared.claim.as_ref());
+    fn abandon(self, context: &SourceContext) -> Next {
+        let why = undecided(&self.why, context.claim.as_ref());
         finish(match self.owner {
             Owner::Target => Outcome::Lost(format!(
                 "the guest ran on the target and was given up before the target reported all of its memory \

@@ -1,8 +1,8 @@
 //! Setup phase, from the hello to the first pass: the target accepts the guest, channels are
 //! opened, tracking starts.
 
+use super::context::SourceContext;
 use super::precopy::Precopy;
-use super::shared::Shared;
 use super::stopping::{Origin, Stopping};
 use super::switchover::Kind;
 use super::{Next, State, ending, misplaced};
@@ -46,36 +46,36 @@ impl Setup {
         self.step == Step::WaitingForIo
     }
 
-    pub(super) fn handle(mut self, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(mut self, context: &mut SourceContext, now: Duration, event: Event) -> Next {
         match (self.step, event) {
             (Step::AwaitAccept, Event::Message(ToSource::Accept { bulk, urgent, resume })) => {
                 self.step = Step::Opening { opened: false, up: false };
                 let actions = vec![Action::Remember { resume }, Action::OpenChannels { bulk, urgent }];
                 (State::Setup(self), actions)
             }
-            (Step::Opening { up, .. }, Event::ChannelsOpened) => self.opening(shared, true, up),
+            (Step::Opening { up, .. }, Event::ChannelsOpened) => self.opening(context, true, up),
             (Step::Opening { opened, .. }, Event::Message(ToSource::ChannelsUp)) => {
-                self.opening(shared, opened, true)
+                self.opening(context, opened, true)
             }
-            (Step::StartingTracker, Event::TrackerStarted) => Precopy::begin(shared, now),
+            (Step::StartingTracker, Event::TrackerStarted) => Precopy::begin(context, now),
             (step, event) => {
                 ending::give_up(Outcome::Failed(misplaced(&event, super::Step::Setup(step))), true)
             }
         }
     }
 
-    fn opening(mut self, shared: &Shared, opened: bool, up: bool) -> Next {
+    fn opening(mut self, context: &SourceContext, opened: bool, up: bool) -> Next {
         if !(opened && up) {
             self.step = Step::Opening { opened, up };
             return (State::Setup(self), Vec::new());
         }
         let streams = (0..)
-            .zip(&shared.streams)
+            .zip(&context.streams)
             .map(|(stream, name)| Action::Send(ToTarget::StreamOpen { stream, name: name.clone() }));
         let mut actions: Vec<_> = streams.collect();
-        if shared.settings.mode == MigrationMode::Postcopy {
+        if context.settings.mode == MigrationMode::Postcopy {
             // No page is sent before the switchover, so nothing needs to be tracked.
-            let (state, stop) = self.stop(shared);
+            let (state, stop) = self.stop(context);
             actions.extend(stop);
             return (state, actions);
         }
@@ -85,16 +85,16 @@ impl Setup {
     }
 
     /// Handles a tick during the wait for the guest's I/O.
-    pub(super) fn tick(self, shared: &mut Shared, now: Duration) -> Next {
+    pub(super) fn tick(self, context: &mut SourceContext, now: Duration) -> Next {
         assert!(self.waits_for_io(), "no other step of the setup waits for time to pass");
-        if shared.urgency.insists() || shared.deferral.is_due(now) {
-            return self.stop(shared);
+        if context.urgency.insists() || context.deferral.is_due(now) {
+            return self.stop(context);
         }
-        let ping = shared.ping(now);
+        let ping = context.ping(now);
         (State::Setup(self), ping)
     }
 
-    fn stop(self, shared: &Shared) -> Next {
-        Stopping::begin(Origin::Setup(self), Kind::HandOver, shared.io_patience(), None)
+    fn stop(self, context: &SourceContext) -> Next {
+        Stopping::begin(Origin::Setup(self), Kind::HandOver, context.io_patience(), None)
     }
 }

@@ -1,9 +1,9 @@
 //! Stopping phase: the guest is paused and its state is saved. Until the state is saved, the target
 //! has not been told anything, so the guest can still be resumed.
 
+use super::context::SourceContext;
 use super::precopy::Precopy;
 use super::setup::Setup;
-use super::shared::Shared;
 use super::switchover::{Kind, Switchover};
 use super::{Next, State, ending, misplaced};
 use crate::source::events::{Action, Event, Outcome};
@@ -58,25 +58,30 @@ impl Stopping {
         self.kind == Kind::HandOver && self.step != Step::RunningOn
     }
 
-    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, now: Duration, event: Event) -> Next {
+    pub(super) fn handle(
+        mut self: Box<Self>,
+        context: &mut SourceContext,
+        now: Duration,
+        event: Event,
+    ) -> Next {
         match (self.step, event) {
             (Step::Pausing, Event::Paused { wanted }) => {
                 self.step = Step::Saving { paused: now, wanted };
-                let within = if shared.urgency.insists() { Duration::MAX } else { self.within };
+                let within = if context.urgency.insists() { Duration::MAX } else { self.within };
                 (State::Stopping(self), vec![Action::Save { within }])
             }
-            (Step::Saving { .. }, Event::Busy { paused, why }) => self.run_on(shared, now, paused, why),
+            (Step::Saving { .. }, Event::Busy { paused, why }) => self.run_on(context, now, paused, why),
             (Step::Saving { paused, wanted }, Event::Saved { sections }) => {
-                let damaged = match self.origin {
+                let mismatched = match self.origin {
                     Origin::Setup(_) => Vec::new(),
-                    Origin::Precopy(precopy) => precopy.damaged(),
+                    Origin::Precopy(precopy) => precopy.mismatched(),
                 };
                 let state = saved(wanted, sections);
-                Switchover::begin(shared, (self.kind, self.predicted), paused, state, damaged)
+                Switchover::begin(context, (self.kind, self.predicted), paused, state, mismatched)
             }
             (Step::RunningOn, Event::Resumed) => match self.origin {
                 Origin::Setup(setup) => setup.wait_for_io(),
-                Origin::Precopy(precopy) => precopy.send_pass(shared, now, false),
+                Origin::Precopy(precopy) => precopy.send_pass(context, now, false),
             },
             (step, event) => {
                 let why = misplaced(&event, super::Step::Stopping(step));
@@ -87,16 +92,16 @@ impl Stopping {
 
     fn run_on(
         mut self: Box<Self>,
-        shared: &mut Shared,
+        context: &mut SourceContext,
         now: Duration,
         paused: Duration,
         why: String,
     ) -> Next {
-        if shared.urgency.insists() {
+        if context.urgency.insists() {
             let detail = format!("quiescing the guest's I/O failed: {why}");
             return ending::give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, detail)), true);
         }
-        shared.deferral.found_busy(now, paused, why);
+        context.deferral.found_busy(now, paused, why);
         if let Origin::Precopy(precopy) = &mut self.origin {
             precopy.begin_anew();
         }

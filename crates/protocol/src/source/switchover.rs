@@ -2,13 +2,13 @@
 //! ones, a verification if it was requested, and the load on the target. The guest is paused.
 
 use super::commit::Committed;
-use super::shared::{Shared, Urgency};
+use super::context::{SourceContext, Urgency};
 use super::{Next, State, ending, misplaced};
 use crate::source::events::{Action, Event, Outcome, Pass, Verification};
 use crate::source::settings::MigrationMode;
 use std::time::Duration;
 use vmferry_core::PageRun;
-use vmferry_wire::{Refusal, RefusalCode, RunName, ToSource, ToTarget};
+use vmferry_wire::{Refusal, RefusalCode, RegionRun, ToSource, ToTarget};
 
 /// Number of times that pages with a digest mismatch are sent again before the link is given up.
 const MAX_RESENDS: u32 = 4;
@@ -35,7 +35,7 @@ pub(super) struct Switchover {
     /// Downtime that was expected when the guest was stopped.
     pub(super) predicted: Option<Duration>,
     /// Pages with a digest mismatch that must be sent again.
-    damaged: Vec<RunName>,
+    mismatched: Vec<RegionRun>,
     /// Number of times that such pages were sent again.
     resends: u32,
     /// Number of pages that were named to the target as missing.
@@ -69,33 +69,33 @@ pub(super) enum Step {
 
 impl Switchover {
     /// Begins with the messages that carry the state of a guest that was paused at `paused`.
-    /// `damaged` are the pages for which the target reported a digest mismatch in the last pass.
+    /// `mismatched` are the pages for which the target reported a digest mismatch in the last pass.
     pub(super) fn begin(
-        shared: &Shared,
+        context: &SourceContext,
         (kind, predicted): (Kind, Option<Duration>),
         paused: Duration,
         state: Vec<ToTarget>,
-        damaged: Vec<RunName>,
+        mismatched: Vec<RegionRun>,
     ) -> Next {
         // Such pages are dirty as well, so the last pass sends them. A handover names them.
-        let damaged = if kind == Kind::HandOver { damaged } else { Vec::new() };
-        let last = (kind == Kind::Complete).then_some(ToTarget::Final { pass: shared.pass });
+        let mismatched = if kind == Kind::HandOver { mismatched } else { Vec::new() };
+        let last = (kind == Kind::Complete).then_some(ToTarget::Final { pass: context.pass });
         let mut actions: Vec<_> = last.into_iter().chain(state).map(Action::Send).collect();
         // Streams continue in parallel with the last pages.
-        let streamed = shared.streams.is_empty();
+        let streamed = context.streams.is_empty();
         actions.extend((!streamed).then_some(Action::StreamState));
         let switchover = Self {
             step: Step::LastHarvest,
             kind,
             paused,
             predicted,
-            damaged,
+            mismatched,
             resends: 0,
             missing: 0,
             to_compare: None,
             streamed,
         };
-        if kind == Kind::HandOver && shared.settings.mode == MigrationMode::Postcopy {
+        if kind == Kind::HandOver && context.settings.mode == MigrationMode::Postcopy {
             // Every page is missing, whatever the guest wrote.
             return Box::new(switchover).name_missing(actions);
         }
@@ -114,12 +114,12 @@ impl Switchover {
     }
 
     /// Returns an error if the guest has been paused for too long while the source sends.
-    pub(super) fn too_slow(&self, shared: &Shared, now: Duration) -> Option<Refusal> {
+    pub(super) fn too_slow(&self, context: &SourceContext, now: Duration) -> Option<Refusal> {
         // A verification compares every page, and an urgent switchover sends the rest, without a
         // limit in time.
         let sends = matches!(self.step, Step::LastPass { sent: false, .. } | Step::Streaming);
-        let bounded = sends && shared.urgency != Urgency::Switch;
-        let longest = shared.settings.downtime_limit.saturating_add(shared.patience());
+        let bounded = sends && context.urgency != Urgency::Switch;
+        let longest = context.settings.downtime_limit.saturating_add(context.patience());
         (bounded && now.saturating_sub(self.paused) > longest).then(|| {
             let detail = format!(
                 "the target received the remaining data so slowly that the guest has been paused for {longest:?}"
@@ -128,46 +128,46 @@ impl Switchover {
         })
     }
 
-    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, event: Event) -> Next {
+    pub(super) fn handle(mut self: Box<Self>, context: &mut SourceContext, event: Event) -> Next {
         match (self.step, event) {
             (Step::LastHarvest, Event::Harvested { .. }) if self.kind == Kind::HandOver => {
                 self.name_missing(Vec::new())
             }
             (Step::LastHarvest, Event::Harvested { .. }) => {
-                self.send_last(shared, Pass::Dirty { first: false }, Vec::new())
+                self.send_last(context, Pass::Dirty { first: false }, Vec::new())
             }
             (Step::NamingMissing, Event::HandedOver { pages, skipped }) => {
                 self.missing = pages;
                 // A missing page is compared when it arrives.
-                let nothing_there = pages.saturating_add(skipped) == shared.pages;
-                if !shared.settings.verify || nothing_there { self.load() } else { self.verify(shared) }
+                let nothing_on_target = pages.saturating_add(skipped) == context.pages;
+                if !context.settings.verify || nothing_on_target { self.load() } else { self.verify(context) }
             }
             (Step::LastPass { received, .. }, Event::PassSent { .. }) => {
-                self.last_pass(shared, true, received)
+                self.last_pass(context, true, received)
             }
-            (Step::LastPass { sent, .. }, Event::Message(ToSource::Received { pass, suspects, runs }))
-                if pass == shared.pass =>
+            (Step::LastPass { sent, .. }, Event::Message(ToSource::Received { pass, mismatches, runs }))
+                if pass == context.pass =>
             {
-                self.received(shared, sent, suspects, runs)
+                self.received(context, sent, mismatches, runs)
             }
             (Step::Verifying { .. }, Event::Comparing { pages }) => {
                 self.to_compare = Some(pages);
                 (State::Switchover(self), Vec::new())
             }
             (Step::Verifying { received, verified, .. }, Event::PassSent { .. }) => {
-                self.verifying(shared, true, received, verified)
+                self.verifying(context, true, received, verified)
             }
             (Step::Verifying { sent, verified, .. }, Event::Message(ToSource::Received { pass, .. }))
-                if pass == shared.pass =>
+                if pass == context.pass =>
             {
-                self.verifying(shared, sent, true, verified)
+                self.verifying(context, sent, true, verified)
             }
             (
                 Step::Verifying { sent, received, .. },
                 Event::Message(ToSource::Verified { pages, mismatched, samples }),
             ) => {
-                shared.summary.verification = Some(Verification { pages, mismatched, samples });
-                self.verifying(shared, sent, received, true)
+                context.summary.verification = Some(Verification { pages, mismatched, samples });
+                self.verifying(context, sent, received, true)
             }
             (Step::Streaming, Event::StateStreamed { .. }) => {
                 self.streamed = true;
@@ -178,7 +178,7 @@ impl Switchover {
                 (State::Switchover(self), Vec::new())
             }
             (Step::Loading, Event::Message(ToSource::Ready { load_us })) => {
-                shared.summary.load_time = Duration::from_micros(load_us);
+                context.summary.load_time = Duration::from_micros(load_us);
                 self.step = Step::Releasing;
                 (State::Switchover(self), vec![Action::Release])
             }
@@ -192,45 +192,45 @@ impl Switchover {
 
     fn name_missing(mut self: Box<Self>, mut actions: Vec<Action>) -> Next {
         self.step = Step::NamingMissing;
-        actions.push(Action::HandOver { also: std::mem::take(&mut self.damaged) });
+        actions.push(Action::HandOver { also: std::mem::take(&mut self.mismatched) });
         (State::Switchover(self), actions)
     }
 
-    fn send_last(mut self: Box<Self>, shared: &Shared, pass: Pass, mut actions: Vec<Action>) -> Next {
+    fn send_last(mut self: Box<Self>, context: &SourceContext, pass: Pass, mut actions: Vec<Action>) -> Next {
         self.step = Step::LastPass { sent: false, received: false };
-        actions.push(Action::SendPass { number: shared.pass, pass });
+        actions.push(Action::SendPass { number: context.pass, pass });
         (State::Switchover(self), actions)
     }
 
     fn received(
         mut self: Box<Self>,
-        shared: &mut Shared,
+        context: &mut SourceContext,
         sent: bool,
-        suspects: u64,
-        runs: Vec<RunName>,
+        mismatches: u64,
+        runs: Vec<RegionRun>,
     ) -> Next {
-        if suspects != 0 && runs.is_empty() {
+        if mismatches != 0 && runs.is_empty() {
             let detail = "the target reported pages with a digest mismatch and did not name them";
             return fail(Refusal::new(RefusalCode::Protocol, detail));
         }
-        self.damaged = if suspects == 0 { Vec::new() } else { runs };
-        self.last_pass(shared, sent, true)
+        self.mismatched = if mismatches == 0 { Vec::new() } else { runs };
+        self.last_pass(context, sent, true)
     }
 
-    fn last_pass(mut self: Box<Self>, shared: &mut Shared, sent: bool, received: bool) -> Next {
+    fn last_pass(mut self: Box<Self>, context: &mut SourceContext, sent: bool, received: bool) -> Next {
         if !(sent && received) {
             self.step = Step::LastPass { sent, received };
             return (State::Switchover(self), Vec::new());
         }
-        if !self.damaged.is_empty() {
-            return self.resend(shared);
+        if !self.mismatched.is_empty() {
+            return self.resend(context);
         }
-        shared.pass += 1;
-        if shared.settings.verify { self.verify(shared) } else { self.load() }
+        context.pass += 1;
+        if context.settings.verify { self.verify(context) } else { self.load() }
     }
 
-    fn resend(mut self: Box<Self>, shared: &mut Shared) -> Next {
-        let runs = std::mem::take(&mut self.damaged);
+    fn resend(mut self: Box<Self>, context: &mut SourceContext) -> Next {
+        let runs = std::mem::take(&mut self.mismatched);
         self.resends += 1;
         if self.resends > MAX_RESENDS {
             let first = &runs[0];
@@ -241,34 +241,40 @@ impl Switchover {
             );
             return fail(Refusal::new(RefusalCode::Memory, detail));
         }
-        let resent = &mut shared.summary.suspects_resent;
+        let resent = &mut context.summary.digest_mismatches_resent;
         *resent = runs.iter().fold(*resent, |sum, run| sum.saturating_add(run.count));
-        shared.pass += 1;
-        let announce = vec![Action::Send(ToTarget::Final { pass: shared.pass })];
-        self.send_last(shared, Pass::Again(runs), announce)
+        context.pass += 1;
+        let announce = vec![Action::Send(ToTarget::Final { pass: context.pass })];
+        self.send_last(context, Pass::Again(runs), announce)
     }
 
-    fn verify(mut self: Box<Self>, shared: &Shared) -> Next {
+    fn verify(mut self: Box<Self>, context: &SourceContext) -> Next {
         self.step = Step::Verifying { sent: false, received: false, verified: false };
         let actions = vec![
-            Action::Send(ToTarget::Verify { pass: shared.pass }),
-            Action::SendPass { number: shared.pass, pass: Pass::Digests },
+            Action::Send(ToTarget::Verify { pass: context.pass }),
+            Action::SendPass { number: context.pass, pass: Pass::Digests },
         ];
         (State::Switchover(self), actions)
     }
 
-    fn verifying(mut self: Box<Self>, shared: &Shared, sent: bool, received: bool, verified: bool) -> Next {
+    fn verifying(
+        mut self: Box<Self>,
+        context: &SourceContext,
+        sent: bool,
+        received: bool,
+        verified: bool,
+    ) -> Next {
         if !(sent && received && verified) {
             self.step = Step::Verifying { sent, received, verified };
             return (State::Switchover(self), Vec::new());
         }
-        let found = shared.summary.verification.clone().unwrap_or_default();
+        let found = context.summary.verification.clone().unwrap_or_default();
         if found.mismatched > 0 {
             return fail(Refusal::new(RefusalCode::Memory, differing(&found)));
         }
         // A target that compared fewer pages than expected has not verified the memory.
         if Some(found.pages) != self.to_compare {
-            let wanted = self.to_compare.unwrap_or(shared.pages);
+            let wanted = self.to_compare.unwrap_or(context.pages);
             let detail = format!("the target compared {} of {wanted} pages", found.pages);
             return fail(Refusal::new(RefusalCode::Memory, detail));
         }
@@ -312,10 +318,10 @@ fn differing(found: &Verification) -> String {
 impl Switchover {
     pub(super) fn project(&mut self, hasher: &mut impl std::hash::Hasher) {
         use std::hash::Hash;
-        let Self { step: _, kind, paused, predicted: _, damaged, resends, missing, to_compare, streamed } =
+        let Self { step: _, kind, paused, predicted: _, mismatched, resends, missing, to_compare, streamed } =
             self;
         *paused = Duration::ZERO;
         (kind, resends, missing, to_compare, streamed).hash(hasher);
-        damaged.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
+        mismatched.iter().for_each(|run| (run.region, run.first, run.count).hash(hasher));
     }
 }

@@ -7,7 +7,7 @@ use crate::source::events::Pass;
 use crate::source::settings::{AutoConverge, MigrationMode};
 use std::time::Duration;
 use vmferry_core::{RegionId, RunState, Section, StreamName};
-use vmferry_wire::{PageName, Token};
+use vmferry_wire::{RegionPage, Token};
 
 const PAGES: u64 = 1 << 20;
 const MS: Duration = Duration::from_millis(1);
@@ -51,8 +51,8 @@ fn in_trial_pause(session: &Session) -> bool {
     matches!(&session.state, State::Precopy(precopy) if precopy.in_trial_pause())
 }
 
-fn is_resting(session: &Session) -> bool {
-    session.is_resting()
+fn is_waiting(session: &Session) -> bool {
+    session.is_waiting()
 }
 
 /// Returns true if the guest is being stopped for a handover, or was.
@@ -63,7 +63,7 @@ fn hands_over(session: &Session) -> bool {
 /// Moves the session to the point at which the guest runs on the target before its memory has
 /// arrived.
 fn run_in_postcopy(session: &mut Session, now: Duration) {
-    let (state, _) = Postcopy::begin(&mut session.shared, postcopy::History::begin(now));
+    let (state, _) = Postcopy::begin(&mut session.context, postcopy::History::begin(now));
     session.state = state;
 }
 
@@ -81,7 +81,7 @@ fn wake(session: &mut Session, now: &mut Duration, dirty: u64) -> Vec<Action> {
         if asked == [Action::Harvest] {
             return session.handle(*now, Event::Harvested { pages: dirty, writers: Vec::new() });
         }
-        assert!(is_resting(session), "{asked:?}");
+        assert!(is_waiting(session), "{asked:?}");
     }
 }
 
@@ -99,12 +99,12 @@ fn pass_written_by(
     dirty: u64,
     writers: &[u64],
 ) -> Vec<Action> {
-    if is_resting(session) {
+    if is_waiting(session) {
         return wake(session, now, dirty);
     }
     *now += took;
     session.handle(*now, Event::PassSent { bytes, listing: Duration::ZERO });
-    let received = ToSource::Received { pass: session.shared.pass, suspects: 0, runs: Vec::new() };
+    let received = ToSource::Received { pass: session.context.pass, mismatches: 0, runs: Vec::new() };
     assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
     *now += MS;
     session.handle(*now, Event::Harvested { pages: dirty, writers: writers.to_vec() })
@@ -125,7 +125,7 @@ fn single_slow_pong_does_not_delay_an_idle_guest() {
     // The answer was queued behind 400 ms of pages.
     now += 400 * MS;
     session.handle(now, Event::Message(ToSource::Pong(1)));
-    assert_eq!(session.shared.link.round_trip, 400 * MS);
+    assert_eq!(session.context.link.round_trip, 400 * MS);
     let asked = pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     assert_eq!(asked, [TRIAL_PAUSE]);
     session.handle(now, trial_paused(MS));
@@ -141,7 +141,7 @@ fn round_trip_ends_when_the_answer_arrives_however_busy_the_driver_is() {
     assert_eq!(session.handle(now, Event::Tick), [Action::Send(ToTarget::Ping(1))]);
     session.pong(now + 3 * MS, 1);
     session.handle(now + 5000 * MS, Event::Tick);
-    assert_eq!(session.shared.link.round_trip, 3 * MS);
+    assert_eq!(session.context.link.round_trip, 3 * MS);
 }
 
 #[test]
@@ -173,12 +173,12 @@ fn trial_paused(fixed: Duration) -> Event {
 }
 
 /// Returns the result of a trial pause in which saving took no time.
-fn stopped(fixed: Duration, settle: Duration) -> Event {
+fn stopped(fixed: Duration, quiesce: Duration) -> Event {
     Event::TrialPaused {
         stop: fixed,
         save: Duration::ZERO,
-        quiesce: settle,
-        paused: fixed + settle,
+        quiesce,
+        paused: fixed + quiesce,
         state_bytes: 0,
         trial: Some(Vec::new()),
     }
@@ -235,7 +235,7 @@ fn switchover_that_finds_busy_io_returns_to_passes() {
             matches!(more[..], [Action::Send(ToTarget::Pass { .. }), Action::SendPass { .. }]),
             "{more:?}"
         );
-        assert_eq!((session.phase(), session.put_off()), (Phase::Precopy, 1));
+        assert_eq!((session.phase(), session.deferrals()), (Phase::Precopy, 1));
         // The next attempt comes later, and is a trial pause.
         let again = loop {
             match &pass(&mut session, &mut now, 5 << 12, 2 * MS, 5)[..] {
@@ -260,13 +260,13 @@ fn pages_written_during_a_wait_are_sent_first_and_not_judged() {
         let mut now = Duration::ZERO;
         assert_eq!(pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5), [TRIAL_PAUSE]);
         session.handle(now, busy(300 * MS));
-        assert!(is_resting(&session));
+        assert!(is_waiting(&session));
         let earlier = now;
         // 320 MiB, which take a third of a second.
         let asked = wake(&mut session, &mut now, 320 << 8);
         assert!(is_a_pass(&asked), "{mode}: {asked:?}");
         assert!(
-            precopy(&session).rested() > now.saturating_sub(earlier) - 100 * MS,
+            precopy(&session).waited() > now.saturating_sub(earlier) - 100 * MS,
             "{:?}",
             precopy(&session)
         );
@@ -305,7 +305,7 @@ fn guest_is_not_throttled_while_the_source_waits_for_its_io() {
     // For a throttled guest, any amount that fits the limit is little enough.
     assert_eq!(pass(&mut session, &mut now, 60_000 << 13, 468 * MS, 60_000), [TRIAL_PAUSE]);
     assert_eq!(session.handle(now, busy(300 * MS)), [Action::Throttle(vec![0.0])]);
-    assert!(is_resting(&session));
+    assert!(is_waiting(&session));
     let asked = wake(&mut session, &mut now, 1 << 18);
     assert!(is_a_pass(&asked), "{asked:?}");
 }
@@ -343,7 +343,7 @@ fn hybrid_does_not_wait_for_a_stop_that_always_takes_too_long() {
         assert!(session.course()[0].why.contains("with nothing to send"), "{:?}", session.course());
         // Otherwise the session waits, and the intervals between attempts grow.
         let (session, seen) = always(Settings { downtime_limit: limit, ..Settings::default() }, costs);
-        assert!(is_resting(&session) && seen.len() < 40, "{}", seen.len());
+        assert!(is_waiting(&session) && seen.len() < 40, "{}", seen.len());
     }
 }
 
@@ -357,8 +357,8 @@ fn io_time_is_measured_again_if_only_io_prevents_the_switchover() {
     pass(&mut session, &mut now, 1 << 30, 1000 * MS, 5);
     // A flush of 200 ms, and three round trips of 50 ms: 351 ms.
     session.handle(now, stopped(MS, 200 * MS));
-    assert!(is_resting(&session), "passes would only cost it faults");
-    assert!(session.busy().is_none() && precopy(&session).waits_for_io(&session.shared));
+    assert!(is_waiting(&session), "passes would only cost it faults");
+    assert!(session.busy().is_none() && precopy(&session).waits_for_io(&session.context));
     assert_eq!(wake(&mut session, &mut now, 5), [TRIAL_PAUSE]);
     assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
 }
@@ -395,7 +395,7 @@ fn long_limit_does_not_pause_a_guest_for_most_of_its_time() {
         }
     }
     assert!(stood * 4 <= now && stood >= limit * 3, "{stood:?} of {now:?}");
-    assert_eq!(session.put_off_for(), stood);
+    assert_eq!(session.deferred_time(), stood);
 }
 
 #[test]
@@ -404,7 +404,7 @@ fn urgent_migration_makes_no_trial_pause() {
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     session.handle(now, busy(300 * MS));
-    session.shared.urgency = Urgency::Switch;
+    session.context.urgency = Urgency::Switch;
     now += Duration::from_secs(60);
     assert_eq!(session.handle(now, Event::Tick), [Action::Harvest]);
     let asked = session.handle(now, Event::Harvested { pages: 1 << 20, writers: Vec::new() });
@@ -434,7 +434,7 @@ fn urgent_migration_waits_for_io_as_long_as_the_vm_does() {
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     session.handle(now, trial_paused(MS));
-    session.shared.urgency = Urgency::Switch;
+    session.context.urgency = Urgency::Switch;
     assert_eq!(session.handle(now, PAUSED), [Action::Save { within: Duration::MAX }]);
     let ended = session.handle(now, busy(10_000 * MS));
     assert!(matches!(ended[..], [Action::Resume, Action::Send(ToTarget::Cancel(_))]), "{ended:?}");
@@ -450,7 +450,7 @@ fn paused_guest_resumes_if_the_target_receives_the_last_pages_slowly() {
         pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
         assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
         if switch {
-            session.shared.urgency = Urgency::Switch;
+            session.context.urgency = Urgency::Switch;
         }
         session.handle(now, PAUSED);
         session.handle(now, Event::Saved { sections: Vec::new() });
@@ -538,7 +538,7 @@ fn tried_for(lacks: impl Fn(u64) -> u64) -> Duration {
         session.handle(now, Event::ChannelsOpened);
         assert!(matches!(
             session.handle(now, Event::Message(ToSource::ChannelsUp))[..],
-            [Action::SendRest { .. }]
+            [Action::SendRemaining { .. }]
         ));
         session.handle(now, Event::LocalFailure(Refusal::new(RefusalCode::Other, "memory cannot be read")));
     }
@@ -559,7 +559,7 @@ fn links_without_progress_are_not_reopened_for_ever() {
 fn source_pings_a_target_that_waits_for_its_arbiter() {
     let mut session = passing(Settings::default());
     commit(&mut session);
-    let ping = ToTarget::Ping(session.shared.link.last_ping.0 + 1);
+    let ping = ToTarget::Ping(session.context.link.last_ping.0 + 1);
     assert_eq!(session.handle(Duration::from_secs(2), Event::Tick), [Action::Send(ping.clone())]);
     // The commit may have arrived, even if the ping was not sent.
     let lost = Event::unsent(&ping, "lost".into());
@@ -578,9 +578,9 @@ fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     let mut now = Duration::ZERO;
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
-    let received = |pass| Event::Message(ToSource::Received { pass, suspects: 0, runs: Vec::new() });
+    let received = |pass| Event::Message(ToSource::Received { pass, mismatches: 0, runs: Vec::new() });
     let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO };
-    let samples: Vec<_> = (0..65_536).map(|page| PageName { region: RegionId(0), page }).collect();
+    let samples: Vec<_> = (0..65_536).map(|page| RegionPage { region: RegionId(0), page }).collect();
     for event in [
         PAUSED,
         Event::Saved { sections: Vec::new() },
@@ -610,7 +610,7 @@ fn predicted_ms(load_us: Option<u64>, listing: Duration, event: Event) -> u128 {
     }
     let now = 1000 * MS;
     session.handle(now, Event::PassSent { bytes: 100 << 20, listing });
-    let received = ToSource::Received { pass: 0, suspects: 0, runs: Vec::new() };
+    let received = ToSource::Received { pass: 0, mismatches: 0, runs: Vec::new() };
     session.handle(now, Event::Message(received));
     assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [TRIAL_PAUSE]);
     let asked = session.handle(now, event);
@@ -713,10 +713,10 @@ fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     let name = StreamName { name: "device".into(), instance: 0, version: 1 };
     let mut session = passing(Settings::default()).streaming(vec![name]);
     // Like a session that had its streams from the start.
-    session.state = Precopy::begin(&session.shared, Duration::ZERO).0;
+    session.state = Precopy::begin(&session.context, Duration::ZERO).0;
     let mut now = 100 * MS;
     let (bytes, listing) = (10 << 20, Duration::ZERO);
-    let received = |pass| Event::Message(ToSource::Received { pass, suspects: 0, runs: Vec::new() });
+    let received = |pass| Event::Message(ToSource::Received { pass, mismatches: 0, runs: Vec::new() });
     assert_eq!(session.handle(now, Event::PassSent { bytes, listing }), []);
     assert_eq!(session.handle(now, received(0)), []);
     now += 100 * MS;

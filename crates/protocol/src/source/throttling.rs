@@ -1,6 +1,6 @@
 //! Throttling of a guest that dirties pages faster than the link sends them.
 
-use super::shared::Shared;
+use super::context::SourceContext;
 use crate::source::policy::PassOutcome;
 use crate::source::settings::AutoConverge;
 use crate::source::throttle;
@@ -31,13 +31,13 @@ impl Throttling {
     /// dirtied too much during `pass` for the `predicted` downtime to fit the limit.
     pub(super) fn adapt(
         &mut self,
-        shared: &Shared,
+        context: &SourceContext,
         pass: PassOutcome,
         predicted: Option<Duration>,
     ) -> Option<Vec<f64>> {
-        let bandwidth = shared.link.rate.bandwidth()?;
+        let bandwidth = context.link.rate.bandwidth()?;
         let (seconds, bytes) = (pass.elapsed.as_secs_f64(), (pass.remaining * PAGE_SIZE) as f64);
-        let fits = predicted? <= shared.settings.downtime_limit;
+        let fits = predicted? <= context.settings.downtime_limit;
         if self.how == AutoConverge::Off || seconds <= 0.0 || (fits && self.shares.is_empty()) {
             return None;
         }

@@ -104,7 +104,7 @@ impl Serialize for Remedy {
 
 /// Input of the prediction: a pass, the pages that it left, and the limits.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Standing {
+pub struct PassState {
     /// Number of pages that the pass before the last left, if there was one.
     pub before: Option<u64>,
     /// Number of pages that the last pass left.
@@ -122,10 +122,10 @@ pub struct Standing {
     /// True if the guest is throttled already.
     pub throttled: bool,
     /// True if the guest may go over to postcopy.
-    pub lazy: bool,
+    pub may_hand_over: bool,
 }
 
-impl Standing {
+impl PassState {
     /// Returns the number of pages that may be left for the downtime to fit the limit.
     fn fitting(&self) -> f64 {
         let room = self.limit.saturating_sub(self.fixed).as_secs_f64();
@@ -206,7 +206,7 @@ impl Standing {
         let (stop, dirty) = (self.stop_s(self.left as f64), self.dirty());
         let enough = Duration::try_from_secs_f64(stop * 1.1).unwrap_or(Duration::MAX);
         let mut help = vec![Remedy::LongerDowntime { enough, now }];
-        help.push(if self.lazy { Remedy::SwitchNow } else { Remedy::Postcopy });
+        help.push(if self.may_hand_over { Remedy::SwitchNow } else { Remedy::Postcopy });
         if !self.throttled {
             help.push(Remedy::Throttle { share: self.needed_throttle() });
         }
@@ -244,7 +244,7 @@ pub(crate) fn rate(bytes: f64) -> String {
 mod tests {
     use super::*;
 
-    const STANDING: Standing = Standing {
+    const STANDING: PassState = PassState {
         before: Some(100_000),
         left: 50_000,
         pass: Duration::from_secs(4),
@@ -253,7 +253,7 @@ mod tests {
         fixed: Duration::from_millis(5),
         limit: Duration::from_millis(300),
         throttled: false,
-        lazy: false,
+        may_hand_over: false,
     };
 
     #[test]
@@ -269,34 +269,34 @@ mod tests {
 
     #[test]
     fn pages_that_fit_the_limit_converge_at_once() {
-        let verdict = Standing { left: 100, before: None, ..STANDING }.judge();
+        let verdict = PassState { left: 100, before: None, ..STANDING }.judge();
         assert_eq!((verdict.converging, verdict.passes_left), (Some(true), Some(1)));
     }
 
     #[test]
     fn passes_that_do_not_shrink_list_remedies() {
-        let verdict = Standing { left: 98_000, ..STANDING }.judge();
+        let verdict = PassState { left: 98_000, ..STANDING }.judge();
         assert_eq!((verdict.converging, verdict.eta_s), (Some(false), None));
         let text = listed(&verdict.help);
         for word in ["downtime limit of 4.4 s", "postcopy", "throttling the guest", "more than 110 MB/s"] {
             assert!(text.contains(word), "{word}: {text}");
         }
-        let throttled = Standing { left: 98_000, throttled: true, ..STANDING }.judge();
+        let throttled = PassState { left: 98_000, throttled: true, ..STANDING }.judge();
         assert!(!throttled.help.iter().any(|remedy| matches!(remedy, Remedy::Throttle { .. })));
-        let lazy = Standing { left: 98_000, lazy: true, ..STANDING }.judge().help;
-        assert!(lazy.contains(&Remedy::SwitchNow) && !lazy.contains(&Remedy::Postcopy), "{lazy:?}");
+        let help = PassState { left: 98_000, may_hand_over: true, ..STANDING }.judge().help;
+        assert!(help.contains(&Remedy::SwitchNow) && !help.contains(&Remedy::Postcopy), "{help:?}");
     }
 
     #[test]
     fn single_pass_predicts_only_clear_cases() {
-        let first = Standing { before: None, ..STANDING };
+        let first = PassState { before: None, ..STANDING };
         assert_eq!(first.judge().converging, None);
-        assert_eq!(Standing { left: 120_000, ..first }.judge().converging, Some(false));
+        assert_eq!(PassState { left: 120_000, ..first }.judge().converging, Some(false));
     }
 
     #[test]
     fn a_pause_beyond_the_limit_never_fits() {
-        let verdict = Standing { left: 0, fixed: Duration::from_secs(1), ..STANDING }.judge();
+        let verdict = PassState { left: 0, fixed: Duration::from_secs(1), ..STANDING }.judge();
         assert_eq!(verdict.converging, Some(false));
         let (stop, now) = (Duration::from_secs(1), STANDING.limit);
         assert_eq!(verdict.help, [Remedy::DowntimeAboveStop { stop, now }]);

@@ -37,7 +37,7 @@ mod renounced;
 mod setup;
 mod start;
 
-use crate::arbiter::{ArbiterError, Backoff, Ruling, Word};
+use crate::arbiter::{ArbiterError, ArbiterRequest, Backoff, Ownership};
 use crate::run;
 use postcopy::Postcopy;
 use ready::Ready;
@@ -48,7 +48,7 @@ use start::{Claiming, Starting};
 use std::time::Duration;
 use vmferry_core::{MachineConfig, RunState, Section, StreamName};
 use vmferry_wire::{
-    LackingPages, LazyFigures, Mode, PageName, Refusal, RefusalCode, RunName, ToSource, ToTarget, Token,
+    MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource, ToTarget, Token,
 };
 
 /// Event that the host reports.
@@ -66,13 +66,13 @@ pub enum Event {
         pass: u32,
     },
     /// The pages with a digest mismatch after a pass were counted.
-    Damaged {
+    DigestMismatches {
         /// Number of the pass.
         pass: u32,
         /// Number of pages.
         pages: u64,
         /// These pages, or the first of them.
-        runs: Vec<RunName>,
+        runs: Vec<RegionRun>,
     },
     /// Result of comparing digests.
     Compared {
@@ -81,7 +81,7 @@ pub enum Event {
         /// Number of pages that differ.
         mismatched: u64,
         /// First pages that differ.
-        samples: Vec<PageName>,
+        samples: Vec<RegionPage>,
     },
     /// The state was loaded.
     Loaded {
@@ -110,11 +110,11 @@ pub enum Event {
         load_us: Option<u64>,
     },
     /// The last missing page has arrived.
-    MissingArrived(LazyFigures),
+    MissingArrived(PagingFigures),
     /// The source has opened a new control channel.
     ControlReopened,
     /// The arbiter has answered this request, or the request failed.
-    ArbiterAnswered(Word, Result<Ruling, ArbiterError>),
+    ArbiterAnswered(ArbiterRequest, Result<Ownership, ArbiterError>),
     /// The operator has stopped the target.
     Stopped,
     /// The source was told which pages are missing.
@@ -165,20 +165,20 @@ pub enum Action {
         /// Number of the stream.
         stream: u32,
     },
-    /// Have the VM prepare itself with this state of a trial pause, and report [`Event::VmPrepared`] or
-    /// [`Event::LocalFailure`].
+    /// Have the VM prepare itself with this state of a trial pause, and report
+    /// [`Event::VmPrepared`] or [`Event::LocalFailure`].
     PrepareVm(Vec<Section>),
     /// Accept these channels, with the tokens of `Accept` or `Resume`.
     AwaitChannels(Channels),
-    /// Report [`Event::Damaged`].
-    CountDamaged {
+    /// Report [`Event::DigestMismatches`].
+    CountDigestMismatches {
         /// Number of the pass.
         pass: u32,
     },
     /// Report [`Event::Compared`].
     CountMismatches,
     /// Add these pages to the missing ones.
-    TakeMissing(LackingPages),
+    TakeMissing(MissingPages),
     /// All missing pages were named: discard their content, and place them one by one from now on.
     BeginDemandPaging {
         /// Number of missing pages.
@@ -187,10 +187,10 @@ pub enum Action {
     /// Load the state.
     Load(Vec<Section>),
     /// Make this request to the arbiter after a delay, and report [`Event::ArbiterAnswered`].
-    /// [`Word::Runs`] is repeated until the arbiter has received it, and is not reported.
+    /// [`ArbiterRequest::Runs`] is repeated until the arbiter has received it, and is not reported.
     AskArbiter {
         /// Request to make.
-        word: Word,
+        request: ArbiterRequest,
         /// Delay before the request.
         after: Duration,
     },
@@ -240,9 +240,9 @@ pub struct Tokens {
 enum Memory {
     Complete,
     /// Pages are missing and arrive in postcopy. If all of them have arrived before the start,
-    /// `all_here` has the figures, which are reported once the guest runs.
+    /// `all_arrived` has the figures, which are reported once the guest runs.
     Missing {
-        all_here: Option<LazyFigures>,
+        all_arrived: Option<PagingFigures>,
     },
 }
 
@@ -252,16 +252,16 @@ impl Memory {
     }
 
     /// Records that the last missing page has arrived.
-    fn arrived(&mut self, figures: LazyFigures) {
-        if let Self::Missing { all_here } = self {
-            *all_here = Some(figures);
+    fn arrived(&mut self, figures: PagingFigures) {
+        if let Self::Missing { all_arrived } = self {
+            *all_arrived = Some(figures);
         }
     }
 }
 
 /// Request that the target repeats until the arbiter answers.
 #[derive(Debug, Clone, Default)]
-struct Asking {
+struct ArbiterRetry {
     again: Backoff,
     /// Reason why the owner of the guest is unknown.
     undecided: Option<String>,
@@ -269,11 +269,11 @@ struct Asking {
 
 /// State that more than one phase reads.
 #[derive(Debug, Clone)]
-struct Shared {
+struct TargetContext {
     machine: MachineConfig,
     tokens: Tokens,
     /// True if there is an arbiter.
-    fenced: bool,
+    with_arbiter: bool,
     /// Expected time for loading the state and starting the guest, in microseconds, for a source
     /// that supports this message.
     load_us: Option<u64>,
@@ -309,7 +309,7 @@ type Next = (State, Vec<Action>);
 /// Session of a target.
 #[derive(Debug, Clone)]
 pub struct Session {
-    shared: Shared,
+    context: TargetContext,
     state: State,
 }
 
@@ -346,10 +346,10 @@ fn misplaced(event: &Event, doing: &str) -> Refusal {
 impl Session {
     /// Begins a session after a control channel was opened.
     pub fn begin(machine: MachineConfig, tokens: Tokens) -> Self {
-        let shared = Shared {
+        let context = TargetContext {
             machine,
             tokens,
-            fenced: false,
+            with_arbiter: false,
             load_us: None,
             wants_trial: false,
             wanted: RunState::Running,
@@ -357,56 +357,56 @@ impl Session {
             channels: Channels { bulk: 0, urgent: 0, probe: false },
             accepted: false,
         };
-        Self { shared, state: State::Setup(Setup::begin()) }
+        Self { context, state: State::Setup(Setup::begin()) }
     }
 
     /// Tells the source that loading the state and starting the guest are expected to take `load`.
     pub fn expecting(mut self, load: Option<Duration>) -> Self {
-        self.shared.load_us = load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX));
+        self.context.load_us = load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX));
         self
     }
 
     /// Asks the source for the state of a trial pause, if `wants` is true. The source must support
     /// this.
     pub fn wanting_trial(mut self, wants: bool) -> Self {
-        self.shared.wants_trial = wants;
+        self.context.wants_trial = wants;
         self
     }
 
-    /// Uses an arbiter, if `fenced` is true.
-    pub fn fenced(mut self, fenced: bool) -> Self {
-        self.shared.fenced = fenced;
+    /// Uses an arbiter, if `with_arbiter` is true.
+    pub fn with_arbiter(mut self, with_arbiter: bool) -> Self {
+        self.context.with_arbiter = with_arbiter;
         self
     }
 
     /// Takes an event. Returns the actions that follow from it, in their order.
     pub fn handle(&mut self, event: Event) -> Vec<Action> {
         let state = std::mem::replace(&mut self.state, State::Ended { complete: false });
-        let (state, actions) = react(state, &mut self.shared, event);
+        let (state, actions) = react(state, &mut self.context, event);
         self.state = state;
         actions
     }
 }
 
 /// Takes an event in any state.
-fn react(state: State, shared: &mut Shared, event: Event) -> Next {
+fn react(state: State, context: &mut TargetContext, event: Event) -> Next {
     match (state, event) {
         (State::Ended { complete }, _) => (State::Ended { complete }, Vec::new()),
         (state, Event::Message(ToTarget::Ping(number))) => {
             (state, vec![Action::Send(ToSource::Pong(number))])
         }
-        (State::Claiming(claiming), event) => claiming.handle(shared, event),
-        (State::Starting(starting), event) => starting.handle(shared, event),
-        (State::Renounced(renounced), event) => renounced.handle(shared, event),
-        (State::Postcopy(postcopy), event) => postcopy.handle(shared, event),
-        (State::Ready(ready), event) => ready.handle(shared, event),
+        (State::Claiming(claiming), event) => claiming.handle(context, event),
+        (State::Starting(starting), event) => starting.handle(context, event),
+        (State::Renounced(renounced), event) => renounced.handle(context, event),
+        (State::Postcopy(postcopy), event) => postcopy.handle(context, event),
+        (State::Ready(ready), event) => ready.handle(context, event),
         // A source that cancels has not committed.
         (_, Event::Message(ToTarget::Cancel(why))) => end(why, None),
         (_, Event::Stopped) => fail(Refusal::new(RefusalCode::Cancelled, "the target was told to stop")),
         (_, Event::LocalFailure(why)) => fail(why),
         (_, Event::PeerLost(why)) => end(Refusal::new(RefusalCode::Other, why), None),
-        (State::Setup(setup), event) => setup.handle(shared, event),
-        (State::Receiving(receiving), event) => receiving.handle(shared, event),
+        (State::Setup(setup), event) => setup.handle(context, event),
+        (State::Receiving(receiving), event) => receiving.handle(context, event),
     }
 }
 
@@ -414,7 +414,7 @@ fn react(state: State, shared: &mut Shared, event: Event) -> Next {
 impl Session {
     /// Returns true if the source has announced a guest that fits.
     pub fn accepted(&self) -> bool {
-        self.shared.accepted
+        self.context.accepted
     }
 
     /// Returns true if the source has not announced its guest yet.
@@ -431,7 +431,7 @@ impl Session {
         match &self.state {
             State::Setup(_) | State::Receiving(_) | State::Ready(_) | State::Claiming(_) => true,
             // With an arbiter, the guest is being given back. The session ends with the answer.
-            State::Renounced(_) => !self.shared.fenced,
+            State::Renounced(_) => !self.context.with_arbiter,
             State::Starting(_) | State::Postcopy(_) | State::Ended { .. } => false,
         }
     }
@@ -454,11 +454,11 @@ impl Session {
     /// Returns true if the source may open a new link to ask about a guest that never ran on the
     /// target. Once the target was ready, the source may have sent the commit, even if the commit
     /// never arrived.
-    pub fn may_be_asked(&self) -> bool {
+    pub fn accepts_new_link(&self) -> bool {
         match &self.state {
             State::Ready(ready) => ready.may_be_committed(),
             State::Claiming(claiming) => claiming.memory.is_missing(),
-            State::Renounced(renounced) => renounced.may_be_asked(),
+            State::Renounced(renounced) => renounced.accepts_new_link(),
             _ => false,
         }
     }
@@ -470,7 +470,7 @@ impl Session {
 
     /// Returns true while the guest runs on the target and pages are missing, or while the source
     /// does not know yet that all have arrived.
-    pub fn running_lazily(&self) -> bool {
+    pub fn runs_in_postcopy(&self) -> bool {
         matches!(self.state, State::Postcopy(_))
     }
 

@@ -1,14 +1,14 @@
 //! Postcopy: the guest runs on the target, and its missing pages arrive.
 
-use super::{Action, Event, Next, Outcome, Shared, State};
-use vmferry_wire::{LazyFigures, ToSource, ToTarget};
+use super::{Action, Event, Next, Outcome, State, TargetContext};
+use vmferry_wire::{PagingFigures, ToSource, ToTarget};
 
 /// Guest that runs before all of its memory has arrived.
 #[derive(Debug, Clone)]
 pub(super) struct Postcopy {
     step: Step,
     /// Figures of the missing pages, once all have arrived.
-    all_here: Option<LazyFigures>,
+    all_arrived: Option<PagingFigures>,
 }
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
@@ -32,12 +32,12 @@ impl Postcopy {
         running: ToSource,
         lost: bool,
         runs: Option<Action>,
-        all_here: Option<LazyFigures>,
+        all_arrived: Option<PagingFigures>,
     ) -> Next {
-        let postcopy = Self { step: if lost { Step::Suspended } else { Step::Receiving }, all_here: None };
+        let postcopy = Self { step: if lost { Step::Suspended } else { Step::Receiving }, all_arrived: None };
         let first = if lost { Action::Disconnect } else { Action::Send(running) };
-        let (state, told) = match all_here {
-            Some(figures) => postcopy.all_here(figures),
+        let (state, told) = match all_arrived {
+            Some(figures) => postcopy.all_arrived(figures),
             None => postcopy.stay(),
         };
         let last = Action::Finish(Outcome::Running);
@@ -49,12 +49,12 @@ impl Postcopy {
     }
 
     pub(super) fn is_complete(&self) -> bool {
-        self.all_here.is_some()
+        self.all_arrived.is_some()
     }
 
-    pub(super) fn handle(self, shared: &Shared, event: Event) -> Next {
+    pub(super) fn handle(self, context: &TargetContext, event: Event) -> Next {
         match (self.step, event) {
-            (_, Event::MissingArrived(figures)) => self.all_here(figures),
+            (_, Event::MissingArrived(figures)) => self.all_arrived(figures),
             (Step::AwaitThanks, Event::Message(ToTarget::Thanks)) => {
                 (State::Ended { complete: true }, vec![Action::Finish(Outcome::Completed)])
             }
@@ -63,9 +63,9 @@ impl Postcopy {
             (_, Event::ControlReopened) => self.go_on_to(Step::NamingMissing, vec![Action::NameMissing]),
             (Step::NamingMissing, Event::MissingNamed { pages, tokens: (bulk, urgent) }) => {
                 let resume = Action::Send(ToSource::Resume { pages, bulk, urgent });
-                let actions = vec![Action::AwaitChannels(shared.channels), resume];
+                let actions = vec![Action::AwaitChannels(context.channels), resume];
                 // If no page is missing, no channels need to be opened.
-                let step = Step::Reopening { missing: shared.channels.count() };
+                let step = Step::Reopening { missing: context.channels.count() };
                 self.tell_if_complete(step, actions)
             }
             (Step::Reopening { missing: 1 }, Event::ChannelUp) => {
@@ -100,8 +100,8 @@ impl Postcopy {
 
     /// Records that the last missing page has arrived. Without a link, the source is told once
     /// there is one.
-    fn all_here(mut self, figures: LazyFigures) -> Next {
-        self.all_here = Some(figures);
+    fn all_arrived(mut self, figures: PagingFigures) -> Next {
+        self.all_arrived = Some(figures);
         let actions = vec![Action::EndDemandPaging];
         match self.step {
             Step::Receiving => self.tell_if_complete(Step::Receiving, actions),
@@ -111,7 +111,7 @@ impl Postcopy {
 
     /// Goes on to `step`, or tells the source that every page has arrived, if that is so.
     fn tell_if_complete(self, step: Step, mut actions: Vec<Action>) -> Next {
-        let Some(figures) = self.all_here.clone() else { return self.go_on_to(step, actions) };
+        let Some(figures) = self.all_arrived.clone() else { return self.go_on_to(step, actions) };
         actions.push(Action::Send(ToSource::Complete(figures)));
         self.go_on_to(Step::AwaitThanks, actions)
     }
@@ -123,7 +123,7 @@ impl Postcopy {
 
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
-        let Self { step, all_here } = self;
-        std::hash::Hash::hash(&(step, all_here.is_some()), hasher);
+        let Self { step, all_arrived } = self;
+        std::hash::Hash::hash(&(step, all_arrived.is_some()), hasher);
     }
 }

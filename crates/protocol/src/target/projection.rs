@@ -1,7 +1,7 @@
 //! Projection of sessions for a model that visits every reachable state.
 
 use super::renounced::Renounced;
-use super::{Memory, Session, Shared, State};
+use super::{Memory, Session, State, TargetContext};
 use std::hash::{Hash, Hasher};
 use std::mem::discriminant;
 
@@ -11,18 +11,18 @@ impl Session {
     /// Each field is named, so that a new field does not compile before its treatment is decided
     /// here. Fields that do not change in a run and reasons of failures are left out.
     pub fn project(&self, hasher: &mut impl Hasher) {
-        let Self { shared, state } = self;
-        let Shared {
+        let Self { context, state } = self;
+        let TargetContext {
             machine: _,
             tokens: _,
-            fenced: _,
+            with_arbiter: _,
             load_us: _,
             wants_trial: _,
             wanted,
             mode: _,
             channels,
             accepted,
-        } = shared;
+        } = context;
         (wanted, channels.count(), accepted).hash(hasher);
         discriminant(state).hash(hasher);
         match state {
@@ -31,7 +31,9 @@ impl Session {
             State::Ready(ready) => ready.project(hasher),
             State::Claiming(claiming) => claiming.project(hasher),
             State::Starting(starting) => starting.project(hasher),
-            State::Renounced(Renounced { why: _, giving_back: _, source_asks }) => source_asks.hash(hasher),
+            State::Renounced(Renounced { why: _, giving_back: _, accepts_new_link }) => {
+                accepts_new_link.hash(hasher)
+            }
             State::Postcopy(postcopy) => postcopy.project(hasher),
             State::Ended { complete } => complete.hash(hasher),
         }
@@ -41,8 +43,8 @@ impl Session {
 impl Memory {
     pub(super) fn project(&self, hasher: &mut impl Hasher) {
         discriminant(self).hash(hasher);
-        if let Self::Missing { all_here } = self {
-            all_here.is_some().hash(hasher);
+        if let Self::Missing { all_arrived } = self {
+            all_arrived.is_some().hash(hasher);
         }
     }
 }

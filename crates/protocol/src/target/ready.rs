@@ -3,7 +3,9 @@
 
 use super::renounced::Renounced;
 use super::start::{Claiming, Starting};
-use super::{Action, Asking, Event, Memory, Next, Shared, State, end, fail, lost_before, misplaced};
+use super::{
+    Action, ArbiterRetry, Event, Memory, Next, State, TargetContext, end, fail, lost_before, misplaced,
+};
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
 /// Loading the state, then waiting for the commit.
@@ -31,15 +33,15 @@ impl Ready {
         self.step == Step::AwaitCommit && self.memory.is_missing()
     }
 
-    pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {
+    pub(super) fn handle(mut self, context: &TargetContext, event: Event) -> Next {
         match (self.step, event) {
             // A source that cancels has not committed.
             (_, Event::Message(ToTarget::Cancel(why))) => end(why, None),
             (Step::AwaitCommit, Event::Message(ToTarget::Commit)) => {
-                if shared.fenced {
+                if context.with_arbiter {
                     Claiming::begin(self.memory)
                 } else {
-                    Starting::begin(shared, self.memory)
+                    Starting::begin(context, self.memory)
                 }
             }
             (Step::Loading, Event::Loaded { micros }) => {
@@ -54,34 +56,34 @@ impl Ready {
             (_, Event::ArbiterAnswered(..)) => (State::Ready(self), Vec::new()),
             // The source opens a new link only if it knows that the old one is lost.
             (_, Event::ControlReopened) if self.may_be_committed() => Renounced::and_tell(
-                shared,
+                context,
                 &self.memory,
                 lost_before("the source opened a new one"),
-                Asking::default(),
+                ArbiterRetry::default(),
             ),
             (_, Event::PeerLost(why)) if self.may_be_committed() => {
-                Renounced::and_disconnect(shared, &self.memory, lost_before(&why), Asking::default())
+                Renounced::and_disconnect(context, &self.memory, lost_before(&why), ArbiterRetry::default())
             }
             (_, Event::PeerLost(why)) => end(Refusal::new(RefusalCode::Other, why), None),
             (_, Event::Stopped) => {
-                self.fail(shared, Refusal::new(RefusalCode::Cancelled, "the target was told to stop"))
+                self.fail(context, Refusal::new(RefusalCode::Cancelled, "the target was told to stop"))
             }
-            (_, Event::LocalFailure(why)) => self.fail(shared, why),
+            (_, Event::LocalFailure(why)) => self.fail(context, why),
             (step, event) => {
                 let doing =
                     if step == Step::Loading { "loading the device state" } else { "awaiting the commit" };
-                self.fail(shared, misplaced(&event, doing))
+                self.fail(context, misplaced(&event, doing))
             }
         }
     }
 
-    fn fail(self, shared: &Shared, why: Refusal) -> Next {
+    fn fail(self, context: &TargetContext, why: Refusal) -> Next {
         if !self.may_be_committed() {
             return fail(why);
         }
         // The commit may have been sent.
         let told = Action::Send(ToSource::Failed(why.clone()));
-        Renounced::begin(shared, &self.memory, why, Asking::default(), told)
+        Renounced::begin(context, &self.memory, why, ArbiterRetry::default(), told)
     }
 
     #[cfg(feature = "model")]

@@ -1,7 +1,7 @@
 //! Receiving phase: passes over memory, the device state, and the verification.
 
 use super::ready::Ready;
-use super::{Action, Channels, Event, Memory, Next, Shared, State, fail, misplaced};
+use super::{Action, Channels, Event, Memory, Next, State, TargetContext, fail, misplaced};
 use vmferry_core::{RunState, Section};
 use vmferry_wire::{
     MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES, MAX_STREAMS, Refusal, RefusalCode, ToSource, ToTarget,
@@ -85,7 +85,7 @@ impl Receiving {
         }
     }
 
-    pub(super) fn handle(mut self: Box<Self>, shared: &mut Shared, event: Event) -> Next {
+    pub(super) fn handle(mut self: Box<Self>, context: &mut TargetContext, event: Event) -> Next {
         match event {
             Event::Message(ToTarget::Pass { .. }) => self.stay(Vec::new()),
             Event::Message(ToTarget::Final { pass }) => {
@@ -95,7 +95,7 @@ impl Receiving {
             Event::Message(ToTarget::Section(section)) => self.section(section),
             Event::Message(ToTarget::StateEnd { sections }) => self.state_end(sections),
             Event::Message(ToTarget::StaysPaused) if !self.state.complete => {
-                shared.wanted = RunState::Paused;
+                context.wanted = RunState::Paused;
                 self.stay(Vec::new())
             }
             Event::Message(
@@ -118,16 +118,16 @@ impl Receiving {
                 self.stay(compared.into_iter().collect())
             }
             Event::Message(ToTarget::Load) => self.load(),
-            Event::Message(ToTarget::Lacking(piece)) if shared.mode.may_be_lazy() => {
+            Event::Message(ToTarget::Lacking(piece)) if context.mode.may_use_postcopy() => {
                 self.stay(vec![Action::TakeMissing(piece)])
             }
-            Event::Message(ToTarget::LoadLazily { pages }) if shared.mode.may_be_lazy() => {
+            Event::Message(ToTarget::LoadLazily { pages }) if context.mode.may_use_postcopy() => {
                 self.load_with_missing(pages)
             }
             Event::Barrier { channel, pass } => self.barrier(channel, pass),
-            Event::Damaged { pass, pages, runs } => {
+            Event::DigestMismatches { pass, pages, runs } => {
                 self.clean = pages == 0;
-                self.stay(vec![Action::Send(ToSource::Received { pass, suspects: pages, runs })])
+                self.stay(vec![Action::Send(ToSource::Received { pass, mismatches: pages, runs })])
             }
             Event::Compared { pages, mismatched, samples } => {
                 self.stay(vec![Action::Send(ToSource::Verified { pages, mismatched, samples })])
@@ -162,7 +162,7 @@ impl Receiving {
         // Unknown until the pages with a digest mismatch are counted.
         self.clean = false;
         let compared = self.compared_if_complete();
-        self.stay([Action::CountDamaged { pass }].into_iter().chain(compared).collect())
+        self.stay([Action::CountDigestMismatches { pass }].into_iter().chain(compared).collect())
     }
 
     fn compared_if_complete(&mut self) -> Option<Action> {
@@ -280,7 +280,7 @@ impl Receiving {
             let detail = "the source hands over a guest in the middle of a pass";
             return fail(Refusal::new(RefusalCode::Protocol, detail));
         }
-        let ready = Ready::begin(Memory::Missing { all_here: None });
+        let ready = Ready::begin(Memory::Missing { all_arrived: None });
         (State::Ready(ready), vec![Action::BeginDemandPaging { pages }, Action::Load(self.state.sections)])
     }
 
@@ -289,12 +289,12 @@ impl Receiving {
         use std::hash::Hash;
         let Self { barriers, received, last_pass, verify_pass, clean, trial, state, streams } = self;
         (barriers, received, last_pass, verify_pass, clean, streams).hash(hasher);
-        let here =
+        let figures =
             |DeviceState { sections, bytes, complete }: &DeviceState| (sections.len(), *bytes, *complete);
-        here(state).hash(hasher);
+        figures(state).hash(hasher);
         std::mem::discriminant(trial).hash(hasher);
         if let Trial::Coming(trial) = trial {
-            here(trial).hash(hasher);
+            figures(trial).hash(hasher);
         }
     }
 }

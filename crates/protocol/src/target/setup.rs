@@ -2,8 +2,8 @@
 //! channels are opened.
 
 use super::receiving::Receiving;
-use super::{Action, Channels, Event, Next, Shared, State, Tokens, fail, misplaced};
-use crate::arbiter::{ArbiterError, Ruling, Word};
+use super::{Action, Channels, Event, Next, State, TargetContext, Tokens, fail, misplaced};
+use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership};
 use std::time::Duration;
 use vmferry_core::MachineConfig;
 use vmferry_wire::{Mode, Refusal, RefusalCode, ToSource, ToTarget};
@@ -36,7 +36,7 @@ impl Setup {
         self.step == Step::AwaitAnnouncement
     }
 
-    pub(super) fn handle(self, shared: &mut Shared, event: Event) -> Next {
+    pub(super) fn handle(self, context: &mut TargetContext, event: Event) -> Next {
         match (self.step, event) {
             (
                 Step::AwaitAnnouncement,
@@ -47,17 +47,19 @@ impl Setup {
                     urgent_channels: urgent,
                     probe,
                 }),
-            ) => announced(shared, &machine, mode, Channels { bulk, urgent, probe }),
+            ) => announced(context, &machine, mode, Channels { bulk, urgent, probe }),
             // The description is for a VMM that creates its VM now. In this session the VM exists.
             (Step::AwaitAnnouncement, Event::Message(ToTarget::Description(_))) => {
                 (State::Setup(self), Vec::new())
             }
-            (Step::LookingForRegister, Event::ArbiterAnswered(Word::Look, answer)) => looked(shared, answer),
+            (Step::LookingForRegister, Event::ArbiterAnswered(ArbiterRequest::Look, answer)) => {
+                looked(context, answer)
+            }
             // A late answer, or the answer to another request.
             (_, Event::ArbiterAnswered(..)) => (State::Setup(self), Vec::new()),
-            (Step::Preparing, Event::Prepared) => accept(shared),
+            (Step::Preparing, Event::Prepared) => accept(context),
             (Step::AwaitChannels { missing: 1 }, Event::ChannelUp) => {
-                let receiving = Receiving::begin(shared.channels, shared.wants_trial);
+                let receiving = Receiving::begin(context.channels, context.wants_trial);
                 (State::Receiving(Box::new(receiving)), vec![Action::Send(ToSource::ChannelsUp)])
             }
             (Step::AwaitChannels { missing }, Event::ChannelUp) => {
@@ -77,20 +79,20 @@ impl Setup {
     }
 }
 
-fn announced(shared: &mut Shared, machine: &MachineConfig, mode: Mode, channels: Channels) -> Next {
-    if let Some(difference) = shared.machine.difference(machine) {
+fn announced(context: &mut TargetContext, machine: &MachineConfig, mode: Mode, channels: Channels) -> Next {
+    if let Some(difference) = context.machine.difference(machine) {
         let detail = format!("{difference}; create the target VM like the source VM");
         return fail(Refusal::new(RefusalCode::Machine, detail));
     }
     if let Some(detail) = wrong_channels(mode, channels) {
         return fail(Refusal::new(RefusalCode::Protocol, detail));
     }
-    (shared.mode, shared.channels) = (mode, channels);
-    if shared.fenced {
-        let look = Action::AskArbiter { word: Word::Look, after: Duration::ZERO };
+    (context.mode, context.channels) = (mode, channels);
+    if context.with_arbiter {
+        let look = Action::AskArbiter { request: ArbiterRequest::Look, after: Duration::ZERO };
         return (State::Setup(Setup { step: Step::LookingForRegister }), vec![look]);
     }
-    prepare(shared)
+    prepare(context)
 }
 
 fn wrong_channels(mode: Mode, Channels { bulk, urgent, probe }: Channels) -> Option<String> {
@@ -98,7 +100,7 @@ fn wrong_channels(mode: Mode, Channels { bulk, urgent, probe }: Channels) -> Opt
     if !(1..=most).contains(&bulk) {
         return Some(format!("the source announced {bulk} bulk channels, but 1 to {most} are possible"));
     }
-    let right = if mode.may_be_lazy() { (1..=most).contains(&urgent) } else { urgent == 0 && !probe };
+    let right = if mode.may_use_postcopy() { (1..=most).contains(&urgent) } else { urgent == 0 && !probe };
     (!right).then(|| {
         format!(
             "the source announced {urgent} urgent channels ({mode:?}), but 1 to {most} are possible, and none in precopy"
@@ -106,31 +108,31 @@ fn wrong_channels(mode: Mode, Channels { bulk, urgent, probe }: Channels) -> Opt
     })
 }
 
-fn looked(shared: &mut Shared, answer: Result<Ruling, ArbiterError>) -> Next {
+fn looked(context: &mut TargetContext, answer: Result<Ownership, ArbiterError>) -> Next {
     let detail = match answer {
-        Ok(Ruling::Open) => return prepare(shared),
-        Ok(ruling) => format!("the arbiter {ruling}, although the guest has not been moved yet"),
+        Ok(Ownership::Open) => return prepare(context),
+        Ok(owner) => format!("the arbiter {owner}, although the guest has not been moved yet"),
         Err(error) => format!("as seen from the target: {error}"),
     };
     fail(Refusal::new(RefusalCode::Fence, detail))
 }
 
-fn prepare(shared: &mut Shared) -> Next {
-    if !shared.mode.may_be_lazy() {
-        return accept(shared);
+fn prepare(context: &mut TargetContext) -> Next {
+    if !context.mode.may_use_postcopy() {
+        return accept(context);
     }
     // Checked first, so that a host without demand paging refuses early and continues to wait for
     // another source.
     (State::Setup(Setup { step: Step::Preparing }), vec![Action::PrepareDemandPaging])
 }
 
-fn accept(shared: &mut Shared) -> Next {
-    shared.accepted = true;
-    let Tokens { bulk, urgent, resume } = shared.tokens;
-    let costs = shared.load_us.map(|load_us| Action::Send(ToSource::Costs { load_us }));
-    let trial = shared.wants_trial.then_some(Action::Send(ToSource::WantsTrial));
+fn accept(context: &mut TargetContext) -> Next {
+    context.accepted = true;
+    let Tokens { bulk, urgent, resume } = context.tokens;
+    let costs = context.load_us.map(|load_us| Action::Send(ToSource::Costs { load_us }));
+    let trial = context.wants_trial.then_some(Action::Send(ToSource::WantsTrial));
     let accept = Action::Send(ToSource::Accept { bulk, urgent, resume });
-    let accept = [Action::AwaitChannels(shared.channels), accept];
+    let accept = [Action::AwaitChannels(context.channels), accept];
     let actions = accept.into_iter().chain(costs).chain(trial).collect();
-    (State::Setup(Setup { step: Step::AwaitChannels { missing: shared.channels.count() } }), actions)
+    (State::Setup(Setup { step: Step::AwaitChannels { missing: context.channels.count() } }), actions)
 }

@@ -3,8 +3,8 @@
 
 use super::postcopy::Postcopy;
 use super::renounced::Renounced;
-use super::{Action, Asking, Event, Memory, Next, Outcome, Shared, State, end, lost_before};
-use crate::arbiter::{ArbiterError, Ruling, Side, Word};
+use super::{Action, ArbiterRetry, Event, Memory, Next, Outcome, State, TargetContext, end, lost_before};
+use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership, Side};
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
@@ -20,42 +20,43 @@ pub(super) struct Claiming {
     pub(super) memory: Memory,
     /// True if the link was lost.
     lost: bool,
-    asking: Asking,
+    retry: ArbiterRetry,
     /// Number of claims that were not answered.
     unanswered: u32,
 }
 
 impl Claiming {
     pub(super) fn begin(memory: Memory) -> Next {
-        let claiming = Self { memory, lost: false, asking: Asking::default(), unanswered: 0 };
-        let claim = Action::AskArbiter { word: Word::Claim(Side::Target), after: Duration::ZERO };
+        let claiming = Self { memory, lost: false, retry: ArbiterRetry::default(), unanswered: 0 };
+        let claim =
+            Action::AskArbiter { request: ArbiterRequest::Claim(Side::Target), after: Duration::ZERO };
         (State::Claiming(claiming), vec![claim])
     }
 
     pub(super) fn undecided(&self) -> Option<&str> {
-        self.asking.undecided.as_deref()
+        self.retry.undecided.as_deref()
     }
 
-    pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {
+    pub(super) fn handle(mut self, context: &TargetContext, event: Event) -> Next {
         match event {
-            Event::ArbiterAnswered(Word::Claim(_), answer) => self.answered(shared, answer),
+            Event::ArbiterAnswered(ArbiterRequest::Claim(_), answer) => self.answered(context, answer),
             Event::MissingArrived(figures) => {
                 self.memory.arrived(figures);
                 (State::Claiming(self), Vec::new())
             }
             Event::ControlReopened => Renounced::and_tell(
-                shared,
+                context,
                 &self.memory,
                 lost_before("the source opened a new one"),
-                self.asking,
+                self.retry,
             ),
             // Without the link the guest would run on the target without its memory. Its source has
             // all of it.
             Event::PeerLost(why) if self.memory.is_missing() => {
-                Renounced::and_disconnect(shared, &self.memory, lost_before(&why), self.asking)
+                Renounced::and_disconnect(context, &self.memory, lost_before(&why), self.retry)
             }
             Event::LocalFailure(why) if self.memory.is_missing() => {
-                Renounced::and_disconnect(shared, &self.memory, why, self.asking)
+                Renounced::and_disconnect(context, &self.memory, why, self.retry)
             }
             Event::PeerLost(_) | Event::LocalFailure(_) => {
                 self.lost = true;
@@ -64,9 +65,9 @@ impl Claiming {
             Event::Stopped => {
                 let why = Refusal::new(RefusalCode::Cancelled, "the target was told to stop");
                 if self.lost {
-                    Renounced::and_disconnect(shared, &self.memory, why, self.asking)
+                    Renounced::and_disconnect(context, &self.memory, why, self.retry)
                 } else {
-                    Renounced::and_tell(shared, &self.memory, why, self.asking)
+                    Renounced::and_tell(context, &self.memory, why, self.retry)
                 }
             }
             // The source has handed the guest over: no later message of the source changes that.
@@ -74,36 +75,36 @@ impl Claiming {
         }
     }
 
-    fn answered(mut self, shared: &Shared, answer: Result<Ruling, ArbiterError>) -> Next {
+    fn answered(mut self, context: &TargetContext, answer: Result<Ownership, ArbiterError>) -> Next {
         let why = match answer {
-            Ok(Ruling::Target { .. }) => return Starting::claimed(shared, self.memory, self.lost),
-            Ok(Ruling::Source) => {
+            Ok(Ownership::Target { .. }) => return Starting::claimed(context, self.memory, self.lost),
+            Ok(Ownership::Source) => {
                 let detail = "the arbiter has given the guest to its source, which had lost the link";
                 let why = Refusal::new(RefusalCode::Fence, detail);
                 let told = (!self.lost).then(|| Action::Send(ToSource::Failed(why.clone())));
                 return end(why, told);
             }
-            // This ruling does not answer a claim, so it counts as no answer.
-            Ok(Ruling::Open) => "the arbiter has not accepted the claim".to_owned(),
+            // This answer does not answer a claim, so it counts as no answer.
+            Ok(Ownership::Open) => "the arbiter has not accepted the claim".to_owned(),
             Err(error) => error.to_string(),
         };
         self.unanswered += 1;
-        self.asking.undecided = Some(format!("the source has handed the guest over, and {why}"));
+        self.retry.undecided = Some(format!("the source has handed the guest over, and {why}"));
         if self.unanswered < MOST_CLAIMS || self.lost {
-            let after = self.asking.again.next();
-            let claim = Action::AskArbiter { word: Word::Claim(Side::Target), after };
+            let after = self.retry.again.next();
+            let claim = Action::AskArbiter { request: ArbiterRequest::Claim(Side::Target), after };
             return (State::Claiming(self), vec![claim]);
         }
         // The target's message lets the source have the paused guest at once. If the arbiter has
         // received a claim nevertheless, giving the guest back revokes the claim.
         let detail = format!("the guest was not started on the target: {why}");
-        Renounced::and_tell(shared, &self.memory, Refusal::new(RefusalCode::Fence, detail), self.asking)
+        Renounced::and_tell(context, &self.memory, Refusal::new(RefusalCode::Fence, detail), self.retry)
     }
 
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         // The time until the next request and the last answer of the arbiter affect no decision.
-        let Self { memory, lost, asking: _, unanswered } = self;
+        let Self { memory, lost, retry: _, unanswered } = self;
         memory.project(hasher);
         std::hash::Hash::hash(&(lost, unanswered), hasher);
     }
@@ -120,21 +121,21 @@ pub(super) struct Starting {
 
 impl Starting {
     /// Starts a guest without an arbiter.
-    pub(super) fn begin(shared: &Shared, memory: Memory) -> Next {
-        Self::claimed(shared, memory, false)
+    pub(super) fn begin(context: &TargetContext, memory: Memory) -> Next {
+        Self::claimed(context, memory, false)
     }
 
     /// Starts a guest that the arbiter has granted.
-    fn claimed(shared: &Shared, memory: Memory, lost: bool) -> Next {
-        (State::Starting(Self { memory, lost }), vec![Action::Start { wanted: shared.wanted }])
+    fn claimed(context: &TargetContext, memory: Memory, lost: bool) -> Next {
+        (State::Starting(Self { memory, lost }), vec![Action::Start { wanted: context.wanted }])
     }
 
-    pub(super) fn handle(mut self, shared: &Shared, event: Event) -> Next {
+    pub(super) fn handle(mut self, context: &TargetContext, event: Event) -> Next {
         match event {
             Event::Started { micros: start_us, cpu_us } => {
-                self.started(shared, ToSource::Running { start_us, cpu_us })
+                self.started(context, ToSource::Running { start_us, cpu_us })
             }
-            Event::StartFailed(why) => self.start_failed(shared, why),
+            Event::StartFailed(why) => self.start_failed(context, why),
             Event::MissingArrived(figures) => {
                 self.memory.arrived(figures);
                 (State::Starting(self), Vec::new())
@@ -147,10 +148,12 @@ impl Starting {
         }
     }
 
-    fn started(self, shared: &Shared, running: ToSource) -> Next {
-        let runs = shared.fenced.then_some(Action::AskArbiter { word: Word::Runs, after: Duration::ZERO });
+    fn started(self, context: &TargetContext, running: ToSource) -> Next {
+        let runs = context
+            .with_arbiter
+            .then_some(Action::AskArbiter { request: ArbiterRequest::Runs, after: Duration::ZERO });
         match self.memory {
-            Memory::Missing { all_here } => Postcopy::begin(running, self.lost, runs, all_here),
+            Memory::Missing { all_arrived } => Postcopy::begin(running, self.lost, runs, all_arrived),
             Memory::Complete => {
                 let actions = [Action::Send(running)]
                     .into_iter()
@@ -162,14 +165,14 @@ impl Starting {
         }
     }
 
-    fn start_failed(self, shared: &Shared, why: Refusal) -> Next {
+    fn start_failed(self, context: &TargetContext, why: Refusal) -> Next {
         let told = Action::Send(ToSource::Returned(why.clone()));
-        if !self.memory.is_missing() && !shared.fenced {
+        if !self.memory.is_missing() && !context.with_arbiter {
             return end(why, Some(told));
         }
         // Nothing can be sent on a link that is known to be lost.
         let first = if self.lost { Action::Disconnect } else { told };
-        Renounced::begin(shared, &self.memory, why, Asking::default(), first)
+        Renounced::begin(context, &self.memory, why, ArbiterRetry::default(), first)
     }
 
     #[cfg(feature = "model")]

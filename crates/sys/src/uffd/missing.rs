@@ -1,6 +1,6 @@
 //! Faults on missing pages, and placing pages.
 
-use super::{GROUP, REGISTER, Register, Span, Userfaultfd, show, whole};
+use super::{GROUP, REGISTER, Register, Span, Userfaultfd, format_span, whole};
 use crate::error::common;
 use crate::ioctl::{call, ior, iowr};
 use crate::{PAGE_SIZE, SysError};
@@ -63,7 +63,7 @@ fn placed(
     let error = std::io::Error::last_os_error();
     match u64::try_from(done) {
         Ok(done) if done > 0 => Ok(done),
-        _ => Err(SysError::from_io(call, show(span), error, meaning)),
+        _ => Err(SysError::from_io(call, format_span(span), error, meaning)),
     }
 }
 
@@ -127,7 +127,7 @@ impl Userfaultfd {
         if unsafe { call(self.fd.as_fd(), REGISTER, &mut argument) } < 0 {
             return Err(SysError::last(
                 call_name,
-                || show(&span),
+                || format_span(&span),
                 |errno| match errno {
                     libc::EBUSY => "another userfaultfd has this memory",
                     libc::EINVAL => {
@@ -232,7 +232,7 @@ impl Userfaultfd {
         let mut argument = whole(CALL, &span)?;
         // SAFETY: the structure belongs to the request, and waking changes no memory.
         if unsafe { call(self.fd.as_fd(), WAKE, &mut argument) } < 0 {
-            return Err(SysError::last(CALL, || show(&span), common));
+            return Err(SysError::last(CALL, || format_span(&span), common));
         }
         Ok(())
     }

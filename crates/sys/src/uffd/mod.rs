@@ -210,7 +210,7 @@ impl Userfaultfd {
         if unsafe { call(self.fd.as_fd(), REGISTER, &mut argument) } < 0 {
             return Err(SysError::last(
                 CALL,
-                || show(&span),
+                || format_span(&span),
                 |errno| match errno {
                     libc::EBUSY => "another userfaultfd (of a postcopy, or another tracker) has this memory",
                     libc::EINVAL => {
@@ -235,7 +235,7 @@ impl Userfaultfd {
         // SAFETY: the structure belongs to the request. Pages become writable again without a
         // fault, and the kernel fills missing pages as usual.
         if unsafe { call(self.fd.as_fd(), UNREGISTER, &mut argument) } < 0 {
-            return Err(SysError::last(CALL, || show(&span), common));
+            return Err(SysError::last(CALL, || format_span(&span), common));
         }
         // The kernel wakes the waiting threads before it takes the lock of the mapping (6.7 and
         // later handle faults under that lock alone). A fault that begins between the two steps
@@ -260,7 +260,7 @@ impl Userfaultfd {
         if unsafe { call(self.fd.as_fd(), WRITEPROTECT, &mut argument) } < 0 {
             return Err(SysError::last(
                 CALL,
-                || show(&span),
+                || format_span(&span),
                 |errno| match errno {
                     libc::ENOENT => "not all of it is registered for write protection",
                     libc::EAGAIN => "the mapping is being changed at the same time",
@@ -281,17 +281,17 @@ impl AsFd for Userfaultfd {
 fn syscall(flags: i32) -> std::io::Result<OwnedFd> {
     // SAFETY: the system call takes flags and returns a descriptor.
     let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | libc::O_NONBLOCK | flags) };
-    own(fd)
+    owned_fd(fd)
 }
 
 fn device() -> std::io::Result<OwnedFd> {
     let device = std::fs::OpenOptions::new().read(true).write(true).open("/dev/userfaultfd")?;
     let flags = u64::try_from(libc::O_CLOEXEC | libc::O_NONBLOCK).expect("flags are positive");
     // SAFETY: the request takes flags and returns a descriptor.
-    own(unsafe { call_value(device.as_fd(), NEW, flags) }.into())
+    owned_fd(unsafe { call_value(device.as_fd(), NEW, flags) }.into())
 }
 
-fn own(fd: libc::c_long) -> std::io::Result<OwnedFd> {
+fn owned_fd(fd: libc::c_long) -> std::io::Result<OwnedFd> {
     match i32::try_from(fd) {
         // SAFETY: the kernel has just created this descriptor, and it has no other owner.
         Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
@@ -306,12 +306,12 @@ fn whole(call: &'static str, span: &Range<u64>) -> Result<Span, SysError> {
         && span.end.is_multiple_of(PAGE_SIZE)
         && i64::try_from(span.end).is_ok();
     if !pages {
-        return Err(SysError::NotPages { call, target: show(span) });
+        return Err(SysError::NotPages { call, target: format_span(span) });
     }
     Ok(Span { start: span.start, len: span.end - span.start })
 }
 
-fn show(span: &Range<u64>) -> String {
+fn format_span(span: &Range<u64>) -> String {
     format!("addresses {:#x}..{:#x}", span.start, span.end)
 }
 

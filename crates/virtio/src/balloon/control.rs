@@ -21,7 +21,7 @@ pub(super) const FIRST: u32 = 2;
 /// Reason for which the guest cannot be asked for hints.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum AskError {
+pub enum HintError {
     /// No driver is ready, or the driver does not support hints.
     #[error("the guest's driver gives no hints about free pages")]
     NoDriver,
@@ -30,7 +30,7 @@ pub enum AskError {
 /// State that the device shares with [`BalloonControl`]. Locks are held only for a copy, never
 /// while guest memory is touched.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct BalloonState {
     pub(super) layout: Layout,
     pub(super) host: Arc<dyn BalloonHost>,
     pub(super) signals: Arc<Signals>,
@@ -44,7 +44,7 @@ pub(super) struct Shared {
     /// Command to the driver about hints: [`STOP`], [`DONE`], or the ID of a request.
     pub(super) command: AtomicU32,
     /// ID of the latest request for hints.
-    pub(super) asked: AtomicU32,
+    pub(super) hint_request: AtomicU32,
     pub(super) poison: AtomicU32,
     pub(super) stats_wanted: AtomicBool,
     stats: Mutex<GuestStats>,
@@ -52,7 +52,7 @@ pub(super) struct Shared {
     pub(super) extension: Published,
 }
 
-impl Shared {
+impl BalloonState {
     pub(super) fn new(
         options: BalloonOptions,
         host: Arc<dyn BalloonHost>,
@@ -67,7 +67,7 @@ impl Shared {
             target: AtomicU32::new(0),
             actual: AtomicU32::new(0),
             command: AtomicU32::new(STOP),
-            asked: AtomicU32::new(STOP),
+            hint_request: AtomicU32::new(STOP),
             poison: AtomicU32::new(0),
             stats_wanted: AtomicBool::new(false),
             stats: Mutex::default(),
@@ -150,7 +150,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// that is being processed. Only the methods that take guest memory as an argument touch it.
 #[derive(Debug, Clone)]
 pub struct BalloonControl {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<BalloonState>,
 }
 
 impl BalloonControl {
@@ -226,13 +226,14 @@ impl BalloonControl {
     ///
     /// # Errors
     /// Fails if the guest's driver does not support hints.
-    pub fn ask(&self) -> Result<u32, AskError> {
+    pub fn request_hints(&self) -> Result<u32, HintError> {
         if !self.has(feature::FREE_PAGE_HINT) {
-            return Err(AskError::NoDriver);
+            return Err(HintError::NoDriver);
         }
         let next = |last: u32| Some(last.wrapping_add(1).max(FIRST));
-        let asked = &self.shared.asked;
-        let last = asked.fetch_update(Ordering::AcqRel, Ordering::Acquire, next).unwrap_or_else(|last| last);
+        let hint_request = &self.shared.hint_request;
+        let last =
+            hint_request.fetch_update(Ordering::AcqRel, Ordering::Acquire, next).unwrap_or_else(|last| last);
         let command = last.wrapping_add(1).max(FIRST);
         self.command(command);
         Ok(command)
@@ -249,7 +250,7 @@ impl BalloonControl {
     /// Ends the current request and lets the guest use all its pages again. Does nothing without a
     /// request.
     pub fn done(&self) {
-        if self.shared.asked.load(Ordering::Acquire) >= FIRST
+        if self.shared.hint_request.load(Ordering::Acquire) >= FIRST
             && self.shared.command.load(Ordering::Acquire) != DONE
         {
             self.command(DONE);

@@ -1,6 +1,6 @@
 //! The balloon device.
 
-use super::control::{BalloonControl, STOP, Shared};
+use super::control::{BalloonControl, BalloonState, STOP};
 use super::extension::{self, Extension, FEATURE_RANGES, RANGES_QUEUE};
 use super::inflate::{self, Way};
 use super::persist::BalloonSaved;
@@ -91,7 +91,7 @@ impl Roles {
 /// Virtio memory balloon.
 #[derive(Debug)]
 pub struct Balloon {
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<BalloonState>,
     pub(super) roles: Roles,
     /// First descriptor of the statistics buffer that the device keeps.
     pub(super) held: Option<u16>,
@@ -109,7 +109,7 @@ impl Balloon {
     pub fn new(options: BalloonOptions, host: Arc<dyn BalloonHost>, signals: Arc<Signals>) -> Self {
         let extension = Extension::new(options.extension);
         Self {
-            shared: Shared::new(options, host, signals),
+            shared: BalloonState::new(options, host, signals),
             roles: Roles::default(),
             held: None,
             stream: None,

@@ -5,7 +5,7 @@
 //! follows the last one. Hints for a command that is no longer current are ignored and counted,
 //! because a driver can be late.
 
-use super::control::{FIRST, STOP, Shared};
+use super::control::{BalloonState, FIRST, STOP};
 use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::Gather;
@@ -14,7 +14,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
 /// Processes a buffer of the hinting queue. `stream` is the command that the driver is answering.
 pub(super) fn buffer<M: GuestMemory>(
-    shared: &Shared,
+    shared: &BalloonState,
     stream: &mut Option<u32>,
     gather: &mut Gather,
     buffer: &Buffer,
@@ -43,7 +43,7 @@ pub(super) fn buffer<M: GuestMemory>(
 }
 
 /// Handles the driver's announcement of the command that it answers from now on.
-fn begin(shared: &Shared, stream: &mut Option<u32>, command: u32) {
+fn begin(shared: &BalloonState, stream: &mut Option<u32>, command: u32) {
     if command == STOP {
         if let Some(ended) = stream.take() {
             shared.host.hints_end(ended);
@@ -56,7 +56,7 @@ fn begin(shared: &Shared, stream: &mut Option<u32>, command: u32) {
     }
 }
 
-fn pass_on(shared: &Shared, stream: Option<u32>, gather: &mut Gather) {
+fn pass_on(shared: &BalloonState, stream: Option<u32>, gather: &mut Gather) {
     let runs = gather.merged();
     if runs.is_empty() {
         return;

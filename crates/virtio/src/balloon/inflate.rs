@@ -1,7 +1,7 @@
 //! Inflating and deflating by page numbers (5.5.6).
 
 use super::Why;
-use super::control::Shared;
+use super::control::BalloonState;
 use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::{Gather, GuestRun};
@@ -22,7 +22,7 @@ pub(super) enum Way {
 
 /// Processes a buffer of 32-bit page numbers.
 pub(super) fn numbers<M: GuestMemory>(
-    shared: &Shared,
+    shared: &BalloonState,
     way: Way,
     (gather, bytes): (&mut Gather, &mut Vec<u8>),
     buffer: &Buffer,
@@ -49,7 +49,7 @@ pub(super) fn numbers<M: GuestMemory>(
 }
 
 /// Drops the pages of a request to inflate that arrived at `began`.
-pub(super) fn inflated(shared: &Shared, pages: u64, runs: &[GuestRun], began: Instant) {
+pub(super) fn inflated(shared: &BalloonState, pages: u64, runs: &[GuestRun], began: Instant) {
     add(&shared.metrics.inflated_pages, pages);
     shared.drop_pages(Why::Inflated, runs);
     add(&shared.metrics.inflate_ns, u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));

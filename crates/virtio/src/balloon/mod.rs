@@ -27,7 +27,7 @@ mod stats;
 #[cfg(test)]
 mod tests;
 
-pub use control::{AskError, BalloonControl};
+pub use control::{BalloonControl, HintError};
 pub use device::Balloon;
 pub use metrics::BalloonFigures;
 pub use persist::BalloonSaved;

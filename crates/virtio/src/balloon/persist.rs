@@ -17,7 +17,7 @@ pub struct BalloonSaved {
     /// Command to the driver about hints.
     pub command: u32,
     /// ID of the latest request for hints.
-    pub asked: u32,
+    pub hint_request: u32,
     /// Value with which the driver fills free pages.
     pub poison: u32,
     /// First descriptor of the statistics buffer that the device keeps.
@@ -36,7 +36,7 @@ impl BalloonSaved {
             target: shared.target.load(Ordering::Acquire),
             actual: shared.actual.load(Ordering::Acquire),
             command: shared.command.load(Ordering::Acquire),
-            asked: shared.asked.load(Ordering::Acquire),
+            hint_request: shared.hint_request.load(Ordering::Acquire),
             poison: shared.poison.load(Ordering::Acquire),
             held: balloon.held,
             map: balloon.extension.saved(),
@@ -67,11 +67,11 @@ impl BalloonSaved {
             ));
         }
         balloon.extension.check(self.map)?;
-        let command = if self.asked >= FIRST { DONE } else { STOP };
+        let command = if self.hint_request >= FIRST { DONE } else { STOP };
         let shared = &balloon.shared;
         shared.target.store(self.target, Ordering::Release);
         shared.actual.store(self.actual, Ordering::Release);
-        shared.asked.store(self.asked, Ordering::Release);
+        shared.hint_request.store(self.hint_request, Ordering::Release);
         shared.command.store(command, Ordering::Release);
         shared.poison.store(self.poison, Ordering::Release);
         shared.set_stats(self.stats);

@@ -1,7 +1,7 @@
 //! Free page reporting (5.5.6.6): free pages that are given back to the host.
 
 use super::Why;
-use super::control::Shared;
+use super::control::BalloonState;
 use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::Gather;
@@ -10,7 +10,7 @@ use crate::runs::Gather;
 ///
 /// The driver must not use the pages before it gets the buffer back. If it does, a page reads as
 /// zeros and only the guest is harmed.
-pub(super) fn buffer(shared: &Shared, gather: &mut Gather, buffer: &Buffer) {
+pub(super) fn buffer(shared: &BalloonState, gather: &mut Gather, buffer: &Buffer) {
     gather.clear();
     for part in buffer.parts() {
         if !part.writable {
@@ -25,7 +25,7 @@ pub(super) fn buffer(shared: &Shared, gather: &mut Gather, buffer: &Buffer) {
 }
 
 /// Gives the pages of one report back to the host.
-pub(super) fn give_back(shared: &Shared, gather: &mut Gather) {
+pub(super) fn give_back(shared: &BalloonState, gather: &mut Gather) {
     let runs = gather.merged();
     let pages = runs.iter().map(|run| run.run.count).sum();
     add(&shared.metrics.reports, 1);

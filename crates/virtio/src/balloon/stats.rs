@@ -1,6 +1,6 @@
 //! Statistics of the guest's memory (5.5.6.3).
 
-use super::control::Shared;
+use super::control::BalloonState;
 use super::metrics::add;
 use crate::device::Progress;
 use crate::queue::{Buffer, PORTION, RingError, VirtQueue};
@@ -72,7 +72,7 @@ impl GuestStats {
 /// Takes a buffer, reads it and keeps it. Gives the kept buffer back if new statistics are wanted,
 /// or if the driver breaks the rules and puts a second buffer in.
 pub(super) fn serve<M: GuestMemory>(
-    shared: &Shared,
+    shared: &BalloonState,
     signals: &Signals,
     (held, buffer, bytes): (&mut Option<u16>, &mut Buffer, &mut Vec<u8>),
     queue: &mut VirtQueue,

@@ -220,12 +220,12 @@ fn only_hints_for_the_current_command_are_accepted() {
     hint(&mut guest, 24);
     assert_eq!((guest.calls(), guest.control.figures().stale_hints), (vec![], 1), "before any command");
 
-    let first = guest.control.ask().unwrap();
+    let first = guest.control.request_hints().unwrap();
     assert_eq!((first, guest.config(8)), (2, 2));
     command(&mut guest, first);
     hint(&mut guest, 24);
     assert_eq!(guest.calls(), [Call::Hint(2, vec![(0, 24..26)])]);
-    let second = guest.control.ask().unwrap();
+    let second = guest.control.request_hints().unwrap();
     hint(&mut guest, 26);
     command(&mut guest, first);
     hint(&mut guest, 28);
@@ -249,14 +249,14 @@ fn only_hints_for_the_current_command_are_accepted() {
         generation,
         "a second end changes the configuration"
     );
-    assert_eq!(guest.control.ask(), Ok(4), "an ID is used twice");
+    assert_eq!(guest.control.request_hints(), Ok(4), "an ID is used twice");
     assert_eq!(guest.used(HINTS), 11);
 }
 
 #[test]
 fn command_and_hints_may_be_one_buffer() {
     let mut guest = guest();
-    let id = guest.control.ask().unwrap();
+    let id = guest.control.request_hints().unwrap();
     let part = guest.bytes(&id.to_le_bytes());
     guest.send(HINTS, &[part, (0x1_8000, 0x1000, WRITE), (0x1_9000, 0x1000, WRITE)]);
     assert_eq!(guest.calls(), [Call::Hint(2, vec![(0, 24..26)])]);
@@ -268,7 +268,7 @@ fn command_and_hints_may_be_one_buffer() {
     let figures = guest.control.figures();
     assert_eq!((figures.outside, figures.unaligned, figures.malformed), (1, 1, 2));
     let without = Guest::ready(&[1], &[0]);
-    assert_eq!(without.control.ask(), Err(AskError::NoDriver));
+    assert_eq!(without.control.request_hints(), Err(HintError::NoDriver));
 }
 
 #[test]
@@ -451,14 +451,14 @@ fn state_with_the_extension_is_refused_by_a_device_without_it() {
 #[test]
 fn request_for_hints_ends_with_a_migration() {
     let mut guest = guest();
-    let id = guest.control.ask().unwrap();
+    let id = guest.control.request_hints().unwrap();
     command(&mut guest, id);
     guest.set(register::VIRTIO_MMIO_INTERRUPT_ACK, 3);
     let there = guest.moved();
     assert_eq!((there.config(8), there.interrupts()), (1, 0));
     there.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing");
     assert_eq!((there.interrupts(), there.get(register::VIRTIO_MMIO_INTERRUPT_STATUS)), (1, 2));
-    assert_eq!(there.control.ask(), Ok(id + 1), "an earlier ID is used again");
+    assert_eq!(there.control.request_hints(), Ok(id + 1), "an earlier ID is used again");
     // If the guest stays on the source after all, it continues its answer.
     guest.send(HINTS, &[(0x1_8000, 0x1000, WRITE)]);
     assert_eq!(guest.calls(), [Call::Hint(id, vec![(0, 24..25)])]);
@@ -468,7 +468,7 @@ fn request_for_hints_ends_with_a_migration() {
 fn a_full_ring_is_served_with_one_interrupt() {
     let mut guest = guest();
     for n in 0..u64::from(SIZE) {
-        guest.put(REPORTS, &[(0x1_8000 + 0x1000 * n, 0x1000, WRITE)]);
+        guest.offer(REPORTS, &[(0x1_8000 + 0x1000 * n, 0x1000, WRITE)]);
     }
     guest.notify(REPORTS);
     assert_eq!((guest.used(REPORTS), guest.interrupts()), (SIZE, 1));

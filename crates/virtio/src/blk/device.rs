@@ -198,11 +198,11 @@ impl Device for Blk {
     }
 
     fn quiesce(&mut self) -> bool {
-        self.work.rest()
+        self.work.quiesce()
     }
 
     fn resumed(&mut self, _how: Resume) -> Result<(), String> {
-        self.work.go_on();
+        self.work.resume();
         Ok(())
     }
 

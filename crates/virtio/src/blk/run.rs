@@ -127,7 +127,7 @@ impl<D: Disk> Job<'_, D> {
         self.done(self.disk.write(request.sector * SECTOR, &from))?;
         add(&self.metrics.writes, 1);
         add(&self.metrics.written_bytes, request.len());
-        self.settle()
+        self.flush_if_write_through()
     }
 
     fn id<M: GuestMemory>(&self, request: &Request, memory: &M) -> Result<u64, Status> {
@@ -161,7 +161,7 @@ impl<D: Disk> Job<'_, D> {
         let ranges = bytes.as_chunks::<RANGE>().0.iter().map(|bytes| self.range(request.op, bytes));
         let ranges = ranges.collect::<Result<Vec<_>, _>>()?;
         ranges.iter().try_for_each(|range| self.done(each(range)))?;
-        self.settle()?;
+        self.flush_if_write_through()?;
         Ok(0)
     }
 
@@ -180,7 +180,7 @@ impl<D: Disk> Job<'_, D> {
         Ok(Range { offset: sector * SECTOR, len: count * SECTOR, unmap: flags != 0 })
     }
 
-    fn settle(&self) -> Result<(), Status> {
+    fn flush_if_write_through(&self) -> Result<(), Status> {
         if self.write_through { self.done(self.disk.flush()) } else { Ok(()) }
     }
 

@@ -36,7 +36,7 @@ pub(crate) fn file(bytes: &[u8]) -> File {
 
 /// Operations of the file that cannot be seen in its content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Asked {
+pub(crate) enum DiskCall {
     Flush,
     Discard(u64, u64),
     Zeroes(u64, u64, bool),
@@ -45,7 +45,7 @@ pub(crate) enum Asked {
 #[derive(Debug)]
 pub(crate) struct FileDisk {
     file: File,
-    pub(crate) asked: Mutex<Vec<Asked>>,
+    pub(crate) calls: Mutex<Vec<DiskCall>>,
     pub(crate) fail: AtomicBool,
     /// True if no operation has to wait for storage.
     pub(crate) cached: AtomicBool,
@@ -67,8 +67,8 @@ impl FileDisk {
         self.opened.notify_all();
     }
 
-    pub(crate) fn asked(&self) -> Vec<Asked> {
-        std::mem::take(&mut self.asked.lock().expect("no panic"))
+    pub(crate) fn calls(&self) -> Vec<DiskCall> {
+        std::mem::take(&mut self.calls.lock().expect("no panic"))
     }
 
     fn pass(&self) -> io::Result<()> {
@@ -81,8 +81,8 @@ impl FileDisk {
         if self.fail.load(Ordering::Relaxed) { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
     }
 
-    fn note(&self, asked: Asked) -> io::Result<()> {
-        self.asked.lock().expect("no panic").push(asked);
+    fn note(&self, call: DiskCall) -> io::Result<()> {
+        self.calls.lock().expect("no panic").push(call);
         self.pass()
     }
 }
@@ -120,16 +120,16 @@ impl Disk for FileDisk {
     }
 
     fn flush(&self) -> io::Result<()> {
-        self.note(Asked::Flush)
+        self.note(DiskCall::Flush)
     }
 
     fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
         assert!(offset + len <= SECTORS * SECTOR, "beyond the end");
-        self.note(Asked::Discard(offset, len))
+        self.note(DiskCall::Discard(offset, len))
     }
 
     fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.note(Asked::Zeroes(offset, len, unmap))?;
+        self.note(DiskCall::Zeroes(offset, len, unmap))?;
         assert!(offset + len <= SECTORS * SECTOR, "beyond the end");
         self.file.write_all_at(&vec![0; usize::try_from(len).expect("small")], offset)
     }
@@ -188,7 +188,7 @@ impl DiskGuest {
     pub(crate) fn new(options: BlkOptions, threads: usize) -> Self {
         let disk = Arc::new(FileDisk {
             file: file(&content()),
-            asked: Mutex::default(),
+            calls: Mutex::default(),
             fail: false.into(),
             cached: false.into(),
             open: Mutex::new(true),
@@ -288,12 +288,12 @@ impl DiskGuest {
 
     /// Sends one request with `data` and waits for it. Returns the status and the length in the
     /// used ring.
-    pub(crate) fn ask(&mut self, kind: u32, sector: u64, data: &[(u64, u32, u16)]) -> (u8, u32) {
+    pub(crate) fn submit(&mut self, kind: u32, sector: u64, data: &[(u64, u32, u16)]) -> (u8, u32) {
         let parts = [&[self.header(0, kind, sector)], data, &[self.answer(0)]].concat();
-        self.ask_raw(&parts)
+        self.submit_raw(&parts)
     }
 
-    pub(crate) fn ask_raw(&mut self, parts: &[(u64, u32, u16)]) -> (u8, u32) {
+    pub(crate) fn submit_raw(&mut self, parts: &[(u64, u32, u16)]) -> (u8, u32) {
         let before = self.used(0);
         self.send(0, parts);
         self.wait(before.wrapping_add(1));

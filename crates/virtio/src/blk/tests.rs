@@ -2,11 +2,11 @@
 
 mod answers;
 mod attended;
-mod rest;
+mod quiesce;
 
 use super::request::{Limits, Op, Request};
 use super::run::Job;
-use super::testing::{ANSWER, Asked, DATA, DiskGuest, HEADER, NONE, SECTORS, content, options, until};
+use super::testing::{ANSWER, DATA, DiskCall, DiskGuest, HEADER, NONE, SECTORS, content, options, until};
 use super::*;
 use crate::testing::{NEXT, SIZE, WRITE, rings};
 use virtio_bindings::virtio_blk as spec;
@@ -51,7 +51,7 @@ fn sectors_are_read_and_written_in_pieces_of_any_size() {
     let was = content();
     // One of the pieces is in the second region.
     let pieces = [(DATA, 100, WRITE), (0x8_0000, 400, WRITE), (DATA + 0x1000, 1036, WRITE)];
-    assert_eq!(guest.ask(0, 5, &pieces), (OK, 1537));
+    assert_eq!(guest.submit(0, 5, &pieces), (OK, 1537));
     let read = [guest.data(DATA, 100), guest.data(0x8_0000, 400), guest.data(DATA + 0x1000, 1036)].concat();
     assert_eq!(read, was[5 * 512..8 * 512]);
 
@@ -59,7 +59,7 @@ fn sectors_are_read_and_written_in_pieces_of_any_size() {
     guest.memory.write_slice(&new[..1000], GuestAddress(DATA)).unwrap();
     guest.memory.write_slice(&new[1000..], GuestAddress(DATA + 0x2000)).unwrap();
     let pieces = [(DATA, 1000, 0), (DATA + 0x2000, 24, 0)];
-    assert_eq!(guest.ask(1, 62, &pieces), (OK, 1));
+    assert_eq!(guest.submit(1, 62, &pieces), (OK, 1));
     let mut want = was;
     want[62 * 512..].copy_from_slice(&new);
     assert_eq!(guest.disk.bytes(), want);
@@ -76,24 +76,24 @@ fn header_and_status_may_be_split_and_joined_by_the_driver() {
     let (at, _, _) = guest.header(0, spec::VIRTIO_BLK_T_IN, 9);
     guest.answer(0);
     let parts = [(at, 3, 0), (at + 3, 0, 0), (at + 3, 12, 0), (at + 15, 1, 0), (ANSWER - 512, 513, WRITE)];
-    assert_eq!(guest.ask_raw(&parts), (OK, 513));
+    assert_eq!(guest.submit_raw(&parts), (OK, 513));
     assert_eq!(guest.data(ANSWER - 512, 512), was[9 * 512..10 * 512]);
     // Header and data in one, and a status at the end of a part.
     guest.header(0, spec::VIRTIO_BLK_T_OUT, 3);
     guest.memory.write_slice(&[0x5a; 512], GuestAddress(HEADER + 16)).unwrap();
     let parts = [(HEADER, 528, 0), guest.answer(0), (ANSWER + 9, 0, WRITE)];
-    assert_eq!(guest.ask_raw(&parts), (OK, 1));
+    assert_eq!(guest.submit_raw(&parts), (OK, 1));
     assert_eq!(guest.disk.bytes()[3 * 512..4 * 512], [0x5a; 512]);
 }
 
 #[test]
 fn id_is_cut_to_the_size_of_the_buffer() {
     let mut guest = DiskGuest::ready(&ALL);
-    assert_eq!(guest.ask(8, 0, &[(DATA, 4, WRITE), (DATA + 100, 16, WRITE)]), (OK, 21));
+    assert_eq!(guest.submit(8, 0, &[(DATA, 4, WRITE), (DATA + 100, 16, WRITE)]), (OK, 21));
     assert_eq!(guest.data(DATA, 4), b"disk");
     assert_eq!(guest.data(DATA + 100, 16), b"7\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
-    assert_eq!(guest.ask(8, 0, &[(DATA, 3, WRITE)]), (OK, 4));
-    assert_eq!(guest.ask(8, 0, &[(DATA, 64, WRITE)]), (OK, 20), "the length ends before a gap");
+    assert_eq!(guest.submit(8, 0, &[(DATA, 3, WRITE)]), (OK, 4));
+    assert_eq!(guest.submit(8, 0, &[(DATA, 64, WRITE)]), (OK, 20), "the length ends before a gap");
 }
 
 fn ranges(guest: &DiskGuest, ranges: &[(u64, u32, u32)]) -> [(u64, u32, u16); 1] {
@@ -112,11 +112,11 @@ fn ranges_are_discarded_and_filled_with_zeros() {
     let mut guest = DiskGuest::ready(&ALL);
     let (discard, zeroes) = (spec::VIRTIO_BLK_T_DISCARD, spec::VIRTIO_BLK_T_WRITE_ZEROES);
     let data = ranges(&guest, &[(8, 8, 0), (60, 4, 0)]);
-    assert_eq!(guest.ask(discard, 0, &data), (OK, 1));
-    assert_eq!(guest.disk.asked(), [Asked::Discard(4096, 4096), Asked::Discard(60 * 512, 2048)]);
+    assert_eq!(guest.submit(discard, 0, &data), (OK, 1));
+    assert_eq!(guest.disk.calls(), [DiskCall::Discard(4096, 4096), DiskCall::Discard(60 * 512, 2048)]);
     let data = ranges(&guest, &[(1, 2, 0), (10, 1, 1)]);
-    assert_eq!(guest.ask(zeroes, 0, &data), (OK, 1));
-    assert_eq!(guest.disk.asked(), [Asked::Zeroes(512, 1024, false), Asked::Zeroes(5120, 512, true)]);
+    assert_eq!(guest.submit(zeroes, 0, &data), (OK, 1));
+    assert_eq!(guest.disk.calls(), [DiskCall::Zeroes(512, 1024, false), DiskCall::Zeroes(5120, 512, true)]);
     let mut want = content();
     want[512..1536].fill(0);
     want[5120..5632].fill(0);
@@ -134,41 +134,41 @@ fn ranges_are_discarded_and_filled_with_zeros() {
         (zeroes, (65, 0, 0), IO_ERROR),
     ] {
         let data = ranges(&guest, &[(0, 8, 0), bad]);
-        assert_eq!(guest.ask(kind, 0, &data), (answer, 1), "{kind} {bad:?}");
-        assert_eq!(guest.disk.asked(), [], "{kind} {bad:?}");
+        assert_eq!(guest.submit(kind, 0, &data), (answer, 1), "{kind} {bad:?}");
+        assert_eq!(guest.disk.calls(), [], "{kind} {bad:?}");
     }
     for len in [0, 15, 17, 16 * 17] {
         let parts = [guest.header(0, zeroes, 0), (DATA, len, 0), guest.answer(0)];
-        assert_eq!(guest.ask_raw(&parts).0, IO_ERROR, "{len}");
+        assert_eq!(guest.submit_raw(&parts).0, IO_ERROR, "{len}");
     }
     assert_eq!(guest.disk.bytes(), want);
 
     let mut guest = DiskGuest::ready(&[FLUSH]);
     let data = ranges(&guest, &[(8, 8, 0)]);
-    assert_eq!(guest.ask(discard, 0, &data).0, UNSUPPORTED, "not negotiated");
-    assert_eq!(guest.ask(zeroes, 0, &data).0, UNSUPPORTED, "not negotiated");
+    assert_eq!(guest.submit(discard, 0, &data).0, UNSUPPORTED, "not negotiated");
+    assert_eq!(guest.submit(zeroes, 0, &data).0, UNSUPPORTED, "not negotiated");
 }
 
 #[test]
 fn writes_wait_for_stable_storage_unless_driver_supports_flushes() {
     let cache = |guest: &DiskGuest| guest.config(32) & 0xff;
     let write = |guest: &mut DiskGuest| {
-        assert_eq!(guest.ask(1, 0, &[(DATA, 512, 0)]).0, OK);
-        guest.disk.asked()
+        assert_eq!(guest.submit(1, 0, &[(DATA, 512, 0)]).0, OK);
+        guest.disk.calls()
     };
-    assert_eq!(write(&mut DiskGuest::ready(&[])), [Asked::Flush], "the driver does not support flushes");
+    assert_eq!(write(&mut DiskGuest::ready(&[])), [DiskCall::Flush], "the driver does not support flushes");
     let mut guest = DiskGuest::ready(&[FLUSH]);
     assert_eq!(write(&mut guest), []);
-    assert_eq!(guest.ask(4, 0, &[]), (OK, 1));
-    assert_eq!(guest.disk.asked(), [Asked::Flush]);
+    assert_eq!(guest.submit(4, 0, &[]), (OK, 1));
+    assert_eq!(guest.disk.calls(), [DiskCall::Flush]);
     // The driver switches the cache mode in both directions, and the choice migrates.
     let mut guest = DiskGuest::ready(&ALL);
     assert_eq!((write(&mut guest), cache(&guest)), (vec![], 1));
     guest.device.write(&guest.memory, 0x100 + 32, &[0]);
-    assert_eq!((write(&mut guest), cache(&guest)), (vec![Asked::Flush], 0));
+    assert_eq!((write(&mut guest), cache(&guest)), (vec![DiskCall::Flush], 0));
     let data = ranges(&guest, &[(0, 1, 0)]);
-    assert_eq!(guest.ask(spec::VIRTIO_BLK_T_WRITE_ZEROES, 0, &data).0, OK);
-    assert_eq!(guest.disk.asked().last(), Some(&Asked::Flush));
+    assert_eq!(guest.submit(spec::VIRTIO_BLK_T_WRITE_ZEROES, 0, &data).0, OK);
+    assert_eq!(guest.disk.calls().last(), Some(&DiskCall::Flush));
     assert!(guest.device.quiesce(std::time::Instant::now()));
     let there = guest.moved();
     assert_eq!(cache(&there), 0);

@@ -67,14 +67,14 @@ struct State {
     done: Vec<Done>,
     ringing: usize,
     /// True while the disk is quiescing or quiesced: no new request is begun.
-    resting: bool,
+    quiescing: bool,
     /// Allocated requests for reuse.
     spare: Vec<Request>,
     ended: bool,
 }
 
 impl State {
-    fn rests(&self) -> bool {
+    fn is_quiesced(&self) -> bool {
         self.queued.is_empty() && self.handed.is_empty() && self.running == 0 && self.ringing == 0
     }
 }
@@ -88,7 +88,7 @@ pub struct BlkWork {
     /// Signalled when a request was queued or the work ends.
     wanted: Condvar,
     /// Signalled when a request is done.
-    calm: Condvar,
+    idle_again: Condvar,
     pub(super) write_through: AtomicBool,
     pub(super) metrics: Metrics,
     doorbell: Arc<dyn Doorbell>,
@@ -100,7 +100,7 @@ impl BlkWork {
             id,
             state: Mutex::default(),
             wanted: Condvar::new(),
-            calm: Condvar::new(),
+            idle_again: Condvar::new(),
             write_through: AtomicBool::new(true),
             metrics: Metrics::default(),
             doorbell,
@@ -242,7 +242,7 @@ impl BlkWork {
         state.running -= 1;
         state.ringing += usize::from(rings);
         if state.forgetting > 0 {
-            self.calm.notify_all();
+            self.idle_again.notify_all();
         }
     }
 
@@ -251,7 +251,7 @@ impl BlkWork {
     fn rang(&self) {
         let mut state = self.lock();
         state.ringing -= 1;
-        let told = state.resting && state.rests();
+        let told = state.quiescing && state.is_quiesced();
         drop(state);
         if told {
             self.doorbell.ring(QUEUE);
@@ -286,24 +286,24 @@ impl BlkWork {
     pub(super) fn collect(&self, done: &mut Vec<Done>) -> bool {
         let mut state = self.lock();
         std::mem::swap(&mut state.done, done);
-        !state.resting
+        !state.quiescing
     }
 
     /// Implements [`Device::quiesce`](crate::device::Device::quiesce).
-    pub(super) fn rest(&self) -> bool {
+    pub(super) fn quiesce(&self) -> bool {
         let mut state = self.lock();
-        state.resting = true;
-        let rests = state.rests();
-        if rests {
+        state.quiescing = true;
+        let is_quiesced = state.is_quiesced();
+        if is_quiesced {
             // These buffers belong to a ring that no longer exists: the driver has failed, or has
             // switched the queue off.
             state.done.clear();
         }
-        rests
+        is_quiesced
     }
 
-    pub(super) fn go_on(&self) {
-        self.lock().resting = false;
+    pub(super) fn resume(&self) {
+        self.lock().quiescing = false;
     }
 
     /// Takes the driver's buffers away. Drops requests that were not begun, and waits for the ones
@@ -315,7 +315,7 @@ impl BlkWork {
         }
         state.forgetting += 1;
         while state.running > 0 {
-            state = self.calm.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.idle_again.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.forgetting -= 1;
         state.done.clear();

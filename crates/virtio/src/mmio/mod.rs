@@ -1,7 +1,7 @@
 //! The virtio-mmio transport, version 2 (virtio 1.2, section 4.2).
 
 #[cfg(test)]
-mod rest_tests;
+mod quiesce_tests;
 mod saved;
 mod state;
 #[cfg(test)]
@@ -211,7 +211,7 @@ impl<D: Device> MmioTransport<D> {
         let slot = core.slots.iter_mut().find(|slot| running && slot.setup.spec.index == index);
         let result = slot.and_then(|slot| slot.queue.as_mut()).map(act);
         if let Some(Err(error)) = &result {
-            core.rest(error, &self.signals);
+            core.require_reset(error, &self.signals);
             self.more.store(false, Ordering::Release);
         }
         drop(core);
@@ -227,7 +227,7 @@ impl<D: Device> MmioTransport<D> {
 
     /// Reports that a thread of the device is quiesced without a [notification](Self::notify), so
     /// that a waiting thread checks again.
-    pub fn rested(&self) {
+    pub fn notify_quiesced(&self) {
         // Takes the lock so that this does not come between the check and the wait.
         drop(self.core());
         self.tell_served();
@@ -269,13 +269,13 @@ impl<D: Device> MmioTransport<D> {
             }
         };
         self.awaited.store(true, Ordering::Release);
-        let mut rests = core.device.quiesce();
-        while let (false, Some(left)) = (rests, left()) {
+        let mut quiesced = core.device.quiesce();
+        while let (false, Some(left)) = (quiesced, left()) {
             core = self.served.wait_timeout(core, left).unwrap_or_else(PoisonError::into_inner).0;
-            rests = core.device.quiesce();
+            quiesced = core.device.quiesce();
         }
         self.awaited.store(false, Ordering::Release);
-        rests
+        quiesced
     }
 
     /// Tells the device that the guest is about to run for the first time, again, or after it was

@@ -129,14 +129,14 @@ impl<D: Device> Core<D> {
             }
             1 if may && slot.queue.is_none() => match slot.setup.queue(memory) {
                 Ok(queue) => slot.queue = Some(VirtQueue::new(slot.setup.spec.index, queue)),
-                Err(error) => self.rest(&error, signals),
+                Err(error) => self.require_reset(&error, signals),
             },
             _ => {}
         }
     }
 
     /// Stops the device, which sets DEVICE_NEEDS_RESET and waits for a reset (2.1.2).
-    pub(super) fn rest(&mut self, error: &RingError, signals: &Signals) {
+    pub(super) fn require_reset(&mut self, error: &RingError, signals: &Signals) {
         tracing::debug!(%error, device = D::ID, "a virtio device stops until its driver resets it");
         self.status |= NEEDS_RESET;
         self.device.broken(error);
@@ -160,7 +160,7 @@ impl<D: Device> Core<D> {
             }
         }
         if let Some(error) = failed {
-            self.rest(&error, signals);
+            self.require_reset(&error, signals);
             return false;
         }
         self.slots.iter().any(|slot| slot.due && slot.queue.is_some())

@@ -154,32 +154,32 @@ fn invalid_rings_stop_the_device() {
         ("a loop", |guest| {
             guest.descriptor(REPORTS, 0, (0x1_8000, 0x1000, NEXT | WRITE, 1));
             guest.descriptor(REPORTS, 1, (0x1_9000, 0x1000, NEXT | WRITE, 0));
-            guest.offer(REPORTS, 0);
+            guest.offer_chain(REPORTS, 0);
         }),
         ("a chain that leaves its table", |guest| {
             guest.descriptor(REPORTS, 0, (0x1_8000, 0x1000, NEXT | WRITE, SIZE));
-            guest.offer(REPORTS, 0);
+            guest.offer_chain(REPORTS, 0);
         }),
-        ("an invalid head", |guest| guest.offer(REPORTS, SIZE)),
+        ("an invalid head", |guest| guest.offer_chain(REPORTS, SIZE)),
         ("an index far ahead", |guest| {
             guest.memory.write_obj(SIZE + 2, vm_memory::GuestAddress(rings(REPORTS) + AVAIL + 2)).unwrap();
         }),
         ("a table in a table", |guest| {
             guest.descriptor(REPORTS, 0, (rings(REPORTS), 256, INDIRECT, 0));
-            guest.offer(REPORTS, 0);
+            guest.offer_chain(REPORTS, 0);
         }),
         ("a table that is not in memory", |guest| {
             guest.descriptor(REPORTS, 0, (0x5_0000, 256, INDIRECT, 0));
-            guest.offer(REPORTS, 0);
+            guest.offer_chain(REPORTS, 0);
         }),
         ("a table with half an entry", |guest| {
             guest.descriptor(REPORTS, 0, (0x5000, 255, INDIRECT, 0));
-            guest.offer(REPORTS, 0);
+            guest.offer_chain(REPORTS, 0);
         }),
         ("more than 4 GiB", |guest| {
             guest.descriptor(REPORTS, 0, (0x1_8000, u32::MAX, NEXT | WRITE, 1));
             guest.descriptor(REPORTS, 1, (0x1_9000, 0x1000, WRITE, 0));
-            guest.offer(REPORTS, 0);
+            guest.offer_chain(REPORTS, 0);
         }),
     ];
     for (name, harm) in harms {
@@ -216,7 +216,7 @@ fn indirect_chain_may_not_be_longer_than_the_queue() {
             guest.memory.write_slice(&bytes.concat(), at).unwrap();
         }
         guest.descriptor(REPORTS, 0, (0xa000, 16 * u32::from(entries), INDIRECT, 0));
-        guest.offer(REPORTS, 0);
+        guest.offer_chain(REPORTS, 0);
         guest.notify(REPORTS);
         assert_eq!((guest.used(REPORTS), guest.needs_reset()), (u16::from(fine), !fine));
     }
@@ -287,7 +287,7 @@ fn device_migrates_with_pending_buffers_and_interrupts() {
     guest.send(REPORTS, &[(0x1_8000, 0x1000, WRITE)]);
     // A buffer that was offered and not served, an interrupt that was not acknowledged, and a queue
     // that is partly set up.
-    guest.put(REPORTS, &[(0x1_a000, 0x1000, WRITE)]);
+    guest.offer(REPORTS, &[(0x1_a000, 0x1000, WRITE)]);
     guest.set(register::VIRTIO_MMIO_QUEUE_SEL, 16);
     guest.set(register::VIRTIO_MMIO_QUEUE_NUM, 8);
     let saved = guest.device.save();

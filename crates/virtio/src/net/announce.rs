@@ -79,7 +79,7 @@ impl<P: FramePort> Announcer<P> {
         }
         // The driver was asked for the first announcement when the guest was resumed.
         if round > 0 {
-            shared.ask_announce();
+            shared.request_announce();
         }
         let next = PAUSES.get(round).map(|pause| (round + 1, now + *pause));
         *lock(&shared.announce.0) = next;

@@ -64,7 +64,7 @@ struct Gate {
 /// State that the device, the thread that carries frames, and other threads share. Locks are held
 /// only for a copy, except `way`.
 #[derive(Debug)]
-pub(super) struct Shared<P> {
+pub(super) struct NetState<P> {
     pub(super) port: P,
     pub(super) signals: Arc<Signals>,
     pub(super) metrics: Metrics,
@@ -85,7 +85,7 @@ pub(super) struct Shared<P> {
     copied: AtomicBool,
 }
 
-impl<P: FramePort> Shared<P> {
+impl<P: FramePort> NetState<P> {
     pub(super) fn has(&self, feature: u32) -> bool {
         self.features.load(Ordering::Acquire) >> feature & 1 == 1
     }
@@ -129,7 +129,7 @@ impl<P: FramePort> Shared<P> {
     }
 
     /// Asks the driver to announce the guest, if the driver supports it.
-    pub(super) fn ask_announce(&self) {
+    pub(super) fn request_announce(&self) {
         if self.has(net::VIRTIO_NET_F_GUEST_ANNOUNCE) {
             self.set_announce(true);
             add(&self.metrics.announce_asked, 1);
@@ -146,7 +146,7 @@ pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Virtio network interface at the port `P`.
 #[derive(Debug)]
 pub struct Net<P> {
-    shared: Arc<Shared<P>>,
+    shared: Arc<NetState<P>>,
     buffer: Buffer,
 }
 
@@ -155,7 +155,7 @@ impl<P: FramePort> Net<P> {
     /// until the guest runs.
     #[must_use]
     pub fn new(options: NetOptions, port: P, signals: Arc<Signals>) -> Self {
-        let shared = Shared {
+        let shared = NetState {
             port,
             signals,
             metrics: Metrics::default(),
@@ -177,7 +177,7 @@ impl<P: FramePort> Net<P> {
         NetControl { shared: Arc::clone(&self.shared) }
     }
 
-    pub(super) fn shared(&self) -> &Shared<P> {
+    pub(super) fn shared(&self) -> &NetState<P> {
         &self.shared
     }
 
@@ -330,7 +330,7 @@ impl<P: FramePort> Device for Net<P> {
 /// that is being processed or for guest memory.
 #[derive(Debug)]
 pub struct NetControl<P> {
-    shared: Arc<Shared<P>>,
+    shared: Arc<NetState<P>>,
 }
 
 impl<P> Clone for NetControl<P> {
@@ -340,7 +340,7 @@ impl<P> Clone for NetControl<P> {
 }
 
 impl<P: FramePort> NetControl<P> {
-    pub(super) fn shared(&self) -> &Arc<Shared<P>> {
+    pub(super) fn shared(&self) -> &Arc<NetState<P>> {
         &self.shared
     }
 
@@ -420,7 +420,7 @@ impl<P: FramePort> NetControl<P> {
         *lock(&self.shared.gate) = Gate { halted: false, parked: false };
         if moved && !self.shared.copied.load(Ordering::Acquire) {
             self.shared.announce.begin();
-            self.shared.ask_announce();
+            self.shared.request_announce();
         }
         self.shared.port.kicked();
     }

@@ -155,7 +155,7 @@ pub struct Offloads {
 
 /// Result of receiving a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Got {
+pub struct ReceivedFrame {
     /// Number of bytes that were written, header included.
     pub bytes: usize,
     /// True if the frame was longer and its end was lost.
@@ -190,7 +190,7 @@ pub trait FramePort: Send + Sync + Debug {
     /// # Errors
     /// Returns a [`PortError`]. Unless it is [`PortError::NotNow`], `pieces` may have been written
     /// to.
-    fn receive<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> Result<Got, PortError>;
+    fn receive<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> Result<ReceivedFrame, PortError>;
 
     /// Sets the offloads that received frames may use from now on.
     ///

@@ -69,7 +69,7 @@ impl Model {
     fn post(&mut self, guest: &mut NetGuest, lens: &[u32]) {
         if self.free(RX) >= lens.len() && lens.iter().sum::<u32>() >= self.least {
             let parts: Vec<_> = lens.iter().map(|len| (self.at(RX), *len)).collect();
-            guest.put(RX, &parts);
+            guest.offer(RX, &parts);
             self.in_use[0].push_back(parts.len());
         }
     }
@@ -92,7 +92,7 @@ impl Model {
         }
         let parts: Vec<_> =
             parts.iter().map(|(at, part)| (*at, u32::try_from(part.len()).unwrap())).collect();
-        guest.put(TX, &parts);
+        guest.offer(TX, &parts);
         self.in_use[1].push_back(parts.len());
         self.sent.push(bytes);
     }

@@ -1,6 +1,6 @@
 //! Frames to the guest.
 
-use super::device::{Net, NetControl, Shared, lock};
+use super::device::{Net, NetControl, NetState, lock};
 use super::metrics::add;
 use super::slices::{self, Slice};
 use super::{ETHERNET, FRAME_MAX, FramePort, HEADER, MTU, PortError, RX};
@@ -43,7 +43,7 @@ pub enum RxStep {
 
 /// Buffer that was taken and is not used yet.
 #[derive(Debug, Clone, Copy)]
-struct Posted {
+struct PostedBuffer {
     head: u16,
     parts: usize,
     bytes: usize,
@@ -75,7 +75,7 @@ struct Terms {
 }
 
 impl Terms {
-    fn of<P: FramePort>(shared: &Shared<P>) -> Self {
+    fn of<P: FramePort>(shared: &NetState<P>) -> Self {
         let csum = shared.has(net::VIRTIO_NET_F_GUEST_CSUM);
         let tso4 = csum && shared.has(net::VIRTIO_NET_F_GUEST_TSO4);
         let tso6 = csum && shared.has(net::VIRTIO_NET_F_GUEST_TSO6);
@@ -112,7 +112,7 @@ pub struct Receiver<P> {
     epoch: u64,
     /// Buffers in the order in which they were taken. They are used in this order, so that the last
     /// ones can be put back.
-    posted: VecDeque<Posted>,
+    posted: VecDeque<PostedBuffer>,
     /// Parts of the buffers: `parts.len() == sum of posted.parts`.
     parts: VecDeque<Part>,
     /// Room in bytes: `room == sum of posted.bytes`.
@@ -198,7 +198,7 @@ impl<P: FramePort> Receiver<P> {
     /// Takes buffers until there are enough for a portion, and for any frame after it.
     fn take<M: GuestMemory>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         queue: &mut VirtQueue,
         memory: &M,
     ) -> Result<(), RingError> {
@@ -231,7 +231,7 @@ impl<P: FramePort> Receiver<P> {
             let bytes = bytes.min(FRAME_MAX);
             let before = self.parts.len();
             self.parts.extend(parts.iter().filter(|part| part.len > 0));
-            self.posted.push_back(Posted { head, parts: self.parts.len() - before, bytes });
+            self.posted.push_back(PostedBuffer { head, parts: self.parts.len() - before, bytes });
             self.room += bytes;
         }
         self.hand_back(shared, queue, memory)
@@ -248,7 +248,7 @@ impl<P: FramePort> Receiver<P> {
 
     fn hand_back<M: GuestMemory>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         queue: &mut VirtQueue,
         memory: &M,
     ) -> Result<(), RingError> {
@@ -264,7 +264,7 @@ impl<P: FramePort> Receiver<P> {
 
     fn give<M: GuestMemory>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         queue: &mut VirtQueue,
         memory: &M,
         step: RxStep,
@@ -286,7 +286,7 @@ impl<P: FramePort> Receiver<P> {
     }
 
     /// Carries frames into the buffers that were taken.
-    fn carry<M: GuestMemory>(&mut self, shared: &Shared<P>, memory: &M, sheltered: bool) -> RxStep {
+    fn carry<M: GuestMemory>(&mut self, shared: &NetState<P>, memory: &M, sheltered: bool) -> RxStep {
         let terms = Terms::of(shared);
         let mut pieces: Vec<Slice<'_, M>> = Vec::with_capacity(self.parts.len());
         // Index of the last piece of each buffer, plus one.
@@ -330,7 +330,7 @@ impl<P: FramePort> Receiver<P> {
     /// Receives the next frame, into `pieces` if any frame fits there.
     fn next<B: BitmapSlice>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         terms: Terms,
         pieces: &[VolatileSlice<'_, B>],
         sheltered: bool,
@@ -390,7 +390,7 @@ impl<P: FramePort> Receiver<P> {
     /// fit, or has waited too long, is dropped.
     fn unload<B: BitmapSlice>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         terms: Terms,
         pieces: &[VolatileSlice<'_, B>],
     ) -> Option<usize> {

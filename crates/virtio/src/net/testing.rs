@@ -1,8 +1,8 @@
 //! Guest with a network interface for tests, and a wire that is a list of frames.
 
 use super::{
-    Announcer, FramePort, Got, HEADER, Mac, Net, NetControl, NetOptions, Offloads, PortError, RX, Receiver,
-    RxStep, TX, Transmitter, TxStep,
+    Announcer, FramePort, HEADER, Mac, Net, NetControl, NetOptions, Offloads, PortError, RX, ReceivedFrame,
+    Receiver, RxStep, TX, Transmitter, TxStep,
 };
 use crate::testing::{AVAIL, Driver, SIZE, USED, WRITE, memory, rings};
 use std::collections::{BTreeMap, VecDeque};
@@ -71,7 +71,7 @@ impl FramePort for Wire {
         Ok(())
     }
 
-    fn receive<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> Result<Got, PortError> {
+    fn receive<B: BitmapSlice>(&self, pieces: &[VolatileSlice<'_, B>]) -> Result<ReceivedFrame, PortError> {
         if self.gone.load(Ordering::Relaxed) {
             return Err(PortError::Gone(io::ErrorKind::NotFound.into()));
         }
@@ -82,7 +82,7 @@ impl FramePort for Wire {
             piece.write_slice(&frame[done..done + here], 0).expect("memory");
             done += here;
         }
-        Ok(Got { bytes: done, cut: done < frame.len() })
+        Ok(ReceivedFrame { bytes: done, cut: done < frame.len() })
     }
 
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {
@@ -157,12 +157,12 @@ impl NetGuest {
 
     /// Adds a buffer to `queue`. The driver's rings are small, so the caller makes sure that there
     /// is room.
-    pub(crate) fn put(&mut self, queue: u16, parts: &[(u64, u32)]) {
+    pub(crate) fn offer(&mut self, queue: u16, parts: &[(u64, u32)]) {
         let flags = if queue == RX { WRITE } else { 0 };
         let at = GuestAddress(rings(queue) + AVAIL + 2);
         let place: u16 = self.driver.memory.read_obj(at).expect("memory");
         let parts: Vec<_> = parts.iter().map(|(gpa, len)| (*gpa, *len, flags)).collect();
-        self.driver.put(queue, &parts);
+        self.driver.offer(queue, &parts);
         let head = GuestAddress(at.0 + 2 + 2 * u64::from(place % SIZE));
         let head: u16 = self.driver.memory.read_obj(head).expect("memory");
         let parts = parts.iter().map(|(gpa, len, _)| (*gpa, *len)).collect();

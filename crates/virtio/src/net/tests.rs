@@ -23,7 +23,7 @@ fn without(bits: &[u32]) -> NetGuest {
 /// Adds `count` receive buffers of `len` bytes, from number `first` on.
 fn post(guest: &mut NetGuest, first: u64, count: u64, len: u32) {
     for n in first..first + count {
-        guest.put(RX, &[(BUFFERS + n * u64::from(len), len)]);
+        guest.offer(RX, &[(BUFFERS + n * u64::from(len), len)]);
     }
 }
 
@@ -88,7 +88,7 @@ fn frame_is_sent_from_the_drivers_buffers() {
     guest.driver.memory.write_slice(&sent[..40], GuestAddress(FRAMES)).unwrap();
     // Crosses a page boundary, with an empty part before.
     guest.driver.memory.write_slice(&sent[40..], GuestAddress(FRAMES + 0xff0)).unwrap();
-    guest.put(TX, &[(FRAMES, 40), (FRAMES, 0), (FRAMES + 0xff0, 72)]);
+    guest.offer(TX, &[(FRAMES, 40), (FRAMES, 0), (FRAMES + 0xff0, 72)]);
     let kicks = guest.wire().kicks.load(Ordering::Relaxed);
     guest.driver.notify(TX);
     assert_eq!(guest.wire().kicks.load(Ordering::Relaxed), kicks + 1, "the thread is woken");
@@ -119,16 +119,16 @@ fn invalid_frame_is_counted_and_given_back() {
         (vec![(0, u32::MAX)], "far too long"),
     ] {
         let before = guest.control.figures().tx_malformed;
-        guest.put(TX, &parts);
+        guest.offer(TX, &parts);
         assert_eq!(guest.transmit(), TxStep::Done, "{what}");
         assert!(guest.next_used(TX).is_some(), "{what}");
         assert_eq!(guest.control.figures().tx_malformed, before + 1, "{what}");
     }
-    guest.driver.put(TX, &[(FRAMES, 60, WRITE)]);
+    guest.driver.offer(TX, &[(FRAMES, 60, WRITE)]);
     assert_eq!((guest.transmit(), guest.control.figures().tx_malformed), (TxStep::Done, 9));
     assert!(lock(&guest.wire().sent).is_empty() && !guest.driver.needs_reset());
     // The longest possible frame.
-    guest.put(TX, &[(0, longest)]);
+    guest.offer(TX, &[(0, longest)]);
     assert_eq!((guest.transmit(), lock(&guest.wire().sent)[0].len()), (TxStep::Done, FRAME_MAX));
 }
 
@@ -141,7 +141,7 @@ fn frames_wait_in_order_while_the_host_has_no_room() {
         let frames: Vec<_> = (0..5).map(|n| frame(n, 60)).collect();
         for (n, bytes) in (0..).zip(&frames) {
             guest.driver.memory.write_slice(bytes, GuestAddress(FRAMES + 0x100 * n)).unwrap();
-            guest.put(TX, &[(FRAMES + 0x100 * n, 72)]);
+            guest.offer(TX, &[(FRAMES + 0x100 * n, 72)]);
         }
         assert_eq!((guest.transmit(), guest.driver.used(TX)), (TxStep::Busy, 2));
         assert_eq!((guest.transmit(), guest.driver.used(TX)), (TxStep::Busy, 2));
@@ -156,7 +156,7 @@ fn frames_wait_in_order_while_the_host_has_no_room() {
 fn guest_sees_that_the_link_is_down() {
     let mut guest = guest();
     guest.wire().gone.store(true, Ordering::Relaxed);
-    guest.put(TX, &[(FRAMES, 60)]);
+    guest.offer(TX, &[(FRAMES, 60)]);
     post(&mut guest, 0, 4, 0x1000);
     assert_eq!((guest.transmit(), guest.receive()), (TxStep::Gone, RxStep::Gone));
     assert_eq!(guest.driver.used(TX), 1, "frames are lost, but buffers are given back");
@@ -186,7 +186,7 @@ fn frame_arrives_in_one_or_several_buffers() {
     // With room for any frame, the port writes straight into the buffers.
     let mut guest = guest();
     post(&mut guest, 0, 1, 0x1_0000);
-    guest.put(RX, &[(FRAMES, 100), (FRAMES + 0x100, 0x1000)]);
+    guest.offer(RX, &[(FRAMES, 100), (FRAMES + 0x100, 0x1000)]);
     come(&guest, [frame(1, 60)]);
     assert_eq!(guest.receive(), RxStep::Dry);
     assert_eq!(guest.control.figures().rx_copied, 0);
@@ -198,7 +198,7 @@ fn long_frame_is_received_directly_into_many_buffers() {
     let mut guest = guest();
     for n in 0..16 {
         // Buffers may overlap, which only concerns the driver. They are as large as memory allows.
-        guest.put(RX, &[(0x1_8000 + 0x2000 * (n % 8), 0x2000)]);
+        guest.offer(RX, &[(0x1_8000 + 0x2000 * (n % 8), 0x2000)]);
     }
     let long = frame(7, 20_000);
     come(&guest, [long.clone(), frame(8, 100)]);
@@ -212,7 +212,7 @@ fn driver_without_mergeable_buffers_gets_each_frame_in_one_buffer() {
     let mut guest = without(&[net::VIRTIO_NET_F_MRG_RXBUF]);
     // Such drivers give the header a part of its own.
     for n in 0..4 {
-        guest.put(RX, &[(BUFFERS + 0x1000 * n, 12), (BUFFERS + 0x1000 * n + 0x100, 1514)]);
+        guest.offer(RX, &[(BUFFERS + 0x1000 * n, 12), (BUFFERS + 0x1000 * n + 0x100, 1514)]);
     }
     come(&guest, [frame(1, 60), frame(2, 1515), frame(3, 1514)]);
     assert_eq!(guest.receive(), RxStep::Dry);
@@ -254,7 +254,7 @@ fn frame_that_never_fits_is_dropped() {
 fn malformed_receive_buffers_are_given_back_unused() {
     let mut guest = guest();
     post(&mut guest, 0, 2, 1024);
-    guest.driver.put(RX, &[(BUFFERS, 1024, 0)]);
+    guest.driver.offer(RX, &[(BUFFERS, 1024, 0)]);
     assert_eq!(guest.receive(), RxStep::Full(None));
     assert_eq!(
         [guest.next_used(RX), guest.next_used(RX), guest.next_used(RX)],
@@ -266,7 +266,7 @@ fn malformed_receive_buffers_are_given_back_unused() {
         (vec![(BUFFERS, 1024), (0x3_f000, 0x2000)], "partly outside"),
         (vec![(u64::MAX, 1024)], "nowhere"),
     ] {
-        guest.put(RX, &parts);
+        guest.offer(RX, &parts);
         assert_eq!(guest.receive(), RxStep::Full(None), "{what}");
         assert!(matches!(guest.next_used(RX), Some((_, 0))), "{what}");
     }
@@ -281,7 +281,7 @@ fn endless_chain_stops_the_device() {
     for queue in [RX, TX] {
         let mut guest = guest();
         guest.driver.descriptor(queue, 0, (FRAMES, 60, 1 | if queue == RX { WRITE } else { 0 }, 0));
-        guest.driver.offer(queue, 0);
+        guest.driver.offer_chain(queue, 0);
         // A chain of more than 2^32 bytes counts as endless as well.
         if queue == TX {
             guest.driver.descriptor(queue, 0, (FRAMES, u32::MAX, 1, 1));
@@ -316,7 +316,7 @@ fn frames_with_unsupported_offloads_are_dropped() {
             let mut guest = without(&missing);
             guest.sheltered = sheltered;
             // Room for any frame.
-            (0..SIZE).for_each(|_| guest.put(RX, &[(0x2_0000, 0x2_0000)]));
+            (0..SIZE).for_each(|_| guest.offer(RX, &[(0x2_0000, 0x2_0000)]));
             come(&guest, frames.clone());
             assert_eq!(guest.receive(), RxStep::Dry);
             let figures = guest.control.figures();
@@ -447,7 +447,7 @@ fn guest_migrates_with_its_address_and_buffers() {
     come(&guest, [frame(3, 60)]);
     *lock(&guest.wire().room) = Some(0);
     guest.driver.memory.write_slice(&frame(9, 60), GuestAddress(FRAMES)).unwrap();
-    guest.put(TX, &[(FRAMES, 72)]);
+    guest.offer(TX, &[(FRAMES, 72)]);
     assert_eq!(guest.transmit(), TxStep::Busy);
     let mut there = guest.moved();
     assert_eq!(there.driver.device.save().device.mac, MAC);
@@ -464,7 +464,7 @@ fn guest_migrates_with_its_address_and_buffers() {
 fn nothing_begins_while_the_guest_does_not_run() {
     let mut guest = guest();
     post(&mut guest, 0, 4, 1024);
-    guest.put(TX, &[(FRAMES, 72)]);
+    guest.offer(TX, &[(FRAMES, 72)]);
     come(&guest, [frame(1, 60)]);
     guest.control.halt();
     let _ = (guest.receive(), guest.transmit());

@@ -1,6 +1,6 @@
 //! Frames from the guest.
 
-use super::device::{Net, NetControl, Shared, lock};
+use super::device::{Net, NetControl, NetState, lock};
 use super::metrics::add;
 use super::slices::{self, Slice};
 use super::{ETHERNET, FRAME_MAX, FramePort, HEADER, PortError, TX};
@@ -90,7 +90,7 @@ impl<P: FramePort> Transmitter<P> {
 
     fn take<M: GuestMemory>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         queue: &mut VirtQueue,
         memory: &M,
     ) -> Result<(), RingError> {
@@ -113,7 +113,12 @@ impl<P: FramePort> Transmitter<P> {
     }
 
     /// Sends the frames that were taken. Returns the number of chains that are done.
-    fn carry<M: GuestMemory>(&mut self, shared: &Shared<P>, memory: &M, sheltered: bool) -> (usize, TxStep) {
+    fn carry<M: GuestMemory>(
+        &mut self,
+        shared: &NetState<P>,
+        memory: &M,
+        sheltered: bool,
+    ) -> (usize, TxStep) {
         let metrics = &shared.metrics;
         let mut pieces: Vec<Slice<'_, M>> = Vec::new();
         let mut gone = false;
@@ -164,7 +169,7 @@ impl<P: FramePort> Transmitter<P> {
     /// Gives back the buffers that were sent, and puts back the rest.
     fn give<M: GuestMemory>(
         &mut self,
-        shared: &Shared<P>,
+        shared: &NetState<P>,
         queue: &mut VirtQueue,
         memory: &M,
         sent: usize,

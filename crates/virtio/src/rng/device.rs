@@ -65,7 +65,7 @@ pub struct Rng {
     timer: Timer,
     metrics: Arc<Metrics>,
     budget: Budget,
-    resting: bool,
+    quiescing: bool,
     buffer: Buffer,
 }
 
@@ -80,7 +80,7 @@ impl Rng {
             timer: Timer::start(wiring.doorbell, QUEUE)?,
             metrics: Arc::default(),
             budget: Budget::new(Instant::now()),
-            resting: false,
+            quiescing: false,
             buffer: Buffer::default(),
         })
     }
@@ -193,7 +193,7 @@ impl Device for Rng {
     fn activate(&mut self, _features: u128, _ready: &[u16]) {}
 
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError> {
-        if self.resting {
+        if self.quiescing {
             // The timer rang late. The ring is checked when the guest runs again.
             return Ok(Progress::Done);
         }
@@ -206,12 +206,12 @@ impl Device for Rng {
     }
 
     fn quiesce(&mut self) -> bool {
-        self.resting = true;
+        self.quiescing = true;
         true
     }
 
     fn resumed(&mut self, _how: Resume) -> Result<(), String> {
-        self.resting = false;
+        self.quiescing = false;
         Ok(())
     }
 

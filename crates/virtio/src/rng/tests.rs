@@ -90,7 +90,7 @@ fn nothing_is_drawn_between_quiesce_and_resume() {
     while metrics.waits.load(Relaxed) == 0 {
         guest.send(0, &[(DATA, 32 << 10, WRITE)]);
     }
-    guest.put(0, &[(DATA, 32 << 10, WRITE)]);
+    guest.offer(0, &[(DATA, 32 << 10, WRITE)]);
     assert!(guest.device.quiesce(Instant::now() + vmferry_testkit::PATIENCE));
     let (saved, used) = (guest.device.save(), guest.used(0));
     // The timer would ring within this time. On a busy host the test may miss a defect.

@@ -13,12 +13,12 @@ struct State {
 }
 
 #[derive(Debug, Default)]
-struct Shared {
+struct TimerState {
     state: Mutex<State>,
     changed: Condvar,
 }
 
-impl Shared {
+impl TimerState {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -46,13 +46,13 @@ impl Shared {
 /// Timer thread. It rings without holding a lock of its own.
 #[derive(Debug)]
 pub(super) struct Timer {
-    shared: Arc<Shared>,
+    shared: Arc<TimerState>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Timer {
     pub(super) fn start(doorbell: Arc<dyn Doorbell>, queue: u16) -> io::Result<Self> {
-        let shared = Arc::new(Shared::default());
+        let shared = Arc::new(TimerState::default());
         let own = Arc::clone(&shared);
         let live = move || {
             while own.wait() {

@@ -1,7 +1,7 @@
 //! Definitions of the DSDT (Differentiated System Description Table), in AML.
 
 use super::SLEEP_TYPE_OFF;
-use crate::bus::Place;
+use crate::bus::BusSlot;
 use crate::devices::{SERIAL, SERIAL_IRQ, SERIAL_PORTS};
 use crate::{generation, power};
 use acpi_tables::Aml;
@@ -32,9 +32,9 @@ const CHANGED: u8 = 0x80;
 const EVENT_DEVICE: &str = "ACPI0013";
 
 /// Returns all definitions.
-pub(super) fn definitions(devices: &[Place]) -> Vec<u8> {
+pub(super) fn definitions(devices: &[BusSlot]) -> Vec<u8> {
     let mut children = vec![serial_port(), power_button(), generation_id(), events()];
-    children.extend((0..).zip(devices).map(|(number, place)| virtio_mmio(number, *place)));
+    children.extend((0..).zip(devices).map(|(number, slot)| virtio_mmio(number, *slot)));
     let children = children.iter().map(|child| child as &dyn Aml).collect();
     let mut bytes = Vec::new();
     Scope::new(Path::new("_SB_"), children).to_aml_bytes(&mut bytes);
@@ -121,10 +121,10 @@ fn events() -> Raw {
     )
 }
 
-fn virtio_mmio(number: u8, place: Place) -> Raw {
+fn virtio_mmio(number: u8, slot: BusSlot) -> Raw {
     let fits = |number: u64| u32::try_from(number).unwrap_or(0);
-    let window = Memory32Fixed::new(true, fits(place.address), fits(WINDOW));
-    let line = interrupt(place.gsi);
+    let window = Memory32Fixed::new(true, fits(slot.address), fits(WINDOW));
+    let line = interrupt(slot.gsi);
     device(
         &format!("VR{number:02}"),
         vec![

@@ -20,7 +20,7 @@ mod dsdt;
 mod tests;
 
 use crate::boot::{ACPI_TABLES, BootError};
-use crate::bus::Place;
+use crate::bus::BusSlot;
 use crate::memory::GuestRam;
 use acpi_tables::Aml;
 use acpi_tables::fadt::{FADTBuilder, Flags, PmProfile};
@@ -80,7 +80,7 @@ pub(crate) struct Platform {
     /// Number of vCPUs, 1 to 254. The APIC ID of a vCPU is its number.
     pub(crate) cpus: u32,
     /// Places of the virtio-mmio devices.
-    pub(crate) devices: Vec<Place>,
+    pub(crate) devices: Vec<BusSlot>,
 }
 
 /// Writes the tables into `ram`. Returns the address of the RSDP.
@@ -121,7 +121,7 @@ fn tables(platform: &Platform, start: u64) -> Vec<u8> {
     bytes
 }
 
-fn dsdt(devices: &[Place]) -> Sdt {
+fn dsdt(devices: &[BusSlot]) -> Sdt {
     const HEADER: u32 = 36;
     let mut table = Sdt::new(*b"DSDT", HEADER, DSDT_REVISION, OEM, OEM_TABLE, OEM_REVISION);
     table.append_slice(&dsdt::definitions(devices));

@@ -60,8 +60,8 @@ fn sum(bytes: &[u8]) -> u8 {
 }
 
 fn platform(cpus: u32, devices: u32) -> Platform {
-    let place = |n: u32| Place { address: 0xd000_0000 + u64::from(n) * 0x1000, gsi: 16 + n };
-    Platform { cpus, devices: (0..devices).map(place).collect() }
+    let slot = |n: u32| BusSlot { address: 0xd000_0000 + u64::from(n) * 0x1000, gsi: 16 + n };
+    Platform { cpus, devices: (0..devices).map(slot).collect() }
 }
 
 fn count(bytes: &[u8], what: &[u8]) -> usize {
@@ -118,16 +118,16 @@ fn dsdt_lists_every_device_with_its_place() {
     for devices in [0, 1, 12] {
         let dsdt = Memory::new(&platform(2, devices)).dsdt();
         assert_eq!(count(&dsdt, b"LNRO0005\0"), devices as usize);
-        for place in platform(2, devices).devices {
+        for slot in platform(2, devices).devices {
             // Memory32Fixed: 9 bytes, writable, address, length. Extended interrupt: 6 bytes, edge
             // and consumer, one interrupt, its number.
             let window = [
                 &[0x86, 9, 0, 1][..],
-                &u32::try_from(place.address).unwrap().to_le_bytes(),
+                &u32::try_from(slot.address).unwrap().to_le_bytes(),
                 &512u32.to_le_bytes(),
             ];
-            let line = [&[0x89, 6, 0, 3, 1][..], &place.gsi.to_le_bytes()];
-            assert_eq!(count(&dsdt, &[window.concat(), line.concat()].concat()), 1, "{place:x?}");
+            let line = [&[0x89, 6, 0, 3, 1][..], &slot.gsi.to_le_bytes()];
+            assert_eq!(count(&dsdt, &[window.concat(), line.concat()].concat()), 1, "{slot:x?}");
         }
         // The serial port: PNP0501, eight ports at 0x3f8, interrupt 4.
         assert_eq!(count(&dsdt, &[0x0c, 0x41, 0xd0, 0x05, 0x01]), 1);

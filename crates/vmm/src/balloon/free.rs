@@ -2,7 +2,7 @@
 
 use super::BalloonHandle;
 use vmferry_core::PageSet;
-use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
+use vmferry_engine::{Answer, AnswerMode, FreePages, FreeReport, VmError};
 
 /// Source of free pages: the guest's map if the guest keeps one, otherwise hints.
 ///
@@ -12,7 +12,7 @@ use vmferry_engine::{Answer, Answers, FreePages, FreeReport, VmError};
 #[derive(Debug)]
 pub(crate) struct BalloonFree {
     balloon: BalloonHandle,
-    answers: Answers,
+    answer_mode: AnswerMode,
     /// Open question, and the driver's ID for it.
     open: Option<(u64, u32)>,
     /// Scratch space.
@@ -24,17 +24,17 @@ impl BalloonFree {
     /// A skipped page reads as zeros or as some earlier content. A guest that reads pages that it
     /// has freed (to find its poison, or zeros) would see this.
     pub(crate) fn new(balloon: BalloonHandle) -> Option<Self> {
-        let answers = if balloon.relies_on_free_pages() {
+        let answer_mode = if balloon.relies_on_free_pages() {
             return None;
         } else if balloon.keeps_map() {
-            Answers::AtOnce
+            AnswerMode::AtOnce
         } else if balloon.gives_hints() {
-            Answers::ByGuest
+            AnswerMode::ByGuest
         } else {
             return None;
         };
         let pages = PageSet::empty(balloon.layout());
-        Some(Self { balloon, answers, open: None, pages })
+        Some(Self { balloon, answer_mode, open: None, pages })
     }
 
     fn poll_map(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
@@ -57,13 +57,13 @@ impl BalloonFree {
 }
 
 impl FreePages for BalloonFree {
-    fn answers(&self) -> Answers {
-        self.answers
+    fn answer_mode(&self) -> AnswerMode {
+        self.answer_mode
     }
 
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
-        let command = match self.answers {
-            Answers::ByGuest => self.balloon.ask_hints().map_err(VmError::new)?,
+    fn request(&mut self, question: u64) -> Result<(), VmError> {
+        let command = match self.answer_mode {
+            AnswerMode::ByGuest => self.balloon.request_hints().map_err(VmError::new)?,
             _ => 0,
         };
         self.open = Some((question, command));
@@ -71,14 +71,14 @@ impl FreePages for BalloonFree {
     }
 
     fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
-        match self.answers {
-            Answers::ByGuest => Ok(self.poll_hints(report)),
+        match self.answer_mode {
+            AnswerMode::ByGuest => Ok(self.poll_hints(report)),
             _ => self.poll_map(report),
         }
     }
 
     fn stop(&mut self) {
-        if self.open.take().is_some() && self.answers == Answers::ByGuest {
+        if self.open.take().is_some() && self.answer_mode == AnswerMode::ByGuest {
             self.balloon.end_hints();
         }
     }
@@ -94,7 +94,7 @@ mod tests {
     use std::sync::Arc;
     use vm_memory::{Bytes, GuestAddress};
     use vmferry_core::{PageRun, RegionId};
-    use vmferry_fault::LazySlot;
+    use vmferry_fault::PagingSlot;
     use vmferry_guest_abi::balloon::{FEATURE_FREE_MAP, free_map};
     use vmferry_virtio::balloon::feature::{FREE_PAGE_HINT, PAGE_POISON};
     use vmferry_virtio::runs::GuestRun;
@@ -116,8 +116,8 @@ mod tests {
     /// Returns a balloon whose driver has accepted these features.
     fn balloon(features: &[u32]) -> (BalloonHandle, Arc<GuestRam>) {
         let ram = Arc::new(GuestRam::new(&VmOptions::new(PAGES << 12, 1)).unwrap());
-        let lazy = Arc::new(LazySlot::new(1));
-        let balloon = VmBalloon::new(&ram, &lazy, (crate::DropWay::default(), true), Box::new(NoLine));
+        let paging = Arc::new(PagingSlot::new(1));
+        let balloon = VmBalloon::new(&ram, &paging, (crate::DropWay::default(), true), Box::new(NoLine));
         let write = |offset: u64, value: u32| balloon.device().write(offset, &value.to_le_bytes());
         for status in [1, 3] {
             write(0x70, status);
@@ -148,16 +148,16 @@ mod tests {
         handle.0.device().write(0x100 + free_map::PAGES, &whole.to_le_bytes());
         handle.0.device().write(0x100 + free_map::GPA, &gpa.to_le_bytes());
         let mut free = BalloonFree::new(handle.clone()).expect("a map");
-        assert_eq!(free.answers(), Answers::AtOnce);
+        assert_eq!(free.answer_mode(), AnswerMode::AtOnce);
         let mut report = FreeReport::new(ram.layout());
         assert_eq!(polled(&mut free, &mut report), None);
-        free.ask(7).unwrap();
+        free.request(7).unwrap();
         assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 7, complete: true }));
         assert!(report.pages().region(RegionId(0)).unwrap().bits().eq([PAGES - 1]));
         assert_eq!(polled(&mut free, &mut report), None);
         // A withdrawn map is an error, after which the engine continues without free pages.
         handle.0.device().write(0x100 + free_map::GPA, &0u64.to_le_bytes());
-        free.ask(8).unwrap();
+        free.request(8).unwrap();
         assert!(free.poll(&mut report).is_err());
     }
 
@@ -165,13 +165,13 @@ mod tests {
     fn hints_arrive_in_parts_for_the_open_question() {
         let (handle, ram) = balloon(&[FREE_PAGE_HINT]);
         let mut free = BalloonFree::new(handle.clone()).expect("hints");
-        assert_eq!(free.answers(), Answers::ByGuest);
+        assert_eq!(free.answer_mode(), AnswerMode::ByGuest);
         let mut report = FreeReport::new(ram.layout());
         let runs = |run| [GuestRun { region: RegionId(0), run: PageRun::from(run) }];
-        free.ask(1).unwrap();
+        free.request(1).unwrap();
         let (_, first) = free.open.unwrap();
         free.stop();
-        free.ask(2).unwrap();
+        free.request(2).unwrap();
         let (_, second) = free.open.unwrap();
         assert_ne!(first, second);
         handle.0.hints.add(first, &runs(0..9));

@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::SystemTime;
 use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_virtio::balloon::extension::{FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES, MapError};
-use vmferry_virtio::balloon::{AskError, BalloonFigures, GuestStats, feature};
+use vmferry_virtio::balloon::{BalloonFigures, GuestStats, HintError, feature};
 
 /// Status of a balloon.
 #[derive(Debug, Clone)]
@@ -47,7 +47,7 @@ pub struct Hints {
 /// # Free pages, for a migration
 /// *Hints* come from a driver that isolates the pages that it names (Linux, and the bare-metal
 /// guest):
-/// 1. [`ask_hints`](Self::ask_hints) returns an ID.
+/// 1. [`request_hints`](Self::request_hints) returns an ID.
 /// 2. [`take_hints`](Self::take_hints) is called repeatedly.
 /// 3. [`stop_hints`](Self::stop_hints) ends the request if the hints suffice for now.
 /// 4. [`end_hints`](Self::end_hints) must be called at the end of the migration, whatever its
@@ -137,8 +137,8 @@ impl BalloonHandle {
     ///
     /// # Errors
     /// Fails if the guest's driver does not support hints.
-    pub fn ask_hints(&self) -> Result<u32, AskError> {
-        self.0.hints.begin(|| self.0.control.ask())
+    pub fn request_hints(&self) -> Result<u32, HintError> {
+        self.0.hints.begin(|| self.0.control.request_hints())
     }
 
     /// Adds the pages that arrived for request `command` since the last call to `into`, a set of
@@ -178,7 +178,7 @@ impl BalloonHandle {
     /// missing.
     pub fn read_map(&self, free: &mut PageSet) -> Result<u64, MapError> {
         // A thread that reads a missing page would sleep (hazards.md 18).
-        let read = self.0.lazy.settled(|| self.0.control.read_map(self.0.ram.map(), free));
+        let read = self.0.paging.if_complete(|| self.0.control.read_map(self.0.ram.map(), free));
         read.unwrap_or(Err(MapError::Elsewhere))
     }
 }

@@ -29,11 +29,11 @@ impl HintBoard {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Calls `ask`, which makes a request. The lock is held meanwhile, so that the first hint finds
-    /// the request on the board.
-    pub(super) fn begin<E>(&self, ask: impl FnOnce() -> Result<u32, E>) -> Result<u32, E> {
+    /// Calls `request`, which makes a request. The lock is held meanwhile, so that the first hint
+    /// finds the request on the board.
+    pub(super) fn begin<E>(&self, request: impl FnOnce() -> Result<u32, E>) -> Result<u32, E> {
         let mut board = self.lock();
-        let command = ask()?;
+        let command = request()?;
         board.command = Some(command);
         board.pages.clear();
         board.ended = false;

@@ -6,7 +6,7 @@ use crate::options::DropWay;
 use std::sync::Arc;
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::PAGE_BYTES;
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_virtio::balloon::{BalloonHost, Dropped, HostError, Why};
 use vmferry_virtio::runs::GuestRun;
 
@@ -23,22 +23,27 @@ use vmferry_virtio::runs::GuestRun;
 /// and no page gets old content: a page that the guest has written since is present, and a present
 /// page is never placed again.
 ///
-/// [`LazySlot::settled`] ensures this: a drop that has begun ends before pages can be missing, and
-/// a drop that has not begun does nothing.
+/// [`PagingSlot::if_complete`] ensures this: a drop that has begun ends before pages can be
+/// missing, and a drop that has not begun does nothing.
 ///
 /// During precopy no drop is held back. See [`GuestRam::drop_pages`]. Memory from the host's pool
 /// of huge pages is never dropped, because it is reserved for this guest.
 #[derive(Debug)]
 pub(super) struct RamHost {
     ram: Arc<GuestRam>,
-    lazy: Arc<LazySlot>,
+    paging: Arc<PagingSlot>,
     way: DropWay,
     hints: Arc<HintBoard>,
 }
 
 impl RamHost {
-    pub(super) fn new(ram: Arc<GuestRam>, lazy: Arc<LazySlot>, way: DropWay, hints: Arc<HintBoard>) -> Self {
-        Self { ram, lazy, way, hints }
+    pub(super) fn new(
+        ram: Arc<GuestRam>,
+        paging: Arc<PagingSlot>,
+        way: DropWay,
+        hints: Arc<HintBoard>,
+    ) -> Self {
+        Self { ram, paging, way, hints }
     }
 
     fn drop_all(&self, runs: &[GuestRun], way: DropWay) -> Result<Dropped, HostError> {
@@ -46,7 +51,7 @@ impl RamHost {
             return Ok(Dropped::Held);
         }
         let each = |run: &GuestRun| self.ram.drop_pages(run.region, run.run, way);
-        match self.lazy.settled(|| runs.iter().try_for_each(each)) {
+        match self.paging.if_complete(|| runs.iter().try_for_each(each)) {
             None => Ok(Dropped::Held),
             Some(Ok(())) => Ok(Dropped::Done),
             Some(Err(error)) => Err(Box::<DropError>::new(error)),

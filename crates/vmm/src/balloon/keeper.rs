@@ -28,12 +28,12 @@ impl Gate {
 /// Thread that asks for statistics. It touches guest memory and the device only while the guest
 /// runs. [`set_running`](Self::set_running) waits until the thread has let go of both.
 #[derive(Debug)]
-pub(crate) struct Keeper {
+pub(crate) struct StatsThread {
     gate: Arc<Gate>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Keeper {
+impl StatsThread {
     /// Starts the thread, for a guest that does not run yet.
     pub(crate) fn start(balloon: Arc<VmBalloon>, every: Duration) -> Result<Self> {
         let gate = Arc::new(Gate::default());
@@ -60,7 +60,7 @@ impl Keeper {
     }
 }
 
-impl Drop for Keeper {
+impl Drop for StatsThread {
     fn drop(&mut self) {
         self.gate.lock().ending = true;
         self.gate.changed.notify_all();

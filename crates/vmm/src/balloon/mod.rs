@@ -19,7 +19,7 @@ mod tests;
 pub(crate) use free::BalloonFree;
 pub use handle::{BalloonHandle, BalloonStatus, Hints};
 
-pub(crate) use keeper::Keeper;
+pub(crate) use keeper::StatsThread;
 
 use crate::memory::GuestRam;
 use crate::state::Saved;
@@ -28,7 +28,7 @@ use hints::HintBoard;
 use host::RamHost;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_virtio::balloon::{Balloon, BalloonControl, BalloonOptions, BalloonSaved};
 use vmferry_virtio::mmio::TransportSaved;
 use vmferry_virtio::signals::Interrupt;
@@ -45,7 +45,7 @@ pub(crate) struct VmBalloon {
     control: BalloonControl,
     hints: Arc<HintBoard>,
     ram: Arc<GuestRam>,
-    lazy: Arc<LazySlot>,
+    paging: Arc<PagingSlot>,
     /// True if the device offers the extension.
     extension: bool,
     /// Number of ticks, by default of a second each, after which the keeper asks for statistics; 0
@@ -57,12 +57,12 @@ pub(crate) struct VmBalloon {
 impl VmBalloon {
     pub(crate) fn new(
         ram: &Arc<GuestRam>,
-        lazy: &Arc<LazySlot>,
+        paging: &Arc<PagingSlot>,
         (way, extension): (crate::DropWay, bool),
         line: Box<dyn Interrupt>,
     ) -> Self {
         let hints = Arc::new(HintBoard::new(ram.layout()));
-        let host = RamHost::new(Arc::clone(ram), Arc::clone(lazy), way, Arc::clone(&hints));
+        let host = RamHost::new(Arc::clone(ram), Arc::clone(paging), way, Arc::clone(&hints));
         let options = BalloonOptions {
             layout: ram.layout().clone(),
             extension,
@@ -73,7 +73,16 @@ impl VmBalloon {
         let control = balloon.control();
         let device = socket.plug(balloon, ram, 0);
         let (every, ticks) = (AtomicU32::new(1), AtomicU32::new(0));
-        Self { device, control, hints, ram: Arc::clone(ram), lazy: Arc::clone(lazy), extension, every, ticks }
+        Self {
+            device,
+            control,
+            hints,
+            ram: Arc::clone(ram),
+            paging: Arc::clone(paging),
+            extension,
+            every,
+            ticks,
+        }
     }
 
     /// Returns the device on the bus.
@@ -105,7 +114,7 @@ impl VmBalloon {
             return;
         }
         self.ticks.store(0, Ordering::Relaxed);
-        if self.lazy.settled(|| ()).is_some()
+        if self.paging.if_complete(|| ()).is_some()
             && let Some(queue) = self.control.want_stats()
         {
             self.device.notify(queue);

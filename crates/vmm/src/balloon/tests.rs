@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageRun, PageSet, RegionId};
-use vmferry_engine::LazyMemory;
-use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
+use vmferry_engine::DemandPaging;
+use vmferry_fault::{PagingSlot, UffdMemory, UffdOptions};
 use vmferry_virtio::balloon::{BalloonHost, Dropped, Why};
 use vmferry_virtio::runs::GuestRun;
 
@@ -21,9 +21,9 @@ fn ram(backing: Backing) -> Arc<GuestRam> {
     Arc::new(GuestRam::new(&options).unwrap())
 }
 
-fn host(ram: &Arc<GuestRam>, lazy: &Arc<LazySlot>) -> RamHost {
+fn host(ram: &Arc<GuestRam>, paging: &Arc<PagingSlot>) -> RamHost {
     let hints = Arc::new(HintBoard::new(ram.layout()));
-    RamHost::new(Arc::clone(ram), Arc::clone(lazy), DropWay::DontNeed, hints)
+    RamHost::new(Arc::clone(ram), Arc::clone(paging), DropWay::DontNeed, hints)
 }
 
 fn run(pages: std::ops::Range<u64>) -> [GuestRun; 1] {
@@ -43,7 +43,7 @@ fn page(ram: &GuestRam, page: u64) -> [u8; PAGE_BYTES] {
 fn page_dropped_during_a_migration_reads_as_zeros_on_source_and_target() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
         let ram = ram(backing);
-        let host = host(&ram, &Arc::new(LazySlot::new(1)));
+        let host = host(&ram, &Arc::new(PagingSlot::new(1)));
         let marks = ram.regions()[0].marks().bitmap();
         let (mut there, mut harvested) = ([0xff; PAGE_BYTES], Bitmap::new(marks.len()));
         let ended = AtomicBool::new(false);
@@ -78,13 +78,13 @@ fn page_dropped_during_a_migration_reads_as_zeros_on_source_and_target() {
 #[test]
 fn nothing_is_dropped_while_pages_are_missing() {
     for backing in [Backing::Anonymous, Backing::Memfd] {
-        let (ram, lazy) = (ram(backing), Arc::new(LazySlot::new(1)));
-        let host = host(&ram, &lazy);
+        let (ram, paging) = (ram(backing), Arc::new(PagingSlot::new(1)));
+        let host = host(&ram, &paging);
         ram.map().write_slice(&[5; 4 * PAGE_BYTES], GuestAddress(0x8000)).unwrap();
-        let made = lazy.get_or_make(|threads| {
+        let made = paging.get_or_make(|threads| {
             let mut options = UffdOptions::new(threads);
             options.user_mode_only = true;
-            let regions = ram.regions().iter().map(crate::memory::RamRegion::lazy).collect();
+            let regions = ram.regions().iter().map(crate::memory::RamRegion::paged).collect();
             // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
             unsafe { UffdMemory::new(regions, Arc::clone(&ram) as _, &options) }
         });

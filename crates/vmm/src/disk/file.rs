@@ -1,6 +1,6 @@
 //! Raw file, or block device, as a disk.
 
-use super::flush::{Late, Losses};
+use super::flush::{Losses, UnfinishedFlush};
 use super::{DiskError, lease};
 use crate::options::DiskOptions;
 use rustix::fs::{Advice, FallocateFlags};
@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use vm_memory::bitmap::BitmapSlice;
 use vm_memory::{Bytes, VolatileSlice};
 use vmferry_core::PAGE_BYTES;
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_sys::lock::LockKind;
 use vmferry_virtio::blk::{Disk, SECTOR};
 
@@ -42,7 +42,7 @@ pub(super) struct RawFile {
     /// Same file, opened for the flushes of migrations ([`Losses`]).
     moving: File,
     losses: Losses,
-    late: Late,
+    late: UnfinishedFlush,
     /// Size in bytes.
     size: u64,
     read_only: bool,
@@ -55,12 +55,12 @@ pub(super) struct RawFile {
     never_at_once: [AtomicBool; 2],
     /// Latest error of the host.
     refused: Mutex<Option<Refused>>,
-    lazy: Arc<LazySlot>,
+    paging: Arc<PagingSlot>,
 }
 
 impl RawFile {
     /// Opens the file of `options`. Neither locks nor reads the file.
-    pub(super) fn open(options: &DiskOptions, lazy: &Arc<LazySlot>) -> Result<Self, DiskError> {
+    pub(super) fn open(options: &DiskOptions, paging: &Arc<PagingSlot>) -> Result<Self, DiskError> {
         let path = options.path.clone();
         let failed = |source| DiskError::Open { path: options.path.clone(), source };
         let mut open = File::options();
@@ -86,7 +86,7 @@ impl RawFile {
             file,
             moving,
             losses: Losses::default(),
-            late: Late::default(),
+            late: UnfinishedFlush::default(),
             size,
             read_only: options.read_only,
             block_device: kind.is_block_device(),
@@ -94,7 +94,7 @@ impl RawFile {
             abandoned: false.into(),
             never_at_once: Default::default(),
             refused: Mutex::default(),
-            lazy: Arc::clone(lazy),
+            paging: Arc::clone(paging),
         })
     }
 
@@ -189,7 +189,7 @@ impl RawFile {
         whole.map_err(|source| DiskError::Flush { path: self.path.clone(), source })
     }
 
-    pub(super) fn late(&self) -> &Late {
+    pub(super) fn late(&self) -> &UnfinishedFlush {
         &self.late
     }
 
@@ -223,7 +223,7 @@ impl RawFile {
     /// Sleeps until all pages of `slices` are present.
     fn touch<B: BitmapSlice>(&self, slices: &[VolatileSlice<'_, B>]) {
         // Pages can only become missing before a guest runs, so a settled memory stays settled.
-        if self.lazy.settled(|| ()).is_some() {
+        if self.paging.if_complete(|| ()).is_some() {
             return;
         }
         for slice in slices {
@@ -247,8 +247,9 @@ impl RawFile {
         call: impl Fn(&[libc::iovec], libc::off_t) -> isize,
     ) -> bool {
         // While pages are missing, the call could sleep on one.
-        let may =
-            !never.load(Ordering::Relaxed) && self.lazy.settled(|| ()).is_some() && self.check().is_ok();
+        let may = !never.load(Ordering::Relaxed)
+            && self.paging.if_complete(|| ()).is_some()
+            && self.check().is_ok();
         let (pieces, Ok(at)) = (Pieces::new(slices).all, libc::off_t::try_from(offset)) else { return false };
         if !may || pieces.len() > IOV_MAX {
             return false;

@@ -25,7 +25,7 @@ pub(crate) fn sync(disks: &[VmDisk], deadline: Instant) -> Result<(), DiskError>
 }
 
 /// Does all of `flushes`, each on a thread of its own.
-fn all<F>(flushes: Vec<(&Late, (PathBuf, F))>, deadline: Instant) -> Result<(), DiskError>
+fn all<F>(flushes: Vec<(&UnfinishedFlush, (PathBuf, F))>, deadline: Instant) -> Result<(), DiskError>
 where
     F: FnOnce() -> Result<(), DiskError> + Send + 'static,
 {
@@ -73,9 +73,9 @@ where
 /// storage that hangs, every attempt would otherwise leave a thread behind. Its result does not
 /// count any more, because requests were done since.
 #[derive(Debug, Default)]
-pub(super) struct Late(Mutex<Option<Receiver<Result<(), DiskError>>>>);
+pub(super) struct UnfinishedFlush(Mutex<Option<Receiver<Result<(), DiskError>>>>);
 
-impl Late {
+impl UnfinishedFlush {
     fn keep(&self, flush: Receiver<Result<(), DiskError>>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(flush);
     }
@@ -143,8 +143,8 @@ mod tests {
     /// Returns flushes for disks without an earlier flush.
     fn apart(
         flushes: impl IntoIterator<Item = (PathBuf, Flush)>,
-        late: &[Late],
-    ) -> Vec<(&Late, (PathBuf, Flush))> {
+        late: &[UnfinishedFlush],
+    ) -> Vec<(&UnfinishedFlush, (PathBuf, Flush))> {
         late.iter().zip(flushes).collect()
     }
 
@@ -168,13 +168,13 @@ mod tests {
                 Ok(())
             }),
         ];
-        all(apart(both, &[Late::default(), Late::default()]), soon()).unwrap();
+        all(apart(both, &[UnfinishedFlush::default(), UnfinishedFlush::default()]), soon()).unwrap();
     }
 
     #[test]
     fn slow_disk_is_named_and_not_waited_for() {
         let (go_on, held) = channel::<()>();
-        let (said, hears) = channel();
+        let (said, received) = channel();
         let flushes = [
             flush("slow.img", move || {
                 let _ = held.recv();
@@ -183,7 +183,7 @@ mod tests {
             }),
             flush("quick.img", || Ok(())),
         ];
-        let late = [Late::default(), Late::default()];
+        let late = [UnfinishedFlush::default(), UnfinishedFlush::default()];
         let brief = || Instant::now() + Duration::from_millis(50);
         let error = all(apart(flushes, &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
@@ -192,7 +192,7 @@ mod tests {
         let error = all(apart(again(), &late), brief()).unwrap_err();
         assert!(matches!(error, DiskError::Slow { .. }) && error.to_string().contains("slow.img"), "{error}");
         drop(go_on);
-        assert_eq!(hears.recv_timeout(PATIENCE), Ok("done late"));
+        assert_eq!(received.recv_timeout(PATIENCE), Ok("done late"));
         // The result of the late flush does not count. The next flush is waited for.
         let next = ["slow.img", "quick.img"].map(|name| flush(name, || Ok(())));
         all(apart(next, &late), soon()).unwrap();
@@ -203,10 +203,12 @@ mod tests {
         let refused = || {
             Err(DiskError::Flush { path: "bad.img".into(), source: io::Error::from_raw_os_error(libc::EIO) })
         };
-        let error = all(apart([flush("bad.img", refused)], &[Late::default()]), soon()).unwrap_err();
+        let error =
+            all(apart([flush("bad.img", refused)], &[UnfinishedFlush::default()]), soon()).unwrap_err();
         assert!(matches!(error, DiskError::Flush { .. }), "{error}");
         let error =
-            all(apart([flush("bad.img", || panic!("on purpose"))], &[Late::default()]), soon()).unwrap_err();
+            all(apart([flush("bad.img", || panic!("on purpose"))], &[UnfinishedFlush::default()]), soon())
+                .unwrap_err();
         assert!(matches!(error, DiskError::Flush { .. }) && error.to_string().contains("bad.img"), "{error}");
     }
 

@@ -31,7 +31,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_virtio::blk::{Blk, BlkFigures, BlkOptions, BlkSaved, BlkWork, ID_BYTES, SECTOR};
 use vmferry_virtio::mmio::TransportSaved;
 use vmferry_virtio::signals::Interrupt;
@@ -159,12 +159,12 @@ impl VmDisk {
     /// Returns disk number `instance` of a VM. Its file is open, but not yet owned by this VM: see
     /// [`take`].
     pub(crate) fn new(
-        (machine, lazy): (&Machine, &Arc<LazySlot>),
+        (machine, paging): (&Machine, &Arc<PagingSlot>),
         options: &DiskOptions,
         instance: u32,
         (line, kicks): (Box<dyn Interrupt>, Option<Kicks>),
     ) -> Result<Self> {
-        let file = Arc::new(RawFile::open(options, lazy)?);
+        let file = Arc::new(RawFile::open(options, paging)?);
         let mut id = [0; ID_BYTES];
         let name = format!("vmferry{instance}");
         id[..name.len()].copy_from_slice(name.as_bytes());

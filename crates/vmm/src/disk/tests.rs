@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet, RegionId};
-use vmferry_engine::LazyMemory;
-use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
+use vmferry_engine::DemandPaging;
+use vmferry_fault::{PagingSlot, UffdMemory, UffdOptions};
 use vmferry_testkit::{Need, PATIENCE, skip};
 use vmferry_virtio::blk::Disk;
 
@@ -47,7 +47,7 @@ impl Drop for Temp {
 fn open(path: &Path, read_only: bool) -> Result<RawFile, DiskError> {
     let mut options = DiskOptions::new(path);
     options.read_only = read_only;
-    RawFile::open(&options, &Arc::new(LazySlot::new(1)))
+    RawFile::open(&options, &Arc::new(PagingSlot::new(1)))
 }
 
 fn ram() -> Arc<GuestRam> {
@@ -256,16 +256,16 @@ fn process_that_holds_a_disk_is_named_and_its_end_frees_the_disk() {
 
 /// Waits until a thread sleeps on page 8.
 fn wait_for_fault(memory: &UffdMemory) {
-    let stripe = memory.stripe_of(RegionId(0), PageIndex(8));
-    let fault = memory.next_fault(stripe, PATIENCE).unwrap().expect("a fault");
+    let shard = memory.shard_of(RegionId(0), PageIndex(8));
+    let fault = memory.next_fault(shard, PATIENCE).unwrap().expect("a fault");
     assert_eq!(fault.page, PageIndex(8));
 }
 
 /// Returns memory of which page 8 is missing.
-fn missing(ram: &Arc<GuestRam>, lazy: &LazySlot) -> Option<Arc<UffdMemory>> {
-    let made = lazy.get_or_make(|threads| {
+fn missing(ram: &Arc<GuestRam>, paging: &PagingSlot) -> Option<Arc<UffdMemory>> {
+    let made = paging.get_or_make(|threads| {
         let options = UffdOptions::new(threads);
-        let regions = ram.regions().iter().map(crate::memory::RamRegion::lazy).collect();
+        let regions = ram.regions().iter().map(crate::memory::RamRegion::paged).collect();
         // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
         unsafe { UffdMemory::new(regions, Arc::clone(ram) as _, &options) }
     });
@@ -285,10 +285,10 @@ fn missing(ram: &Arc<GuestRam>, lazy: &LazySlot) -> Option<Arc<UffdMemory>> {
 
 #[test]
 fn requests_sleep_on_missing_pages_and_write_what_arrives() {
-    let (disk, ram, lazy) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(LazySlot::new(1)));
+    let (disk, ram, paging) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(PagingSlot::new(1)));
     ram.map().write_slice(&[5; 4 * PAGE_BYTES], GuestAddress(0x7000)).unwrap();
-    let Some(memory) = missing(&ram, &lazy) else { return };
-    let file = RawFile::open(&DiskOptions::new(&disk.0), &lazy).unwrap();
+    let Some(memory) = missing(&ram, &paging) else { return };
+    let file = RawFile::open(&DiskOptions::new(&disk.0), &paging).unwrap();
     file.take().unwrap();
     std::thread::scope(|scope| {
         let write = scope.spawn(|| file.write(512, &slices!(ram, [(0x7f00, 512)])));
@@ -306,10 +306,10 @@ fn requests_sleep_on_missing_pages_and_write_what_arrives() {
 
 #[test]
 fn abandoned_guest_writes_no_zeros_for_missing_pages() {
-    let (disk, ram, lazy) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(LazySlot::new(1)));
+    let (disk, ram, paging) = (Temp::new(&pattern(1 << 16)), ram(), Arc::new(PagingSlot::new(1)));
     ram.map().write_slice(&[5; 4 * PAGE_BYTES], GuestAddress(0x7000)).unwrap();
-    let Some(memory) = missing(&ram, &lazy) else { return };
-    let file = RawFile::open(&DiskOptions::new(&disk.0), &lazy).unwrap();
+    let Some(memory) = missing(&ram, &paging) else { return };
+    let file = RawFile::open(&DiskOptions::new(&disk.0), &paging).unwrap();
     file.take().unwrap();
     std::thread::scope(|scope| {
         let write = scope.spawn(|| file.write(512, &slices!(ram, [(0x7f00, 512)])));

@@ -30,7 +30,8 @@ impl GuestRam {
 
     /// Gives the pages of `run` back to the host. If `way` is [`DropWay::DontNeed`], they read as
     /// zeros after this returns. The caller must know that the guest does not need their content,
-    /// and that no page can be missing ([`LazySlot::settled`](vmferry_fault::LazySlot::settled)).
+    /// and that no page can be missing
+    /// ([`PagingSlot::if_complete`](vmferry_fault::PagingSlot::if_complete)).
     ///
     /// # Dropped, then marked
     /// For a migration a drop is a write of zeros that KVM does not see (hazards.md 4). It is

@@ -12,7 +12,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion};
 use vmferry_engine::{GuestMemory, VmError};
-use vmferry_fault::LazyRegion;
+use vmferry_fault::PagedRegion;
 
 /// Region of RAM and its mapping.
 #[derive(Debug)]
@@ -37,19 +37,19 @@ impl RamRegion {
             len: self.region.len,
             backing,
             marks: Some(self.marks.bitmap()),
-            handed_back: None,
+            returned_pages: None,
         }
     }
 
     /// Returns the region in the form that demand paging needs.
-    pub(crate) fn lazy(&self) -> LazyRegion {
+    pub(crate) fn paged(&self) -> PagedRegion {
         use vmferry_fault::Backing;
         let backing = match (self.mapping.backing(), self.mapping.file().cloned()) {
             (_, None) => Backing::Anonymous,
             (crate::Backing::HugePages, Some(file)) => Backing::HugeMemfd { file, offset: 0 },
             (_, Some(file)) => Backing::Memfd { file, offset: 0 },
         };
-        LazyRegion { id: self.region.id, host: self.host_address(), len: self.region.len, backing }
+        PagedRegion { id: self.region.id, host: self.host_address(), len: self.region.len, backing }
     }
 
     /// Returns the address of the mapping in this process, as a number.

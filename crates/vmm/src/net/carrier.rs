@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_virtio::net::{Announcer, Net, NetControl, Receiver, RxStep, Transmitter, TxStep};
 
 /// Interval at which a tap without room is tried again. A tap does not report when it has room.
@@ -46,7 +46,7 @@ impl Carrier {
     pub(super) fn start(
         device: Arc<VirtioMmio<Net<TapPort>>>,
         control: NetControl<TapPort>,
-        lazy: Arc<LazySlot>,
+        paging: Arc<PagingSlot>,
     ) -> Result<Self> {
         let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io::Error::from);
         let common = Arc::new(Common::default());
@@ -58,7 +58,7 @@ impl Carrier {
             control: control.clone(),
             common: Arc::clone(&common),
             device,
-            lazy,
+            paging,
             listening: false,
         };
         worker.watch().map_err(no_thread)?;
@@ -91,13 +91,13 @@ struct Worker {
     control: NetControl<TapPort>,
     common: Arc<Common>,
     device: Arc<VirtioMmio<Net<TapPort>>>,
-    lazy: Arc<LazySlot>,
+    paging: Arc<PagingSlot>,
     /// True if frames at the tap wake the thread.
     listening: bool,
 }
 
 /// Work that is due, and the time until which the rest can wait.
-struct Due {
+struct DueWork {
     receive: bool,
     transmit: bool,
     at: Option<Instant>,
@@ -114,7 +114,7 @@ impl Worker {
 
     fn live(mut self) {
         let mut parked = false;
-        let mut due = Due { receive: true, transmit: true, at: None };
+        let mut due = DueWork { receive: true, transmit: true, at: None };
         while !self.common.ending.load(Ordering::Acquire) {
             if self.control.halted() {
                 if !parked {
@@ -122,10 +122,10 @@ impl Worker {
                     parked = true;
                 }
                 self.control.parked();
-                self.device.transport().rested();
+                self.device.transport().notify_quiesced();
                 self.listen(false);
                 self.wait(None);
-                due = Due { receive: true, transmit: true, at: None };
+                due = DueWork { receive: true, transmit: true, at: None };
                 continue;
             }
             parked = false;
@@ -136,18 +136,18 @@ impl Worker {
                 let late = due.at.is_some_and(|at| at <= Instant::now());
                 // While the thread listens for frames, a notification does not concern receiving.
                 let receive = frames || late || bell && !self.listening;
-                due = Due { receive, transmit: bell || late, at: None };
+                due = DueWork { receive, transmit: bell || late, at: None };
             }
         }
     }
 
     /// Does the work that is due, once. Then updates `due` with the work that is due next.
-    fn carry(&mut self, due: &mut Due) {
+    fn carry(&mut self, due: &mut DueWork) {
         let (transport, memory) = (self.device.transport(), self.device.memory());
         due.at = self.announcer.announce(Instant::now());
         let mut sooner = |at: Instant| due.at = Some(due.at.map_or(at, |other| other.min(at)));
         // Pages can only become missing before a guest runs, so this holds for the whole call.
-        let sheltered = self.lazy.settled(|| ()).is_none();
+        let sheltered = self.paging.if_complete(|| ()).is_none();
         if due.transmit {
             let step = self.transmitter.transmit(transport, memory, sheltered);
             due.transmit = step == TxStep::More;

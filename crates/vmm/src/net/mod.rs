@@ -22,7 +22,7 @@ use crate::virtio::{self, VirtioMmio};
 use carrier::Carrier;
 use port::TapPort;
 use std::sync::Arc;
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_virtio::mmio::TransportSaved;
 use vmferry_virtio::net::{Mac, Net, NetControl, NetFigures, NetSaved};
 use vmferry_virtio::signals::Interrupt;
@@ -64,7 +64,7 @@ impl VmNet {
     /// # Errors
     /// Fails if the tap cannot be used.
     pub(crate) fn new(
-        (ram, lazy): (&Arc<GuestRam>, &Arc<LazySlot>),
+        (ram, paging): (&Arc<GuestRam>, &Arc<PagingSlot>),
         options: &NetOptions,
         instance: u32,
         (line, kicks): (Box<dyn Interrupt>, Option<Kicks>),
@@ -82,7 +82,7 @@ impl VmNet {
             }
         }
         let device = socket.plug(net, ram, instance);
-        let carrier = Carrier::start(Arc::clone(&device), control.clone(), Arc::clone(lazy))?;
+        let carrier = Carrier::start(Arc::clone(&device), control.clone(), Arc::clone(paging))?;
         Ok(Self { device, control, carrier, mac })
     }
 

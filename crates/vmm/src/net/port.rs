@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 use vmferry_sys::tap;
-use vmferry_virtio::net::{FramePort, Got, HEADER, Offloads, PortError};
+use vmferry_virtio::net::{FramePort, HEADER, Offloads, PortError, ReceivedFrame};
 
 /// Maximum number of old frames that are dropped when a driver starts. A tap keeps 500 or 1000.
 const STALE: u32 = 4096;
@@ -82,7 +82,7 @@ impl FramePort for TapPort {
     fn receive<B: BitmapSlice>(
         &self,
         pieces: &[VolatileSlice<'_, B>],
-    ) -> std::result::Result<Got, PortError> {
+    ) -> std::result::Result<ReceivedFrame, PortError> {
         let each = pieces.iter().map(|piece| (piece.ptr_guard_mut().as_ptr(), piece.len()));
         // SAFETY: as above; the written memory is the guest's buffers, or a buffer of ours without
         // other users.
@@ -93,7 +93,7 @@ impl FramePort for TapPort {
             // The error would be the same the next time.
             _ => PortError::Gone(error),
         })?;
-        Ok(Got { bytes: received.bytes, cut: received.cut })
+        Ok(ReceivedFrame { bytes: received.bytes, cut: received.cut })
     }
 
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()> {

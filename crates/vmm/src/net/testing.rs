@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress};
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_virtio::net::HEADER;
 use vmferry_virtio::signals::Interrupt;
 
@@ -185,7 +185,7 @@ fn frame(from: [u8; 6], number: u8, len: usize) -> Vec<u8> {
 pub(super) struct Driver {
     pub(super) net: VmNet,
     pub(super) ram: Arc<GuestRam>,
-    pub(super) lazy: Arc<LazySlot>,
+    pub(super) paging: Arc<PagingSlot>,
     /// Number of buffers added to each queue, and number of buffers seen to be given back.
     put: [u16; 2],
     seen: [u16; 2],
@@ -193,12 +193,12 @@ pub(super) struct Driver {
 
 impl Driver {
     pub(super) fn new(tap: &str, mac: Option<&str>) -> Self {
-        let (ram, lazy) = (ram(), Arc::new(LazySlot::new(1)));
+        let (ram, paging) = (ram(), Arc::new(PagingSlot::new(1)));
         let mut options = NetOptions::new(tap);
         options.mac = mac.map(|mac| mac.parse().unwrap());
-        let net = VmNet::new((&ram, &lazy), &options, 0, (Box::new(NoLine::default()), None)).unwrap();
+        let net = VmNet::new((&ram, &paging), &options, 0, (Box::new(NoLine::default()), None)).unwrap();
         wait("the tap to run", || runs(tap));
-        Self { net, ram, lazy, put: [0; 2], seen: [0; 2] }
+        Self { net, ram, paging, put: [0; 2], seen: [0; 2] }
     }
 
     pub(super) fn device(&self) -> &dyn MmioDevice {

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
-use vmferry_engine::{LazyMemory, Migratable};
-use vmferry_fault::{LazySlot, UffdMemory, UffdOptions};
+use vmferry_engine::{DemandPaging, Migratable};
+use vmferry_fault::{PagingSlot, UffdMemory, UffdOptions};
 use vmferry_sys::tap::TapError;
-use vmferry_testkit::{Need, PATIENCE, say, skip, wait};
+use vmferry_testkit::{Need, PATIENCE, print_line, skip, wait};
 use vmferry_virtio::device::Resume;
 use vmferry_virtio::net::{HEADER, announcement};
 
@@ -27,10 +27,10 @@ fn soon() -> Instant {
 #[test]
 fn invalid_tap_is_a_clear_error() {
     sandbox(|tap| {
-        let (ram, lazy) = (ram(), Arc::new(LazySlot::new(1)));
+        let (ram, paging) = (ram(), Arc::new(PagingSlot::new(1)));
         let open = |name: &str| {
             let line = Box::new(super::testing::NoLine::default());
-            VmNet::new((&ram, &lazy), &NetOptions::new(name), 0, (line, None)).map(drop)
+            VmNet::new((&ram, &paging), &NetOptions::new(name), 0, (line, None)).map(drop)
         };
         let error = |name: &str| match open(name) {
             Err(Error::Tap(error)) => error,
@@ -44,7 +44,7 @@ fn invalid_tap_is_a_clear_error() {
         assert!(matches!(error("lo"), TapError::Kind(_)), "another kind");
         open(tap).unwrap();
         let line = Box::new(super::testing::NoLine::default());
-        let first = VmNet::new((&ram, &lazy), &NetOptions::new(tap), 0, (line, None)).unwrap();
+        let first = VmNet::new((&ram, &paging), &NetOptions::new(tap), 0, (line, None)).unwrap();
         assert!(matches!(error(tap), TapError::Busy(_)));
         drop(first);
         open(tap).unwrap();
@@ -117,7 +117,7 @@ fn arriving_guest_is_announced_on_the_wire() {
             assert_eq!(frame, expected[HEADER..]);
             times.push(begin.elapsed());
         }
-        say(format!("announcements after {times:?}"));
+        print_line(format!("announcements after {times:?}"));
         assert!(times[5] >= Duration::from_millis(1200), "{times:?}");
         // The pauses grow by 100 ms, so a seventh announcement would come after 550 ms. On a busy
         // host the test may miss a defect.
@@ -180,10 +180,10 @@ fn no_thread_hangs_when_a_frame_waits_for_a_missing_page() {
         (0..3).for_each(|page| touch(Driver::rings(TX) + (page << 12)));
         (0..4).for_each(|n| touch(driver.buffer(n)));
         (0..4).for_each(|n| driver.post(n));
-        let made = driver.lazy.get_or_make(|threads| {
+        let made = driver.paging.get_or_make(|threads| {
             let mut options = UffdOptions::new(threads);
             options.user_mode_only = true;
-            let regions = driver.ram.regions().iter().map(crate::memory::RamRegion::lazy).collect();
+            let regions = driver.ram.regions().iter().map(crate::memory::RamRegion::paged).collect();
             // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
             unsafe { UffdMemory::new(regions, Arc::clone(&driver.ram) as _, &options) }
         });
@@ -208,8 +208,8 @@ fn no_thread_hangs_when_a_frame_waits_for_a_missing_page() {
             memory.begin(&pages).unwrap();
             driver.device().resumed(Resume::Again).unwrap();
             host.send(1, 100);
-            let stripe = memory.stripe_of(RegionId(0), PageIndex(missing));
-            let fault = memory.next_fault(stripe, PATIENCE).unwrap().expect("the thread touches the page");
+            let shard = memory.shard_of(RegionId(0), PageIndex(missing));
+            let fault = memory.next_fault(shard, PATIENCE).unwrap().expect("the thread touches the page");
             assert_eq!(fault.page, PageIndex(missing));
             assert!(
                 !driver.device().quiesce(Instant::now() + Duration::from_millis(100)),

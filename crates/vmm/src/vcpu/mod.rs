@@ -11,7 +11,7 @@ pub use exit::{Exit, VcpuFault};
 pub(crate) use run::{Command, Vcpu, VcpuContext};
 
 /// Board that shows the phase of every vCPU, and how the guest ended.
-pub(crate) type Board = vmferry_kvm::VcpuPark<Exit>;
+pub(crate) type VcpuBoard = vmferry_kvm::VcpuPark<Exit>;
 /// Throttle of the vCPUs.
 pub(crate) type Throttle = vmferry_kvm::Throttle<Exit>;
 

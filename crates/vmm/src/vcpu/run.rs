@@ -1,7 +1,7 @@
 //! Thread of a vCPU.
 
 use super::exit::{Exit, VcpuFault};
-use super::{Board, Throttle};
+use super::{Throttle, VcpuBoard};
 use crate::boot::BootState;
 use crate::devices::{Devices, Request};
 use crate::error::{Error, Result};
@@ -35,7 +35,7 @@ pub(crate) enum Command {
 /// Context that all vCPU threads share.
 #[derive(Debug)]
 pub(crate) struct VcpuContext {
-    pub(crate) board: Arc<Board>,
+    pub(crate) board: Arc<VcpuBoard>,
     pub(crate) devices: Arc<Devices>,
     pub(crate) throttle: Arc<Throttle>,
     /// Registry of the threads that run vCPUs.
@@ -70,14 +70,14 @@ impl Vcpu {
         Ok(Self { cpu, commands, thread: Some(thread) })
     }
 
-    /// Sends `command`. If the thread is gone, the command is lost, which [`Vcpu::ask`] and the
+    /// Sends `command`. If the thread is gone, the command is lost, which [`Vcpu::call`] and the
     /// board notice.
     pub(crate) fn send(&self, command: Command) {
         let _ = self.commands.send(command);
     }
 
     /// Sends the command that `make` creates with a sender for the result.
-    pub(crate) fn ask<T>(&self, what: &'static str, make: impl FnOnce(Sender<T>) -> Command) -> Answer<T> {
+    pub(crate) fn call<T>(&self, what: &'static str, make: impl FnOnce(Sender<T>) -> Command) -> Answer<T> {
         let (sender, receiver) = channel();
         self.send(make(sender));
         Answer { cpu: self.cpu, what, receiver }

@@ -3,11 +3,11 @@
 use crate::devices::Devices;
 use crate::error::{Error, Result};
 use crate::kvm::Machine;
-use crate::vcpu::{Board, Throttle, Vcpu, VcpuContext};
+use crate::vcpu::{Throttle, Vcpu, VcpuBoard, VcpuContext};
 use kvm_ioctls::VcpuFd;
 use std::sync::Arc;
 use vmferry_dirty::DirtyRings;
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_kvm::{CpuModel, VcpuSaver};
 
 pub(super) fn create_vcpus(machine: &Machine, model: &CpuModel, cpus: u32) -> Result<Vec<VcpuFd>> {
@@ -24,15 +24,15 @@ pub(super) fn spawn_vcpus(
     devices: &Arc<Devices>,
     saver: &VcpuSaver,
     fds: Vec<VcpuFd>,
-    (rings, lazy): (Option<&DirtyRings>, &LazySlot),
-) -> Result<(Arc<Board>, Arc<Throttle>, Vec<Vcpu>)> {
-    let board = Arc::new(Board::new(&fds)?);
+    (rings, paging): (Option<&DirtyRings>, &PagingSlot),
+) -> Result<(Arc<VcpuBoard>, Arc<Throttle>, Vec<Vcpu>)> {
+    let board = Arc::new(VcpuBoard::new(&fds)?);
     let throttle = Arc::new(Throttle::new(Arc::clone(&board)));
     let context = Arc::new(VcpuContext {
         board: Arc::clone(&board),
         devices: Arc::clone(devices),
         throttle: Arc::clone(&throttle),
-        threads: Arc::clone(lazy.threads()),
+        threads: Arc::clone(paging.threads()),
     });
     let vcpus = (0..)
         .zip(fds)

@@ -4,13 +4,13 @@ mod make;
 mod state;
 
 use crate::acpi::{self, Platform};
-use crate::balloon::Keeper;
+use crate::balloon::StatsThread;
 use crate::boot::{Kernel, KernelFormat};
 use crate::devices::Devices;
 use crate::disk;
 use crate::error::{Error, Result};
 use crate::generation::{self, GenerationId};
-use crate::handle::{Shared, VmHandle};
+use crate::handle::{VmContext, VmHandle};
 use crate::kicks;
 use crate::kvm::{Machine, open_kvm};
 use crate::memory::GuestRam;
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::RunState;
 use vmferry_dirty::{DirtyRings, Predict, ReaperPolicy};
-use vmferry_fault::LazySlot;
+use vmferry_fault::PagingSlot;
 use vmferry_kvm::{CpuModel, VcpuSaver};
 use vmferry_virtio::device::Resume;
 
@@ -78,7 +78,7 @@ impl Stage {
 pub struct Vm {
     // First field, so that the threads end before anything that they use is dropped.
     vcpus: Vec<Vcpu>,
-    shared: Arc<Shared>,
+    shared: Arc<VmContext>,
     stage: Stage,
     /// Run state that the operator requested.
     wanted: RunState,
@@ -88,7 +88,7 @@ pub struct Vm {
     reaper: Arc<dyn ReaperPolicy>,
     throttle: Arc<Throttle>,
     /// Thread that asks the guest for statistics, if the options request it.
-    keeper: Option<Keeper>,
+    keeper: Option<StatsThread>,
     tsc_khz: u32,
     /// Processor that this host can offer.
     offer: CpuModel,
@@ -120,21 +120,22 @@ impl Vm {
         let mut notes = ram.notes().to_vec();
         let entries = options.ring_entries()?;
         let machine = Arc::new(Machine::new(&kvm, ram, entries)?);
-        let lazy = Arc::new(LazySlot::new(options.cpus));
+        let paging = Arc::new(PagingSlot::new(options.cpus));
         let devices =
-            Arc::new(Devices::new(&machine, &lazy, &options, options.kicks && kicks::offered(&kvm))?);
+            Arc::new(Devices::new(&machine, &paging, &options, options.kicks && kicks::offered(&kvm))?);
         let model = CpuModel::new(&kvm, options.cpu, options.cpus, options.incoming)?;
         notes.extend(model.note());
         let fds = create_vcpus(&machine, &model, options.cpus)?;
         let saver = VcpuSaver::probe(&kvm, machine.fd(), &fds[0])?;
         notes.extend(saver.note());
         let rings = entries.map(|_| machine.vm().map_rings(&fds)).transpose()?;
-        let (board, throttle, vcpus) = spawn_vcpus(&devices, &saver, fds, (rings.as_ref(), &lazy))?;
+        let (board, throttle, vcpus) = spawn_vcpus(&devices, &saver, fds, (rings.as_ref(), &paging))?;
         let keeper = devices.balloon().zip(options.stats_every);
-        let keeper = keeper.map(|(balloon, every)| Keeper::start(Arc::clone(balloon), every)).transpose()?;
+        let keeper =
+            keeper.map(|(balloon, every)| StatsThread::start(Arc::clone(balloon), every)).transpose()?;
         Ok(Self {
             vcpus,
-            shared: Arc::new(Shared { board, devices, machine, lazy, rings }),
+            shared: Arc::new(VmContext { board, devices, machine, paging, rings }),
             stage: Stage::Empty,
             wanted: RunState::Running,
             has_come: options.incoming,
@@ -181,14 +182,14 @@ impl Vm {
         let announced = if format.reads_devices(kernel.image) { bus.announcement() } else { String::new() };
         let cmdline = format!("{announced}{}", kernel.cmdline);
         let kernel = Kernel { cmdline: cmdline.trim_end(), ..*kernel };
-        let platform = Platform { cpus: self.cpus(), devices: bus.places() };
+        let platform = Platform { cpus: self.cpus(), devices: bus.slots() };
         if self.pristine.is_none() {
             self.pristine = Some(self.pristine()?);
         }
         let rsdp = acpi::install(self.ram(), &platform)?;
         generation::install(self.ram(), &self.generation)?;
         let boot = format.load(self.ram(), &kernel, rsdp)?;
-        self.vcpus[0].ask(what, |answer| Command::Boot(boot, answer)).wait()??;
+        self.vcpus[0].call(what, |answer| Command::Boot(boot, answer)).wait()??;
         self.stage = Stage::Ready;
         Ok(())
     }
@@ -315,10 +316,10 @@ impl Vm {
         self.shared.devices.nets().iter().for_each(VmNet::halt);
         let board = &self.shared.board;
         let stopped = |within| board.pause_all(within).is_ok();
-        let sleeps = !self.shared.lazy.stop_or_sleep(LAST_PATIENCE, stopped);
+        let sleeps = !self.shared.paging.stop_or_sleep(LAST_PATIENCE, stopped);
         // No thread runs the guest any more. A thread that sleeps on a missing page sees the kick
         // before it could run the guest.
-        self.shared.lazy.end();
+        self.shared.paging.end();
         if sleeps {
             // A vCPU that does not stop in this time is waited for below.
             let _ = self.shared.board.pause_all(PATIENCE);
@@ -405,8 +406,8 @@ impl Vm {
         &self.shared.machine
     }
 
-    pub(crate) fn lazy(&self) -> &LazySlot {
-        &self.shared.lazy
+    pub(crate) fn paging(&self) -> &PagingSlot {
+        &self.shared.paging
     }
 
     /// Returns the processor that the guest was shown.

@@ -71,7 +71,7 @@ impl Vm {
     /// # Errors
     /// Returns an error that [is busy](Error::is_busy) if more time is needed, [`Error::Disk`] if
     /// written data is lost, and [`Error::WrongState`] if the guest runs or has ended.
-    pub fn settle(&mut self, within: Duration) -> Result<()> {
+    pub fn quiesce(&mut self, within: Duration) -> Result<()> {
         self.expect_alive("quiesce its devices")?;
         // Work that ends now sends interrupts and writes memory (hazards.md 13). One deadline
         // covers both steps, because the guest is paused meanwhile.
@@ -80,16 +80,16 @@ impl Vm {
         Ok(disk::sync(self.shared.devices.disks(), deadline)?)
     }
 
-    /// Quiesces the devices ([`settle`](Self::settle)) and saves vCPUs, interrupt controllers and
+    /// Quiesces the devices ([`quiesce`](Self::quiesce)) and saves vCPUs, interrupt controllers and
     /// devices. The guest must be paused, or never started. [`resume`](Self::resume) resumes the
     /// devices.
     ///
     /// # Errors
-    /// Fails as [`settle`](Self::settle) does. Returns [`Error::State`] if KVM refuses a part of
+    /// Fails as [`quiesce`](Self::quiesce) does. Returns [`Error::State`] if KVM refuses a part of
     /// the state.
     pub fn save_state(&mut self) -> Result<Vec<Section>> {
-        self.settle(bus::PATIENCE)?;
-        self.save_rested()
+        self.quiesce(bus::PATIENCE)?;
+        self.save_quiesced()
     }
 
     fn expect_alive(&self, what: &'static str) -> Result<()> {
@@ -101,7 +101,7 @@ impl Vm {
     }
 
     /// Saves the state of a VM whose devices are quiesced.
-    pub(crate) fn save_rested(&self) -> Result<Vec<Section>> {
+    pub(crate) fn save_quiesced(&self) -> Result<Vec<Section>> {
         let what = "save the guest's state";
         self.expect_alive(what)?;
         let vcpus = self.save_vcpus(what)?;
@@ -179,7 +179,7 @@ impl Vm {
 
     /// Saves all vCPUs at once, each in its thread.
     fn save_vcpus(&self, what: &'static str) -> Result<Vec<VcpuState>> {
-        let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.ask(what, Command::Save)).collect();
+        let answers: Vec<_> = self.vcpus.iter().map(|vcpu| vcpu.call(what, Command::Save)).collect();
         answers.into_iter().map(|answer| Ok(answer.wait()??)).collect()
     }
 
@@ -196,7 +196,7 @@ impl Vm {
         load_serial.map_err(|why| StateError::invalid(SerialSaved::KIND, 0, why))?;
         let loads = self.vcpus.iter().zip(vcpus);
         let answers: Vec<_> = loads
-            .map(|(vcpu, load)| vcpu.ask(what, |answer| Command::Load(Box::new(load), answer)))
+            .map(|(vcpu, load)| vcpu.call(what, |answer| Command::Load(Box::new(load), answer)))
             .collect();
         for answer in answers {
             answer.wait()??;

@@ -132,7 +132,7 @@ fn balloon_follows_its_target() {
 }
 
 /// Returns true if all rounds are done, and the host has been told of all free memory.
-fn settled(now: &AllocSnapshot) -> bool {
+fn all_reported(now: &AllocSnapshot) -> bool {
     now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0
 }
 
@@ -143,7 +143,7 @@ fn map_contains_the_free_pages() {
     }
     let workload = "uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=2";
     let mut guest = Guest::boot(workload, |args| args.hints = HintMode::Incremental);
-    let done = guest.wait("rounds", settled);
+    let done = guest.wait("rounds", all_reported);
     assert!(guest.balloon().keeps_map());
     let mut free = guest.empty_set();
     let count = guest.balloon().read_map(&mut free).unwrap();
@@ -160,10 +160,10 @@ fn free_pages_are_hinted_on_demand() {
         return;
     }
     let mut guest = Guest::boot("uniform,ws=4M,rate=1k,alloc=32M,rounds=1,frag=64", |_| {});
-    let done = guest.wait("rounds", settled);
+    let done = guest.wait("rounds", all_reported);
     let mut sizes = Vec::new();
     for walk in 1..=3 {
-        let command = guest.balloon().ask_hints().unwrap();
+        let command = guest.balloon().request_hints().unwrap();
         let mut hinted = guest.empty_set();
         wait_for("the end of the hints", || {
             let hints = guest.balloon().take_hints(command, &mut hinted).expect("the request");

@@ -1,13 +1,13 @@
 //! Confinement of threads as in the command, and the check for KVM.
 
-use vmferry_testkit::{Need, say, skip};
+use vmferry_testkit::{Need, print_line, skip};
 use vmferry_vmm::{Error, open_kvm};
 
 /// Confines threads before any is started. A sanitizer's runtime makes system calls that the
 /// filters forbid, so its tests set `VMFERRY_TEST_UNCONFINED`.
 fn threads() {
     if std::env::var_os("VMFERRY_TEST_UNCONFINED").is_some() {
-        return say("threads are not confined: VMFERRY_TEST_UNCONFINED is set");
+        return print_line("threads are not confined: VMFERRY_TEST_UNCONFINED is set");
     }
     vmferry_confine::confine_threads().unwrap();
 }

@@ -5,8 +5,8 @@ use crate::confined::kvm;
 use crate::rig::{boot, patient};
 use std::path::PathBuf;
 use vmferry_engine::{
-    Arrival, Listener, MigrationMode, MigrationState, Monitor, Report, Settings, migrate, receive, restore,
-    save,
+    Arrival, Listener, MigrationHandle, MigrationMode, MigrationState, Report, Settings, migrate, receive,
+    restore, save,
 };
 use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait};
 use vmferry_testkit_peers::{pair, unix_uri};
@@ -70,8 +70,9 @@ fn goes_on(handle: &VmHandle) {
 fn moved(source: &mut Vm, disk: &Temp, mode: MigrationMode) -> (Report, Vm) {
     let mut target = Vm::new(disk.options(true)).unwrap();
     let settings = Settings { mode, ..patient() };
-    let (report, came) = pair::moved(&unix_uri(), source, &mut target, None, &settings, &Monitor::new());
-    let whole = came.is_ok_and(|rest| rest.is_none_or(|rest| rest.left == 0));
+    let (report, came) =
+        pair::moved(&unix_uri(), source, &mut target, None, &settings, &MigrationHandle::new());
+    let whole = came.is_ok_and(|postcopy| postcopy.is_none_or(|postcopy| postcopy.left == 0));
     assert_eq!(whole, report.state == MigrationState::Completed, "{report:?}");
     (report, target)
 }
@@ -136,7 +137,7 @@ fn disk_is_released_after_a_save_and_taken_on_restore() {
     let disk = Temp::new("file");
     let mut vm = disk.running();
     let path = temp_path("disks-snapshot");
-    let saved = save(&mut vm, &path, &Monitor::new()).unwrap();
+    let saved = save(&mut vm, &path, &MigrationHandle::new()).unwrap();
     assert_eq!(saved.state, MigrationState::Completed, "{saved:?}");
     assert!(!disk.taken());
     let mut target = Vm::new(disk.options(true)).unwrap();
@@ -161,7 +162,7 @@ fn different_disk_is_refused_before_the_migration_begins() {
     let arrival = Arrival::new(PATIENCE);
     let why = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| receive(&mut target, &listener, &arrival).is_ok());
-        let report = migrate(&mut vm, &uri, None, &patient(), &Monitor::new()).unwrap();
+        let report = migrate(&mut vm, &uri, None, &patient(), &MigrationHandle::new()).unwrap();
         arrival.stop();
         receiving.join().unwrap();
         report.error.unwrap()

@@ -13,8 +13,8 @@ use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
 use vmferry_dirty::ReaperPolicy;
 use vmferry_engine::{
     AutoConverge, DirtyTracker, FillState, GuestMemory, MachineConfig, Migratable, MigrateError,
-    MigrationState, Monitor, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind, VmError,
-    restore, restore_lazy, save,
+    MigrationHandle, MigrationState, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind,
+    VmError, restore, restore_on_demand, save,
 };
 use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait, wait_for};
 use vmferry_testkit_peers::{pair, unix_uri};
@@ -219,7 +219,7 @@ fn moved_with(
     // Slow enough for several passes.
     let settings = Settings { verify, max_bandwidth: Some(80 << 20), ..patient() };
     let (report, came) =
-        pair::moved(&unix_uri(), source, &mut target, Some(kind), &settings, &Monitor::new());
+        pair::moved(&unix_uri(), source, &mut target, Some(kind), &settings, &MigrationHandle::new());
     assert_eq!(came.is_ok(), report.state == MigrationState::Completed);
     (report, target)
 }
@@ -251,11 +251,11 @@ fn guest_is_saved_to_a_file_and_restored() {
     }
     let mut source = running();
     let path = temp_path("vmm-file");
-    let report = save(&mut source, &path, &Monitor::new()).unwrap();
+    let report = save(&mut source, &path, &MigrationHandle::new()).unwrap();
     assert_eq!(report.state, MigrationState::Completed, "{report:?}");
-    let [mut target, mut lazy] = [(); 2].map(|()| empty(VmOptions::new(MEMORY, 1)));
+    let [mut target, mut paging] = [(); 2].map(|()| empty(VmOptions::new(MEMORY, 1)));
     let restored = restore(&mut target, &path);
-    let comes = restore_lazy(&mut lazy, &path);
+    let comes = restore_on_demand(&mut paging, &path);
     std::fs::remove_file(&path).unwrap();
     assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
     assert_eq!(corrupt(&target), 0);
@@ -264,10 +264,12 @@ fn guest_is_saved_to_a_file_and_restored() {
             let progress = comes.wait(PATIENCE);
             assert_eq!(progress.state, FillState::Completed, "{progress:?}");
             assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
-            assert_eq!(corrupt(&lazy), 0);
+            assert_eq!(corrupt(&paging), 0);
             println!("by demand paging: {progress:?}");
         }
-        Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("restore by demand paging: {why}")),
+        Err(MigrateError::NoDemandPaging { why }) => {
+            skip(Need::Uffd, format!("restore by demand paging: {why}"))
+        }
         Err(error) => panic!("{error}"),
     }
 }
@@ -342,7 +344,7 @@ fn guest_is_throttled_until_it_converges() {
             ..patient()
         };
         let (report, came) =
-            pair::moved(&unix_uri(), &mut source, &mut target, None, &settings, &Monitor::new());
+            pair::moved(&unix_uri(), &mut source, &mut target, None, &settings, &MigrationHandle::new());
         assert_eq!(came.is_ok(), report.state == MigrationState::Completed);
         assert_eq!(report.state, state, "{report:?}");
         match (auto_converge, report.throttle) {

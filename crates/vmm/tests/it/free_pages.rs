@@ -5,10 +5,11 @@ use crate::confined::kvm;
 use crate::rig::{boot_with, empty, patient};
 use std::time::Duration;
 use vmferry_engine::{
-    MigrationMode, MigrationState, Monitor, OnTimeout, Report, Settings, SourceVm, TargetVm, TrackerKind, Uri,
+    MigrationHandle, MigrationMode, MigrationState, OnTimeout, Report, Settings, SourceVm, TargetVm,
+    TrackerKind, Uri,
 };
 use vmferry_guest_abi::{HintMode, PAGE_SIZE, ReportMode, State};
-use vmferry_testkit::{Need, say, skip, wait, wait_for};
+use vmferry_testkit::{Need, print_line, skip, wait, wait_for};
 use vmferry_testkit_peers::gated::Gated;
 use vmferry_testkit_peers::pair;
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
@@ -78,11 +79,12 @@ fn moved(case: &Case) -> Report {
         ..patient()
     };
     let tcp = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
-    let mut send =
-        |vm: &mut dyn SourceVm| pair::moved(&tcp, vm, &mut target, Some(tracker), &settings, &Monitor::new());
+    let mut send = |vm: &mut dyn SourceVm| {
+        pair::moved(&tcp, vm, &mut target, Some(tracker), &settings, &MigrationHandle::new())
+    };
     let (report, came) = if waits { send(&mut Gated::new(&mut source)) } else { send(&mut source) };
-    if let Some(rest) = came.expect("the guest") {
-        assert_eq!((rest.state, rest.left), (MigrationState::Completed, 0), "{rest:?}");
+    if let Some(postcopy) = came.expect("the guest") {
+        assert_eq!((postcopy.state, postcopy.left), (MigrationState::Completed, 0), "{postcopy:?}");
     }
     assert_eq!(report.state, MigrationState::Completed, "{what}: {:?}", report.error);
     let handle = target.handle();
@@ -93,7 +95,7 @@ fn moved(case: &Case) -> Report {
         });
     }
     whole(&handle, &what);
-    say(format!(
+    print_line(format!(
         "{what}: {} KiB on the wire, {:.0} ms, downtime {:.1} ms, {} pages skipped, {:?}",
         report.bytes.wire >> 10,
         report.total_ms,
@@ -153,7 +155,7 @@ fn postcopy_guest_does_not_wait_for_free_pages() {
     if !kvm() {
         return;
     }
-    if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().lazy_memory() {
+    if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().demand_paging() {
         return skip(Need::Uffd, error);
     }
     for (mode, hints, rounds) in [

@@ -5,10 +5,11 @@ use crate::pool::Pool;
 use crate::rig::{corrupt, empty, patient, stats, working};
 use std::sync::Mutex;
 use vmferry_engine::{
-    Arrival, FillState, Listener, MigrateError, MigrationMode, MigrationState, Monitor, PostcopyFigures,
-    Report, Settings, TrackerKind, UrgentPath, Uri, migrate, receive, restore, restore_lazy, save,
+    Arrival, FillState, Listener, MigrateError, MigrationHandle, MigrationMode, MigrationState,
+    PostcopyFigures, Report, Settings, TrackerKind, UrgentPath, Uri, migrate, receive, restore,
+    restore_on_demand, save,
 };
-use vmferry_testkit::{Need, PATIENCE, say, skip, temp_path, wait};
+use vmferry_testkit::{Need, PATIENCE, print_line, skip, temp_path, wait};
 use vmferry_testkit_peers::link::{Harm, Proxy, Rule};
 use vmferry_testkit_peers::unix_uri;
 use vmferry_vmm::{Backing, HUGE_PAGE_BYTES, Vm, VmOptions, largest_dirty_ring};
@@ -61,13 +62,13 @@ fn moved_over(
     let report = std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
             let received = receive(&mut target, listener, &arrival).unwrap();
-            if let Some(rest) = received.rest {
-                let state = rest.finish(listener, &arrival);
+            if let Some(postcopy) = received.postcopy {
+                let state = postcopy.finish(listener, &arrival);
                 assert_eq!((state.state, state.left), (MigrationState::Completed, 0), "{state:?}");
                 *figures.lock().unwrap() = Some(state.postcopy);
             }
         });
-        let report = migrate(source, uri, kind, settings, &Monitor::new()).unwrap();
+        let report = migrate(source, uri, kind, settings, &MigrationHandle::new()).unwrap();
         if report.state != MigrationState::Completed {
             arrival.abandon();
         }
@@ -130,7 +131,7 @@ fn loaded_guest_runs_before_its_huge_pages_have_arrived() {
                 let before = stats(&source.handle()).map_or(0, |stats| stats.writes());
                 let (_, target, figures) = moved(&mut source, options(to), None, &settings);
                 let figures = figures.expect("the guest arrived before its memory");
-                say(format!("{what}: {figures:?}"));
+                print_line(format!("{what}: {figures:?}"));
                 assert_eq!(figures.duplicates, 0, "{what}");
                 assert_eq!(corrupt(&target), 0, "{what}");
                 let writes = || stats(&target.handle()).map_or(0, |stats| stats.writes());
@@ -164,7 +165,7 @@ fn link_lost_in_the_middle_of_huge_pages_is_recovered() {
             moved_over(link, &mut source, options(Backing::HugePages), None, &settings);
         assert_eq!(figures.expect("the guest arrived before its memory").duplicates, 0);
         assert_eq!(corrupt(&target), 0, "{role:?} after {after} bytes");
-        say(format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
+        print_line(format!("{role:?} cut after {after} bytes: {} times", proxy.harmed()));
         cut += proxy.harmed();
     }
     // The number of bytes in each direction depends on where the guest writes.
@@ -177,12 +178,12 @@ fn restored_guest_runs_on_huge_pages() {
     for (from, to) in BOTH_WAYS {
         let mut source = running(options(from));
         let path = temp_path("huge-file");
-        let report = save(&mut source, &path, &Monitor::new()).unwrap();
+        let report = save(&mut source, &path, &MigrationHandle::new()).unwrap();
         assert_eq!(report.state, MigrationState::Completed, "{report:?}");
         drop(source);
-        let (mut target, mut lazy) = (empty(options(Backing::Anonymous)), empty(options(to)));
+        let (mut target, mut paging) = (empty(options(Backing::Anonymous)), empty(options(to)));
         let restored = restore(&mut target, &path);
-        let comes = restore_lazy(&mut lazy, &path);
+        let comes = restore_on_demand(&mut paging, &path);
         std::fs::remove_file(&path).unwrap();
         assert_eq!(restored.unwrap().pages, report.bytes.raw_pages);
         assert_eq!(corrupt(&target), 0, "{from} to {to}");
@@ -191,10 +192,10 @@ fn restored_guest_runs_on_huge_pages() {
                 let progress = comes.wait(PATIENCE);
                 assert_eq!(progress.state, FillState::Completed, "{progress:?}");
                 assert_eq!((progress.placed, progress.failed_pages), (report.bytes.raw_pages, 0));
-                assert_eq!(corrupt(&lazy), 0, "{from} to {to}");
-                say(format!("by demand paging, {from} to {to}: {progress:?}"));
+                assert_eq!(corrupt(&paging), 0, "{from} to {to}");
+                print_line(format!("by demand paging, {from} to {to}: {progress:?}"));
             }
-            Err(MigrateError::NotLazy { why }) => skip(Need::Uffd, format!("{from} to {to}: {why}")),
+            Err(MigrateError::NoDemandPaging { why }) => skip(Need::Uffd, format!("{from} to {to}: {why}")),
             Err(error) => panic!("{error}"),
         }
     }

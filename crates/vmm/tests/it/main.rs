@@ -3,12 +3,12 @@
 
 mod alloc;
 mod confined;
+mod demand_paging;
 mod disks;
 mod engine;
 mod free_pages;
 mod hugepages;
 mod kvm;
-mod lazy;
 #[path = "../../../sys/tests/pool/mod.rs"]
 mod pool;
 mod rig;

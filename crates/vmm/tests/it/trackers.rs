@@ -5,7 +5,7 @@ use crate::rig::working;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageRun, PageSet};
 use vmferry_engine::{DirtyTracker, SourceVm, TrackerKind};
-use vmferry_testkit::{Need, say, skip, wait};
+use vmferry_testkit::{Need, print_line, skip, wait};
 use vmferry_vmm::{Vm, VmOptions, largest_dirty_ring};
 
 const MEMORY: u64 = 64 << 20;
@@ -146,7 +146,7 @@ fn check(kind: TrackerKind) {
     tracker.harvest(&mut dirty).unwrap();
     let (after, written) = (copy(&vm), writes(&vm) - written);
     let found = compare(&before, &after, &vm, &dirty);
-    say(format!(
+    print_line(format!(
         "{kind}: {written} writes, {} pages changed, {} reported, {}",
         found.changed,
         found.reported,

@@ -11,7 +11,7 @@ const DATA_ALIGN: u64 = 2 << 20;
 
 /// Offsets of a region's parts in the file, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RegionPlace {
+pub struct RegionOffsets {
     /// Number of the region.
     pub id: RegionId,
     /// Number of pages of the region.
@@ -24,7 +24,7 @@ pub struct RegionPlace {
     pub data: u64,
 }
 
-impl RegionPlace {
+impl RegionOffsets {
     /// Returns the number of tables.
     #[must_use]
     pub fn blocks(&self) -> u64 {
@@ -66,7 +66,7 @@ pub struct SnapshotMap {
     /// Offset of the device state.
     pub state: u64,
     /// Offsets of the regions, in the order of the layout.
-    pub regions: Vec<RegionPlace>,
+    pub regions: Vec<RegionOffsets>,
     /// Length of the whole file in bytes.
     pub len: u64,
 }
@@ -87,10 +87,10 @@ impl SnapshotMap {
             end = start + bytes;
             start
         };
-        let mut regions: Vec<RegionPlace> = layout
+        let mut regions: Vec<RegionOffsets> = layout
             .regions()
             .iter()
-            .map(|r| RegionPlace { id: r.id, pages: r.pages(), index: 0, tables: 0, data: 0 })
+            .map(|r| RegionOffsets { id: r.id, pages: r.pages(), index: 0, tables: 0, data: 0 })
             .collect();
         // A reader that opens the file reads its beginning up to the last index, and nothing behind
         // it.

@@ -20,7 +20,7 @@ pub use header::{
     MAX_MACHINE_BYTES, MAX_STATE_PART_BYTES, PartSum, SNAPSHOT_HEADER_BYTES, SNAPSHOT_VERSION,
     SnapshotHeader, SnapshotRegion, decode_part, encode_machine, encode_state,
 };
-pub use map::{RegionPlace, SnapshotMap};
+pub use map::{RegionOffsets, SnapshotMap};
 pub use table::{PageTable, TABLE_BYTES, TABLE_PAGES, TableIndex};
 
 #[cfg(test)]

@@ -44,7 +44,7 @@ proptest! {
         // Parts lie one behind the other and do not overlap.
         let mut end = map.state + u64::from(state);
         prop_assert!(map.machine >= SNAPSHOT_HEADER_BYTES as u64 && map.state >= map.machine + u64::from(machine));
-        let of = |part: fn(&RegionPlace) -> (u64, u64)| map.regions.iter().map(part).collect::<Vec<_>>();
+        let of = |part: fn(&RegionOffsets) -> (u64, u64)| map.regions.iter().map(part).collect::<Vec<_>>();
         for (start, bytes) in [
             of(|place| (place.index, place.index_bytes())),
             of(|place| (place.tables, place.table(place.blocks()) - place.tables)),

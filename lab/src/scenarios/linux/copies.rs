@@ -31,7 +31,7 @@ pub(super) fn identity(lab: &mut Lab) -> Result<Verdict> {
     let file = format!("file:/tmp/lab-{}-copy", std::process::id());
     original.command(&["migrate", &file, "--keep-running"])?;
     let name = rig.name("copy");
-    let copy = Vm::restored(&rig.here, &rig.boot, &guest, &rig.lab.folder, &name, &file)?;
+    let copy = Vm::restored(&rig.local, &rig.boot, &guest, &rig.lab.folder, &name, &file)?;
     copy.shell("echo kept-$kept", "kept-42")?;
     let after = identity_of(&copy)?;
     ensure!(after.id != before.id, "the copy has its original's ID: {after:?}");

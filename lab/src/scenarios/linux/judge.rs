@@ -1,8 +1,8 @@
 //! Checks that a guest lost nothing during a move.
 
+use crate::guest_report::GuestReport;
 use crate::pace;
 use crate::scenarios::vm::Seen;
-use crate::told::Told;
 use anyhow::{Result, ensure};
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ pub(crate) struct Move<'a> {
 impl Move<'_> {
     /// Checks all parts of the reports.
     pub(crate) fn judge(&self) -> Result<()> {
-        let (before, after) = (&self.before.told, &self.after.told);
+        let (before, after) = (&self.before.guest_report, &self.after.guest_report);
         content(after)?;
         ensure!(after.cpus == before.cpus, "it had {} processors and has {}", before.cpus, after.cpus);
         ensure!(after.ticks > before.ticks, "its clock thread has stopped");
@@ -45,12 +45,12 @@ impl Move<'_> {
     /// Checks that the guest's clocks advanced by the time that passed outside, and that no gap or
     /// step is larger than allowed.
     fn time(&self) -> Result<()> {
-        let (before, after) = (&self.before.told, &self.after.told);
+        let (before, after) = (&self.before.guest_report, &self.after.guest_report);
         ensure!(after.backwards == 0, "its monotonic clock went back {} times", after.backwards);
         // For each report only the times of the request and of its arrival are known, because a
         // console may be slow.
-        let least = self.after.asked.saturating_duration_since(self.before.read).as_secs_f64();
-        let most = self.after.read.saturating_duration_since(self.before.asked).as_secs_f64();
+        let least = self.after.requested.saturating_duration_since(self.before.read).as_secs_f64();
+        let most = self.after.read.saturating_duration_since(self.before.requested).as_secs_f64();
         let slack = self.slack.as_secs_f64();
         for (clock, was, is) in
             [("uptime", before.uptime_s, after.uptime_s), ("real time", before.realtime_s, after.realtime_s)]
@@ -84,12 +84,20 @@ fn starved(complaint: &str) -> bool {
 }
 
 /// Checks that all data that a guest keeps is unchanged.
-pub(crate) fn content(told: &Told) -> Result<()> {
-    ensure!(told.whole, "the guest has not checked everything");
-    ensure!(told.stress_wrong == 0, "{} pages were not as they had been written", told.stress_wrong);
-    ensure!(told.kept_good == Some(true), "the file in its tmpfs has changed");
-    ensure!(told.record_errors == 0, "{} writes to its disk failed", told.record_errors);
-    ensure!(told.records_lost.unwrap_or(0) == 0, "{:?} of its flushed records are lost", told.records_lost);
+pub(crate) fn content(guest_report: &GuestReport) -> Result<()> {
+    ensure!(guest_report.whole, "the guest has not checked everything");
+    ensure!(
+        guest_report.stress_wrong == 0,
+        "{} pages were not as they had been written",
+        guest_report.stress_wrong
+    );
+    ensure!(guest_report.kept_good == Some(true), "the file in its tmpfs has changed");
+    ensure!(guest_report.record_errors == 0, "{} writes to its disk failed", guest_report.record_errors);
+    ensure!(
+        guest_report.records_lost.unwrap_or(0) == 0,
+        "{:?} of its flushed records are lost",
+        guest_report.records_lost
+    );
     Ok(())
 }
 
@@ -98,8 +106,8 @@ mod tests {
     use super::*;
     use std::time::Instant;
 
-    fn told(at: u32) -> Told {
-        Told {
+    fn guest_report(at: u32) -> GuestReport {
+        GuestReport {
             uptime_s: f64::from(at),
             realtime_s: 1e9 + f64::from(at),
             ticks: at.into(),
@@ -109,19 +117,19 @@ mod tests {
             stress_pages: 8,
             stress_writes: at.into(),
             kept_good: Some(true),
-            ..Told::default()
+            ..GuestReport::default()
         }
     }
 
-    fn judged(spoil: impl Fn(&mut Told)) -> Result<()> {
+    fn judged(spoil: impl Fn(&mut GuestReport)) -> Result<()> {
         let start = Instant::now();
-        let seen = |told: Told, from: f64| Seen {
-            told,
-            asked: start + Duration::from_secs_f64(from),
+        let seen = |guest_report: GuestReport, from: f64| Seen {
+            guest_report,
+            requested: start + Duration::from_secs_f64(from),
             read: start + Duration::from_secs_f64(from + 0.25),
         };
-        let (before, mut after) = (seen(told(10), 0.0), seen(told(15), 5.0));
-        spoil(&mut after.told);
+        let (before, mut after) = (seen(guest_report(10), 0.0), seen(guest_report(15), 5.0));
+        spoil(&mut after.guest_report);
         Move {
             before: &before,
             after: &after,
@@ -133,26 +141,28 @@ mod tests {
         .judge()
     }
 
-    type Spoil = fn(&mut Told);
+    type Spoil = fn(&mut GuestReport);
 
     #[test]
     fn successful_move_passes_and_each_loss_is_detected() {
         judged(|_| {}).unwrap();
-        judged(|told| told.complaints.push("kvm-clock read-back delay of 4268755ns, attempt 2".into()))
-            .unwrap();
+        judged(|guest_report| {
+            guest_report.complaints.push("kvm-clock read-back delay of 4268755ns, attempt 2".into())
+        })
+        .unwrap();
         let spoils: [(&str, Spoil); 12] = [
-            ("processors", |told| told.cpus = 1),
-            ("has stopped", |told| told.ticks = 10),
-            ("no longer", |told| told.stress_writes = 10),
-            ("written", |told| told.stress_wrong = 1),
-            ("tmpfs", |told| told.kept_good = Some(false)),
-            ("disk failed", |told| told.record_errors = 1),
-            ("lost", |told| told.records_lost = Some(2)),
-            ("went back", |told| told.backwards = 1),
-            ("uptime", |told| told.uptime_s = 14.0),
-            ("real time", |told| told.realtime_s += 0.8),
-            ("gap", |told| told.gap_ms = 700_000.0),
-            ("reports errors", |told| told.complaints.push("soft lockup".into())),
+            ("processors", |guest_report| guest_report.cpus = 1),
+            ("has stopped", |guest_report| guest_report.ticks = 10),
+            ("no longer", |guest_report| guest_report.stress_writes = 10),
+            ("written", |guest_report| guest_report.stress_wrong = 1),
+            ("tmpfs", |guest_report| guest_report.kept_good = Some(false)),
+            ("disk failed", |guest_report| guest_report.record_errors = 1),
+            ("lost", |guest_report| guest_report.records_lost = Some(2)),
+            ("went back", |guest_report| guest_report.backwards = 1),
+            ("uptime", |guest_report| guest_report.uptime_s = 14.0),
+            ("real time", |guest_report| guest_report.realtime_s += 0.8),
+            ("gap", |guest_report| guest_report.gap_ms = 700_000.0),
+            ("reports errors", |guest_report| guest_report.complaints.push("soft lockup".into())),
         ];
         for (what, spoil) in spoils {
             let error = judged(spoil).unwrap_err().to_string();

@@ -11,8 +11,8 @@ mod storage;
 use super::rig::{Rig, migrate};
 use super::vm::{Guest, Seen, Vm};
 use super::{Lab, Scenario, Verdict};
+use crate::guest_report::GuestReport;
 use crate::pace;
-use crate::told::Told;
 use anyhow::{Result, ensure};
 use judge::Move;
 use serde_json::Value;
@@ -118,7 +118,7 @@ impl Rig<'_> {
     fn boot(&mut self, guest: &Guest) -> Result<Vm> {
         let name = self.name("guest");
         let began = Instant::now();
-        let vm = Vm::boot(&self.here, &self.boot, guest, &self.lab.folder, &name)?;
+        let vm = Vm::boot(&self.local, &self.boot, guest, &self.lab.folder, &name)?;
         vm.up(self.patience())?;
         self.lab.figure("boot_s", began.elapsed().as_secs_f64());
         Ok(vm)
@@ -135,7 +135,7 @@ impl Rig<'_> {
         target.shell("echo kept-$kept", "kept-42")?;
         let after = target.verified("verify")?;
         drop(watch);
-        self.note(&report, &after.told);
+        self.note(&report, &after.guest_report);
         let of = |name: &str| report[name].as_f64().unwrap_or(0.0);
         // The comparison of all pages is not part of the downtime, but the guest is stopped for it.
         let downtime_ms = of("downtime_ms") + of("verify_ms");
@@ -171,7 +171,7 @@ impl Rig<'_> {
     }
 
     /// Records the figures of a move.
-    fn note(&mut self, report: &Value, after: &Told) {
+    fn note(&mut self, report: &Value, after: &GuestReport) {
         for name in ["total_ms", "downtime_ms", "tracker"] {
             self.lab.figure(name, report[name].clone());
         }
@@ -189,16 +189,21 @@ fn ready(vm: &Vm) -> Result<Seen> {
     vm.shell("kept=$((6*7)); echo kept-$kept", "kept-42")?;
     let seen = vm.verified("verify")?;
     println!("{}", vm.vcpus()?);
-    judge::content(&seen.told)?;
+    judge::content(&seen.guest_report)?;
     Ok(seen)
 }
 
 fn boots(rig: &mut Rig<'_>) -> Result<Verdict> {
     let guest = Guest { cpus: 2, ..Guest::usual() };
     let vm = rig.boot(&guest)?;
-    let told = ready(&vm)?.told;
-    ensure!(told.cpus == 2, "{} of 2 processors are on", told.cpus);
-    ensure!(told.complaints.is_empty(), "its kernel reports errors: {:?}; {}", told.complaints, vm.vcpus()?);
+    let guest_report = ready(&vm)?.guest_report;
+    ensure!(guest_report.cpus == 2, "{} of 2 processors are on", guest_report.cpus);
+    ensure!(
+        guest_report.complaints.is_empty(),
+        "its kernel reports errors: {:?}; {}",
+        guest_report.complaints,
+        vm.vcpus()?
+    );
     vm.shell("uname -r | sed s/^/kernel-/", "kernel-")?;
     rig.power_off(&vm)?;
     Ok(Verdict::Passed)

@@ -72,7 +72,7 @@ pub(super) fn between_kernels(lab: &mut Lab) -> Result<Verdict> {
     }
     let mut rig = Rig::new(lab);
     let guest = Guest { dirty_ring: true, ..Guest::usual() };
-    let target = rig.awaiting_there(&guest)?;
+    let target = rig.awaiting_on_remote(&guest)?;
     let source = rig.boot(&guest)?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
     rig.power_off(&target)?;

@@ -40,9 +40,9 @@ pub(super) fn tcp(lab: &mut Lab) -> Result<Verdict> {
     talk.progresses(10)?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
     talk.progresses(10)?;
-    let told = target.told()?;
+    let guest_report = target.guest_report()?;
     let (lines, longest) = talk.finish()?;
-    ensure!(told.echoes > 0, "the guest echoed no line");
+    ensure!(guest_report.echoes > 0, "the guest echoed no line");
     rig.lab.figure("lines", lines);
     rig.lab.figure("longest_silence_ms", longest);
     rig.power_off(&target)?;

@@ -1,8 +1,8 @@
 //! Scenarios of moves that fail: the guest continues on the source, and can be moved afterwards.
 
 use super::{Lab, Rig, Verdict, ready, seconds};
-use crate::desk::{Answer, Request};
 use crate::pace::Limit;
+use crate::programs::{Answer, Request};
 use crate::scenarios::vm::{Guest, Vm};
 use anyhow::{Context, Result, bail, ensure};
 use std::time::Duration;
@@ -53,7 +53,7 @@ impl Rig<'_> {
         let pid = vm.status()?["vm"]["pid"].as_u64().context("the status has no process")?;
         let signal = || {
             let command = ["sh", "-c", &format!("kill -TERM {pid}")].map(str::to_owned).to_vec();
-            match self.here.ask(Request::Run { command })? {
+            match self.local.execute(Request::Run { command })? {
                 Answer::Ran(ran) if ran.status == 0 => Ok(()),
                 other => bail!("cannot signal the process: {other:?}"),
             }
@@ -81,7 +81,7 @@ impl Rig<'_> {
         command.extend([uri].iter().chain(&SLOW).map(ToString::to_string));
         let file = |name: &str| self.lab.folder.join(name);
         let request = Request::Start { command, output: file("migrate.out"), errors: file("migrate.err") };
-        match self.here.ask(request)? {
+        match self.local.execute(request)? {
             Answer::Started { id } => Ok(id),
             other => bail!("unexpected: {other:?}"),
         }
@@ -106,7 +106,7 @@ fn under_way(source: &Vm) -> Result<()> {
 fn ended(rig: &Rig<'_>, mover: u32) -> Result<i32> {
     let limit = Limit::new(seconds(60));
     loop {
-        if let Answer::Ended(Some(status)) = rig.here.ask(Request::Ended { id: mover })? {
+        if let Answer::Ended(Some(status)) = rig.local.execute(Request::Ended { id: mover })? {
             return Ok(status);
         }
         ensure!(!limit.is_over(), "`vmferry migrate` does not end");

@@ -23,7 +23,7 @@ fn on(lab: &mut Lab, image: &Path) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = writer(image, 16);
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
-    let before = source.told()?.records.context("it writes no records")?;
+    let before = source.guest_report()?.records.context("it writes no records")?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
     // The second move starts on the first one's target.
     let next = rig.awaiting(&guest)?;
@@ -45,7 +45,7 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
     let mut rig = Rig::new(lab);
     let guest = writer(&device, 8);
     let mut source = rig.boot(&guest)?;
-    let before = source.told()?.records.context("it writes no records")?;
+    let before = source.guest_report()?.records.context("it writes no records")?;
     for move_by in [
         &["--mode", "precopy", "--tracker", "ring", "--verify"][..],
         &["--mode", "postcopy", "--pace", "off"],
@@ -58,9 +58,9 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
         let whole = format!("[ \"$(stat -c %s /disk/much)\" = {} ]", MIB << 20);
         source.shell(&format!("until {whole}; do sleep 1; done; echo all-written"), "all-written")?;
         let report = rig.carry(&source, &target, move_by)?;
-        let put_off = report["put_off"].as_u64().unwrap_or(0);
-        rig.lab.figure(&format!("put_off_by_{}", move_by[1]), put_off);
-        ensure!(put_off > 0, "no switchover was deferred: the disk was not slow");
+        let deferrals = report["put_off"].as_u64().unwrap_or(0);
+        rig.lab.figure(&format!("put_off_by_{}", move_by[1]), deferrals);
+        ensure!(deferrals > 0, "no switchover was deferred: the disk was not slow");
         target.enter("until [ -e /tmp/there ]; do sleep 1; done; echo all-there")?;
         target.wait("the disk", seconds(120), |said| {
             said.trim_start().starts_with("all-there").then_some(())
@@ -84,10 +84,10 @@ fn writer(path: &Path, stress_mib: u32) -> Guest {
 /// Ends the guest, and checks that the disk `path` has all its records, more than `before` the
 /// moves, and a clean file system.
 fn finish(rig: &mut Rig<'_>, vm: &Vm, before: u64, path: &Path) -> Result<()> {
-    let told = vm.verified("stop-records")?.told;
-    let records = told.records.unwrap_or(0);
+    let guest_report = vm.verified("stop-records")?.guest_report;
+    let records = guest_report.records.unwrap_or(0);
     ensure!(records > before, "it wrote {before} records before its moves and none afterwards");
-    super::judge::content(&told)?;
+    super::judge::content(&guest_report)?;
     rig.lab.figure("records", records);
     vm.shell("umount /disk && echo unmounted", "unmounted")?;
     rig.power_off(vm)?;

@@ -19,7 +19,7 @@ use vmferry_wire::{
 };
 
 /// Sends `message` on a control channel. Ignores the error of a peer that has hung up.
-pub fn say(stream: &mut impl Write, message: &impl Serialize) {
+pub fn send_message(stream: &mut impl Write, message: &impl Serialize) {
     let _ = stream.write_all(&encode_control(message).expect("a message that can be encoded"));
 }
 
@@ -28,7 +28,7 @@ pub fn say(stream: &mut impl Write, message: &impl Serialize) {
 /// # Panics
 ///
 /// Panics if the message cannot be decoded.
-pub fn hear<M: DeserializeOwned>(stream: &mut impl Read) -> Option<M> {
+pub fn receive_message<M: DeserializeOwned>(stream: &mut impl Read) -> Option<M> {
     let mut header = [0; CONTROL_HEADER_BYTES];
     stream.read_exact(&mut header).ok()?;
     let header = ControlHeader::decode(&header).expect("the header of a control message");
@@ -41,7 +41,7 @@ pub fn hear<M: DeserializeOwned>(stream: &mut impl Read) -> Option<M> {
 pub fn hello(role: Role, index: u16, token: Token) -> Hello {
     let migration = MigrationId([7; 16]);
     let (version_min, version_max) = (VERSION_MIN, VERSION_MAX);
-    Hello { version_min, version_max, features: 0, migration, role, index, token, fence: 0 }
+    Hello { version_min, version_max, features: 0, migration, role, index, token, arbiter: 0 }
 }
 
 /// Sends `hello` on `stream`. Returns the reason of a refusal, or `None` if the target accepts.
@@ -49,7 +49,7 @@ pub fn hello(role: Role, index: u16, token: Token) -> Hello {
 /// # Panics
 ///
 /// Panics if the target does not reply, or names another migration.
-pub fn introduce(stream: &mut (impl Read + Write), hello: &Hello) -> Option<RefusalCode> {
+pub fn exchange_hello(stream: &mut (impl Read + Write), hello: &Hello) -> Option<RefusalCode> {
     stream.write_all(&hello.encode()).expect("a target that takes a hello");
     let mut reply = [0; HELLO_BYTES];
     stream.read_exact(&mut reply).expect("the reply to a hello");
@@ -72,9 +72,9 @@ pub fn connect(uri: &Uri) -> Socket {
 
 /// Connects to the target at `uri` and sends `hello`. Returns the channel, and the reason of a
 /// refusal.
-pub fn greet(uri: &Uri, hello: &Hello) -> (Socket, Option<RefusalCode>) {
+pub fn connect_with(uri: &Uri, hello: &Hello) -> (Socket, Option<RefusalCode>) {
     let mut stream = connect(uri);
-    let refused = introduce(&mut stream, hello);
+    let refused = exchange_hello(&mut stream, hello);
     (stream, refused)
 }
 

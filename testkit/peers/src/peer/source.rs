@@ -1,6 +1,6 @@
 //! Scripted source.
 
-use super::{greet, hear, hello, say};
+use super::{connect_with, hello, receive_message, send_message};
 use socket2::Socket;
 use std::io::Write;
 use vmferry_core::{MachineConfig, PageDigest, PageIndex, RegionId};
@@ -42,7 +42,7 @@ impl Source {
     }
 
     fn control(uri: &Uri, token: Token) -> Socket {
-        let (control, refused) = greet(uri, &hello(Role::Control, 0, token));
+        let (control, refused) = connect_with(uri, &hello(Role::Control, 0, token));
         assert_eq!(refused, None);
         control
     }
@@ -59,30 +59,30 @@ impl Source {
     /// Greets the target as `role` with `token`, on a separate connection. Returns the reason of a
     /// refusal.
     pub fn refused(&self, role: Role, token: Token) -> Option<RefusalCode> {
-        greet(&self.uri, &hello(role, 0, token)).1
+        connect_with(&self.uri, &hello(role, 0, token)).1
     }
 
     /// Sends `message` to the target.
-    pub fn say(&mut self, message: &ToTarget) {
-        say(&mut self.control, message);
+    pub fn send(&mut self, message: &ToTarget) {
+        send_message(&mut self.control, message);
     }
 
     /// Returns the next message of the target, or `None` at the end of the channel.
-    pub fn hear(&mut self) -> Option<ToSource> {
-        hear(&mut self.control)
+    pub fn receive(&mut self) -> Option<ToSource> {
+        receive_message(&mut self.control)
     }
 
     /// Offers a guest. Returns the reply of the target.
     pub fn offer(&mut self, machine: &MachineConfig, mode: Mode, bulk: u16, urgent: u16) -> Option<ToSource> {
         let machine = machine.clone();
-        self.say(&ToTarget::Setup {
+        self.send(&ToTarget::Setup {
             machine,
             mode,
             bulk_channels: bulk,
             urgent_channels: urgent,
             probe: false,
         });
-        let answer = self.hear();
+        let answer = self.receive();
         if let Some(ToSource::Accept { resume, .. }) = answer {
             self.resume = resume;
         }
@@ -97,12 +97,12 @@ impl Source {
     pub fn open(&mut self, bulk: (u16, Token), urgent: (u16, Token)) {
         let hellos = |role, (count, token)| (0..count).map(move |index| hello(role, index, token));
         for hello in hellos(Role::Bulk, bulk).chain(hellos(Role::Urgent, urgent)) {
-            let (stream, refused) = greet(&self.uri, &hello);
+            let (stream, refused) = connect_with(&self.uri, &hello);
             assert_eq!(refused, None);
-            assert_eq!(greet(&self.uri, &hello).1, Some(RefusalCode::Token), "the same channel twice");
+            assert_eq!(connect_with(&self.uri, &hello).1, Some(RefusalCode::Token), "the same channel twice");
             self.data.push((stream, 0));
         }
-        assert_eq!(self.hear(), Some(ToSource::ChannelsUp));
+        assert_eq!(self.receive(), Some(ToSource::ChannelsUp));
     }
 
     /// Sends a frame with `content` as `page` of region 0, after `change` was applied to it.

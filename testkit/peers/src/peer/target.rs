@@ -1,9 +1,9 @@
 //! Scripted target.
 
-use super::{Listener, answer, hear, say};
+use super::{Listener, answer, receive_message, send_message};
 use socket2::Socket;
 use std::io::Read;
-use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, RunName, ToSource, ToTarget, Token};
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, RegionRun, ToSource, ToTarget, Token};
 
 /// Target without a guest: it accepts all data of the source and ignores the pages.
 #[derive(Debug)]
@@ -24,23 +24,23 @@ impl<'a> Target<'a> {
     /// # Panics
     ///
     /// Panics if the source hangs up.
-    pub fn meet(listener: &'a Listener) -> Self {
+    pub fn accept_control(listener: &'a Listener) -> Self {
         let mut control = listener.connection();
         answer(&mut control).expect("a hello");
         Self { listener, control, data: Vec::new() }
     }
 
     /// Sends `message` to the source.
-    pub fn say(&mut self, message: &ToSource) {
-        say(&mut self.control, message);
+    pub fn send(&mut self, message: &ToSource) {
+        send_message(&mut self.control, message);
     }
 
     /// Returns the next message other than a ping, or `None` at the end of the channel. Answers
     /// pings.
-    pub fn hear(&mut self) -> Option<ToTarget> {
+    pub fn receive(&mut self) -> Option<ToTarget> {
         loop {
-            match hear(&mut self.control)? {
-                ToTarget::Ping(number) => self.say(&ToSource::Pong(number)),
+            match receive_message(&mut self.control)? {
+                ToTarget::Ping(number) => self.send(&ToSource::Pong(number)),
                 message => return Some(message),
             }
         }
@@ -48,7 +48,7 @@ impl<'a> Target<'a> {
 
     /// Reads messages, and answers pings, until the source hangs up.
     pub fn listen(&mut self) {
-        while self.hear().is_some() {}
+        while self.receive().is_some() {}
     }
 
     /// Waits for the next connection of the source.
@@ -62,8 +62,8 @@ impl<'a> Target<'a> {
     ///
     /// Panics if the source does not offer a guest.
     pub fn agree(&mut self) {
-        assert!(matches!(self.hear(), Some(ToTarget::Setup { .. })));
-        self.say(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Self::RESUME });
+        assert!(matches!(self.receive(), Some(ToTarget::Setup { .. })));
+        self.send(&ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Self::RESUME });
     }
 
     /// Waits for `channels` data channels, and accepts their greetings.
@@ -83,7 +83,7 @@ impl<'a> Target<'a> {
     pub fn accept(&mut self, channels: usize) {
         self.agree();
         self.take(channels);
-        self.say(&ToSource::ChannelsUp);
+        self.send(&ToSource::ChannelsUp);
     }
 
     /// Reads the frames of data channel 0 up to a barrier. Returns the pass that the barrier ends.
@@ -106,8 +106,8 @@ impl<'a> Target<'a> {
     }
 
     /// Reports a received pass and the runs with a digest mismatch.
-    pub fn received(&mut self, pass: u32, suspects: u64, runs: Vec<RunName>) {
-        self.say(&ToSource::Received { pass, suspects, runs });
+    pub fn received(&mut self, pass: u32, mismatches: u64, runs: Vec<RegionRun>) {
+        self.send(&ToSource::Received { pass, mismatches, runs });
     }
 
     /// Follows the migration, with one data channel, until the guest has stopped and its last pass
@@ -119,7 +119,7 @@ impl<'a> Target<'a> {
     pub fn until_the_last_pass(&mut self) -> u32 {
         self.accept(1);
         loop {
-            match self.hear().expect("the next pass") {
+            match self.receive().expect("the next pass") {
                 ToTarget::Pass { .. } => {
                     let pass = self.swallow_pass().expect("a whole pass");
                     self.received(pass, 0, vec![]);
@@ -139,6 +139,6 @@ impl<'a> Target<'a> {
     pub fn until_load(&mut self) {
         let pass = self.until_the_last_pass();
         self.received(pass, 0, vec![]);
-        while self.hear().expect("the request to load") != ToTarget::Load {}
+        while self.receive().expect("the request to load") != ToTarget::Load {}
     }
 }

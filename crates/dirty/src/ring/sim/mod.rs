@@ -120,7 +120,7 @@ pub fn run(
         let occupancy = host.vcpus.iter().map(Vcpu::used).fold(0.0, f64::max) / f64::from(entries);
         let at = host.now;
         host.harvested = false;
-        sleep = schedule.turn(&mut host).expect("no simulated harvest fails");
+        sleep = schedule.step(&mut host).expect("no simulated harvest fails");
         host.reaper_cpu += costs.look;
         outcome.turns += 1;
         outcome.harvests += u64::from(host.harvested);
@@ -232,7 +232,7 @@ impl Rings for Host<'_> {
         whole(self.usable)
     }
 
-    fn look(&mut self, views: &mut Vec<RingView>) {
+    fn observe(&mut self, views: &mut Vec<RingView>) {
         views.clear();
         let seen = self.vcpus.iter().zip(&self.counts);
         views.extend(seen.map(|(vcpu, count)| RingView { used: whole(vcpu.used()), ..*count }));

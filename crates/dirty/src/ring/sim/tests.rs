@@ -12,13 +12,13 @@ fn predict_harvests_steadily_and_late_under_a_steady_load() {
     for trace in Trace::steady() {
         let outcome = run(&Predict, &trace, 4096, &Costs::default(), 1200.0, true);
         let late: Vec<_> = outcome.series.iter().filter(|sample| sample.at > 300.0).collect();
-        settled(&late, trace.name);
+        assert_steady(&late, trace.name);
     }
 }
 
 /// Checks that harvests are steady. `predict` sleeps shorter and shorter until it harvests, so its
 /// sleeps are not steady.
-fn settled(late: &[&Sample], what: &str) {
+fn assert_steady(late: &[&Sample], what: &str) {
     let harvests: Vec<_> = late.iter().filter(|sample| sample.harvested).collect();
     if let Some(early) = harvests.iter().find(|sample| sample.occupancy < 0.85) {
         panic!("{what}: harvested at {:.2} of the ring: {early:?}", early.occupancy);

@@ -35,24 +35,24 @@ pub(super) struct Lanes {
     header: Vec<u8>,
     /// Lane of the present piece, and the number of its bytes that have not arrived.
     bytes: (u16, usize),
-    out: Out,
+    out: OutBuffer,
     /// Lane that is read first.
     turn: u16,
 }
 
 /// Bytes for the peer. The first `sent` bytes have left.
 #[derive(Debug, Default)]
-struct Out {
+struct OutBuffer {
     bytes: Vec<u8>,
     sent: usize,
 }
 
-impl Out {
+impl OutBuffer {
     fn waiting(&self) -> usize {
         self.bytes.len() - self.sent
     }
 
-    fn say(&mut self, lane: u16, kind: PieceKind) {
+    fn push_piece(&mut self, lane: u16, kind: PieceKind) {
         self.bytes.extend_from_slice(&Piece { lane, kind }.encode());
     }
 }
@@ -96,7 +96,7 @@ fn hung_up(socket: &Socket) -> bool {
 
 impl Lane {
     /// Writes bytes of the peer to the socket, as many as it takes.
-    fn push(&mut self, number: u16, out: &mut Out) {
+    fn push(&mut self, number: u16, out: &mut OutBuffer) {
         while !self.closed && !self.incoming.is_empty() {
             match self.socket.send_with_flags(self.incoming.as_slices().0, libc::MSG_NOSIGNAL) {
                 Ok(count) => {
@@ -106,7 +106,7 @@ impl Lane {
                 Err(error) if later(&error) => break,
                 Err(_) => {
                     (self.closed, self.incoming) = (true, VecDeque::new());
-                    out.say(number, PieceKind::Stop);
+                    out.push_piece(number, PieceKind::Stop);
                 }
             }
         }
@@ -117,7 +117,7 @@ impl Lane {
         // Room is given in large steps. It doubles as long as the socket takes all bytes.
         if !self.closed && !self.ended && self.taken >= self.window / 2 {
             let more = self.window.min(ROOM_MOST - self.window);
-            out.say(number, PieceKind::Room(self.taken + more));
+            out.push_piece(number, PieceKind::Room(self.taken + more));
             self.allowed += self.taken + more;
             self.window += more;
             self.taken = 0;
@@ -125,7 +125,7 @@ impl Lane {
     }
 
     /// Sends a piece of the socket's bytes to the peer.
-    fn pull(&mut self, number: u16, out: &mut Out) {
+    fn pull(&mut self, number: u16, out: &mut OutBuffer) {
         let most = self.room.min(PIECE);
         if self.finished || most == 0 {
             return;
@@ -143,12 +143,12 @@ impl Lane {
             _ => {
                 self.finished = true;
                 out.bytes.truncate(at);
-                out.say(number, PieceKind::End);
+                out.push_piece(number, PieceKind::End);
                 // The other end may have ended only one direction. If it has ended both, the lane
                 // is of no use to the peer either.
                 if !self.closed && hung_up(&self.socket) {
                     (self.closed, self.incoming) = (true, VecDeque::new());
-                    out.say(number, PieceKind::Stop);
+                    out.push_piece(number, PieceKind::Stop);
                 }
             }
         }
@@ -168,7 +168,7 @@ impl Lanes {
     /// lanes.
     pub(super) fn new(opens: bool) -> Self {
         let (lanes, header) = (BTreeMap::new(), Vec::with_capacity(PIECE_HEADER_BYTES));
-        Self { opens, lanes, opened: 0, header, bytes: (0, 0), out: Out::default(), turn: 0 }
+        Self { opens, lanes, opened: 0, header, bytes: (0, 0), out: OutBuffer::default(), turn: 0 }
     }
 
     /// Returns true if this side opens lanes.
@@ -187,7 +187,7 @@ impl Lanes {
     /// If too many lanes were opened.
     pub(super) fn open(&mut self, socket: Socket) -> io::Result<()> {
         let number = self.add(socket)?;
-        self.out.say(number, PieceKind::Open);
+        self.out.push_piece(number, PieceKind::Open);
         Ok(())
     }
 
@@ -287,7 +287,7 @@ impl Lanes {
     /// Notes that the peer has ended the connection. Each lane still passes its bytes to its
     /// socket, and then ends.
     pub(super) fn hang_up(&mut self) {
-        self.out = Out::default();
+        self.out = OutBuffer::default();
         for lane in self.lanes.values_mut() {
             (lane.ended, lane.finished) = (true, true);
             let _ = lane.socket.shutdown(Shutdown::Read);

@@ -115,7 +115,7 @@ impl Conn {
     }
 
     /// Returns true if the next steps produce outgoing bytes before they process received ones.
-    pub(super) fn has_to_say(&self) -> bool {
+    pub(super) fn must_send(&self) -> bool {
         self.state().wants_write()
     }
 
@@ -145,14 +145,14 @@ impl Conn {
         seal: Option<(&[u8], &mut Outgoing)>,
     ) -> (usize, Result<Step, Error>) {
         match self {
-            Self::Client(connection) => settle(connection.process_tls_records(incoming), own, take, seal),
-            Self::Server(connection) => settle(connection.process_tls_records(incoming), own, take, seal),
+            Self::Client(connection) => apply(connection.process_tls_records(incoming), own, take, seal),
+            Self::Server(connection) => apply(connection.process_tls_records(incoming), own, take, seal),
         }
     }
 }
 
 /// Performs the action that `status` requires.
-fn settle<Data>(
+fn apply<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     own: &mut Outgoing,
     take: &mut dyn FnMut(&[u8]),

@@ -45,7 +45,7 @@ fn broken(error: Error) -> io::Error {
 }
 
 /// Connection, with its received bytes.
-struct Shared {
+struct TlsConnection {
     conn: Conn,
     /// Bytes that the connection itself must send, before anything else.
     own: Outgoing,
@@ -75,7 +75,7 @@ struct Sending {
 
 /// Encryption of one connection.
 pub(in crate::channel) struct Records {
-    shared: Mutex<Shared>,
+    shared: Mutex<TlsConnection>,
     sending: Mutex<Sending>,
     peer: CertificateDer<'static>,
 }
@@ -107,7 +107,7 @@ impl Records {
 
     fn shake(conn: Conn, raw: &RawStream, time: Duration) -> io::Result<Self> {
         let deadline = after(time);
-        let mut shared = Shared::new(conn);
+        let mut shared = TlsConnection::new(conn);
         let flush = |own: &mut Outgoing| {
             let left = deadline.saturating_duration_since(Instant::now());
             let sent = raw.send_bytes_within(own.bytes(), left).map_err(|failed| failed.error);
@@ -189,7 +189,7 @@ impl Records {
             bufs = rest;
             let mut shared = self.opened(raw, deadline, false, bufs)?;
             let shared = &mut *shared;
-            shared.at += put_all(bufs, &shared.plain[shared.at..]);
+            shared.at += copy_all(bufs, &shared.plain[shared.at..]);
         }
         Ok(())
     }
@@ -198,7 +198,7 @@ impl Records {
     pub(in crate::channel) fn receive_some(&self, bytes: &mut [u8], raw: &RawStream) -> io::Result<usize> {
         let mut shared = self.opened(raw, None, false, &mut [])?;
         let shared = &mut *shared;
-        let taken = IoBuf::from_bytes_mut(bytes).put(&shared.plain[shared.at..]);
+        let taken = IoBuf::from_bytes_mut(bytes).copy_from(&shared.plain[shared.at..]);
         shared.at += taken;
         Ok(taken)
     }
@@ -214,7 +214,7 @@ impl Records {
         while filled < bytes.len() {
             let mut shared = self.opened(raw, None, true, &mut [])?;
             let shared = &mut *shared;
-            let taken = IoBuf::from_bytes_mut(&mut bytes[filled..]).put(&shared.plain[shared.at..]);
+            let taken = IoBuf::from_bytes_mut(&mut bytes[filled..]).copy_from(&shared.plain[shared.at..]);
             shared.at += taken;
             filled += taken;
             stamp = shared.stamp;
@@ -236,7 +236,7 @@ impl Records {
         deadline: Option<Instant>,
         stamped: bool,
         to: &mut [IoBuf<'_>],
-    ) -> io::Result<MutexGuard<'_, Shared>> {
+    ) -> io::Result<MutexGuard<'_, TlsConnection>> {
         loop {
             let mut shared = lock(&self.shared);
             if shared.open(to).map_err(broken)? {
@@ -255,18 +255,18 @@ impl Records {
 
 /// Copies as much of `bytes` into `bufs` as fits, in order, and advances `bufs` by that. Returns
 /// the number of copied bytes.
-fn put_all(mut bufs: &mut [IoBuf<'_>], bytes: &[u8]) -> usize {
+fn copy_all(mut bufs: &mut [IoBuf<'_>], bytes: &[u8]) -> usize {
     let mut put = 0;
     while put < bytes.len()
         && let Some(rest) = skip_empty(bufs)
     {
         bufs = rest;
-        put += bufs[0].put(&bytes[put..]);
+        put += bufs[0].copy_from(&bytes[put..]);
     }
     put
 }
 
-impl Shared {
+impl TlsConnection {
     fn new(conn: Conn) -> Self {
         Self {
             conn,
@@ -302,7 +302,7 @@ impl Shared {
         }
         let plain = &mut self.plain;
         let take = &mut |bytes: &[u8]| {
-            let put = if plain.is_empty() { put_all(to, bytes) } else { 0 };
+            let put = if plain.is_empty() { copy_all(to, bytes) } else { 0 };
             plain.extend_from_slice(&bytes[put..]);
         };
         let (done, step) =
@@ -317,7 +317,7 @@ impl Shared {
     /// process the refused bytes again.
     fn take_alert(&mut self) {
         let error = self.failed.take();
-        while self.conn.has_to_say() && matches!(self.step(), Ok(Step::More)) {}
+        while self.conn.must_send() && matches!(self.step(), Ok(Step::More)) {}
         self.failed = error;
     }
 

@@ -4,7 +4,7 @@ use super::*;
 use crate::channel::{Dialer, IoBuf, Listener, Stream, Uri};
 use crate::source::Settings;
 use crate::wake::Ending;
-use crate::{MigrateError, Monitor, random};
+use crate::{MigrateError, MigrationHandle, random};
 use rcgen::KeyPair;
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -210,7 +210,7 @@ fn accepts_only_certificates_of_the_authority_with_the_right_name() {
 }
 
 /// Connects with the settings `source` to a target with the settings `target`.
-fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
+fn connect_pair(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
     let uri = Uri::Tcp { host: "127.0.0.1".into(), port: 0 };
     let listener = match target {
         Some(tls) => Listener::bind_encrypted(&uri, tls),
@@ -237,11 +237,11 @@ fn greet(source: Option<Tls>, target: Option<Tls>) -> Result<(), MigrateError> {
 fn mismatch_of_encryption_is_reported_by_the_source() {
     let authority = Authority::new();
     let tls = host(&authority, "127.0.0.1");
-    greet(Some(tls.clone()), Some(tls.clone())).unwrap();
-    greet(None, None).unwrap();
-    let error = greet(None, Some(tls.clone())).unwrap_err();
+    connect_pair(Some(tls.clone()), Some(tls.clone())).unwrap();
+    connect_pair(None, None).unwrap();
+    let error = connect_pair(None, Some(tls.clone())).unwrap_err();
     assert!(matches!(error, MigrateError::RefusedHello { code: RefusalCode::Encryption, .. }), "{error}");
-    let error = greet(Some(tls), None).unwrap_err();
+    let error = connect_pair(Some(tls), None).unwrap_err();
     assert!(matches!(error, MigrateError::Tls { .. }), "{error}");
     assert!(
         error.to_string().contains("check that source and target each have a certificate of an authority"),
@@ -291,16 +291,16 @@ fn cancel_ends_each_wait_of_opening_a_connection() {
         let settings = Settings { tls, peer_timeout: PATIENCE * 2, ..Settings::default() };
         let id = (MigrationId(random().unwrap()), Role::Control, 0, Token::NONE);
         for while_it_waits in [true, false] {
-            let (monitor, began) = (Monitor::new(), Instant::now());
+            let (handle, began) = (MigrationHandle::new(), Instant::now());
             std::thread::scope(|scope| {
                 if !while_it_waits {
-                    monitor.cancel();
+                    handle.cancel();
                 }
-                let opened = scope.spawn(|| Dialer::new(&uri, &settings).open(id, Some(&monitor)).map(drop));
+                let opened = scope.spawn(|| Dialer::new(&uri, &settings).open(id, Some(&handle)).map(drop));
                 if while_it_waits {
                     waits(listener);
                     assert!(!opened.is_finished(), "{what}: {:?}", opened.join());
-                    monitor.cancel();
+                    handle.cancel();
                 }
                 let error = opened.join().unwrap().unwrap_err();
                 assert!(matches!(error, MigrateError::Cancelled { .. }), "{what}: {error}");

@@ -104,8 +104,8 @@ fn unexpected_messages_are_reported_by_name() {
     );
     let settings = source::Settings { channels: 1, ..source::Settings::default() };
     let (mut session, _) = source::Session::begin(settings.session(), machine(pages), PAGES, Duration::ZERO);
-    let run = RunName { region: RegionId(0), first: 0, count: 1 };
-    let received = ToSource::Received { pass: 0, suspects: 1, runs: vec![run; 60_000] };
+    let run = RegionRun { region: RegionId(0), first: 0, count: 1 };
+    let received = ToSource::Received { pass: 0, mismatches: 1, runs: vec![run; 60_000] };
     let actions = session.handle(Duration::ZERO, source::Event::Message(received));
     let told = actions.iter().find_map(|action| match action {
         source::Action::Send(ToTarget::Cancel(why)) => Some(why.detail.clone()),

@@ -1,7 +1,7 @@
 //! Figures of the migration, as the migration handle shows them.
 
 use super::{Context, Driver, TICK};
-use crate::monitor::MigrationState;
+use crate::handle::MigrationState;
 use crate::run::Host;
 use crate::source::session::Phase;
 use crate::source::timings::Timings;
@@ -36,13 +36,13 @@ impl Account {
 impl Driver<'_, '_> {
     /// Stores the progress in the migration handle.
     pub(super) fn show_progress(&mut self) {
-        let (phase, monitor, elapsed) = (self.session.phase(), self.context.monitor, self.now());
+        let (phase, handle, elapsed) = (self.session.phase(), self.context.handle, self.now());
         if self.account.is_due(elapsed, phase) {
             let (held, tracker) = (self.guest.held(), self.tracking.tracker());
-            monitor.account(self.account.timings.account(self.context, &self.session, tracker, &held));
+            handle.account(self.account.timings.account(self.context, &self.session, tracker, &held));
         }
         let session = &self.session;
-        monitor.update(|progress| {
+        handle.update(|progress| {
             progress.state = match phase {
                 Phase::Setup => MigrationState::Setup,
                 Phase::Precopy => MigrationState::Precopy,
@@ -57,8 +57,8 @@ impl Driver<'_, '_> {
             progress.predicted_downtime = session.predicted_downtime();
             progress.awaits_recover = session.interrupted().is_some_and(|(waiting, _)| waiting);
             progress.interrupted = session.interrupted().map(|(_, why)| why.to_owned());
-            progress.runs_there = session.runs_there();
-            progress.fence = session.fence_says().map(|says| match &self.arbiter {
+            progress.runs_on_target = session.runs_on_target();
+            progress.arbiter = session.arbiter_answer().map(|says| match &self.arbiter {
                 Some(arbiter) => format!("{says} ({})", arbiter.register()),
                 None => says,
             });

@@ -3,7 +3,7 @@
 use super::Context;
 use crate::MigrateError;
 use crate::channel::{Stream, tcp};
-use crate::monitor::Monitor;
+use crate::handle::MigrationHandle;
 use crate::source::inbox::{Input, Numbered};
 use crate::source::pending::PassPages;
 use crate::source::postcopy::{Claims, UrgentOut};
@@ -31,7 +31,7 @@ pub(super) enum Job<'e> {
         except: Arc<PageSet>,
     },
     /// Missing pages that no vCPU waits for.
-    Rest {
+    Remaining {
         pass: u32,
         claims: Arc<Claims>,
         urgent: Arc<Vec<UrgentOut<'e>>>,
@@ -60,7 +60,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         &mut self,
         context: &Context<'_>,
         (bulk, urgent): (Token, Token),
-        cancel: Option<&Monitor>,
+        cancel: Option<&MigrationHandle>,
     ) -> Result<(), MigrateError> {
         let settings = context.settings;
         let open = |role, count: u16, token| {
@@ -168,14 +168,14 @@ fn send_jobs(
     queue: &Receiver<Job<'_>>,
     (generation, inputs): (u64, &SyncSender<Numbered>),
 ) {
-    let mut sender = Sender::new(context.shared(protect), stream, index);
+    let mut sender = Sender::new(context.sender_context(protect), stream, index);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
             Job::Pages { pass, pages, first } => sender.send_pass(*pass, pages, *first),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
-            Job::Rest { pass, claims, urgent } => {
+            Job::Remaining { pass, claims, urgent } => {
                 vmferry_thread::scheduling::give_way();
-                sender.send_rest(*pass, claims, urgent)
+                sender.send_remaining(*pass, claims, urgent)
             }
         });
         drop(job);
@@ -184,5 +184,5 @@ fn send_jobs(
             break;
         }
     }
-    context.monitor.counters.add_thread_cpu();
+    context.handle.counters.add_thread_cpu();
 }

@@ -3,12 +3,12 @@
 
 use super::Context;
 use super::channels::Channels;
-use crate::awake::Asking;
-use crate::lacking::Collected;
+use crate::awake::LatencyRequest;
+use crate::missing_pages::CollectedPages;
 use crate::source::MigrationMode;
 use crate::source::inbox::{Input, Numbered};
 use crate::source::postcopy::{Claims, UrgentOut, serve_urgent};
-use crate::source::sender::Shared;
+use crate::source::sender::SenderContext;
 use crate::vm::caught;
 use std::convert::Infallible;
 use std::io;
@@ -23,12 +23,12 @@ pub(super) struct Demand<'e> {
     claims: Option<Arc<Claims>>,
     urgent: Arc<Vec<UrgentOut<'e>>>,
     /// Pages that the target has named so far, over a new link.
-    pub(super) missing: Collected,
+    pub(super) missing: CollectedPages,
 }
 
 impl<'e> Demand<'e> {
     pub(super) fn new(layout: &Layout) -> Self {
-        Self { claims: None, urgent: Arc::default(), missing: Collected::new(layout) }
+        Self { claims: None, urgent: Arc::default(), missing: CollectedPages::new(layout) }
     }
 
     pub(super) fn claims(&self) -> Option<Arc<Claims>> {
@@ -59,13 +59,13 @@ impl<'e> Demand<'e> {
     }
 
     /// Prepares for the target to name its missing pages, over a new link.
-    pub(super) fn hear_anew(&mut self, layout: &Layout) {
-        self.missing = Collected::new(layout);
+    pub(super) fn reset_missing(&mut self, layout: &Layout) {
+        self.missing = CollectedPages::new(layout);
     }
 
     /// Starts again with the missing pages that the target has named. `pages` is their number.
     pub(super) fn named_again(&mut self, context: &Context<'_>, pages: u64) -> Result<(), String> {
-        let empty = Collected::new(context.memory.layout());
+        let empty = CollectedPages::new(context.memory.layout());
         let missing = std::mem::replace(&mut self.missing, empty).complete(pages)?;
         self.begin(context, &missing);
         Ok(())
@@ -82,17 +82,19 @@ impl<'e> Demand<'e> {
     ) -> io::Result<()> {
         let Some(claims) = &self.claims else { return Ok(()) };
         let out = |(stream, index): (&Arc<_>, u16)| {
-            let shared = Shared { pacer: &context.unpaced, ..context.shared(&NothingToProtect) };
+            let shared =
+                SenderContext { pacer: &context.unpaced, ..context.sender_context(&NothingToProtect) };
             UrgentOut::new(shared, Arc::clone(stream), index, 0)
         };
         self.urgent = Arc::new(channels.urgent.iter().zip(0..).map(out).collect());
         for channel in 0..self.urgent.len() {
             let (urgent, claims, inputs) = (Arc::clone(&self.urgent), Arc::clone(claims), inputs.clone());
-            let awake = if context.settings.stay_awake { Asking::open() } else { Asking::default() };
+            let awake =
+                if context.settings.stay_awake { LatencyRequest::open() } else { LatencyRequest::default() };
             let work = move || {
                 let serve = || Err::<Infallible, _>(serve_urgent(&claims, &urgent[channel], channel, awake));
                 let Err(lost) = caught(serve);
-                context.monitor.counters.add_thread_cpu();
+                context.handle.counters.add_thread_cpu();
                 let _ = inputs.send((generation, Input::UrgentLost(lost)));
             };
             vmferry_thread::spawn_scoped(

@@ -1,7 +1,7 @@
 //! The guest and its VM, while the source owns the guest.
 
 use super::control::Control;
-use crate::vm::{self, Rehearsal, shielded};
+use crate::vm::{self, TrialPause, shielded};
 use std::time::Duration;
 use vmferry_core::{PauseCosts, RunState, Section, SourceVm, VmError};
 use vmferry_wire::{MAX_CONTROL_BYTES, MAX_SECTIONS, MAX_STATE_BYTES};
@@ -49,8 +49,8 @@ impl<'e> Guest<'e> {
     }
 
     /// Pauses the guest briefly. The guest's I/O has the time `within` to quiesce.
-    pub(super) fn trial_pause(&mut self, control: &Control, within: Duration) -> Result<Rehearsal, VmError> {
-        self.during(control, |vm| vm::rehearse(vm, within))
+    pub(super) fn trial_pause(&mut self, control: &Control, within: Duration) -> Result<TrialPause, VmError> {
+        self.during(control, |vm| vm::trial_pause(vm, within))
     }
 
     /// Saves the state. The guest's I/O has the time `within` to quiesce.

@@ -4,7 +4,7 @@ use super::Context;
 use super::channels::Channels;
 use crate::channel::{IoBuf, Stream, tcp};
 use crate::report::PaceFigures;
-use crate::source::pace::{Controller, Decision, Pace, Probe, TcpBulk};
+use crate::source::pace::{Controller, Decision, Probe, RateControl, TcpBulk};
 use crate::source::postcopy::{Claims, unsent_bytes};
 use crate::source::settings;
 use crate::vm::shielded;
@@ -79,9 +79,9 @@ pub(super) fn pace<'e>(
     // alive.
     channels.bulk.iter().for_each(|stream| drop(stream.set_timeouts(None, Some(longest))));
     let paced = match context.settings.pace {
-        settings::Pace::Off => Ok(()),
-        settings::Pace::Rate(rate) => hold_to(&channels.bulk, rate, claims),
-        settings::Pace::Auto => find_pace(context, channels, Arc::clone(claims)),
+        settings::BulkLimit::Off => Ok(()),
+        settings::BulkLimit::Rate(rate) => hold_to(&channels.bulk, rate, claims),
+        settings::BulkLimit::Auto => find_pace(context, channels, Arc::clone(claims)),
     };
     if let Err(error) = paced {
         tracing::warn!("pages are sent without rate control, so page requests may take longer: {error}");
@@ -113,21 +113,21 @@ fn find_pace<'e>(
         fit(&streams, &claims, Controller::new().pace());
         let bulk = TcpBulk::new(fds(&streams), fds(&urgent), || claims.left() > 0);
         let paced = bulk.and_then(|bulk| {
-            let mut pace = Pace::new(ProbeChannel(probe, 0), bulk);
+            let mut pace = RateControl::new(ProbeChannel(probe, 0), bulk);
             let mut fitted = 0;
             let show = |decision: &Decision, _| {
                 if decision.rate.abs_diff(fitted) > fitted / 8 {
                     fitted = decision.rate;
                     fit(&streams, &claims, decision.rate);
-                    context.monitor.update(|progress| progress.pace = Some(decision.rate));
+                    context.handle.update(|progress| progress.pace = Some(decision.rate));
                 }
             };
             // The rate control usually ends because its channel has ended.
             let ended = pace.run(|| context.stop.load(Ordering::Relaxed), show);
-            context.monitor.set_pace(PaceFigures::from(&pace.figures()));
+            context.handle.set_pace(PaceFigures::from(&pace.figures()));
             ended
         });
-        context.monitor.counters.add_thread_cpu();
+        context.handle.counters.add_thread_cpu();
         if let Err(error) = paced {
             tracing::debug!("the rate control ended: {error}");
         }

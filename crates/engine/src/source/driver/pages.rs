@@ -2,18 +2,18 @@
 //! may be skipped.
 
 use super::Context;
-use crate::monitor::Monitor;
+use crate::handle::MigrationHandle;
 use crate::report::Report;
 use crate::source::inbox::TICK;
 use crate::source::pending::{PassPages, PendingPages};
-use crate::source::postcopy::lacking;
+use crate::source::postcopy::missing_pages;
 use crate::source::skip::{Next, Skipping};
 use crate::vm::shielded;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_core::{FreePages, Layout, PageRun, PageSet, Protect};
-use vmferry_wire::RunName;
+use vmferry_wire::RegionRun;
 
 /// Interval at which the source checks for an answer of the guest. The interval is longer if the
 /// checks would take more than one part in [`LOOK_SHARE`] of the time.
@@ -49,7 +49,7 @@ impl Pages {
     /// The questions of the pass end with it: an answer that arrives after the harvest may name a
     /// page that the harvest found.
     pub(super) fn before_harvest(&mut self) -> &mut PageSet {
-        self.stop_asking();
+        self.stop_free_page_requests();
         self.pending.end_pass();
         self.pending.next()
     }
@@ -59,7 +59,7 @@ impl Pages {
     pub(super) fn begin_repeat(
         &mut self,
         layout: &Layout,
-        runs: &[RunName],
+        runs: &[RegionRun],
     ) -> Result<Arc<PassPages>, String> {
         let mut set = PageSet::empty(layout);
         for name in runs {
@@ -74,8 +74,12 @@ impl Pages {
     }
 
     /// Takes the pages that the target must be told are missing: the pending pages, and `also`.
-    pub(super) fn take_missing(&mut self, layout: &Layout, also: &[RunName]) -> Result<Arc<PageSet>, String> {
-        let missing = lacking(self.pending.take_all(PageSet::empty(layout)), layout, also)?;
+    pub(super) fn take_missing(
+        &mut self,
+        layout: &Layout,
+        also: &[RegionRun],
+    ) -> Result<Arc<PageSet>, String> {
+        let missing = missing_pages(self.pending.take_all(PageSet::empty(layout)), layout, also)?;
         self.pending.unskip(&missing);
         Ok(Arc::clone(self.missing.insert(Arc::new(missing))))
     }
@@ -91,7 +95,7 @@ impl Pages {
     }
 
     /// Asks the guest which pages of `pass` are free. The senders have started with the pass.
-    pub(super) fn ask_what_is_free(&mut self, pass: &PassPages) {
+    pub(super) fn request_free_pages(&mut self, pass: &PassPages) {
         if let Some(skipping) = &mut self.skipping {
             skipping.begin(pass);
         }
@@ -99,7 +103,7 @@ impl Pages {
 
     /// Drops the open question. The guest may then use the pages again that it holds back for the
     /// answer.
-    pub(super) fn stop_asking(&mut self) {
+    pub(super) fn stop_free_page_requests(&mut self) {
         if let Some(skipping) = &mut self.skipping {
             shielded("ending the question for free pages failed", || skipping.close());
         }
@@ -116,7 +120,7 @@ impl Pages {
         let began = context.clock.now();
         let (pages, next) = skipping.step(&mut self.pending, protect);
         if pages > 0 || next != Next::Nothing {
-            self.count_free(pages, context.monitor);
+            self.count_free(pages, context.handle);
         }
         match next {
             Next::Now => Duration::ZERO,
@@ -127,21 +131,21 @@ impl Pages {
 
     /// Skips the pages that are free. The guest is paused, and everything that it wrote was
     /// harvested.
-    pub(super) fn settle_free(&mut self, monitor: &Monitor) {
+    pub(super) fn skip_free(&mut self, handle: &MigrationHandle) {
         if let Some(skipping) = &mut self.skipping {
-            let pages = skipping.settle(&mut self.pending);
-            self.count_free(pages, monitor);
+            let pages = skipping.skip_free(&mut self.pending);
+            self.count_free(pages, handle);
         }
     }
 
     /// Counts `pages` more skipped pages.
-    pub(super) fn count_free(&self, pages: u64, monitor: &Monitor) {
+    pub(super) fn count_free(&self, pages: u64, handle: &MigrationHandle) {
         if pages > 0 {
-            monitor.counters.free.fetch_add(pages, Ordering::Relaxed);
+            handle.counters.free.fetch_add(pages, Ordering::Relaxed);
         }
         let (skipped, figures) =
             (self.pending.skipped_count(), self.skipping.as_ref().map(|skipping| skipping.figures()));
-        monitor.update(|progress| {
+        handle.update(|progress| {
             progress.free_pages_skipped = skipped;
             progress.free_pages = figures;
         });

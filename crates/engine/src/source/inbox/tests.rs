@@ -1,6 +1,6 @@
 use super::*;
 use crate::reason_wait::{LIMIT, MOST_INPUTS};
-use crate::run::Agenda;
+use crate::run::ActionQueue;
 use crate::source::Settings;
 use std::collections::VecDeque;
 use vmferry_core::MachineConfig;
@@ -10,7 +10,7 @@ use vmferry_protocol::source::Action;
 struct Scripted {
     now: Duration,
     session: Session,
-    agenda: Agenda<Action>,
+    action_queue: ActionQueue<Action>,
     inbox: Inbox,
     queue: VecDeque<Input>,
     /// True if the target sends pongs without end.
@@ -30,7 +30,7 @@ impl Scripted {
         Self {
             now: Duration::ZERO,
             session,
-            agenda: Agenda::new(first),
+            action_queue: ActionQueue::new(first),
             inbox: Inbox::new(Duration::ZERO),
             queue: VecDeque::new(),
             floods: false,
@@ -69,8 +69,8 @@ impl Host for Scripted {
         &self.session
     }
 
-    fn agenda(&mut self) -> &mut Agenda<Action> {
-        &mut self.agenda
+    fn action_queue(&mut self) -> &mut ActionQueue<Action> {
+        &mut self.action_queue
     }
 
     fn handle(&mut self, event: Event) -> Vec<Action> {
@@ -97,7 +97,7 @@ impl Sources for Scripted {
         false
     }
 
-    fn answer(&mut self) -> Option<Result<Ruling, ArbiterError>> {
+    fn answer(&mut self) -> Option<Result<Ownership, ArbiterError>> {
         None
     }
 
@@ -120,7 +120,7 @@ impl Sources for Scripted {
         0
     }
 
-    fn heard(&mut self, _: &ToSource) {}
+    fn record_message(&mut self, _: &ToSource) {}
 
     fn pass_sent(&mut self) -> (u64, Duration) {
         (0, Duration::ZERO)

@@ -1,6 +1,6 @@
 //! Loop around the controller: sends probes, receives echoes, and sets the rate of the sockets.
 
-use super::underway::Underway;
+use super::underway::ProbesInFlight;
 use super::{Controller, Decision, Observation, Phase};
 use crate::channel::tcp;
 use std::io;
@@ -15,7 +15,7 @@ pub(super) const TICK: Duration = Duration::from_millis(2);
 const MOST_UNDERWAY: usize = 256;
 /// Tolerance of the rate: the sockets get a new rate if it differs by more than one part in this
 /// many. A smaller difference cannot be measured.
-const TOLD: u64 = 500;
+const RATE_STEP: u64 = 500;
 /// Largest number of unsent bytes in a socket's buffer. At 10 Gb/s the sender still sleeps for 200
 /// us between two wakes.
 const UNSENT: u32 = 256 << 10;
@@ -96,29 +96,29 @@ pub struct Figures {
 /// Rate control: sends probes and limits the bulk to the rate that the controller derives from
 /// their round trips.
 #[derive(Debug)]
-pub struct Pace<P, B> {
+pub struct RateControl<P, B> {
     probe: P,
     bulk: B,
     controller: Controller,
     began: Instant,
     next: Instant,
-    underway: Underway,
-    told: u64,
+    underway: ProbesInFlight,
+    pacing_rate: u64,
     figures: Figures,
 }
 
-impl<P: Probe, B: Bulk> Pace<P, B> {
+impl<P: Probe, B: Bulk> RateControl<P, B> {
     /// Creates a rate control that begins with a low rate, which most links carry.
     pub fn new(probe: P, bulk: B) -> Self {
         let began = Instant::now();
-        Pace {
+        RateControl {
             probe,
             bulk,
             controller: Controller::new(),
             began,
             next: began,
-            underway: Underway::default(),
-            told: 0,
+            underway: ProbesInFlight::default(),
+            pacing_rate: 0,
             figures: Figures::default(),
         }
     }
@@ -183,9 +183,9 @@ impl<P: Probe, B: Bulk> Pace<P, B> {
             acknowledged,
             wanting: self.bulk.wanting(),
         });
-        if decision.rate.abs_diff(self.told) > self.told / TOLD {
+        if decision.rate.abs_diff(self.pacing_rate) > self.pacing_rate / RATE_STEP {
             self.bulk.hold_to(decision.rate)?;
-            self.told = decision.rate;
+            self.pacing_rate = decision.rate;
         }
         if decision.phase == Phase::Contended {
             self.figures.contended += TICK;
@@ -209,7 +209,7 @@ pub struct TcpBulk<'a, W> {
     /// Rate of bulk and urgent channels together, and the rate that the bulk sockets were given
     /// last.
     rate: u64,
-    told: u64,
+    pacing_rate: u64,
     wanting: W,
 }
 
@@ -242,7 +242,7 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
         channels.iter().try_for_each(|channel| tcp::set_unsent_limit(channel.socket, UNSENT))?;
         let urgent = urgent.into_iter().map(channel).collect::<io::Result<_>>()?;
         let (urgent_rate, counted) = (0.0, Instant::now());
-        Ok(TcpBulk { channels, urgent, urgent_rate, counted, rate: 0, told: 0, wanting })
+        Ok(TcpBulk { channels, urgent, urgent_rate, counted, rate: 0, pacing_rate: 0, wanting })
     }
 
     /// Adds the bytes that the urgent channels have sent since the last call to their average rate.
@@ -260,7 +260,7 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
     }
 
     /// Sets the remaining rate on the bulk sockets, if it has changed.
-    fn tell(&mut self) -> io::Result<()> {
+    fn set_pacing_rate(&mut self) -> io::Result<()> {
         #[expect(
             clippy::cast_possible_truncation,
             clippy::cast_sign_loss,
@@ -268,10 +268,10 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
             reason = "what is left of a rate"
         )]
         let left = (self.rate as f64 - self.urgent_rate).max(self.rate as f64 * LEAST_BULK) as u64;
-        if left.abs_diff(self.told) <= self.told / TOLD {
+        if left.abs_diff(self.pacing_rate) <= self.pacing_rate / RATE_STEP {
             return Ok(());
         }
-        self.told = left;
+        self.pacing_rate = left;
         // All sockets get the same rate. Bulk threads take the next work in turn, so a slower
         // channel would only delay the work that it has taken.
         let own = left / (self.channels.len() as u64).max(1);
@@ -294,8 +294,8 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
             channel.news()?;
         }
         self.count_urgent()?;
-        if self.told > 0 {
-            self.tell()?;
+        if self.pacing_rate > 0 {
+            self.set_pacing_rate()?;
         }
         Ok(self.channels.iter().chain(&self.urgent).map(|channel| channel.acknowledged).sum())
     }
@@ -311,7 +311,7 @@ impl<W: FnMut() -> bool> Bulk for TcpBulk<'_, W> {
 
     fn hold_to(&mut self, rate: u64) -> io::Result<()> {
         self.rate = rate;
-        self.tell()
+        self.set_pacing_rate()
     }
 }
 
@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn ignores_lost_doubled_and_invented_echoes_and_sets_rate_of_bulk() {
         let log = Rc::new(RefCell::new(Log::default()));
-        let mut pace = Pace::new(Lossy { sent: Vec::new() }, Rc::clone(&log));
+        let mut pace = RateControl::new(Lossy { sent: Vec::new() }, Rc::clone(&log));
         for _ in 0..50 {
             pace.tick().unwrap();
         }
@@ -385,7 +385,7 @@ mod tests {
         // On a busy host the echoes are late, and the rate may fall as well as rise. The bulk must
         // have the last rate in either case.
         let (told, rate) = (*held.last().unwrap(), pace.figures.rate);
-        assert!(rate.abs_diff(told) <= told / TOLD, "{held:?}, {rate}");
+        assert!(rate.abs_diff(told) <= told / RATE_STEP, "{held:?}, {rate}");
     }
 
     #[test]

@@ -2,8 +2,8 @@
 //! that delays the urgent pages.
 //!
 //! [`Controller`] decides, from round trips and acknowledged bytes. It has no clock and no sockets.
-//! [`Pace`] is the loop around the controller: probes, their echoes, the sockets' counters and
-//! their pacing rate. docs/pace.md has the reasons.
+//! [`RateControl`] is the loop around the controller: probes, their echoes, the sockets' counters
+//! and their pacing rate. docs/pace.md has the reasons.
 
 mod controller;
 mod drive;
@@ -15,7 +15,7 @@ mod tests;
 mod underway;
 
 pub use controller::Controller;
-pub use drive::{Bulk, Figures, Pace, Probe, TcpBulk};
+pub use drive::{Bulk, Figures, Probe, RateControl, TcpBulk};
 use std::time::Duration;
 
 /// Measurements since the last call.

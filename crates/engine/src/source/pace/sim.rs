@@ -7,7 +7,7 @@
     reason = "simulated bytes are few, and not below 0"
 )]
 
-use super::underway::Underway;
+use super::underway::ProbesInFlight;
 use super::{Controller, Decision, Observation, Phase};
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -84,7 +84,7 @@ struct Ours {
     decision: Decision,
     probes: VecDeque<Sent>,
     number: u64,
-    underway: Underway,
+    underway: ProbesInFlight,
     trips: Vec<Duration>,
 }
 
@@ -188,7 +188,7 @@ impl World {
                         decision,
                         probes: VecDeque::new(),
                         number: 0,
-                        underway: Underway::default(),
+                        underway: ProbesInFlight::default(),
                         trips: Vec::new(),
                     };
                     (Sender::Ours(Box::new(ours)), *from, *until)

@@ -14,14 +14,14 @@ const LEAST_OVERDUE: usize = 3;
 /// Probes without an echo, in the order in which they were sent. Times are measured from an
 /// arbitrary origin.
 #[derive(Debug, Default)]
-pub(super) struct Underway {
+pub(super) struct ProbesInFlight {
     probes: VecDeque<(u64, Duration)>,
     /// Largest number of a probe that the peer's kernel has acknowledged, with all probes before
     /// it.
     reached: u64,
 }
 
-impl Underway {
+impl ProbesInFlight {
     /// Returns the number of probes without an echo.
     pub(super) fn len(&self) -> usize {
         self.probes.len()
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn acknowledged_probe_does_not_wait_for_the_link() {
-        let mut underway = Underway::default();
+        let mut underway = ProbesInFlight::default();
         (1..=4).for_each(|number| underway.sent(number, ms(2 * number)));
         assert_eq!(underway.waiting(ms(10)), ms(8));
         underway.all_reached();
@@ -83,7 +83,7 @@ mod tests {
 
     #[test]
     fn one_or_two_overdue_probes_are_no_queue() {
-        let mut underway = Underway::default();
+        let mut underway = ProbesInFlight::default();
         underway.sent(1, ms(0));
         underway.sent(2, ms(50));
         assert_eq!(underway.waiting(ms(100)), ms(0));

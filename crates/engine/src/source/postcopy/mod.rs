@@ -3,7 +3,7 @@
 //! | module | sends |
 //! |---|---|
 //! | `urgent` | a page that the guest waits for: the thread that reads the request sends the page at once |
-//! | `rest` | all other pages, in order, on the bulk channels |
+//! | `bulk` | all other pages, in order, on the bulk channels |
 //! | `baselines` | urgent pages on two published paths, kept for comparison |
 //!
 //! The source's memory does not change any more. Therefore any thread can read a page at any time,
@@ -11,7 +11,7 @@
 //! page by an atomic bit before it sends the page.
 
 mod baselines;
-mod rest;
+mod bulk;
 mod urgent;
 
 pub(crate) use urgent::{UrgentOut, serve_urgent};
@@ -95,10 +95,10 @@ fn chunks(pages: u64) -> u64 {
 }
 
 impl Claims {
-    pub(crate) fn new(lacking: &PageSet, path: UrgentPath, look_up_untouched: bool) -> Self {
+    pub(crate) fn new(missing: &PageSet, path: UrgentPath, look_up_untouched: bool) -> Self {
         Self {
-            regions: lacking.iter().map(|(id, map)| (id, ClaimBitmap::new(map))).collect(),
-            chunks: ClaimBitmap::new(&Bitmap::full(lacking.iter().map(|(_, map)| chunks(map.len())).sum())),
+            regions: missing.iter().map(|(id, map)| (id, ClaimBitmap::new(map))).collect(),
+            chunks: ClaimBitmap::new(&Bitmap::full(missing.iter().map(|(_, map)| chunks(map.len())).sum())),
             cursor: AtomicU64::new(0),
             near: AtomicU64::new(0),
             baseline: BulkQueue::of(path),
@@ -187,10 +187,10 @@ impl Claims {
 
 /// Returns the missing pages of a handover: all that were still to be sent, and those that `also`
 /// names.
-pub(crate) fn lacking(
+pub(crate) fn missing_pages(
     mut pending: PageSet,
     layout: &Layout,
-    also: &[vmferry_wire::RunName],
+    also: &[vmferry_wire::RegionRun],
 ) -> Result<PageSet, String> {
     for name in also {
         let run = vmferry_core::PageRun::from(name.first..name.first.saturating_add(name.count));
@@ -204,7 +204,7 @@ pub(crate) fn lacking(
 }
 
 /// Returns the error for a request for a page that does not exist.
-fn not_there(region: RegionId, page: u64) -> SenderError {
+fn no_such_page(region: RegionId, page: u64) -> SenderError {
     SenderError::Vm(VmError::new(format!(
         "the target asks for page {page:#x} of {region}, which does not exist"
     )))

@@ -1,8 +1,8 @@
 //! Dedicated path: the thread that reads a request from an urgent channel sends the page at once.
 
-use super::super::sender::{Sender, SenderError, Shared};
-use super::{Claims, Wanted, not_there};
-use crate::awake::Asking;
+use super::super::sender::{Sender, SenderContext, SenderError};
+use super::{Claims, Wanted, no_such_page};
+use crate::awake::LatencyRequest;
 use crate::channel::{SendError, Stream};
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_wire::{REQUEST_BYTES, Request, WireError};
@@ -18,7 +18,7 @@ pub(crate) struct UrgentOut<'a> {
 }
 
 impl<'a> UrgentOut<'a> {
-    pub(crate) fn new(shared: Shared<'a>, stream: Arc<Stream>, index: u16, pass: u32) -> Self {
+    pub(crate) fn new(shared: SenderContext<'a>, stream: Arc<Stream>, index: u16, pass: u32) -> Self {
         let sender = Mutex::new(Sender::new(shared, Arc::clone(&stream), index));
         Self { stream, sender, pass }
     }
@@ -37,7 +37,7 @@ pub(crate) fn serve_urgent(
     claims: &Claims,
     out: &UrgentOut<'_>,
     channel: usize,
-    awake: Asking,
+    awake: LatencyRequest,
 ) -> SenderError {
     vmferry_thread::scheduling::prefer_latency();
     let _awake = awake.hold();
@@ -62,7 +62,7 @@ fn serve(claims: &Claims, out: &UrgentOut<'_>, channel: usize, request: Request)
         return Err(wrong(&out.stream, error));
     };
     let region = claims.position(id).filter(|region| page.0 < claims.regions[*region].1.len());
-    let region = region.ok_or_else(|| not_there(id, page.0))?;
+    let region = region.ok_or_else(|| no_such_page(id, page.0))?;
     let wanted = Wanted { region, page: page.0, ahead, again };
     if ahead > 0 {
         claims.guest_runs_on(region, page.0.saturating_add(ahead.into()));

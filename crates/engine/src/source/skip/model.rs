@@ -9,9 +9,9 @@
 
 mod world;
 
-use super::{Flaw, Kept, Skipping, State as Asking};
+use super::{Flaw, Skipping, SkippingState, State as SkipState};
 use crate::model::{any, shortest, wants_shortest};
-use crate::source::pending::{PassPages, PendingPages, Turn};
+use crate::source::pending::{PageTurn, PassPages, PendingPages};
 use crate::source::session::Session;
 use crate::source::{OnTimeout, Settings};
 use crate::sync::unscheduled;
@@ -19,18 +19,18 @@ use stateright::{Checker, Model, Property};
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_core::{Answers, MachineConfig, RunState};
+use vmferry_core::{AnswerMode, MachineConfig, RunState};
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{ToSource, ToTarget, Token};
 use world::{
-    ChannelStep, PAGES, Page, REGION, Said, Sets, Source, Todo, Tracker, Use, World, layout, mask_of, region,
-    set_of,
+    ChannelStep, PAGES, Page, Questions, REGION, Sets, Source, Todo, Tracker, Use, World, layout, mask_of,
+    region, set_of,
 };
 
 const LIMIT: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Deed {
+enum Operation {
     Take(usize),
     Write(usize),
     Free(usize),
@@ -47,18 +47,18 @@ enum Deed {
 
 #[derive(Debug, Clone)]
 struct Move {
-    answers: Answers,
+    answer_mode: AnswerMode,
     flaw: Flaw,
-    deeds: u8,
+    operations: u8,
     cancels: bool,
 }
 
 impl Move {
-    fn skipping(&self, world: &World) -> (Skipping, Arc<Mutex<Said>>) {
+    fn skipping(&self, world: &World) -> (Skipping, Arc<Mutex<Questions>>) {
         let said = Arc::new(Mutex::new(world.said.clone()));
         let free = |(at, page): (usize, &Page)| u64::from(page.used == Use::Free) << at;
         let free = world.pages.iter().enumerate().map(free).sum();
-        let source = Source { answers: self.answers, free, said: Arc::clone(&said) };
+        let source = Source { answer_mode: self.answer_mode, free, said: Arc::clone(&said) };
         (Skipping::resume(Box::new(source), &layout(), &world.kept, self.flaw), said)
     }
 
@@ -165,7 +165,7 @@ impl Move {
                         next.set(at);
                     });
                     if paused {
-                        skipping.settle(pending);
+                        skipping.skip_free(pending);
                     }
                     pending.count()
                 });
@@ -218,7 +218,7 @@ impl Move {
                 let taken = self.work(world, |_, pending, _| {
                     let pass = pending.pass().expect("a pass");
                     let take = |turn, page: usize| pass.take_64(0, turn, 0, 1 << page) != 0;
-                    [Turn::First, Turn::Last]
+                    [PageTurn::First, PageTurn::Last]
                         .into_iter()
                         .find_map(|turn| (0..PAGES).find(|page| take(turn, *page)))
                 });
@@ -226,7 +226,7 @@ impl Move {
                 if taken.is_none() {
                     world.sending = None;
                     self.tell(world, Event::PassSent { bytes: 0, listing: Duration::ZERO });
-                    let received = ToSource::Received { pass: number, suspects: 0, runs: Vec::new() };
+                    let received = ToSource::Received { pass: number, mismatches: 0, runs: Vec::new() };
                     self.tell(world, Event::Message(received));
                 }
             }
@@ -248,7 +248,7 @@ impl Move {
 
 impl Model for Move {
     type State = World;
-    type Action = Deed;
+    type Action = Operation;
 
     fn init_states(&self) -> Vec<World> {
         let settings = Settings {
@@ -268,16 +268,16 @@ impl Model for Move {
         let page = |used| Page { used, content: 1, protected: false, marked: false, copy: 0 };
         let mut world = World {
             pages: [page(Use::Free), page(Use::Used)],
-            said: Said::default(),
+            said: Questions::default(),
             sets: Sets { next: (1 << PAGES) - 1, skipped: 0, pass: None },
-            kept: Kept { state: Asking::Idle, question: 0, worth: set_of(0), round: 0 },
+            kept: SkippingState { state: SkipState::Idle, question: 0, worth: set_of(0), round: 0 },
             session,
             session_key: 0,
             todo: Vec::new(),
             channel_step: None,
             sending: None,
             paused: false,
-            deeds: 0,
+            operations: 0,
             live_passes: 0,
             late: false,
             ended: None,
@@ -286,48 +286,48 @@ impl Model for Move {
         vec![world]
     }
 
-    fn actions(&self, world: &World, deeds: &mut Vec<Deed>) {
+    fn actions(&self, world: &World, operations: &mut Vec<Operation>) {
         if world.ended.is_some() {
             return;
         }
         if !world.paused {
             for (at, page) in world.pages.iter().enumerate() {
                 match page.used {
-                    _ if world.deeds >= self.deeds && page.used != Use::Taken => {}
-                    Use::Free => deeds.push(Deed::Take(at)),
-                    Use::Taken => deeds.push(Deed::Write(at)),
-                    Use::Used => deeds.extend([Deed::Write(at), Deed::Free(at)]),
+                    _ if world.operations >= self.operations && page.used != Use::Taken => {}
+                    Use::Free => operations.push(Operation::Take(at)),
+                    Use::Taken => operations.push(Operation::Write(at)),
+                    Use::Used => operations.extend([Operation::Write(at), Operation::Free(at)]),
                 }
             }
             let may_answer = world.said.walk.is_some() || world.said.open.is_some();
-            if self.answers == Answers::ByGuest && may_answer && world.said.answers.len() < 2 {
-                deeds.push(Deed::Answer);
+            if self.answer_mode == AnswerMode::ByGuest && may_answer && world.said.answers.len() < 2 {
+                operations.push(Operation::Answer);
             }
         }
         if !world.todo.is_empty() {
-            deeds.push(Deed::Do);
+            operations.push(Operation::Do);
         }
-        if world.todo.is_empty() && world.kept.state != Asking::Idle {
-            deeds.push(Deed::Step);
+        if world.todo.is_empty() && world.kept.state != SkipState::Idle {
+            operations.push(Operation::Step);
         }
         // A pass is sent once the driver has given it to the channel.
         if world.sending.is_some() && !world.todo.contains(&Todo::Send) {
-            deeds.push(Deed::Channel);
+            operations.push(Operation::Channel);
         }
         if self.cancels && !world.session.committed() {
-            deeds.push(Deed::Cancel);
+            operations.push(Operation::Cancel);
         }
     }
 
-    fn next_state(&self, world: &World, deed: Deed) -> Option<World> {
+    fn next_state(&self, world: &World, operation: Operation) -> Option<World> {
         let mut next = world.clone();
-        unscheduled(|| match deed {
-            Deed::Take(page) => {
-                next.deeds += 1;
+        unscheduled(|| match operation {
+            Operation::Take(page) => {
+                next.operations += 1;
                 next.pages[page].used = Use::Taken;
             }
-            Deed::Write(at) => {
-                next.deeds += u8::from(next.pages[at].used == Use::Used);
+            Operation::Write(at) => {
+                next.operations += u8::from(next.pages[at].used == Use::Used);
                 let page = &mut next.pages[at];
                 page.used = Use::Used;
                 page.content += 1;
@@ -335,20 +335,20 @@ impl Model for Move {
                     (page.protected, page.marked) = (false, true);
                 }
             }
-            Deed::Free(page) => {
-                next.deeds += 1;
+            Operation::Free(page) => {
+                next.operations += 1;
                 next.pages[page].used = Use::Free;
             }
-            Deed::Answer => self.answer(&mut next),
-            Deed::Step => {
+            Operation::Answer => self.answer(&mut next),
+            Operation::Step => {
                 self.work(&mut next, |skipping, pending, tracker| skipping.step(pending, tracker));
             }
-            Deed::Do => {
+            Operation::Do => {
                 let todo = next.todo.remove(0);
                 self.perform(&mut next, todo);
             }
-            Deed::Channel => self.channel(&mut next),
-            Deed::Cancel => {
+            Operation::Channel => self.channel(&mut next),
+            Operation::Cancel => {
                 // As in the driver, a cancel drops the pending steps.
                 if next.todo.contains(&Todo::Send) {
                     next.sending = None;
@@ -391,8 +391,8 @@ impl Model for Move {
 
 const LOST: &str = "nothing that the guest will read is missed";
 
-fn model(answers: Answers, flaw: Flaw) -> Move {
-    Move { answers, flaw, deeds: 3, cancels: false }
+fn model(answer_mode: AnswerMode, flaw: Flaw) -> Move {
+    Move { answer_mode, flaw, operations: 3, cancels: false }
 }
 
 #[test]
@@ -400,11 +400,14 @@ fn no_order_of_events_misses_a_page() {
     if vmferry_testkit::skip_long_search_if_emulated() {
         return;
     }
-    for (answers, cancels) in [(Answers::AtOnce, false), (Answers::ByGuest, false), (Answers::AtOnce, true)] {
-        let deeds = if answers == Answers::ByGuest || cancels { 2 } else { 3 };
-        let checker = Move { cancels, deeds, ..model(answers, Flaw::None) }.checker().spawn_dfs().join();
+    for (answer_mode, cancels) in
+        [(AnswerMode::AtOnce, false), (AnswerMode::ByGuest, false), (AnswerMode::AtOnce, true)]
+    {
+        let operations = if answer_mode == AnswerMode::ByGuest || cancels { 2 } else { 3 };
+        let checker =
+            Move { cancels, operations, ..model(answer_mode, Flaw::None) }.checker().spawn_dfs().join();
         let states = checker.unique_state_count();
-        vmferry_testkit::say(format!("model: {answers:?}, cancels {cancels}: {states} states"));
+        vmferry_testkit::print_line(format!("model: {answer_mode:?}, cancels {cancels}: {states} states"));
         checker.assert_properties();
     }
 }
@@ -415,27 +418,28 @@ fn each_wrong_order_misses_a_page() {
         return;
     }
     let mut rows = Vec::new();
-    for (answers, flaw, what) in [
+    for (answer_mode, flaw, what) in [
         (
-            Answers::ByGuest,
+            AnswerMode::ByGuest,
             Flaw::AsksFirst,
             "an answer counts for pages that were protected after it was asked for",
         ),
-        (Answers::AtOnce, Flaw::AsksFirst, "the same, of a map of free pages"),
-        (Answers::ByGuest, Flaw::ProtectsLate, "pages are protected when the answer has come"),
-        (Answers::AtOnce, Flaw::ProtectsSent, "pages are protected anew that were sent"),
+        (AnswerMode::AtOnce, Flaw::AsksFirst, "the same, of a map of free pages"),
+        (AnswerMode::ByGuest, Flaw::ProtectsLate, "pages are protected when the answer has come"),
+        (AnswerMode::AtOnce, Flaw::ProtectsSent, "pages are protected anew that were sent"),
         (
-            Answers::ByGuest,
+            AnswerMode::ByGuest,
             Flaw::TakesLate,
             "hint applied late: it counts for the pass after the one it was asked in",
         ),
-        (Answers::AtOnce, Flaw::SettlesEarly, "what was free before the pause is left out after it"),
+        (AnswerMode::AtOnce, Flaw::SettlesEarly, "what was free before the pause is left out after it"),
     ] {
-        let model = model(answers, flaw);
+        let model = model(answer_mode, flaw);
         let found = if wants_shortest() { shortest(&model) } else { any(&model) };
         let (property, path) = found.unwrap_or_else(|| panic!("{flaw:?} was not found"));
         assert_eq!(property, LOST, "{flaw:?}");
-        let steps: Vec<_> = path.into_iter().filter_map(|(_, deed)| Some(format!("{:?}", deed?))).collect();
+        let steps: Vec<_> =
+            path.into_iter().filter_map(|(_, operation)| Some(format!("{:?}", operation?))).collect();
         rows.push(format!("| {what} | {property} | {} | {} |", steps.len(), steps.join("; ")));
     }
     let head = "| mutation | what breaks | steps | a trace |\n|---|---|---|---|";

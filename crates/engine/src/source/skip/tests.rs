@@ -6,14 +6,14 @@
 //! and not protected. Protecting a page clears its mark. A harvest leaves the marks as they are.
 
 use super::{Flaw, Next, Skipping};
-use crate::source::pending::{PassPages, PendingPages, Turn};
+use crate::source::pending::{PageTurn, PassPages, PendingPages};
 use shuttle::rand::Rng;
 use shuttle::sync::{Mutex, MutexGuard};
 use shuttle::thread;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    Answer, Answers, FreePages, FreeReport, Gpa, Layout, PageIndex, PageRun, Protect, Region, RegionId,
+    Answer, AnswerMode, FreePages, FreeReport, Gpa, Layout, PageIndex, PageRun, Protect, Region, RegionId,
     VmError,
 };
 use vmferry_testkit::tries;
@@ -114,7 +114,7 @@ impl Host {
     /// Sends the pages in the same way as `Sender::send_pass`.
     fn send(&self, pages: &PassPages) {
         let mut mine = Bitmap::new(PAGES);
-        for turn in [Turn::First, Turn::Last] {
+        for turn in [PageTurn::First, PageTurn::Last] {
             for page in 0..PAGES {
                 // Each chunk is one page.
                 if pages.take_64(0, turn, 0, 1 << page) == 0 {
@@ -153,29 +153,29 @@ impl Protect for Host {
 
 #[derive(Debug)]
 struct Source {
-    answers: Answers,
+    answer_mode: AnswerMode,
     host: Arc<Host>,
-    asked: Option<u64>,
+    requested: Option<u64>,
 }
 
 impl FreePages for Source {
-    fn answers(&self) -> Answers {
-        self.answers
+    fn answer_mode(&self) -> AnswerMode {
+        self.answer_mode
     }
 
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
-        self.asked = Some(question);
+    fn request(&mut self, question: u64) -> Result<(), VmError> {
+        self.requested = Some(question);
         self.host.said.lock().unwrap().open = Some(question);
         Ok(())
     }
 
     fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
-        let (question, free) = match self.answers {
-            Answers::AtOnce => {
-                let Some(question) = self.asked.take() else { return Ok(None) };
+        let (question, free) = match self.answer_mode {
+            AnswerMode::AtOnce => {
+                let Some(question) = self.requested.take() else { return Ok(None) };
                 (question, (0..PAGES).filter(|page| self.host.page(*page).free).collect())
             }
-            Answers::ByGuest => {
+            AnswerMode::ByGuest => {
                 let mut said = self.host.said.lock().unwrap();
                 if said.answers.is_empty() {
                     return Ok(None);
@@ -190,14 +190,14 @@ impl FreePages for Source {
     }
 
     fn stop(&mut self) {
-        self.asked = None;
+        self.requested = None;
         self.host.said.lock().unwrap().open = None;
     }
 }
 
 /// Runs the driver's thread from the start of tracking to the last page. Returns the number of
 /// skipped pages.
-fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
+fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
     let start = |work: fn(&Host)| {
         let host = Arc::clone(host);
         thread::spawn(move || work(&host))
@@ -205,7 +205,7 @@ fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
     let (guest, balloon) = (start(Host::guest), start(Host::balloon));
     let layout = Layout::new(vec![Region { id: REGION, gpa: Gpa(0), len: PAGES << 12 }]).unwrap();
     let mut pending = PendingPages::everything(&layout);
-    let source = Source { answers, host: Arc::clone(host), asked: None };
+    let source = Source { answer_mode, host: Arc::clone(host), requested: None };
     let mut skipping = Skipping::new(Box::new(source), &layout);
     skipping.flaw = flaw;
     let mut skipped = 0;
@@ -234,14 +234,14 @@ fn migrate(host: &Arc<Host>, answers: Answers, flaw: Flaw) -> u64 {
     *host.ended.lock().unwrap() = true;
     balloon.join().unwrap();
     host.harvest(pending.next().region_mut(REGION).unwrap());
-    skipped += skipping.settle(&mut pending);
+    skipped += skipping.skip_free(&mut pending);
     host.send(&pending.begin_pass());
     skipped
 }
 
-fn run(answers: Answers, flaw: Flaw) {
+fn run(answer_mode: AnswerMode, flaw: Flaw) {
     let host = Host::new();
-    migrate(&host, answers, flaw);
+    migrate(&host, answer_mode, flaw);
     for page in 0..PAGES {
         let Page { content, free, copy, .. } = *host.page(page);
         assert!(free || copy == content, "page {page} is lost: {copy} instead of {content}");
@@ -250,9 +250,9 @@ fn run(answers: Answers, flaw: Flaw) {
 
 #[test]
 fn no_write_is_lost_to_an_answer() {
-    for answers in [Answers::AtOnce, Answers::ByGuest] {
-        shuttle::check_random(move || run(answers, Flaw::None), tries(TRIES));
-        shuttle::check_pct(move || run(answers, Flaw::None), tries(TRIES), 4);
+    for answer_mode in [AnswerMode::AtOnce, AnswerMode::ByGuest] {
+        shuttle::check_random(move || run(answer_mode, Flaw::None), tries(TRIES));
+        shuttle::check_pct(move || run(answer_mode, Flaw::None), tries(TRIES), 4);
     }
 }
 
@@ -260,56 +260,56 @@ fn no_write_is_lost_to_an_answer() {
 #[test]
 fn pages_are_left_out_in_passes_and_at_the_end() {
     use std::sync::atomic::{AtomicU64, Ordering};
-    for answers in [Answers::AtOnce, Answers::ByGuest] {
+    for answer_mode in [AnswerMode::AtOnce, AnswerMode::ByGuest] {
         let total = Arc::new(AtomicU64::new(0));
         let count = Arc::clone(&total);
         let one = move || {
             let host = Host::new();
-            count.fetch_add(migrate(&host, answers, Flaw::None), Ordering::Relaxed);
+            count.fetch_add(migrate(&host, answer_mode, Flaw::None), Ordering::Relaxed);
         };
         shuttle::check_random(one, 300);
-        assert!(total.load(Ordering::Relaxed) >= 20, "{answers:?}: {total:?}");
+        assert!(total.load(Ordering::Relaxed) >= 20, "{answer_mode:?}: {total:?}");
     }
 }
 
 /// Searches the same interleavings in each run, because the seed is fixed.
-fn search(answers: Answers, flaw: Flaw) {
+fn search(answer_mode: AnswerMode, flaw: Flaw) {
     let scheduler = shuttle::scheduler::RandomScheduler::new_from_seed(1, 40 * TRIES);
-    shuttle::Runner::new(scheduler, shuttle::Config::new()).run(move || run(answers, flaw));
+    shuttle::Runner::new(scheduler, shuttle::Config::new()).run(move || run(answer_mode, flaw));
 }
 
 #[test]
 #[should_panic(expected = "is lost")]
 fn asking_before_protecting_loses_a_write() {
-    search(Answers::ByGuest, Flaw::AsksFirst);
+    search(AnswerMode::ByGuest, Flaw::AsksFirst);
 }
 
 #[test]
 #[should_panic(expected = "is lost")]
 fn taking_the_first_answer_for_the_second_loses_a_write() {
-    search(Answers::AtOnce, Flaw::AsksFirst);
+    search(AnswerMode::AtOnce, Flaw::AsksFirst);
 }
 
 #[test]
 #[should_panic(expected = "is lost")]
 fn protecting_after_the_question_loses_a_write() {
-    search(Answers::AtOnce, Flaw::ProtectsLate);
+    search(AnswerMode::AtOnce, Flaw::ProtectsLate);
 }
 
 #[test]
 #[should_panic(expected = "is lost")]
 fn protecting_what_was_sent_loses_a_write() {
-    search(Answers::AtOnce, Flaw::ProtectsSent);
+    search(AnswerMode::AtOnce, Flaw::ProtectsSent);
 }
 
 #[test]
 #[should_panic(expected = "is lost")]
 fn a_late_answer_that_counts_loses_a_write() {
-    search(Answers::ByGuest, Flaw::TakesLate);
+    search(AnswerMode::ByGuest, Flaw::TakesLate);
 }
 
 #[test]
 #[should_panic(expected = "is lost")]
 fn an_answer_from_before_the_pause_loses_a_write() {
-    search(Answers::AtOnce, Flaw::SettlesEarly);
+    search(AnswerMode::AtOnce, Flaw::SettlesEarly);
 }

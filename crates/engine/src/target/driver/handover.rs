@@ -3,18 +3,18 @@
 use super::super::channels::Link;
 use super::super::session::Event;
 use super::super::urgent::{DemandPager, UrgentChannels};
-use crate::lacking::Collected;
+use crate::missing_pages::CollectedPages;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use vmferry_core::{Layout, LazyMemory, TargetVm};
-use vmferry_wire::{LackingPages, Refusal, RefusalCode};
+use vmferry_core::{DemandPaging, Layout, TargetVm};
+use vmferry_wire::{MissingPages, Refusal, RefusalCode};
 
 /// Missing pages, from the messages that name them to the threads that serve the guest's faults.
 pub(super) struct Handover {
     /// Memory that takes pages while the guest runs. `None` before such a guest was announced.
-    memory: Option<Arc<dyn LazyMemory>>,
+    memory: Option<Arc<dyn DemandPaging>>,
     /// Pages that the source has named so far.
-    missing: Collected,
+    missing: CollectedPages,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -24,12 +24,12 @@ fn failed(code: RefusalCode, detail: impl Into<String>) -> Event {
 
 impl Handover {
     pub(super) fn new(layout: &Layout) -> Self {
-        Self { memory: None, missing: Collected::new(layout), threads: Vec::new() }
+        Self { memory: None, missing: CollectedPages::new(layout), threads: Vec::new() }
     }
 
     /// Checks that the VM can take pages while the guest runs.
     pub(super) fn prepare(&mut self, vm: &mut dyn TargetVm) -> Event {
-        match vm.lazy_memory() {
+        match vm.demand_paging() {
             Ok(memory) => {
                 self.memory = Some(memory);
                 Event::Prepared
@@ -39,7 +39,7 @@ impl Handover {
     }
 
     /// Adds pages that the source names as missing.
-    pub(super) fn add(&mut self, piece: &LackingPages) -> Option<Event> {
+    pub(super) fn add(&mut self, piece: &MissingPages) -> Option<Event> {
         let wrong = self.missing.add(piece).err()?;
         Some(failed(RefusalCode::Protocol, wrong))
     }
@@ -53,7 +53,7 @@ impl Handover {
         stay_awake: bool,
         pages: u64,
     ) -> Option<Event> {
-        let empty = Collected::new(link.memory.layout());
+        let empty = CollectedPages::new(link.memory.layout());
         let missing = match std::mem::replace(&mut self.missing, empty).complete(pages) {
             Ok(missing) => missing,
             Err(wrong) => return Some(failed(RefusalCode::Protocol, wrong)),
@@ -69,7 +69,7 @@ impl Handover {
         if let Err(error) = memory.begin(&missing) {
             return Some(failed(RefusalCode::Memory, format!("demand paging cannot begin: {error}")));
         }
-        let all_here = missing.is_empty();
+        let all_arrived = missing.is_empty();
         let source = UrgentChannels::new(stay_awake);
         let pager = Arc::new(DemandPager::new(source, memory, &missing, vm.config().vcpus));
         pager.pages.hold(Arc::clone(&link.memory));
@@ -81,7 +81,7 @@ impl Handover {
                 return Some(failed(RefusalCode::Other, detail));
             }
         }
-        all_here.then(|| Event::MissingArrived(pager.pages.figures()))
+        all_arrived.then(|| Event::MissingArrived(pager.pages.figures()))
     }
 
     /// Returns the threads that serve the guest's faults.

@@ -1,6 +1,6 @@
 use super::*;
 use crate::reason_wait::{LIMIT, MOST_INPUTS};
-use crate::run::Agenda;
+use crate::run::ActionQueue;
 use crate::target::session::{Action, Tokens};
 use std::collections::VecDeque;
 use vmferry_core::MachineConfig;
@@ -10,7 +10,7 @@ use vmferry_wire::Token;
 struct Scripted {
     now: Duration,
     session: Session,
-    agenda: Agenda<Action>,
+    action_queue: ActionQueue<Action>,
     inbox: Inbox,
     queue: VecDeque<Input<()>>,
     /// True if the queue is never empty.
@@ -30,7 +30,7 @@ impl Scripted {
         Self {
             now: Duration::ZERO,
             session: Session::begin(machine, tokens),
-            agenda: Agenda::new(Vec::new()),
+            action_queue: ActionQueue::new(Vec::new()),
             inbox: Inbox::new(Duration::ZERO),
             queue: VecDeque::new(),
             floods: false,
@@ -71,8 +71,8 @@ impl Host for Scripted {
         &self.session
     }
 
-    fn agenda(&mut self) -> &mut Agenda<Action> {
-        &mut self.agenda
+    fn action_queue(&mut self) -> &mut ActionQueue<Action> {
+        &mut self.action_queue
     }
 
     fn handle(&mut self, event: Event) -> Vec<Action> {
@@ -115,7 +115,7 @@ impl Sources for Scripted {
         Duration::MAX
     }
 
-    fn answer(&mut self) -> Option<Ruled> {
+    fn answer(&mut self) -> Option<ArbiterAnswer> {
         None
     }
 
@@ -134,7 +134,7 @@ impl Sources for Scripted {
         None
     }
 
-    fn all_here(&self) -> Option<Event> {
+    fn all_arrived(&self) -> Option<Event> {
         None
     }
 }

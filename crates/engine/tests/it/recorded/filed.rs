@@ -5,7 +5,7 @@ use crate::snapshots::guest;
 use crate::toy::Toy;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use vmferry_engine::{MigrationState, Monitor, restore, restore_lazy, save};
+use vmferry_engine::{MigrationHandle, MigrationState, restore, restore_on_demand, save};
 use vmferry_testkit::Folder;
 use vmferry_wire::{SNAPSHOT_HEADER_BYTES, SnapshotHeader};
 
@@ -26,7 +26,7 @@ fn record() {
     let path = guest(&folder);
     let mut source = Toy::new(options(), true);
     assert!(source.works());
-    assert_eq!(save(&mut source, &path, &Monitor::new()).unwrap().state, MigrationState::Completed);
+    assert_eq!(save(&mut source, &path, &MigrationHandle::new()).unwrap().state, MigrationState::Completed);
     let text = format!(
         "# A guest in a file. zN are N zeros. Recorded by crates/engine/tests/it/recorded/filed.rs.\n{}\n",
         write(&std::fs::read(&path).unwrap())
@@ -43,15 +43,15 @@ fn recorded_file_is_restored() {
     file.read_exact_at(&mut head, 0).unwrap();
     let (header, _) = SnapshotHeader::decode(&head, file.metadata().unwrap().len()).unwrap();
     println!("{header:?}");
-    for lazily in [false, true] {
+    for on_demand in [false, true] {
         let mut target = Toy::new(options(), false).target();
-        let _rest = if lazily {
-            Some(restore_lazy(&mut target, &path).unwrap())
+        let _restore = if on_demand {
+            Some(restore_on_demand(&mut target, &path).unwrap())
         } else {
             let _ = restore(&mut target, &path).unwrap();
             None
         };
-        assert!(target.works(), "the guest stands still (lazily: {lazily})");
-        assert_eq!(target.lost(), [], "the guest misses pages (lazily: {lazily})");
+        assert!(target.works(), "the guest stands still (on demand: {on_demand})");
+        assert_eq!(target.lost(), [], "the guest misses pages (on demand: {on_demand})");
     }
 }

@@ -1,22 +1,22 @@
 //! Source that sends recorded bytes to a present target.
 
-use super::{Streams, Way, file, hello_of, load, messages, options};
+use super::{Direction, Streams, file, hello_of, load, messages, options};
 use crate::rig::unix_uri;
 use crate::toy::Toy;
 use std::io::Write;
 use vmferry_engine::{Arrival, Listener, MigrationState, Uri, receive};
 use vmferry_testkit::PATIENCE;
 use vmferry_testkit_peers::Socket;
-use vmferry_testkit_peers::peer::{greet, hear};
+use vmferry_testkit_peers::peer::{connect_with, receive_message};
 use vmferry_wire::{HELLO_BYTES, Hello, Role, ToSource, ToTarget, Token};
 
-fn down(connection: usize) -> Way {
-    Way { connection, to_target: true }
+fn down(connection: usize) -> Direction {
+    Direction { connection, to_target: true }
 }
 
 /// Sends the hello, with the token of this run in place of the recorded one.
 fn connect(uri: &Uri, recorded: &[u8], token: Token) -> Socket {
-    let (stream, refused) = greet(uri, &Hello { token, ..hello_of(recorded) });
+    let (stream, refused) = connect_with(uri, &Hello { token, ..hello_of(recorded) });
     assert_eq!(refused, None);
     stream
 }
@@ -30,9 +30,9 @@ struct Replay<'a> {
 
 impl Replay<'_> {
     /// Reads until the target sends the message.
-    fn hear(&mut self, what: &str, is: impl Fn(&ToSource) -> bool) -> ToSource {
+    fn receive(&mut self, what: &str, is: impl Fn(&ToSource) -> bool) -> ToSource {
         loop {
-            let message = hear(&mut self.control).unwrap_or_else(|| panic!("no {what}"));
+            let message = receive_message(&mut self.control).unwrap_or_else(|| panic!("no {what}"));
             assert!(!matches!(message, ToSource::Failed(_) | ToSource::Returned(_)), "{what}: {message:?}");
             if is(&message) {
                 return message;
@@ -53,37 +53,37 @@ impl Replay<'_> {
     }
 
     fn run(mut self) {
-        let (mut lazy, mut last) = (false, 0);
+        let (mut postcopy, mut last) = (false, 0);
         for (message, bytes) in messages::<ToTarget>(&self.streams[&down(0)][HELLO_BYTES..]) {
             match message {
                 ToTarget::Load => {
-                    self.hear(
+                    self.receive(
                         "Received",
                         |said| matches!(said, ToSource::Received { pass, .. } if *pass == last),
                     );
                 }
                 ToTarget::Commit => {
-                    self.hear("Ready", |said| matches!(said, ToSource::Ready { .. }));
+                    self.receive("Ready", |said| matches!(said, ToSource::Ready { .. }));
                 }
                 ToTarget::Thanks => {
-                    self.hear("Complete", |said| matches!(said, ToSource::Complete(_)));
+                    self.receive("Complete", |said| matches!(said, ToSource::Complete(_)));
                 }
                 ToTarget::Final { pass } => last = pass,
-                ToTarget::LoadLazily { .. } => lazy = true,
+                ToTarget::LoadLazily { .. } => postcopy = true,
                 _ => {}
             }
             self.control.write_all(bytes).unwrap();
             match message {
                 ToTarget::Setup { .. } => {
-                    let accept = self.hear("Accept", |said| matches!(said, ToSource::Accept { .. }));
+                    let accept = self.receive("Accept", |said| matches!(said, ToSource::Accept { .. }));
                     let ToSource::Accept { bulk, urgent, .. } = accept else { unreachable!() };
                     self.open(bulk, urgent);
-                    self.hear("ChannelsUp", |said| *said == ToSource::ChannelsUp);
+                    self.receive("ChannelsUp", |said| *said == ToSource::ChannelsUp);
                 }
                 ToTarget::Pass { pass: 0, .. } => self.send_pages(),
                 ToTarget::Commit => {
-                    self.hear("Running", |said| matches!(said, ToSource::Running { .. }));
-                    if lazy {
+                    self.receive("Running", |said| matches!(said, ToSource::Running { .. }));
+                    if postcopy {
                         self.send_pages();
                     }
                 }
@@ -104,12 +104,12 @@ fn target_receives_a_recorded_guest() {
             let receiving = scope.spawn(|| {
                 let received = receive(&mut target, &listener, &arrival)
                     .unwrap_or_else(|error| panic!("{}: {error:?}", file(name).display()));
-                received.rest.map(|rest| rest.finish(&listener, &arrival).state)
+                received.postcopy.map(|postcopy| postcopy.finish(&listener, &arrival).state)
             });
             let control = connect(&uri, &streams[&down(0)], Token::NONE);
             Replay { uri: &uri, streams: &streams, control, others: Vec::new() }.run();
-            let rest = receiving.join().unwrap();
-            assert_eq!(rest, (name == "postcopy").then_some(MigrationState::Completed), "{name}");
+            let postcopy = receiving.join().unwrap();
+            assert_eq!(postcopy, (name == "postcopy").then_some(MigrationState::Completed), "{name}");
         });
         assert!(target.works(), "{name}: the guest stands still");
         assert_eq!(target.lost(), [], "{name}: the guest misses pages");

@@ -48,9 +48,9 @@ pub(crate) struct Board {
     pub(super) slow: OnceLock<(Method, Duration)>,
     /// For each attempt, whether the I/O is busy, and below, the time limits that were given.
     pub(super) busy: Mutex<VecDeque<bool>>,
-    pub(super) settles: Mutex<Vec<Duration>>,
+    pub(super) quiesces: Mutex<Vec<Duration>>,
     /// Memory with pages that have not arrived.
-    pub(super) lazy: OnceLock<Arc<Faulting>>,
+    pub(super) paging: OnceLock<Arc<Faulting>>,
     /// Methods that were called.
     pub(super) calls: Mutex<Vec<Method>>,
     /// Bytes of the stream of device state that the target has received, and whether all have
@@ -85,9 +85,9 @@ impl Board {
 
     /// Sleeps until `page` is present. Returns false if the power goes off.
     pub(super) fn touch(&self, ram: &Ram, page: u64) -> bool {
-        let Some(lazy) = self.lazy.get() else { return true };
+        let Some(paging) = self.paging.get() else { return true };
         while self.power.load(Relaxed) {
-            if lazy.touch(ram.region.id, page, Duration::from_millis(50)) {
+            if paging.touch(ram.region.id, page, Duration::from_millis(50)) {
                 return true;
             }
         }
@@ -150,7 +150,7 @@ impl Board {
                 );
             }
             drop(running);
-            std::thread::sleep(self.options.rest * slower());
+            std::thread::sleep(self.options.write_pause * slower());
         }
     }
 

@@ -1,13 +1,13 @@
 //! Reports of free blocks by a hypercall.
 
-use super::super::control::Shared;
+use super::super::control::BalloonState;
 use super::super::report;
 use crate::runs::Gather;
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use vmferry_guest_abi::balloon::{REPORT_ENTRIES, reported};
 
 /// Processes the page of reports at `gpa`.
-pub(super) fn report<M: GuestMemory>(shared: &Shared, memory: &M, gpa: u64) {
+pub(super) fn report<M: GuestMemory>(shared: &BalloonState, memory: &M, gpa: u64) {
     let mut page = [0; REPORT_ENTRIES * 8];
     if memory.read_slice(&mut page, GuestAddress(gpa)).is_err() {
         shared.malformed("reports");

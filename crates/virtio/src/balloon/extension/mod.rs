@@ -23,7 +23,7 @@ pub use vmferry_guest_abi::balloon::{
 
 pub(super) use ranges::ranges;
 
-use super::control::{BalloonControl, Shared};
+use super::control::{BalloonControl, BalloonState};
 use map::MapRegisters;
 use std::sync::{Mutex, PoisonError};
 use vm_memory::GuestMemory;
@@ -64,20 +64,20 @@ impl Extension {
         }
     }
 
-    pub(super) fn write_config(&mut self, shared: &Shared, offset: u64, data: &[u8]) {
+    pub(super) fn write_config(&mut self, shared: &BalloonState, offset: u64, data: &[u8]) {
         if self.offered && self.registers.write(offset, data) {
             self.publish(shared);
         }
     }
 
     /// Publishes the map of the registers, if the driver is ready and accepted the feature.
-    pub(super) fn publish(&self, shared: &Shared) {
+    pub(super) fn publish(&self, shared: &BalloonState) {
         let map = self.registers.map().filter(|_| shared.has(FEATURE_FREE_MAP));
         shared.extension.set_map(map);
     }
 
     /// Clears the registers when the device is reset.
-    pub(super) fn reset(&mut self, shared: &Shared) {
+    pub(super) fn reset(&mut self, shared: &BalloonState) {
         self.registers = MapRegisters::default();
         shared.extension.set_map(None);
     }
@@ -98,7 +98,7 @@ impl Extension {
     }
 
     /// Loads `saved` after the accepted features have been set.
-    pub(super) fn load(&mut self, shared: &Shared, saved: Option<(u64, u64)>) {
+    pub(super) fn load(&mut self, shared: &BalloonState, saved: Option<(u64, u64)>) {
         self.registers = MapRegisters::of(saved);
         self.publish(shared);
     }

@@ -1,6 +1,6 @@
 //! Inflating and deflating by ranges.
 
-use super::super::control::Shared;
+use super::super::control::BalloonState;
 use super::super::inflate::{Way, inflated};
 use super::super::metrics::add;
 use crate::queue::{Buffer, BufferError};
@@ -16,7 +16,7 @@ const RANGE: usize = 16;
 
 /// Processes a buffer of the queue for ranges.
 pub(crate) fn ranges<M: GuestMemory>(
-    shared: &Shared,
+    shared: &BalloonState,
     (gather, bytes): (&mut Gather, &mut Vec<u8>),
     buffer: &Buffer,
     memory: &M,

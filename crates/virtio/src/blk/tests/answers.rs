@@ -34,7 +34,7 @@ fn invalid_request_is_answered_and_changes_nothing() {
     ];
     let count = cases.len() as u64;
     for (name, kind, sector, data, answer) in cases {
-        let got = guest.ask(kind, sector, &data);
+        let got = guest.submit(kind, sector, &data);
         let empty = data.iter().all(|(_, _, flags)| flags & WRITE == 0);
         assert_eq!(got, (answer, u32::from(empty)), "{name}");
     }
@@ -42,7 +42,7 @@ fn invalid_request_is_answered_and_changes_nothing() {
     let BlkFigures { io_errors, unsupported, host_errors, .. } = guest.figures();
     assert_eq!((io_errors + unsupported, host_errors), (count, 0));
     assert!(!guest.needs_reset(), "an invalid request stopped the device");
-    assert_eq!(guest.ask(0, 0, &[(DATA, 512, WRITE)]).0, OK);
+    assert_eq!(guest.submit(0, 0, &[(DATA, 512, WRITE)]).0, OK);
 }
 
 #[test]
@@ -52,10 +52,10 @@ fn invalid_headers_are_answered() {
         [("short", (HEADER, 15)), ("no memory", (0x5_0000, 16)), ("at the end", (0x3_fff8, 16))]
     {
         let parts = [(header.0, header.1, 0), (DATA, 512, WRITE), guest.answer(0)];
-        assert_eq!(guest.ask_raw(&parts), (IO_ERROR, 0), "{name}");
+        assert_eq!(guest.submit_raw(&parts), (IO_ERROR, 0), "{name}");
     }
     let parts = [guest.answer(0)];
-    assert_eq!(guest.ask_raw(&parts), (IO_ERROR, 1), "none at all");
+    assert_eq!(guest.submit_raw(&parts), (IO_ERROR, 1), "none at all");
 }
 
 #[test]
@@ -69,12 +69,12 @@ fn request_without_a_status_byte_is_given_back() {
         ("a readable part after a writable one", vec![header, (ANSWER, 1, WRITE), (DATA, 512, 0)]),
         ("at the end of the address space", vec![header, (DATA, 512, 0), (u64::MAX, 2, WRITE)]),
     ] {
-        assert_eq!(guest.ask_raw(&parts), (NONE, 0), "{name}");
+        assert_eq!(guest.submit_raw(&parts), (NONE, 0), "{name}");
     }
     // This request is done, but its status cannot be written.
     let parts = [header, (DATA, 512, 0), (0x5_0000, 1, WRITE)];
     guest.memory.write_slice(&[0; 512], GuestAddress(DATA)).unwrap();
-    assert_eq!(guest.ask_raw(&parts), (NONE, 0));
+    assert_eq!(guest.submit_raw(&parts), (NONE, 0));
     assert_eq!(guest.figures().malformed, 4);
     let mut want = content();
     want[..512].fill(0);
@@ -85,12 +85,12 @@ fn request_without_a_status_byte_is_given_back() {
 fn read_only_disk_is_not_written() {
     let mut guest = DiskGuest::new(options(true), 1);
     guest.start(&[FLUSH, spec::VIRTIO_BLK_F_RO], &[0]);
-    assert_eq!(guest.ask(1, 0, &[(DATA, 512, 0)]), (IO_ERROR, 1));
+    assert_eq!(guest.submit(1, 0, &[(DATA, 512, 0)]), (IO_ERROR, 1));
     let data = ranges(&guest, &[(8, 8, 0)]);
-    assert_eq!(guest.ask(spec::VIRTIO_BLK_T_DISCARD, 0, &data).0, UNSUPPORTED);
-    assert_eq!(guest.ask(spec::VIRTIO_BLK_T_WRITE_ZEROES, 0, &data).0, UNSUPPORTED);
-    assert_eq!(guest.ask(0, 0, &[(DATA, 512, WRITE)]).0, OK);
-    assert_eq!(guest.ask(4, 0, &[]).0, OK);
+    assert_eq!(guest.submit(spec::VIRTIO_BLK_T_DISCARD, 0, &data).0, UNSUPPORTED);
+    assert_eq!(guest.submit(spec::VIRTIO_BLK_T_WRITE_ZEROES, 0, &data).0, UNSUPPORTED);
+    assert_eq!(guest.submit(0, 0, &[(DATA, 512, WRITE)]).0, OK);
+    assert_eq!(guest.submit(4, 0, &[]).0, OK);
     assert_eq!(guest.disk.bytes(), content());
 }
 
@@ -106,11 +106,11 @@ fn host_error_becomes_an_error_of_the_request() {
         (spec::VIRTIO_BLK_T_DISCARD, data.to_vec()),
         (spec::VIRTIO_BLK_T_WRITE_ZEROES, data.to_vec()),
     ] {
-        assert_eq!(guest.ask(kind, 0, &data).0, IO_ERROR, "{kind}");
+        assert_eq!(guest.submit(kind, 0, &data).0, IO_ERROR, "{kind}");
     }
     assert_eq!((guest.figures().host_errors, guest.figures().io_errors), (5, 5));
     guest.disk.fail.store(false, std::sync::atomic::Ordering::Relaxed);
-    assert_eq!(guest.ask(1, 0, &[(DATA, 512, 0)]).0, OK);
+    assert_eq!(guest.submit(1, 0, &[(DATA, 512, 0)]).0, OK);
 }
 
 /// Request that a driver may send, valid or not.
@@ -226,7 +226,7 @@ proptest! {
             let data: Vec<_> = wild.data.iter()
                 .map(|(place, len, writable)| (Wild::place(*place), *len, if *writable { WRITE } else { 0 }))
                 .collect();
-            let (answer, _) = guest.ask(wild.kind, wild.sector, &data);
+            let (answer, _) = guest.submit(wild.kind, wild.sector, &data);
             if want != 99 {
                 prop_assert_eq!(answer, want, "request {}: {:?}", n, wild);
             }

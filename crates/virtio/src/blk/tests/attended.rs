@@ -1,6 +1,6 @@
 //! Tests of a disk whose notifications arrive on a thread of its own.
 
-use super::rest::soon;
+use super::quiesce::soon;
 use super::*;
 use crate::device::Resume;
 use crate::testing::{AVAIL, USED};
@@ -50,7 +50,7 @@ fn requests_that_wait_go_to_other_threads_and_delay_no_other_request() {
     // A flush always needs a wait, and so does a write for a driver without flushes.
     guest.disk.cached.store(true, std::sync::atomic::Ordering::Relaxed);
     let flush = [guest.header(3, spec::VIRTIO_BLK_T_FLUSH, 0), guest.answer(3)];
-    guest.put(0, &flush);
+    guest.offer(0, &flush);
     guest.kick();
     guest.wait(4);
     assert_eq!((guest.answered(3), guest.figures().at_once, guest.figures().flushes), (OK, 0, 1));
@@ -59,14 +59,14 @@ fn requests_that_wait_go_to_other_threads_and_delay_no_other_request() {
     guest.kick();
     guest.wait(1);
     assert_eq!((guest.sector(4), guest.figures().at_once), (9, 0));
-    assert!(guest.disk.asked().contains(&Asked::Flush));
+    assert!(guest.disk.calls().contains(&DiskCall::Flush));
 }
 
 #[test]
 fn driver_gets_the_status_of_a_request_done_at_once() {
     let mut guest = DiskGuest::attended(&ALL, true);
     let read = [guest.header(0, spec::VIRTIO_BLK_T_IN, 7), (DATA, 1024, WRITE), guest.answer(0)];
-    guest.put(0, &read);
+    guest.offer(0, &read);
     guest.kick();
     guest.wait(1);
     assert_eq!((guest.answered(0), guest.used_len(0, 0)), (OK, 1025));

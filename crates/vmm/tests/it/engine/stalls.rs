@@ -22,12 +22,12 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use vmferry_core::{PageIndex, PageRun, PageSet, RegionId};
 use vmferry_engine::{
-    AutoConverge, DirtyTracker, Fault, GuestMemory, LazyMemory, MachineConfig, Migratable, MigrationMode,
-    MigrationState, Monitor, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm, TargetVm,
-    TrackerKind, VmError,
+    AutoConverge, DemandPaging, DirtyTracker, Fault, GuestMemory, MachineConfig, Migratable, MigrationHandle,
+    MigrationMode, MigrationState, OnTimeout, Placed, Report, RunState, Section, Settings, SourceVm,
+    TargetVm, TrackerKind, VmError,
 };
 use vmferry_guest_abi::CpuSnapshot;
-use vmferry_testkit::{Need, say, skip, wait};
+use vmferry_testkit::{Need, print_line, skip, wait};
 use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
@@ -91,8 +91,8 @@ impl SourceVm for Watched {
         Standstill::begins(&self.still);
         Ok(())
     }
-    fn settle(&mut self, within: Duration) -> Result<(), VmError> {
-        let Some(time) = self.busy.pop_front() else { return SourceVm::settle(&mut self.vm, within) };
+    fn quiesce(&mut self, within: Duration) -> Result<(), VmError> {
+        let Some(time) = self.busy.pop_front() else { return SourceVm::quiesce(&mut self.vm, within) };
         // Acts as a slow disk.
         std::thread::sleep(time);
         Err(VmError::busy("requests are under way"))
@@ -108,12 +108,12 @@ impl SourceVm for Watched {
 /// this time too much, for example where the host lets the vCPU run first.
 #[derive(Debug)]
 struct Placing {
-    memory: Arc<dyn LazyMemory>,
+    memory: Arc<dyn DemandPaging>,
     total_us: Arc<AtomicU64>,
 }
 
 impl Placing {
-    fn timed<T>(&self, place: impl FnOnce(&dyn LazyMemory) -> T) -> T {
+    fn timed<T>(&self, place: impl FnOnce(&dyn DemandPaging) -> T) -> T {
         let since = Instant::now();
         let placed = place(&*self.memory);
         self.total_us.fetch_add(u64::try_from(since.elapsed().as_micros()).unwrap(), Ordering::Relaxed);
@@ -121,12 +121,12 @@ impl Placing {
     }
 }
 
-impl LazyMemory for Placing {
-    fn stripes(&self) -> usize {
-        self.memory.stripes()
+impl DemandPaging for Placing {
+    fn shards(&self) -> usize {
+        self.memory.shards()
     }
-    fn stripe_of(&self, region: RegionId, page: PageIndex) -> usize {
-        self.memory.stripe_of(region, page)
+    fn shard_of(&self, region: RegionId, page: PageIndex) -> usize {
+        self.memory.shard_of(region, page)
     }
     fn unit_pages(&self, region: RegionId) -> u64 {
         self.memory.unit_pages(region)
@@ -134,8 +134,8 @@ impl LazyMemory for Placing {
     fn begin(&self, missing: &PageSet) -> Result<(), VmError> {
         self.memory.begin(missing)
     }
-    fn next_fault(&self, stripe: usize, within: Duration) -> Result<Option<Fault>, VmError> {
-        self.memory.next_fault(stripe, within)
+    fn next_fault(&self, shard: usize, within: Duration) -> Result<Option<Fault>, VmError> {
+        self.memory.next_fault(shard, within)
     }
     fn interrupt(&self) {
         self.memory.interrupt();
@@ -171,9 +171,9 @@ impl Migratable for Started {
 }
 
 impl TargetVm for Started {
-    fn lazy_memory(&mut self) -> Result<Arc<dyn LazyMemory>, VmError> {
+    fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         let total_us = Arc::clone(&self.placing_us);
-        self.vm.lazy_memory().map(|memory| Arc::new(Placing { memory, total_us }) as Arc<dyn LazyMemory>)
+        self.vm.demand_paging().map(|memory| Arc::new(Placing { memory, total_us }) as Arc<dyn DemandPaging>)
     }
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {
         TargetVm::load(&mut self.vm, sections)
@@ -206,7 +206,7 @@ impl Account {
     /// Returns what the host reports for stopping the guest, in us.
     fn paused(&self) -> f64 {
         let report = &self.report;
-        (report.downtime_ms + report.verify_ms + report.put_off_ms + report.trial_pause_ms) * 1e3
+        (report.downtime_ms + report.verify_ms + report.deferred_ms + report.trial_pause_ms) * 1e3
     }
 
     /// Checks the bounds, and prints the residue of `cause`, for which the host counted `host`
@@ -217,7 +217,7 @@ impl Account {
         assert!(host > 0.0, "{cause} did not happen: {report:?}");
         let (counted, paused) = (self.counted(), self.paused());
         let residue = seen - counted - paused;
-        say(format!(
+        print_line(format!(
             "{{\"cause\": \"{cause}\", \"host_us\": {host:.0}, \"counted_us\": {counted:.0}, \"paused_us\": {paused:.0}, \
              \"still_us\": {still:.0}, \"guest_us\": {seen:.0}, \"stall_residue_us\": {residue:.0}}}"
         ));
@@ -262,7 +262,8 @@ fn account(ring: Option<u32>, settings: &Settings, busy: &[Duration]) -> Account
     let mut target =
         Started { vm: empty(options), still: Arc::clone(&still), placing_us: Arc::clone(&placing_us) };
     let before = fresh(&source.vm.handle());
-    let (report, came) = pair::moved(&unix_uri(), &mut source, &mut target, None, settings, &Monitor::new());
+    let (report, came) =
+        pair::moved(&unix_uri(), &mut source, &mut target, None, settings, &MigrationHandle::new());
     let _ = came.unwrap();
     let after = fresh(&target.vm.handle());
     assert_eq!(corrupt(&target.vm), 0);
@@ -335,9 +336,9 @@ fn pauses_with_busy_io_are_accounted_for() {
         return;
     }
     let account = account(None, &settings(), &[Duration::from_millis(30); 2]);
-    assert_eq!(account.report.put_off, 2, "{:?}", account.report);
+    assert_eq!(account.report.deferrals, 2, "{:?}", account.report);
     assert!(account.still >= 60_000.0, "{}", account.still);
-    account.judge("put_off", account.report.put_off_ms * 1e3);
+    account.judge("put_off", account.report.deferred_ms * 1e3);
 }
 
 #[test]
@@ -345,7 +346,7 @@ fn missing_pages_are_accounted_for() {
     if !kvm() {
         return;
     }
-    if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().lazy_memory() {
+    if let Err(error) = Vm::new(VmOptions::new(MEMORY, 1)).unwrap().demand_paging() {
         return skip(Need::Uffd, error);
     }
     let settings = Settings { mode: MigrationMode::Postcopy, max_bandwidth: Some(LINK / 5), ..settings() };

@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use vmferry_engine::{
-    AutoConverge, DirtyTracker, GuestMemory, MachineConfig, Migratable, MigrationState, Monitor, Report,
-    Section, Settings, SourceVm, TrackerKind, VmError,
+    AutoConverge, DirtyTracker, GuestMemory, MachineConfig, Migratable, MigrationHandle, MigrationState,
+    Report, Section, Settings, SourceVm, TrackerKind, VmError,
 };
 use vmferry_guest_abi::{CpuSnapshot, StatsSnapshot};
-use vmferry_testkit::{Need, say, skip, wait, wait_for};
+use vmferry_testkit::{Need, print_line, skip, wait, wait_for};
 use vmferry_testkit_peers::{pair, unix_uri};
 use vmferry_vmm::{Vm, VmHandle, VmOptions, largest_dirty_ring};
 
@@ -188,12 +188,12 @@ fn at_full_speed(handle: &VmHandle) -> [Work; 2] {
 fn attempt(
     source: &mut Noting,
     settings: &Settings,
-    watch: impl FnOnce(&Monitor) + Send,
+    watch: impl FnOnce(&MigrationHandle) + Send,
 ) -> (Report, Option<Vm>) {
-    let (mut target, monitor) = (empty(options()), Monitor::new());
+    let (mut target, migration) = (empty(options()), MigrationHandle::new());
     let (report, came) = std::thread::scope(|scope| {
-        scope.spawn(|| watch(&monitor));
-        pair::moved(&unix_uri(), source, &mut target, Some(TrackerKind::Ring), settings, &monitor)
+        scope.spawn(|| watch(&migration));
+        pair::moved(&unix_uri(), source, &mut target, Some(TrackerKind::Ring), settings, &migration)
     });
     (report, came.ok().map(|_| target))
 }
@@ -223,9 +223,9 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
         ..patient()
     };
     // The guest writes too much for the link until it has been throttled for long enough.
-    let (report, _) = attempt(&mut source, &settings, |monitor| {
+    let (report, _) = attempt(&mut source, &settings, |migration| {
         wait("the measured time", || measured(&notes, &handle));
-        monitor.cancel();
+        migration.cancel();
     });
     assert_eq!(report.state, MigrationState::Cancelled, "{report:?}");
     let throttle = report.throttle.expect("the guest outran its link and was throttled");
@@ -237,7 +237,7 @@ fn light_vcpu_keeps_its_speed_while_the_heavy_one_is_throttled() {
     assert_eq!(corrupt(&target.unwrap()), 0);
 
     let kept = |work: Work, cpu: usize| work.per_second() / before[cpu].per_second();
-    say(format!(
+    print_line(format!(
         "writers: the heavy vCPU kept {:.2} of its speed, the light one {:.2}; {heavy:?}, {light:?}, {throttle:?}",
         kept(heavy, 0),
         kept(light, 1)

@@ -11,10 +11,10 @@ const MOST: usize = 256 << 10;
 
 /// One end of the connection, and its bytes in flight to the other end.
 struct End {
-    shared: Shared,
+    shared: TlsConnection,
     shaken: bool,
     /// Bytes in flight.
-    way: Vec<u8>,
+    wire: Vec<u8>,
     sent: Vec<u8>,
     got: Vec<u8>,
     /// First error of the end.
@@ -28,13 +28,13 @@ struct End {
 
 impl End {
     fn new(conn: Result<Conn, Error>) -> Self {
-        let shared = Shared::new(conn.expect("certificates that fit"));
-        let (way, sent, got) = (Vec::new(), Vec::new(), Vec::new());
-        Self { shared, shaken: false, way, sent, got, failed: None, ended: None, overrun: false }
+        let shared = TlsConnection::new(conn.expect("certificates that fit"));
+        let (wire, sent, got) = (Vec::new(), Vec::new(), Vec::new());
+        Self { shared, shaken: false, wire, sent, got, failed: None, ended: None, overrun: false }
     }
 
     fn flush(&mut self) {
-        self.way.extend(self.shared.own.bytes());
+        self.wire.extend(self.shared.own.bytes());
         self.shared.own.clear();
     }
 
@@ -80,7 +80,7 @@ impl End {
         match self.shared.seal(&plain, &mut sealed) {
             Ok(()) => {
                 assert!(self.failed.is_none(), "an end sent bytes after a failure");
-                self.way.extend(sealed.bytes());
+                self.wire.extend(sealed.bytes());
                 self.sent.extend(plain);
             }
             Err(error) => self.fail(error),
@@ -98,7 +98,7 @@ impl End {
         let mut bufs = [IoBuf::from_bytes_mut(one), IoBuf::from_bytes_mut(two)];
         let opened = self.shared.open(&mut bufs);
         if opened.is_ok() {
-            self.shared.at += put_all(&mut bufs, &self.shared.plain[self.shared.at..]);
+            self.shared.at += copy_all(&mut bufs, &self.shared.plain[self.shared.at..]);
         }
         let left: usize = bufs.iter_mut().map(|buf| buf.take(&mut vec![0; len])).sum();
         match opened {
@@ -148,31 +148,31 @@ pub fn drive_tls(bytes: &[u8]) {
         let [one, other] = &mut ends;
         let (from, to) = if deed & 8 == 0 { (one, other) } else { (other, one) };
         let much = usize::from(*much);
-        let len = from.way.len();
+        let len = from.wire.len();
         match deed & 7 {
             // Some bytes arrive.
-            0 => to.come(&from.way.drain(..len.min((much + 1) * 16)).collect::<Vec<_>>()),
-            1 => to.come(&std::mem::take(&mut from.way)),
+            0 => to.come(&from.wire.drain(..len.min((much + 1) * 16)).collect::<Vec<_>>()),
+            1 => to.come(&std::mem::take(&mut from.wire)),
             // A byte in flight is changed.
             2 if len > 0 => {
-                from.way[much * 7 % len] ^= 1 << (deed >> 4 & 7);
+                from.wire[much * 7 % len] ^= 1 << (deed >> 4 & 7);
                 harmed = true;
             }
             3 => {
                 harmed |= len > 0;
-                from.way.drain(..len.min(much + 1));
+                from.wire.drain(..len.min(much + 1));
             }
             4 => {
                 let (new, tail) = rest.split_at(rest.len().min(much % 32));
                 rest = tail;
                 harmed |= !new.is_empty();
-                from.way.splice(..0, new.iter().copied());
+                from.wire.splice(..0, new.iter().copied());
             }
             // A record is repeated.
             5 if (6..MOST).contains(&len) => {
-                let record = 5 + usize::from(from.way[3]) * 256 + usize::from(from.way[4]);
-                if let Some(record) = from.way.get(..record).map(<[u8]>::to_vec) {
-                    from.way.splice(..0, record);
+                let record = 5 + usize::from(from.wire[3]) * 256 + usize::from(from.wire[4]);
+                if let Some(record) = from.wire.get(..record).map(<[u8]>::to_vec) {
+                    from.wire.splice(..0, record);
                     harmed = true;
                 }
             }
@@ -204,9 +204,9 @@ fn check(ends: &[End; 2]) {
 
 /// Delivers all bytes in flight.
 fn pass_all([one, other]: &mut [End; 2]) {
-    while !(one.way.is_empty() && other.way.is_empty()) {
-        other.come(&std::mem::take(&mut one.way));
-        one.come(&std::mem::take(&mut other.way));
+    while !(one.wire.is_empty() && other.wire.is_empty()) {
+        other.come(&std::mem::take(&mut one.wire));
+        one.come(&std::mem::take(&mut other.wire));
     }
 }
 
@@ -217,13 +217,13 @@ fn carry_all(ends: &mut [End; 2]) {
         // The first receive returns bytes that were decrypted during a send, the second the rest.
         ends.iter_mut().for_each(|end| (0..2).for_each(|_| end.receive(1 << 20)));
         let [one, other] = &mut *ends;
-        if one.way.is_empty() && other.way.is_empty() {
+        if one.wire.is_empty() && other.wire.is_empty() {
             return;
         }
         let pass = |from: &mut End, to: &mut End| {
             // As much is delivered as the end would ask the kernel for.
             let room = to.shared.room().map_or(1, |room| room.len());
-            to.come(&from.way.drain(..from.way.len().min(room)).collect::<Vec<_>>());
+            to.come(&from.wire.drain(..from.wire.len().min(room)).collect::<Vec<_>>());
         };
         pass(one, other);
         pass(other, one);

@@ -22,8 +22,8 @@ struct Model {
 impl Model {
     fn new(flaw: Flaw) -> Arc<Self> {
         let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
-        let lacking = PageSet::full(&Layout::new(vec![region]).unwrap());
-        let mut claims = Claims::new(&lacking, UrgentPath::Shared, false);
+        let missing = PageSet::full(&Layout::new(vec![region]).unwrap());
+        let mut claims = Claims::new(&missing, UrgentPath::Shared, false);
         claims.baseline.as_mut().unwrap().flaw = flaw;
         Arc::new(Self { claims, sent: (0..PAGES).map(|_| Count::new(0)).collect(), served: Count::new(0) })
     }
@@ -50,7 +50,7 @@ impl Model {
         }
     }
 
-    /// Sends all pages in the same way as `Sender::send_rest`.
+    /// Sends all pages in the same way as `Sender::send_remaining`.
     fn bulk(&self) {
         self.queue().bulk_begins();
         while let Some(chunk) = self.claims.next_chunk() {

@@ -1,12 +1,13 @@
 //! State of the model, and the environment that the shipped code runs in.
 
 use crate::source::session::Session;
-use crate::source::skip::Kept;
+use crate::source::skip::SkippingState;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
-    Answer, Answers, FreePages, FreeReport, Gpa, Layout, PageRun, PageSet, Protect, Region, RegionId, VmError,
+    Answer, AnswerMode, FreePages, FreeReport, Gpa, Layout, PageRun, PageSet, Protect, Region, RegionId,
+    VmError,
 };
 
 pub(super) const PAGES: usize = 2;
@@ -54,7 +55,7 @@ pub(super) struct Page {
 
 /// Question to the guest, and its answers.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
-pub(super) struct Said {
+pub(super) struct Questions {
     pub(super) open: Option<u64>,
     /// Question that the guest is answering, the next page that it examines, and the pages that it
     /// has found free so far.
@@ -92,9 +93,9 @@ pub(super) enum Todo {
 #[derive(Debug, Clone)]
 pub(super) struct World {
     pub(super) pages: [Page; PAGES],
-    pub(super) said: Said,
+    pub(super) said: Questions,
     pub(super) sets: Sets,
-    pub(super) kept: Kept,
+    pub(super) kept: SkippingState,
     pub(super) session: Session,
     /// Hash of the session's debug output, which tells two sessions apart.
     pub(super) session_key: u64,
@@ -103,7 +104,7 @@ pub(super) struct World {
     /// Pass that the channel sends, until it has reported the end of the pass.
     pub(super) sending: Option<u32>,
     pub(super) paused: bool,
-    pub(super) deeds: u8,
+    pub(super) operations: u8,
     pub(super) live_passes: u8,
     pub(super) late: bool,
     pub(super) ended: Option<bool>,
@@ -114,7 +115,7 @@ impl World {
     fn key(&self) -> impl Hash + PartialEq + use<> {
         let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
         let steps = (self.todo.clone(), self.channel_step, self.sending, self.paused);
-        let counts = (self.deeds, self.live_passes, self.late, self.ended);
+        let counts = (self.operations, self.live_passes, self.late, self.ended);
         (self.pages, self.said.clone(), self.sets.clone(), kept, steps, counts, self.session_key)
     }
 }
@@ -133,31 +134,31 @@ impl PartialEq for World {
 
 #[derive(Debug)]
 pub(super) struct Source {
-    pub(super) answers: Answers,
+    pub(super) answer_mode: AnswerMode,
     /// Free pages, as a source that answers at once reads them.
     pub(super) free: Mask,
-    pub(super) said: Arc<Mutex<Said>>,
+    pub(super) said: Arc<Mutex<Questions>>,
 }
 
 impl FreePages for Source {
-    fn answers(&self) -> Answers {
-        self.answers
+    fn answer_mode(&self) -> AnswerMode {
+        self.answer_mode
     }
 
-    fn ask(&mut self, question: u64) -> Result<(), VmError> {
+    fn request(&mut self, question: u64) -> Result<(), VmError> {
         self.said.lock().unwrap_or_else(PoisonError::into_inner).open = Some(question);
         Ok(())
     }
 
     fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        let (question, free) = match self.answers {
-            Answers::AtOnce => match said.open {
+        let (question, free) = match self.answer_mode {
+            AnswerMode::AtOnce => match said.open {
                 Some(question) => (question, self.free),
                 None => return Ok(None),
             },
-            Answers::ByGuest if said.answers.is_empty() => return Ok(None),
-            Answers::ByGuest => said.answers.remove(0),
+            AnswerMode::ByGuest if said.answers.is_empty() => return Ok(None),
+            AnswerMode::ByGuest => said.answers.remove(0),
         };
         report.add_pages(&set_of(free));
         Ok(Some(Answer { question, complete: true }))

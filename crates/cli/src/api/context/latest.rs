@@ -1,0 +1,84 @@
+//! State of the current or latest migration.
+
+use super::{GuestPlace, Migration, RunContext, lock};
+use crate::api::migration;
+use crate::arbiter::ArbiterThread;
+use crate::speed::Start;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use vmferry_engine::{MigrationHandle, MigrationState};
+
+impl RunContext {
+    /// Returns the arbiter of the current or latest migration.
+    pub(crate) fn current_arbiter(&self) -> Option<ArbiterThread> {
+        lock(&self.current_arbiter).clone()
+    }
+
+    pub(crate) fn begin_migration(&self, arbiter: Option<ArbiterThread>, goes_over: bool) {
+        *lock(&self.current_arbiter) = arbiter;
+        self.audience.forget();
+        self.stay.store(false, Ordering::Release);
+        let event_sender = self.event_sender.clone();
+        let handle = Arc::new(MigrationHandle::watched(move |change| event_sender.change(change)));
+        self.event_sender.migration("setup");
+        let start = Some(Start::now(&self.speed, &self.probe));
+        *lock(&self.migration) = Migration { handle: Some(handle), report: None, start, goes_over };
+        self.set_place(GuestPlace::Moving);
+    }
+
+    /// Returns the handle of the migration that was begun.
+    pub(crate) fn handle(&self) -> Arc<MigrationHandle> {
+        lock(&self.migration).handle.get_or_insert_default().clone()
+    }
+
+    /// Returns the state of the guest at the beginning of the current or latest migration.
+    pub(crate) fn start(&self) -> Start {
+        *lock(&self.migration).start.get_or_insert_with(|| Start::now(&self.speed, &self.probe))
+    }
+
+    /// Returns the report of the latest migration if it has ended, or else the handle of the
+    /// current one.
+    pub(crate) fn latest(&self) -> (Option<Value>, Option<Arc<MigrationHandle>>) {
+        let migration = lock(&self.migration);
+        match &migration.report {
+            Some(report) => (Some(report.clone()), None),
+            None => (None, migration.handle.clone()),
+        }
+    }
+
+    /// Returns the handle of the current migration, if there is one.
+    pub(crate) fn under_way(&self) -> Option<Arc<MigrationHandle>> {
+        let migration = lock(&self.migration);
+        if migration.report.is_some() { None } else { migration.handle.clone() }
+    }
+
+    pub(crate) fn end_migration(&self, report: Value, place: GuestPlace) {
+        let status = migration::status_of(&report);
+        self.set_place(place);
+        lock(&self.migration).report = Some(report);
+        match place {
+            GuestPlace::Running => self.event_sender.guest_runs(),
+            GuestPlace::Paused => self.event_sender.guest_stopped(),
+            _ => {}
+        }
+        self.event_sender.migration(status);
+    }
+
+    /// Records that the guest runs again. The report of the latest migration no longer says that
+    /// the guest is stopped at the source.
+    pub(crate) fn was_resumed(&self) {
+        if let Some(report) = &mut lock(&self.migration).report {
+            report["stands_still"] = json!(false);
+        }
+    }
+
+    /// Returns whether the guest runs at the target while this process still has pages of the
+    /// guest.
+    pub(super) fn handed_over(&self) -> bool {
+        use MigrationState::{Postcopy, PostcopyPaused};
+        let migration = lock(&self.migration);
+        let state = migration.handle.as_ref().map(|handle| handle.progress().state);
+        migration.report.is_none() && matches!(state, Some(Postcopy | PostcopyPaused))
+    }
+}

@@ -1,0 +1,443 @@
+//! Migration handle: shows the progress of a migration while it runs, and passes the operator's
+//! requests to it.
+
+use crate::plan::{CourseChange, Verdict};
+use crate::report::{FreePagesFigures, PaceFigures, Report};
+use crate::source::Settings;
+use crate::wake::Wakers;
+use socket2::SockRef;
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Counters that the channel threads increase once per frame.
+#[derive(Debug)]
+pub(crate) struct Counters {
+    pub(crate) wire_bytes: AtomicU64,
+    /// Bytes sent by each bulk channel, also counted in `wire_bytes`.
+    channels: [AtomicU64; Settings::MAX_CHANNELS as usize],
+    pub(crate) raw_pages: AtomicU64,
+    pub(crate) zero_pages: AtomicU64,
+    pub(crate) untouched: AtomicU64,
+    /// Pages skipped as free. A page that was skipped several times counts several times.
+    pub(crate) free: AtomicU64,
+    pub(crate) cpu_us: AtomicU64,
+}
+
+impl Default for Counters {
+    fn default() -> Self {
+        let [wire_bytes, raw_pages, zero_pages, untouched, free, cpu_us] = [const { AtomicU64::new(0) }; 6];
+        let channels = [const { AtomicU64::new(0) }; Settings::MAX_CHANNELS as usize];
+        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us }
+    }
+}
+
+impl Counters {
+    /// Adds `bytes` to the counter of a bulk channel.
+    pub(crate) fn count_channel(&self, channel: u16, bytes: usize) {
+        if let Some(counter) = self.channels.get(usize::from(channel)) {
+            counter.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the bytes of each bulk channel, up to the last channel that has sent any.
+    fn channels(&self) -> Vec<u64> {
+        let mut bytes: Vec<u64> =
+            self.channels.iter().map(|counter| counter.load(Ordering::Relaxed)).collect();
+        bytes.truncate(bytes.iter().rposition(|bytes| *bytes > 0).map_or(0, |last| last + 1));
+        bytes
+    }
+
+    pub(crate) fn count_frame(&self, bytes: usize, raw_pages: u64, zero_pages: u64) {
+        self.wire_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.raw_pages.fetch_add(raw_pages, Ordering::Relaxed);
+        self.zero_pages.fetch_add(zero_pages, Ordering::Relaxed);
+    }
+
+    /// Adds the CPU time of the calling thread. Each thread calls this once, as it ends.
+    pub(crate) fn add_thread_cpu(&self) {
+        self.cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
+    }
+}
+
+/// Returns the CPU time of the calling thread in microseconds.
+pub(crate) fn thread_cpu_us() -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a local variable that outlives the call, and this clock always exists on
+    // Linux.
+    unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
+    u64::try_from(time.tv_sec * 1_000_000 + time.tv_nsec / 1000).unwrap_or(0)
+}
+
+/// State of a migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+#[non_exhaustive]
+pub enum MigrationState {
+    /// The source connects, negotiates and starts to track dirty pages. A postcopy also waits in
+    /// this state for I/O to quiesce.
+    #[default]
+    Setup,
+    /// The guest runs on the source while its memory is sent.
+    Precopy,
+    /// The guest is stopped for the switchover.
+    Switchover,
+    /// The guest runs on the target while the rest of its memory is sent.
+    Postcopy,
+    /// The guest runs on the target as far as it can without the missing pages, because the link is
+    /// lost.
+    PostcopyPaused,
+    /// The guest runs on the target.
+    Completed,
+    /// The guest stays on the source, because the operator or a policy cancelled the migration.
+    Cancelled,
+    /// The guest stays on the source, because it could not be moved.
+    Failed,
+    /// The owner of the guest is not known. The source does not run the guest.
+    Unknown,
+    /// The guest is lost. It ran on the target and can never get its missing pages.
+    Lost,
+}
+
+/// Snapshot of the progress of a migration.
+#[derive(Debug, Clone, Default, serde::Serialize)]
+#[non_exhaustive]
+pub struct Progress {
+    /// Identifier of the migration, 32 hexadecimal digits. Empty before the source is connected.
+    pub id: String,
+    /// State of the migration.
+    pub state: MigrationState,
+    /// Number of the current pass, from 0.
+    pub pass: u32,
+    /// Pages that the current pass began with.
+    pub pass_pages: u64,
+    /// Pages of the current pass that were sent (with content or as zeros), found untouched, or
+    /// skipped as free.
+    pub pass_done: u64,
+    /// Pages of the current pass that are not done yet.
+    pub remaining_pages: u64,
+    /// Pages per second that the guest dirtied during the last pass.
+    pub dirty_pages_per_s: f64,
+    /// Bytes per second in the last pass that was long enough to measure the bandwidth.
+    pub bandwidth: Option<f64>,
+    /// Downtime to expect if the guest were stopped after this pass. In JSON
+    /// `predicted_downtime_ms`.
+    #[serde(rename = "predicted_downtime_ms", serialize_with = "some_millis")]
+    pub predicted_downtime: Option<Duration>,
+    /// Bytes sent so far.
+    pub wire_bytes: u64,
+    /// Pages sent with their content so far.
+    pub raw_pages: u64,
+    /// Pages sent as runs of zeros so far, or not sent because they were never touched.
+    pub zero_pages: u64,
+    /// Bytes sent so far by each bulk channel.
+    pub channel_bytes: Vec<u64>,
+    /// Pages that were skipped because the guest reported them as free, and not sent since.
+    pub free_pages_skipped: u64,
+    /// Figures of the free pages so far. `None` if the guest cannot be asked, or the settings
+    /// forbid it.
+    pub free_pages: Option<FreePagesFigures>,
+    /// Time since the start of the migration. In JSON `elapsed_ms`.
+    #[serde(rename = "elapsed_ms", serialize_with = "millis")]
+    pub elapsed: Duration,
+    /// Pages that are still to be sent to a guest that runs on the target.
+    pub left_pages: Option<u64>,
+    /// Rate limit of the bulk in bytes per second. `None` until a rate was found.
+    pub pace: Option<u64>,
+    /// True once the target has confirmed that it runs the guest, until it confirms that it has all
+    /// of the memory.
+    #[serde(rename = "runs_there")]
+    pub runs_on_target: bool,
+    /// Reason for which the link is lost, while it is lost in postcopy or while the owner of the
+    /// guest is not known.
+    pub interrupted: Option<String>,
+    /// Last answer of the arbiter, if it was asked who owns the guest.
+    #[serde(rename = "fence")]
+    pub arbiter: Option<String>,
+    /// Prediction after the last pass whether the precopy will converge. `None` before the end of
+    /// the first pass, and after the guest was stopped.
+    pub verdict: Option<Verdict>,
+    /// Reason for the last deferred switchover: the guest's I/O that did not quiesce in time. The
+    /// guest runs, and the source will stop it again
+    /// ([`SourceVm::quiesce`](crate::SourceVm::quiesce)).
+    pub busy: Option<String>,
+    /// Changes that the migration made by itself, with reasons
+    /// ([`Settings::auto`](crate::Settings::auto)).
+    pub course: Vec<CourseChange>,
+    /// True if the source does not reconnect by itself any more and waits for
+    /// [`MigrationHandle::recover`].
+    pub awaits_recover: bool,
+}
+
+fn millis<S: serde::Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(time.as_secs_f64() * 1e3)
+}
+
+fn some_millis<S: serde::Serializer>(time: &Option<Duration>, serializer: S) -> Result<S::Ok, S::Error> {
+    match time {
+        Some(time) => millis(time, serializer),
+        None => serializer.serialize_none(),
+    }
+}
+
+/// Change that the migrating thread reports to a watcher as it happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Change {
+    /// The state is now this one.
+    State(MigrationState),
+    /// The pass with this number begins.
+    Pass(u32),
+}
+
+/// Callback that receives changes, if there is one.
+#[derive(Default)]
+struct Watcher(Option<Box<dyn Fn(Change) + Send + Sync>>);
+
+impl std::fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if self.0.is_some() { "Watcher" } else { "no Watcher" })
+    }
+}
+
+/// Migration handle: shows the progress of one migration and can cancel it.
+///
+/// Share the handle between the thread that migrates and the threads that watch.
+#[derive(Debug, Default)]
+pub struct MigrationHandle {
+    pub(crate) counters: Counters,
+    watcher: Watcher,
+    cancel: AtomicBool,
+    /// Connection that is being opened, if a cancel must end the attempt.
+    opening: Mutex<Option<OwnedFd>>,
+    pause: AtomicBool,
+    switch: AtomicBool,
+    recover: AtomicBool,
+    abandon: AtomicBool,
+    wakers: Wakers,
+    pace: Mutex<Option<PaceFigures>>,
+    known: Mutex<Known>,
+}
+
+/// State that the migrating thread has stored for readers of the handle.
+#[derive(Debug, Default)]
+struct Known {
+    progress: Progress,
+    /// Pages that were sent or skipped before the current pass.
+    before: u64,
+    /// Report so far, without the figures that `progress` and the counters hold.
+    report: Report,
+    /// Start of the migration. `None` before the start.
+    began: Option<Instant>,
+}
+
+impl MigrationHandle {
+    /// Returns a handle for one migration.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Returns a handle for one migration that reports changes to `watcher`.
+    ///
+    /// The migrating thread calls `watcher` and waits for it. `watcher` must not call any method of
+    /// this handle except [`progress`](Self::progress).
+    #[must_use]
+    pub fn watched(watcher: impl Fn(Change) + Send + Sync + 'static) -> Self {
+        Self { watcher: Watcher(Some(Box::new(watcher))), ..Self::default() }
+    }
+
+    /// Requests that the guest stays on the source. The request has effect until the handover
+    /// commits. The call does not wait for the effect.
+    pub fn cancel(&self) {
+        self.cancel.store(true, Ordering::Release);
+        self.wakers.wake();
+        if let Some(socket) = &*self.opening.lock().unwrap_or_else(PoisonError::into_inner) {
+            // The call fails if the socket has just been closed. That is harmless.
+            let _ = SockRef::from(socket).shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Returns the wakers that wake the migrating thread when a request is made.
+    pub(crate) fn wakers(&self) -> &Wakers {
+        &self.wakers
+    }
+
+    /// Registers `socket`: until [`opened`](Self::opened), a cancel ends every wait on this socket.
+    ///
+    /// Returns `Interrupted` if the migration was already cancelled.
+    ///
+    /// No cancel is missed. `cancel` sets its flag and then looks for the socket. This function
+    /// stores the socket and then reads the flag. A socket that is shut down before it connects
+    /// fails when it connects.
+    pub(crate) fn opening(&self, socket: &impl AsFd) -> io::Result<()> {
+        let socket = socket.as_fd().try_clone_to_owned()?;
+        *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
+        if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+    }
+
+    /// Removes the registered socket. A later cancel ends no socket. An earlier one is reported by
+    /// [`cancelled`](Self::cancelled).
+    pub(crate) fn opened(&self) {
+        *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Returns true if the operator has cancelled the migration.
+    #[must_use]
+    pub fn cancelled(&self) -> bool {
+        self.cancel.load(Ordering::Acquire)
+    }
+
+    /// Requests that the guest moves to the target after this pass, before all of its memory has
+    /// been sent.
+    ///
+    /// The request has effect in hybrid mode, with
+    /// [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy), and in a postcopy that waits for I/O to
+    /// quiesce. In the last case the guest is stopped for as long as its VM waits for the I/O.
+    pub fn switch_now(&self) {
+        self.switch.store(true, Ordering::Release);
+        self.wakers.wake();
+    }
+
+    /// Requests that the link is cut in postcopy, and that the source does not reconnect before
+    /// [`recover`](Self::recover).
+    ///
+    /// The guest runs on as far as it can without the missing pages. The request has no effect
+    /// outside postcopy.
+    pub fn pause(&self) {
+        self.pause.store(true, Ordering::Release);
+        self.wakers.wake();
+    }
+
+    /// Requests that the source now restores a link that was lost in postcopy.
+    pub fn recover(&self) {
+        self.recover.store(true, Ordering::Release);
+        self.wakers.wake();
+    }
+
+    /// Gives up a link that was lost in postcopy. The target never gets the missing pages.
+    pub fn abandon(&self) {
+        self.abandon.store(true, Ordering::Release);
+        self.wakers.wake();
+    }
+
+    pub(crate) fn set_pace(&self, figures: PaceFigures) {
+        *self.pace.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(figures);
+    }
+
+    pub(crate) fn pace(&self) -> Option<PaceFigures> {
+        self.pace.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn take_switch(&self) -> bool {
+        self.switch.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn take_pause(&self) -> bool {
+        self.pause.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn take_recover(&self) -> bool {
+        self.recover.swap(false, Ordering::AcqRel)
+    }
+
+    pub(crate) fn take_abandon(&self) -> bool {
+        self.abandon.swap(false, Ordering::AcqRel)
+    }
+
+    /// Returns the current progress.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        let known = self.lock();
+        let (mut progress, before) = (known.progress.clone(), known.before);
+        drop(known);
+        let done = self.pages_done().saturating_sub(before);
+        progress.pass_done = done.min(progress.pass_pages);
+        progress.remaining_pages = progress.pass_pages - progress.pass_done;
+        let counters = &self.counters;
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        progress.wire_bytes = read(&counters.wire_bytes);
+        progress.raw_pages = read(&counters.raw_pages);
+        progress.zero_pages = read(&counters.zero_pages) + read(&counters.untouched);
+        progress.channel_bytes = self.counters.channels();
+        progress
+    }
+
+    /// Returns the report so far, in the form that it has at the end.
+    ///
+    /// The `state` of the report is the one of [`progress`](Self::progress), and its `outcome` is
+    /// `None`. Figures that are known only at the end are empty.
+    pub fn report(&self) -> Report {
+        let progress = self.progress();
+        let known = self.lock();
+        let mut report = known.report.clone();
+        let total = known.began.map(|began| began.elapsed());
+        drop(known);
+        report.state = progress.state;
+        report.total_ms = total.unwrap_or_default().as_secs_f64() * 1e3;
+        report.bytes.wire = progress.wire_bytes;
+        report.bytes.raw_pages = progress.raw_pages;
+        report.bytes.zero_pages = progress.zero_pages;
+        report.bytes.free_pages_skipped = progress.free_pages_skipped;
+        report.free_pages = progress.free_pages;
+        report.course = progress.course;
+        report
+    }
+
+    /// Stores the start time of a migration and its first report.
+    pub(crate) fn begin(&self, began: Instant, report: Report) {
+        let mut known = self.lock();
+        (known.began, known.report) = (Some(began), report);
+    }
+
+    /// Replaces the report so far.
+    pub(crate) fn account(&self, report: Report) {
+        self.lock().report = report;
+    }
+
+    /// Returns the number of pages that were sent or skipped since the start.
+    pub(crate) fn pages_done(&self) -> u64 {
+        let counters = &self.counters;
+        [&counters.raw_pages, &counters.zero_pages, &counters.untouched, &counters.free]
+            .iter()
+            .map(|counter| counter.load(Ordering::Relaxed))
+            .sum()
+    }
+
+    pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {
+        let mut known = self.lock();
+        let before = known.progress.state;
+        change(&mut known.progress);
+        let after = known.progress.state;
+        drop(known);
+        if before != after {
+            self.notify(Change::State(after));
+        }
+    }
+
+    fn notify(&self, change: Change) {
+        if let Watcher(Some(watcher)) = &self.watcher {
+            crate::vm::shielded("the watcher of the migration failed", || watcher(change));
+        }
+    }
+
+    /// Notes the start of a pass of `pages` pages.
+    pub(crate) fn begin_pass(&self, pass: u32, pages: u64) {
+        let done = self.pages_done();
+        let mut known = self.lock();
+        known.progress.pass = pass;
+        known.progress.pass_pages = pages;
+        known.before = done;
+        drop(known);
+        self.notify(Change::Pass(pass));
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Known> {
+        // A thread that panics while it holds this lock can leave a stale snapshot, but no invalid
+        // one.
+        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
