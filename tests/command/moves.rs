@@ -116,11 +116,11 @@ fn guest_moves_twice_and_through_a_file() {
         let id = document(&output)["id"].clone();
         fourth.goes_on();
         // Existing files are not overwritten, and options without effect are refused.
-        for (more, words) in
-            [(&["--keep-running"][..], "exists already"), (&["--verify"], "--verify has no effect")]
+        for (more, status, words) in
+            [(&["--keep-running"][..], 1, "exists already"), (&["--verify"], 2, "--verify has no effect")]
         {
             let output = fourth.migrate(&file, more);
-            assert!(code(&output) == 1 && errors(&output).contains(words), "{output:?}");
+            assert!(code(&output) == status && errors(&output).contains(words), "{output:?}");
         }
         fourth.goes_on();
         let fifth = Run::start(kind, &folder, "fifth", &["--incoming", &file]);

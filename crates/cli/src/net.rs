@@ -59,7 +59,7 @@ mod tests {
             assert!(net(bad).unwrap_err().contains(FORM), "{bad}");
         }
         for bad in ["tap=a,mac=", "tap=a,mac=53:54:00:12:34:56", "tap=a,mac=52:54:00:12:34"] {
-            assert!(net(bad).unwrap_err().contains("no MAC address"), "{bad}");
+            assert!(net(bad).unwrap_err().contains("not a MAC address"), "{bad}");
         }
     }
 }

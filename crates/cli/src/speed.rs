@@ -205,7 +205,7 @@ pub(crate) fn points(start: Instant, looks: &[SpeedSample]) -> Vec<[f64; 2]> {
     let point = |pair: &[SpeedSample]| {
         let [(from, before), (to, after)] = [pair[0], pair[1]];
         let guest = Duration::from_micros(after.t_us.saturating_sub(before.t_us));
-        // The guest's clock belongs to its count. A guest whose clock stood still did not run.
+        // The guest's clock belongs to its count. A guest whose clock did not advance did not run.
         let time = guest.max(to.saturating_duration_since(from).saturating_sub(CLOCKS_APART)).as_secs_f64();
         #[expect(clippy::cast_precision_loss, reason = "a rate for people")]
         let writes = after.writes.saturating_sub(before.writes) as f64;

@@ -17,11 +17,11 @@
 //! 3. The target claims the guest after it has read the commit and *before* it runs the guest. It
 //!    does so in every migration, because the target cannot know what the source has observed. The
 //!    source claims the guest before it resumes a guest that it has committed, unless the target
-//!    itself has said that it never ran the guest. Therefore a side that runs the guest after the
-//!    commit owns it, and the other side does not.
+//!    itself has said that it never ran the guest. Therefore the host that runs the guest after the
+//!    commit owns it, and its peer does not.
 //! 4. No clock is read. Any time may pass between a granted claim and the start of the guest, for
 //!    example in a process that was stopped for an hour. A granted claim stays granted: there is no
-//!    lease that could expire. A refused side gets the same answer after an hour as after a second.
+//!    lease that could expire. A refused host gets the same answer after an hour as after a second.
 //! 5. The register goes from `target` to `source` only at the target's own request, in which it
 //!    states that it has not run the guest and never will ([`ArbiterRequest::GiveBack`]). The
 //!    target first renounces the guest in its own memory, permanently, and then sends the request.

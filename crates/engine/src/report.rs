@@ -21,7 +21,7 @@ pub struct Report {
     /// Description of the error. `None` if there was none.
     pub error: Option<String>,
     /// True if the source owns the guest but could not resume it, as `error` says. The guest is
-    /// paused, and no other side runs it.
+    /// paused, and the target does not run it.
     #[serde(rename = "stands_still")]
     pub resume_failed: bool,
     /// True if the target refused a feature that the source asked for. The target has received
@@ -156,8 +156,8 @@ pub enum Ended {
     Failed {
         /// The reason.
         why: String,
-        /// True if the guest could not be resumed either. The guest is paused on the source, and no
-        /// other side runs it.
+        /// True if the guest could not be resumed either. The guest is paused on the source, and
+        /// the target does not run it.
         paused: bool,
     },
     /// The target was told to run the guest, and the source does not know whether it does. The

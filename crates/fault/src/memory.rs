@@ -70,8 +70,8 @@ struct Shard {
 /// Guest memory that is mapped in this process and whose pages may be missing.
 #[derive(Debug)]
 pub struct UffdMemory {
-    /// Not dropped while a guest lacks pages: closing a userfaultfd wakes the threads that wait for
-    /// pages, with zeros.
+    /// Not dropped while a guest has missing pages: closing a userfaultfd wakes the threads that
+    /// wait for pages, with zeros.
     shards: ManuallyDrop<Vec<Shard>>,
     map: ShardMap,
     /// Regions in the order in which they were given.
@@ -455,8 +455,8 @@ impl DemandPaging for UffdMemory {
 }
 
 impl Drop for UffdMemory {
-    /// Ends demand paging, unless the guest runs and lacks pages. Then the userfaultfds stay open
-    /// and the memory stays mapped for the life of the process: a thread that waits for a page
+    /// Ends demand paging, unless the guest runs and has missing pages. Then the userfaultfds stay
+    /// open and the memory stays mapped for the life of the process: a thread that waits for a page
     /// waits on, and reads no zeros in its place.
     fn drop(&mut self) {
         let begun = *self.begun.get_mut().unwrap_or_else(PoisonError::into_inner);

@@ -95,7 +95,7 @@ impl<'a> Dialer<'a> {
         }
         let reply = say_hello(&stream, hello, timeout).map_err(|source| {
             let uri = uri.clone();
-            // A target reports its opinion of this side's certificate only when this side reads.
+            // A target reports its opinion of the source's certificate only when the source reads.
             let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
             match tls {
                 Some(_) if !silent => MigrateError::Tls { uri, source },

@@ -3,7 +3,7 @@
 //!
 //! Each lane is a local socket. The rest of the engine uses the other end of the socket like any
 //! connection. No function waits, and the buffered bytes are bounded. A lane holds no more than the
-//! room that this side has given, and a lane that is read gets more room.
+//! room that the local end has given, and a lane that is read gets more room.
 
 use socket2::{Domain, Socket, Type};
 use std::collections::{BTreeMap, VecDeque};
@@ -20,13 +20,13 @@ const OUT_FULL: usize = 128 << 10;
 /// Number of bytes waiting for the peer from which on no more bytes of the peer are taken, because
 /// its pieces cause answers.
 pub(super) const OUT_MOST: usize = 1 << 20;
-/// Largest room that this side gives a lane: what a link of 1 GB/s carries in 4 ms.
+/// Largest room that the local end gives a lane: what a link of 1 GB/s carries in 4 ms.
 const ROOM_MOST: usize = 4 << 20;
 
 /// Lanes of a connection.
 #[derive(Debug)]
 pub(super) struct Lanes {
-    /// True if this side opens lanes, because it is the source.
+    /// True if the local end opens lanes, because it is the source.
     opens: bool,
     lanes: BTreeMap<u16, Lane>,
     /// Number of lanes that were opened so far.
@@ -171,7 +171,7 @@ impl Lanes {
         Self { opens, lanes, opened: 0, header, bytes: (0, 0), out: OutBuffer::default(), turn: 0 }
     }
 
-    /// Returns true if this side opens lanes.
+    /// Returns true if the local end opens lanes.
     pub(super) fn opens(&self) -> bool {
         self.opens
     }

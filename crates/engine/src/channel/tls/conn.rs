@@ -203,7 +203,7 @@ fn apply<Data>(
         Ok(ConnectionState::PeerClosed | ConnectionState::Closed) => Ok(Step::Closed),
         Ok(ConnectionState::BlockedHandshake) => Ok(Step::Blocked),
         // Servers of this crate do not offer early data. Other states would belong to features that
-        // this side did not request.
+        // the local end did not request.
         Ok(_) => Err(Error::General("the peer requests a TLS feature that this side does not offer".into())),
     };
     (discard, step)

@@ -120,7 +120,7 @@ fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'st
 impl Tls {
     /// Creates the settings from texts in PEM format.
     ///
-    /// - `certificate`: this side's certificate, followed by the intermediate certificates up to
+    /// - `certificate`: the local certificate, followed by the intermediate certificates up to
     ///   the authority, in that order.
     /// - `key`: the private key of the certificate.
     /// - `authorities`: the certificates of the authorities whose hosts are trusted.
