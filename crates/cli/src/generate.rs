@@ -89,7 +89,12 @@ statuses.
                 (line, empty) = (indent.to_owned(), true);
             }
             line.push_str(if empty { "" } else { " " });
-            line.push_str(word);
+            // An option in a sentence is code, and so is its value after `=`.
+            let option = word.trim_end_matches(['.', ',', ';', ')']);
+            match option.starts_with("--") {
+                true => write!(line, "`{option}`{}", &word[option.len()..]).unwrap(),
+                false => line.push_str(word),
+            }
             empty = false;
         }
         writeln!(page, "{line}").unwrap();
