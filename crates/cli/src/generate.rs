@@ -82,7 +82,7 @@ statuses.
 
     /// Appends `text`, wrapped. The first line begins with `first`, the others with `indent`.
     fn wrap(page: &mut String, first: &str, indent: &str, text: &str) {
-        let (mut line, mut empty) = (first.to_owned(), true);
+        let (mut line, mut empty, mut quoted) = (first.to_owned(), true, false);
         for word in text.split_whitespace() {
             if !empty && line.len() + 1 + word.len() > COLUMNS {
                 writeln!(page, "{line}").unwrap();
@@ -91,10 +91,11 @@ statuses.
             line.push_str(if empty { "" } else { " " });
             // An option in a sentence is code, and so is its value after `=`.
             let option = word.trim_end_matches(['.', ',', ';', ')']);
-            match option.starts_with("--") {
+            match option.starts_with("--") && !quoted {
                 true => write!(line, "`{option}`{}", &word[option.len()..]).unwrap(),
                 false => line.push_str(word),
             }
+            quoted ^= word.matches('`').count() % 2 == 1;
             empty = false;
         }
         writeln!(page, "{line}").unwrap();
