@@ -17,7 +17,7 @@
 //! | [`runner`] | run of the scenarios, each in a separate process with a time limit |
 //! | [`scenarios`] | scenarios of the lab |
 //! | [`violation`] | detection of system calls that vmferry's confinement forbids |
-//! | [`told`] | report of a Linux guest |
+//! | [`guest_report`] | report of a Linux guest |
 //! | [`summary`] | records as a table, as JSON, and as JUnit's XML |
 
 #![forbid(unsafe_code)]
