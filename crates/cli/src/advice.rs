@@ -4,8 +4,10 @@
 use crate::output;
 use serde_json::Value;
 use std::error::Error;
+use std::io::ErrorKind;
 use vmferry_client::Unreachable;
 use vmferry_confine::{ConfineError, JailError};
+use vmferry_control::ClientError;
 use vmferry_core::VmError;
 use vmferry_engine::{MigrateError, Uri};
 
@@ -161,12 +163,25 @@ pub(crate) fn advice(report: &Value, uri: &Uri) -> String {
 /// Libraries know no options.
 pub(crate) fn told(error: &anyhow::Error) -> String {
     let text = output::chain(error);
-    if let Some(Unreachable { path, .. }) = error.downcast_ref() {
+    if let Some(Unreachable { path, .. }) = error.downcast_ref()
+        && error.chain().any(is_absent)
+    {
         return format!("{text} (start it with: vmferry run --api {})", path.display());
     }
     match error.chain().find_map(options) {
         Some(options) => format!("{text} ({options})"),
         None => text,
+    }
+}
+
+/// Returns whether `error` means that no process listens at a control socket. A process that
+/// listens, but refuses this client or does not answer, need not be started.
+fn is_absent(error: &(dyn Error + 'static)) -> bool {
+    match error.downcast_ref() {
+        Some(ClientError::Connect(why)) => {
+            matches!(why.kind(), ErrorKind::NotFound | ErrorKind::ConnectionRefused)
+        }
+        _ => false,
     }
 }
 
@@ -261,6 +276,8 @@ mod tests {
     use super::*;
     use anyhow::Context;
     use serde_json::json;
+    use std::path::Path;
+    use vmferry_client::Client;
 
     #[test]
     fn every_failure_state_has_its_advice() {
@@ -316,6 +333,19 @@ mod tests {
         let plain = MigrateError::NotLoopback { uri: uri.to_string() };
         assert!(told(&plain.into()).ends_with("or --insecure)"));
         assert_eq!(told(&anyhow::anyhow!("b").context("a")), "a: b");
+    }
+
+    #[test]
+    fn absent_process_is_to_be_started() {
+        let told = |kind: ErrorKind| {
+            let unreachable = Client::connect(Path::new("/nonexistent/api")).unwrap_err();
+            let path = unreachable.downcast_ref::<Unreachable>().unwrap().clone();
+            super::told(&anyhow::Error::new(ClientError::Connect(kind.into())).context(path))
+        };
+        for kind in [ErrorKind::NotFound, ErrorKind::ConnectionRefused] {
+            assert!(told(kind).ends_with("(start it with: vmferry run --api /nonexistent/api)"));
+        }
+        assert!(!told(ErrorKind::PermissionDenied).contains("start it"));
     }
 
     #[test]
