@@ -4,6 +4,7 @@ use crate::Status;
 use crate::args::Cli;
 use anyhow::{Context, Result, bail};
 use clap::CommandFactory;
+use clap::builder::Resettable;
 use clap_complete::Shell;
 use std::io::Write;
 use std::path::Path;
@@ -54,12 +55,30 @@ pub(crate) fn man(folder: &Path) -> Result<Status> {
 }
 
 fn page(command: &clap::Command, folder: &Path) -> Result<()> {
-    let man = clap_mangen::Man::new(command.clone());
+    let examples = command.get_after_long_help().map(ToString::to_string).unwrap_or_default();
+    // clap_mangen would fill the lines of the examples like a paragraph.
+    let man = clap_mangen::Man::new(command.clone().after_long_help(Resettable::Reset));
     let path = folder.join(man.get_filename());
     let mut text = Vec::new();
     man.render(&mut text)?;
+    if !examples.is_empty() {
+        text.extend_from_slice(literal_section("EXAMPLES", &examples).as_bytes());
+    }
     text.extend_from_slice(EXIT_STATUS.as_bytes());
     std::fs::write(&path, text).with_context(|| format!("{}", path.display()))
+}
+
+/// Returns a section of a manual page whose lines stay as they are in `text`.
+fn literal_section(title: &str, text: &str) -> String {
+    let mut section = format!(".SH {title}\n.nf\n");
+    for line in text.trim_end().lines().filter(|line| *line != "Examples:") {
+        // At the start of a line, `.` and `'` would begin a macro.
+        let line = line.replace('\\', "\\e").replace('-', "\\-");
+        section.push_str(if line.starts_with(['.', '\'']) { "\\&" } else { "" });
+        section.push_str(&line);
+        section.push('\n');
+    }
+    section + ".fi\n"
 }
 
 #[cfg(test)]
@@ -171,8 +190,19 @@ statuses.
         }
     }
 
+    #[test]
+    fn examples_of_a_manual_page_keep_their_lines() {
+        let section = literal_section("EXAMPLES", "Examples:\n  vmferry run --cpus 2 \\\n  .hidden\n");
+        assert_eq!(
+            section,
+            ".SH EXAMPLES\n.nf\n  vmferry run \\-\\-cpus 2 \\e\n  .hidden\n.fi\n"
+        );
+        assert!(literal_section("A", ".b\n").contains("\n\\&.b\n"));
+    }
+
     /// `docs/cli.md` is this text. Run the test with `VMFERRY_UPDATE_DOCS=1` to write the page.
     #[test]
+    #[cfg(feature = "top")]
     fn reference_page_has_every_command_and_option() {
         let mut cli = Cli::command();
         cli.build();

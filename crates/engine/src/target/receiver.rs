@@ -43,7 +43,7 @@ pub(crate) struct Arrivals {
     mismatched_count: AtomicU64,
     pages: AtomicU64,
     compared: AtomicU64,
-    mismatched: AtomicU64,
+    differing: AtomicU64,
     samples: Mutex<Vec<RegionPage>>,
     /// True if memory is complete, or the guest is about to run: memory must not be written
     /// directly any more. Held for reading while a frame is taken.
@@ -84,7 +84,7 @@ impl Arrivals {
             mismatched_count: AtomicU64::new(0),
             pages: AtomicU64::new(0),
             compared: AtomicU64::new(0),
-            mismatched: AtomicU64::new(0),
+            differing: AtomicU64::new(0),
             samples: Mutex::new(Vec::new()),
             sealed: RwLock::new(false),
             pager: OnceLock::new(),
@@ -183,7 +183,7 @@ impl Arrivals {
     /// these.
     pub(crate) fn differences(&self) -> (u64, u64, Vec<RegionPage>) {
         let samples = self.samples.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
-        (self.compared.load(Ordering::Acquire), self.mismatched.load(Ordering::Acquire), samples)
+        (self.compared.load(Ordering::Acquire), self.differing.load(Ordering::Acquire), samples)
     }
 
     /// Returns the runs of pages that no frame has written.
@@ -210,7 +210,7 @@ impl Arrivals {
     }
 
     fn differs(&self, region: RegionId, page: u64) {
-        self.mismatched.fetch_add(1, Ordering::AcqRel);
+        self.differing.fetch_add(1, Ordering::AcqRel);
         let mut samples = self.samples.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         if samples.len() < MOST_SAMPLES {
             samples.push(RegionPage { region, page });
