@@ -1,5 +1,5 @@
-//! Moves a guest over connections that the caller creates, as a management daemon creates them for
-//! the VMMs of two hosts.
+//! Moves a guest over connections that the caller creates. A management daemon, for example, could
+//! create such connections for the VMMs of two hosts.
 //!
 //! A channel is a connected socket. `Connect::connect` passes the source's end to the engine, and
 //! `Accept::accept` passes the target's end.
@@ -22,7 +22,8 @@ use vmferry::{Accept, Arrival, Attempt, Connect, Connected, Ended, Listener, Mig
 /// run on two hosts.
 #[derive(Debug)]
 struct Daemon {
-    /// Connections that the target has not accepted yet. `door` has one byte for each.
+    /// Connections that the target has not accepted yet. For each of them, one byte can be read
+    /// from `door`.
     waiting: Mutex<VecDeque<OwnedFd>>,
     door: UnixStream,
     knock: UnixStream,
@@ -39,7 +40,7 @@ impl Connect for SourceEnd {
         "the daemon".into()
     }
 
-    /// Called for each channel. A postcopy that lost its link calls the function again.
+    /// The engine calls this function for each channel, and again if a postcopy has lost its link.
     fn connect(&self, attempt: &Attempt<'_>) -> io::Result<Connected> {
         let (here, there) = UnixStream::pair()?;
         println!("a connection for {:?} {}", attempt.role(), attempt.index());
@@ -61,7 +62,8 @@ impl Accept for TargetEnd {
         "the daemon".into()
     }
 
-    /// Called when `door` is readable. Fails with `WouldBlock` when `door` is not readable.
+    /// The engine calls this function when `door` is readable. Otherwise the function fails with
+    /// `WouldBlock`.
     fn accept(&self) -> io::Result<Option<OwnedFd>> {
         (&self.0.door).read_exact(&mut [0])?;
         Ok(self.0.waiting.lock().expect("no thread panics while it holds the lock").pop_front())
@@ -72,8 +74,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (door, knock) = UnixStream::pair()?;
     door.set_nonblocking(true)?;
     let daemon = Arc::new(Daemon { waiting: Mutex::default(), door, knock });
-    // `false`: the listener accepts no connections of other hosts. `Listener::through_encrypted`
-    // may accept them.
+    // With `false`, the listener closes connections from other hosts, because the channels are not
+    // encrypted. `Listener::through_encrypted` accepts them.
     let listener = Listener::through(TargetEnd(Arc::clone(&daemon)), false)?;
     let mut source = Machine::new(true);
     let (report, target) = std::thread::scope(|scope| {

@@ -1,5 +1,6 @@
-//! Example VMM on `kvm-ioctls` and `vm-memory` that boots a guest and moves it to a second VM over
-//! a Unix socket. The guest stamps every page that it writes, and checks all stamps on the target.
+//! Example VMM based on `kvm-ioctls` and `vm-memory` that boots a guest and moves it to a second VM
+//! over a Unix socket. The guest stamps every page that it writes, and checks all stamps on the
+//! target.
 //!
 //! ```sh
 //! cargo run --release -p vmferry --features kvm,vm-memory,fault --example vm_memory
@@ -40,7 +41,7 @@ const WORKLOAD: &str = "uniform,ws=16M,rate=50k,fill=random";
 /// Maximum time for each step of the guest.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-// Addresses of a PC, and addresses of the boot data.
+// Addresses that a PC defines, and addresses at which this VMM puts the boot data.
 const SERIAL: u16 = 0x3f8;
 const SERIAL_STATUS: u16 = SERIAL + 5;
 const TRANSMITTER_EMPTY: u8 = 0x20;
@@ -161,7 +162,7 @@ impl Machine {
     }
 }
 
-/// Handles an exit of the vCPU. To end the guest, the result has the reason.
+/// Handles an exit of the vCPU. Returns `Break` with the reason if the guest must end.
 fn handle_exit(exit: VcpuExit<'_>, serial: &Mutex<Vec<u8>>) -> ControlFlow<String> {
     match exit {
         VcpuExit::IoOut(SERIAL, data) => {
@@ -256,7 +257,7 @@ fn main() -> Result<()> {
     let (report, target) = std::thread::scope(|scope| {
         let target = scope.spawn(|| {
             let mut vm = Machine::new(&kvm, true)?;
-            // After a precopy no page is missing (`Received::rest`).
+            // After a precopy no page is missing, so `Received::postcopy` is `None`.
             let _ = receive(&mut vm, &listener, &Arrival::new(Settings::default().peer_timeout))?;
             Ok::<_, Box<dyn std::error::Error + Send + Sync>>(vm)
         });

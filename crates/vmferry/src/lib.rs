@@ -1,9 +1,10 @@
 //! Live migration for any VMM.
 //!
-//! A VMM provides its guest's memory, vCPUs and devices. This crate moves the guest to another
-//! process or another host while the guest runs: precopy, postcopy or a hybrid of both, over
-//! several channels, with bounded downtime. The crate does not depend on KVM or a device model: a
-//! VMM implements a few traits.
+//! A VMM provides the memory, vCPUs and devices of its guest. This crate moves the running guest to
+//! another process or another host by precopy, postcopy or a hybrid of both. Pages are sent over
+//! several channels in parallel, and the caller sets a limit for the downtime. The crate does not
+//! depend on KVM or on a device model, because a VMM connects its guest to the engine by
+//! implementing a few traits.
 //!
 //! # Source and target
 //!
@@ -29,58 +30,61 @@
 //! ```
 //!
 //! The target implements [`TargetVm`] and calls [`receive`], which returns once the guest runs on
-//! the target. A target that creates its VM only when a guest arrives calls [`Incoming::accept`],
-//! creates its VM from the source's announcement, and calls [`Incoming::receive`].
+//! the target. A target that creates its VM only when a guest arrives calls [`Incoming::accept`]
+//! instead. It then creates the VM from the source's announcement, and calls [`Incoming::receive`].
 //!
 //! # What a VMM implements
 //!
-//! | trait | side | needed for |
+//! | trait | implemented by | needed for |
 //! |---|---|---|
-//! | [`GuestMemory`] | both | every migration. [`MappedMemory`] serves memory that is mapped in this process, and the feature `vm-memory` a `GuestMemoryMmap` |
-//! | [`Migratable`] | both | every migration |
+//! | [`GuestMemory`] | source, target | every migration. [`MappedMemory`] implements it for memory that is mapped in this process, and the feature `vm-memory` for a `GuestMemoryMmap` |
+//! | [`Migratable`] | source, target | every migration |
 //! | [`SourceVm`] | source | every migration |
-//! | [`DirtyTracker`], [`Protect`] | source | every migration. The feature `dirty` has trackers for KVM and for write protection |
+//! | [`DirtyTracker`], [`Protect`] | source | every migration. The feature `dirty` provides trackers for KVM, and one that write-protects pages |
 //! | [`TargetVm`] | target | every migration |
-//! | [`DemandPaging`] | target | postcopy and lazy restores. The feature `fault` has it for userfaultfd |
+//! | [`DemandPaging`] | target | postcopy and on-demand restores. The feature `fault` implements it with userfaultfd |
 //! | [`FreePages`] | source | skipping free pages |
 //!
-//! The example `embed` is a complete VMM in about 150 lines, and `transport` moves its guest over
-//! connections that the caller creates. The example `vm_memory` is a VMM on `kvm-ioctls` and
-//! `vm-memory` that boots a guest and moves it. It uses `kvm::Guest` for everything that is in KVM.
+//! The example `embed` is a complete VMM in about 150 lines, and `transport` moves the guest of the
+//! same VMM over connections that the caller creates. The example `vm_memory` is a VMM based on
+//! `kvm-ioctls` and `vm-memory` that boots a guest and moves it. This VMM uses `kvm::Guest` for all
+//! state that is in KVM.
 //!
 //! # Connections
 //!
-//! A [`Uri`] names a TCP port or a Unix socket. A caller that creates its own connections
-//! implements [`Connect`] for [`Migration::through`], and [`Accept`] for [`Listener::through`]. For
-//! sockets that are already connected, use [`Sockets`] with [`Migration::over`], and
-//! [`Listener::passed`].
+//! A [`Uri`] names a TCP port or a Unix socket. If you create the connections yourself, implement
+//! [`Connect`] on the source and pass it to [`Migration::through`], and implement [`Accept`] on the
+//! target and pass it to [`Listener::through`]. If the sockets are already connected, pass
+//! [`Sockets`] to [`Migration::over`] on the source, and use [`Listener::passed`] on the target.
 //!
 //! # Event loops of devices
 //!
-//! Once a guest has left, the source must not handle any event of its devices. [`Park`] helps with
-//! this.
+//! After a guest has left, the source must not handle any further event of the guest's devices,
+//! because the event could, for example, write to a disk that the target now owns. [`Park`] stops
+//! the event loops of devices in time.
 //!
 //! # Features
 //!
 //! | feature | default | what it adds |
 //! |---|---|---|
 //! | `ring` | yes | `tls`, with `ring` as the cryptography provider |
-//! | `tls` | with `ring` | `Tls`: encrypted channels by [rustls](https://docs.rs/rustls), with a cryptography provider that the caller passes or installs |
-//! | `dirty` | no | trackers of dirty pages for KVM and for write protection |
-//! | `fault` | no | demand paging by userfaultfd, for postcopy and lazy restores |
-//! | `kvm` | no | what a VMM on `kvm-ioctls` needs: state of vCPUs and VM, memory slots, CPU features, pausing vCPUs |
-//! | `vm-memory` | no | memory of the crate `vm-memory` as the guest's memory |
+//! | `tls` | with `ring` | `Tls`: encrypted channels with [rustls](https://docs.rs/rustls), with a cryptography provider that the caller passes or installs |
+//! | `dirty` | no | dirty page trackers for KVM, and one that write-protects pages |
+//! | `fault` | no | demand paging with userfaultfd, for postcopy and on-demand restores |
+//! | `kvm` | no | what a VMM on `kvm-ioctls` needs: state of vCPUs and VM, memory slots, CPU features, pausing vCPUs. Includes `dirty` |
+//! | `vm-memory` | no | a `GuestMemoryMmap` of the crate `vm-memory` as guest memory. Includes `dirty` |
 //!
-//! The examples in the documentation of re-exported items name the original crates. In a program
-//! that depends on `vmferry` only, write `vmferry` for `vmferry_core` and `vmferry_engine`,
-//! `vmferry::kvm` for `vmferry_kvm`, `vmferry::dirty` for `vmferry_dirty`, and `vmferry::fault` for
-//! `vmferry_fault`.
+//! The examples in the documentation of re-exported items use the names of the crates that define
+//! these items. In a program that depends only on `vmferry`, write `vmferry` for `vmferry_core` and
+//! `vmferry_engine`, `vmferry::kvm` for `vmferry_kvm`, `vmferry::dirty` for `vmferry_dirty`, and
+//! `vmferry::fault` for `vmferry_fault`.
 //!
 //! # Threads
 //!
-//! [`Migration::run`] and [`receive`] block, and call the VM on the caller's thread only, so a VM
-//! need not be `Send`. The engine starts its own threads for the channels. [`on_thread_start`] lets
-//! the VMM bind each of them to processors or confine them.
+//! [`Migration::run`] and [`receive`] block the calling thread. They call the methods of
+//! [`SourceVm`] and [`TargetVm`] only on that thread, so a VM need not be `Send`. The engine starts
+//! additional threads for the channels. With [`on_thread_start`], the VMM can bind each of these
+//! threads to processors, or confine the thread with a seccomp filter.
 
 mod migration;
 #[cfg(feature = "vm-memory")]
@@ -88,7 +92,7 @@ pub mod vm_memory;
 
 pub use migration::Migration;
 
-/// Sets of pages.
+/// Bitmaps that hold sets of pages.
 pub mod bitmap {
     pub use vmferry_bitmap::{AtomicBitmap, Bitmap};
 }

@@ -11,9 +11,9 @@ use vmferry_engine::{
     Sockets, Uri, migrate,
 };
 
-/// Migration to one target. [`run`](Self::run) moves the guest.
+/// Migration of a guest to one target. [`run`](Self::run) performs the migration.
 ///
-/// Settings that are not set have the defaults of [`Settings`].
+/// Every setting has the default of [`Settings`] until a method changes it.
 #[derive(Debug, Clone)]
 #[must_use = "a migration does nothing before it runs"]
 pub struct Migration {
@@ -41,7 +41,7 @@ impl Migration {
         Self::through(sockets)
     }
 
-    /// Replaces all settings.
+    /// Replaces all settings, including those that were changed before.
     pub fn settings(self, settings: Settings) -> Self {
         Self { settings, ..self }
     }
@@ -51,56 +51,60 @@ impl Migration {
         self
     }
 
-    /// Sets the moment at which the guest moves to the target: precopy, postcopy or hybrid.
+    /// Sets the migration mode, which decides whether the guest moves before or after its memory:
+    /// precopy (the default), postcopy or hybrid.
     pub fn mode(self, mode: MigrationMode) -> Self {
         self.set(|settings| settings.mode = mode)
     }
 
-    /// Sets the maximum downtime of the guest.
+    /// Sets the largest acceptable downtime. The source pauses the guest for the switchover once
+    /// the predicted downtime is within `limit`. Default: 300 ms.
     pub fn downtime_limit(self, limit: Duration) -> Self {
         self.set(|settings| settings.downtime_limit = limit)
     }
 
-    /// Sets the number of parallel channels for pages, 1 to [`Settings::MAX_CHANNELS`].
+    /// Sets the number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
     pub fn channels(self, channels: u16) -> Self {
         self.set(|settings| settings.channels = channels)
     }
 
-    /// Sets the bandwidth limit in bytes per second, for all channels together.
+    /// Sets the bandwidth limit of all channels together, in bytes per second. Default: no limit.
     pub fn max_bandwidth(self, bytes_per_second: u64) -> Self {
         self.set(|settings| settings.max_bandwidth = Some(bytes_per_second))
     }
 
-    /// Sets the maximum duration of the migration and the action that is taken when it expires.
+    /// Sets the maximum duration of the migration, and the action taken when `timeout` expires.
+    /// Default: no maximum.
     pub fn timeout(self, timeout: Duration, then: OnTimeout) -> Self {
         self.set(|settings| (settings.timeout, settings.on_timeout) = (Some(timeout), then))
     }
 
-    /// Sets the vCPUs that may be throttled if the guest dirties pages faster than the link carries
-    /// them.
+    /// Sets the vCPUs that may be throttled if the guest dirties pages faster than the link can
+    /// carry them. Default: none.
     pub fn auto_converge(self, which: AutoConverge) -> Self {
         self.set(|settings| settings.auto_converge = which)
     }
 
-    /// Sets whether the digests of all pages on source and target are compared while the guest is
-    /// paused.
+    /// Sets whether the digest of every page is compared between source and target. Pages are
+    /// compared while the guest is paused. In postcopy, each missing page is compared when it
+    /// arrives. Default: false.
     pub fn verify(self, verify: bool) -> Self {
         self.set(|settings| settings.verify = verify)
     }
 
-    /// Sets the time of silence after which the target counts as lost.
+    /// Sets the time without a message after which the target is considered lost. Default: 10 s.
     pub fn peer_timeout(self, timeout: Duration) -> Self {
         self.set(|settings| settings.peer_timeout = timeout)
     }
 
-    /// Encrypts all channels, to a target that `tls` trusts.
+    /// Encrypts all channels. `tls` decides which targets are trusted.
     #[cfg(feature = "tls")]
     pub fn tls(self, tls: Tls) -> Self {
         self.set(|settings| settings.tls = Some(tls))
     }
 
-    /// Permits unencrypted connections to other hosts. Any host on the path can read and change the
-    /// data.
+    /// Permits unencrypted connections to other hosts. Every host on the network path can then read
+    /// and change the data.
     pub fn insecure(self) -> Self {
         self.set(|settings| settings.insecure = true)
     }
@@ -111,7 +115,7 @@ impl Migration {
         self.set(|settings| settings.arbiter = Some(arbiter))
     }
 
-    /// Sets the tracker of dirty pages. Without this setting, the VM chooses.
+    /// Sets the kind of dirty page tracker. Without this setting, the VM chooses the kind.
     pub fn tracker(self, kind: TrackerKind) -> Self {
         Self { tracker: Some(kind), ..self }
     }
@@ -122,13 +126,14 @@ impl Migration {
         Arc::clone(&self.handle)
     }
 
-    /// Moves the guest of `vm`, and blocks until the migration has ended. [`Report::ended`] says
-    /// which host owns the guest.
+    /// Moves the guest of `vm`, and blocks until the migration has ended. Afterwards,
+    /// [`Report::ended`] says which host owns the guest.
     ///
     /// # Errors
-    /// Returns an error if the migration did not begin: the target cannot be reached or does not
-    /// accept the connection, or the settings are invalid. The guest was not affected. A target
-    /// that refuses the guest, for example because of its machine, is reported as
+    /// Returns an error if the migration did not begin, because the settings are invalid, the VM
+    /// does not provide the tracker, or the target cannot be reached or does not accept the
+    /// connection. The guest is not affected. If the target accepts the connection but refuses the
+    /// guest, for example because its machine differs, the report says
     /// [`Ended::Failed`](crate::Ended::Failed).
     pub fn run(self, vm: &mut dyn SourceVm) -> Result<Report, MigrateError> {
         migrate(vm, &*self.connector, self.tracker, &self.settings, &self.handle)

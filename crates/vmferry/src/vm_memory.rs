@@ -1,7 +1,7 @@
-//! Guest memory of the crate `vm-memory`.
+//! Guest memory that the crate `vm-memory` maps.
 //!
-//! [`VmMemory`] provides a `GuestMemoryMmap` to the engine and to trackers. No `unsafe` code is
-//! needed: `vm-memory` owns the mappings and reports their backing.
+//! [`VmMemory`] makes a `GuestMemoryMmap` available to the engine and to trackers. The VMM needs no
+//! `unsafe` code for this, because `vm-memory` owns the mappings and reports their backing.
 //!
 //! ```
 //! use vm_memory::bitmap::AtomicBitmap;
@@ -31,51 +31,55 @@ use vmferry_core::{
 };
 use vmferry_dirty::{Backing, MappedRegion, Marks};
 
-/// Error of a `GuestMemoryMmap` that cannot be the guest memory of a migration.
+/// Reason why a `GuestMemoryMmap` cannot be used as guest memory in a migration.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum VmMemoryError {
-    /// The regions cannot be the memory of one guest, for example because a region is not whole
-    /// pages of 4 KiB.
+    /// The regions do not form a valid [`Layout`], for example because the length of a region is
+    /// not a multiple of 4 KiB.
     #[error(transparent)]
     Layout(#[from] LayoutError),
-    /// A region is not mapped readable and writable, or not at a page boundary.
+    /// A region is not mapped readable and writable, or its mapping does not start at a page
+    /// boundary.
     #[error("{region} is mapped with protection {prot:#x}; map it readable, writable and at a page boundary")]
     Mapping {
-        /// Number of the region, by guest-physical address.
+        /// Number of the region, counted from 0 in the order of guest-physical addresses.
         region: RegionId,
         /// Protection that `vm-memory` reports for the region (`PROT_*`).
         prot: i32,
     },
-    /// The marks of a region do not have one bit for each page of 4 KiB.
+    /// The bitmap of a region does not have exactly one bit for each page of 4 KiB.
     #[error("{region} has {pages} pages and a bitmap of {bits}; make the bitmap with pages of 4 KiB")]
     Bitmap {
-        /// Number of the region, by guest-physical address.
+        /// Number of the region, counted from 0 in the order of guest-physical addresses.
         region: RegionId,
         /// Number of pages of the region.
         pages: u64,
-        /// Number of pages of the bitmap.
+        /// Number of bits of the bitmap.
         bits: u64,
     },
 }
 
-/// `GuestMemoryMmap` as the guest memory of a migration.
+/// A `GuestMemoryMmap` that serves as guest memory in a migration.
 ///
-/// Regions are numbered from 0, by guest-physical address. One KVM memory slot with the same number
-/// for each region is suitable for all trackers (`vmferry::kvm::KvmVm` creates such slots).
+/// Regions are numbered from 0 in the order of their guest-physical addresses. If you use a KVM
+/// tracker, create one memory slot for each region, with the number of the region.
+/// `vmferry::kvm::KvmVm` creates such slots.
 ///
-/// A page that the guest has never touched is neither read nor sent. [`GuestMemory::touched`]
-/// detects such pages in anonymous memory and in files on tmpfs, which include memfds, if
-/// `vm-memory` has created the mapping. Every page of other memory counts as touched.
+/// The source neither reads nor sends a page that was never touched. [`GuestMemory::touched`]
+/// detects such pages if `vm-memory` created the mapping, and if the memory is private anonymous
+/// memory or a shared file on tmpfs, such as a memfd. In other memory, including explicit huge
+/// pages (`MAP_HUGETLB`), every page counts as touched.
 ///
 /// | bitmap `B` | constructor | writes of the VMM |
 /// |---|---|---|
 /// | `AtomicBitmap` | [`new`](VmMemory::new) | `vm-memory` records them, and trackers harvest its bitmap |
-/// | `()` | [`without_marks`](VmMemory::without_marks) | not recorded: for a VMM without devices, or with a tracker that detects all writes of the process (`WpTracker`) |
-/// | another | [`with_marks`](VmMemory::with_marks) | the [`Marks`] of the VMM record them |
+/// | `()` | [`without_marks`](VmMemory::without_marks) | not recorded. Use it for a VMM without devices, or with a tracker that detects all writes of the process (`WpTracker`) |
+/// | another type | [`with_marks`](VmMemory::with_marks) | the [`Marks`] that the VMM provides record them |
 ///
-/// A tracker clears the marks that it harvests. A VMM that also uses the bitmap itself, for example
-/// for differential snapshots, sets [`MappedRegion::returned_pages`].
+/// A tracker clears the marks that it harvests. If the VMM also needs the marks itself, for example
+/// for differential snapshots, set [`MappedRegion::returned_pages`] in the regions that you pass to
+/// the tracker.
 #[derive(Debug)]
 pub struct VmMemory<B = ()> {
     memory: GuestMemoryMmap<B>,
@@ -85,7 +89,7 @@ pub struct VmMemory<B = ()> {
     regions: Vec<MappedRegion>,
 }
 
-/// Bitmap of a mapping, as a source of marks.
+/// Bitmap of a mapping, as the marks of its region.
 #[derive(Debug)]
 struct BitmapMarks(Arc<MmapRegion<AtomicBitmap>>);
 
@@ -95,19 +99,18 @@ impl Marks for BitmapMarks {
     }
 
     fn harvest(&self, dirty: &mut Bitmap) {
-        // `vm-memory` writes first and marks then. Both its mark and this harvest are sequentially
-        // consistent.
+        // `vm-memory` writes the bytes first and sets the mark afterwards. Both setting the mark
+        // and this harvest are sequentially consistent.
         dirty.union_words(&self.0.bitmap().get_and_reset());
     }
 }
 
 impl VmMemory<AtomicBitmap> {
-    /// Creates guest memory from `memory`, with its bitmaps as the marks of the pages that the VMM
-    /// writes.
+    /// Creates guest memory from `memory`, whose bitmaps record the pages that the VMM writes.
     ///
     /// # Errors
-    /// Returns [`VmMemoryError`] if a region cannot be moved, or its bitmap does not have pages of
-    /// 4 KiB.
+    /// Returns [`VmMemoryError`] if a region cannot be moved, or if its bitmap does not have
+    /// exactly one bit for each page of 4 KiB.
     pub fn new(memory: GuestMemoryMmap<AtomicBitmap>) -> Result<Self, VmMemoryError> {
         Self::with_marks(memory, |mapping| Some(Arc::new(BitmapMarks(Arc::clone(mapping)))))
     }
@@ -122,11 +125,14 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
         Self::with_marks(memory, |_| None)
     }
 
-    /// Creates guest memory from `memory`. For the mapping of each region, `marks` returns the
-    /// source of marks for the pages that the VMM writes.
+    /// Creates guest memory from `memory`, with [`Marks`] that the caller provides.
+    ///
+    /// `marks` is called with the mapping of each region. It returns the [`Marks`] that record the
+    /// pages which the VMM writes in this region, or `None` if these writes are not recorded.
     ///
     /// # Errors
-    /// Returns [`VmMemoryError`] if a region cannot be moved, or its marks have another length.
+    /// Returns [`VmMemoryError`] if a region cannot be moved, or if its marks do not cover exactly
+    /// the pages of the region.
     pub fn with_marks(
         memory: GuestMemoryMmap<B>,
         marks: impl Fn(&Arc<MmapRegion<B>>) -> Option<Arc<dyn Marks>>,
@@ -145,32 +151,34 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
         Ok(Self { memory, layout: Layout::new(layout)?, mappings, regions })
     }
 
-    /// Returns the memory, for device models and loaders.
+    /// Returns the underlying `GuestMemoryMmap`, for device models and loaders.
     #[must_use]
     pub fn memory(&self) -> &GuestMemoryMmap<B> {
         &self.memory
     }
 
-    /// Returns the regions by guest-physical address, for trackers such as `WpTracker`.
+    /// Returns the regions in the order of their guest-physical addresses, for trackers such as
+    /// `WpTracker`.
     #[must_use]
     pub fn regions(&self) -> &[MappedRegion] {
         &self.regions
     }
 
-    /// Returns the source of marks of region `id`, for `vmferry::kvm::KvmVm`.
+    /// Returns the marks of region `id`, for `vmferry::kvm::KvmVm`. Returns `None` if there is no
+    /// such region, or if its writes are not recorded.
     #[must_use]
     pub fn marks(&self, id: RegionId) -> Option<Arc<dyn Marks>> {
         self.layout.position(id).and_then(|at| self.regions[at].marks.clone())
     }
 
-    /// Returns demand paging for this memory, which postcopy and lazy restores need.
-    /// [`TargetVm::demand_paging`] returns the result.
+    /// Creates demand paging for this memory, which postcopy and on-demand restores need. Return
+    /// the result from [`TargetVm::demand_paging`].
     ///
     /// [`TargetVm::demand_paging`]: vmferry_core::TargetVm::demand_paging
     ///
     /// # Errors
-    /// Returns an error if this host does not support demand paging for this memory, or a region is
-    /// neither anonymous nor on tmpfs.
+    /// Returns an error if this host does not support demand paging for this memory, or if a region
+    /// is neither private anonymous memory nor a shared file on tmpfs that `vm-memory` mapped.
     #[cfg(feature = "fault")]
     pub fn demand_paging(
         self: &Arc<Self>,
@@ -184,7 +192,8 @@ impl<B: DirtyBitmap + Send + Sync + 'static> VmMemory<B> {
         memory.map_err(VmError::new)
     }
 
-    /// Returns the position of region `id` if it has the pages of `run`.
+    /// Returns the index of region `id` in the layout, or an error if the region does not contain
+    /// all pages of `run`.
     fn position(&self, id: RegionId, run: PageRun) -> Result<usize, VmError> {
         let position = self.layout.position(id).filter(|at| run.end() <= self.layout.regions()[*at].pages());
         position.ok_or_else(|| VmError::new(format!("{id} has no {run}")))
@@ -249,7 +258,7 @@ fn backing<B: DirtyBitmap>(mapping: &MmapRegion<B>) -> Backing {
     }
 }
 
-/// Returns the backing of a file on tmpfs, which reports its written pages.
+/// Returns the backing of `file` if the file is on tmpfs, which reports its written pages.
 fn tmpfs(file: &FileOffset) -> Option<Backing> {
     let found = rustix::fs::fstatfs(file.file()).ok()?;
     if found.f_type != libc::TMPFS_MAGIC {

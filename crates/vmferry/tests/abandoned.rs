@@ -1,4 +1,4 @@
-//! A guest whose pages never come: its source has died in postcopy.
+//! A guest whose missing pages never arrive, because its source has died in postcopy.
 #![cfg(all(feature = "kvm", feature = "vm-memory", feature = "fault", target_arch = "x86_64"))]
 
 use std::ops::ControlFlow;
@@ -17,7 +17,7 @@ use vmferry_testkit::{Need, PATIENCE, skip, wait};
 
 const MEMORY: usize = 64 << 12;
 const CODE: u64 = 0x1000;
-/// The page that never comes.
+/// The page that never arrives.
 const MISSING: PageIndex = PageIndex(8);
 /// `out dx, al; mov eax, [MISSING]; out dx, eax; hlt`, in 32-bit code.
 const PROGRAM: [u8; 8] = [0xee, 0xa1, 0x00, 0x80, 0x00, 0x00, 0xef, 0xf4];

@@ -24,8 +24,8 @@ struct Board {
     pages: &'static [Page],
     dirty: AtomicBitmap,
     writes: AtomicU64,
-    /// Flag that allows the vCPU to run. The vCPU runs while it holds this lock and the value is
-    /// true. A thread that sets the value to false has paused the vCPU.
+    /// Flag that allows the vCPU to run. The vCPU runs only while it holds this lock and the value
+    /// is true. Therefore a thread that has set the value to false has paused the vCPU.
     running: Mutex<bool>,
     power: AtomicBool,
 }
@@ -47,7 +47,7 @@ impl Board {
     }
 }
 
-/// Tracker. A harvest takes the marks, and a later write marks its page again, so `protect` has
+/// Tracker that harvests the marks of a board. A later write marks its page again, so `protect` has
 /// nothing to do.
 struct Marks(Arc<Board>);
 
@@ -87,7 +87,7 @@ impl Machine {
         std::thread::spawn(move || vcpu.run_vcpu());
         Self { board, memory: Arc::new(mapped.expect("one whole region")) }
     }
-    /// Returns the number of writes of the guest that its memory shows.
+    /// Returns the number of guest writes that the memory contains.
     pub(crate) fn counted(&self) -> u64 {
         self.board.pages.iter().map(|page| page.0[0].load(Relaxed)).sum()
     }
