@@ -14,8 +14,8 @@ impl fmt::Display for Gpa {
     }
 }
 
-/// Number of a region of guest memory, unique within one migration. On KVM it is the number of the
-/// memory slot.
+/// Number of a region of guest memory, unique among the regions of a guest. With KVM, this is the
+/// number of the memory slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
 pub struct RegionId(pub u32);
 
@@ -59,8 +59,8 @@ impl PageRun {
         Self { first, count }
     }
 
-    /// Returns the index after the last page. Saturates at `u64::MAX`, so that a range check of a
-    /// run that is too long fails.
+    /// Returns the index of the page after the last one. The result saturates at `u64::MAX`, so
+    /// that a bounds check rejects a run that is too long.
     #[must_use]
     pub fn end(self) -> u64 {
         self.first.0.saturating_add(self.count)
@@ -72,7 +72,7 @@ impl PageRun {
         self.first.0..self.end()
     }
 
-    /// Returns the length of the run in bytes. Saturates for a run that no region can hold.
+    /// Returns the length of the run in bytes. The result saturates at `u64::MAX`.
     #[must_use]
     pub fn bytes(self) -> u64 {
         self.count.saturating_mul(1 << PAGE_SHIFT)

@@ -1,17 +1,18 @@
-//! Lists and texts whose length is checked while they are decoded.
+//! Decoding of lists and strings with a limit on their length.
 //!
-//! The check is needed because a short message can otherwise allocate much memory: an empty text in
-//! a list takes 1 byte of the message and 24 bytes of memory in the receiver.
+//! Without a limit, a short message could make the receiver allocate a lot of memory, because an
+//! empty string in a list takes 1 byte of the message but 24 bytes of memory.
 
 use serde::de::{Deserialize, Deserializer, Error, SeqAccess, Visitor};
 use std::fmt;
 use std::marker::PhantomData;
 
-/// Maximum length of the kind of a machine, and of each of its names and values, in bytes.
+/// Maximum length of a name in bytes. The limit applies to the strings in a
+/// [`MachineConfig`](crate::MachineConfig), and to the names of sections and streams.
 pub const MAX_NAME_BYTES: usize = 1024;
-/// Maximum number of a machine's further properties.
+/// Maximum number of properties in [`MachineConfig::extra`](crate::MachineConfig::extra).
 pub const MAX_PROPERTIES: usize = 256;
-/// Maximum number of a machine's processor features.
+/// Maximum number of names in [`MachineConfig::features`](crate::MachineConfig::features).
 pub const MAX_FEATURES: usize = 4096;
 
 struct List<T, const MOST: usize>(PhantomData<T>);
@@ -36,10 +37,11 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for List<T, MOST>
     }
 }
 
-/// Decodes a list of at most `MOST` items: `#[serde(deserialize_with = "list::<_, _, MOST>")]`.
+/// Decodes a list of at most `MOST` items. Use it as
+/// `#[serde(deserialize_with = "list::<_, _, MOST>")]`.
 ///
 /// # Errors
-/// If the list is longer or an item is not valid.
+/// If the list has more than `MOST` items, or an item is not valid.
 pub fn list<'de, T: Deserialize<'de>, D: Deserializer<'de>, const MOST: usize>(
     deserializer: D,
 ) -> Result<Vec<T>, D::Error> {
@@ -63,15 +65,15 @@ impl Visitor<'_> for Name {
     }
 }
 
-/// Decodes a text of at most [`MAX_NAME_BYTES`].
+/// Decodes a string of at most [`MAX_NAME_BYTES`] bytes.
 ///
 /// # Errors
-/// If the text is longer.
+/// If the string is longer.
 pub fn name<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     deserializer.deserialize_str(Name)
 }
 
-/// Text of at most [`MAX_NAME_BYTES`] as an item of a list.
+/// String of at most [`MAX_NAME_BYTES`] bytes, as an item of a list.
 #[derive(serde::Deserialize)]
 struct Named(#[serde(deserialize_with = "name")] String);
 

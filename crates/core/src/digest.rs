@@ -4,8 +4,10 @@ use crate::{PAGE_BYTES, fold};
 use crc_fast::{CrcAlgorithm, checksum};
 use std::sync::LazyLock;
 
-/// Digest of a page: the CRC-64/NVME of its bytes. The digest finds damage by a network, by a disk
-/// or by a defect of the program. It does not protect against an attacker.
+/// Digest of a page: the CRC-64/NVME of its bytes.
+///
+/// The digest detects corruption by the network, by a disk or by a defect in the program. It does
+/// not protect against an attacker, who can change a page without changing the digest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageDigest(pub u64);
 
@@ -36,7 +38,7 @@ impl PageDigest {
         Some(Self(remainder ^ ZERO_PAGE.0))
     }
 
-    /// Returns the digest of `page`.
+    /// Returns the digest of `page`, the bytes of a whole page.
     #[must_use]
     pub fn of(page: &[u8]) -> Self {
         Self(checksum(CrcAlgorithm::Crc64Nvme, page))

@@ -1,12 +1,12 @@
 //! CRC remainder of a page that is read directly from live memory.
 //!
-//! The CRC library takes a `&[u8]`, which guest memory cannot be, so its pages would have to be
-//! copied first. The copy costs half as much as the digest. A CRC is the remainder of the page,
-//! taken as a polynomial. A block can be *folded* onto the block behind it without changing that
-//! remainder (Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ", Intel
-//! 2009). This module folds a page onto its last 16 bytes by vector loads, which need only an
-//! address. The library stays the reference: it computes the digest on all other CPUs, and the
-//! tests compare the two.
+//! The CRC library takes a `&[u8]`. No such reference to guest memory may exist, so each page would
+//! have to be copied first, which costs half as much as the digest. A CRC is the remainder of the
+//! page, taken as a polynomial. A block can be *folded* onto the block that follows it without
+//! changing that remainder (Gopal et al., "Fast CRC Computation for Generic Polynomials Using
+//! PCLMULQDQ", Intel 2009). This module folds a page onto its last 16 bytes by vector loads, which
+//! need only an address. The library computes the digest on all CPUs that cannot fold, and the
+//! tests compare both results.
 //!
 //! Polynomials are reversed, as in the definition of the CRC: the lowest bit is the highest power.
 
@@ -102,7 +102,7 @@ mod x86 {
     const BY_128: i64 = power_of_x(127).cast_signed();
     const RECIPROCAL: i64 = reciprocal().cast_signed();
 
-    /// Prefetches a cache line that is read soon.
+    /// Prefetches a cache line that will be read soon.
     #[inline]
     fn prefetch(at: *const u8) {
         #![allow(unused_unsafe, reason = "the intrinsic is unsafe in older versions of Rust")]
@@ -128,8 +128,8 @@ mod x86 {
     /// Returns the page at `from`, times x^64, modulo the generator. Prefetches the page at `next`,
     /// because the hardware prefetcher stops at the end of a page.
     ///
-    /// The function need not read each byte only once: a page that is written during the call has
-    /// no correct digest.
+    /// The function may read a byte more than once, because a page that is written during the call
+    /// has no correct digest anyway.
     ///
     /// # Safety
     /// [`available`](super::available) must return true, and a page at `from` must be mapped

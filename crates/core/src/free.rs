@@ -5,20 +5,20 @@ use crate::{Gpa, Layout, PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 use std::fmt::Debug;
 use vmferry_bitmap::Bitmap;
 
-/// Way in which a source of free pages answers.
+/// Way in which a source of free pages answers a question.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AnswerMode {
-    /// At once. The source reads a record that the guest keeps up to date, while the guest runs or
-    /// is paused. [`FreePages::poll`] brings the whole answer within about a millisecond.
+    /// The source answers at once, from a record that the guest keeps up to date. The guest may be
+    /// running or paused. [`FreePages::poll`] returns the whole answer within about a millisecond.
     AtOnce,
-    /// By the guest, which must run to answer. It may never answer.
+    /// The guest itself answers, and must run to do so. The answer may never arrive.
     ByGuest,
 }
 
 /// Answer, or part of an answer, from [`FreePages::poll`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Answer {
-    /// Number of the question, as given to [`FreePages::request`].
+    /// Number of the question, as passed to [`FreePages::request`].
     pub question: u64,
     /// True for the last part of the answer.
     pub complete: bool,
@@ -27,45 +27,50 @@ pub struct Answer {
 /// Source of free pages, such as a balloon device.
 ///
 /// # Contract
-/// > For each page of an answer there was an instant at which the page was free: the guest writes
-/// > each byte of the page after that instant before the guest reads it. The instant lies after the
-/// > call of [`request`](Self::request) with the question's number, and before the return of the
-/// > [`poll`](Self::poll) that brought the page.
+/// > For each page of an answer there was an instant at which the page was free: after that
+/// > instant, the guest does not read a byte of the page before it has written that byte. The
+/// > instant lies after the call of [`request`](Self::request) with the number of the question, and
+/// > before the return of the [`poll`](Self::poll) that reported the page.
 ///
 /// A guest that breaks this contract harms only itself.
 ///
-/// A guest breaks this contract if it expects a certain content of a free page. Examples are page
-/// poisoning and zeros from initialisation at the time of the free (`VIRTIO_BALLOON_F_PAGE_POISON`
-/// with any value). Such a guest must have no source of free pages. On the target, a free page
-/// reads as zeros *or as an old version of the page*.
+/// A guest breaks this contract if it expects a free page to keep a certain content, as with page
+/// poisoning, or with memory that is set to zeros when it is freed (`VIRTIO_BALLOON_F_PAGE_POISON`
+/// with any value). Such a guest must have no source of free pages, because a free page reads on
+/// the target as zeros *or as an old version of the page*.
 ///
-/// One thread calls all methods. No method may wait for the guest.
+/// The engine calls all methods on one thread. No method may block until the guest acts.
 pub trait FreePages: Send + Debug {
-    /// Returns the way in which this source answers. It does not change.
+    /// Returns the way in which this source answers. The result never changes.
     fn answer_mode(&self) -> AnswerMode;
 
-    /// Asks which pages are free, and returns at once. This closes a question that is still open:
-    /// the rest of its answer is dropped. `question` is a different number each time.
+    /// Asks which pages are free, and returns without waiting for the answer. If an earlier
+    /// question is still open, this call closes it and drops the rest of its answer. The engine
+    /// passes a different number as `question` each time.
     ///
     /// # Errors
     /// If the guest cannot be asked. The migration continues without free pages.
     fn request(&mut self, question: u64) -> Result<(), VmError>;
 
-    /// Adds to `report` the free pages that were named since the last call, of one question.
-    /// Returns `None` if there are none.
+    /// Adds to `report` the free pages that the guest has named since the last call. All pages that
+    /// one call adds belong to the same question. Returns `None` if there is no new part of an
+    /// answer.
     ///
     /// # Errors
-    /// If there will be no more answers. The engine then calls [`stop`](Self::stop), and the
+    /// If the source cannot answer any more. The engine then calls [`stop`](Self::stop), and the
     /// migration continues without free pages.
     fn poll(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError>;
 
-    /// Closes the open question, if there is one. The guest may use the pages that it kept unused
-    /// for the answer. The engine calls this before it pauses the guest, and at the end of every
-    /// migration.
+    /// Closes the open question, if there is one. Afterwards the guest may use the pages that it
+    /// kept unused for the answer. The engine calls this method before it pauses the guest, and at
+    /// the end of every migration.
     fn stop(&mut self);
 }
 
-/// Free pages of an answer. Only pages that the guest has are in it.
+/// Free pages of an answer.
+///
+/// The report contains only pages of the guest's layout. It counts other pages that the answer
+/// names as [`outside`](Self::outside).
 #[derive(Debug)]
 pub struct FreeReport {
     layout: Layout,
@@ -88,7 +93,7 @@ impl FreeReport {
         &self.pages
     }
 
-    /// Returns the number of named pages that the guest does not have.
+    /// Returns the number of pages that the answer names and that are not in the guest's layout.
     #[must_use]
     pub fn outside(&self) -> u64 {
         self.outside
@@ -102,7 +107,8 @@ impl FreeReport {
         }
     }
 
-    /// Adds the pages of `pages`. Adds nothing if `pages` is a set of memory with another layout.
+    /// Adds the pages of `pages`. If `pages` is a set for another layout, no page is added, and all
+    /// of its pages count as [`outside`](Self::outside).
     pub fn add_pages(&mut self, pages: &PageSet) {
         self.used = true;
         let fits = |((id, own), (other, map)): ((RegionId, &Bitmap), (RegionId, &Bitmap))| {
@@ -116,7 +122,8 @@ impl FreeReport {
         }
     }
 
-    /// Adds the pages of `run`.
+    /// Adds the pages of `run`. Pages that the region does not have, or whose region does not
+    /// exist, count as [`outside`](Self::outside).
     pub fn add(&mut self, region: RegionId, run: PageRun) {
         self.used = true;
         let pages = self.layout.region(region).map_or(0, crate::Region::pages);
@@ -128,8 +135,8 @@ impl FreeReport {
         }
     }
 
-    /// Adds the pages that lie wholly within the `len` bytes from `gpa` on. Holes between regions
-    /// have no pages.
+    /// Adds the pages that lie completely within the `len` bytes that start at `gpa`. Pages in
+    /// holes between regions count as [`outside`](Self::outside).
     pub fn add_range(&mut self, gpa: Gpa, len: u64) {
         self.used = true;
         let first = gpa.0.div_ceil(PAGE_SIZE);
@@ -148,11 +155,12 @@ impl FreeReport {
         self.outside = self.outside.saturating_add(outside);
     }
 
-    /// Adds the pages that are set in a bitmap of `pages` bits. Bit `n` is the `n`-th page of the
-    /// guest's memory by ascending address: holes have no bits.
+    /// Adds the pages that are set in a bitmap of `pages` bits. Bit `n` stands for page `n` of the
+    /// guest's memory, counted from 0 in the order of addresses. Holes between regions have no
+    /// bits, and bits beyond the last page are ignored.
     ///
-    /// `word(i)` returns word `i` of the bitmap. It is called at most twice for each word, and the
-    /// word may change between the calls.
+    /// `word(i)` returns the 64 bits from bit `64 * i` on. It may be called several times for the
+    /// same word, and the word may change between these calls.
     pub fn add_map(&mut self, pages: u64, word: impl Fn(u64) -> u64) {
         self.used = true;
         let mut begin = 0;

@@ -3,20 +3,21 @@
 use crate::{Gpa, PAGE_SHIFT, PAGE_SIZE, PageRun, RegionId};
 
 /// Maximum number of regions of a layout. KVM allows more slots, but no supported machine needs
-/// them, and the number that a peer claims must have a bound.
+/// more, and a number that a peer sends must have a limit.
 pub const MAX_REGIONS: usize = 64;
-/// Maximum number of pages of all regions of a layout: 64 TiB, the physical address space of a KVM
-/// guest.
+/// Maximum number of pages of all regions of a layout together. They have 64 TiB, as many bytes as
+/// a physical address space of 46 bits.
 pub const MAX_PAGES: u64 = 1 << (46 - 12);
 
-/// Memory region: memory that is contiguous for the guest and in the process that maps it.
+/// Memory region, which is contiguous both in the guest-physical address space and in the process
+/// that maps it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Region {
-    /// Number of the region in this migration.
+    /// Number of the region, unique in a layout.
     pub id: RegionId,
     /// Guest-physical address of the first byte.
     pub gpa: Gpa,
-    /// Length in bytes: a multiple of 4 KiB, not 0.
+    /// Length in bytes: a multiple of 4 KiB, and not 0.
     pub len: u64,
 }
 
@@ -41,7 +42,8 @@ pub enum LayoutError {
     /// There is no region, or there are more than [`MAX_REGIONS`].
     #[error("a guest has 1 to {MAX_REGIONS} memory regions, not {0}")]
     RegionCount(usize),
-    /// A region is empty, is not made of whole pages, or does not start at a page boundary.
+    /// A region does not start at a multiple of 4 KiB, or its length is 0 or not a multiple of 4
+    /// KiB.
     #[error("{id} at {gpa} with {len} bytes is not made of whole 4 KiB pages")]
     NotPages {
         /// Number of the region.
@@ -65,17 +67,18 @@ pub enum LayoutError {
 /// All regions of a guest, in the order of their guest-physical addresses.
 ///
 /// Invariants: the numbers of the regions are unique, regions do not overlap, each region consists
-/// of whole pages, and together they have at most [`MAX_PAGES`].
+/// of whole pages, and all regions together have at most [`MAX_PAGES`] pages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     regions: Vec<Region>,
 }
 
 impl Layout {
-    /// Checks `regions` and sorts them by guest-physical address.
+    /// Creates a layout from `regions`, which are checked and sorted by guest-physical address.
     ///
     /// # Errors
-    /// Returns [`LayoutError`] if the regions cannot be the memory of one guest.
+    /// Returns the [`LayoutError`] that describes why the regions cannot form the memory of a
+    /// guest.
     pub fn new(mut regions: Vec<Region>) -> Result<Self, LayoutError> {
         if regions.is_empty() || regions.len() > MAX_REGIONS {
             return Err(LayoutError::RegionCount(regions.len()));
@@ -108,13 +111,14 @@ impl Layout {
         &self.regions
     }
 
-    /// Returns the region with number `id`.
+    /// Returns the region with number `id`, or `None` if there is no such region.
     #[must_use]
     pub fn region(&self, id: RegionId) -> Option<&Region> {
         self.regions.iter().find(|r| r.id == id)
     }
 
-    /// Returns the index of region `id` in [`Layout::regions`].
+    /// Returns the index of region `id` in [`Layout::regions`], or `None` if there is no such
+    /// region.
     #[must_use]
     pub fn position(&self, id: RegionId) -> Option<usize> {
         self.regions.iter().position(|r| r.id == id)

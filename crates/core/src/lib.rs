@@ -1,20 +1,22 @@
-//! Types and traits between a VMM and the migration engine.
+//! Types and traits that a VMM and the migration engine share.
 //!
 //! | part | content |
 //! |---|---|
-//! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: types of their own, because confusing them loses pages |
+//! | addresses | [`Gpa`], [`PageIndex`], [`PageRun`], [`RegionId`]: distinct types, because confusing them would lose pages |
 //! | memory | [`Layout`] of regions, [`PageSet`], [`Window`] onto live bytes, [`PageDigest`] |
 //! | machine | [`MachineConfig`], and the [`Section`]s of device state |
 //! | VMM | [`Migratable`], [`SourceVm`], [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], [`DemandPaging`], [`FreePages`]: the traits that a VMM implements |
 //!
-//! This crate has no I/O, no KVM and no sockets. It maps no memory: the owner of a mapping makes a
-//! [`Window`] of it. A VMM depends on the crate `vmferry`, which re-exports these types. A crate
-//! that implements a trait, such as another dirty tracker, depends on this one.
+//! This crate performs no I/O and does not use KVM. It does not map memory either: the owner of a
+//! mapping creates a [`Window`] onto the mapping.
+//!
+//! A VMM should depend on the crate `vmferry`, which re-exports these types. A crate that only
+//! implements one of the traits, such as a dirty tracker, can depend on this crate alone.
 //!
 //! # A dirty tracker
 //!
-//! The VMM of this tracker marks every page that its guest writes, after the write. A harvest takes
-//! the marks, and a later write marks the page again, so there is nothing to protect.
+//! In this example, the VMM marks each page after the guest has written the page. A harvest takes
+//! the marks. Because a later write marks its page again, the tracker need not protect pages.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -79,8 +81,8 @@ pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerK
 pub use vm::{GuestMemory, Migratable, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
 
-/// Binary logarithm of the page size. All page numbers count pages of 4 KiB, the smallest page of
-/// x86-64 and of its dirty logs.
+/// Binary logarithm of the page size. All page numbers count pages of 4 KiB, which is the smallest
+/// page size of x86-64 and the unit of KVM's dirty log.
 pub const PAGE_SHIFT: u8 = 12;
 /// Page size in bytes.
 pub const PAGE_SIZE: u64 = 1 << PAGE_SHIFT;

@@ -1,16 +1,17 @@
 //! Description of a machine, which source and target compare, and sections of device state. Both
-//! have a wire format.
+//! are part of the wire format.
 
 use crate::bounded;
 use crate::{Layout, MAX_REGIONS, Region};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Description of a machine as its guest sees it. Source and target compare their descriptions.
+/// Description of a machine as its guest sees it. Source and target compare their descriptions
+/// before the migration begins.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineConfig {
-    /// Kind of machine, for example `kvm` or `process`. In a message from a peer, each text of this
-    /// type has at most [`MAX_NAME_BYTES`](bounded::MAX_NAME_BYTES).
+    /// Kind of machine, for example `kvm` or `process`. Each string in a description from a peer
+    /// has at most [`MAX_NAME_BYTES`](bounded::MAX_NAME_BYTES) bytes.
     #[serde(deserialize_with = "bounded::name")]
     pub kind: String,
     /// Number of vCPUs.
@@ -18,13 +19,13 @@ pub struct MachineConfig {
     /// Memory regions.
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_REGIONS>")]
     pub regions: Vec<Region>,
-    /// Further properties that must be equal, as name and value, in a fixed order. At most
-    /// [`MAX_PROPERTIES`](bounded::MAX_PROPERTIES).
+    /// Further properties, as pairs of name and value. Source and target must list equal pairs in
+    /// the same order. At most [`MAX_PROPERTIES`](bounded::MAX_PROPERTIES).
     #[serde(deserialize_with = "bounded::properties")]
     pub extra: Vec<(String, String)>,
-    /// Names of processor features, sorted. For a VM with a guest, they are the features that the
-    /// guest was shown. For a target that waits for a guest, they are the features that it can
-    /// offer: all features of the guest, and perhaps more. At most
+    /// Names of processor features, in ascending order. For a VM with a guest, they are the
+    /// features that the guest was shown. For a target that waits for a guest, they are the
+    /// features that it can offer: all features of the guest, and perhaps more. At most
     /// [`MAX_FEATURES`](bounded::MAX_FEATURES).
     #[serde(deserialize_with = "bounded::features")]
     pub features: Vec<String>,
@@ -42,8 +43,9 @@ impl MachineConfig {
         Self { kind: kind.into(), vcpus, regions, extra: Vec::new(), features: Vec::new() }
     }
 
-    /// Compares this machine, the target, with `guest`, the machine of a guest that is to run on
-    /// it. Returns a text about the first difference, or `None` if the target can take the guest.
+    /// Returns a text that describes the first difference between this machine, which is the
+    /// target, and `guest`, the machine that the guest needs. Returns `None` if the target can run
+    /// the guest.
     #[must_use]
     pub fn difference(&self, guest: &Self) -> Option<String> {
         let differ = |what: &str, guest: &dyn fmt::Display, target: &dyn fmt::Display| {
@@ -97,8 +99,8 @@ impl MachineConfig {
 
 /// Saved state of one device, vCPU or clock.
 ///
-/// The name, instance and version determine the format of the payload. The payload has a defined
-/// format: it is never the raw memory of a runtime type.
+/// The name and the version determine the format of the payload. The payload is never the raw
+/// memory of a runtime type.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Section {
     /// Kind of object whose state the section holds, for example `vcpu`.

@@ -6,12 +6,13 @@ use vmferry_bitmap::Bitmap;
 /// Set of pages over all regions of a [`Layout`], with one bit for each page.
 ///
 /// The set has no summary level, unlike [`vmferry_bitmap::SummaryBitmap`]. The work of a pass on
-/// its sets (read a log, count, add, clear, look at each chunk) was measured for 512 GiB (`cargo
-/// run --release -p vmferry-bitmap --example passes`). It takes 12 to 18 ms without a summary. Most
-/// of that is the log and the chunks, where a summary saves nothing. With a summary, dirty pages in
-/// clusters cost 0.3 to 0.8 of that time, and single pages and dense sets cost 1.2 to 2.1 times as
-/// much. A summary would save some milliseconds for passes that send little, at the expense of the
-/// others. A summary is useful for marks on few pages of a large guest
+/// its sets (read a log, count, add, clear, look at each chunk) was measured for a guest of 512 GiB
+/// (`cargo run --release -p vmferry-bitmap --example passes`). This work takes 12 to 18 ms without
+/// a summary. Most of the time is spent on the log and the chunks, where a summary saves nothing.
+/// With a summary, the work takes 0.3 to 0.8 times as long if the dirty pages are clustered, but
+/// 1.2 to 2.1 times as long for scattered single pages and for dense sets. Therefore a summary
+/// would save a few milliseconds in passes that send few pages, at the expense of all other passes.
+/// A summary is useful where only a few pages of a large guest are marked
 /// ([`vmferry_bitmap::AtomicBitmap`]).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSet {
@@ -31,24 +32,24 @@ impl PageSet {
         Self { maps: layout.regions().iter().map(|r| (r.id, Bitmap::full(r.pages()))).collect() }
     }
 
-    /// Returns the bitmap of region `id`.
+    /// Returns the bitmap of region `id`, or `None` if there is no such region.
     #[must_use]
     pub fn region(&self, id: RegionId) -> Option<&Bitmap> {
         self.maps.iter().find(|(own, _)| *own == id).map(|(_, map)| map)
     }
 
-    /// Returns the bitmap of region `id` for changes.
+    /// Returns the mutable bitmap of region `id`, or `None` if there is no such region.
     #[must_use]
     pub fn region_mut(&mut self, id: RegionId) -> Option<&mut Bitmap> {
         self.maps.iter_mut().find(|(own, _)| *own == id).map(|(_, map)| map)
     }
 
-    /// Returns the regions and their bitmaps, in the order of the layout.
+    /// Returns an iterator over the regions and their bitmaps, in the order of the layout.
     pub fn iter(&self) -> impl Iterator<Item = (RegionId, &Bitmap)> {
         self.maps.iter().map(|(id, map)| (*id, map))
     }
 
-    /// Returns the regions and their bitmaps for changes, in the order of the layout.
+    /// Returns an iterator over the regions and their mutable bitmaps, in the order of the layout.
     pub fn iter_mut(&mut self) -> impl Iterator<Item = (RegionId, &mut Bitmap)> {
         self.maps.iter_mut().map(|(id, map)| (*id, map))
     }

@@ -10,7 +10,7 @@ use vmferry_bitmap::Bitmap;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum TrackerKind {
-    /// KVM's dirty bitmap with manual protection: cleared chunk by chunk.
+    /// KVM's dirty log. If KVM supports manual protection, the pages are protected chunk by chunk.
     Log,
     /// KVM's dirty rings, one for each vCPU.
     Ring,
@@ -31,23 +31,23 @@ impl fmt::Display for TrackerKind {
     }
 }
 
-/// Tracker of the pages that were written by the guest, by the VMM, or by the kernel for either of
-/// them.
+/// Tracker of the pages that were written by the guest, by the VMM, or by the kernel on behalf of
+/// either.
 ///
 /// # Contract
-/// The following holds for every page `p` between [`start`](Self::start) and [`stop`](Self::stop).
-/// Without this rule, pages are lost.
+/// The following must hold for every page `p` between [`start`](Self::start) and
+/// [`stop`](Self::stop). If a tracker breaks this rule, pages are lost.
 ///
 /// > After [`Protect::protect`] has returned for `p`, every later write to `p` is reported by a
 /// > later harvest.
 ///
 /// The engine reads `p` only after `protect` has returned for `p`. There are two kinds of trackers:
 ///
-/// - A tracker that protects pages again while it harvests them (write protection) has an empty
+/// - A tracker that protects pages again while it harvests them, such as `wp`, has an empty
 ///   `protect`.
-/// - A tracker that leaves pages writable until it is told otherwise (KVM's bitmap with manual
-///   protection) does its work in `protect`, chunk by chunk, right before the pages are read. No
-///   lock is then held for long.
+/// - A tracker that leaves pages writable after a harvest, such as KVM's dirty log with manual
+///   protection, does its work in `protect`. The engine calls `protect` chunk by chunk, right
+///   before the pages are read, so that no lock is held for long.
 pub trait DirtyTracker: Send {
     /// Returns the kind of this tracker, for reports.
     fn kind(&self) -> TrackerKind {
@@ -58,16 +58,16 @@ pub trait DirtyTracker: Send {
     /// not be reported.
     ///
     /// # Errors
-    /// If the host cannot track this memory. The guest is then as before.
+    /// If the host cannot track this memory. The call must then have no effect on the guest.
     fn start(&mut self) -> Result<(), VmError>;
 
     /// Adds to `dirty` the pages written since they were last protected, and forgets these writes.
-    /// `dirty` may have pages in it already. A page whose harvest failed is reported again by the
-    /// next harvest.
+    /// `dirty` may already contain pages. If the harvest of a page fails, the next harvest reports
+    /// the page again.
     ///
     /// # Errors
-    /// If the host no longer answers. The pages that were collected before the failure are in
-    /// `dirty`.
+    /// If the host cannot report the written pages. `dirty` then contains the pages that were
+    /// collected before the failure.
     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError>;
 
     /// Returns the part of this tracker that channel threads call before they read pages.
@@ -79,8 +79,8 @@ pub trait DirtyTracker: Send {
         None
     }
 
-    /// Stops tracking, so that the guest runs at its full speed. [`Protect::protect`] is not called
-    /// any more.
+    /// Stops tracking, so that the guest runs at full speed again. The engine does not call
+    /// [`Protect::protect`] after this call.
     ///
     /// The guest may stay on this host, because the migration failed or was only a measurement. A
     /// tracker that shares its record of writes with the VMM leaves that record as
@@ -88,32 +88,34 @@ pub trait DirtyTracker: Send {
     /// The trackers of `vmferry-dirty` do so with `LogSlot::returned_pages`.
     ///
     /// # Errors
-    /// If the host refuses. The guest still runs, perhaps slower.
+    /// If the host cannot stop tracking. The guest continues to run, but perhaps not at full speed.
     fn stop(&mut self) -> Result<(), VmError>;
 }
 
-/// Protects pages right before they are read: see [`DirtyTracker`]. The threads of all bulk
-/// channels and the thread that runs the migration call it at the same time.
+/// Part of a [`DirtyTracker`] that protects pages right before they are read. The threads of all
+/// bulk channels and the thread that runs the migration use it concurrently.
 pub trait Protect: Send + Sync {
-    /// Returns the size of a chunk, in pages: a power of two that does not change. No run that the
-    /// engine gives to [`protect`](Self::protect) crosses a multiple of this number.
+    /// Returns the size of a chunk in pages: a power of two that never changes. No run that the
+    /// engine passes to [`protect`](Self::protect) crosses a multiple of this number. The default
+    /// is 512, for chunks of 2 MiB.
     fn chunk_pages(&self) -> u64 {
         512
     }
 
     /// Protects those pages of `chunk` that are set in `pages`, a bitmap of the whole region. After
-    /// the return, a later harvest reports every write to them.
+    /// this call has returned, a later harvest reports every write to one of these pages.
     ///
-    /// Pages that are not set in `pages` must stay as they are. A write to such a page that is
-    /// already recorded must not be forgotten.
+    /// Pages that are not set in `pages` must keep their state. If a write to such a page is
+    /// already recorded, the record must not be lost.
     ///
     /// # Errors
-    /// If the host refuses. The migration fails, and the guest continues to run.
+    /// If the host cannot protect the pages. The migration then fails, and the guest continues to
+    /// run.
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
 }
 
-/// [`Protect`] of a tracker that needs no protection before the read: its harvest protects pages
-/// again, or takes marks that later writes set again.
+/// [`Protect`] of a tracker that need not protect pages before they are read, because its harvest
+/// protects the pages again or takes marks that later writes set again.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NothingToProtect;
 
@@ -126,33 +128,35 @@ impl Protect for NothingToProtect {
 /// Cost of dirty rings since tracking was started.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct RingFigures {
-    /// Entries of each ring.
+    /// Number of entries of each ring.
     pub entries: u32,
     /// Name of the harvest policy.
     pub policy: String,
     /// Number of times that a vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// Time that vCPUs did not run because of full rings, summed over all vCPUs, in microseconds.
+    /// Time for which vCPUs did not run because their rings were full, summed over all vCPUs, in
+    /// microseconds.
     pub full_stall_us: u64,
-    /// Harvests of a ring, by the reaper or by the vCPU itself.
+    /// Number of harvests of single rings, by the reaper or by the vCPU itself.
     pub harvests: u64,
-    /// CPU time of the reaper, in milliseconds.
+    /// CPU time that the reaper used, in milliseconds.
     pub reaper_cpu_ms: f64,
     /// Figures of each vCPU.
     pub vcpus: Vec<VcpuRing>,
 }
 
-/// Share of one vCPU in [`RingFigures`].
+/// Figures of one vCPU in [`RingFigures`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct VcpuRing {
     /// Number of times that the vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// Time that the vCPU did not run because its ring was full, in microseconds.
+    /// Time for which the vCPU did not run because its ring was full, in microseconds.
     pub full_stall_us: u64,
     /// Longest of these stalls, in microseconds.
     pub full_stall_max_us: u64,
-    /// Harvests of the vCPU's ring.
+    /// Number of harvests of the vCPU's ring.
     pub harvests: u64,
-    /// Entries harvested: pages that the vCPU wrote, each counted once per harvest.
+    /// Number of harvested entries. Each entry is a page that the vCPU wrote, counted once per
+    /// harvest.
     pub pages: u64,
 }

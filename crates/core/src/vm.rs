@@ -11,13 +11,13 @@
 //! | [`DemandPaging`] | the target, many threads | placing pages while the guest runs |
 //!
 //! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] on the thread that called the
-//! engine, so [`SourceVm`] and [`TargetVm`] need not be `Send`. All its channel threads call
-//! [`GuestMemory`] and [`Protect`](crate::Protect) at the same time.
+//! engine, so [`SourceVm`] and [`TargetVm`] need not be `Send`. In contrast, the threads of all
+//! channels call [`GuestMemory`], [`Protect`](crate::Protect) and [`DemandPaging`] concurrently.
 //!
 //! # Panics
-//! A panic of an implementation on a thread of the engine fails the migration, as an error does, if
-//! panics unwind. In a program that is built with `panic = "abort"`, every panic ends the process,
-//! and the guest with it. The engine logs a warning about this once.
+//! If panics unwind, a panic of an implementation on a thread of the engine fails the migration
+//! like an error. In a program that is built with `panic = "abort"`, every panic ends the process
+//! and therefore the guest. The engine logs a warning once in such a program.
 
 use crate::{
     DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun, RegionId, Section, StateReader,
@@ -28,10 +28,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 
-/// Error of a VMM's implementation of these traits, with a message of its own.
+/// Error that a VMM's implementation of these traits returns.
 ///
-/// The display text contains the wrapped error and its causes. The engine passes this text to the
-/// log and to the peer.
+/// The [`Display`](fmt::Display) text contains the wrapped error and its causes. The engine writes
+/// this text to the log and sends it to the peer.
 #[derive(Debug)]
 pub struct VmError {
     source: Box<dyn std::error::Error + Send + Sync>,
@@ -44,8 +44,8 @@ impl VmError {
         Self { source: error.into(), busy: false }
     }
 
-    /// Wraps an error or a message about work that needs more time than it was given: see
-    /// [`SourceVm::quiesce`].
+    /// Wraps an error or a message, and marks it as temporary: the work needs more time than it was
+    /// given. See [`SourceVm::quiesce`].
     pub fn busy(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
         Self { source: error.into(), busy: true }
     }
@@ -56,7 +56,8 @@ impl VmError {
         &*self.source
     }
 
-    /// Returns true if a later attempt may succeed.
+    /// Returns true if the error was created by [`busy`](Self::busy), so that a later attempt may
+    /// succeed.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         self.busy
@@ -89,13 +90,14 @@ impl From<std::io::Error> for VmError {
     }
 }
 
-/// Pages of a guest. All threads of the engine share them.
+/// Memory of a guest, which all threads of the engine access concurrently.
 pub trait GuestMemory: Send + Sync {
-    /// Returns the memory regions. They do not change during a migration.
+    /// Returns the memory regions. The layout must not change during a migration.
     fn layout(&self) -> &Layout;
 
-    /// Returns the live bytes of `run`, which stay mapped in this process as long as the window
-    /// lives. For memory of another process, map its memfd.
+    /// Returns a window onto the live bytes of `run`. The bytes must stay mapped in this process
+    /// for as long as the window lives. If the memory belongs to another process, map the memfd of
+    /// that memory.
     ///
     /// # Errors
     /// If region `region` has no such pages.
@@ -104,13 +106,14 @@ pub trait GuestMemory: Send + Sync {
     /// Adds to `touched`, a bitmap of the whole region, those pages of `run` that may hold anything
     /// but zeros.
     ///
-    /// The engine calls it after the pages are protected ([`Protect`](crate::Protect)), so that a
-    /// harvest finds a page that is touched later. A page that is added without need costs time. A
-    /// page that is left out although it has content is lost. A page that was swapped out, or that
-    /// was written through another mapping, must be added. The default adds all pages.
+    /// The engine calls this method after it has protected the pages ([`Protect`](crate::Protect)),
+    /// so that a harvest finds a page that is touched later. A page that is added unnecessarily
+    /// only costs time, but a page that is left out although it has content is lost. Therefore,
+    /// pages that were swapped out, and pages that were written through another mapping, must be
+    /// added, too. The default adds all pages.
     ///
     /// # Errors
-    /// If the host does not answer.
+    /// If the host cannot determine which pages were touched.
     fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
         let _ = region;
         touched.set_range(run.range());
@@ -118,32 +121,32 @@ pub trait GuestMemory: Send + Sync {
     }
 }
 
-/// Method by which the engine learns the time that stopping a guest takes.
+/// Origin of the figures for the time that stopping a guest takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PauseCosts {
-    /// The engine measures the time in a trial pause: it pauses the guest briefly.
+    /// The engine measures the time in trial pauses, each of which pauses the guest briefly.
     #[default]
     Measured,
-    /// The VMM declares the time. The guest is paused for the switchover only. Use this variant for
-    /// a VM whose pause has effects outside the VM, such as one with passed-through or vhost-user
-    /// devices.
+    /// The VMM declares the time, so the guest is paused for the switchover only. Use this variant
+    /// for a VM whose pause has effects outside the VM, such as a VM with passed-through or
+    /// vhost-user devices.
     ///
-    /// The engine trusts these values when it predicts the downtime. If they are zero, the engine
-    /// stops the guest as soon as the transfer of the remaining pages fits the limit.
+    /// The engine trusts these values when it predicts the downtime. If they are all 0, the engine
+    /// stops the guest as soon as the transfer of the remaining pages fits into the downtime limit.
     Declared {
         /// Time that [`SourceVm::pause`] and [`SourceVm::save`] take together.
         stop: Duration,
-        /// Time that [`SourceVm::save`] takes. Loading the state is expected to take as long,
-        /// unless the target says otherwise.
+        /// Time that [`SourceVm::save`] takes. The engine assumes that loading the state takes
+        /// equally long, unless the target reports another time ([`TargetVm::expected_load`]).
         save: Duration,
-        /// Bytes of the device state.
+        /// Size of the device state in bytes.
         state_bytes: u64,
     },
 }
 
-/// State of a guest's vCPUs, as its operator wants it.
+/// State of a guest's vCPUs that the operator has requested.
 ///
-/// A guest that its operator has paused is moved like any other guest. It stays paused on the
+/// A guest that the operator has paused is moved like any other guest, and stays paused on the
 /// target until the operator resumes it there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum RunState {
@@ -154,17 +157,24 @@ pub enum RunState {
     Paused,
 }
 
-/// Parts of a VM that source and target both need. The same type is usually a [`TargetVm`] first
-/// and a [`SourceVm`] later.
+/// Parts of a VM that both source and target need.
+///
+/// A VMM usually implements [`TargetVm`] and [`SourceVm`] for the same type, because a VM that has
+/// received a guest can later become a source.
 pub trait Migratable {
-    /// Returns the description of this machine. The target's must equal the source's, except for
-    /// [`features`](MachineConfig::features): a target that waits for a guest names all features
-    /// that it can offer, and a VM with a guest names those that the guest was shown.
+    /// Returns the description of this machine.
+    ///
+    /// The descriptions of source and target must be equal, except for the
+    /// [`features`](MachineConfig::features). A target that waits for a guest names all features
+    /// that it can offer. A VM with a guest names the features that the guest was shown, all of
+    /// which the target must offer.
     fn config(&self) -> MachineConfig;
 
-    /// Returns the guest's memory. Each call returns a clone of the same `Arc`, from before the VM
-    /// received its guest until after. The engine uses this `Arc` to recognise a memory whose pages
-    /// still arrive.
+    /// Returns the guest's memory.
+    ///
+    /// Every call must return a clone of the same `Arc`, even if the VM receives a guest between
+    /// two calls. The engine compares the `Arc`s to recognise memory whose pages are still
+    /// arriving.
     fn memory(&self) -> Arc<dyn GuestMemory>;
 }
 
@@ -172,137 +182,149 @@ pub trait Migratable {
 ///
 /// The engine may stop the guest more than once:
 ///
-/// - A trial pause measures the time that stopping takes. It calls `pause`, `quiesce`, `save` and
-///   `resume`, and drops the saved state. A VM that must not be paused for a measurement declares
-///   its costs instead: see [`SourceVm::pause_costs`].
-/// - A guest whose I/O is busy is resumed, and stopped again later.
+/// - A trial pause measures the time that stopping takes. The engine calls `pause`, `quiesce`,
+///   `save` and `resume`. It then drops the saved state, or sends the state to a target that uses
+///   it for [`TargetVm::prepare`]. A VM that must not be paused for a measurement declares its
+///   costs instead: see [`SourceVm::pause_costs`].
+/// - A guest whose I/O cannot be quiesced in time is resumed, and stopped again later.
 /// - A migration that fails before the commit ends with `resume`. The engine also calls `resume` if
 ///   the target or the arbiter gives the guest back later.
 ///
-/// During a call the engine keeps the link alive for three times the `peer_timeout` of its
-/// settings. After that, the target gives up.
+/// While a method runs, the engine keeps the link alive for up to three times the `peer_timeout` of
+/// its settings. If the method takes longer, the target gives up.
 pub trait SourceVm: Migratable {
-    /// Returns the information that the target's VMM needs to create the VM, besides
-    /// [`config`](Migratable::config). The format is the VMM's own, and the length is at most 1
-    /// MiB. The target reads it before it has a VM. The default returns nothing.
+    /// Returns the information that the target's VMM needs to create the VM, in addition to
+    /// [`config`](Migratable::config).
+    ///
+    /// The VMM defines the format. The length is at most 1 MiB. The target can read the information
+    /// before it has a VM. The default returns no bytes.
     ///
     /// A target of an older version does not get this information.
     fn description(&self) -> Vec<u8> {
         Vec::new()
     }
 
-    /// Returns a tracker for all of the guest's memory. It is not started.
+    /// Returns a tracker for all of the guest's memory, which the engine starts later. If `kind` is
+    /// `None`, the VM chooses the kind.
     ///
     /// # Errors
-    /// If there is no tracker of this `kind`. The text names the kind, the reason, and the
+    /// If there is no tracker of this `kind`. The error should name the kind, the reason, and the
     /// available kinds.
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
 
-    /// Returns the source of free pages for one migration. The default returns `None`: there is no
-    /// such source.
+    /// Returns the source of free pages for one migration. The default returns `None`, so that the
+    /// engine skips no free pages.
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
         None
     }
 
-    /// Throttles the vCPUs, so that the guest dirties fewer pages. Each vCPU does not run for its
-    /// share of the time, 0 to 1, in slices of at most 10 ms. The last share counts for all further
-    /// vCPUs. A single share of 0 ends throttling.
+    /// Throttles the vCPUs, so that the guest dirties fewer pages.
+    ///
+    /// `shares[i]` is the share of the time, from 0 to 1, for which vCPU `i` must not run. The last
+    /// share also applies to all further vCPUs. A vCPU should be stopped for at most 10 ms at a
+    /// time, so that the guest does not treat the stop as a fault. A single share of 0 ends
+    /// throttling.
     ///
     /// # Errors
-    /// If this VM cannot be throttled. The migration continues without it.
+    /// If this VM cannot be throttled. The migration continues without throttling.
     fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
         let _ = shares;
         Err(VmError::new("this VM cannot be throttled"))
     }
 
-    /// Returns for each vCPU the time that it did not run because of [`throttle`](Self::throttle).
+    /// Returns the total time for which [`throttle`](Self::throttle) has stopped each vCPU, in the
+    /// order of the vCPUs. The default returns an empty list.
     fn throttled(&self) -> Vec<Duration> {
         Vec::new()
     }
 
-    /// Returns how the engine learns what stopping the guest costs. The default has the engine
-    /// measure it by trial pauses.
+    /// Returns the origin of the figures for the time that stopping the guest takes. With the
+    /// default, the engine measures this time in trial pauses.
     fn pause_costs(&self) -> PauseCosts {
         PauseCosts::Measured
     }
 
-    /// Returns the state that the operator wants. The engine calls this right before each
-    /// [`pause`](Self::pause). The default returns [`RunState::Running`].
+    /// Returns the state that the operator has requested. The engine calls this method right before
+    /// each [`pause`](Self::pause). The default returns [`RunState::Running`].
     ///
-    /// A guest that is [`RunState::Paused`] at the switchover is paused on the target, too
-    /// ([`TargetVm::start`]). A target of an older version cannot do that: the migration then
-    /// fails, and the guest stays, paused.
+    /// A guest that is [`RunState::Paused`] at the switchover stays paused on the target
+    /// ([`TargetVm::start`]). If the target is of an older version that does not support this, the
+    /// migration fails, and the guest stays paused on the source.
     fn run_state(&self) -> RunState {
         RunState::Running
     }
 
-    /// Stops the vCPUs. After the return, no vCPU runs guest code before [`resume`](Self::resume).
-    /// Does nothing if the operator has paused the guest.
+    /// Stops the vCPUs. After this method has returned, no vCPU may run guest code until
+    /// [`resume`](Self::resume) is called. Does nothing if the operator has paused the guest.
     ///
     /// # Errors
     /// If a vCPU does not stop. The engine then calls `resume`.
     fn pause(&mut self) -> Result<(), VmError>;
 
-    /// Quiesces the devices: completes the requests that are under way, and flushes their data to
-    /// where the target finds it. The devices start no new request before [`resume`](Self::resume).
-    /// The engine calls this between `pause` and `save`. Requests that complete may write guest
-    /// memory.
+    /// Quiesces the devices: completes the requests that are in flight, and flushes their data to
+    /// storage that the target can access. The devices must not start a new request until
+    /// [`resume`](Self::resume) is called. The engine calls this method between `pause` and `save`,
+    /// so requests that complete may still write guest memory. The default does nothing.
     ///
-    /// `within` is the longest time that the guest may be paused for this call. A request that
-    /// takes longer continues, and the call does not wait for it. [`Duration::MAX`] means that the
-    /// operator set no limit: wait as long as the VMM considers reasonable.
+    /// `within` is the longest time for which this call may wait, because the guest is paused
+    /// meanwhile. A request that takes longer continues, but the call does not wait for its
+    /// completion. [`Duration::MAX`] means that the operator set no limit. In this case, wait for
+    /// as long as the VMM considers reasonable.
     ///
     /// # Errors
-    /// [`VmError::busy`] if the requests take longer. The engine calls `resume`, and tries again
-    /// later; after [`Duration::MAX`] the migration fails instead. Any other error fails the
-    /// migration at once, and the engine calls `resume`.
+    /// [`VmError::busy`] if the requests take longer. The engine then calls `resume`, and tries
+    /// again later. If `within` was [`Duration::MAX`], the migration fails instead. Any other error
+    /// fails the migration at once, and the engine calls `resume`.
     fn quiesce(&mut self, within: Duration) -> Result<(), VmError> {
         let _ = within;
         Ok(())
     }
 
-    /// Returns the state of the vCPUs, interrupt controllers and devices, which are
-    /// [quiesced](Self::quiesce). The engine calls this between `pause` and `resume`.
+    /// Returns the state of the vCPUs, interrupt controllers and devices. The engine calls this
+    /// method after [`pause`](Self::pause) and [`quiesce`](Self::quiesce).
     ///
-    /// The call may write guest memory: the next harvest finds these writes. It must change nothing
-    /// else, because the engine may drop the state.
+    /// The method may write guest memory, because the next harvest finds these writes. It must not
+    /// change anything else, because the engine may drop the state and resume the guest.
     ///
-    /// A section may have 4 MiB less 64 bytes, including its name. All sections together may have
-    /// 64 MiB. There may be 65,536 sections.
+    /// Name and payload of one section may have at most 4 MiB minus 64 bytes together. All sections
+    /// together may have at most 64 MiB, and there may be at most 65,536 sections.
     ///
     /// # Errors
     /// If some state cannot be read. The engine then calls `resume`.
     fn save(&mut self) -> Result<Vec<Section>, VmError>;
 
-    /// Returns the device state that goes to the target as [streams](StateReader), for one
-    /// migration. The engine calls this before the first pass. The default returns none.
+    /// Returns the readers of the device state that is sent to the target as
+    /// [streams](StateReader), for one migration. The engine calls this method before the first
+    /// pass. The default returns no readers.
     ///
-    /// A target of an older version takes no streams: the migration then fails before it begins. A
-    /// guest with streams cannot be saved in a file.
+    /// If the target is of an older version that does not support streams, the migration fails
+    /// before it begins. A guest with streams cannot be saved in a file.
     ///
     /// # Errors
-    /// If a device does not answer. Nothing is begun.
+    /// If a device does not answer. The migration then does not begin.
     fn streams(&mut self) -> Result<Vec<Box<dyn StateReader>>, VmError> {
         Ok(Vec::new())
     }
 
-    /// Releases everything that only the host that runs the guest may hold, such as locks on its
-    /// disks. The target takes them in [`TargetVm::start`]. The guest is paused.
+    /// Releases the resources that only the host that runs the guest may hold, such as locks on
+    /// disks. The target acquires these resources in [`TargetVm::start`]. The guest is paused.
     ///
-    /// The engine calls this right before the commit. Until then the source must be able to resume
-    /// the guest. After the commit the locks may belong to the target. If the guest stays on the
-    /// source, [`resume`](Self::resume) takes the locks again before a vCPU runs.
+    /// The engine calls this method right before the commit. After the commit, the resources may
+    /// belong to the target. If the guest stays on the source, [`resume`](Self::resume) must
+    /// acquire the resources again before a vCPU runs.
     ///
-    /// There is no default: if a VM with disks does not release and take its locks, two hosts may
-    /// write the same disk. A VM that holds nothing returns `Ok(())`.
+    /// This method has no default implementation, because two hosts could write to the same disk if
+    /// a VM with disks did not release its locks. A VM that holds no such resources returns
+    /// `Ok(())`.
     ///
     /// # Errors
-    /// If something may still be held. The engine then calls `resume`.
+    /// If a resource may still be held. The engine then calls `resume`.
     fn release(&mut self) -> Result<(), VmError>;
 
-    /// Ends the engine's [`pause`](Self::pause): lets the vCPUs run again, unless the operator has
-    /// paused the guest ([`run_state`](Self::run_state)). The engine calls this only while the
-    /// source owns the guest. Does nothing if the vCPUs run.
+    /// Ends the pause that [`pause`](Self::pause) began: lets the devices start requests again, and
+    /// lets the vCPUs run unless the operator has paused the guest
+    /// ([`run_state`](Self::run_state)). Does nothing if the vCPUs already run. The engine calls
+    /// this method only while the source owns the guest.
     ///
     /// # Errors
     /// If a vCPU cannot be started.
@@ -311,23 +333,25 @@ pub trait SourceVm: Migratable {
 
 /// Empty VM that receives a guest.
 ///
-/// Its memory reads as zeros, because the source does not send pages that the guest never touched.
-/// Its vCPUs have not run.
+/// The memory of the VM must read as zeros, because the source does not send pages that the guest
+/// never touched. The vCPUs must not have run.
 ///
-/// [`load`](Self::load) and [`start`](Self::start) may each take three times the source's
-/// `peer_timeout` (30 s by default). If `load` takes longer, the source resumes the guest. If
+/// [`load`](Self::load) and [`start`](Self::start) may each take up to three times the source's
+/// `peer_timeout`, by default 30 s. If `load` takes longer, the source resumes the guest. If
 /// `start` takes longer in precopy without an arbiter, the source reports that the owner of the
 /// guest is unknown.
 pub trait TargetVm: Migratable {
-    /// Returns [the guest's memory](Migratable::memory) for demand paging, which postcopy and lazy
-    /// restores need. The engine calls this before it receives pages, so that an error is reported
-    /// while the guest still runs on the source. It may call it again: each call returns a clone of
-    /// one `Arc`. The VM keeps a clone for as long as the guest lives: see
+    /// Returns demand paging for [the guest's memory](Migratable::memory), which postcopy and
+    /// on-demand restores need. The engine calls this method before it receives pages, so that an
+    /// error is reported while the guest still runs on the source.
+    ///
+    /// The engine may call this method more than once, and every call must return a clone of the
+    /// same `Arc`. The VM keeps a clone for as long as the guest lives: see
     /// [`DemandPaging`](crate::DemandPaging#dropping).
     ///
     /// # Errors
-    /// If this VM or this host has no demand paging. The text says what is missing, and how to
-    /// permit it.
+    /// If this VM or this host does not support demand paging. The error should say what is
+    /// missing, and how to permit it. The default returns an error.
     fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
         Err(VmError::new("this VM cannot take pages while its guest runs; move it by precopy"))
     }
@@ -336,16 +360,19 @@ pub trait TargetVm: Migratable {
     /// together. The default returns `None`: the time is unknown.
     ///
     /// The source adds this time to the downtime that it predicts, because the guest is paused
-    /// meanwhile. If the time is unknown, the source assumes that `load` takes as long as `save`. A
-    /// VMM whose `load` does more, such as building the VM, returns the time that this took before
-    /// on this host. The engine calls this once, when a source has announced a guest that fits.
+    /// meanwhile. If the time is unknown, the source assumes that `load` takes as long as `save`.
+    /// If `load` does more than load the state, for example if it builds the VM, return the time
+    /// that earlier calls on this host took.
+    ///
+    /// The engine calls this method when a source has connected, and again after
+    /// [`prepare`](Self::prepare).
     fn expected_load(&self) -> Option<Duration> {
         None
     }
 
-    /// Returns the target's end of the source's stream `name`. The engine calls this while the
-    /// guest still runs on the source, unless the migration is a postcopy without passes. The
-    /// default accepts no stream.
+    /// Returns the writer that receives the source's stream `name`. The engine calls this method
+    /// while the guest still runs on the source, except in a postcopy without passes. The default
+    /// returns an error for every stream.
     ///
     /// # Errors
     /// If there is no such device, or the version is unknown. The guest stays on the source.
@@ -353,26 +380,26 @@ pub trait TargetVm: Migratable {
         Err(VmError::new(format!("this VM takes no device state as a stream: stream {name} is unexpected")))
     }
 
-    /// Returns true if [`prepare`](Self::prepare) is to be called. The default returns false. The
-    /// engine calls this once, when a source has announced a guest that fits.
+    /// Returns true if the engine should call [`prepare`](Self::prepare). The default returns
+    /// false. The engine calls this method when a source has connected.
     fn wants_trial(&self) -> bool {
         false
     }
 
     /// Prepares this VM for the state that [`load`](Self::load) will get, while the guest still
-    /// runs on the source. A VMM that builds its VM from saved state does so here, so that the
-    /// guest is not paused meanwhile.
+    /// runs on the source. A VMM that builds its VM from saved state does so in this method, so
+    /// that the guest is not paused for that work.
     ///
     /// `trial` is the state that the source's first trial pause saved. It is older than the state
     /// that `load` gets and may differ from it, but it comes from the same VM. The engine calls
-    /// this at most once, only if [`wants_trial`](Self::wants_trial) returns true, and before
-    /// `load`. It does not call it for a source of an older version, for a source without trial
-    /// pauses ([`PauseCosts::Declared`]), or in a postcopy without passes. `load` must therefore
-    /// also work without it.
+    /// this method at most once, before `load`, and only if [`wants_trial`](Self::wants_trial)
+    /// returned true. The engine does not call this method if the source is of an older version or
+    /// makes no trial pauses ([`PauseCosts::Declared`]), or in a postcopy without passes. Therefore
+    /// `load` must also work if this method was not called.
     ///
-    /// Pages arrive meanwhile. This call must neither read nor write guest memory. The source waits
-    /// for three times its `peer_timeout`. Afterwards the engine calls
-    /// [`expected_load`](Self::expected_load) again, and tells the source the new value.
+    /// Pages arrive during this call, so it must neither read nor write guest memory. The source
+    /// waits for up to three times its `peer_timeout`. After the call, the engine calls
+    /// [`expected_load`](Self::expected_load) again and sends the new value to the source.
     ///
     /// # Errors
     /// If this VM cannot take such a state. The guest stays on the source.
@@ -381,8 +408,10 @@ pub trait TargetVm: Migratable {
         Ok(())
     }
 
-    /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped. All memory is
-    /// present or, after [`DemandPaging::begin`], is placed when it is touched.
+    /// Loads the state that [`SourceVm::save`] returned. The vCPUs stay stopped.
+    ///
+    /// All memory has arrived, except after [`DemandPaging::begin`]: a thread that then touches a
+    /// missing page sleeps until the page is placed.
     ///
     /// # Errors
     /// If a section is missing, unknown, of another version or not valid. The source then resumes
@@ -403,15 +432,18 @@ pub trait TargetVm: Migratable {
         Ok(())
     }
 
-    /// Takes everything that only the host that runs the guest may hold ([`SourceVm::release`]),
-    /// and lets the vCPUs run. From now on the target owns the guest.
+    /// Acquires the resources that only the host that runs the guest may hold
+    /// ([`SourceVm::release`]), and lets the vCPUs run. From this call on, the target owns the
+    /// guest unless the call fails.
     ///
     /// If `state` is [`RunState::Paused`], the operator had paused the guest on the source: the
-    /// vCPUs stay stopped until the operator resumes the guest there. Everything else is the same.
+    /// vCPUs stay stopped until the operator resumes the guest on the target. The resources are
+    /// acquired in the same way.
     ///
     /// # Errors
-    /// If a vCPU cannot be started, or a lock cannot be taken. No vCPU has then run, nothing is
-    /// held, and the source resumes the guest.
+    /// If a vCPU cannot be started, or a resource cannot be acquired. An implementation that
+    /// returns an error must have run no vCPU and must hold no resource, because the source then
+    /// resumes the guest.
     fn start(&mut self, state: RunState) -> Result<(), VmError>;
 }
 

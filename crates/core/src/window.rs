@@ -8,9 +8,10 @@ use std::sync::atomic::Ordering;
 /// View of mapped guest memory that the guest may change at any time. Its length is a multiple of
 /// the page size.
 ///
-/// No `&[u8]` of these bytes is ever made, because a reference to bytes that another thread or the
-/// guest writes is undefined behaviour. Code that examines the content works on a copy, and code
-/// that transfers the content (`writev`, `readv`) uses the address.
+/// No `&[u8]` to these bytes is ever created, because it is undefined behaviour if the guest or
+/// another thread writes bytes to which such a reference exists. Therefore, code that examines the
+/// content works on a copy, and code that transfers the content (`writev`, `readv`) uses the
+/// address.
 #[derive(Debug, Clone, Copy)]
 pub struct Window<'a> {
     start: NonNull<u8>,
@@ -25,7 +26,7 @@ pub struct Window<'a> {
 unsafe impl Send for Window<'_> {}
 
 impl<'a> Window<'a> {
-    /// Returns a window on the `len` bytes at `start`.
+    /// Creates a window onto the `len` bytes at `start`.
     ///
     /// # Safety
     /// For all of `'a`, `start..start + len` is mapped readable and writable in this process, and
@@ -55,7 +56,7 @@ impl<'a> Window<'a> {
         self.len
     }
 
-    /// Returns true if the window has no page.
+    /// Returns true if the window has no pages.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
@@ -114,13 +115,14 @@ impl<'a> Window<'a> {
         unsafe { std::ptr::write_bytes(self.as_ptr(), 0, self.len) };
     }
 
-    /// Returns the digest of page `page`, or `None` for a page of zeros. `scratch` holds a copy of
-    /// the page if one is needed.
+    /// Returns the digest of page `page`, or `None` for a page of zeros. If the page must be
+    /// copied, the copy is stored in `scratch`.
     ///
-    /// The guest may write meanwhile. `None` describes a copy of the page: each byte was zero at
-    /// the time of its read. A digest may belong to a page that turned into zeros, or to a torn
-    /// page. Neither the source nor the target has such a page, so a comparison finds a difference.
-    /// The page was written after this read, so the source sends it again (hazards.md 10).
+    /// The guest may write to the page during the call. In this case, `None` means that each byte
+    /// was zero when it was read. A digest may be that of a page of zeros, or of a mixture of old
+    /// and new bytes that neither source nor target ever has, so a comparison reports a difference.
+    /// This does no harm, because the write is recorded, and the source therefore sends the page
+    /// again (docs/decisions/hazards.md, section 10).
     ///
     /// # Panics
     /// If there is no such page.
@@ -145,11 +147,12 @@ impl<'a> Window<'a> {
     }
 }
 
-/// Offsets in bytes of a few words that are rarely all zero in a page that is not zero.
+/// Offsets in bytes of a few words, of which at least one is nonzero in nearly every page that is
+/// not all zero.
 const PROBES: [usize; 3] = [0, PAGE_BYTES / 2, PAGE_BYTES - 8];
 
-/// Returns true if `page` is all zero. Checks the words of [`PROBES`] first, because they show
-/// nearly every page that is not zero.
+/// Returns true if `page` is all zero. Checks the words of [`PROBES`] first, because they detect
+/// nearly every page that is not all zero.
 fn is_zero(page: &[u8; PAGE_BYTES]) -> bool {
     let word = |at: usize| u64::from_ne_bytes(page[at..at + 8].try_into().expect("eight bytes"));
     if PROBES.into_iter().any(|at| word(at) != 0) {
