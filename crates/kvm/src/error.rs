@@ -4,20 +4,20 @@ use crate::{NotPaused, StateError};
 use std::io;
 use vmferry_core::VmError;
 
-/// Error of KVM or of the host for a guest that can be moved.
+/// Error of KVM or of the host.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An ioctl failed.
     #[error("{what} failed")]
     Ioctl {
-        /// Name and object of the ioctl.
+        /// Name of the ioctl, and the object that it was called for.
         what: String,
         /// Error that the kernel returned.
         #[source]
         source: io::Error,
     },
-    /// KVM refuses a memory slot.
+    /// KVM refuses to create a memory slot.
     #[error(
         "KVM on this host refuses {} MiB of guest memory at {gpa:#x} (KVM_SET_USER_MEMORY_REGION): {source}; KVM limits the size of \
          a slot, on every host to less than 8 TiB; give the guest less memory",
@@ -32,7 +32,7 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The VM cannot have dirty rings of this size.
+    /// Dirty rings of this size are not available for the VM.
     #[error("no dirty rings of {entries} entries: {why}")]
     DirtyRing {
         /// Number of entries of each ring.
@@ -40,7 +40,8 @@ pub enum Error {
         /// Reason why the rings are not available.
         why: String,
     },
-    /// Guest memory does not return the address of a region.
+    /// [`GuestMemory::window`](vmferry_core::GuestMemory::window) returns no window onto a whole
+    /// region.
     #[error("guest memory does not provide the whole {0}")]
     Memory(vmferry_core::RegionId, #[source] vmferry_core::VmError),
     /// The vCPU runs, but must be paused for this operation.
@@ -85,7 +86,7 @@ impl Error {
 /// Result type of the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-// The conversions let methods of a VM that return `VmError` use `?`.
+// With these conversions, methods of a VM that return `VmError` can use `?`.
 
 impl From<Error> for VmError {
     fn from(error: Error) -> Self {

@@ -20,7 +20,7 @@ use vmferry_dirty::{DirtyRings, Marks, RingTracker, RingVcpu};
 use vmferry_sys::ring::{EXIT_RING_FULL, RingEntries};
 use vmferry_thread::VcpuThreads;
 
-/// Reason for the end of a guest.
+/// Reason why a guest has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GuestExit<E> {
     /// The exit handler of a vCPU ended the guest.
@@ -43,8 +43,8 @@ impl<E: fmt::Display> fmt::Display for GuestExit<E> {
     }
 }
 
-/// Options of a [`Guest`]. The defaults are one vCPU that shows all features of the host, in a VM
-/// that boots its guest, with KVM's dirty log.
+/// Options of a [`Guest`]. The defaults are one vCPU with all features of the host, a VM that boots
+/// its guest, and KVM's dirty log.
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct GuestOptions {
@@ -66,20 +66,21 @@ impl GuestOptions {
         Self::default()
     }
 
-    /// Sets the number of vCPUs. Their numbers are 0 to `vcpus` - 1.
+    /// Sets the number of vCPUs, at least 1. The vCPUs have the numbers 0 to `vcpus` - 1.
     pub fn vcpus(mut self, vcpus: u32) -> Self {
         self.vcpus = vcpus;
         self
     }
 
-    /// Sets the processor that the guest is shown.
+    /// Sets the processor that the guest is shown. A VM that waits for a guest accepts the guest
+    /// only if this processor has all of the guest's features.
     pub fn cpu(mut self, cpu: CpuChoice) -> Self {
         self.cpu = cpu;
         self
     }
 
-    /// Sets whether the VM waits for a guest from another VM. The VM then offers all features that
-    /// this host has.
+    /// Sets whether the VM waits for a guest from another VM, instead of booting a guest. Such a VM
+    /// also accepts guests that an earlier version showed a feature which this version hides.
     pub fn incoming(mut self, incoming: bool) -> Self {
         self.incoming = incoming;
         self
@@ -105,11 +106,11 @@ impl GuestOptions {
 /// | a guest arrives | call [`spawn`](Self::spawn); the engine calls [`load`](Self::load) and [`start`](Self::start) |
 /// | a guest leaves | the engine calls [`tracker`](Self::tracker), [`pause`](Self::pause), [`save`](Self::save), [`run`](Self::run) |
 ///
-/// `E` is what an exit handler returns at the end of the guest.
+/// `E` is the type of the value with which an exit handler ends the guest.
 ///
-/// Dropping the guest ends the threads of its vCPUs, also of vCPUs that wait for a page which never
-/// comes ([`demand_paging`](Self::demand_paging)). Threads of devices that wait for such a page
-/// wake then, and read zeros: have them look at
+/// Dropping the guest ends the threads of its vCPUs, even if a vCPU waits for a page that never
+/// arrives ([`demand_paging`](Self::demand_paging)). A device thread that waits for such a page
+/// then wakes and reads zeros. Therefore device threads must check
 /// [`Working::has_ended`](vmferry_thread::Working::has_ended) before they act on what they have
 /// read.
 ///
@@ -144,12 +145,12 @@ pub struct Guest<E: Clone> {
     park: Arc<VcpuPark<GuestExit<E>>>,
     throttle: Arc<Throttle<GuestExit<E>>>,
     rings: Option<DirtyRings>,
-    /// CPUID of the guest. Before a guest arrives: the offer of this host.
+    /// CPUID of the guest or, before a guest has arrived, the CPUID that this host offers.
     cpu: CpuModel,
     chips: KvmChips,
     /// Ids of the vCPU threads, for demand paging.
     ids: Arc<VcpuThreads>,
-    /// The memory for demand paging, once it was asked for.
+    /// Demand paging for the memory, after the first call of `demand_paging`.
     paging: Option<Arc<dyn DemandPaging>>,
     threads: Vec<JoinHandle<()>>,
     // Last field, so that the vCPUs are closed before the VM releases its memory.
@@ -164,7 +165,7 @@ struct Vcpu {
 }
 
 impl Vcpu {
-    /// Returns the vCPU, which is number `cpu` and must be paused.
+    /// Returns the vCPU, whose number is `cpu` and which must be paused.
     fn paused(&self, cpu: u32) -> Result<MutexGuard<'_, VcpuFd>> {
         match self.fd.try_lock() {
             Ok(vcpu) => Ok(vcpu),
@@ -182,11 +183,11 @@ impl Vcpu {
 }
 
 impl<E: Clone + Send + 'static> Guest<E> {
-    /// Creates memory slots from `memory`, and the vCPUs. The vCPUs are paused and have no threads
-    /// yet.
+    /// Creates the memory slots for `memory`, and the vCPUs. The vCPUs are paused and have no
+    /// threads yet.
     ///
-    /// For each region, `marks` returns the source of marks for the pages that the VMM itself
-    /// writes: see [`Marks`].
+    /// `marks` is called with the number of each region. It returns the [`Marks`] that record the
+    /// pages which the VMM itself writes in this region, or `None` if there are no such writes.
     ///
     /// # Errors
     /// Returns an [`Error`] that names the refused request.
@@ -195,8 +196,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Panics if the options have no vCPUs.
     ///
     /// # Safety
-    /// `vm` has no vCPUs, and the caller creates none. A vCPU that outlives this value could write
-    /// to memory that is no longer mapped.
+    /// `vm` must have no vCPUs, and the caller must not create any. A vCPU that outlives this value
+    /// could write to memory that is no longer mapped.
     pub unsafe fn new(
         kvm: &Kvm,
         vm: VmFd,
@@ -230,7 +231,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Starts a thread for each vCPU. The vCPUs stay paused.
     ///
     /// `handler` creates the exit handler of each vCPU. A handler receives every exit except those
-    /// of pauses and full dirty rings. It ends the guest by returning [`ControlFlow::Break`].
+    /// that pauses and full dirty rings cause. To end the guest, the handler returns
+    /// [`ControlFlow::Break`].
     ///
     /// # Errors
     /// Returns [`Error::Thread`] if the host cannot start a thread. Drop the guest in this case.
@@ -273,7 +275,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
         Arc::clone(self.vm.memory())
     }
 
-    /// Returns the CPUID of the guest. Before a guest arrives: the offer of this host.
+    /// Returns the CPUID of the guest or, before a guest has arrived, the CPUID that this host
+    /// offers.
     #[must_use]
     pub fn cpu(&self) -> &CpuModel {
         &self.cpu
@@ -286,22 +289,23 @@ impl<E: Clone + Send + 'static> Guest<E> {
         self.vcpus[0].saver.tsc_khz()
     }
 
-    /// Returns the park, which pauses the vCPUs and records the end of the guest.
+    /// Returns the [`VcpuPark`], which pauses the vCPUs and records the end of the guest.
     #[must_use]
     pub fn park(&self) -> &Arc<VcpuPark<GuestExit<E>>> {
         &self.park
     }
 
-    /// Returns the guest's memory for demand paging, for
-    /// [`TargetVm::demand_paging`](vmferry_core::TargetVm::demand_paging). The first call makes it:
-    /// `make` gets the ids of the vCPU threads. The guest keeps it.
+    /// Returns demand paging for the guest's memory, for
+    /// [`TargetVm::demand_paging`](vmferry_core::TargetVm::demand_paging). The first call creates
+    /// it by calling `make` with the table of the vCPU threads. Later calls return a clone of the
+    /// same `Arc`.
     ///
     /// ```text
     /// self.guest.demand_paging(|threads| Ok(Arc::new(self.memory.demand_paging(&UffdOptions::new(threads))?)))
     /// ```
     ///
     /// # Errors
-    /// Those of `make`.
+    /// Returns the error of `make`.
     pub fn demand_paging(
         &mut self,
         make: impl FnOnce(Arc<VcpuThreads>) -> Result<Arc<dyn DemandPaging>, VmError>,
@@ -328,8 +332,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// Returns the description of this machine, for
     /// [`Migratable::config`](vmferry_core::Migratable::config).
     ///
-    /// `kind` names the VMM and its kind of machine. Add properties of your devices that must be
-    /// equal on source and target to [`extra`](MachineConfig::extra).
+    /// `kind` names the VMM and its kind of machine. If properties of your devices must be equal on
+    /// source and target, add these properties to [`extra`](MachineConfig::extra).
     #[must_use]
     pub fn config(&self, kind: &str) -> MachineConfig {
         let vcpus = u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX);
@@ -364,7 +368,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
         self.throttle.set(shares)
     }
 
-    /// Returns the time for which [`throttle`](Self::throttle) has stopped each vCPU.
+    /// Returns the total time for which [`throttle`](Self::throttle) has stopped each vCPU.
     #[must_use]
     pub fn throttled(&self) -> Vec<Duration> {
         self.throttle.totals()
@@ -383,11 +387,12 @@ impl<E: Clone + Send + 'static> Guest<E> {
         }
     }
 
-    /// Pauses the vCPUs, for [`SourceVm::pause`](vmferry_core::SourceVm::pause). Waits at most
+    /// Pauses the vCPUs, for [`SourceVm::pause`](vmferry_core::SourceVm::pause). Waits for at most
     /// `patience`.
     ///
     /// # Errors
-    /// Returns [`NotPaused`], which names a vCPU that still runs. The other vCPUs have stopped.
+    /// Returns [`NotPaused`], which names the first vCPU that still runs. Other vCPUs may still run
+    /// as well.
     pub fn pause(&self, patience: Duration) -> Result<(), NotPaused> {
         self.park.pause_all(patience)
     }
@@ -396,8 +401,9 @@ impl<E: Clone + Send + 'static> Guest<E> {
     /// [`SourceVm::save`](vmferry_core::SourceVm::save). Add the sections of your devices.
     ///
     /// # Errors
-    /// Returns [`Error::Running`] if the guest is not paused, [`Error::Ended`] if it has ended, and
-    /// [`Error::State`] if KVM does not return a part of the state.
+    /// Returns [`Error::Running`] if the guest is not paused, [`Error::Ended`] if it has ended,
+    /// [`Error::Panicked`] if an exit handler has panicked, and [`Error::State`] if KVM does not
+    /// return a part of the state.
     pub fn save(&self) -> Result<Vec<Section>> {
         if self.park.exit().is_some() {
             return Err(Error::Ended);
@@ -411,8 +417,8 @@ impl<E: Clone + Send + 'static> Guest<E> {
     }
 
     /// Takes the state that [`save`](Self::save) returned out of `parts`, for [`load`](Self::load).
-    /// Also take the sections of your devices, and call [`Sections::finish`] before you load
-    /// anything.
+    /// Before you load anything, also take the sections of your devices, and call
+    /// [`Sections::finish`].
     ///
     /// # Errors
     /// Returns [`Error::State`] if a section is missing or damaged. If this host does not offer a
@@ -422,14 +428,16 @@ impl<E: Clone + Send + 'static> Guest<E> {
         Ok(GuestState::take(parts, cpus, self.chips, &self.cpu)?)
     }
 
-    /// Loads `state`. Load your devices first: a pending interrupt of a device is in the interrupt
-    /// controllers.
+    /// Loads `state`. Load your devices first, because a pending interrupt of a device is part of
+    /// the state of the interrupt controllers.
     ///
     /// # Errors
-    /// Returns [`Error::State`] if KVM refuses a part of the state. Loading can be retried.
+    /// Returns [`Error::State`] if KVM refuses a part of the state, [`Error::Running`] if a vCPU is
+    /// not paused, [`Error::Panicked`] if an exit handler has panicked, and [`Error::CpuidFull`] if
+    /// the CPUID has too many entries. Loading can be retried.
     ///
     /// # Panics
-    /// Panics if the state has another number of vCPUs.
+    /// Panics if the state and the guest have different numbers of vCPUs.
     pub fn load(&mut self, state: GuestState) -> Result<()> {
         assert_eq!(state.vcpus.len(), self.vcpus.len(), "the state has another number of vCPUs");
         for (cpu, (vcpu, saved)) in (0..).zip(self.vcpus.iter_mut().zip(&state.vcpus)) {
@@ -442,7 +450,7 @@ impl<E: Clone + Send + 'static> Guest<E> {
     }
 }
 
-/// Time that vCPUs which do not wait for a page need to stop.
+/// Time within which every vCPU stops that does not wait for a page.
 const STOPPING: Duration = Duration::from_millis(100);
 
 impl<E: Clone> Drop for Guest<E> {
@@ -463,7 +471,7 @@ impl<E: Clone> Drop for Guest<E> {
     }
 }
 
-/// Guard that ends the guest if the exit handler of a vCPU panics: the other vCPUs must not
+/// Guard that ends the guest if the exit handler of a vCPU panics, because the other vCPUs must not
 /// continue without this one.
 struct EndAtPanic<'a, E: Clone> {
     cpu: u32,
@@ -504,8 +512,8 @@ where
             let _ = vcpu.kvmclock_ctrl();
             let exit = self.run(runner, &mut vcpu);
             if let Some(GuestExit::Handler(_)) = &exit {
-                // Completes the access with which the guest has ended: KVM_RUN then returns without
-                // running the guest. The access then does not change state that is loaded later.
+                // Completes the access with which the guest has ended, so that the access does not
+                // change state that is loaded later. KVM_RUN returns without running the guest.
                 runner.request_completion();
                 let _ = vcpu.run();
             }

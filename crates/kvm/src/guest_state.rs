@@ -9,10 +9,11 @@ type Result<T> = std::result::Result<T, StateError>;
 
 /// All state of a guest that is in KVM: vCPUs, interrupt controllers, timer, clock, and CPUID.
 ///
-/// The state of the VMM's own devices is not included. A VMM adds its own sections for these.
+/// The state of the VMM's own devices is not included. The VMM adds its own sections for these
+/// devices.
 #[derive(Debug, Clone)]
 pub struct GuestState {
-    /// State of each vCPU, in their order.
+    /// State of each vCPU, in the order of their numbers.
     pub vcpus: Vec<VcpuState>,
     /// State that the vCPUs share.
     pub vm: VmState,
@@ -24,8 +25,8 @@ impl GuestState {
     /// Returns the sections of this state, for [`SourceVm::save`](vmferry_core::SourceVm::save).
     ///
     /// # Errors
-    /// Returns [`StateError::Payload`] if a part cannot be encoded. This cannot happen for a state
-    /// that was read.
+    /// Returns [`StateError::Payload`] if a part cannot be encoded, which cannot happen for state
+    /// that was read from KVM.
     pub fn sections(&self) -> Result<Vec<Section>> {
         let mut sections = Vec::with_capacity(2 * self.vcpus.len() + 6);
         for (cpu, vcpu) in (0..).zip(&self.vcpus) {
@@ -39,8 +40,9 @@ impl GuestState {
         Ok(sections)
     }
 
-    /// Takes the state of a guest of `cpus` vCPUs out of `parts`, for a VM with these `chips`.
-    /// `offer` is the offer of this host: the guest must not have been shown more.
+    /// Takes the state of a guest with `cpus` vCPUs out of `parts`, for a VM with these `chips`.
+    /// `offer` is the CPUID that this host offers. It must include all features that the guest was
+    /// shown.
     ///
     /// If this VM does not have a chip, the state of the chip stays in `parts`, and
     /// [`Sections::finish`] names it.
@@ -62,8 +64,8 @@ impl GuestState {
 
 /// Takes the shadow stack pointer of vCPU `cpu` out of `parts`.
 ///
-/// Versions before this section showed shadow stacks to guests and did not save the pointer. Such a
-/// state is accepted if the guest did not use the pointer.
+/// Versions that did not know this section showed shadow stacks to guests and did not save the
+/// pointer. State of such a version is accepted if the guest did not use the pointer.
 fn take_shadow_stack(parts: &mut Sections<'_>, cpu: u32, used: bool) -> Result<Option<u64>> {
     let kind = ShadowStackState::KIND;
     match parts.take_optional::<ShadowStackState>(kind, cpu)? {

@@ -1,4 +1,4 @@
-//! Means to bring a vCPU out of the guest: `immediate_exit` and a signal.
+//! Bringing a vCPU out of the guest, with `immediate_exit` and a signal.
 
 use crate::error::{Error, Result};
 use kvm_bindings::kvm_run;
@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// kvm-ioctls creates a `&mut kvm_run` from its own mapping. A store from another thread into that
 /// mapping would be a data race for the compiler. This mapping is the same memory at another
 /// address, and only an atomic byte is ever created from it. The mapping lives as long as the
-/// value, even if the vCPU does not exist any more.
+/// value, even if the vCPU no longer exists.
 #[derive(Debug)]
 pub(crate) struct KickPage {
     start: NonNull<u8>,
@@ -93,8 +93,8 @@ fn signal() -> libc::c_int {
 
 extern "C" fn ignore(_: libc::c_int) {}
 
-/// Installs a handler that does nothing, once in the process. Ignoring the signal is not enough: an
-/// ignored signal interrupts nothing.
+/// Installs a handler that does nothing, once in the process. It is not enough to ignore the
+/// signal, because an ignored signal does not interrupt system calls.
 pub(crate) fn install_handler() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {

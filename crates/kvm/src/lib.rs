@@ -1,22 +1,23 @@
-//! Parts for a VMM on `kvm-ioctls` that moves guests.
+//! Building blocks for a VMM based on `kvm-ioctls` that moves guests.
 //!
-//! [`Guest`] is a VM with its vCPUs and their threads, and has a method for almost every method of
-//! the engine's traits. The VMM provides the memory, the devices and the handling of exits.
+//! [`Guest`] is a VM with its vCPUs and their threads. For almost every method of the engine's
+//! traits, it has a method to which the VMM can delegate the call. The VMM provides the memory, the
+//! devices and the handling of exits.
 //!
 //! # Parts for a VMM with its own vCPU threads
 //!
 //! | part | purpose |
 //! |---|---|
-//! | [`missing_capabilities`] | capabilities for moving guests that KVM on this host does not have |
-//! | [`CpuModel`] | features that a guest is shown, and the check whether a target has them |
-//! | [`KvmVm`] | a VM with its memory slots, and the trackers of its dirty pages: dirty log or dirty rings |
+//! | [`missing_capabilities`] | finding the capabilities that moving a guest requires and that KVM on this host does not have |
+//! | [`CpuModel`] | CPUID of a guest, and the check whether a target offers all features of the guest |
+//! | [`KvmVm`] | a VM with its memory slots, and its dirty page trackers: dirty log or dirty rings |
 //! | [`VcpuSaver`] | saving and loading the state of a vCPU: registers, local APIC, pending events, time |
 //! | [`VmState`], [`KvmChips`] | state that the vCPUs share: interrupt controllers, timer, clock |
 //! | [`GuestState`], [`Sections`] | all of this state as versioned sections, which are sent to the target |
 //! | [`VcpuPark`] | pausing vCPU threads without losing a kick, and resuming them |
-//! | [`Throttle`] | throttling vCPUs that write faster than the link carries |
+//! | [`Throttle`] | throttling vCPUs that write faster than the link can carry |
 //!
-//! The crate has no devices: a VMM has its own, and saves their state as its own
+//! The crate contains no devices. A VMM has its own devices, and saves their state in its own
 //! [sections](SectionKind).
 //!
 //! # Saving and loading a guest
@@ -53,8 +54,8 @@
 //! it.
 //!
 //! # Platform
-//! Linux on x86-64. The local APICs are in KVM. The I/O APIC and the 8259s may be in the VMM
-//! (`KVM_CAP_SPLIT_IRQCHIP`), and the 8254 timer may be missing.
+//! The crate supports Linux on x86-64. KVM must emulate the local APICs. The VMM may emulate the
+//! I/O APIC and the 8259s itself (`KVM_CAP_SPLIT_IRQCHIP`), and a VM need not have the 8254 timer.
 
 mod cpuid;
 mod error;

@@ -38,23 +38,25 @@ struct Entries<E> {
     exit: Option<E>,
 }
 
-/// Error of a pause: a vCPU did not stop in time.
+/// Error of a pause: at least one vCPU did not stop in time.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("vCPU {cpu} did not pause within {} ms", .within.as_millis())]
 #[non_exhaustive]
 pub struct NotPaused {
-    /// Number of the vCPU.
+    /// Number of the first vCPU that did not stop.
     pub cpu: u32,
     /// Time limit of the pause.
     pub within: Duration,
 }
 
-/// Control of the vCPU threads of a VM: pauses and resumes them, and records the end of the guest.
+/// Control of the vCPU threads of a VM, which pauses and resumes the threads and records the end of
+/// the guest.
 ///
-/// [`Guest`](crate::Guest) includes such threads.
+/// [`Guest`](crate::Guest) already uses this type. Use it directly if the VMM has its own vCPU
+/// threads.
 ///
 /// The owner of the VM calls [`run_all`](Self::run_all) and [`pause_all`](Self::pause_all). Each
-/// vCPU thread calls [`enter`](Self::enter) once and then runs in turns:
+/// vCPU thread calls [`enter`](Self::enter) once, and then alternates between waiting and running:
 ///
 /// ```no_run
 /// use kvm_ioctls::{VcpuExit, VcpuFd};
@@ -84,11 +86,11 @@ pub struct NotPaused {
 /// }
 /// ```
 ///
-/// `E` describes the end of a guest.
+/// `E` is the type of the value that describes the end of a guest.
 ///
 /// # Why a pause is never lost
-/// A running vCPU must be brought out of `KVM_RUN`, wherever its thread is at that moment.
-/// `pause_all` takes two steps in this order, while it holds a lock:
+/// A pause must bring a running vCPU out of `KVM_RUN`, wherever its thread is at that moment. For
+/// this, `pause_all` takes two steps in this order, while it holds a lock:
 /// 1. It stores 1 into `kvm_run.immediate_exit`, through its own mapping.
 /// 2. It sends the thread a signal (`SIGRTMIN`) whose handler does nothing.
 ///
@@ -97,21 +99,23 @@ pub struct NotPaused {
 ///   `KVM_RUN` then reads `immediate_exit`, which was stored before, and returns `EINTR` without
 ///   running the guest.
 /// * *inside `KVM_RUN`, having read 0*: the signal stays pending, because only a return to user
-///   space would deliver it. The signal brings the vCPU out of the guest, and the kernel checks for
-///   pending signals before each entry: `EINTR`.
-/// * *after `KVM_RUN`*, handling an exit: as before `KVM_RUN`, once the exit is handled.
+///   space would deliver it. The signal brings the vCPU out of the guest. Because the kernel checks
+///   for pending signals before each entry into the guest, `KVM_RUN` returns `EINTR`.
+/// * *after `KVM_RUN`*, handling an exit: the same happens as before `KVM_RUN`, once the exit is
+///   handled.
 ///
 /// `immediate_exit` stays 1 until the thread has received `EINTR` and calls [`VcpuRunner::paused`].
-/// So each kick is consumed exactly once, and it never outlives the pause that requested it,
+/// Therefore each kick is consumed exactly once, and it never outlives the pause that requested it,
 /// because only running vCPUs are kicked. An `EINTR` for another reason (a debugger, a stray
 /// signal) finds 0 in `immediate_exit` and changes nothing.
 ///
 /// # Why a pause leaves no I/O incomplete
 /// A thread calls [`VcpuRunner::paused`] only after `KVM_RUN` has returned `EINTR` while a request
-/// is set. The kernel completes the port or memory access of the last exit before it checks
+/// was set. The kernel completes the port or memory access of the last exit before it checks
 /// `immediate_exit`. If the completion causes another exit (the second half of an access), the
 /// kernel returns that exit, which is handled before the next call of `KVM_RUN` (virt/kvm/api.rst,
-/// 4.10 and 5). So registers that are read after a pause are the registers after the access.
+/// 4.10 and 5). Therefore registers that are read after a pause have their values from after the
+/// access.
 #[derive(Debug)]
 pub struct VcpuPark<E> {
     // One lock for all vCPUs. It is taken when a phase changes, never while the guest runs.
@@ -120,8 +124,8 @@ pub struct VcpuPark<E> {
 }
 
 impl<E: Clone> VcpuPark<E> {
-    /// Creates a park for `vcpus`, which are all paused. Installs a handler for `SIGRTMIN` that
-    /// does nothing, once in the process.
+    /// Creates a park for `vcpus`, which are all paused. The first call in the process installs a
+    /// handler for `SIGRTMIN` that does nothing.
     ///
     /// # Errors
     /// Returns [`Error::Ioctl`](crate::Error::Ioctl) if a `kvm_run` page cannot be mapped.
@@ -174,13 +178,13 @@ impl<E: Clone> VcpuPark<E> {
         self.changed.notify_all();
     }
 
-    /// Brings every running vCPU out of the guest and waits until all have stopped, at most for
-    /// `patience`. After a return without an error, no vCPU runs, and no access to a device is
+    /// Brings every running vCPU out of the guest and waits until all vCPUs have stopped, at most
+    /// for `patience`. If the result is `Ok`, no vCPU runs, and no access to a device is
     /// incomplete.
     ///
     /// # Errors
-    /// Returns [`NotPaused`], which names a vCPU that still runs. That vCPU stops as soon as it
-    /// can. The other vCPUs have stopped.
+    /// Returns [`NotPaused`], which names the first vCPU that still runs. Other vCPUs may still run
+    /// as well. Each of them stops as soon as it can.
     pub fn pause_all(&self, patience: Duration) -> Result<(), NotPaused> {
         let mut entries = self.lock();
         entries.run = false;
@@ -206,8 +210,8 @@ impl<E: Clone> VcpuPark<E> {
         self.changed.notify_all();
     }
 
-    /// Interrupts vCPU `cpu` for a moment if it runs. Has no effect if the vCPU is outside the
-    /// guest at that moment.
+    /// Brings vCPU `cpu` out of the guest for a moment if it runs. Has no effect if the vCPU is
+    /// already outside the guest.
     pub(crate) fn nudge(&self, cpu: usize) {
         let entries = self.lock();
         let entry = &entries.vcpus[cpu];
@@ -224,13 +228,14 @@ impl<E: Clone> VcpuPark<E> {
         let _ = self.changed.wait_timeout_while(entries, time, undisturbed);
     }
 
-    /// Returns the end of the guest, or `None` if the guest has not ended.
+    /// Returns the recorded end of the guest, or `None` if the guest has not ended.
     #[must_use]
     pub fn exit(&self) -> Option<E> {
         self.lock().exit.clone()
     }
 
-    /// Clears the end of the guest, so that a new guest can start. All vCPUs are paused.
+    /// Clears the recorded end of the guest, so that a new guest can start. Call this method only
+    /// while no vCPU runs. It makes vCPUs that have ended paused again.
     pub fn renew(&self) {
         let mut entries = self.lock();
         entries.exit = None;
@@ -239,14 +244,18 @@ impl<E: Clone> VcpuPark<E> {
         }
     }
 
-    /// Records `exit` as the end of the guest, unless the guest has ended before. Does not pause
+    /// Records `exit` as the end of the guest, unless an end was already recorded. Does not pause
     /// the vCPUs.
     pub fn record_exit(&self, exit: E) {
         self.lock().exit.get_or_insert(exit);
         self.changed.notify_all();
     }
 
-    /// Waits until the guest has ended, or for `timeout`. Returns the end of the guest.
+    /// Waits until the guest has ended, at most for `timeout` if there is one. Returns the recorded
+    /// end of the guest, or `None` if the guest has not ended in this time.
+    ///
+    /// # Panics
+    /// Panics if `timeout` is so long that an [`Instant`] cannot represent its end.
     pub fn wait_exit(&self, timeout: Option<Duration>) -> Option<E> {
         let end = timeout.map(|t| Instant::now() + t);
         let mut entries = self.lock();
@@ -288,8 +297,8 @@ fn kick_running<E>(entries: &Entries<E>) {
     }
 }
 
-/// Handle of a vCPU's own thread; see [`VcpuPark`]. Dropping the handle records that the thread has
-/// ended.
+/// Handle with which the thread of a vCPU takes part in a [`VcpuPark`]. Dropping the handle records
+/// that the thread has ended.
 #[derive(Debug)]
 pub struct VcpuRunner<E: Clone> {
     cpu: usize,
@@ -310,7 +319,8 @@ impl<E: Clone> VcpuRunner<E> {
         &self.park
     }
 
-    /// Waits until the vCPU may run. Returns false if the thread must end: see [`VcpuPark::quit`].
+    /// Waits until the vCPU may run, and returns true. Returns false if the thread must end: see
+    /// [`VcpuPark::quit`].
     #[must_use]
     pub fn wait_to_run(&self) -> bool {
         let mut entries = self.park.lock();
@@ -337,9 +347,10 @@ impl<E: Clone> VcpuRunner<E> {
     /// Returns whether the vCPU may run, for a thread that receives run commands in another way,
     /// such as a channel. If the result is false, the vCPU is paused.
     ///
-    /// The command may be old: a vCPU that did not stop within the patience of
-    /// [`VcpuPark::pause_all`] and then received a run command reads the command when it has
-    /// finally stopped, perhaps after the next pause.
+    /// The check is necessary because a run command can be outdated when the thread reads it. For
+    /// example, a vCPU may not stop within the `patience` of [`VcpuPark::pause_all`], and then
+    /// receive a run command. The thread reads this command only after the vCPU has stopped, and
+    /// the next pause may have been requested meanwhile.
     #[must_use]
     pub fn may_run(&self) -> bool {
         let mut entries = self.park.lock();
@@ -352,7 +363,7 @@ impl<E: Clone> VcpuRunner<E> {
         false
     }
 
-    /// Returns whether a pause is requested. `KVM_RUN` returns `EINTR` while a request is set.
+    /// Returns whether a pause is requested. As long as it is, `KVM_RUN` returns `EINTR`.
     #[must_use]
     pub fn pause_requested(&self) -> bool {
         self.page.requested()
@@ -361,19 +372,19 @@ impl<E: Clone> VcpuRunner<E> {
     /// Makes the next `KVM_RUN` complete the access of the last exit and return `EINTR`, without
     /// running the guest further.
     ///
-    /// For a guest that has ended, whose vCPUs will be loaded again. [`paused`](Self::paused) and
-    /// [`ended`](Self::ended) clear the request.
+    /// Use this method after a guest has ended, if new state will be loaded into its vCPUs.
+    /// [`paused`](Self::paused) and [`ended`](Self::ended) clear the request.
     pub fn request_completion(&self) {
         self.page.request();
     }
 
-    /// Records that the vCPU is paused, and clears the request of the pause.
+    /// Records that the vCPU is paused, and clears the request for the pause.
     pub fn paused(&self) {
         self.park.leave_running(self.cpu, Phase::Paused, None);
     }
 
-    /// Records that the guest has ended, and requests a pause of the other vCPUs. The first
-    /// recorded `exit` is kept.
+    /// Records that the guest has ended, and requests a pause of the other vCPUs. If an end was
+    /// already recorded, `exit` is ignored.
     pub fn ended(&self, exit: E) {
         self.park.leave_running(self.cpu, Phase::Ended, Some(exit));
     }

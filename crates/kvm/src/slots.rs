@@ -13,7 +13,7 @@ use vmferry_sys::SysError;
 use vmferry_sys::kvm::SlotSpec;
 use vmferry_sys::ring::{self, RingEntries};
 
-/// Capabilities that KVM needs to move the whole state of a guest.
+/// Capabilities of KVM that are necessary to move the whole state of a guest.
 const NEEDED: &[(Cap, &str)] = &[
     (Cap::UserMemory, "KVM_CAP_USER_MEMORY"),
     (Cap::Irqchip, "KVM_CAP_IRQCHIP"),
@@ -30,17 +30,17 @@ const NEEDED: &[(Cap, &str)] = &[
     (Cap::GetTscKhz, "KVM_CAP_GET_TSC_KHZ"),
 ];
 
-/// Returns the names of the capabilities for moving guests that KVM on this host does not have. The
-/// list is empty on every host with Linux 4.12 or newer and an x86-64 KVM.
+/// Returns the names of the capabilities that moving a guest requires and that KVM on this host
+/// does not have. The list is empty on every host with Linux 4.12 or newer and an x86-64 KVM.
 #[must_use]
 pub fn missing_capabilities(kvm: &Kvm) -> Vec<&'static str> {
     NEEDED.iter().filter(|(cap, _)| !kvm.check_extension(*cap)).map(|(_, name)| *name).collect()
 }
 
-/// KVM VM with its memory slots and the memory behind them.
+/// Virtual machine of KVM, with its memory slots and the memory behind them.
 ///
-/// Each region of the guest's memory is one slot with the number of the region. The memory stays
-/// mapped for as long as this value, or a tracker that was created from it, lives.
+/// Each region of the guest's memory is one slot, which has the number of the region. The memory
+/// stays mapped for as long as this value, or a tracker that was created from it, lives.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -72,19 +72,20 @@ impl fmt::Debug for KvmVm {
 
 impl KvmVm {
     /// Creates a memory slot in `fd`, a VM without vCPUs, for each region of `memory`. Dirty
-    /// logging is off until a tracker starts, so the guest can have huge pages.
+    /// logging is off until a tracker starts, so that KVM can map huge pages until then.
     ///
-    /// For each region, `marks` returns the source of marks for the pages that the VMM itself
-    /// writes: see [`Marks`]. With `ring`, each vCPU has a dirty ring of this size, and the VM has
-    /// no dirty log.
+    /// `marks` is called with the number of each region. It returns the [`Marks`] that record the
+    /// pages which the VMM itself writes in this region, or `None` if there are no such writes. If
+    /// `ring` is given, each vCPU has a dirty ring of this size, and the VM has no dirty log.
     ///
     /// # Errors
-    /// Returns [`Error::MemorySlot`] if KVM refuses a slot, [`Error::DirtyRing`] if KVM has no such
-    /// rings, and [`Error::Memory`] if `memory` has no window of a region.
+    /// Returns [`Error::MemorySlot`] if KVM refuses a slot, [`Error::DirtyRing`] if KVM does not
+    /// support rings of this size, and [`Error::Memory`] if `memory` returns no window onto a
+    /// region.
     ///
     /// # Safety
-    /// No vCPU of the VM runs after the result, and everything that was created from it, was
-    /// dropped. Otherwise KVM would let the guest write to the addresses of its former memory.
+    /// No vCPU of the VM may run after the result, and everything that was created from it, has
+    /// been dropped. Otherwise KVM would let the guest write to the addresses of its former memory.
     pub unsafe fn new(
         fd: VmFd,
         memory: Arc<dyn GuestMemory>,
@@ -126,8 +127,8 @@ impl KvmVm {
 
     /// Returns the VM.
     ///
-    /// Do not change the memory slots with this descriptor. (kvm-ioctls has an `unsafe` function
-    /// for that.)
+    /// Do not change the memory slots through this descriptor. (The function of kvm-ioctls that
+    /// does so is `unsafe`.)
     #[must_use]
     pub fn fd(&self) -> &VmFd {
         &self.fd
@@ -145,11 +146,12 @@ impl KvmVm {
         &self.memory
     }
 
-    /// Returns a tracker that finds dirty pages with KVM's dirty log. For a VM with rings, use
-    /// [`map_rings`](Self::map_rings).
+    /// Returns a tracker that finds dirty pages with KVM's dirty log. If the VM has dirty rings,
+    /// use [`map_rings`](Self::map_rings) instead.
     ///
     /// # Errors
-    /// Returns [`TrackerError`] if the marks of a region have another length than the region.
+    /// Returns [`TrackerError`] if the marks of a region do not cover exactly the pages of the
+    /// region.
     pub fn log_tracker(self: &Arc<Self>) -> Result<KvmLogTracker, TrackerError> {
         let vm: Arc<dyn AsRawFd + Send + Sync> = Arc::clone(self) as _;
         // SAFETY: this value keeps its descriptor and its memory for as long as it lives. These are
@@ -157,9 +159,9 @@ impl KvmVm {
         unsafe { KvmLogTracker::new(vm, self.slots.clone()) }
     }
 
-    /// Maps the dirty rings of `vcpus`, which are all vCPUs of this VM, in their order. Call this
-    /// once, after the vCPUs were created. A [`RingTracker`](vmferry_dirty::RingTracker) finds
-    /// dirty pages with the rings.
+    /// Maps the dirty rings of `vcpus`, which must be all vCPUs of this VM in the order of their
+    /// numbers. Call this method once, after the vCPUs were created. A
+    /// [`RingTracker`](vmferry_dirty::RingTracker) uses the rings to find dirty pages.
     ///
     /// # Errors
     /// Returns [`Error::DirtyRing`] if the VM was created without rings, or a ring cannot be
@@ -191,8 +193,8 @@ impl AsRawFd for KvmVm {
 /// Creates a memory slot.
 ///
 /// # Safety
-/// The memory of the slot is mapped, readable and writable, for as long as a vCPU of the VM runs.
-/// Rust code creates no references to its bytes, except references to atomics.
+/// The memory of the slot must be mapped readable and writable for as long as a vCPU of the VM
+/// runs. Rust code must create no references to its bytes, except references to atomics.
 unsafe fn set_slot(vm: &VmFd, spec: &SlotSpec) -> std::result::Result<(), kvm_ioctls::Error> {
     let slot = kvm_userspace_memory_region {
         slot: spec.slot,
@@ -205,11 +207,11 @@ unsafe fn set_slot(vm: &VmFd, spec: &SlotSpec) -> std::result::Result<(), kvm_io
     unsafe { vm.set_user_memory_region(slot) }
 }
 
-/// Returns the maximum number of entries of a dirty ring on this host, or `None` if KVM has no
-/// dirty rings.
+/// Returns the maximum number of entries of a dirty ring on this host, or `None` if KVM does not
+/// support dirty rings.
 ///
 /// # Errors
-/// Returns [`Error::DirtyRing`] if KVM does not answer.
+/// Returns [`Error::DirtyRing`] if KVM cannot be queried.
 pub fn largest_dirty_ring(vm: &VmFd) -> Result<Option<RingEntries>> {
     // SAFETY: the descriptor is open for as long as `vm` is borrowed.
     let largest = ring::largest(unsafe { BorrowedFd::borrow_raw(vm.as_raw_fd()) });

@@ -1,4 +1,4 @@
-//! Throttling vCPUs by holding them outside the guest for a share of their time.
+//! Throttling of vCPUs, which are held outside the guest for a share of their time.
 
 use crate::park::{VcpuPark, VcpuRunner};
 use std::io;
@@ -7,16 +7,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-/// Period in which a vCPU is held once, for its share of the period. Short enough that no guest
-/// treats a hold as a fault.
+/// Period in which a vCPU is held once, for its share of the period. The period is so short that no
+/// guest treats a hold as a fault.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// Throttle of vCPUs: each vCPU is stopped for its share of the time, in slices of at most 10 ms.
+/// Throttle that stops each vCPU for its share of the time, for at most 10 ms at once.
 ///
 /// [`SourceVm::throttle`](vmferry_core::SourceVm::throttle) calls [`set`](Self::set), and
 /// [`SourceVm::throttled`](vmferry_core::SourceVm::throttled) returns [`totals`](Self::totals). The
-/// thread of each vCPU calls [`pass`](Self::pass) between two runs of its vCPU. A pause ends a hold
-/// at once.
+/// thread of each vCPU calls [`pass`](Self::pass) between two runs of its vCPU. If a pause is
+/// requested while a vCPU is held, the hold ends at once.
 #[derive(Debug)]
 pub struct Throttle<E> {
     shared: Arc<ThrottleState<E>>,
@@ -36,7 +36,7 @@ struct ThrottleState<E> {
 
 #[derive(Debug, Default)]
 struct VcpuShare {
-    /// Millionths of its time for which the vCPU must be stopped.
+    /// Share of the time for which the vCPU must be stopped, in millionths.
     share: AtomicU32,
     /// Time at which the vCPU must next be brought out of the guest, in microseconds since `made`.
     /// The value is `u64::MAX` while the vCPU is held: a nudge at that time would be lost, and the
@@ -55,7 +55,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl<E: Clone + Send + 'static> Throttle<E> {
-    /// Creates a throttle for the vCPUs of `park` that does not throttle any vCPU yet.
+    /// Creates a throttle for the vCPUs of `park`. No vCPU is throttled until [`set`](Self::set) is
+    /// called.
     #[must_use]
     pub fn new(park: Arc<VcpuPark<E>>) -> Self {
         let vcpus = (0..park.vcpus()).map(|_| VcpuShare::default()).collect();
@@ -63,8 +64,9 @@ impl<E: Clone + Send + 'static> Throttle<E> {
         Self { shared: Arc::new(shared), kick_thread: Mutex::new(None) }
     }
 
-    /// Sets the share of the time for which each vCPU is stopped, 0 to 1. The last share applies to
-    /// all further vCPUs. With zeros, all vCPUs run freely.
+    /// Sets the share of the time for which each vCPU is stopped, from 0 to 1. The last share also
+    /// applies to all further vCPUs. If all shares are 0 or the list is empty, all vCPUs run
+    /// freely.
     ///
     /// # Errors
     /// Returns an error if the host cannot start the thread that brings vCPUs out of the guest. All
@@ -92,10 +94,11 @@ impl<E: Clone + Send + 'static> Throttle<E> {
         self.shared.vcpus.iter().map(total).collect()
     }
 
-    /// Holds the calling vCPU thread if its vCPU is due. Call this between two runs of the vCPU.
+    /// Holds the calling vCPU thread for its share of the time, if the next hold is due. Call this
+    /// method between two runs of the vCPU.
     ///
-    /// `last` is the time of the previous hold. Keep the variable between the calls, and reset it
-    /// to `None` after a pause.
+    /// `last` is the time of the previous hold, which this method updates. Keep the variable
+    /// between the calls, and reset it to `None` after a pause.
     pub fn pass(&self, runner: &VcpuRunner<E>, last: &mut Option<Instant>) {
         self.shared.pass(runner.cpu(), last);
     }

@@ -18,15 +18,15 @@ fn kvm<S: Saved>(instance: u32, action: &'static str) -> impl FnOnce(kvm_ioctls:
     move |error| StateError::kvm::<S>(instance, action, error)
 }
 
-/// Devices of KVM that a VM has. A VMM decides them when it creates the VM, and they must be the
-/// same on source and target.
+/// Devices of a VM that KVM emulates. The VMM chooses these devices when it creates the VM, and the
+/// choice must be the same on source and target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KvmChips {
-    /// True if the VM has the 8259 interrupt controllers and the I/O APIC of `KVM_CREATE_IRQCHIP`.
-    /// False for a VM with `KVM_CAP_SPLIT_IRQCHIP`, whose VMM has its own I/O APIC and saves it in
-    /// its own section.
+    /// True if the VM has the 8259 interrupt controllers and the I/O APIC that `KVM_CREATE_IRQCHIP`
+    /// creates. False for a VM with `KVM_CAP_SPLIT_IRQCHIP`, whose VMM emulates the I/O APIC and
+    /// saves its state in a section of the VMM.
     pub irqchip: bool,
-    /// True if the VM has the 8254 timer of `KVM_CREATE_PIT2`.
+    /// True if the VM has the 8254 timer that `KVM_CREATE_PIT2` creates.
     pub pit: bool,
 }
 
@@ -34,7 +34,7 @@ impl KvmChips {
     /// Determines the devices of `vm`.
     ///
     /// # Errors
-    /// Returns [`Error::Ioctl`](crate::Error::Ioctl) if KVM does not answer.
+    /// Returns [`Error::Ioctl`](crate::Error::Ioctl) if KVM cannot be queried.
     pub fn of(vm: &VmFd) -> Result<Self, Error> {
         let exists = |what, result: Result<(), kvm_ioctls::Error>| match result {
             Ok(()) => Ok(true),
@@ -88,16 +88,16 @@ impl IrqchipState {
 /// clock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VmState {
-    /// Interrupt controllers. `None` for a VM [without them](KvmChips::irqchip).
+    /// Interrupt controllers, or `None` for a VM [without them](KvmChips::irqchip).
     pub irqchip: Option<IrqchipState>,
-    /// 8254 timer. `None` for a VM without it.
+    /// 8254 timer, or `None` for a VM without it.
     pub pit: Option<PitState>,
     /// Paravirtual clock.
     pub clock: ClockState,
 }
 
 impl VmState {
-    /// Reads the state of `vm`, which has these `chips` and whose vCPUs are paused.
+    /// Reads the state of `vm`, which has these `chips`. The vCPUs must be paused.
     ///
     /// # Errors
     /// Returns [`StateError::Kvm`] if KVM does not return a part of the state.
@@ -110,8 +110,8 @@ impl VmState {
         })
     }
 
-    /// Loads the state into `vm`. Load the vCPUs and the devices first, because a pending interrupt
-    /// goes to a local APIC.
+    /// Loads the state into `vm`. Load the vCPUs and the devices first, because loading a pending
+    /// interrupt delivers it to a local APIC.
     ///
     /// The clock continues as if the guest had never been paused.
     ///
@@ -142,8 +142,8 @@ impl VmState {
         Ok(())
     }
 
-    /// Takes the sections that [`put`](Self::put) adds for a VM with these `chips`. A section of a
-    /// chip that the VM does not have stays in `parts`.
+    /// Takes the sections that [`add_to`](Self::add_to) adds for a VM with these `chips`. A section
+    /// of a chip that the VM does not have stays in `parts`.
     pub(crate) fn take(parts: &mut Sections<'_>, chips: KvmChips) -> Result<Self> {
         let mut irqchip = || {
             Ok(IrqchipState {
@@ -191,7 +191,7 @@ fn load_pic(vm: &VmFd, instance: u32, saved: &PicState) -> Result<()> {
 fn save_clock(vm: &VmFd) -> Result<ClockState> {
     let realtime_ns = now_ns();
     let clock = vm.get_clock().map_err(kvm::<ClockState>(0, "KVM_GET_CLOCK"))?;
-    // KVM reads both at the same moment if it can.
+    // If this flag is set, KVM has read both clocks at the same moment.
     let paired = clock.flags & KVM_CLOCK_REALTIME != 0;
     Ok(ClockState { clock_ns: clock.clock, realtime_ns: if paired { clock.realtime } else { realtime_ns } })
 }

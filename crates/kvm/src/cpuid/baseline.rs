@@ -1,14 +1,14 @@
 //! Baseline processor that nearly every x86 host of the last fifteen years can offer: x86-64-v2
 //! (x86-64 psABI, "Micro-Architecture Levels").
 //!
-//! A guest with the baseline processor moves between hosts of one maker and of different
-//! generations. The guest is shown
+//! A guest with the baseline processor can move between hosts whose processors have the same vendor
+//! but are of different generations. The guest is shown
 //! * x86-64-v2: SSE3, SSSE3, SSE4.1, SSE4.2, POPCNT, CMPXCHG16B and LAHF, in addition to the
 //!   features of every x86-64 processor;
 //! * features that a hypervisor provides on any processor: x2APIC, the TSC deadline timer, its own
 //!   leaves;
-//! * controls of speculation, if the host has them: a guest without them is less safe, and a move
-//!   to a host without them is refused.
+//! * controls of speculation, if the host has them: a guest without them is less secure. A move to
+//!   a host without them is refused.
 //!
 //! The guest is not shown XSAVE and the features that need it (such as AVX), AES, or later
 //! supervisor-mode protections. A guest that needs these runs with the host's processor.

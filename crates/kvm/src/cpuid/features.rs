@@ -35,7 +35,7 @@ type Names = (u32, u32, Register, &'static str);
 /// Registers whose bits the source announces to the target, by name.
 ///
 /// The names are part of the wire format: if you add a name or a register, a peer of another
-/// version refuses guests that it can run.
+/// version refuses guests that it could run.
 const WORDS: &[Names] = &[
     (
         leaf::FEATURES,

@@ -1,10 +1,10 @@
 //! CPUID of the guest's processors.
 //!
-//! The base is the offer of KVM on this host, or the [baseline]. This crate defines the topology:
-//! one package, one thread for each core, APIC id = vCPU number. The CPUID moves with the guest, so
-//! that nothing changes for the guest. The target host must offer all features that the guest was
-//! shown, and may offer more. A feature is shown only if its state is known to be saved
-//! ([allowed]). Sources: Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
+//! The CPUID is based on what KVM on this host offers, or on the [baseline]. This crate defines the
+//! topology: one package, one thread for each core, APIC id = vCPU number. The CPUID moves with the
+//! guest, so that it does not change for the guest. The target host must offer all features that
+//! the guest was shown, and may offer more. A feature is shown only if its state is known to be
+//! saved ([allowed]). Sources: Intel SDM volume 2A, CPUID; AMD APM volume 3, appendix E; Linux,
 //! Documentation/virt/kvm/x86/cpuid.rst.
 
 mod allowed;
@@ -74,11 +74,12 @@ const EBX_TRACE: u32 = 1 << 25;
 const ECX_OSPKE: u32 = 1 << 4;
 const ECX_SHADOW_STACKS: u32 = 1 << 7;
 const ECX_SVM: u32 = 1 << 2;
-/// Invariant TSC: a counter with the same rate on all hosts, which does not exist. A guest with
-/// this bit uses the counter as its clock, and every move would make the clock jump.
+/// Invariant TSC: the counter always runs at the same rate, which no counter does across hosts. A
+/// guest that is shown this bit uses the counter as its clock, so every move would make the clock
+/// jump.
 const EDX_INVARIANT_TSC: u32 = 1 << 8;
-/// Asynchronous page faults, by exception, by interrupt, and to a nested hypervisor. They move a
-/// fault into a kernel worker, whose time is not attributed to the vCPU, and they would have to be
+/// Asynchronous page faults, by exception, by interrupt, and to a nested hypervisor. Such a fault
+/// is handled by a kernel worker, whose time is not attributed to the vCPU, and would have to be
 /// quiesced before a save.
 const KVM_ASYNC_PF: u32 = 1 << 4 | 1 << 10 | 1 << 14;
 /// SGX launch control. Earlier versions showed this feature to guests, which cannot use it, because
@@ -106,19 +107,20 @@ impl OfLeaf for [kvm_cpuid_entry2] {
 /// Processor that a guest is shown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum CpuChoice {
-    /// All features that this host can offer. The guest moves to hosts that offer the same or more.
+    /// Processor with all features that this host can offer. The guest can move only to hosts that
+    /// offer all of these features.
     #[default]
     Host,
-    /// Baseline x86-64-v2, which nearly every host can offer: no AVX, no AES.
+    /// Baseline processor x86-64-v2, without AVX and AES, which nearly every host can offer.
     Baseline,
 }
 
 /// CPUID of a guest: the results of the `CPUID` instruction.
 ///
-/// A guest that finds a feature continues to use it, so a target must offer every feature that the
-/// guest was shown. [`features`](Self::features) names these for
-/// [`MachineConfig`](vmferry_core::MachineConfig): the engine then refuses a target without one of
-/// them, before anything is moved. When the guest's state is loaded,
+/// A guest that has found a feature continues to use it, so a target must offer every feature that
+/// the guest was shown. [`features`](Self::features) returns the names of these features for
+/// [`MachineConfig`](vmferry_core::MachineConfig). If a target does not offer all of them, the
+/// engine refuses the migration before anything is moved. When the guest's state is loaded,
 /// [`GuestState::take`](crate::GuestState::take) checks again.
 ///
 /// A guest is shown a feature only if its state is known to be saved. [`note`](Self::note) names
@@ -134,9 +136,9 @@ pub struct CpuModel {
 }
 
 impl CpuModel {
-    /// Returns the features that this host can offer to a guest of `cpus` vCPUs, as far as `choice`
-    /// permits. If `incoming` is true, the guest arrives from another VM instead of booting in this
-    /// one.
+    /// Creates the CPUID that this host can offer to a guest with `cpus` vCPUs, limited to the
+    /// processor `choice`. Set `incoming` to true if the guest arrives from another VM instead of
+    /// booting in this one.
     ///
     /// # Errors
     /// Returns [`Error::Ioctl`] if KVM does not report the supported features.
@@ -186,8 +188,8 @@ impl CpuModel {
         Self { base, cpus, accepted: Vec::new(), hidden: Vec::new() }
     }
 
-    /// Returns a sentence that names the features that are hidden because their state is not known
-    /// to be saved; `None` if there are none.
+    /// Returns a text that names the features which are hidden because their state is not known to
+    /// be saved, or `None` if there are no such features.
     #[must_use]
     pub fn note(&self) -> Option<String> {
         (!self.hidden.is_empty()).then(|| {
@@ -262,8 +264,8 @@ impl CpuModel {
         Ok(table)
     }
 
-    /// Returns the name of the processor's maker, such as `GenuineIntel`. Guests do not move
-    /// between makers, because software depends on differences between their processors.
+    /// Returns the name of the processor's vendor, such as `GenuineIntel`. A guest cannot move
+    /// between vendors, because software depends on differences between their processors.
     #[must_use]
     pub fn vendor(&self) -> String {
         let vendor = self.base.as_slice().of_leaf(leaf::VENDOR, 0).copied().unwrap_or_default();
@@ -271,8 +273,8 @@ impl CpuModel {
         String::from_utf8_lossy(name.as_flattened()).into_owned()
     }
 
-    /// Returns the names of the features that a guest of this model may use, sorted. A target of
-    /// the guest must have all of them.
+    /// Returns the names of the features that a guest of this model may use, in ascending order. A
+    /// target must offer all of these features.
     #[must_use]
     pub fn features(&self) -> Vec<String> {
         let mut names = features::names(self.base.as_slice());
@@ -281,7 +283,7 @@ impl CpuModel {
         names
     }
 
-    /// Returns whether the guest is shown shadow stacks, and so has a shadow stack pointer.
+    /// Returns whether the guest is shown shadow stacks, and therefore has a shadow stack pointer.
     #[must_use]
     pub fn has_shadow_stacks(&self) -> bool {
         self.base

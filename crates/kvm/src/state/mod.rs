@@ -1,9 +1,9 @@
-//! Saved state, as plain numbers.
+//! Types of saved state, which consist of plain numbers.
 //!
-//! Every part is a separate type, never a structure of KVM, so KVM's structures can change without
-//! a change of the wire format. A type that is saved as a section has a [`SectionKind`].
-//! [`Sections`] takes the sections out of a list, and detects sections that are missing, unknown,
-//! duplicate, of another version, or damaged.
+//! Every part has its own type, which is never a structure of KVM. Therefore KVM's structures can
+//! change without a change of the wire format. A type that is saved as a section has a
+//! [`SectionKind`]. [`Sections`] takes the sections out of a list, and detects sections that are
+//! missing, unknown, duplicate, of another version, or damaged.
 
 mod chips;
 pub(crate) mod mirror;

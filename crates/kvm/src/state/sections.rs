@@ -5,11 +5,11 @@ use serde::de::DeserializeOwned;
 use std::io;
 use vmferry_core::Section;
 
-/// Error of saved state that cannot be read or loaded.
+/// Reason why state cannot be saved or loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StateError {
-    /// A section that every saved VM has is missing.
+    /// A required section is missing.
     #[error("the saved state lacks section {name} {instance}")]
     Missing {
         /// Name of the section.
@@ -17,7 +17,8 @@ pub enum StateError {
         /// Instance of the section.
         instance: u32,
     },
-    /// The VM does not have this section, or the kind has more sections than the VM has devices.
+    /// The saved state has a section that the VM did not take, because the VM has no such device or
+    /// fewer devices of this kind.
     #[error("the saved state has section {name} {instance}, which this VM does not have")]
     Unknown {
         /// Name of the section.
@@ -56,14 +57,14 @@ pub enum StateError {
         #[source]
         source: postcard::Error,
     },
-    /// The payload has additional bytes at the end.
+    /// The payload has excess bytes after the state.
     #[error("section {name} {instance} is damaged: {excess} bytes too many")]
     Excess {
         /// Name of the section.
         name: &'static str,
         /// Instance of the section.
         instance: u32,
-        /// Number of additional bytes.
+        /// Number of excess bytes.
         excess: usize,
     },
     /// The payload can be decoded but has an invalid value.
@@ -107,9 +108,9 @@ pub enum StateError {
          this host cannot scale it (no KVM_CAP_TSC_CONTROL); move the guest to a host whose counter runs at {guest} kHz or can be scaled"
     )]
     TscFrequency {
-        /// Frequency with which the guest was started, in kHz.
+        /// Frequency of the guest's counter, in kHz.
         guest: u32,
-        /// Frequency of this host, in kHz.
+        /// Frequency of this host's counter, in kHz.
         host: u32,
     },
 }
@@ -154,7 +155,7 @@ pub struct SectionKind {
 }
 
 impl SectionKind {
-    /// Returns the section number `instance` of this kind with `state`.
+    /// Returns section number `instance` of this kind, whose payload is `state`.
     ///
     /// # Errors
     /// Returns [`StateError::Payload`] if `state` cannot be encoded. Plain numbers, strings and
@@ -176,7 +177,7 @@ pub(crate) trait Saved: Serialize + DeserializeOwned {
     }
 }
 
-/// Sections of a guest's state, taken out one by one.
+/// List of the sections of a guest's state, from which the VM takes the sections one by one.
 ///
 /// Each section can be taken once. [`finish`](Self::finish) finds the sections that were not taken.
 /// Take all sections before you change the VM, so that refused state leaves the VM unchanged.
@@ -186,7 +187,7 @@ pub struct Sections<'a> {
 }
 
 impl<'a> Sections<'a> {
-    /// Creates the list with all of `sections`.
+    /// Creates a list that contains all of `sections`.
     ///
     /// # Errors
     /// Returns [`StateError::Duplicate`] if two sections have the same name and instance.
@@ -202,7 +203,7 @@ impl<'a> Sections<'a> {
         }
     }
 
-    /// Takes section number `instance` of `kind` and decodes it.
+    /// Takes section number `instance` of `kind`, and returns its decoded state.
     ///
     /// # Errors
     /// Returns [`StateError`] if the section is missing, has another version, or is damaged.
@@ -210,8 +211,8 @@ impl<'a> Sections<'a> {
         self.take_optional(kind, instance)?.ok_or(StateError::Missing { name: kind.name, instance })
     }
 
-    /// Takes section number `instance` of `kind` and decodes it. Returns `None` if the section does
-    /// not exist.
+    /// Takes section number `instance` of `kind`, and returns its decoded state. Returns `None` if
+    /// the list does not have the section.
     ///
     /// # Errors
     /// Returns [`StateError`] if the section has another version or is damaged.

@@ -13,7 +13,7 @@ saved! {
     ///
     /// [`VcpuSaver`](crate::VcpuSaver) saves and loads the state.
     VcpuState {
-        /// State `KVM_MP_STATE_*` of the vCPU: running, halted, or waiting for its start.
+        /// State of the vCPU, `KVM_MP_STATE_*`: running, halted, or waiting for its start.
         mp_state: u32,
         /// General registers.
         regs: Regs,
@@ -37,7 +37,7 @@ saved! {
         realtime_ns: u64,
         /// Frequency of the time stamp counter, in kHz.
         tsc_khz: u32,
-        /// Deadline of the local APIC's timer, or 0 for none.
+        /// Deadline of the local APIC's timer as a value of the time stamp counter, or 0 for none.
         tsc_deadline: u64,
         /// Shadow stack pointer, if the guest is shown shadow stacks. It has its own section:
         /// [`ShadowStackState`].
@@ -120,7 +120,7 @@ saved! {
 saved! {
     /// XSAVE area, in the standard format of the Intel SDM (volume 1, 13.4).
     XsaveState {
-        /// Bytes of the area: at least 4096, a whole number of 32-bit words.
+        /// Bytes of the area: at least 4096 bytes, and a whole number of 32-bit words.
         area: Vec<u8>,
     }
 }

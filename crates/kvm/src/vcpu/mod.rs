@@ -17,10 +17,10 @@ use transfer::{HostTsc, XsaveSize};
 
 /// Saver and loader of the state of one vCPU.
 ///
-/// The state of a vCPU depends on the host: KVM lists model-specific registers that it cannot
-/// return for this guest, and some that it returns but never accepts. [`probe`](Self::probe)
-/// determines the usable registers once, on a vCPU that has not run. Each vCPU of the VM then gets
-/// a clone.
+/// Which state can be saved depends on the host, because KVM lists some model-specific registers
+/// that it cannot return for this guest, and some that it returns but never accepts. Therefore
+/// [`probe`](Self::probe) determines the usable registers once, on a vCPU that has not run. Use a
+/// clone of the result for each vCPU of the VM.
 #[derive(Debug, Clone)]
 pub struct VcpuSaver {
     plan: Arc<MsrPlan>,
@@ -29,12 +29,13 @@ pub struct VcpuSaver {
 }
 
 impl VcpuSaver {
-    /// Determines the state that this host returns and accepts.
+    /// Creates a saver, for which it determines the state that KVM on this host returns and
+    /// accepts.
     ///
     /// `vcpu` is a vCPU of `vm` that has been [set up](crate::CpuModel::set_up) and has not run.
     ///
     /// # Errors
-    /// Returns [`Error::Ioctl`] if KVM does not answer.
+    /// Returns [`Error::Ioctl`] if KVM cannot be queried.
     pub fn probe(kvm: &Kvm, vm: &VmFd, vcpu: &VcpuFd) -> Result<Self> {
         Ok(Self {
             plan: Arc::new(MsrPlan::probe(kvm, vcpu)?),
@@ -50,16 +51,17 @@ impl VcpuSaver {
         self.tsc.khz
     }
 
-    /// Returns a sentence that names the registers that are not saved, or `None` if all are saved.
+    /// Returns a text that names the registers which KVM lists and which are not saved, or `None`
+    /// if all of them are saved.
     #[must_use]
     pub fn note(&self) -> Option<String> {
         self.plan.note()
     }
 
-    /// Reads all state of `vcpu`, which is number `cpu` of its VM and is paused.
+    /// Reads all state of `vcpu`, whose number in its VM is `cpu`. The vCPU must be paused.
     ///
     /// A vCPU is paused when `KVM_RUN` has returned `EINTR` with `immediate_exit` set. After any
-    /// other exit, an access to a device may be incomplete: enter `KVM_RUN` once more.
+    /// other exit, an access to a device may be incomplete, so call `KVM_RUN` once more.
     /// [`VcpuPark`](crate::VcpuPark) pauses vCPUs in this way.
     ///
     /// # Errors
@@ -69,16 +71,17 @@ impl VcpuSaver {
         transfer::save(cpu, vcpu, &self.plan, self.xsave)
     }
 
-    /// Loads `state` into `vcpu`, which is number `cpu` of its VM.
+    /// Loads `state` into `vcpu`, whose number in its VM is `cpu`.
     ///
-    /// With `cpuid`, the guest is shown this CPUID from now on. A guest from another host needs it:
-    /// see [`CpuModel::of_vcpu`](crate::CpuModel::of_vcpu). The time stamp counter continues as if
-    /// the vCPU had never been paused.
+    /// If `cpuid` is given, the guest is shown this CPUID from now on. A guest from another host
+    /// needs the CPUID that it was shown there: see
+    /// [`CpuModel::of_vcpu`](crate::CpuModel::of_vcpu). The time stamp counter continues as if the
+    /// vCPU had never been paused.
     ///
     /// # Errors
     /// Returns [`StateError`] if KVM refuses a part of the state, or this host cannot run the
-    /// counter at the guest's frequency. The vCPU may then have a part of the state. Loading can be
-    /// retried.
+    /// counter at the guest's frequency. A part of the state may then be loaded already. Loading
+    /// can be retried.
     pub fn load(
         &mut self,
         cpu: u32,

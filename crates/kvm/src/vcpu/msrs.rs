@@ -1,8 +1,8 @@
 //! Selection of the model-specific registers that are saved.
 //!
-//! Saved are the registers that `KVM_GET_MSR_INDEX_LIST` names, and those that a guest can change
-//! and KVM does not name ([`UNLISTED`], [`machine_checks`]). The following registers are
-//! deliberately not saved:
+//! The registers that `KVM_GET_MSR_INDEX_LIST` names are saved, and also registers that a guest can
+//! change although KVM does not name them ([`UNLISTED`], [`machine_checks`]). The following
+//! registers are deliberately not saved:
 //!
 //! | registers | why |
 //! |---|---|
@@ -17,8 +17,8 @@
 //! | nested virtualization (capabilities of VMX, registers of SVM), SGX, processor trace | not offered: see `cpuid` |
 //! | Hyper-V (0x40000000 on), Xen | not offered: the guest is shown KVM's own leaves |
 //!
-//! Listed registers of features that are not offered are saved with the others if KVM returns them:
-//! they contain zero.
+//! If KVM lists and returns registers of features that are not offered, these registers are saved
+//! with the others. They contain zero.
 
 use crate::error::{Error, Result};
 use crate::state::{Msr, Saved as _, StateError, VcpuState};
@@ -80,8 +80,9 @@ pub(crate) fn set_as_firmware(vcpu: &VcpuFd) {
 ///
 /// KVM lists registers that it cannot return for this guest's CPUID, and some that it returns but
 /// never accepts. The set depends on kernel and processor. Therefore each register is tested once
-/// on a vCPU that has not run: read, write back, and keep the registers for which both work. The
-/// target must accept every saved register, or the load fails. It drops none silently.
+/// on a vCPU that has not run: it is read and written back, and is kept if both work. The target
+/// must accept every saved register. Otherwise the load fails, because no register is dropped
+/// silently.
 #[derive(Debug, Clone)]
 pub(super) struct MsrPlan {
     kept: Vec<u32>,
@@ -100,8 +101,8 @@ impl MsrPlan {
         Ok(Self { kept, dropped })
     }
 
-    /// Returns the plan for a guest that came with `saved`: these registers, and those that earlier
-    /// versions did not save.
+    /// Returns the plan for a guest that arrived with the registers `saved`. The plan contains
+    /// these registers, and those that earlier versions did not save.
     pub(super) fn of(saved: &[Msr], vcpu: &VcpuFd) -> Self {
         let mut kept: Vec<u32> = saved.iter().map(|msr| msr.index).collect();
         kept.retain(|index| !machine_checks(u64::MAX).any(|bank| bank == *index));
@@ -193,7 +194,8 @@ pub(super) fn load(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result
     load_all(cpu, vcpu, &zeros)
 }
 
-/// Loads all of `msrs`. KVM may accept fewer than it was given, and returns the number.
+/// Loads all of `msrs`. KVM may accept only the first of the registers that it is given, and
+/// returns their number.
 fn load_all(cpu: u32, vcpu: &VcpuFd, msrs: &[Msr]) -> std::result::Result<(), StateError> {
     for chunk in msrs.chunks(MOST_AT_ONCE) {
         let mut rest = chunk;

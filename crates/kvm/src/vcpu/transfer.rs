@@ -24,8 +24,8 @@ pub(super) struct HostTsc {
 }
 
 impl HostTsc {
-    /// Queries KVM and `vcpu`, which must be new: a vCPU whose state was loaded has the frequency
-    /// of its guest.
+    /// Queries KVM and `vcpu`. The vCPU must be new, because a vCPU whose state was loaded has the
+    /// frequency of its guest.
     pub(super) fn of(kvm: &Kvm, vcpu: &VcpuFd) -> std::result::Result<Self, kvm_ioctls::Error> {
         Ok(Self { khz: vcpu.get_tsc_khz()?, scales: kvm.check_extension(Cap::TscControl) })
     }
@@ -101,7 +101,8 @@ pub(super) fn save(cpu: u32, vcpu: &VcpuFd, plan: &MsrPlan, xsave: XsaveSize) ->
     let debug = vcpu.get_debug_regs().map_err(kvm(cpu, "KVM_GET_DEBUGREGS"))?;
     let xcrs = vcpu.get_xcrs().map_err(kvm(cpu, "KVM_GET_XCRS"))?;
     let tsc_khz = vcpu.get_tsc_khz().map_err(kvm(cpu, "KVM_GET_TSC_KHZ"))?;
-    // Read both at the same moment: the guest would gain or lose the time between the two reads.
+    // Read both with no other call between them, because the guest gains or loses the time between
+    // the two reads.
     let realtime_ns = now_ns();
     let tsc = msrs::get(vcpu, msrs::TSC).ok_or_else(|| {
         StateError::invalid(VcpuState::KIND, cpu, "KVM does not return the time stamp counter")
@@ -147,10 +148,10 @@ fn save_xsave(cpu: u32, vcpu: &VcpuFd, size: XsaveSize) -> Result<XsaveState> {
 
 /// Loads `saved` into `vcpu`.
 ///
-/// The order matters. Special registers come first, because they have the address of the local APIC
-/// and the mode of the vCPU. Extended control registers come before the registers that they enable.
-/// The local APIC comes before the deadline of the timer, because setting the APIC stops its timer.
-/// Events and the MP state come last, because setting registers clears some of them.
+/// The order matters. Special registers come first, because they contain the address of the local
+/// APIC and the mode of the vCPU. Extended control registers come before the registers that they
+/// enable. The local APIC comes before the deadline of the timer, because setting the APIC stops
+/// its timer. Events and the MP state come last, because setting registers clears some of them.
 pub(super) fn load(
     cpu: u32,
     vcpu: &VcpuFd,
