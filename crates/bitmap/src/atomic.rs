@@ -13,23 +13,25 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// # Memory order
 ///
-/// A writer writes the page *and then* marks it (`Release`). The harvester swaps the word out
-/// (`Acquire`) *and then* reads the page. Either the harvest sees the mark, and its read of the
-/// page sees the write, or the mark comes later and the next harvest finds it. A writer that marked
-/// first could lose a write: a harvest would take the mark and read the old page, and the write
-/// would have no mark.
+/// A writer writes the page *and then* marks it, with release ordering. The harvester swaps the
+/// word out, with acquire ordering, *and then* reads the page. Either the harvest takes the mark,
+/// and the harvester's read of the page sees the write, or the mark is set later and the next
+/// harvest finds it. If a writer marked the page first, a write could be lost: a harvest could take
+/// the mark and read the old content before the write, which would then have no mark.
 ///
 /// A summary has one bit for each block of 64 words, so the cost of a harvest depends on the number
 /// of marks, not on the size of the guest. A writer marks the word first. It then reads the summary
-/// bit and sets it only if it is clear. A read of a rarely written cache line is cheaper than a
-/// second read-modify-write. A harvester takes the summary bit first and then the words.
+/// bit, and sets the bit only if the bit is clear, because reading a rarely written cache line is
+/// cheaper than a second read-modify-write. A harvester takes the summary bit first and then the
+/// words.
 ///
-/// All four accesses are sequentially consistent, because each thread writes one location and then
-/// reads the other, and the two must not be reordered. Either the writer sees the summary bit clear
-/// and sets the bit again, for the next harvest. Or the writer saw the bit before the harvester
-/// took it, and then the harvester sees the mark in the word. On x86 sequential consistency costs
-/// nothing beyond the release and acquire that the words need anyway: the read-modify-writes are
-/// full barriers, and the loads are plain.
+/// These accesses are sequentially consistent, because each thread writes one location (word or
+/// summary) and then reads the other, and the two accesses must not be reordered. Either the writer
+/// sees the summary bit clear and sets the bit again, so that the next harvest finds the mark. Or
+/// the writer saw the bit before the harvester took the bit, so the harvester sees the mark in the
+/// word. On x86, sequential consistency costs nothing beyond the release and acquire orderings that
+/// the words need anyway, because every read-modify-write is a full barrier, and the loads are
+/// plain loads.
 ///
 /// The unit tests run this code, and deliberately wrong orders of it, in every interleaving of a
 /// few threads.
@@ -72,13 +74,13 @@ impl AtomicBitmap {
         }
     }
 
-    /// Returns the number of pages that the bitmap covers, set or not.
+    /// Returns the number of pages that the bitmap covers, marked or not.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Returns whether no page is set at the moment of the call.
+    /// Returns whether no page is marked at the moment of the call.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         // A writer may have marked a word but not yet the summary. Its mark then did not happen
@@ -94,8 +96,8 @@ impl AtomicBitmap {
         })
     }
 
-    /// Marks `page` and returns whether it was marked before. The caller must have written the page
-    /// already.
+    /// Marks `page` and returns whether it was marked before. Call this method after writing the
+    /// page.
     ///
     /// # Panics
     /// Panics if `page >= len`.
@@ -105,8 +107,8 @@ impl AtomicBitmap {
         self.mark(word, bit) & bit != 0
     }
 
-    /// Marks the pages `mask` of a word and then the summary, and returns the previous value of the
-    /// word.
+    /// Marks the pages of a word that are set in `mask`, then marks the summary, and returns the
+    /// previous value of the word.
     #[inline]
     fn mark(&self, word: usize, mask: u64) -> u64 {
         #[cfg(test)]
@@ -140,8 +142,8 @@ impl AtomicBitmap {
         (first..).zip(words)
     }
 
-    /// Marks the pages of `range`, with one read-modify-write for each word. The caller must have
-    /// written the pages already.
+    /// Marks the pages of `range`, with one read-modify-write for each word. Call this method after
+    /// writing the pages.
     ///
     /// # Panics
     /// Panics if `range` ends beyond `len`.
@@ -152,7 +154,7 @@ impl AtomicBitmap {
         });
     }
 
-    /// Clears `page` and returns whether it was marked.
+    /// Removes the mark of `page` and returns whether the page was marked.
     ///
     /// # Panics
     /// Panics if `page >= len`.
@@ -174,13 +176,13 @@ impl AtomicBitmap {
     }
 
     /// Returns the marks of the 64 pages from page `64 * index` on, at the moment of the call.
-    /// Pages beyond the end have no mark.
+    /// Pages beyond the end of the bitmap have no marks.
     #[must_use]
     pub fn word(&self, index: usize) -> u64 {
         self.words.get(index).map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// Moves every mark into `into` and returns the number of moved marks.
+    /// Moves all marks into `into` and returns their number.
     ///
     /// # Panics
     /// Panics if the lengths differ.
@@ -188,7 +190,7 @@ impl AtomicBitmap {
         assert_eq!(self.len, into.len(), "bitmaps of the same region");
         let mut moved = 0;
         for (at, word) in self.summary.iter().enumerate() {
-            // A clean word is only read: a swap would take its cache line from the writers.
+            // A clean word is only read, because a swap would take its cache line from the writers.
             if word.load(Ordering::Relaxed) == 0 {
                 continue;
             }

@@ -1,19 +1,20 @@
-//! Bitmap whose set bits are claimed, each by exactly one thread.
+//! Bitmap from which threads claim pages, so that exactly one thread gets each page.
 
 use crate::{Bitmap, for_each_word, place};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Set of pages from which threads claim pages: if several threads want a page, exactly one gets
-/// it.
+/// Set from which threads claim pages. If several threads want the same page, exactly one of them
+/// gets it.
 ///
-/// One atomic read-modify-write takes a page out of the set and reports success to the thread that
-/// cleared the bit. Only the thread that holds a page may put it back ([`give_64`](Self::give_64)).
-/// Therefore at any instant a page is either in the bitmap or held by one thread.
+/// One atomic read-modify-write takes a page out of the set, and reports success only to the thread
+/// that cleared the bit. That thread then holds the page, and no other thread may put the page back
+/// ([`give_64`](Self::give_64)). Therefore, at any instant, each page of the original set is either
+/// in the bitmap or held by one thread.
 ///
-/// All operations are sequentially consistent. One thread may set a flag elsewhere and then read
-/// this bitmap (with a fence between), while another thread takes a page and then reads the flag.
-/// At least one of the two threads sees the action of the other.
+/// All operations are sequentially consistent. For example, suppose that one thread sets a flag
+/// elsewhere and then reads this bitmap, with a fence in between, while another thread takes a page
+/// and then reads the flag. Then at least one of the two threads sees the action of the other.
 #[derive(Debug)]
 pub struct ClaimBitmap {
     words: Vec<AtomicU64>,
@@ -47,15 +48,14 @@ impl ClaimBitmap {
         self.left.load(Ordering::SeqCst)
     }
 
-    /// Returns whether `page` is still in the bitmap. The result is false for a page beyond the
-    /// end.
+    /// Returns whether `page` is still in the bitmap. Returns false for a page beyond the end.
     #[must_use]
     pub fn test(&self, page: u64) -> bool {
         let (word, bit) = place(page);
         page < self.len && self.words[word].load(Ordering::SeqCst) & bit != 0
     }
 
-    /// Returns whether the bitmap still has a page of `range`.
+    /// Returns whether the bitmap still contains any page of `range`.
     ///
     /// # Panics
     /// Panics if `range` ends beyond `len`.
@@ -67,8 +67,8 @@ impl ClaimBitmap {
         found != 0
     }
 
-    /// Takes `page` and returns whether this call took it. The result is false for a page beyond
-    /// the end.
+    /// Takes `page` if it is still in the bitmap, and returns whether this call took the page.
+    /// Returns false for a page beyond the end.
     pub fn take(&self, page: u64) -> bool {
         if !self.test(page) {
             return false;
@@ -81,8 +81,9 @@ impl ClaimBitmap {
         taken
     }
 
-    /// Takes the remaining pages among the 64 from `first` on that are set in `wanted`, and returns
-    /// them. Bit `i` of `wanted` and of the result is page `first + i`.
+    /// Takes those of the 64 pages from `first` on that are set in `wanted` and still in the
+    /// bitmap, and returns them. Bit `i` of `wanted` and of the result is page `first + i`. Pages
+    /// beyond the end are never taken.
     ///
     /// # Panics
     /// Panics if `first` is not a multiple of 64.
@@ -90,8 +91,8 @@ impl ClaimBitmap {
         assert!(first.is_multiple_of(64), "page {first} begins no word");
         let (word, _) = place(first);
         let Some(word) = self.words.get(word) else { return 0 };
-        // If the wanted pages are already gone, the word is only read: a read-modify-write would
-        // take its cache line from other threads.
+        // If the wanted pages are already gone, the word is only read, because a read-modify-write
+        // would take its cache line from other threads.
         if word.load(Ordering::SeqCst) & wanted == 0 {
             return 0;
         }
@@ -100,8 +101,8 @@ impl ClaimBitmap {
         bits
     }
 
-    /// Puts pages that the caller holds back into the bitmap. Bit `i` of `pages` is page `first +
-    /// i`.
+    /// Puts `pages`, all of which the caller must hold, back into the bitmap. Bit `i` of `pages` is
+    /// page `first + i`.
     ///
     /// # Panics
     /// Panics if `first` is not a multiple of 64, or a page lies beyond the end.
@@ -113,15 +114,15 @@ impl ClaimBitmap {
         let end = first + 64 - u64::from(pages.leading_zeros());
         assert!(end <= self.len, "page {} of {}", end - 1, self.len);
         let (word, _) = place(first);
-        // Count before the pages can be taken: the count never falls below 0, and a bitmap that has
-        // pages does not look empty.
+        // Count the pages before they can be taken. Thus the count never falls below 0, and a
+        // bitmap that has pages does not look empty.
         self.left.fetch_add(pages.count_ones().into(), Ordering::SeqCst);
         let before = self.words[word].fetch_or(pages, Ordering::SeqCst);
         debug_assert_eq!(before & pages, 0, "the caller gave a page that it did not hold");
     }
 
-    /// Takes the remaining pages of `range`. Returns their number and whether the bitmap is empty
-    /// now.
+    /// Takes all pages of `range` that are still in the bitmap. Returns their number, and whether
+    /// this call took the last page of the bitmap.
     ///
     /// # Panics
     /// Panics if `range` ends beyond `len`.
@@ -136,7 +137,8 @@ impl ClaimBitmap {
         (taken, last)
     }
 
-    /// Returns the pages that are left. Claims made during the call may or may not be included.
+    /// Returns the pages that are left. The result may or may not include pages that other threads
+    /// take during the call.
     #[must_use]
     pub fn snapshot(&self) -> Bitmap {
         let mut left = Bitmap::new(self.len);

@@ -48,8 +48,9 @@ impl<'a> Cursor<'a> {
         }
     }
 
-    /// Moves to the words after the first one of `range`. Returns the index of the first word, its
-    /// bits within the range, and the end of the range. For an empty range, all three are 0.
+    /// Moves to the words of `range` that follow its first word. Returns the index of the first
+    /// word, the bits of that word within the range, and the end of the range. For an empty range,
+    /// all three are 0.
     fn restart(&mut self, range: Range<u64>) -> (usize, u64, u64) {
         let cut = Cut::new(&range, self.words);
         (self.top, self.mask) = (0, 0);

@@ -4,16 +4,16 @@
 //! |---|---|
 //! | [`AtomicBitmap`] | many threads mark pages, one thread harvests them |
 //! | [`Bitmap`] | a set of pages with one owner |
-//! | [`SummaryBitmap`] | the same with a second level, one bit for each 4096 pages: the cost of a walk depends on the set part only |
+//! | [`SummaryBitmap`] | a set with a second level, which has one bit for each 4096 pages, so that a walk skips the parts in which no page is set |
 //! | [`ClaimBitmap`] | threads take pages out of a set, each page once |
-//! | [`Scanner`] | finds set bits: portable, with AVX2 or with AVX-512, as the processor permits |
+//! | [`Scanner`] | finds set bits with the fastest implementation for the processor: AVX-512, AVX2 or portable |
 //!
 //! Bit `i` is in word `i / 64` at position `i % 64`. `KVM_GET_DIRTY_LOG` uses the same layout, so a
-//! dirty log of the kernel is merged word by word.
+//! dirty log from the kernel can be merged word by word.
 //!
 //! All types return pages as runs (`Range<u64>` of page indexes), because ioctls and `writev` work
-//! on runs. Single pages are available, too. Marking, merging, harvesting and iterating do not
-//! allocate.
+//! on runs. Set pages can also be iterated one by one. Marking, merging, harvesting and iterating
+//! do not allocate.
 //!
 //! ```
 //! use vmferry_bitmap::{AtomicBitmap, Bitmap};
@@ -70,7 +70,8 @@ fn mask(from: u64, to: u64) -> u64 {
     (u64::MAX >> (WORD_BITS - (to - from))) << from
 }
 
-/// Calls `each(word index, mask)` for every word that `range` touches.
+/// Calls `each` with the index of every word that `range` touches, and the mask of the bits in that
+/// word.
 fn for_each_word(range: Range<u64>, mut each: impl FnMut(usize, u64)) {
     let mut bit = range.start;
     while bit < range.end {
@@ -81,7 +82,7 @@ fn for_each_word(range: Range<u64>, mut each: impl FnMut(usize, u64)) {
     }
 }
 
-/// Returns the mask of the bits that the last word of a bitmap of `len` bits has.
+/// Returns the mask of the valid bits in the last word of a bitmap of `len` bits.
 fn tail_mask(len: u64) -> u64 {
     match len % WORD_BITS {
         0 => u64::MAX,

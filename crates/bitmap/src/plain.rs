@@ -195,15 +195,16 @@ impl Bitmap {
         for_each_word(range, |word, mask| self.words[word] &= other.words[word] | !mask);
     }
 
-    /// Adds the pages of a dirty log, in the format of the kernel, whose first bit is page 0. Bits
-    /// beyond `len` are ignored.
+    /// Adds the pages that are set in `log`, a dirty log in the format of the kernel whose first
+    /// bit is page 0. The log may be shorter or longer than the bitmap. Bits beyond `len` are
+    /// ignored.
     pub fn union_words(&mut self, log: &[u64]) {
         Scanner::best().work(Or { into: &mut self.words, from: log });
         self.trim();
     }
 
-    /// Adds the pages of a dirty log whose first bit is page `64 * first`. Bits beyond `len` are
-    /// ignored.
+    /// Adds the pages that are set in `log`, a dirty log whose first bit is page `64 * first`. Bits
+    /// beyond `len` are ignored.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.
@@ -213,8 +214,8 @@ impl Bitmap {
         self.trim();
     }
 
-    /// Adds `bits` to the word that holds the pages from `64 * word` on. Bits beyond `len` are
-    /// ignored.
+    /// Adds the pages that are set in `bits`, whose first bit is page `64 * word`. Bits beyond
+    /// `len` are ignored.
     ///
     /// # Panics
     /// Panics if the bitmap has no such word.
@@ -231,12 +232,12 @@ impl Bitmap {
         }
     }
 
-    /// Adds the pages of a dirty log whose first bit is page `64 * first`, and reports the new
-    /// pages.
+    /// Adds the pages that are set in `log`, a dirty log whose first bit is page `64 * first`, and
+    /// reports the pages that are new.
     ///
     /// Calls `each` with the maximal runs of the pages that were not set before, in order. Merging
-    /// and reporting take one pass, which does not read the set where the log is empty. Bits beyond
-    /// `len` are ignored.
+    /// and reporting take one pass over the log. Where the log is empty, the pass does not read the
+    /// bitmap. Bits beyond `len` are ignored.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.

@@ -1,4 +1,4 @@
-//! Bitmap with a summary, whose cost depends on the dirty part only.
+//! Bitmap with a summary, so that costs depend only on the part that has set pages.
 
 use crate::scan::walk::take_index;
 use crate::scan::{BATCH_WORDS, BLOCK_WORDS, Batch, Scanner};
@@ -7,21 +7,22 @@ use std::ops::Range;
 
 /// Number of pages that one summary bit covers: 16 MiB of guest memory, 512 bytes of bitmap.
 ///
-/// With this value the summary of 12 TiB is 96 KiB. It stays in the L2 cache, and a scan of it
-/// takes as long as a few thousand words. A finer summary would find single pages sooner but cost
-/// more where nothing is set. Reading 512 bytes costs about as much as fetching the first of them.
+/// With this value, the summary of a guest of 12 TiB has 96 KiB. It stays in the L2 cache, and
+/// takes only about as long to scan as a few thousand words. A finer summary would find single
+/// pages sooner, but would cost more where nothing is set. Reading 512 bytes costs about as much as
+/// fetching the first of them.
 pub(crate) const BLOCK_PAGES: u64 = BLOCK_WORDS as u64 * WORD_BITS;
 
-/// [`Bitmap`] with a second level: one bit for each 4096 pages, which is clear only if none of them
-/// is set.
+/// [`Bitmap`] with a second level, the summary. Each bit of the summary covers 4096 pages, and is
+/// clear only if none of these pages is set.
 ///
-/// All walks and set operations skip blocks whose summary bit is clear, so the cost for a nearly
-/// clean guest of 12 TiB depends on its dirty part only.
+/// All walks and set operations skip blocks whose summary bit is clear. Therefore their cost for a
+/// nearly clean guest of 12 TiB depends only on its dirty part.
 ///
-/// Setting a page sets a second bit, in a word that 262144 pages share and that is in a near cache.
-/// Clearing single pages does not change the summary: a stale summary bit costs a read of 512
-/// bytes. Clearing all pages clears the blocks whose summary bit is set. `vmferry-bench scan`
-/// measures these costs.
+/// Setting a page also sets a bit of the summary, in a word that 262,144 pages share and that is
+/// therefore usually in a cache. Clearing single pages does not change the summary, because a stale
+/// summary bit only costs a read of 512 bytes. Clearing all pages clears the blocks whose summary
+/// bit is set. `vmferry-bench scan` measures these costs.
 ///
 /// Invariant: where a bit of `summary` is clear, the words of `flat` that it covers are zero.
 #[derive(Clone)]
@@ -66,7 +67,7 @@ impl SummaryBitmap {
         Self { flat: Bitmap::full(len), summary: Bitmap::full(len.div_ceil(BLOCK_PAGES)) }
     }
 
-    /// Returns the pages without the summary.
+    /// Returns the underlying bitmap, which has no summary.
     #[must_use]
     pub fn flat(&self) -> &Bitmap {
         &self.flat
@@ -203,9 +204,9 @@ impl SummaryBitmap {
         }
     }
 
-    /// Adds the pages of a dirty log, in the format of the kernel, whose first bit is page `64 *
-    /// first`. Where the log is empty, neither the pages nor the summary is touched. Bits beyond
-    /// `len` are ignored.
+    /// Adds the pages that are set in `log`, a dirty log in the format of the kernel whose first
+    /// bit is page `64 * first`. Where the log is empty, neither the pages nor the summary is
+    /// accessed. Bits beyond `len` are ignored.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.
@@ -226,8 +227,8 @@ impl SummaryBitmap {
         }
     }
 
-    /// Adds the pages of a dirty log like [`Self::union_words`], and calls `each` with the maximal
-    /// runs of the pages that were not set before, in order.
+    /// Adds pages like [`Self::union_words`], and calls `each` with the maximal runs of the pages
+    /// that were not set before, in order.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.
@@ -273,8 +274,8 @@ impl SummaryBitmap {
         self.parts(0..self.len()).for_each(|pages| scanner.for_each_bit(self.flat.words(), pages, &mut each));
     }
 
-    /// Clears the stale bits of the summary. Reads all pages. Useful after many single pages were
-    /// cleared.
+    /// Clears the stale bits of the summary, for which it reads the whole bitmap. This is useful
+    /// after many single pages were cleared.
     pub fn tighten(&mut self) {
         let Self { flat, summary } = self;
         summary.clear_all();
@@ -302,9 +303,9 @@ fn blocks_of(range: &Range<u64>) -> Range<u64> {
     range.start / BLOCK_PAGES..(range.end - 1) / BLOCK_PAGES + 1
 }
 
-/// Maximum number of empty blocks that are read through instead of skipped. Reading a block in
-/// order costs 512 bytes. A skip costs a fetch that no prefetcher foresees, and two or three
-/// mispredicted branches.
+/// Maximum number of consecutive empty blocks that are read instead of skipped. Reading the next
+/// block in order costs a read of 512 bytes. A skip costs a fetch that no prefetcher foresees, and
+/// two or three mispredicted branches.
 const JUMP_BLOCKS: u64 = 8;
 
 /// Returns the parts of `range` that may have set pages. All pages outside the parts are clear.

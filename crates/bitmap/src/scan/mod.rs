@@ -1,8 +1,8 @@
 //! Search for set bits at the speed of memory.
 //!
-//! A kernel examines words by the block (64 words, 512 bytes, 4096 pages) and returns a mask of the
-//! words that need a visit. The callers ([`walk`] and the iterators) visit only those words. Two
-//! rules decide the speed:
+//! A kernel examines words in blocks (64 words, 512 bytes, 4096 pages), and returns a mask of the
+//! words of each block that need a visit. The callers ([`walk`] and the iterators) visit only those
+//! words. Two rules determine the speed:
 //!
 //! - *Few branch mispredictions.* On a sparse bitmap a mispredicted branch costs more than reading
 //!   a kilobyte. Therefore the masks of a whole batch of blocks are computed without branches
@@ -33,8 +33,8 @@ use std::sync::OnceLock;
 
 /// Number of words in a block: one for each bit of a mask.
 pub(crate) const BLOCK_WORDS: usize = 64;
-/// Number of blocks in a batch: one for each bit of the upper mask. A batch has 16 KiB and stays in
-/// the L1 cache until it was visited.
+/// Number of blocks in a batch: one for each bit of the upper mask. A batch has 16 KiB, and stays
+/// in the L1 cache until its words have been visited.
 pub(crate) const BATCH_BLOCKS: usize = 32;
 /// Number of words in a batch.
 pub(crate) const BATCH_WORDS: usize = BATCH_BLOCKS * BLOCK_WORDS;
@@ -85,7 +85,8 @@ impl Batch {
 /// Maximum number of words that one call of [`Kernel::positions`] accepts.
 pub(crate) const POSITION_WORDS: usize = 16;
 
-/// Buffer for bit numbers. Not initialized, because that would cost more than most walks.
+/// Buffer for bit numbers. The buffer is not initialized, because initialization would cost more
+/// than most walks.
 pub(crate) struct Positions(
     #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "only the AVX-512 kernel fills it"))]
     [MaybeUninit<u16>; POSITION_WORDS * 64],
@@ -100,7 +101,8 @@ impl Positions {
 
 /// Operations that differ from processor to processor.
 pub(crate) trait Kernel: Copy {
-    /// True if [`Self::positions`] is implemented. False: the caller loops over each word.
+    /// True if [`Self::positions`] is implemented. If false, the caller loops over the bits of each
+    /// word.
     const HAS_POSITIONS: bool;
 
     /// Returns the mask of the blocks of `words` (at most [`BATCH_WORDS`]) that have a nonzero
@@ -127,7 +129,7 @@ pub(crate) trait Work {
     fn run<K: Kernel>(self, kernel: K) -> Self::Out;
 }
 
-/// Search for set bits with the instructions of this processor.
+/// Scanner that finds set bits with the instructions of this processor.
 #[derive(Debug, Clone, Copy)]
 pub struct Scanner(Level);
 
@@ -151,8 +153,8 @@ impl Scanner {
         })
     }
 
-    /// Returns every scanner by name, fastest first, or the reason why this processor does not
-    /// support it.
+    /// Returns the name of every scanner, fastest first, with the scanner or the reason why this
+    /// processor does not support it.
     #[must_use]
     pub fn all() -> Vec<(&'static str, Result<Self, &'static str>)> {
         vec![
@@ -242,7 +244,8 @@ impl Scanner {
         self.work(walk::Count { words })
     }
 
-    /// Returns whether a bit of `words` is set. Stops at the first one.
+    /// Returns whether any bit of `words` is set. Stops at the first batch of 2048 words that has a
+    /// set bit.
     #[must_use]
     pub fn any(self, words: &[u64]) -> bool {
         let mut batch = Batch::new(words);
@@ -295,9 +298,9 @@ pub(crate) fn split_at_line(words: &[u64]) -> (&[u64], &[u64]) {
     words.split_at(words_to_line(words))
 }
 
-/// Processes a batch hop by hop, for every kernel. `empty` is the cheap check of a hop, `look`
-/// computes the mask of a block without branches, and `look_rest` computes the mask of a partial
-/// block.
+/// Processes a batch hop by hop; all kernels use this function. `empty` is the cheap check of a
+/// hop, `look` computes the mask of a block without branches, and `look_rest` computes the mask of
+/// a partial block.
 #[inline(always)]
 fn by_hops(
     words: &[u64],

@@ -44,8 +44,8 @@ fn or(words: &[u64]) -> u64 {
     words.iter().fold(0, |all, word| all | word)
 }
 
-/// Returns the mask of the nonzero words of a block, line by line. In a sparse block most lines are
-/// empty, and every compiler vectorizes the or of a line.
+/// Returns the mask of the nonzero words of a block, line by line. This is fast because most lines
+/// of a sparse block are empty, and every compiler vectorizes the OR of a line.
 fn block_nonzero(block: &[u64]) -> u64 {
     let mut mask = 0;
     for (index, line) in block.chunks(LINE_WORDS).enumerate() {

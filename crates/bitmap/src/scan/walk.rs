@@ -91,8 +91,8 @@ fn all_set(words: &[u64]) -> bool {
 /// Implementation of [`super::Scanner::fold_bits`].
 ///
 /// All folds in this module pass the folded value by value. A function that is compiled for other
-/// instructions is never inlined into its caller. There, a captured variable of a closure stays in
-/// memory, and a value that is passed on stays in registers.
+/// instructions is never inlined into its caller. In such a function, a captured variable of a
+/// closure stays in memory, but a value that is passed on stays in registers.
 pub(super) struct FoldBits<'a, B, F> {
     pub(super) words: &'a [u64],
     pub(super) range: Range<u64>,
@@ -147,7 +147,8 @@ fn block_bits<K: Kernel, B, F: FnMut(B, u64) -> B>(
         let words = &words[..words.len().min(BLOCK_WORDS)];
         return kernel.work(FoldCrowded { words, at, init: folded, fold });
     }
-    // The loop runs at least once: in a sparse bitmap, one word is by far the most likely number.
+    // The condition is at the end of the loop, because `mask` has at least one bit, and in a sparse
+    // bitmap usually exactly one.
     loop {
         let index = take_index(&mut mask);
         folded = bits_of(base_of(at + index), words[index], folded, fold);
@@ -168,7 +169,7 @@ fn bits_of<B, F: FnMut(B, u64) -> B>(base: u64, mut word: u64, mut folded: B, fo
     folded
 }
 
-/// Fold over words of which most have several bits. A separate [`Work`] is compiled as a separate
+/// Fold over words, most of which have several bits. A separate [`Work`] is compiled as a separate
 /// function and takes no registers from the loop over words with few bits.
 struct FoldCrowded<'a, B, F> {
     words: &'a [u64],
