@@ -1,10 +1,10 @@
-//! Threads with a [`Role`], and [`Park`], which holds the event loops of devices while a guest is
+//! Threads with a [`Role`], and a [`Park`] that stops the event loops of devices while a guest is
 //! paused.
 //!
-//! All threads of vmferry's crates are started by [`spawn`] or [`spawn_scoped`]. A process can set
-//! one hook, [`on_start`], which each of these threads calls before anything else: to install a
-//! seccomp filter, to bind the thread to processors, or to count it. The crates themselves have no
-//! such policy.
+//! The crates of vmferry start all their threads with [`spawn`] or [`spawn_scoped`]. With
+//! [`on_start`], a process can set one start hook, which each of these threads calls before its
+//! work. The hook can, for example, install a seccomp filter, bind the thread to processors, or
+//! count it. The crates themselves have no such policy.
 //!
 //! ```
 //! use std::sync::atomic::{AtomicUsize, Ordering};
@@ -45,13 +45,13 @@ pub enum Role {
     Owner,
     /// Runs a vCPU and handles the device accesses that complete at once.
     Vcpu,
-    /// Replaces a vCPU in a guest without KVM.
+    /// Acts as a vCPU of a process guest, which does not use KVM.
     Worker,
     /// Reads and writes disks.
     Disk,
     /// Carries frames between the guest and a tap.
     Network,
-    /// Serves another device.
+    /// Serves any other device.
     Device,
     /// Harvests dirty pages, or throttles vCPUs.
     Tracker,
@@ -65,7 +65,7 @@ pub enum Role {
     Listener,
     /// Serves page faults.
     Fault,
-    /// Reads or writes a guest in a file.
+    /// Saves a guest to a file, or restores a guest from a file.
     Snapshot,
     /// Asks an arbiter which host owns the guest.
     Arbiter,
@@ -102,7 +102,7 @@ impl Role {
         Self::Watch,
     ];
 
-    /// Returns the name of the role.
+    /// Returns the name of the role, in lower case. The name of [`Role::Arbiter`] is `fence`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -134,17 +134,18 @@ impl std::fmt::Display for Role {
     }
 }
 
-/// Function that each thread calls before its work, with its role and its name.
+/// Start hook: a function that each thread calls before its work, with the role and the name of the
+/// thread.
 pub type Hook = fn(Role, &str);
 
 static HOOK: OnceLock<Hook> = OnceLock::new();
 
-/// Sets the start hook of the process: every thread that is started later calls `hook` first, on
-/// the thread itself.
+/// Sets the start hook of the process. Every thread that [`spawn`] or [`spawn_scoped`] starts
+/// afterwards calls `hook` before its work.
 ///
-/// A hook that panics ends its thread, like a panic of the thread's own work. The process has one
-/// hook, like a panic hook, and the hook is set once: policies for threads concern the whole
-/// process, and many parts of it start threads.
+/// If the hook panics, its thread ends as if the work of the thread had panicked. The process has
+/// only one hook, which cannot be replaced, because a policy for threads concerns the whole
+/// process, in which many crates start threads.
 ///
 /// # Errors
 /// Returns `hook` if the process already has a hook, which stays in force.
@@ -158,10 +159,14 @@ fn started(role: Role, name: &str) {
     }
 }
 
-/// Starts a thread; see [`Builder::spawn`].
+/// Starts a thread with this role and name, which calls the start hook and then `work`. See
+/// [`Builder::spawn`].
 ///
 /// # Errors
 /// Returns an error if the host cannot create another thread.
+///
+/// # Panics
+/// Panics if `name` contains a null byte.
 pub fn spawn<T: Send + 'static>(
     role: Role,
     name: impl Into<String>,
@@ -174,10 +179,13 @@ pub fn spawn<T: Send + 'static>(
     })
 }
 
-/// Starts a thread that ends before `scope` does; see [`Builder::spawn_scoped`].
+/// Starts a thread like [`spawn`], which ends before `scope` does. See [`Builder::spawn_scoped`].
 ///
 /// # Errors
 /// Returns an error if the host cannot create another thread.
+///
+/// # Panics
+/// Panics if `name` contains a null byte.
 pub fn spawn_scoped<'scope, 'env, T: Send + 'scope>(
     role: Role,
     name: impl Into<String>,

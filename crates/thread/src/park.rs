@@ -1,4 +1,4 @@
-//! Parking the event loops of devices.
+//! Parking of the event loops of devices.
 
 use std::fmt;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -6,16 +6,16 @@ use std::time::Duration;
 
 /// Gate that lets the event loops of devices handle events only while the guest runs in this VMM.
 ///
-/// An event loop handles an event from outside the guest: a frame on a tap, a completed disk
-/// request, a key. Handling the event writes guest memory and raises an interrupt. After the last
-/// pages and the device state were sent, such a write would be lost. Therefore three conditions
-/// must hold:
+/// An event loop handles events from outside the guest, such as a frame on a tap, a completed disk
+/// request, or a key. To handle an event, the loop writes guest memory and raises an interrupt.
+/// Once the last pages and the device state have been sent, such a write would be lost. Therefore
+/// this type ensures the following:
 ///
-/// 1. When a pause has returned, no event is being handled, and no event is begun before the guest
-///    is resumed.
-/// 2. An event that arrives in between waits. It is handled if the source resumes the guest.
-/// 3. When the guest has left, the waiting events are never handled. The guest runs on the target,
-///    which owns its disks and addresses: a late write to a disk would destroy data.
+/// 1. When [`park`](Self::park) has returned `Ok`, no event is being handled, and no event is begun
+///    before [`resume`](Self::resume) is called.
+/// 2. An event that arrives in between waits, and is handled if the source resumes the guest.
+/// 3. When the guest has left, the waiting events are never handled. The target then owns the disks
+///    and addresses of the guest, so a late write to a disk would destroy data.
 ///
 /// | caller | method | moment |
 /// |---|---|---|
@@ -51,11 +51,12 @@ use std::time::Duration;
 /// ```
 ///
 /// # Requests of the guest
-/// A request that the guest has made and the device has not begun is state of the device, and goes
-/// with the guest. So a loop must not take such a request out of its queue before
-/// [`enter`](Self::enter) has returned: a request in the hand of a loop that waits would be in no
-/// saved state, and dropped when the guest has left. Wait until the queue is not empty, enter, take
-/// the request. `SourceVm::save` saves the queue.
+/// A request that the guest has made and that the device has not begun is part of the device's
+/// state, and moves with the guest. Therefore a loop must not take such a request out of its queue
+/// before [`enter`](Self::enter) has returned. If a waiting loop had already taken the request, the
+/// request would not be in the saved state, and it would be lost when the guest has left. Wait
+/// until the queue is not empty, call `enter`, and only then take the request. `SourceVm::save`
+/// saves the queue.
 #[derive(Debug)]
 pub struct Park {
     state: Mutex<State>,
@@ -76,7 +77,7 @@ enum Phase {
     Ended,
 }
 
-/// Error of [`Park::park`]: an event loop did not finish its event in time.
+/// Error of [`Park::park`]: at least one event loop did not finish its event in time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StillWorking {
@@ -109,9 +110,9 @@ impl Working<'_> {
     /// Returns true if [`Park::end`] was called since the event began: the guest has left, or was
     /// given up.
     ///
-    /// A thread that waited for a missing page of a guest that was given up may have read zeros in
-    /// place of the page. Check this after the thread has accessed guest memory, and before it acts
-    /// on what it read, such as by a write to a disk.
+    /// If the guest was given up while the thread waited for a missing page, the thread may have
+    /// read zeros in place of the page. Therefore call this method after the thread has read guest
+    /// memory, and before it acts on the data, for example by writing the data to a disk.
     #[must_use]
     pub fn has_ended(&self) -> bool {
         self.0.lock().phase == Phase::Ended
@@ -150,8 +151,8 @@ impl Park {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until events may be handled. Returns `None` if the guest has left: the loop must drop
-    /// its events and end.
+    /// Waits until events may be handled, and returns the permission to handle one event. Returns
+    /// `None` after [`end`](Self::end): the loop must then drop its events and end.
     pub fn enter(&self) -> Option<Working<'_>> {
         let waits = |state: &mut State| state.phase == Phase::Parked;
         let state = self.changed.wait_while(self.lock(), waits);
@@ -163,12 +164,12 @@ impl Park {
         Some(Working(self))
     }
 
-    /// Prevents that further events begin, and waits at most `within` until the running events are
-    /// finished.
+    /// Prevents event loops from beginning further events, and waits for at most `within` until the
+    /// events that are being handled are finished.
     ///
     /// # Errors
     /// Returns [`StillWorking`] if an event takes longer. The event continues, and no other event
-    /// begins before [`resume`](Self::resume).
+    /// is begun before [`resume`](Self::resume) is called.
     pub fn park(&self, within: Duration) -> Result<(), StillWorking> {
         let mut state = self.lock();
         if state.phase == Phase::Running {
@@ -182,8 +183,8 @@ impl Park {
         }
     }
 
-    /// Lets events be handled again, starting with the waiting ones. Does nothing after
-    /// [`end`](Self::end).
+    /// Lets the event loops handle events again, including the events that have waited. Does
+    /// nothing after [`end`](Self::end).
     pub fn resume(&self) {
         let mut state = self.lock();
         if state.phase == Phase::Parked {
@@ -193,8 +194,8 @@ impl Park {
         self.changed.notify_all();
     }
 
-    /// Ends the event loops: the guest has left or was given up, and no further event is handled.
-    /// Does not wait for events that are being handled.
+    /// Ends the event loops, so that no further event is handled. Call this method when the guest
+    /// has left or was given up. The method does not wait for events that are being handled.
     pub fn end(&self) {
         self.lock().phase = Phase::Ended;
         self.changed.notify_all();

@@ -1,6 +1,7 @@
 //! Time slices and niceness of threads, for a guest that waits for single pages.
 
-/// Length of a short slice, in ns. A thread that asks for it works for some microseconds at a time.
+/// Length of a short slice in ns. The threads that request such a slice work for only a few
+/// microseconds at a time.
 const SLICE: u64 = 100_000;
 
 /// `struct sched_attr`, first version (Linux `include/uapi/linux/sched/types.h`).
@@ -19,11 +20,12 @@ struct Attributes {
 
 const _: () = assert!(size_of::<Attributes>() == 48);
 
-/// Gives thread `thread` of this process short time slices, or removes them. Does nothing if
-/// `thread` is 0.
+/// Gives the thread with the Linux thread id `thread` short time slices if `prefer` is true, and
+/// default time slices if it is false. Does nothing if `thread` is 0, or if the thread does not
+/// have the policy `SCHED_OTHER`.
 ///
-/// Use it for a vCPU that waits for pages: the vCPU should not wait again until the threads that
-/// fetch the pages have used up their slices.
+/// Use this function for a vCPU that waits for pages. After its page has arrived, such a vCPU
+/// should not have to wait again until the threads that fetch pages have used up their slices.
 pub fn prefer_latency_of(thread: u32, prefer: bool) {
     // For the kernel, 0 is the calling thread.
     if thread != 0 {
@@ -34,9 +36,9 @@ pub fn prefer_latency_of(thread: u32, prefer: bool) {
 /// Asks the scheduler for short slices for the calling thread, so that the thread runs soon after
 /// it is woken.
 ///
-/// A shorter slice is an earlier deadline (Linux 6.12, `Documentation/scheduler/sched-eevdf.rst`).
-/// The thread's share of a processor stays the same. An older kernel refuses or ignores the
-/// request.
+/// A shorter slice gives the thread an earlier deadline (Linux 6.12,
+/// `Documentation/scheduler/sched-eevdf.rst`). The thread's share of a processor does not change.
+/// An older kernel refuses or ignores the request.
 pub fn prefer_latency() {
     change(0, |attributes| attributes.runtime = SLICE);
 }
@@ -44,13 +46,13 @@ pub fn prefer_latency() {
 /// Niceness of a thread that gives way to others.
 ///
 /// With this value, a thread gets about a tenth of an ordinary thread's share if both want a
-/// processor, and a whole processor if no other thread wants it. `SCHED_IDLE` is not used: on a
-/// busy host, pages that such a thread has claimed could wait for seconds, and the guest may need
-/// them.
+/// processor, and a whole processor if no other thread wants it. `SCHED_IDLE` is not used, because
+/// on a busy host a thread with this policy could claim pages that the guest needs, and then not
+/// run for seconds.
 const NICE: i32 = 10;
 
-/// Makes the calling thread give way to other threads from now on. An ordinary user cannot undo the
-/// change.
+/// Makes the calling thread give way to other threads from now on. An unprivileged process usually
+/// cannot undo the change.
 ///
 /// Use it for a thread that sends or places pages for which the guest does not wait. Such a thread
 /// must not keep a processor from the guest or from the threads that fetch other pages.

@@ -37,15 +37,16 @@ impl VcpuThreads {
         VcpuThread { table: Arc::clone(self), vcpu }
     }
 
-    /// Returns the vCPU whose thread has the id `thread`.
+    /// Returns the number of the vCPU whose thread has the Linux thread id `thread`, or `None` if
+    /// no vCPU has such a thread.
     #[must_use]
     pub fn vcpu(&self, thread: u32) -> Option<u32> {
         let found = (0..).zip(&self.ids).find(|(_, id)| id.load(Ordering::Relaxed) == thread);
         found.map(|(vcpu, _)| vcpu).filter(|_| thread != 0)
     }
 
-    /// Gives all vCPU threads short time slices, or removes them. See
-    /// [`prefer_latency_of`](scheduling::prefer_latency_of).
+    /// Gives all registered vCPU threads short time slices if `prefer` is true, and default time
+    /// slices if it is false. See [`prefer_latency_of`](scheduling::prefer_latency_of).
     pub fn prefer_latency(&self, prefer: bool) {
         for id in &self.ids {
             scheduling::prefer_latency_of(id.load(Ordering::Relaxed), prefer);
