@@ -198,6 +198,7 @@ impl SummaryBitmap {
     /// Panics if the lengths differ or `range` ends beyond `len`.
     pub fn retain_range(&mut self, range: Range<u64>, other: &Self) {
         assert!(range.end <= self.len(), "range {range:?} of {}", self.len());
+        assert_eq!(self.len(), other.len(), "bitmaps of the same region");
         let Self { flat, summary } = self;
         for pages in parts(summary, range) {
             flat.retain_range(pages, &other.flat);

@@ -108,7 +108,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
         drop(console);
         std::process::exit(status as i32);
     }
-    // Pages of a lazy restore must still arrive until the vCPUs have stopped.
+    // Pages of an on-demand restore must still arrive until the vCPUs have stopped.
     machine.stop();
     drop(restore);
     drop(server);
@@ -180,7 +180,7 @@ fn watch_for_the_end(shared: &Arc<RunContext>) -> Result<()> {
 /// Result of the wait for a guest.
 enum Arrived {
     NoGuest,
-    /// A guest runs; with a lazy restore if its pages are still being read.
+    /// A guest runs; with an on-demand restore if its pages are still being read.
     Here(Option<Box<OnDemandRestore>>),
 }
 

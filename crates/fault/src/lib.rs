@@ -1,6 +1,6 @@
 //! Demand paging for guest memory: [`UffdMemory`] implements
 //! [`DemandPaging`](vmferry_core::DemandPaging) with userfaultfd, for memory that is mapped in this
-//! process. Postcopy and lazy restores need it.
+//! process. Postcopy and on-demand restores need it.
 //!
 //! ```no_run
 //! use std::os::fd::OwnedFd;

@@ -257,7 +257,7 @@ impl<E: Clone> VcpuPark<E> {
     /// # Panics
     /// Panics if `timeout` is so long that an [`Instant`] cannot represent its end.
     pub fn wait_exit(&self, timeout: Option<Duration>) -> Option<E> {
-        let end = timeout.map(|t| Instant::now() + t);
+        let end = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
         let mut entries = self.lock();
         while entries.exit.is_none() {
             entries = match end.map(|end| end.saturating_duration_since(Instant::now())) {

@@ -247,7 +247,7 @@ mod tests {
         let park = Park::running();
         let first = park.enter().unwrap();
         let late = park.park(Duration::from_millis(1)).unwrap_err();
-        assert_eq!(late.to_string(), "1 events of devices did not finish within 1 ms");
+        assert_eq!(late.to_string(), "1 event of devices did not finish within 1 ms");
         drop(first);
         park.park(Duration::ZERO).unwrap();
         park.resume();

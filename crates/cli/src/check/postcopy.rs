@@ -1,4 +1,4 @@
-//! Findings about page faults that postcopy and lazy restores need: those of vCPUs, of the kernel
+//! Findings about page faults that postcopy and on-demand restores need: those of vCPUs, of the kernel
 //! and of user code.
 
 use super::Finding;
@@ -11,7 +11,7 @@ use vmferry_sys::uffd::{
 /// `UFFD_FEATURE_MINOR_SHMEM`.
 const MINOR_SHMEM: u64 = 1 << 10;
 
-const PERMIT: &str = "postcopy and lazy restores of KVM guests need it: be root, set the sysctl vm.unprivileged_userfaultfd to 1, \
+const PERMIT: &str = "postcopy and on-demand restores of KVM guests need it: be root, set the sysctl vm.unprivileged_userfaultfd to 1, \
      or give this user access to /dev/userfaultfd, or the process CAP_SYS_PTRACE";
 
 pub(super) fn findings() -> Vec<Finding> {
