@@ -1,5 +1,5 @@
-//! Findings about page faults that postcopy and on-demand restores need: those of vCPUs, of the kernel
-//! and of user code.
+//! Findings about page faults that postcopy and on-demand restores need: those of vCPUs, of the
+//! kernel and of user code.
 
 use super::Finding;
 use std::fs::File;
