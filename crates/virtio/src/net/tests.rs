@@ -479,7 +479,7 @@ fn invalid_saved_state_is_refused() {
     let guest = guest();
     let saved = guest.driver.device.save();
     for (mac, mtu, what) in
-        [([1, 2, 3, 4, 5, 6], 1500, "no MAC"), ([0; 6], 1500, "no MAC"), (MAC, 67, "67 bytes")]
+        [([1, 2, 3, 4, 5, 6], 1500, "not a MAC"), ([0; 6], 1500, "not a MAC"), (MAC, 67, "67 bytes")]
     {
         let mut bad = saved.clone();
         (bad.device.mac, bad.device.mtu) = (mac, mtu);
