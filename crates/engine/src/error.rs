@@ -6,8 +6,8 @@ use std::io;
 use vmferry_core::VmError;
 use vmferry_wire::{RefusalCode, VERSION_MAX, VERSION_MIN, WireError};
 
-/// Error of a migration that could not begin, or of an address that cannot be used. The guest stays
-/// where it was.
+/// Reason why a migration, a save or a restore could not begin, or why an address cannot be used.
+/// The guest stays where it was.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MigrateError {
@@ -48,7 +48,7 @@ pub enum MigrateError {
     RefusedHello {
         /// Address of the peer.
         uri: String,
-        /// Reason of the refusal.
+        /// Reason for the refusal.
         code: RefusalCode,
         /// Newest protocol version that the peer supports.
         peer_version: u16,
@@ -79,7 +79,8 @@ pub enum MigrateError {
         /// Address that is not on this host.
         uri: String,
     },
-    /// A socket that the caller or its connector passed cannot be used, or not for this purpose.
+    /// A socket that the caller or the caller's connector passed cannot be used, or cannot be used
+    /// for this purpose.
     #[error("{uri} cannot be used: {source}")]
     Passed {
         /// Name of the socket.
@@ -87,8 +88,8 @@ pub enum MigrateError {
         /// Reason why the socket cannot be used.
         source: io::Error,
     },
-    /// The address is of a kind that has no sockets to connect or accept, or names sockets that
-    /// were not passed.
+    /// The address is of a kind that cannot be connected to or listened on, or it names sockets
+    /// that were not passed.
     #[error("{uri} cannot be used: live migration needs tcp:, unix:, or sockets that were passed (fd:)")]
     NoSockets {
         /// Address that cannot be used.
@@ -116,8 +117,8 @@ pub enum MigrateError {
         /// Reason, and how to permit demand paging.
         why: String,
     },
-    /// Pages of the guest are still missing: they arrive from the source, or from the file, that
-    /// the guest came from.
+    /// Pages of the guest are still arriving from the source or the file that the guest came from.
+    /// The guest can be moved or saved once all of them have arrived.
     #[error("pages of this guest still arrive from its source or file: wait until all have arrived")]
     StillArriving,
     /// The settings are contradictory or out of range.
@@ -127,13 +128,13 @@ pub enum MigrateError {
     /// sent.
     #[error("{0}")]
     Vm(VmError),
-    /// The arbiter cannot be used. Nothing is begun, because unknown ownership could not be
-    /// resolved later.
+    /// The arbiter cannot be used. The migration does not begin, because the arbiter could not
+    /// decide later who owns the guest.
     #[error(
         "the arbiter cannot be used: {0}; check that it runs, and that source and target use the same one"
     )]
     Arbiter(ArbiterError),
-    /// The host refused a thread or random bits.
+    /// The host refused a resource, such as a thread or an event descriptor.
     #[error("the host refused {what}: {source}")]
     Host {
         /// Requested resource.
@@ -143,7 +144,8 @@ pub enum MigrateError {
     },
 }
 
-/// Returns the versions of source and target, if they are the reason of the refusal.
+/// Returns a text with the versions of peer and program if `code` refuses the version. Otherwise,
+/// the text is empty.
 fn versions(code: RefusalCode, peer_version: u16) -> String {
     match code {
         RefusalCode::Version => {

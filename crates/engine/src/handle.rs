@@ -1,5 +1,5 @@
-//! Migration handle: shows the progress of a migration while it runs, and passes the operator's
-//! requests to it.
+//! Migration handle: shows the progress of a running migration, and passes the operator's requests
+//! to the migration.
 
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{FreePagesFigures, PaceFigures, Report};
@@ -102,7 +102,7 @@ pub enum MigrationState {
     Lost,
 }
 
-/// Snapshot of the progress of a migration.
+/// Progress of a migration at one moment.
 #[derive(Debug, Clone, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct Progress {
@@ -112,62 +112,67 @@ pub struct Progress {
     pub state: MigrationState,
     /// Number of the current pass, from 0.
     pub pass: u32,
-    /// Pages that the current pass began with.
+    /// Number of pages that the current pass began with.
     pub pass_pages: u64,
-    /// Pages of the current pass that were sent (with content or as zeros), found untouched, or
-    /// skipped as free.
+    /// Number of pages of the current pass that are done: sent with content or as zeros, found
+    /// untouched, or skipped as free.
     pub pass_done: u64,
-    /// Pages of the current pass that are not done yet.
+    /// Number of pages of the current pass that are not done yet.
     pub remaining_pages: u64,
     /// Pages per second that the guest dirtied during the last pass.
     pub dirty_pages_per_s: f64,
-    /// Bytes per second in the last pass that was long enough to measure the bandwidth.
+    /// Bandwidth of the link in bytes per second, from the last pass that was large enough for a
+    /// measurement. `None` before the end of the first pass.
     pub bandwidth: Option<f64>,
-    /// Downtime to expect if the guest were stopped after this pass. In JSON
-    /// `predicted_downtime_ms`.
+    /// Downtime to expect if the guest were stopped now. After the guest was stopped, the downtime
+    /// that was expected then. In JSON, `predicted_downtime_ms`.
     #[serde(rename = "predicted_downtime_ms", serialize_with = "some_millis")]
     pub predicted_downtime: Option<Duration>,
     /// Bytes sent so far.
     pub wire_bytes: u64,
-    /// Pages sent with their content so far.
+    /// Number of pages sent with their content so far.
     pub raw_pages: u64,
-    /// Pages sent as runs of zeros so far, or not sent because they were never touched.
+    /// Number of pages sent as runs of zeros so far, or not sent because the guest never touched
+    /// them.
     pub zero_pages: u64,
-    /// Bytes sent so far by each bulk channel.
+    /// Bytes sent so far by each bulk channel, up to the last channel that has sent any.
     pub channel_bytes: Vec<u64>,
-    /// Pages that were skipped because the guest reported them as free, and not sent since.
+    /// Number of pages that were skipped because the guest reported them as free, and that were not
+    /// sent since.
     pub free_pages_skipped: u64,
-    /// Figures of the free pages so far. `None` if the guest cannot be asked, or the settings
-    /// forbid it.
+    /// Figures of the free pages so far. `None` if the guest cannot be asked, or if the settings do
+    /// not allow it.
     pub free_pages: Option<FreePagesFigures>,
-    /// Time since the start of the migration. In JSON `elapsed_ms`.
+    /// Time since the start of the migration. In JSON, `elapsed_ms`.
     #[serde(rename = "elapsed_ms", serialize_with = "millis")]
     pub elapsed: Duration,
-    /// Pages that are still to be sent to a guest that runs on the target.
+    /// Number of missing pages that the source still has to send in postcopy. `None` while there is
+    /// no handover, or while the link is lost.
     pub left_pages: Option<u64>,
-    /// Rate limit of the bulk in bytes per second. `None` until a rate was found.
+    /// Rate limit of the bulk channels in postcopy, in bytes per second. `None` until the rate
+    /// control has found a rate.
     pub pace: Option<u64>,
-    /// True once the target has confirmed that it runs the guest, until it confirms that it has all
-    /// of the memory.
+    /// True in postcopy, from the target's message that the guest runs until its message that all
+    /// memory has arrived.
     #[serde(rename = "runs_there")]
     pub runs_on_target: bool,
-    /// Reason for which the link is lost, while it is lost in postcopy or while the owner of the
-    /// guest is not known.
+    /// Reason for the loss of the link. `None` unless the link is lost after the handover, or the
+    /// owner of the guest is unknown.
     pub interrupted: Option<String>,
-    /// Last answer of the arbiter, if it was asked who owns the guest.
+    /// Last answer of the arbiter, if the source has asked it who owns the guest.
     #[serde(rename = "fence")]
     pub arbiter: Option<String>,
-    /// Prediction after the last pass whether the precopy will converge. `None` before the end of
-    /// the first pass, and after the guest was stopped.
+    /// Prediction of whether the precopy will converge, made after the last pass. `None` before the
+    /// end of the first pass, and after the guest was stopped.
     pub verdict: Option<Verdict>,
-    /// Reason for the last deferred switchover: the guest's I/O that did not quiesce in time. The
-    /// guest runs, and the source will stop it again
-    /// ([`SourceVm::quiesce`](crate::SourceVm::quiesce)).
+    /// I/O of the guest that did not quiesce in time at the last attempt to stop the guest
+    /// ([`SourceVm::quiesce`](crate::SourceVm::quiesce)). Meanwhile, the guest runs, and the source
+    /// will try again. `None` if the I/O did quiesce.
     pub busy: Option<String>,
     /// Changes that the migration made by itself, with reasons
     /// ([`Settings::auto`](crate::Settings::auto)).
     pub course: Vec<CourseChange>,
-    /// True if the source does not reconnect by itself any more and waits for
+    /// True if the source no longer reconnects by itself, and waits for
     /// [`MigrationHandle::recover`].
     pub awaits_recover: bool,
 }
@@ -183,17 +188,18 @@ fn some_millis<S: serde::Serializer>(time: &Option<Duration>, serializer: S) -> 
     }
 }
 
-/// Change that the migrating thread reports to a watcher as it happens.
+/// Change that the migrating thread reports to the watcher of a [`MigrationHandle`] as the change
+/// happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Change {
-    /// The state is now this one.
+    /// The migration has entered this state.
     State(MigrationState),
     /// The pass with this number begins.
     Pass(u32),
 }
 
-/// Callback that receives changes, if there is one.
+/// Optional callback that receives changes.
 #[derive(Default)]
 struct Watcher(Option<Box<dyn Fn(Change) + Send + Sync>>);
 
@@ -203,15 +209,16 @@ impl std::fmt::Debug for Watcher {
     }
 }
 
-/// Migration handle: shows the progress of one migration and can cancel it.
+/// Handle that shows the progress of one migration and passes requests to it, such as a cancel.
 ///
-/// Share the handle between the thread that migrates and the threads that watch.
+/// Share the handle between the thread that calls [`migrate`](crate::migrate) and the threads that
+/// watch or control the migration. Use each handle for one migration only.
 #[derive(Debug, Default)]
 pub struct MigrationHandle {
     pub(crate) counters: Counters,
     watcher: Watcher,
     cancel: AtomicBool,
-    /// Connection that is being opened, if a cancel must end the attempt.
+    /// Socket of the connection that is being opened, if a cancel must end the attempt.
     opening: Mutex<Option<OwnedFd>>,
     pause: AtomicBool,
     switch: AtomicBool,
@@ -226,7 +233,7 @@ pub struct MigrationHandle {
 #[derive(Debug, Default)]
 struct Known {
     progress: Progress,
-    /// Pages that were sent or skipped before the current pass.
+    /// Number of pages that were sent or skipped before the current pass.
     before: u64,
     /// Report so far, without the figures that `progress` and the counters hold.
     report: Report,
@@ -243,15 +250,18 @@ impl MigrationHandle {
 
     /// Returns a handle for one migration that reports changes to `watcher`.
     ///
-    /// The migrating thread calls `watcher` and waits for it. `watcher` must not call any method of
-    /// this handle except [`progress`](Self::progress).
+    /// The migrating thread calls `watcher` and waits until it returns. `watcher` must not call any
+    /// method of this handle except [`progress`](Self::progress). A panic of `watcher` is logged,
+    /// and does not affect the migration.
     #[must_use]
     pub fn watched(watcher: impl Fn(Change) + Send + Sync + 'static) -> Self {
         Self { watcher: Watcher(Some(Box::new(watcher))), ..Self::default() }
     }
 
-    /// Requests that the guest stays on the source. The request has effect until the handover
-    /// commits. The call does not wait for the effect.
+    /// Requests that the migration is cancelled and the guest stays on the source.
+    ///
+    /// The method returns at once. The request has no effect if the source has already sent the
+    /// commit.
     pub fn cancel(&self) {
         self.cancel.store(true, Ordering::Release);
         self.wakers.wake();
@@ -261,64 +271,71 @@ impl MigrationHandle {
         }
     }
 
-    /// Returns the wakers that wake the migrating thread when a request is made.
+    /// Returns the wakers, which wake the migrating thread after each request.
     pub(crate) fn wakers(&self) -> &Wakers {
         &self.wakers
     }
 
-    /// Registers `socket`: until [`opened`](Self::opened), a cancel ends every wait on this socket.
+    /// Registers `socket`. Until [`opened`](Self::opened) is called, a cancel ends every wait on
+    /// this socket.
     ///
     /// Returns `Interrupted` if the migration was already cancelled.
     ///
-    /// No cancel is missed. `cancel` sets its flag and then looks for the socket. This function
-    /// stores the socket and then reads the flag. A socket that is shut down before it connects
-    /// fails when it connects.
+    /// No cancel is missed, because `cancel` sets its flag before it looks for the socket, and this
+    /// function stores the socket before it reads the flag. A socket that is shut down before it
+    /// connects fails when it connects.
     pub(crate) fn opening(&self, socket: &impl AsFd) -> io::Result<()> {
         let socket = socket.as_fd().try_clone_to_owned()?;
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
         if self.cancelled() { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
     }
 
-    /// Removes the registered socket. A later cancel ends no socket. An earlier one is reported by
-    /// [`cancelled`](Self::cancelled).
+    /// Removes the registered socket. A later cancel shuts down no socket. An earlier cancel is
+    /// still reported by [`cancelled`](Self::cancelled).
     pub(crate) fn opened(&self) {
         *self.opening.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
-    /// Returns true if the operator has cancelled the migration.
+    /// Returns true if [`cancel`](Self::cancel) was called.
     #[must_use]
     pub fn cancelled(&self) -> bool {
         self.cancel.load(Ordering::Acquire)
     }
 
-    /// Requests that the guest moves to the target after this pass, before all of its memory has
-    /// been sent.
+    /// Requests that the guest moves to the target after the current pass, before all of its memory
+    /// has been sent.
     ///
-    /// The request has effect in hybrid mode, with
-    /// [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy), and in a postcopy that waits for I/O to
-    /// quiesce. In the last case the guest is stopped for as long as its VM waits for the I/O.
+    /// The request has an effect only if the settings allow postcopy: in hybrid mode, with
+    /// [`OnTimeout::Postcopy`](crate::OnTimeout::Postcopy), with
+    /// [`Auto::postcopy`](crate::plan::Auto::postcopy), and in postcopy mode while the migration
+    /// waits for I/O to quiesce. The guest is then stopped for as long as its I/O takes to quiesce.
     pub fn switch_now(&self) {
         self.switch.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Requests that the link is cut in postcopy, and that the source does not reconnect before
-    /// [`recover`](Self::recover).
+    /// Requests that the source cuts the link in postcopy, and does not reconnect before
+    /// [`recover`](Self::recover) is called.
     ///
-    /// The guest runs on as far as it can without the missing pages. The request has no effect
-    /// outside postcopy.
+    /// The guest continues on the target as far as it can without the missing pages. The request
+    /// has no effect outside postcopy.
     pub fn pause(&self) {
         self.pause.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Requests that the source now restores a link that was lost in postcopy.
+    /// Requests that the source reconnects now, and for another [`Settings::reconnect_for`], after
+    /// the link was lost in postcopy.
     pub fn recover(&self) {
         self.recover.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Gives up a link that was lost in postcopy. The target never gets the missing pages.
+    /// Gives up a link that was lost after the handover.
+    ///
+    /// If the guest runs on the target, it is lost, because the target never gets the missing
+    /// pages. If the owner of the guest is unknown, the migration ends with
+    /// [`MigrationState::Unknown`]. The request has no effect while the link works.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
         self.wakers.wake();
@@ -366,10 +383,10 @@ impl MigrationHandle {
         progress
     }
 
-    /// Returns the report so far, in the form that it has at the end.
+    /// Returns the report of the migration so far.
     ///
-    /// The `state` of the report is the one of [`progress`](Self::progress), and its `outcome` is
-    /// `None`. Figures that are known only at the end are empty.
+    /// `state` is the same as that of [`progress`](Self::progress), and `outcome` is `None`.
+    /// Figures that are known only at the end are empty.
     pub fn report(&self) -> Report {
         let progress = self.progress();
         let known = self.lock();
@@ -424,7 +441,7 @@ impl MigrationHandle {
         }
     }
 
-    /// Notes the start of a pass of `pages` pages.
+    /// Records the start of pass number `pass`, which has `pages` pages.
     pub(crate) fn begin_pass(&self, pass: u32, pages: u64) {
         let done = self.pages_done();
         let mut known = self.lock();
@@ -436,8 +453,8 @@ impl MigrationHandle {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Known> {
-        // A thread that panics while it holds this lock can leave a stale snapshot, but no invalid
-        // one.
+        // A thread that panics while it holds this lock can leave the stored state outdated, but
+        // not invalid.
         self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }

@@ -1,22 +1,23 @@
-//! Live-migration engine: moves a guest to another process or host while it runs, and saves guests
-//! into files.
+//! Live-migration engine: moves a running guest to another process or host, and saves guests to
+//! files.
 //!
 //! Most VMMs depend on the crate `vmferry`, which re-exports this crate with a builder for
 //! migrations. The engine does not depend on a particular VMM. It calls the traits of
 //! `vmferry-core`: [`SourceVm`] and [`TargetVm`], [`GuestMemory`], [`DirtyTracker`], and, for
 //! postcopy, [`DemandPaging`].
 //!
-//! | function | purpose |
+//! | item | purpose |
 //! |---|---|
-//! | [`migrate`] | the source: moves a guest away by precopy, postcopy or both |
-//! | [`receive`], [`Incoming`] | the target: receives a guest into a VM that exists, or into one that is created for the guest |
-//! | [`save`], [`save_copy`] | writes a guest into a file, and ends it or lets it continue |
-//! | [`restore`], [`restore_on_demand`] | reads a guest from a file, before it runs or while it runs |
+//! | [`migrate`] | on the source: moves a guest to a target by precopy, postcopy or both |
+//! | [`receive`], [`Incoming`] | on the target: receives a guest into an existing VM, or into a VM that is created for the guest |
+//! | [`save`], [`save_copy`] | writes a guest to a file; after `save_copy`, the guest continues to run |
+//! | [`restore`], [`restore_on_demand`] | starts a guest from a file, after its memory was read or while its memory is being read |
 //! | [`plan`] | predicts the duration and the downtime of a migration, and chooses its mode |
-//! | [`arbiter`] | the arbiter that decides whether source or target owns a guest after a lost commit |
+//! | [`arbiter`] | decides whether source or target owns a guest after the answer to the commit was lost |
 //!
-//! Source and target are state machines without I/O, in the crate `vmferry-protocol`. This crate
-//! performs their actions: it has the channels, the threads and the clock.
+//! Source and target are state machines without I/O, which are defined in the crate
+//! `vmferry-protocol`. This crate performs the actions that they return, and therefore owns the
+//! channels, the threads and the clock.
 //!
 //! ```no_run
 //! use vmferry_engine::{
@@ -24,13 +25,13 @@
 //!     receive,
 //! };
 //!
-//! /// On the source. `MigrationHandle` shows the progress to other threads, and cancels.
+//! /// Runs on the source. Other threads can watch or cancel through the `MigrationHandle`.
 //! fn move_away(vm: &mut dyn SourceVm, to: &Uri) -> Result<bool, Box<dyn std::error::Error>> {
 //!     let report = migrate(vm, to, None, &Settings::default(), &MigrationHandle::new())?;
 //!     Ok(matches!(report.ended(), Some(Ended::Completed)))
 //! }
 //!
-//! /// On the target. Returns when the guest runs on the target.
+//! /// Runs on the target. Returns once the guest runs there with all of its memory.
 //! fn take_in(vm: &mut dyn TargetVm, at: &Uri) -> Result<(), Box<dyn std::error::Error>> {
 //!     let (listener, arrival) = (Listener::bind(at, false)?, Arrival::new(Settings::default().peer_timeout));
 //!     let received = receive(vm, &listener, &arrival)?;
@@ -46,8 +47,8 @@
 //! ```
 //!
 //! # Features
-//! `tls` adds encrypted channels by rustls. `ring`, which is on by default, adds a provider of
-//! cryptography.
+//! `tls` adds encrypted channels, which use rustls. `ring` adds `tls` and a provider of
+//! cryptography, and is enabled by default.
 
 pub mod arbiter;
 mod awake;
@@ -79,7 +80,8 @@ mod wake;
 
 use vmferry_protocol::run;
 
-/// Settings that the engine applies to TCP sockets, for `vmferry-bench`, which measures them.
+/// Settings that the engine applies to TCP sockets. Public for `vmferry-bench`, which measures
+/// their effect.
 #[doc(hidden)]
 pub use channel::tcp;
 pub use channel::{Accept, Attempt, ChannelCounts, Connect, Connected, Listener, Sockets, Uri, UriError};
@@ -92,13 +94,14 @@ pub use report::{
     Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, MigrationKind, PaceFigures, PassReport,
     PhaseReport, PostcopyFigures, Report, ThrottleFigures,
 };
-/// TLS library, for the providers of cryptography that [`Tls::with_provider`] takes.
+/// TLS library. Callers of [`Tls::with_provider`] need its type for a provider of cryptography.
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
     FillState, OnDemandRestore, RestoreError, RestoreProgress, restore, restore_on_demand, save, save_copy,
 };
-/// Controller of the bulk rate in postcopy, for `vmferry-bench`, which measures it alone.
+/// Controller of the bulk rate in postcopy. Public for `vmferry-bench`, which measures the
+/// controller without a migration.
 #[doc(hidden)]
 pub use source::pace;
 pub use source::{
@@ -115,11 +118,14 @@ pub use vmferry_core::{
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 
-/// Returns random bits from the kernel by its system call. A library function would not do: crates
-/// that look for one in the C library find none in a static program, and then open a file, which a
-/// confined process may not.
+/// Returns random bytes from the `getrandom` system call.
+///
+/// The system call is made directly, because a confined process may not open files. Crates that
+/// look up the C library's wrapper at run time do not find the wrapper in a static program, and
+/// open a file instead.
 fn random<const N: usize>() -> Result<[u8; N], MigrateError> {
-    // A request of at most 256 bytes is answered completely or not at all (getrandom(2)).
+    // The kernel answers a request for at most 256 bytes either completely or not at all
+    // (getrandom(2)).
     const { assert!(N <= 256) };
     let mut bits = [0; N];
     rustix::rand::getrandom(&mut bits[..], rustix::rand::GetRandomFlags::empty())

@@ -1,4 +1,4 @@
-//! Report of a migration, in the form of the `migrate --json` document.
+//! Report of a migration. Serialized, it is the document that `migrate --json` prints.
 
 use crate::handle::MigrationState;
 use crate::plan::CourseChange;
@@ -9,7 +9,7 @@ use std::fmt;
 use vmferry_core::{RingFigures, TrackerKind};
 use vmferry_wire::{FaultLatency, PagingFigures};
 
-/// Report of a migration: its outcome and its figures.
+/// Outcome and figures of a migration, or of a save to a file.
 #[must_use = "its `state` says who owns the guest"]
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
@@ -18,32 +18,34 @@ pub struct Report {
     pub state: MigrationState,
     /// Final state as one lower-case name. `None` while the migration runs.
     pub outcome: Option<String>,
-    /// Description of the error. `None` if there was none.
+    /// Reason why the migration did not complete. `None` if it completed, or has not ended.
     pub error: Option<String>,
     /// True if the source owns the guest but could not resume it, as `error` says. The guest is
     /// paused, and the target does not run it.
     #[serde(rename = "stands_still")]
     pub resume_failed: bool,
-    /// True if the target refused a feature that the source asked for. The target has received
-    /// nothing, so the caller may ask again without the feature.
+    /// True if the target refused a feature that the source asked for. No page was sent, so the
+    /// caller may migrate again without the feature.
     #[serde(skip)]
     pub refused_feature: bool,
     /// Identifier of the migration, 32 hexadecimal digits.
     pub id: String,
-    /// Kind of migration: to a target in a given mode, or into a file.
+    /// Kind of migration: to a target, with the mode, or into a file.
     #[serde(rename = "mode")]
     pub kind: MigrationKind,
     /// Dirty-page tracker that was used. `None` for a guest that was paused while its memory was
     /// read.
     #[serde(serialize_with = "kind_or_none")]
     pub tracker: Option<TrackerKind>,
-    /// Time from the first connection until the guest ran on the target with all of its
-    /// memory, or was resumed on the source, in ms.
+    /// Time in ms from the start of the migration until the guest ran on the target with all of its
+    /// memory, or was resumed on the source. The migration starts with the call of
+    /// [`migrate`](crate::migrate).
     pub total_ms: f64,
-    /// Downtime in ms: from the pause until the target confirmed that the guest runs, without the
-    /// time for verification.
+    /// Downtime in ms: from the beginning of the pause until the target confirmed that the guest
+    /// runs, or until the source resumed the guest. Verification is not included.
     pub downtime_ms: f64,
-    /// Time from the first connection to the first page, in ms.
+    /// Time from the start of the migration to the first page, in ms. In postcopy mode, this
+    /// includes the switchover, because no page is sent before it.
     pub setup_ms: f64,
     /// Downtime that was predicted when the guest was stopped, in ms.
     pub predicted_downtime_ms: Option<f64>,
@@ -53,10 +55,10 @@ pub struct Report {
     pub bytes: Bytes,
     /// Passes over the dirty pages, in order.
     pub passes: Vec<PassReport>,
-    /// Phases of the migration in ascending order, each with its start and duration.
+    /// Phases of the migration that were reached, in order of their start.
     pub phases: Vec<PhaseReport>,
     /// Mean throughput in Mbit/s: bytes on the wire, divided by the time from the first page to the
-    /// end.
+    /// end without verification.
     pub throughput_mbps: f64,
     /// Figures of the dirty rings. `None` for a tracker without rings.
     pub ring: Option<RingFigures>,
@@ -65,20 +67,22 @@ pub struct Report {
     pub postcopy: Option<PostcopyFigures>,
     /// Figures of the bulk rate control in postcopy. `None` if the rate was not controlled.
     pub pace: Option<PaceFigures>,
-    /// Number of times the link was lost in postcopy and restored.
+    /// Number of times the link was lost after the handover, whether or not the link was restored.
+    /// A cut that the operator requested counts, too.
     pub interruptions: u64,
-    /// Number of deferred switchovers. A switchover is deferred if the guest's I/O does not quiesce
-    /// in time: the guest is not stopped, or runs on after a pause.
+    /// Number of deferrals because of I/O: attempts to stop the guest at which its I/O did not
+    /// quiesce in time. After such an attempt the guest continues to run, and the source tries
+    /// again later.
     #[serde(rename = "put_off")]
     pub deferrals: u64,
-    /// Time for which the guest was stopped in deferred switchovers, all together, in ms. Not part
-    /// of the downtime.
+    /// Total time for which the guest was paused at these attempts, in ms. Not part of the
+    /// downtime.
     #[serde(rename = "put_off_ms")]
     pub deferred_ms: f64,
-    /// Number of trial pauses. A trial pause stops the guest briefly to measure how long that
-    /// takes.
+    /// Number of trial pauses, in which the source stops the guest briefly to measure how long
+    /// stopping takes.
     pub trial_pauses: u64,
-    /// Time for which no vCPU ran in trial pauses, all together, in ms. Not part of the downtime.
+    /// Total time for which no vCPU ran in trial pauses, in ms. Not part of the downtime.
     pub trial_pause_ms: f64,
     /// Figures of the free pages that the guest reported. `None` if the guest could not be asked,
     /// or the settings forbid it.
@@ -88,15 +92,15 @@ pub struct Report {
     /// Changes that the migration made by itself, with reasons
     /// ([`Settings::auto`](crate::Settings::auto)).
     pub course: Vec<CourseChange>,
-    /// CPU time of the engine's threads on both sides.
+    /// CPU time of the engine's threads on source and target.
     pub cpu_ms: Cpu,
-    /// Pages whose content was compared on both sides.
+    /// Number of pages whose content was compared between source and target.
     pub verified_pages: u64,
-    /// Pages whose content differed.
+    /// Number of compared pages whose content differed.
     pub mismatched_pages: u64,
-    /// Pages that were not compared, because the guest had reported them as free.
+    /// Number of pages that were not compared, because the guest had reported them as free.
     pub skipped_pages: u64,
-    /// Pages that were sent again because of a digest mismatch.
+    /// Number of pages that were sent again because of a digest mismatch.
     #[serde(rename = "suspect_pages_resent")]
     pub digest_mismatches_resent: u64,
     /// Time for verification in ms. Not part of the downtime.
@@ -142,7 +146,7 @@ fn kind_or_none<S: Serializer>(kind: &Option<TrackerKind>, serializer: S) -> Res
     }
 }
 
-/// End of a migration, and the side that owns the guest.
+/// Outcome of a migration. Each variant states which host owns the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ended {
     /// The guest runs on the target.
@@ -175,8 +179,11 @@ pub enum Ended {
 }
 
 impl Report {
-    /// Returns how the migration ended. `None` if it has not ended: only
-    /// [`MigrationHandle::report`](crate::MigrationHandle::report) returns such a report.
+    /// Returns how the migration ended, or `None` if it has not ended yet.
+    ///
+    /// [`migrate`](crate::migrate) returns only reports of migrations that have ended.
+    /// [`MigrationHandle::report`](crate::MigrationHandle::report) also returns reports of running
+    /// migrations.
     pub fn ended(&self) -> Option<Ended> {
         let why = || self.error.clone().unwrap_or_default();
         Some(match self.state {
@@ -196,30 +203,32 @@ impl Report {
 
 /// Parts of the downtime, in ms.
 ///
-/// Their sum is the downtime, except for the time that the driver spends between two steps.
+/// The parts add up to the downtime, except for the short time that the source spends between two
+/// steps.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Downtime {
-    /// Time until the last vCPU had stopped.
+    /// Time from the beginning of the pause until the last vCPU had stopped.
     pub pause_ms: f64,
-    /// Time to hand the device state over to the link.
+    /// Time to pass the device state to the link.
     pub send_state_ms: f64,
     /// Time of the last harvest of dirty pages.
     pub last_harvest_ms: f64,
     /// Time to list the pages of the last pass. In postcopy: time to list the missing pages and to
     /// send the list to the target.
     pub list_pages_ms: f64,
-    /// Time from the first of the last pages until the target had all of them. Zero in postcopy.
+    /// Time from the start of the last pass until the target had received all of its pages. Zero in
+    /// postcopy.
     pub last_pages_ms: f64,
-    /// Time that the target needs before it loads the device state, with the round trip of the
+    /// Time that the target needs before it loads the device state, including the round trip of the
     /// request.
     ///
-    /// The target checks that its memory is complete. In postcopy the target drops stale pages and
-    /// starts to handle faults.
+    /// In this time, the target checks that its memory is complete. In postcopy, it drops stale
+    /// pages and starts to handle faults instead.
     pub target_prepare_ms: f64,
     /// Time to save the device state on the source and to load it on the target.
     pub device_state_ms: f64,
-    /// Time from the ready message of the target to its message that the guest runs, without the
-    /// start of the vCPUs.
+    /// Time from the target's message that it is ready to its message that the guest runs,
+    /// excluding the start of the vCPUs.
     pub commit_ms: f64,
     /// Time to start the vCPUs on the target.
     pub resume_ms: f64,
@@ -230,15 +239,16 @@ pub struct Downtime {
 pub struct Bytes {
     /// Bytes sent on all bulk channels.
     pub wire: u64,
-    /// Pages sent with their content.
+    /// Number of pages sent with their content.
     pub raw_pages: u64,
-    /// Pages sent as runs of zeros, or not sent because they were never touched.
+    /// Number of pages sent as runs of zeros, or not sent because the guest never touched them.
     pub zero_pages: u64,
-    /// Pages skipped because the guest reported them as free, and not sent afterwards.
+    /// Number of pages that were skipped because the guest reported them as free, and that were not
+    /// sent later.
     pub free_pages_skipped: u64,
-    /// Bytes of pages sent as differences.
+    /// Bytes of pages sent as differences. Always 0, because the engine sends no differences.
     pub delta: u64,
-    /// Bytes of pages sent compressed.
+    /// Bytes of pages sent compressed. Always 0, because the engine compresses no pages.
     pub compressed: u64,
 }
 
@@ -247,17 +257,17 @@ pub struct Bytes {
 pub struct PassReport {
     /// Number of the pass, from 0.
     pub pass: u32,
-    /// Start of the pass, in ms since the first connection.
+    /// Start of the pass, in ms since the start of the migration.
     pub start_ms: f64,
-    /// Pages that the pass began with.
+    /// Number of pages that the pass began with.
     pub pages: u64,
     /// Bytes that the pass sent.
     pub wire_bytes: u64,
-    /// Time from the first byte of the pass until the target had all of it, in ms.
+    /// Time from the first byte of the pass until the target had received the whole pass, in ms.
     pub ms: f64,
     /// Time of the harvest after the pass, in ms.
     pub harvest_ms: f64,
-    /// Pages that the guest dirtied during the pass, as the harvest found.
+    /// Number of pages that the guest dirtied during the pass, according to the harvest after it.
     pub dirtied: u64,
 }
 
@@ -268,17 +278,18 @@ pub struct PhaseReport {
     /// Name of the phase: `setup`, `precopy`, `switchover` (no vCPU runs), `verify` (within
     /// `switchover`, not counted as downtime) or `postcopy`.
     pub phase: &'static str,
-    /// Start of the phase, in ms since the first connection.
+    /// Start of the phase, in ms since the start of the migration.
     pub start_ms: f64,
     /// Duration of the phase, in ms.
     pub ms: f64,
 }
 
-/// Figures of page faults and missing pages of a guest that ran on the target.
+/// Figures of page faults and missing pages of a guest that ran on the target before all of its
+/// memory had arrived.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PostcopyFigures {
-    /// Faults on pages that had to be requested.
+    /// Number of faults on pages that had to be requested.
     pub faults: u64,
     /// Mean fault latency in microseconds, from reading the fault to placing the page.
     pub mean_us: f64,
@@ -288,27 +299,27 @@ pub struct PostcopyFigures {
     pub p99_us: f64,
     /// Longest fault latency, in microseconds.
     pub max_us: f64,
-    /// Histogram of the fault latency. The key is the upper bound in microseconds (exclusive); the
-    /// lower bound is half of it.
+    /// Histogram of the fault latency: number of faults in each bucket. The key is the exclusive
+    /// upper bound of the bucket in microseconds. The lower bound is half the key.
     pub hist_us: BTreeMap<u64, u64>,
-    /// Figures of each vCPU. The last entry is for all faults of other threads.
+    /// Fault figures of each vCPU. The last entry covers the faults of all other threads.
     pub vcpus: Vec<FaultFigures>,
     /// Number of pages that were requested.
     pub requests: u64,
-    /// Pages that arrived with content, on any channel.
+    /// Number of pages that arrived with content, on any channel.
     pub pages: u64,
-    /// Pages that arrived as zeros.
+    /// Number of pages that arrived as zeros.
     pub zero_pages: u64,
-    /// Pages that arrived more than once.
+    /// Number of pages that arrived more than once.
     pub duplicates: u64,
-    /// Pages with a digest mismatch, which were sent again.
+    /// Number of pages with a digest mismatch, which were sent again.
     #[serde(rename = "damaged")]
     pub digest_mismatches: u64,
-    /// Faults on pages that were known to be zero.
+    /// Number of faults on pages that were known to be zero.
     pub zero_faults: u64,
-    /// Pages that were requested ahead of a sequence of faults.
+    /// Number of pages that the target requested ahead, because faults followed a sequence.
     pub prefetched: u64,
-    /// Prefetched pages that were used, as far as the target can observe.
+    /// Number of these prefetched pages that the guest used, as far as the target can observe.
     pub prefetched_used: u64,
     /// Time from the start of the guest on the target until its last page arrived, in ms.
     pub ms: f64,
@@ -318,14 +329,15 @@ pub struct PostcopyFigures {
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct PaceFigures {
-    /// Last rate in Mbit/s, without headers.
+    /// Last bulk rate in Mbit/s, not counting packet headers.
     pub mbps: f64,
-    /// Smallest round trip of the last seconds, in microseconds. `None` if there was none.
+    /// Smallest recent round trip, in microseconds: the round trip of the network path without
+    /// queues. `None` if none was measured.
     pub base_round_trip_us: Option<f64>,
     /// Number of times the rate was lowered because of a queue.
     pub cuts: u64,
-    /// Time for which the bulk kept its minimum share beside a competing stream that does not
-    /// yield, in ms.
+    /// Time for which the bulk channels kept their minimum share of the link against a competing
+    /// stream that does not yield, in ms.
     pub contended_ms: f64,
     /// Number of probes sent.
     pub probes: u64,
@@ -346,12 +358,12 @@ impl From<&crate::source::pace::Figures> for PaceFigures {
     }
 }
 
-/// Fault figures of one vCPU, as part of [`PostcopyFigures`].
+/// Fault figures of one vCPU, part of [`PostcopyFigures`].
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct FaultFigures {
-    /// Faults of the vCPU on pages that had to be requested.
+    /// Number of faults of the vCPU on pages that had to be requested.
     pub faults: u64,
-    /// Time for which the vCPU was blocked by these faults, in microseconds.
+    /// Total time for which these faults blocked the vCPU, in microseconds.
     pub blocked_us: u64,
     /// Mean fault latency, in microseconds.
     pub mean_us: f64,
@@ -409,33 +421,34 @@ impl From<&PagingFigures> for PostcopyFigures {
 /// Figures of the free pages that the guest reported.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct FreePagesFigures {
-    /// Number of questions which pages are free.
+    /// Number of times the guest was asked which pages are free.
     pub questions: u64,
-    /// Number of answers, or parts of answers, that arrived.
+    /// Number of reports, which are answers or parts of answers, that arrived.
     pub reports: u64,
-    /// Reports that arrived after the pass of their question had ended.
+    /// Number of reports that arrived after the end of the pass in which the guest was asked.
     pub late_reports: u64,
-    /// Reports that were not used, because they were late or belonged to no question.
+    /// Number of reports that were not used, because they were late or answered no question.
     pub dropped_reports: u64,
-    /// Pages that were reported as free and that are outside the guest's memory.
+    /// Number of pages that were reported as free and are outside the guest's memory.
     pub outside_pages: u64,
-    /// Pages that were write-protected and moved to the end of the pass, where they are skipped or
-    /// sent.
+    /// Number of pages that were write-protected and moved to the end of the pass, where they are
+    /// either skipped or sent.
     #[serde(rename = "put_off_pages")]
     pub postponed_pages: u64,
     /// Time from the first question to the first answer, in ms. `None` if there was no answer.
     pub first_answer_ms: Option<f64>,
 }
 
-/// Figures of the throttle, which slows a guest so that it dirties fewer pages.
+/// Figures of the throttle, which stops the vCPUs for a share of the time so that the guest dirties
+/// fewer pages.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ThrottleFigures {
-    /// Final share of its time for which each vCPU was to be stopped, 0 to 1. The last entry
-    /// applies to all further vCPUs.
+    /// Share of the time, 0 to 1, for which the last throttle setting stopped each vCPU. The last
+    /// entry applies to all further vCPUs.
     pub shares: Vec<f64>,
     /// Highest share of any vCPU during the migration.
     pub highest_share: f64,
-    /// Time for which each vCPU was stopped by the throttle, in ms.
+    /// Time for which the throttle stopped each vCPU, in ms.
     pub held_ms: Vec<f64>,
 }
 

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PageRun, Protect, RegionId, Section, SourceVm, VmError};
 
-/// Calls `work` on a thread of the engine. A panic in `work`, which may come from the VM's code,
-/// becomes an error like any other. The thread's result is then reported, and the guest stays where
-/// it is. A program that aborts at a panic ends instead.
+/// Calls `work`, and converts a panic in `work` to an error. Such a panic may come from the VMM's
+/// code. Because the panic becomes an error like any other, the thread reports its result, and the
+/// guest stays where it is. A program that is built with `panic = "abort"` ends instead.
 pub(crate) fn caught<T, E: From<VmError>>(work: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
-    // State that the panic left inconsistent is not used again: an error ends the channel and with
-    // it the migration.
+    // State that the panic left inconsistent is not used again, because an error ends the channel
+    // and therefore the migration.
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<&str>().copied();
         let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str));
@@ -38,9 +38,8 @@ pub(crate) fn warn_if_panics_abort() {
     }
 }
 
-/// Calls code of the VM or of an observer after the migration was decided. A panic in it must not
-/// suppress the result that the caller is about to return. Logs the panic and returns the default
-/// value.
+/// Calls code of the VMM or of a watcher, logs a panic of that code, and returns the default value
+/// in that case. Used where a panic must not suppress a result that the caller is about to return.
 pub(crate) fn shielded<T: Default>(what: &str, work: impl FnOnce() -> T) -> T {
     caught(|| Ok::<_, VmError>(work())).unwrap_or_else(|error| {
         tracing::error!("{what}: {error}");
@@ -48,8 +47,8 @@ pub(crate) fn shielded<T: Default>(what: &str, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// Protects the pages of `run` that are set in `pages`, in pieces that do not cross chunks of
-/// `protect`.
+/// Protects the pages of `run` that are set in `pages`, in pieces that do not cross a chunk
+/// boundary of `protect`.
 pub(crate) fn protect_run(
     protect: &dyn Protect,
     region: RegionId,
@@ -74,12 +73,12 @@ pub(crate) struct TrialPause {
     pub(crate) save: Duration,
     /// Time for which the guest was paused.
     pub(crate) total: Duration,
-    /// Saved state. An error means that the I/O was not quiesced in time. Other failures are not
+    /// Saved state, or the error of I/O that was not quiesced in time. Other failures are not
     /// reported in this field.
     pub(crate) sections: Result<Vec<Section>, VmError>,
 }
 
-/// Quiesces the guest's devices within the given time, and saves the state.
+/// Quiesces the guest's devices within the time `within`, and saves the device state.
 pub(crate) fn save(vm: &mut dyn SourceVm, within: Duration) -> Result<Vec<Section>, VmError> {
     vm.quiesce(within)?;
     vm.save()

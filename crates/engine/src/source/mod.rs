@@ -1,4 +1,4 @@
-//! The source side of a migration: sends the guest to a target.
+//! Source of a migration: moves a guest to a target.
 
 // Input from a peer or the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -39,28 +39,32 @@ use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
 
-/// Moves the guest of `vm` to the target that `connector` connects to. Blocks until the migration
-/// has ended.
+/// Moves the guest of `vm` to the target that `connector` connects to, and blocks until the
+/// migration has ended.
 ///
-/// A [`Uri`](crate::Uri) is a connector.
+/// To connect to an address, pass a [`Uri`](crate::Uri) as `connector`. `tracker` selects the kind
+/// of dirty-page tracker; `None` lets the VM choose.
 ///
-/// The guest runs while its memory is sent, unless the operator has paused the guest. The source
-/// makes one or more trial pauses to learn how long stopping takes. It then stops the guest for the
-/// downtime. Afterwards one of these holds, as the report says:
+/// The guest runs while its memory is sent, unless the operator has paused the guest. In precopy,
+/// the source makes one or more trial pauses to measure how long stopping the guest takes, unless
+/// the VMM declares these costs ([`SourceVm::pause_costs`]). The source then stops the guest for
+/// the switchover. Afterwards, the report states which of these cases holds:
 ///
 /// - The guest runs on the target
 ///   ([`MigrationState::Completed`](crate::MigrationState::Completed)).
-/// - The guest runs on the source again (`Cancelled`, `Failed`), or is owned by the source but
-///   could not be resumed ([`Report::resume_failed`]).
+/// - The guest runs on the source again (`Cancelled`, `Failed`), or the source owns the guest but
+///   could not resume it ([`Report::resume_failed`]).
 /// - The owner of the guest is not known (`Unknown`). The guest stays stopped on the source.
 /// - The guest ran on the target and was given up before all of its memory had arrived (`Lost`).
 ///
 /// If the link is lost in postcopy and cannot be restored within [`Settings::reconnect_for`], the
-/// call waits for [`MigrationHandle::recover`] or [`MigrationHandle::abandon`].
+/// call blocks until another thread calls [`MigrationHandle::recover`] or
+/// [`MigrationHandle::abandon`].
 ///
 /// # Errors
-/// If the migration could not begin: the target cannot be reached or refuses, the settings are
-/// invalid, or the tracker is not available. The guest is not affected.
+/// If the migration could not begin, for example because the target cannot be reached or refuses
+/// the connection, because the settings are invalid, or because the tracker is not available. The
+/// guest is not affected.
 pub fn migrate(
     vm: &mut dyn SourceVm,
     connector: &dyn Connect,
@@ -120,14 +124,15 @@ pub fn migrate(
     };
     let mut report =
         std::thread::scope(|scope| driver::Driver::run(&context, scope, vm, (tracker, streams), control));
-    // The channel threads have ended. Their CPU time is complete.
+    // The channel threads have ended, so their CPU time is complete.
     let threads = handle.counters.cpu_us.load(std::sync::atomic::Ordering::Relaxed);
     report.pace = handle.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
 }
 
-/// Returns the VM's streams of device state. Fails if there are more than the protocol can carry.
+/// Returns the VM's streams of device state, or an error if there are more than the protocol can
+/// carry.
 fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
     let streams = vm.streams().map_err(MigrateError::Vm)?;
     if streams.len() > MAX_STREAMS {

@@ -11,13 +11,14 @@ use vmferry_protocol::source::{AutoConverge, MigrationMode, OnTimeout, Switchove
 /// Path on which the source sends a page that the guest on the target waits for.
 ///
 /// `Dedicated` is the default. `Shared` and `Interleaved` are baselines: published methods that are
-/// kept for comparison. The target cannot tell which path the source uses.
+/// kept for comparison. The choice needs no agreement with the target, because the target does not
+/// depend on the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum UrgentPath {
     /// Baseline: the page is queued in the bulk channel, behind the frames that wait there.
     Shared,
-    /// Baseline: the thread that sends the bulk sends the page on an urgent channel, between two
+    /// Baseline: the thread that sends bulk pages sends the page on an urgent channel, between two
     /// bulk frames.
     Interleaved,
     /// The thread that reads the page request answers at once, on the urgent channel of the
@@ -30,8 +31,8 @@ pub enum UrgentPath {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum BulkLimit {
-    /// The highest rate that keeps the queues of the network path short, found from measured round
-    /// trips.
+    /// The highest rate at which no long queue forms on the network path. The source finds this
+    /// rate by measuring round trips.
     #[default]
     Auto,
     /// No limit.
@@ -43,7 +44,7 @@ pub enum BulkLimit {
 /// Settings of a migration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Migration mode, which decides when the guest moves to the target. Default: precopy.
+    /// Migration mode, which determines when the guest moves to the target. Default: precopy.
     pub mode: MigrationMode,
     /// Path of urgent pages in postcopy. Default: dedicated.
     pub urgent: UrgentPath,
@@ -55,54 +56,56 @@ pub struct Settings {
     /// Time during which the source reconnects by itself after the link is lost in postcopy.
     /// Default: 60 s.
     pub reconnect_for: Duration,
-    /// True to keep the processors of the source host awake while the guest waits for pages on the
-    /// target.
+    /// True to keep the processors of the source host awake during postcopy.
     ///
-    /// The process needs permission for that. Page requests are answered in about half the time, at
-    /// the cost of power for the duration of postcopy. Default: true.
+    /// The source then answers page requests in about half the time, but the host uses more power
+    /// during postcopy. The setting has an effect only if the process may write
+    /// `/dev/cpu_dma_latency`. Default: true.
     pub stay_awake: bool,
     /// Number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
     pub channels: u16,
-    /// Largest acceptable downtime. The source stops the guest once the predicted downtime is
-    /// within this limit. Default: 300 ms.
+    /// Largest acceptable downtime. In precopy, the source stops the guest once the predicted
+    /// downtime is within this limit. Default: 300 ms.
     pub downtime_limit: Duration,
-    /// Bandwidth limit of all channels together, in bytes per second. Default: `None`, no limit.
+    /// Bandwidth limit of all channels together, in bytes per second, greater than 0. Default:
+    /// `None`, no limit.
     ///
     /// The limit protects other users of the link. Therefore it also applies while the guest is
     /// stopped, at the cost of downtime, unless [`Settings::switchover_bandwidth`] sets another
     /// limit. (QEMU lifts its limit during the switchover.)
     pub max_bandwidth: Option<u64>,
-    /// Bandwidth limit from the moment at which the source begins to stop the guest. Default:
-    /// `None`, which keeps [`Settings::max_bandwidth`].
+    /// Bandwidth limit that applies once the source begins to stop the guest. Default: `None`,
+    /// which keeps [`Settings::max_bandwidth`].
     pub switchover_bandwidth: Option<SwitchoverBandwidth>,
     /// Time after which [`Settings::on_timeout`] applies. Default: `None`, no limit.
     pub timeout: Option<Duration>,
     /// Action taken when `timeout` expires. Default: cancel.
     pub on_timeout: OnTimeout,
-    /// Permission to slow the guest so that precopy converges. Default: off.
+    /// vCPUs that the source may throttle so that precopy converges. Default: off.
     pub auto_converge: AutoConverge,
-    /// Changes that the migration may make by itself when it departs from its plan. Default:
-    /// `None`, no changes.
+    /// Changes that the migration may make by itself if precopy does not converge, or if the
+    /// migration departs from its plan. Default: `None`, no changes.
     pub auto: Option<Auto>,
-    /// True to skip the pages that the guest reports as free, if the guest can be asked. Default:
-    /// true.
+    /// True to skip pages that the guest reports as free, if the guest can be asked. Default: true.
     pub free_pages: bool,
-    /// True to compare the digest of every page.
+    /// True to compare the digest of every page between source and target.
     ///
-    /// Pages are compared while the guest is stopped. In postcopy each missing page is compared
-    /// when it arrives. Default: false.
+    /// The pages are compared while the guest is stopped. In postcopy, each missing page is
+    /// compared when it arrives. Default: false.
     pub verify: bool,
-    /// Time without a message after which the peer is considered lost. A side whose VM needs more
-    /// time sends keepalives, for up to three times this value. Default: 10 s.
+    /// Time without a message after which the peer is considered lost, greater than 0. While a call
+    /// of the VMM takes longer, source and target send keepalives, for up to three times this
+    /// value. Default: 10 s.
     pub peer_timeout: Duration,
-    /// Permission to use unencrypted connections to other hosts. Every host on the network path can
-    /// read and change their content. Default: false.
+    /// True to allow unencrypted connections to other hosts. Every host on the network path can
+    /// read and change the content of such a connection. Default: false.
     pub insecure: bool,
-    /// Encryption settings and trusted peers. `None` means unencrypted connections.
+    /// Certificate, key and trusted authorities for encrypted connections. Default: `None`,
+    /// unencrypted connections.
     #[cfg(feature = "tls")]
     pub tls: Option<Tls>,
-    /// Arbiter that decides which side owns the guest if neither side can know. The target must use
-    /// the same arbiter. `None` leaves the decision to the operator.
+    /// Arbiter that decides whether source or target owns the guest if neither can know. The target
+    /// must use the same arbiter. Default: `None`, which leaves the decision to the operator.
     pub arbiter: Option<Arc<dyn Arbiter>>,
 }
 
@@ -110,7 +113,7 @@ impl Settings {
     /// Largest number of parallel channels of each kind.
     pub const MAX_CHANNELS: u16 = 64;
 
-    /// Returns the settings that the session needs.
+    /// Returns the settings for the session of the protocol.
     pub(crate) fn session(&self) -> session::Settings {
         session::Settings {
             mode: self.mode,

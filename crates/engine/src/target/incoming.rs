@@ -1,4 +1,4 @@
-//! Guest that a source has announced, before there is a VM for it.
+//! Announced guest for which there is no VM yet.
 
 use super::driver::{Announcement, Driver};
 use super::inbox::SETUP_TIMEOUT;
@@ -15,11 +15,12 @@ use vmferry_wire::{MAX_DESCRIPTION_BYTES, Refusal, RefusalCode, ToSource, ToTarg
 /// Guest that a source has announced.
 ///
 /// A VMM that has no VM yet creates one from [`machine`](Self::machine) and
-/// [`description`](Self::description), and then calls [`receive`](Self::receive). Meanwhile the
-/// guest runs on the source, which waits for three times its `peer_timeout` (30 s by default).
+/// [`description`](Self::description), and then calls [`receive`](Self::receive). Meanwhile, the
+/// guest runs on the source. The source gives up after three times its `peer_timeout`, which is 30
+/// s by default.
 ///
-/// [`refuse`](Self::refuse) refuses the source, and so does dropping the value. The guest then
-/// stays on the source.
+/// To refuse the source, call [`refuse`](Self::refuse) or drop the value. The guest then stays on
+/// the source.
 pub struct Incoming {
     connection: Greeted,
     machine: MachineConfig,
@@ -40,8 +41,9 @@ impl Incoming {
     /// Waits at `listener` until a source announces a guest.
     ///
     /// # Errors
-    /// [`ReceiveFailure::Stopped`] after [`Arrival::stop`], [`ReceiveFailure::Host`] if the host
-    /// fails. A connection that announces no guest within 5 s is refused, and the wait continues.
+    /// [`ReceiveFailure::Stopped`] after [`Arrival::stop`], and [`ReceiveFailure::Host`] if a
+    /// system call of the host fails. A source that announces no guest within 5 s is not an error:
+    /// it is refused, and the wait continues.
     pub fn accept(listener: &Listener, arrival: &Arrival) -> Result<Self, ReceiveFailure> {
         let accepted = each_source(listener, arrival, None, |_, _, source| {
             let name = source.stream.peer.clone();
@@ -56,14 +58,14 @@ impl Incoming {
         accepted.map(|(incoming, _)| incoming)
     }
 
-    /// Answers a source, and reads until the source has announced its guest.
+    /// Answers the hello of a source, and reads messages until the source has announced its guest.
     fn announced(connection: Greeted, arrival: &Arrival) -> Result<Self, String> {
         let stream = &connection.stream;
         let lost = |error: std::io::Error| format!("the link failed: {error}");
         answer(stream, &connection.hello, Ok(())).map_err(lost)?;
         let (clock, mut description) = (Clock::start(), Vec::new());
         loop {
-            // The time is limited, because a source could send pings for ever.
+            // The total time is limited, because a source could send pings for ever.
             let Some(left) = clock.until(SETUP_TIMEOUT) else {
                 return Err(format!("the source announced no guest within {SETUP_TIMEOUT:?}"));
             };
@@ -94,10 +96,11 @@ impl Incoming {
         &self.machine
     }
 
-    /// Returns the description by the source's VMM
-    /// ([`SourceVm::description`](crate::SourceVm::description)). The description is empty if that
-    /// VMM provides none or if the source is of an older version. The bytes come from the peer:
-    /// check them.
+    /// Returns the source VMM's description of the guest
+    /// ([`SourceVm::description`](crate::SourceVm::description)).
+    ///
+    /// The description is empty if that VMM provides none, or if the source has an older version.
+    /// The bytes come from the peer, so validate them before use.
     pub fn description(&self) -> &[u8] {
         &self.description
     }
@@ -107,7 +110,7 @@ impl Incoming {
         &self.connection.stream.peer
     }
 
-    /// Refuses the source, which reports `why`. The guest stays on the source.
+    /// Refuses the guest. The source reports `why` as the reason, and keeps the guest.
     pub fn refuse(self, why: &str) {
         self.announced.heartbeat.end();
         let stream = &self.connection.stream;
@@ -123,12 +126,13 @@ impl Incoming {
         {}
     }
 
-    /// Receives the guest into `vm`, like [`receive`](crate::receive). `listener` and `arrival`
-    /// must be those of the call of [`accept`](Self::accept): the source opens its other channels
-    /// at that listener.
+    /// Receives the guest into `vm`, like [`receive`](crate::receive).
+    ///
+    /// `listener` and `arrival` must be the ones that were passed to [`accept`](Self::accept),
+    /// because the source opens its other channels at that listener.
     ///
     /// # Errors
-    /// [`ReceiveFailure`] if the guest did not arrive. It has not run on the target.
+    /// [`ReceiveFailure`] if the guest did not arrive. The guest has not run on the target.
     pub fn receive(
         self,
         vm: &mut dyn TargetVm,

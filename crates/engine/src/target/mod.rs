@@ -46,8 +46,10 @@ use std::time::Duration;
 use vmferry_core::TargetVm;
 use vmferry_wire::{Hello, Refusal, RefusalCode, Role, arbiter_digest};
 
-/// Control of a wait for a guest. Share it between the thread that receives and the threads that
-/// may stop the wait.
+/// Settings of a wait for a guest, and the means to stop the wait.
+///
+/// Share the value between the thread that receives the guest and the threads that may stop the
+/// wait.
 #[derive(Debug)]
 pub struct Arrival {
     stop: AtomicBool,
@@ -62,8 +64,8 @@ pub struct Arrival {
 }
 
 impl Arrival {
-    /// Returns the control of a wait whose sources may be silent for `peer_timeout` before they
-    /// count as lost.
+    /// Returns the settings of a wait in which a source counts as lost after it has been silent for
+    /// `peer_timeout`.
     #[must_use]
     pub fn new(peer_timeout: Duration) -> Self {
         Self {
@@ -79,24 +81,26 @@ impl Arrival {
         }
     }
 
-    /// Sets whether this host's processors are kept awake while the guest waits for pages over the
-    /// link. The default is true. It has an effect only if this process may ask the kernel for
-    /// this: see [`Settings::stay_awake`](crate::Settings::stay_awake).
+    /// Sets whether the processors of the target host are kept awake during postcopy. The default
+    /// is true. See [`Settings::stay_awake`](crate::Settings::stay_awake) for the effect and the
+    /// permission that the process needs.
     #[must_use]
     pub fn stay_awake(self, stay_awake: bool) -> Self {
         Self { stay_awake, ..self }
     }
 
-    /// Sets the arbiter that resolves unknown ownership of a guest. It must be the same as
-    /// [`Settings::arbiter`](crate::Settings::arbiter) of the source, otherwise the source is
-    /// refused.
+    /// Sets the arbiter that decides who owns a guest if neither source nor target can know. The
+    /// target refuses a source whose [`Settings::arbiter`](crate::Settings::arbiter) is another
+    /// one.
     #[must_use]
     pub fn arbiter(self, arbiter: Option<Arc<dyn Arbiter>>) -> Self {
         Self { arbiter, ..self }
     }
 
-    /// Returns why the owner of the guest is unknown, while it is unknown: the source has handed
-    /// the guest over, and the arbiter does not answer whether the target may run it.
+    /// Returns the reason why the owner of the guest is unknown, or `None` if the owner is known.
+    ///
+    /// The owner is unknown while the arbiter does not answer a target that has read the commit, or
+    /// that gives a guest back.
     pub fn undecided(&self) -> Option<String> {
         self.undecided.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -114,28 +118,28 @@ impl Arrival {
         hello.arbiter == self.arbiter.as_ref().map_or(0, |arbiter| arbiter_digest(&arbiter.name()))
     }
 
-    /// Stops waiting and gives up a guest that has not been handed over yet. Does nothing to a
-    /// guest that has been handed over.
+    /// Stops the wait, and gives up a guest that is arriving and that the target has not begun to
+    /// start. A guest that the target starts or runs is not affected.
     ///
-    /// With an arbiter, a guest that the target has claimed, or could claim, is given back first.
-    /// [`receive`] then returns after the arbiter or the source has acknowledged this, however long
-    /// that takes.
+    /// With an arbiter, the target first gives back a guest that it has claimed or could still
+    /// claim. [`receive`] then returns only after the arbiter or the source has acknowledged this,
+    /// however long that takes.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Release);
         self.wakers.wake();
     }
 
-    /// Puts an input into `inputs` at each stop, for as long as the caller keeps the returned
-    /// value. A full queue needs no input, because its reader checks for the stop after the next
-    /// input.
+    /// Puts an input into `inputs` at each call of `stop`, for as long as the caller keeps the
+    /// returned value. If the queue is full, no input is needed, because the reader of the queue
+    /// checks for the stop after the next input.
     fn waking(&self, inputs: &SyncSender<Numbered>) -> Arc<dyn Fn() + Send + Sync> {
         let inputs = inputs.clone();
         self.wakers.register(move || drop(inputs.try_send((0, Input::Wake))))
     }
 
-    /// Does the same as [`stop`](Self::stop). In addition, [`PostcopyReceiver::finish`] gives up a
-    /// guest that runs on the target and still has missing pages: a thread that waits for such a
-    /// page waits for ever.
+    /// Does the same as [`stop`](Self::stop), and also makes [`PostcopyReceiver::finish`] give up a
+    /// guest that runs on the target and still has missing pages. A thread that waits for such a
+    /// page then waits for ever.
     pub fn abandon(&self) {
         self.abandon.store(true, Ordering::Release);
         self.stop();
@@ -161,34 +165,34 @@ impl Arrival {
     }
 }
 
-/// Guest that has arrived and runs.
+/// Guest that has arrived and runs, or that stays paused because the operator has paused it.
 #[must_use = "if not all of its memory is here, `postcopy` has to be finished"]
 #[derive(Debug, Serialize)]
 #[non_exhaustive]
 pub struct Received {
     /// Id of the migration, 32 hexadecimal digits.
     pub id: String,
-    /// Id of the snapshot that the guest is a copy of, if the original guest continued to run. `id`
-    /// is then a new one.
+    /// Id of the snapshot, if the guest is a copy whose original continued to run. In that case,
+    /// `id` is newly generated.
     pub copy_of: Option<String>,
-    /// Address of the source.
+    /// Address of the source, or name of the file.
     pub source: String,
     /// Number of pages received. A page counts each time it arrives.
     pub pages: u64,
-    /// True if the operator had paused the guest on the source. Its vCPUs stay stopped on the
-    /// target, too, until the operator resumes the guest.
+    /// True if the operator had paused the guest on the source. Its vCPUs then stay stopped on the
+    /// target until the operator resumes the guest.
     pub paused: bool,
     /// Time that loading the device state took, in milliseconds.
     pub load_ms: f64,
-    /// CPU time of the engine's threads, in milliseconds.
+    /// CPU time that the engine's threads have used so far, in milliseconds.
     pub cpu_ms: f64,
-    /// Missing pages, if the guest runs before all of its memory has arrived. Call
-    /// [`PostcopyReceiver::finish`] on a thread of its own.
+    /// Receiver of the missing pages, if the guest runs before all of its memory has arrived. Call
+    /// [`PostcopyReceiver::finish`] on a separate thread.
     #[serde(skip)]
     pub postcopy: Option<PostcopyReceiver>,
 }
 
-/// Reason why no guest arrived.
+/// Reason why no guest has arrived.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReceiveFailure {
@@ -199,22 +203,23 @@ pub enum ReceiveFailure {
     /// [`Arrival::stop`] was called while no guest was arriving.
     #[error("stopped while waiting for a guest")]
     Stopped,
-    /// The host failed.
+    /// A system call of the host failed, or the listener cannot accept connections any more.
     #[error(transparent)]
     Host(#[from] MigrateError),
 }
 
-/// Waits at `listener` for a source and receives its guest into `vm`. Returns once the guest runs.
+/// Waits at `listener` for a source, receives its guest into `vm`, and returns once the guest runs.
 ///
-/// Connections of other programs, of sources of another version, and of sources whose machine
-/// differs are refused, and the wait continues. After a guest that fits was announced, the result
-/// of its migration ends the call.
+/// The target refuses connections of other programs, of sources of an incompatible version, and of
+/// sources whose machine differs, and continues to wait. Once a source has announced a guest that
+/// fits, the result of its migration ends the call.
 ///
 /// The memory of `vm` must read as zeros, because the source does not send pages that the guest
-/// never touched. After [`ReceiveFailure::Failed`], a VM cannot be used again.
+/// never touched. For the same reason, `vm` cannot receive a guest again after
+/// [`ReceiveFailure::Failed`].
 ///
 /// # Errors
-/// [`ReceiveFailure`] if no guest arrived. The guest has not run on the target.
+/// [`ReceiveFailure`] if no guest arrived. A guest that was arriving has not run on the target.
 pub fn receive(
     vm: &mut dyn TargetVm,
     listener: &Listener,
@@ -258,8 +263,8 @@ impl Taken<(Received, Option<PostcopyReceiver>)> {
     }
 }
 
-/// Gives each source that connects to `listener` to `take`, until one ends the wait. The source
-/// `first` comes before all others. `take` gets the number of the source.
+/// Passes each source that connects to `listener` to `take`, together with the number of the
+/// source, until one source ends the wait. `first` comes before all other sources.
 fn each_source<T>(
     listener: &Listener,
     arrival: &Arrival,
@@ -289,7 +294,8 @@ fn each_source<T>(
             if arrival.stopped() {
                 break Err(ReceiveFailure::Stopped);
             }
-            // Checked first: the last connection of an ended listener is then already in the queue.
+            // Checked before the queue: if the listener has ended, its last connection is already
+            // in the queue.
             let is_over = listener.is_over();
             let source = match waiting.pop_front() {
                 Some(source) => source,
@@ -324,8 +330,8 @@ fn each_source<T>(
     })
 }
 
-/// Guard that ends the listener's thread when dropped. The scope waits for that thread, also after
-/// a panic, which code of the VMM may cause.
+/// Guard that ends the listener's thread when dropped. The scope waits for that thread even after a
+/// panic, which code of the VMM may cause.
 struct EndOnDrop<'a>(&'a Ending);
 
 impl Drop for EndOnDrop<'_> {
