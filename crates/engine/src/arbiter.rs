@@ -1,39 +1,41 @@
-//! Arbiter: a register outside both hosts that decides who owns the guest when neither side can
-//! know.
+//! Arbiter: decides whether source or target owns a guest when neither can know.
 //!
-//! Between the commit and its answer the source cannot know whether the target runs the guest.
-//! Without an arbiter, the migration ends in the state `unknown` and the operator decides. With an
-//! arbiter, each migration has a register, kept by an [`Arbiter`] that both sides can reach. The
-//! following rules ensure that the guest never runs on both sides, whatever crashes, stops or
-//! arrives late:
+//! Between the commit and its answer, the source cannot know whether the target runs the guest. If
+//! the link is lost in this time and there is no arbiter, the migration can end in the state
+//! `unknown`, and the operator must decide. With an arbiter, each migration has a register, which
+//! an [`Arbiter`] outside both hosts keeps and which both hosts can reach. The following rules
+//! ensure that the guest never runs on both hosts, whatever crashes, stops or arrives late:
 //!
 //! 1. The source opens the register before it moves anything, and the register cannot be opened
-//!    again. A side that finds no register, or one that is neither open nor decided in its favour,
-//!    does not own the guest. A register that was deleted, lost or never made decides for neither
-//!    side.
-//! 2. The register changes from open to `source` or to `target` in one atomic step. At most one of
-//!    the two claims is granted, however often and however late each claim arrives. Every later
-//!    claim is answered with the owner. A side repeats a claim whose answer was lost.
-//! 3. The target claims the guest after it has read the commit and *before* it runs the guest. It
-//!    does so in every migration, because the target cannot know what the source has observed. The
-//!    source claims the guest before it resumes a guest that it has committed, unless the target
-//!    itself has said that it never ran the guest. Therefore the host that runs the guest after the
+//!    again. A host that finds no register, or a register that names the peer as the owner, does
+//!    not own the guest. Therefore a register that was deleted, lost or never made decides for
+//!    neither host.
+//! 2. The register changes from open to `source` or to `target` in one atomic step. Therefore at
+//!    most one of the two claims is granted, however often and however late each claim arrives.
+//!    Every later claim is answered with the owner, so a host can repeat a claim whose answer was
+//!    lost.
+//! 3. The target claims the guest after it has read the commit and *before* it runs the guest. The
+//!    target does so in every migration, because it cannot know what the source has observed. After
+//!    the commit, the source claims the guest before it resumes the guest, unless the target itself
+//!    has reported that it never ran the guest. Therefore the host that runs the guest after the
 //!    commit owns it, and its peer does not.
-//! 4. No clock is read. Any time may pass between a granted claim and the start of the guest, for
-//!    example in a process that was stopped for an hour. A granted claim stays granted: there is no
-//!    lease that could expire. A refused host gets the same answer after an hour as after a second.
+//! 4. No rule depends on a clock. Any time may pass between a granted claim and the start of the
+//!    guest, for example in a process that was stopped for an hour. A granted claim stays granted,
+//!    because there is no lease that could expire. For the same reason, a refused host gets the
+//!    same answer after an hour as after a second.
 //! 5. The register goes from `target` to `source` only at the target's own request, in which it
 //!    states that it has not run the guest and never will ([`ArbiterRequest::GiveBack`]). The
 //!    target first renounces the guest in its own memory, permanently, and then sends the request.
 //!    A claim of the target that arrives after that request changes nothing, because the register
 //!    is not open.
-//! 6. An arbiter that cannot be reached has decided nothing. A side that depends on its decision
+//! 6. An arbiter that cannot be reached has decided nothing. A host that depends on its decision
 //!    keeps the guest stopped and asks again.
 //!
-//! These rules rest on two assumptions: the arbiter does not lose what it has acknowledged, and
-//! both sides ask the same arbiter. The second is tested before anything moves: the target reads
-//! the register that the source has opened ([`ArbiterRequest::Look`]). The hello already rejects
-//! two sides that are configured with different arbiter names.
+//! These rules rest on two assumptions: the arbiter does not lose a change that it has
+//! acknowledged, and both hosts ask the same arbiter. The second assumption is tested before
+//! anything moves: the target reads the register that the source has opened
+//! ([`ArbiterRequest::Look`]). Even earlier, in the hello, the target refuses a source that is
+//! configured with a different arbiter name.
 
 // Input from a peer or the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -61,53 +63,55 @@ use vmferry_core::VmError;
 pub use vmferry_protocol::arbiter::{ArbiterError, ArbiterRequest, Ownership, Side};
 pub use vmferry_wire::MigrationId;
 
-/// First delay before a report that the guest runs is repeated, if the arbiter did not answer.
+/// First delay before the target repeats its report that the guest runs, if the arbiter did not
+/// answer.
 const FIRST_AGAIN: Duration = Duration::from_millis(100);
-/// Longest delay between two attempts to report that the guest runs. No side may be waiting for the
-/// report.
+/// Longest delay between two attempts to report that the guest runs. The delay can be long, because
+/// usually no source waits for the report.
 const LONGEST_CONFIRM: Duration = Duration::from_secs(30);
 
-/// Arbiter that keeps one register for each migration, outside both hosts.
+/// Service outside both hosts that keeps one register for each migration.
 ///
-/// An implementation must follow the rules of this module.
+/// An implementation must follow the rules in the documentation of the [module](self).
 pub trait Arbiter: fmt::Debug + Send + Sync {
-    /// Returns the name of the arbiter, which must be the same on both sides. The name does not
-    /// contain the address, which may differ.
+    /// Returns the name of the arbiter, which must be the same on source and target. The name must
+    /// not contain the address, because source and target may reach the arbiter at different
+    /// addresses.
     fn name(&self) -> String;
 
     /// Returns the location of the register of `migration`, for an operator who has to inspect it.
     fn register(&self, migration: MigrationId) -> String;
 
-    /// Creates the register of `migration`, in the state open.
+    /// Creates the register of `migration` in the state [`Ownership::Open`].
     ///
     /// # Errors
     /// If the register exists already, or the arbiter does not answer.
     fn open(&self, migration: MigrationId) -> Result<(), ArbiterError>;
 
-    /// Sends the request `request`, which takes effect in one atomic step. Returns the content of
-    /// the register after that step.
+    /// Performs `request` on the register of `migration` in one atomic step, and returns the
+    /// content of the register after that step.
     ///
-    /// The call takes a few seconds at most. A request that is sent twice has the same effect as
-    /// one that is sent once.
+    /// The call must return after a few seconds at most. A request that is sent twice must have the
+    /// same effect as one that is sent once.
     ///
     /// # Errors
-    /// If there is no register, or the arbiter does not answer. In the latter case the request may
-    /// have taken effect, or may still take effect.
+    /// [`ArbiterError::NoRegister`] if there is no register. [`ArbiterError::Unreachable`] if the
+    /// arbiter does not answer; the request may then have taken effect, or may still take effect.
     fn request(&self, migration: MigrationId, request: ArbiterRequest) -> Result<Ownership, ArbiterError>;
 
-    /// Removes the register of `migration`. The owner of the guest must be known. Afterwards the
-    /// register decides nothing.
+    /// Removes the register of `migration`. The engine calls this only when the register is not
+    /// needed to decide who owns the guest.
     ///
     /// # Errors
     /// If the arbiter does not answer.
     fn close(&self, migration: MigrationId) -> Result<(), ArbiterError>;
 }
 
-/// Request of a session, with the answer of the arbiter.
+/// Request of a session, and the arbiter's answer.
 pub(crate) type ArbiterAnswer = (ArbiterRequest, Result<Ownership, ArbiterError>);
 
-/// Sends a session's requests to the arbiter, each on its own thread. A slow arbiter must not block
-/// a session.
+/// Sends a session's requests to the arbiter, each on its own thread, because a slow arbiter must
+/// not block a session.
 #[derive(Debug)]
 pub(crate) struct ArbiterClient {
     arbiter: Arc<dyn Arbiter>,
@@ -120,8 +124,8 @@ impl ArbiterClient {
         Self { arbiter, migration, answers: channel() }
     }
 
-    /// Sends the request `request` after the delay `after`, then calls `wake` to signal that the
-    /// answer can be taken.
+    /// Sends `request` after the delay `after`, and calls `wake` once the answer can be taken with
+    /// [`answer`](Self::answer).
     pub(crate) fn send(
         &self,
         request: ArbiterRequest,
@@ -139,7 +143,7 @@ impl ArbiterClient {
             wake();
         };
         if let Err(error) = vmferry_thread::spawn(vmferry_thread::Role::Arbiter, "fence", send) {
-            // The caller asks again as soon as it has this answer. Without the pause the caller
+            // The caller asks again as soon as it has this answer. Without this delay, the caller
             // would spin.
             std::thread::sleep(after);
             let why =
@@ -153,7 +157,7 @@ impl ArbiterClient {
         self.arbiter.register(self.migration)
     }
 
-    /// Takes the oldest answer that was not taken.
+    /// Takes the oldest answer that was not taken yet.
     pub(crate) fn answer(&self) -> Option<ArbiterAnswer> {
         self.answers.1.try_recv().ok()
     }
@@ -161,7 +165,7 @@ impl ArbiterClient {
     /// Reports to the arbiter that the guest runs, and repeats the report until the arbiter
     /// answers.
     ///
-    /// The thread retries for as long as this process lives, because the source may be waiting for
+    /// A thread retries for as long as this process lives, because the source may be waiting for
     /// the report.
     pub(crate) fn confirm(&self) {
         let (arbiter, migration) = (Arc::clone(&self.arbiter), self.migration);
@@ -178,7 +182,8 @@ impl ArbiterClient {
                         );
                         return;
                     }
-                    // Without a register, the source has had the report from the target itself.
+                    // If the register is gone, the source has already learned from the target that
+                    // the guest runs.
                     Ok(_) | Err(ArbiterError::NoRegister(_)) => return,
                 }
                 std::thread::sleep(wait);
@@ -192,7 +197,7 @@ impl ArbiterClient {
         }
     }
 
-    /// Removes the register, which neither side needs any more.
+    /// Removes the register, which neither source nor target needs any more.
     pub(crate) fn close(&self) {
         if let Err(error) = self.arbiter.close(self.migration) {
             tracing::warn!(

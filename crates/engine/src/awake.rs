@@ -1,45 +1,47 @@
 //! Request to keep processors awake while a thread waits for pages.
 //!
-//! A remote fault wakes five threads in a row, on two hosts: the one that reads the fault, the one
-//! that sends the page, the one that places it, and the vCPU, and between them the kernels' network
-//! stacks. The processors are otherwise idle, so they fall asleep between two of these threads.
-//! Waking a processor costs more than the work that follows: tens of microseconds from a deep
-//! sleep, or if the processor is itself a vCPU that its host must schedule again. Linux lets a
-//! process limit the wake-up latency (`Documentation/power/pm_qos_interface.rst`). A process that
-//! may write `/dev/cpu_dma_latency` (by default root) may set the limit, so the file's permissions
-//! are the consent of the host's owner.
+//! A remote fault wakes several threads in a row, on two hosts: the thread that reads the fault,
+//! the thread that sends the page, the thread that places the page, and the vCPU. Between them, it
+//! wakes the network stacks of both kernels. The processors are otherwise idle, so they fall asleep
+//! between two of these threads. Waking a processor takes longer than the work that follows: tens
+//! of microseconds if the sleep is deep, or if the processor is itself a vCPU that its host must
+//! schedule again.
+//!
+//! Linux lets a process limit the wake-up latency (`Documentation/power/pm_qos_interface.rst`), if
+//! the process may write `/dev/cpu_dma_latency`. By default only root may do so. The owner of the
+//! host therefore decides about the limit through the permissions of this file.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::sync::OnceLock;
 
-/// Device of the request. A process writes a number of microseconds, and withdraws the request by
-/// closing the file.
+/// Device that takes the request. A process writes the allowed latency in microseconds, and
+/// withdraws the request by closing the file.
 const DEVICE: &str = "/dev/cpu_dma_latency";
 /// File with the name of the driver that puts processors to sleep.
 const DRIVER: &str = "/sys/devices/system/cpu/cpuidle/current_driver";
 
-/// Allowed wake-up latency on hardware, in microseconds. It leaves the shallowest sleep (C1), which
-/// frees a core's resources for its other hardware thread.
+/// Allowed wake-up latency on hardware, in microseconds. This value still allows the shallowest
+/// sleep (C1), which frees the resources of a core for its other hardware thread.
 const SHALLOW: i32 = 2;
-/// Allowed wake-up latency in a virtual machine. There is no shallow sleep: the only state behind
-/// the guest's own polling returns the processor to the host.
+/// Allowed wake-up latency in a virtual machine, in microseconds. A virtual machine has no shallow
+/// sleep: the only state other than polling returns the processor to the host.
 const NONE: i32 = 0;
 
-/// Opened device, without a request yet. The thread that starts another thread opens it, because
-/// the other thread need not be able to open files.
+/// Opened device, without a request yet. A thread opens the device before it starts the thread that
+/// makes the request, because the other thread may not be allowed to open files.
 #[derive(Debug, Default)]
 pub(crate) struct LatencyRequest(Option<File>);
 
 impl LatencyRequest {
-    /// Opens the device. A refusal is not an error: threads that wait for pages then wait somewhat
-    /// longer.
+    /// Opens the device. If the kernel refuses, the value makes no request, and threads wait
+    /// somewhat longer for pages.
     pub(crate) fn open() -> Self {
         let opened = OpenOptions::new().write(true).open(DEVICE);
         if let Err(error) = &opened {
             tracing::debug!("processors are not kept awake for the guest's faults: {DEVICE}: {error}");
         }
-        // The value is computed on this thread, because it needs to open a file, too.
+        // Computed on this thread, because finding the value opens a file, too.
         longest();
         Self(opened.ok())
     }
@@ -55,8 +57,8 @@ impl LatencyRequest {
     }
 }
 
-/// Active request. While the value lives, waking a processor of this host takes microseconds, if
-/// the host's owner permits the request.
+/// Active request. While the value lives, waking a processor of this host takes only microseconds,
+/// if the owner of the host permits the request.
 #[derive(Debug, Default)]
 pub(crate) struct LatencyHold {
     _request: Option<File>,

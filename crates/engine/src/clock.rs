@@ -1,12 +1,11 @@
-//! The clock of a migration on a real host.
+//! Clock of a migration on a real host.
 //!
-//! Sessions and the run loop read no clock: a host tells them the time. The hosts of the source and
-//! of the target take every time from one [`Clock`], so that all stamps of a migration can be
-//! compared.
+//! Sessions and the run loop read no clock, because their host tells them the time. Each host takes
+//! every time from one [`Clock`], so that all of its time stamps can be compared.
 
 use std::time::{Duration, Instant};
 
-/// Time since a migration began.
+/// Clock that measures the time since a migration began.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
     pub(crate) began: Instant,

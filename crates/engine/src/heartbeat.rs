@@ -1,12 +1,13 @@
 //! Heartbeat: messages that show the peer that a source or target is alive while its driver waits
 //! for the VM.
 //!
-//! A driver that pauses, saves, loads or starts its VM does nothing else meanwhile. Such a call can
-//! take long, for example if a slow disk is flushed or a vCPU waits for a page. The peer cannot
-//! distinguish this from a dead host, and gives up after a silence of its `peer_timeout`. A thread
-//! therefore sends messages in place of the driver, and only during such a call: the messages of
-//! the two are never mixed, and a driver that hangs elsewhere is silent. The thread sends for a
-//! limited time, because a VM that hangs is as good as dead.
+//! While a driver pauses, saves, loads or starts its VM, it does nothing else. Such a call can take
+//! long, for example because a slow disk is flushed or a vCPU waits for a page. The peer cannot
+//! distinguish this from a dead host, and gives up after it has received nothing for its
+//! `peer_timeout`. Therefore, a thread sends messages in place of the driver during such a call.
+//! Because the thread is silent at all other times, its messages are never mixed with those of the
+//! driver, and a driver that hangs elsewhere is noticed. Even during a call, the thread sends for a
+//! limited time only, so that a VM that hangs is noticed, too.
 
 // Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -34,7 +35,7 @@ use vmferry_wire::{ToSource, ToTarget};
 const UNSOLICITED: u64 = u64::MAX;
 /// Interval between messages, unless the peer's timeout is shorter than four times this interval.
 const EVERY: Duration = Duration::from_secs(1);
-/// Multiple of the peer's timeout during which messages are sent for a driver.
+/// Number of peer timeouts for which messages are sent in place of a driver.
 const PATIENCE: u32 = 3;
 
 /// Thread that sends messages, and the state that it shares with the driver. The thread ends when
@@ -51,7 +52,7 @@ struct HeartbeatState {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Start of the present call of the VM, and the control channel of the migration. `None` if the
+    /// Start of the current call of the VM, and the control channel of the migration. `None` if the
     /// driver is not in such a call.
     busy: Option<(Instant, Arc<Stream>)>,
     said: Option<Instant>,
@@ -81,9 +82,9 @@ impl Heartbeat {
         Ok(Self(shared, Some(thread)))
     }
 
-    /// Does `work` on the caller's thread, which sends nothing on `control` meanwhile. The cost is
-    /// two uncontended locks, because the thread checks by itself from time to time whether a
-    /// message is due.
+    /// Calls `work`, which must send nothing on `control`, and sends messages meanwhile. Without
+    /// contention, this costs two lock operations only, because the heartbeat's thread checks
+    /// periodically whether a message is due.
     pub(crate) fn during<T>(&self, control: &Arc<Stream>, work: impl FnOnce() -> T) -> T {
         /// Guard that ends the busy state also if `work` panics.
         struct Idle<'a>(&'a Heartbeat);
@@ -103,7 +104,7 @@ impl Heartbeat {
         self.0.lock().busy = Some((Instant::now(), Arc::clone(control)));
     }
 
-    /// Waits for the end of a message that is being sent, and sends nothing more.
+    /// Stops sending messages. Waits until a message that is being sent has been sent completely.
     pub(crate) fn end(&self) {
         self.0.lock().busy = None;
     }
@@ -131,9 +132,9 @@ impl HeartbeatState {
             let said = state.said.map(|said| said.elapsed());
             let due = state.busy.as_ref().filter(|(since, _)| is_due(since.elapsed(), said, every, longest));
             if let Some((_, control)) = due {
-                // The lock is held during the send, so that the driver does not continue and send
-                // in the middle of the message. The driver waits no longer than for a message of
-                // its own.
+                // The lock is held during the send, so that the driver cannot continue and send in
+                // the middle of the message. The driver waits no longer than for sending a message
+                // itself.
                 if send_message(control, message, self.peer_timeout).is_err() {
                     // A part of the message may have been sent. The reader of this channel reports
                     // the loss to the driver.
@@ -149,8 +150,8 @@ impl HeartbeatState {
     }
 }
 
-/// Returns true if a message is due from a driver that has been busy for `busy` and whose last
-/// message was `said` ago.
+/// Returns true if a message is due for a driver that has been busy for `busy`, where the last
+/// message was sent `said` ago.
 fn is_due(busy: Duration, said: Option<Duration>, every: Duration, longest: Duration) -> bool {
     (every..longest).contains(&busy) && said.is_none_or(|said| said >= every)
 }

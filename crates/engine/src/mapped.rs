@@ -1,10 +1,12 @@
-//! Guest memory for the usual case that every region is mapped in this process.
+//! Guest memory for the usual case in which every region is mapped in this process.
 
 use std::ptr::NonNull;
 use vmferry_core::{GuestMemory, Layout, LayoutError, PageRun, Region, RegionId, VmError, Window};
 
-/// [`GuestMemory`] over mappings of this process. Reports every page as touched: wrap it if you
-/// have better information.
+/// [`GuestMemory`] over mappings of this process.
+///
+/// Every page is reported as touched. If you know which pages the guest has touched, wrap this type
+/// and implement [`GuestMemory::touched`].
 #[derive(Debug)]
 pub struct MappedMemory {
     layout: Layout,
@@ -19,15 +21,17 @@ unsafe impl Send for MappedMemory {}
 unsafe impl Sync for MappedMemory {}
 
 impl MappedMemory {
-    /// Returns the memory of `regions`, each with the address where it is mapped.
+    /// Returns the memory that consists of `regions`, each with the address at which it is mapped.
     ///
     /// # Safety
-    /// As long as the result lives, each region must be mapped for its whole length, readable,
-    /// writable, at a page boundary, and this process must access those bytes through raw addresses
-    /// or atomics only.
+    /// For as long as the returned value lives:
+    ///
+    /// - Each region must be mapped for its whole length, readable and writable, at a page
+    ///   boundary.
+    /// - This process must access the bytes of the regions through raw pointers or atomics only.
     ///
     /// # Errors
-    /// If the regions cannot be one guest's memory.
+    /// If the regions do not form a valid [`Layout`], for example because they overlap.
     pub unsafe fn new(regions: &[(Region, NonNull<u8>)]) -> Result<Self, LayoutError> {
         let layout = Layout::new(regions.iter().map(|(region, _)| *region).collect())?;
         let start =

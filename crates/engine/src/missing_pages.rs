@@ -1,4 +1,4 @@
-//! Encoding of a set of pages as messages, and decoding.
+//! Encoding of a set of missing pages as messages, and decoding of these messages.
 
 // Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -16,10 +16,10 @@
 use vmferry_core::{Layout, PageSet};
 use vmferry_wire::{MAX_MISSING_BYTES, MissingPages};
 
-/// Maximum number of words in a message.
+/// Maximum number of 64-bit words in a message.
 const MOST_WORDS: usize = MAX_MISSING_BYTES / 8;
 
-/// Returns `set` as messages. Parts without any page are left out.
+/// Returns messages that encode `set`. Parts of `set` without any page are left out.
 pub(crate) fn pieces(set: &PageSet) -> impl Iterator<Item = MissingPages> {
     set.iter().flat_map(|(region, map)| {
         let chunks = map.words().chunks(MOST_WORDS).enumerate();
@@ -76,7 +76,7 @@ impl CollectedPages {
         merge(&mut self.pages, piece)
     }
 
-    /// Returns the set, if it has the number of pages that the peer announced.
+    /// Returns the set, or an error unless it has the number of pages that the peer announced.
     pub(crate) fn complete(self, pages: u64) -> Result<PageSet, String> {
         let have = self.pages.count();
         if have == pages {

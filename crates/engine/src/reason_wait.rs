@@ -1,18 +1,19 @@
-//! Wait for the reason of a peer that has closed channels.
+//! Wait for the reason with which a peer has closed its channels.
 //!
-//! A peer that ends a migration sends the reason on the control channel, and closes its channels.
-//! The thread of another channel often finds the loss before the reader of the control channel has
-//! reported the reason. A lost channel is therefore blamed on the link only after this wait.
+//! A peer that ends a migration sends the reason on the control channel, and then closes its
+//! channels. The thread of another channel often notices the loss before the reader of the control
+//! channel has reported the reason. Therefore, the driver waits for the reason before it reports
+//! that the link has failed.
 //!
 //! # Why the clock alone must not end the wait
 //!
-//! On a starved host, the driver's thread can be delayed for longer than [`LIMIT`]. The reason is
-//! then in the queue of inputs, and the driver finds that the time has expired before it has read
-//! the queue. The driver therefore takes what is queued before it blames the link.
+//! On an overloaded host, the driver's thread can be delayed for longer than [`LIMIT`]. The time
+//! has then expired before the driver has read the queue of inputs, although the reason is in that
+//! queue. Therefore, the driver takes all queued inputs before it reports that the link has failed.
 //!
-//! A peer that sends without end would keep the queue full. Only [`MOST_INPUTS`] inputs are taken
-//! after the deadline, so such a peer delays the end of the wait by the time that handling these
-//! inputs takes.
+//! A peer that sends without end could keep the queue full. Therefore, only [`MOST_INPUTS`] inputs
+//! are taken after the deadline, and such a peer can delay the end of the wait only by the time
+//! that handling these inputs takes.
 
 use std::time::Duration;
 
@@ -20,8 +21,9 @@ use std::time::Duration;
 pub(crate) const LIMIT: Duration = Duration::from_millis(500);
 /// Maximum number of inputs that the driver takes after the deadline.
 ///
-/// It covers the inputs that can be ahead of the reason when the driver is delayed: a queue of 8
-/// inputs, and an input of each thread of 129 channels that waits for room in the queue.
+/// This number covers the inputs that can be ahead of the reason when the driver is delayed: the 8
+/// inputs of the queue, and one input of each of the threads of 129 channels, which wait for room
+/// in the queue.
 pub(crate) const MOST_INPUTS: u32 = 256;
 
 /// Wait for the peer's reason after the loss of a channel.

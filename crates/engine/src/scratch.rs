@@ -1,5 +1,5 @@
-//! Memory for measurements: newly allocated by the kernel, like the memory of a target when a guest
-//! begins to arrive.
+//! Memory for measurements. The kernel allocates its pages at the first access, as it does for the
+//! memory of a target when a guest begins to arrive.
 
 use crate::MigrateError;
 use crate::mapped::MappedMemory;
@@ -7,13 +7,14 @@ use std::io;
 use std::ptr::NonNull;
 use vmferry_core::{Gpa, Region, RegionId, VmError};
 
-/// Size in bytes. One channel of a measurement may fill it.
+/// Size of the memory in bytes. One channel of a measurement may fill all of it.
 pub(crate) const SCRATCH_BYTES: usize = 32 << 20;
-/// Size in pages.
+/// Size of the memory in pages.
 pub(crate) const SCRATCH_PAGES: u64 = SCRATCH_BYTES as u64 >> 12;
-/// Region of the memory.
+/// Id of the only region.
 pub(crate) const SCRATCH: RegionId = RegionId(0);
-/// Size of a huge page. The mapping is longer by this amount, for alignment.
+/// Size of a huge page in bytes. The mapping is longer by this amount, so that the memory can be
+/// aligned.
 const HUGE: usize = 2 << 20;
 
 /// Anonymous memory that is unmapped when dropped.

@@ -1,6 +1,6 @@
-//! Synchronization types that threads share in postcopy: atomics, locks and claimed pages. Unit
-//! tests run them under a scheduler that tries out interleavings (shuttle), in which any other
-//! thread may run before each access.
+//! Synchronization types that threads share in postcopy: atomics, locks and bitmaps of claimed
+//! pages. Unit tests replace them by types of shuttle, a scheduler that tries out interleavings:
+//! before each access, any other thread may run.
 
 #[cfg(not(test))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
@@ -16,8 +16,8 @@ pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock};
 #[cfg(test)]
 pub(crate) use stepped::{AtomicBitmap, ClaimBitmap, unscheduled};
 
-/// The production bitmaps. Each call is one step for the scheduler. The interleavings within a call
-/// have tests of their own.
+/// Bitmaps that wrap the production bitmaps and make each call one step for the scheduler. The
+/// interleavings within a call are tested separately.
 #[cfg(test)]
 mod stepped {
     use std::ops::Range;

@@ -1,4 +1,4 @@
-//! Events that wake a thread which waits for something else.
+//! Events that wake a thread while it waits for other input.
 
 // Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -22,16 +22,17 @@ use std::time::Duration;
 
 type Wake = dyn Fn() + Send + Sync;
 
-/// Functions that wake the drivers which check for one request, such as a cancel.
+/// Functions that wake the drivers that check for a request, such as a cancel.
 ///
-/// The thread that makes a request first stores the request and then calls [`wake`](Self::wake). A
-/// driver registers before it checks for the request the first time. Whichever of the two comes
-/// later therefore sees the other.
+/// No request is missed. The thread that makes a request stores the request before it calls
+/// [`wake`](Self::wake), and a driver registers before it checks for the request for the first
+/// time. Therefore either the driver is woken, or its check finds the request.
 #[derive(Default)]
 pub(crate) struct Wakers(Mutex<Vec<Weak<Wake>>>);
 
 impl Wakers {
-    /// Calls `wake` at each request for as long as the caller keeps the returned value.
+    /// Registers `wake`, which is called after each request for as long as the caller keeps the
+    /// returned value.
     pub(crate) fn register(&self, wake: impl Fn() + Send + Sync + 'static) -> Arc<dyn Fn() + Send + Sync> {
         let wake: Arc<Wake> = Arc::new(wake);
         let mut wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -40,7 +41,7 @@ impl Wakers {
         wake
     }
 
-    /// Wakes the drivers, after a request was stored.
+    /// Wakes the drivers. The request must already be stored.
     pub(crate) fn wake(&self) {
         let wakers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         wakers.iter().filter_map(Weak::upgrade).for_each(|wake| wake());
@@ -53,7 +54,7 @@ impl fmt::Debug for Wakers {
     }
 }
 
-/// Event that happens once. A thread can wait for it together with descriptors.
+/// Event that happens once, and that a thread can wait for together with descriptors.
 #[derive(Debug)]
 pub(crate) struct Ending(OwnedFd);
 
@@ -64,7 +65,7 @@ impl Ending {
 
     /// Raises the event. The event stays raised.
     pub(crate) fn end(&self) {
-        // An eventfd refuses a write only if its counter would overflow, and then the event is
+        // An eventfd refuses a write only if its counter would overflow. In that case, the event is
         // already raised.
         let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
     }
@@ -81,8 +82,9 @@ impl AsFd for Ending {
     }
 }
 
-/// Waits until one of `fds` can be read, has failed or was hung up, for at most `within`. Returns
-/// which of them are in that state. A signal ends the wait early.
+/// Waits until one of `fds` can be read, has failed or was hung up, for at most `within`, or
+/// without a limit if `within` is `None`. Returns for each descriptor whether it is in such a
+/// state. A signal ends the wait early.
 pub(crate) fn ready(fds: &[BorrowedFd<'_>], within: Option<Duration>) -> Vec<bool> {
     let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN)).collect();
     let timeout = within.map(|within| Timespec {

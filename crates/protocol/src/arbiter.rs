@@ -1,8 +1,8 @@
 //! Requests of a session to an arbiter, and the arbiter's answers.
 //!
-//! An arbiter keeps one register for each migration, outside both hosts. It decides who owns the
-//! guest if neither the source nor the target can know. The engine makes the requests: a session
-//! only says which request to make.
+//! An arbiter keeps one register for each migration, outside both hosts. The register decides who
+//! owns the guest if neither the source nor the target can know. A session only states which
+//! request to make; its host sends the request.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,23 +10,25 @@ use std::time::Duration;
 /// Source or target of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Host that the guest leaves.
+    /// Source: the host, process or VM that the guest leaves.
     Source,
-    /// Host that receives the guest.
+    /// Target: the host, process or VM that the guest moves to.
     Target,
 }
 
-/// Request to an arbiter about a migration whose register was opened.
+/// Request to an arbiter about the register of one migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ArbiterRequest {
-    /// Reads the register.
+    /// Reads the register without changing it.
     Look,
-    /// Changes an open register to the source or to the target.
+    /// Makes the given side the owner of the guest, if the register is open. Otherwise changes
+    /// nothing.
     Claim(Side),
-    /// Notes in a register that holds the target that the target runs the guest.
+    /// Records that the target runs the guest, if the target is the owner. Otherwise changes
+    /// nothing.
     Runs,
-    /// Changes the register to the source. Only a target that has not run the guest and never will
-    /// makes this request.
+    /// Makes the source the owner of the guest, whatever the register holds. Only a target that has
+    /// not run the guest and never will makes this request.
     GiveBack,
 }
 
@@ -55,19 +57,21 @@ impl fmt::Display for Ownership {
     }
 }
 
-/// Reason why an arbiter has not decided.
+/// Reason why a request to an arbiter has failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ArbiterError {
-    /// The arbiter gave no answer, or one that cannot be decoded. It may or may not have received
-    /// the request.
+    /// The arbiter gave no answer, or one that cannot be decoded. The request may or may not have
+    /// taken effect.
     #[error("the arbiter gave no answer: {0}")]
     Unreachable(String),
-    /// The arbiter has no register for this migration, or its content cannot be decoded.
+    /// The arbiter has no register for this migration, or the content of the register cannot be
+    /// decoded.
     #[error("the arbiter cannot decide: {0}")]
     NoRegister(String),
 }
 
-/// Time until a request is repeated that was not answered.
+/// Delay before a request that was not answered is repeated. The delay doubles with each
+/// repetition.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Backoff(Duration);
 
@@ -75,7 +79,7 @@ impl Backoff {
     const FIRST: Duration = Duration::from_millis(100);
     const LONGEST: Duration = Duration::from_secs(2);
 
-    /// Returns the next time.
+    /// Returns the next delay.
     pub(crate) fn next(&mut self) -> Duration {
         self.0 = (self.0 * 2).clamp(Self::FIRST, Self::LONGEST);
         self.0

@@ -1,5 +1,5 @@
-//! Arbiter of the simulation and the model: its register, which follows the module's rules, and a
-//! placeholder for a session's settings.
+//! Arbiter of the simulation and of the model: a register that follows the rules of the parent
+//! module, and a placeholder for a session's settings.
 
 use super::{Arbiter, ArbiterError, ArbiterRequest, MigrationId, Ownership, Side};
 use std::sync::Arc;
@@ -36,7 +36,7 @@ pub(crate) fn arbiter_placeholder() -> Arc<dyn Arbiter> {
     Arc::new(ArbiterPlaceholder)
 }
 
-/// Returns the content of a register with content `held` after the request `request`.
+/// Returns the content of a register that held `held` before `request`.
 pub(crate) fn content_after(held: Ownership, request: ArbiterRequest) -> Ownership {
     match (request, held) {
         (ArbiterRequest::Claim(Side::Source), Ownership::Open) | (ArbiterRequest::GiveBack, _) => {

@@ -1,5 +1,5 @@
-//! Byte streams between source and target: connecting, listening, and moving bytes. Unencrypted
-//! streams move bytes without a copy in user space.
+//! Byte streams between source and target: connecting, listening, sending and receiving.
+//! Unencrypted streams need no copy of the bytes in user space.
 
 // Input from a peer or the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(

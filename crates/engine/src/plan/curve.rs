@@ -1,35 +1,36 @@
-//! Curve of the pages that a guest dirties within a time: fitted to a few measured windows, and
-//! extrapolated beyond them.
+//! Curve of the number of pages that a guest dirties within a given time. It is fitted to a few
+//! measured windows, and extrapolated beyond them.
 //!
-//! The pages that a pass leaves dirty depend on *which* pages it sends: hot pages are dirty again
-//! at once, cold pages hardly ever. A curve alone does not show that. Therefore the curve is split
-//! into classes of pages that are written in the same way. A guest that writes at random, with any
-//! skew, is a sum of classes `n (1 - exp(-t/tau))`. A guest that writes sequentially through its
-//! memory is one class `min(n, r t)`.
+//! The number of pages that a pass leaves dirty depends on *which* pages it sends: the guest writes
+//! hot pages again at once, and cold pages hardly ever. Because a single curve does not show this,
+//! the curve is split into classes of pages that are written in the same way. A guest that writes
+//! at random, with any skew, is a sum of classes `n (1 - exp(-t/tau))`. A guest that writes
+//! sequentially through its memory is one class `min(n, r t)`.
 
 use serde::{Deserialize, Serialize};
 
-/// Pages that had been written at least once by the end of a window.
+/// Point of the curve: the number of pages that had been written at least once by the end of a
+/// window.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct CurvePoint {
-    /// Length of the window in seconds, since all pages were protected.
+    /// Length of the window in seconds. The window begins when all pages have been protected.
     pub window_s: f64,
     /// Number of pages.
     pub pages: f64,
 }
 
-/// Way in which the pages of a class are written.
+/// Pattern in which the pages of a class are written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Kernel {
-    /// Each page is written at random times, so many times per second on average.
+    /// Each page is written at random times. The value is the mean number of writes per second.
     Random(f64),
-    /// The pages are written one after the other, repeatedly. The value is the number of rounds per
-    /// second.
+    /// The pages are written one after the other, in repeated rounds. The value is the number of
+    /// rounds per second.
     Cyclic(f64),
 }
 
 impl Kernel {
-    /// Returns the share of the pages that are written within `time`.
+    /// Returns the share of the pages that are written at least once within `time` seconds.
     pub(crate) fn within(self, time: f64) -> f64 {
         match self {
             Self::Random(often) => -(-often * time).exp_m1(),
@@ -60,8 +61,9 @@ impl Kernel {
 
     /// Returns the share of pages that a pass of `window` seconds leaves dirty.
     ///
-    /// The pages have their turn one after the other between the shares `from` and `to` of the
-    /// pass. Each page is protected `lead` seconds before its turn, but not before the pass.
+    /// The pass reads the pages one after the other, from the share `from` to the share `to` of its
+    /// time. Each page is protected `lead` seconds before it is read, but not before the start of
+    /// the pass.
     pub(crate) fn left_by_turns(self, (from, to): (f64, f64), window: f64, lead: f64) -> f64 {
         let early = (lead / window.max(1e-9)).clamp(from, to);
         let since = |turn: f64| (window * (1.0 - turn) + lead).min(window);
@@ -91,18 +93,19 @@ pub(crate) struct Class {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Curve {
     pub(crate) classes: Vec<Class>,
-    /// Largest relative deviation of the fit from the measured points.
+    /// Largest relative deviation of the fitted curve from the measured points.
     pub(crate) misfit: f64,
     /// Longest measured window in seconds. Values beyond it are extrapolated.
     pub(crate) known_s: f64,
 }
 
-/// Smallest mean run length of the pages of a short window that counts as sequential writing.
+/// Mean length of the runs of pages in a short window from which the guest counts as writing
+/// sequentially.
 const RUN_OF_A_WALK: f64 = 32.0;
 
 impl Curve {
-    /// Fits `points`, whose windows must ascend, for a guest with `most` pages. `run` is the mean
-    /// length of the runs of adjacent pages in a short window.
+    /// Fits a curve to `points`, whose windows must be in ascending order, for a guest with `most`
+    /// pages. `run` is the mean length of the runs of adjacent pages in a short window.
     pub(crate) fn fit(points: &[CurvePoint], most: f64, run: f64) -> Self {
         let known_s = points.last().map_or(0.0, |point| point.window_s);
         let random = random(points, most);
@@ -114,12 +117,12 @@ impl Curve {
         Self { classes, misfit, known_s }
     }
 
-    /// Returns the number of pages written within `time`.
+    /// Returns the number of pages that are written within `time` seconds.
     pub(crate) fn pages(&self, time: f64) -> f64 {
         total(&self.classes, time)
     }
 
-    /// Returns the curve of a guest that does everything `factor` times as fast.
+    /// Returns the curve of a guest that runs `factor` times as fast.
     pub(crate) fn faster(&self, factor: f64) -> Self {
         let faster = |class: &Class| Class { kernel: class.kernel.faster(factor), ..*class };
         Self { classes: self.classes.iter().map(faster).collect(), ..*self }
@@ -136,8 +139,8 @@ fn misfit(classes: &[Class], points: &[CurvePoint]) -> f64 {
     points.iter().map(off).fold(0.0, f64::max)
 }
 
-/// Fits `min(n, r t)`: the rate of the points before the knee, for each possible position of the
-/// knee.
+/// Fits `min(n, r t)`. For each possible position of the knee, the rate follows from the points
+/// before the knee. The position with the smallest misfit is used.
 fn walk(points: &[CurvePoint], most: f64) -> Vec<Class> {
     let last = points.last().map_or(0.0, |point| point.pages);
     let candidates = (0..points.len()).map(|knee| {
@@ -147,15 +150,15 @@ fn walk(points: &[CurvePoint], most: f64) -> Vec<Class> {
         let size = if knee + 1 == points.len() { most } else { last }.max(1.0);
         vec![Class { pages: size, kernel: Kernel::Cyclic(rate / size) }]
     });
-    // If the last window does not show an end of the line, the later knee wins and the line
-    // continues.
+    // If two positions fit equally well, the later one is used. Therefore the line continues unless
+    // the windows show that it ends.
     let rounded = |classes: &[Class]| (misfit(classes, points) * 100.0).round();
     candidates.rev().min_by(|a, b| rounded(a).total_cmp(&rounded(b))).unwrap_or_default()
 }
 
-/// Fits rates on a logarithmic grid. The number of pages of each rate is found by non-negative
-/// least squares, with coordinate descent. The problem is convex and small, and need not be solved
-/// exactly.
+/// Fits a sum of random classes, whose rates are on a logarithmic grid. The number of pages of each
+/// class is found by non-negative least squares with coordinate descent. The problem is convex and
+/// small, and need not be solved exactly.
 fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
     let (Some(first), Some(last)) = (points.first(), points.last()) else { return Vec::new() };
     let (slowest, fastest) = (0.02 / last.window_s, 8.0 / first.window_s);
@@ -164,7 +167,7 @@ fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
     let columns: Vec<Vec<f64>> = (0..GRID)
         .map(|at| points.iter().map(|point| Kernel::Random(rate(at)).within(point.window_s)).collect())
         .collect();
-    // Relative errors count, so that a short window has the same weight as a long one.
+    // The relative error is minimized, so that a short window has the same weight as a long one.
     let weights: Vec<f64> = points.iter().map(|point| point.pages.max(64.0).powi(-2)).collect();
     let mut sizes = vec![0.0; GRID];
     let mut rest: Vec<f64> = points.iter().map(|point| point.pages).collect();
@@ -188,8 +191,9 @@ fn random(points: &[CurvePoint], most: f64) -> Vec<Class> {
     classes
 }
 
-/// Replaces the slow classes, whose end was not measured, by one class that fits into memory and
-/// has the same initial rate.
+/// Replaces the slow classes by one class that fits into memory and has the same initial rate, if
+/// the classes together have more pages than `most`. The windows were too short to measure the
+/// number of pages of a slow class.
 fn fit_into(classes: &mut Vec<Class>, most: f64, seen: f64) {
     let sum = |classes: &[Class]| classes.iter().map(|class| class.pages).sum::<f64>();
     if sum(classes) <= most {

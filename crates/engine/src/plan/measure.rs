@@ -1,10 +1,11 @@
-//! Measurement of a running guest: the pages that it dirties within several windows, the pages that
-//! matter, and the costs of stopping it.
+//! Measurement of a running guest: the pages that the guest dirties within several windows, the
+//! pages that must be sent, and the costs of stopping the guest.
 //!
 //! The measurement has a cost for the guest, which is reported with the result. Each page that the
-//! guest writes while it is tracked causes one fault, as in the first pass of a migration. There
-//! are also two pauses of about a millisecond each. A pause is longer if the guest's I/O takes
-//! longer to quiesce, up to the downtime limit (at least 0.3 s, at most 1 s).
+//! guest writes while it is tracked causes one fault, as in the first pass of a migration. In
+//! addition, the guest is paused twice for about a millisecond, unless the VMM declares the costs
+//! of a pause ([`PauseCosts`]). A pause is longer if the guest's I/O takes longer to quiesce, up to
+//! the downtime limit (at least 0.3 s, at most 1 s).
 
 use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, MemoryPart, Protection};
@@ -19,39 +20,41 @@ use vmferry_core::{
     SourceVm, TrackerKind, VmError,
 };
 
-/// Interval at which the measurement checks whether it must stop.
+/// Longest interval at which the measurement checks whether the caller has stopped it.
 const TICK: Duration = Duration::from_millis(50);
-/// Number of parts of memory that are distinguished.
+/// Number of parts into which memory is divided.
 const PARTS: usize = 64;
-/// Number of pages that are checked for zeros.
+/// Approximate number of pages that are checked for zeros.
 const SAMPLE: u64 = 2048;
 /// Time that a guest may take to report its free pages.
 const FREE_PATIENCE: Duration = Duration::from_millis(300);
-/// Number of trial pauses. The shortest counts, as in a migration.
+/// Number of trial pauses. As in a migration, the shortest times are used.
 const TRIAL_PAUSES: u32 = 2;
-/// Limits of the time that the guest's I/O may take to quiesce in a trial pause, whatever the
-/// downtime limit is. The lower one is what postcopy allows. The upper one bounds the effect of a
-/// mere measurement on the guest.
+/// Bounds of the time that the guest's I/O may take to quiesce in a trial pause, whatever the
+/// downtime limit is. The lower bound is the time that postcopy allows. The upper bound limits the
+/// effect of a mere measurement on the guest.
 const SHORTEST_TRIAL_PAUSE: Duration = Duration::from_millis(300);
 const LONGEST_TRIAL_PAUSE: Duration = Duration::from_secs(1);
-/// Typical time to save a small guest, in seconds, for a guest that could not be saved.
+/// Typical time to save the state of a small guest, in seconds. Used for a guest whose state could
+/// not be saved.
 const USUAL_SAVE_S: f64 = 1e-3;
 /// Time that a first write to a protected page costs the guest, in seconds, measured on two kinds
 /// of hosts (docs/dirty-tracking.md).
 const FAULT_S: [(TrackerKind, f64); 3] =
     [(TrackerKind::Log, 2.4e-6), (TrackerKind::Ring, 2.4e-6), (TrackerKind::Wp, 1.3e-6)];
 
-/// Windows for which a guest is watched.
+/// Lengths of the windows for which a guest is watched. All windows begin at the same time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Windows(Vec<Duration>);
 
 impl Windows {
-    /// Shortest window.
+    /// Maximum length of the shortest window.
     pub const SHORTEST: Duration = Duration::from_millis(20);
-    /// Longest time for which a guest is watched.
+    /// Maximum length of the longest window.
     pub const LONGEST: Duration = Duration::from_secs(10);
 
-    /// Returns windows up to `longest`, each about 1.6 times as long as the previous one.
+    /// Returns windows up to `longest`, each 1.6 times as long as the previous one. `longest` is
+    /// limited to the range from 160 ms to [`LONGEST`](Self::LONGEST).
     #[must_use]
     pub fn up_to(longest: Duration) -> Self {
         let longest = longest.clamp(Self::SHORTEST * 8, Self::LONGEST);
@@ -62,9 +65,9 @@ impl Windows {
         Self((0..=steps).map(at).collect())
     }
 
-    /// Returns windows up to the duration of the first pass over `pages` pages on `link`, so that
-    /// the result of that pass need not be extrapolated. The longest window is limited to 0.5 to 3
-    /// s.
+    /// Returns windows up to the duration of a first pass over `pages` pages on `link`, so that the
+    /// result of that pass need not be extrapolated. The longest window is limited to the range
+    /// from 0.5 s to 3 s.
     #[must_use]
     pub fn for_link(link: &Link, pages: u64) -> Self {
         let pass = (pages * PAGE_SIZE) as f64 / link.bytes_per_s.max(1.0);
@@ -78,37 +81,37 @@ impl Windows {
     }
 }
 
-/// Costs of the measurement for the guest.
+/// Cost of the measurement for the guest.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct GuestCost {
     /// Time for which the guest's writes were tracked, in ms.
     pub tracked_ms: f64,
     /// Number of faults caused by the tracking.
     pub faults: u64,
-    /// Approximate time of these faults, all together, in ms.
+    /// Approximate total time of these faults, in ms.
     pub faults_ms: f64,
     /// Number of pauses.
     pub pauses: u32,
-    /// Time for which the guest was paused, all together, in ms.
+    /// Total time for which the guest was paused, in ms.
     pub paused_ms: f64,
 }
 
-/// Result of the measurement.
+/// Result of the measurement of a guest.
 #[derive(Debug, Clone, PartialEq)]
 pub struct GuestMeasurement {
     /// Inputs of a plan.
     pub inputs: Inputs,
-    /// Costs of the measurement for the guest.
+    /// Cost of the measurement for the guest.
     pub cost: GuestCost,
     /// Kind of the dirty-page tracker.
     pub tracker: String,
-    /// Reason for which the guest's I/O did not quiesce in time in the last trial pause. `None` if
-    /// it did. If it never did, the costs of stopping are estimates that hold for a time at which
-    /// the I/O does quiesce.
+    /// Reason why the guest's I/O did not quiesce in time in any trial pause. `None` if the I/O
+    /// quiesced at least once. If this is `Some`, the costs of stopping are estimates, which hold
+    /// for a time at which the I/O does quiesce.
     pub busy: Option<String>,
 }
 
-/// Dirtied pages, and their distribution.
+/// Pages that the guest dirtied, and their distribution.
 #[derive(Debug, Default)]
 struct Watched {
     curve: Vec<CurvePoint>,
@@ -117,14 +120,15 @@ struct Watched {
     written: Option<PageSet>,
 }
 
-/// Measures the guest of `vm`, which runs and is to be moved with `settings`.
+/// Measures the running guest of `vm` for a migration with `settings`.
 ///
-/// The guest is watched for the time `watch`, or for as long as is useful for `link`. `stop` ends
-/// the measurement earlier, with the figures so far.
+/// The guest is watched for the time `watch`. If `watch` is `None`, the time is chosen for `link`
+/// ([`Windows::for_link`]). If `stop` returns true, the guest is no longer watched, and the result
+/// contains the windows that have ended.
 ///
 /// # Errors
-/// If the guest cannot be tracked, paused or read. The guest continues to run, unless it cannot be
-/// resumed.
+/// If the guest cannot be tracked, paused or read, or if `stop` returned true before the first
+/// window ended. The guest continues to run, unless it cannot be resumed after a pause.
 pub fn measure(
     vm: &mut dyn SourceVm,
     tracker: Option<TrackerKind>,
@@ -203,8 +207,9 @@ fn observe(
     // Writes before this point, and pages that were never protected, do not count.
     tracker.harvest(&mut PageSet::empty(layout))?;
     let mut watched = Watched { harvest_s: f64::INFINITY, ..Watched::default() };
-    // A dirty log keeps the marks that it has harvested until their pages are protected again. Its
-    // windows therefore begin at the protection, on average halfway through protecting memory.
+    // A dirty log keeps the marks that it has harvested until their pages are protected again.
+    // Therefore its windows begin when a page was protected, which is on average halfway through
+    // the time that protecting memory took.
     let kept = if tracker.kind() == TrackerKind::Log { began.elapsed() / 2 } else { Duration::ZERO };
     let (began, mut written) = (Instant::now().checked_sub(kept).unwrap_or(began), PageSet::empty(layout));
     for &window in &windows.0 {
@@ -222,8 +227,8 @@ fn observe(
         watched.harvest_s = watched.harvest_s.min((began.elapsed() - at).as_secs_f64());
         let pages = written.count();
         watched.curve.push(CurvePoint { window_s: at.as_secs_f64(), pages: pages as f64 });
-        // The first window with enough pages decides. Later, pages written at random are adjacent,
-        // too.
+        // The first window with enough pages is used. In later windows, pages that were written at
+        // random are adjacent, too.
         if watched.run_pages == 0.0 && pages >= 64 {
             let runs: usize = written.iter().map(|(_, map)| map.runs().count()).sum();
             watched.run_pages = pages as f64 / (runs as f64).max(1.0);
@@ -236,7 +241,8 @@ fn observe(
     Ok((watched, protect_page_s, touched))
 }
 
-/// Protects all pages, chunk by chunk as a pass does. Returns the pages that were ever touched.
+/// Protects all pages chunk by chunk, as a pass does. Returns the pages that were touched at least
+/// once.
 fn protect_all(tracker: &dyn DirtyTracker, memory: &dyn GuestMemory) -> Result<PageSet, VmError> {
     let protector = tracker.protector();
     let chunk = protector.chunk_pages().max(1);
@@ -261,13 +267,13 @@ struct Stopping {
     quiesce_s: f64,
     save_s: f64,
     state_bytes: f64,
-    /// Time for which the guest was stopped, all together.
+    /// Total time for which the guest was stopped.
     paused: Duration,
     busy: Option<String>,
 }
 
-/// Makes trial pauses to measure the costs of stopping the guest. The guest's I/O has the time
-/// `within` to quiesce.
+/// Measures the costs of stopping the guest by trial pauses, unless the VMM declares the costs. In
+/// each trial pause, the guest's I/O has the time `within` to quiesce.
 fn measure_stopping(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping, VmError> {
     if let PauseCosts::Declared { stop, save, state_bytes } = vm.pause_costs() {
         return Ok(Stopping {
@@ -332,8 +338,8 @@ fn count_free_pages(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
     free.count()
 }
 
-/// Checks a sample of the pages. Returns the size of the sample, and how many of its pages are
-/// zero.
+/// Checks a sample of the `touched` pages for zeros. Returns the size of the sample, and the number
+/// of its pages that contain only zeros.
 fn count_zeros(memory: &dyn GuestMemory, touched: &PageSet) -> Result<(u64, u64), VmError> {
     let every = (touched.count() / SAMPLE).max(1);
     let mut scratch = Box::new([0; PAGE_BYTES]);
@@ -359,8 +365,8 @@ fn is_zero(
     Ok(memory.window(region, PageRun::from(page..page + 1))?.copy_page(0, scratch))
 }
 
-/// Returns the distribution of the touched and the written pages, in the order in which a pass
-/// sends them.
+/// Returns the distribution of the touched and the written pages over [`PARTS`] parts of memory, in
+/// the order in which a pass sends the parts.
 fn parts(touched: &PageSet, written: Option<&PageSet>) -> Vec<MemoryPart> {
     let pages: u64 = touched.iter().map(|(_, map)| map.len()).sum();
     let part = pages.div_ceil(PARTS as u64).max(1);

@@ -1,12 +1,14 @@
-//! Plans of migrations: predictions before a migration moves anything, and while it runs.
+//! Plans of migrations: predictions before a migration begins, and while it runs.
 //!
-//! [`measure`] measures a running guest, and [`probe`] measures a link. [`Plan::make`] simulates
-//! migrations with these figures many times, with the policy that real migrations use
-//! ([`Settings`](crate::Settings)). Each simulation varies the figures slightly, because
-//! measurements have errors. Therefore each prediction is an interval, and the probability of
-//! convergence is a share of the simulations. While a migration runs, [`PassState`] judges it after
-//! each pass, and [`Auto`] changes its course. All parts except the two measurements are pure
-//! functions.
+//! [`measure`] measures a running guest, and [`probe`] measures a link. From these figures,
+//! [`Plan::make`] simulates many migrations, with the policy that real migrations use
+//! ([`Settings`](crate::Settings)). Because measurements have errors, each simulation varies the
+//! figures slightly. Therefore each prediction is an interval, and the probability of convergence
+//! is the share of simulations that converged.
+//!
+//! While a migration runs, [`PassState`] predicts after each pass whether the migration will
+//! converge, and [`Auto`] decides whether it changes its course. All parts except the two
+//! measurements are pure functions.
 
 mod curve;
 mod inputs;

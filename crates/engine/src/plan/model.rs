@@ -1,5 +1,5 @@
-//! Simulation of migrations: duration and remaining dirty pages of each pass, with the policy that
-//! real migrations use.
+//! Simulation of migrations: computes the duration of each pass and the pages that it leaves dirty,
+//! with the policy that real migrations use.
 
 use super::curve::{Class, Curve};
 use super::inputs::{Inputs, Protection};
@@ -12,38 +12,39 @@ use vmferry_core::PAGE_SIZE;
 use vmferry_protocol::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
 use vmferry_protocol::source::throttle;
 
-/// Bytes of a page on the wire, with its share of a frame's table and header.
+/// Bytes of a page on the wire, including its share of a frame's table and header.
 const WIRE_PAGE: f64 = PAGE_SIZE as f64 + 16.3;
 /// Time to read a page of zeros, in seconds.
 const ZERO_PAGE_S: f64 = 0.4e-6;
-/// Time of a pass besides its pages and the round trip, in seconds: distributing the work,
+/// Time of a pass in addition to its pages and the round trip, in seconds: distributing the work,
 /// barriers, waking threads.
 const PASS_S: f64 = 0.2e-3;
 /// Time in seconds after which a migration without a timeout counts as never ending.
 const HORIZON_S: f64 = 600.0;
 /// Number of passes after which a migration counts as never ending.
 const MOST_PASSES: u32 = 400;
-/// Share of the link's rate that the bulk gets under rate control in postcopy.
+/// Share of the bandwidth of the link that the bulk channels get under rate control in postcopy.
 const PACED: f64 = 0.93;
-/// Time of a remote fault besides its round trip, in seconds: the fault itself, and placing its
-/// page.
+/// Time of a remote fault in addition to its round trip, in seconds: the fault itself, and placing
+/// the page.
 const FAULT_S: f64 = 60e-6;
-/// Time to prepare the target's memory for faults, and to drop a stale page there, in seconds.
+/// Time to prepare the target's memory for faults, and time to drop one stale page on the target,
+/// in seconds.
 const LAZY_S: f64 = 1.5e-3;
 const STALE_PAGE_S: f64 = 1.2e-6;
-/// Pages of a frame. A channel protects the pages of the next frame as soon as it has handed over
-/// the present one.
+/// Number of pages of a frame. A channel protects the pages of the next frame as soon as it has
+/// passed the current frame to the socket.
 const FRAME_PAGES: f64 = sender::FRAME_PAGES as f64;
-/// Bytes that wait in a channel's socket in the first pass, in which only the link limits them. In
-/// later passes the source limits them.
+/// Bytes that wait in a channel's socket in the first pass, in which only the link limits their
+/// number. In later passes, the source limits it.
 const SOCKET_BYTES: f64 = 3e6;
-/// Relative variation between passes of the link's rate and of the guest's writes, and the
-/// variation of wake-up times in seconds.
+/// Variations between passes: of the bandwidth and of the guest's writes, both relative, and of
+/// wake-up times, in seconds.
 const PASS_SPREAD: f64 = 0.005;
 const GUEST_SPREAD: f64 = 0.01;
 const WAKE_S: f64 = 0.1e-3;
-/// Share of the pages that the previous pass left. In hybrid mode, a pass that leaves a larger
-/// share is the last one.
+/// Threshold of hybrid mode: a pass that leaves more than this share of the pages that the previous
+/// pass left is the last one.
 const HYBRID: f64 = vmferry_protocol::source::policy::CONVERGING;
 
 /// Assumptions of one run of the simulation.
@@ -53,10 +54,10 @@ pub(crate) struct World<'a> {
     pub(crate) curve: Curve,
     /// Bandwidth in bytes per second.
     pub(crate) bandwidth: f64,
-    /// Factor on the measured fixed costs.
+    /// Factor by which the measured fixed costs are multiplied.
     pub(crate) fixed: f64,
     pub(crate) round_trip: f64,
-    /// Number of pages over which the dirty pages are spread.
+    /// Number of touched pages among which the dirty pages are spread.
     pub(crate) spread: f64,
 }
 
@@ -78,9 +79,9 @@ struct State<'a, 'w> {
     world: &'w World<'a>,
     rng: &'w mut Rng,
     classes: Vec<Class>,
-    /// Pages of each class that are to be sent.
+    /// Number of dirty pages of each class.
     dirty: Vec<f64>,
-    /// Dirty parts of classes that are written sequentially. `None` for other classes.
+    /// Dirty parts of each class that is written sequentially, `None` for each other class.
     rings: Vec<Option<Ring>>,
     now: f64,
     bytes: f64,
@@ -90,8 +91,8 @@ struct State<'a, 'w> {
 }
 
 impl World<'_> {
-    /// Returns the seconds to send `pages` pages with content, and to read `others` pages without
-    /// sending them.
+    /// Returns the time in seconds to send `pages` pages with content, and to read `others` pages
+    /// without sending them.
     fn sending(&self, pages: f64, others: f64, bandwidth: f64) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let costs = &self.inputs.costs;
@@ -99,11 +100,12 @@ impl World<'_> {
         (pages * WIRE_PAGE / bandwidth).max(cpu) + others * (ZERO_PAGE_S + costs.protect_page_s) / channels
     }
 
-    /// Returns the mean time between the protection of a page and the moment at which it is sent.
+    /// Returns the mean time in seconds between the protection of a page and the moment at which
+    /// the page is sent.
     ///
-    /// The pages of a chunk are protected together, and leave one frame after the other. A frame
-    /// waits for its slot under a bandwidth limit, or behind the bytes in the socket and on the
-    /// network path.
+    /// The pages of a chunk are protected together, but are sent in one frame after the other. With
+    /// a bandwidth limit, a frame waits for its slot. Otherwise, it waits behind the bytes in the
+    /// socket and on the network path.
     fn lead(&self, pages: f64, bandwidth: f64, first: bool) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let each = pages / channels;
@@ -120,14 +122,13 @@ impl World<'_> {
         0.5 * chunk + waits
     }
 
-    /// Returns true if the bandwidth limit of the settings, rather than the link, limits the
-    /// senders.
+    /// Returns true if the bandwidth limit of the settings limits the senders, and not the link.
     fn capped(&self) -> bool {
         self.settings.max_bandwidth.is_some_and(|cap| cap as f64 <= self.bandwidth * 1.1)
     }
 
-    /// Returns the time until the first frame may be sent. The last frame of the previous pass has
-    /// used up some of the schedule.
+    /// Returns the time in seconds until the first frame of a pass may be sent. Under a bandwidth
+    /// limit, the last frame of the previous pass, which had `before` pages, delays that frame.
     fn slot(&self, before: f64) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let frame = (before / channels).min(FRAME_PAGES) * WIRE_PAGE;
@@ -159,8 +160,8 @@ impl World<'_> {
             + costs.start_s
     }
 
-    /// Returns the number of pages with content that must be moved, and the number of pages that
-    /// are only read.
+    /// Returns the number of pages with content, which must be sent, and the number of all other
+    /// pages, which are only read.
     fn pages(&self) -> (f64, f64) {
         let Inputs { memory_pages, touched_pages, zero_pages, free_pages, .. } = *self.inputs;
         let content = touched_pages.saturating_sub(zero_pages).saturating_sub(free_pages);
@@ -229,7 +230,8 @@ impl State<'_, '_> {
     }
 
     /// Simulates a pass over the dirty pages, or over all pages if it is the `first`. Returns the
-    /// bytes and the time of the pass. The pages that it leaves are dirty afterwards.
+    /// bytes and the duration in seconds of the pass. Afterwards, `self.dirty` has the pages that
+    /// the pass left dirty.
     fn pass(&mut self, first: bool) -> (f64, f64) {
         let world = self.world;
         // The host's speed varies between passes.
@@ -267,8 +269,8 @@ impl State<'_, '_> {
         (pages * WIRE_PAGE, elapsed)
     }
 
-    /// Returns the parts of the first pass: their shares of the dirty pages, and from when to when
-    /// in the pass they are read.
+    /// Returns the parts of the first pass: for each part, its share of the dirty pages, and the
+    /// shares of the pass at which reading the part begins and ends.
     fn parts(&self) -> Vec<(f64, f64, f64)> {
         let parts = &self.world.inputs.parts;
         let (touched, dirty) =
@@ -285,7 +287,7 @@ impl State<'_, '_> {
         parts.iter().map(part).collect()
     }
 
-    /// Slows the guest as the session would.
+    /// Throttles the guest as the session would.
     fn throttle(&mut self, dirtied: f64, fits: bool) {
         let world = self.world;
         if world.settings.auto_converge == AutoConverge::Off || (fits && self.share == 0.0) {
@@ -310,7 +312,7 @@ impl State<'_, '_> {
         self.hand_over(pages, 0)
     }
 
-    /// Simulates a handover with `missing` missing pages.
+    /// Simulates a handover with `missing` missing pages, after `passes` passes.
     fn hand_over(mut self, missing: f64, passes: u32) -> Run {
         let world = self.world;
         let costs = &world.inputs.costs;
@@ -335,15 +337,15 @@ impl State<'_, '_> {
         Run { ends: true, total: self.now + downtime + rest, downtime, passes, ..run }
     }
 
-    /// Returns the time for which a vCPU waits for pages, while the rest arrives within `rest`
-    /// seconds.
+    /// Returns the time in seconds for which a vCPU waits for pages, if the missing pages arrive
+    /// within `rest` seconds.
     fn blocked(&self, rest: f64, missing: f64) -> f64 {
         let world = self.world;
         let vcpus = f64::from(world.inputs.vcpus.max(1));
         let each = world.round_trip + FAULT_S + WIRE_PAGE / world.bandwidth;
         let mut blocked = 0.0;
         for _ in 0..20 {
-            // A guest that waits does not touch further pages.
+            // A guest that waits for a page does not touch further pages.
             let runs = (rest - blocked).max(0.02 * rest);
             let touched: f64 =
                 world.curve.classes.iter().map(|c| c.pages * c.kernel.mean_within(0.0, runs)).sum();

@@ -1,4 +1,4 @@
-//! Plan: many simulations of each migration mode, and the recommendation that follows.
+//! Plan: predictions from many simulations of each strategy, and a recommendation.
 
 use super::curve::Curve;
 use super::inputs::Inputs;
@@ -8,46 +8,46 @@ use crate::source::{AutoConverge, MigrationMode, OnTimeout, Settings};
 use serde::Serialize;
 use vmferry_protocol::source::readable_time as ms;
 
-/// Number of simulations of each way.
+/// Number of simulations of each strategy.
 const RUNS: u32 = 200;
-/// Relative error of the curve of writes besides the misfit, and the additional error beyond the
-/// measured windows.
+/// Relative error of the curve of writes in addition to its misfit, and the additional error beyond
+/// the measured windows.
 const CURVE_SPREAD: f64 = 0.02;
 const UNSEEN_SPREAD: f64 = 0.10;
 /// Relative error of the fixed costs.
 const FIXED_SPREAD: f64 = 0.15;
-/// Relative error of the simulation with exact inputs, as measured by `vmferry-bench plan`.
+/// Relative errors of the simulation with exact inputs, as measured by `vmferry-bench plan`.
 const TOTAL_OFF: f64 = 0.04;
 const DOWNTIME_OFF: f64 = 0.25;
-/// Mean time in seconds for which the steps of the switchover wait for processors, on both hosts
-/// together.
+/// Mean time in seconds for which the steps of the switchover wait for processors, in total on both
+/// hosts.
 const WAITS_S: f64 = 1.5e-3;
-/// Share of simulations from which on convergence counts as certain. At one minus this share or
-/// below, it counts as excluded.
+/// Share of the simulations that must converge for convergence to count as certain. If at most one
+/// minus this share converge, convergence counts as excluded.
 const SURE: f64 = 0.9;
-/// Largest share of its time that the guest may lose by throttling. Beyond it, postcopy is
-/// recommended instead.
+/// Largest share of its time that the guest may lose by throttling. If the guest would lose more,
+/// hybrid is recommended instead.
 const BEARABLE: f64 = 0.5;
 
-/// Way of moving a guest: a migration mode, with or without throttling.
+/// Strategy for moving a guest: a migration mode, with or without throttling.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Strategy {
-    /// Precopy: the memory moves before the guest.
+    /// Precopy: the memory moves while the guest runs on the source.
     Precopy,
-    /// Precopy with a throttle: the guest is slowed as far as necessary.
+    /// Precopy in which the vCPUs are throttled as far as necessary.
     AutoConverge,
-    /// Postcopy: the guest moves before its memory.
+    /// Postcopy: the memory moves while the guest runs on the target.
     Postcopy,
-    /// Hybrid: passes as long as they shrink, then the guest, then the rest of the memory.
+    /// Hybrid: precopy passes for as long as they shrink, then postcopy for the rest of the memory.
     Hybrid,
 }
 
 impl Strategy {
-    /// All ways, in the order of a plan.
+    /// All strategies, in the order in which a plan lists them.
     pub const ALL: [Self; 4] = [Self::Precopy, Self::AutoConverge, Self::Postcopy, Self::Hybrid];
 
-    /// Returns `settings` changed to this way.
+    /// Returns `settings`, changed to this strategy and without changes of course.
     #[must_use]
     pub fn settings(self, settings: &Settings) -> Settings {
         let mode = match self {
@@ -63,7 +63,7 @@ impl Strategy {
         Settings { mode, auto_converge: slow, auto: None, ..settings.clone() }
     }
 
-    /// Returns the way that `settings` select.
+    /// Returns the strategy that `settings` select.
     #[must_use]
     pub fn of(settings: &Settings) -> Self {
         match (settings.mode, settings.auto_converge) {
@@ -86,14 +86,14 @@ impl std::fmt::Display for Strategy {
     }
 }
 
-/// Predicted value, with the interval that contains nine of ten simulations.
+/// Predicted value, with the interval that contains nine of ten simulated values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Interval {
-    /// Value below which one of twenty simulations lies.
+    /// 5th percentile of the simulated values.
     pub low: f64,
-    /// Median of the simulations.
+    /// Median of the simulated values.
     pub expected: f64,
-    /// Value above which one of twenty simulations lies.
+    /// 95th percentile of the simulated values.
     pub high: f64,
 }
 
@@ -106,60 +106,65 @@ impl Interval {
     }
 }
 
-/// Prediction whether a migration ends by itself.
+/// Prediction of whether a migration converges, which means that it ends by itself within the
+/// downtime limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Likelihood {
-    /// At least nine of ten simulations ended.
+    /// At least nine of ten simulations converged.
     Yes,
-    /// More than one and fewer than nine of ten simulations ended.
+    /// More than one and fewer than nine of ten simulations converged.
     Borderline,
-    /// At most one of ten simulations ended.
+    /// At most one of ten simulations converged.
     No,
 }
 
-/// Prediction for one way.
+/// Prediction for one strategy.
+///
+/// Unless a field states otherwise, its value covers the simulations that converged, and is `None`
+/// if none did.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct ModePlan {
-    /// The way.
+    /// Strategy that the prediction is for.
     pub mode: Strategy,
-    /// Share of the simulations that ended by themselves within the downtime limit.
+    /// Share of the simulations that converged, 0 to 1.
     pub probability: f64,
     /// Classification of `probability`.
     pub converges: Likelihood,
-    /// Time in ms from the first connection until the guest runs on the target with all of its
-    /// memory. Covers the simulations that ended.
+    /// Time in ms from the start of the migration until the guest runs on the target with all of
+    /// its memory.
     pub total_ms: Option<Interval>,
-    /// Downtime in ms. Covers the simulations that ended.
+    /// Downtime in ms.
     pub downtime_ms: Option<Interval>,
-    /// Bytes on the wire. Covers the simulations that ended, or all if none did.
+    /// Bytes on the wire. If no simulation converged, covers all simulations.
     pub bytes: Option<Interval>,
-    /// Share of its time that the guest loses while it runs, without the downtime. Covers the
-    /// simulations that ended, or all if none did.
+    /// Share of its time, 0 to 1, that the guest loses by throttling and faults, not counting the
+    /// downtime. If no simulation converged, covers all simulations.
     pub slowdown: Option<Interval>,
-    /// Passes before the guest is stopped. Covers the simulations that ended.
+    /// Number of passes before the guest is stopped.
     pub passes: Option<Interval>,
 }
 
-/// Plan of a migration: predictions for each way, and a recommendation.
+/// Plan of a migration: a prediction for each strategy, and a recommendation.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Plan {
-    /// Predictions for each way.
+    /// Prediction for each strategy, in the order of [`Strategy::ALL`].
     pub modes: Vec<ModePlan>,
-    /// Recommended way.
+    /// Recommended strategy.
     pub recommended: Strategy,
-    /// Reason for the recommendation.
+    /// Reason for the recommendation, as text for the operator.
     pub reason: String,
-    /// Reliability of the predictions, and their assumptions.
+    /// Reliability and assumptions of the predictions, as text for the operator.
     pub certainty: String,
-    /// Inputs of the plan.
+    /// Measured figures that the plan was made from.
     pub inputs: Inputs,
 }
 
 impl Plan {
-    /// Makes a plan from measured `inputs`, for a migration with `settings`.
+    /// Makes a plan from the measured `inputs` for a migration with `settings`. Equal arguments
+    /// result in equal plans.
     #[must_use]
     pub fn make(inputs: Inputs, settings: &Settings) -> Self {
         let content = inputs.touched_pages.saturating_sub(inputs.free_pages) as f64;

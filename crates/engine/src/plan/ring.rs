@@ -1,27 +1,28 @@
-//! Guest that writes sequentially through its memory, repeatedly, while passes send the same memory
-//! in order.
+//! Simulation of a guest that repeatedly writes sequentially through its memory, while passes send
+//! the same memory in order.
 //!
-//! The pages that a pass leaves dirty depend on where the pass and the guest meet, which is not
-//! known in advance. Therefore each simulated run begins at another position.
+//! The number of pages that a pass leaves dirty depends on where the pass and the guest meet, which
+//! is not known in advance. Therefore the guest begins each simulated migration at another
+//! position.
 
 use super::curve::{Class, Kernel};
 use super::rng::Rng;
 
-/// Number of parts into which the guest's cycle is divided.
+/// Number of parts into which the memory that the guest writes in one round is divided.
 const PARTS: usize = 256;
 
-/// Dirty parts of the guest's cycle.
+/// Dirty parts of the memory that the guest writes in one round.
 #[derive(Debug, Clone)]
 pub(crate) struct Ring {
     dirty: [bool; PARTS],
-    /// Position of the guest, in parts.
+    /// Position at which the guest writes, in parts.
     at: f64,
     pages: f64,
 }
 
 impl Ring {
-    /// Returns the state for a class that is written sequentially, with no dirty part. `None` for
-    /// another class.
+    /// Returns the state without dirty parts for a class that is written sequentially, or `None`
+    /// for another class.
     pub(crate) fn of(class: &Class, rng: &mut Rng) -> Option<Self> {
         let at = rng.unit() * PARTS as f64;
         matches!(class.kernel, Kernel::Cyclic(_)).then_some(Self {
@@ -34,8 +35,8 @@ impl Ring {
     /// Simulates a pass of `window` seconds, and returns the number of pages that are dirty
     /// afterwards.
     ///
-    /// The pass sends the dirty parts in order, and protects each part `lead` seconds before its
-    /// turn. With `parts`, the pass sends all parts, at these shares of the pass.
+    /// The pass sends the dirty parts in order, and protects each part `lead` seconds before it
+    /// sends the part. If `parts` is `Some`, the pass sends all parts, at these shares of the pass.
     pub(crate) fn pass(
         &mut self,
         kernel: Kernel,
@@ -59,8 +60,8 @@ impl Ring {
                 None => 0.0,
             };
             let since = since.max(0.0);
-            // Time at which the guest first reaches this part in the pass. Later visits follow at
-            // intervals of a round.
+            // Time at which the guest first writes this part during the pass. Further writes follow
+            // once per round.
             let first = (part as f64 - self.at).rem_euclid(PARTS as f64) / speed;
             let rounds = ((since - first) * often).ceil().max(0.0);
             *left = first + rounds / often <= window;
@@ -72,8 +73,8 @@ impl Ring {
     }
 }
 
-/// Returns the time of the pass, as a share of its length, at which the page at `share` of the
-/// cycle has its turn.
+/// Returns the share of the pass at which the pass sends the page that is at `share` of the guest's
+/// round.
 fn turn(parts: &[(f64, f64, f64)], share: f64) -> f64 {
     let mut before = 0.0;
     for (own, from, to) in parts {

@@ -1,4 +1,5 @@
-//! Random numbers with a fixed seed: two plans made from the same figures are equal.
+//! Random numbers with a fixed seed, so that two plans that are made from the same figures are
+//! equal.
 
 /// Random number generator SplitMix64 (Steele, Lea, Flood, 2014).
 #[derive(Debug, Clone)]
@@ -9,7 +10,7 @@ impl Rng {
         Self(seed)
     }
 
-    /// Returns a number from 0 to 1.
+    /// Returns a uniformly distributed number from 0 (inclusive) to 1 (exclusive).
     pub(crate) fn unit(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -18,7 +19,7 @@ impl Rng {
         ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
     }
 
-    /// Returns a nearly normal number with mean 0 and standard deviation 1.
+    /// Returns an approximately normally distributed number with mean 0 and standard deviation 1.
     pub(crate) fn gauss(&mut self) -> f64 {
         (0..12).map(|_| self.unit()).sum::<f64>() - 6.0
     }
@@ -28,7 +29,7 @@ impl Rng {
         -mean * (1.0 - self.unit()).ln()
     }
 
-    /// Returns a factor around 1, with a relative standard deviation of `share`.
+    /// Returns a random factor around 1, with a relative standard deviation of about `share`.
     pub(crate) fn around(&mut self, share: f64) -> f64 {
         (self.gauss() * share).exp()
     }

@@ -5,12 +5,13 @@ use crate::handle::MigrationState;
 use crate::report::Report;
 use serde::Serialize;
 
-/// Figures of the real migration.
+/// Figures of a real migration, for comparison with a prediction.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct ActualFigures {
-    /// True if the guest ended on the target without a timeout or a request of the operator.
+    /// True if the migration completed, and did not change its course by itself
+    /// ([`Settings::auto`](crate::Settings::auto)).
     pub converged: bool,
-    /// Total time in ms.
+    /// Total time of the migration in ms.
     pub total_ms: f64,
     /// Downtime in ms.
     pub downtime_ms: f64,
@@ -32,21 +33,23 @@ impl ActualFigures {
     }
 }
 
-/// Deviation of a prediction from the real migration.
+/// Deviation of a prediction from the real migration. All options are `None` if the migration or
+/// the prediction did not converge.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Score {
-    /// Deviation of the total time in percent of the real one. Positive if the migration took less
-    /// than predicted. `None` if it or the prediction did not converge.
+    /// Deviation of the predicted total time, in percent of the real total time. Positive if the
+    /// migration took less time than predicted.
     pub total_pct: Option<f64>,
-    /// Deviation of the downtime in percent of the real one. Positive if the downtime was shorter
-    /// than predicted. `None` if the migration or the prediction did not converge.
+    /// Deviation of the predicted downtime, in percent of the real downtime. Positive if the
+    /// downtime was shorter than predicted.
     pub downtime_pct: Option<f64>,
-    /// Deviation of the downtime in ms: predicted minus real.
+    /// Deviation of the downtime in ms: predicted downtime minus real downtime.
     pub downtime_ms: Option<f64>,
-    /// Deviation of the bytes in percent of the real ones.
+    /// Deviation of the predicted bytes, in percent of the real bytes. Positive if the migration
+    /// sent fewer bytes than predicted.
     pub bytes_pct: Option<f64>,
-    /// True if the prediction whether the migration would converge was right.
+    /// True if the plan predicted correctly whether the migration would converge.
     pub convergence_right: bool,
     /// True if the total time was within the predicted interval.
     pub total_within: Option<bool>,

@@ -1,5 +1,5 @@
-//! Missing pages from a snapshot file. The thread that has a fault reads its page, and another
-//! thread reads all pages in order (the sweep).
+//! Filling of memory with pages from a snapshot file. The threads that handle faults read the pages
+//! of the faults, and another thread reads all pages in order (the sweep).
 
 use super::open::{SnapshotPages, slot};
 use super::progress::{FillState, RestoreProgress};
@@ -10,9 +10,9 @@ use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, PageSet};
 use vmferry_wire::{PageTable, TABLE_PAGES};
 
-/// Number of aligned pages that are placed together. The neighbours of a fault are likely to be
-/// needed next. A thread that waits for a page that the sweep has claimed waits for at most this
-/// number of pages.
+/// Number of aligned pages that are placed together, because the guest is likely to need the
+/// neighbours of a fault next. If the sweep has claimed the page that a thread waits for, the
+/// thread waits for at most this number of pages.
 const WINDOW_PAGES: u64 = 16;
 /// Maximum number of pages that are placed for one fault, including the pages ahead of it.
 const MOST_PAGES: u64 = 2 * WINDOW_PAGES;
@@ -29,8 +29,9 @@ struct FillStatus {
     first_failure: Option<String>,
 }
 
-/// Snapshot file and the progress of reading it. A page that cannot be read is reported and stays
-/// missing and claimed. A thread that needs it sleeps for ever, and all others continue.
+/// Snapshot file, and the progress of reading it. A page that cannot be read is reported, and stays
+/// missing and claimed. A thread that needs such a page sleeps for ever, and all other threads
+/// continue.
 #[derive(Debug)]
 pub(super) struct SnapshotFile {
     pages: SnapshotPages,
@@ -40,7 +41,7 @@ pub(super) struct SnapshotFile {
 
 /// State of one thread that reads the file.
 pub(super) struct Reader {
-    /// Table that was read last. The sweep needs it again.
+    /// Table that was read last. Kept because the sweep needs it again.
     cached: Option<Cached>,
     buffer: Vec<u8>,
 }
@@ -97,9 +98,9 @@ impl SnapshotFile {
         Self { pages, status: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Places those pages of `wanted` that no thread has claimed. All of `wanted` lie in one table,
-    /// and there are at most [`MOST_PAGES`] of them. Returns the number of pages of `wanted` that
-    /// have content.
+    /// Claims and places the pages of `wanted` that no other thread has claimed. Returns the number
+    /// of pages of `wanted` that have content. `wanted` must lie within one table and contain at
+    /// most [`MOST_PAGES`] pages.
     fn fetch_range(
         &self,
         missing: &MissingSet,
@@ -107,8 +108,8 @@ impl SnapshotFile {
         region: usize,
         wanted: Range<u64>,
     ) -> u64 {
-        // Checked first by a read: a page that is present then costs no write to a cache line that
-        // other threads use.
+        // The page is checked by a read first, so that a page that is present costs no write to a
+        // cache line that other threads use.
         let claim = |page| {
             missing.is_missing(PageLocation { region, page }) && missing.claim(PageLocation { region, page })
         };
@@ -163,8 +164,8 @@ impl SnapshotFile {
         }
     }
 
-    /// Places all pages that may have content, in order, and ends the faults when all of them are
-    /// present.
+    /// Places the pages of `wanted`, which are all pages that may have content, in order. Ends
+    /// demand paging once all of them are present.
     pub(super) fn sweep(&self, missing: &MissingSet, wanted: &PageSet) {
         let (mut reader, mut found) = (self.local(), 0);
         let runs = wanted.iter().enumerate();
@@ -182,15 +183,16 @@ impl SnapshotFile {
         }
         let expected = self.pages.contents();
         if found != expected {
-            // A table that cannot be read contributes no pages. That failure was already reported.
+            // If a table could not be read, its pages are not counted. In that case, the failure
+            // was already reported.
             self.fail(missing, 0, &format!("{found} pages with content were found, not {expected}"));
         }
         self.wait_until_complete(missing);
     }
 
-    /// Waits until all pages, which are claimed by now, are present, and ends the faults. If some
-    /// pages cannot be read, faults must continue for ever, because the pages would otherwise read
-    /// as zeros.
+    /// Waits until all pages, which are claimed by now, are present, and then ends demand paging.
+    /// If some pages cannot be read, demand paging must not end, because these pages would
+    /// otherwise read as zeros.
     fn wait_until_complete(&self, missing: &MissingSet) {
         let waits = |status: &mut FillStatus| status.state == FillState::Filling && missing.left() > 0;
         let waited = self.changed.wait_while(self.lock(), waits);
@@ -208,7 +210,7 @@ impl SnapshotFile {
         self.changed.notify_all();
     }
 
-    /// Notifies the waiting thread if the last page was placed.
+    /// Notifies the waiting threads if `last` is true, which means that the last page was placed.
     fn note(&self, last: bool) {
         if last {
             // The waiting thread either checked the missing pages before this lock was taken and
@@ -236,12 +238,12 @@ impl SnapshotFile {
         self.changed.notify_all();
     }
 
-    /// Returns why the first of the unreadable pages could not be read.
+    /// Returns the reason of the first failure.
     pub(super) fn failure(&self) -> Option<String> {
         self.lock().first_failure.clone()
     }
 
-    /// Makes all threads end soon. Missing pages stay missing.
+    /// Makes all threads end soon. Pages that are missing stay missing.
     pub(super) fn stop(&self, missing: &MissingSet) {
         let mut status = self.lock();
         if status.state == FillState::Filling {
@@ -268,7 +270,8 @@ impl SnapshotFile {
         }
     }
 
-    /// Waits until the filling has ended or failed, for at most `within`.
+    /// Waits until the filling has ended, failed or was stopped, for at most `within`. Returns the
+    /// progress.
     pub(super) fn wait(&self, missing: &MissingSet, within: Duration) -> RestoreProgress {
         let waits = |status: &mut FillStatus| status.state == FillState::Filling;
         let waited = self.changed.wait_timeout_while(self.lock(), within, waits);

@@ -1,11 +1,14 @@
-//! Saving a guest into a file and restoring it, before it runs or while it already runs.
+//! Saving a guest to a file, and restoring it. The memory of a restored guest is read before the
+//! guest starts, or while it runs.
 //!
-//! `vmferry_wire` defines the format: every page has an offset that is known before it is written,
-//! and a digest in a table, and an index has the tables' checksums. A file can therefore be written
-//! and read by several threads, pages of zeros are holes, and one page can be read without the
-//! others. The file is written under a temporary name and gets its own name when all of it has
-//! reached the disk. A file with its own name is therefore always complete. Until then the guest
-//! can continue on this host.
+//! `vmferry_wire` defines the format. The offset of every page is known before the page is written,
+//! a table contains the digest of every page, and an index contains the checksums of the tables.
+//! Therefore several threads can write and read a file, pages of zeros are holes in the file, and
+//! one page can be read without the others.
+//!
+//! The file is written under a temporary name, and gets its final name once all of it has reached
+//! the disk. Therefore a file with its final name is always complete. Until the file has its final
+//! name, the guest can continue on this host.
 
 // Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -34,7 +37,7 @@ use std::path::Path;
 use std::time::Duration;
 use vmferry_wire::MigrationId;
 
-/// Maximum number of threads that read or write one file. Further threads would wait for the disk
+/// Maximum number of threads that read or write one file. More threads would only wait for the disk
 /// or for memory.
 const MOST_THREADS: usize = 4;
 
@@ -46,8 +49,8 @@ fn uri(path: &Path) -> String {
     format!("file:{}", path.display())
 }
 
-/// Returns the id of the guest in `pages` from now on, and the id of the snapshot if it is a copy.
-/// A restored copy needs an id of its own, because the original guest continued to run.
+/// Returns the id of the restored guest, and, if the snapshot is a copy, the id of the snapshot. A
+/// restored copy needs a new id, because the original guest continued to run.
 fn identity(pages: &SnapshotPages) -> Result<(String, Option<String>), MigrateError> {
     let snapshot = pages.id().to_string();
     if !pages.is_copy() {

@@ -1,5 +1,5 @@
-//! Start of a guest from a file before its memory was read: pages are read when the guest touches
-//! them, and the rest in order.
+//! Start of a guest from a file before its memory was read. Pages that the guest touches are read
+//! first, and all other pages are read in order.
 
 use super::fill::{DemandPager, SnapshotFile};
 use super::open::{RestoreError, open};
@@ -16,10 +16,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use vmferry_core::{RunState, TargetVm, VmError};
 
-/// Guest that runs while its memory is read from a file.
+/// Guest that runs while its memory is being read from a file.
 ///
-/// Dropping the value ends the reading. The guest then sleeps at the first access to a missing
-/// page. Keep the value until [`wait`](Self::wait) returns a completed state.
+/// Dropping the value ends the reading. A vCPU that then accesses a missing page sleeps for ever.
+/// Therefore keep the value until [`wait`](Self::wait) returns
+/// [`FillState::Completed`](crate::FillState::Completed).
 #[must_use = "dropping it stops the pages that the guest waits for"]
 #[derive(Debug)]
 pub struct OnDemandRestore {
@@ -27,7 +28,7 @@ pub struct OnDemandRestore {
     filling: Filling,
 }
 
-/// Threads that fill memory. They are stopped and joined when the value is dropped.
+/// Threads that fill memory. When the value is dropped, the threads are stopped and joined.
 #[derive(Debug)]
 struct Filling {
     pager: Arc<DemandPager>,
@@ -59,42 +60,47 @@ impl Drop for Filling {
 }
 
 impl OnDemandRestore {
-    /// Returns the restored guest. Its `pages` are those that were present when it began to run.
+    /// Returns the restored guest. [`Received::pages`] is the number of pages that were present
+    /// when the guest was about to start.
     pub fn received(&self) -> &Received {
         &self.received
     }
 
-    /// Returns the progress.
+    /// Returns the progress of reading the memory.
     #[must_use]
     pub fn progress(&self) -> RestoreProgress {
         self.filling.pager.source.progress(&self.filling.pager.pages)
     }
 
-    /// Returns a function that reads the progress from another thread, without a limit in time.
+    /// Returns a function that returns the progress. Other threads can call it at any time, even
+    /// after this value was dropped.
     pub fn watch(&self) -> impl Fn() -> RestoreProgress + Send + Sync + 'static {
         let pager = Arc::clone(&self.filling.pager);
         move || pager.source.progress(&pager.pages)
     }
 
-    /// Waits until all pages are present, until one cannot be read, or for `within`.
+    /// Waits until all pages are present, a page cannot be read, or the reading is stopped, for at
+    /// most `within`. Returns the progress.
     pub fn wait(&self, within: Duration) -> RestoreProgress {
         self.filling.pager.source.wait(&self.filling.pager.pages, within)
     }
 
-    /// Ends the reading, also if pages are missing. Such pages stay missing, and a vCPU that needs
-    /// one sleeps for ever. Use this for a guest that is being ended.
+    /// Ends the reading, even if pages are missing. These pages stay missing, and a vCPU that needs
+    /// one of them sleeps for ever. Therefore call this method only for a guest that is being
+    /// ended.
     pub fn stop(&self) {
         self.filling.pager.source.stop(&self.filling.pager.pages);
     }
 }
 
-/// Starts the guest in the file at `path` in `vm` at once. Its pages are read when the guest
-/// touches them.
+/// Starts the guest in the file at `path` in `vm` before its memory was read. Pages are read when
+/// the guest touches them, and all other pages are read in the background.
 ///
 /// # Errors
-/// [`MigrateError::NoDemandPaging`] if this VM or this host has no demand paging: `vm` is
-/// unchanged, and [`restore`](super::restore) is possible. All other errors mean that the file is
-/// not a complete guest that fits this machine. The guest has not run.
+/// [`MigrateError::NoDemandPaging`] if the VM or the host has no demand paging. In that case, `vm`
+/// is unchanged and can be passed to [`restore`](super::restore). Another error if the file cannot
+/// be read, does not contain a complete guest that fits the machine of `vm`, or if the guest cannot
+/// be started. The guest has not run.
 pub fn restore_on_demand(vm: &mut dyn TargetVm, path: &Path) -> Result<OnDemandRestore, MigrateError> {
     let no_demand_paging = |error: VmError| MigrateError::NoDemandPaging { why: error.to_string() };
     let failed = |source| MigrateError::Snapshot { uri: uri(path), source };
@@ -120,8 +126,8 @@ pub fn restore_on_demand(vm: &mut dyn TargetVm, path: &Path) -> Result<OnDemandR
             let why = filling.pager.source.failure().unwrap_or_default();
             return Err(failed(RestoreError::Vm(VmError::new(why))));
         }
-        // The sweep starts only now: until here only the pages that the state needs are read, so
-        // that the guest starts soon.
+        // The sweep starts only now. Until this point, only pages that loading the device state
+        // touches are read, so that the guest starts soon.
         filling.spawn("restore".into(), move |pager| {
             pager.source.sweep(&pager.pages, &missing);
         })?;
@@ -146,7 +152,8 @@ pub fn restore_on_demand(vm: &mut dyn TargetVm, path: &Path) -> Result<OnDemandR
         }
         Err(error) => {
             let pager = Arc::clone(&filling.pager);
-            // The threads end first: placing a page after the end would be an error.
+            // The threads must end first, because placing a page after the end of demand paging
+            // would be an error.
             drop(filling);
             pager.pages.end();
             Err(error)

@@ -1,4 +1,5 @@
-//! Opened snapshot: the machine and the guest's pages.
+//! Opened snapshot file: the description of the machine, the device state and the pages of the
+//! guest.
 
 use super::pio;
 use crate::vm::warn_if_panics_abort;
@@ -38,17 +39,17 @@ pub enum RestoreError {
     /// The tables and the header have different numbers of pages with content.
     #[error("the snapshot has {found} pages with content, but its header says {expected}")]
     Pages {
-        /// Number of pages with content according to the tables.
+        /// Number of pages with content, according to the tables.
         found: u64,
-        /// Number of pages with content according to the header.
+        /// Number of pages with content, according to the header.
         expected: u64,
     },
-    /// The VMM failed.
+    /// The VMM returned an error.
     #[error("{0}")]
     Vm(#[from] VmError),
 }
 
-/// Snapshot that fits this machine. Its pages are read on request.
+/// Snapshot that fits the machine of the VM. Its pages are read on request.
 #[derive(Debug)]
 pub(super) struct SnapshotPages {
     file: File,
@@ -60,10 +61,11 @@ pub(super) struct SnapshotPages {
 }
 
 impl SnapshotPages {
-    /// Reads the beginning of `file` and compares it with the machine that is to receive the guest.
+    /// Reads the metadata of `file`, and compares the machine of the snapshot with the machine of
+    /// `vm`, which is to receive the guest.
     ///
-    /// The layout of this machine is compared first and bounds all allocations, whatever the file
-    /// says.
+    /// The indexes are read only after the layouts were compared. Therefore the layout of `vm`
+    /// bounds the size of all allocations, whatever the file contains.
     pub(super) fn open(file: File, vm: &dyn TargetVm) -> Result<Self, RestoreError> {
         let read = |source| RestoreError::Read { part: SnapshotPart::Header, at: 0, source };
         let len = file.metadata().map_err(read)?.len();
@@ -115,8 +117,8 @@ impl SnapshotPages {
         part(&self.file, self.header.state, SnapshotPart::State, self.map.state, decode_part)
     }
 
-    /// Returns every page that may have content: the pages of tables that were written. The tables
-    /// themselves are not read, so the call takes no longer for a large guest.
+    /// Returns every page that may have content, which are the pages of all tables that were
+    /// written. The call reads no table, so its duration hardly depends on the size of the guest.
     pub(super) fn missing_pages(&self) -> PageSet {
         let mut missing = PageSet::empty(&self.layout);
         for (place, index) in self.map.regions.iter().zip(&self.indexes) {
@@ -144,9 +146,9 @@ impl SnapshotPages {
         Ok(Some(PageTable::decode(&bytes, sum, (place.id, run.first, pages), at)?))
     }
 
-    /// Reads the pages from `first` on directly into guest memory, and checks them against their
-    /// digests in `table`. If a page does not match, the result is an error, and the page is in
-    /// memory.
+    /// Reads pages, of which `first` is the first, directly into the guest memory `to`, and checks
+    /// them against their digests in `table`. If a page does not match its digest, the result is an
+    /// error, and the page is nevertheless in memory.
     pub(super) fn read_into(
         &self,
         position: usize,
@@ -158,8 +160,8 @@ impl SnapshotPages {
         let place = &self.map.regions[position];
         pio::read_at(&self.file, to, place.content(first))
             .map_err(|source| unreadable(place, first, source))?;
-        // Backwards: the bytes that were read last are still in the cache. In forward order they
-        // would be evicted before their turn.
+        // The digests are computed backwards, because the bytes that were read last are still in
+        // the cache. In forward order, they would be evicted before their digest is computed.
         for page in (0..to.pages()).rev() {
             let index = PageIndex(first.0 + page as u64);
             if !table.fits(slot(index), to.digest(page, scratch)) {
@@ -169,8 +171,8 @@ impl SnapshotPages {
         Ok(())
     }
 
-    /// Reads the pages from `first` on, which all have content, into `to`. Checks them like
-    /// [`read_into`](Self::read_into).
+    /// Reads pages, of which `first` is the first, into `to`, and checks them like
+    /// [`read_into`](Self::read_into). All of the pages must have content.
     pub(super) fn read(
         &self,
         position: usize,
@@ -189,7 +191,7 @@ impl SnapshotPages {
         Ok(())
     }
 
-    /// Tells the kernel that the contents of these pages will be read soon.
+    /// Tells the kernel that the contents of the pages of `run` will be read soon.
     pub(super) fn will_need(&self, position: usize, run: PageRun) {
         pio::will_need(&self.file, self.map.regions[position].content(run.first), run.bytes());
     }
@@ -208,8 +210,8 @@ fn unreadable(place: &RegionOffsets, page: PageIndex, source: io::Error) -> Rest
     RestoreError::Read { part: SnapshotPart::Page(place.id, page), at: place.content(page), source }
 }
 
-/// Returns the error of a file that is shorter than a header. If the file starts with other bytes
-/// than a snapshot, that error is more helpful than the length.
+/// Returns the error for a file that is shorter than a header. If the file does not start like a
+/// snapshot, an error about its first bytes is more helpful than one about its length.
 fn too_short(file: &File, len: u64) -> SnapshotError {
     let mut bytes = [0; SNAPSHOT_HEADER_BYTES];
     let _ = file.read_at(&mut bytes, 0);
@@ -219,7 +221,7 @@ fn too_short(file: &File, len: u64) -> SnapshotError {
     }
 }
 
-/// Reads a part whose length was checked, and decodes it.
+/// Reads and decodes a part of the file. The caller has checked the length of the part.
 fn part<T>(
     file: &File,
     sum: PartSum,

@@ -1,8 +1,8 @@
-//! Progress of filling a guest's memory.
+//! Progress of reading a guest's memory from a file.
 
 use serde::Serialize;
 
-/// State of filling a guest's memory.
+/// State of reading a guest's memory from a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -12,33 +12,35 @@ pub enum FillState {
     Filling,
     /// All pages are present.
     Completed,
-    /// Some pages cannot be read. The guest runs as long as it does not need them. A vCPU that
-    /// needs one sleeps for ever.
+    /// Some pages cannot be read. The guest runs for as long as it does not need these pages. A
+    /// vCPU that needs one of them sleeps for ever.
     Failed,
-    /// The filling was stopped before all pages were present.
+    /// The reading was stopped before all pages were present.
     Stopped,
 }
 
-/// Progress of a memory that is filled while its guest runs.
+/// Progress of reading a guest's memory from a file while the guest runs.
 #[derive(Debug, Clone, Default, Serialize)]
 #[non_exhaustive]
 pub struct RestoreProgress {
-    /// State of the filling.
+    /// State of the reading.
     pub state: FillState,
-    /// Number of pages with content in the snapshot.
+    /// Number of pages with content in the file.
     pub pages: u64,
-    /// Number of these pages that are in memory.
+    /// Number of these pages that have been placed in memory.
     pub placed: u64,
-    /// Number of faults on pages of zeros, or on pages that were placed at the same moment.
+    /// Number of faults on pages of zeros, or on pages that were placed while the fault was being
+    /// read.
     pub zero_pages: u64,
-    /// Number of times that a thread waited for a page.
+    /// Number of times that a thread waited for a page, including the faults that `zero_pages`
+    /// counts.
     pub faults: u64,
     /// Number of pages that cannot be read.
     pub failed_pages: u64,
-    /// The first of these pages, and why it cannot be read.
+    /// The first of these failures: the page, and the reason why it cannot be read.
     pub error: Option<String>,
-    /// Histogram of the time from the notice of a fault until its page is in memory: number of
-    /// faults below 1 us, 2 us, 4 us, and so on. Faults on pages that were known to be zeros are
-    /// not counted.
+    /// Histogram of the time from reading a fault until its page is in memory: number of faults
+    /// below 1 us, from 1 us to below 2 us, from 2 us to below 4 us, and so on. Faults that
+    /// `zero_pages` counts are not included.
     pub hist_us: Vec<u64>,
 }

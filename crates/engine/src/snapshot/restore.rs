@@ -1,4 +1,4 @@
-//! Restore of a guest from a file before it runs.
+//! Restore of a guest from a file, before the guest runs.
 
 use super::open::{RestoreError, SnapshotPages, open};
 use super::{identity, ms, threads, uri};
@@ -13,11 +13,13 @@ use std::time::Instant;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageIndex, RunState, Section, TargetVm, VmError};
 use vmferry_wire::{Refusal, RefusalCode, RegionOffsets};
 
-/// Restores the guest in the file at `path` into `vm` and starts it.
+/// Reads the whole guest in the file at `path` into `vm`, and starts the guest.
+///
+/// The memory of `vm` must read as zeros, because the file does not contain pages of zeros.
 ///
 /// # Errors
-/// If the file is not a complete guest that fits this machine. The guest has not run, and the file
-/// is unchanged.
+/// If the file cannot be read, or does not contain a complete guest that fits the machine of `vm`.
+/// The guest has not run, and the file is unchanged.
 pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFailure> {
     let source = uri(path);
     let broken =
@@ -55,17 +57,18 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
     })
 }
 
-/// Loads the state of the guest, which gets a new identity if it is a copy.
+/// Loads the device state of the guest, and gives the guest a new identity if `copy` is true.
 pub(super) fn load(vm: &mut dyn TargetVm, sections: &[Section], copy: bool) -> Result<(), VmError> {
     vm.load(sections)?;
     if copy { vm.renew_identity() } else { Ok(()) }
 }
 
-/// Restore by several threads, each of which takes the next table and its pages.
+/// Reading of all pages by several threads. Each thread repeatedly takes the next table and its
+/// pages.
 struct Reading<'a> {
     memory: &'a dyn GuestMemory,
     pages: &'a SnapshotPages,
-    /// Number of the next table, counted over all regions.
+    /// Number of the next table to take, counted over all regions.
     next: AtomicU64,
     stop: AtomicBool,
     found: AtomicU64,
@@ -86,7 +89,8 @@ impl Reading<'_> {
         std::thread::scope(|scope| {
             for number in 1..threads() {
                 let name = format!("restore-{number}");
-                // With fewer threads the restore only takes longer, because this thread works, too.
+                // If a thread cannot be started, the restore only takes longer, because this thread
+                // works, too.
                 let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
             }
             work();

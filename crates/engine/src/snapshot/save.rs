@@ -1,4 +1,4 @@
-//! Saving a guest into a file.
+//! Saving a guest to a file.
 
 use super::write::{Stop, Written, write};
 use super::{ms, uri};
@@ -15,7 +15,8 @@ use std::time::Instant;
 use vmferry_core::{SourceVm, VmError};
 use vmferry_wire::{MigrationId, SnapshotMap};
 
-/// Temporary file. Removed when dropped, unless it got its final name.
+/// Temporary file. The file is removed when the value is dropped, unless the file has got its final
+/// name.
 struct Partial {
     path: PathBuf,
     named: bool,
@@ -36,25 +37,27 @@ enum Afterwards {
     GoesOn,
 }
 
-/// Moves the guest of `vm` into the file at `path`: pauses the guest and writes its memory and
-/// state.
+/// Moves the guest of `vm` to the file at `path`: pauses the guest, and writes its memory and its
+/// device state.
 ///
-/// If the report has [`MigrationState::Completed`], the guest is in the file and must not run on
-/// this host any more. With any other state, the guest runs on this host again, unless the report
-/// says that resuming it failed ([`Report::resume_failed`]).
+/// If [`Report::state`] is [`MigrationState::Completed`], the guest is in the file, and must not
+/// run on this host any more. Otherwise the guest runs on this host again, unless resuming it
+/// failed ([`Report::resume_failed`]).
 ///
 /// # Errors
-/// If nothing was begun, because the file cannot be created or exists already. An existing file is
-/// never replaced.
+/// If the save could not begin: the file exists already or cannot be created, pages of the guest
+/// are still arriving, or the VM has device state that can only be sent as a stream. The guest is
+/// not affected. An existing file is never replaced.
 pub fn save(vm: &mut dyn SourceVm, path: &Path, handle: &MigrationHandle) -> Result<Report, MigrateError> {
     store(vm, path, handle, Afterwards::Gone)
 }
 
-/// Copies the guest of `vm` into the file at `path`. The guest is paused while the file is written.
+/// Copies the guest of `vm` to the file at `path`. The guest is paused while the file is written.
 ///
-/// The guest then continues on this host, whether the file was written or not, unless the report
-/// says that resuming it failed ([`Report::resume_failed`]). The file is marked as a copy, and each
-/// restore of it gets an identity of its own.
+/// Afterwards, the guest continues on this host, whether or not the file was written, unless
+/// resuming it failed ([`Report::resume_failed`]). The file is marked as a copy, so that each
+/// restore of the file creates a guest with a new identity
+/// ([`TargetVm::renew_identity`](crate::TargetVm::renew_identity)).
 ///
 /// # Errors
 /// As for [`save`].
@@ -89,8 +92,8 @@ fn store(
     let known = Report { id: id.to_string(), kind: MigrationKind::File, ..Report::default() };
     handle.begin(began, known);
     let (mut partial, file) = create(path, id).map_err(failed)?;
-    // An error that a file cannot have this length is found while the guest still runs. The file is
-    // one hole so far.
+    // If the file system does not allow a file of this length, the error is found here, while the
+    // guest still runs. The file is one hole so far.
     file.set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;
     handle.update(|progress| progress.state = MigrationState::Switchover);
     let pause = Instant::now();
@@ -99,7 +102,8 @@ fn store(
         file.sync_all().map_err(Stop::File)?;
         give_name(&partial.path, path).map_err(Stop::File)?;
         partial.named = true;
-        // If the directory cannot be synced (some network file systems), it still has the entry.
+        // Some network file systems cannot sync a directory. The directory then still has the
+        // entry.
         let _ = File::open(folder(path)).and_then(|folder| folder.sync_all());
         Ok(written)
     });
@@ -138,13 +142,13 @@ fn already_exists() -> io::Error {
     io::Error::new(io::ErrorKind::AlreadyExists, why)
 }
 
-/// Renames a file without replacing another.
+/// Renames a file without replacing another file.
 fn give_name(from: &Path, to: &Path) -> io::Result<()> {
     use rustix::fs::{CWD, RenameFlags};
     match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Ok(()) => Ok(()),
         Err(rustix::io::Errno::EXIST) => Err(already_exists()),
-        // This file system cannot rename with NOREPLACE.
+        // The file system does not support NOREPLACE.
         Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
             std::fs::rename(from, to)
         }
@@ -160,7 +164,7 @@ fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
     let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
     name.push(format!(".partial-{id}"));
     let path = path.with_file_name(name);
-    // Readable by its owner only, because the file has the memory of a guest.
+    // Readable by its owner only, because the file contains the memory of a guest.
     let file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
     Ok((Partial { path, named: false }, file))
 }

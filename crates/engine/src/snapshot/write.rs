@@ -1,4 +1,5 @@
-//! Writing a paused guest: pages by several threads, the header last.
+//! Writing of a paused guest to a file. Several threads write the pages, and the header is written
+//! last.
 
 use super::{pio, threads};
 use crate::handle::MigrationHandle;
@@ -16,13 +17,13 @@ use vmferry_wire::{
     SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state,
 };
 
-/// Number of tables, with their 16 MiB of pages, that a thread takes at a time. It is small, so
-/// that all threads end at about the same time.
+/// Number of tables that a thread takes at a time, with their 16 MiB of pages. The number is small,
+/// so that all threads end at about the same time.
 const UNIT_BLOCKS: u64 = 8;
-/// Maximum number of pages of one write. A second-level cache still holds a megabyte between its
-/// digest and the kernel's copy.
+/// Maximum number of pages of one write. This size, 1 MiB, still fits into a second-level cache, so
+/// that the kernel copies bytes that computing the digest has just brought there.
 const PIECE_PAGES: usize = 256;
-/// Maximum number of times that a piece is written because it changed during the write.
+/// Maximum number of times that a piece is written, if it changes during each write.
 const MOST_TRIES: u32 = 4;
 
 /// Reason why writing stopped.
@@ -38,7 +39,7 @@ pub(super) enum Stop {
     Format(#[from] SnapshotError),
 }
 
-/// Amount of data that was written, and the times that it took.
+/// Amount of data that was written, and the times of the steps.
 #[derive(Debug)]
 pub(super) struct Written {
     pub(super) pause: Duration,
@@ -49,7 +50,7 @@ pub(super) struct Written {
     pub(super) zero_pages: u64,
 }
 
-/// Pauses the guest and writes all of it. The guest is left paused, also after an error.
+/// Pauses the guest and writes all of it to `file`. The guest is left paused, even after an error.
 pub(super) fn write(
     vm: &mut dyn SourceVm,
     file: &File,
@@ -93,8 +94,7 @@ pub(super) fn write(
     })
 }
 
-/// Sums of a region that the threads share. The regions are in the order of the layout, like those
-/// of the map.
+/// Checksums and counts of a region, which the threads share.
 struct RegionSums {
     index: Vec<AtomicU64>,
     contents: AtomicU64,
@@ -142,7 +142,8 @@ impl<'a> Pages<'a> {
         std::thread::scope(|scope| {
             for number in 1..threads() {
                 let name = format!("snapshot-{number}");
-                // With fewer threads the save only takes longer, because this thread works, too.
+                // If a thread cannot be started, the save only takes longer, because this thread
+                // works, too.
                 let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
             }
             work();
@@ -197,7 +198,8 @@ impl<'a> Pages<'a> {
         if let Some((bytes, sum)) = table.encode() {
             self.file.write_all_at(&bytes, place.table(block)).map_err(Stop::File)?;
             let sums = &self.regions[position];
-            // Only this thread has this block, and the reader of the sums has joined all threads.
+            // Relaxed suffices, because only this thread writes the entry of this block, and the
+            // reader of the sums has joined all threads.
             sums.index[usize::try_from(block).unwrap_or(usize::MAX)].store(sum, Ordering::Relaxed);
             sums.contents.fetch_add(contents, Ordering::Relaxed);
             self.bytes.fetch_add(TABLE_BYTES as u64 + contents * PAGE_SIZE, Ordering::Relaxed);
@@ -208,12 +210,12 @@ impl<'a> Pages<'a> {
         Ok(())
     }
 
-    /// Writes the pages of `window`, the first of which is `first`, and stores their digests in
+    /// Writes the pages of `window`, of which `first` is the first, and stores their digests in
     /// `table`.
     ///
-    /// The guest is paused, but a device or the control socket may write a page between its digest
-    /// and its write. Such a page would be found damaged only at the restore. Each page is
-    /// therefore digested again after the write.
+    /// Although the guest is paused, a device or the control socket may change a page after its
+    /// digest was computed and before the page was written. Such a page would fail its check only
+    /// at the restore. Therefore the digest of each page is computed again after the write.
     fn write_piece(
         &self,
         place: &RegionOffsets,
