@@ -1,4 +1,4 @@
-//! Acceptors: where a migration's target gets its connections from.
+//! Acceptors, which provide the connections of a target.
 
 use super::Uri;
 use crate::MigrateError;
@@ -14,44 +14,48 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// Connections that the kernel queues until they are accepted. A burst of connections should not
-/// make a source wait for its second attempt.
+/// Maximum number of connections that the kernel queues until they are accepted. The number is
+/// large, so that during a burst of connections the kernel drops no attempt of a source, which
+/// would delay the source until its next attempt.
 const BACKLOG: i32 = 1024;
-/// Longest time that an attempt to accept may take.
+/// Maximum time for which a call of `accept` may block, if the connection that waited was closed.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 /// Provides the connections of sources to a [`Listener`](crate::Listener).
 ///
-/// [`Listener::bind`](crate::Listener::bind) and [`Listener::passed`](crate::Listener::passed) have
-/// their own acceptors. Implement this trait if connections arrive in another way, for example over
-/// vsock or from a management daemon.
+/// [`Listener::bind`](crate::Listener::bind) and [`Listener::passed`](crate::Listener::passed) use
+/// built-in acceptors. Implement this trait if connections arrive in another way, for example over
+/// vsock or from a management daemon, and pass the implementation to
+/// [`Listener::through`](crate::Listener::through).
 ///
-/// The supertrait [`AsFd`] gives the descriptor that is readable while a connection waits: a
+/// The supertrait [`AsFd`] returns a descriptor that is readable while a connection waits: a
 /// listening socket, or one end of a pipe that another thread writes to. The engine polls this
-/// descriptor, and calls [`accept`](Self::accept) when it is readable. All calls come from one
-/// thread of the engine at a time. The end of the wait for a guest wakes that thread from poll(2),
-/// but not from `accept`.
+/// descriptor, and calls [`accept`](Self::accept) when the descriptor is readable. At any time,
+/// only one thread of the engine makes these calls. When the wait for a guest ends, the engine
+/// wakes this thread from poll(2). It cannot wake the thread from `accept`, which therefore must
+/// not block.
 ///
-/// A connection must be a connected stream socket: TCP, Unix or vsock. [`Connect`](crate::Connect)
-/// gives the reason, and describes how to join another kind of stream.
+/// A connection must be a connected TCP, Unix or vsock stream socket. [`Connect`](crate::Connect)
+/// states the reason, and describes how to use another kind of stream.
 pub trait Accept: AsFd + fmt::Debug + Send + Sync {
     /// Returns the name of the acceptor for messages, such as its address.
     fn name(&self) -> String;
 
-    /// Returns the next connection, without waiting for one.
+    /// Returns the next connection without waiting.
     ///
-    /// `None` means that no more connections will come. The engine then makes no more calls, and
-    /// the wait for a guest ends with the connections that have arrived.
+    /// `None` means that no more connections will arrive. The engine then makes no more calls, and
+    /// the wait for a guest ends once all earlier connections have ended.
     ///
     /// # Errors
-    /// `WouldBlock` if no connection waits. Any other error is logged, and the engine calls again
-    /// after 100 ms.
+    /// [`WouldBlock`](io::ErrorKind::WouldBlock) if no connection waits. The engine logs any other
+    /// error, and calls again after 100 ms.
     fn accept(&self) -> io::Result<Option<OwnedFd>>;
 
-    /// Returns true if a source may use its connections long after they are made.
+    /// Returns true if a source may use its connections long after they were made. The default
+    /// returns false.
     ///
-    /// Otherwise the engine closes a connection that sends nothing for five seconds. Return true
-    /// only if every peer is trusted: a silent connection holds one of 256 places.
+    /// If this is false, the engine closes a connection that sends nothing for 5 s. Return true
+    /// only if every peer is trusted, because each silent connection occupies one of 256 places.
     fn is_patient(&self) -> bool {
         false
     }
@@ -62,12 +66,12 @@ pub trait Accept: AsFd + fmt::Debug + Send + Sync {
 pub(super) struct Bound {
     socket: Socket,
     uri: Uri,
-    /// Path of a Unix socket that this value has created, and removes when it is dropped.
+    /// Path of a Unix socket that this value has created, and that it removes when it is dropped.
     made: Option<PathBuf>,
 }
 
 impl Bound {
-    /// Listens at `uri`. With `insecure`, also listens where other hosts can connect.
+    /// Listens at `uri`. If `insecure` is true, other hosts may be able to connect.
     pub(super) fn at(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         let failed = |source| MigrateError::Listen { uri: uri.to_string(), source };
         let (socket, made) = match uri {
@@ -99,7 +103,7 @@ impl Bound {
         Ok(Self { socket, uri: uri.clone(), made: None })
     }
 
-    /// Returns the address of the socket, with the port that was chosen.
+    /// Returns the address of the socket, with the port that the host has chosen.
     pub(super) fn address(&self) -> io::Result<Uri> {
         Ok(match self.socket.local_addr()?.as_socket() {
             Some(address) => Uri::Tcp { host: address.ip().to_string(), port: address.port() },
@@ -145,20 +149,20 @@ fn bind_path(path: &Path) -> io::Result<Socket> {
     Ok(socket)
 }
 
-/// Returns true if `path` is a socket whose process has ended without removing it. (A connection to
-/// a file that is not a socket is refused, too.)
+/// Returns true if `path` is a socket whose process has ended without removing it. The type of the
+/// file is checked, because a connection to a file that is not a socket is refused, too.
 fn abandoned(path: &Path) -> bool {
     let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     let gone = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
     socket && UnixStream::connect(path).is_err_and(gone)
 }
 
-/// Connected sockets that the caller has handed over.
+/// Connected sockets that the caller has passed.
 #[derive(Debug)]
 pub(super) struct PassedSockets {
     left: Mutex<VecDeque<Socket>>,
     name: String,
-    /// Socket whose other end is closed, so it is always readable.
+    /// Socket that is always readable, because its other end is closed.
     readable: UnixStream,
 }
 
@@ -184,7 +188,8 @@ impl Accept for PassedSockets {
         Ok(self.left.lock().unwrap_or_else(PoisonError::into_inner).pop_front().map(OwnedFd::from))
     }
 
-    /// Returns true: the caller may have connected the sockets long before the source uses them.
+    /// Returns true, because the caller may have connected the sockets long before the source uses
+    /// them.
     fn is_patient(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! Dialer of a source: opens the channels to a target.
+//! Dialer, which opens the channels from a source to a target.
 
 use super::carrier::Carrier;
 use super::connector::{Attempt, ChannelCounts, Connect, Connected};
@@ -20,12 +20,12 @@ use vmferry_wire::{
 
 /// Opens the channels of one migration.
 ///
-/// Only the migrating thread opens channels. Its waits end as follows:
+/// Only the migrating thread opens channels. Its waits end in these ways:
 ///
-/// | wait | ends by itself | ended by a cancel |
+/// | wait | ends by itself | ends after a cancel |
 /// |---|---|---|
-/// | the connector's call | as the connector limits it | if the connector [watches](Attempt::watch) its socket |
-/// | the TLS handshake, and the answer to a hello | after `peer_timeout` | the socket is shut down |
+/// | the connector's call | when the connector returns | if the connector [watches](Attempt::watch) its socket |
+/// | the TLS handshake, and the wait for the answer to a hello | after `peer_timeout` | yes: the socket is shut down |
 #[derive(Debug)]
 pub(crate) struct Dialer<'a> {
     connector: &'a dyn Connect,
@@ -44,18 +44,19 @@ impl<'a> Dialer<'a> {
         self.connector.name()
     }
 
-    /// Fails if the connector knows that it cannot serve this migration.
+    /// Returns an error if the connector knows that it cannot connect the channels of this
+    /// migration.
     pub(crate) fn check(&self) -> Result<(), MigrateError> {
         self.connector.check(&ChannelCounts::of(self.settings)).map_err(|error| {
             error.downcast().unwrap_or_else(|error| MigrateError::Settings(error.to_string()))
         })
     }
 
-    /// Opens channel `index` of `role` of a migration, with the token that the target issued for
-    /// the channel.
+    /// Opens channel number `index` of `role` for `migration`, with the token that the target has
+    /// issued for channels of this role.
     ///
-    /// A cancel of `handle` ends each wait for the target. If the target has already refused the
-    /// migration by then, its reason is reported instead of the cancel.
+    /// A cancel through `handle` ends each wait for the target. If the target has refused the
+    /// migration before the cancel, the error is the refusal and not the cancel.
     pub(crate) fn open(
         &self,
         (migration, role, index, token): (MigrationId, Role, u16, Token),
@@ -95,7 +96,8 @@ impl<'a> Dialer<'a> {
         }
         let reply = say_hello(&stream, hello, timeout).map_err(|source| {
             let uri = uri.clone();
-            // A target reports its opinion of the source's certificate only when the source reads.
+            // The source learns whether the target accepts its certificate only when it reads from
+            // the connection. Therefore an error of the exchange may be an error of TLS.
             let silent = matches!(source.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock);
             match tls {
                 Some(_) if !silent => MigrateError::Tls { uri, source },
@@ -114,8 +116,8 @@ impl<'a> Dialer<'a> {
         Ok(stream)
     }
 
-    /// Returns the socket of the channel that `hello` is for: a lane of the connection that carries
-    /// all channels, or a new connection.
+    /// Returns the socket for the channel of `hello`: a lane of the connection that carries all
+    /// channels, or a new connection.
     fn socket(&self, hello: &Hello, handle: Option<&MigrationHandle>) -> Result<Socket, MigrateError> {
         let mut carrier = self.carrier.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(carrier) = &*carrier {
@@ -156,14 +158,14 @@ impl<'a> Dialer<'a> {
         self.ready(socket, handle)
     }
 
-    /// Prepares `socket` for a channel. A cancel ends each wait on it.
+    /// Prepares `socket` for a channel. From now on, a cancel ends each wait on the socket.
     fn ready(&self, socket: Socket, handle: Option<&MigrationHandle>) -> Result<Socket, MigrateError> {
         let watched = || handle.map_or(Ok(()), |handle| handle.opening(&socket));
         socket.set_nonblocking(false).and_then(|()| watched()).map_err(|source| self.unusable(source))?;
         Ok(socket)
     }
 
-    /// Agrees with the target that `link` carries all channels of the migration that `hello` names.
+    /// Agrees with the target that `link` carries all channels of the migration of `hello`.
     fn carry(&self, link: Socket, hello: &Hello) -> Result<Carrier, MigrateError> {
         let (uri, unusable) = (self.name(), |source| self.unusable(source));
         let stream = Stream::new(link, uri.clone()).map_err(unusable)?;
@@ -204,7 +206,8 @@ fn say_hello(stream: &Stream, hello: &Hello, timeout: Duration) -> io::Result<[u
     Ok(reply)
 }
 
-/// Decodes the reply to `hello`. Fails if the target refused, or the reply does not fit the hello.
+/// Decodes the reply to `hello`. Returns an error if the target has refused the hello, or if the
+/// reply does not match the hello.
 fn check_reply(reply: &[u8; HELLO_BYTES], hello: &Hello, uri: &str) -> Result<HelloReply, MigrateError> {
     let reply =
         HelloReply::decode(reply).map_err(|source| MigrateError::Peer { uri: uri.to_owned(), source })?;

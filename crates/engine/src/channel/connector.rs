@@ -1,4 +1,4 @@
-//! Connectors: where a migration's source gets its connections from.
+//! Connectors, which provide the connections of a source.
 
 use crate::handle::MigrationHandle;
 use crate::source::Settings;
@@ -12,29 +12,33 @@ use vmferry_wire::Role;
 
 /// Connects the channels of a migration to its target.
 ///
-/// [`Uri`](crate::Uri) connects to an address. [`Sockets`](crate::Sockets) hands over sockets that
-/// are already connected. Implement this trait if channels are connected in another way, for
+/// [`Uri`](crate::Uri) connects to an address, and [`Sockets`](crate::Sockets) provides sockets
+/// that are already connected. Implement this trait if channels are connected in another way, for
 /// example by a management daemon, over vsock, or through a tunnel.
 ///
 /// # Requirements of a connection
 ///
-/// A connection is a connected stream socket: TCP, Unix or vsock. The engine sends guest memory
-/// without copying it, and relies on socket timeouts of the kernel. To use a stream that is not a
-/// socket, such as your own TLS, create a pair of Unix sockets. Return one end, and copy between
-/// the other end and the stream on two threads. Each of these threads must pass on the end of its
-/// direction (`shutdown`), because each side of a migration ends its direction separately.
+/// A connection must be a connected TCP, Unix or vsock stream socket, because the engine sends
+/// guest memory without copying it, and relies on the socket timeouts of the kernel.
+///
+/// To use a stream that is not a socket, such as your own TLS, create a pair of Unix sockets.
+/// Return one end, and copy between the other end and the stream on two threads. When a thread
+/// reaches the end of its direction, it must pass the end on with `shutdown`, because source and
+/// target end their directions separately.
 ///
 /// # Calls
 ///
-/// The engine asks for the control channel first, and then for the other channels one by one. A
-/// postcopy whose link is lost asks for all of them again at each attempt to reconnect. All calls
-/// come from the thread that migrates, or that [probes](crate::plan::probe).
+/// The engine asks for the control channel first, and then for the other channels one by one. If
+/// the link is lost in postcopy, the engine asks for all channels again at each attempt to
+/// reconnect. All calls come from the thread that called [`migrate`](crate::migrate) or
+/// [`probe`](crate::plan::probe).
 ///
 /// # Time limit of a call
 ///
-/// The implementation limits the time of a call. The migration makes no progress during the call,
-/// so the call should take no longer than [`Attempt::timeout`]. A call that connects a socket
-/// itself should first pass the socket to [`Attempt::watch`]. A cancel then ends the call.
+/// The engine does not limit the time of a call, so the implementation must. Because the migration
+/// makes no progress during a call, a call should take no longer than [`Attempt::timeout`]. An
+/// implementation that connects a socket itself should pass the socket to [`Attempt::watch`] first,
+/// so that a cancel ends the call.
 pub trait Connect: fmt::Debug + Send + Sync {
     /// Returns the name of the target for messages, such as its address.
     fn name(&self) -> String;
@@ -42,36 +46,40 @@ pub trait Connect: fmt::Debug + Send + Sync {
     /// Connects one channel.
     ///
     /// # Errors
-    /// The migration reports the text of the error. Before the migration has begun, the error ends
-    /// the migration. In postcopy, the engine tries again for
-    /// [`reconnect_for`](crate::Settings::reconnect_for). A [`MigrateError`](crate::MigrateError)
-    /// inside the error is reported unchanged.
+    /// The migration reports the text of the error. An error before the handover ends the
+    /// migration. In postcopy, the engine tries again for
+    /// [`reconnect_for`](crate::Settings::reconnect_for). If the error wraps a
+    /// [`MigrateError`](crate::MigrateError), the engine returns that error unchanged.
     fn connect(&self, attempt: &Attempt<'_>) -> io::Result<Connected>;
 
-    /// Refuses a migration before it begins, if its channels cannot be connected.
+    /// Checks before a migration begins whether its channels can be connected. The default accepts
+    /// every migration.
     ///
     /// # Errors
-    /// If the implementation knows that it cannot connect these channels.
+    /// If the implementation knows that it cannot connect these channels. The migration then does
+    /// not begin.
     fn check(&self, channels: &ChannelCounts) -> io::Result<()> {
         let _ = channels;
         Ok(())
     }
 
-    /// Returns the name or address that the target's certificate must have. Without one, encrypted
-    /// channels need the name that [`Tls::expecting`](crate::Tls::expecting) gives.
+    /// Returns the name or address that the target's certificate must have. If this is `None`,
+    /// which is the default, encrypted channels need the name that
+    /// [`Tls::expecting`](crate::Tls::expecting) sets.
     fn host(&self) -> Option<&str> {
         None
     }
 }
 
-/// Connection that a [`Connect`] has made.
+/// Connection that an implementation of [`Connect`] has made.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Connected {
     /// Connection for the requested channel.
     Channel(OwnedFd),
-    /// Connection for all channels. The engine asks for no other connection until it ends. The
-    /// target must be able to take all channels from one connection.
+    /// Connection for all channels. The engine asks for another connection only after this one has
+    /// ended. The target must be able to take all channels from one connection, which older
+    /// versions cannot.
     All(OwnedFd),
 }
 
@@ -94,7 +102,7 @@ pub struct Attempt<'a> {
     index: u16,
     timeout: Duration,
     permits_remote: bool,
-    /// Migration handle. `None` if a cancel has no effect any more.
+    /// Migration handle. `None` if a cancel has no effect on this attempt.
     handle: Option<&'a MigrationHandle>,
 }
 
@@ -114,13 +122,13 @@ impl<'a> Attempt<'a> {
         self.role
     }
 
-    /// Returns the number of the channel among those of its role, from 0.
+    /// Returns the number of the channel among the channels of its role, from 0.
     #[must_use]
     pub fn index(&self) -> u16 {
         self.index
     }
 
-    /// Returns the time that the attempt may take: the migration's
+    /// Returns the time that the attempt may take, which is the migration's
     /// [`peer_timeout`](crate::Settings::peer_timeout).
     #[must_use]
     pub fn timeout(&self) -> Duration {
@@ -128,8 +136,8 @@ impl<'a> Attempt<'a> {
     }
 
     /// Returns true if the connection may leave this host, because it will be encrypted or because
-    /// the settings permit unencrypted connections. If false, the engine refuses a TCP connection
-    /// to another host.
+    /// the settings allow unencrypted connections. If this is false, the engine refuses a TCP
+    /// connection to another host.
     #[must_use]
     pub fn permits_remote(&self) -> bool {
         self.permits_remote
@@ -141,11 +149,10 @@ impl<'a> Attempt<'a> {
         self.handle.is_some_and(MigrationHandle::cancelled)
     }
 
-    /// Registers `socket`: a cancel shuts it down, so that a call that waits for the socket
+    /// Registers `socket`, so that a cancel shuts it down. A call that waits for the socket then
     /// returns.
     ///
-    /// The socket replaces the one that was registered before. The socket need not be connected
-    /// yet.
+    /// The socket replaces the one that was registered before, and need not be connected yet.
     ///
     /// # Errors
     /// `Interrupted` if the migration is already cancelled. Another error if the process cannot
@@ -159,13 +166,13 @@ impl<'a> Attempt<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ChannelCounts {
-    /// Number of channels for the messages of the two sessions.
+    /// Number of control channels, which carry messages.
     pub control: u16,
-    /// Number of channels for pages.
+    /// Number of bulk channels, which carry pages that no vCPU waits for.
     pub bulk: u16,
-    /// Number of channels for the pages that vCPUs wait for.
+    /// Number of urgent channels, which carry pages that vCPUs wait for.
     pub urgent: u16,
-    /// Number of channels for probes of the link.
+    /// Number of channels for probes, which measure the round trip of the link.
     pub probe: u16,
 }
 

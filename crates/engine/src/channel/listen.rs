@@ -20,26 +20,27 @@ use vmferry_wire::{CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCod
 /// Delay after a failed attempt to accept a connection.
 const AGAIN: Duration = Duration::from_millis(100);
 
-/// Reason for which a side without a certificate refuses an encrypted connection.
+/// Reason with which a target without a certificate refuses an encrypted connection.
 const NO_CERTIFICATE: &str = if cfg!(feature = "tls") {
     "the peer requests an encrypted connection, but this side has no certificate"
 } else {
     "the peer requests an encrypted connection, but this side was built without the feature `tls`"
 };
 
-/// Listener for guests: an address, sockets that the caller hands over, or an [`Accept`] of the
-/// caller.
+/// Listener of a target. It takes connections at an address, from sockets that the caller passes,
+/// or from an implementation of [`Accept`].
 #[derive(Debug)]
 pub struct Listener {
     acceptor: Box<dyn Accept>,
     name: String,
     /// Address of the listener. `None` for an acceptor of the caller.
     uri: Option<Uri>,
-    /// True if `acceptor` provides no more connections.
+    /// True once `acceptor` provides no more connections.
     exhausted: AtomicBool,
-    /// Connections that do not come from `acceptor`: lanes of connections that carry all channels.
+    /// Connections that do not come from `acceptor`, which are the lanes of connections that carry
+    /// all channels.
     arrivals: Arc<CarriedConnections>,
-    /// True if no more connections come and all earlier ones have ended.
+    /// True once no more connections can arrive and all earlier ones have ended.
     over: AtomicBool,
     insecure: bool,
     tls: Option<Arc<Tls>>,
@@ -48,7 +49,7 @@ pub struct Listener {
     greeting: Mutex<Greeting>,
 }
 
-/// Connection that sent a valid hello and waits for the answer.
+/// Connection that has sent a valid hello and waits for the answer.
 #[derive(Debug)]
 pub(crate) struct Greeted {
     pub(crate) stream: Arc<Stream>,
@@ -56,18 +57,18 @@ pub(crate) struct Greeted {
 }
 
 impl Listener {
-    /// Listens at `uri`. With `insecure`, also listens where other hosts can connect.
+    /// Listens at `uri`. Addresses at which other hosts can connect are allowed only if `insecure`
+    /// is true.
     ///
     /// # Errors
-    /// If the address is in use, does not belong to this host, is not loopback (without
-    /// `insecure`), or is of a kind that cannot be listened on. For [`Uri::Fd`] use
-    /// [`passed`](Self::passed).
+    /// If the address is in use, does not belong to this host, or is of a kind that cannot be
+    /// listened on, or if it is not a loopback address and `insecure` is false. For [`Uri::Fd`],
+    /// use [`passed`](Self::passed).
     pub fn bind(uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         Self::bound(uri, insecure, None)
     }
 
-    /// Listens at `uri`, also where other hosts can connect, and accepts encrypted connections
-    /// only.
+    /// Listens at `uri`, where other hosts may connect, and accepts only encrypted connections.
     ///
     /// # Errors
     /// If the address is in use, does not belong to this host, or is of a kind that cannot be
@@ -77,20 +78,21 @@ impl Listener {
         Self::bound(uri, true, Some(tls))
     }
 
-    /// Accepts guests over sockets that the caller hands over: one listening socket, or connected
-    /// sockets. `uri` is their name in messages.
+    /// Accepts guests over sockets that the caller passes: either one listening socket, or
+    /// connected sockets. `uri` is their name in messages.
     ///
-    /// A connected socket carries one channel of a migration, or all of them, as the source
-    /// decides. `insecure` permits peers on other hosts.
+    /// The source decides whether a connected socket carries one channel of a migration or all of
+    /// them. Peers on other hosts are allowed only if `insecure` is true.
     ///
     /// # Errors
     /// If `descriptors` are neither one listening socket nor one or more connected stream sockets,
-    /// or a peer is on another host without `insecure`.
+    /// or if a peer is on another host and `insecure` is false.
     pub fn passed(descriptors: Vec<OwnedFd>, uri: &Uri, insecure: bool) -> Result<Self, MigrateError> {
         Self::handed(descriptors, uri, insecure, None)
     }
 
-    /// Accepts guests over sockets as [`passed`](Self::passed) does, over encrypted channels only.
+    /// Accepts guests over sockets as [`passed`](Self::passed) does, but only over encrypted
+    /// channels. Peers may be on other hosts.
     ///
     /// # Errors
     /// If `descriptors` are neither one listening socket nor one or more connected stream sockets.
@@ -99,8 +101,8 @@ impl Listener {
         Self::handed(descriptors, uri, true, Some(tls))
     }
 
-    /// Accepts guests over the connections of `acceptor`. Without `insecure`, connections from
-    /// other hosts are closed.
+    /// Accepts guests over the connections of `acceptor`. Connections from other hosts are closed
+    /// unless `insecure` is true.
     ///
     /// # Errors
     /// If the process cannot open another descriptor.
@@ -110,7 +112,8 @@ impl Listener {
             .map_err(|source| MigrateError::Listen { uri: name, source })
     }
 
-    /// Accepts guests over the connections of `acceptor`, over encrypted channels only.
+    /// Accepts guests over the connections of `acceptor`, but only over encrypted channels. Peers
+    /// may be on other hosts.
     ///
     /// # Errors
     /// If the process cannot open another descriptor.
@@ -163,7 +166,7 @@ impl Listener {
         Self::new(Box::new(handed), Some(uri.clone()), insecure, tls).map_err(failed)
     }
 
-    /// Creates a listener. With `insecure`, other hosts may connect.
+    /// Creates a listener. If `insecure` is true, other hosts may connect.
     fn new(
         acceptor: Box<dyn Accept>,
         uri: Option<Uri>,
@@ -183,8 +186,8 @@ impl Listener {
         })
     }
 
-    /// Returns true if no source can connect any more: no more connections come, and all earlier
-    /// ones have ended. The value is known once [`serve`](Self::serve) has returned.
+    /// Returns true if no source can connect any more, because no more connections can arrive and
+    /// all earlier ones have ended. [`serve`](Self::serve) determines the value before it returns.
     pub(crate) fn is_over(&self) -> bool {
         self.over.load(Ordering::Acquire)
     }
@@ -196,11 +199,12 @@ impl Listener {
         MigrateError::Passed { uri: self.name.clone(), source }
     }
 
-    /// Returns the address of the listener, with the port that was chosen.
+    /// Returns the address of the listener, with the port that the host has chosen if none was
+    /// given.
     ///
     /// # Errors
-    /// If the listener was made from an [`Accept`] of the caller, whose address the engine does not
-    /// know.
+    /// If the listener was created from an implementation of [`Accept`], because the engine does
+    /// not know its address.
     pub fn uri(&self) -> io::Result<Uri> {
         self.uri.clone().ok_or_else(|| {
             let why = format!("{} is not an address", self.name);
@@ -208,13 +212,14 @@ impl Listener {
         })
     }
 
-    /// Accepts connections until `ending` is raised, or no source can connect any more. Passes
-    /// every connection with a valid hello to `take`.
+    /// Accepts connections until `ending` is raised, or until no source can connect any more.
+    /// Passes every connection with a valid hello to `take`.
     ///
-    /// A connection without a valid hello (silence, garbage, another program) is closed. It does
-    /// not delay other connections, and is closed early if there are many: see [`Greeting`].
+    /// A connection that sends no valid hello, such as the connection of another program, is
+    /// closed. Such a connection does not delay others, and is closed earlier if there are many:
+    /// see [`Greeting`].
     ///
-    /// The thread waits in poll(2), which `ending` ends. A call of the acceptor does not wait.
+    /// The thread waits only in poll(2), which `ending` ends. A call of the acceptor must not wait.
     pub(crate) fn serve(&self, ending: &Ending, take: impl Fn(Greeted) + Send + Sync + Clone + 'static) {
         let mut greeting = self.greeting.lock().unwrap_or_else(PoisonError::into_inner);
         while !ending.wait(Duration::ZERO) {
@@ -229,8 +234,8 @@ impl Listener {
             if others {
                 self.arrivals.take().into_iter().for_each(|connection| greeting.add(connection));
             }
-            // The order of the checks matters: a connection that has left `greeting` may carry
-            // lanes by now, and its lanes may have arrived.
+            // `greeting` must be checked before `arrivals`, because a connection that has left
+            // `greeting` may carry lanes by now.
             if exhausted && greeting.is_idle() && self.arrivals.is_idle() {
                 self.over.store(true, Ordering::Release);
                 return;
@@ -241,7 +246,7 @@ impl Listener {
         }
     }
 
-    /// Accepts the next connection of the acceptor.
+    /// Takes the next connection from the acceptor.
     fn accept(&self, greeting: &mut Greeting, ending: &Ending) {
         match caught_io(|| self.acceptor.accept()) {
             Ok(Some(descriptor)) => {
@@ -251,13 +256,15 @@ impl Listener {
             }
             Ok(None) => {
                 self.exhausted.store(true, Ordering::Release);
-                // There may be no connection whose end would wake this thread.
+                // This thread must check again whether the listener is over, and there may be no
+                // connection whose end would wake the thread.
                 self.arrivals.wake();
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
-                // The error concerns one connection, or is temporary (no descriptors left). In the
-                // second case poll(2) returns at once until the error has passed.
+                // The error concerns one connection, or is temporary, such as a lack of
+                // descriptors. Without the pause below, this thread would spin on a temporary
+                // error, because poll(2) returns at once while a connection waits.
                 tracing::warn!("cannot accept a connection: {error}");
                 greeting.make_room();
                 ending.wait(AGAIN);
@@ -282,7 +289,8 @@ impl Listener {
     }
 }
 
-/// Returns the name of the peer of `socket`, which connected to the listener `name`.
+/// Returns the name of the peer of `socket` for messages. `name` is the name of the listener, which
+/// is used if the peer has no address.
 fn peer_name(socket: &Socket, name: &str) -> String {
     let address = socket.peer_addr().ok();
     if let Some(address) = address.as_ref().and_then(SockAddr::as_socket) {
@@ -311,7 +319,8 @@ fn read_hello(
     let hello = Hello::decode(&bytes).map_err(io::Error::other);
     let carries = hello.as_ref().is_ok_and(|hello| hello.features & CARRIER != 0);
     let verdict = hello.as_ref().map_or(Ok(()), |hello| match tls {
-        // A connection that carries channels is plain. Each channel is what has to be encrypted.
+        // A connection that carries channels is not encrypted itself, because each of its channels
+        // is encrypted.
         _ if carries && !encrypted && lane_of.is_none() => negotiate(hello).map(drop),
         Some(_) if !encrypted => Err(RefusalCode::Encryption),
         _ if carries => Err(RefusalCode::Feature),
@@ -334,8 +343,8 @@ fn read_hello(
     }
 }
 
-/// Starts a thread that carries the channels of a migration over `stream`. The source has requested
-/// that by `hello`.
+/// Starts a thread that carries all channels of a migration over `stream`, as the source has
+/// requested in `hello`.
 fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<CarriedConnections>) -> io::Result<()> {
     let carried = match arrivals.admit(&stream) {
         Ok(carried) => carried,
@@ -352,7 +361,7 @@ fn carry(stream: Stream, hello: &Hello, peer: String, arrivals: &Arc<CarriedConn
 /// Encrypts the connection if the source requests encryption. Returns true if the connection is
 /// encrypted.
 fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
-    /// First bytes of TLS: a handshake record of any version 3.x (RFC 8446, 5.1).
+    /// First bytes of a TLS connection: a handshake record of any version 3.x (RFC 8446, 5.1).
     const TLS: [u8; 2] = [22, 3];
     let mut first = [0; 2];
     stream.peek(&mut first, HELLO_TIMEOUT)?;
@@ -365,7 +374,7 @@ fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
     stream.encrypt_from(tls, HELLO_TIMEOUT).map(|()| true)
 }
 
-/// Answers a hello.
+/// Answers a hello: accepts it, or refuses it with a code.
 pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), RefusalCode>) -> io::Result<()> {
     let (version, features) = negotiate(hello).unwrap_or((VERSION_MAX, FEATURES));
     let reply = HelloReply { refused: verdict.err(), version, features, migration: hello.migration };

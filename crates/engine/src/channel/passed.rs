@@ -1,4 +1,4 @@
-//! Connected or listening sockets that the caller hands over.
+//! Connected or listening sockets that the caller passes.
 
 use super::connector::{Attempt, ChannelCounts, Connect, Connected};
 use crate::MigrateError;
@@ -8,11 +8,12 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 
-/// Connected sockets that a migration uses instead of opening connections.
+/// Connector that provides sockets that are already connected.
 ///
-/// A single socket carries all channels of the migration, and the target must be able to take them
-/// from it. Several sockets carry one channel each. Each socket is used once. Therefore a lost link
-/// cannot be restored.
+/// If there is one socket, it carries all channels of the migration, and the target must be able to
+/// take all channels from one connection. If there are several sockets, each carries one channel,
+/// so their number must be [`ChannelCounts::total`]. Because each socket is used only once, a link
+/// that is lost in postcopy cannot be restored.
 #[derive(Debug)]
 pub struct Sockets {
     name: String,
@@ -21,7 +22,7 @@ pub struct Sockets {
 }
 
 impl Sockets {
-    /// Takes over `descriptors`. The first one is for the control channel.
+    /// Takes ownership of `descriptors`. The first one is for the control channel.
     ///
     /// # Errors
     /// If `descriptors` is empty, or one of them is not a connected TCP, Unix or vsock stream
@@ -41,7 +42,7 @@ impl Sockets {
         Ok(Self { name, count, left: Mutex::new(sockets) })
     }
 
-    /// Replaces the name of these sockets in messages.
+    /// Sets the name of these sockets in messages.
     #[must_use]
     pub fn named(self, name: impl Into<String>) -> Self {
         Self { name: name.into(), ..self }
@@ -74,7 +75,7 @@ impl Connect for Sockets {
     }
 }
 
-/// Stream socket that was handed over.
+/// Stream socket that the caller has passed.
 #[derive(Debug)]
 pub(super) enum Kind {
     Listening(Socket),
@@ -85,7 +86,7 @@ impl Kind {
     /// Returns the kind of `descriptor`.
     ///
     /// # Errors
-    /// If `descriptor` is not a TCP, Unix or vsock stream socket, or neither listens nor is
+    /// If `descriptor` is not a TCP, Unix or vsock stream socket, or if it neither listens nor is
     /// connected.
     pub(super) fn of(descriptor: OwnedFd) -> io::Result<Self> {
         let socket = stream_socket(descriptor)?;
@@ -123,8 +124,8 @@ pub(super) fn invalid(why: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, why)
 }
 
-/// Returns true if the peer of a connected socket is on another host. Unix sockets and vsock do not
-/// leave the host.
+/// Returns true if the peer of a connected socket is on another host. Connections over Unix sockets
+/// and vsock do not leave the host.
 ///
 /// # Errors
 /// If `socket` is a TCP socket that is not connected.

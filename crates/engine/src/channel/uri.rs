@@ -5,27 +5,27 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Address that a guest is sent to or received from.
+/// Address at which a guest is sent or received.
 ///
 /// The text form is `tcp:HOST:PORT` (`tcp:[::1]:7000` for an IPv6 address), `unix:PATH`, `fd:N` or
 /// `fd:N,M,...`, or `file:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Uri {
-    /// TCP port.
+    /// TCP port on a host.
     Tcp {
-        /// Name or address of the host. IPv6 addresses have no brackets.
+        /// Name or address of the host. An IPv6 address has no brackets in this field.
         host: String,
-        /// Port number. When listening, 0 means any free port.
+        /// Port number. For a listener, 0 means any free port.
         port: u16,
     },
-    /// Unix socket.
+    /// Path of a Unix socket.
     Unix(PathBuf),
-    /// Sockets that the caller has and hands over (see [`Sockets`](crate::Sockets) and
-    /// [`Listener::passed`](crate::Listener::passed)). The strings are the caller's names for them:
-    /// numbers, or names that begin with a letter.
+    /// Sockets that the caller passes ([`Sockets`](crate::Sockets),
+    /// [`Listener::passed`](crate::Listener::passed)). The strings are the caller's names for the
+    /// sockets: numbers, or names that begin with a letter or an underscore.
     Fd(Vec<String>),
-    /// File.
+    /// Path of a file.
     File(PathBuf),
 }
 
@@ -69,7 +69,7 @@ impl FromStr for Uri {
                 Ok(Self::Fd(names))
             }
             "file" => Ok(Self::File(rest.into())),
-            // Other tools have this scheme, so users may try it.
+            // Other tools have the scheme `tls`, so users may try it.
             "tls" if cfg!(feature = "tls") => {
                 Err(wrong("encryption is enabled by certificates, not by the address"))
             }
@@ -81,7 +81,8 @@ impl FromStr for Uri {
     }
 }
 
-/// Returns true if `name` is valid for a descriptor: a number without leading zeros, or a name.
+/// Returns true if `name` is valid for a descriptor: a number without leading zeros, or a name of
+/// at most 64 characters.
 fn is_name(name: &str) -> bool {
     let word = |c: char| c.is_ascii_alphanumeric() || "_-.:".contains(c);
     match name.chars().next() {

@@ -1,13 +1,13 @@
-//! Encrypted connections: TLS 1.3, in which both sides present a certificate.
+//! Encrypted connections: TLS 1.3, in which source and target both present a certificate.
 //!
 //! The encryption protects against attackers that can read, change or redirect network traffic, and
-//! against hosts that have no certificate of the operator's own authority. Each channel is a
-//! separate TLS connection. Two things bind the channels of a migration to each other:
+//! against hosts without a certificate of a trusted authority. Each channel is a separate TLS
+//! connection. Two mechanisms bind the channels of a migration to each other:
 //!
-//! - A token of 128 random bits that only the two ends of the control channel know. Every other
-//!   channel must begin with the token.
-//! - The certificate that the source presented on the control channel. The source must present the
-//!   same one on every other channel.
+//! - Tokens of 128 random bits, which only the two ends of the control channel know. Every other
+//!   channel must begin with the token of its role.
+//! - The certificate that the source has presented on the control channel. The source must present
+//!   the same certificate on every other channel.
 
 #[cfg(any(all(test, feature = "ring"), feature = "hostile"))]
 #[cfg_attr(not(test), expect(clippy::unwrap_used, reason = "nothing that ships has it"))]
@@ -30,7 +30,7 @@ use rustls::{ClientConfig, RootCertStore, ServerConfig};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Reason for which encrypted connections cannot be set up with the given certificates.
+/// Reason why encrypted connections cannot be set up with the given certificates.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TlsError {
@@ -42,7 +42,7 @@ pub enum TlsError {
         /// Error of the read.
         source: std::io::Error,
     },
-    /// A file or text does not have the required content.
+    /// A file or text does not contain what is required.
     #[error("{what} cannot be used: {why}; it must be in PEM format (-----BEGIN ...)")]
     Pem {
         /// Name of the input: the certificate, the key, or the authorities.
@@ -50,7 +50,8 @@ pub enum TlsError {
         /// Description of the error.
         why: String,
     },
-    /// The certificate, the key and the authorities do not fit together.
+    /// The certificate, the key or the authorities cannot be used, for example because the key does
+    /// not belong to the certificate.
     #[error("{what} cannot be used: {why}")]
     Unusable {
         /// Name of the input that cannot be used.
@@ -64,7 +65,7 @@ pub enum TlsError {
          the default of the process"
     )]
     NoProvider,
-    /// A name that no certificate can have.
+    /// The name cannot be the name of a certificate.
     #[error("'{name}' is neither a host name nor an address")]
     Name {
         /// The given name.
@@ -72,9 +73,11 @@ pub enum TlsError {
     },
 }
 
-/// Certificate, key and trusted authorities of one side of encrypted migrations.
+/// Settings of encrypted channels: the certificate and key of this host, and the authorities that
+/// it trusts.
 ///
-/// One certificate serves both directions: a source presents it as a client, a target as a server.
+/// The same settings serve a source, which presents the certificate as a client, and a target,
+/// which presents it as a server.
 #[derive(Clone)]
 pub struct Tls {
     client: Arc<ClientConfig>,
@@ -83,13 +86,13 @@ pub struct Tls {
 }
 
 impl std::fmt::Debug for Tls {
-    // The output contains nothing of the key.
+    // The output must not contain any part of the key.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tls").field("peer", &self.peer).finish_non_exhaustive()
     }
 }
 
-/// Returns the provider of cryptography for a caller that passes none.
+/// Returns the provider of cryptography for a caller that does not pass one.
 fn default_provider() -> Result<Arc<CryptoProvider>, TlsError> {
     CryptoProvider::get_default().cloned().or_else(built_in).ok_or(TlsError::NoProvider)
 }
@@ -97,7 +100,8 @@ fn default_provider() -> Result<Arc<CryptoProvider>, TlsError> {
 #[cfg(feature = "ring")]
 fn built_in() -> Option<Arc<CryptoProvider>> {
     let mut provider = rustls::crypto::ring::default_provider();
-    // The fastest suite comes first. Guests are large, and keys of 128 bits are strong enough.
+    // AES-128-GCM comes first, because it is the fastest suite and guests are large. Keys of 128
+    // bits are strong enough.
     provider
         .cipher_suites
         .sort_by_key(|suite| suite.suite() != rustls::CipherSuite::TLS13_AES_128_GCM_SHA256);
@@ -109,7 +113,8 @@ fn built_in() -> Option<Arc<CryptoProvider>> {
     None
 }
 
-/// Reads certificates. Fails on any other content instead of skipping it.
+/// Reads certificates in PEM format, of which there must be at least one. `what` is the name of the
+/// input in errors.
 fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'static>>, TlsError> {
     let wrong = |why: String| TlsError::Pem { what, why };
     let list: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(pem).collect();
@@ -120,25 +125,25 @@ fn certificates(what: &'static str, pem: &[u8]) -> Result<Vec<CertificateDer<'st
 impl Tls {
     /// Creates the settings from texts in PEM format.
     ///
-    /// - `certificate`: the local certificate, followed by the intermediate certificates up to
-    ///   the authority, in that order.
+    /// - `certificate`: the certificate of this host, followed by the intermediate certificates up
+    ///   to the authority, in that order.
     /// - `key`: the private key of the certificate.
     /// - `authorities`: the certificates of the authorities whose hosts are trusted.
     ///
-    /// The provider of cryptography is the default that the process has installed
-    /// ([`CryptoProvider::install_default`]). Without a default, it is `ring` if the feature `ring`
-    /// is enabled.
+    /// The provider of cryptography is the one that the process has installed as the default
+    /// ([`CryptoProvider::install_default`]). If none is installed, it is `ring`, provided that the
+    /// feature `ring` is enabled.
     ///
     /// # Errors
-    /// If a text is not in PEM format, the key does not belong to the certificate, a kind is not
-    /// supported, or there is no provider.
+    /// If a text is not in PEM format, the key does not belong to the certificate, the kind of a
+    /// key or certificate is not supported, or there is no provider of cryptography.
     pub fn from_pem(certificate: &[u8], key: &[u8], authorities: &[u8]) -> Result<Self, TlsError> {
         Self::with_provider(default_provider()?, certificate, key, authorities)
     }
 
-    /// Creates the settings as [`from_pem`](Self::from_pem) does, with the caller's own provider of
-    /// cryptography, such as one that is certified for FIPS. The provider must support TLS 1.3. Its
-    /// order of the cipher suites is the order of preference.
+    /// Creates the settings as [`from_pem`](Self::from_pem) does, but with the given provider of
+    /// cryptography, for example one that is certified for FIPS. The provider must support TLS 1.3.
+    /// The order of its cipher suites is the order of preference.
     ///
     /// # Errors
     /// As for [`from_pem`](Self::from_pem).
@@ -172,20 +177,21 @@ impl Tls {
         Self::from_pem(&read(certificate)?, &read(key)?, &read(authorities)?)
     }
 
-    /// Returns true if the provider and this configuration are approved for FIPS 140, according to
-    /// the provider.
+    /// Returns true if the provider reports that it and this configuration are approved for FIPS
+    /// 140.
     #[must_use]
     pub fn is_fips(&self) -> bool {
         self.client.fips() && self.server.fips()
     }
 
-    /// Accepts only a peer whose certificate has this name or address.
+    /// Accepts only peers whose certificate contains the name or address `name`.
     ///
-    /// Without this call, a source requires the name that it connects to. A target then accepts
-    /// guests from every host that has a certificate of the authorities.
+    /// Without this call, a source requires that the target's certificate contains the name that
+    /// the source connects to. A target accepts guests from every host that has a certificate of a
+    /// trusted authority.
     ///
     /// # Errors
-    /// If `name` is not a valid name.
+    /// If `name` is neither a host name nor an IP address.
     pub fn expecting(mut self, name: &str) -> Result<Self, TlsError> {
         self.peer = Some(server_name(name)?);
         Ok(self)
@@ -214,8 +220,8 @@ impl Tls {
             .with_webpki_verifier(server_verifier)
             .with_client_auth_cert(chain.clone(), key.clone_key())
             .map_err(own)?;
-        // Every connection must authenticate both sides: a resumed session would present no
-        // certificate.
+        // Source and target must authenticate each other on every connection, and neither would
+        // present a certificate in a resumed session.
         client.resumption = rustls::client::Resumption::disabled();
         let mut server = ServerConfig::builder_with_provider(provider)
             .with_protocol_versions(versions)
@@ -228,7 +234,7 @@ impl Tls {
         Ok(Self { client: Arc::new(client), server: Arc::new(server), peer: None })
     }
 
-    /// Returns the name that the peer of a connection to `host` must have.
+    /// Returns the name that the certificate of the target must contain for a connection to `host`.
     fn name_of(&self, host: Option<&str>) -> Result<ServerName<'static>, rustls::Error> {
         match (&self.peer, host) {
             (Some(name), _) => Ok(name.clone()),
@@ -242,7 +248,7 @@ impl Tls {
         }
     }
 
-    /// Fails unless `certificate` has the expected name, if one is set.
+    /// Returns an error if a name is expected and the source's `certificate` does not contain it.
     fn check_client(&self, certificate: &CertificateDer<'_>) -> Result<(), rustls::Error> {
         let Some(name) = &self.peer else { return Ok(()) };
         verify_server_name(&ParsedCertificate::try_from(certificate)?, name)
