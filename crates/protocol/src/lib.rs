@@ -1,14 +1,15 @@
-//! Live-migration protocol as state machines without I/O.
+//! State machines of the live-migration protocol, without I/O.
 //!
-//! Source and target each run a session: [`source::Session`] moves a guest away,
-//! [`target::Session`] receives it. A session takes events ("the target accepted", "the harvest
-//! found 12 pages", "the link is lost") and returns actions ("send this message", "pause the
-//! guest"). A session opens no socket, maps no memory, starts no thread and reads no clock. Its
-//! host performs the actions, in their order, and reports their results.
+//! Source and target each run a session: [`source::Session`] moves a guest away, and
+//! [`target::Session`] receives a guest. A session takes events ("the target accepted", "the
+//! harvest found 12 pages", "the link is lost") and returns actions ("send this message", "pause
+//! the guest"). A session opens no socket, maps no memory, starts no thread and reads no clock.
+//! Instead, the host of the session performs the actions in their order, and reports the results as
+//! events.
 //!
 //! [`run::advance`] is the loop between a session and its [`run::Host`]. The crate `vmferry-engine`
-//! has the hosts that move real guests. A simulation and a model checker have others, and run the
-//! same sessions and the same loop.
+//! implements the hosts that move real guests. A simulation and a model checker implement other
+//! hosts, and run the same sessions and the same loop.
 //!
 //! # Example
 //!

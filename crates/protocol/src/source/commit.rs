@@ -1,10 +1,10 @@
-//! Phase after the commit: the source has told the target to run the guest, and does not know yet
-//! whether the target runs it.
+//! Phases after the commit, in which the source has told the target to run the guest, and does not
+//! know yet whether the target runs it.
 //!
-//! [`arbiter`](crate::arbiter) has the rules of the arbiter. This module has only the source's
-//! claim. The source claims the guest when the link is lost between the commit and its answer, and
-//! never before: until the commit the source owns the guest, whatever the register holds. Without
-//! an answer of the arbiter the source concludes nothing.
+//! The source claims the guest from the [arbiter](crate::arbiter) only if the link is lost between
+//! the commit and its answer. Before the commit, the source needs no claim, because it owns the
+//! guest whatever the register holds. As long as the arbiter does not answer, the source concludes
+//! nothing.
 
 use super::context::SourceContext;
 use super::ending::{finish, give_up, given_back};
@@ -17,12 +17,12 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
-/// Time between the loss of the link and the source's claim of a guest that has all of its memory
-/// on the target. A target that has read the commit claims the guest at once, and the migration is
-/// then complete.
+/// Time between the loss of the link and the source's claim, for a guest that has all of its memory
+/// on the target. The delay favours the target: if it has read the commit, it claims the guest at
+/// once, and the migration is complete.
 const HEAD_START: Duration = Duration::from_millis(250);
 
-/// Answer of the arbiter.
+/// Answer of the arbiter to a claim.
 pub(super) type Answer = Result<Ownership, ArbiterError>;
 
 /// Source's claim to the guest, made to the arbiter.
@@ -30,7 +30,8 @@ pub(super) type Answer = Result<Ownership, ArbiterError>;
 pub(super) struct Claim {
     /// True if a claim was sent or waits to be sent.
     awaits_answer: bool,
-    /// True if a claim was made: the target may have to read its result.
+    /// True if a claim was made. The register must then stay, because the target may have to read
+    /// the result.
     begun: bool,
     again: Backoff,
     answer: Option<Answer>,
@@ -38,16 +39,17 @@ pub(super) struct Claim {
 
 /// Meaning of the arbiter's answer for a source that does not know who owns the guest.
 pub(super) enum Decided {
-    /// The source owns the guest: the target's claim was not granted and never will be.
+    /// The source owns the guest. The arbiter will never grant a claim of the target.
     Source,
     /// The target runs the guest.
     TargetRuns,
-    /// Nothing is decided. The source asks again.
+    /// Nothing is decided yet, and the source asks again with this action.
     Open(Action),
 }
 
 impl Claim {
-    /// Returns the claim, if none is under way.
+    /// Returns the action that makes a claim after the delay `after`, or `None` if a claim is
+    /// already under way.
     pub(super) fn begin(&mut self, after: Duration) -> Option<Action> {
         if self.awaits_answer {
             return None;
@@ -56,13 +58,13 @@ impl Claim {
         Some(Action::AskArbiter { request: ArbiterRequest::Claim(Side::Source), after })
     }
 
-    /// Takes an answer.
+    /// Takes the arbiter's answer to the claim.
     pub(super) fn answered(&mut self, answer: Answer) -> Decided {
         self.note(answer.clone());
         match answer {
             Ok(Ownership::Source) => Decided::Source,
             Ok(Ownership::Target { runs: true }) => Decided::TargetRuns,
-            // The target may yet fail to start the guest, and give it back.
+            // The target may still fail to start the guest, and then gives it back.
             Ok(Ownership::Target { runs: false } | Ownership::Open) | Err(_) => {
                 self.awaits_answer = true;
                 let after = self.again.next();
@@ -71,7 +73,7 @@ impl Claim {
         }
     }
 
-    /// Stores an answer that decides nothing any more.
+    /// Stores an answer for the report, without acting on it.
     pub(super) fn note(&mut self, answer: Answer) {
         self.awaits_answer = false;
         self.answer = Some(answer);
@@ -91,7 +93,7 @@ impl Claim {
     }
 
     /// Hashes the fields that affect decisions. The time until the next claim and the last answer
-    /// do not.
+    /// affect none.
     #[cfg(feature = "model")]
     pub(super) fn project(&self, hasher: &mut impl std::hash::Hasher) {
         let Self { awaits_answer, begun, again: _, answer: _ } = self;
@@ -99,7 +101,7 @@ impl Claim {
     }
 }
 
-/// Returns why the owner is unknown, with the last answer of the arbiter.
+/// Returns the reason why the owner is unknown, with the last answer of the arbiter.
 pub(super) fn undecided(why: &str, claim: Option<&Claim>) -> String {
     match claim.and_then(Claim::says) {
         Some(says) => format!("{why}; {says}"),
@@ -107,12 +109,13 @@ pub(super) fn undecided(why: &str, claim: Option<&Claim>) -> String {
     }
 }
 
-/// Returns the reason with which the arbiter gave the guest back to the source.
+/// Returns the reason why the guest stays on the source: the loss of the link, and the arbiter's
+/// decision for the source.
 pub(super) fn won(why: &str) -> Refusal {
     Refusal::new(RefusalCode::Other, format!("{why}; the arbiter has given the guest to the source"))
 }
 
-/// Commit that was sent, while the source waits for its answer.
+/// Phase in which the commit was sent, and the source waits for the answer.
 #[derive(Debug, Clone)]
 pub(super) struct Committed {
     kind: Kind,
@@ -137,13 +140,13 @@ impl Committed {
                 context.summary.target_cpu = Duration::from_micros(cpu_us);
                 finish(Outcome::Completed)
             }
-            // The target guarantees that the guest never ran there and never will. A target sends
-            // `Failed` if it gave up just before it read the commit.
+            // With these messages, the target guarantees that the guest has not run there and never
+            // will. The target sends `Failed` if it gave up just before it read the commit.
             Event::Message(ToSource::Returned(why) | ToSource::Failed(why)) => {
                 given_back(why, self.hands_over() || context.claim.is_some())
             }
-            // The commit was the newest message, and no byte of it was sent: the source owns the
-            // guest.
+            // The commit was the newest message, and no byte of it was sent. Therefore the source
+            // still owns the guest.
             Event::NotSent(why) => give_up(Outcome::Failed(Refusal::new(RefusalCode::Other, why)), false),
             Event::Message(message) => {
                 let why = format!("the target answered the commit with {}", message.name());
@@ -175,11 +178,12 @@ impl Committed {
         (State::Committed(self), ping)
     }
 
-    /// Handles the loss of the link. The target may or may not have read the commit. The source
-    /// must not guess: if the source ran the guest now, two hosts could run it.
+    /// Handles the loss of the link. The target may or may not have read the commit. If the source
+    /// ran the guest now, the guest could run on two hosts.
     fn lost(self, context: &mut SourceContext, now: Duration, why: String) -> Next {
         match (self.kind, &mut context.claim) {
-            // Over a new link the target reports whether it runs the guest.
+            // The source reconnects, because the target reports over the new link whether it runs
+            // the guest.
             (Kind::HandOver, _) => {
                 Recovery::begin(context, now, History::begin(now), Owner::Unknown, Reopen::Itself(why))
             }
@@ -193,15 +197,16 @@ impl Committed {
     }
 }
 
-/// Loss of the link after the commit of a guest that has all of its memory on the target. The
-/// source asks the arbiter, because a new link could not provide more information.
+/// Phase after the loss of the link between the commit and its answer, for a guest that has all of
+/// its memory on the target. The source asks the arbiter and does not reconnect, because a target
+/// that has the whole guest accepts no new link.
 #[derive(Debug, Clone)]
 pub(super) struct Claiming {
     /// Reason for the loss of the link.
     why: String,
-    /// True if the operator was told that the arbiter has not answered for long.
+    /// True if the arbiter has not decided for so long that the operator must be told.
     told: bool,
-    /// Time of the loss of the link, or of the operator's last request for the guest.
+    /// Time of the loss of the link, or of the operator's last request to recover.
     since: Duration,
 }
 

@@ -12,26 +12,28 @@ use vmferry_wire::{PagingFigures, ToTarget};
 
 /// Interval between two pings, unless the peer timeout is shorter than four times this interval.
 const PING_EVERY: Duration = Duration::from_secs(1);
-/// Number of peer timeouts that a step of the target may take while the target answers pings. The
-/// target may be slow, and pages of a pass may still be in the sockets of a slow link. But a paused
-/// guest must not wait for ever.
+/// Number of peer timeouts that a step of the target may take while the target answers pings. A
+/// step may take long because the target is slow, or because pages of a pass are still in the
+/// sockets of a slow link. The time is limited nevertheless, because a paused guest must not wait
+/// for ever.
 const PATIENCE: u32 = 3;
-/// Minimum time for quiescing the guest's I/O, if the guest may go over to postcopy. A downtime
-/// limit shorter than a flush of any storage must not prevent the migration.
+/// Minimum time for quiescing the guest's I/O, if the guest may go over to postcopy. Otherwise a
+/// downtime limit that is shorter than a flush of the storage would prevent the migration.
 const LEAST_IO_PATIENCE: Duration = Duration::from_millis(300);
 
-/// Urgency of the migration, beyond the policy. A later value includes the earlier ones.
+/// Urgency of the switchover, which overrides the policy. Each value includes the values before it.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Urgency {
-    /// The guest moves once its predicted downtime fits the limit.
+    /// The guest moves once its predicted downtime is within the limit.
     Normal,
-    /// The `auto` mode decided that the guest goes over to postcopy as soon as its I/O allows it.
+    /// The `auto` mode has decided that the guest goes over to postcopy as soon as its I/O can be
+    /// quiesced.
     Advised,
-    /// The operator or the timeout requires that the guest runs on the target before its memory has
-    /// arrived.
+    /// The operator or the timeout requires that the guest moves to the target before all of its
+    /// memory has arrived.
     Postcopy,
-    /// The timeout requires that the guest is stopped and the rest is sent, without a limit in
-    /// time.
+    /// The timeout requires that the guest is stopped and the remaining pages are sent, without a
+    /// downtime limit.
     Switch,
 }
 
@@ -63,14 +65,14 @@ impl Link {
     }
 }
 
-/// Figures that outlive their phase, for the report.
+/// Figures that the session keeps for the report, after the phase that they belong to.
 #[derive(Debug, Clone, Default)]
 pub struct Summary {
     /// Changes that the migration made to its own course.
     pub(super) course: Vec<CourseChange>,
-    /// Number of times that the link was lost in postcopy.
+    /// Number of times that the link was lost after the handover.
     pub(super) interruptions: u64,
-    /// Target's figures of the time after the switchover.
+    /// Target's figures of postcopy.
     pub(super) figures: Option<PagingFigures>,
     pub(super) verification: Option<Verification>,
     /// Number of pages that arrived with a digest mismatch and were sent again.
@@ -93,13 +95,13 @@ pub(super) struct SourceContext {
     pub(super) started: Duration,
     /// Time of the last change of step.
     pub(super) last_step: Duration,
-    /// Number of the pass.
+    /// Number of the current pass.
     pub(super) pass: u32,
     pub(super) urgency: Urgency,
     pub(super) link: Link,
     /// Time that the target expects to need for loading the state and starting the guest.
     pub(super) target_load: Option<Duration>,
-    /// True if the target's VM wants the state of a trial pause and has not received it yet.
+    /// True if the target's VM needs the state of a trial pause and has not received it yet.
     pub(super) wants_trial: bool,
     /// Names of the streams of device state.
     pub(super) streams: Vec<StreamName>,
@@ -144,8 +146,7 @@ impl SourceContext {
         vec![Action::Send(ToTarget::Ping(number + 1))]
     }
 
-    /// Returns the time within which the guest's I/O must be quiesced when there is nothing to
-    /// send.
+    /// Returns the time within which the guest's I/O must be quiesced if there is nothing to send.
     pub(super) fn io_patience(&self) -> Duration {
         let limit = self.settings.downtime_limit;
         let auto = self.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);

@@ -1,33 +1,34 @@
 //! Changes of course that a precopy makes by itself (mode `auto`).
 //!
-//! The decision is a pure function of the plan and the measurements. The session calls it after
-//! each pass that the policy would follow with another.
+//! The decision is a pure function of the plan and the measurements. The session evaluates it after
+//! each pass that, according to the policy, another pass would follow.
 
 use super::settings::AutoConverge;
 use super::verdict::{PassState, Verdict, listed, readable_time};
 use serde::Serialize;
 use std::time::Duration;
 
-/// Number of passes without progress before the course is changed. A single pass without progress
-/// may have an accidental cause, such as a busy host.
+/// Number of passes without progress after which the course is changed. A single such pass does not
+/// suffice, because it may have an accidental cause, such as a busy host.
 const PATIENCE: u32 = 2;
-/// Factor over the longest expected time from which a migration has departed from the plan.
+/// Factor of the longest expected time. A migration that takes longer has departed from the plan.
 const OVERRUN: f64 = 1.5;
 /// Largest share of its time that a throttled guest may lose, if it could move by postcopy instead.
 const BEARABLE_THROTTLE: f64 = 0.5;
 
-/// Decisions that a migration may make by itself.
+/// Changes of course that a migration may make by itself.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Auto {
-    /// True if the guest may run on the target before all of its memory has arrived.
+    /// True if the migration may go over to postcopy, in which the guest runs on the target before
+    /// all of its memory has arrived.
     pub postcopy: bool,
     /// vCPUs that may be throttled.
     pub throttle: AutoConverge,
-    /// Expectation of the plan, if there was one.
+    /// Expectation of the plan, if the migration was planned.
     pub expected: Option<Expected>,
 }
 
-/// The plan's expectation.
+/// Expectation of a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Expected {
     /// Probability that precopy ends by itself, 0 to 1.
@@ -36,32 +37,34 @@ pub struct Expected {
     pub longest: Duration,
 }
 
-/// Measurements up to the end of a pass.
+/// Measurements of a migration up to the end of a pass.
 #[derive(Debug, Clone)]
 pub struct Observations {
     /// Number of passes that were sent so far.
     pub passes: u32,
     /// Time since the migration began.
     pub elapsed: Duration,
-    /// Part of that time in which the source waited for the guest's I/O without other work.
+    /// Part of `elapsed` in which the source waited until the guest could be stopped, with almost
+    /// nothing to send.
     pub waited: Duration,
-    /// Number of passes in a row, up to the last, that made no progress.
+    /// Number of consecutive passes without progress, up to the last pass.
     pub stuck: u32,
-    /// Last pass, and the limits.
+    /// Figures of the last pass, and the limits.
     pub pass_state: PassState,
     /// Prediction from the passes so far.
     pub verdict: Verdict,
-    /// True if the operator was told before that no allowed change helps.
+    /// True if the operator was already told that no allowed change helps.
     pub advised: bool,
 }
 
-/// Course of a precopy after a pass.
+/// Decision on the course of a precopy after a pass.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Course {
     /// Continue with precopy.
     Keep,
-    /// Let the guest run on the target now, and send the rest of its memory after that.
+    /// Go over to postcopy: let the guest run on the target now, and send the rest of its memory
+    /// afterwards.
     Postcopy {
         /// Reason for the change.
         why: String,
@@ -73,20 +76,21 @@ pub enum Course {
         /// Reason for the change.
         why: String,
     },
-    /// Tell the operator which change of the settings would help, because no allowed change does.
+    /// Tell the operator which change of the settings would help, because the settings allow no
+    /// change that helps.
     Advise {
-        /// Reason, and the changes that would help.
+        /// Reason for the advice, and the changes that would help.
         why: String,
     },
 }
 
-/// Change of course, as an entry of the report.
+/// Change of course, or advice, as an entry of the report.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct CourseChange {
     /// Time since the migration began, in milliseconds.
     pub at_ms: f64,
-    /// Number of passes before the change.
+    /// Number of passes that were sent before the change.
     pub passes: u32,
     /// Kind of change: `postcopy`, `throttle` or `advice`.
     pub what: String,
@@ -95,7 +99,7 @@ pub struct CourseChange {
 }
 
 impl Course {
-    /// Returns the change as an entry of the report. `None` if nothing changes.
+    /// Returns the decision as an entry of the report, or `None` for [`Course::Keep`].
     #[must_use]
     pub fn change(&self, seen: &Observations) -> Option<CourseChange> {
         let (what, why) = match self {
@@ -116,8 +120,8 @@ impl Auto {
         let Some(trouble) = self.trouble(seen) else { return Course::Keep };
         let share = seen.pass_state.needed_throttle();
         let slow = !seen.pass_state.throttled && self.throttle != AutoConverge::Off;
-        // Throttling helps only if the guest dirties too fast. It does not help if stopping alone
-        // takes too long.
+        // Throttling helps only if the guest dirties pages too fast. It does not help if stopping
+        // the guest takes too long even with nothing to send.
         let slowing_helps = slow && seen.pass_state.fixed <= seen.pass_state.limit;
         if slowing_helps && (!self.postcopy || share <= BEARABLE_THROTTLE) {
             let why = format!(
@@ -142,7 +146,8 @@ impl Auto {
         }
     }
 
-    /// Returns how the migration departs from the plan, if it does.
+    /// Returns a text that states why the course must change, or `None` if it need not: the passes
+    /// make no progress, or the migration takes much longer than planned.
     fn trouble(&self, seen: &Observations) -> Option<String> {
         if seen.stuck >= self.patience() {
             let ratio = seen.verdict.ratio.unwrap_or(1.0) * 100.0;
@@ -168,8 +173,8 @@ impl Auto {
         })
     }
 
-    /// Returns the number of passes without progress that are tolerated. If the plan expected no
-    /// convergence, one such pass suffices.
+    /// Returns the number of consecutive passes without progress after which the course is changed.
+    /// If the plan expected no convergence, one such pass suffices.
     fn patience(&self) -> u32 {
         if self.expected.is_some_and(|expected| expected.converges < 0.5) { 1 } else { PATIENCE }
     }

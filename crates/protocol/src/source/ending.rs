@@ -1,10 +1,11 @@
-//! Last phases: the guest is resumed if necessary, and the outcome is reported.
+//! Last phases, in which the source resumes the guest if it owns the guest, and reports the
+//! outcome.
 
 use super::{Next, State};
 use crate::source::events::{Action, Event, Outcome};
 use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
-/// Phase in which the source, which owns the guest, resumes it.
+/// Phase in which the source resumes the guest, which it owns.
 #[derive(Debug, Clone)]
 pub(super) struct Resuming {
     pub(super) outcome: Outcome,
@@ -17,11 +18,12 @@ pub(super) struct Ended {
     resume_failed: bool,
 }
 
-/// Ends the migration before the commit: the source owns the guest and keeps it.
+/// Ends the migration before the commit, when the source owns the guest and keeps it. If `tell` is
+/// true, the target is told so.
 pub(super) fn give_up(outcome: Outcome, tell: bool) -> Next {
-    // The guest is resumed first, because a message to a target that does not read can take long.
-    // The guest is resumed even if its pause was only begun, which has no effect on a running
-    // guest.
+    // The guest is resumed before the message is sent, because sending to a target that does not
+    // read can take long. The source resumes the guest even if it is not paused, which has no
+    // effect on a running guest.
     let mut actions = vec![Action::Resume];
     if tell {
         let why = match &outcome {
@@ -34,9 +36,8 @@ pub(super) fn give_up(outcome: Outcome, tell: bool) -> Next {
     (State::Resuming(Resuming { outcome }), actions)
 }
 
-/// Ends the migration because the source is known to own the guest although the target was told to
-/// run it. If `thanks` is true, the target waits for the information that the source has received
-/// its message.
+/// Ends the migration after the commit, because the source is known to own the guest again. If
+/// `thanks` is true, the target waits for the confirmation that the source knows this.
 pub(super) fn given_back(why: Refusal, thanks: bool) -> Next {
     // The guest is resumed first.
     let reply = thanks.then_some(Action::Send(ToTarget::Thanks));
@@ -44,7 +45,7 @@ pub(super) fn given_back(why: Refusal, thanks: bool) -> Next {
     (State::Resuming(Resuming { outcome: Outcome::Failed(why) }), actions)
 }
 
-/// Ends the migration without a change of the guest.
+/// Ends the migration without resuming the guest.
 pub(super) fn finish(outcome: Outcome) -> Next {
     let ended = Ended { outcome: Some(outcome.clone()), resume_failed: false };
     (State::Ended(ended), vec![Action::Finish(outcome)])
@@ -72,7 +73,8 @@ impl Resuming {
 }
 
 impl Ended {
-    /// Returns true if the target was told to run the guest, and nothing gave the guest back.
+    /// Returns true if the target was told to run the guest, and the source did not get the guest
+    /// back.
     pub(super) fn after_commit(&self) -> bool {
         matches!(self.outcome, Some(Outcome::Unknown(_) | Outcome::Completed | Outcome::Lost(_)))
     }

@@ -5,32 +5,33 @@ use std::time::Duration;
 use vmferry_core::{RunState, Section};
 use vmferry_wire::{MissingPages, Refusal, RegionPage, RegionRun, ToSource, ToTarget, Token};
 
-/// Event that the host reports.
+/// Event that the host of the source's session reports.
 #[derive(Debug, Clone)]
 pub enum Event {
-    /// A message of the target.
+    /// A message from the target has arrived.
     Message(ToSource),
     /// The channels of [`Action::OpenChannels`] are open.
     ChannelsOpened,
     /// The tracker of dirty pages has started.
     TrackerStarted,
-    /// The guest was paused for a trial pause, and runs again.
+    /// The trial pause has ended, and the guest runs again.
     TrialPaused {
-        /// Time that stopping the vCPUs and saving the state took.
+        /// Time that stopping the vCPUs and saving the device state took.
         stop: Duration,
-        /// Time that saving the state took.
+        /// Time that saving the device state took.
         save: Duration,
         /// Time that quiescing the guest's I/O took.
         quiesce: Duration,
         /// Time for which the guest was paused.
         paused: Duration,
-        /// Bytes of the state.
+        /// Size of the device state in bytes.
         state_bytes: u64,
-        /// The state. `None` if the guest was not paused, and the VMM has declared these values.
+        /// The device state. `None` if the guest was not paused, because the VMM has declared these
+        /// values.
         trial: Option<Vec<Section>>,
     },
-    /// The guest's I/O was not quiesced in the given time. After a trial pause the guest runs
-    /// again.
+    /// The guest's I/O did not quiesce in the given time. After a trial pause, the guest runs
+    /// again. After [`Action::Save`], the guest is still paused.
     Busy {
         /// Time for which the guest was paused.
         paused: Duration,
@@ -39,52 +40,52 @@ pub enum Event {
     },
     /// Every channel has sent its part of the pass.
     PassSent {
-        /// Bytes on the wire.
+        /// Number of bytes that were sent.
         bytes: u64,
-        /// Time that listing the pages of the pass took.
+        /// Time that listing the pages of the pass took on the source.
         listing: Duration,
     },
     /// The dirty pages were harvested.
     Harvested {
-        /// Number of pages to send.
+        /// Number of pages that are to be sent.
         pages: u64,
         /// Number of pages that each vCPU wrote since the last harvest. Empty if the tracker does
         /// not distinguish vCPUs.
         writers: Vec<u64>,
     },
-    /// The digests of [`Pass::Digests`] are being sent.
+    /// The host has begun to send the digests of [`Pass::Digests`].
     Comparing {
-        /// Number of pages that the verification compares: all pages except missing pages and pages
-        /// whose content does not matter.
+        /// Number of pages that the verification compares: all pages, except missing pages and
+        /// pages whose content does not matter.
         pages: u64,
     },
     /// The guest is paused.
     Paused {
-        /// State that the operator wants.
+        /// State in which the operator wants the guest to be after the migration.
         wanted: RunState,
     },
-    /// The state was saved.
+    /// The device state was saved.
     Saved {
-        /// The state.
+        /// The device state.
         sections: Vec<Section>,
     },
-    /// The streams of device state have been sent: completely if the guest is paused, otherwise as
-    /// far as they have data.
+    /// The streams of device state have been sent: all of their data if the guest is paused,
+    /// otherwise the data that is available so far.
     StateStreamed {
         /// Number of bytes that were sent.
         bytes: u64,
         /// Number of bytes that would be left if the guest were paused now.
         left: u64,
     },
-    /// The source has released everything that only the host that runs the guest may hold.
+    /// The source has released the resources that only the host that runs the guest may hold.
     Released,
-    /// The guest runs again.
+    /// The guest runs again after [`Action::Resume`] or [`Action::RunOn`].
     Resumed,
-    /// The target was told which pages are missing, and requests for them are answered.
+    /// The target was told which pages are missing, and the host answers requests for them.
     HandedOver {
         /// Number of missing pages.
         pages: u64,
-        /// Number of other pages whose content does not matter.
+        /// Number of other pages, whose content does not matter.
         skipped: u64,
     },
     /// A new control channel is open.
@@ -95,14 +96,15 @@ pub enum Event {
     LocalFailure(Refusal),
     /// The link failed, or the peer is gone.
     PeerLost(String),
-    /// The link failed before the first byte of the newest message was sent: the target cannot have
-    /// received that message.
+    /// The link failed before the first byte of the newest message was sent, so the target cannot
+    /// have received that message.
     NotSent(String),
     /// The operator cancelled the migration.
     Cancel,
-    /// The operator requested that the guest runs on the target now.
+    /// The operator requested that the guest moves to the target now, before all of its memory has
+    /// arrived.
     SwitchNow,
-    /// The operator requested that the link is closed, and not opened again before
+    /// The operator requested that the link is closed, and is not opened again before
     /// [`Event::Recover`].
     Pause,
     /// The operator requested that a lost link is opened again.
@@ -116,15 +118,17 @@ pub enum Event {
 }
 
 impl Event {
-    /// Returns the event for a `message` of which no byte was sent. A commit that was not sent
-    /// leaves the guest with the source. A ping that was not sent proves nothing about the messages
-    /// before it.
+    /// Returns the event for a `message` of which no byte was sent.
+    ///
+    /// For a ping, this is [`Event::PeerLost`], because a ping that was not sent proves nothing
+    /// about the messages before it, such as a commit. For other messages, it is
+    /// [`Event::NotSent`], so that a commit that was not sent leaves the guest with the source.
     pub fn unsent(message: &ToTarget, why: String) -> Self {
         if matches!(message, ToTarget::Ping(_)) { Self::PeerLost(why) } else { Self::NotSent(why) }
     }
 }
 
-/// Pages of a pass.
+/// Content of a pass.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Pass {
     /// The pages that were harvested.
@@ -138,7 +142,7 @@ pub enum Pass {
     Digests,
 }
 
-/// Action that the host performs.
+/// Action that the host of the source's session performs.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Action {
     /// Send a message on the control channel.
@@ -150,32 +154,34 @@ pub enum Action {
         /// Token for the urgent channels.
         urgent: Token,
     },
-    /// Keep the token by which the control channel can be opened again.
+    /// Store the token with which the control channel can be opened again.
     Remember {
         /// Token for a new control channel.
         resume: Token,
     },
-    /// Name the pages that are still to be sent, and the pages of `also`, to the target. Answer
-    /// requests for them from now on.
+    /// Tell the target which pages are missing: the pages that are still to be sent, and the pages
+    /// of `also`. Answer requests for these pages from now on, and report [`Event::HandedOver`].
     HandOver {
         /// Pages that arrived with a digest mismatch.
         also: Vec<RegionRun>,
     },
-    /// Send the missing pages that no vCPU waits for, on all bulk channels.
+    /// Send the missing pages on all bulk channels, except those that are sent on request.
     SendRemaining {
         /// Number of the pass.
         number: u32,
     },
-    /// Close every channel: the link is lost.
+    /// Close every channel, because the link is lost.
     Disconnect,
-    /// Open a new control channel after a delay.
+    /// Open a new control channel after a delay, and report [`Event::Reconnected`] or
+    /// [`Event::NotReconnected`].
     Reconnect {
         /// Delay before the attempt.
         after: Duration,
     },
     /// Add these pages to the target's missing pages.
     TakeMissing(MissingPages),
-    /// The target has named all of its missing pages: answer requests for them from now on.
+    /// Answer requests for missing pages from now on. The target has named all of its missing
+    /// pages.
     ServeMissing {
         /// Number of missing pages.
         pages: u64,
@@ -187,31 +193,34 @@ pub enum Action {
         /// Time within which the guest's I/O must be quiesced.
         within: Duration,
     },
-    /// Collect the dirty pages.
+    /// Harvest the dirty pages, and report [`Event::Harvested`].
     Harvest,
-    /// Send a pass on all bulk channels.
+    /// Send a pass on all bulk channels, and report [`Event::PassSent`].
     SendPass {
         /// Number of the pass.
         number: u32,
         /// Pages of the pass.
         pass: Pass,
     },
-    /// Stop each vCPU for its share of the time. The last share is for all further vCPUs.
+    /// Stop each vCPU for its share of the time, 0 to 1. The last share applies to all further
+    /// vCPUs.
     Throttle(Vec<f64>),
     /// Pause the guest.
     Pause,
-    /// Save the state.
+    /// Quiesce the guest's I/O and save the device state. Report [`Event::Saved`] or
+    /// [`Event::Busy`].
     Save {
         /// Time within which the guest's I/O must be quiesced.
         within: Duration,
     },
-    /// Begin to send the streams of device state, in parallel with everything else, and report
-    /// [`Event::StateStreamed`]. Send the data that is available while the guest runs, or all data
-    /// if the guest is paused.
+    /// Begin to send the streams of device state, in parallel with other actions, and report
+    /// [`Event::StateStreamed`]. If the guest runs, send the data that is available now. If the
+    /// guest is paused, send all data.
     StreamState,
-    /// Resume the guest for a later attempt to stop it.
+    /// Resume the guest, because the source will try to stop it again later.
     RunOn,
-    /// Release everything that only the host that runs the guest may hold.
+    /// Release the resources that only the host that runs the guest may hold, and report
+    /// [`Event::Released`].
     Release,
     /// Make this request to the arbiter after a delay, and report [`Event::ArbiterAnswered`].
     AskArbiter {
@@ -220,9 +229,9 @@ pub enum Action {
         /// Delay before the request.
         after: Duration,
     },
-    /// Resume the guest.
+    /// Resume the guest, because it stays on the source. Report [`Event::Resumed`].
     Resume,
-    /// The migration has ended. No other action follows.
+    /// End the session with this outcome. No other action follows.
     Finish(Outcome),
 }
 
@@ -249,6 +258,6 @@ pub struct Verification {
     pub pages: u64,
     /// Number of pages that differ.
     pub mismatched: u64,
-    /// First pages that differ.
+    /// The first of the pages that differ.
     pub samples: Vec<RegionPage>,
 }

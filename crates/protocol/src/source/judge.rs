@@ -1,4 +1,4 @@
-//! Judgement of a precopy after each of its passes, and the resulting course.
+//! Prediction after each pass of a precopy, and the resulting change of course.
 
 use super::context::{SourceContext, Urgency};
 use super::costs::Costs;
@@ -7,16 +7,17 @@ use crate::source::settings::AutoConverge;
 use crate::source::{Course, CourseChange, Observations, PassState, Remedy, Verdict};
 use std::time::Duration;
 
-/// Share of pages left, compared with the pass before, above which a pass made no progress.
+/// Ratio of the pages that a pass left to the pages that the pass before left. A pass with a higher
+/// ratio made no progress.
 const PROGRESS: f64 = 0.95;
 
 /// State that is kept from pass to pass.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Judged {
     pub(super) verdict: Option<Verdict>,
-    /// Number of pages that the pass before left.
+    /// Number of pages that the previous pass left.
     before: Option<u64>,
-    /// Number of passes in a row that made no progress.
+    /// Number of consecutive passes without progress.
     pub(super) stuck: u32,
     /// True if the operator was told that no allowed change helps.
     advised: bool,
@@ -52,8 +53,9 @@ impl Judged {
         })
     }
 
-    /// Judges `pass_state`. `waits_for_io` is true if only the guest's I/O prevents stopping it,
-    /// and `waited` is the time for which the source waited for the guest.
+    /// Makes the prediction from `pass_state`, and returns the measurements so far. `waits_for_io`
+    /// is true if only the guest's I/O prevents stopping the guest, and `waited` is the total time
+    /// for which the source has waited until the guest could be stopped.
     pub(super) fn seen(
         &mut self,
         context: &SourceContext,
@@ -97,8 +99,8 @@ impl Judged {
             }
             Course::Throttle { how, .. } => {
                 self.throttles = true;
-                // The pages that the last pass left were written at full speed, so the next passes
-                // are judged anew.
+                // The guest wrote the pages that the last pass left at full speed, so the next
+                // passes must not be compared with that pass.
                 self.stuck = 0;
                 return Some(how);
             }
@@ -107,7 +109,8 @@ impl Judged {
         None
     }
 
-    /// Records that the guest moves by postcopy because stopping it takes `costs`.
+    /// Records the change of course to postcopy of a guest that takes too long to stop: `costs`,
+    /// with nothing to send.
     pub(super) fn note_long_stop(context: &mut SourceContext, now: Duration, costs: Duration) {
         let millis = |time: Duration| time.as_secs_f64() * 1e3;
         let why = format!(

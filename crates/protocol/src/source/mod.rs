@@ -1,34 +1,35 @@
-//! Source of a migration as a state machine without I/O.
+//! State machine of the source of a migration, without I/O.
 //!
-//! A [`Session`] takes events and returns actions. The host performs the actions and reports the
-//! events: see [`run`]. A session never blocks, never reads a clock, allocates nothing per page,
-//! and uses no socket.
+//! A [`Session`] takes events and returns actions. Its host performs the actions and reports the
+//! events: see [`run`]. A session never blocks, reads no clock, uses no socket, and allocates
+//! nothing per page.
 //!
 //! # Phases
 //!
-//! Each phase is a type that owns its own fields, in a module of its own. A phase takes an event by
-//! value and returns the phase that follows.
+//! Each phase is a type with its own fields in its own module. A phase takes itself and an event by
+//! value, and returns the phase that follows.
 //!
 //! | type | the source | the guest |
 //! |---|---|---|
 //! | `Setup` | agrees with the target on the machine and opens channels | runs on the source |
 //! | `Precopy` | sends passes over memory | runs on the source |
-//! | `Stopping` | pauses the guest and saves its state; may still resume it | is paused |
-//! | `Switchover` | sends the last pages, or names the missing ones | is paused |
+//! | `Stopping` | pauses the guest and saves its device state; may still resume the guest and try again later | is paused |
+//! | `Switchover` | sends the last pages, or names the missing pages | is paused |
 //! | `Committed` | has told the target to run the guest, and awaits its answer | is paused |
-//! | `Claiming` | lost the link after the commit, and asks the arbiter | is paused |
+//! | `Claiming` | has lost the link after the commit, and asks the arbiter | is paused |
 //! | `Postcopy` | sends the missing pages | runs on the target |
-//! | `Recovery` | lost the link after the handover, and opens it again | may run on the target |
-//! | `Resuming` | failed or was cancelled, and resumes the guest | is resumed |
+//! | `Recovery` | has lost the link after the handover, and reconnects | may run on the target |
+//! | `Resuming` | has failed or was cancelled, and resumes the guest | is resumed on the source |
 //! | `Ended` | does nothing more | |
 //!
 //! # Which host may run the guest
 //!
-//! Until the session returns [`ToTarget::Commit`], every failure ends in [`Action::Resume`]: the
-//! guest stays with the source. After the commit the source does not resume the guest on its own,
-//! because the target may run it. Two messages give it back: the target's [`ToSource::Returned`],
-//! which renounces the guest for good, and an arbiter's answer that the source owns the guest
-//! (`commit`).
+//! Until the session returns [`ToTarget::Commit`], every failure ends in [`Action::Resume`], and
+//! the source keeps the guest. After the commit, the source does not resume the guest on its own,
+//! because the target may run the guest. The source owns the guest again only if the target
+//! renounces the guest for good ([`ToSource::Returned`] or [`ToSource::Failed`]), if the arbiter
+//! answers that the source owns the guest, or if no byte of the commit was sent
+//! ([`Event::NotSent`]).
 
 mod commit;
 mod context;
@@ -72,7 +73,7 @@ use switchover::Switchover;
 use vmferry_core::{MachineConfig, StreamName};
 use vmferry_wire::{PagingFigures, Refusal, RefusalCode, ToSource, ToTarget};
 
-/// Phase that the migration handle and the report show.
+/// Phase of a session, as the migration handle and the report show it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Source and target agree on the migration, and open channels.
@@ -81,11 +82,11 @@ pub enum Phase {
     Precopy,
     /// The guest is paused.
     Switchover,
-    /// The source cannot know who owns the guest.
+    /// The source cannot know who owns the guest, and asks the arbiter.
     Unknown,
     /// The guest runs on the target, and its missing pages are being sent.
     Postcopy,
-    /// The link is lost after the handover.
+    /// The link was lost after the handover, and the source reconnects.
     PostcopyPaused,
     /// The outcome is decided.
     Ended,
@@ -106,8 +107,8 @@ enum State {
     Ended(Ended),
 }
 
-/// Step within a phase: the event that the session waits for. A change of step sets the time of the
-/// last progress.
+/// Step within a phase, which determines the event that the session waits for. Each change of step
+/// counts as progress.
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 enum Step {
     Setup(setup::Step),
@@ -122,7 +123,7 @@ enum Step {
     Ended,
 }
 
-/// State that follows an event, and the actions to perform, in their order.
+/// State that follows an event, and the actions to perform in their order.
 type Next = (State, Vec<Action>);
 
 /// Session of a source.
@@ -148,8 +149,8 @@ impl State {
         }
     }
 
-    /// Returns the step of the target that the session waits for. `None` while the source itself
-    /// works.
+    /// Returns what the session waits for the target to have done. `None` while the session does
+    /// not wait for the target.
     fn awaited(&self) -> Option<&'static str> {
         match self.step() {
             Step::Setup(setup::Step::AwaitAccept) => Some("accepted the guest"),
@@ -166,7 +167,7 @@ impl State {
     }
 }
 
-/// Returns the error of a peer or host whose event is not allowed in this step.
+/// Returns the error for an event that is not allowed in this step.
 fn misplaced(event: &Event, step: Step) -> Refusal {
     let detail = match event {
         Event::Message(message) => {
@@ -178,7 +179,8 @@ fn misplaced(event: &Event, step: Step) -> Refusal {
 }
 
 impl Session {
-    /// Begins a migration of a guest of `pages` pages. The control channel is open.
+    /// Begins the migration of a guest of `pages` pages at the time `now`, and returns the session
+    /// with its first actions. The control channel must be open.
     pub fn begin(
         settings: Settings,
         machine: MachineConfig,
@@ -197,14 +199,16 @@ impl Session {
         (session, vec![Action::Send(first)])
     }
 
-    /// Adds streams of device state with these names. The target must support streams.
+    /// Adds streams of device state with these names. Call this only if the target supports
+    /// streams.
     #[must_use]
     pub fn streaming(mut self, streams: Vec<StreamName>) -> Self {
         self.context.streams = streams;
         self
     }
 
-    /// Takes an event. Returns the actions that follow from it, in their order.
+    /// Takes an event that the host reports at the time `now`. Returns the actions that follow from
+    /// the event, in their order.
     pub fn handle(&mut self, now: Duration, event: Event) -> Vec<Action> {
         let before = self.state.step();
         let placeholder = State::Ended(Ended::default());
@@ -217,8 +221,8 @@ impl Session {
         actions
     }
 
-    /// Takes the answer to ping `number`, which arrived at `at`. The time until the host reports
-    /// the answer is not part of the round trip.
+    /// Takes the answer to ping `number`, which arrived at the time `at`. Because of `at`, the time
+    /// until the host reports the answer does not count as part of the round trip.
     pub fn pong(&mut self, at: Duration, number: u64) {
         self.context.link.pong(at, number);
     }
@@ -226,7 +230,7 @@ impl Session {
 
 /// Takes an event in any state.
 fn react(state: State, context: &mut SourceContext, now: Duration, event: Event) -> Next {
-    // Three messages may arrive at any time, and are no answers.
+    // These three messages may arrive at any time, because they answer no step.
     match event {
         Event::Message(ToSource::Pong(number)) => {
             context.link.pong(now, number);
@@ -255,12 +259,12 @@ fn react(state: State, context: &mut SourceContext, now: Duration, event: Event)
     }
 }
 
-/// Takes an event before the commit, while every failure leaves the guest with the source.
+/// Takes an event before the commit, when every failure leaves the guest with the source.
 fn before_commit(state: State, context: &mut SourceContext, now: Duration, event: Event) -> Next {
     match event {
         Event::Message(ToSource::Failed(why)) => {
-            // A target that was about to start the guest waits for the information that it must not
-            // start it.
+            // A target that was about to start the guest waits for a message that it must not do
+            // so.
             let tell = matches!(&state, State::Stopping(s) if s.hands_over())
                 || matches!(&state, State::Switchover(s) if s.hands_over());
             give_up(Outcome::Failed(why), tell)
@@ -277,8 +281,8 @@ fn before_commit(state: State, context: &mut SourceContext, now: Duration, event
             }
             (state, Vec::new())
         }
-        // A link that is lost before the commit cannot be opened again: the loss ends the
-        // migration. The arbiter was not asked.
+        // The loss of the link before the commit ends the migration, so there is no link to
+        // restore. The arbiter was not asked yet.
         Event::Pause | Event::Recover | Event::Abandon | Event::ArbiterAnswered(_) => (state, Vec::new()),
         event => match state {
             State::Setup(setup) => setup.handle(context, now, event),
@@ -290,7 +294,7 @@ fn before_commit(state: State, context: &mut SourceContext, now: Duration, event
     }
 }
 
-/// Takes a tick of the clock before the commit.
+/// Handles a tick of the clock before the commit.
 fn tick(state: State, context: &mut SourceContext, now: Duration) -> Next {
     let paused = matches!(state, State::Stopping(_) | State::Switchover(_));
     if let Some(limit) = context.settings.timeout
@@ -369,14 +373,15 @@ impl Session {
         }
     }
 
-    /// Returns the measured bandwidth of the link, in bytes per second.
+    /// Returns the measured bandwidth of the link in bytes per second. `None` before the end of the
+    /// first pass.
     pub fn bandwidth(&self) -> Option<f64> {
         self.context.link.rate.bandwidth()
     }
 
     /// Returns the downtime to expect if the guest were stopped now, or the downtime that was
-    /// expected when the guest was stopped. `None` in a postcopy: the downtime does not depend on
-    /// the pages there, and no trial pause measures a handover.
+    /// expected when the guest was stopped. `None` for a handover, whose downtime does not depend
+    /// on the number of pages, and which no trial pause measures.
     pub fn predicted_downtime(&self) -> Option<Duration> {
         match &self.state {
             State::Precopy(precopy) => precopy.predicted(&self.context),
@@ -386,7 +391,8 @@ impl Session {
         }
     }
 
-    /// Returns the reason why the guest's I/O prevented stopping it at the last attempt.
+    /// Returns the I/O that prevented stopping the guest at the last attempt. `None` if the I/O was
+    /// quiesced, or once the guest is being stopped.
     pub fn busy(&self) -> Option<&str> {
         match self.state {
             State::Setup(_) | State::Precopy(_) => self.context.deferral.busy(),
@@ -394,13 +400,14 @@ impl Session {
         }
     }
 
-    /// Returns true if the next harvest finds pages that were not written during a pass.
+    /// Returns true if the session waits for a harvest of pages that were not written during a
+    /// pass.
     pub fn harvests_after_wait(&self) -> bool {
         matches!(&self.state, State::Precopy(precopy) if precopy.harvests_after_wait())
     }
 
-    /// Returns the number of deferrals: attempts at which the guest's I/O was too busy to stop the
-    /// guest.
+    /// Returns the number of deferrals because of I/O: attempts to stop the guest at which its I/O
+    /// did not quiesce in time.
     pub fn deferrals(&self) -> u64 {
         self.context.deferral.count
     }
@@ -410,7 +417,8 @@ impl Session {
         self.context.deferral.paused
     }
 
-    /// Returns the prediction for the passes, while passes are sent.
+    /// Returns the prediction of whether the precopy ends by itself. `None` outside precopy, and
+    /// before the end of the first pass.
     pub fn verdict(&self) -> Option<&Verdict> {
         if let State::Precopy(precopy) = &self.state { precopy.verdict() } else { None }
     }
@@ -420,9 +428,9 @@ impl Session {
         &self.context.summary.course
     }
 
-    /// Returns the state of a link that is lost after the commit, with the reason for the loss. The
-    /// flag is true if the link stays lost until the operator asks for it. `None` if the link is
-    /// not lost.
+    /// Returns the reason for the loss of a link that was lost after the commit. `None` if the link
+    /// is not lost. The flag is true if the source waits for the operator: it no longer reconnects
+    /// by itself, or the arbiter has not answered for a long time.
     pub fn interrupted(&self) -> Option<(bool, &str)> {
         match &self.state {
             State::Claiming(claiming) => Some(claiming.interrupted()),
@@ -431,18 +439,20 @@ impl Session {
         }
     }
 
-    /// Returns the number of times that the link was lost in postcopy.
+    /// Returns the number of times that the link was lost after the handover, including cuts that
+    /// the operator requested.
     pub fn interruptions(&self) -> u64 {
         self.context.summary.interruptions
     }
 
-    /// Returns the last answer of the arbiter, if the source has claimed the guest.
+    /// Returns the last answer of the arbiter as text for the operator, if the source has claimed
+    /// the guest.
     pub fn arbiter_answer(&self) -> Option<String> {
         self.context.claim.as_ref()?.says()
     }
 
-    /// Returns true if the register is not needed any more. After a claim of the source the
-    /// register stays, because the target may have to read it.
+    /// Returns true if there is an arbiter and its register is not needed any more. If the source
+    /// has claimed the guest, the register must stay, because the target may have to read it.
     pub fn register_unneeded(&self) -> bool {
         self.context.claim.as_ref().is_some_and(|claim| !claim.begun())
     }
@@ -457,12 +467,12 @@ impl Session {
         self.context.patience()
     }
 
-    /// Returns the target's figures of the time after the switchover.
+    /// Returns the target's figures of postcopy, once the target has reported them.
     pub fn figures(&self) -> Option<&PagingFigures> {
         self.context.summary.figures.as_ref()
     }
 
-    /// Returns the result of the verification.
+    /// Returns the result of the verification, once the target has reported it.
     pub fn verification(&self) -> Option<&Verification> {
         self.context.summary.verification.as_ref()
     }
@@ -476,7 +486,7 @@ impl Session {
 /// Methods for the model and the tests.
 #[cfg(any(test, feature = "model"))]
 impl Session {
-    /// Returns true if the guest's I/O was too busy at the last attempt.
+    /// Returns true if the guest's I/O did not quiesce at the last attempt to stop the guest.
     pub fn was_busy(&self) -> bool {
         self.context.deferral.busy().is_some()
     }

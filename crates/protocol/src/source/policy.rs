@@ -1,38 +1,42 @@
-//! Decision when to stop the guest: a pure function of the measurements.
+//! Decision on when to stop the guest: a pure function of the measurements.
 
 use super::settings::{Settings, SwitchoverBandwidth};
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// Largest share of the pages of the pass before that a pass may leave to count as progress. A pass
-/// that shrinks less saves less downtime than the tracking during that pass costs the guest.
+/// Largest ratio of the pages that a pass leaves to the pages that the previous pass left, for
+/// which a further pass is worthwhile. If passes shrink less, a further pass saves less downtime
+/// than tracking during that pass costs the guest.
 const WORTHWHILE_SHRINK: f64 = 0.75;
 
-/// Share of the fixed costs below which the time for the remaining pages justifies no further pass:
-/// the downtime could hardly become shorter.
+/// Share of the fixed costs. If the time for sending the remaining pages is below this share, no
+/// further pass is worthwhile, because the downtime could hardly become shorter.
 const NEGLIGIBLE_OF_FIXED: f64 = 0.5;
 
-/// Share of the limit below which the time for the remaining pages justifies no further pass. With
-/// a limit of 300 ms, 5 ms do not matter, but in each further pass the guest has a fault for every
-/// page that it writes, and the migration takes longer.
+/// Share of the downtime limit. If the time for sending the remaining pages is below this share, no
+/// further pass is worthwhile. With a limit of 300 ms, 5 ms of downtime do not matter, whereas a
+/// further pass causes a fault for every page that the guest writes, and makes the migration
+/// longer.
 const NEGLIGIBLE_OF_LIMIT: f64 = 1.0 / 64.0;
 
-/// Minimum size of a pass for a measurement of the link, in bytes. In a smaller pass, latency and
+/// Minimum size of a pass, in bytes, for a measurement of the link. In a smaller pass, latency and
 /// start-up dominate.
 const TELLING_BYTES: u64 = 8 << 20;
 
-/// Share of its cap above which a link may be faster than the cap. A link below this share is at
-/// its own limit.
+/// Share of the bandwidth limit. If passes reach this share, the bandwidth limit may hold them
+/// back. Otherwise the link itself is the limit.
 const CAP_FELT: f64 = 0.8;
 
-/// Share of the pages of the pass before. In hybrid mode, a pass that leaves more is the last one:
-/// the guest dirties about as fast as the link sends.
+/// Ratio of the pages that a pass leaves to the pages that the previous pass left. In hybrid mode,
+/// a pass with a higher ratio is the last one, because the guest dirties pages about as fast as the
+/// link sends them.
 pub const CONVERGING: f64 = 0.75;
 
-/// Result of one pass, from its first byte to the target's message that all pages have arrived.
+/// Result of one pass, from its first byte until the target's message that all of its pages have
+/// arrived.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PassOutcome {
-    /// Bytes on the wire.
+    /// Bytes that the pass sent.
     pub bytes: u64,
     /// Duration of the pass.
     pub elapsed: Duration,
@@ -40,28 +44,28 @@ pub struct PassOutcome {
     pub remaining: u64,
 }
 
-/// Decision after a pass.
+/// Decision of the policy after a pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Send the dirty pages while the guest runs.
+    /// Send another pass while the guest runs.
     Continue,
-    /// Stop the guest and send the rest.
+    /// Stop the guest, and send the remaining pages.
     Switch,
 }
 
-/// Rate of the link, as measured in passes.
+/// Bandwidth of the link, as measured in passes, with its limits.
 #[derive(Debug, Clone)]
 pub struct LinkRate {
     /// Bandwidth of the newest pass that was large enough to measure, in bytes per second.
     bandwidth: Option<f64>,
-    /// Limit of passes, in bytes per second.
+    /// Bandwidth limit of passes, in bytes per second.
     cap: Option<u64>,
-    /// Limit that holds instead while the guest is paused.
+    /// Bandwidth limit that applies instead while the guest is paused.
     paused: Option<SwitchoverBandwidth>,
 }
 
 impl LinkRate {
-    /// Returns a link without measurements.
+    /// Returns the state before the first measurement, with the limits of `settings`.
     pub fn of(settings: &Settings) -> Self {
         Self { bandwidth: None, cap: settings.max_bandwidth, paused: settings.switchover_bandwidth }
     }
@@ -72,8 +76,8 @@ impl LinkRate {
     }
 
     /// Returns the bandwidth to expect while the guest is paused, in bytes per second. It is at
-    /// most the measured one, unless the passes reached their limit and another limit holds during
-    /// the pause.
+    /// most the measured bandwidth, unless the bandwidth limit held the passes back and another
+    /// limit applies during the pause.
     pub fn bandwidth_stopped(&self) -> Option<f64> {
         let seen = self.bandwidth?;
         let cap_felt = self.cap.is_some_and(|cap| seen >= cap as f64 * CAP_FELT);
@@ -83,19 +87,21 @@ impl LinkRate {
         })
     }
 
-    /// Returns the downtime to expect for `remaining` pages in addition to `fixed` costs.
+    /// Returns the downtime to expect for sending `remaining` pages, in addition to the `fixed`
+    /// costs. `None` before the first measurement.
     pub fn predict(&self, remaining: u64, fixed: Duration) -> Option<Duration> {
         Some(fixed.saturating_add(self.send_time(remaining * PAGE_SIZE)?))
     }
 
-    /// Returns the time that `bytes` take on the link while the guest is paused.
+    /// Returns the time for sending `bytes` bytes while the guest is paused. `None` before the
+    /// first measurement.
     pub fn send_time(&self, bytes: u64) -> Option<Duration> {
         let seconds = bytes as f64 / self.bandwidth_stopped()?;
-        // A value that is not finite or too large for a Duration stands for an endless time.
+        // A value that is not finite, or too large for a `Duration`, stands for an endless time.
         Some(Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX))
     }
 
-    /// Updates the measurement with a pass.
+    /// Updates the measurement with a pass, if the pass is large enough or is the first one.
     pub fn learn(&mut self, pass: PassOutcome) {
         let seconds = pass.elapsed.as_secs_f64();
         if seconds > 0.0 && (pass.bytes >= TELLING_BYTES || self.bandwidth.is_none()) {
@@ -104,13 +110,13 @@ impl LinkRate {
     }
 }
 
-/// Numbers of pages that the passes so far left.
+/// Policy that decides when to stop the guest, and the numbers of pages that the last passes left.
 #[derive(Debug, Clone)]
 pub struct Convergence {
     limit: Duration,
-    /// Pages that the last pass left.
+    /// Number of pages that the last pass left.
     previous: Option<u64>,
-    /// Pages that the pass before it left.
+    /// Number of pages that the pass before the last one left.
     earlier: Option<u64>,
 }
 
@@ -120,13 +126,13 @@ impl Convergence {
         Self { limit: settings.downtime_limit, previous: None, earlier: None }
     }
 
-    /// Forgets the numbers of pages that passes left.
+    /// Forgets the earlier passes, so that the next passes are not compared with them.
     pub fn begin_anew(&mut self) {
         (self.previous, self.earlier) = (None, None);
     }
 
-    /// Adds a pass, whose measurement `link` already has, and decides. `fixed` is the cost of a
-    /// switchover without any page.
+    /// Decides whether to stop the guest after `pass`. `link` must already contain the measurement
+    /// of `pass`. `fixed` is the downtime of a switchover without any page.
     pub fn decide(&mut self, pass: PassOutcome, fixed: Duration, link: &LinkRate) -> Decision {
         let previous = self.previous.replace(pass.remaining);
         let earlier = std::mem::replace(&mut self.earlier, previous);
@@ -144,8 +150,8 @@ impl Convergence {
 /// Returns true if passes that left `earlier`, then `previous`, then `left` pages justify another
 /// pass.
 ///
-/// Two passes are compared. A single pass may be disturbed by the host, and a guest near the
-/// threshold would then be stopped by chance.
+/// If possible, the comparison spans two passes. The host may disturb a single pass, and a guest
+/// near the threshold would then be stopped by chance.
 fn shrinks(left: u64, previous: Option<u64>, earlier: Option<u64>) -> bool {
     let (before, share) = match (previous, earlier) {
         (_, Some(earlier)) => (earlier, WORTHWHILE_SHRINK * WORTHWHILE_SHRINK),

@@ -1,8 +1,8 @@
-//! Postcopy: the guest runs on the target, and its missing pages are being sent.
+//! Postcopy phase: the guest runs on the target, and the source sends its missing pages.
 //!
-//! The source's copy of the guest does not change after the pause. The source never runs the guest
-//! again. Its pages can be sent, and sent again over other channels, for as long as this process
-//! lives.
+//! The source never runs the guest again, so its copy of the guest's memory does not change after
+//! the pause. Therefore the source can send each page, also repeatedly and over other channels, for
+//! as long as this process lives.
 
 use super::context::SourceContext;
 use super::ending::finish;
@@ -12,19 +12,20 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{PagingFigures, ToSource, ToTarget};
 
-/// History of the links. It determines for how long the source tries to open a lost link again.
+/// History of the links, which determines for how long the source tries to reconnect.
 #[derive(Debug, Clone)]
 pub(super) struct History {
-    /// Time of the first loss of the losses that count as one.
+    /// Time of the loss of the link. Several losses in a row may count as one, in which case this
+    /// is the time of the first.
     pub(super) lost: Duration,
-    /// Time until the next attempt to open a link.
+    /// Time until the next attempt to reconnect.
     pub(super) pause: Duration,
-    /// Time at which pages were last sent over a new link.
+    /// Time at which the source last began to send pages over a new link.
     pub(super) resumed: Duration,
-    /// Pages that were missing when a link was last opened again.
+    /// Number of pages that were missing when the source last reconnected.
     pub(super) left: Option<u64>,
-    /// True if the number of missing pages did not change over the last link: that link transferred
-    /// nothing.
+    /// True if the last link transferred nothing, because the number of missing pages did not
+    /// decrease.
     pub(super) stalled: bool,
 }
 
@@ -35,8 +36,8 @@ impl History {
 
     #[cfg(feature = "model")]
     pub(super) fn project(&mut self) {
-        // The stamps are cleared. The usefulness of a link only affects for how long the source
-        // tries to reconnect.
+        // The time stamps are cleared. The other fields only affect for how long the source tries
+        // to reconnect.
         let Self { lost, pause, resumed, left: _, stalled: _ } = self;
         (*lost, *pause, *resumed) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
     }
@@ -49,7 +50,7 @@ pub(super) struct Postcopy {
 }
 
 impl Postcopy {
-    /// Begins, or continues over a new link: the missing pages are sent.
+    /// Begins to send the missing pages, or continues over a new link.
     pub(super) fn begin(context: &mut SourceContext, history: History) -> Next {
         context.pass += 1;
         (State::Postcopy(Self { history }), vec![Action::SendRemaining { number: context.pass }])

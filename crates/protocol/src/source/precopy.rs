@@ -1,4 +1,5 @@
-//! Passes over memory while the guest runs, until the guest can be stopped to send the rest.
+//! Precopy phase: the source sends passes over memory while the guest runs, until the guest can be
+//! stopped and the rest can be sent.
 
 use super::context::{SourceContext, Urgency};
 use super::costs::Costs;
@@ -15,22 +16,24 @@ use std::time::Duration;
 use vmferry_core::Section;
 use vmferry_wire::{RegionRun, ToSource, ToTarget};
 
-/// Fraction of the downtime limit. Pages that take less than this time to send can wait.
+/// Divisor of the downtime limit. If sending all remaining pages takes less than this fraction of
+/// the limit, almost nothing is left to send.
 const LITTLE: u32 = 4;
 
-/// Passes of a migration.
+/// State of the passes of a migration.
 #[derive(Debug, Clone)]
 pub(super) struct Precopy {
     step: Step,
-    /// Pages that the last harvest found.
+    /// Number of pages that the last harvest found.
     dirty: u64,
     costs: Costs,
     convergence: Convergence,
     judged: Judged,
     throttling: Throttling,
-    /// Number of pages that the pass before left, in hybrid mode.
+    /// Number of pages that the previous pass left, for hybrid mode.
     left_before: Option<u64>,
-    /// Time for which the source waited for the guest with nothing to send.
+    /// Total time for which the source waited until the guest could be stopped, with almost nothing
+    /// to send.
     waited: Duration,
     /// Pages that arrived with a digest mismatch in the last pass.
     mismatched: Vec<RegionRun>,
@@ -38,9 +41,9 @@ pub(super) struct Precopy {
 
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Step {
-    /// A pass is in progress. `sent` is the number of bytes after the source has sent all pages,
-    /// `received` is true after the target has received them, and `streamed` is the number of bytes
-    /// of device state that were sent in parallel.
+    /// A pass is in progress. `sent` is the number of bytes of the pass, once the source has sent
+    /// all pages. `received` is true once the target has received them. `streamed` is the number of
+    /// bytes of device state that were sent in parallel, once the streams have no more data.
     Passing {
         began: Duration,
         sent: Option<u64>,
@@ -58,24 +61,24 @@ pub(super) enum Step {
     Preparing {
         of: Written,
     },
-    /// Almost nothing is left to send, and the guest cannot be stopped yet. A pass would only cause
-    /// faults in the guest.
+    /// Almost nothing is left to send, but the guest cannot be stopped yet. No pass is sent,
+    /// because it would only cause faults in the guest.
     Waiting {
         since: Duration,
     },
 }
 
-/// Time in which the pages of a harvest were written.
+/// Period in which the guest wrote the pages of a harvest.
 #[derive(Debug, Hash, Clone, Copy, PartialEq)]
 pub(super) enum Written {
-    /// During a pass, with the number of sent bytes and its duration.
+    /// During a pass that sent `bytes` bytes and took the time `took`.
     DuringPass { bytes: u64, took: Duration },
-    /// Not during a pass. Such pages are not used for judgements.
+    /// Not during a pass. The number of such pages is not used for predictions.
     WhileWaiting,
 }
 
 impl Precopy {
-    /// Begins: the target is ready, and the tracker has started.
+    /// Begins the first pass. The target must be ready, and the tracker must have started.
     pub(super) fn begin(context: &SourceContext, now: Duration) -> Next {
         let precopy = Self {
             step: Step::Passing { began: now, sent: None, received: false, streamed: None },
@@ -133,8 +136,8 @@ impl Precopy {
                 Step::Passing { began, sent, streamed, .. },
                 Event::Message(ToSource::Received { pass, runs, .. }),
             ) if pass == context.pass => {
-                // Such pages are dirty as well and are sent again. A handover also names them
-                // explicitly.
+                // Pages with a digest mismatch count as dirty, so the next pass sends them again. A
+                // handover names them explicitly.
                 self.mismatched = runs;
                 self.passing(now, began, (sent, true, streamed))
             }
@@ -220,11 +223,12 @@ impl Precopy {
 
     fn harvested(self: Box<Self>, context: &mut SourceContext, now: Duration, of: Written) -> Next {
         let Written::DuringPass { took, .. } = of else { return self.after_wait(context, now) };
-        // A pass waits for the target exactly once. Its duration therefore bounds the round trip,
-        // which a late answer to a ping can overestimate.
+        // A pass includes exactly one wait for the target. Therefore its duration is an upper bound
+        // of the round trip, which a late answer to a ping can overestimate.
         context.link.round_trip = context.link.round_trip.min(took);
-        // A trial pause measures the cost of stopping. One suffices, unless the host was so busy at
-        // that time that the guest would never fit its limit.
+        // A trial pause measures the cost of stopping the guest. One trial pause suffices, unless
+        // it found that the guest cannot be stopped within its limit, for example because the host
+        // was busy at that time.
         let never = self.costs.stop.is_none() && context.deferral.busy().is_none();
         let again = self.cannot_stop(context) && context.deferral.is_due(now) && !context.urgency.insists();
         if never || again {
@@ -238,7 +242,7 @@ impl Precopy {
         (State::Precopy(self), vec![Action::TrialPause { within: context.io_patience() }])
     }
 
-    /// Has the target's VM prepare itself with the state of the trial pause, while the guest runs.
+    /// Lets the target's VM prepare itself with the state of the trial pause, while the guest runs.
     fn prepare(mut self: Box<Self>, of: Written, trial: Vec<Section>) -> Next {
         self.step = Step::Preparing { of };
         let sections = u32::try_from(trial.len()).unwrap_or(u32::MAX);
@@ -247,8 +251,8 @@ impl Precopy {
         (State::Precopy(self), messages.map(Action::Send).collect())
     }
 
-    /// Continues after the target's VM was prepared, which may have taken long. The pass is not
-    /// judged, because the guest has written more since its harvest.
+    /// Continues after the target's VM was prepared. Because this may have taken long, the guest
+    /// has written more pages since the harvest, and the pass is not used for a prediction.
     fn prepared(mut self: Box<Self>, context: &mut SourceContext, now: Duration, of: Written) -> Next {
         if let Written::DuringPass { bytes, took } = of {
             context.link.rate.learn(PassOutcome { bytes, elapsed: took, remaining: self.dirty });
@@ -286,8 +290,8 @@ impl Precopy {
         (state, throttle.into_iter().chain(pass).collect())
     }
 
-    /// Returns true if the guest must go over to postcopy: on request, or because another pass is
-    /// not justified in hybrid mode.
+    /// Returns true if the guest must go over to postcopy, on request or because in hybrid mode
+    /// another pass is not worthwhile.
     fn wants_postcopy(&mut self, context: &SourceContext) -> bool {
         let before = self.left_before.replace(self.dirty);
         let slow = before.is_some_and(|before| self.dirty as f64 > before as f64 * CONVERGING);
@@ -302,8 +306,8 @@ impl Precopy {
         Stopping::begin(Origin::Precopy(self), kind, within, predicted)
     }
 
-    /// Returns the time within which the I/O of the paused guest must be quiesced: the part of the
-    /// limit that the last pages do not need.
+    /// Returns the time within which the I/O of the paused guest must be quiesced: the downtime
+    /// limit without the time that the other parts of the switchover need.
     fn io_may_take(&self, context: &SourceContext) -> Duration {
         let others = self.costs.without_io(context);
         let others = context.link.rate.predict(self.dirty, others).unwrap_or(others);
@@ -320,8 +324,8 @@ impl Precopy {
 
 /// Deferred switchover.
 impl Precopy {
-    /// Returns true if, by the last measurement, the guest cannot be stopped within the limit,
-    /// whatever is left to send, or if only its I/O prevents that.
+    /// Returns true if, according to the last measurement, the guest cannot be stopped within the
+    /// limit even with nothing to send, or if only its I/O prevents that.
     fn cannot_stop(&self, context: &SourceContext) -> bool {
         let stop = self.costs.stop_and_load(context).saturating_add(self.costs.quiesce);
         let too_long = self.costs.stop.is_some() && stop > context.settings.downtime_limit;
@@ -335,9 +339,8 @@ impl Precopy {
         context.deferral.busy().is_some() || self.predicted(context).is_some_and(too_long)
     }
 
-    /// Returns true if the guest's I/O can be quiesced, but stopping the guest takes longer than
-    /// the limit, whatever is left to send. A guest that may go over to postcopy does not wait for
-    /// a change.
+    /// Returns true if the guest goes over to postcopy because it cannot be stopped within the
+    /// limit, even with almost nothing to send. Its I/O must have quiesced at the last attempt.
     fn hands_over_instead(&mut self, context: &mut SourceContext, now: Duration) -> bool {
         if context.deferral.busy().is_some() || !self.cannot_stop(context) || !self.little_is_left(context) {
             return false;
@@ -345,15 +348,16 @@ impl Precopy {
         context.settings.mode == MigrationMode::Hybrid || self.stopping_takes_too_long(context, now)
     }
 
-    /// Returns true if almost nothing is left to send. For a throttled guest, any amount that fits
-    /// the limit counts as such.
+    /// Returns true if almost nothing is left to send. For a throttled guest, any amount that can
+    /// be sent within the downtime limit counts as such.
     fn little_is_left(&self, context: &SourceContext) -> bool {
         let limit = context.settings.downtime_limit;
         let little = if self.throttling.slows() { limit } else { limit / LITTLE };
         context.link.rate.predict(self.dirty, Duration::ZERO).is_some_and(|time| time <= little)
     }
 
-    /// Returns true if the source waits for the next attempt without sending the remaining pages.
+    /// Returns true if the source must wait for the next attempt to stop the guest, without sending
+    /// the remaining pages.
     fn should_wait(&self, context: &SourceContext) -> bool {
         self.cannot_stop(context) && !context.urgency.insists() && self.little_is_left(context)
     }
@@ -374,9 +378,9 @@ impl Precopy {
             return (State::Precopy(self), ping);
         }
         self.waited += now.saturating_sub(since);
-        // Pages that were written meanwhile belong to no pass, and are not used for judgements. If
-        // there are more than a few, they are sent first: the trial pause takes place when the
-        // guest could move at once.
+        // Pages that were written during the wait belong to no pass, and are not used for
+        // predictions. If there are more than a few, a pass sends them first, so that the trial
+        // pause takes place when the guest could move at once.
         self.begin_anew();
         self.harvest(now, Written::WhileWaiting)
     }
@@ -408,7 +412,8 @@ impl Precopy {
 
 /// Decisions that the migration makes by itself.
 impl Precopy {
-    /// Judges a pass that has ended and left pages. `decision` is the policy's decision.
+    /// Makes the prediction after a pass has ended, and changes the course if necessary. `decision`
+    /// is the policy's decision.
     fn judge(&mut self, context: &mut SourceContext, now: Duration, pass: PassOutcome, decision: Decision) {
         let Some(pass_state) = self.judged.pass_state(context, pass, &self.costs, self.throttling.slows())
         else {
@@ -417,7 +422,7 @@ impl Precopy {
         let waits_for_io = self.waits_for_io(context);
         let seen = self.judged.seen(context, now, pass, pass_state, (waits_for_io, self.waited));
         if decision == Decision::Switch || context.urgency != Urgency::Normal || waits_for_io {
-            // No action of the migration helps against I/O.
+            // No change of course is needed, or none helps: the migration cannot make I/O quiesce.
             return;
         }
         if let Some(how) = self.judged.change_course(context, &seen) {
@@ -425,8 +430,8 @@ impl Precopy {
         }
     }
 
-    /// Handles the case that nothing is left to send and the guest still cannot be stopped within
-    /// the limit. Chooses postcopy if the settings allow it, and returns true in that case.
+    /// Handles a guest that cannot be stopped within the limit although almost nothing is left to
+    /// send. If the `auto` settings allow postcopy, chooses postcopy and returns true.
     fn stopping_takes_too_long(&mut self, context: &mut SourceContext, now: Duration) -> bool {
         let allowed = context.settings.auto.as_ref().is_some_and(|auto| auto.postcopy);
         if !allowed || !context.settings.may_hand_over() {

@@ -1,9 +1,10 @@
-//! Projection of sessions for a model that visits every reachable state, and that has no numeric
-//! clock.
+//! Projection of sessions for a model checker that visits every reachable state, and whose clock
+//! has no numbers.
 //!
-//! A session depends on time only in comparisons `now - stamp > limit`. In the model any limit may
-//! expire at any moment, or not, whatever the stamps are. The model therefore allows more behaviour
-//! than reality, and never less, so different stamps need not be distinguished.
+//! A session depends on time only in comparisons of the form `now - stamp > limit`. In the model,
+//! each such comparison may be true or false at any moment, whatever the stamps are. Therefore the
+//! model allows all behaviour that is possible in reality, and states that differ only in their
+//! stamps need not be distinguished.
 
 use super::context::{Link, SourceContext};
 use super::ending::Resuming;
@@ -17,9 +18,9 @@ use std::time::Duration;
 impl Session {
     /// Clears all time stamps, and hashes the rest.
     ///
-    /// Each field is named, so that a new field does not compile before its treatment is decided
-    /// here. Fields that affect no decision (figures and reasons of failures) and fields that do
-    /// not change in a run are left out.
+    /// Each field is named, so that the code does not compile with a new field until its treatment
+    /// is decided here. Fields that affect no decision (figures and reasons of failures), and
+    /// fields that do not change in a run, are left out.
     pub fn project(&mut self, hasher: &mut impl Hasher) {
         let Self { context, state } = self;
         context.project(hasher);

@@ -1,5 +1,6 @@
-//! Loss of the link after the handover. The target runs the guest, or may run it, and misses pages
-//! that only the source has. The source tries to open the link again repeatedly.
+//! Recovery phase, after the loss of the link following a handover. The target runs the guest, or
+//! may run it, and does not have some pages that only the source has. Therefore the source tries
+//! repeatedly to reconnect.
 
 use super::commit::{Answer, Decided, undecided, won};
 use super::context::SourceContext;
@@ -10,12 +11,12 @@ use crate::source::events::{Action, Event, Outcome};
 use std::time::Duration;
 use vmferry_wire::{ToSource, Token};
 
-/// Time between the loss of a link and the first attempt to open it again. The time doubles with
-/// each attempt, up to the limit below.
+/// Time between the loss of a link and the first attempt to reconnect. The time doubles with each
+/// attempt, up to the limit below.
 const FIRST_TRY: Duration = Duration::from_millis(50);
 const LONGEST_BETWEEN_TRIES: Duration = Duration::from_secs(2);
 
-/// Knowledge of the source about the owner of the guest.
+/// Owner of the guest, as far as the source knows.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Owner {
     /// The target may or may not have read the commit.
@@ -24,12 +25,12 @@ pub(super) enum Owner {
     Target,
 }
 
-/// Condition for opening a lost link again, with the reason for the loss.
+/// Condition for reconnecting, with the reason for the loss of the link.
 pub(super) enum Reopen {
-    /// The source opens the link by itself, for
+    /// The source reconnects by itself, for
     /// [`Settings::reconnect_for`](crate::source::Settings::reconnect_for).
     Itself(String),
-    /// The source opens the link when the operator requests it.
+    /// The source reconnects when the operator requests it.
     OnRequest(String),
 }
 
@@ -38,7 +39,7 @@ pub(super) enum Reopen {
 pub(super) struct Recovery {
     step: Step,
     owner: Owner,
-    /// True if the source opens the link only when the operator requests it.
+    /// True if the source reconnects only when the operator requests it.
     waiting: bool,
     /// Reason for the loss of the link.
     why: String,
@@ -67,8 +68,9 @@ impl Recovery {
         owner: Owner,
         reopen: Reopen,
     ) -> Next {
-        // Links that can be opened repeatedly but transfer nothing count as one attempt: the cause
-        // does not disappear with time.
+        // The time limit for reconnecting starts anew only if the last link has transferred pages,
+        // or has lasted for long. Links that can be opened again and again but transfer nothing
+        // count as one loss.
         let held = now.saturating_sub(history.resumed);
         if !history.stalled || held > context.settings.reconnect_for {
             history.lost = now;
@@ -117,8 +119,8 @@ impl Recovery {
                 self.why = why;
                 self.go_on_to(Step::Suspended, Vec::new())
             }
-            // Not accepted for a guest that has run on the target: it cannot run on from the
-            // source's older state.
+            // Not accepted for a guest that has run on the target, because the guest cannot
+            // continue from the older state on the source.
             (Step::Hearing, Event::Message(ToSource::Returned(why))) if self.owner == Owner::Unknown => {
                 given_back(why, true)
             }
@@ -139,7 +141,7 @@ impl Recovery {
                 self.suspend(context, why)
             }
             (_, Event::Tick) => self.tick(context, now),
-            // Too late to keep the guest.
+            // Other requests of the operator come too late to keep the guest.
             _ => self.stay(),
         }
     }
@@ -153,12 +155,14 @@ impl Recovery {
         (State::Recovery(self), actions)
     }
 
-    /// Handles the loss of the link, also of one that was just opened.
+    /// Handles the loss of the link, including a link that was just opened.
     fn suspend(mut self, context: &mut SourceContext, why: String) -> Next {
         self.why = why;
-        // The guest may also continue on the source, if the target is known not to run it.
+        // If the owner is unknown, the source also claims the guest, so that the guest can continue
+        // on the source if the target does not own it.
         let claim = match (self.owner, &mut context.claim) {
-            // The source has all of the memory, so its claim need not wait for the target's.
+            // The source has all of the memory, so its claim need not wait for a claim of the
+            // target.
             (Owner::Unknown, Some(claim)) => claim.begin(Duration::ZERO),
             _ => None,
         };
@@ -224,7 +228,7 @@ impl Recovery {
         (State::Recovery(self), ping)
     }
 
-    /// Ends the migration after the operator gave the link up.
+    /// Ends the migration after the operator has given up the link.
     fn abandon(self, context: &SourceContext) -> Next {
         let why = undecided(&self.why, context.claim.as_ref());
         finish(match self.owner {

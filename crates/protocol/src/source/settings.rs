@@ -1,4 +1,4 @@
-//! Settings of a migration that the session needs.
+//! Settings of a session.
 
 use super::course::Auto;
 use std::time::Duration;
@@ -10,23 +10,24 @@ pub enum OnTimeout {
     /// The migration is cancelled, and the guest stays on the source.
     #[default]
     Cancel,
-    /// The guest is stopped and the rest is sent, without a limit in time.
+    /// The guest is stopped, and the remaining pages are sent without a downtime limit.
     Switch,
-    /// The guest runs on the target, and the rest is sent after that.
+    /// The migration goes over to postcopy: the guest runs on the target, and the remaining pages
+    /// are sent afterwards.
     Postcopy,
 }
 
-/// Moment at which the guest moves to the target, relative to its memory.
+/// Mode of a migration, which determines when the guest moves to the target relative to its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MigrationMode {
-    /// The guest moves after its memory was sent.
+    /// The guest moves to the target after its memory was sent.
     #[default]
     Precopy,
-    /// The guest moves at once, or as soon as its I/O is quiesced. Its memory follows, requested
-    /// pages first.
+    /// The guest moves to the target at once, or as soon as its I/O is quiesced. Its memory
+    /// follows, requested pages first.
     Postcopy,
-    /// The guest moves after the passes over its memory that are worth sending. If the downtime
-    /// would then be too long, the rest follows in postcopy.
+    /// The guest moves to the target after precopy passes, which continue for as long as they
+    /// shrink. If the downtime would then be too long, the remaining pages follow in postcopy.
     Hybrid,
 }
 
@@ -40,7 +41,7 @@ impl std::fmt::Display for MigrationMode {
     }
 }
 
-/// vCPUs that are throttled if the guest dirties faster than the link sends.
+/// vCPUs that may be throttled if the guest dirties pages faster than the link sends them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum AutoConverge {
     /// No vCPU.
@@ -48,59 +49,60 @@ pub enum AutoConverge {
     Off,
     /// All vCPUs equally.
     All,
-    /// vCPUs that write more than their share, if the tracker distinguishes vCPUs (`ring`).
-    /// Otherwise all vCPUs.
+    /// vCPUs that write more than their share, if the tracker distinguishes vCPUs (`ring`). With
+    /// other trackers, all vCPUs equally.
     Writers,
 }
 
-/// Limit of the bandwidth while the guest is paused.
+/// Bandwidth limit while the guest is paused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SwitchoverBandwidth {
     /// No limit.
     Unlimited,
-    /// Bytes per second, above or below [`Settings::max_bandwidth`]. If the passes reached that
-    /// limit, the predicted downtime assumes this value, because the operator knows the link.
+    /// Limit in bytes per second, greater than 0. It may be above or below
+    /// [`Settings::max_bandwidth`]. If the passes reached `max_bandwidth`, the predicted downtime
+    /// assumes that the link reaches this limit, because the operator knows the link.
     AtMost(u64),
 }
 
-/// Settings of a migration.
+/// Settings of a source's session.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Moment at which the guest moves to the target.
+    /// Mode of the migration, which determines when the guest moves to the target.
     pub mode: MigrationMode,
-    /// Number of channels for pages.
+    /// Number of bulk channels.
     pub channels: u16,
-    /// Number of channels for requested pages. They are opened if the guest may be handed over
-    /// before its memory has arrived.
+    /// Number of urgent channels, which are opened only if the settings allow postcopy.
     pub urgent_channels: u16,
     /// True if the host measures round trips to pace the bulk channels in postcopy.
     pub probe: bool,
-    /// Downtime limit.
+    /// Largest acceptable downtime.
     pub downtime_limit: Duration,
-    /// Limit of passes, in bytes per second.
+    /// Bandwidth limit of passes, in bytes per second. `None` for no limit.
     pub max_bandwidth: Option<u64>,
-    /// Limit that holds instead while the guest is paused.
+    /// Bandwidth limit that applies instead while the guest is paused. `None` if `max_bandwidth`
+    /// applies then, too.
     pub switchover_bandwidth: Option<SwitchoverBandwidth>,
-    /// Time after which `on_timeout` is performed.
+    /// Time after which the action `on_timeout` is taken. `None` for no limit.
     pub timeout: Option<Duration>,
     /// Action taken when `timeout` expires.
     pub on_timeout: OnTimeout,
-    /// vCPUs that may be throttled.
+    /// vCPUs that may be throttled so that precopy converges.
     pub auto_converge: AutoConverge,
-    /// Decisions that the migration may make by itself. `None` for none.
+    /// Changes of course that the migration may make by itself. `None` for none.
     pub auto: Option<Auto>,
-    /// True if every page's digest is compared while the guest is paused.
+    /// True if the digests of all pages are compared while the guest is paused.
     pub verify: bool,
-    /// Longest silence of the peer.
+    /// Time without a message after which the target counts as lost.
     pub peer_timeout: Duration,
-    /// Time for which the source tries to open a lost link again in postcopy.
+    /// Time for which the source tries to reconnect after the link is lost in postcopy.
     pub reconnect_for: Duration,
     /// True if there is an arbiter.
     pub arbiter: bool,
 }
 
 impl Settings {
-    /// Maximum number of channels of a kind.
+    /// Maximum number of channels of each kind.
     pub const MAX_CHANNELS: u16 = 64;
 
     /// Returns true if the guest may run on the target before all of its memory has arrived.
@@ -119,7 +121,7 @@ impl Settings {
         }
     }
 
-    /// Returns true if round trips are measured.
+    /// Returns true if the host measures round trips.
     pub fn probes(&self) -> bool {
         self.may_hand_over() && self.probe
     }

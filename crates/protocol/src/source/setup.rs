@@ -1,5 +1,5 @@
-//! Setup phase, from the hello to the first pass: the target accepts the guest, channels are
-//! opened, tracking starts.
+//! Setup phase, from the hello to the first pass: the target accepts the guest, the channels are
+//! opened, and tracking starts.
 
 use super::context::SourceContext;
 use super::precopy::Precopy;
@@ -27,8 +27,8 @@ pub(super) enum Step {
         up: bool,
     },
     StartingTracker,
-    /// In postcopy: the guest's I/O was too busy to stop the guest. No page was sent, and nothing
-    /// is tracked.
+    /// In postcopy mode, the guest could not be stopped because of its I/O, and the source waits
+    /// for the next attempt. No page was sent, and nothing is tracked.
     WaitingForIo,
 }
 

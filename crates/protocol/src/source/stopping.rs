@@ -1,5 +1,6 @@
-//! Stopping phase: the guest is paused and its state is saved. Until the state is saved, the target
-//! has not been told anything, so the guest can still be resumed.
+//! Stopping phase: the guest is paused and its device state is saved. Because the target is told
+//! nothing until the state is saved, the guest can still be resumed, and the switchover tried again
+//! later.
 
 use super::context::SourceContext;
 use super::precopy::Precopy;
@@ -11,10 +12,10 @@ use std::time::Duration;
 use vmferry_core::{RunState, Section};
 use vmferry_wire::{Refusal, RefusalCode, ToTarget};
 
-/// Phase to return to if the guest's I/O cannot be quiesced.
+/// Phase to which the source returns if the guest's I/O does not quiesce.
 #[derive(Debug, Clone)]
 pub(super) enum Origin {
-    /// Postcopy from the start: no page was sent.
+    /// Setup of a migration in postcopy mode. No page was sent.
     Setup(Setup),
     Precopy(Box<Precopy>),
 }
@@ -40,7 +41,7 @@ pub(super) enum Step {
         /// State that the operator wants.
         wanted: RunState,
     },
-    /// The guest's I/O is busy, and the guest is being resumed.
+    /// The guest's I/O did not quiesce, and the guest is being resumed.
     RunningOn,
 }
 
@@ -110,7 +111,7 @@ impl Stopping {
     }
 }
 
-/// Returns the messages that carry the state to the target.
+/// Returns the messages that carry the device state to the target.
 fn saved(wanted: RunState, sections: Vec<Section>) -> Vec<ToTarget> {
     let count = u32::try_from(sections.len()).unwrap_or(u32::MAX);
     let stays = (wanted == RunState::Paused).then_some(ToTarget::StaysPaused);

@@ -1,5 +1,6 @@
-//! Switchover phase, from the saved state to the commit: the last pages or the names of the missing
-//! ones, a verification if it was requested, and the load on the target. The guest is paused.
+//! Switchover phase, from the saved state to the commit, in which the guest is paused. The source
+//! sends the last pages, or names the missing pages. If requested, the pages are verified. Then the
+//! target loads the device state.
 
 use super::commit::Committed;
 use super::context::{SourceContext, Urgency};
@@ -10,18 +11,18 @@ use std::time::Duration;
 use vmferry_core::PageRun;
 use vmferry_wire::{Refusal, RefusalCode, RegionRun, ToSource, ToTarget};
 
-/// Number of times that pages with a digest mismatch are sent again before the link is given up.
+/// Number of times that pages with a digest mismatch are sent again before the migration fails.
 const MAX_RESENDS: u32 = 4;
-/// Maximum number of pages that the message of a failed verification names. The target may send
-/// 65,536 names.
+/// Maximum number of pages that the message of a failed verification names. The target may name up
+/// to 65,536 pages.
 const MOST_NAMED: usize = 16;
 
-/// Memory that the target has when it starts the guest.
+/// Kind of switchover, by the memory that the target has when it starts the guest.
 #[derive(Debug, Hash, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// All memory.
+    /// The target has all of the memory.
     Complete,
-    /// The names of its missing pages, which follow in postcopy.
+    /// Pages are missing and follow in postcopy. The target knows which pages are missing.
     HandOver,
 }
 
@@ -40,7 +41,7 @@ pub(super) struct Switchover {
     resends: u32,
     /// Number of pages that were named to the target as missing.
     missing: u64,
-    /// Number of pages that the verification must compare, once it is known.
+    /// Number of pages that the verification must compare, once the number is known.
     to_compare: Option<u64>,
     /// True if all streams of device state were sent.
     streamed: bool,
@@ -63,13 +64,14 @@ pub(super) enum Step {
     /// Everything was sent except the streams of device state.
     Streaming,
     Loading,
-    /// The target is ready. The source releases everything that only one host may hold.
+    /// The target is ready, and the source releases the resources that only one host may hold.
     Releasing,
 }
 
 impl Switchover {
-    /// Begins with the messages that carry the state of a guest that was paused at `paused`.
-    /// `mismatched` are the pages for which the target reported a digest mismatch in the last pass.
+    /// Begins the switchover of a guest that was paused at the time `paused`. `state` are the
+    /// messages that carry its device state. `mismatched` are the pages for which the target
+    /// reported a digest mismatch in the last pass.
     pub(super) fn begin(
         context: &SourceContext,
         (kind, predicted): (Kind, Option<Duration>),
@@ -77,7 +79,8 @@ impl Switchover {
         state: Vec<ToTarget>,
         mismatched: Vec<RegionRun>,
     ) -> Next {
-        // Such pages are dirty as well, so the last pass sends them. A handover names them.
+        // Pages with a digest mismatch count as dirty, so the last pass sends them again. Only a
+        // handover must name them.
         let mismatched = if kind == Kind::HandOver { mismatched } else { Vec::new() };
         let last = (kind == Kind::Complete).then_some(ToTarget::Final { pass: context.pass });
         let mut actions: Vec<_> = last.into_iter().chain(state).map(Action::Send).collect();
@@ -96,11 +99,12 @@ impl Switchover {
             streamed,
         };
         if kind == Kind::HandOver && context.settings.mode == MigrationMode::Postcopy {
-            // Every page is missing, whatever the guest wrote.
+            // No harvest is needed, because every page is missing.
             return Box::new(switchover).name_missing(actions);
         }
-        // The harvest comes after the state was saved, because saving can write guest memory
-        // (hazards.md 13). The state is sent while the pages are harvested and sent.
+        // The harvest must follow the saving of the state, because saving can write guest memory
+        // (hazards.md 13). The state is sent before the harvest, so that it is on its way while the
+        // pages are harvested.
         actions.push(Action::Harvest);
         (State::Switchover(Box::new(switchover)), actions)
     }
@@ -113,10 +117,11 @@ impl Switchover {
         self.kind == Kind::HandOver
     }
 
-    /// Returns an error if the guest has been paused for too long while the source sends.
+    /// Returns an error if the source has been sending for so long that the guest has been paused
+    /// for too long.
     pub(super) fn too_slow(&self, context: &SourceContext, now: Duration) -> Option<Refusal> {
-        // A verification compares every page, and an urgent switchover sends the rest, without a
-        // limit in time.
+        // The time of a verification is not limited here, because it compares every page. An urgent
+        // switchover has no limit either.
         let sends = matches!(self.step, Step::LastPass { sent: false, .. } | Step::Streaming);
         let bounded = sends && context.urgency != Urgency::Switch;
         let longest = context.settings.downtime_limit.saturating_add(context.patience());

@@ -1,28 +1,30 @@
-//! Throttle of a guest that dirties faster than the link sends: a pure function of the
+//! Throttle of a guest that dirties pages faster than the link sends them: a pure function of the
 //! measurements.
 //!
 //! QEMU's auto-converge raises the throttle by 10 % every few passes until it suffices. This module
-//! computes the throttle. A guest that dirties `d` bytes per second at full speed dirties `d * (1 -
-//! s)` when it is stopped for the share `s` of its time. That rate must be less than the bandwidth
-//! of the link.
+//! computes the sufficient throttle directly: a guest that dirties `d` bytes per second at full
+//! speed dirties `d * (1 - s)` when it is stopped for the share `s` of its time, and that rate must
+//! be less than the bandwidth of the link.
 
-/// Share of the bandwidth that a throttled guest may dirty. Each pass is then about half as long as
-/// the one before.
+/// Share of the bandwidth at which a throttled guest may dirty memory. With this share, each pass
+/// is about half as long as the previous one.
 const SHARE_OF_LINK: f64 = 0.5;
-/// Maximum share for which a vCPU is stopped. It still runs for 3 ms of each 100 ms, because the
-/// guest's watchdogs would expire otherwise.
+/// Maximum share of the time for which a vCPU is stopped. The vCPU still runs for 3 ms of each 100
+/// ms, because the guest's watchdogs would expire otherwise.
 const MOST: f64 = 0.97;
-/// Minimum share. A smaller share does not justify an interruption every few milliseconds.
+/// Minimum share of the time for which a vCPU is stopped. Smaller shares are rounded to 0, because
+/// they do not justify an interruption every few milliseconds.
 const LEAST: f64 = 0.02;
 
-/// Returns the share of its time, 0 to 1, for which each vCPU has to be stopped.
+/// Returns the share of the time, 0 to 0.97, for which each vCPU must be stopped.
 ///
 /// `dirty` is the rate at which each vCPU dirtied memory while it was stopped for the share in
-/// `now`. Both have one entry for each vCPU, or one entry for all. `bandwidth` is the bandwidth of
-/// the link. `dirty` and `bandwidth` have the same unit, bytes or pages per second.
+/// `now`. Both slices have one entry for each vCPU, or one entry for all vCPUs together.
+/// `bandwidth` is the bandwidth of the link, in the same unit as `dirty`: bytes or pages per
+/// second.
 ///
-/// A vCPU that dirties less than a fair share of the link is not throttled. The others are
-/// throttled to the fair share, and divide the rest of the bandwidth.
+/// A vCPU that dirties less than a fair share of the link is not throttled. The other vCPUs divide
+/// the rest of the bandwidth equally, and each is throttled to its part.
 pub fn shares(dirty: &[f64], now: &[f64], bandwidth: f64) -> Vec<f64> {
     // A vCPU that is always stopped dirties nothing. The bound prevents an infinite result if the
     // clock is inaccurate.

@@ -7,14 +7,14 @@ use crate::source::throttle;
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// Throttle of the vCPUs.
+/// State of the throttle of the vCPUs.
 #[derive(Debug, Clone)]
 pub(super) struct Throttling {
     pub(super) how: AutoConverge,
     /// Number of pages that each vCPU wrote during the last pass. Empty if the tracker does not
     /// distinguish vCPUs.
     pub(super) writers: Vec<u64>,
-    /// Share of its time for which each vCPU is stopped. Empty if the guest was never throttled.
+    /// Share of the time for which each vCPU is stopped. Empty if the guest is not throttled.
     shares: Vec<f64>,
 }
 
@@ -27,8 +27,9 @@ impl Throttling {
         self.shares.iter().any(|share| *share > 0.0)
     }
 
-    /// Returns the shares of time for which the vCPUs must be stopped, if they change. The guest
-    /// dirtied too much during `pass` for the `predicted` downtime to fit the limit.
+    /// Returns the new shares of the time for which the vCPUs must be stopped, or `None` if they do
+    /// not change. Throttling begins only if the `predicted` downtime after `pass` exceeds the
+    /// limit.
     pub(super) fn adapt(
         &mut self,
         context: &SourceContext,
@@ -43,7 +44,8 @@ impl Throttling {
         }
         let written: u64 = self.writers.iter().sum();
         let apart = self.how == AutoConverge::Writers && written > 0;
-        // The rings count a page once for each harvest: only their proportions are used.
+        // Only the proportions of these numbers are used, because the rings count a page once for
+        // each harvest.
         let part = |pages: &u64| bytes / seconds * (*pages as f64 / written as f64);
         let dirty: Vec<f64> =
             if apart { self.writers.iter().map(part).collect() } else { vec![bytes / seconds] };
@@ -54,7 +56,8 @@ impl Throttling {
         changed.then_some(shares)
     }
 
-    /// Lets the guest run at full speed. Returns the shares for that, if the guest was throttled.
+    /// Ends the throttling. Returns the shares with which the guest runs at full speed, or `None`
+    /// if the guest was not throttled.
     pub(super) fn release(&mut self) -> Option<Vec<f64>> {
         let slowed = self.slows();
         self.shares.clear();

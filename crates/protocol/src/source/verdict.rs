@@ -1,69 +1,72 @@
-//! Prediction whether a precopy ends by itself. It is made after each pass, from the pages that the
-//! pass left.
+//! Prediction of whether a precopy ends by itself. It is made after each pass, from the number of
+//! pages that the pass left.
 
 use serde::Serialize;
 use std::fmt;
 use std::time::Duration;
 use vmferry_core::PAGE_SIZE;
 
-/// Share of the pages of the pass before. A pass that leaves more makes no progress.
+/// Ratio of the pages that a pass leaves to the pages that the previous pass left. A pass with this
+/// ratio or a higher one makes no progress.
 const HEADWAY: f64 = 0.95;
-/// Maximum number of passes that is predicted.
+/// Maximum number of passes that a prediction can state.
 const MOST_PASSES: f64 = 1000.0;
 
 /// Prediction for a precopy, after its last pass.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct Verdict {
-    /// True if the precopy is expected to end by itself. `None` while there is one pass only, which
-    /// does not suffice.
+    /// True if the precopy is expected to end by itself. `None` if the passes so far do not suffice
+    /// for a prediction, which can be the case after the first pass.
     pub converging: Option<bool>,
-    /// Seconds until the guest runs on the target, if nothing changes.
+    /// Time in seconds until the guest runs on the target, if nothing changes. `None` unless
+    /// `converging` is `Some(true)`.
     pub eta_s: Option<f64>,
-    /// Number of passes until then, including the one in which the guest is paused.
+    /// Number of passes until then, including the last one, during which the guest is paused.
+    /// `None` unless `converging` is `Some(true)`.
     pub passes_left: Option<u32>,
-    /// Pages that this pass left, divided by those that the pass before left. Below 1, passes
-    /// shrink.
+    /// Number of pages that the last pass left, divided by the number that the previous pass left.
+    /// Passes shrink if this is below 1. `None` after the first pass.
     pub ratio: Option<f64>,
     /// Changes that would let the precopy end. Empty if none is needed.
     pub help: Vec<Remedy>,
 }
 
-/// Change that would let a precopy end. Shown and serialized as a text without command-line
-/// options.
+/// Change that would let a precopy end by itself. Its text, in which it is also serialized, does
+/// not mention command-line options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub enum Remedy {
     /// A downtime limit of `enough` instead of `now`.
     LongerDowntime {
-        /// Time that the guest would be paused.
+        /// Downtime limit that suffices.
         enough: Duration,
-        /// Present limit.
+        /// Current downtime limit.
         now: Duration,
     },
     /// A downtime limit above `stop`, the downtime with nothing to send, instead of `now`.
     DowntimeAboveStop {
-        /// Time that the guest would be paused.
+        /// Downtime with nothing to send.
         stop: Duration,
-        /// Present limit.
+        /// Current downtime limit.
         now: Duration,
     },
-    /// Less I/O in the guest, or a longer downtime limit: the I/O prevents stopping the guest.
+    /// Less I/O in the guest, or a longer downtime limit, because I/O prevents stopping the guest.
     LessIo,
-    /// A migration that may go over to postcopy.
+    /// A new migration with settings that allow postcopy.
     Postcopy,
-    /// Going over to postcopy now, which this migration may do.
+    /// Going over to postcopy now, which the settings of this migration allow.
     SwitchNow,
     /// Throttling the guest.
     Throttle {
-        /// Share of its time for which each vCPU is stopped, 0 to 1.
+        /// Share of the time for which each vCPU would be stopped, 0 to 1.
         share: f64,
     },
     /// A faster link.
     Bandwidth {
-        /// Bytes per second that suffice.
+        /// Bandwidth in bytes per second that suffices.
         enough: f64,
-        /// Present bytes per second of the link.
+        /// Current bandwidth of the link in bytes per second.
         now: f64,
     },
 }
@@ -105,19 +108,19 @@ impl Serialize for Remedy {
 /// Input of the prediction: a pass, the pages that it left, and the limits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PassState {
-    /// Number of pages that the pass before the last left, if there was one.
+    /// Number of pages that the previous pass left. `None` if the last pass was the first.
     pub before: Option<u64>,
     /// Number of pages that the last pass left.
     pub left: u64,
     /// Time that the last pass took.
     pub pass: Duration,
-    /// Bandwidth of the link while the guest runs, in bytes per second.
+    /// Bandwidth while the guest runs, in bytes per second.
     pub bandwidth: f64,
-    /// Bandwidth of the link while the guest is paused, in bytes per second.
+    /// Bandwidth while the guest is paused, in bytes per second.
     pub bandwidth_stopped: f64,
     /// Downtime with nothing to send.
     pub fixed: Duration,
-    /// Limit of the downtime.
+    /// Downtime limit.
     pub limit: Duration,
     /// True if the guest is throttled already.
     pub throttled: bool,
@@ -126,7 +129,7 @@ pub struct PassState {
 }
 
 impl PassState {
-    /// Returns the number of pages that may be left for the downtime to fit the limit.
+    /// Returns the largest number of remaining pages with which the downtime is within the limit.
     fn fitting(&self) -> f64 {
         let room = self.limit.saturating_sub(self.fixed).as_secs_f64();
         room * self.bandwidth_stopped / PAGE_SIZE as f64
@@ -141,8 +144,8 @@ impl PassState {
         self.left as f64 * PAGE_SIZE as f64 / self.pass.as_secs_f64().max(1e-6)
     }
 
-    /// Returns the share of its time for which the guest would have to be stopped to dirty half of
-    /// the link's bandwidth.
+    /// Returns the share of the time for which the guest would have to be stopped to dirty memory
+    /// at half of the bandwidth, 0.02 to 0.97.
     pub(super) fn needed_throttle(&self) -> f64 {
         (1.0 - 0.5 * self.bandwidth / self.dirty().max(1.0)).clamp(0.02, 0.97)
     }
@@ -165,8 +168,8 @@ impl PassState {
             };
         }
         let Some(shrink) = ratio else {
-            // There was one pass over all of memory. The next pass leaves about the amount that the
-            // guest dirties in its duration.
+            // There was only one pass, over all of memory. The next pass will leave about as many
+            // pages as the guest dirties during that pass.
             return self.after_one();
         };
         self.going_on(shrink, Some(shrink))
@@ -174,9 +177,9 @@ impl PassState {
 
     fn after_one(&self) -> Verdict {
         let shrink = self.dirty() / self.bandwidth.max(1.0);
-        // A long pass sees each page of a working set once, however often the page was written. A
-        // rate below the link's means that the passes shrink only if the set does not saturate.
-        // Only a clear case is therefore reported.
+        // A long pass finds each page of a working set once, however often the guest wrote the
+        // page, so the measured dirty rate may be too low. Therefore a rate below the bandwidth
+        // does not show that the passes shrink, and only the opposite case is reported.
         if shrink >= HEADWAY { self.going_on(shrink, None) } else { Verdict::default() }
     }
 
@@ -186,7 +189,7 @@ impl PassState {
             return Verdict { converging: Some(false), ratio, help: self.help(), ..Verdict::default() };
         }
         let passes = ((fitting / left).ln() / shrink.max(1e-6).ln()).ceil().clamp(1.0, MOST_PASSES);
-        // The next passes take the time for left * (1 + shrink + ...) pages, and then the guest is
+        // The next passes send left * (1 + shrink + ...) pages in total, and then the guest is
         // stopped.
         let pages = left * (1.0 - shrink.powf(passes)) / (1.0 - shrink);
         let eta =
@@ -196,7 +199,7 @@ impl PassState {
         Verdict { converging: Some(true), eta_s: Some(eta), passes_left, ratio, help: Vec::new() }
     }
 
-    /// Returns the changes that would make the precopy end.
+    /// Returns the changes that would let the precopy end by itself.
     #[must_use]
     pub fn help(&self) -> Vec<Remedy> {
         let now = self.limit;
@@ -217,13 +220,13 @@ impl PassState {
     }
 }
 
-/// Returns the remedies as a part of a sentence.
+/// Returns the remedies as one text, separated by semicolons.
 pub(crate) fn listed(help: &[Remedy]) -> String {
     let help: Vec<_> = help.iter().map(Remedy::to_string).collect();
     help.join("; ")
 }
 
-/// Returns a time in seconds as a readable text.
+/// Returns a text for a time in seconds: `300 ms`, `1.5 s` or `12 s`.
 #[must_use]
 pub fn readable_time(seconds: f64) -> String {
     if seconds >= 10.0 {
@@ -235,7 +238,7 @@ pub fn readable_time(seconds: f64) -> String {
     }
 }
 
-/// Returns bytes per second as a readable text.
+/// Returns a text in MB/s for a bandwidth in bytes per second.
 pub(crate) fn rate(bytes: f64) -> String {
     format!("{:.0} MB/s", bytes / 1e6)
 }

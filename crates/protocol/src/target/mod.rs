@@ -1,32 +1,32 @@
-//! Target of a migration as a state machine without I/O.
+//! State machine of the target of a migration, without I/O.
 //!
-//! A [`Session`] takes events and returns actions. The host performs the actions and reports the
+//! A [`Session`] takes events and returns actions. Its host performs the actions and reports the
 //! events: see [`run`]. A session never blocks and reads no clock.
 //!
 //! # Phases
 //!
-//! Each phase is a type that owns its own fields, in a module of its own. A phase takes an event by
-//! value and returns the phase that follows.
+//! Each phase is a type with its own fields in its own module. A phase takes itself and an event by
+//! value, and returns the phase that follows.
 //!
 //! | type | the target | the guest |
 //! |---|---|---|
-//! | `Setup` | compares the machine, and opens channels | runs on the source |
-//! | `Receiving` | takes pages and the device state | runs on the source, then is paused |
-//! | `Ready` | loads the state, and awaits the commit | is paused |
-//! | `Claiming` | has read the commit, and asks the arbiter for the guest | is paused |
+//! | `Setup` | compares the machines, and opens channels | runs on the source |
+//! | `Receiving` | receives pages and the device state | runs on the source, then is paused |
+//! | `Ready` | loads the device state, and awaits the commit | is paused |
+//! | `Claiming` | has read the commit, and claims the guest from the arbiter | is paused |
 //! | `Starting` | starts the guest | is paused |
-//! | `Renounced` | will never run the guest, and tells the source so | belongs to the source |
-//! | `Postcopy` | takes the missing pages | runs on the target |
+//! | `Renounced` | will never run the guest, and tells the source so | is paused on the source until the source knows |
+//! | `Postcopy` | receives the missing pages | runs on the target |
 //! | `Ended` | does nothing more | |
 //!
 //! # Which host may run the guest
 //!
 //! The guest runs on the target only after [`ToTarget::Commit`], and with an arbiter only after the
-//! arbiter has granted the guest. Every failure before that ends without the guest having run. If
-//! the source may have sent the commit and its link is lost, the target gives the guest up for good
-//! and continues to report that (`Renounced`). If the guest runs before all of its memory has
-//! arrived, a lost link does not end the session: the target waits for the missing pages over new
-//! channels.
+//! arbiter has granted the target's claim. If anything fails before that, the guest has not run on
+//! the target. If the link is lost when the source may already have sent the commit of a guest with
+//! missing pages, the target renounces the guest for good, and continues to report this to the
+//! source (`Renounced`). Once the guest runs with missing pages, the loss of the link does not end
+//! the session, because the target can receive the missing pages over new channels.
 
 mod postcopy;
 #[cfg(feature = "model")]
@@ -51,65 +51,66 @@ use vmferry_wire::{
     MissingPages, Mode, PagingFigures, Refusal, RefusalCode, RegionPage, RegionRun, ToSource, ToTarget, Token,
 };
 
-/// Event that the host reports.
+/// Event that the host of the target's session reports.
 #[derive(Debug, Clone)]
 pub enum Event {
-    /// A message of the source.
+    /// A message from the source has arrived.
     Message(ToTarget),
-    /// A channel for pages is open.
+    /// The source has opened one of the channels of [`Action::AwaitChannels`].
     ChannelUp,
-    /// A channel has received all frames of a pass.
+    /// All frames of a pass have arrived on a bulk channel.
     Barrier {
         /// Number of the bulk channel.
         channel: u16,
         /// Number of the pass.
         pass: u32,
     },
-    /// The pages with a digest mismatch after a pass were counted.
+    /// The pages that have a digest mismatch after a pass were counted.
     DigestMismatches {
         /// Number of the pass.
         pass: u32,
         /// Number of pages.
         pages: u64,
-        /// These pages, or the first of them.
+        /// Runs of these pages. If there are many, only the first of them.
         runs: Vec<RegionRun>,
     },
-    /// Result of comparing digests.
+    /// The digests of source and target were compared.
     Compared {
         /// Number of pages that were compared.
         pages: u64,
         /// Number of pages that differ.
         mismatched: u64,
-        /// First pages that differ.
+        /// The first of the pages that differ.
         samples: Vec<RegionPage>,
     },
-    /// The state was loaded.
+    /// The device state was loaded.
     Loaded {
         /// Time that loading took, in microseconds.
         micros: u64,
     },
-    /// The guest runs.
+    /// The guest runs, or is left paused as its operator wants.
     Started {
         /// Time that starting took, in microseconds.
         micros: u64,
         /// CPU time that the target has used so far, in microseconds.
         cpu_us: u64,
     },
-    /// The state could not be loaded, a channel broke, or memory could not be written.
+    /// A step of the target failed: the device state could not be loaded, a channel failed, or
+    /// memory could not be written.
     LocalFailure(Refusal),
     /// The vCPUs could not be started. None has run.
     StartFailed(Refusal),
     /// The link failed, or the source is gone.
     PeerLost(String),
-    /// This host can take pages while the guest runs.
+    /// This host can receive pages while the guest runs.
     Prepared,
     /// The VM has prepared itself with the state of a trial pause.
     VmPrepared {
-        /// Expected time for loading the state and starting the guest, in microseconds, after the
-        /// preparation.
+        /// Time that loading the device state and starting the guest are expected to take after the
+        /// preparation, in microseconds.
         load_us: Option<u64>,
     },
-    /// The last missing page has arrived.
+    /// The last missing page has arrived. The figures are those of postcopy so far.
     MissingArrived(PagingFigures),
     /// The source has opened a new control channel.
     ControlReopened,
@@ -126,7 +127,7 @@ pub enum Event {
     },
 }
 
-/// Channels for pages.
+/// Channels of a migration in addition to the control channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Channels {
     /// Number of bulk channels.
@@ -143,21 +144,21 @@ impl Channels {
     }
 }
 
-/// Action that the host performs.
+/// Action that the host of the target's session performs.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
     /// Send a message on the control channel.
     Send(ToSource),
-    /// Check that this host can take pages while the guest runs, and report [`Event::Prepared`] or
-    /// [`Event::LocalFailure`].
+    /// Check whether this host can receive pages while the guest runs, and report
+    /// [`Event::Prepared`] or [`Event::LocalFailure`].
     PrepareDemandPaging,
     /// Open the next stream of device state. Report [`Event::LocalFailure`] if that fails.
     OpenStream(StreamName),
-    /// Give these bytes to a stream. Report [`Event::LocalFailure`] if that fails.
+    /// Write these bytes to a stream. Report [`Event::LocalFailure`] if that fails.
     WriteStream {
         /// Number of the stream.
         stream: u32,
-        /// Content.
+        /// Bytes to write.
         bytes: Vec<u8>,
     },
     /// Complete a stream. Report [`Event::LocalFailure`] if that fails.
@@ -165,50 +166,54 @@ pub enum Action {
         /// Number of the stream.
         stream: u32,
     },
-    /// Have the VM prepare itself with this state of a trial pause, and report
+    /// Let the VM prepare itself with this device state of a trial pause, and report
     /// [`Event::VmPrepared`] or [`Event::LocalFailure`].
     PrepareVm(Vec<Section>),
-    /// Accept these channels, with the tokens of `Accept` or `Resume`.
+    /// Accept these channels if they show the tokens of the last [`ToSource::Accept`] or
+    /// [`ToSource::Resume`], and report [`Event::ChannelUp`] for each channel.
     AwaitChannels(Channels),
-    /// Report [`Event::DigestMismatches`].
+    /// Count the pages that have a digest mismatch, and report [`Event::DigestMismatches`].
     CountDigestMismatches {
         /// Number of the pass.
         pass: u32,
     },
-    /// Report [`Event::Compared`].
+    /// Complete the comparison of digests, and report [`Event::Compared`].
     CountMismatches,
-    /// Add these pages to the missing ones.
+    /// Add these pages to the missing pages.
     TakeMissing(MissingPages),
-    /// All missing pages were named: discard their content, and place them one by one from now on.
+    /// Begin demand paging: discard the content of the missing pages, all of which were named, and
+    /// place these pages as they arrive.
     BeginDemandPaging {
         /// Number of missing pages.
         pages: u64,
     },
-    /// Load the state.
+    /// Load the device state, and report [`Event::Loaded`].
     Load(Vec<Section>),
     /// Make this request to the arbiter after a delay, and report [`Event::ArbiterAnswered`].
-    /// [`ArbiterRequest::Runs`] is repeated until the arbiter has received it, and is not reported.
+    /// Exception: repeat [`ArbiterRequest::Runs`] until the arbiter answers, and report nothing.
     AskArbiter {
         /// Request to make.
         request: ArbiterRequest,
         /// Delay before the request.
         after: Duration,
     },
-    /// Start the guest, or leave it paused if its operator wants that.
+    /// Start the guest, or leave it paused if its operator wants that. Report [`Event::Started`] or
+    /// [`Event::StartFailed`].
     Start {
         /// State that the operator wants.
         wanted: RunState,
     },
-    /// Close every channel: the link is lost.
+    /// Close every channel, because the link is lost.
     Disconnect,
-    /// Tell the source over its new control channel which pages are missing, and report
-    /// [`Event::MissingNamed`].
+    /// Tell the source over its new control channel which pages are missing, create new tokens, and
+    /// report [`Event::MissingNamed`].
     NameMissing,
-    /// Request the pages that vCPUs wait for, on the new channels.
+    /// Request the pages that vCPUs wait for again, on the new channels.
     RequestAgain,
-    /// No page is missing: end demand paging.
+    /// End demand paging, because no page is missing.
     EndDemandPaging,
-    /// The session has ended, or continues without the VM ([`Outcome::Running`]).
+    /// End the session with this outcome. After [`Outcome::Running`], the session continues without
+    /// the VM.
     Finish(Outcome),
 }
 
@@ -217,14 +222,14 @@ pub enum Action {
 pub enum Outcome {
     /// The guest runs on the target, with all of its memory.
     Completed,
-    /// The guest runs on the target, and pages are missing: the same session continues without the
-    /// VM.
+    /// The guest runs on the target, and pages are missing. The same session continues without the
+    /// VM, to receive the missing pages.
     Running,
     /// The guest has not run on the target and will not run there.
     Failed(Refusal),
 }
 
-/// Random bits of this migration, which only its source receives.
+/// Random tokens of this migration, which only its source receives.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tokens {
     /// Token for the bulk channels.
@@ -235,12 +240,12 @@ pub struct Tokens {
     pub resume: Token,
 }
 
-/// Memory of the guest that the target has when it starts the guest.
+/// Memory that the target has when it starts the guest.
 #[derive(Debug, Clone)]
 enum Memory {
     Complete,
-    /// Pages are missing and arrive in postcopy. If all of them have arrived before the start,
-    /// `all_arrived` has the figures, which are reported once the guest runs.
+    /// Pages are missing and arrive in postcopy. If all of them arrive before the guest is started,
+    /// `all_arrived` contains the figures, which are reported once the guest runs.
     Missing {
         all_arrived: Option<PagingFigures>,
     },
@@ -259,7 +264,7 @@ impl Memory {
     }
 }
 
-/// Request that the target repeats until the arbiter answers.
+/// State of a request that the target repeats until the arbiter answers.
 #[derive(Debug, Clone, Default)]
 struct ArbiterRetry {
     again: Backoff,
@@ -267,19 +272,20 @@ struct ArbiterRetry {
     undecided: Option<String>,
 }
 
-/// State that more than one phase reads.
+/// State that more than one phase reads or changes.
 #[derive(Debug, Clone)]
 struct TargetContext {
     machine: MachineConfig,
     tokens: Tokens,
     /// True if there is an arbiter.
     with_arbiter: bool,
-    /// Expected time for loading the state and starting the guest, in microseconds, for a source
-    /// that supports this message.
+    /// Time that loading the device state and starting the guest are expected to take, in
+    /// microseconds. `None` if it is unknown, or if the source does not support the message that
+    /// announces it.
     load_us: Option<u64>,
     /// True if the VM prepares itself with the state of a trial pause.
     wants_trial: bool,
-    /// State that the operator of the source wants.
+    /// State in which the operator of the source wants the guest to be.
     wanted: RunState,
     mode: Mode,
     channels: Channels,
@@ -303,7 +309,7 @@ enum State {
     },
 }
 
-/// State that follows an event, and the actions to perform, in their order.
+/// State that follows an event, and the actions to perform in their order.
 type Next = (State, Vec<Action>);
 
 /// Session of a target.
@@ -313,7 +319,8 @@ pub struct Session {
     state: State,
 }
 
-/// Returns the reason for renouncing a guest that was about to be started.
+/// Returns the reason for renouncing a guest that was about to be started when the link was lost
+/// because of `why`.
 fn lost_before(why: &str) -> Refusal {
     let detail = format!("the link was lost before the guest was started on the target ({why})");
     Refusal::new(RefusalCode::Other, detail)
@@ -325,14 +332,13 @@ fn end(why: Refusal, tell: Option<Action>) -> Next {
     (State::Ended { complete: false }, actions)
 }
 
-/// Ends a session before the source can have sent the commit, and reports the reason to the source.
+/// Ends a session before the source can have sent the commit, and tells the source the reason.
 fn fail(why: Refusal) -> Next {
     let told = Action::Send(ToSource::Failed(why.clone()));
     end(why, Some(told))
 }
 
-/// Returns the error of a source or host whose event is not allowed while the target is `doing`
-/// something else.
+/// Returns the error for an event that is not allowed while the target is `doing` something else.
 fn misplaced(event: &Event, doing: &str) -> Refusal {
     let detail = match event {
         Event::Message(message) => {
@@ -344,7 +350,8 @@ fn misplaced(event: &Event, doing: &str) -> Refusal {
 }
 
 impl Session {
-    /// Begins a session after a control channel was opened.
+    /// Begins a session after a source has opened a control channel. `machine` is the machine of
+    /// the target's VM.
     pub fn begin(machine: MachineConfig, tokens: Tokens) -> Self {
         let context = TargetContext {
             machine,
@@ -360,26 +367,28 @@ impl Session {
         Self { context, state: State::Setup(Setup::begin()) }
     }
 
-    /// Tells the source that loading the state and starting the guest are expected to take `load`.
+    /// Sets the time that loading the device state and starting the guest are expected to take. The
+    /// target announces this time to the source. Pass `None` if the time is unknown, or if the
+    /// source does not support the message.
     pub fn expecting(mut self, load: Option<Duration>) -> Self {
         self.context.load_us = load.map(|load| u64::try_from(load.as_micros()).unwrap_or(u64::MAX));
         self
     }
 
-    /// Asks the source for the state of a trial pause, if `wants` is true. The source must support
-    /// this.
+    /// Sets whether the target requests the state of a trial pause. Pass true only if the source
+    /// supports this.
     pub fn wanting_trial(mut self, wants: bool) -> Self {
         self.context.wants_trial = wants;
         self
     }
 
-    /// Uses an arbiter, if `with_arbiter` is true.
+    /// Sets whether there is an arbiter. The default is false.
     pub fn with_arbiter(mut self, with_arbiter: bool) -> Self {
         self.context.with_arbiter = with_arbiter;
         self
     }
 
-    /// Takes an event. Returns the actions that follow from it, in their order.
+    /// Takes an event. Returns the actions that follow from the event, in their order.
     pub fn handle(&mut self, event: Event) -> Vec<Action> {
         let state = std::mem::replace(&mut self.state, State::Ended { complete: false });
         let (state, actions) = react(state, &mut self.context, event);
@@ -422,21 +431,23 @@ impl Session {
         matches!(&self.state, State::Setup(setup) if setup.awaits_announcement())
     }
 
-    /// Returns true if a stop has an effect now.
+    /// Returns true if a stop by the operator has an effect now.
     ///
-    /// While this is true, an [`Event::Stopped`] ends the session or renounces the guest. The host
-    /// reports a stop only while this is true: the stop flag stays set, and an event without an
-    /// effect would block all others.
+    /// While this is true, [`Event::Stopped`] ends the session or renounces the guest. The host
+    /// must report a stop only while this is true. Because the stop flag stays set, the host would
+    /// otherwise report the same event again and again, and no other event.
     pub fn heeds_stop(&self) -> bool {
         match &self.state {
             State::Setup(_) | State::Receiving(_) | State::Ready(_) | State::Claiming(_) => true,
-            // With an arbiter, the guest is being given back. The session ends with the answer.
+            // With an arbiter, the guest is already being given back, and the session ends with the
+            // arbiter's answer.
             State::Renounced(_) => !self.context.with_arbiter,
             State::Starting(_) | State::Postcopy(_) | State::Ended { .. } => false,
         }
     }
 
-    /// Returns true if all memory has arrived, so that the bulk channels are not needed any more.
+    /// Returns true if all memory arrived before the guest was started, so that the bulk channels
+    /// are not needed any more.
     pub fn memory_complete(&self) -> bool {
         match &self.state {
             State::Ready(ready) => !ready.memory.is_missing(),
@@ -446,14 +457,14 @@ impl Session {
         }
     }
 
-    /// Returns true if the session has ended. Remaining actions do not matter.
+    /// Returns true if the session has ended.
     pub fn ended(&self) -> bool {
         matches!(self.state, State::Ended { .. })
     }
 
-    /// Returns true if the source may open a new link to ask about a guest that never ran on the
-    /// target. Once the target was ready, the source may have sent the commit, even if the commit
-    /// never arrived.
+    /// Returns true if the source may open a new link to ask about a guest that has not run on the
+    /// target. This is the case once the target was ready, because the source may then have sent
+    /// the commit, even if the commit never arrived.
     pub fn accepts_new_link(&self) -> bool {
         match &self.state {
             State::Ready(ready) => ready.may_be_committed(),
@@ -468,18 +479,19 @@ impl Session {
         matches!(self.state, State::Renounced(_))
     }
 
-    /// Returns true while the guest runs on the target and pages are missing, or while the source
-    /// does not know yet that all have arrived.
+    /// Returns true while the guest runs on the target and either pages are missing, or the source
+    /// has not confirmed yet that all pages have arrived.
     pub fn runs_in_postcopy(&self) -> bool {
         matches!(self.state, State::Postcopy(_))
     }
 
-    /// Returns true if the guest runs on the target and the link is lost.
+    /// Returns true if the guest runs on the target with missing pages and the link is lost.
     pub fn suspended(&self) -> bool {
         matches!(&self.state, State::Postcopy(postcopy) if postcopy.is_suspended())
     }
 
-    /// Returns true if the last missing page has arrived.
+    /// Returns true if the guest ran on the target before all pages had arrived, and the last
+    /// missing page has arrived.
     pub fn complete(&self) -> bool {
         match &self.state {
             State::Postcopy(postcopy) => postcopy.is_complete(),

@@ -1,4 +1,4 @@
-//! Postcopy: the guest runs on the target, and its missing pages arrive.
+//! Postcopy phase: the guest runs on the target, and its missing pages arrive.
 
 use super::{Action, Event, Next, Outcome, State, TargetContext};
 use vmferry_wire::{PagingFigures, ToSource, ToTarget};
@@ -26,8 +26,9 @@ enum Step {
 }
 
 impl Postcopy {
-    /// Begins after the guest was started. `lost` is true if the link was lost meanwhile. `runs` is
-    /// the action that reports to the arbiter that the guest runs.
+    /// Begins after the guest was started. `running` is the message to the source that the guest
+    /// runs. `lost` is true if the link was lost before. `runs` is the action that reports to the
+    /// arbiter that the guest runs, if there is an arbiter.
     pub(super) fn begin(
         running: ToSource,
         lost: bool,
@@ -58,8 +59,8 @@ impl Postcopy {
             (Step::AwaitThanks, Event::Message(ToTarget::Thanks)) => {
                 (State::Ended { complete: true }, vec![Action::Finish(Outcome::Completed)])
             }
-            // The source often notices the loss of the link first. The old channels have ended by
-            // now.
+            // Accepted in every step, because the source often notices the loss of the link first.
+            // The old channels have ended by now.
             (_, Event::ControlReopened) => self.go_on_to(Step::NamingMissing, vec![Action::NameMissing]),
             (Step::NamingMissing, Event::MissingNamed { pages, tokens: (bulk, urgent) }) => {
                 let resume = Action::Send(ToSource::Resume { pages, bulk, urgent });
@@ -75,7 +76,8 @@ impl Postcopy {
             (Step::Reopening { missing }, Event::ChannelUp) => {
                 self.go_on_to(Step::Reopening { missing: missing - 1 }, Vec::new())
             }
-            // A channel has sent its part of the rest. Only the arrival of the pages matters.
+            // A channel has delivered its part of the remaining pages. Only the arrival of the
+            // pages matters.
             (Step::Receiving | Step::AwaitThanks, Event::Barrier { .. }) => self.stay(),
             // Late reports of channels that are closed.
             (Step::Suspended, _) => self.stay(),
@@ -98,7 +100,7 @@ impl Postcopy {
         (State::Postcopy(self), actions)
     }
 
-    /// Records that the last missing page has arrived. Without a link, the source is told once
+    /// Records that the last missing page has arrived. If there is no link, the source is told once
     /// there is one.
     fn all_arrived(mut self, figures: PagingFigures) -> Next {
         self.all_arrived = Some(figures);
@@ -109,7 +111,8 @@ impl Postcopy {
         }
     }
 
-    /// Goes on to `step`, or tells the source that every page has arrived, if that is so.
+    /// Tells the source that every page has arrived, if this is the case. Otherwise goes on to
+    /// `step`.
     fn tell_if_complete(self, step: Step, mut actions: Vec<Action>) -> Next {
         let Some(figures) = self.all_arrived.clone() else { return self.go_on_to(step, actions) };
         actions.push(Action::Send(ToSource::Complete(figures)));

@@ -1,4 +1,4 @@
-//! Projection of sessions for a model that visits every reachable state.
+//! Projection of sessions for a model checker that visits every reachable state.
 
 use super::renounced::Renounced;
 use super::{Memory, Session, State, TargetContext};
@@ -8,8 +8,8 @@ use std::mem::discriminant;
 impl Session {
     /// Hashes the fields that affect decisions.
     ///
-    /// Each field is named, so that a new field does not compile before its treatment is decided
-    /// here. Fields that do not change in a run and reasons of failures are left out.
+    /// Each field is named, so that the code does not compile with a new field until its treatment
+    /// is decided here. Fields that do not change in a run, and reasons of failures, are left out.
     pub fn project(&self, hasher: &mut impl Hasher) {
         let Self { context, state } = self;
         let TargetContext {

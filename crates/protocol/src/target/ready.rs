@@ -1,5 +1,5 @@
-//! Ready phase: the state is loaded, and the target waits for the commit. The guest has not run on
-//! the target.
+//! Ready phase: the target loads the device state, and then waits for the commit. The guest has not
+//! run on the target.
 
 use super::renounced::Renounced;
 use super::start::{Claiming, Starting};
@@ -8,7 +8,7 @@ use super::{
 };
 use vmferry_wire::{Refusal, RefusalCode, ToSource, ToTarget};
 
-/// Loading the state, then waiting for the commit.
+/// State of the ready phase.
 #[derive(Debug, Clone)]
 pub(super) struct Ready {
     pub(super) memory: Memory,
@@ -27,8 +27,8 @@ impl Ready {
         Self { memory, step: Step::Loading }
     }
 
-    /// Returns true if the source may have sent the commit and can ask, over a new link, about the
-    /// guest. A source that has sent all of the memory does not reconnect.
+    /// Returns true if the source may have sent the commit, and would reconnect to ask about the
+    /// guest if the link were lost. A source that has sent all of the memory does not reconnect.
     pub(super) fn may_be_committed(&self) -> bool {
         self.step == Step::AwaitCommit && self.memory.is_missing()
     }
@@ -54,7 +54,7 @@ impl Ready {
             }
             // A late answer, or the answer to another request.
             (_, Event::ArbiterAnswered(..)) => (State::Ready(self), Vec::new()),
-            // The source opens a new link only if it knows that the old one is lost.
+            // The source opens a new link only if it has lost the old one.
             (_, Event::ControlReopened) if self.may_be_committed() => Renounced::and_tell(
                 context,
                 &self.memory,
@@ -81,7 +81,7 @@ impl Ready {
         if !self.may_be_committed() {
             return fail(why);
         }
-        // The commit may have been sent.
+        // The source may have sent the commit.
         let told = Action::Send(ToSource::Failed(why.clone()));
         Renounced::begin(context, &self.memory, why, ArbiterRetry::default(), told)
     }

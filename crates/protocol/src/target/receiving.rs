@@ -1,4 +1,5 @@
-//! Receiving phase: passes over memory, the device state, and the verification.
+//! Receiving phase: the passes over memory, the device state, and the digests of a verification
+//! arrive.
 
 use super::ready::Ready;
 use super::{Action, Channels, Event, Memory, Next, State, TargetContext, fail, misplaced};
@@ -17,7 +18,8 @@ struct DeviceState {
 }
 
 impl DeviceState {
-    /// Adds a section, if the protocol allows its size.
+    /// Adds a section. Returns an error if the state becomes larger than the protocol allows, or
+    /// was already complete.
     fn add(&mut self, section: Section) -> Result<(), Refusal> {
         self.bytes += section.name.len() + section.payload.len();
         if self.bytes > MAX_STATE_BYTES || self.sections.len() == MAX_SECTIONS || self.complete {
@@ -29,7 +31,8 @@ impl DeviceState {
         Ok(())
     }
 
-    /// Records that the source has sent all of its `sections` sections.
+    /// Records that the source has sent all of its `sections` sections. Returns an error if another
+    /// number of sections has arrived.
     fn end(&mut self, sections: u32) -> Result<(), Refusal> {
         self.complete = true;
         let came = self.sections.len();
@@ -41,12 +44,12 @@ impl DeviceState {
     }
 }
 
-/// State of a trial pause, with which the VM prepares itself.
+/// Reception of the device state of a trial pause, with which the VM prepares itself.
 #[derive(Debug, Clone)]
 enum Trial {
     /// The VM does not need the state, or has received it.
     NotWanted,
-    /// The VM needs the state, which is being received.
+    /// The VM needs the state, which has not arrived completely.
     Coming(DeviceState),
     /// The VM prepares itself.
     Preparing,
@@ -55,15 +58,15 @@ enum Trial {
 /// Reception of the guest.
 #[derive(Debug, Clone)]
 pub(super) struct Receiving {
-    /// For each bulk channel, the number of passes that it has ended.
+    /// For each bulk channel, the number of passes that have arrived completely on it.
     barriers: Vec<u32>,
-    /// Number of passes that all bulk channels have ended.
+    /// Number of passes that have arrived completely on all bulk channels.
     received: u32,
     /// Number of the last pass, once the source has named it.
     last_pass: Option<u32>,
-    /// Number of the pass of digests that is to be compared.
+    /// Number of the pass whose digests are to be compared.
     verify_pass: Option<u32>,
-    /// True if the last received pass left no page with a digest mismatch.
+    /// True if no page has a digest mismatch after the last received pass.
     clean: bool,
     trial: Trial,
     state: DeviceState,
@@ -159,7 +162,7 @@ impl Receiving {
             return self.stay(Vec::new());
         }
         self.received = complete;
-        // Unknown until the pages with a digest mismatch are counted.
+        // Whether pages have a digest mismatch is unknown until they are counted.
         self.clean = false;
         let compared = self.compared_if_complete();
         self.stay([Action::CountDigestMismatches { pass }].into_iter().chain(compared).collect())
@@ -233,7 +236,7 @@ impl Receiving {
         self.state.complete && self.streams.iter().all(|complete| *complete)
     }
 
-    /// Handles a message with state of a trial pause.
+    /// Handles a message that carries device state of a trial pause.
     fn trial(mut self: Box<Self>, message: ToTarget) -> Next {
         let Trial::Coming(state) = &mut self.trial else {
             return fail(misplaced(&Event::Message(message), "receiving the guest"));
@@ -254,8 +257,8 @@ impl Receiving {
         self.stay(vec![Action::PrepareVm(sections)])
     }
 
-    /// Loads the state over memory that is complete and without digest mismatch. This is checked,
-    /// whatever the source believes.
+    /// Loads the device state, if the memory is complete and has no digest mismatch. The target
+    /// checks this itself, and does not rely on the source.
     fn load(self) -> Next {
         let arrived = self.last_pass.is_some_and(|pass| self.received > pass);
         let complete = self.state_is_complete();
@@ -270,7 +273,7 @@ impl Receiving {
         (State::Ready(ready), vec![Action::Load(self.state.sections)])
     }
 
-    /// Loads the state over memory with `pages` missing pages, which the source has named.
+    /// Loads the device state over memory with `pages` missing pages, which the source has named.
     fn load_with_missing(self, pages: u64) -> Next {
         if !self.state_is_complete() {
             let detail = "the source hands over a guest whose device state it has not sent";

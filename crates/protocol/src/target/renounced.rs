@@ -1,29 +1,32 @@
-//! Renounced phase: the guest will never run on the target. Its source, which may have told the
-//! target to run it, does not know that yet.
+//! Renounced phase: the guest will never run on the target, but the source does not know this yet,
+//! and may have told the target to run the guest.
 //!
-//! The source must still be told. Until then, only the source may reconnect, as often as it wants.
-//! The guest is paused on the source, and only this message permits it to continue there. With an
-//! arbiter, the source may also learn it from the register.
+//! The guest is paused on the source, and may continue there only once the source knows that the
+//! target has renounced the guest. Therefore the target accepts new links of this source, however
+//! many, until it has told the source. With an arbiter, the source can also learn this from the
+//! register.
 
 use super::{Action, ArbiterRetry, Event, Memory, Next, State, TargetContext, end};
 use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership};
 use std::time::Duration;
 use vmferry_wire::{Refusal, ToSource, ToTarget};
 
-/// Guest that was given up for good. No commit starts it, however late the commit arrives.
+/// Guest that the target has given up for good. No commit starts this guest, however late the
+/// commit arrives.
 #[derive(Debug, Clone)]
 pub(super) struct Renounced {
     pub(super) why: Refusal,
-    /// True if the source can ask over a new link: it has not sent all of the memory, so it
-    /// reconnects.
+    /// True if the source can ask over a new link. Only a source that has not sent all of the
+    /// memory reconnects.
     pub(super) accepts_new_link: bool,
-    /// Request to the arbiter to give the guest back, if there is an arbiter.
+    /// State of the request to the arbiter that gives the guest back, if there is an arbiter.
     pub(super) giving_back: Option<ArbiterRetry>,
 }
 
 impl Renounced {
-    /// Renounces the guest after the action `first`. The arbiter is told afterwards: the session
-    /// must first be in a phase that never starts the guest.
+    /// Renounces the guest, performs the action `first`, and then gives the guest back to the
+    /// arbiter. The order matters: before the arbiter is told, the session must be in a phase that
+    /// never starts the guest.
     pub(super) fn begin(
         context: &TargetContext,
         memory: &Memory,
@@ -75,11 +78,11 @@ impl Renounced {
             }
             Event::ArbiterAnswered(ArbiterRequest::GiveBack, answer) => self.gave_back(answer),
             Event::Message(ToTarget::Thanks | ToTarget::Cancel(_)) => end(self.why, None),
-            // With an arbiter the session ends with the arbiter's answer, also after a stop: while
-            // the register holds the target, no host can run the guest.
+            // With an arbiter, the session ends only with the arbiter's answer, even after a stop.
+            // While the register names the target as the owner, no host can run the guest.
             Event::Stopped if !context.with_arbiter => end(self.why, None),
             Event::PeerLost(_) | Event::LocalFailure(_) => (State::Renounced(self), vec![Action::Disconnect]),
-            // A late commit is ignored here, too.
+            // A late commit is ignored, too.
             _ => (State::Renounced(self), Vec::new()),
         }
     }
@@ -88,8 +91,8 @@ impl Renounced {
         // There are no answers without an arbiter.
         let Some(retry) = &mut self.giving_back else { return (State::Renounced(self), Vec::new()) };
         let Err(ArbiterError::Unreachable(error)) = answer else {
-            // The arbiter has received the request, or has no register for this migration. In both
-            // cases nothing is left to do.
+            // The arbiter has performed the request, or has no register for this migration. In both
+            // cases, nothing is left to do.
             return end(self.why, None);
         };
         retry.undecided =

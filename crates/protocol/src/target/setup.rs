@@ -1,5 +1,5 @@
-//! Setup phase, from the hello to the first page: the machines are compared, the register is read,
-//! channels are opened.
+//! Setup phase, from the hello to the first page: the target compares the machines, reads the
+//! register of the arbiter, and accepts the channels.
 
 use super::receiving::Receiving;
 use super::{Action, Channels, Event, Next, State, TargetContext, Tokens, fail, misplaced};
@@ -20,7 +20,7 @@ enum Step {
     AwaitAnnouncement,
     /// The guest fits, and its register is being read.
     LookingForRegister,
-    /// The host checks that it can take pages while the guest runs.
+    /// The host checks whether it can receive pages while the guest runs.
     Preparing,
     AwaitChannels {
         missing: u32,
@@ -48,7 +48,8 @@ impl Setup {
                     probe,
                 }),
             ) => announced(context, &machine, mode, Channels { bulk, urgent, probe }),
-            // The description is for a VMM that creates its VM now. In this session the VM exists.
+            // The description is for a VMM that creates its VM after the announcement. In this
+            // session, the VM already exists.
             (Step::AwaitAnnouncement, Event::Message(ToTarget::Description(_))) => {
                 (State::Setup(self), Vec::new())
             }
@@ -121,8 +122,8 @@ fn prepare(context: &mut TargetContext) -> Next {
     if !context.mode.may_use_postcopy() {
         return accept(context);
     }
-    // Checked first, so that a host without demand paging refuses early and continues to wait for
-    // another source.
+    // Checked before the guest is accepted, so that a host without demand paging refuses the guest
+    // early, and continues to wait for another source.
     (State::Setup(Setup { step: Step::Preparing }), vec![Action::PrepareDemandPaging])
 }
 

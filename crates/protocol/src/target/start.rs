@@ -1,5 +1,5 @@
-//! Claiming and Starting phases, after the commit: the target claims the guest from the arbiter, if
-//! there is one, and starts it.
+//! Claiming and starting phases, after the commit: the target claims the guest from the arbiter, if
+//! there is one, and starts the guest.
 
 use super::postcopy::Postcopy;
 use super::renounced::Renounced;
@@ -8,20 +8,20 @@ use crate::arbiter::{ArbiterError, ArbiterRequest, Ownership, Side};
 use std::time::Duration;
 use vmferry_wire::{Refusal, RefusalCode, ToSource};
 
-/// Number of unanswered requests to the arbiter, over a working link, after which the guest is
-/// given back to its source. The guest is paused meanwhile.
+/// Number of claims that the arbiter may leave unanswered while the link works. After that, the
+/// target gives the guest back to the source, because the guest is paused in the meantime.
 const MOST_CLAIMS: u32 = 3;
 
-/// Handed-over guest, while the target asks the arbiter for permission to run it. The commit only
-/// permits the target to claim the guest, not to run it: the source may have given up and claimed
-/// the guest long ago.
+/// Phase in which the target has read the commit, and claims the guest from the arbiter. The commit
+/// permits the target to claim the guest, but not to run it, because the source may have given up
+/// and claimed the guest long ago.
 #[derive(Debug, Clone)]
 pub(super) struct Claiming {
     pub(super) memory: Memory,
     /// True if the link was lost.
     lost: bool,
     retry: ArbiterRetry,
-    /// Number of claims that were not answered.
+    /// Number of claims that the arbiter has not answered.
     unanswered: u32,
 }
 
@@ -50,8 +50,8 @@ impl Claiming {
                 lost_before("the source opened a new one"),
                 self.retry,
             ),
-            // Without the link the guest would run on the target without its memory. Its source has
-            // all of it.
+            // Without the link, the guest would run on the target without all of its memory,
+            // whereas the source has all of the memory.
             Event::PeerLost(why) if self.memory.is_missing() => {
                 Renounced::and_disconnect(context, &self.memory, lost_before(&why), self.retry)
             }
@@ -70,7 +70,7 @@ impl Claiming {
                     Renounced::and_tell(context, &self.memory, why, self.retry)
                 }
             }
-            // The source has handed the guest over: no later message of the source changes that.
+            // The source has sent the commit, and no later message of the source changes this.
             _ => (State::Claiming(self), Vec::new()),
         }
     }
@@ -84,7 +84,7 @@ impl Claiming {
                 let told = (!self.lost).then(|| Action::Send(ToSource::Failed(why.clone())));
                 return end(why, told);
             }
-            // This answer does not answer a claim, so it counts as no answer.
+            // An open register is no valid answer to a claim, so this counts as no answer.
             Ok(Ownership::Open) => "the arbiter has not accepted the claim".to_owned(),
             Err(error) => error.to_string(),
         };
@@ -95,8 +95,8 @@ impl Claiming {
             let claim = Action::AskArbiter { request: ArbiterRequest::Claim(Side::Target), after };
             return (State::Claiming(self), vec![claim]);
         }
-        // The target's message lets the source have the paused guest at once. If the arbiter has
-        // received a claim nevertheless, giving the guest back revokes the claim.
+        // With the target's message, the source can resume the guest at once. If the arbiter has
+        // performed a claim nevertheless, giving the guest back revokes the claim.
         let detail = format!("the guest was not started on the target: {why}");
         Renounced::and_tell(context, &self.memory, Refusal::new(RefusalCode::Fence, detail), self.retry)
     }
@@ -110,8 +110,8 @@ impl Claiming {
     }
 }
 
-/// Start of a guest that the target owns. The source and the channels do not matter now: only the
-/// start itself can fail.
+/// Phase in which the target starts the guest, which it owns. Failures of the source or of channels
+/// do not prevent the start.
 #[derive(Debug, Clone)]
 pub(super) struct Starting {
     pub(super) memory: Memory,
@@ -170,7 +170,7 @@ impl Starting {
         if !self.memory.is_missing() && !context.with_arbiter {
             return end(why, Some(told));
         }
-        // Nothing can be sent on a link that is known to be lost.
+        // If the link is known to be lost, nothing can be sent.
         let first = if self.lost { Action::Disconnect } else { told };
         Renounced::begin(context, &self.memory, why, ArbiterRetry::default(), first)
     }
