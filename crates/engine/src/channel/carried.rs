@@ -1,5 +1,5 @@
-//! Connections that do not come from a target's acceptor: the lanes of connections that carry a
-//! whole migration.
+//! Connections of a target that do not come from its acceptor: the lanes of connections that carry
+//! all channels of a migration.
 
 use super::carrier;
 use super::greeting::Connection;
@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmferry_thread::{Role, spawn};
 
-/// Largest number of connections that carry lanes. A migration needs one. Each takes a thread, and
-/// a socket pair for each lane.
+/// Maximum number of connections that carry lanes. A migration needs one such connection. Each uses
+/// a thread, and a socket pair for each lane.
 const MOST: usize = 4;
 
 /// Connections that wait for their hello to be read, and connections that carry lanes.
@@ -34,7 +34,7 @@ struct State {
 /// Connection that carries lanes.
 #[derive(Debug)]
 pub(super) struct Carried {
-    /// Duplicate of the socket, by which the connection can be shut down.
+    /// Duplicate of the socket, through which the connection can be shut down.
     socket: Socket,
     /// True once a lane of the connection has sent a valid hello, encrypted if the target requires
     /// that.
@@ -42,7 +42,8 @@ pub(super) struct Carried {
 }
 
 impl Carried {
-    /// Notes that a lane has sent a valid hello. This connection then gives way to no other.
+    /// Records that a lane has sent a valid hello. From now on, this connection is not closed to
+    /// make room for another.
     pub(super) fn prove(&self) {
         self.proven.store(true, Ordering::Release);
     }
@@ -65,9 +66,10 @@ impl CarriedConnections {
         self.wake_reader.as_fd()
     }
 
-    /// Wakes the listener: connections wait, or the last one may have ended.
+    /// Wakes the listener, because connections wait or the last connection may have ended.
     pub(super) fn wake(&self) {
-        // The write fails only if the socket is full. The other end is readable then.
+        // The write fails only if the socket is full. In that case, the other end is already
+        // readable.
         let _ = (&self.wake_writer).write(&[0]);
     }
 
@@ -102,7 +104,7 @@ impl CarriedConnections {
             let oldest = oldest.ok_or_else(|| {
                 io::Error::new(io::ErrorKind::QuotaExceeded, "too many connections carry channels already")
             })?;
-            // The thread of that connection ends when it notices.
+            // The thread of that connection ends when it notices the shutdown.
             let _ = state.carried.remove(oldest).socket.shutdown(Shutdown::Both);
         }
         state.carried.push(Arc::clone(&carried));

@@ -1,10 +1,10 @@
-//! Carrier: all channels of a migration on one connection.
+//! Carrier, which carries all channels of a migration on one connection.
 //!
-//! A caller may have only one connected socket for a migration, as a manager of QEMU has. The
-//! channels are then lanes of that connection ([`lanes`]). Each lane is a local socket pair. The
-//! engine uses the far end of the pair like a connection of its own. One thread moves the bytes
-//! between the near ends and the connection. The two sides agree on lanes in the hello of the
-//! connection ([`CARRIER`](vmferry_wire::CARRIER)).
+//! A caller may have only one connected socket for a migration, like a program that manages QEMU.
+//! The channels are then lanes of that connection ([`lanes`]). Each lane is a local socket pair:
+//! the engine uses the far end of the pair like a separate connection, and one thread moves the
+//! bytes between the near ends and the connection. Source and target agree on lanes in the hello of
+//! the connection ([`CARRIER`](vmferry_wire::CARRIER)).
 
 #[cfg(feature = "hostile")]
 #[cfg_attr(
@@ -40,15 +40,15 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmferry_thread::{Role, spawn};
 
-/// Bytes that are read from the connection at a time.
+/// Maximum number of bytes that are read from the connection at a time.
 const READ: usize = 128 << 10;
-/// Largest number of unsent bytes in the connection's socket. A message of the control channel
-/// waits behind them.
+/// Maximum number of unsent bytes in the socket of the connection. The number is limited, because
+/// messages of the control channel wait behind these bytes.
 const UNSENT: u32 = 256 << 10;
-/// Time for which a connection may carry no lane at the target.
+/// Time after which the target closes a connection that carries no lane.
 const IDLE: Duration = Duration::from_secs(5);
-/// Time for which the source waits until the target has read all bytes, after the last lane has
-/// ended.
+/// Maximum time for which the source waits until the target has read all bytes, after the last lane
+/// has ended.
 const LAST: Duration = Duration::from_secs(1);
 
 /// Source end of a connection that carries lanes. The connection ends when this value is dropped
@@ -56,7 +56,8 @@ const LAST: Duration = Duration::from_secs(1);
 #[derive(Debug)]
 pub(super) struct Carrier {
     shared: Arc<LaneRequests>,
-    /// Socket that wakes the thread. Its end tells the thread that no more lanes will be opened.
+    /// Socket that wakes the thread. When this socket is closed, the thread knows that no more
+    /// lanes will be opened.
     wake: UnixStream,
 }
 
@@ -84,7 +85,7 @@ impl LaneRequests {
 }
 
 impl Carrier {
-    /// Starts a thread that carries lanes on `link`. Both sides must have agreed on that.
+    /// Starts a thread that carries lanes on `link`. Source and target must have agreed on lanes.
     ///
     /// # Errors
     /// If the thread or a socket cannot be created.
@@ -104,7 +105,7 @@ impl Carrier {
         Ok(Self { shared, wake })
     }
 
-    /// Opens a lane. Returns its far end.
+    /// Opens a lane, and returns its far end.
     ///
     /// # Errors
     /// If the connection has ended, or a socket cannot be created.
@@ -145,7 +146,8 @@ struct Side {
     buffer: Box<[u8]>,
     /// Time at which the last lane ended.
     idle_since: Instant,
-    /// True if nothing more is sent: all lanes have ended, and the peer must end the connection.
+    /// True if nothing more is sent, because all lanes have ended and the peer must end the
+    /// connection.
     finished: bool,
     /// True if the peer has ended the connection.
     gone: bool,
@@ -221,8 +223,8 @@ impl Side {
         Ok((self.finished || !opens) && now.duration_since(self.idle_since) >= longest)
     }
 
-    /// Waits until something can be done. Returns whether new lanes are requested, and whether
-    /// bytes of the connection can be read.
+    /// Waits until the thread can make progress. Returns whether new lanes are requested, and
+    /// whether bytes can be read from the connection.
     fn wait(&self, woken: Option<&UnixStream>) -> io::Result<(bool, bool)> {
         let entry = |fd, events| libc::pollfd { fd, events, revents: 0 };
         let input = if self.lanes.wants_input() { libc::POLLIN } else { 0 };
@@ -256,7 +258,8 @@ impl Side {
         Ok(())
     }
 
-    /// Takes the bytes that the connection has. Returns false if the peer has ended the connection.
+    /// Reads the bytes that are available on the connection. Returns false if the peer has ended
+    /// the connection.
     fn receive(&mut self, take: &mut dyn FnMut(Socket)) -> io::Result<bool> {
         match (&self.link).read(&mut self.buffer) {
             Ok(0) => {

@@ -6,8 +6,8 @@ use std::io;
 use std::time::Duration;
 use vmferry_wire::{CONTROL_HEADER_BYTES, ControlHeader, decode_control, encode_control};
 
-/// Sends one message. Fails after `within`: a peer that reads the message byte by byte must not
-/// keep the guest stopped.
+/// Sends one message, and fails after the time `within`, because a peer that reads the message byte
+/// by byte must not keep the guest stopped.
 pub(crate) fn send_message<M: Serialize>(
     stream: &Stream,
     message: &M,

@@ -3,11 +3,11 @@
 //! Any process can open such connections. Therefore their number and their lifetime are limited,
 //! and older ones give way to newer ones.
 //!
-//! A silent connection waits without a thread. A connection that sends is read on a thread. If
-//! there is no room for another connection, the oldest one is closed. A source sends as soon as it
-//! is connected, and its hello is read within milliseconds, whereas a connection that only occupies
-//! a place stays in it. Therefore connections that are held open cannot fill up a listener, however
-//! many there are.
+//! A silent connection waits without a thread. Once a connection sends bytes, a thread reads its
+//! hello. If there is no room for another connection, the oldest one is closed. A source sends as
+//! soon as it is connected, so its hello is read within milliseconds, whereas a silent connection
+//! becomes the oldest one and is closed. Therefore silent connections cannot keep a source out,
+//! however many there are.
 
 use super::carried::Carried;
 use crate::vm::caught_io;
@@ -21,12 +21,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time in which a connection must begin its hello. The hello may then take the same time again.
+/// Time within which a connection must begin its hello. The rest of the hello may then take the
+/// same time again.
 pub(super) const HELLO_TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest number of silent connections: enough for some that are no source, and far below the
-/// process's limit of open files.
+/// Maximum number of silent connections. It leaves room for connections of other programs, and is
+/// far below the process's limit of open files.
 const MOST_SILENT: usize = 256;
-/// Largest number of connections whose hello is being read, each on a thread.
+/// Maximum number of connections whose hello is being read, each on a separate thread.
 const MOST_GREETING: usize = 32;
 /// Interval at which the listener checks whether a thread has become free.
 const FULL: Duration = Duration::from_millis(1);
@@ -38,8 +39,8 @@ pub(super) struct Connection {
     pub(super) peer: String,
     /// Connection that this one is a lane of. `None` if it is no lane.
     pub(super) lane_of: Option<Arc<Carried>>,
-    /// True if the connection may stay silent without limit: the source may use it long after it
-    /// was made.
+    /// True if the connection may stay silent without a time limit, because the source may use it
+    /// long after it was made.
     pub(super) lasting: bool,
 }
 
@@ -54,7 +55,7 @@ struct SilentConnection {
 }
 
 /// Connections whose hello is being read, in the order in which they began to send. A connection
-/// that was removed must end.
+/// that was removed from the map must end.
 type Reading = Mutex<BTreeMap<u64, Socket>>;
 
 /// Connections that have not sent a hello yet.
@@ -68,8 +69,8 @@ pub(super) struct Greeting {
 }
 
 impl Greeting {
-    /// Waits for a connection at one of the `inputs`, and returns for each of them whether there is
-    /// one.
+    /// Waits for a connection at one of the `inputs`, and returns for each input whether a
+    /// connection waits.
     ///
     /// The wait also ends when `ending` is raised, when a silent connection needs attention, and
     /// after `within`.
@@ -132,11 +133,10 @@ impl Greeting {
         }
     }
 
-    /// Reads the hello of each connection that sends, by `read` on a thread of its own, and passes
-    /// the result to `take`.
+    /// Reads the hello of each connection that has sent bytes, by calling `read` on a separate
+    /// thread, and passes the result to `take`.
     ///
-    /// The thread calls `left` when the connection is not counted by [`is_idle`](Self::is_idle) any
-    /// more.
+    /// The thread calls `left` once [`is_idle`](Self::is_idle) no longer counts the connection.
     pub(super) fn read_hellos<T>(
         &mut self,
         read: impl Fn(Connection) -> io::Result<Option<T>> + Send + Clone + 'static,
@@ -156,7 +156,7 @@ impl Greeting {
 
     fn close_longest_greeting(&self) {
         if let Some((_, socket)) = lock(&self.reading).pop_first() {
-            // The thread of the connection ends when it notices.
+            // The thread of the connection ends when it notices the shutdown.
             let _ = socket.shutdown(Shutdown::Both);
         }
     }
@@ -185,7 +185,7 @@ impl Greeting {
             let said = caught_io(|| read(connection));
             let still = lock(&reading).remove(&id).is_some();
             match said {
-                // A connection whose hello has been read does not have to end any more.
+                // The connection is passed on only if it was not removed while its hello was read.
                 Ok(Some(said)) if still => take(said),
                 Ok(None) => {}
                 Ok(Some(_)) => log.report(&peer, "its hello took too long while other connections waited"),
@@ -206,16 +206,16 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Log of closed connections, limited to a burst of lines and one line per second.
+/// Log of closed connections, which is limited to a burst of lines and one line per second.
 #[derive(Debug)]
 struct ClosedLog(Mutex<LogBudget>);
 
 #[derive(Debug)]
 struct LogBudget {
-    /// Lines that may be written now.
+    /// Number of lines that may be written now.
     may: u32,
     since: Instant,
-    /// Connections for which no line was written.
+    /// Number of connections for which no line was written.
     suppressed: u64,
 }
 

@@ -1,9 +1,10 @@
-//! Buffers by address: bytes of this process, or guest memory.
+//! Buffers that are addressed like an `iovec`: bytes of this process, or guest memory.
 
 use std::marker::PhantomData;
 use vmferry_core::Window;
 
-/// Buffer as an `iovec`: bytes of this process or of guest memory, by address.
+/// Buffer with the layout of an `iovec`: the address and length of bytes of this process or of
+/// guest memory.
 ///
 /// Guest memory never becomes a `&[u8]`, because the guest accesses it concurrently. Therefore the
 /// standard library's `IoSlice` cannot be used.
@@ -45,8 +46,8 @@ impl<'a> IoBuf<'a> {
         self.raw.iov_len == 0
     }
 
-    /// Copies as much of `from` as fits into the buffer, and advances the buffer by that. Returns
-    /// the number of copied bytes.
+    /// Copies as much of `from` as fits into the buffer, advances the buffer by the number of
+    /// copied bytes, and returns this number.
     ///
     /// The buffer must be one that may be received into.
     pub(crate) fn copy_from(&mut self, from: &[u8]) -> usize {
@@ -59,11 +60,11 @@ impl<'a> IoBuf<'a> {
         len
     }
 
-    /// Copies the first bytes of the buffer to `to`, as many as both have, and advances the buffer
-    /// by that. Returns the number of copied bytes.
+    /// Copies bytes from the start of the buffer to `to`, until the buffer is empty or `to` is
+    /// full. Advances the buffer by the number of copied bytes, and returns this number.
     ///
-    /// A copy of guest memory may be torn if the guest writes at the same time. The same holds for
-    /// guest memory that the kernel sends.
+    /// A copy of guest memory may be torn if the guest writes at the same time, as may guest memory
+    /// that the kernel sends.
     #[cfg(any(feature = "tls", test))]
     pub(super) fn take(&mut self, to: &mut [u8]) -> usize {
         let len = to.len().min(self.raw.iov_len);
@@ -80,14 +81,15 @@ impl<'a> IoBuf<'a> {
 
     /// Drops the first `count` bytes.
     fn advance(&mut self, count: usize) {
-        // The address stays within the buffer or one past its end: callers advance by at most
-        // iov_len.
+        // The address stays within the buffer or one past its end, because callers advance by at
+        // most iov_len.
         self.raw.iov_base = self.raw.iov_base.cast::<u8>().wrapping_add(count).cast();
         self.raw.iov_len -= count;
     }
 }
 
-/// Returns the buffers from the first one that has bytes left. Returns `None` if all are used up.
+/// Returns the buffers from the first one that has bytes left on, or `None` if all buffers are used
+/// up.
 pub(super) fn skip_empty<'a, 'b>(bufs: &'a mut [IoBuf<'b>]) -> Option<&'a mut [IoBuf<'b>]> {
     let first = bufs.iter().position(|buf| buf.raw.iov_len > 0)?;
     bufs.get_mut(first..)

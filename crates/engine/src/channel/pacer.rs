@@ -3,9 +3,10 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Longest single sleep, so that a cancel is noticed.
+/// Maximum duration of a single sleep. It is short, so that a cancel is noticed soon.
 const SLICE: Duration = Duration::from_millis(50);
-/// Time in ns that a channel may be behind its schedule and still catch up: a burst of this length.
+/// Time in ns by which the channels may be behind the schedule and still catch up. A burst is
+/// therefore at most as long as this time.
 const BURST: u64 = 10_000_000;
 
 /// Pacer that assigns time slots of one schedule. A sender of `n` bytes takes the next `n / rate`
@@ -24,14 +25,14 @@ impl Pacer {
         Self { rate: AtomicU64::new(rate.unwrap_or(0)), began: Instant::now(), free_at: AtomicU64::new(0) }
     }
 
-    /// Changes the rate. Slots that were assigned stay as they are. The rest of the schedule begins
-    /// now.
+    /// Changes the rate. Slots that were already assigned do not change. Later slots have the new
+    /// rate, and begin now.
     pub(crate) fn set(&self, rate: Option<u64>) {
         self.rate.store(rate.unwrap_or(0), Ordering::Relaxed);
         self.free_at.fetch_min(self.now(), Ordering::Relaxed);
     }
 
-    /// Waits until `bytes` may be sent, or `stop` returns true.
+    /// Waits until `bytes` bytes may be sent, or until `stop` returns true.
     pub(crate) fn wait(&self, bytes: usize, stop: impl Fn() -> bool) {
         let rate = self.rate.load(Ordering::Relaxed);
         if rate == 0 {

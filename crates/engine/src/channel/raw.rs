@@ -5,19 +5,20 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Largest number of buffers that the kernel takes at once (UIO_MAXIOV).
+/// Maximum number of buffers that the kernel takes in one call (UIO_MAXIOV).
 const MOST_BUFS: usize = 1024;
 
 /// Error of a send, with the information whether any byte reached the kernel.
 #[derive(Debug)]
 pub(crate) struct SendError {
-    /// True if no byte of this send reached the kernel. The peer cannot have any of it.
+    /// True if no byte of this send reached the kernel, so that the peer cannot have received any
+    /// part of the message.
     pub(crate) nothing_left: bool,
     pub(crate) error: io::Error,
 }
 
 impl SendError {
-    /// Returns the error of encoding the message, if that is what failed.
+    /// Returns the error of encoding the message, or `None` if another step failed.
     pub(crate) fn wire_error(&self) -> Option<&vmferry_wire::WireError> {
         self.error.get_ref()?.downcast_ref()
     }
@@ -48,13 +49,14 @@ impl AsFd for RawStream {
 impl RawStream {
     pub(super) fn new(socket: socket2::Socket) -> io::Result<Self> {
         if is_tcp(&socket)? {
-            // Control messages are small, and their delay counts. Pages fill whole segments anyway.
+            // Control messages are small and must not be delayed. Pages fill whole segments anyway.
             socket.set_tcp_nodelay(true)?;
             // Channels for pages are silent while a guest waits for its disk, or needs nothing.
             // Firewalls between the hosts must not forget the connection.
             let alive = socket2::TcpKeepalive::new().with_time(KEEP_ALIVE).with_interval(KEEP_ALIVE / 4);
-            // The keepalive must not decide that the peer is gone: `peer_timeout` decides that,
-            // however long it is. 127 is the maximum (tcp(7)).
+            // Not the keepalive but `peer_timeout` must decide when the peer counts as lost,
+            // however long that timeout is. Therefore the number of probes is the maximum, 127
+            // (tcp(7)).
             let alive = alive.with_retries(127);
             socket.set_tcp_keepalive(&alive)?;
         }
@@ -72,13 +74,14 @@ impl RawStream {
         socket.set_write_timeout(send)
     }
 
-    /// Shuts down both directions. Threads that wait in this stream return, on both sides.
+    /// Shuts down both directions. Threads that wait in this stream return, on source and target.
     pub(super) fn shutdown(&self) {
         // The call fails only if the peer has closed the connection first.
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Both);
     }
 
-    /// Ends the sending direction. What was sent still arrives, and receiving continues.
+    /// Ends the sending direction. Bytes that were already sent still arrive, and receiving
+    /// continues.
     pub(super) fn finish(&self) {
         let _ = socket2::SockRef::from(&self.fd).shutdown(std::net::Shutdown::Write);
     }
@@ -100,7 +103,8 @@ impl RawStream {
         Ok(())
     }
 
-    /// Sends `bytes`. Fails after `within`, even if the peer keeps reading slowly.
+    /// Sends `bytes`, and fails after the time `within`, even if the peer reads slowly but
+    /// continuously.
     pub(super) fn send_bytes_within(&self, bytes: &[u8], within: Duration) -> Result<(), SendError> {
         let deadline = after(within);
         let (mut bufs, mut nothing_left) = ([IoBuf::from_bytes(bytes)], true);
@@ -122,7 +126,8 @@ impl RawStream {
         Ok(())
     }
 
-    /// Waits until the socket accepts more bytes, or fails. `TimedOut` after `left`.
+    /// Waits until the socket accepts more bytes, or has failed. Returns `TimedOut` after the time
+    /// `left`.
     fn wait_for_room(&self, left: Duration) -> io::Result<()> {
         let millis = libc::c_int::try_from(left.as_millis()).unwrap_or(libc::c_int::MAX);
         if millis == 0 {
@@ -136,8 +141,8 @@ impl RawStream {
         Ok(())
     }
 
-    /// Fills all of `bufs`. The content of `bufs` is used up. `UnexpectedEof` if the peer ended the
-    /// stream before.
+    /// Fills all of `bufs`. The content of `bufs` is used up. Returns `UnexpectedEof` if the peer
+    /// ends the stream before all of `bufs` is filled.
     pub(super) fn receive(&self, mut bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
         while let Some(rest) = skip_empty(bufs) {
             bufs = rest;
@@ -151,7 +156,7 @@ impl RawStream {
         Ok(())
     }
 
-    /// Returns true for TCP: the kernel can pace the stream and knows which bytes have arrived.
+    /// Returns true for TCP. The kernel can pace such a stream, and knows which bytes have arrived.
     pub(super) fn is_tcp(&self) -> bool {
         is_tcp(&socket2::SockRef::from(&self.fd)).unwrap_or(false)
     }
@@ -250,15 +255,15 @@ impl RawStream {
         }
     }
 
-    /// Receives the bytes that are available, at least one. `TimedOut` at `deadline`. Changes the
-    /// receive timeout.
+    /// Receives the bytes that are available, at least one. Returns `TimedOut` at `deadline`.
+    /// Changes the receive timeout.
     pub(super) fn receive_some_before(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
         self.receive_until(deadline)?;
         self.receive_some(bytes)
     }
 
-    /// Sets the receive timeout so that the next receive waits until `deadline`. `TimedOut` if that
-    /// has passed.
+    /// Sets the receive timeout so that the next receive waits until `deadline`. Returns `TimedOut`
+    /// if `deadline` has passed.
     fn receive_until(&self, deadline: Instant) -> io::Result<()> {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -268,7 +273,8 @@ impl RawStream {
         socket2::SockRef::from(&self.fd).set_read_timeout(Some(left.max(Duration::from_millis(1))))
     }
 
-    /// Receives the bytes that are available, without waiting. `WouldBlock` if there are none.
+    /// Receives the bytes that are available, without waiting. Returns `WouldBlock` if there are
+    /// none.
     #[cfg(feature = "tls")]
     pub(super) fn receive_now(&self, bytes: &mut [u8]) -> io::Result<usize> {
         loop {
@@ -280,9 +286,9 @@ impl RawStream {
         }
     }
 
-    /// Waits until bytes can be received, or the stream has ended. With a `deadline`, waits until
-    /// then and changes the receive timeout. Without one, waits as long as the receive timeout
-    /// says.
+    /// Waits until bytes can be received, or the stream has ended. If there is a `deadline`, waits
+    /// at most until then, and changes the receive timeout. Otherwise waits at most for the receive
+    /// timeout.
     #[cfg(feature = "tls")]
     pub(super) fn wait(&self, deadline: Option<Instant>) -> io::Result<()> {
         deadline.map_or(Ok(()), |deadline| self.receive_until(deadline))?;
@@ -295,8 +301,9 @@ impl RawStream {
         }
     }
 
-    /// Returns the number of first bytes copied to `bytes`, which stay to be received. The number
-    /// is smaller than requested at `deadline`, or if the stream ends.
+    /// Copies the next bytes of the stream to `bytes` without removing them from the stream, and
+    /// returns their number. The number is less than the length of `bytes` at `deadline`, or if the
+    /// stream ends.
     pub(super) fn peek(&self, bytes: &mut [u8], deadline: Instant) -> io::Result<usize> {
         loop {
             self.receive_until(deadline)?;
@@ -340,7 +347,8 @@ fn recvmsg(fd: libc::c_int, message: &mut libc::msghdr, flags: libc::c_int) -> i
 const TIMESPEC: u32 = 16;
 const _: () = assert!(size_of::<libc::timespec>() == TIMESPEC as usize);
 
-/// Returns when the kernel received the bytes of `message`, if the message says.
+/// Returns the time at which the kernel received the bytes of `message`, if the message contains
+/// it.
 fn arrival(message: &libc::msghdr) -> Option<SystemTime> {
     // SAFETY: `message` was filled by recvmsg. The macro reads only within its control bytes.
     let header = unsafe { libc::CMSG_FIRSTHDR(message) };

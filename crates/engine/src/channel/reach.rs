@@ -12,10 +12,10 @@ use std::time::{Duration, Instant};
 /// Delay between two attempts to connect to a listener whose queue is full.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// Connects to a TCP port or a Unix socket. For [`Uri::Fd`], the caller hands over its sockets as
-/// [`Sockets`](crate::Sockets).
+/// Connects to a TCP port or a Unix socket. Other kinds of address return an error: to use the
+/// sockets of a [`Uri::Fd`], pass them as [`Sockets`](crate::Sockets).
 ///
-/// The name of a TCP address is looked up by the C library, which limits the time for that.
+/// The C library looks up the host name of a TCP address, and limits the time for the lookup.
 impl Connect for Uri {
     fn name(&self) -> String {
         self.to_string()

@@ -15,11 +15,11 @@ pub(crate) struct Stream {
     records: Option<Box<Records>>,
     /// Name of the peer for messages.
     pub(crate) peer: String,
-    /// Feature bits that both sides support.
+    /// Feature bits that source and target both support.
     pub(crate) features: u64,
 }
 
-/// Gives access to the socket, for settings and queries of the kernel.
+/// Returns the descriptor of the socket, for settings and queries of the kernel.
 impl AsFd for Stream {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.raw.as_fd()
@@ -32,22 +32,22 @@ impl Stream {
         Ok(Self { raw: RawStream::new(socket)?, records: None, peer, features: 0 })
     }
 
-    /// Encrypts the stream within `time`, as the side that connected to `host`. No byte must have
+    /// Encrypts the stream within `time`, as the end that has connected to `host`. No byte may have
     /// been sent or received before. Changes the timeouts.
     pub(super) fn encrypt_to(&mut self, tls: &Tls, host: Option<&str>, time: Duration) -> io::Result<()> {
         self.records = Some(Box::new(Records::connect(tls, host, &self.raw, time)?));
         Ok(())
     }
 
-    /// Encrypts the stream within `time`, as the side that accepted the connection. No byte must
+    /// Encrypts the stream within `time`, as the end that has accepted the connection. No byte may
     /// have been sent or received before. Changes the timeouts.
     pub(super) fn encrypt_from(&mut self, tls: &Tls, time: Duration) -> io::Result<()> {
         self.records = Some(Box::new(Records::accept(tls, &self.raw, time)?));
         Ok(())
     }
 
-    /// Peeks at the first bytes that arrive within `time`, which stay to be received. Returns their
-    /// number, which may be smaller than requested.
+    /// Copies the bytes that arrive within `time` to `bytes` without removing them from the stream.
+    /// Returns their number, which may be less than the length of `bytes`.
     pub(super) fn peek(&self, bytes: &mut [u8], time: Duration) -> io::Result<usize> {
         self.raw.peek(bytes, after(time))
     }
@@ -57,8 +57,8 @@ impl Stream {
         self.records.as_ref().map(|records| records.peer())
     }
 
-    /// Converts the stream to its socket. A plain stream holds no received bytes. An encrypted one
-    /// may.
+    /// Converts the stream to its socket. Call this only on a plain stream, because an encrypted
+    /// stream may hold bytes that were received and would be lost.
     pub(super) fn into_socket(self) -> socket2::Socket {
         self.raw.into_socket()
     }
@@ -75,9 +75,9 @@ impl Stream {
 
     /// Ends the sending direction. What was sent still arrives, and receiving continues.
     ///
-    /// An encrypted stream ends like a plain one, without a TLS alert. The messages on the stream
-    /// say themselves whether they are complete. A stream that ends between two messages counts as
-    /// a lost link, whichever side ended it.
+    /// An encrypted stream ends like a plain one, without a TLS alert. An alert is not needed: each
+    /// message shows whether it is complete, and a stream that ends between two messages counts as
+    /// a lost link, whichever end has ended it.
     pub(crate) fn finish(&self) {
         self.raw.finish();
     }
@@ -148,10 +148,11 @@ impl Stream {
         self.raw.stamp_arrivals()
     }
 
-    /// Fills `bytes`. Returns the time for which the last of them had been in this host's kernel,
-    /// if known.
+    /// Fills `bytes`. Returns the time for which the last byte had been in this host's kernel, if
+    /// it is known.
     ///
-    /// The delay of a busy processor is no part of the link's round trip.
+    /// With this time, the caller can subtract the delay of a busy processor from the round trip of
+    /// the link.
     pub(crate) fn receive_stamped(&self, bytes: &mut [u8]) -> io::Result<Option<Duration>> {
         let age = |stamp: SystemTime| SystemTime::now().duration_since(stamp).ok();
         let Some(records) = &self.records else {
@@ -160,21 +161,21 @@ impl Stream {
             if rest.is_empty() {
                 return Ok(now);
             }
-            // The receive was cut short by a signal or the end of the stream. The stamp is then not
-            // that of the last byte.
+            // A signal or the end of the stream has cut the receive short, so the stamp is not that
+            // of the last byte.
             self.receive_bytes(rest)?;
             return Ok(None);
         };
         Ok(records.receive_stamped(bytes, &self.raw)?.and_then(age))
     }
 
-    /// Fills `bytes`. `UnexpectedEof` if the peer ended the stream before.
+    /// Fills `bytes`. Returns `UnexpectedEof` if the peer ends the stream before `bytes` is full.
     pub(crate) fn receive_bytes(&self, bytes: &mut [u8]) -> io::Result<()> {
         self.receive(&mut [IoBuf::from_bytes_mut(bytes)])
     }
 
-    /// Fills `bytes`. Fails after `within`, even if the peer keeps sending slowly. Changes the
-    /// receive timeout.
+    /// Fills `bytes`, and fails after the time `within`, even if the peer sends slowly but
+    /// continuously. Changes the receive timeout.
     pub(crate) fn receive_bytes_within(&self, bytes: &mut [u8], within: Duration) -> io::Result<()> {
         let deadline = after(within);
         if let Some(records) = &self.records {
@@ -191,7 +192,7 @@ impl Stream {
 
 #[cfg(all(test, feature = "ring"))]
 impl Stream {
-    /// Changes the keys of the sending direction, as happens after very many records.
+    /// Changes the keys of the sending direction, as TLS does after very many records.
     pub(super) fn change_keys(&self) {
         self.records.as_ref().unwrap().change_keys();
     }

@@ -37,13 +37,14 @@ pub fn set_unsent_limit(socket: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
 
 /// Limits the receive queue of `socket` to what a fast link needs.
 ///
-/// Bytes that arrive faster than they are read then wait at the sender. The sender can still choose
-/// what to send, whereas a page in the receive queue waits behind others. The limit is twice the
-/// link's round trip at 10 Gb/s, for each connection.
+/// Bytes that arrive faster than they are read then wait at the sender. This is better for urgent
+/// pages, because the sender can still choose what to send next, whereas a page in the receive
+/// queue waits behind others. The limit for each connection is the number of bytes that a link of
+/// 10 Gb/s carries in twice the link's round trip.
 ///
-/// The limit is set with `SO_RCVBUF` (socket(7)): the kernel would raise a clamp of the window
-/// again. If the link needs more than the host lets a process ask for, the kernel's own limit
-/// stays.
+/// The limit is set with `SO_RCVBUF` (socket(7)), because the kernel would raise a clamp of the
+/// window again. If the limit would be larger than the host allows a process to set, the kernel's
+/// own limit stays in effect.
 ///
 /// Bytes that are already in the queue stay there, and so does a longer queue until it has drained.
 ///
@@ -52,8 +53,8 @@ pub fn set_unsent_limit(socket: BorrowedFd<'_>, bytes: u32) -> io::Result<()> {
 pub fn keep_receive_queue_short(socket: BorrowedFd<'_>) -> io::Result<()> {
     /// Rate of a fast connection in bytes per second.
     const FAST: u64 = 1_250_000_000;
-    /// Smallest limit: two of the largest segments that a host hands over at once. With less, the
-    /// sender would wait for each segment.
+    /// Minimum limit in bytes: two segments of the largest size that a host passes on at once. With
+    /// a smaller limit, the sender would wait for each segment.
     const LEAST: u64 = 128 << 10;
     let Some(round_trip) = least_round_trip(socket)? else { return Ok(()) };
     let micros = u64::try_from(round_trip.as_micros()).unwrap_or(u64::MAX);
@@ -64,7 +65,7 @@ pub fn keep_receive_queue_short(socket: BorrowedFd<'_>) -> io::Result<()> {
     socket2::SockRef::from(&socket).set_recv_buffer_size(usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
-/// Reads the host's limits, for threads that cannot read them later.
+/// Reads and stores the host's limits, for threads that may not open files later.
 pub(crate) fn learn_limits() {
     most_receive_buffer();
 }
@@ -110,9 +111,9 @@ pub fn bytes_acknowledged(socket: BorrowedFd<'_>) -> io::Result<Option<u64>> {
     Ok(known.then(|| u64::from_ne_bytes(bytes)))
 }
 
-/// Returns true if the peer's kernel has acknowledged all that was written to `socket`
-/// (`tcpi_unacked` and `tcpi_notsent_bytes` of `TCP_INFO`). Returns false if the kernel does not
-/// know (before 4.6).
+/// Returns true if the peer's kernel has acknowledged all bytes that were written to `socket`
+/// (`tcpi_unacked` and `tcpi_notsent_bytes` of `TCP_INFO`). Returns false if the local kernel is
+/// older than 4.6, and therefore does not report this.
 ///
 /// # Errors
 /// If `socket` is not a TCP socket.

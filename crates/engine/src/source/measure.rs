@@ -1,7 +1,7 @@
-//! Source side of a link measurement.
+//! Source's part of measuring a link.
 //!
-//! The source sends a pass over scratch memory with as many channels as the migration will have,
-//! and with the code that sends guests. No byte of the guest leaves the source.
+//! The source sends pages of scratch memory, with the code that sends guests, over as many bulk
+//! channels as the migration will have. No byte of the guest leaves the source.
 
 use super::sender::{Sender, SenderContext, SenderError};
 use super::settings::Settings;
@@ -17,19 +17,21 @@ use std::time::{Duration, Instant};
 use vmferry_core::{GuestMemory, NothingToProtect, PAGE_BYTES, PageRun};
 use vmferry_wire::{FrameKind, MigrationId, REQUEST_BYTES, Request, Role, Token, WireError};
 
-/// Pages that each channel sends before the measurement begins, because TCP connections start
-/// slowly.
+/// Number of pages that each channel sends before the measurement begins, because TCP connections
+/// start slowly.
 const WARM_UP: u64 = 256;
 /// Target duration of one round of pages.
 const ROUND: Duration = Duration::from_millis(60);
 const LONGEST: Duration = Duration::from_millis(800);
 /// Longest round trip before the measurement fails.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// Number of round trips that are measured. The median counts.
+/// Number of round trips that are measured. The median is the result.
 const TRIPS: usize = 9;
-/// Smallest relative spread that is reported: the link may change until the migration begins.
+/// Smallest relative spread that is reported, because the link may change until the migration
+/// begins.
 const LEAST_SPREAD: f64 = 0.01;
-/// Share of the bandwidth limit from which on the limit, not the link, determines the rate.
+/// Share of the bandwidth limit. If the measured rate reaches this share, the limit and not the
+/// link determines the rate.
 const CAP_REACHED: f64 = 0.9;
 /// Largest number of channels that a target measures at once.
 const MOST_CHANNELS: u16 = 8;
@@ -41,13 +43,14 @@ struct Round {
     elapsed: Duration,
 }
 
-/// Measures the rate and the round trip of the link that `connector` makes, with the channels and
-/// the bandwidth limit of `settings`.
+/// Measures the bandwidth and the round trip of the link to the target of `connector`, with the
+/// channels and the bandwidth limit of `settings`.
 ///
-/// The target must be waiting for a guest. The target receives at most 32 MiB per channel into
-/// memory that it drops afterwards. The measurement takes about a second at most, or longer on a
-/// link of less than a few MB/s. A [cancel](MigrationHandle::cancel) of `handle` ends the wait for
-/// the target's answer to the hello.
+/// The target must be waiting for a guest. The source sends generated pages only. For each channel,
+/// the target receives them into at most 32 MiB of memory, which it drops afterwards. The
+/// measurement takes at most about a second, but longer on a link of less than a few MB/s. A
+/// [cancel](MigrationHandle::cancel) through `handle` ends the wait for the target's answer to the
+/// hello.
 ///
 /// # Errors
 /// If no target waits at the address, the target does not measure, or the operator cancels.
@@ -85,7 +88,7 @@ pub fn probe(
     Ok(Link { connect_s, ..measured })
 }
 
-/// Fills the scratch memory with content in which no page is zero and no two pages are equal.
+/// Fills the scratch memory so that no page is zero and no two pages are equal.
 fn fill(scratch: &Scratch) -> Result<(), MigrateError> {
     let mut state: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut page = [0; PAGE_BYTES];
@@ -131,8 +134,8 @@ impl Measurement<'_> {
             rounds.push(last);
         }
         let cpu_us = self.counters.cpu_us.load(Ordering::Relaxed) - cpu_before;
-        // The kernels' round trips show the delay of the network path. They do not contain the time
-        // until a process is woken.
+        // The round trips that the kernels measure show the delay of the network path, without the
+        // time until a process is woken.
         let busy = streams.iter().filter(|stream| stream.is_tcp());
         let busy =
             busy.filter_map(|stream| tcp::smoothed_round_trip(stream.as_fd()).ok()).max().unwrap_or_default();
@@ -150,7 +153,8 @@ impl Measurement<'_> {
         })
     }
 
-    /// Returns the number of pages per channel for the next round, from the rate of the last one.
+    /// Returns the number of pages per channel for the next round, computed from the rate of the
+    /// last round.
     fn pages_for(&self, last: Round, round_trip: Duration) -> u64 {
         let rate = last.bytes / last.elapsed.saturating_sub(round_trip).as_secs_f64().max(1e-6);
         let pages = rate * ROUND.as_secs_f64() / f64::from(self.channels) / PAGE_BYTES as f64;
@@ -188,9 +192,10 @@ impl Measurement<'_> {
     }
 }
 
-/// Returns the bytes per second of the median round, and the relative spread of the rounds.
+/// Returns the rate of the median round in bytes per second, and the relative spread of the rounds.
 ///
-/// A disturbance of a round, such as a busy host, makes the round slower, never faster.
+/// The median is used, because a disturbance, such as a busy host, makes a round slower and never
+/// faster.
 fn rate(rounds: &[Round], round_trip: Duration) -> (f64, f64) {
     let seconds = |round: &Round| round.elapsed.saturating_sub(round_trip).as_secs_f64().max(1e-6);
     let mut rates: Vec<f64> = rounds.iter().map(|round| round.bytes / seconds(round)).collect();
@@ -206,9 +211,10 @@ fn rate(rounds: &[Round], round_trip: Duration) -> (f64, f64) {
     (middle, spread.clamp(LEAST_SPREAD, 0.3))
 }
 
-/// Returns the cap as the rate if the link carried about as much as the cap allows.
+/// Returns `cap` as the rate if the link carried about as much as `cap` allows. Otherwise returns
+/// the rate and the spread unchanged.
 ///
-/// A single round differs from the cap by the burst that the pacer allows.
+/// The rate of a single round differs from `cap` by the burst that the pacer allows.
 fn capped((rate, spread): (f64, f64), cap: Option<u64>) -> (f64, f64) {
     match cap.map(|cap| cap as f64) {
         Some(cap) if rate >= cap * CAP_REACHED => (cap, LEAST_SPREAD),

@@ -1,4 +1,4 @@
-//! Remaining work for a guest that runs before all of its memory has arrived.
+//! Postcopy on the target: receives the missing pages of a guest that already runs.
 
 use super::channels::{Link, fresh_tokens};
 use super::driver::{Numbered, forward};
@@ -21,20 +21,20 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use vmferry_wire::{RefusalCode, Role, ToSource};
 
-/// Multiple of the peer timeout after which a link counts as lost although the source answers: no
-/// page has arrived, or a thread has waited for one page, for that long. A channel can be dead
-/// without a report to either end.
+/// Number of peer timeouts after which a link counts as lost although the source answers, because
+/// no page has arrived or a thread has waited for one page for that long. This finds a channel that
+/// is dead although neither end has received an error.
 const PATIENCE: u32 = 3;
 
-/// Missing pages of a guest that already runs.
+/// Receiver of the missing pages of a guest that already runs.
 ///
 /// Threads of the engine receive the pages and place them. In addition,
 /// [`finish`](PostcopyReceiver::finish) must be called: it tells the source when all pages have
-/// arrived, and takes up the link again after a loss.
+/// arrived, and restores the link after a loss.
 ///
-/// If the value is dropped while pages are missing, its channels end. The source keeps those pages
-/// and reports that the link is lost. A thread of the target that needs such a page sleeps for
-/// ever. Missing pages are never replaced by zeros.
+/// If the value is dropped while pages are missing, its channels end. The source keeps the missing
+/// pages, and reports that the link is lost. A thread of the target that needs a missing page
+/// sleeps for ever, because missing pages are never replaced by zeros.
 #[must_use = "the guest's pages come, but nobody tells its source when all are here: call `finish`"]
 pub struct PostcopyReceiver {
     session: Session,
@@ -47,15 +47,15 @@ pub struct PostcopyReceiver {
     watch: PostcopyWatch,
     peer_timeout: Duration,
     suspended_at: Option<Duration>,
-    /// Time since which the link is up.
+    /// Time at which the current link came up.
     up_since: Duration,
     /// Number of missing pages after the last page arrived, and the time of its arrival.
     last_page: (u64, Duration),
-    /// Events that occurred during other work, oldest first.
+    /// Events that occurred while the loop did other work, oldest first.
     pending: VecDeque<Event>,
 }
 
-/// View of a [`PostcopyReceiver`] for other threads.
+/// View of the progress of a [`PostcopyReceiver`] for other threads.
 #[derive(Debug, Clone)]
 pub struct PostcopyWatch(Arc<Watched>);
 
@@ -70,10 +70,10 @@ struct Watched {
 #[derive(Debug, Clone, Default, serde::Serialize)]
 #[non_exhaustive]
 pub struct PostcopyState {
-    /// [`MigrationState::Postcopy`], [`MigrationState::PostcopyPaused`] while there is no link, or
-    /// [`MigrationState::Completed`].
+    /// State: [`MigrationState::Postcopy`] while pages arrive, [`MigrationState::PostcopyPaused`]
+    /// while there is no link, or [`MigrationState::Completed`] once all pages have arrived.
     pub state: MigrationState,
-    /// Reason why there is no link, if there is none.
+    /// Reason why there is no link. `None` while there is a link.
     pub why: Option<String>,
     /// Number of times that the link was lost.
     pub interruptions: u64,
@@ -84,7 +84,7 @@ pub struct PostcopyState {
 }
 
 impl PostcopyWatch {
-    /// Returns the present progress.
+    /// Returns the current progress.
     pub fn now(&self) -> PostcopyState {
         let mut state = self.0.state.lock().unwrap_or_else(PoisonError::into_inner).clone();
         if let Some(pager) = &self.0.pager {
@@ -142,22 +142,23 @@ impl PostcopyReceiver {
         self
     }
 
-    /// Returns a view for other threads.
+    /// Returns a view of the progress for other threads.
     #[must_use]
     pub fn watch(&self) -> PostcopyWatch {
         self.watch.clone()
     }
 
-    /// Serves the rest of a postcopy until all pages have arrived and the source knows it. Blocks
-    /// meanwhile.
+    /// Blocks until all pages have arrived and the source knows this, and meanwhile restores the
+    /// link whenever it is lost.
     ///
-    /// If the link is lost, the source connects to `listener` again. The guest cannot run without
-    /// its pages, so this waits for the source without limit. [`Arrival::abandon`] ends the wait.
-    /// An abandoned guest must not continue to run: a vCPU that touches a missing page waits for
-    /// ever.
+    /// If the link is lost, the source connects to `listener` again. Because the guest cannot run
+    /// without its pages, this method waits for the source without a time limit.
+    /// [`Arrival::abandon`] ends the wait. An abandoned guest must not continue to run, because a
+    /// vCPU that touches a missing page waits for ever.
     ///
-    /// Returns the final state. It is `Completed`, or `PostcopyPaused` if the guest was abandoned.
-    /// Such a guest is lost: end its devices, and drop its VM.
+    /// Returns the final progress. Its state is [`MigrationState::Completed`], or
+    /// [`MigrationState::PostcopyPaused`] if the guest was abandoned. An abandoned guest is lost,
+    /// so stop its devices and drop its VM.
     pub fn finish(mut self, listener: &Listener, arrival: &Arrival) -> PostcopyState {
         let Some((sender, inputs)) = self.queue.take() else { return self.watch.now() };
         let _waker = arrival.waking(&sender);
@@ -189,9 +190,9 @@ impl PostcopyReceiver {
         self.watch.now()
     }
 
-    /// Returns true if all pages have arrived and the source, which does not know it, does not
-    /// reconnect. The target is then complete. It continues to listen, so that the source can still
-    /// learn it.
+    /// Returns true if all pages have arrived, and the source, which does not know this, does not
+    /// reconnect. The target is then complete, but continues to listen, so that the source can
+    /// still learn this.
     fn source_stays_away(&self) -> bool {
         self.session.complete()
             && self
@@ -219,7 +220,7 @@ impl PostcopyReceiver {
         });
     }
 
-    /// Returns the reason why a link that seems to be up brings nothing, if that is so.
+    /// Returns the reason why a link that seems to be up counts as lost, or `None` if pages arrive.
     fn why_stalled(&mut self) -> Option<String> {
         let patience = self.peer_timeout.saturating_mul(PATIENCE);
         let pages = &self.link.arrivals.pager()?.pages;
@@ -290,8 +291,8 @@ impl PostcopyReceiver {
         self.last_page_after_all();
     }
 
-    /// Handles the case that the last page arrived while the channels were ended. The report of it
-    /// was then dropped with the other reports.
+    /// Handles a last page that arrived while the channels were being ended. The report of its
+    /// arrival was then dropped with the other reports.
     fn last_page_after_all(&mut self) {
         let all_arrived = self.link.arrivals.pager().is_some_and(|pager| pager.pages.left() == 0);
         if all_arrived && !self.session.complete() {
@@ -360,7 +361,7 @@ fn warn_not_listening(error: &dyn fmt::Display) {
     tracing::error!("a lost link cannot be taken up again: the listener does not work: {error}");
 }
 
-/// Reason for the end of the loop: the caller gave the guest up ([`Arrival::abandon`]).
+/// Reason for the end of the loop: the caller has given up the guest ([`Arrival::abandon`]).
 struct Abandoned;
 
 /// Host of the target's session once the guest runs.
@@ -468,18 +469,19 @@ impl Sources for PostcopyHost<'_> {
     }
 }
 
-/// Ends all threads, whether the rest was finished, stopped or dropped early.
+/// Ends all threads, whether all pages have arrived, the guest was abandoned, or the value was
+/// dropped early.
 impl Drop for PostcopyReceiver {
     fn drop(&mut self) {
-        // Without its receiver, sending to the queue fails at once, so no thread waits for room in
-        // it.
+        // Once the receiver of the queue is dropped, sending to the queue fails at once, so no
+        // thread waits for room in it.
         self.queue = None;
         self.link.shutdown();
         self.link.control.shutdown();
         self.link.join();
         if let Some(pager) = self.link.arrivals.pager() {
-            // While pages are missing, the guest's vCPUs may sleep on them. They must not see
-            // zeros.
+            // While pages are missing, vCPUs of the guest may sleep at their access to such a page,
+            // and must not be woken to see zeros.
             if pager.pages.left() == 0 { pager.pages.end() } else { pager.pages.stop() }
         }
         for thread in self.fault_threads.drain(..) {

@@ -1,9 +1,10 @@
-//! Lanes of one connection, without the connection itself: bytes from the peer are passed in, and
-//! bytes for the peer are taken out.
+//! Lanes of one connection, without the connection itself: the caller passes in the bytes from the
+//! peer, and takes out the bytes for the peer.
 //!
-//! Each lane is a local socket. The rest of the engine uses the other end of the socket like any
-//! connection. No function waits, and the buffered bytes are bounded. A lane holds no more than the
-//! room that the local end has given, and a lane that is read gets more room.
+//! Each lane is a local socket. The rest of the engine uses the other end of that socket like any
+//! connection. No function blocks, and the number of buffered bytes is bounded: the peer may send
+//! on a lane only as many bytes as the local end has given it room for, and gets more room as the
+//! bytes of the lane are read.
 
 use socket2::{Domain, Socket, Type};
 use std::collections::{BTreeMap, VecDeque};
@@ -12,15 +13,16 @@ use std::net::Shutdown;
 use std::os::fd::{AsRawFd, RawFd};
 use vmferry_wire::{LANE_ROOM, MAX_LANE_ROOM, MAX_LANES, PIECE_HEADER_BYTES, Piece, PieceKind, WireError};
 
-/// Largest number of bytes that a lane sends in a piece. Pieces of other lanes go between two of
-/// them.
+/// Maximum number of bytes that a lane sends in one piece. Pieces of other lanes are sent between
+/// two pieces of one lane.
 const PIECE: usize = 32 << 10;
-/// Number of bytes waiting for the peer from which on lanes are not read.
+/// Number of bytes that wait to be sent to the peer. At this number, lanes are not read.
 const OUT_FULL: usize = 128 << 10;
-/// Number of bytes waiting for the peer from which on no more bytes of the peer are taken, because
-/// its pieces cause answers.
+/// Number of bytes that wait to be sent to the peer. At this number, no more bytes are taken from
+/// the peer, because its pieces cause answers.
 pub(super) const OUT_MOST: usize = 1 << 20;
-/// Largest room that the local end gives a lane: what a link of 1 GB/s carries in 4 ms.
+/// Maximum room that the local end gives a lane: the number of bytes that a link of 1 GB/s carries
+/// in 4 ms.
 const ROOM_MOST: usize = 4 << 20;
 
 /// Lanes of a connection.
@@ -33,14 +35,15 @@ pub(super) struct Lanes {
     opened: u32,
     /// Part of a piece's header that has arrived.
     header: Vec<u8>,
-    /// Lane of the present piece, and the number of its bytes that have not arrived.
+    /// Lane of the piece that is arriving, and the number of bytes of the piece that have not
+    /// arrived.
     bytes: (u16, usize),
     out: OutBuffer,
     /// Lane that is read first.
     turn: u16,
 }
 
-/// Bytes for the peer. The first `sent` bytes have left.
+/// Bytes for the peer. The first `sent` bytes have been sent.
 #[derive(Debug, Default)]
 struct OutBuffer {
     bytes: Vec<u8>,
@@ -64,11 +67,12 @@ struct Lane {
     incoming: VecDeque<u8>,
     /// Number of bytes that the peer may still send.
     allowed: usize,
-    /// Number of bytes that the socket has taken and for which the peer was given no room yet.
+    /// Number of bytes that the socket has taken, and for which the peer was not given new room
+    /// yet.
     taken: usize,
     /// Room of the peer when no bytes wait.
     window: usize,
-    /// Number of bytes that the peer takes.
+    /// Number of bytes that may be sent to the peer.
     room: usize,
     /// True if the peer has ended its direction.
     ended: bool,
@@ -82,7 +86,7 @@ fn wrong(what: &'static str, value: u64, allowed: &'static str) -> io::Error {
     io::Error::other(WireError::Field { what, value, allowed })
 }
 
-/// Returns true if the call must be repeated later, rather than has failed.
+/// Returns true if the call has not failed, but must be repeated later.
 fn later(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
@@ -114,7 +118,7 @@ impl Lane {
             self.closed = true;
             let _ = self.socket.shutdown(Shutdown::Write);
         }
-        // Room is given in large steps. It doubles as long as the socket takes all bytes.
+        // Room is given in large steps, whose size doubles as long as the socket takes all bytes.
         if !self.closed && !self.ended && self.taken >= self.window / 2 {
             let more = self.window.min(ROOM_MOST - self.window);
             out.push_piece(number, PieceKind::Room(self.taken + more));
@@ -154,8 +158,8 @@ impl Lane {
         }
     }
 
-    /// Returns the poll events to wait for at the socket. There are none if only the peer can make
-    /// progress.
+    /// Returns the poll events to wait for at the socket. There are none if the lane can only make
+    /// progress after bytes from the peer.
     fn interest(&self, reads: bool) -> libc::c_short {
         let read = reads && !self.finished && self.room > 0;
         let write = !self.closed && !self.incoming.is_empty();
@@ -253,7 +257,8 @@ impl Lanes {
         if let PieceKind::Bytes(count) = kind {
             self.bytes = (number, count);
         }
-        // Bytes of a lane that both sides have ended may still have been in flight.
+        // If source and target have both ended the lane, bytes of the lane may still have been in
+        // flight.
         let Some(lane) = self.lanes.get_mut(&number) else { return Ok(None) };
         match kind {
             PieceKind::Bytes(count) if lane.ended || count > lane.allowed => {
@@ -284,7 +289,7 @@ impl Lanes {
         }
     }
 
-    /// Notes that the peer has ended the connection. Each lane still passes its bytes to its
+    /// Records that the peer has ended the connection. Each lane still passes its bytes to its
     /// socket, and then ends.
     pub(super) fn hang_up(&mut self) {
         self.out = OutBuffer::default();
@@ -331,7 +336,7 @@ impl Lanes {
         &self.out.bytes[self.out.sent..]
     }
 
-    /// Notes that `count` bytes of [`output`](Self::output) have left.
+    /// Records that `count` bytes of [`output`](Self::output) have been sent.
     pub(super) fn sent(&mut self, count: usize) {
         self.out.sent += count;
         if self.out.waiting() == 0 {

@@ -8,7 +8,8 @@ use rustls::unbuffered::{ConnectionState, EncodeError, EncryptError, UnbufferedS
 use rustls::{CommonState, Error};
 use std::sync::Arc;
 
-/// Largest difference between a record and its content, with room for a change of keys.
+/// Maximum difference in bytes between a record and its content, including room for a change of
+/// keys.
 const OVERHEAD: usize = 1024;
 /// Largest number of plain bytes in a record (RFC 8446, 5.1).
 const RECORD: usize = 16 << 10;
@@ -16,20 +17,20 @@ const RECORD: usize = 16 << 10;
 /// Result of a step of the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
-    /// The received bytes may contain more: step again.
+    /// The received bytes may contain more records or messages, so the caller must step again.
     More,
     /// The outgoing bytes must be sent before anything else.
     Flush,
     /// No progress is possible without more bytes of the peer, and nothing may be sent.
     Blocked,
-    /// All received bytes are processed. Both sides may send.
+    /// All received bytes are processed, and both ends may send.
     Open,
     /// The peer will send no more.
     Closed,
 }
 
-/// Bytes that are to be sent. The buffer is reused and never cleared: filling it with zeros would
-/// cost as much as filling it with records.
+/// Bytes that are to be sent. The buffer is reused and never cleared, because filling it with zeros
+/// would cost as much as filling it with records.
 #[derive(Default)]
 pub(super) struct Outgoing {
     buffer: Vec<u8>,
@@ -135,8 +136,8 @@ impl Conn {
     ///
     /// `incoming` must contain all bytes that were received and not yet discarded. Outgoing bytes
     /// are added to `own`, and received plain bytes are passed to `take`. If the connection is open
-    /// and has nothing else to send, the first part of `seal` is encrypted and added to the second.
-    /// Returns how many bytes of `incoming` can be discarded.
+    /// and has nothing else to send, the first element of `seal` is encrypted and added to its
+    /// second element. Returns the number of bytes of `incoming` that can be discarded.
     pub(super) fn step(
         &mut self,
         incoming: &mut [u8],

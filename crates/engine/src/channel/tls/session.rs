@@ -20,21 +20,21 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
-/// Plain bytes that are encrypted at once. The bytes and their records fit into the processor's
-/// cache.
+/// Maximum number of plain bytes that are encrypted at once. The bytes and their records fit into
+/// the processor's cache.
 const PORTION: usize = 128 << 10;
-/// Largest number of received bytes that are not decrypted.
+/// Maximum number of received bytes that are not decrypted yet.
 const WINDOW: usize = 256 << 10;
-/// Number of bytes that is larger than the longest record (RFC 8446, 5.2). So many bytes contain a
-/// complete record.
+/// Number of bytes that is larger than the longest record (RFC 8446, 5.2), so that this number of
+/// bytes contains a complete record.
 const LONGEST: usize = 17 << 10;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Converts a TLS error to the error of a failed connection: the peer is not the expected one, or
-/// its bytes were changed on the network.
+/// Converts a TLS error to the error of a failed connection. The cause is that the peer is not the
+/// expected one, or that its bytes were changed on the network.
 fn broken(error: Error) -> io::Error {
     let text = match error {
         Error::AlertReceived(alert) => format!("the peer refused the encrypted connection: {alert:?}"),
@@ -51,8 +51,8 @@ struct TlsConnection {
     own: Outgoing,
     /// Received bytes. `incoming[start..end]` is not decrypted: `start <= end <= incoming.len()`.
     ///
-    /// All of that range is passed to the connection at every step, whatever the step is for,
-    /// because the connection remembers where in it a message began.
+    /// Every step passes the whole range to the connection, because the connection remembers at
+    /// which position of the range a message began.
     incoming: Box<[u8]>,
     start: usize,
     end: usize,
@@ -63,8 +63,9 @@ struct TlsConnection {
     stamp: Option<SystemTime>,
     /// True if the peer has closed its direction.
     closed: bool,
-    /// Error after which nothing can be sent or decrypted any more. No thread makes a step
-    /// afterwards: the connection would process the refused bytes again, or the bytes behind them.
+    /// Error after which nothing can be sent or decrypted any more. Afterwards, no thread makes
+    /// another step, because the connection would process the refused bytes again, or the bytes
+    /// behind them.
     failed: Option<Error>,
 }
 
@@ -177,8 +178,8 @@ impl Records {
         }
     }
 
-    /// Fills all of `bufs`, and uses them up. Waits until `deadline`, or as long as the socket's
-    /// timeout says.
+    /// Fills all of `bufs`, and uses them up. Waits at most until `deadline`, or without a deadline
+    /// for the socket's timeout.
     pub(in crate::channel) fn receive(
         &self,
         mut bufs: &mut [IoBuf<'_>],
@@ -203,8 +204,8 @@ impl Records {
         Ok(taken)
     }
 
-    /// Fills `bytes`. Returns when the kernel received the last bytes that were read for them, if
-    /// known.
+    /// Fills `bytes`. Returns the time at which the kernel received the last bytes that were read
+    /// for this, if it is known.
     pub(in crate::channel) fn receive_stamped(
         &self,
         bytes: &mut [u8],
@@ -253,8 +254,8 @@ impl Records {
     }
 }
 
-/// Copies as much of `bytes` into `bufs` as fits, in order, and advances `bufs` by that. Returns
-/// the number of copied bytes.
+/// Copies as much of `bytes` into `bufs` as fits, in order. Advances `bufs` by the number of copied
+/// bytes, and returns this number.
 fn copy_all(mut bufs: &mut [IoBuf<'_>], bytes: &[u8]) -> usize {
     let mut put = 0;
     while put < bytes.len()
@@ -321,12 +322,12 @@ impl TlsConnection {
         self.failed = error;
     }
 
-    /// Continues the handshake until there are bytes to send, bytes to wait for, or the connection
-    /// is open.
+    /// Continues the handshake until there are bytes to send, more bytes of the peer are needed, or
+    /// the connection is open.
     fn shake_on(&mut self) -> Result<Step, Error> {
         loop {
             match self.step()? {
-                // A peer that finished first has sent data already.
+                // A peer that has finished the handshake first may already have sent data.
                 Step::More if self.at < self.plain.len() => return Ok(Step::Open),
                 Step::More => {}
                 step => return Ok(step),
@@ -360,8 +361,8 @@ impl TlsConnection {
     /// must send. Also decrypts bytes received in the meantime. These, and their plain content, are
     /// at most a window.
     fn seal(&mut self, plain: &[u8], sealed: &mut Outgoing) -> Result<(), Error> {
-        // Each step but the last takes a record or a message. A window cannot contain more of them
-        // than bytes.
+        // Each step except the last takes a record or a message, and a window cannot contain more
+        // of them than it has bytes. Therefore this number of steps suffices.
         for _ in 0..WINDOW {
             sealed.append(&mut self.own);
             match self.step_with(&mut [], Some((plain, sealed)))? {
@@ -390,7 +391,7 @@ impl TlsConnection {
         Ok(&mut self.incoming[self.end..])
     }
 
-    /// Reads the bytes that the kernel has. Returns false if there are none yet.
+    /// Reads the bytes that the kernel has received. Returns false if there are none yet.
     fn take_in(&mut self, raw: &RawStream, stamped: bool) -> io::Result<bool> {
         let room = self.room()?;
         let received = if stamped {
