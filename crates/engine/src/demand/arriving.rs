@@ -1,19 +1,20 @@
-//! Guests whose pages still arrive: such a guest must be neither moved again nor saved.
+//! Guests whose pages are still arriving. Such a guest must be neither moved again nor saved.
 //!
-//! A page that has not arrived is not populated. To the VM it looks like a page that was never
-//! touched, so the next target would get zeros for it. Only the engine knows both the migration
-//! that still brings pages and the one that is to begin.
+//! A page that has not arrived is not populated, and therefore looks to the VM like a page that was
+//! never touched. The next target would get zeros in place of such a page. The engine prevents
+//! this, because only the engine knows both the postcopy in progress and the migration that is to
+//! begin.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use vmferry_core::GuestMemory;
 
-/// Memories of this process whose pages still arrive. The list changes at the beginning and at the
-/// end of a postcopy. It keeps no memory alive.
+/// Memories of this process whose pages are still arriving. The list changes at the beginning and
+/// at the end of a postcopy, and does not keep a memory alive.
 static ARRIVING: Mutex<Vec<Weak<dyn GuestMemory>>> = Mutex::new(Vec::new());
 
-/// Memory whose pages still arrive. If the value is dropped before [`complete`](Self::complete),
-/// the memory never becomes complete.
+/// Memory whose pages are still arriving. If the value is dropped before
+/// [`complete`](Self::complete) is called, the memory counts as incomplete for ever.
 pub(crate) struct Arriving(Arc<dyn GuestMemory>);
 
 impl Arriving {
@@ -34,13 +35,13 @@ impl fmt::Debug for Arriving {
     }
 }
 
-/// Returns true if pages of `memory` still arrive.
+/// Returns true if pages of `memory` are still arriving, or will never arrive.
 pub(crate) fn still_arrives(memory: &Arc<dyn GuestMemory>) -> bool {
     arriving().iter().any(|arriving| is(arriving, memory))
 }
 
-/// Returns the list without the memories that no longer exist: another memory may have the address
-/// of one of them.
+/// Returns the list, after removing the memories that no longer exist. They must be removed,
+/// because another memory may have the address of one of them.
 fn arriving() -> MutexGuard<'static, Vec<Weak<dyn GuestMemory>>> {
     // A panic while the lock is held cannot leave the list inconsistent.
     let mut arriving = ARRIVING.lock().unwrap_or_else(PoisonError::into_inner);

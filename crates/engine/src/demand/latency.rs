@@ -4,12 +4,14 @@ use hdrhistogram::Histogram;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use vmferry_wire::FaultLatency;
 
-/// Number of published buckets: powers of two in microseconds, from below 1, 2, 4 up to an hour.
+/// Number of published buckets. Their upper bounds are powers of two in microseconds, from 1 us to
+/// more than an hour.
 const BUCKETS: usize = 33;
-/// Smallest latency that is distinguished, and below, the largest, in nanoseconds.
+/// Smallest latency that is distinguished, in nanoseconds. The next constant is the largest.
 const FINEST: u64 = 256;
 const LONGEST: u64 = 3600 * 1_000_000_000;
-/// Number of significant digits: one per cent, in about 32 KiB for each vCPU.
+/// Number of significant decimal digits. The error is at most one per cent, and each histogram
+/// takes about 32 KiB.
 const DIGITS: u8 = 2;
 /// Maximum number of vCPUs with figures of their own. Further vCPUs count as other threads.
 const MOST_VCPUS: u32 = 512;
@@ -23,8 +25,8 @@ struct Class {
     buckets: [u64; BUCKETS],
 }
 
-/// Histograms, one for each vCPU and one for all other threads. Each fault takes one lock, which
-/// mostly one thread uses.
+/// Histograms, one for each vCPU and one for all other threads. Recording a fault takes one lock,
+/// which usually only one thread uses.
 #[derive(Debug)]
 pub(super) struct Latencies(Vec<Mutex<Class>>);
 

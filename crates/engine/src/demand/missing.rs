@@ -1,4 +1,4 @@
-//! Pages that a running guest still misses, the threads that wait for them, and their latencies.
+//! Missing pages of a running guest, the threads that wait for them, and the latencies of faults.
 
 use super::arriving::Arriving;
 use super::latency::Latencies;
@@ -12,7 +12,7 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::{DemandPaging, GuestMemory, Layout, PageIndex, PageRun, PageSet, RegionId, VmError};
 use vmferry_wire::PagingFigures;
 
-/// Page, as the position of its region in the layout and its index in the region.
+/// Page, identified by the position of its region in the layout and by its index in the region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageLocation {
     pub(crate) region: usize,
@@ -25,11 +25,11 @@ struct Region {
     /// Number of pages of a unit: 1, or those of a huge page.
     unit: u64,
     missing: ClaimBitmap,
-    /// Pages that a thread is bringing, or that were requested on the present channels.
+    /// Pages that a thread is fetching, or that were requested on the current channels.
     claimed: AtomicBitmap,
 }
 
-/// Statistics, which no decision depends on.
+/// Counter for statistics, on which no decision depends.
 type Counter = std::sync::atomic::AtomicU64;
 
 #[derive(Debug, Default)]
@@ -46,13 +46,14 @@ struct Counters {
 
 /// State: the guest has not been started, and its pages arrive.
 const OPEN: u8 = 0;
-/// State: the guest is being started. From now on it waits for its pages without a time limit.
+/// State: the guest is being started. From now on, its vCPUs wait for missing pages without a time
+/// limit.
 const COMMITTED: u8 = 1;
 /// State: pages stopped arriving before the start. The guest will not be started on this host.
 const ABANDONED: u8 = 2;
 
-/// Missing pages of a guest that runs before all of its memory has arrived. See the [module](super)
-/// for the sets and their invariants.
+/// Missing pages of a guest that runs before all of its memory has arrived. The [parent
+/// module](super) describes the sets and their invariants.
 #[derive(Debug)]
 pub(crate) struct MissingSet {
     pub(crate) memory: Arc<dyn DemandPaging>,
@@ -121,8 +122,8 @@ impl MissingSet {
 
 /// Pages and claims.
 impl MissingSet {
-    /// Prevents that `memory`, whose pages are missing, is moved or saved before all pages have
-    /// arrived.
+    /// Prevents the guest of `memory`, whose pages are missing, from being moved or saved before
+    /// all pages have arrived.
     pub(crate) fn hold(&self, memory: Arc<dyn GuestMemory>) {
         let fresh = self.arriving.set(Arriving::new(memory)).is_ok();
         assert!(fresh, "missing pages are of one memory");
@@ -133,7 +134,7 @@ impl MissingSet {
         self.left.load(Ordering::SeqCst)
     }
 
-    /// Returns the missing pages. The result is exact only while no channel brings any.
+    /// Returns the missing pages. The result is exact only while no channel delivers pages.
     pub(crate) fn missing(&self, layout: &Layout) -> PageSet {
         let mut set = PageSet::empty(layout);
         for region in &self.regions {
@@ -188,18 +189,18 @@ impl MissingSet {
         self.regions[place.region].missing.any(self.unit(place))
     }
 
-    /// Claims `place`, which the caller is going to bring. Returns false if another thread has
-    /// claimed it.
+    /// Claims the page `place`, which the caller is going to fetch. Returns false if another thread
+    /// has claimed the page.
     pub(crate) fn claim(&self, place: PageLocation) -> bool {
         !self.regions[place.region].claimed.set(place.page)
     }
 
-    /// Returns the claim of a page.
+    /// Releases the claim on a page.
     pub(crate) fn unclaim(&self, place: PageLocation) {
         self.regions[place.region].claimed.test_and_clear(place.page);
     }
 
-    /// Returns all claims: no thread brings any page now.
+    /// Releases all claims. No thread may be fetching a page.
     pub(crate) fn unclaim_all(&self) {
         for region in &self.regions {
             let mut forgotten = Bitmap::new(region.claimed.len());
@@ -207,8 +208,8 @@ impl MissingSet {
         }
     }
 
-    /// Removes `run` of a region from the missing set, because its pages are present or known to be
-    /// zero. Returns the number of removed pages, and whether none is missing any more.
+    /// Removes the pages of `run` from the missing set, because they are present or known to be
+    /// zero. Returns the number of removed pages, and whether no page is missing any more.
     fn remove(&self, region: usize, run: PageRun) -> (u64, bool) {
         let (taken, _) = self.regions[region].missing.take_range(run.range());
         let before = if taken > 0 { self.left.fetch_sub(taken, Ordering::SeqCst) } else { 0 };
@@ -224,15 +225,16 @@ impl MissingSet {
 
 /// Waiters.
 impl MissingSet {
-    /// Notes that a thread waits for `place`. Returns true if the page has to be fetched. Otherwise
-    /// the fault is answered.
+    /// Records that a thread waits for the page `place`, and returns true if the page must be
+    /// fetched. Otherwise answers the fault.
     pub(super) fn wait_for(&self, place: PageLocation, vcpu: Option<u32>) -> bool {
         let now = self.now();
         if !self.unit_is_missing(place) {
             self.answer(place);
             return false;
         }
-        // The waiter is noted before the page is checked again: see the module's documentation.
+        // The waiter must be recorded before the page is checked again, as the documentation of the
+        // module explains.
         let measured = self.waiters.add(place, now, vcpu);
         fence(Ordering::SeqCst);
         #[cfg(test)]
@@ -250,7 +252,7 @@ impl MissingSet {
         true
     }
 
-    /// Answers a fault on a page that is zero or arrived in the meantime.
+    /// Answers a fault on a page that is zero, or that arrived in the meantime.
     fn answer(&self, place: PageLocation) {
         self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
         self.place_zero(place);
@@ -267,8 +269,8 @@ impl MissingSet {
         self.waiters.waiting()
     }
 
-    /// Releases the threads that waited for one of these pages, which were removed from the missing
-    /// set, if the page's unit is complete now.
+    /// Releases the threads that waited for a page in the units of these pages, for each unit that
+    /// is complete now. The pages must already be removed from the missing set.
     fn release_units(&self, region: usize, pages: Range<u64>) {
         if self.single(region) {
             return self.release(region, pages);
@@ -297,8 +299,8 @@ impl MissingSet {
 
 /// Placing.
 impl MissingSet {
-    /// Takes pages of zeros. A page is placed only if a thread waits for it, or may wait. Returns
-    /// true if no page is missing any more. Only one call returns true.
+    /// Takes pages of zeros. A page is placed only if a thread waits for it or may wait for it.
+    /// Returns true if this call has removed the last missing page.
     pub(crate) fn take_zeros(&self, region: usize, run: PageRun) -> bool {
         #[cfg(test)]
         if self.flaw == Flaw::WaitersFirst {
@@ -309,8 +311,8 @@ impl MissingSet {
         }
         let single = self.single(region);
         if !single {
-            // A thread may wait for the rest of the huge page, which becomes accessible when none
-            // of its pages is missing.
+            // A thread may wait for another page of the huge page, which becomes accessible once
+            // none of its pages is missing.
             self.place_zeros(region, run);
         }
         let (taken, last) = self.remove(region, run);
@@ -330,8 +332,8 @@ impl MissingSet {
         last
     }
 
-    /// Places the contents `bytes` of the pages of `run`. Returns true if no page is missing any
-    /// more. Only one call returns true.
+    /// Places the contents `bytes` of the pages of `run`. Returns true if this call has placed the
+    /// last missing page.
     pub(crate) fn place_run(&self, region: usize, run: PageRun, bytes: &[u8]) -> Result<bool, VmError> {
         #[cfg(test)]
         let early = (self.flaw == Flaw::RemovesBeforePlacing).then(|| self.remove(region, run));
@@ -350,12 +352,13 @@ impl MissingSet {
         let placed = self.memory.place_zeros(id, run).and_then(|placed| {
             if placed.already_present > 0 { self.memory.wake(id, run.first) } else { Ok(()) }
         });
-        // Once faults have ended, all pages are present, and nothing can be placed.
+        // Once demand paging has ended, all pages are present, and no page can be placed. Therefore
+        // an error no longer matters.
         if self.stopped() { Ok(()) } else { placed }
     }
 
-    /// Places zeros, with retries without limit: no other thread will place them, and a thread
-    /// waits for them.
+    /// Places zeros, and retries without limit if this fails, because a thread waits for the pages
+    /// and no other thread will place them.
     fn place_zeros(&self, region: usize, run: PageRun) {
         while let Err(error) = self.try_place_zeros(region, run) {
             tracing::error!(
@@ -381,8 +384,8 @@ impl MissingSet {
     }
 
     /// Records that no more pages arrive. If the guest has not been started, it will not be
-    /// started. A thread that waits for one of its pages (the loading of its state) then gets
-    /// zeros, so that it ends. No vCPU will run on these zeros.
+    /// started, and a thread that waits for one of its pages gets zeros. Such a thread, which loads
+    /// the device state, can then end. No vCPU will run on these zeros.
     pub(crate) fn lost(&self) {
         if self.fate.compare_exchange(OPEN, ABANDONED, Ordering::SeqCst, Ordering::SeqCst).is_ok() {
             self.end();
@@ -395,18 +398,19 @@ impl MissingSet {
         self.fate.load(Ordering::SeqCst) == ABANDONED
     }
 
-    /// Ends the faults. Pages that are still missing read as zeros.
+    /// Ends demand paging. Pages that are still missing then read as zeros.
     pub(crate) fn end(&self) {
         if let Err(error) = self.try_end() {
             tracing::warn!("guest memory stays registered for faults: {error}");
         }
     }
 
-    /// Ends the faults like [`end`](Self::end), and returns an error if the host refuses.
+    /// Ends demand paging like [`end`](Self::end), but returns an error if the host refuses.
     pub(crate) fn try_end(&self) -> Result<(), VmError> {
         self.stop();
         self.memory.end()?;
-        // If pages are missing now, they read as zeros, and that memory never becomes complete.
+        // If pages are still missing, they now read as zeros, and this memory never counts as
+        // complete.
         if self.left() == 0
             && let Some(arriving) = self.arriving.get()
         {
@@ -438,7 +442,8 @@ impl MissingSet {
         self.counters.digest_mismatches.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts pages that are requested ahead, and pages of earlier such requests that were used.
+    /// Counts `ahead` pages that are requested ahead, and `used` pages of earlier such requests
+    /// that the guest used.
     pub(super) fn count_ahead(&self, ahead: u16, used: u16) {
         self.counters.ahead.fetch_add(ahead.into(), Ordering::Relaxed);
         self.counters.ahead_used.fetch_add(used.into(), Ordering::Relaxed);

@@ -3,12 +3,12 @@
 //! # Steps of a fault
 //! 1. A vCPU, or another thread of the VMM, accesses a page that is missing. The fault thread of
 //!    the page's shard reads the fault ([`serve_faults`]).
-//! 2. The [pager](DemandPager) notes the waiter in [`MissingSet`], and calls
-//!    [`PageSource::fetch`]. If the page is not missing, it is known to be zero, or it arrived in
-//!    between. The pager then answers the fault itself.
-//! 3. The source fetches the page once. A link requests it on an urgent channel
-//!    ([`UrgentChannels`](crate::target::urgent)), and the page arrives on any channel. With a
-//!    snapshot file, the fault thread reads the page itself (`snapshot::fill`).
+//! 2. The [pager](DemandPager) records the waiter in [`MissingSet`], and calls
+//!    [`PageSource::fetch`]. If the page is not missing, because it is known to be zero or has
+//!    arrived in between, the pager answers the fault itself instead.
+//! 3. The page source fetches the page once. If the source is a link, the page is requested on an
+//!    urgent channel ([`UrgentChannels`](crate::target::urgent)), and arrives on any channel. If
+//!    the source is a snapshot file, the fault thread reads the page itself (`snapshot::fill`).
 //! 4. The thread that has the content compares it with its digest and passes it to
 //!    [`MissingSet::place_run`], which places it and only then removes the page from the missing
 //!    set. A page of zeros is passed to [`MissingSet::take_zeros`]: it is placed only if a thread
@@ -22,24 +22,25 @@
 //! | `waiters` | Each thread that waits for a missing page and found room in the table. |
 //!
 //! # Why each waiter continues
-//! The fault thread notes the waiter and then checks whether the page is still missing. The thread
-//! that brings a page removes it from the missing set and then looks for waiters. Both have a full
-//! fence in between, so at least one of them sees the other: the fault thread sees a page that is
-//! no longer missing, or the bringing thread sees a waiter. A page with content was placed before
-//! either check, and placing wakes the waiters. A page of zeros is placed by the thread that sees
-//! the other. Of several threads that could bring a page, only the one with the claim does.
+//! The fault thread records the waiter, and then checks whether the page is still missing. The
+//! thread that delivers a page removes it from the missing set, and then looks for waiters. Both
+//! threads execute a full fence between their two steps. Therefore at least one of them sees the
+//! effect of the other: the fault thread sees that the page is no longer missing, or the delivering
+//! thread sees the waiter. A page with content was placed before it was removed from the missing
+//! set, and placing it wakes the waiters. A page of zeros is placed by the thread that sees the
+//! effect of the other. Only the thread that has claimed a page delivers it.
 //!
 //! # Units
-//! If the guest runs on huge pages, a page that arrived cannot be accessed before the other pages
-//! of its huge page, which is the unit ([`DemandPaging::unit_pages`]). A fault is then on a unit,
-//! and all missing pages of the unit are fetched. All rules above hold for the unit: a unit is
-//! missing while any of its pages is missing, zeros are placed like contents, and the thread that
-//! removes the last page from the set looks for waiters. With units of one page the rules are
-//! identical.
+//! If the guest runs on huge pages, a page that has arrived cannot be accessed before all other
+//! pages of its huge page have arrived. The huge page is then the unit
+//! ([`DemandPaging::unit_pages`]): a fault concerns a unit, and all missing pages of the unit are
+//! fetched. All rules above apply to units instead of pages: a unit is missing while any of its
+//! pages is missing, zeros are placed like contents, and the thread that removes the last page of a
+//! unit from the set looks for waiters.
 //!
 //! # Duplicates
-//! A correct source gives out each page once, so no page arrives twice. A page that does arrive
-//! twice is left unchanged, because placing never overwrites, and is counted.
+//! A correct source sends each page once. If a page nevertheless arrives twice, it is counted, and
+//! its first content remains, because placing never overwrites a page.
 
 // Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -65,11 +66,11 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{DemandPaging, Fault, PageSet, VmError};
 
-/// Interval at which a sleeping fault thread checks whether it must stop, in case the interrupt was
-/// lost.
+/// Interval at which a sleeping fault thread checks whether it must stop, in case it has missed the
+/// interrupt.
 const LOOK: Duration = Duration::from_secs(1);
-/// Time after which faults are read again from a host that failed to return them. The thread must
-/// not give up, because the guest would sleep for ever.
+/// Delay before a fault thread reads faults again, after the host has returned an error. The thread
+/// must not give up, because the guest would sleep for ever.
 const AGAIN: Duration = Duration::from_millis(100);
 
 /// Source of missing pages.
@@ -80,17 +81,17 @@ pub(crate) trait PageSource: Debug + Send + Sync {
     /// Returns the state of one more fault thread.
     fn local(&self) -> Self::Local;
 
-    /// Fetches `place` and all missing pages of its unit, unless another thread has claimed them. A
-    /// thread waits for `place` and is noted. The `ahead` pages behind it are likely to be needed
-    /// next.
+    /// Fetches the page `place` and all missing pages of its unit, unless another thread has
+    /// claimed them. A thread waits for `place`, and is already recorded as a waiter. The guest is
+    /// likely to need the next `ahead` pages soon.
     ///
     /// The pages are passed to [`MissingSet::place_run`] or [`MissingSet::take_zeros`], now or
     /// later, by any thread.
     fn fetch(&self, pages: &MissingSet, local: &mut Self::Local, place: PageLocation, ahead: u16);
 }
 
-/// Missing pages of a guest that runs, and the source that they come from. The fault threads and
-/// the threads that bring pages share the value.
+/// Missing pages of a running guest, and the source that they come from. The fault threads and the
+/// threads that deliver pages share the value.
 #[derive(Debug)]
 pub(crate) struct DemandPager<S> {
     pub(crate) pages: MissingSet,
@@ -106,8 +107,8 @@ impl<S: PageSource> DemandPager<S> {
 
     fn serve(&self, fault: Fault, read_ahead: &mut ReadAhead, local: &mut S::Local) {
         let Some(place) = self.pages.location_of(fault.region, fault.page) else {
-            // The embedder's `DemandPaging` and its layout disagree. No source can answer such a
-            // fault.
+            // The VMM's `DemandPaging` and its memory layout contradict each other. No source can
+            // answer such a fault.
             tracing::error!("a fault on page {} of {}, which does not exist", fault.page, fault.region);
             return;
         };
@@ -139,8 +140,8 @@ pub(crate) fn serve_faults<S: PageSource>(pager: &DemandPager<S>, shard: usize) 
     }
 }
 
-/// Calls `serve` until it returns, and again after each panic, which the VM's code may cause. A
-/// guest without a thread for its faults would sleep for ever at its next fault.
+/// Calls `serve`, and calls it again after each panic, which the VMM's code may cause. Without a
+/// thread for its faults, the guest would sleep for ever at its next fault.
 pub(crate) fn again_after_panics(mut serve: impl FnMut()) {
     let mut served = || {
         serve();

@@ -1,15 +1,17 @@
-//! Detection of runs of faults, and the number of pages to request ahead of each.
+//! Detection of runs, which are faults on consecutive pages, and the number of pages to request
+//! ahead of each run.
 
-/// Number of runs that are followed at the same time in one shard: a few vCPUs that walk through
-/// memory in parallel.
+/// Number of runs that are followed at the same time in one shard. It suffices for a few vCPUs that
+/// access memory sequentially in parallel.
 const RUNS: usize = 8;
-/// Maximum gap between a request and the next fault of its run. The bulk stream follows a run, in
-/// frames of at most this number of pages, so such pages may arrive without a request.
+/// Maximum gap, in pages, between a request and the next fault of its run. There may be a gap
+/// because the bulk stream follows a run, and may have delivered the pages in frames of at most
+/// this number of pages.
 const OTHERS: u64 = 64;
-/// Number of pages requested ahead when a run is first recognised, and below, the maximum: 32 KiB,
-/// 150 us on a link of 2 Gb/s. While these pages arrive, the run continues through them, so its
-/// next fault is not queued behind them. Another thread that waits for a page waits for a few pages
-/// at most.
+/// Number of pages requested ahead when a run is first recognised. The next constant is the
+/// maximum, 32 KiB, which takes 150 us on a link of 2 Gb/s. While the guest accesses the pages of
+/// one request, the pages of the next request arrive, so that the next fault of the run is not
+/// queued behind them. Another thread that needs a page is delayed by a few pages at most.
 const FIRST: u16 = 2;
 const MOST: u16 = 8;
 
@@ -36,8 +38,8 @@ pub(super) struct ReadAhead {
 pub(super) struct Prefetch {
     /// Number of pages behind the fault to request.
     pub(super) ahead: u16,
-    /// Number of pages of the previous request ahead that were used: a run that faults right behind
-    /// them has passed over them.
+    /// Number of pages of the previous request that the guest has used. If the next fault of the
+    /// run is right behind these pages, the guest has accessed them.
     pub(super) used: u16,
 }
 

@@ -1,16 +1,16 @@
-//! Threads that wait for pages, with the time since when they wait.
+//! Table of the threads that wait for pages, with the time at which each wait began.
 
 use super::PageLocation;
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize};
 use std::sync::atomic::Ordering;
 
-/// Maximum number of waits that are measured at the same time. A thread of this process can wait
-/// for one page only, but a vCPU that is interrupted while it waits makes another fault. Further
-/// waits are not measured, but they end as well.
+/// Maximum number of waits that are measured at the same time. Although a thread can wait for only
+/// one page, it may need several slots, because a vCPU that is interrupted while it waits causes
+/// another fault. Waits that find no slot are not measured, but end like all others.
 const SLOTS: usize = if cfg!(test) { 4 } else { 1024 };
 
 const FREE: u64 = 0;
-/// Key of a slot that one thread fills in or removes. Other threads ignore the slot.
+/// Key of a slot that a thread is filling or removing. Other threads ignore the slot.
 const BUSY: u64 = u64::MAX;
 const PAGE_BITS: u32 = 44;
 
@@ -36,12 +36,12 @@ pub(super) struct Waiter {
 #[derive(Debug)]
 pub(super) struct Waiters {
     slots: Box<[Slot]>,
-    /// Number of slots in use. A thread that brings a page checks this first, and mostly nothing
-    /// else.
+    /// Number of slots in use. A thread that delivers a page checks this number first, and usually
+    /// need not check anything else.
     used: AtomicUsize,
     /// No slot from this index on was ever used.
     end: AtomicUsize,
-    /// True once the table was full: a thread may wait without being noted.
+    /// True once the table was full, so that a thread may wait without being recorded.
     overflowed: AtomicBool,
 }
 
@@ -68,7 +68,7 @@ impl Waiters {
         }
     }
 
-    /// Notes that a thread waits for a page. Returns false if there is no room.
+    /// Records that a thread waits for a page. Returns false if the table is full.
     pub(super) fn add(&self, waits_for: PageLocation, since: u64, vcpu: Option<u32>) -> bool {
         for (at, slot) in self.slots.iter().enumerate() {
             let claim = slot.key.compare_exchange(FREE, BUSY, Ordering::Acquire, Ordering::Relaxed);
@@ -87,7 +87,7 @@ impl Waiters {
         false
     }
 
-    /// Returns true if a thread may wait without being noted.
+    /// Returns true if a thread may wait without being recorded.
     pub(super) fn overflowed(&self) -> bool {
         self.overflowed.load(Ordering::SeqCst)
     }
@@ -118,8 +118,8 @@ impl Waiters {
         }
     }
 
-    /// Returns the start of the longest wait, approximately: a waiter that is being removed may
-    /// count.
+    /// Returns the start of the longest wait. The result is approximate, because a waiter that is
+    /// being removed may be included.
     pub(super) fn oldest(&self) -> Option<u64> {
         let used = self.slots[..self.end.load(Ordering::SeqCst)].iter();
         let waiting = used.filter(|slot| ![FREE, BUSY].contains(&slot.key.load(Ordering::SeqCst)));

@@ -9,10 +9,10 @@
 //!
 //! # State
 //!
-//! [`Driver`] joins parts that own their state: [`Control`] the control channel, [`Channels`] the
-//! other channels and their threads, [`Guest`] the VM, [`Tracking`] the tracker, [`Pages`] the
-//! pages to send, [`Demand`] the missing pages in postcopy, [`Account`] the figures. Only the
-//! session knows the phase.
+//! [`Driver`] consists of parts, each of which owns its state: [`Control`] owns the control
+//! channel, [`Channels`] the other channels and their threads, [`Guest`] the VM, [`Tracking`] the
+//! tracker, [`Pages`] the pages to send, [`Demand`] the missing pages in postcopy, and [`Account`]
+//! the figures. Only the session knows the phase.
 
 mod account;
 mod channels;
@@ -59,8 +59,8 @@ use vmferry_wire::{
     Token,
 };
 
-/// Length of the queue of inputs. A short queue is enough: messages of a peer then wait in the
-/// socket and not in this process's memory.
+/// Length of the queue of inputs. The queue is short, so that messages of a peer wait in the socket
+/// and not in the memory of this process.
 const QUEUE: usize = 8;
 
 /// State that outlives the channel threads, so that they may borrow it.
@@ -73,7 +73,7 @@ pub(super) struct Context<'a> {
     pub(super) pacer: Pacer,
     /// Pacer for data that is never limited.
     pub(super) unpaced: Pacer,
-    /// True if the threads of the present set of channels must end.
+    /// True if the threads of the current set of channels must end.
     pub(super) stop: AtomicBool,
     pub(super) clock: Clock,
     /// CPU time that the caller's thread had used when the migration began.
@@ -106,8 +106,8 @@ impl Inputs {
         Self { sender, receiver }
     }
 
-    /// Returns a function that wakes the caller's thread. That thread checks for requests and
-    /// answers after every input, so a full queue needs no wake.
+    /// Returns a function that wakes the caller's thread. If the queue is full, the function does
+    /// nothing, because the thread checks for requests and answers after every input.
     fn waker(&self) -> impl Fn() + Send + Sync + 'static {
         let sender = self.sender.clone();
         move || drop(sender.try_send((0, Input::Wake)))
@@ -222,8 +222,8 @@ impl<'s, 'e> Driver<'s, 'e> {
         report
     }
 
-    /// Cleans up: no thread stays blocked, no page stays tracked, and the target has the last
-    /// message.
+    /// Cleans up, so that no thread stays blocked, no page stays tracked, and the target can read
+    /// the last message.
     fn close(&mut self, outcome: &Outcome) {
         self.guest.unthrottle();
         self.pages.stop_free_page_requests();
@@ -233,10 +233,11 @@ impl<'s, 'e> Driver<'s, 'e> {
             self.inputs.drain_until_control_ends(self.context.clock, Duration::from_secs(1));
         }
         self.control.stream.shutdown();
-        // No input is used any more. Without the receiver no thread waits for room in the queue.
+        // No input is used any more. Dropping the receiver ensures that no thread waits for room in
+        // the queue.
         self.inputs = Inputs::new();
-        // The threads end before the tracker: a page that is protected after the tracker has
-        // stopped would stay protected.
+        // The threads must end before the tracker stops, because a page that is protected after the
+        // tracker has stopped would stay protected.
         self.channels.join();
         self.tracking.stop();
         self.context.handle.update(|progress| {
@@ -251,8 +252,7 @@ impl<'s, 'e> Driver<'s, 'e> {
         });
     }
 
-    /// Shuts down all channels except the control channel, and with them the waits of their
-    /// threads.
+    /// Shuts down all channels except the control channel. This ends the waits of their threads.
     fn shut_down_channels(&self) {
         self.context.stop.store(true, Ordering::Release);
         self.channels.shutdown();
@@ -387,7 +387,8 @@ impl Sources for Driver<'_, '_> {
     }
 
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Infallible> {
-        // Device state goes a piece at a time, so that inputs and requests are seen in between.
+        // Device state is sent one piece at a time, so that inputs and requests are handled in
+        // between.
         if self.streams.under_way() && !self.inbox.is_held() {
             let input = self.inputs.receiver.try_recv().ok();
             if input.is_none() {
@@ -459,8 +460,7 @@ impl Driver<'_, '_> {
 
     fn save(&mut self, within: Duration) -> Event {
         if within == Duration::MAX {
-            // The operator has requested the wait, which has no limit, and may read the progress in
-            // the meantime.
+            // This wait has no time limit, so the progress is published before it begins.
             self.show_progress();
         }
         let saved = self.guest.save(&self.control, within);
@@ -475,7 +475,7 @@ impl Driver<'_, '_> {
         }
     }
 
-    /// Lets the guest run on after a deferred switchover.
+    /// Resumes the guest after a deferred switchover.
     fn run_on(&mut self) -> Event {
         let resumed = self.guest.resume(&self.control);
         self.account.timings.went_on(self.context.settings.mode);
@@ -527,7 +527,8 @@ impl<'e> Driver<'_, 'e> {
         let dirty = pages.count();
         let (seconds, writers) = tracking.harvested(self.context.clock.now());
         self.account.timings.harvested(began, dirty, !self.session.harvests_after_wait());
-        // What a paused guest wrote in the short time since the last harvest gives no rate.
+        // The pages that a paused guest wrote in the short time since the last harvest do not show
+        // its dirty rate.
         if !paused {
             handle.update(|progress| progress.dirty_pages_per_s = dirty as f64 / seconds.max(1e-6));
         }
@@ -572,7 +573,7 @@ impl<'e> Driver<'_, 'e> {
         self.context.handle.begin_pass(number, pages);
     }
 
-    /// Gives every bulk thread its part of `job`.
+    /// Passes `job` to every bulk thread, which performs its part.
     fn give_out(&mut self, job: &Job<'e>) {
         self.inbox.pass_given_to(self.channels.give_out(job));
     }
@@ -586,8 +587,9 @@ impl Driver<'_, '_> {
         if let Some(too_large) = failed.too_large {
             return Some(Event::LocalFailure(too_large));
         }
-        // A reason of the target, if it sent one, is more precise than the loss of the connection.
-        // After the commit, the source waits for a reason only if a ping failed.
+        // If the target has sent a reason, the reason is more precise than the loss of the
+        // connection, so the source waits for it. After the commit, the source waits only if a ping
+        // failed.
         if failed.peer_gone && (!self.session.committed() || matches!(message, ToTarget::Ping(_))) {
             self.inbox.hold(self.context.clock.now(), failed.why);
             return None;
@@ -621,11 +623,11 @@ impl Driver<'_, '_> {
     }
 
     fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {
-        // Once the guest is handed over, a cancel is too late.
+        // A cancel has no effect any more once the guest is handed over.
         let handed_over = self.session.handed_over();
         let cancel = (!handed_over).then_some(self.context.handle);
         match self.channels.open(self.context, (bulk, urgent), cancel) {
-            // Reopened channels serve requests at once.
+            // Channels that were opened after a loss of the link serve requests at once.
             Ok(()) => match self.serve_requests() {
                 Ok(()) => Event::ChannelsOpened,
                 Err(error) => {
@@ -654,7 +656,8 @@ impl Driver<'_, '_> {
     fn reconnect(&mut self, after: Duration) -> Event {
         let until = self.now() + after;
         while let Some(left) = self.context.clock.until(until) {
-            // Threads of the lost channels need room in the queue to end.
+            // The queue must be emptied, because threads of the lost channels need room in it to
+            // end.
             let _ = self.inputs.receiver.recv_timeout(left);
         }
         if let Err(error) = self.control.reconnect(self.context) {
@@ -674,8 +677,8 @@ impl Driver<'_, '_> {
 
 /// The handover, and the missing pages after it.
 impl Driver<'_, '_> {
-    /// Sends the list of missing pages to the target. The guest is paused, so the pending pages are
-    /// the missing ones.
+    /// Tells the target which pages are missing. Because the guest is paused, these are the pages
+    /// that are still to be sent.
     fn hand_over(&mut self, also: &[RegionRun]) -> Event {
         self.account.timings.state_sent();
         if self.context.settings.mode == MigrationMode::Postcopy {
@@ -713,7 +716,8 @@ impl Driver<'_, '_> {
             return Some(local("starting a channel's thread", &error));
         }
         self.begin_pass(number, claims.left());
-        // The guest is not paused any more, so the limit of the switchover ends.
+        // The guest is not paused any more, so the bandwidth limit of the switchover no longer
+        // applies.
         self.context.pacer.set(self.context.settings.max_bandwidth);
         let longest = self.session.patience();
         pacing::pace(self.context, &self.channels, longest, &claims);

@@ -1,4 +1,4 @@
-//! The order in which the source's session receives its events.
+//! Order in which the source's session receives its events.
 //!
 //! | rank | event | kind | reason for the rank |
 //! |---|---|---|---|
@@ -7,7 +7,7 @@
 //! | 3 | a lost link, after the wait for the target's reason | timer, then the queued inputs | bounded, see [`ReasonWait`] |
 //! | 4 | the operator's other requests | edges | |
 //! | 5 | the end of a round of the streams of device state | edge | |
-//! | 6 | the clock | timer | due by the clock, not only when no input arrives, so that no peer can stop all timeouts |
+//! | 6 | the clock | timer | checked even if inputs arrive without pause, so that no peer can prevent timeouts |
 //! | 7 | inputs of the channels | bounded queue | |
 
 use super::sender::SenderError;
@@ -28,7 +28,7 @@ pub(crate) const TICK: Duration = Duration::from_millis(20);
 pub(crate) enum Input {
     /// A message of the target, and the time at which it arrived.
     Message(ToSource, Duration),
-    /// The control channel has ended, for this reason.
+    /// The control channel has ended for this reason.
     ControlLost(String),
     /// A bulk channel has finished its part of a pass.
     PassDone(Result<(), SenderError>),
@@ -50,17 +50,17 @@ pub(crate) trait Sources: Host<Session = Session> {
     fn cancelled(&self) -> bool;
     /// Takes the oldest answer of the arbiter.
     fn answer(&mut self) -> Option<Result<Ownership, ArbiterError>>;
-    /// Takes another request of the operator.
+    /// Takes a request of the operator other than a cancel.
     fn request(&mut self) -> Option<Event>;
     /// Takes the event that the streams of device state report.
     fn streamed(&mut self) -> Option<Event>;
     /// Takes the oldest input. Returns `None` if none arrives by `until`.
     fn receive(&mut self, until: Duration) -> Result<Option<Numbered>, Self::Idle>;
-    /// Returns the number of missing pages that were not sent on the present channels.
+    /// Returns the number of missing pages that were not sent on the current channels.
     fn unsent(&self) -> u64;
     /// Notes a message that the session is about to receive.
     fn record_message(&mut self, message: &ToSource);
-    /// Notes that the pass is sent. Returns its bytes, and the time that listing its pages took.
+    /// Records that the pass was sent. Returns its bytes, and the time that listing its pages took.
     fn pass_sent(&mut self) -> (u64, Duration);
 }
 
@@ -68,15 +68,15 @@ pub(crate) trait Sources: Host<Session = Session> {
 #[derive(Debug, Clone)]
 pub(crate) struct Inbox {
     cancel_told: bool,
-    /// A lost link, during the wait for the target's reason.
+    /// Wait for the target's reason after the loss of the link. `None` if there is no such wait.
     held: Option<ReasonWait>,
     ticked: Duration,
-    /// Number of the present set of channels.
+    /// Number of the current set of channels.
     generation: u64,
-    /// Bulk channels that have not finished their part of the pass.
+    /// Number of bulk channels that have not finished their part of the pass.
     missing: usize,
-    /// True if the reader of the control channel has ended: no last message of the target can
-    /// arrive.
+    /// True if the reader of the control channel has ended, so that no further message of the
+    /// target can arrive.
     control_lost: bool,
 }
 
@@ -93,19 +93,19 @@ impl Inbox {
         self.control_lost
     }
 
-    /// Notes that a pass was given to `channels` bulk channels.
+    /// Records that a pass was passed to `channels` bulk channels.
     pub(crate) fn pass_given_to(&mut self, channels: usize) {
         self.missing = channels;
     }
 
-    /// Notes that the session has received a cancel already, because opening a channel was
+    /// Records that the session has already received a cancel, because opening a channel was
     /// cancelled.
     pub(crate) fn cancel_told(&mut self) {
         self.cancel_told = true;
     }
 
-    /// Notes that the link is lost, and begins the wait for the target's reason. A reason of the
-    /// target, if there is one, is reported instead of `why`.
+    /// Records that the link is lost, and begins the wait for the target's reason. If the target
+    /// has sent a reason, it is reported instead of `why`.
     pub(crate) fn hold(&mut self, now: Duration, why: String) {
         self.held.get_or_insert_with(|| ReasonWait::new(now, why));
     }
@@ -161,7 +161,7 @@ pub(crate) fn next<H: Sources>(host: &mut H) -> Result<Event, H::Idle> {
 /// Returns `None` if there is no wait, or if time is left.
 fn end_of_wait<H: Sources>(host: &mut H, now: Duration) -> Option<Event> {
     let wait = host.inbox().held.as_mut().filter(|wait| wait.is_over(now))?;
-    // The time is over. A host that would have to wait for an input has none.
+    // The time is over, so the host must not wait: it returns an input only if one is queued.
     if wait.may_take()
         && let Ok(Some(input)) = host.receive(now)
     {
@@ -182,8 +182,9 @@ fn happened(host: &mut impl Sources, input: Input) -> Event {
             host.pong(number, at);
             Event::Tick
         }
-        // The source asks the target again, over new channels, which pages are missing. If the
-        // target then names none, the target has all pages.
+        // The target claims to have all pages although the source has not sent all of them. Over
+        // new channels, the source asks again which pages are missing. If the target then names
+        // none, the target has all pages.
         Input::Message(ToSource::Complete(_), _) if host.unsent() > 0 => Event::PeerLost(format!(
             "the target says that it has all pages, and {} were not sent to it",
             host.unsent()
@@ -218,9 +219,9 @@ fn channel_failed(host: &mut impl Sources, error: SenderError) -> Event {
         }
         SenderError::Link(SendError { error, .. }, peer) => {
             let why = format!("the link to {peer} failed while pages were sent: {error}");
-            // Once the guest is known to run on the target, there is no reason to wait for. Before
-            // that, the target's own reason decides: the target often closes its channels after it
-            // has sent the reason on the control channel.
+            // Once the guest is known to run on the target, the source need not wait for a reason
+            // of the target. Before that, the reason determines the outcome, and the target often
+            // closes its channels just after it has sent the reason on the control channel.
             if host.session().runs_on_target() {
                 return Event::PeerLost(why);
             }

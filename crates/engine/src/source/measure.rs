@@ -1,7 +1,7 @@
 //! Source's part of measuring a link.
 //!
 //! The source sends pages of scratch memory, with the code that sends guests, over as many bulk
-//! channels as the migration will have. No byte of the guest leaves the source.
+//! channels as the migration will have, but at most 8. No byte of the guest leaves the source.
 
 use super::sender::{Sender, SenderContext, SenderError};
 use super::settings::Settings;
@@ -44,7 +44,7 @@ struct Round {
 }
 
 /// Measures the bandwidth and the round trip of the link to the target of `connector`, with the
-/// channels and the bandwidth limit of `settings`.
+/// number of bulk channels (at most 8) and the bandwidth limit of `settings`.
 ///
 /// The target must be waiting for a guest. The source sends generated pages only. For each channel,
 /// the target receives them into at most 32 MiB of memory, which it drops afterwards. The

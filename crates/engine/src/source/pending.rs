@@ -1,12 +1,12 @@
-//! The pages that a migration still has to send.
+//! Pages that a migration still has to send.
 //!
 //! While the source owns the guest, a page that the target needs is in one of these places:
 //!
 //! | place | owner | what takes the page out |
 //! |---|---|---|
 //! | `PendingPages::next` | the driver | the next pass begins |
-//! | `PassPages`, with its turn first or last | all senders and the driver, by atomic claims | the thread that claims it |
-//! | a bitmap of one thread | the sender that protects and reads it, or the driver that protects it | it is in a frame, or its turn is last |
+//! | `PassPages`, with the turn first or last | all senders and the driver, by atomic claims | the thread that claims the page |
+//! | a bitmap of one thread | the sender that protects and reads the page, or the driver that protects it | the page is put into a frame, or its turn becomes last |
 //!
 //! A page that is in none of these places was sent, was never touched, or is in
 //! `PendingPages::skipped`. A write to such a page returns it to `next`, by the tracker's next
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Layout, PageSet, RegionId};
 
-/// The pages that are to be sent, and those that were skipped.
+/// Pages that are to be sent, and pages that were skipped.
 ///
 /// An answer about free pages must not remove a page that the guest wrote after the question
 /// (hazard 8). No additional set is needed to ensure that:
@@ -28,8 +28,8 @@ use vmferry_core::{Layout, PageSet, RegionId};
 /// - While the guest is paused, the question comes after the harvest, and no harvest comes before
 ///   its answer.
 ///
-/// Nothing is lost with these sets. A migration that ends without the guest having moved drops them
-/// together with its tracker. The next migration begins with every page in `next`.
+/// It is safe to drop these sets. A migration that ends without having moved the guest drops them
+/// together with its tracker, and the next migration begins with every page in `next`.
 #[derive(Debug)]
 pub(crate) struct PendingPages {
     /// Pages that the next pass sends.
@@ -77,10 +77,11 @@ impl PendingPages {
         Arc::clone(self.pass.insert(pass))
     }
 
-    /// Begins a pass with the pages of `set`, which had a digest mismatch, whether they are free or
-    /// not. The guest must be paused.
+    /// Begins a pass with the pages of `set`, which had a digest mismatch, even if they are free.
+    /// The guest must be paused.
     ///
-    /// The target takes the guest only if every page that it was sent matches its digest.
+    /// Free pages are included, because the target accepts the guest only if every page that it has
+    /// received matches its digest.
     pub(crate) fn begin_repeat(&mut self, set: &PageSet) -> Arc<PassPages> {
         self.end_pass();
         self.unskip(set);
@@ -114,7 +115,7 @@ impl PendingPages {
     /// The guest must be paused, and must have been paused when it was asked which pages are free.
     ///
     /// # Panics
-    /// If a pass is in progress. For its pages there is [`mark_skipped`](Self::mark_skipped).
+    /// If a pass is in progress. Use [`mark_skipped`](Self::mark_skipped) for the pages of a pass.
     pub(crate) fn skip(&mut self, free: &PageSet) -> u64 {
         assert!(self.pass.is_none(), "a pass skips its own pages");
         let mut out = self.next.clone();
@@ -125,8 +126,8 @@ impl PendingPages {
         self.skipped_count.saturating_sub(before)
     }
 
-    /// Marks pages as skipped that were taken out of the current pass: those set in `pages`, of the
-    /// 64 pages from `first` on, in the region at `position`.
+    /// Marks pages that were taken out of the current pass as skipped. `pages` is a mask of these
+    /// pages among the 64 pages from `first` on, in the region at `position`.
     ///
     /// # Panics
     /// If no pass is in progress.

@@ -1,10 +1,10 @@
 //! Sending thread of a bulk channel. It sends its share of the chunks as frames, directly from
 //! guest memory.
 //!
-//! Two versions of one page must not overtake each other on two channels (hazards.md 11). Therefore
-//! memory is cut into chunks, and a chunk belongs to one channel for the whole migration. Within a
-//! channel the stream keeps the order. Correctness needs no barrier between passes, and the threads
-//! share only counters.
+//! A newer version of a page must not arrive before an older one (hazards.md 11). Therefore memory
+//! is divided into chunks, and each chunk belongs to one channel for the whole migration. Because
+//! the stream of a channel keeps the order, no barrier between passes is needed for correctness,
+//! and the threads share only counters.
 
 use super::pending::{PageTurn, PassPages};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
@@ -23,25 +23,26 @@ use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, 
 
 /// Number of pages with content in a frame.
 ///
-/// A frame of 1 MiB is read for its digests and then copied into the socket while a second-level
-/// cache still holds most of it. With smaller frames, source and target wait for each other more
-/// often.
+/// A frame of 1 MiB is read to compute its digests, and is then copied into the socket while a
+/// second-level cache still holds most of it. With smaller frames, source and target would wait for
+/// each other more often.
 pub(crate) const FRAME_PAGES: usize = 256;
 const _: () = assert!(FRAME_PAGES <= MAX_FRAME_PAGES);
 
 /// Time in which the unsent bytes in the socket of a bulk channel must be able to leave, once the
 /// rate of the link is known.
 ///
-/// The guest may write a page again while the page waits in the socket, so waiting pages are sent
-/// in vain. Without a limit the kernel would hold megabytes, a tenth of a second of a link of 1
-/// Gb/s. That was measured to leave a tenth more pages dirty. Bytes in flight are not limited.
+/// If the guest writes a page again while the page waits in the socket, the page is sent in vain.
+/// Without a limit, the kernel would hold megabytes, which take a link of 1 Gb/s a tenth of a
+/// second. In a measurement, a tenth more pages were dirty after a pass because of this. Bytes in
+/// flight are not limited.
 pub(crate) const UNSENT: Duration = Duration::from_millis(4);
 
-/// Smallest chunk that is assigned to a channel. One thread of the target then fills each huge
-/// page.
+/// Minimum size, in pages, of a chunk that is assigned to a channel. With this size, only one
+/// thread of the target fills each huge page.
 const MIN_CHUNK_PAGES: u64 = 512;
 
-/// Reason for which a channel stopped.
+/// Reason why a channel stopped.
 #[derive(Debug)]
 pub(crate) enum SenderError {
     /// The migration stopped the channel.
@@ -76,9 +77,9 @@ pub(crate) trait FrameSink {
 }
 
 /// The kernel copies the pages into its own buffers. Lending the pages to the kernel instead
-/// (`vmsplice` and `splice`, or `MSG_ZEROCOPY`) was measured and is slower. The digest has just
-/// brought the page into this processor's cache, where the copy finds it. A lent page is read from
-/// that cache by the receiver's processor, and at a later time than the digest.
+/// (`vmsplice` and `splice`, or `MSG_ZEROCOPY`) was measured and is slower. Computing the digest
+/// has just brought the page into the cache of this processor, where the copy finds the page. A
+/// lent page is read later, and by another processor.
 impl FrameSink for Arc<Stream> {
     fn send_frame(&mut self, bufs: &mut [IoBuf<'_>]) -> Result<(), SenderError> {
         self.send(bufs).map_err(|error| SenderError::Link(error, self.peer.clone()))
@@ -87,8 +88,8 @@ impl FrameSink for Arc<Stream> {
 
 /// Frame that is being built: its table, and the guest memory that it carries.
 ///
-/// The memory is looked up once, when a run is added. Therefore the digest in the table and the
-/// bytes in the socket are from the same mapping.
+/// The memory is looked up only once, when a run is added. Therefore the digest in the table and
+/// the bytes in the socket come from the same mapping.
 struct Frame<'a> {
     table: TableWriter,
     /// Pages with content, in the order of the table. Empty in a frame of digests.
@@ -156,8 +157,8 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
     }
 
-    /// Sends this channel's share of `pages` as pass `pass`, and its barrier. Pages that are taken
-    /// out before their turn are not sent.
+    /// Sends this channel's share of `pages` as pass number `pass`, and then a barrier. Pages that
+    /// another thread takes out before their turn are not sent.
     ///
     /// On the `first` pass, pages that were never touched are skipped: the target's memory already
     /// reads as zeros.
@@ -179,7 +180,8 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         (position, region): (usize, Region),
         first: bool,
     ) -> Result<(), SenderError> {
-        // The kernel provides zeroed memory lazily: only the used part of the bitmap costs memory.
+        // The kernel allocates zeroed memory at the first access, so only the used part of the
+        // bitmap costs memory.
         let mut mine = Bitmap::new(region.pages());
         if first {
             self.touched = Bitmap::new(region.pages());
@@ -198,9 +200,9 @@ impl<'a, S: FrameSink> Sender<'a, S> {
 
     /// Protects, reads and sends the pages of `chunk` that are set in `map`.
     ///
-    /// The order loses no page: protect, *then* ask which pages were touched, *then* read. A write
-    /// before the protection is contained in the content that is read. A write after the protection
-    /// is found by the next harvest (hazards.md 1, 3, 9).
+    /// No write is lost, because the order is: protect, *then* ask which pages were touched, *then*
+    /// read. The content that is read contains every write before the protection, and the next
+    /// harvest finds every write after the protection (hazards.md 1, 3, 9).
     fn send_chunk(
         &mut self,
         pass: u32,

@@ -1,5 +1,5 @@
-//! Skips the pages of a pass that the guest reports as free: the driver's part of [`crate::free`],
-//! which gives the proof.
+//! Skipping of the pages of a pass that the guest reports as free. This is the driver's part of the
+//! algorithm that [`crate::free`] describes and proves.
 
 use super::pending::{PageTurn, PassPages, PendingPages};
 use crate::report::FreePagesFigures;
@@ -8,16 +8,18 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Answer, AnswerMode, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, VmError};
 
-/// Pages that are protected before the driver returns to its other duties: 256 MiB, about a
-/// millisecond.
+/// Number of pages that are protected before the driver returns to its other work: 256 MiB, which
+/// takes about a millisecond.
 const BURST_PAGES: u64 = 1 << 16;
-/// Chunks that are examined before the driver returns to its other duties. If no page in them needs
-/// protection, that takes about a millisecond.
+/// Number of chunks that are examined before the driver returns to its other work. If no page in
+/// them needs protection, this takes about a millisecond.
 const BURST_CHUNKS: u64 = 1 << 14;
-/// Smallest number of pages between two questions to a host-side map of free pages within a pass.
-/// The distance is also at least an eighth of memory. Reading the map then costs next to nothing.
+/// Minimum number of pages that are postponed between two questions of a pass to a source of free
+/// pages that answers at once. The number is also at least an eighth of memory, so that the
+/// questions cost next to nothing.
 const ROUND_PAGES: u64 = BURST_PAGES;
-/// The guest is asked only for passes over at least one part in this many of its memory.
+/// Divisor of the size of memory: the guest is asked only in passes over at least this fraction of
+/// its memory.
 ///
 /// A smaller pass would end before the guest has walked its free lists. Walking takes 3 ms/GiB,
 /// protecting all pages before that takes 5 ms/GiB, and sending one 32nd of a GiB takes 10 ms at 3
@@ -28,12 +30,12 @@ const WORTH_REQUESTING: u64 = 32;
 type Cursor = (usize, u64);
 
 /// State of the questions of a pass. A guest that answers the questions itself is not asked the
-/// first one: all its pages are candidates.
+/// first question, because all of its pages are candidates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum State {
     /// No question is open.
     Idle,
-    /// The first question is open: which pages are candidates?
+    /// The first question is open: which pages may be free? These pages are the candidates.
     Requesting,
     /// The candidates are being protected and postponed, from this position on.
     Postponing(Cursor),
@@ -53,7 +55,7 @@ pub(crate) enum Next {
     Nothing,
 }
 
-/// Learns which pages are free, and skips them.
+/// Asks which pages are free, and skips these pages.
 #[derive(Debug)]
 pub(crate) struct Skipping {
     source: Box<dyn FreePages>,
@@ -134,9 +136,9 @@ impl Skipping {
                 self.state = State::Requesting;
             }
             AnswerMode::ByGuest if pass.pages() >= (all / WORTH_REQUESTING).max(1) => {
-                // A question is expensive for a guest that answers itself, and its driver may not
-                // name a page again that it has named once. Therefore such a guest is asked once,
-                // after all pages are protected.
+                // For a guest that answers itself, a question is expensive, and the guest's driver
+                // may not name a page twice. Therefore such a guest is asked only once, after all
+                // pages are protected.
                 self.worth.iter_mut().for_each(|(_, map)| map.set_range(0..map.len()));
                 self.round = 0;
                 self.state = State::Postponing((0, 0));
@@ -186,7 +188,7 @@ impl Skipping {
         if self.source.answer_mode() != AnswerMode::AtOnce {
             return 0;
         }
-        // The question comes after the harvest. Therefore harvested pages can be skipped, too.
+        // Because the question comes after the harvest, harvested pages can be skipped, too.
         if pending.count() == 0 || !self.request() {
             return 0;
         }

@@ -1,6 +1,7 @@
 //! Phases of a migration as spans of `tracing`.
 //!
-//! A subscriber sees when each phase began and ended. Without a subscriber a span costs one load.
+//! A subscriber can observe when each phase begins and ends. Without a subscriber, a span costs one
+//! load.
 
 use tracing::{Span, info_span};
 

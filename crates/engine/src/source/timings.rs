@@ -29,7 +29,7 @@ pub(super) struct Timings {
     pause: Option<Duration>,
     paused: Option<Duration>,
     saved: Option<Duration>,
-    /// Time at which the driver began with the step after the device state: the last harvest, or
+    /// Time at which the driver began the step after sending the device state: the last harvest, or
     /// the list of missing pages.
     state_sent: Option<Duration>,
     /// End of the last harvest.
@@ -92,7 +92,7 @@ impl Timings {
         self.listing
     }
 
-    /// Notes that the device state, if there is any, has been handed over to the link.
+    /// Records that the device state, if there is any, has been passed to the link.
     pub(super) fn state_sent(&mut self) {
         if self.saved.is_some() {
             self.state_sent.get_or_insert(self.clock.now());
@@ -147,8 +147,8 @@ impl Timings {
         between(self.pause, Some(self.clock.now()))
     }
 
-    /// Cancels the pause of a deferred switchover: the guest runs on. A `mode` with passes returns
-    /// to its precopy phase.
+    /// Cancels the pause of a deferred switchover, after which the guest continues to run. A `mode`
+    /// with passes returns to its precopy phase.
     pub(super) fn went_on(&mut self, mode: MigrationMode) {
         if mode == MigrationMode::Postcopy {
             self.spans.setup()
@@ -184,8 +184,8 @@ impl Timings {
         });
     }
 
-    /// Notes that the guest runs on the source again. The time that a failed attempt cost the guest
-    /// ends now, whatever the cleanup takes.
+    /// Records that the guest runs on the source again. The downtime of the failed attempt ends
+    /// now, however long the cleanup takes.
     pub(super) fn resumed(&mut self) {
         self.resumed = Some(self.clock.now());
     }
@@ -222,7 +222,8 @@ impl Timings {
                 }
                 self.running = Some(now);
             }
-            // The message that the guest runs was lost, so this time is an upper bound.
+            // The message that the guest runs was lost, so the time of this message is used as an
+            // upper bound.
             ToSource::Resume { .. } => {
                 self.running.get_or_insert(now);
             }

@@ -107,14 +107,14 @@ impl Link {
         match role {
             Role::Urgent => &mut self.urgent,
             Role::Probe => &mut self.probe,
-            // A control channel has no place in these lists, nor has a measured channel. Neither is
-            // looked up in them.
+            // These lists contain neither control channels nor channels of a measurement, so
+            // neither is looked up in them.
             Role::Bulk | Role::Control | Role::Measure => &mut self.bulk,
         }
     }
 
-    /// Answers a connection that is no control channel. Returns `None` if the connection is
-    /// refused, and the result of starting its thread if it belongs to this migration.
+    /// Answers a connection that is not a control channel. Returns `None` if the connection is
+    /// refused, or the result of starting its thread if it belongs to this migration.
     pub(super) fn connected(&mut self, incoming: Greeted) -> Option<io::Result<()>> {
         let same_source = self.same_source(&incoming);
         let Greeted { stream, hello } = incoming;
@@ -138,16 +138,16 @@ impl Link {
     }
 
     fn serve(&mut self, stream: Arc<Stream>, role: Role, index: u16) -> io::Result<()> {
-        // No timeout: a channel is silent while there is nothing to send. The control channel shows
-        // whether the peer is alive.
+        // There is no timeout, because a channel is silent while there is nothing to send. The
+        // control channel shows whether the peer is alive.
         stream.set_timeouts(None, None)?;
         if let Some(place) = self.places(role).get_mut(usize::from(index)) {
             *place = Some(Arc::clone(&stream));
         }
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
-        // The file is opened before the thread starts: the thread reads bytes from an untrusted
-        // peer and must not need the permission to open files.
+        // The file is opened before the thread starts, because the thread reads bytes from an
+        // untrusted peer and must not need the permission to open files.
         let latency_request =
             if role == Role::Urgent { LatencyRequest::open() } else { LatencyRequest::default() };
         tcp::learn_limits();
@@ -198,7 +198,7 @@ impl Link {
         self.urgent.iter().flatten().map(channel).collect()
     }
 
-    /// Shuts down every channel but the control channel.
+    /// Shuts down every channel except the control channel.
     pub(super) fn shutdown(&self) {
         [&self.bulk, &self.urgent, &self.probe]
             .into_iter()
@@ -273,8 +273,8 @@ impl Serve<'_> {
 
 /// Puts `input` into the queue. Returns false if nothing empties the queue any more.
 ///
-/// The driver may be loading the state, which can wait for a page that will never arrive. The queue
-/// then stays full, and the end of the source must be noticed nevertheless.
+/// The driver may be loading the device state, which can wait for a page that will never arrive.
+/// The queue then stays full, but the loss of the source must be noticed nevertheless.
 fn hand_in(
     inputs: &SyncSender<Numbered>,
     input: Numbered,
@@ -288,8 +288,8 @@ fn hand_in(
         Err(TrySendError::Full(input)) => input,
     };
     if arrivals.pager().is_none() {
-        // No thread waits for a page yet. The queue is full because the source sends much, and
-        // there will be room at once.
+        // No thread waits for a page yet, so the queue is full only because the source sends a lot,
+        // and there will soon be room.
         return inputs.send(input).is_ok();
     }
     let began = Instant::now();

@@ -1,5 +1,4 @@
-//! Driver of the target: performs the actions of the session with real threads, sockets and a real
-//! VM.
+//! Host of the target's session, with real threads, sockets and a real VM.
 //!
 //! Threads and their work:
 //!
@@ -8,7 +7,7 @@
 //! - One thread reads the control channel.
 //! - One thread for each other channel receives ([`Link`]).
 //!
-//! All of them report to one bounded queue of [`Input`]s.
+//! All of these threads report to the caller's thread through one bounded queue of [`Input`]s.
 
 mod handover;
 
@@ -33,8 +32,9 @@ use std::time::Duration;
 use vmferry_core::{RunState, Section, StateWriter, StreamName, TargetVm, VmError};
 use vmferry_wire::{FEATURE_COSTS, FEATURE_TRIAL, Refusal, RefusalCode, Role, ToSource, ToTarget};
 
-/// Report of another thread, with the number of its attempt. A thread of a refused attempt can
-/// report its end when the next source is already served. Connections belong to no attempt.
+/// Report of another thread, with the number of the attempt that the thread belongs to. The number
+/// is needed because a thread of a refused attempt may report its end when the next source is
+/// already being served. Connections belong to no attempt.
 pub(super) type Numbered = inbox::Numbered<Box<Greeted>>;
 /// Report of another thread.
 pub(super) type Input = inbox::Input<Box<Greeted>>;
@@ -64,7 +64,7 @@ pub(super) struct Driver<'a> {
     load: Duration,
     /// Streams of device state.
     streams: Vec<Box<dyn StateWriter>>,
-    /// True if the guest was started as one that its operator has paused.
+    /// True if the guest was left paused at its start, because its operator has paused it.
     paused: bool,
     handover: Handover,
     /// Announcement of the guest, if it was read before there was a VM.
@@ -174,8 +174,8 @@ impl<'a> Driver<'a> {
         })
     }
 
-    /// Answers a new control channel. Besides the control channel of this attempt, only the source
-    /// of a guest that may have been committed is accepted.
+    /// Answers a new control channel. It is accepted only from the source of this attempt, and only
+    /// if that source may have sent the commit.
     fn control_back(&mut self, incoming: Greeted) -> Option<Event> {
         let ours = self.session.accepts_new_link() && self.link.named_by(&incoming);
         let verdict = if ours { Ok(()) } else { Err(RefusalCode::Busy) };
@@ -191,7 +191,8 @@ impl<'a> Driver<'a> {
         })
     }
 
-    /// Shuts down the link, which is lost: the guest already runs, or will never run on the target.
+    /// Shuts down a link that is lost. The guest already runs on the target, or will never run
+    /// there.
     fn disconnect(&self) {
         if self.session.renounced() {
             tracing::warn!(
@@ -206,7 +207,7 @@ impl<'a> Driver<'a> {
     }
 
     fn send(&self, message: &ToSource) -> Option<Event> {
-        // Once the guest runs, only the source is affected by a lost answer: it reports that the
+        // Once the guest runs, a lost answer affects only the source, which then reports that the
         // owner is unknown.
         let failed = send_message(&self.link.control, message, self.arrival.peer_timeout).err()?;
         Some(Event::PeerLost(format!(
@@ -235,7 +236,7 @@ impl<'a> Driver<'a> {
     }
 
     fn load(&mut self, sections: &[Section]) -> Event {
-        // From here on only the guest may write its memory. Further pages from the source are
+        // From now on, only the guest may write its memory, and further pages from the source are
         // refused.
         if self.link.arrivals.pager().is_none() && !self.link.arrivals.seal() {
             let detail = "pages were still arriving, or had a digest mismatch, when the source reported that all had been sent";
@@ -246,8 +247,8 @@ impl<'a> Driver<'a> {
         let began = self.now();
         let loaded = self.busy(|vm| vm.load(sections));
         if self.link.arrivals.pager().is_some_and(|pager| pager.pages.abandoned()) {
-            // The state may have been loaded over zeros. The source was not told that the state is
-            // loaded, so it has not committed.
+            // The device state may have been loaded over zeros, so the guest must not run. The
+            // source has not sent the commit, because it was not told that the state is loaded.
             let peer = &self.link.control.peer;
             return Event::PeerLost(format!(
                 "the link to the source {peer} was lost while the state was loaded"
@@ -312,9 +313,9 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Ends all threads of the attempt and lets the last message arrive. Closing a socket with
-    /// unread bytes would discard the message that was sent last, so the control channel is first
-    /// read to its end, for at most one second.
+    /// Ends all threads of the attempt, and lets the last message arrive. Because closing a socket
+    /// with unread bytes would discard the last message, the control channel is first read to its
+    /// end, for at most one second.
     fn close(&mut self, outcome: &Outcome) {
         if let Some(pager) = self.link.arrivals.pager() {
             pager.pages.end();
@@ -416,7 +417,7 @@ impl Host for Driver<'_> {
                 self.link.arrivals.pager().inspect(|pager| pager.pages.end());
                 None
             }
-            // These actions belong to the time after this driver.
+            // These actions occur only after this driver has ended.
             Action::NameMissing | Action::RequestAgain | Action::Finish(_) => None,
         })
     }

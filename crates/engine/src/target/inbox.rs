@@ -7,7 +7,7 @@
 //! | 3 | answer of the arbiter | queue | the guest may be paused until the answer is handled |
 //! | 4 | events that were found during other work | queue | they are older than all inputs |
 //! | 5 | a lost channel, after the wait for the source's reason | timer, then what is queued | bounded, see [`ReasonWait`] |
-//! | 6 | a link that is up and brings nothing | timer | |
+//! | 6 | a link that is up, but on which no page arrives | timer | |
 //! | 7 | inputs of the channels, and connections | bounded queue | |
 
 use super::receiver::ReceiveError;
@@ -67,8 +67,8 @@ pub(crate) trait Sources: Host<Session = Session> {
     fn answer(&mut self) -> Option<ArbiterAnswer>;
     /// Takes an event that was found during other work.
     fn found(&mut self) -> Option<Event>;
-    /// Returns the reason for which a link that is up counts as lost, if there is one: no pages
-    /// arrive.
+    /// Returns the reason why a link that is up counts as lost because no pages arrive, if there is
+    /// one.
     fn stalled(&mut self) -> Option<String> {
         None
     }
@@ -194,12 +194,13 @@ fn needs_channels(session: &Session) -> bool {
 }
 
 /// Handles the loss of a channel. A channel that ends before the commit fails the migration. The
-/// report must show which peer was at fault: a cancelled source closes its channels, and sends the
-/// reason on the control channel.
+/// loop first waits for the source's reason, because a source that was cancelled closes its
+/// channels and sends the reason on the control channel.
 fn channel_lost<H: Sources>(host: &mut H, role: Role, channel: u16, error: &ReceiveError) -> Option<Event> {
     if host.session().runs_in_postcopy() {
-        // When the source knows that all pages have arrived, it closes its channels. It closes the
-        // control channel last, after a last message.
+        // Once the source knows that all pages have arrived, it closes its channels, and at last,
+        // after a last message, the control channel. Therefore the loss of another channel does not
+        // matter.
         let why = format!("{role:?} channel {channel} is lost: {error}").to_lowercase();
         return (!host.session().complete()).then(|| lost(host, why));
     }

@@ -1,9 +1,9 @@
 //! Target's part of measuring a link: receives frames like those of a pass, into memory that is
 //! dropped afterwards.
 //!
-//! The peer is not authenticated for a migration, so everything is bounded: the number of channels
-//! at the same time, and the bytes and the time of each channel. The VM and its memory are not
-//! used.
+//! Because the peer has not proved that it belongs to a migration, its use of resources is bounded:
+//! the number of channels at the same time, and the bytes and the time of each channel. The VM and
+//! its memory are not used.
 
 use super::receiver::{Arrivals, FrameSource, Mark, ReceiveError, Receiver};
 use crate::channel::{Greeted, IoBuf, Stream, answer};
@@ -17,7 +17,7 @@ use vmferry_wire::{RefusalCode, Request};
 
 /// Maximum number of channels that are measured at the same time, of all peers together.
 const MOST_CHANNELS: usize = 8;
-/// Maximum duration of one measurement, and below, maximum silence of its peer.
+/// Maximum duration of one measurement. The next constant is the maximum silence of its peer.
 const LONGEST: Duration = Duration::from_secs(10);
 const SILENCE: Duration = Duration::from_secs(2);
 /// Maximum number of bytes of one measurement.
@@ -27,7 +27,7 @@ const MOST_BYTES: usize = 256 << 20;
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measuring(Arc<AtomicUsize>);
 
-/// Counted share of the measured channels, returned when dropped.
+/// Guard that counts one channel that is being measured, until it is dropped.
 struct MeasurementSlot(Arc<AtomicUsize>);
 
 impl Drop for MeasurementSlot {

@@ -16,7 +16,8 @@ use vmferry_wire::{
     RegionRun, RunEntry, RunKind, Table, WireError,
 };
 
-/// Maximum number of differing pages that are named to the source. Further ones are only counted.
+/// Maximum number of differing pages that are named to the source. Further differing pages are only
+/// counted.
 const MOST_SAMPLES: usize = 16;
 
 /// Reason why a channel ended.
@@ -35,8 +36,9 @@ pub(crate) enum ReceiveError {
 
 /// State of each page of the target, shared by all channels.
 ///
-/// A page belongs to one channel, because the source assigns chunks to channels. Threads therefore
-/// do not contend for a bit. With a hostile source they may, and atomics keep that harmless.
+/// A page belongs to one channel, because the source assigns chunks to channels. Therefore threads
+/// do not contend for a bit. With a hostile source they may contend, which is harmless because the
+/// bits are atomic.
 #[derive(Debug)]
 pub(crate) struct Arrivals {
     regions: Vec<RegionState>,
@@ -45,8 +47,8 @@ pub(crate) struct Arrivals {
     compared: AtomicU64,
     differing: AtomicU64,
     samples: Mutex<Vec<RegionPage>>,
-    /// True if memory is complete, or the guest is about to run: memory must not be written
-    /// directly any more. Held for reading while a frame is taken.
+    /// True if memory must not be written directly any more, because it is complete or the guest is
+    /// about to run. The lock is held for reading while a frame is received into memory.
     sealed: RwLock<bool>,
     /// Pager that places missing pages one by one after memory was sealed.
     pager: OnceLock<Arc<DemandPager>>,
@@ -108,8 +110,8 @@ impl Arrivals {
     /// Refuses every frame from now on. Returns false if a frame is being taken at the moment, or
     /// if a page has a digest mismatch.
     ///
-    /// A correct source waits for the report that all pages have arrived without mismatch. The
-    /// guest of another source must not be started.
+    /// A correct source waits for the report that all pages have arrived without a mismatch, so the
+    /// result is always true. If it is false, the guest must not be started.
     pub(crate) fn seal(&self) -> bool {
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
@@ -131,13 +133,14 @@ impl Arrivals {
         })
     }
 
-    /// Has `pager` place the frames that arrive from now on.
+    /// Lets `pager` place the frames that arrive from now on.
     pub(crate) fn go_on_with(&self, pager: Arc<DemandPager>) {
         // Called once in a migration. A second call would need a second handover, which the session
         // refuses.
         let _ = self.pager.set(pager);
-        // The pager is stored first and `lost` is checked afterwards. `lost` does both in the
-        // opposite order, so at least one of the two calls sees the other.
+        // This function stores the pager before it checks the flag `lost`, and the method `lost`
+        // sets the flag before it looks for the pager. Therefore at least one of the two calls sees
+        // the effect of the other.
         if self.lost.load(Ordering::SeqCst) {
             self.lost();
         }
@@ -203,7 +206,7 @@ impl Arrivals {
     }
 
     fn mark_sound(&self, region: &RegionState, page: u64) {
-        // Mismatches are rare: the common case costs one load.
+        // Because mismatches are rare, the common case costs only one load.
         if self.mismatched_count.load(Ordering::Acquire) > 0 && region.mismatched.test_and_clear(page) {
             self.mismatched_count.fetch_sub(1, Ordering::AcqRel);
         }
@@ -223,8 +226,8 @@ pub(crate) trait FrameSource {
     /// Fills all of `bufs`.
     fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()>;
 
-    /// Limits the bytes that wait in the receive queue. From now on, a thread may wait for a page
-    /// that lies behind them.
+    /// Limits the bytes that wait in the receive queue, because from now on a thread may wait for a
+    /// page that is behind these bytes.
     fn keep_short(&self) {}
 }
 
@@ -240,8 +243,8 @@ impl FrameSource for &Stream {
     }
 }
 
-/// Reader that reads as much as is available, up to some frames of a single page. A small frame
-/// then takes one system call instead of three.
+/// Reader that reads as many bytes as are available, up to the size of a few frames with one page
+/// each. A small frame then takes one system call instead of three.
 pub(crate) struct Buffered<'a> {
     stream: &'a Stream,
     state: RefCell<ReadBuffer>,
@@ -308,8 +311,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Self { direct: true, ..Self::urgent(memory, arrivals, stream) }
     }
 
-    /// Sets the handle by which the thread asks the kernel to keep processors awake from the
-    /// handover on.
+    /// Sets the request with which the thread keeps processors awake after the handover.
     pub(crate) fn latency_request(self, latency_request: LatencyRequest) -> Self {
         Self { latency_request, ..self }
     }
@@ -369,8 +371,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         }
     }
 
-    /// Receives the rest of a frame. Returns true if no page is missing any more. Only one call
-    /// returns true.
+    /// Receives the rest of a frame. Returns true if the frame has delivered the last missing page.
     fn receive_frame(&mut self, header: &FrameHeader) -> Result<bool, ReceiveError> {
         let arrivals = self.arrivals;
         let sealed = arrivals.sealed.read().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -395,8 +396,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 if self.handed_over.is_none() {
                     self.handed_over = Some(self.hand_over(pager));
                 }
-                // Pages are placed one by one, which needs no exclusion. The lock is released,
-                // because a channel may be silent for long.
+                // Missing pages are placed without this lock. The lock must be released, because a
+                // channel may be silent for a long time.
                 drop(sealed);
                 self.stager.take(pager, header.region, &table, &self.stream)?
             }
@@ -440,12 +441,13 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         self.check(region, table)
     }
 
-    /// Checks every page against its digest. A mismatch is not an error yet: the guest may have
-    /// written the page between the computation of the digest and the copy into the socket. The
-    /// page is then dirty, and the source sends it again (hazards.md 10).
+    /// Checks every page against its digest. A mismatch is not an error yet, because the guest may
+    /// have written the page after the source computed the digest and before the page was copied
+    /// into the socket. In that case, the page is dirty, and the source sends it again (hazards.md
+    /// 10).
     fn check(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
-        // Backwards: the bytes that arrived last are still in the cache. In forward order they
-        // would be evicted before their turn.
+        // The pages are checked backwards, because the bytes that arrived last are still in the
+        // cache. In forward order, they would be evicted before they are checked.
         let mut digests = table.digests().rev();
         let data = table.runs().rev().filter(|entry| entry.kind == RunKind::Data);
         let mut pages = 0;

@@ -1,4 +1,4 @@
-//! Restoring a lost link over a new control channel.
+//! Restoring of a lost link over a new control channel.
 
 use super::channels::Link;
 use super::driver::{Input, Numbered};
@@ -18,8 +18,8 @@ impl Link {
         hello.migration == self.migration && hello.token == self.tokens.resume && self.same_source(incoming)
     }
 
-    /// Returns true if `incoming` has the same certificate as the control channel. A stolen token
-    /// is then useless to another host.
+    /// Returns true if `incoming` has the same certificate as the control channel. Because of this
+    /// check, a stolen token is useless to another host.
     pub(super) fn same_source(&self, incoming: &Greeted) -> bool {
         incoming.stream.peer_certificate() == self.control.peer_certificate()
     }
@@ -27,9 +27,10 @@ impl Link {
     /// Replaces the control channel by `incoming`, after all old channels and their threads have
     /// ended.
     ///
-    /// No frame of the old channels may be in progress when the source is told which pages are
-    /// missing, or a page that is being placed would be sent again. Nor may a commit be in progress
-    /// when the source is told that the guest will not run on the target.
+    /// The old threads must have ended for two reasons. If a frame were still being received when
+    /// the source is told which pages are missing, a page that is being placed would be sent again.
+    /// If a commit were still being read, the source could be told that the guest will not run on
+    /// the target, and the guest could nevertheless run there.
     pub(super) fn take_up(
         &mut self,
         incoming: Greeted,
@@ -45,7 +46,8 @@ impl Link {
 
     /// Ends every channel and its thread.
     pub(super) fn end_channels(&mut self, inputs: &Receiver<Numbered>) {
-        // Shut down first, so that no fault thread blocks in sending a request.
+        // The channels are shut down first, so that no fault thread blocks while it sends a
+        // request.
         self.shutdown();
         self.control.shutdown();
         if let Some(pager) = self.arrivals.pager() {

@@ -1,4 +1,5 @@
-//! Missing pages over a link: requested on urgent channels, and received on any channel.
+//! Missing pages that arrive over a link. They are requested on urgent channels, and received on
+//! any channel.
 
 use super::receiver::{FrameSource, ReceiveError};
 use crate::channel::{IoBuf, Stream};
@@ -12,11 +13,12 @@ use std::time::Duration;
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_wire::{MAX_FRAME_PAGES, Request, RunKind, Table, WireError};
 
-/// Maximum number of pages with a digest mismatch that are requested again. After that the link is
-/// given up.
+/// Maximum number of pages with a digest mismatch that are requested again. If there are more, the
+/// link is given up.
 const MOST_DAMAGED: u64 = 10_000;
 
-/// Time within which the source must accept one request, and below, all requests of a huge page.
+/// Time within which the source must accept one request. The next constant is the time for all
+/// requests of a huge page.
 const ONE: Duration = Duration::from_secs(1);
 const MANY: Duration = Duration::from_secs(10);
 
@@ -94,9 +96,9 @@ impl UrgentChannels {
         self.stay_awake
     }
 
-    /// Sends requests on `channels` from now on. Earlier requests are forgotten, because their
-    /// channels are gone. Each page that a thread waits for is requested again. Without channels
-    /// the link is down.
+    /// Sends requests on `channels` from now on. If `channels` is empty, the link is down. Earlier
+    /// requests are dropped, because their channels are gone, and each page that a thread waits for
+    /// is requested again.
     pub(crate) fn replace(&self, pages: &MissingSet, channels: Vec<Arc<UrgentChannel>>) {
         let up = !channels.is_empty();
         #[cfg(test)]
@@ -115,8 +117,9 @@ impl UrgentChannels {
         }
     }
 
-    /// Requests the pages `wanted`, all of one shard. If the channel fails, the thread that reads
-    /// it notices the failure, and the pages are requested again on the next link.
+    /// Requests the pages `wanted`, which must all be of one shard. If the channel fails, the
+    /// thread that reads from it notices the failure, and the pages are requested again over the
+    /// next link.
     fn request(&self, pages: &MissingSet, position: usize, wanted: &[u64], (ahead, again): (u16, bool)) {
         let Some(first) = wanted.first() else { return };
         let region = pages.region(position);
@@ -136,13 +139,15 @@ impl UrgentChannels {
         let request = |page: &u64| Request::Page { region, page: PageIndex(*page), ahead, again }.encode();
         let sent = match wanted {
             [page] => channel.send(&request(page), ONE),
-            // A source that sends a huge page slowly also reads the requests slowly.
+            // The limit for a huge page is longer, because a source that sends the huge page slowly
+            // also reads the requests slowly.
             wanted => channel.send(&wanted.iter().flat_map(request).collect::<Vec<_>>(), MANY),
         };
         if let Err(error) = sent {
             let count = wanted.len();
             tracing::warn!("{count} pages of {region} from {first:#x} could not be requested: {error}");
-            // A part of a request may have been sent: the source could not parse anything after it.
+            // A part of a request may have been sent, and the source could not parse anything after
+            // that part.
             channel.stream.shutdown();
         }
     }
@@ -160,8 +165,8 @@ impl UrgentChannels {
     }
 }
 
-/// Buffer of a channel for pages that are not yet checked. Bytes cannot be received directly into
-/// missing memory.
+/// Buffer of a channel for pages that are not checked yet. The buffer is needed because bytes
+/// cannot be received directly into the memory of missing pages.
 #[derive(Debug, Default)]
 pub(crate) struct Stager {
     /// Allocated at the first frame, with the size of the largest frame.
@@ -169,8 +174,8 @@ pub(crate) struct Stager {
 }
 
 impl Stager {
-    /// Receives the contents of a frame from `source` and places them. Returns true if no page is
-    /// missing any more. Only one call returns true.
+    /// Receives the contents of a frame from `source`, and places them. Returns true if the frame
+    /// has delivered the last missing page.
     pub(crate) fn take(
         &mut self,
         pager: &DemandPager,

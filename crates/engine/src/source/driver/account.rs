@@ -21,9 +21,9 @@ impl Account {
         Self { timings: Timings::new(context, held_before), shown: None }
     }
 
-    /// Returns true if the migration handle needs a new report. A report is made from scratch each
-    /// time, so there is at most one per tick, and one for each new phase before the handle shows
-    /// that phase.
+    /// Returns true if the migration handle needs a new report. Because each report is made from
+    /// scratch, there is at most one per tick, and in addition one for each new phase, before the
+    /// handle shows that phase.
     fn is_due(&mut self, now: Duration, phase: Phase) -> bool {
         if self.shown.is_some_and(|(known, last)| known == phase && now.saturating_sub(last) < TICK) {
             return false;

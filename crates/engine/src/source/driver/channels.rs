@@ -38,13 +38,13 @@ pub(super) enum Job<'e> {
     },
 }
 
-/// Present set of channels, and the threads of all sets.
+/// Current set of channels, and the threads of all sets.
 pub(super) struct Channels<'s, 'e> {
     pub(super) scope: &'s Scope<'s, 'e>,
     pub(super) bulk: Vec<Arc<Stream>>,
     pub(super) urgent: Vec<Arc<Stream>>,
     pub(super) probe: Option<Arc<Stream>>,
-    /// Queue of each sender of the present set.
+    /// Queue of each sender of the current set.
     jobs: Vec<SyncSender<Job<'e>>>,
     /// Senders of any set that may still protect pages.
     senders: Vec<ScopedJoinHandle<'s, ()>>,
@@ -55,7 +55,8 @@ impl<'s, 'e> Channels<'s, 'e> {
         Self { scope, bulk: vec![], urgent: vec![], probe: None, jobs: vec![], senders: vec![] }
     }
 
-    /// Opens a set of channels. Fails if `cancel` is cancelled before that is done.
+    /// Opens a set of channels. Returns an error if the migration is cancelled before all channels
+    /// are open.
     pub(super) fn open(
         &mut self,
         context: &Context<'_>,
@@ -83,7 +84,7 @@ impl<'s, 'e> Channels<'s, 'e> {
         Ok(())
     }
 
-    /// Shuts down the channels, and with them the waits of their threads.
+    /// Shuts down the channels. This ends the waits of their threads.
     pub(super) fn shutdown(&self) {
         self.bulk.iter().chain(&self.urgent).chain(&self.probe).for_each(|stream| stream.shutdown());
     }
@@ -113,17 +114,17 @@ impl<'s, 'e> Channels<'s, 'e> {
         self.jobs.is_empty()
     }
 
-    /// Gives every sender its part of `job`. Returns the number of senders.
+    /// Passes `job` to every sender, which performs its part. Returns the number of senders.
     pub(super) fn give_out(&self, job: &Job<'e>) -> usize {
         for queue in &self.jobs {
-            // A sender that has ended has reported the reason. Its input ends the migration, or
+            // A sender that has ended has already reported the reason, which ends the migration or
             // this set of channels.
             let _ = queue.send(job.clone());
         }
         self.jobs.len()
     }
 
-    /// Lets the senders end after their present job.
+    /// Lets the senders end after their current job.
     pub(super) fn end_jobs(&mut self) {
         self.jobs.clear();
     }
@@ -138,10 +139,11 @@ impl<'s, 'e> Channels<'s, 'e> {
         }
     }
 
-    /// Limits the unsent bytes in the sockets. Pages then wait in guest memory, where their latest
-    /// content is sent. `rate` is the rate of the link in bytes per second.
+    /// Limits the unsent bytes in the sockets. Pages then wait in guest memory instead, so that
+    /// their latest content is sent. `rate` is the rate of the link in bytes per second.
     pub(super) fn keep_sockets_short(&self, rate: f64) {
-        /// Smallest limit: two segments of the largest kind. With less, the socket would run empty.
+        /// Minimum limit in bytes: two segments of the largest size. With a smaller limit, the
+        /// socket would run empty.
         const LEAST: u64 = 128 << 10;
         let each = rate * UNSENT.as_secs_f64() / self.bulk.len().max(1) as f64;
         #[expect(

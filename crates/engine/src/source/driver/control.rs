@@ -20,11 +20,11 @@ pub(super) struct Control {
     heartbeat: Option<Heartbeat>,
     /// Token that opens the channel again after a loss.
     pub(super) resume: Token,
-    /// Time by which the device state must be sent.
+    /// Time by which all of the device state must be sent.
     state_deadline: Option<Duration>,
 }
 
-/// Reason for which a message was not sent.
+/// Reason why a message was not sent.
 pub(super) struct NotSent {
     pub(super) why: String,
     /// True if the target has closed the channel.
@@ -45,7 +45,8 @@ impl Control {
         Ok(())
     }
 
-    /// Does `work`, which may take long. Meanwhile pings tell the target that the source is alive.
+    /// Calls `work`, which may take long, and meanwhile sends pings, which tell the target that the
+    /// source is alive.
     pub(super) fn during<T>(&self, work: impl FnOnce() -> T) -> T {
         match &self.heartbeat {
             Some(heartbeat) => heartbeat.during(&self.stream, work),
@@ -58,8 +59,8 @@ impl Control {
         self.state_deadline = Some(deadline);
     }
 
-    /// Sends `message`. Fails if the message was not sent within the peer timeout, or for a part of
-    /// the device state by the deadline of the state.
+    /// Sends `message`. Returns an error if the message was not sent within the peer timeout. A
+    /// message with device state must be sent by the deadline of the state instead.
     pub(super) fn send(&self, context: &Context<'_>, message: &ToTarget) -> Result<(), NotSent> {
         let longest = match (message, self.state_deadline) {
             (ToTarget::Section(_) | ToTarget::StateEnd { .. }, Some(deadline)) => {
@@ -122,7 +123,7 @@ impl Control {
     }
 }
 
-/// Returns the reason for which the control channel has ended.
+/// Returns the reason why the control channel has ended, as text.
 fn lost(peer: &str, error: &io::Error, silence: Duration) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {

@@ -1,5 +1,5 @@
-//! Missing pages of a guest that runs on the target: answers requests, and provides the rest to the
-//! bulk threads.
+//! Missing pages of a guest that runs on the target. Requests for them are answered, and the bulk
+//! threads send the rest.
 
 use super::Context;
 use super::channels::Channels;
@@ -18,11 +18,11 @@ use vmferry_core::{Layout, NothingToProtect, PageSet};
 
 /// Missing pages, and the urgent channels that serve them.
 pub(super) struct Demand<'e> {
-    /// Pages that were not sent over the present channels. `None` before the handover, and while
-    /// there is no link.
+    /// Missing pages that were not sent over the current channels. `None` before the handover, and
+    /// while there is no link.
     claims: Option<Arc<Claims>>,
     urgent: Arc<Vec<UrgentOut<'e>>>,
-    /// Pages that the target has named so far, over a new link.
+    /// Missing pages that the target has named so far over a new link.
     pub(super) missing: CollectedPages,
 }
 
@@ -39,14 +39,14 @@ impl<'e> Demand<'e> {
         Arc::clone(&self.urgent)
     }
 
-    /// Returns the number of pages that were not sent over the present channels.
+    /// Returns the number of missing pages that were not sent over the current channels.
     pub(super) fn left(&self) -> Option<u64> {
         self.claims.as_ref().map(|claims| claims.left())
     }
 
     /// Starts with the pages that the target was told are missing.
     pub(super) fn begin(&mut self, context: &Context<'_>, missing: &PageSet) {
-        // Without precopy, no pass has found the pages that were never touched.
+        // If there was no precopy, no pass has found out which pages were never touched.
         let look_up_untouched = context.settings.mode == MigrationMode::Postcopy;
         self.claims = Some(Arc::new(Claims::new(missing, context.settings.urgent, look_up_untouched)));
     }

@@ -23,7 +23,8 @@ impl<'e> Guest<'e> {
         self.paused
     }
 
-    /// Calls the VM. Meanwhile pings tell the target that the source is alive.
+    /// Calls `work` with the VM, and meanwhile sends pings, which tell the target that the source
+    /// is alive.
     pub(super) fn during<T>(&mut self, control: &Control, work: impl FnOnce(&mut dyn SourceVm) -> T) -> T {
         control.during(|| work(self.vm))
     }
@@ -72,8 +73,8 @@ impl<'e> Guest<'e> {
     pub(super) fn unthrottle(&mut self) {
         if std::mem::take(&mut self.throttled) {
             shielded("removing the throttle failed, so the guest may stay slow", || {
-                // A throttle can only fail because a thread cannot be started. A share of 0 needs
-                // no thread.
+                // A throttle can fail only because a thread cannot be started, and a share of 0
+                // needs no thread.
                 let _ = self.vm.throttle(&[0.0]);
             });
         }
@@ -85,10 +86,10 @@ impl<'e> Guest<'e> {
     }
 }
 
-/// Returns the size of the state in bytes, or an error if the protocol cannot carry it. The guest
-/// must not be stopped for a state that cannot be sent.
+/// Returns the size of the device state in bytes, or an error if the protocol cannot carry the
+/// state. The check comes early, so that the guest is not stopped for a state that cannot be sent.
 pub(super) fn state_bytes(sections: &[Section]) -> Result<u64, VmError> {
-    /// Largest size of a message without a section's name and payload.
+    /// Upper bound of the size in bytes of a message, not counting the section's name and payload.
     const AROUND: usize = 64;
     let bytes = |section: &Section| section.name.len() + section.payload.len();
     if let Some(large) = sections.iter().find(|section| bytes(section) > MAX_CONTROL_BYTES - AROUND) {

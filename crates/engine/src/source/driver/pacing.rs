@@ -32,8 +32,8 @@ impl Probe for ProbeChannel {
             let read = Instant::now();
             match Request::decode(&bytes).map_err(io::Error::other)? {
                 Request::Echo { number, held_ns } => {
-                    // Time that the processors of both sides added is no queue of the link, and the
-                    // rate is that of the link.
+                    // The time that the processors of source and target have added is subtracted,
+                    // because it is not caused by a queue on the link.
                     let idle = in_kernel.unwrap_or_default() + Duration::from_nanos(held_ns.into());
                     echo(number, read.checked_sub(idle).unwrap_or(read));
                 }
@@ -59,12 +59,12 @@ fn fit(streams: &[Arc<Stream>], claims: &Claims, rate: u64) {
     claims.fit_frames(each);
     let unsent = u32::try_from(unsent_bytes(each)).unwrap_or(u32::MAX);
     for stream in streams {
-        // Without the limit the queue is longer, which is acceptable.
+        // If the limit cannot be set, the queue is longer, which is acceptable.
         let _ = tcp::set_unsent_limit(stream.as_fd(), unsent);
     }
 }
 
-/// Limits the bulk channels to the rate that the settings ask for.
+/// Limits the bulk channels as the settings require.
 ///
 /// If that fails, vCPUs wait longer for their pages, and the migration continues. `longest` is the
 /// time that a step of the target may take.
@@ -74,9 +74,9 @@ pub(super) fn pace<'e>(
     longest: Duration,
     claims: &Arc<Claims>,
 ) {
-    // A limited channel may make no progress for longer than the peer timeout: the socket takes
-    // more only after much of its content has left. The control channel shows whether the target is
-    // alive.
+    // A limited channel may make no progress for longer than the peer timeout, because the socket
+    // takes more bytes only after much of its content has been sent. Therefore the timeout is
+    // longer. The control channel shows whether the target is alive.
     channels.bulk.iter().for_each(|stream| drop(stream.set_timeouts(None, Some(longest))));
     let paced = match context.settings.pace {
         settings::BulkLimit::Off => Ok(()),

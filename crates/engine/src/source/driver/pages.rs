@@ -30,8 +30,8 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Creates the set of all pages to be sent. The pages that `free` reports as free are skipped
-    /// later.
+    /// Creates the value with every page still to be sent. Pages that `free` reports as free are
+    /// skipped later.
     pub(super) fn everything(layout: &Layout, free: Option<Box<dyn FreePages>>) -> Self {
         Self {
             pending: PendingPages::everything(layout),
@@ -46,16 +46,16 @@ impl Pages {
 
     /// Ends the current pass. Returns the set for the pages of a harvest.
     ///
-    /// The questions of the pass end with it: an answer that arrives after the harvest may name a
-    /// page that the harvest found.
+    /// The question of the pass also ends, because an answer that arrives after the harvest may
+    /// name a page that the harvest has found.
     pub(super) fn before_harvest(&mut self) -> &mut PageSet {
         self.stop_free_page_requests();
         self.pending.end_pass();
         self.pending.next()
     }
 
-    /// Begins a pass of the pages that the target named. Fails if `runs` has pages that do not
-    /// exist: the peer can send any value.
+    /// Begins a pass of the pages that the target has named. Returns an error if `runs` contains
+    /// pages that do not exist, because the peer can send any value.
     pub(super) fn begin_repeat(
         &mut self,
         layout: &Layout,
@@ -101,7 +101,7 @@ impl Pages {
         }
     }
 
-    /// Drops the open question. The guest may then use the pages again that it holds back for the
+    /// Drops the open question, so that the guest may use the pages that it holds back for the
     /// answer.
     pub(super) fn stop_free_page_requests(&mut self) {
         if let Some(skipping) = &mut self.skipping {
@@ -109,8 +109,8 @@ impl Pages {
         }
     }
 
-    /// Continues to skip free pages, for about a millisecond. Returns the time for which there is
-    /// nothing more to do.
+    /// Continues to skip free pages, for about a millisecond. Returns the time after which this
+    /// function must be called again.
     pub(super) fn leave_out_free(
         &mut self,
         protect: Option<&dyn Protect>,
@@ -129,7 +129,7 @@ impl Pages {
         }
     }
 
-    /// Skips the pages that are free. The guest is paused, and everything that it wrote was
+    /// Skips the pages that are free. The guest must be paused, and all of its writes must be
     /// harvested.
     pub(super) fn skip_free(&mut self, handle: &MigrationHandle) {
         if let Some(skipping) = &mut self.skipping {

@@ -5,13 +5,13 @@ use vmferry_core::{StateReader, StreamName, VmError};
 use vmferry_protocol::source::Event;
 use vmferry_wire::{MAX_STREAM_BYTES, ToTarget};
 
-/// Stream, and whether it was read to its end.
+/// Stream of device state, and whether it was read to its end.
 struct Stream {
     reader: Box<dyn StateReader>,
     ended: bool,
 }
 
-/// Round of sending: all streams are read once.
+/// Round of sending, in which all streams are read once.
 #[derive(Clone, Copy)]
 struct Round {
     /// Stream that is read next.
@@ -96,7 +96,7 @@ impl Streams {
                 return Ok(Piece::Message(ToTarget::StreamBytes { stream: number, bytes }));
             }
             round.next += 1;
-            // While the guest is paused, a reader that returns no bytes has ended.
+            // While the guest is paused, a reader that returns no bytes has reached its end.
             if round.most.is_none() && !mem::replace(&mut stream.ended, true) {
                 self.round = Some(round);
                 return Ok(Piece::Message(ToTarget::StreamEnd { stream: number }));

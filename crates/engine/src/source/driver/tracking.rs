@@ -8,8 +8,9 @@ use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, VmError};
 /// Tracker, and its state while it tracks.
 pub(super) struct Tracking {
     tracker: Box<dyn DirtyTracker>,
-    /// State while the tracker tracks. `None` before the tracker was told to start. The tracker is
-    /// told to stop even if its start failed half-way.
+    /// State while the tracker tracks. `None` before the tracker was told to start. The state
+    /// exists even if the start failed halfway, so that the tracker is told to stop in that case,
+    /// too.
     run: Option<Run>,
 }
 
@@ -50,8 +51,8 @@ impl Tracking {
         self.run.as_ref()?.protect.as_deref()
     }
 
-    /// Returns an object that protects the pages of another channel. It protects nothing if no page
-    /// is sent before the switchover.
+    /// Returns an object with which the sender of a channel protects pages. The object protects
+    /// nothing if no page is sent before the switchover.
     pub(super) fn protector(&self) -> Arc<dyn Protect> {
         match &self.run {
             Some(_) => self.tracker.protector(),
@@ -64,8 +65,8 @@ impl Tracking {
         self.tracker.harvest(into)
     }
 
-    /// Returns the seconds since the previous harvest, and the pages that each vCPU wrote in that
-    /// time. The list is empty if the tracker cannot tell vCPUs apart.
+    /// Returns the seconds since the previous harvest, and the number of pages that each vCPU wrote
+    /// in that time. The list is empty if the tracker cannot distinguish vCPUs.
     pub(super) fn harvested(&mut self, now: Duration) -> (f64, Vec<u64>) {
         let ring = self.tracker.ring();
         let Some(run) = &mut self.run else { return (0.0, Vec::new()) };

@@ -14,8 +14,9 @@ pub(super) const FLOOR: f64 = 1.25e6;
 /// Highest rate in bytes per second: 400 Gb/s, more than pacing timers can do.
 pub(super) const CEILING: f64 = 50e9;
 
-/// Factor by which each step of the startup raises the rate. The queue at the end of the startup
-/// has the excess of the last step during the time until the queue is seen, half a window.
+/// Factor by which each step of the startup raises the rate. At the end of the startup, the queue
+/// contains the excess of the last step during half a window, which is the time until the queue is
+/// seen.
 const STARTUP_GAIN: f64 = 2.0;
 /// Duration of a startup step: a window of round trips, and time for deliveries to follow. The base
 /// round trip is added.
@@ -30,8 +31,8 @@ const FOLLOWS: f64 = 0.8;
 const HEADROOM: f64 = 2.0;
 /// Time over which the controller checks whether deliveries follow the rate.
 const FOLLOW_TIME: Duration = Duration::from_millis(100);
-/// Time without any delivery that counts as a pause, two ticks. While one side has no processor
-/// nothing arrives, and that says nothing about the rate.
+/// Time without any delivery that counts as a pause: two ticks. While source or target has no
+/// processor, nothing arrives, which does not show anything about the rate.
 const PAUSE: Duration = Duration::from_millis(4);
 /// Time in which pauses are looked for. If there was one, the delivery rate is that of the best
 /// window of length [`PAUSE`] in this time.
@@ -39,8 +40,8 @@ const PAUSE_TIME: Duration = Duration::from_millis(300);
 
 /// Share of the rate by which the rate climbs per second, at [`REFERENCE`].
 ///
-/// From a cut to the next queue takes about 1.5 s, of which the queue stands for about 20 ms. That
-/// is rare enough for a 99th percentile.
+/// The time from a cut to the next queue is about 1.5 s, of which the queue stands for about 20 ms.
+/// This is so rare that the 99th percentile of the latency of urgent pages stays low.
 const CLIMB: f64 = 0.05;
 /// Rate in bytes per second at which [`CLIMB`] applies: 2 Gb/s.
 ///
@@ -54,8 +55,8 @@ const BEYOND: f64 = 1.03;
 /// Time without a queue after a cut, after which the link is also assumed to have more capacity
 /// than was known.
 const QUIET: Duration = Duration::from_millis(1500);
-/// Number of cuts up to which a stream counts as new. A new stream knows only the capacity that it
-/// found beside other streams.
+/// Number of cuts up to which a stream counts as new. A new stream knows only the capacity that
+/// other streams left to it.
 const YOUNG_CUTS: u64 = 4;
 /// Multiple of the level of the last queue from which on a new stream looks for more capacity.
 /// Older streams then yield four times per second.
@@ -68,8 +69,9 @@ const MOST_CLIMB: f64 = 5.0;
 
 /// Time that a short queue must stay until the rate is cut.
 ///
-/// It is another window of round trips, long enough for all streams on the link to see the queue
-/// and yield, too. If only one of two streams yielded, it would always be the same one.
+/// This time is another window of round trips, which is long enough for all streams on the link to
+/// see the queue and yield, too. Otherwise only one of two streams would yield, and always the same
+/// one.
 const HOLD: Duration = Duration::from_millis(6);
 /// Time before a cut whose deliveries count as the capacity of the link.
 const MEASURE: Duration = Duration::from_millis(20);
@@ -81,11 +83,11 @@ const CUT: f64 = 0.93;
 const CUT_FOREIGN: f64 = 0.75;
 /// Share of the level of the last queue below which a queue is attributed to another stream.
 const FOREIGN: f64 = 0.96;
-/// Share of the best rate below which a foreign queue does not lower the rate. It is an equal share
-/// for two streams.
+/// Share of the best rate below which a queue of another stream does not lower the rate. With two
+/// streams, this is an equal share.
 const HALF: f64 = 0.5;
-/// Share of the link's rate at which a queue drains at least after a cut. The controller waits for
-/// that time until it reacts to a queue again.
+/// Minimum rate at which a queue drains after a cut, as a share of the link's rate. The controller
+/// waits until the queue has drained at this rate before it reacts to a queue again.
 const RUN_OFF: f64 = 0.05;
 /// Longest wait for the effect of a cut, however long the queue.
 const MOST_WAIT: Duration = Duration::from_millis(200);
@@ -98,23 +100,23 @@ const DRAIN_PATIENCE: f64 = 2.5;
 /// Time for windows and ticks on top of the draining time.
 const DRAIN_EXTRA: Duration = Duration::from_millis(20);
 
-/// Minimum share of the best rate seen, which the bulk keeps whatever the queue. A stream that
-/// fills all buffers would otherwise take all capacity from a stream that yields.
+/// Share of the best rate that the bulk keeps, however long the queue is. Otherwise a stream that
+/// fills all buffers would take all capacity from a stream that yields.
 pub(super) const LEAST_SHARE: f64 = 0.3;
 /// Factor up to which a rate counts as equal to the minimum share, because the best rate decays in
 /// the meantime.
 const NEARLY: f64 = 1.05;
 /// Time constant with which the best rate decays, because a link may become slower permanently.
 const BEST_TIME: Duration = Duration::from_secs(60);
-/// Time over which the controller checks whether the minimum share arrives. On a link that is now
-/// slower than the share, it does not.
+/// Time over which the controller checks whether the minimum share arrives, which is not the case
+/// if the link has become slower than this share.
 const INSIST_TIME: Duration = Duration::from_millis(200);
 /// Time without a queue after which a contended link counts as free: the other stream has ended, or
 /// yields.
 const GONE: Duration = Duration::from_millis(20);
 
-/// Longest time between two calls that counts. A process that was stopped knows nothing about the
-/// time in between.
+/// Maximum time between two calls that is taken into account. If the process was stopped for
+/// longer, the controller knows nothing about the time in between.
 const MOST_ELAPSED: Duration = Duration::from_millis(100);
 
 /// Controller that finds the rate. It is a pure state machine: the same observations lead to the
@@ -181,7 +183,7 @@ impl Controller {
         }
     }
 
-    /// Returns the present rate, in bytes per second.
+    /// Returns the current rate in bytes per second.
     #[must_use]
     pub fn pace(&self) -> u64 {
         #[expect(
@@ -223,7 +225,8 @@ impl Controller {
         Decision { rate, phase: self.phase() }
     }
 
-    /// Returns the smallest round trip of the last seconds: that of the path without queues.
+    /// Returns the smallest round trip of about the last ten seconds, which is the round trip of
+    /// the path without queues.
     #[must_use]
     pub fn base_round_trip(&self) -> Option<Duration> {
         self.round_trips.base()
@@ -357,7 +360,7 @@ impl Controller {
         }
         let least = LEAST_SHARE * self.best;
         if self.rate > NEARLY * least {
-            // The deliveries are now more accurate than when the queue was found.
+            // The measured deliveries are more accurate now than when the queue was found.
             return self.cut(now, Queue::Deep);
         }
         self.rate = least;

@@ -10,19 +10,19 @@ use std::time::{Duration, Instant};
 /// Interval between two probes, and between two decisions. 500 probes of 64 bytes per second are
 /// 0.3 Mb/s and about 1 % of a processor's time.
 pub(super) const TICK: Duration = Duration::from_millis(2);
-/// Largest number of outstanding probes: a round trip of half a second. While so many are
-/// outstanding, no probe is sent.
+/// Maximum number of outstanding probes, which suffices for a round trip of half a second. While
+/// this many probes are outstanding, no further probe is sent.
 const MOST_UNDERWAY: usize = 256;
-/// Tolerance of the rate: the sockets get a new rate if it differs by more than one part in this
-/// many. A smaller difference cannot be measured.
+/// Tolerance of the rate: the sockets get a new rate only if it differs by more than one part in
+/// this number. A smaller difference cannot be measured.
 const RATE_STEP: u64 = 500;
-/// Largest number of unsent bytes in a socket's buffer. At 10 Gb/s the sender still sleeps for 200
-/// us between two wakes.
+/// Maximum number of unsent bytes in a socket's buffer. With this number, the sender can sleep for
+/// 200 us between two wakes at 10 Gb/s.
 const UNSENT: u32 = 256 << 10;
 /// Averaging time of the rate of the urgent channels.
 const URGENT_TIME: Duration = Duration::from_millis(10);
-/// Smallest share of the rate that the bulk gets, however much the urgent channels send. Without a
-/// minimum the migration might not end.
+/// Minimum share of the rate that the bulk gets, however much the urgent channels send. Without
+/// this minimum, the migration might not end.
 const LEAST_BULK: f64 = 0.1;
 
 /// Channel for probes: small frames that the peer sends back at once, on the channel of urgent
@@ -41,8 +41,8 @@ pub trait Probe {
     /// If the channel failed. The rate control ends.
     fn echoes(&mut self, until: Instant, echo: &mut dyn FnMut(u64, Instant)) -> io::Result<()>;
 
-    /// Returns true if the peer's kernel has received all that was sent. A missing echo then waits
-    /// for a processor, not for the link. Returns false if that is not known.
+    /// Returns true if the peer's kernel has received all bytes that were sent. A missing echo then
+    /// waits for a processor and not for the link. Returns false if this is not known.
     ///
     /// # Errors
     /// If the channel failed. The rate control ends.
@@ -53,14 +53,15 @@ pub trait Probe {
 
 /// Bulk channels whose rate is controlled.
 pub trait Bulk {
-    /// Returns the bytes that have arrived at the peer, on all channels. If the kernel does not
-    /// count these, returns the bytes written.
+    /// Returns the number of bytes that have arrived at the peer on all channels, or the number of
+    /// bytes written if the kernel does not count arrived bytes.
     ///
     /// # Errors
     /// If a channel failed. The rate control ends.
     fn acknowledged(&mut self) -> io::Result<u64>;
 
-    /// Returns the present round trip as the kernels of both sides measure it, if they do.
+    /// Returns the current round trip as the kernels of source and target measure it, or `None` if
+    /// they do not.
     fn round_trip(&self) -> Option<Duration> {
         None
     }
@@ -84,12 +85,12 @@ pub struct Figures {
     pub echoes: u64,
     /// Number of times the rate was lowered because of a queue.
     pub cuts: u64,
-    /// Time for which the bulk kept its minimum share beside a competing stream that does not
+    /// Time for which the bulk kept its minimum share against a competing stream that does not
     /// yield.
     pub contended: Duration,
     /// Last rate in bytes per second.
     pub rate: u64,
-    /// Smallest round trip of the last seconds.
+    /// Smallest round trip of about the last ten seconds. `None` if none was measured.
     pub base_round_trip: Option<Duration>,
 }
 
@@ -124,7 +125,7 @@ impl<P: Probe, B: Bulk> RateControl<P, B> {
     }
 
     /// Runs until `stop`, which is called every few milliseconds, returns true. Calls `report` with
-    /// each decision. The bulk keeps the last rate.
+    /// each decision. Afterwards, the bulk channels keep the last rate.
     ///
     /// # Errors
     /// If a channel failed.
@@ -151,7 +152,8 @@ impl<P: Probe, B: Bulk> RateControl<P, B> {
     /// If a channel failed.
     pub fn tick(&mut self) -> io::Result<Decision> {
         let now = Instant::now();
-        // A delayed schedule is not caught up with: a burst of probes would itself form a queue.
+        // After a delay, missed probes are not sent later, because a burst of probes would itself
+        // form a queue.
         self.next = (self.next + TICK).max(now + TICK / 2);
         if self.underway.len() < MOST_UNDERWAY {
             self.figures.probes += 1;
@@ -272,8 +274,8 @@ impl<'a, W: FnMut() -> bool> TcpBulk<'a, W> {
             return Ok(());
         }
         self.pacing_rate = left;
-        // All sockets get the same rate. Bulk threads take the next work in turn, so a slower
-        // channel would only delay the work that it has taken.
+        // All sockets get the same rate. Because each bulk thread takes the next work when it is
+        // free, a slower channel would delay only the work that it has taken.
         let own = left / (self.channels.len() as u64).max(1);
         self.channels.iter().try_for_each(|channel| tcp::set_max_pacing_rate(channel.socket, own.max(1)))?;
         Ok(())

@@ -3,12 +3,13 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Age up to which round trips describe the present queue. The window has three probes of
-/// [`TICK`](super::drive::TICK): one that the scheduler delayed is outvoted. A link overloaded by 5
-/// % has gathered no more than 0.3 ms of queue in that time.
+/// Age up to which round trips describe the current queue. The window contains three probes, sent
+/// at intervals of [`TICK`](super::drive::TICK), so that one probe that the scheduler has delayed
+/// does not decide. In that time, a link that is overloaded by 5 % gathers a queue of no more than
+/// 0.3 ms.
 pub(super) const WINDOW: Duration = Duration::from_millis(6);
-/// Smallest number of round trips that are considered, however old. The smallest of fewer may be an
-/// outlier.
+/// Minimum number of round trips that are considered, however old they are. The smallest of fewer
+/// round trips may be an outlier.
 const LEAST_SAMPLES: usize = 3;
 /// Largest number of round trips that are kept. It bounds the memory and is far above what a window
 /// holds.
@@ -21,8 +22,8 @@ const BUCKETS: usize = 10;
 /// Delay up to which a queue counts as empty: what the scheduler adds to the smallest of three
 /// round trips on a busy host. 60 us are 15 KB at 2 Gb/s.
 const MARGIN: Duration = Duration::from_micros(60);
-/// Share of the base round trip up to which a queue counts as empty. On a long path such a queue
-/// does not matter.
+/// Share of the base round trip up to which a queue counts as empty, because on a long path such a
+/// queue does not matter.
 const MARGIN_OF_BASE: f64 = 0.25;
 /// Multiple of the usual spread up to which a delay counts as noise. A queue delays all round trips
 /// of a window alike, noise only some.
@@ -31,9 +32,8 @@ const MARGIN_OF_SPREAD: f64 = 2.0;
 const MOST_MARGIN: Duration = Duration::from_millis(1);
 /// Averaging time of the spread.
 const SPREAD_TIME: Duration = Duration::from_secs(1);
-/// Multiple of the margin from which on a queue is deep. Such a queue does not come from the slow
-/// climb of this stream, but from another stream or from a link that became slower. It grows every
-/// millisecond.
+/// Multiple of the margin from which on a queue is deep. Such a queue is not caused by the slow
+/// climb of this stream, but by another stream or by a link that became slower, and grows quickly.
 const DEEP: f64 = 5.0;
 
 /// State of the queue, as the round trips show it.
@@ -134,7 +134,7 @@ pub(super) struct Deliveries {
 
 impl Deliveries {
     pub(super) fn observe(&mut self, now: Duration, acknowledged: u64) {
-        // A count that falls, because a channel was replaced, starts a new history.
+        // A count that falls shows that a channel was replaced, so the history starts anew.
         if self.history.back().is_some_and(|(_, before)| *before > acknowledged) {
             self.history.clear();
         }

@@ -1,14 +1,15 @@
-//! Probes without an echo, and what they say about the link.
+//! Probes without an echo, and the delay of the link that they show.
 //!
-//! A missing echo was delayed by a queue, or by a busy processor of the peer. The peer's kernel
-//! tells the two apart: it acknowledges what has arrived, even if no process reads it.
+//! An echo may be missing because of a queue on the link, or because of a busy processor of the
+//! peer. The acknowledgements of the peer's kernel distinguish these cases, because the kernel
+//! acknowledges bytes that have arrived even if no process reads them.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Smallest number of overdue probes that counts as a queue, as many as a window of round trips
-/// has. A single probe is overdue whenever the sending thread was not scheduled after it had sent
-/// the probe.
+/// Minimum number of overdue probes that counts as a queue. It is the number of probes in a window
+/// of round trips. A single probe does not suffice, because one is overdue whenever the sending
+/// thread was not scheduled after it had sent the probe.
 const LEAST_OVERDUE: usize = 3;
 
 /// Probes without an echo, in the order in which they were sent. Times are measured from an
@@ -16,8 +17,8 @@ const LEAST_OVERDUE: usize = 3;
 #[derive(Debug, Default)]
 pub(super) struct ProbesInFlight {
     probes: VecDeque<(u64, Duration)>,
-    /// Largest number of a probe that the peer's kernel has acknowledged, with all probes before
-    /// it.
+    /// Number of the last probe that the peer's kernel has acknowledged, together with all probes
+    /// before it.
     reached: u64,
 }
 

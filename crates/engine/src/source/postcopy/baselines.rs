@@ -3,23 +3,23 @@
 //! No other part of the engine needs a baseline. The dedicated path is in
 //! [`urgent`](super::urgent), and `vmferry-bench postcopy` measures all three in one run.
 //!
-//! | path | the thread that reads a request | the page goes out | published mean of a fault |
+//! | path | the thread that reads a request | the page is sent | published mean latency of a fault |
 //! |---|---|---|---|
-//! | `shared` | leaves it to a bulk thread | in the bulk channel, behind what is queued there | 12093 us |
-//! | `interleaved` | leaves it to a bulk thread | on the urgent channel, between two bulk frames | 496 us |
+//! | `shared` | leaves the request to a bulk thread | on the bulk channel, behind the bytes that are queued there | 12093 us |
+//! | `interleaved` | leaves the request to a bulk thread | on the urgent channel, between two bulk frames | 496 us |
 //! | `dedicated`, the default | sends the page | at once, on the urgent channel | 229 us |
 //!
-//! The figures are for random writes to 18 GB of a guest of 20 GB, over 10 Gb/s, in the work on
-//! QEMU that describes the three paths. The wire format is the same for all of them: the target
-//! cannot tell which path its source uses.
+//! The figures are from the work on QEMU that describes the three paths, for random writes to 18 GB
+//! of a guest of 20 GB, over 10 Gb/s. The wire format is the same for all paths, so the target need
+//! not know which path the source uses.
 //!
-//! # Why this is a module and no extension point
+//! # Why this is a module and not an extension point
 //! A baseline is a queue between the threads that read requests and the bulk threads. A trait for
-//! such paths would have to give its implementors the claims, the senders and the locks of all
-//! channels. That is the part of the engine that must never send a page twice. Each bulk thread
-//! would also call the trait after each frame on the dedicated path, where it now tests one
-//! `Option`. Therefore the two baselines are inside the engine, and nothing else in postcopy knows
-//! how they work: [`Claims::baseline`] is `None` on the dedicated path.
+//! such paths would have to pass the claims, the senders and the locks of all channels to its
+//! implementations, although this is the part of the engine that must never send a page twice.
+//! Besides, on the dedicated path, each bulk thread would have to call the trait after each frame,
+//! where it now tests one `Option`. Therefore the two baselines are inside the engine, and no other
+//! part of postcopy depends on how they work: [`Claims::baseline`] is `None` on the dedicated path.
 
 use super::super::sender::{FrameSink, Sender, SenderError};
 use super::super::settings::UrgentPath;
@@ -30,7 +30,7 @@ use std::collections::VecDeque;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 
-/// Largest number of requests in the queue, more than a guest has vCPUs.
+/// Maximum number of requests in the queue. It is larger than the number of vCPUs of any guest.
 const MOST_QUEUED: usize = 4096;
 
 /// Request that waits for a bulk thread.
@@ -117,8 +117,8 @@ impl BulkQueue {
         if requests.len() >= MOST_QUEUED {
             return false;
         }
-        // This check needs the lock. The last bulk thread removes itself under the lock, too, and
-        // finds every request that is queued before.
+        // This check needs the lock. The last bulk thread removes itself under the same lock, and
+        // therefore finds every request that was queued before.
         if self.bulk_at_work.load(Ordering::Relaxed) == 0 {
             return false;
         }

@@ -1,4 +1,4 @@
-//! Work of a bulk thread: sends the pages that the guest does not wait for, in order.
+//! Work of a bulk thread in postcopy: sends the pages that no vCPU waits for, in order.
 
 use super::super::sender::{FrameSink, Sender, SenderError};
 use super::urgent::UrgentOut;
@@ -9,7 +9,7 @@ use vmferry_core::{PageIndex, PageRun, RegionId};
 use vmferry_wire::FrameKind;
 
 impl<S: FrameSink> Sender<'_, S> {
-    /// Sends what is left of `claims`, chunk by chunk, then a barrier.
+    /// Sends the pages of `claims` that are left, chunk by chunk, and then a barrier.
     ///
     /// On a baseline path this function also serves, after each frame, the requests that were left
     /// to bulk threads.
@@ -62,8 +62,8 @@ impl<S: FrameSink> Sender<'_, S> {
         let (id, map) = &claims.regions[chunk.region];
         let mut at = part.start;
         while at < part.end {
-            // A frame is a part of a word, so that its pages are claimed at once and right before
-            // they are sent.
+            // A frame contains pages of one 64-bit word only, so that its pages are claimed by one
+            // operation, immediately before they are sent.
             let pages = claims.frame_pages(chunk.near);
             let (first, begin) = (at / 64 * 64, at % 64);
             let end = (begin + pages).min(64);
@@ -77,7 +77,8 @@ impl<S: FrameSink> Sender<'_, S> {
                 let run = first + begin..first + begin + len;
                 self.push_claimed(pass, *id, run, claims.look_up_untouched)?;
             }
-            // The frame is sent at once: a page that is claimed and not sent keeps a vCPU waiting.
+            // The frame is sent at once, because a page that is claimed and not sent may keep a
+            // vCPU waiting.
             if self.frame_pages() > 0 {
                 self.flush(FrameKind::Pages, *id, pass)?;
                 self.serve_left(pass, claims, urgent)?;

@@ -6,9 +6,9 @@
 //! | `bulk` | all other pages, in order, on the bulk channels |
 //! | `baselines` | urgent pages on two published paths, kept for comparison |
 //!
-//! The source's memory does not change any more. Therefore any thread can read a page at any time,
-//! and there is one version of each page. No page may be sent twice. Therefore a thread claims each
-//! page by an atomic bit before it sends the page.
+//! Because the memory of the source does not change any more, any thread can read a page at any
+//! time, and there is only one version of each page. No page may be sent twice. Therefore a thread
+//! claims each page by an atomic bit before it sends the page.
 
 mod baselines;
 mod bulk;
@@ -26,16 +26,16 @@ use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Layout, PAGE_SIZE, PageSet, RegionId, VmError};
 
-/// Pages that a bulk thread takes at a time. They are a huge page of the target, so that its parts
-/// arrive together. Within a chunk the thread claims 64 pages at a time, right before it sends
-/// them.
+/// Number of pages that a bulk thread takes at a time. It is the size of a huge page of the target,
+/// so that the parts of a huge page arrive together. Within such a chunk, the thread claims at most
+/// 64 pages at a time, immediately before it sends them.
 const CHUNK_PAGES: u64 = 512;
 
 /// Time, at the current rate, that the unsent bytes of a bulk channel may take to leave this host.
 const AT_ONCE: Duration = Duration::from_micros(500);
 
-/// Returns the bytes that a channel sends within [`AT_ONCE`] at `rate` bytes per second: at least a
-/// page and its headers, at most a frame of 64 pages.
+/// Returns the number of bytes that a channel sends within [`AT_ONCE`] at `rate` bytes per second,
+/// but at least the size of a page with its headers, and at most that of a frame of 64 pages.
 pub(crate) fn unsent_bytes(rate: u64) -> u64 {
     let bytes = u128::from(rate) * AT_ONCE.as_nanos() / 1_000_000_000;
     u64::try_from(bytes).unwrap_or(u64::MAX).clamp(2 * PAGE_SIZE, 64 * PAGE_SIZE)
@@ -56,13 +56,13 @@ pub(crate) struct Wanted {
 
 /// Missing pages of the target that were not sent over the present set of channels.
 ///
-/// If the channels are lost, so are the claims. The target then names its missing pages again.
+/// If the channels are lost, the claims are dropped, and the target names its missing pages again.
 #[derive(Debug)]
 pub(crate) struct Claims {
     pub(crate) regions: Vec<(RegionId, ClaimBitmap)>,
     /// Chunks that no bulk thread has taken, counted over all regions.
     chunks: ClaimBitmap,
-    /// Number of the first chunk that the search in order has not reached. All chunks below it are
+    /// Number of the first chunk that the search in order has not reached. All chunks before it are
     /// taken.
     cursor: AtomicU64,
     /// Position of a guest that accesses memory sequentially, as its faults show: number of the
@@ -83,9 +83,11 @@ struct Chunk {
     /// Position of the region.
     region: usize,
     pages: Range<u64>,
-    /// Page to begin with: `pages.start <= from <= pages.end`. The pages before it are sent last.
+    /// Page to begin with: `pages.start <= from <= pages.end`. The pages of the chunk before this
+    /// page are sent last.
     from: u64,
-    /// True if the guest may need these pages soon. It would then wait for a whole frame.
+    /// True if the guest may need these pages soon. Frames are then shorter, because a vCPU may
+    /// have to wait for a whole frame.
     near: bool,
 }
 
@@ -132,8 +134,8 @@ impl Claims {
         self.regions.iter().position(|(own, _)| *own == id)
     }
 
-    /// Notes that the guest accesses memory sequentially and will need `page`, which need not
-    /// exist. The pages from there on are sent next.
+    /// Records that the guest accesses memory sequentially and will need `page`, which need not
+    /// exist. The pages from `page` on are sent next.
     fn guest_runs_on(&self, region: usize, page: u64) {
         let page = page.min(self.regions[region].1.len().saturating_sub(1));
         let before: u64 = self.regions[..region].iter().map(|(_, map)| chunks(map.len())).sum();
@@ -141,8 +143,8 @@ impl Claims {
         self.near.store(before * CHUNK_PAGES + page + 1, Ordering::Relaxed);
     }
 
-    /// Takes the next chunk that no other bulk thread has: the one that the guest accesses, or the
-    /// one after it, or else the first that is left.
+    /// Takes the next chunk that no other bulk thread has taken: the chunk that the guest accesses,
+    /// or the chunk after it, or otherwise the first chunk that is left.
     fn next_chunk(&self) -> Option<Chunk> {
         if let Some(page) = self.near.swap(0, Ordering::Relaxed).checked_sub(1) {
             let number = page / CHUNK_PAGES;
