@@ -11,17 +11,17 @@
 //! writes the page before it reads it (1), a harvest finds that write, and the source sends the
 //! page (2). A write before `T` does not matter.
 //!
-//! The implementation of [`FreePages`] guarantees (1) for some instant between the call of
-//! [`FreePages::request`] and the return of the call of [`FreePages::poll`] that reports the page.
-//! The engine is responsible for (2), which has a cost. A log that is "initially set" (hazards.md
-//! 3) tracks a page only after the page was protected once. If all of memory were protected before
-//! the first page is sent, that page would be delayed by 4 to 5 ms for each GiB. Each pass
-//! therefore works in this order:
+//! The implementation of [`FreePages`](crate::FreePages) guarantees (1) for some instant between
+//! the call of [`request`](crate::FreePages::request) and the return of the call of
+//! [`poll`](crate::FreePages::poll) that reports the page. The engine is responsible for (2), which
+//! has a cost. A log that is "initially set" (hazards.md 3) tracks a page only after the page was
+//! protected once. If all of memory were protected before the first page is sent, that page would
+//! be delayed by 4 to 5 ms for each GiB. Each pass therefore works in this order:
 //!
 //! | step | reason |
 //! |---|---|
 //! | The pass begins: its pages go to the senders. | The first page is not delayed. |
-//! | A source of free pages that answers [at once](AnswerMode::AtOnce) is asked. | The answer shows which pages may be free. No page is skipped because of this answer. A source that has to [ask the guest](AnswerMode::ByGuest) is not asked here, because its answer is expensive: all pages are assumed to be possibly free. |
+//! | A source of free pages that answers [at once](crate::AnswerMode::AtOnce) is asked. | The answer shows which pages may be free. No page is skipped because of this answer. A source that has to [ask the guest](crate::AnswerMode::ByGuest) is not asked here, because its answer is expensive: all pages are assumed to be possibly free. |
 //! | Those pages are *taken* from the senders, chunk by chunk, by the atomic bit that also assigns pages to senders. | A page that was sent must not be protected a second time: a write in between would be forgotten. |
 //! | They are protected, and moved to the end of this pass. | Protecting takes 4 to 5 ms/GiB. It happens while the senders work, and only for these pages, because a page that is protected earlier than needed may be sent twice. |
 //! | The source of free pages is asked. | `T` comes after the protection, so (2) holds for each page of this answer. |
@@ -40,8 +40,8 @@
 //! short of memory takes such pages back before it is told.
 //!
 //! A paused guest writes nothing, so (2) holds without protection while the guest is paused.
-//! Therefore a source of free pages that answers [at once](AnswerMode::AtOnce) is asked once more
-//! after the last harvest, and its answer is used immediately.
+//! Therefore a source of free pages that answers [at once](crate::AnswerMode::AtOnce) is asked once
+//! more after the last harvest, and its answer is used immediately.
 //!
 //! # In postcopy
 //! A skipped page is not named among the missing pages. If the page is not populated on the target,
