@@ -3,14 +3,14 @@
 use vmferry_core::{PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
-/// Error of a tracker.
+/// Error that a dirty tracker returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrackerError {
-    /// The host refused a step.
+    /// The kernel refused an operation on a region.
     #[error("tracking writes to {region}: {source}")]
     Host {
-        /// Region of the step.
+        /// Region of the operation.
         region: RegionId,
         /// Error that the host returned.
         source: SysError,
@@ -18,19 +18,20 @@ pub enum TrackerError {
     /// The host does not support this kind of tracking.
     #[error("tracking writes: {0}")]
     Unavailable(#[source] SysError),
-    /// The windows of a measurement do not ascend, are too many, or are too long.
+    /// The windows of a measurement do not meet the conditions of
+    /// [`check_windows`](crate::check_windows).
     #[error("windows of a measurement must ascend, be at most 64, and end within {longest:?}")]
     Windows {
-        /// Maximum length of a window.
+        /// Maximum length of the last window.
         longest: std::time::Duration,
     },
-    /// A harvest or protect was requested before the tracker was started or after it was stopped.
+    /// A harvest or a protection was requested while the tracker was not started.
     #[error("the tracker is not started")]
     NotStarted,
     /// The tracker does not track the region.
     #[error("{0} is not tracked")]
     NoRegion(RegionId),
-    /// The region does not have the pages.
+    /// The request includes pages beyond the end of the region.
     #[error("{region} has {have} pages, not {run}")]
     NoPages {
         /// Region of the request.
@@ -50,20 +51,22 @@ pub enum TrackerError {
         /// Number of pages that the bitmap covers.
         bits: u64,
     },
-    /// The address or the length of a region is not whole pages, or the region is empty.
+    /// The region is empty, its address or length is not a multiple of the page size, or it extends
+    /// beyond the end of the address space.
     #[error("{0} is not made of whole pages")]
     NotPages(RegionId),
-    /// The harvested pages could not be protected again. The tracker keeps them, and the next
-    /// harvest tries again.
+    /// The harvested pages could not be protected again. The tracker keeps these pages, and the
+    /// next harvest tries to protect them.
     #[error("the dirty rings cannot be reset: {0}")]
     RingReset(#[source] SysError),
-    /// KVM does not return harvested entries of a ring, and reports no error.
+    /// KVM did not reset the harvested entries of a ring, although it reported no error.
     #[error("the dirty ring of vCPU {vcpu} cannot be reset: KVM keeps its entries without an error")]
     RingStuck {
         /// Index of the vCPU with the ring.
         vcpu: usize,
     },
-    /// Another tracker uses the rings. A VM has one set of rings.
+    /// Another tracker is already started on the same dirty rings. A VM has only one set of rings,
+    /// so only one tracker can use them at a time.
     #[error("another tracker is using the dirty rings; stop it first")]
     RingsInUse,
     /// The reaper thread could not be started.

@@ -1,25 +1,26 @@
-//! Dirty trackers: find the pages that a guest has written.
+//! Dirty trackers, which find the pages that a guest has written.
 //!
-//! | tracker | finds writes by | needs | costs the guest |
+//! | tracker | source of the dirty pages | needs | costs the guest |
 //! |---|---|---|---|
 //! | [`KvmLogTracker`] | KVM's dirty bitmap, plus marks of the VMM's own writes | a KVM VM without a dirty ring | a fault in KVM for the first write to each page after each protection |
 //! | [`RingTracker`] | KVM's dirty rings, one for each vCPU, plus the same marks | a KVM VM started with rings ([`DirtyRings`]) | the same fault, and a stop when a ring is full |
-//! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault in the host kernel, and written huge pages are split |
+//! | [`WpTracker`] | write protection of this process's page tables | Linux 6.7 | the same fault, but in the host kernel; huge pages are split when the guest writes to them |
 //!
-//! All trackers keep the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). [`ReaperPolicy`]
-//! decides when dirty rings are harvested, and [`Predict`] is the policy of this crate. [`touched`]
-//! finds the pages that were touched. All other pages hold zeros and need not be sent.
+//! All trackers fulfil the contract of [`DirtyTracker`](vmferry_core::DirtyTracker). A
+//! [`ReaperPolicy`] decides when dirty rings are harvested, and [`Predict`] is the default policy.
+//! [`touched`] finds the pages that may have been written at least once. All other pages hold only
+//! zeros, so their content need not be sent.
 //!
-//! No tracker detects that memory is *dropped* (a balloon's `MADV_DONTNEED`, a hole punched into a
-//! memfd): the memory changes to zeros without a write. After the VMM has dropped pages, it marks
-//! them in the region's [`Marks`].
+//! No tracker detects that memory is *dropped* (for example by a balloon's `MADV_DONTNEED`, or by a
+//! hole that is punched into a memfd), because the content becomes zero without a write. Therefore
+//! the VMM must mark the pages in the region's [`Marks`] after it has dropped them.
 //!
 //! ```no_run
 //! use std::time::Duration;
 //! use vmferry_core::{DirtyTracker, GuestMemory, VmError};
 //! use vmferry_dirty::{MappedRegion, WpTracker, measure};
 //!
-//! /// Prints how many bytes per second a migration would have to send again. The guest runs meanwhile.
+//! /// Prints how many bytes per second a migration would have to send again, while the guest runs.
 //! fn print_dirty_rate(regions: Vec<MappedRegion>, memory: &dyn GuestMemory) -> Result<(), VmError> {
 //!     WpTracker::available()?;
 //!     let mut tracker = WpTracker::new(regions)?;
@@ -50,6 +51,7 @@ pub use ring::{
     DirtyRings, HarvestSchedule, Predict, ReaperPolicy, ReaperReport, ReaperState, RingReport, RingTracker,
     RingVcpu, RingView, Rings, VcpuRingReport,
 };
-/// Exit reason of a vCPU whose ring is full: `VcpuExit::Unsupported(EXIT_RING_FULL)` of kvm-ioctls.
+/// Exit reason of a vCPU whose dirty ring is full. kvm-ioctls returns it as
+/// `VcpuExit::Unsupported(EXIT_RING_FULL)`.
 pub use vmferry_sys::ring::EXIT_RING_FULL;
 pub use wp::WpTracker;

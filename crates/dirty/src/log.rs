@@ -12,37 +12,43 @@ use vmferry_core::{
 use vmferry_sys::SysError;
 use vmferry_sys::kvm::{self, ManualProtect, SlotSpec};
 
-/// Number of bitmap words in one `KVM_CLEAR_DIRTY_LOG`, on the stack: 256 bytes.
+/// Maximum number of bitmap words in one `KVM_CLEAR_DIRTY_LOG` call. The words are on the stack,
+/// where they occupy 256 bytes.
 const CHUNK_WORDS: usize = 32;
 
-/// Number of pages for which [`Protect::protect`] works best: 8 MiB of guest memory.
+/// Number of pages per call for which [`Protect::protect`] works best: 2048 pages, which are 8 MiB
+/// of guest memory.
 ///
 /// Each clear takes KVM's MMU lock once and ends with one TLB flush of all vCPUs. Smaller chunks
-/// need more flushes. Larger chunks keep faulting vCPUs from the lock for longer. They are also
-/// read later after their protection, so more of their pages are written again before they were
-/// sent even once. Protecting 4 GiB was measured to take 37 ms in chunks of 64 pages, 9.1 ms with
-/// 512, 4.0 ms with 2048 and 3.9 ms with 8192.
+/// need more flushes. With larger chunks, vCPUs that fault wait longer for the lock. More time also
+/// passes between the protection of a page and its transfer, so the guest writes more pages again
+/// before they were sent even once. Protecting 4 GiB was measured to take 37 ms in chunks of 64
+/// pages, 9.1 ms with 512, 4.0 ms with 2048 and 3.9 ms with 8192.
 const CHUNK_PAGES: u64 = CHUNK_WORDS as u64 * 64;
 
-/// Memory slot whose writes are logged. Its region has the number of the slot.
+/// Memory slot of a KVM VM in which a tracker finds written pages. The slot number is also the id
+/// of its region.
 #[derive(Debug, Clone)]
 pub struct LogSlot {
-    /// Slot as KVM has it.
+    /// Description with which the slot was registered with KVM.
     pub spec: SlotSpec,
-    /// Pages that the VMM itself wrote or dropped, which KVM does not record. Each page is marked
-    /// *after* it was written. One bit for each page of the slot.
+    /// Marks for the pages that the VMM itself has written or dropped, because KVM does not record
+    /// these changes. The VMM must mark a page *after* it has changed the page. The marks must
+    /// cover exactly the pages of the slot.
     pub marks: Option<Arc<dyn Marks>>,
-    /// Receives every page that a tracker takes out of the slot's dirty log or its `marks`. One bit
-    /// for each page of the slot.
+    /// Bitmap to which a tracker adds every page that it takes out of the slot's dirty log or out
+    /// of `marks`. It must have one bit for each page of the slot.
     ///
-    /// A VMM that uses the log or the marks itself, for example for differential snapshots, passes
-    /// a bitmap. After a migration that left the guest on the source, the VMM counts these pages as
-    /// dirty, besides those in its log and its marks. Without a bitmap, no pages are copied.
+    /// Pass a bitmap if the VMM uses the log or the marks itself, for example for differential
+    /// snapshots. If a migration leaves the guest on the source, the VMM must then count the pages
+    /// in this bitmap as dirty, in addition to those in its log and its marks. With `None`, the
+    /// pages that the tracker takes are not recorded.
     pub returned_pages: Option<Arc<AtomicBitmap>>,
 }
 
 impl LogSlot {
-    /// Creates a slot whose log and marks the VMM does not use itself.
+    /// Creates a slot without [`returned_pages`](Self::returned_pages), for a VMM that does not use
+    /// the log and the marks itself.
     #[must_use]
     pub fn new(spec: SlotSpec, marks: Option<Arc<dyn Marks>>) -> Self {
         Self { spec, marks, returned_pages: None }
@@ -66,7 +72,7 @@ impl LogSlot {
     }
 }
 
-/// Mode in which the log is cleared, in the shared state of the protectors.
+/// Way in which the log is cleared. Part of the state that the tracker and its protectors share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 enum Mode {
@@ -134,58 +140,65 @@ impl LogState {
 /// the VMM's own marks.
 ///
 /// # Why no write is lost
-/// *With manual protection* (Linux 5.0). A write of the guest to a page that is not protected by
-/// the log sets the page's bit. A harvest copies the log and does not change it. Right before a
-/// page is read, [`Protect::protect`] makes KVM clear its bit, protect it, and flush the TLBs. Only
-/// then does the engine read the page. The engine reads the result of every write before the clear.
-/// A write after the clear faults and sets the bit again, for the next harvest. A bit is never
-/// cleared without a later read of its page, because `protect` receives only the pages that are
-/// about to be sent. Bits of other pages of the chunk stay set.
+/// *With manual protection* (Linux 5.0 or newer). A guest write to a page that the log protects
+/// faults, and KVM sets the bit of the page and lifts its protection. A harvest copies the log
+/// without changing it. Right before the engine reads a page, [`Protect::protect`] makes KVM clear
+/// the bit, protect the page, and flush the TLBs. Therefore the engine reads the result of every
+/// write that preceded the clear. A write after the clear faults and sets the bit again, and the
+/// next harvest reports the page. A bit is never cleared without a later read of its page, because
+/// `protect` receives only the pages that are about to be sent. The bits of the other pages of the
+/// chunk stay set.
 ///
-/// *Initially set.* If KVM offers this mode, a log that is enabled has every bit set and protects
-/// no page, which saves a pause of all vCPUs at the start. Such a page is not tracked until its bit
-/// was cleared once: writes to the page do not change the log. This is safe because the bit stays
-/// set, and every harvest reports the page until `protect` was called for it. To skip a page (free,
-/// never touched), the caller must protect the page *before* it asks whether the page may be
-/// skipped. A write after the question then sets the bit.
+/// *Initially set.* If KVM offers this mode, enabling a log sets every bit and protects no page,
+/// which avoids a pause of all vCPUs at the start. A page is then not tracked until its bit has
+/// been cleared once, because writes to it do not change the log. No write is lost, because the bit
+/// stays set, and every harvest reports the page until `protect` has been called for it. A caller
+/// that wants to skip a page because it is free or was never touched must protect the page *before*
+/// it checks whether the page may be skipped. Otherwise a write after the check would not set the
+/// bit.
 ///
-/// *Without manual protection*, a harvest clears the log and protects the pages itself before it
-/// returns, and `protect` has nothing to do.
+/// *Without manual protection*, a harvest itself clears the log and protects the pages before it
+/// returns. Therefore `protect` has nothing to do.
 ///
 /// # A VMM that uses the log itself
-/// A slot with [`LogSlot::returned_pages`] whose log is on when tracking starts keeps its log when
-/// tracking stops. The tracker clears a bit of that log only after it has put the page into
-/// `returned_pages`. A write between those two steps changes nothing for the VMM, because the page
-/// is in the bitmap. Therefore, when tracking has stopped, every page that the VMM would have found
-/// dirty is in the log or in `returned_pages`. A bit that is not cleared stays set, and the next
-/// harvest reports it. The VMM must not read or clear the log while the tracker is started.
+/// If a slot has [`LogSlot::returned_pages`] and its log is already on when tracking starts, the
+/// log stays on when tracking stops. The tracker clears a bit of that log only after it has added
+/// the page to `returned_pages`. A write between these two steps is not lost for the VMM, because
+/// the page is already in the bitmap. Therefore, after tracking has stopped, every page that the
+/// VMM would have found dirty is in the log or in `returned_pages`. The VMM must not read or clear
+/// the log while the tracker is started.
 ///
-/// *Manual protection* is a capability of the VM whose state KVM does not report. When tracking
-/// stops, it is disabled, which is the initial state in KVM, or set to the value that
-/// [`restoring`](Self::restoring) received.
+/// *Manual protection* is a capability of the VM, and KVM does not report whether it is enabled.
+/// When tracking stops, the tracker disables manual protection, which is the initial state of a VM,
+/// unless [`restoring`](Self::restoring) was called with other flags.
 ///
 /// # Writes of the VMM, and PML
-/// *Writes of the VMM* are not in KVM's log but in the marks: the writer writes and then marks
-/// (release). A harvest takes the marks by atomic swap (acquire), and the engine reads the pages
-/// later. So the engine reads the result of every write whose mark was taken.
+/// *Writes of the VMM* are not in KVM's log but in the marks. The writer first writes the page and
+/// then marks it with release ordering. A harvest takes the marks by an atomic swap with acquire
+/// ordering, and the engine reads the pages later. Therefore the engine reads the result of every
+/// write whose mark was taken.
 ///
-/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it
-/// exits. Reading the log makes KVM kick the vCPUs. The last harvest happens with all vCPUs out of
-/// the guest, when their buffers are flushed.
+/// *PML.* Processors with page-modification logging record written pages in a buffer of each vCPU,
+/// which KVM copies to the log when the vCPU exits. When the log is read, KVM makes all vCPUs exit.
+/// At the last harvest of a migration, all vCPUs have left the guest, so their buffers are already
+/// in the log.
 #[derive(Debug)]
 pub struct KvmLogTracker {
     shared: Arc<LogState>,
-    /// Buffer for the log of the largest slot, while tracking.
+    /// Buffer for the log of the largest slot, allocated only while the tracker is started.
     log: Vec<u64>,
-    /// Mode of manual protection outside of tracking.
+    /// Mode of manual protection that is set when tracking stops.
     manual: ManualProtect,
 }
 
 impl KvmLogTracker {
-    /// Creates a tracker for all memory `slots` of the VM with the descriptor `vm`.
+    /// Creates a tracker for the VM with the descriptor `vm`. `slots` must be all memory slots of
+    /// the VM.
     ///
     /// # Errors
-    /// Returns an error if a slot is not whole pages, or its marks have another length.
+    /// Returns [`TrackerError::NotPages`] if a slot is empty or does not consist of whole pages.
+    /// Returns [`TrackerError::Length`] if `marks` or `returned_pages` of a slot do not have one
+    /// bit for each page of the slot.
     ///
     /// # Safety
     /// `vm` is the descriptor of a KVM VM and stays open for as long as the `Arc` lives. Each of
@@ -210,8 +223,8 @@ impl KvmLogTracker {
         self.try_stop()?;
         let words = self.shared.slots.iter().map(|slot| kvm::log_words(slot.spec.len)).max().unwrap_or(0);
         self.log.resize(words, 0);
-        // Read before manual protection is enabled: while it is off, reading clears the log in the
-        // same step.
+        // Read the logs before manual protection is enabled, because while it is off, a read also
+        // clears the log.
         self.take_own_logs()?;
         let manual = kvm::manual_protect_offered(self.shared.vm()).map_err(TrackerError::Unavailable)?;
         if manual.enabled() {
@@ -232,7 +245,8 @@ impl KvmLogTracker {
         Ok(())
     }
 
-    /// Determines which logs belong to the VMM, and hands back their pages.
+    /// Determines which logs belong to the VMM, and adds the pages in these logs to
+    /// `returned_pages`.
     fn take_own_logs(&mut self) -> Result<(), TrackerError> {
         for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on) {
             let Some(returned_pages) = &slot.returned_pages else { continue };
@@ -251,7 +265,8 @@ impl KvmLogTracker {
         Ok(())
     }
 
-    /// Restores the logs of the first `count` slots and manual protection.
+    /// Disables the logs of the first `count` slots, except those that belong to the VMM, and
+    /// restores the mode of manual protection.
     fn restore(&self, count: usize) -> Result<(), TrackerError> {
         let mut result = Ok(());
         for (slot, own) in self.shared.slots.iter().zip(&self.shared.found_on).take(count) {
@@ -350,8 +365,9 @@ impl Protect for LogState {
         let returned_pages = slot.returned_pages.as_deref().filter(|_| own.load(Ordering::Acquire));
         let clear = |first: u64, count: u32, bits: &mut [u64]| {
             if let Some(returned_pages) = returned_pages {
-                // The VMM must not lose a page that is not in `returned_pages`, so its bit is not
-                // cleared. Such a page is protected, or the next harvest reports it.
+                // Do not clear the bit of a page that is not in `returned_pages`, because the VMM
+                // would lose the page. If the bit is set, the next harvest reports the page. If it
+                // is not set, the page is protected already.
                 for (word, index) in bits.iter_mut().zip(first / 64..) {
                     *word &= usize::try_from(index).map_or(0, |index| returned_pages.word(index));
                 }

@@ -5,22 +5,24 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, GuestMemory, PAGE_SIZE, PageRun, PageSet, RingFigures, VmError};
 
-/// Pages that a guest dirtied within a window.
+/// Number of pages that a guest dirtied within one window of a measurement.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RatePoint {
-    /// Length of the window, since all pages were protected. All windows begin together.
+    /// Measured length of the window, which is at least the requested length. All windows of a
+    /// measurement begin at the same time, when all pages have been protected.
     pub window: Duration,
     /// Number of pages that were written at least once: the working set of the window.
     pub pages: u64,
-    /// For each vCPU, the number of pages that it was the first to write since they were protected.
-    /// Empty without rings. A page counts again if it was harvested in between.
+    /// For each vCPU, the number of protected pages to which it was the first to write. Empty if
+    /// the tracker does not use dirty rings. A page counts again if it is written again after a
+    /// harvest.
     pub vcpus: Vec<u64>,
 }
 
 impl RatePoint {
-    /// Returns the dirty rate in bytes per second: the rate at which pages must be sent again to
-    /// keep up with this window. A page that is written twice within the window counts once, so a
-    /// longer window gives a lower rate.
+    /// Returns the dirty rate in bytes per second: the rate at which a source would have to send
+    /// pages again to keep up with the guest. A page that is written twice within the window counts
+    /// once, so a longer window gives a lower rate.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "a rate for reports and predictions")]
     pub fn bytes_per_s(&self) -> f64 {
@@ -28,13 +30,17 @@ impl RatePoint {
     }
 }
 
-/// Protects all pages, and counts the written pages at the end of each of `windows`, which ascend.
+/// Measures the dirty rate of a guest over each of `windows`, which must fulfil the conditions of
+/// [`check_windows`].
 ///
-/// Tracking ends after the last window. If `stop` returns true, it ends earlier, with the windows
-/// that are complete. The guest continues to run, and pays one fault for each page that it writes.
+/// The function starts `tracker`, protects all pages of `memory`, counts the written pages at the
+/// end of each window, and stops the tracker after the last one. It calls `stop` at least every 50
+/// ms. If `stop` returns true, the measurement ends early, and the result contains only the windows
+/// that are complete. The guest continues to run, and takes one fault for each page that it writes.
 ///
 /// # Errors
-/// Returns an error if the tracker fails.
+/// Returns an error if the tracker cannot be started or stopped, or if it cannot protect or harvest
+/// the pages.
 pub fn measure(
     tracker: &mut dyn DirtyTracker,
     memory: &dyn GuestMemory,
@@ -105,7 +111,8 @@ fn each_vcpu(now: &RingFigures, before: Option<&RingFigures>) -> Vec<u64> {
 /// Maximum number of windows of one measurement.
 const MOST_WINDOWS: usize = 64;
 
-/// Checks that `windows` is not empty, ascends, is not too long, and ends within `longest`.
+/// Checks that `windows` contains 1 to 64 windows in strictly ascending order, of which the first
+/// is longer than zero and the last is not longer than `longest`.
 ///
 /// # Errors
 /// Returns [`TrackerError::Windows`] if a condition does not hold.

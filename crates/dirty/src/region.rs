@@ -8,11 +8,11 @@ use std::sync::Arc;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, RegionId};
 
-/// Backing of a mapping.
+/// Kind of memory behind the mapping of a region.
 #[derive(Debug, Clone)]
 pub enum Backing {
-    /// Private anonymous memory. Shared anonymous memory is a memfd without a name and does not
-    /// belong to this variant.
+    /// Private anonymous memory. Shared anonymous memory does not belong to this variant, because
+    /// the kernel implements it as an unnamed file on tmpfs.
     Anonymous,
     /// A memfd, or another file on tmpfs, mapped shared.
     Memfd {
@@ -21,23 +21,24 @@ pub enum Backing {
         /// Offset in the file at which the region starts, in bytes.
         offset: u64,
     },
-    /// Any other backing, for example a memfd of huge pages, which does not report its written
-    /// pages (`SEEK_DATA` finds data everywhere). Every page counts as touched.
+    /// Any other memory, for example a memfd of huge pages. Such a memfd cannot report which pages
+    /// were written, because `SEEK_DATA` finds data everywhere. Therefore every page counts as
+    /// touched.
     Other,
 }
 
-/// Source of marks: the pages of one region that were written or dropped in a way that no tracker
+/// Set of marked pages of one region: those that were written or dropped in a way that no tracker
 /// detects.
 ///
-/// Device models and loaders make such writes, also through the kernel. [`AtomicBitmap`] is one
-/// source. For the dirty bitmap of another memory library, implement this trait to take the pages
-/// that the library has recorded.
+/// Device models and loaders make such writes, either directly or through a system call.
+/// [`AtomicBitmap`] implements this trait. If the VMM's memory library has its own dirty bitmap,
+/// implement this trait for it, so that a harvest takes the pages that the library has recorded.
 ///
-/// # Order
-/// A writer writes the page, and then marks it with at least release order.
-/// [`harvest`](Self::harvest) takes the mark with at least acquire order, and the engine reads the
-/// page later. Then either the harvest takes the mark and the read sees the write, or the next
-/// harvest takes the mark.
+/// # Memory ordering
+/// A writer first writes the page, and then marks it with at least release ordering.
+/// [`harvest`](Self::harvest) takes the mark with at least acquire ordering, and the engine reads
+/// the page later. Therefore, either this harvest takes the mark and the engine reads the new
+/// content, or a later harvest takes the mark.
 pub trait Marks: fmt::Debug + Send + Sync {
     /// Returns the number of pages that can be marked, which is the number of pages of the region.
     fn pages(&self) -> u64;
@@ -64,18 +65,19 @@ impl Marks for AtomicBitmap {
 pub struct MappedRegion {
     /// Id of the region in the migration.
     pub id: RegionId,
-    /// Address of the first byte in this process, at a page boundary.
+    /// Address of the first byte in this process, a multiple of the page size.
     pub host: u64,
-    /// Length of the region in bytes, whole pages.
+    /// Length of the region in bytes, a multiple of the page size that is not 0.
     pub len: u64,
-    /// Backing of the mapping.
+    /// Kind of memory behind the mapping.
     pub backing: Backing,
-    /// Pages that were written or dropped in a way that the tracker cannot detect. Each page is
-    /// marked after the write or the drop. One bit for each page of the region.
+    /// Marks for the pages that are written or dropped in a way that the tracker cannot detect. A
+    /// page must be marked *after* the write or the drop. The marks must cover exactly the pages of
+    /// the region.
     pub marks: Option<Arc<dyn Marks>>,
-    /// Receives every page that the tracker takes out of `marks` or finds written. One bit for each
-    /// page of the region. A VMM that uses `marks` itself needs this bitmap: see
-    /// [`LogSlot::returned_pages`](crate::LogSlot::returned_pages).
+    /// Bitmap to which the tracker adds every page that it takes out of `marks` or finds written.
+    /// It must have one bit for each page of the region. A VMM that uses `marks` itself needs this
+    /// bitmap: see [`LogSlot::returned_pages`](crate::LogSlot::returned_pages).
     pub returned_pages: Option<Arc<AtomicBitmap>>,
 }
 
@@ -139,8 +141,8 @@ pub(crate) fn map_of(set: &mut PageSet, id: RegionId, pages: u64) -> Result<&mut
     Ok(map)
 }
 
-/// Calls `collect`, which adds pages to `map`, and hands back the added pages, even if `collect`
-/// fails half-way. Without `returned_pages` this costs nothing.
+/// Calls `collect`, which adds pages to `map`, and adds the same pages to `returned_pages`, even if
+/// `collect` fails after it has added some. Without `returned_pages`, this has no cost.
 pub(crate) fn collect(
     map: &mut Bitmap,
     returned_pages: Option<&AtomicBitmap>,
@@ -154,10 +156,10 @@ pub(crate) fn collect(
     collected
 }
 
-/// Takes all marks and hands them back. The marks may be discarded, because all pages that were
-/// written before tracking started are sent anyway. A write that happens during the call is either
-/// complete, and then the first pass reads it, or it is marked afterwards, and then the first
-/// harvest finds it.
+/// Takes all marks, and adds them to `returned_pages` if there is such a bitmap. Otherwise the
+/// marks are discarded, which is safe because the first pass sends all pages anyway. A write that
+/// happens during the call is either complete, so that the first pass reads its result, or it is
+/// marked after the call, so that the first harvest finds it.
 pub(crate) fn forget(marks: Option<&dyn Marks>, returned_pages: Option<&AtomicBitmap>) {
     if let Some(marks) = marks {
         let mut scratch = Bitmap::new(marks.pages());

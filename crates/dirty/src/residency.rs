@@ -1,4 +1,4 @@
-//! Detection of the pages that may hold anything but zeros.
+//! Detection of the pages that may hold anything other than zeros.
 
 use crate::{Backing, MappedRegion, TrackerError};
 use vmferry_bitmap::Bitmap;
@@ -6,38 +6,42 @@ use vmferry_core::PageRun;
 use vmferry_sys::pagemap::{IS_PFNZERO, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 use vmferry_sys::{SysError, memfd};
 
-/// Number of runs that one read from the kernel returns: 6 KiB of stack.
+/// Maximum number of runs that one scan returns. The buffer takes 6 KiB of the stack.
 const RUNS: usize = 256;
 
-/// Opens the pagemap that [`touched`] reads, once for the process. The creator of guest memory
-/// calls this function, because confined threads cannot open the file later.
+/// Opens the pagemap of this process, which [`touched`] reads, and keeps it open for the life of
+/// the process. Call this function when guest memory is created, because confined threads cannot
+/// open the file later. If the file cannot be opened, `touched` tries again and returns the error.
 pub fn prepare() {
-    // Without /proc, `touched` returns the error.
+    // `touched` tries again, and returns the error.
     let _ = Pagemap::own();
 }
 
-/// Adds those pages of `run` that may hold anything but zeros to `touched`, a bitmap of the whole
-/// region.
+/// Adds the pages of `run` that may hold anything other than zeros to `touched`, a bitmap of the
+/// whole region.
 ///
-/// Such a page need not be resident, and a resident page may hold zeros, so residency is not a safe
-/// criterion:
+/// Whether a page is resident in memory does not answer this question, because a page with data may
+/// not be resident. The function uses another criterion for each [`Backing`]:
 ///
-/// * Anonymous memory: a page that was swapped out is not resident (`mincore` says so) but has
-///   data. Therefore a page counts as touched if it is present or swapped out. A page under
-///   migration within the host counts as swapped. The kernel's shared zero page, which a read of
-///   untouched memory maps, does not count as touched: a write maps another page in its place.
-/// * memfd: data that was written through another mapping of the file, in this process or another,
-///   is not in the page table of this mapping. Therefore the function asks the file for its data
-///   (`SEEK_DATA`), which includes swapped-out pages.
+/// * Anonymous memory: a page counts as touched if it is present or swapped out. A page that was
+///   swapped out has data, although `mincore` reports it as not resident. A page that the kernel is
+///   moving to another physical page counts as swapped out. The kernel's shared zero page, which a
+///   read of untouched memory maps, does not count as touched, because the first write replaces it
+///   with another page.
+/// * memfd: a page counts as touched if the file has data for it (`SEEK_DATA`), which includes
+///   pages that are swapped out. The page table is not sufficient, because it lacks the pages that
+///   were written through another mapping of the file, in this process or another.
+/// * Other memory: every page counts as touched.
 ///
-/// The result holds for one moment. The caller must protect the pages first, so that a page that is
-/// touched afterwards is harvested. If the kernel has no `PAGEMAP_SCAN`, the entries of the pagemap
-/// are read instead (they do not identify the zero page).
+/// The result is valid only for the moment of the call. Therefore the caller must protect the pages
+/// first, so that a later harvest reports each page that is touched afterwards. If the kernel has
+/// no `PAGEMAP_SCAN`, the function reads the entries of the pagemap instead. These entries do not
+/// identify the zero page, so it then counts as touched.
 ///
 /// # Errors
-/// Returns an error if `run` is not in the region, `touched` does not have the length of the
-/// region, or the host does not report the pages. Pages that were added before the error stay in
-/// `touched`.
+/// Returns [`TrackerError::NoPages`] if `run` is not in the region, [`TrackerError::Length`] if
+/// `touched` does not have the length of the region, and [`TrackerError::Host`] if the kernel does
+/// not report the pages. Pages that were added before the error stay in `touched`.
 pub fn touched(region: &MappedRegion, run: PageRun, touched: &mut Bitmap) -> Result<(), TrackerError> {
     let span = region.span_of(run)?;
     if touched.len() != region.pages() {

@@ -11,17 +11,17 @@ use vmferry_sys::memfd;
 use vmferry_sys::pagemap::{IS_PRESENT, IS_SWAPPED, IS_WRITTEN, Match, PageRegion, Pagemap};
 use vmferry_sys::uffd::{FEATURE_WP, FEATURE_WP_ASYNC, FEATURE_WP_SHMEM, Userfaultfd};
 
-/// Number of runs that one read from the kernel returns: 48 KiB, allocated once. Written pages are
-/// scattered, so nearly each page is a run.
+/// Maximum number of runs that one scan returns. The buffer has 48 KiB and is allocated once.
+/// Written pages are scattered, so nearly every page is a run of its own.
 const RUNS: usize = 2048;
 
-/// Number of bytes that one scan covers. During a scan, KVM prevents vCPUs from faulting in the
-/// whole scanned range (its MMU notifier). A scan of 256 MiB of small pages takes about half a
-/// millisecond, and up to 2 ms if all pages were written.
+/// Number of bytes that one scan covers. During a scan, KVM's MMU notifier keeps vCPUs from
+/// handling faults anywhere in the scanned range. A scan of 256 MiB of small pages takes about half
+/// a millisecond, and up to 2 ms if all pages were written.
 const SCAN_BYTES: u64 = 256 << 20;
 
-/// Number of bytes that are unregistered at a time. The kernel blocks all page faults of the
-/// process meanwhile, for 5 ms with this value.
+/// Number of bytes that one call unregisters. During the call, the kernel blocks all page faults of
+/// the process, which takes 5 ms with this value.
 const UNREGISTER_BYTES: u64 = 256 << 20;
 
 /// Filter for written pages: present (or swapped out) and not protected.
@@ -48,33 +48,35 @@ const NOTHING: Match = Match {
     protect: false,
 };
 
-/// Tracker that finds written pages with userfaultfd's asynchronous write protection, read and
-/// renewed by `PAGEMAP_SCAN`.
+/// Tracker that write-protects pages with userfaultfd in asynchronous mode. Each harvest uses
+/// `PAGEMAP_SCAN` to find the written pages and to protect them again.
 ///
-/// The tracker detects every write through the page tables of this process: by its threads, by the
-/// kernel for these threads (`read` into guest memory), and by KVM guests, whose write to a
-/// protected page makes KVM fault it in again. So the VMM need not mark its ordinary writes. The
-/// tracker needs no privilege: it never waits for a fault, so the restricted userfaultfd of
-/// ordinary users is sufficient.
+/// The tracker detects every write through the page tables of this process: writes of its threads,
+/// writes of the kernel on behalf of these threads (such as `read` into guest memory), and writes
+/// of KVM guests, because KVM faults a protected page in again before the guest can write to it.
+/// Therefore the VMM need not mark its ordinary writes. The tracker needs no privilege, because it
+/// handles no faults: the user-mode-only userfaultfd that any user may open is sufficient.
 ///
-/// The tracker does not detect the following, which the VMM must mark ([`MappedRegion::marks`]):
-/// * writes through another mapping of a memfd (a vhost-user backend), which has another page
-///   table;
+/// The tracker does not detect the following changes, which the VMM must mark in
+/// [`MappedRegion::marks`]:
+/// * writes through another mapping of a memfd, for example by a vhost-user backend, because they
+///   do not use the page tables of the tracked mapping;
 /// * device writes to pages that were pinned before they were protected (`O_DIRECT` reads, io_uring
-///   fixed buffers): mark them after the completion;
+///   fixed buffers), which must be marked after the I/O has completed;
 /// * dropped memory (see the documentation of the crate).
 ///
-/// A huge page is protected as a whole, at little cost. The first write splits the huge page and
-/// dirties 4 KiB, not 2 MiB. The kernel may merge the pages again when tracking has stopped. A huge
-/// page of the host's pool (hugetlbfs) is never split: a write dirties all of its 2 MiB. KVM's log
-/// and rings count in 4 KiB and suit such a guest better.
+/// A transparent huge page is protected as a whole, at little cost. The first write splits the huge
+/// page and dirties 4 KiB, not 2 MiB. The kernel may merge the pages again after tracking has
+/// stopped. A huge page of the host's pool (hugetlbfs) is never split, so a write dirties all of
+/// its 2 MiB. For a guest with such memory, KVM's dirty log or dirty rings are better suited,
+/// because they record pages of 4 KiB.
 ///
 /// # Why no write is lost
 /// `PAGEMAP_SCAN` protects a page and reports it in one step, under the lock of the page table, and
-/// flushes the TLBs before it returns. So a page is in the harvested set only after it was
-/// protected again. The opposite order would lose a write in between. [`Protect::protect`] has
-/// nothing to do: every write after the harvest has returned, and so every write after `protect`
-/// has returned, lifts the protection, and the next scan finds the page.
+/// flushes the TLBs before it returns. Therefore a page is in the harvested set only after it has
+/// been protected again. The opposite order would lose a write between the two steps.
+/// [`Protect::protect`] has nothing to do: every write after the return of the harvest lifts the
+/// protection, and the next scan finds the page.
 #[derive(Debug)]
 pub struct WpTracker {
     regions: Vec<MappedRegion>,
@@ -94,13 +96,15 @@ impl WpTracker {
     /// started.
     ///
     /// # Errors
-    /// Returns an error if a region is not whole pages, or its marks have another length.
+    /// Returns [`TrackerError::NotPages`] if a region is empty or does not consist of whole pages.
+    /// Returns [`TrackerError::Length`] if `marks` or `returned_pages` of a region do not have one
+    /// bit for each page of the region.
     pub fn new(regions: Vec<MappedRegion>) -> Result<Self, TrackerError> {
         regions.iter().try_for_each(MappedRegion::check)?;
         Ok(Self { regions, runs: Vec::new(), active: None })
     }
 
-    /// Checks whether this host and this user support this kind of tracking.
+    /// Checks whether this kernel supports this kind of tracking and permits it to this user.
     ///
     /// # Errors
     /// Returns [`TrackerError::Unavailable`] with the missing feature or permission.
@@ -112,7 +116,7 @@ impl WpTracker {
     }
 
     fn try_start(&mut self) -> Result<(), TrackerError> {
-        // Stop first, so that a second start begins again.
+        // Stop first, so that a second call of `start` begins a new period of tracking.
         self.try_stop()?;
         let uffd = Userfaultfd::open(FEATURE_WP | FEATURE_WP_ASYNC | FEATURE_WP_SHMEM)
             .map_err(TrackerError::Unavailable)?;
@@ -215,7 +219,7 @@ impl Active {
     /// When the kernel removes a page of a memfd from a mapping (for example to swap it out), it
     /// leaves a marker if the page was protected, and no entry if the page was written since. So a
     /// missing entry over data means that the page was written and then unmapped. Data that was
-    /// written through another mapping only looks the same, and is also reported once.
+    /// written only through another mapping looks the same, and is also reported once.
     fn unmapped(
         &self,
         region: &MappedRegion,
@@ -226,8 +230,8 @@ impl Active {
     ) -> Result<(), TrackerError> {
         let mut failed = Ok(());
         let base = region.host;
-        // Most guests have no such pages, or a few large holes. Asking the file for data only there
-        // keeps the cost low.
+        // Most guests have no page without an entry, or a few large holes. The cost is low because
+        // the file is searched for data only in these holes.
         self.pagemap
             .for_each(span, NOTHING, runs, |nothing| {
                 let within = nothing.start - base + offset..nothing.end - base + offset;

@@ -90,8 +90,9 @@ impl Cursor {
 #[derive(Debug)]
 struct Harvester {
     next: Cursor,
-    /// Pages that were taken and marked, but may not be protected again yet and are not published.
-    /// Empty unless a reset failed: then these pages wait for the next attempt.
+    /// Pages whose entries were taken and marked as harvested, but that KVM may not have protected
+    /// again yet. They are not published yet. Empty between two harvests, unless a reset failed:
+    /// then the pages wait for the next attempt.
     batch: Vec<RingPage>,
 }
 
@@ -118,15 +119,17 @@ pub(crate) enum Flaw {
 pub(crate) struct Core<K> {
     kernel: K,
     rings: Vec<Ring>,
-    /// Lock that is held for each call of `reset`. Without the lock, another thread's running call
-    /// may have taken the entries of this thread. A call of this thread could then return with
-    /// nothing to do, and its entries could be free, before their pages are protected or the TLBs
-    /// flushed.
+    /// Lock that is held for each call of `reset`. A call resets all marked entries, including
+    /// those of other threads. Without the lock, a call of another thread could be resetting the
+    /// entries of this thread. This thread would find its entries free, and its own call would
+    /// return with nothing to do, before KVM has protected the pages and flushed the TLBs.
     resets: Mutex<()>,
     /// Lock of policies that harvest all rings at once: see [`Core::harvest_all`].
     one: Mutex<()>,
     found: Found,
-    /// Number of entries that a vCPU can fill before it is stopped. It depends on the processor.
+    /// Number of entries that a vCPU can fill before it is stopped, as computed from the size of
+    /// the ring. It is used until `learned` is known, because the true number depends on the
+    /// processor.
     usable: AtomicU32,
     /// Largest number of entries that a full ring held, or 0 before the first full ring.
     learned: AtomicU32,
@@ -197,15 +200,16 @@ impl<K: Kernel> Core<K> {
         self.made.elapsed()
     }
 
-    /// Takes all entries in `rings`, which are in ascending order, makes KVM protect their pages
-    /// again, and then publishes the pages. Returns the number of pages.
+    /// Takes all entries of `rings`, makes KVM protect their pages again, and then publishes the
+    /// pages. Returns the number of pages. `rings` must be strictly ascending: another order could
+    /// deadlock, because the lock of each ring is held until the end.
     ///
     /// # Why no write is lost
-    /// The guest's write to a protected page adds the page to the ring. Later writes leave no trace
-    /// until the page is protected again. So the engine must read the page after the protection: a
-    /// page is published only after the reset that protected it has returned. The engine reads the
-    /// result of every write before that reset. A write after it finds the page protected, and adds
-    /// it to the ring again.
+    /// The first guest write to a protected page adds the page to the ring. Later writes leave no
+    /// trace until the page is protected again. Therefore the engine must read the page after it
+    /// has been protected again, and a page is published only after the reset that protects it has
+    /// returned. The engine reads the result of every write before that reset. A write after the
+    /// reset faults on the protected page, and KVM adds the page to the ring again.
     ///
     /// # Locks
     /// A thread that harvests a ring holds the lock of that ring until the pages are published.
@@ -261,8 +265,8 @@ impl<K: Kernel> Core<K> {
 
     /// Waits until the pages of all batches are protected again.
     fn protect(&self, held: &[(usize, MutexGuard<'_, Harvester>)]) -> Result<(), TrackerError> {
-        // Entries are reset in order, so the state of the last one is enough for its ring. KVM
-        // reports it as free or as used again.
+        // KVM resets the entries of a ring in order, so it is sufficient to check the last one.
+        // After the reset, that entry is free or already in use again.
         let waiting = || held.iter().find(|(ring, h)| self.kernel.awaits_reset(*ring, h.next.last()));
         #[cfg(test)]
         let _unlocked = if self.flaw == Flaw::ResetsAtOnce { Some(Mutex::new(())) } else { None };
@@ -314,9 +318,9 @@ impl<K: Kernel> Core<K> {
         Ok(())
     }
 
-    /// Learns the number of usable entries from a full ring with `pages` entries. A processor that
-    /// logs writes itself is stopped some 500 entries earlier. Less than a quarter of the ring
-    /// means that another thread had harvested most of it before.
+    /// Learns the number of usable entries from a full ring with `pages` entries. On a processor
+    /// with PML, KVM stops the vCPU about 500 entries earlier. Fewer entries than a quarter of the
+    /// ring are ignored, because another thread must have harvested most of the ring before.
     fn learn_usable(&self, pages: u64) {
         if let Ok(pages) = u32::try_from(pages)
             && pages >= self.kernel.entries() / 4
@@ -354,7 +358,8 @@ impl<K: Kernel> Core<K> {
         low
     }
 
-    /// Returns true if more than `entries` of `ring` are in use. Takes one load.
+    /// Returns true if more than `entries` entries of `ring` are in use. Takes no lock, and reads a
+    /// single entry.
     pub(crate) fn above(&self, ring: usize, entries: u32) -> bool {
         let next = Cursor(self.rings[ring].next.load(Ordering::Relaxed));
         self.kernel.dirty(ring, next.plus(entries)).is_some()

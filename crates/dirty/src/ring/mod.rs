@@ -2,11 +2,11 @@
 //!
 //! | part | what it does |
 //! |---|---|
-//! | [`DirtyRings`] | rings of a VM, for as long as the VM lives |
-//! | [`RingVcpu`] | handle that a vCPU thread uses when its ring is full |
+//! | [`DirtyRings`] | holds the rings of a VM, for as long as the VM lives |
+//! | [`RingVcpu`] | makes room in the ring of a vCPU, when the vCPU thread finds it full |
 //! | [`RingTracker`] | starts and stops tracking, and returns the harvested pages |
-//! | [`ReaperPolicy`] | extension point: decides when the reaper, a thread that a tracker starts, harvests |
-//! | [`Predict`] | the product's policy |
+//! | [`ReaperPolicy`] | decides when the reaper, a thread that the tracker starts, harvests (extension point) |
+//! | [`Predict`] | default policy |
 
 mod core;
 mod policy;
@@ -32,8 +32,8 @@ use vmferry_bitmap::AtomicBitmap;
 use vmferry_sys::SysError;
 use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 
-/// Dirty rings of one VM, and the bitmaps that receive their pages. Created once, after the vCPUs.
-/// A clone is another handle.
+/// Dirty rings of one VM, and the bitmaps that receive the harvested pages. Create this value once
+/// for each VM, after all of its vCPUs have been created. A clone is a handle to the same rings.
 #[derive(Debug, Clone)]
 pub struct DirtyRings(Arc<RingState>);
 
@@ -63,12 +63,14 @@ impl RingState {
 }
 
 impl DirtyRings {
-    /// Maps the rings of all `vcpus` of the VM with the descriptor `vm`, in their order. `slots`
-    /// are all memory of the VM.
+    /// Maps the dirty rings of `vcpus`, the descriptors of all vCPUs of the VM with the descriptor
+    /// `vm`. `entries` is the size for which the rings were [enabled](ring::enable), and `slots`
+    /// are all memory slots of the VM.
     ///
     /// # Errors
-    /// Returns an error if a slot is not whole pages, its marks have another length, or a ring
-    /// cannot be mapped.
+    /// Returns [`TrackerError::NotPages`] if a slot is empty or does not consist of whole pages,
+    /// [`TrackerError::Length`] if `marks` or `returned_pages` of a slot do not have one bit for
+    /// each page, and [`TrackerError::Unavailable`] if a ring cannot be mapped.
     ///
     /// # Safety
     /// `vm` is the descriptor of a KVM VM and stays open for as long as the `Arc` lives. Each of
@@ -97,11 +99,11 @@ impl DirtyRings {
         })))
     }
 
-    /// Returns the handle for the thread of vCPU `index`, in the order of the vCPUs in
-    /// [`new`](Self::new).
+    /// Returns the handle for the thread of a vCPU. `index` is the position of the vCPU in the list
+    /// that [`new`](Self::new) received.
     ///
     /// # Panics
-    /// Panics if the VM has no such vCPU.
+    /// Panics if `index` is not less than the number of vCPUs.
     #[must_use]
     pub fn vcpu(&self, index: usize) -> RingVcpu {
         assert!(index < self.0.core.len(), "vCPU {index} of {}", self.0.core.len());
@@ -114,8 +116,8 @@ impl DirtyRings {
         self.0.core.kernel().entries
     }
 
-    /// Returns the number of entries that wait to be harvested, for each vCPU. Takes no lock, and
-    /// removes nothing from the rings.
+    /// Returns, for each vCPU, the number of entries in its ring that wait to be harvested. Takes
+    /// no lock, and removes nothing from the rings.
     #[must_use]
     pub fn used(&self) -> Vec<u32> {
         (0..self.0.core.len()).map(|ring| self.0.core.view(ring, 0).used).collect()
@@ -132,7 +134,7 @@ impl DirtyRings {
     }
 }
 
-/// Ring of one vCPU, for the thread that runs the vCPU.
+/// Handle to the dirty ring of one vCPU, for the thread that runs the vCPU.
 #[derive(Debug)]
 pub struct RingVcpu {
     shared: Arc<RingState>,
@@ -140,23 +142,23 @@ pub struct RingVcpu {
 }
 
 impl RingVcpu {
-    /// Makes room in the ring of this vCPU, and counts the exit and its time. Call this function
-    /// when `KVM_RUN` has returned with exit reason [`EXIT_RING_FULL`](ring::EXIT_RING_FULL),
-    /// before the next `KVM_RUN`.
+    /// Makes room in the ring of this vCPU, and records the full exit and the time that it took.
+    /// Call this function when `KVM_RUN` has returned with the exit reason
+    /// [`EXIT_RING_FULL`](ring::EXIT_RING_FULL), before the next `KVM_RUN`.
     ///
-    /// Without a tracker, and with a policy that does not [harvest
-    /// all](ReaperPolicy::harvests_all), only the ring of this vCPU is harvested, and no lock is
-    /// taken that another running vCPU needs.
+    /// If no tracker is started, or if its policy does not [harvest all
+    /// rings](ReaperPolicy::harvests_all), the call harvests only the ring of this vCPU.
     ///
     /// # Errors
-    /// Returns an error if the ring cannot be reset. The vCPU cannot continue then: it may try
-    /// again, or end. No harvested page is lost.
+    /// Returns an error if the ring cannot be reset. The vCPU must not run then: its thread can
+    /// call this function again, or end the vCPU. No harvested page is lost.
     pub fn on_full(&self) -> Result<(), TrackerError> {
         self.shared.core.full(self.index, self.shared.full_harvests_all.load(Ordering::Relaxed))
     }
 
-    /// Wakes the reaper if the ring is fuller than the reaper expects at its next look. May be
-    /// called at any exit. Takes two or three loads.
+    /// Wakes the reaper if the ring holds more entries than the
+    /// [watermark](HarvestSchedule::watermark) of the policy. The call is optional, and the vCPU
+    /// thread may make it after any exit. It costs only a few atomic loads.
     pub fn on_exit(&self) {
         if let Some(mark) = self.shared.control.mark(self.index)
             && self.shared.core.above(self.index, mark)

@@ -1,4 +1,4 @@
-//! Extension point: when the reaper harvests the dirty rings.
+//! Harvest policies of dirty rings, an extension point.
 
 use crate::TrackerError;
 use std::fmt;
@@ -10,10 +10,10 @@ use std::time::Duration;
 /// [`Predict`](crate::Predict) is the policy of this crate. Implement this trait to use another
 /// policy.
 ///
-/// A policy is called only when the reaper thread wakes up. Harvests of a pass, and of a vCPU whose
-/// ring is full, happen without the policy. Therefore no policy can lose a write. A bad policy
-/// makes the guest slower: each harvest write-protects the harvested pages again, and a full ring
-/// stops its vCPU.
+/// A policy is called only when the reaper thread wakes up. The harvest of each pass, and the
+/// harvest by a vCPU whose ring is full, do not depend on the policy. Therefore no policy can lose
+/// a write. A bad policy only makes the guest slower, because each harvest write-protects the
+/// harvested pages again, and a full ring stops its vCPU.
 ///
 /// # Example
 /// A policy that looks at the rings ten times a second and harvests each ring that is half full:
@@ -52,53 +52,60 @@ use std::time::Duration;
 /// }
 /// ```
 pub trait ReaperPolicy: fmt::Debug + Send + Sync {
-    /// Returns the name that reports show.
+    /// Returns the name of the policy, as reports show it.
     fn name(&self) -> &str;
 
     /// Returns true if a vCPU whose ring is full harvests all rings, under the lock of
     /// [`Rings::harvest_all`].
     ///
-    /// The default is false: the vCPU harvests its own ring, and takes no lock that another running
-    /// vCPU needs.
+    /// The default is false: the vCPU harvests only its own ring.
     fn harvests_all(&self) -> bool {
         false
     }
 
-    /// Returns the state of this policy for one period of tracking, from start to stop.
+    /// Creates the state of this policy for one period of tracking, from the start of the tracker
+    /// to its stop.
     fn begin(&self, rings: &dyn Rings) -> Box<dyn HarvestSchedule>;
 }
 
-/// Running policy: decides the actions of the reaper thread at each wake-up.
+/// State of a [`ReaperPolicy`] for one period of tracking, which decides what the reaper thread
+/// does each time it wakes up.
 ///
 /// All calls are made on the reaper thread.
 pub trait HarvestSchedule {
-    /// Returns the time to sleep before the first turn.
+    /// Returns the time for which the reaper thread sleeps before the first call of
+    /// [`step`](Self::step).
     fn first_sleep(&self) -> Duration;
 
-    /// Looks at `rings`, harvests what is due, and returns the time to sleep until the next turn.
+    /// Looks at `rings`, harvests those that are due, and returns the time for which the reaper
+    /// thread sleeps afterwards.
     ///
-    /// The thread sleeps for exactly that time, or until a vCPU passes the
-    /// [`watermark`](Self::watermark) of its ring. A time of zero makes it spin.
+    /// The thread sleeps for exactly that time, unless a vCPU whose ring is above its
+    /// [`watermark`](Self::watermark) wakes it earlier. If the time is zero, the thread does not
+    /// sleep.
     ///
     /// # Errors
-    /// Return the error of a harvest as it is. The reaper then ends, and its state is
-    /// [`ReaperState::Failed`](crate::ReaperState::Failed): passes and full rings are still
-    /// harvested.
+    /// An implementation must return the error of a failed harvest unchanged. The reaper thread
+    /// then ends, and its state is [`ReaperState::Failed`](crate::ReaperState::Failed). The
+    /// harvests of passes and of full rings continue without the reaper.
     fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError>;
 
-    /// Returns the maximum number of entries of `ring` that this policy expects at its next turn.
+    /// Returns the maximum number of entries that this policy expects in `ring` at the next
+    /// [`step`](Self::step).
     ///
-    /// A vCPU that leaves the guest with more entries in its ring wakes the reaper thread. With
-    /// `None`, the default, the vCPU never wakes it.
+    /// If a vCPU thread calls [`RingVcpu::on_exit`](crate::RingVcpu::on_exit) while its ring has
+    /// more entries, it wakes the reaper thread. With `None`, the default, the vCPU never wakes the
+    /// reaper thread.
     fn watermark(&self, ring: usize) -> Option<u32> {
         let _ = ring;
         None
     }
 }
 
-/// Dirty rings of a VM, as a policy uses them: one for each vCPU.
+/// Access of a policy to the dirty rings of a VM. Each vCPU has one ring, with the index of the
+/// vCPU.
 pub trait Rings {
-    /// Returns the time on the clock of [`RingView::emptied_at`]. The clock never goes back.
+    /// Returns the current time on the monotonic clock that [`RingView::emptied_at`] uses.
     fn now(&self) -> Duration;
 
     /// Returns the number of entries of each ring.
@@ -107,37 +114,45 @@ pub trait Rings {
     /// Returns the number of entries that a vCPU can fill before it has to stop.
     fn usable(&self) -> u32;
 
-    /// Replaces `views` by the current state of each ring, in the order of the vCPUs. Takes no
-    /// lock, and removes nothing from the rings.
+    /// Replaces the content of `views` with the current state of each ring, in the order of the
+    /// vCPUs. Takes no lock, and removes nothing from the rings.
     fn observe(&mut self, views: &mut Vec<RingView>);
 
-    /// Harvests `rings`, given in ascending order. Returns the number of pages.
+    /// Harvests the rings with the indexes `rings`, which must be strictly ascending. Returns the
+    /// number of harvested pages.
+    ///
+    /// The call locks the rings in the given order. Another order, or an index that occurs twice,
+    /// can cause a deadlock.
     ///
     /// # Errors
-    /// Returns an error if the pages cannot be protected again. They are kept, and the next harvest
-    /// of the ring tries again.
+    /// Returns an error if the pages cannot be protected again. The pages are kept, and the next
+    /// harvest of the ring tries again.
+    ///
+    /// # Panics
+    /// Panics if a ring does not exist.
     fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError>;
 
-    /// Harvests all rings under one lock, for which every other caller waits. Returns the number of
-    /// pages.
+    /// Harvests all rings under one lock, for which every other caller of this function waits.
+    /// Returns the number of harvested pages.
     ///
     /// # Errors
     /// Returns an error in the cases of [`harvest`](Self::harvest).
     fn harvest_all(&mut self) -> Result<u64, TrackerError>;
 }
 
-/// State of one ring at the time of a look.
+/// State of one dirty ring, as [`Rings::observe`] returns it.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 #[non_exhaustive]
 pub struct RingView {
-    /// Entries that wait to be harvested.
+    /// Number of entries that wait to be harvested.
     pub used: u32,
-    /// Pages harvested from the ring, by any thread, since tracking started.
+    /// Number of pages that any thread has harvested from the ring since tracking started.
     pub harvested: u64,
     /// Number of times that the vCPU found the ring full, since tracking started.
     pub full_exits: u64,
     /// Time during which the vCPU was stopped by full rings, since tracking started.
     pub stalled: Duration,
-    /// Time of the latest harvest, since the rings were created.
+    /// Time of the latest harvest that found pages, measured since the rings were created. Before
+    /// the first such harvest, the time at which tracking started.
     pub emptied_at: Duration,
 }

@@ -1,5 +1,5 @@
-//! Harvest policy `predict`: the policy of the product, which looks at the rings and harvests each
-//! as late as is safe.
+//! Default harvest policy `predict`, which looks at the rings and harvests each of them as late as
+//! is safe.
 //!
 //! After a harvest, the guest pays a fault for each page that it writes again: about 10 us, fifty
 //! times the cost of harvesting the page. A ring holds only pages that were written *for the first
@@ -7,12 +7,12 @@
 //! the working set does not fit, the ring must be harvested at some point, and as late as possible.
 //! The closer the sizes of working set and ring are, the more faults a fuller ring saves.
 //!
-//! A full ring costs the guest a stop, during which its vCPU harvests its own ring. A harvest
-//! slightly earlier, in another thread, avoids the stop. So the policy asks two questions for each
-//! ring. *Would the ring be full before the next look?* If not, the policy leaves the ring alone.
-//! *If so, does the guest lose more time by the stop, or by faulting again a little earlier?* For
-//! working sets much larger than the ring, the stop costs more, and the ring is harvested at once.
-//! For working sets that almost fit, the faults can cost more.
+//! A full ring costs the guest a stop, during which the vCPU harvests its own ring. A harvest
+//! slightly earlier, in another thread, avoids the stop. Therefore the policy asks two questions
+//! for each ring. *Would the ring be full before the next look?* If not, the policy leaves the ring
+//! alone. *If so, does the guest lose more time by the stop, or by faulting again a little
+//! earlier?* For working sets much larger than the ring, the stop costs more, and the ring is
+//! harvested at once. For working sets that almost fit, the faults can cost more.
 
 use super::policy::{HarvestSchedule, ReaperPolicy, RingView, Rings};
 use crate::TrackerError;
@@ -30,8 +30,8 @@ const LONGEST: Duration = Duration::from_millis(100);
 /// begins by writing its whole working set again.
 const GUARD: Duration = Duration::from_millis(10);
 
-/// Factor by which a vCPU may suddenly write faster while the reaper still notices before the ring
-/// is full, as far as [`GUARD`] permits.
+/// Factor by which a vCPU may suddenly write faster, and the reaper still looks at the ring before
+/// it is full, as far as [`GUARD`] permits.
 const LEAP: f64 = 10.0;
 
 /// Minimum time in which a vCPU fills an entry, until a shorter time was observed: the first write
@@ -52,9 +52,9 @@ const HARVEST_SECONDS: f64 = 50e-6;
 /// look. A larger factor means fewer full rings after a change, and earlier harvests all the time.
 const SURGE: f64 = 1.25;
 
-/// Time after which a rate that is no longer observed counts half, in seconds. It is a few of the
-/// shortest sleeps, each of which is too short to measure a rate. It is less than the other sleeps,
-/// which are long enough.
+/// Time in seconds after which a rate that is no longer observed counts half. It spans a few of the
+/// shortest sleeps, because one of them is too short to measure a rate. It is shorter than the
+/// other sleeps, because each of them is long enough.
 const HALF_LIFE_SECONDS: f64 = 2e-3;
 
 /// Weight of the previous value when the duration of a harvest is averaged in.
@@ -140,10 +140,12 @@ impl Known {
     }
 }
 
-/// Harvest policy of the product.
+/// Default harvest policy, with the name `predict`.
 ///
-/// `Predict` looks at the rings without removing anything, knows the fill rate of each vCPU, and
-/// harvests each ring as late as is safe. A full ring is harvested separately, by its vCPU.
+/// The policy reads the fill of each ring without removing anything, estimates the rate at which
+/// the vCPU fills its ring, and harvests the ring as late as is safe. Now and then it omits a
+/// harvest as a trial, to learn whether the ring gets full at all. If a ring gets full, its vCPU
+/// harvests only that ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Predict;
 
@@ -166,7 +168,7 @@ impl ReaperPolicy for Predict {
     }
 }
 
-/// Running policy, with buffers that its turns reuse.
+/// State of the policy for one period of tracking, with buffers that each wake-up reuses.
 #[derive(Debug)]
 struct Schedule {
     forecast: Forecast,

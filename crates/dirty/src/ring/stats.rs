@@ -71,14 +71,14 @@ impl Counters {
 pub struct VcpuRingReport {
     /// Number of harvests, by any thread, that found pages.
     pub harvests: u64,
-    /// Number of harvested pages: those that the vCPU dirtied. A page counts again when it is
-    /// written again after a harvest.
+    /// Number of harvested pages, which are the pages that the vCPU dirtied. A page counts again if
+    /// it is written again after a harvest.
     pub pages: u64,
     /// Number of times that the vCPU stopped because its ring was full.
     pub full_exits: u64,
-    /// Total time of these stops, during which the vCPU was outside the guest.
+    /// Total time of the stops that `full_exits` counts. The vCPU did not run during this time.
     pub stalled: Duration,
-    /// Longest of these stops.
+    /// Longest of the stops that `full_exits` counts.
     pub stalled_max: Duration,
 }
 
@@ -93,8 +93,8 @@ pub enum ReaperState {
     Sleeping,
     /// The reaper looks at the rings and harvests.
     Working,
-    /// The reaper ended with this error. vCPUs still empty their full rings, and every harvest
-    /// empties all rings.
+    /// The reaper ended with this error. vCPUs still empty their full rings, and each harvest of
+    /// the engine still empties all rings.
     Failed(String),
 }
 
@@ -105,18 +105,18 @@ pub struct ReaperReport {
     pub policy: String,
     /// State of the thread.
     pub state: ReaperState,
-    /// Number of wake-ups.
+    /// Number of times that the reaper woke up.
     pub iterations: u64,
     /// Number of wake-ups in which the reaper harvested.
     pub harvests: u64,
-    /// Current sleep.
+    /// Length of the current sleep, or zero if tracking is off.
     pub sleep: Duration,
-    /// Processor time that the reaper used.
+    /// Processor time that the reaper thread has used.
     pub cpu: Duration,
 }
 
-/// Figures of rings and reaper since tracking started. After a stop, the figures stay as they were
-/// at the stop.
+/// Figures of rings and reaper since tracking started. After tracking has stopped, the figures are
+/// kept until the next start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RingReport {
     /// Number of entries of each ring.
@@ -128,7 +128,7 @@ pub struct RingReport {
 }
 
 impl RingReport {
-    /// Returns the figures in the form of a migration's report.
+    /// Converts the figures to the form in which the report of a migration contains them.
     #[must_use]
     pub fn figures(&self) -> RingFigures {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);

@@ -13,30 +13,32 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// VMM's own marks.
 ///
 /// # Why no write is lost
-/// `start` makes KVM protect all pages before it returns. From then on a page is protected, or it
-/// is in a ring, or it was harvested and is being protected again. A harvested page is returned
-/// only after its protection (`ring/core.rs`). So every page that a harvest reports is protected,
-/// and [`Protect::protect`] has nothing to do.
+/// `start` makes KVM protect all pages before it returns. From then on, each page is protected, or
+/// it is in a ring, or it was harvested and is being protected again. A harvest returns a page only
+/// after KVM has protected it again (`ring/core.rs`). Therefore every page that a harvest reports
+/// is protected, and [`Protect::protect`] has nothing to do.
 ///
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect no
-/// page at the start, and never add a page to a ring. The tracker disables it permanently, because
-/// a VM with rings has no log that it could protect.
+/// page at the start, and never add a page to a ring. The tracker disables manual protection and
+/// does not restore it, because a VM with rings has no dirty log to which it could apply.
 ///
 /// *Writes of the VMM* are in the marks, as for [`KvmLogTracker`](crate::KvmLogTracker). Each slot
-/// has a bitmap for the pages of the rings: reaper, vCPUs and harvests add pages, and a harvest
-/// takes them by atomic swap.
+/// has a bitmap for the pages from the rings: the reaper, the vCPUs and the harvests add pages, and
+/// a harvest takes them by an atomic swap.
 ///
-/// *PML.* Processors that log writes themselves keep entries in a buffer of each vCPU until it
-/// exits. Unlike the log, the ring has no call that flushes these buffers. Before the last harvest
-/// all vCPUs are out of the guest, and the entries of their buffers are in the rings. An earlier
-/// harvest may miss some entries, which a later one finds.
+/// *PML.* Processors with page-modification logging record written pages in a buffer of each vCPU,
+/// which KVM copies to the ring when the vCPU exits. Unlike the log, the ring has no call that
+/// flushes these buffers. An earlier harvest may therefore miss some pages, which a later one
+/// finds. Before the last harvest of a migration, all vCPUs have left the guest, so the content of
+/// their buffers is in the rings.
 ///
 /// # Failures
-/// A ring that cannot be reset keeps its harvested pages: the harvest fails, and the next one tries
-/// again and reports those pages. A vCPU whose ring is full cannot continue meanwhile:
-/// [`RingVcpu::on_full`](super::RingVcpu::on_full) returns the error. If the reaper fails, its
-/// state has the reason, and the guest only gets slower. A page outside all slots would be lost, so
-/// it makes every later harvest fail.
+/// If a ring cannot be reset, the harvest fails and the ring keeps its harvested pages, which the
+/// next successful harvest reports. Until then, a vCPU whose ring is full cannot continue:
+/// [`RingVcpu::on_full`](super::RingVcpu::on_full) returns the error. If the reaper fails,
+/// [`ReaperState::Failed`](super::ReaperState::Failed) contains the reason, and the guest only gets
+/// slower. If KVM reports a page outside all slots, every later harvest fails, because that page
+/// would be lost.
 #[derive(Debug)]
 pub struct RingTracker {
     rings: DirtyRings,
@@ -63,13 +65,15 @@ impl RingTracker {
         self.rings.report()
     }
 
-    /// Puts back pages that were harvested and then not sent. The next harvest reports them again.
+    /// Puts back pages that were harvested but not sent. The next harvest reports them again.
     ///
-    /// The pages need not be protected: the engine reads their content after the harvest that
-    /// reports them again.
+    /// The pages need not be protected, because the engine reads their content only after the
+    /// harvest that reports them again.
     ///
     /// # Errors
-    /// Returns an error if `pages` has other regions than this tracker.
+    /// Returns [`TrackerError::NoRegion`] if the tracker does not have a region of `pages`, and
+    /// [`TrackerError::Length`] if a region has another length. Regions before the failing one may
+    /// have been put back.
     pub fn put_back(&self, pages: &PageSet) -> Result<(), TrackerError> {
         for (region, map) in pages.iter() {
             let shared = self.shared();
@@ -120,8 +124,8 @@ impl RingTracker {
         let shared = self.shared();
         shared.full_harvests_all.store(false, Ordering::Relaxed);
         let switched = shared.log_none();
-        // Entries that stay in the rings would fill them permanently. The next start discards the
-        // pages.
+        // Entries that remained in the rings would occupy them permanently. The next start discards
+        // the pages.
         let emptied = shared.core().harvest_every();
         shared.in_use.store(false, Ordering::Release);
         switched.and(emptied.map(|_| ()))
@@ -205,7 +209,7 @@ impl DirtyTracker for RingTracker {
 
 impl Drop for RingTracker {
     fn drop(&mut self) {
-        // No caller is left to get the error. A log that stays on only makes the guest slower.
+        // No caller receives the error. A log that stays on only makes the guest slower.
         let _ = self.try_stop();
     }
 }

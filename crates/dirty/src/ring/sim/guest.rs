@@ -1,5 +1,5 @@
-//! Simulated guest that writes by arithmetic instead of page by page: hours are simulated in
-//! seconds.
+//! Simulated guest whose writes are computed instead of executed page by page, so that hours are
+//! simulated in seconds.
 
 /// Order in which a vCPU writes to the pages of its working set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -61,7 +61,7 @@ pub struct Costs {
 }
 
 impl Default for Costs {
-    /// Returns the costs as measured with KVM and a guest of one instruction.
+    /// Returns costs that were measured with KVM and a guest that only writes.
     fn default() -> Self {
         Self { write: 40e-9, fault: 10e-6, exit: 20e-6, harvest: 50e-6, page: 0.25e-6, look: 50e-6 }
     }
@@ -144,9 +144,9 @@ impl Vcpu {
         self.left.min(self.writes_until(full) * pace + (full - self.touched) * costs.fault)
     }
 
-    /// Returns whether the ring has no room left.
+    /// Returns true if the ring has no room left.
     pub(super) fn full(&self, usable: f64) -> bool {
-        // As exact as the arithmetic is for the moment that `next` computed.
+        // The tolerance is the rounding error of the time that `next` computed.
         self.used() >= usable - 1e-6
     }
 

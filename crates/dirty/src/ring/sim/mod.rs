@@ -1,8 +1,9 @@
-//! Simulation of harvest policies: the policies that ship, with an arithmetic guest in simulated
-//! time.
+//! Simulation of harvest policies. The policies are those that ship, and an arithmetic model
+//! replaces the guest and the clock.
 //!
-//! [`run`] plays a [`Trace`] under a [`ReaperPolicy`] and returns its cost. With `series`, the
-//! result also has the sleep and the fill of the rings at each turn of the reaper, for a chart.
+//! [`run`] plays a [`Trace`] under a [`ReaperPolicy`] and returns the cost of the policy. A *turn*
+//! of the reaper is one wake-up. If `series` is true, the result also contains the sleep and the
+//! fill of the rings at each turn, for a chart.
 
 mod guest;
 mod trace;
@@ -37,13 +38,13 @@ pub struct Outcome {
     pub faults: f64,
     /// Number of times that a vCPU stopped because of a full ring.
     pub full_exits: u64,
-    /// vCPU seconds that passed in these stops.
+    /// Total time of these stops, in seconds, summed over the vCPUs.
     pub stalled: f64,
     /// Number of turns of the reaper.
     pub turns: u64,
     /// Number of turns in which the reaper harvested.
     pub harvests: u64,
-    /// Seconds of a processor that the reaper used.
+    /// Processor time that the reaper used, in seconds.
     pub reaper_cpu: f64,
     /// Shortest and longest sleep, in seconds.
     pub sleeps: (f64, f64),
@@ -52,7 +53,7 @@ pub struct Outcome {
 }
 
 impl Outcome {
-    /// Returns the vCPU seconds lost to faults and stops per million writes.
+    /// Returns the time that the vCPUs lost to faults and stops per million writes, in seconds.
     #[must_use]
     pub fn lost_per_million(&self, costs: &Costs) -> f64 {
         (self.stalled + self.faults * costs.fault) / self.writes * 1e6
@@ -82,7 +83,8 @@ struct Host<'a> {
     reaper_cpu: f64,
 }
 
-/// Plays `trace` repeatedly for `seconds` under `policy`, with rings of `entries`.
+/// Plays `trace` for `seconds` of simulated time under `policy`, with rings of `entries` entries.
+/// The trace is repeated if it is shorter.
 ///
 /// # Panics
 /// Panics if a vCPU of the trace has no phase, the policy uses a ring that does not exist, or the

@@ -21,7 +21,7 @@ const LONG: f64 = 1e9;
 const RECORDED: &str = include_str!("recorded.txt");
 
 impl Trace {
-    /// Returns loads that do not change.
+    /// Returns traces whose load does not change.
     #[must_use]
     pub fn steady() -> Vec<Self> {
         let two = |name, rate, pages| {
@@ -53,7 +53,7 @@ impl Trace {
         ]
     }
 
-    /// Returns loads that change all the time.
+    /// Returns traces whose load changes all the time.
     #[must_use]
     pub fn changing() -> Vec<Self> {
         let burst = Phase::uniform(5.0, AS_FAST_AS_IT_CAN, STRESS);
@@ -74,10 +74,10 @@ impl Trace {
         ]
     }
 
-    /// Returns the recorded load of a real guest.
+    /// Returns the trace that was recorded from a real guest.
     ///
     /// # Panics
-    /// Panics if the recording in the source is damaged.
+    /// Panics if the recording in the source tree is damaged.
     #[must_use]
     pub fn recorded() -> Self {
         let mut vcpus = vec![Vec::new(); 2];
@@ -90,7 +90,8 @@ impl Trace {
         Self { name: "recorded", vcpus }
     }
 
-    /// Returns a day of load: quiet most of the time, with every other load now and then.
+    /// Returns a trace of a day, on which the guest is idle most of the time and has each kind of
+    /// load now and then.
     #[must_use]
     pub fn day() -> Self {
         let hour = |offset: f64| {
