@@ -8,17 +8,19 @@ use vmferry_bitmap::Bitmap;
 use vmferry_core::PageRun;
 use vmferry_sys::{mapping, memfd};
 
-/// Drops the pages of `missing` from `region`, run by run, whatever their content.
+/// Drops the pages of `missing` from `region`, run by run, including their content.
 ///
-/// Anonymous pages are gone after `MADV_DONTNEED`, whether they were present, swapped out or part
-/// of a huge page (whose mapping is split once). A part of a memfd's huge page may stay, as zeros,
-/// if the huge page is in use. No fault would occur for that part, and the guest would read the
-/// zeros. Therefore the function checks the file and returns an error if pages stay.
+/// Anonymous pages are missing after `MADV_DONTNEED`, whether they were present, swapped out or
+/// part of a huge page (whose mapping is split once). If only part of a memfd's huge page is
+/// dropped while the huge page is in use, the part is not missing but filled with zeros. An access
+/// to that part would raise no fault, and the guest would read the zeros. Therefore the function
+/// checks the file, and returns an error if pages remain.
 ///
-/// Dropping pages of a memfd is slow: 162 ms for 1 GiB in one run on the two-core test host.
+/// Dropping pages of a memfd is slow: 1 GiB in a single run took 162 ms on the two-core test host.
 /// Several threads do not help, because the lock of the file admits one at a time (two threads: 177
 /// ms). Smaller pieces do not help either (2 MiB: 171 to 211 ms, 4 KiB: 1.2 s), nor does unmapping
-/// first (178 ms, 37 of them for the mapping). Therefore each run takes one call.
+/// the pages first (178 ms, of which unmapping took 37 ms). Therefore each run is dropped with one
+/// call.
 ///
 /// # Safety
 /// No Rust reference covers the region's bytes, and their content may be lost.
@@ -41,15 +43,15 @@ pub(crate) unsafe fn discard(
                     return Err(FaultError::Sticky { region: region.id, run });
                 }
             }
-            // Nothing is dropped here: `huge` removes the pages from the mapping.
+            // Nothing is dropped for huge pages, because `huge` removes them from the mapping.
             Backing::HugeMemfd { .. } => {}
         }
     }
     Ok(())
 }
 
-/// Punches until the pages are gone, and returns whether they are. A user of a huge page (a running
-/// `readv`, a scan of the kernel) releases it soon.
+/// Punches the pages out of the file, and returns true if they are gone. Makes up to five attempts,
+/// because a user of a huge page (a running `readv`, a scan of the kernel) releases it soon.
 fn punch(
     file: std::os::fd::BorrowedFd<'_>,
     bytes: std::ops::Range<u64>,

@@ -3,25 +3,26 @@
 use vmferry_core::{MAX_REGIONS, PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
-/// Error of demand paging.
+/// Error that demand paging returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultError {
     /// The host does not support demand paging for this guest.
     #[error("demand paging is not possible: {0}")]
     Unavailable(#[source] SysError),
-    /// The host refused a step.
+    /// The kernel refused an operation on a region.
     #[error("{region}: {source}")]
     Host {
-        /// Region of the step.
+        /// Region of the operation.
         region: RegionId,
         /// Error that the host returned.
         source: SysError,
     },
-    /// Waiting for faults on the userfaultfd of a shard failed.
+    /// Waiting for faults of a shard failed, or the eventfd that interrupts the wait could not be
+    /// created.
     #[error("waiting for faults of shard {shard}: {source}")]
     Wait {
-        /// Number of the shard.
+        /// Index of the shard.
         shard: usize,
         /// Error that the host returned.
         source: std::io::Error,
@@ -34,7 +35,7 @@ pub enum FaultError {
     /// The shard does not exist.
     #[error("there is no shard {shard}, only {have}")]
     NoShard {
-        /// Number of the shard.
+        /// Index of the shard.
         shard: usize,
         /// Number of shards.
         have: usize,
@@ -42,7 +43,7 @@ pub enum FaultError {
     /// The region does not exist.
     #[error("{0} is not a region of the memory for demand paging")]
     NoRegion(RegionId),
-    /// The region does not have the pages.
+    /// The request includes pages beyond the end of the region.
     #[error("{region} has {have} pages, not {run}")]
     NoPages {
         /// Region of the request.
@@ -52,7 +53,7 @@ pub enum FaultError {
         /// Requested pages.
         run: PageRun,
     },
-    /// The length of the content differs from the length of its pages.
+    /// The content to place does not have the length of the pages.
     #[error("{run} of {region} are {} bytes, but {bytes} were given", run.bytes())]
     Content {
         /// Region of the pages.
@@ -62,7 +63,8 @@ pub enum FaultError {
         /// Number of bytes that were given.
         bytes: usize,
     },
-    /// The set of pages belongs to other memory.
+    /// The set of missing pages does not have the length of a region, so it was made for other
+    /// memory.
     #[error("{region} has {have} pages, but the set of missing pages covers {bits}")]
     Length {
         /// Region with the mismatch.
@@ -75,10 +77,10 @@ pub enum FaultError {
     /// Demand paging has already begun.
     #[error("demand paging has already begun; end it first")]
     Begun,
-    /// A page was placed although demand paging has not begun.
+    /// A page of a region of huge pages was placed although demand paging has not begun.
     #[error("no page of {0} is missing: begin demand paging first")]
     NotBegun(RegionId),
-    /// Huge pages cannot be mapped a second time.
+    /// The huge pages of a region cannot be mapped a second time, through which pages are placed.
     #[error("{region}: its huge pages cannot be mapped a second time, as placing pages requires: {source}")]
     Alias {
         /// Region of the huge pages.
@@ -86,7 +88,7 @@ pub enum FaultError {
         /// Error that the host returned.
         source: std::io::Error,
     },
-    /// A page of a memfd stays after it was dropped.
+    /// Pages of a memfd could not be dropped, because a huge page of the memfd is in use.
     #[error(
         "{region}: {run} cannot be dropped: a huge page of the memfd is in use; set \
          /sys/kernel/mm/transparent_hugepage/shmem_enabled to never, or use anonymous memory"
@@ -94,10 +96,10 @@ pub enum FaultError {
     Sticky {
         /// Region of the pages.
         region: RegionId,
-        /// Pages that stay.
+        /// Pages that were to be dropped.
         run: PageRun,
     },
-    /// The mapping changed at every attempt to place a page.
+    /// A page could not be placed, because the mapping was being changed at every attempt.
     #[error("{region}: {page:#x} cannot be placed: the mapping changed at every attempt")]
     Unstable {
         /// Region of the page.

@@ -74,7 +74,7 @@ impl Drop for Alias {
 }
 
 impl Blocks {
-    /// Returns the blocks of `region`, or `None` if it is not made of huge pages.
+    /// Returns the huge pages of `region`, or `None` if the region is not made of huge pages.
     pub(crate) fn new(region: &PagedRegion) -> Result<Option<Self>, FaultError> {
         let Backing::HugeMemfd { file, offset } = &region.backing else { return Ok(None) };
         let id = region.id;
@@ -132,8 +132,8 @@ impl Blocks {
         Ok(())
     }
 
-    /// Ends demand paging for the region: pages that are still missing read as zeros after the
-    /// region was unregistered.
+    /// Ends demand paging for the region. Pages that are still missing read as zeros after the
+    /// region has been unregistered.
     pub(crate) fn end(&self) -> Result<(), FaultError> {
         let mut missing = self.missing.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(missing) = &*missing {
@@ -148,9 +148,9 @@ impl Blocks {
         Ok(())
     }
 
-    /// Writes `bytes`, or zeros, to the pages of `run`, which exist. Calls `show` for each huge
-    /// page that is complete now or was complete before (a thread may sleep on it that was not
-    /// woken).
+    /// Writes `bytes`, or zeros, to the missing pages of `run`, which lies in the region. Calls
+    /// `show` for each huge page of `run` that is complete, even if it was complete before, because
+    /// a thread that sleeps on it may not have been woken.
     pub(crate) fn place(
         &self,
         run: PageRun,
@@ -181,8 +181,8 @@ impl Blocks {
         Ok(placed)
     }
 
-    /// Writes the pages of `part`, in block `number`, that no thread has taken, and returns their
-    /// number.
+    /// Writes those pages of `part`, in block `number`, that no thread has taken yet, and returns
+    /// the number of written pages.
     fn write(
         &self,
         missing: &Missing,

@@ -1,6 +1,7 @@
 //! Demand paging for guest memory: [`UffdMemory`] implements
 //! [`DemandPaging`](vmferry_core::DemandPaging) with userfaultfd, for memory that is mapped in this
-//! process. Postcopy and on-demand restores need it.
+//! process. Postcopy needs it, and so does a restore that starts the guest before its memory has
+//! been read.
 //!
 //! ```no_run
 //! use std::os::fd::OwnedFd;
@@ -26,14 +27,15 @@
 //! ```
 //!
 //! # Faults do not wait for each other
-//! The pages are divided into shards. Each shard has its own userfaultfd. An access to a missing
-//! page creates a message on the userfaultfd of the page's shard, and one thread reads the messages
-//! of a shard. Placing a page takes no lock of this crate. A lock is taken only when demand paging
-//! begins or ends.
+//! The pages are divided into shards, each with its own userfaultfd. An access to a missing page
+//! creates a message on the userfaultfd of the page's shard, and one thread reads the messages of a
+//! shard. Threads that place pages never wait for each other on a lock of this crate. A lock
+//! excludes them only while demand paging begins or ends.
 //!
 //! # Accesses that are not detected
-//! An access through another mapping of the memfd, in this process or another, raises no fault.
-//! Only the mappings that are given to this crate raise faults.
+//! Only accesses through the mappings that are given to this crate raise faults. An access through
+//! another mapping of the same memfd, in this process or another, raises none, and reads zeros or
+//! outdated content in place of a missing page.
 
 mod discard;
 mod error;

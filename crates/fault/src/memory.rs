@@ -23,31 +23,36 @@ use vmferry_thread::VcpuThreads;
 
 const _: () = assert!(SYS_PAGE == PAGE_SIZE);
 
-/// Maximum number of shards: more threads do not make the faults of one host faster.
+/// Maximum number of shards, because more threads do not serve the faults of one host faster.
 const MAX_SHARDS: usize = 16;
-/// Maximum time for which a waiting thread sleeps without a check for an interrupt. It matters only
-/// if several threads wait for one shard: the return of one thread can hide the interrupt from
-/// another.
+/// Maximum time for which a waiting thread sleeps without a check for an interrupt. The limit
+/// matters only if several threads wait for one shard, because a thread that returns can consume
+/// the signal before another thread sees it.
 const LOOK: Duration = Duration::from_millis(100);
 /// Options of [`UffdMemory`].
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct UffdOptions {
-    /// Number of shards, 1 to 16. Each shard is a separate stream of faults.
+    /// Number of shards, from 1 to 16. A number outside this range is replaced by the nearest
+    /// limit. The faults of each shard are read separately.
     pub shards: usize,
-    /// True if only user-mode code of this process touches the memory. KVM touches the memory of a
-    /// KVM guest, and device models let the kernel touch it (`readv`). With `false`, these faults
-    /// are received too, which needs a permission.
+    /// True if only user-mode code of this process accesses the memory. Use `false` for a KVM
+    /// guest, because KVM accesses its memory, and for device models that pass guest memory to
+    /// system calls such as `readv`. With `false`, faults of the kernel are received too, for which
+    /// the process needs a permission: the sysctl `vm.unprivileged_userfaultfd`, access to
+    /// `/dev/userfaultfd`, or `CAP_SYS_PTRACE`.
     pub user_mode_only: bool,
-    /// True to allow huge pages again after demand paging has ended.
+    /// True to enable transparent huge pages for the memory after demand paging has ended. They are
+    /// disabled when demand paging begins.
     pub huge_pages: bool,
-    /// Thread ids of the vCPUs.
+    /// Table of the vCPU threads, from which the vCPU of a fault is determined.
     pub threads: Arc<VcpuThreads>,
 }
 
 impl UffdOptions {
-    /// Returns the options for a guest whose vCPUs are `threads`: one shard for each CPU of the
-    /// host, at most 4, and no huge pages at the end.
+    /// Returns the default options for a guest with the vCPU threads `threads`: one shard for each
+    /// available CPU but at most 4, faults of the kernel are received, and huge pages stay disabled
+    /// after demand paging.
     #[must_use]
     pub fn new(threads: Arc<VcpuThreads>) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -59,7 +64,7 @@ impl UffdOptions {
 #[derive(Debug)]
 struct Shard {
     uffd: Userfaultfd,
-    /// Eventfd that is readable while an interrupt is pending.
+    /// Eventfd that is readable while an interrupt has not been consumed.
     bell: OwnedFd,
     /// Number of the last interrupt that a call noticed.
     seen: AtomicU64,
@@ -67,11 +72,12 @@ struct Shard {
     readers: AtomicU32,
 }
 
-/// Guest memory that is mapped in this process and whose pages may be missing.
+/// Guest memory that is mapped in this process and supports demand paging, so that its pages may be
+/// missing.
 #[derive(Debug)]
 pub struct UffdMemory {
-    /// Not dropped while a guest has missing pages: closing a userfaultfd wakes the threads that
-    /// wait for pages, with zeros.
+    /// Not dropped while a guest runs with missing pages. Closing a userfaultfd wakes the threads
+    /// that wait for a page, and they would read zeros.
     shards: ManuallyDrop<Vec<Shard>>,
     map: ShardMap,
     /// Regions in the order in which they were given.
@@ -88,27 +94,29 @@ pub struct UffdMemory {
     /// write it, and threads that read guest memory and must not sleep lock it for reading
     /// ([`UffdMemory::read_if_present`]).
     begun: RwLock<Faults>,
-    /// Keeps the mappings, and is dropped after everything else, or with `shards` never.
+    /// Keeps the mappings alive. It is dropped after everything else, or, like `shards`, never.
     _owner: ManuallyDrop<Arc<dyn Any + Send + Sync>>,
 }
 
-/// State of demand paging: whether an access to a missing page waits for the page.
+/// State of demand paging, which decides if an access to a missing page waits for the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Faults {
     Off,
-    /// An access waits. The guest does not run.
+    /// An access waits. The guest has not been started.
     On,
     /// An access waits. The guest runs, and its vCPUs have short time slices.
     OfGuest,
 }
 
 impl UffdMemory {
-    /// Prepares demand paging for `regions`. The regions do not change before
-    /// [`begin`](DemandPaging::begin).
+    /// Prepares demand paging for `regions`. The content and the mapping of the regions do not
+    /// change before [`begin`](DemandPaging::begin).
     ///
     /// # Errors
-    /// Returns an error if the host does not support demand paging or this user has no permission;
-    /// the error says how to grant it. Also if the regions cannot be the memory of one guest.
+    /// Returns [`FaultError::Unavailable`] if the kernel does not support demand paging for these
+    /// regions, or if this user lacks the permission; the error then says how to grant it. Returns
+    /// [`FaultError::Regions`] if the regions cannot be the memory of one guest, and
+    /// [`FaultError::Alias`] if huge pages cannot be mapped a second time.
     ///
     /// # Safety
     /// As long as `owner` lives, the regions are mapped at the given addresses and have the given
@@ -155,29 +163,30 @@ impl UffdMemory {
         })
     }
 
-    /// Calls `read` if all pages of `run` are present, and keeps them present until `read` returns.
-    /// Returns `None` if a page is missing or the host does not report the state.
+    /// Calls `read` if all pages of `run` are present, keeps them present until `read` returns, and
+    /// returns its result. Returns `None` if a page is missing or the state of the pages is
+    /// unknown.
     ///
-    /// A thread that reads guest memory and must not sleep uses this function (hazards.md 18). A
-    /// present page stays present: only `begin` drops pages, and `begin` waits for `read`. In a
-    /// memfd, a page is present if the file has it. The first access through this mapping then
-    /// raises no fault that this crate handles.
+    /// Use this function in a thread that reads guest memory and must not sleep (hazards.md 18). A
+    /// present page stays present, because only `begin` drops pages, and `begin` waits for `read`.
+    /// In a memfd of small pages, a page is present if the file has it. The first access through
+    /// this mapping may then raise a fault, but the kernel resolves it without this crate.
     pub fn read_if_present<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
         let present = *begun == Faults::Off || self.present(region, run).unwrap_or(false);
         present.then(read)
     }
 
-    /// Calls `change` if no page can be missing, and keeps this state until `change` returns.
-    /// Returns `None` between `begin` and `end`.
+    /// Calls `change` if no page can be missing, prevents the begin of demand paging until `change`
+    /// returns, and returns its result. Returns `None` between `begin` and `end`.
     pub fn if_complete<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let begun = self.begun.read().unwrap_or_else(PoisonError::into_inner);
         (*begun == Faults::Off).then(change)
     }
 
-    /// Returns whether demand paging is active while no thread waits for its faults. A thread that
-    /// has read a fault and places its page does not count as waiting, so a single result means
-    /// little.
+    /// Returns true if demand paging is active and no thread is waiting for its faults. A thread
+    /// that has read a fault and is placing the page does not count as waiting, so a single result
+    /// proves little.
     pub(crate) fn is_unserved(&self) -> bool {
         let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
         begun != Faults::Off && self.shards.iter().all(|shard| shard.readers.load(Ordering::Relaxed) == 0)
@@ -187,8 +196,8 @@ impl UffdMemory {
         let place = self.map.with_pages(id, run)?;
         let mut found = 0;
         match &self.regions[place.position].backing {
-            // Pages that a file of huge pages has may not be mapped, and an access to them is then
-            // a fault.
+            // The mapping may lack a page that the file of huge pages has. An access to that page
+            // would be a fault that this crate handles.
             Backing::Anonymous | Backing::HugeMemfd { .. } => {
                 let map = pagemap::Pagemap::own().map_err(FaultError::host(id))?;
                 map.for_each_populated_entry(place.span(run), |pages| found += pages.end - pages.start)
@@ -215,10 +224,13 @@ impl UffdMemory {
         Ok(())
     }
 
-    /// The order matters (hazards.md 17). First forbid huge pages: a huge page that the kernel
-    /// makes of a few placed pages would fill the missing ones between them with zeros. Then
-    /// register, so that every later access to a missing page waits. Only then drop: a page that is
-    /// accessed after it was dropped and before it is registered would be present, as zeros.
+    /// Prepares the memory so that the pages of `missing` are missing.
+    ///
+    /// The order matters (hazards.md 17). First forbid huge pages, because a huge page that the
+    /// kernel makes of a few placed pages would fill the missing pages between them with zeros.
+    /// Then register the memory, so that every later access to a missing page waits. Only then drop
+    /// the pages, because a page that is accessed after it was dropped and before it is registered
+    /// would be present as zeros.
     fn prepare(&self, missing: &PageSet) -> Result<(), FaultError> {
         for place in self.map.regions() {
             let host = FaultError::host(place.id);
@@ -288,9 +300,10 @@ impl UffdMemory {
         let before = self.interrupts.load(Ordering::Acquire);
         let mut waits = shard.seen.swap(before, Ordering::AcqRel) == before;
         if !waits {
-            // The interrupt is noticed by this call and by the calls that wait already, whether
-            // they still find the eventfd readable or not. An interrupt between the load and this
-            // read may lose its signal, but its number is found below.
+            // This call has noticed the interrupt, and so will the calls that are already waiting,
+            // because they compare its number even if they find the eventfd no longer readable. If
+            // another interrupt arrives between the load and this read, its signal is lost, but the
+            // loop below finds its number.
             let _ = rustix::io::read(&shard.bell, &mut [0; 8]);
         }
         loop {
@@ -331,7 +344,8 @@ impl UffdMemory {
     }
 }
 
-/// Ignores the error of a kernel without huge pages, which has none to forbid.
+/// Ignores the error of a kernel without transparent huge pages, because there is nothing to
+/// forbid.
 fn no_such_thing(error: vmferry_sys::SysError) -> Result<(), vmferry_sys::SysError> {
     if error.errno() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
 }
@@ -382,7 +396,7 @@ impl DemandPaging for UffdMemory {
         }
         self.check(missing)?;
         if let Err(error) = self.prepare(missing) {
-            // Unregister the part that was registered. The first error is returned.
+            // Unregister the memory that was registered. The first error is returned.
             let _ = self.release();
             return Err(error.into());
         }
@@ -408,8 +422,8 @@ impl DemandPaging for UffdMemory {
     }
 
     fn interrupt(&self) {
-        // The number is increased first: a thread that finds the eventfd readable then also finds
-        // the number.
+        // Increase the number first, so that a thread that finds the eventfd readable also finds
+        // the new number.
         self.interrupts.fetch_add(1, Ordering::AcqRel);
         for shard in self.shards.iter() {
             // The write fails only if 2^64 - 2 signals were not read.
@@ -455,9 +469,9 @@ impl DemandPaging for UffdMemory {
 }
 
 impl Drop for UffdMemory {
-    /// Ends demand paging, unless the guest runs and has missing pages. Then the userfaultfds stay
-    /// open and the memory stays mapped for the life of the process: a thread that waits for a page
-    /// waits on, and reads no zeros in its place.
+    /// Ends demand paging, unless the guest was started and may have missing pages. In that case,
+    /// the userfaultfds stay open and the memory stays mapped for the life of the process, so that
+    /// a thread that waits for a page continues to wait and does not read zeros.
     fn drop(&mut self) {
         let begun = *self.begun.get_mut().unwrap_or_else(PoisonError::into_inner);
         if begun == Faults::OfGuest {

@@ -60,8 +60,8 @@ impl<'a> Source<'a> {
     }
 }
 
-/// Places `part`, which lies in the shard of `uffd`. The kernel stops at the first present page and
-/// reports how much it placed. Present pages are skipped.
+/// Places the pages of `part`, which lies in the shard of `uffd`, and skips the pages that are
+/// present. The kernel stops at the first present page and reports how much it placed.
 ///
 /// Invariant: 0 <= placed pages + present pages <= part.count, and every page below `at` is one or
 /// the other.
@@ -78,8 +78,8 @@ pub(crate) fn fill_part(
     let mut present = None;
     let mut attempts = 0;
     let wake = |present: &mut Option<u64>, at: u64| match present.take() {
-        // Another thread that placed the page has woken the threads that slept on it. A writer that
-        // put the page into a memfd through another mapping has not.
+        // A thread that placed the page through userfaultfd has woken the threads that slept on it.
+        // A writer that put the page into a memfd through another mapping has not.
         Some(from) => uffd.wake(from..at).map_err(FaultError::host(place.id)),
         None => Ok(()),
     };
@@ -120,8 +120,8 @@ pub(crate) fn fill_part(
     wake(&mut present, at)
 }
 
-/// Maps the huge page `block` of `place`, which the file has, and wakes the threads that sleep on
-/// it.
+/// Maps the huge page `block` of `place`, which exists in the file, and wakes the threads that
+/// sleep on it.
 pub(crate) fn map_huge_page(
     uffd: &Userfaultfd,
     place: &ShardedRegion,

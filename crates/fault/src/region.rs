@@ -4,11 +4,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use vmferry_core::RegionId;
 
-/// Backing of a mapping, which decides how its pages are dropped.
+/// Kind of memory behind the mapping of a region, which decides how its pages are dropped.
 #[derive(Debug, Clone)]
 pub enum Backing {
-    /// Private anonymous memory. Shared anonymous memory is a memfd without a name and does not
-    /// belong to this variant.
+    /// Private anonymous memory. Shared anonymous memory does not belong to this variant, because
+    /// the kernel implements it as an unnamed file on tmpfs.
     Anonymous,
     /// A memfd, or another file on tmpfs, mapped shared.
     Memfd {
@@ -17,8 +17,8 @@ pub enum Backing {
         /// Offset in the file at which the region starts, in bytes.
         offset: u64,
     },
-    /// A memfd of huge pages of 2 MiB (`MFD_HUGETLB | MFD_HUGE_2MB`), mapped shared, in whole huge
-    /// pages.
+    /// A memfd of 2 MiB huge pages (`MFD_HUGETLB | MFD_HUGE_2MB`), mapped shared. The address, the
+    /// length and the offset of the region must be multiples of 2 MiB.
     HugeMemfd {
         /// File that is mapped.
         file: Arc<OwnedFd>,
@@ -32,10 +32,10 @@ pub enum Backing {
 pub struct PagedRegion {
     /// Id of the region in the migration.
     pub id: RegionId,
-    /// Address of the first byte in this process, at a page boundary.
+    /// Address of the first byte in this process, a multiple of the page size.
     pub host: u64,
-    /// Length of the region in bytes, whole pages.
+    /// Length of the region in bytes, a multiple of the page size that is not 0.
     pub len: u64,
-    /// Backing of the mapping.
+    /// Kind of memory behind the mapping.
     pub backing: Backing,
 }

@@ -1,23 +1,24 @@
 //! Assignment of pages to shards, each with its own userfaultfd.
 //!
-//! A mapping belongs to one userfaultfd, and the kernel splits a mapping at each change of owner
-//! (hazards.md 16). Therefore regions are cut into chunks, which are assigned to the shards in
-//! turn. Chunks are as small as the limit on mappings permits, so that even a small working set
-//! lies in all shards.
+//! A mapping belongs to one userfaultfd, and the kernel splits a mapping wherever the userfaultfd
+//! changes (hazards.md 16). Therefore regions are cut into chunks, which are assigned to the shards
+//! in turn. Chunks are as small as the limit on mappings permits, so that even a small working set
+//! is spread over all shards.
 
 use crate::error::FaultError;
 use crate::region::PagedRegion;
 use std::ops::Range;
 use vmferry_core::{MAX_PAGES, MAX_REGIONS, PAGE_SHIFT, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
-/// Maximum number of chunks, and so of mappings that result. Each chunk costs its registration
-/// during the guest's downtime, and the kernel's limit for a process is 65530 mappings by default.
+/// Maximum number of chunks, and therefore of mappings that result from the split. Each chunk must
+/// be registered during the guest's downtime, and the kernel allows a process 65530 mappings by
+/// default.
 const MAX_CHUNKS: u64 = 512;
-/// Pages of the smallest chunk, as a shift: 2 MiB, so that no huge page (before or after demand
-/// paging) has two owners.
+/// Number of pages of the smallest chunk, as a binary logarithm. The chunk has 2 MiB, so that no
+/// huge page belongs to two userfaultfds, before or after demand paging.
 const MIN_CHUNK_SHIFT: u32 = 9;
 
-/// Region and its first chunk.
+/// Region with the number of its first chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ShardedRegion {
     pub(crate) id: RegionId,
@@ -46,7 +47,7 @@ impl ShardedRegion {
 #[derive(Debug)]
 pub(crate) struct ShardMap {
     count: usize,
-    /// Pages of a chunk, as a shift.
+    /// Number of pages of a chunk, as a binary logarithm.
     shift: u32,
     /// Regions, sorted by address.
     regions: Vec<ShardedRegion>,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use vmferry_core::{DemandPaging, PageRun, RegionId};
 use vmferry_thread::VcpuThreads;
 
-/// Holder of a VMM's [`UffdMemory`], which is created on first use, and of the state that all
-/// threads of the VMM need.
+/// Slot for the [`UffdMemory`] of a VMM, which is created on first use, together with the table of
+/// the vCPU threads.
 #[derive(Debug)]
 pub struct PagingSlot {
     threads: Arc<VcpuThreads>,
@@ -28,7 +28,8 @@ impl PagingSlot {
         &self.threads
     }
 
-    /// Returns the memory in the slot, or creates it with `make` and the vCPU threads of this slot.
+    /// Returns the memory in the slot. If the slot is empty, calls `make` with the table of vCPU
+    /// threads to create the memory.
     ///
     /// # Errors
     /// Returns the error of `make`. The slot then stays empty.
@@ -44,11 +45,11 @@ impl PagingSlot {
         Ok(Arc::clone(memory.insert(made)))
     }
 
-    /// Calls `read` as [`UffdMemory::read_if_present`] does. In an empty slot no page is ever
-    /// missing.
+    /// Calls `read` under the conditions of [`UffdMemory::read_if_present`]. While the slot is
+    /// empty, no page is missing, so `read` is always called.
     ///
-    /// The slot is locked for reading while `read` runs, so [`get_or_make`](Self::get_or_make)
-    /// waits for `read`.
+    /// The slot is locked for reading while `read` runs. Therefore
+    /// [`get_or_make`](Self::get_or_make) waits for `read`, and `read` must not call it.
     pub fn read_if_present<T>(&self, region: RegionId, run: PageRun, read: impl FnOnce() -> T) -> Option<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match &*memory {
@@ -57,8 +58,9 @@ impl PagingSlot {
         }
     }
 
-    /// Calls `change` if no page can be missing, and keeps this state until `change` returns. Code
-    /// that drops pages runs in `change`. Returns `None` while pages may be missing.
+    /// Calls `change` if no page can be missing, prevents the begin of demand paging until `change`
+    /// returns, and returns its result. Returns `None` while pages may be missing. Code that drops
+    /// pages must run in `change`.
     pub fn if_complete<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         match &*memory {
@@ -67,16 +69,16 @@ impl PagingSlot {
         }
     }
 
-    /// Waits until the vCPUs of a guest, which were told to stop, have stopped, and returns whether
-    /// they have.
+    /// Waits for the vCPUs of a guest that were told to stop. Returns true if they have stopped.
     ///
-    /// Waits for at most `patience`, and stops waiting early if no thread serves faults: a vCPU
-    /// that sleeps on a missing page would never stop. `stopped` returns whether the vCPUs have
-    /// stopped, and may wait for the given time. After a result of false, sleeping vCPUs remain,
-    /// and [`end`](Self::end) wakes them.
+    /// The function waits for at most `patience`. It gives up earlier if no thread serves faults,
+    /// because a vCPU that sleeps on a missing page would never stop. `stopped` must return true if
+    /// the vCPUs have stopped, and may wait for the given time. If the function returns false, some
+    /// vCPUs may still sleep on missing pages, and [`end`](Self::end) wakes them.
     pub fn stop_or_sleep(&self, patience: Duration, mut stopped: impl FnMut(Duration) -> bool) -> bool {
-        /// Number of consecutive checks without a waiting fault server. A server is between two
-        /// faults for a moment, but hardly at each of these checks.
+        /// Number of consecutive checks at which no thread waits for faults. A thread that serves
+        /// faults is not waiting for a moment between two faults, but hardly at each of these
+        /// checks.
         const LOOKS: u32 = 5;
         const BETWEEN: Duration = Duration::from_millis(4);
         let (begin, mut unserved) = (Instant::now(), 0);
@@ -91,9 +93,9 @@ impl PagingSlot {
         false
     }
 
-    /// Ends demand paging when the guest has ended, and wakes the threads that sleep on a missing
-    /// page. Otherwise a sleeping vCPU could not be ended, and KVM could not end a worker that
-    /// sleeps for a vCPU.
+    /// Ends demand paging, and wakes the threads that sleep on a missing page. Call this function
+    /// when the guest has ended. Otherwise a sleeping vCPU could not end, and KVM could not end a
+    /// worker that sleeps on behalf of a vCPU.
     pub fn end(&self) {
         let memory = self.memory.read().unwrap_or_else(PoisonError::into_inner);
         if let Some(memory) = &*memory {
