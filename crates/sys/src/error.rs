@@ -3,7 +3,8 @@
 use crate::PAGE_SIZE;
 use std::io;
 
-/// Error of a call that the kernel refused, or that was not made because its arguments were wrong.
+/// Error of a system call that the kernel refused, or that was not made because its arguments were
+/// wrong.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SysError {
@@ -19,7 +20,7 @@ pub enum SysError {
         /// Meaning of the error for this call, with a remedy if there is one.
         meaning: &'static str,
     },
-    /// The buffer is smaller than the data that the kernel would write to it.
+    /// The buffer is smaller than the data that the kernel would read or write.
     #[error("{call} on {target}: the buffer has {have} words, the kernel needs {need}")]
     Buffer {
         /// Name of the call that was not made.
@@ -31,7 +32,8 @@ pub enum SysError {
         /// Number of 64-bit words that the kernel reads or writes.
         need: usize,
     },
-    /// An address or a length is not a whole number of pages, or the range wraps around.
+    /// An address or a length is not a multiple of the page size, or the range is empty or extends
+    /// beyond the address space.
     #[error("{call} on {target}: not whole pages of 4096 bytes within the address space")]
     NotPages {
         /// Name of the call that was not made.
@@ -39,7 +41,7 @@ pub enum SysError {
         /// Object of the call.
         target: String,
     },
-    /// The page size of the kernel is larger than [`PAGE_SIZE`].
+    /// The page size of the kernel is not [`PAGE_SIZE`].
     #[error("{call}: the kernel's pages have {bytes} bytes; use a kernel with pages of 4096 bytes")]
     HostPages {
         /// Name of the call that was not made.
@@ -86,7 +88,7 @@ impl SysError {
     }
 }
 
-/// Returns the kernel version that has the userfaultfd features `missing`.
+/// Returns a text that names the kernel version with the userfaultfd features `missing`.
 fn needs(missing: u64) -> &'static str {
     use crate::uffd::{
         FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID,
@@ -101,11 +103,11 @@ fn needs(missing: u64) -> &'static str {
     }
 }
 
-/// Returns an error for `call` if the kernel has larger pages than [`PAGE_SIZE`].
+/// Returns an error for `call` if the page size of the kernel is not [`PAGE_SIZE`].
 ///
-/// A kernel for aarch64 may have pages of 16 or 64 KiB. The dirty log of KVM and the page map count
-/// in these pages, and `madvise` drops whole ones. The wrong guest pages would count as dirty, or
-/// would be dropped.
+/// A kernel for aarch64 may have pages of 16 or 64 KiB. The dirty log of KVM and the pagemap have
+/// one entry for each of these pages, and `madvise` drops whole ones. With such a kernel, the wrong
+/// guest pages would count as dirty or would be dropped.
 pub(crate) fn need_small_pages(call: &'static str) -> Result<(), SysError> {
     // SAFETY: sysconf reads a value that the C library keeps. Confined threads may call it, because
     // it makes no system call.

@@ -1,9 +1,9 @@
 //! Dirty log of KVM (Linux `Documentation/virt/kvm/api.rst`, sections 4.8, 4.35, 4.117 and 7.18).
 //!
 //! The functions take the file descriptor of the VM and act on existing memory slots.
-//! [`set_slot_flags`] is unsafe, because it could create a slot, and [`get_dirty_log`] is unsafe,
-//! because KVM derives the size of the log from the slot. [`setup_machine_checks`] takes the
-//! descriptor of a vCPU and does not concern the log.
+//! [`set_slot_flags`] is unsafe because it could create a slot, and [`get_dirty_log`] is unsafe
+//! because KVM derives the size of the log from the slot. One function is not about the log:
+//! [`setup_machine_checks`] takes the descriptor of a vCPU and sets up machine-check banks.
 
 use crate::error::{common, need_small_pages};
 use crate::ioctl::{call, call_value, io, iow, iowr};
@@ -24,22 +24,24 @@ const CAP_MANUAL_PROTECT: u32 = 168;
 /// Slot flag `KVM_MEM_LOG_DIRTY_PAGES`: KVM records the written pages of the slot.
 pub const MEM_LOG_DIRTY_PAGES: u32 = 1;
 
-/// Mode in which the dirty log of a VM is cleared: bits of `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
+/// Mode in which the dirty log of a VM is cleared, as the flags of the capability
+/// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ManualProtect(u64);
 
 impl ManualProtect {
-    /// Bit `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE`: a read of the log does not clear it,
-    /// `KVM_CLEAR_DIRTY_LOG` does.
+    /// Bit `KVM_DIRTY_LOG_MANUAL_PROTECT_ENABLE`: reading the log does not clear it, and
+    /// `KVM_CLEAR_DIRTY_LOG` clears it instead.
     pub const ENABLE: u64 = 1;
     /// Bit `KVM_DIRTY_LOG_INITIALLY_SET`: when logging is enabled, every bit is set and no page is
     /// protected.
     pub const INITIALLY_SET: u64 = 2;
 
-    /// Mode without both bits: when logging is enabled, every page is protected at once.
+    /// Mode with neither bit set: enabling the log protects every page at once, and reading the log
+    /// clears it.
     ///
-    /// A VM with dirty rings must use this mode. Otherwise KVM would not record the first write to
-    /// a page that is not protected.
+    /// A VM with dirty rings must use this mode. With [`INITIALLY_SET`](Self::INITIALLY_SET), no
+    /// page would be protected, and KVM would not record the first write to a page.
     pub const NONE: Self = Self(0);
 
     /// Creates flags from the bits [`ENABLE`](Self::ENABLE) and
@@ -49,20 +51,20 @@ impl ManualProtect {
         Self(bits)
     }
 
-    /// Returns whether the log is cleared by `KVM_CLEAR_DIRTY_LOG`.
+    /// Returns true if the log is cleared by `KVM_CLEAR_DIRTY_LOG`, not by reading it.
     #[must_use]
     pub fn enabled(self) -> bool {
         self.0 & Self::ENABLE != 0
     }
 
-    /// Returns whether every bit is set in a log that was just enabled.
+    /// Returns true if every bit is set in a log that has just been enabled.
     #[must_use]
     pub fn initially_set(self) -> bool {
         self.0 & Self::INITIALLY_SET != 0
     }
 }
 
-/// Memory slot as it was given to KVM.
+/// Description of a memory slot as it was registered with KVM (`KVM_SET_USER_MEMORY_REGION`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotSpec {
     /// Number of the slot.
@@ -73,7 +75,7 @@ pub struct SlotSpec {
     pub gpa: u64,
     /// Length of the slot in bytes.
     pub len: u64,
-    /// Address of the mapping in this process.
+    /// Address in this process at which the memory of the slot is mapped.
     pub host: u64,
 }
 
@@ -118,7 +120,7 @@ pub fn log_words(len: u64) -> usize {
     usize::try_from((len / PAGE_SIZE).div_ceil(64)).unwrap_or(usize::MAX)
 }
 
-/// Returns the modes of manual protection that this VM offers.
+/// Returns the flags of manual protection that this VM supports.
 ///
 /// # Errors
 /// Returns an error if `vm` is not a VM.
@@ -127,11 +129,11 @@ pub fn manual_protect_offered(vm: BorrowedFd<'_>) -> Result<ManualProtect, SysEr
     Ok(ManualProtect(offered & (ManualProtect::ENABLE | ManualProtect::INITIALLY_SET)))
 }
 
-/// Sets the mode in which the dirty log is cleared, for all slots. `flags` comes from
-/// [`manual_protect_offered`].
+/// Sets the mode in which the dirty logs of all slots are cleared. `flags` must be a subset of the
+/// result of [`manual_protect_offered`].
 ///
 /// # Errors
-/// Returns an error if KVM does not offer `flags`.
+/// Returns an error if the VM does not support `flags`.
 pub fn enable_manual_protect(vm: BorrowedFd<'_>, flags: ManualProtect) -> Result<(), SysError> {
     let what = (CAP_MANUAL_PROTECT, "KVM_ENABLE_CAP(MANUAL_DIRTY_LOG_PROTECT2)");
     enable_cap(vm, what, flags.0, || "the VM".to_owned(), common)
@@ -164,12 +166,12 @@ pub(crate) fn enable_cap(
 /// Sets the flags of a slot to `spec.flags`, plus [`MEM_LOG_DIRTY_PAGES`] if `log` is true.
 ///
 /// # Errors
-/// Returns an error if KVM refuses: the address or the length of the slot differs from `spec`, or
-/// the host has not enough memory for the log.
+/// Returns an error if the address or the length of the slot differs from `spec`, if the host has
+/// not enough memory for the log, or if `log` is true and the page size of the kernel is not 4 KiB.
 ///
 /// # Safety
-/// `spec` describes an existing slot of this VM. If the slot does not exist, KVM creates it, and
-/// the guest can write to the memory that is mapped at `spec.host`.
+/// `spec` describes an existing slot of this VM. If the slot did not exist, KVM would create it,
+/// and the guest could write to whatever is mapped at `spec.host`.
 pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> Result<(), SysError> {
     if log {
         need_small_pages("KVM_SET_USER_MEMORY_REGION(LOG_DIRTY_PAGES)")?;
@@ -199,15 +201,15 @@ pub unsafe fn set_slot_flags(vm: BorrowedFd<'_>, spec: &SlotSpec, log: bool) -> 
     Ok(())
 }
 
-/// Reads the dirty log of `slot`, which has `len` bytes, into the first [`log_words`]`(len)` words
-/// of `log`.
+/// Reads the dirty log of the memory slot `slot`, which has `len` bytes, into the first
+/// [`log_words`]`(len)` words of `log`.
 ///
 /// Without manual protection, the call also clears the log and write-protects the pages that were
 /// in it.
 ///
 /// # Errors
 /// Returns [`SysError::Buffer`] if `log` is too short, and otherwise the error of KVM. `ENXIO`
-/// means that the VM uses dirty rings, `ENOENT` that the slot is not logged.
+/// means that the VM uses dirty rings, and `ENOENT` means that the log of the slot is not enabled.
 ///
 /// # Safety
 /// `len` is not less than the length of the slot: KVM derives the size of the log from the slot.
@@ -233,11 +235,12 @@ pub unsafe fn get_dirty_log(
     Ok(())
 }
 
-/// Clears the bits in the log of `slot` that are set in `bits`, and write-protects their pages.
+/// Clears those bits in the dirty log of the memory slot `slot` that are set in `bits`, and
+/// write-protects their pages.
 ///
-/// Bit `i` of `bits` is page `first_page + i`. Bits of pages that are not in the log are ignored.
-/// `first_page` must be a multiple of 64. `pages` must be a multiple of 64 unless the range reaches
-/// the end of the slot.
+/// Bit `i` of `bits` stands for page `first_page + i` of the slot. Bits of pages that are not in
+/// the log are ignored. `first_page` must be a multiple of 64. `pages` must be a multiple of 64
+/// unless the range reaches the end of the slot.
 ///
 /// # Errors
 /// Returns [`SysError::Buffer`] if `bits` has fewer bits than `pages`, and otherwise the error of
@@ -266,11 +269,11 @@ pub fn clear_dirty_log(
     Ok(())
 }
 
-/// Sets up the machine-check banks of a vCPU as `mcg_cap`, a value of the register MCG_CAP,
-/// describes them (section 4.104).
+/// Sets up the machine-check banks of a vCPU. `mcg_cap` describes the banks in the format of the
+/// register MCG_CAP (section 4.104).
 ///
 /// # Errors
-/// Returns an error if this KVM has fewer banks or does not have all of the capabilities.
+/// Returns an error if this KVM has fewer banks or does not support all of the capabilities.
 pub fn setup_machine_checks(vcpu: BorrowedFd<'_>, mut mcg_cap: u64) -> Result<(), SysError> {
     // SAFETY: the request reads one number and sets registers of the guest.
     if unsafe { call(vcpu, X86_SETUP_MCE, &mut mcg_cap) } < 0 {

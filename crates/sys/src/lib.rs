@@ -1,13 +1,13 @@
-//! Kernel interfaces that no other crate wraps, with one function for each call.
+//! Bindings to kernel interfaces that no other crate wraps, with one function for each call.
 //!
 //! The crate covers the dirty log and the dirty rings of KVM, userfaultfd, `PAGEMAP_SCAN`, the data
-//! ranges of a memfd, the content of a mapping, locks of open files, tap interfaces, and the number
-//! of heaps.
+//! ranges of a memfd, the advice of `madvise`, locks of open files, tap interfaces, the processor
+//! time of a thread, and the number of heaps of glibc.
 //!
-//! The crate has no policy and no state. It contains the unsafe part of each call: buffers are
-//! checked against the size that the kernel writes, and structures have the size that the kernel
-//! expects (asserted at compile time). A call that can take memory away from safe code is an
-//! `unsafe fn`.
+//! The crate contains the unsafe part of each call, and no policy. Buffers are checked against the
+//! size that the kernel reads or writes, and structures have the size that the kernel expects,
+//! which is asserted at compile time. A call that can change memory behind the back of safe code is
+//! an `unsafe fn`.
 //!
 //! ```
 //! use std::os::fd::AsFd;
@@ -26,8 +26,8 @@
 //! ```
 //!
 //! # Platform
-//! Linux on x86-64 and aarch64. The trackers and demand paging need a page size of 4 KiB
-//! ([`SysError::HostPages`]).
+//! The crate supports Linux on x86-64 and aarch64. Dirty tracking and demand paging need a kernel
+//! with a page size of 4 KiB; with another one, the calls return [`SysError::HostPages`].
 
 mod error;
 mod heap;
@@ -46,5 +46,5 @@ pub use error::SysError;
 pub use heap::share_one_heap;
 pub use thread::cpu_time;
 
-/// Page size in which all of these interfaces count, in bytes.
+/// Page size that this crate requires of the kernel, in bytes.
 pub const PAGE_SIZE: u64 = 4096;

@@ -1,28 +1,29 @@
-//! Locks of files that belong to an open file, not to a process (`fcntl(2)`, open file description
-//! locks).
+//! File locks that belong to an open file description, not to a process (`fcntl(2)`,
+//! `F_OFD_SETLK`).
 //!
-//! The kernel removes such a lock when the open file is closed for the last time, however the
-//! process ends. The lock stays if the process opens the same file again elsewhere and closes that
-//! descriptor. Network file systems enforce these locks between hosts.
+//! The kernel releases such a lock when the last descriptor of the open file is closed, even if the
+//! process crashes. The lock stays if the process opens the same file again and closes that
+//! descriptor. Network file systems such as NFS can enforce these locks between hosts.
 
 use crate::SysError;
 use crate::error::common;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Kind of a lock: what other open files may hold at the same time.
+/// Kind of a lock, which decides the locks that other open files may hold at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LockKind {
-    /// Other open files may hold shared locks.
+    /// Other open files may hold shared locks. The file must be open for reading.
     Shared,
     /// No other open file may hold a lock. The file must be open for writing.
     Exclusive,
 }
 
-/// Locks all of `file`, or changes the kind of its lock. Returns `false` if another open file holds
-/// a conflicting lock.
+/// Locks all of `file` without waiting, or changes the kind of its lock. Returns false if another
+/// open file holds a conflicting lock.
 ///
 /// # Errors
-/// Returns an error if the file or its file system cannot be locked.
+/// Returns an error if the file is not open in the mode that the kind of lock needs, or if its file
+/// system does not support locks.
 pub fn try_lock(file: BorrowedFd<'_>, kind: LockKind) -> Result<bool, SysError> {
     let kind = match kind {
         LockKind::Shared => libc::F_RDLCK,
@@ -38,7 +39,7 @@ pub fn try_lock(file: BorrowedFd<'_>, kind: LockKind) -> Result<bool, SysError> 
 /// Releases the lock of `file`, if it has one.
 ///
 /// # Errors
-/// Returns an error if the file system fails.
+/// Returns the error of the file system.
 pub fn unlock(file: BorrowedFd<'_>) -> Result<(), SysError> {
     set(file, libc::F_UNLCK)
 }

@@ -1,17 +1,18 @@
-//! Content of a mapping of this process, and huge pages (`madvise(2)`).
+//! Advice about mappings of this process (`madvise(2)`): dropping pages, and transparent huge
+//! pages.
 
 use crate::error::{common, need_small_pages};
 use crate::{PAGE_SIZE, SysError};
 use std::ops::Range;
 
-/// Allows or forbids transparent huge pages for the mapped bytes `span`.
+/// Allows or forbids transparent huge pages for the addresses `span`.
 ///
-/// Forbidding does not split existing huge pages, but no new one is created: neither by a fault nor
-/// by the kernel's collapsing of small pages.
+/// Forbidding them does not split existing huge pages. It prevents new ones, both on a fault and
+/// when the kernel would collapse small pages.
 ///
 /// # Errors
-/// Returns an error if not all of `span` is mapped. `EINVAL` means that the kernel has no
-/// transparent huge pages.
+/// Returns an error if `span` is not whole pages, or if not all of it is mapped. `EINVAL` means
+/// that the kernel has no transparent huge pages.
 pub fn allow_huge_pages(span: Range<u64>, allow: bool) -> Result<(), SysError> {
     let (call, advice) = if allow {
         ("madvise(MADV_HUGEPAGE)", libc::MADV_HUGEPAGE)
@@ -22,16 +23,17 @@ pub fn allow_huge_pages(span: Range<u64>, allow: bool) -> Result<(), SysError> {
     unsafe { advise(call, span, advice, common) }
 }
 
-/// Drops the private anonymous pages at `span`, whether they are in memory or swapped out. The
-/// pages are missing afterwards, and read as zeros unless a userfaultfd handles their faults.
+/// Drops the private anonymous pages at the addresses `span`, whether they are in memory or swapped
+/// out. Afterwards the pages are missing, and they read as zeros unless a userfaultfd handles their
+/// faults.
 ///
 /// # Errors
-/// Returns an error if not all of `span` is mapped, or a page is locked (`mlock`). Pages at lower
-/// addresses than the failing one may have been dropped.
+/// Returns an error if `span` is not whole pages, if not all of it is mapped, or if a page is
+/// locked (`mlock`). Pages at lower addresses than the failing one may have been dropped.
 ///
 /// # Safety
-/// The caller owns the content of `span`, which is private and anonymous memory, and no Rust
-/// reference covers it.
+/// `span` is private anonymous memory whose content the caller may discard, and no Rust reference
+/// covers it.
 pub unsafe fn drop_pages(span: Range<u64>) -> Result<(), SysError> {
     let meaning = |errno| match errno {
         libc::EINVAL => "the memory is locked (mlock); demand paging cannot use locked memory",
@@ -42,16 +44,16 @@ pub unsafe fn drop_pages(span: Range<u64>) -> Result<(), SysError> {
     unsafe { advise("madvise(MADV_DONTNEED)", span, libc::MADV_DONTNEED, meaning) }
 }
 
-/// Removes the pages at `span`, in a shared mapping of a memfd of huge pages, from this mapping.
-/// The file keeps the pages, and an access maps them again.
+/// Unmaps the pages at the addresses `span`, which lie in a shared mapping of a memfd of huge
+/// pages. The file keeps the pages, and an access maps them again.
 ///
 /// # Errors
-/// Returns an error if not all of `span` is mapped, or a page is locked (`mlock`). Also before
-/// Linux 5.18, which cannot remove huge pages this way.
+/// Returns an error if `span` is not whole pages, if not all of it is mapped, or if a page is
+/// locked (`mlock`). Returns `EINVAL` before Linux 5.18, which cannot unmap huge pages in this way.
 ///
 /// # Safety
-/// `span` is a shared mapping of a file (for private memory the call would drop the content), and
-/// no Rust reference covers it.
+/// `span` is a shared mapping of a file, and no Rust reference covers it. For private memory, the
+/// call would drop the content.
 pub unsafe fn unmap_pages(span: Range<u64>) -> Result<(), SysError> {
     let meaning = |errno| match errno {
         libc::EINVAL => "the memory is locked (mlock), or this kernel is older than 5.18",
@@ -61,12 +63,12 @@ pub unsafe fn unmap_pages(span: Range<u64>) -> Result<(), SysError> {
     unsafe { advise("madvise(MADV_DONTNEED)", span, libc::MADV_DONTNEED, meaning) }
 }
 
-/// Lets the kernel reclaim the private anonymous pages at `span` when it needs memory
-/// (`MADV_FREE`). The pages keep their content until the kernel reclaims them, and read as zeros
-/// afterwards. A write to a page keeps it.
+/// Lets the kernel reclaim the private anonymous pages at the addresses `span` when it needs memory
+/// (`MADV_FREE`). A page keeps its content until the kernel reclaims it, and reads as zeros
+/// afterwards. If the page is written before that, the kernel no longer reclaims it.
 ///
 /// # Errors
-/// Returns an error in the cases of [`drop_pages`].
+/// Returns an error in the cases of [`drop_pages`], or if the memory is not private and anonymous.
 ///
 /// # Safety
 /// The contract of [`drop_pages`].
@@ -80,7 +82,8 @@ pub unsafe fn free_pages(span: Range<u64>) -> Result<(), SysError> {
     unsafe { advise("madvise(MADV_FREE)", span, libc::MADV_FREE, meaning) }
 }
 
-/// Calls `madvise` for `span`.
+/// Calls `madvise` for the addresses `span`.
+///
 /// # Safety
 /// The caller guarantees that `advice` is sound for `span`.
 unsafe fn advise(

@@ -1,20 +1,21 @@
-//! Data ranges of a memfd, and dropping pages of a memfd.
+//! Data ranges of a memfd, and dropping and allocating its pages.
 
 use crate::SysError;
 use crate::error::common;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Calls `each` with every range of bytes of `within` that holds data, in order (`lseek(2)`,
-/// `SEEK_DATA`, `SEEK_HOLE`).
+/// Calls `each` with every range of bytes in `within` that holds data, in ascending order
+/// (`lseek(2)`, `SEEK_DATA`, `SEEK_HOLE`).
 ///
-/// A page holds data if it was ever written through any mapping of the file in any process and was
-/// not punched out since. The page may be in memory or swapped out. Ranges are whole pages, or
-/// whole huge pages if the file has them. A memfd of huge pages (`MFD_HUGETLB`) does not report
-/// holes: all of it counts as data. The call moves the file offset, which mappings do not use.
+/// A page holds data if any process has written it, through a mapping or a system call, and it was
+/// not punched out since. A read through a mapping also allocates the page, which then holds data.
+/// The page may be in memory or swapped out. Ranges are whole pages, or whole huge pages if the
+/// file has them. A memfd of huge pages (`MFD_HUGETLB`) does not report holes, so all of it counts
+/// as data. The call moves the file offset, which mappings do not use.
 ///
 /// # Errors
-/// Returns an error if `file` does not support the search for data.
+/// Returns an error if `file` does not support `SEEK_DATA`.
 pub fn data_ranges(
     file: BorrowedFd<'_>,
     within: Range<u64>,
@@ -38,15 +39,16 @@ pub fn data_ranges(
     Ok(())
 }
 
-/// Drops the pages at the bytes `within` of `file` (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`), and
-/// returns whether they are gone.
+/// Drops the pages at the bytes `within` of `file` (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`).
+/// Returns true if all of them are gone.
 ///
-/// The pages may be in memory or swapped out. They are missing afterwards in every mapping of the
-/// file, in every process. A huge page with an additional reference is not split for a punch of a
-/// part of it. The part is then overwritten with zeros and is not missing.
+/// The pages may be in memory or swapped out. Afterwards they are missing in every mapping of the
+/// file, in every process. To drop only part of a huge page, the kernel must split it, which it
+/// does not do while the huge page has an additional reference. In that case, the part is
+/// overwritten with zeros and is not missing, and the function returns false.
 ///
 /// # Errors
-/// Returns an error if `file` is not a file with pages to drop, or is sealed against writes.
+/// Returns an error if `file` does not support the call, or if it is sealed against writes.
 pub fn punch(file: BorrowedFd<'_>, within: Range<u64>) -> Result<bool, SysError> {
     erase(file, within.clone())?;
     Ok(seek(file, within.start, libc::SEEK_DATA)?.is_none_or(|data| data >= within.end))
@@ -71,12 +73,13 @@ pub fn erase(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
 }
 
 /// Allocates the pages of `file` at the bytes `within`. Existing pages keep their content, and new
-/// ones are zero.
+/// pages contain zeros.
 ///
-/// Without this call, an access to a page that the host cannot allocate raises SIGBUS.
+/// Without this call, the first access to a page raises SIGBUS if the host cannot allocate the
+/// page.
 ///
 /// # Errors
-/// Returns an error if the host has no free pages.
+/// Returns an error if the host has not enough free pages.
 pub fn populate(file: BorrowedFd<'_>, within: Range<u64>) -> Result<(), SysError> {
     use rustix::fs::FallocateFlags;
     loop {

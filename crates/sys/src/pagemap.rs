@@ -1,6 +1,6 @@
-//! Kernel's state of the pages of this process: `PAGEMAP_SCAN` and, on kernels without it, the
-//! entries of the pagemap (Linux `Documentation/admin-guide/mm/pagemap.rst`,
-//! `PAGEMAP_SCAN(2const)`).
+//! State of the pages of this process, as the kernel reports it: `PAGEMAP_SCAN` and, on kernels
+//! without this request, the entries of the pagemap (Linux
+//! `Documentation/admin-guide/mm/pagemap.rst`, `PAGEMAP_SCAN(2const)`).
 
 use crate::error::{common, need_small_pages};
 use crate::ioctl::{call, iowr};
@@ -16,17 +16,17 @@ const SCAN_NAME: &str = "PAGEMAP_SCAN";
 
 /// Category `PAGE_IS_WPALLOWED`: asynchronous write protection covers the page.
 pub const IS_WPALLOWED: u64 = 1 << 0;
-/// Category `PAGE_IS_WRITTEN`: the page exists and is not protected, so it was written since it was
+/// Category `PAGE_IS_WRITTEN`: the page is not write-protected, so it was written since it was last
 /// protected.
 pub const IS_WRITTEN: u64 = 1 << 1;
 /// Category `PAGE_IS_FILE`: the page belongs to a file or a memfd.
 pub const IS_FILE: u64 = 1 << 2;
 /// Category `PAGE_IS_PRESENT`: the page is mapped.
 pub const IS_PRESENT: u64 = 1 << 3;
-/// Category `PAGE_IS_SWAPPED`: the page is swapped out, being migrated, or only a marker of write
-/// protection.
+/// Category `PAGE_IS_SWAPPED`: the page is swapped out, or the kernel is moving it to another
+/// physical page, or its entry is only a marker of write protection.
 pub const IS_SWAPPED: u64 = 1 << 4;
-/// Category `PAGE_IS_PFNZERO`: the page is the zero page of the kernel.
+/// Category `PAGE_IS_PFNZERO`: the shared zero page of the kernel is mapped.
 pub const IS_PFNZERO: u64 = 1 << 5;
 /// Category `PAGE_IS_HUGE`: the page is part of a huge page.
 pub const IS_HUGE: u64 = 1 << 6;
@@ -34,23 +34,25 @@ pub const IS_HUGE: u64 = 1 << 6;
 const WP_MATCHING: u64 = 1 << 0;
 const CHECK_WPASYNC: u64 = 1 << 1;
 
-/// Filter of a scan. A page matches if it has all categories of `all` and, unless `any` is 0, one
-/// category of `any`. The categories in `inverted` are flipped before the comparison.
+/// Filter of a scan. A page matches if it has all categories of `all` and, unless `any` is 0, at
+/// least one category of `any`. The categories in `inverted` are flipped before the comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Match {
-    /// Categories (`IS_*`) that are flipped: they count when they are absent.
+    /// Categories (`IS_*`) that are flipped, so that each of them counts as present if it is
+    /// absent.
     pub inverted: u64,
     /// Categories that a page must have.
     pub all: u64,
     /// Categories of which a page must have at least one, unless the field is 0.
     pub any: u64,
-    /// Categories to report. Fewer categories make longer runs.
+    /// Categories to report in [`PageRegion::categories`]. Fewer categories make longer runs.
     ///
     /// If `all` requests only [`IS_WRITTEN`], some kernels take a fast path that also reports pages
     /// that do not exist.
     pub report: u64,
-    /// True to write-protect matching pages in the same step: a page is reported only after it was
-    /// protected. The scan fails if a page in the range is not under asynchronous write protection.
+    /// True to write-protect matching pages in the same step, so that a page is reported only after
+    /// it has been protected. The scan fails if a page in the range is not registered for
+    /// asynchronous write protection.
     pub protect: bool,
 }
 
@@ -84,8 +86,8 @@ struct ScanArg {
 
 const _: () = assert!(size_of::<ScanArg>() == 96 && size_of::<PageRegion>() == 24);
 
-/// Open `/proc/self/pagemap`, which every process may open. The file describes the process that
-/// opened it, also after a fork.
+/// Open file `/proc/self/pagemap`, which every process may open. The file describes the process
+/// that opened it, even if a forked child uses it.
 #[derive(Debug)]
 pub struct Pagemap {
     file: File,
@@ -96,7 +98,8 @@ pub struct Pagemap {
 pub struct Scanned {
     /// Number of runs that were written to the buffer.
     pub runs: usize,
-    /// End address of the examined pages. Less than the requested end if the buffer became full.
+    /// End address of the examined pages. It is less than the requested end if the buffer became
+    /// full.
     pub upto: u64,
 }
 
@@ -117,8 +120,8 @@ impl Pagemap {
         }
     }
 
-    /// Returns a pagemap that is opened once for the whole process. Threads that are confined later
-    /// use the open file.
+    /// Returns the pagemap of this process, which the first call opens for all threads. The file
+    /// stays open, so that threads that are confined later can use it.
     ///
     /// # Errors
     /// Returns an error if /proc is not mounted or the kernel has no pagemap. The next call tries
@@ -132,12 +135,13 @@ impl Pagemap {
         Ok(OWN.get_or_init(|| opened))
     }
 
-    /// Searches the addresses `span` for matching pages and writes their runs to `out`, until `out`
-    /// is full.
+    /// Searches the addresses `span` for pages that match `what`, and writes their runs to `out`
+    /// until `out` is full.
     ///
     /// # Errors
-    /// Returns an error if the kernel refuses the scan. `ENOTTY` means that the kernel is older
-    /// than 6.7, `EPERM` that `protect` was requested and the memory is not registered.
+    /// Returns [`SysError::NotPages`] if `span` is not whole pages or `out` is empty, and otherwise
+    /// the error of the kernel. `ENOTTY` means that the kernel is older than 6.7, and `EPERM` means
+    /// that `protect` is true and the memory is not registered for asynchronous write protection.
     ///
     /// After an error with `protect`, pages of `span` may have been protected without being
     /// reported. A write tracker must then treat all pages of `span` as written.
@@ -174,7 +178,8 @@ impl Pagemap {
         }
     }
 
-    /// Calls `each` with every matching run in `span`. `out` is the buffer of the scan.
+    /// Calls `each` with every run of pages in `span` that match `what`. `out` is the buffer for
+    /// the scans and must not be empty.
     ///
     /// # Errors
     /// Returns an error in the cases of [`scan`](Self::scan). `each` has received the runs that
@@ -205,8 +210,8 @@ impl Pagemap {
     /// Calls `each` with every page of `span` that is present or swapped out, read from the 64-bit
     /// entries of the pagemap.
     ///
-    /// The result is the one of [`for_each`](Self::for_each), on kernels without the scan. This
-    /// function is slower, because it reads 8 bytes for each page.
+    /// This function replaces [`for_each`](Self::for_each) on kernels without `PAGEMAP_SCAN`. It is
+    /// slower, because it reads 8 bytes for each page.
     ///
     /// # Errors
     /// Returns an error if the pagemap cannot be read.

@@ -1,15 +1,16 @@
 //! Dirty rings of KVM (Linux `Documentation/virt/kvm/api.rst`, `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`).
 //!
-//! Each vCPU has one ring: an array of entries in memory that KVM and this process share. KVM adds
-//! a page when the vCPU writes to it for the first time since the page was protected. This process
-//! harvests the page by marking the entry. [`reset`] makes KVM protect the pages of all marked
-//! entries again and reuse the entries:
+//! Each vCPU has one ring, which is an array of entries in memory that KVM and this process share.
+//! KVM adds a page to the ring when the vCPU writes to the page for the first time since it was
+//! protected. This process harvests the page and marks its entry. [`reset`] makes KVM protect the
+//! pages of all marked entries again, and frees the entries:
 //!
 //! ```text
 //! free (00) --written--> dirty (01) --mark_harvested--> harvested (1x) --reset--> free
 //! ```
 //!
-//! Entries are harvested in the order in which they lie. KVM uses the array in a circle.
+//! Entries must be harvested in the order of their indexes. After the last entry of the array, KVM
+//! continues with the first.
 
 use crate::error::{common, need_small_pages};
 use crate::ioctl::{call_value, io};
@@ -23,28 +24,29 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 const RESET_DIRTY_RINGS: u64 = io(0xae, 0xc7);
 
-/// Number of `KVM_CAP_DIRTY_LOG_RING`, which exists only on processors that keep stores in order.
+/// Number of `KVM_CAP_DIRTY_LOG_RING`, which exists only on processors that do not reorder stores.
 /// Older kernels have only this capability.
 const CAP_RING: u32 = 192;
 /// Number of `KVM_CAP_DIRTY_LOG_RING_ACQ_REL`, the same capability for all processors.
 const CAP_RING_ACQ_REL: u32 = 223;
 
-/// Page of a vCPU's descriptor at which its ring is mapped: `KVM_DIRTY_LOG_PAGE_OFFSET` of x86 and
-/// arm64.
+/// Offset of the ring in the mapping of a vCPU's descriptor, in pages: `KVM_DIRTY_LOG_PAGE_OFFSET`
+/// of x86 and arm64.
 const RING_PAGE: u64 = 64;
 
 /// Exit reason `KVM_EXIT_DIRTY_RING_FULL`: the ring of the vCPU has no room left.
 pub const EXIT_RING_FULL: u32 = 31;
 
-/// Minimum number of entries that KVM keeps free when it reports a full ring
-/// (`KVM_DIRTY_RING_RSVD_ENTRIES`). A processor that logs writes itself needs 512 more.
+/// Minimum number of entries that are still free when KVM reports a full ring
+/// (`KVM_DIRTY_RING_RSVD_ENTRIES`). On a processor with page-modification logging, 512 more are
+/// free.
 pub const RESERVED_ENTRIES: u32 = 64;
 
 const DIRTY: u32 = 1;
 const HARVESTED: u32 = 2;
 
-/// Entry in the layout of KVM. Only used through a shared reference and atomics, because KVM writes
-/// it at any time.
+/// Entry in the layout of KVM. It is used only through shared references and atomics, because KVM
+/// may write to it at any time.
 #[repr(C)]
 struct Gfn {
     flags: AtomicU32,
@@ -54,25 +56,25 @@ struct Gfn {
 
 const _: () = assert!(size_of::<Gfn>() == 16 && align_of::<Gfn>() == 8);
 
-/// Page that was written.
+/// Page that a vCPU has written, as an entry of a ring names it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RingPage {
-    /// Memory slot, with the address space in its upper half.
+    /// Number of the memory slot, with the address space in the upper 16 bits.
     pub slot: u32,
     /// Index of the page in its slot.
     pub offset: u64,
 }
 
-/// Number of entries in a ring: a power of two that fills whole pages.
+/// Number of entries in a dirty ring: a power of two from [`MIN`](Self::MIN) to 2^27.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct RingEntries(u32);
 
 impl RingEntries {
-    /// Smallest number of entries: one page of entries.
+    /// Smallest number of entries, which fill one page.
     pub const MIN: u32 = 4096 / 16;
 
-    /// Returns `entries` if a ring can have that many. Whether KVM allows the number is checked by
-    /// [`enable`].
+    /// Returns the size `entries`, or `None` if `entries` is not a power of two in the valid range.
+    /// [`enable`] checks that the host allows a ring of this size.
     #[must_use]
     pub fn new(entries: u32) -> Option<Self> {
         let bytes = entries.checked_mul(16)?;
@@ -109,12 +111,12 @@ pub fn largest(vm: BorrowedFd<'_>) -> Result<Option<RingEntries>, SysError> {
     Ok(RingEntries::new(u32::try_from(bytes / size_of::<Gfn>() as u64).unwrap_or(0)))
 }
 
-/// Gives every vCPU of `vm` a ring of `entries`. The VM must not have vCPUs yet. The change is
-/// permanent: `KVM_GET_DIRTY_LOG` is refused from then on.
+/// Gives every vCPU of `vm` a dirty ring with `entries` entries. The VM must not have vCPUs yet.
+/// The change is permanent, and KVM refuses `KVM_GET_DIRTY_LOG` from then on.
 ///
 /// # Errors
-/// Returns an error if KVM refuses: the VM already has vCPUs or rings, or this host does not allow
-/// `entries`.
+/// Returns an error if the VM already has vCPUs or rings, or if this host does not allow rings of
+/// this size.
 pub fn enable(vm: BorrowedFd<'_>, entries: RingEntries) -> Result<(), SysError> {
     need_small_pages("KVM_ENABLE_CAP(DIRTY_LOG_RING)")?;
     let cap = if check_extension(vm, CAP_RING_ACQ_REL)? != 0 { CAP_RING_ACQ_REL } else { CAP_RING };
@@ -133,8 +135,8 @@ pub fn enable(vm: BorrowedFd<'_>, entries: RingEntries) -> Result<(), SysError> 
     )
 }
 
-/// Calls `call` while all signals are blocked for the calling thread. Signals that arrive meanwhile
-/// stay pending. `errno` is left as `call` set it.
+/// Calls `call` while all signals are blocked for the calling thread. Signals that arrive during
+/// the call stay pending. `errno` is left as `call` set it.
 fn without_signals<T>(call: impl FnOnce() -> T) -> T {
     // SAFETY: the signal sets are local and initialised before they are read. Only the mask of the
     // calling thread is changed, and it is restored.
@@ -150,22 +152,24 @@ fn without_signals<T>(call: impl FnOnce() -> T) -> T {
     }
 }
 
-/// Makes KVM protect the pages of all harvested entries of all rings again and free the entries.
+/// Makes KVM protect the pages of all harvested entries in all rings again, and free these entries.
 /// Returns the number of freed entries.
 ///
-/// The number is of limited use: another thread's call may have freed the same entries. Assume that
-/// entries were marked, that a call of this function began afterwards, and that the call has
-/// returned *while no other call is under way*. Then those of the entries that no longer [await a
-/// reset](DirtyRing::awaits_reset) are protected.
+/// The number does not show that the entries of the calling thread were freed, because a call also
+/// frees entries that other threads have marked. The page of a marked entry is protected again if
+/// three conditions hold: the call began after the entry was marked, the entry no longer [awaits a
+/// reset](DirtyRing::awaits_reset) after the call, and *no other call is running* when this call
+/// returns.
 ///
 /// *Signals are blocked during the call.* Since Linux 6.17 ("KVM: Bail from the dirty ring reset
-/// flow if a signal is pending", 49005a2a3d2a) a pending signal ends the reset between two entries.
-/// The up to 64 pages whose entries were freed last, and that were gathered to be protected
-/// together, are then not protected. Later writes to them would never be recorded, and the call
-/// does not report them: it returns the number of freed entries, or 0, and no error.
+/// flow if a signal is pending", 49005a2a3d2a), a pending signal ends the reset between two
+/// entries. KVM protects pages in groups of up to 64. The group that the signal interrupts is not
+/// protected, although its entries have been freed, so later writes to its pages would never be
+/// recorded. The call does not report this: it returns the number of freed entries, or 0, and no
+/// error.
 ///
-/// A process that is stopped (`SIGSTOP`), frozen or traced during this call can still hit the
-/// problem, because these events cannot be blocked. A comparison of all pages finds such a page.
+/// If the process is stopped (`SIGSTOP`), frozen or traced during this call, the problem can still
+/// occur, because these events cannot be blocked. A comparison of all pages finds such a page.
 ///
 /// # Errors
 /// Returns the error of KVM. After `EINTR`, call the function again.
@@ -189,7 +193,8 @@ pub fn reset(vm: BorrowedFd<'_>) -> Result<u32, SysError> {
 
 /// Ring of one vCPU, mapped in this process.
 ///
-/// Indexes increase forever, and wrap around at the size of the ring and at 2^32 alike.
+/// Indexes may increase forever and wrap around at 2^32, because the ring uses an index modulo its
+/// number of entries.
 #[derive(Debug)]
 pub struct DirtyRing {
     start: NonNull<Gfn>,
@@ -202,11 +207,11 @@ unsafe impl Send for DirtyRing {}
 unsafe impl Sync for DirtyRing {}
 
 impl DirtyRing {
-    /// Maps the ring of `vcpu`. The VM was [enabled](enable) with `entries`. The ring stays mapped
-    /// if the descriptor is closed.
+    /// Maps the ring of `vcpu`. `entries` must be the size for which the rings of the VM were
+    /// [enabled](enable). The ring stays mapped when the descriptor is closed.
     ///
     /// # Errors
-    /// Returns an error if `vcpu` is not a vCPU, or its ring is smaller.
+    /// Returns an error if `vcpu` is not a vCPU, or if its ring is smaller than `entries`.
     pub fn map(vcpu: BorrowedFd<'_>, entries: RingEntries) -> Result<Self, SysError> {
         let failed = |source: std::io::Error| {
             SysError::from_io("mmap of a dirty ring", format!("a vCPU, {entries} entries"), source, |errno| {
@@ -258,7 +263,8 @@ impl DirtyRing {
         unsafe { self.start.add(at).as_ref() }
     }
 
-    /// Returns the page in entry `index` if the entry is dirty: written and not harvested yet.
+    /// Returns the page in entry `index` if the entry is dirty, that is, filled by KVM and not
+    /// harvested yet.
     #[must_use]
     pub fn dirty(&self, index: u32) -> Option<RingPage> {
         let gfn = self.gfn(index);
@@ -270,14 +276,14 @@ impl DirtyRing {
         })
     }
 
-    /// Marks entry `index` for the next [`reset`]. The entry must be dirty, and the caller must
-    /// have read it.
+    /// Marks entry `index` as harvested, for the next [`reset`]. The entry must be dirty, and the
+    /// caller must have read its page.
     pub fn mark_harvested(&self, index: u32) {
         // Release: KVM may put another page into the entry once it sees the flag.
         self.gfn(index).flags.store(HARVESTED, Ordering::Release);
     }
 
-    /// Returns whether entry `index` is harvested and KVM has not reset it yet.
+    /// Returns true if entry `index` is harvested and KVM has not reset it yet.
     #[must_use]
     pub fn awaits_reset(&self, index: u32) -> bool {
         self.gfn(index).flags.load(Ordering::Acquire) & HARVESTED != 0

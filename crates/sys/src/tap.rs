@@ -1,5 +1,6 @@
-//! Tap interfaces: Ethernet frames of the host's network, each after a header with its offloads
-//! (Linux, Documentation/networking/tuntap.rst and `linux/if_tun.h`).
+//! Tap interfaces, which exchange Ethernet frames with the host's network. Each frame follows a
+//! header that describes its offloads (Linux `Documentation/networking/tuntap.rst` and
+//! `linux/if_tun.h`).
 
 use crate::SysError;
 use crate::error::common;
@@ -8,12 +9,12 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-/// Bytes of the header in front of each frame: `struct virtio_net_hdr_v1` (virtio 1.2, section
+/// Length of the header before each frame in bytes: `struct virtio_net_hdr_v1` (virtio 1.2, section
 /// 5.1.6), as modern drivers use it.
 pub const HEADER: usize = 12;
 
-/// Maximum number of pieces that a frame can be sent from or received into: the limit of a call,
-/// less one.
+/// Maximum number of pieces of memory from which a frame can be sent, or into which it can be
+/// received: the kernel's limit for one call, less one.
 pub const MAX_PIECES: usize = 1023;
 
 /// Offload: the reader computes checksums.
@@ -25,7 +26,7 @@ pub const OFFLOAD_TSO6: u32 = libc::TUN_F_TSO6;
 /// Offload: large TCP segments may carry congestion notification.
 pub const OFFLOAD_ECN: u32 = libc::TUN_F_TSO_ECN;
 
-/// Error when a tap is opened.
+/// Error that opening a tap returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TapError {
@@ -67,18 +68,19 @@ pub enum TapError {
     Refused(#[from] SysError),
 }
 
-/// Opens the existing tap `name` in non-blocking mode, with headers of [`HEADER`] bytes and no
-/// offloads.
+/// Opens the existing tap interface `name` in non-blocking mode, with headers of [`HEADER`] bytes
+/// and without offloads.
 ///
 /// # Errors
-/// Returns a [`TapError`] that says how to set up the tap.
+/// Returns a [`TapError`] with the cause and, where possible, a remedy, for example the command
+/// that creates the tap.
 pub fn open(name: &str) -> Result<OwnedFd, TapError> {
     let usable = |byte: u8| byte.is_ascii_graphic() && byte != b'/' && byte != b'%';
     if name.is_empty() || name.len() >= libc::IFNAMSIZ || name.starts_with('.') || !name.bytes().all(usable) {
         return Err(TapError::Name(name.to_owned()));
     }
     if !exists(name) {
-        // The kernel would create a tap for a user with the permission.
+        // If the user has the permission, the kernel would create the tap.
         return Err(TapError::Missing(name.to_owned()));
     }
     // SAFETY: the path ends with a zero byte, and the result is a new descriptor.
@@ -105,8 +107,8 @@ pub fn open(name: &str) -> Result<OwnedFd, TapError> {
     Ok(fd)
 }
 
-/// Sets the offloads (`OFFLOAD_*`) that the reader supports: frames for which the kernel leaves
-/// work to the reader.
+/// Sets the offloads (`OFFLOAD_*`) that the reader of the tap supports. For these, the kernel
+/// delivers frames on which the reader has to complete the work, such as checksums.
 ///
 /// # Errors
 /// Returns an error if the kernel does not support the offloads.
@@ -117,11 +119,11 @@ pub fn set_offloads(fd: BorrowedFd<'_>, offloads: u32) -> Result<(), SysError> {
     })
 }
 
-/// Returns the MTU of the interface `name`, in bytes without the Ethernet header, and whether the
+/// Returns the MTU of the interface `name`, in bytes without the Ethernet header, and true if the
 /// interface is up.
 ///
 /// # Errors
-/// Returns an error if the interface does not exist any more.
+/// Returns an error if the interface does not exist.
 pub fn mtu(name: &str) -> Result<(u32, bool), SysError> {
     let socket = rustix::net::socket(rustix::net::AddressFamily::INET, rustix::net::SocketType::DGRAM, None);
     let failed = |source: io::Error| SysError::from_io("socket", name.to_owned(), source, common);
@@ -142,15 +144,16 @@ pub fn mtu(name: &str) -> Result<(u32, bool), SysError> {
     Ok((u32::try_from(mtu).unwrap_or(0), i32::from(flags) & libc::IFF_UP != 0))
 }
 
-/// Sends one header and frame, which consist of `pieces` in this order. Returns the number of bytes
-/// sent.
+/// Sends one header and one frame, which consist of `pieces` in this order. Returns the number of
+/// sent bytes.
 ///
 /// # Errors
-/// Returns the error of the kernel; `WouldBlock` if the kernel has no room now.
+/// Returns `InvalidInput` if there are more than [`MAX_PIECES`] pieces, `WouldBlock` if the kernel
+/// has no room at present, and otherwise the error of the kernel.
 ///
 /// # Safety
-/// Each piece (start, bytes) is mapped readable during the call. Other threads may write to it
-/// meanwhile, and either the old or the new bytes are sent.
+/// Each piece (start address, length in bytes) is mapped readable during the call. Other threads
+/// may write to it during the call, and then either the old or the new bytes are sent.
 pub unsafe fn send(fd: BorrowedFd<'_>, pieces: impl Iterator<Item = (*mut u8, usize)>) -> io::Result<usize> {
     let mut list = Pieces::new();
     let count = list.take(pieces, MAX_PIECES)?;
@@ -170,19 +173,21 @@ pub unsafe fn send(fd: BorrowedFd<'_>, pieces: impl Iterator<Item = (*mut u8, us
 pub struct Received {
     /// Number of bytes that were written to the pieces, including the header.
     pub bytes: usize,
-    /// True if the frame was longer than the pieces, so its rest is lost.
+    /// True if the frame was longer than the pieces. The rest of the frame is lost.
     pub cut: bool,
 }
 
-/// Receives the next header and frame into `pieces`, in this order. The last two of the 12 header
-/// bytes are not written.
+/// Receives the next header and frame into `pieces`, which are filled in this order. The last two
+/// of the 12 header bytes are not written.
 ///
 /// # Errors
-/// Returns the error of the kernel; `WouldBlock` if no frame is waiting. The pieces may have been
-/// written in this case.
+/// Returns `InvalidInput` if there are more than [`MAX_PIECES`] pieces, `WouldBlock` if no frame is
+/// waiting, and otherwise the error of the kernel. The pieces may have been written even if the
+/// call fails.
 ///
 /// # Safety
-/// Each piece (start, bytes) is mapped writable during the call, and no Rust reference covers it.
+/// Each piece (start address, length in bytes) is mapped writable during the call, and no Rust
+/// reference covers it.
 pub unsafe fn receive(
     fd: BorrowedFd<'_>,
     pieces: impl Iterator<Item = (*mut u8, usize)>,
@@ -203,7 +208,7 @@ pub unsafe fn receive(
     }
 }
 
-/// List for `readv` and `writev`, on the stack: one for each frame.
+/// List of pieces for `readv` and `writev`, on the stack. Each frame has its own list.
 struct Pieces {
     list: [MaybeUninit<libc::iovec>; MAX_PIECES + 1],
     /// Number of entries that are set.

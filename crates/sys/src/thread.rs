@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-/// Returns the time for which the calling thread was on a processor (`CLOCK_THREAD_CPUTIME_ID`).
+/// Returns the processor time that the calling thread has used since it started
+/// (`CLOCK_THREAD_CPUTIME_ID`).
 #[must_use]
 pub fn cpu_time() -> Duration {
     let mut spent = libc::timespec { tv_sec: 0, tv_nsec: 0 };

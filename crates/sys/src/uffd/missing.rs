@@ -52,8 +52,8 @@ struct FillPages {
 
 const _: () = assert!(size_of::<CopyPages>() == 40 && size_of::<FillPages>() == 32);
 
-/// Returns the result of a failed call that had placed `done` bytes, or a negative number, before
-/// it failed.
+/// Returns the result of a call that failed after it had placed `done` bytes. `done` is negative if
+/// it had placed none.
 fn placed(
     call: &'static str,
     span: &Range<u64>,
@@ -71,15 +71,15 @@ fn placed(
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Event {
-    /// A thread touched a missing page and sleeps.
+    /// A thread accessed a missing page and sleeps until the page is placed.
     Fault {
-        /// Touched address, rounded down to its page.
+        /// Address of the access, rounded down to the start of its page.
         address: u64,
         /// True if the access was a write.
         write: bool,
         /// Id of the sleeping thread (`gettid`), or 0 without
-        /// [`FEATURE_THREAD_ID`](super::FEATURE_THREAD_ID). If a kernel worker takes the fault for
-        /// a vCPU, the id is the one of the worker.
+        /// [`FEATURE_THREAD_ID`](super::FEATURE_THREAD_ID). If a kernel worker takes the fault on
+        /// behalf of a vCPU, this is the id of the worker.
         thread: u32,
     },
     /// Message (`UFFD_EVENT_*`) of a feature that this type does not cover.
@@ -96,20 +96,20 @@ pub struct Registered {
 impl Userfaultfd {
     /// Registers the mapped bytes `span` for faults on missing pages.
     ///
-    /// From then on a thread that touches a missing page sleeps until the page was placed
-    /// ([`copy`](Self::copy)) or this userfaultfd is closed.
+    /// From then on, a thread that accesses a missing page sleeps until the page is placed
+    /// ([`copy`](Self::copy)), the memory is unregistered, or this userfaultfd is closed.
     ///
     /// # Errors
-    /// Returns an error if not all of `span` is mapped, if it belongs to another userfaultfd, or if
-    /// the kernel cannot report faults of this kind of memory.
+    /// Returns an error if not all of `span` is mapped, if it is registered with another
+    /// userfaultfd, or if the kernel cannot report faults for this kind of memory.
     pub fn register_missing(&self, span: Range<u64>) -> Result<Registered, SysError> {
         self.register("UFFDIO_REGISTER(MISSING)", span, REGISTER_MODE_MISSING)
     }
 
     /// Registers the mapping `span` of a memfd for faults on missing and on unmapped pages.
     ///
-    /// In addition to [`register_missing`](Self::register_missing), a thread that touches a page
-    /// that the file has and the mapping does not have sleeps until
+    /// In addition to the effect of [`register_missing`](Self::register_missing), a thread that
+    /// accesses a page that is in the file but not in the mapping sleeps until
     /// [`map_present`](Self::map_present) maps the page.
     ///
     /// # Errors
@@ -141,11 +141,12 @@ impl Userfaultfd {
         Ok(Registered { zero: argument.ioctls & OFFERS_ZEROPAGE != 0 })
     }
 
-    /// Places a copy of `from`, which is whole pages, at the address `to`, and wakes the threads
-    /// that wait for these pages.
+    /// Places a copy of `from`, which must be whole pages, at the address `to`, and wakes the
+    /// threads that wait for these pages.
     ///
-    /// Each page appears atomically. Returns the number of placed bytes, which is less than
-    /// `from.len()` if the mapping was changed in the middle of the call.
+    /// Each page appears atomically. Returns the number of placed bytes. It is less than
+    /// `from.len()` if the call reached a page that is already present, or if the mapping was
+    /// changed during the call.
     ///
     /// # Errors
     /// Returns an error if nothing was placed. `EEXIST`: the page is already present (no thread was
@@ -153,8 +154,8 @@ impl Userfaultfd {
     /// `ESRCH`: the process has ended.
     ///
     /// # Safety
-    /// No Rust reference covers `to .. to + from.len()`: after this call, missing pages have a
-    /// content that a reference may have excluded. Pages that are present are never changed.
+    /// No Rust reference covers `to .. to + from.len()`, because the call gives missing pages new
+    /// content. Pages that are present are never changed.
     pub unsafe fn copy(&self, to: u64, from: &[u8]) -> Result<u64, SysError> {
         const CALL: &str = "UFFDIO_COPY";
         let len = from.len() as u64;
@@ -180,7 +181,7 @@ impl Userfaultfd {
     /// of placed bytes, like [`copy`](Self::copy).
     ///
     /// # Errors
-    /// Returns an error in the cases of [`copy`](Self::copy). `EINVAL` may also mean that the kind
+    /// Returns an error in the cases of [`copy`](Self::copy). `EINVAL` can also mean that this kind
     /// of memory does not support the call ([`Registered::zero`]).
     ///
     /// # Safety
@@ -196,11 +197,11 @@ impl Userfaultfd {
         placed(CALL, &span, argument.filled, placing)
     }
 
-    /// Maps the pages that the file has at `span`, which is whole pages of the file's page size,
-    /// and wakes the threads that wait for them.
+    /// Maps the pages of the file at the addresses `span`, and wakes the threads that wait for
+    /// them. `span` must be a multiple of the page size of the file, for example 2 MiB.
     ///
-    /// Returns the number of mapped bytes, which is less than requested if the mapping was changed
-    /// in the middle of the call.
+    /// Returns the number of mapped bytes. It is less than the length of `span` if the call reached
+    /// a page that is already mapped, or if the mapping was changed during the call.
     ///
     /// # Errors
     /// Returns an error if nothing was mapped. `EEXIST`: the page is already mapped (no thread was
@@ -237,8 +238,9 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// Sets whether [`next_event`](Self::next_event) sleeps until a message arrives. A new
-    /// userfaultfd is non-blocking, and only a non-blocking one can be polled.
+    /// Sets the blocking mode. If `blocking` is true, [`next_event`](Self::next_event) sleeps until
+    /// a message arrives. A new userfaultfd is non-blocking, and only a non-blocking one can be
+    /// polled.
     ///
     /// # Errors
     /// Returns an error only if the descriptor is not valid.
@@ -253,7 +255,7 @@ impl Userfaultfd {
         })
     }
 
-    /// Takes the next message. Returns `None` if no message is waiting and this userfaultfd is
+    /// Reads the next message. Returns `None` if no message is waiting and this userfaultfd is
     /// non-blocking.
     ///
     /// # Errors

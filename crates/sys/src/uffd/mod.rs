@@ -1,12 +1,12 @@
 //! userfaultfd (Linux `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`,
 //! `ioctl_userfaultfd(2)`).
 //!
-//! Write protection is used only in asynchronous mode: the kernel lifts the protection of a page at
-//! its first write without a fault handler, and [`pagemap`](crate::pagemap) reports the pages that
-//! lost their protection.
+//! *Write protection* is used only in asynchronous mode. At the first write to a page, the kernel
+//! lifts its protection without a fault handler, and [`pagemap`](crate::pagemap) reports the pages
+//! that have lost their protection.
 //!
-//! Missing pages (`missing`): a thread that touches a missing page sleeps until a fault handler,
-//! which reads the faults, places the page.
+//! *Missing pages:* a thread that accesses a missing page sleeps until a fault handler, which reads
+//! the fault from the userfaultfd, places the page.
 
 mod missing;
 
@@ -42,15 +42,16 @@ pub const FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
 pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 /// Feature `UFFD_FEATURE_THREAD_ID`: fault messages have the id of the thread.
 pub const FEATURE_THREAD_ID: u64 = 1 << 8;
-/// Feature `UFFD_FEATURE_MINOR_HUGETLBFS`: faults on pages that the file has and the mapping does
-/// not have, for memfds of huge pages.
+/// Feature `UFFD_FEATURE_MINOR_HUGETLBFS`: faults on pages that are in the file but not in the
+/// mapping, for memfds of huge pages.
 pub const FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
 /// Feature `UFFD_FEATURE_WP_HUGETLBFS_SHMEM`: write protection of memfds.
 pub const FEATURE_WP_SHMEM: u64 = 1 << 12;
 /// Feature `UFFD_FEATURE_WP_UNPOPULATED`: write protection of pages that do not exist yet. Implied
 /// by [`FEATURE_WP_ASYNC`].
 pub const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
-/// Feature `UFFD_FEATURE_WP_ASYNC`: the kernel lifts the protection itself.
+/// Feature `UFFD_FEATURE_WP_ASYNC`: the kernel lifts the write protection itself, without a fault
+/// handler.
 pub const FEATURE_WP_ASYNC: u64 = 1 << 15;
 
 #[repr(C)]
@@ -89,9 +90,9 @@ pub enum Access {
     Full,
     /// The userfaultfd was opened with `UFFD_USER_MODE_ONLY`, the mode for ordinary users.
     ///
-    /// In the synchronous modes a fault of the kernel or of KVM is an error instead of an event.
-    /// Asynchronous write protection raises no events, so it also tracks the writes of the kernel
-    /// (a test shows this for system calls).
+    /// For missing and unmapped pages, an access of the kernel or of KVM fails with an error and is
+    /// not reported as an event. Asynchronous write protection raises no events, so it also tracks
+    /// the writes of the kernel (a test shows this for system calls).
     UserModeOnly,
 }
 
@@ -103,9 +104,9 @@ pub struct Userfaultfd {
 }
 
 impl Userfaultfd {
-    /// Opens a userfaultfd with `features` (`FEATURE_*`) and the largest access that this user may
-    /// have. Tries the system call, then `/dev/userfaultfd`, then the system call for user mode
-    /// only.
+    /// Opens a userfaultfd with `features` (`FEATURE_*`) and, if this user may have it,
+    /// [`Access::Full`]. Tries the system call, then `/dev/userfaultfd`, and then the system call
+    /// with [`Access::UserModeOnly`].
     ///
     /// # Errors
     /// Returns an error if the kernel has no userfaultfd, does not have the features, or does not
@@ -121,8 +122,8 @@ impl Userfaultfd {
     /// Opens a userfaultfd with [`Access::Full`].
     ///
     /// # Errors
-    /// Returns an error in the cases of [`open`](Self::open). If only the permission is missing,
-    /// the error says how to grant it.
+    /// Returns an error in the cases of [`open`](Self::open), or if this user lacks the permission;
+    /// the error then says how to grant it.
     pub fn open_full(features: u64) -> Result<Self, SysError> {
         let fd = syscall(0).or_else(|refused| {
             // The error of the system call is reported, because most users have no access to the
@@ -139,7 +140,7 @@ impl Userfaultfd {
         Self::handshake(fd, Access::Full, features)
     }
 
-    /// Opens a userfaultfd that any user may have; see [`Access::UserModeOnly`].
+    /// Opens a userfaultfd with [`Access::UserModeOnly`], which needs no privilege.
     ///
     /// # Errors
     /// Returns an error in the cases of [`open`](Self::open).
@@ -195,12 +196,12 @@ impl Userfaultfd {
         self.access
     }
 
-    /// Registers the mapped bytes `span` for write protection. Registering does not protect any
-    /// page.
+    /// Registers the mapped addresses `span` for write protection. This does not protect any page
+    /// yet.
     ///
     /// # Errors
-    /// Returns an error if not all of `span` is mapped, if it belongs to another userfaultfd, or if
-    /// this kind of memory cannot be protected.
+    /// Returns an error if not all of `span` is mapped, if it is registered with another
+    /// userfaultfd, or if this kind of memory cannot be protected.
     pub fn register_wp(&self, span: Range<u64>) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_REGISTER(WP)";
         let mut argument = Register { range: whole(CALL, &span)?, mode: REGISTER_MODE_WP, ioctls: 0 };
@@ -224,8 +225,8 @@ impl Userfaultfd {
         Ok(())
     }
 
-    /// Unregisters `span`. Its protection is lifted, and a thread that waits for a missing page of
-    /// it gets a page of zeros.
+    /// Unregisters the addresses `span`, and lifts their write protection. A thread that waits for
+    /// a missing page of `span` wakes and reads zeros.
     ///
     /// # Errors
     /// Returns an error if `span` is not mapped any more.
@@ -237,19 +238,20 @@ impl Userfaultfd {
         if unsafe { call(self.fd.as_fd(), UNREGISTER, &mut argument) } < 0 {
             return Err(SysError::last(CALL, || format_span(&span), common));
         }
-        // The kernel wakes the waiting threads before it takes the lock of the mapping (6.7 and
-        // later handle faults under that lock alone). A fault that begins between the two steps
-        // would wait for a descriptor that does not cover it any more. No such fault can begin from
-        // this point on.
+        // The kernel wakes the waiting threads before it takes the lock of the mapping (since 6.7,
+        // faults are handled under that lock alone). A fault that begins between these two steps
+        // would wait for a descriptor with which its memory is no longer registered. After the call
+        // above, no such fault can begin, so waking the threads once more is sufficient.
         self.wake(span)
     }
 
-    /// Protects all pages of `span`, or lifts the protection of all of them. Protecting a page that
-    /// does not exist leaves a marker in its page table, which is allocated for this purpose.
+    /// Write-protects all pages of `span`, or lifts the protection of all of them if `protect` is
+    /// false. For a page that does not exist, the kernel puts a marker into the page table, which
+    /// it allocates if necessary.
     ///
     /// # Errors
-    /// Returns an error if `span` is not registered. `EAGAIN` means that another thread is changing
-    /// the mapping.
+    /// Returns an error if `span` is not registered for write protection. `EAGAIN` means that
+    /// another thread is changing the mapping.
     pub fn write_protect(&self, span: Range<u64>, protect: bool) -> Result<(), SysError> {
         const CALL: &str = "UFFDIO_WRITEPROTECT";
         let mode = if protect { WRITEPROTECT_MODE_WP } else { 0 };
