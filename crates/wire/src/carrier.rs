@@ -1,24 +1,23 @@
-//! Pieces of several channels on one connection. Source and target agree on such a connection by
-//! [`CARRIER`] in the first hello.
+//! Several channels on one connection, each divided into pieces. Source and target agree on such a
+//! connection with the feature bit [`CARRIER`] in the first hello.
 //!
-//! A channel on such a connection is a lane. The source opens lanes, numbered from 0. Each
-//! direction of a lane is a byte stream of its own. The sender of a direction may end it, and the
-//! receiver may stop it. A sender may send [`LANE_ROOM`] bytes at first, and then as many more as
-//! the receiver grants. A lane that is not read therefore delays no other lane.
+//! Each channel on such a connection is a lane. The source opens the lanes, which are numbered from
+//! 0. The two directions of a lane are separate byte streams. The sender of a stream may end it,
+//! and its receiver may stop it. The sender may send [`LANE_ROOM`] bytes at first, and then only as
+//! many as the receiver grants. Therefore a lane that is not read does not delay the other lanes.
 
 use crate::{Fields, WireError, crc};
 
 /// Feature bit of a hello: the connection carries lanes after the hello. The peer must understand
 /// this bit.
 pub const CARRIER: u64 = 1 << 32;
-/// Length of the header of a [`Piece`] in bytes. The bytes of [`PieceKind::Bytes`] follow the
-/// header.
+/// Length of an encoded [`Piece`] in bytes, without the bytes that follow a [`PieceKind::Bytes`].
 pub const PIECE_HEADER_BYTES: usize = 24;
-/// Maximum number of bytes that follow a piece.
+/// Maximum number of bytes that follow the header of a piece.
 pub const MAX_PIECE_BYTES: usize = 64 << 10;
 /// Number of bytes that may be sent on a new lane before the receiver grants more.
 pub const LANE_ROOM: usize = 64 << 10;
-/// Maximum number of granted bytes of a lane.
+/// Maximum number of bytes that a receiver may grant on a lane.
 pub const MAX_LANE_ROOM: usize = 16 << 20;
 /// Maximum number of lanes that may be open at the same time: a control channel, 64 bulk channels,
 /// 64 urgent channels, and a probe channel.
@@ -26,7 +25,7 @@ pub const MAX_LANES: usize = 130;
 
 const MAGIC: [u8; 4] = *b"VMFl";
 
-/// Header of a piece.
+/// Header of a piece, which is a part of one lane's byte stream or a message about that lane.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
     /// Lane of the piece.
@@ -35,7 +34,7 @@ pub struct Piece {
     pub kind: PieceKind,
 }
 
-/// Content of a piece.
+/// Content of a [`Piece`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PieceKind {
     /// The source opens the lane. Its number is one more than that of the lane opened before.
@@ -54,7 +53,8 @@ impl Piece {
     /// Returns the bytes of the header.
     ///
     /// # Panics
-    /// If the number of bytes is beyond its limit.
+    /// Panics if the number of bytes does not fit into 32 bits. The limits of [`PieceKind`] are
+    /// checked only by [`decode`](Self::decode).
     #[must_use]
     pub fn encode(self) -> [u8; PIECE_HEADER_BYTES] {
         let (kind, value) = match self.kind {
@@ -75,10 +75,10 @@ impl Piece {
         bytes
     }
 
-    /// Reads a header. The caller must check that the lane is open.
+    /// Decodes a header. The caller must check that the lane is open.
     ///
     /// # Errors
-    /// [`WireError`] if these bytes are not the header of a piece.
+    /// Returns [`WireError`] if these bytes are not the header of a piece.
     pub fn decode(bytes: &[u8; PIECE_HEADER_BYTES]) -> Result<Self, WireError> {
         let (body, sum) = bytes.split_at(PIECE_HEADER_BYTES - 8);
         if body[..4] != MAGIC || sum != crc(body).to_le_bytes() {

@@ -10,24 +10,25 @@ pub const CONTROL_HEADER_BYTES: usize = 16;
 pub const MAX_CONTROL_BYTES: usize = 4 << 20;
 /// Maximum length of a [`ToTarget::Description`] in bytes.
 pub const MAX_DESCRIPTION_BYTES: usize = 1 << 20;
-/// Maximum length of all device state of a guest in bytes.
+/// Maximum total length of the device state of a guest in bytes.
 pub const MAX_STATE_BYTES: usize = 64 << 20;
-/// Maximum number of sections of device state.
+/// Maximum number of sections in the device state of a guest.
 pub const MAX_SECTIONS: usize = 65_536;
-/// Maximum number of streams of device state of a guest.
+/// Maximum number of streams in the device state of a guest.
 pub const MAX_STREAMS: usize = 4096;
 /// Maximum number of bytes in a [`ToTarget::StreamBytes`].
 pub const MAX_STREAM_BYTES: usize = 1 << 20;
 /// Maximum number of runs in one message that names pages with a digest mismatch.
 pub const MAX_NAMED_RUNS: usize = 65_536;
-/// Maximum number of entries of fault latencies: one for each vCPU, and one for all other threads.
+/// Maximum number of entries in [`PagingFigures::latency`]: one for each vCPU, and one for all
+/// other threads.
 pub const MAX_LATENCIES: usize = 4097;
-/// Maximum number of buckets of a histogram: one for each bit of a number.
+/// Maximum number of buckets in a histogram, one for each bit of a `u64`.
 pub const MAX_BUCKETS: usize = 64;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFc");
 
-/// Moment at which the guest moves from the source to the target, relative to its memory.
+/// Mode of a migration, which decides if the guest moves to the target before or after its memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Mode {
@@ -35,8 +36,8 @@ pub enum Mode {
     Precopy,
     /// The guest moves before its memory.
     Postcopy,
-    /// The guest moves after the part of its memory that is worth sending first, and before the
-    /// rest.
+    /// The guest moves after one or more precopy passes over its memory, and before the remaining
+    /// pages.
     Hybrid,
 }
 
@@ -49,7 +50,7 @@ impl Mode {
     }
 }
 
-/// Name of a page.
+/// Identification of a page by its region and index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionPage {
     /// Region of the page.
@@ -58,7 +59,7 @@ pub struct RegionPage {
     pub page: u64,
 }
 
-/// Name of a run of pages.
+/// Identification of a run of pages by its region and indexes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionRun {
     /// Region of the pages.
@@ -74,34 +75,38 @@ pub struct RegionRun {
 pub struct MissingPages {
     /// Region of the pages.
     pub region: RegionId,
-    /// Page of the first bit, a multiple of 64.
+    /// Index of the page that the first bit stands for, a multiple of 64.
     pub first: u64,
-    /// Words of 64 pages, little-endian, lowest bit first. At most [`MAX_MISSING_BYTES`].
+    /// Bitmap as little-endian 64-bit words, in which the lowest bit of a word stands for its first
+    /// page. The length is at most [`MAX_MISSING_BYTES`].
     pub words: Vec<u8>,
 }
 
-/// Maximum length of the bitmap in [`MissingPages`] in bytes: 32 GiB of memory.
+/// Maximum length of the bitmap in [`MissingPages`] in bytes. A bitmap of this length covers 32 GiB
+/// of memory.
 pub const MAX_MISSING_BYTES: usize = 1 << 20;
 
 /// Figures of demand paging, as the target reports them to the source.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PagingFigures {
-    /// Pages that arrived with content.
+    /// Number of pages that arrived with content.
     pub pages: u64,
-    /// Pages that arrived as zeros.
+    /// Number of pages that arrived as zeros.
     pub zero_pages: u64,
-    /// Pages that arrived although they were already present. A correct source sends none.
+    /// Number of pages that arrived although they were already present. A correct source causes
+    /// none.
     pub duplicates: u64,
-    /// Pages that arrived with a digest mismatch and were requested again.
+    /// Number of pages that arrived with a digest mismatch and were requested again.
     pub digest_mismatches: u64,
-    /// Faults on pages that were known to be zero. The target answers them without the source.
+    /// Number of faults on pages that were known to be zero. The target resolves them without the
+    /// source.
     pub zero_faults: u64,
-    /// Pages that were requested because of a fault.
+    /// Number of pages that were requested because of a fault.
     pub requests: u64,
-    /// Pages that were requested in advance, behind a run of faults.
+    /// Number of pages that were requested in advance, because they follow a run of faults.
     pub ahead: u64,
-    /// Pages of `ahead` that were used, as far as the target can see: the run of faults continued
-    /// right behind them.
+    /// Number of the pages in `ahead` that were used. The target counts them as used if the run of
+    /// faults continues right behind them.
     pub ahead_used: u64,
     /// Time from the start of the guest until the last page was present, in microseconds.
     pub elapsed_us: u64,
@@ -109,8 +114,8 @@ pub struct PagingFigures {
     pub cpu_us: u64,
     /// Latency of all faults.
     pub all: FaultLatency,
-    /// Latency of the faults of each vCPU, from reading the fault until the page is placed. The
-    /// last entry is for all other threads.
+    /// Latency of the faults of each vCPU, measured from the time at which the target reads the
+    /// fault until the page is placed. The last entry is for all other threads.
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_LATENCIES>")]
     pub latency: Vec<FaultLatency>,
 }
@@ -120,8 +125,8 @@ pub struct PagingFigures {
 pub struct FaultLatency {
     /// Number of faults.
     pub faults: u64,
-    /// Sum of all latencies, in microseconds. For one vCPU, this is the time that it waited for
-    /// pages.
+    /// Sum of all latencies, in microseconds. For a single vCPU, this is the time for which it
+    /// waited for pages.
     pub sum_us: u64,
     /// Median latency, in nanoseconds.
     pub p50_ns: u64,
@@ -129,8 +134,9 @@ pub struct FaultLatency {
     pub p99_ns: u64,
     /// Longest latency, in nanoseconds.
     pub max_ns: u64,
-    /// Histogram: for each i from 0, the number of faults that took less than 2^i microseconds and
-    /// not less than half of that.
+    /// Histogram of the latencies. Element 0 counts the faults that took less than 1 microsecond.
+    /// Each further element `i` counts those that took at least 2^(i-1) and less than 2^i
+    /// microseconds.
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_BUCKETS>")]
     pub buckets: Vec<u64>,
 }
@@ -138,7 +144,7 @@ pub struct FaultLatency {
 /// Message from the source to the target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToTarget {
-    /// Description of the migration. The target accepts or refuses it.
+    /// Description of the migration, which the target accepts or refuses.
     Setup {
         /// Machine that the guest needs.
         machine: MachineConfig,
@@ -146,7 +152,8 @@ pub enum ToTarget {
         mode: Mode,
         /// Number of bulk channels that the source will open.
         bulk_channels: u16,
-        /// Number of urgent channels that the source will open. 0 in precopy, and only there.
+        /// Number of urgent channels that the source will open. It is 0 if and only if the mode is
+        /// precopy.
         urgent_channels: u16,
         /// True if the source will open a probe channel.
         probe: bool,
@@ -164,61 +171,63 @@ pub enum ToTarget {
         /// Number of the pass.
         pass: u32,
     },
-    /// Section of device state.
+    /// One section of the device state.
     Section(Section),
     /// All device state has been sent.
     StateEnd {
         /// Number of sections.
         sections: u32,
     },
-    /// Digests of all pages follow in a pass. The target compares them.
+    /// A pass follows that contains the digests of all pages. The target compares them with its own
+    /// pages.
     Verify {
         /// Number of the pass.
         pass: u32,
     },
-    /// All pages are sent and checked. The target loads the device state and answers with
+    /// All pages have been sent and checked. The target loads the device state and answers with
     /// [`ToSource::Ready`].
     Load,
-    /// Part of the set of pages that the target does not have at the handover.
+    /// Part of the set of pages that are still missing on the target at the handover.
     Lacking(MissingPages),
     /// The source has sent all device state and named all missing pages. The target drops its
-    /// content of these pages, which is out of date, and loads the device state. It requests pages
-    /// that this touches on the urgent channels. Then it answers with [`ToSource::Ready`].
+    /// content of these pages, which is out of date, and loads the device state. If loading
+    /// accesses a missing page, the target requests the page on an urgent channel. After loading,
+    /// the target answers with [`ToSource::Ready`].
     LoadLazily {
         /// Number of missing pages.
         pages: u64,
     },
-    /// Commit: the target owns the guest and runs it. From this message on, the source does not run
-    /// the guest.
+    /// Commit: the target owns the guest and runs it. The source does not run the guest after it
+    /// has sent this message.
     Commit,
-    /// Answer to [`ToSource::Complete`]: the source has nothing left to do. Also the answer to
-    /// [`ToSource::Returned`] for a guest that was to run before all of its memory had arrived: the
-    /// source has received the message, so the target may end.
+    /// Acknowledges [`ToSource::Complete`], after which the source has nothing left to do. After a
+    /// handover, or if the migration has an arbiter, the message also acknowledges
+    /// [`ToSource::Returned`] and [`ToSource::Failed`], so that the target may end.
     Thanks,
     /// The migration is cancelled. The guest stays on the source.
     Cancel(Refusal),
     /// Request for a [`ToSource::Pong`] with the same number.
     Ping(u64),
-    /// Description of the guest by the source's VMM for the target's VMM, before
-    /// [`Setup`](Self::Setup). The source sends it only if the reply to its hello has
-    /// [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION). At most [`MAX_DESCRIPTION_BYTES`]; the
-    /// engine does not read it.
+    /// Description of the guest from the source's VMM for the target's VMM, which the engine does
+    /// not read. It is sent before [`Setup`](Self::Setup), has at most [`MAX_DESCRIPTION_BYTES`]
+    /// bytes, and is sent only if the reply to the source's hello has the feature
+    /// [`FEATURE_DESCRIPTION`](crate::FEATURE_DESCRIPTION).
     Description(Vec<u8>),
-    /// Section of the state of a trial pause, to a target that has sent
-    /// [`ToSource::WantsTrial`]. The guest runs on the source.
+    /// One section of the device state from a trial pause, for a target that has sent
+    /// [`ToSource::WantsTrial`]. The guest continues to run on the source.
     TrialSection(Section),
-    /// The source has sent all sections of the trial pause. The target answers with
+    /// The source has sent all sections from the trial pause. The target answers with
     /// [`ToSource::Prepared`].
     TrialEnd {
         /// Number of sections.
         sections: u32,
     },
-    /// The operator has paused the guest, and it stays paused on the target. The source sends this
-    /// before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily), and only if the reply to
-    /// its hello has [`FEATURE_PAUSED`](crate::FEATURE_PAUSED).
+    /// The operator has paused the guest, so the guest stays paused on the target. The source sends
+    /// this message before [`Load`](Self::Load) or [`LoadLazily`](Self::LoadLazily), and only if
+    /// the reply to its hello has the feature [`FEATURE_PAUSED`](crate::FEATURE_PAUSED).
     StaysPaused,
-    /// A stream of device state begins. The source sends it only if the reply to its hello has
-    /// [`FEATURE_STREAMS`](crate::FEATURE_STREAMS).
+    /// A stream of device state begins. The source sends this message only if the reply to its
+    /// hello has the feature [`FEATURE_STREAMS`](crate::FEATURE_STREAMS).
     StreamOpen {
         /// Number of the stream, from 0.
         stream: u32,
@@ -232,7 +241,7 @@ pub enum ToTarget {
         /// Content.
         bytes: Vec<u8>,
     },
-    /// A stream is complete. Each stream ends before [`Load`](Self::Load) or
+    /// A stream is complete. Each stream must end before [`Load`](Self::Load) or
     /// [`LoadLazily`](Self::LoadLazily).
     StreamEnd {
         /// Number of the stream.
@@ -241,8 +250,8 @@ pub enum ToTarget {
 }
 
 impl ToTarget {
-    /// Returns the name of the message, for logs and errors. The content comes from a peer and may
-    /// be long, so it is not shown.
+    /// Returns the name of the message, for logs and errors. The name does not include the content,
+    /// which comes from a peer and may be long.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -273,7 +282,7 @@ impl ToTarget {
 /// Message from the target to the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToSource {
-    /// The machine fits. The source opens the channels with these tokens.
+    /// The target accepts the machine. The source opens the other channels with these tokens.
     Accept {
         /// Token for bulk channels.
         bulk: Token,
@@ -288,10 +297,10 @@ pub enum ToSource {
     Received {
         /// Number of the pass.
         pass: u32,
-        /// Number of pages with a digest mismatch that have not arrived again since.
+        /// Number of pages that arrived with a digest mismatch and have not arrived intact since.
         mismatches: u64,
-        /// First runs of these pages, at most [`MAX_NAMED_RUNS`]. Not empty if `mismatches` is not
-        /// 0.
+        /// First runs of the pages that `mismatches` counts, at most [`MAX_NAMED_RUNS`]. The list
+        /// is not empty if `mismatches` is not 0.
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
         runs: Vec<RegionRun>,
     },
@@ -301,7 +310,7 @@ pub enum ToSource {
         pages: u64,
         /// Number of pages that differ.
         mismatched: u64,
-        /// First pages that differ.
+        /// First pages that differ, at most [`MAX_NAMED_RUNS`].
         #[serde(deserialize_with = "bounded::list::<_, _, MAX_NAMED_RUNS>")]
         samples: Vec<RegionPage>,
     },
@@ -312,7 +321,7 @@ pub enum ToSource {
     },
     /// The guest runs on the target.
     Running {
-        /// Time that starting the vCPUs took, in microseconds.
+        /// Time that the start of the vCPUs took, in microseconds.
         start_us: u64,
         /// CPU time of the target's engine threads, in microseconds.
         cpu_us: u64,
@@ -331,33 +340,32 @@ pub enum ToSource {
     },
     /// Every page is present on the target. The source has nothing left to send.
     Complete(PagingFigures),
-    /// The guest could not be started and will never run on the target. The source owns the guest
-    /// again.
+    /// The target could not start the guest and will never run it. The source owns the guest again.
     Returned(Refusal),
     /// The migration failed. The guest has not run on the target and will not run there.
     Failed(Refusal),
-    /// Answer to [`ToTarget::Ping`], with its number.
+    /// Answer to [`ToTarget::Ping`], with the number of that message.
     Pong(u64),
-    /// Time that the target expects to need while the guest is paused. Sent after
-    /// [`Accept`](Self::Accept), to a source whose hello has
+    /// Time that the target expects to need while the guest is paused. The target sends this
+    /// message after [`Accept`](Self::Accept), to a source whose hello has the feature
     /// [`FEATURE_COSTS`](crate::FEATURE_COSTS).
     Costs {
         /// Time that loading the device state and starting the vCPUs take together, in
         /// microseconds.
         load_us: u64,
     },
-    /// The target's VM prepares itself with the state of a trial pause. Sent after
-    /// [`Accept`](Self::Accept), to a source whose hello has
-    /// [`FEATURE_TRIAL`](crate::FEATURE_TRIAL).
+    /// The target's VM can prepare itself with the device state from a trial pause, and asks for
+    /// it. The target sends this message after [`Accept`](Self::Accept), to a source whose hello
+    /// has the feature [`FEATURE_TRIAL`](crate::FEATURE_TRIAL).
     WantsTrial,
-    /// The target's VM has prepared itself with the state of the trial pause. A new
-    /// [`Costs`](Self::Costs) may come before this message.
+    /// The target's VM has prepared itself with the device state from the trial pause. The target
+    /// may send new [`Costs`](Self::Costs) before this message.
     Prepared,
 }
 
 impl ToSource {
-    /// Returns the name of the message, for logs and errors. The content comes from a peer and may
-    /// be long, so it is not shown.
+    /// Returns the name of the message, for logs and errors. The name does not include the content,
+    /// which comes from a peer and may be long.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -380,7 +388,7 @@ impl ToSource {
     }
 }
 
-/// Header before the body of a control message.
+/// Header that precedes the body of a control message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ControlHeader {
     /// Length of the body in bytes, at most [`MAX_CONTROL_BYTES`].
@@ -389,10 +397,10 @@ pub struct ControlHeader {
 }
 
 impl ControlHeader {
-    /// Reads a header.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// If these bytes are not a header, or announce a body that is too long.
+    /// Returns an error if these bytes are not a header, or announce a body that is too long.
     pub fn decode(bytes: &[u8; CONTROL_HEADER_BYTES]) -> Result<Self, WireError> {
         let mut fields = Fields(bytes);
         let magic = fields.u32();
@@ -415,10 +423,10 @@ impl ControlHeader {
     }
 }
 
-/// Encodes `message` as header and body.
+/// Encodes the header and the body of `message`.
 ///
 /// # Errors
-/// [`WireError::TooLarge`] if the body exceeds [`MAX_CONTROL_BYTES`].
+/// Returns [`WireError::TooLarge`] if the body exceeds [`MAX_CONTROL_BYTES`].
 pub fn encode_control<M: Serialize>(message: &M) -> Result<Vec<u8>, WireError> {
     let body = postcard::to_stdvec(message).map_err(|error| WireError::Message(error.to_string()))?;
     let too_large =
@@ -435,10 +443,10 @@ pub fn encode_control<M: Serialize>(message: &M) -> Result<Vec<u8>, WireError> {
     Ok(bytes)
 }
 
-/// Decodes the message in `body`, which `header` announced.
+/// Decodes the message whose header is `header` and whose bytes are `body`.
 ///
 /// # Errors
-/// If the body is damaged or is not a message of this type.
+/// Returns an error if the body is damaged or is not a message of this type.
 pub fn decode_control<M: DeserializeOwned>(header: ControlHeader, body: &[u8]) -> Result<M, WireError> {
     let len = u32::try_from(body.len()).unwrap_or(u32::MAX);
     if body.len() != header.len || sum(len, body) != header.sum {

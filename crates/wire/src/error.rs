@@ -1,19 +1,19 @@
-//! Errors of encoded bytes, and reasons for which a peer refuses.
+//! Errors of encoded bytes, and the reasons for which a peer refuses a migration.
 
 use serde::{Deserialize, Serialize};
 
-/// Error of bytes that are not a message of this protocol.
+/// Error of bytes that do not follow the protocol.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WireError {
     /// The stream does not start with the bytes of this protocol.
     #[error("the peer does not speak the vmferry protocol (its first bytes are {0:02x?})")]
     NotVmferry([u8; 8]),
-    /// The checksum of a header, a table or a control message is wrong. The stream cannot be used
-    /// any more.
+    /// The checksum of a header, a table or a control message is wrong, so the rest of the stream
+    /// cannot be decoded.
     #[error("the {what} is damaged (its checksum is wrong): the link or the peer corrupts data")]
     Damaged {
-        /// Damaged part.
+        /// Name of the damaged part.
         what: &'static str,
     },
     /// A field has a value that the protocol does not allow.
@@ -26,7 +26,7 @@ pub enum WireError {
         /// Allowed values.
         allowed: &'static str,
     },
-    /// A control message does not decode.
+    /// A control message cannot be decoded, or a migration id cannot be parsed.
     #[error("the peer sent a control message that cannot be read: {0}")]
     Message(String),
     /// A message to send is larger than the protocol allows.
@@ -41,17 +41,17 @@ pub enum WireError {
     },
 }
 
-/// Reason for a refusal, as a small number.
+/// Reason for a refusal, which messages encode as a byte.
 ///
-/// The number is the encoding in messages, too. A code that only a newer peer knows reads as
-/// [`Other`](Self::Other): it must not make a message unreadable that says who owns the guest.
+/// A code that only a newer peer knows is decoded as [`Other`](Self::Other). Otherwise an unknown
+/// code would make a message unreadable that decides the owner of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "u8", from = "u8")]
 #[non_exhaustive]
 pub enum RefusalCode {
-    /// Any reason that has no code of its own.
+    /// A reason without a code of its own.
     Other,
-    /// There is no common protocol version.
+    /// Source and target have no protocol version in common.
     Version,
     /// The peer requires a feature that this build does not know.
     Feature,
@@ -59,7 +59,7 @@ pub enum RefusalCode {
     Busy,
     /// The machines of source and target differ.
     Machine,
-    /// The token or the migration id of a channel is not one that the target gave out.
+    /// The target did not give out the token of a channel, or does not know the migration id.
     Token,
     /// A message is not allowed at this point of the migration.
     Protocol,
@@ -78,8 +78,8 @@ pub enum RefusalCode {
 }
 
 impl RefusalCode {
-    /// Returns the byte of the code in a [`crate::HelloReply`]. A byte of 0 there means that the
-    /// peer accepts.
+    /// Returns the byte that encodes this code. The byte is never 0, because 0 in a
+    /// [`HelloReply`](crate::HelloReply) means that the channel is accepted.
     #[must_use]
     pub fn byte(self) -> u8 {
         match self {
@@ -99,7 +99,8 @@ impl RefusalCode {
         }
     }
 
-    /// Returns the code of byte `byte`. Codes of a later version read as [`RefusalCode::Other`].
+    /// Returns the code that `byte` encodes, or [`RefusalCode::Other`] if this version does not
+    /// know it.
     #[must_use]
     pub fn from_byte(byte: u8) -> Self {
         match byte {
@@ -154,7 +155,7 @@ impl std::fmt::Display for RefusalCode {
 
 impl RefusalCode {
     /// Returns the text of the code followed by `detail`. The text of [`Other`](Self::Other) is
-    /// left out, because the detail says more.
+    /// omitted if there is a detail, because the detail says more.
     fn with_detail(self, detail: &str) -> String {
         if self == Self::Other && !detail.is_empty() {
             detail.to_owned()
@@ -164,23 +165,23 @@ impl RefusalCode {
     }
 }
 
-/// Reason why a peer does not continue: it refuses, or something failed.
+/// Reason for which a peer does not continue a migration.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{}", .code.with_detail(.detail))]
 pub struct Refusal {
     /// Code, for programs.
     pub code: RefusalCode,
-    /// Text for the operator: what failed, and what to do. Of a text from a peer, at most
-    /// [`MAX_DETAIL_CHARS`] characters are kept, and control characters, which could move the
-    /// cursor of a terminal, are replaced.
+    /// Text for the operator that describes the cause and the remedy. When a text from a peer is
+    /// decoded, it is cut to [`MAX_DETAIL_CHARS`] characters. Control characters, which could move
+    /// the cursor of a terminal, are replaced.
     #[serde(deserialize_with = "printable")]
     pub detail: String,
 }
 
-/// Maximum number of characters that are kept of a peer's reason.
+/// Maximum number of characters that are kept of [`Refusal::detail`] when it comes from a peer.
 pub const MAX_DETAIL_CHARS: usize = 1000;
 
-/// Reads a text from a peer. Only its encoding, UTF-8, has been checked before.
+/// Decodes a text from a peer, of which only the UTF-8 encoding has been checked before.
 fn printable<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     let text = String::deserialize(deserializer)?;
     let printed = |c: char| if c.is_control() { '\u{fffd}' } else { c };
@@ -188,7 +189,7 @@ fn printable<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<String
 }
 
 impl Refusal {
-    /// Returns a refusal with this code and text.
+    /// Creates a refusal with the given code and text.
     pub fn new(code: RefusalCode, detail: impl Into<String>) -> Self {
         Self { code, detail: detail.into() }
     }

@@ -1,4 +1,5 @@
-//! Frames of bulk channels: runs of pages, their digests, and the pages.
+//! Frames with pages, which bulk and urgent channels carry: runs of pages, their digests, and their
+//! content.
 
 use crate::{Fields, WireError, crc};
 use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId};
@@ -7,10 +8,10 @@ use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId};
 pub const FRAME_HEADER_BYTES: usize = 64;
 /// Maximum number of runs in a frame.
 pub const MAX_FRAME_RUNS: usize = 256;
-/// Maximum number of pages with content in a frame: 1 MiB of pages, which a second-level cache
-/// holds between checksum and copy.
+/// Maximum number of pages with content in a frame. Their content has 1 MiB, which fits into a
+/// second-level cache between the computation of the digests and the copy.
 pub const MAX_FRAME_PAGES: usize = 256;
-/// Maximum length of the table of a frame in bytes. Each run and each digest has eight bytes.
+/// Maximum length of the table of a frame in bytes. Each run and each digest takes eight bytes.
 pub const MAX_TABLE_BYTES: usize = 8 * (MAX_FRAME_RUNS + MAX_FRAME_PAGES);
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFb");
@@ -20,51 +21,57 @@ const MAX_RUN: u32 = u32::MAX >> KIND_BITS;
 /// Kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FrameKind {
-    /// Pages: zero runs as a count, others with digest and content.
+    /// Pages. Runs of zero pages are encoded as a count only, and other pages with digest and
+    /// content.
     Pages,
-    /// Digests to compare: zero runs as a count, others with digest and without content.
+    /// Digests for a verification. Runs of zero pages are encoded as a count only, and other pages
+    /// with digest but without content.
     Digests,
-    /// Frame without pages: all frames of this pass have been sent on this channel.
+    /// End of a pass: all frames of the pass have been sent on this channel. The frame has no
+    /// pages.
     Barrier,
-    /// Frame without pages that the target echoes at once
-    /// ([`Request::Echo`](crate::Request::Echo)), with the number in `base`.
+    /// Probe that the target answers at once with [`Request::Echo`](crate::Request::Echo). The
+    /// frame has no pages, and its `base` is the number of the probe.
     Probe,
 }
 
-/// Encoding of page contents. Later versions may add codecs: this version has only raw contents.
+/// Encoding of the content of pages. This version has only raw content, and later versions may add
+/// codecs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Codec {
-    /// Unencoded contents of 4096 bytes each.
+    /// Unencoded content, 4096 bytes for each page.
     Raw,
 }
 
 /// Fixed header of a frame.
 ///
-/// `runs <= MAX_FRAME_RUNS`, `pages <= MAX_FRAME_PAGES`. Both are 0 in a barrier and in a probe.
+/// `runs` is at most [`MAX_FRAME_RUNS`], and `pages` is at most [`MAX_FRAME_PAGES`]. Both are 0 in
+/// a barrier and in a probe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameHeader {
     /// Kind of the frame.
     pub kind: FrameKind,
-    /// Encoding of the contents.
+    /// Encoding of the content of the pages.
     pub codec: Codec,
     /// Region of all pages of the frame.
     pub region: RegionId,
-    /// Number of the pass.
+    /// Number of the pass to which the frame belongs.
     pub pass: u32,
     /// Number of frames that were sent on this channel before this one.
     pub sequence: u64,
-    /// Page to which the offsets of runs are relative. In a probe, its number.
+    /// Page to which the offsets of the runs are relative. In a probe, the number of the probe.
     pub base: PageIndex,
     /// Number of runs in the table.
     pub runs: usize,
-    /// Number of pages with a digest, over all runs.
+    /// Number of pages with a digest in all runs together.
     pub pages: usize,
     /// Checksum of the table.
     pub table_sum: u64,
 }
 
 impl FrameHeader {
-    /// Returns the header of a barrier.
+    /// Returns the header of a barrier, which ends pass `pass` on its channel. `sequence` is the
+    /// number of frames sent before it.
     #[must_use]
     pub fn barrier(pass: u32, sequence: u64) -> Self {
         Self {
@@ -80,13 +87,13 @@ impl FrameHeader {
         }
     }
 
-    /// Returns the header of a probe.
+    /// Returns the header of the probe `number`. `sequence` is the number of frames sent before it.
     #[must_use]
     pub fn probe(number: u64, sequence: u64) -> Self {
         Self { kind: FrameKind::Probe, base: PageIndex(number), ..Self::barrier(0, sequence) }
     }
 
-    /// Returns the length of the table that follows, in bytes.
+    /// Returns the length of the table that follows the header, in bytes.
     #[must_use]
     pub fn table_bytes(&self) -> usize {
         8 * (self.runs + self.pages)
@@ -95,7 +102,8 @@ impl FrameHeader {
     /// Encodes the header.
     ///
     /// # Panics
-    /// If `runs` or `pages` exceed their limits, which [`TableWriter`] enforces.
+    /// Panics if `runs` does not fit into 16 bits, or `pages` not into 32 bits. A header from
+    /// [`TableWriter`] or [`decode`](Self::decode) never exceeds its limits.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_HEADER_BYTES] {
         let mut bytes = [0; FRAME_HEADER_BYTES];
@@ -129,11 +137,11 @@ impl FrameHeader {
         bytes
     }
 
-    /// Reads a header and checks every limit.
+    /// Decodes a header and checks that it keeps every limit.
     ///
     /// # Errors
-    /// If the bytes are damaged, are not a header, or have a value that the protocol does not
-    /// allow.
+    /// Returns an error if the bytes are damaged, are not a header, or have a value that the
+    /// protocol does not allow.
     pub fn decode(bytes: &[u8; FRAME_HEADER_BYTES]) -> Result<Self, WireError> {
         let mut fields = Fields(bytes);
         let field = |what, value: u64, allowed| WireError::Field { what, value, allowed };
@@ -177,9 +185,10 @@ impl FrameHeader {
 /// Kind of the pages of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunKind {
-    /// Pages of zeros, encoded as their number only.
+    /// Pages of zeros, which are encoded only as their number.
     Zero,
-    /// Pages with a digest each, and with their content if the frame has contents.
+    /// Pages that each have a digest, and in a frame of kind [`Pages`](FrameKind::Pages) also their
+    /// content.
     Data,
 }
 
@@ -192,7 +201,8 @@ pub struct RunEntry {
     pub run: PageRun,
 }
 
-/// Builder of the table of a frame. It is reused from frame to frame and allocates only once.
+/// Builder for the table of a frame. One builder can be reused for many frames, and allocates only
+/// when it is created.
 #[derive(Debug)]
 pub struct TableWriter {
     base: PageIndex,
@@ -213,33 +223,36 @@ impl Default for TableWriter {
 }
 
 impl TableWriter {
-    /// Starts a new frame.
+    /// Removes all pages, to start a new frame.
     pub fn clear(&mut self) {
         self.runs.clear();
         self.digests.clear();
     }
 
-    /// Returns true if no page was pushed.
+    /// Returns true if no page has been added.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
 
-    /// Returns the number of pages with content that were pushed.
+    /// Returns the number of added pages that have a digest.
     #[must_use]
     pub fn pages(&self) -> usize {
         self.digests.len()
     }
 
-    /// Adds `page`, which is all zero if `digest` is `None`. The page must lie behind every page
-    /// that was pushed before. Returns true if the page fits. Otherwise, the caller sends this
-    /// frame and starts another.
+    /// Adds `page` with its digest. `None` means that the page contains only zeros. The page must
+    /// lie behind all pages that were added before.
+    ///
+    /// Returns false, and adds nothing, if the page does not fit. In that case, the caller must
+    /// send this frame and start another one.
     #[must_use]
     pub fn push(&mut self, page: PageIndex, digest: Option<PageDigest>) -> bool {
         self.push_run(PageRun::new(page, 1), digest)
     }
 
-    /// Adds a run of zero pages, like [`TableWriter::push`].
+    /// Adds a run of zero pages, under the conditions of [`TableWriter::push`]. A run of 2^30 pages
+    /// or more never fits.
     #[must_use]
     pub fn push_zeros(&mut self, run: PageRun) -> bool {
         self.push_run(run, None)
@@ -271,7 +284,7 @@ impl TableWriter {
         true
     }
 
-    /// Returns the header and the table of the pushed pages.
+    /// Returns the header and the table of the added pages.
     pub fn finish(
         &mut self,
         kind: FrameKind,
@@ -303,7 +316,7 @@ impl TableWriter {
         (header, &self.bytes)
     }
 
-    /// Returns the runs that were pushed.
+    /// Returns the added runs, in order.
     pub fn runs(&self) -> impl Iterator<Item = RunEntry> {
         self.runs.iter().map(|(kind, offset, count)| RunEntry {
             kind: *kind,
@@ -312,8 +325,8 @@ impl TableWriter {
     }
 }
 
-/// Received table of a frame. It is checked against the header, and every run lies within the
-/// region.
+/// Decoded table of a received frame. It agrees with the header of the frame, and every run lies
+/// within the region.
 #[derive(Debug, Clone, Copy)]
 pub struct Table<'a> {
     base: u64,
@@ -322,11 +335,12 @@ pub struct Table<'a> {
 }
 
 impl<'a> Table<'a> {
-    /// Reads the table of `header` for a region of `region_pages` pages.
+    /// Decodes the table of the frame with the header `header`, for a region of `region_pages`
+    /// pages.
     ///
     /// # Errors
-    /// If the table is damaged, if runs overlap, are out of order or leave the region, or if the
-    /// number of their pages differs from the header.
+    /// Returns an error if the table is damaged, if a run is empty, out of order or not within the
+    /// region, if runs overlap, or if the number of pages with a digest differs from the header.
     pub fn decode(header: &FrameHeader, bytes: &'a [u8], region_pages: u64) -> Result<Self, WireError> {
         if bytes.len() != header.table_bytes() || crc(bytes) != header.table_sum {
             return Err(WireError::Damaged { what: "frame table" });

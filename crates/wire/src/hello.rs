@@ -1,28 +1,30 @@
-//! First 80 bytes of every channel, in each direction.
+//! Hello and its reply, the first 80 bytes of every channel in each direction.
 
 use crate::{CARRIER, Fields, RefusalCode, WireError, crc};
 
 /// Oldest protocol version that this build speaks.
 pub const VERSION_MIN: u16 = 1;
-/// Newest protocol version that this build speaks. Version 1 is frozen (`tests/frozen.rs`).
+/// Newest protocol version that this build speaks. The encoding of version 1 must not change
+/// (`tests/frozen.rs`).
 pub const VERSION_MAX: u16 = 1;
-/// The source understands [`ToSource::Costs`](crate::ToSource::Costs).
+/// Feature bit: the source understands [`ToSource::Costs`](crate::ToSource::Costs).
 pub const FEATURE_COSTS: u64 = 1;
-/// The target understands [`ToTarget::Description`](crate::ToTarget::Description).
+/// Feature bit: the target understands [`ToTarget::Description`](crate::ToTarget::Description).
 pub const FEATURE_DESCRIPTION: u64 = 2;
-/// The source understands [`ToSource::WantsTrial`](crate::ToSource::WantsTrial) and
+/// Feature bit: the source understands [`ToSource::WantsTrial`](crate::ToSource::WantsTrial) and
 /// [`ToSource::Prepared`](crate::ToSource::Prepared).
 pub const FEATURE_TRIAL: u64 = 4;
-/// The target understands [`ToTarget::StaysPaused`](crate::ToTarget::StaysPaused).
+/// Feature bit: the target understands [`ToTarget::StaysPaused`](crate::ToTarget::StaysPaused).
 pub const FEATURE_PAUSED: u64 = 8;
-/// The target understands [`ToTarget::StreamOpen`](crate::ToTarget::StreamOpen) and what follows
-/// it.
+/// Feature bit: the target understands [`ToTarget::StreamOpen`](crate::ToTarget::StreamOpen),
+/// [`ToTarget::StreamBytes`](crate::ToTarget::StreamBytes) and
+/// [`ToTarget::StreamEnd`](crate::ToTarget::StreamEnd).
 pub const FEATURE_STREAMS: u64 = 16;
-/// Feature bits that this build offers on every channel. The low 32 are optional, the high 32 must
-/// be understood by the peer.
+/// Feature bits that this build offers on every channel. The peer may ignore an unknown bit among
+/// the low 32, and must refuse the channel if it does not know one of the high 32.
 pub const FEATURES: u64 =
     FEATURE_COSTS | FEATURE_DESCRIPTION | FEATURE_TRIAL | FEATURE_PAUSED | FEATURE_STREAMS;
-/// Bytes of a [`Hello`] and of a [`HelloReply`].
+/// Length of an encoded [`Hello`] or [`HelloReply`] in bytes.
 pub const HELLO_BYTES: usize = 80;
 
 const MAGIC: [u8; 8] = *b"VMFERRY\n";
@@ -51,13 +53,13 @@ impl std::fmt::Display for MigrationId {
     }
 }
 
-/// Token: 128 random bits that the target gives out for the channels of one role. All zero on a
-/// control channel.
+/// Token: 128 random bits that the target gives out for the channels of one role. The first control
+/// channel has [`Token::NONE`].
 #[derive(Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Token(pub [u8; 16]);
 
 impl Token {
-    /// Empty token of a control channel.
+    /// Token of a channel for which the target has not given out a token. All bits are 0.
     pub const NONE: Self = Self([0; 16]);
 }
 
@@ -71,16 +73,17 @@ impl std::fmt::Debug for Token {
 /// Purpose of a channel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// Messages between source and target.
+    /// Channel for messages between source and target.
     Control,
-    /// Frames of pages.
+    /// Channel for frames of pages.
     Bulk,
-    /// Single pages that a guest waits for, and in the other direction the requests for them.
+    /// Channel for pages that a vCPU waits for and, in the other direction, the requests for these
+    /// pages.
     Urgent,
-    /// Probes of the link, and their echoes.
+    /// Channel for probes of the link, and their echoes in the other direction.
     Probe,
-    /// Frames that the target discards, to measure the bandwidth of the link. The channel belongs
-    /// to no migration.
+    /// Channel for frames that the target discards, with which a plan measures the bandwidth of the
+    /// link. The channel belongs to no migration.
     Measure,
 }
 
@@ -107,7 +110,7 @@ impl Role {
     }
 }
 
-/// First message of every channel, from the peer that connected.
+/// First message on every channel, from the peer that opened the connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
     /// Oldest protocol version that the sender supports.
@@ -120,12 +123,12 @@ pub struct Hello {
     pub migration: MigrationId,
     /// Purpose of the channel.
     pub role: Role,
-    /// Number of the channel among those of its role.
+    /// Number of the channel among the channels of its role, from 0.
     pub index: u16,
     /// Token that the target gave out for this role.
     pub token: Token,
-    /// [`arbiter_digest`] of the arbiter that resolves unknown ownership, or 0 if there is none.
-    /// The value has a meaning only on the first control channel of a migration.
+    /// [`arbiter_digest`] of the arbiter that decides the owner of the guest, or 0 if there is no
+    /// arbiter. The value has a meaning only on the first control channel of a migration.
     pub arbiter: u64,
 }
 
@@ -146,10 +149,10 @@ impl Hello {
         seal(bytes)
     }
 
-    /// Reads a hello.
+    /// Decodes a hello.
     ///
     /// # Errors
-    /// [`WireError`] if these bytes are not a hello.
+    /// Returns [`WireError`] if these bytes are not a hello.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         let mut fields = unseal(bytes, MAGIC)?;
         let (version_min, version_max) = (fields.u16(), fields.u16());
@@ -164,10 +167,10 @@ impl Hello {
 /// Answer to a [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HelloReply {
-    /// Reason of a refusal, or `None` if the channel is accepted.
+    /// Reason for the refusal, or `None` if the channel is accepted.
     pub refused: Option<RefusalCode>,
-    /// Version that the channel uses. If the version is the reason of a refusal, the newest version
-    /// that the target supports.
+    /// Protocol version that the channel uses. If the version is the reason for a refusal, the
+    /// newest version that the target supports.
     pub version: u16,
     /// Feature bits that source and target both have.
     pub features: u64,
@@ -189,10 +192,10 @@ impl HelloReply {
         seal(bytes)
     }
 
-    /// Reads a reply.
+    /// Decodes a reply.
     ///
     /// # Errors
-    /// [`WireError`] if these bytes are not a reply to a hello.
+    /// Returns [`WireError`] if these bytes are not a reply to a hello.
     pub fn decode(bytes: &[u8; HELLO_BYTES]) -> Result<Self, WireError> {
         let mut fields = unseal(bytes, MAGIC_REPLY)?;
         let version = fields.u16();
@@ -226,18 +229,19 @@ fn unseal(bytes: &[u8; HELLO_BYTES], magic: [u8; 8]) -> Result<Fields<'_>, WireE
     Ok(fields)
 }
 
-/// Returns the digest of the arbiter with this name, for a [`Hello`]. It is never 0, which means
-/// that there is no arbiter. The digest finds a wrong configuration, not a peer that lies.
+/// Returns the digest of the arbiter with the name `name`, for a [`Hello`]. The digest is never 0,
+/// because 0 means that there is no arbiter. It is not cryptographic: it finds a wrong
+/// configuration, but not a peer that lies.
 #[must_use]
 pub fn arbiter_digest(name: &str) -> u64 {
     crc(name.as_bytes()).max(1)
 }
 
-/// Returns the version and the features for a peer that offers `hello`.
+/// Returns the protocol version and the features to use with a peer that has sent `hello`.
 ///
 /// # Errors
-/// [`RefusalCode::Version`] if there is no common version, or [`RefusalCode::Feature`] if the peer
-/// requires an unknown feature.
+/// Returns [`RefusalCode::Version`] if there is no common version, and [`RefusalCode::Feature`] if
+/// the peer requires a feature that this build does not know.
 pub fn negotiate(hello: &Hello) -> Result<(u16, u64), RefusalCode> {
     let version = hello.version_max.min(VERSION_MAX);
     if version < hello.version_min.max(VERSION_MIN) {

@@ -1,5 +1,4 @@
-//! Peer that sends arbitrary bytes. The fuzz targets use this module, and so do tests, with seeded
-//! noise.
+//! Peer that sends arbitrary bytes, for fuzz targets and for tests with seeded noise.
 //!
 //! Random bytes never have a correct checksum. Most functions of this module therefore correct the
 //! checksums, so that the code behind the checks is exercised.
@@ -14,8 +13,8 @@ use vmferry_core::{PAGE_BYTES, PageDigest};
 
 /// Maximum number of bytes that [`frames`] returns.
 pub const MOST_FRAME_BYTES: usize = 1 << 20;
-/// Maximum number of pages with content that [`frames`] makes for one frame. A frame that announces
-/// more ends the stream in its contents.
+/// Maximum number of pages for which [`frames`] adds content to one frame. If a frame announces
+/// more, the stream ends within the content of that frame.
 const MOST_CONTENTS: usize = 32;
 
 /// Puts the checksum of all bytes but the last eight into the last eight bytes.
@@ -32,11 +31,11 @@ fn block<const N: usize>(from: &[u8]) -> [u8; N] {
     block
 }
 
-/// Reads `bytes` as a hello, as a reply and as a request: unchanged, and with correct magic and
-/// checksum.
+/// Decodes `bytes` as a hello, as a reply and as a request, both unchanged and with correct magic
+/// and checksum.
 ///
 /// # Panics
-/// If a decoded value differs after encoding and decoding it again.
+/// Panics if a decoded value differs after encoding and decoding it again.
 pub fn drive_hello(bytes: &[u8]) {
     let raw: [u8; HELLO_BYTES] = block(bytes);
     for magic in [None, Some(*b"VMFERRY\n"), Some(*b"VMFERRY\r")] {
@@ -65,7 +64,8 @@ pub fn drive_hello(bytes: &[u8]) {
     }
 }
 
-/// Decodes `body` as a control message, with a header that fits it.
+/// Decodes `body` as a control message with a matching header. Returns `None` if that is not
+/// possible.
 pub fn message<M: DeserializeOwned>(body: &[u8]) -> Option<M> {
     let len = u32::try_from(body.len()).ok()?;
     let sum = crc(body) ^ crc(&len.to_le_bytes());
@@ -74,11 +74,11 @@ pub fn message<M: DeserializeOwned>(body: &[u8]) -> Option<M> {
     decode_control(header, body).ok()
 }
 
-/// Reads `bytes` as the body of a control message in either direction, and their beginning as a
+/// Decodes `bytes` as the body of a control message in each direction, and the first bytes as a
 /// header.
 ///
 /// # Panics
-/// If a decoded message differs after encoding and decoding it again.
+/// Panics if a decoded message differs after encoding and decoding it again.
 pub fn drive_messages(bytes: &[u8]) {
     let _ = ControlHeader::decode(&block(bytes));
     again(message::<ToTarget>(bytes).as_ref());
@@ -95,11 +95,11 @@ fn again<M: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message:
     assert_eq!(back.as_ref(), Ok(message));
 }
 
-/// Returns the frames of a channel, built from `bytes`. For each frame, `bytes` has the header, the
-/// table, and one byte for each page with content: the page is filled with this byte.
+/// Returns the frames of a channel, built from `bytes`. For each frame, `bytes` contains the
+/// header, the table, and one byte for each page with content. The page is filled with that byte.
 ///
-/// If `mend` is true, magic, frame numbers, checksums, and the digests of pages whose byte is even
-/// are corrected. Otherwise they are taken from `bytes`.
+/// If `mend` is true, the function corrects the magic, the frame numbers, the checksums, and the
+/// digests of pages whose byte is even. Otherwise all of them are taken from `bytes`.
 #[must_use]
 pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
     let (mut stream, mut sequence) = (Vec::new(), 0u64);
@@ -138,8 +138,8 @@ pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
     stream
 }
 
-/// Inverse of [`frames`]: returns `stream` with one byte for each page with content, as a first
-/// fuzz input. Stops at the first frame that does not decode.
+/// Inverse of [`frames`]: returns `stream` with each page content reduced to its first byte, for
+/// use as an initial fuzz input. Stops at the first frame that cannot be decoded.
 #[must_use]
 pub fn compact(mut stream: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -156,7 +156,7 @@ pub fn compact(mut stream: &[u8]) -> Vec<u8> {
     bytes
 }
 
-/// Corrects the checksum of the header of a snapshot.
+/// Corrects the checksum in the header of a snapshot.
 pub fn seal_snapshot(header: &mut [u8; SNAPSHOT_HEADER_BYTES]) {
     seal(header);
 }

@@ -1,14 +1,15 @@
 //! Encoding and decoding of the migration protocol, without sockets and without unsafe code.
 //!
-//! A migration has one control channel and some bulk channels. Each is a byte stream that starts
-//! with a [`Hello`] and its [`HelloReply`]. The control channel then carries [`ToTarget`] and
-//! [`ToSource`] messages. A bulk channel carries frames of pages in one direction: a fixed header
-//! ([`FrameHeader`]), a table of runs, digests, and the pages. `docs/protocol.md` describes all of
-//! them.
+//! A migration has one control channel and one or more bulk channels; a postcopy also has urgent
+//! channels. Each channel is a byte stream that starts with a [`Hello`] and its [`HelloReply`]. The
+//! control channel then carries [`ToTarget`] and [`ToSource`] messages. A bulk channel carries
+//! frames in one direction. A frame has a fixed header ([`FrameHeader`]), a table with runs and
+//! digests ([`Table`]), and the content of the pages. An urgent channel carries frames to the
+//! target, and each [`Request`] for a page to the source. `docs/protocol.md` describes all of these
+//! formats.
 //!
-//! All input comes from a peer. Each length is compared with its limit before it is used, and the
-//! decoders allocate no more than the amount that has been checked. Integers are little-endian.
-//! what has been checked. Integers are little-endian.
+//! Because all input comes from a peer, each length is compared with its limit before it is used,
+//! and the decoders allocate no more than these limits permit. Integers are little-endian.
 //!
 //! ```
 //! use vmferry_wire::{FEATURES, Hello, MigrationId, RefusalCode, Role, Token, VERSION_MAX, VERSION_MIN, negotiate};
@@ -27,7 +28,7 @@
 //! assert_eq!(received, hello);
 //! assert!(negotiate(&received).is_ok());
 //!
-//! // A peer that speaks newer versions only is refused by name.
+//! // A peer that speaks only newer versions is refused with the reason.
 //! let newer = Hello { version_min: VERSION_MAX + 1, version_max: VERSION_MAX + 1, ..hello };
 //! assert_eq!(negotiate(&newer), Err(RefusalCode::Version));
 //! ```
@@ -71,7 +72,7 @@ pub use snapshot::{
 
 use crc_fast::{CrcAlgorithm, checksum};
 
-/// Returns the checksum of headers and control messages.
+/// Returns the checksum that protects headers and control messages (CRC-64/NVME).
 fn crc(bytes: &[u8]) -> u64 {
     checksum(CrcAlgorithm::Crc64Nvme, bytes)
 }

@@ -6,7 +6,7 @@ use vmferry_core::{PageIndex, RegionId};
 /// Length of a [`Request`] in bytes.
 pub const REQUEST_BYTES: usize = 32;
 
-/// Maximum number of pages that a request may name beyond the first.
+/// Maximum number of pages that a request may ask for in advance, in addition to the first page.
 pub const MAX_AHEAD: u16 = 256;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFr");
@@ -20,20 +20,20 @@ pub enum Request {
         region: RegionId,
         /// Index of the page.
         page: PageIndex,
-        /// Number of pages behind `page` that are likely to be needed next, at most [`MAX_AHEAD`].
+        /// Number of pages after `page` that are likely to be needed next, at most [`MAX_AHEAD`].
         /// The source never sends them before a page that a thread waits for.
         ahead: u16,
-        /// True if the page arrived with a digest mismatch. The source sends it although it was
-        /// sent before.
+        /// True if the page arrived with a digest mismatch, so that the source must send the page
+        /// again.
         again: bool,
     },
-    /// Answer to a probe.
+    /// Echo of a probe.
     Echo {
         /// Number of the probe.
         number: u64,
-        /// Time between the arrival of the probe on the target and this answer, in nanoseconds. It
-        /// starts with the arrival in the kernel, if that time is known. The rest of the round-trip
-        /// time was spent on the link.
+        /// Time from the arrival of the probe on the target until this answer, in nanoseconds. The
+        /// time of arrival is that in the kernel, if it is known. The rest of the round-trip time
+        /// was spent on the link.
         held_ns: u32,
     },
 }
@@ -57,11 +57,11 @@ impl Request {
         bytes
     }
 
-    /// Reads a request. The caller must check that the page exists.
+    /// Decodes a request. The caller must check that the page exists.
     ///
     /// # Errors
-    /// If the bytes are damaged, are not a request, or have a value that the protocol does not
-    /// allow.
+    /// Returns an error if the bytes are damaged, are not a request, or have a value that the
+    /// protocol does not allow.
     pub fn decode(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, WireError> {
         let mut fields = Fields(bytes);
         let field = |what, value: u64, allowed| WireError::Field { what, value, allowed };

@@ -14,7 +14,7 @@ pub enum SnapshotPart {
     State,
     /// Index of a region: the checksums of its tables.
     Index(RegionId),
-    /// Table of a region: the digests of these pages.
+    /// Table of a region with the digests of the given pages.
     Table(RegionId, PageRun),
     /// Content of a page.
     Page(RegionId, PageIndex),
@@ -33,14 +33,14 @@ impl std::fmt::Display for SnapshotPart {
     }
 }
 
-/// Error of a file that is not a complete snapshot.
+/// Error of a snapshot file that cannot be decoded, or of a part that cannot be encoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
-    /// The file starts with other bytes than a snapshot.
+    /// The file does not start with the bytes of a snapshot.
     #[error("this is no snapshot of a guest (its first bytes are {0:02x?})")]
     Foreign([u8; 8]),
-    /// The file was never completed. The header is written last.
+    /// The file was never completed: its header, which is written last, is empty.
     #[error("this snapshot was never finished: its header is empty")]
     Unfinished,
     /// The file has another format version.
@@ -77,20 +77,20 @@ pub enum SnapshotError {
         /// Allowed values.
         allowed: &'static str,
     },
-    /// The regions are not a layout of guest memory.
+    /// The regions in the header are not a valid layout of guest memory.
     #[error("the header's memory cannot be a guest's: {0}")]
     Layout(#[from] LayoutError),
-    /// A part does not decode although its checksum is correct.
+    /// A part cannot be decoded although its checksum is correct.
     #[error("the {part} at byte {at:#x} cannot be read: {why}")]
     Unreadable {
-        /// Part that does not decode.
+        /// Part that cannot be decoded.
         part: SnapshotPart,
         /// Offset of the part in the file, in bytes.
         at: u64,
         /// Message of the decoder.
         why: String,
     },
-    /// A part to write is larger than the format allows.
+    /// A part that is to be written is larger than the format allows.
     #[error("the {part} of {bytes} bytes is too large for a snapshot (at most {limit})")]
     TooLarge {
         /// Part that is too large.

@@ -7,16 +7,16 @@ use vmferry_core::{Gpa, Layout, MAX_REGIONS, MachineConfig, Region, RegionId, Se
 
 /// Length of the header in bytes.
 pub const SNAPSHOT_HEADER_BYTES: usize = 4096;
-/// Version of the format. It is frozen, like the version of the protocol.
+/// Version of the format. The encoding of version 1 must not change, as with the protocol.
 pub const SNAPSHOT_VERSION: u16 = 1;
-/// Maximum length of the description of the machine in bytes.
+/// Maximum length of the machine description in bytes.
 pub const MAX_MACHINE_BYTES: usize = 1 << 20;
 /// Maximum length of the device state in bytes, including names and lengths.
 pub const MAX_STATE_PART_BYTES: usize = MAX_STATE_BYTES + (1 << 20);
 
 const MAGIC: [u8; 8] = *b"VMFSNAP\n";
-/// Feature bit: the guest continued to run after the snapshot. A reader need not know this bit, as
-/// all of the low 32 bits.
+/// Feature bit: the guest continued to run after the snapshot was taken. Like all of the low 32
+/// bits, a reader may ignore this bit.
 const FEATURE_COPY: u64 = 1;
 const MUST_UNDERSTAND: u64 = 0xffff_ffff_0000_0000;
 /// Length of the fixed fields before the entries of regions, in bytes.
@@ -25,7 +25,7 @@ const REGION_BYTES: usize = 40;
 const SUM_AT: usize = SNAPSHOT_HEADER_BYTES - 8;
 const _: () = assert!(FIXED_BYTES + MAX_REGIONS * REGION_BYTES <= SUM_AT);
 
-/// Length and checksum of a part.
+/// Length and checksum of a part of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PartSum {
     /// Length in bytes.
@@ -37,7 +37,7 @@ pub struct PartSum {
 /// Entry of a region in the header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SnapshotRegion {
-    /// Number, address and length of the region.
+    /// Id, guest-physical address and length of the region.
     pub region: Region,
     /// Checksum of the index of the region.
     pub index_sum: u64,
@@ -48,15 +48,16 @@ pub struct SnapshotRegion {
 /// Header of a snapshot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotHeader {
-    /// Id of the snapshot: random bits.
+    /// Random id of the snapshot.
     pub id: MigrationId,
-    /// True if the original guest continued to run: the snapshot is a copy of the guest.
+    /// True if the guest continued to run after the snapshot was taken, so that the snapshot is a
+    /// copy of it.
     pub copy: bool,
     /// Length and checksum of the description of the machine.
     pub machine: PartSum,
     /// Length and checksum of the device state.
     pub state: PartSum,
-    /// Entries of the regions, by guest-physical address.
+    /// Entries of the regions, in ascending order of their guest-physical addresses.
     pub regions: Vec<SnapshotRegion>,
 }
 
@@ -64,7 +65,7 @@ impl SnapshotHeader {
     /// Returns the layout of the guest's memory.
     ///
     /// # Errors
-    /// If the regions are not a layout, or are not in order.
+    /// Returns an error if the regions are not a valid layout, or are not sorted by address.
     pub fn layout(&self) -> Result<Layout, SnapshotError> {
         let regions: Vec<Region> = self.regions.iter().map(|entry| entry.region).collect();
         let layout = Layout::new(regions.clone())?;
@@ -77,7 +78,7 @@ impl SnapshotHeader {
     /// Encodes the header.
     ///
     /// # Errors
-    /// As for [`layout`](Self::layout).
+    /// Returns an error in the cases of [`layout`](Self::layout).
     pub fn encode(&self) -> Result<[u8; SNAPSHOT_HEADER_BYTES], SnapshotError> {
         let map = SnapshotMap::new(&self.layout()?, self.machine.bytes, self.state.bytes);
         let mut bytes = Vec::with_capacity(SNAPSHOT_HEADER_BYTES);
@@ -104,12 +105,12 @@ impl SnapshotHeader {
         Ok(bytes.try_into().expect("fixed size"))
     }
 
-    /// Reads the header of a file of `file_bytes` bytes and checks every limit. Returns the header
-    /// and the offsets of all parts.
+    /// Decodes the header of a file of `file_bytes` bytes and checks that it keeps every limit.
+    /// Returns the header and the offsets of all parts.
     ///
     /// # Errors
-    /// If the bytes are damaged or are not a header, or if the file has another length than its
-    /// header says.
+    /// Returns an error if the bytes are damaged or are not a header, if a limit is exceeded, or if
+    /// the file does not have the length that its header gives.
     pub fn decode(
         bytes: &[u8; SNAPSHOT_HEADER_BYTES],
         file_bytes: u64,
@@ -182,7 +183,7 @@ fn field(what: &'static str, value: u64, allowed: &'static str) -> SnapshotError
 /// header.
 ///
 /// # Errors
-/// If the bytes exceed [`MAX_MACHINE_BYTES`].
+/// Returns an error if the bytes exceed [`MAX_MACHINE_BYTES`].
 pub fn encode_machine(machine: &MachineConfig) -> Result<(Vec<u8>, PartSum), SnapshotError> {
     encode_part(machine, SnapshotPart::Machine, MAX_MACHINE_BYTES)
 }
@@ -190,7 +191,7 @@ pub fn encode_machine(machine: &MachineConfig) -> Result<(Vec<u8>, PartSum), Sna
 /// Encodes the device state. Returns the bytes, and their length and checksum for the header.
 ///
 /// # Errors
-/// If the bytes exceed [`MAX_STATE_PART_BYTES`].
+/// Returns an error if the bytes exceed [`MAX_STATE_PART_BYTES`].
 pub fn encode_state(sections: &[Section]) -> Result<(Vec<u8>, PartSum), SnapshotError> {
     encode_part(sections, SnapshotPart::State, MAX_STATE_PART_BYTES)
 }
@@ -214,11 +215,11 @@ fn encode_part<T: Serialize + ?Sized>(
     }
 }
 
-/// Decodes a [`MachineConfig`] or a `Vec<Section>` from all bytes of its part, which begins at byte
-/// `at` of the file.
+/// Decodes a [`MachineConfig`] or a `Vec<Section>` from all bytes of its part. `part` and `at`, the
+/// offset of the part in the file in bytes, are for error messages.
 ///
 /// # Errors
-/// If the bytes are damaged or do not decode.
+/// Returns an error if the checksum is wrong, or if the bytes cannot be decoded.
 pub fn decode_part<T: DeserializeOwned>(
     bytes: &[u8],
     sum: PartSum,

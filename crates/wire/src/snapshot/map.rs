@@ -5,27 +5,27 @@ use vmferry_core::{Layout, PAGE_SIZE, PageIndex, PageRun, RegionId};
 
 /// Alignment of the parts before the contents, in bytes: a page.
 const ALIGN: u64 = PAGE_SIZE;
-/// Alignment of the contents of a region, in bytes: a huge page, so that the contents can be mapped
-/// by huge pages.
+/// Alignment of the contents of a region, in bytes. It is the size of a huge page, so that the
+/// contents can be mapped with huge pages.
 const DATA_ALIGN: u64 = 2 << 20;
 
 /// Offsets of a region's parts in the file, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RegionOffsets {
-    /// Number of the region.
+    /// Id of the region.
     pub id: RegionId,
     /// Number of pages of the region.
     pub pages: u64,
-    /// Offset of the index: the checksum of each table of the region, 8 bytes each.
+    /// Offset of the index, which contains the checksum of each table of the region in 8 bytes.
     pub index: u64,
-    /// Offset of the tables, [`TABLE_BYTES`] each.
+    /// Offset of the first table. Each table has [`TABLE_BYTES`] bytes.
     pub tables: u64,
-    /// Offset of the contents: page `p` begins at `data + p * 4096`.
+    /// Offset of the contents. The content of page `p` begins at `data + p * 4096`.
     pub data: u64,
 }
 
 impl RegionOffsets {
-    /// Returns the number of tables.
+    /// Returns the number of tables of the region.
     #[must_use]
     pub fn blocks(&self) -> u64 {
         self.pages.div_ceil(TABLE_PAGES as u64)
@@ -37,7 +37,7 @@ impl RegionOffsets {
         8 * self.blocks()
     }
 
-    /// Returns the pages of table `block`.
+    /// Returns the pages whose digests are in table `block`, counted from 0.
     #[must_use]
     pub fn run(&self, block: u64) -> PageRun {
         let first = block * TABLE_PAGES as u64;
@@ -57,8 +57,8 @@ impl RegionOffsets {
     }
 }
 
-/// Offsets of all parts of a file. They follow from the memory layout and two lengths. A file
-/// therefore cannot have other offsets, and parts cannot overlap.
+/// Offsets of all parts of a snapshot file, in bytes. They are computed from the memory layout and
+/// two lengths, so a file cannot contain wrong offsets, and its parts cannot overlap.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SnapshotMap {
     /// Offset of the description of the machine.
@@ -72,8 +72,8 @@ pub struct SnapshotMap {
 }
 
 impl SnapshotMap {
-    /// Returns the offsets for a snapshot of `layout` with these lengths of description and device
-    /// state, both within their limits.
+    /// Returns the offsets for a snapshot of `layout`, with the lengths of the machine description
+    /// and of the device state. Both lengths must be within their limits.
     #[must_use]
     pub fn new(layout: &Layout, machine_bytes: u32, state_bytes: u32) -> Self {
         // No sum overflows. A layout has at most 2^34 pages (MAX_PAGES). Besides the 2^46 bytes of
@@ -92,8 +92,8 @@ impl SnapshotMap {
             .iter()
             .map(|r| RegionOffsets { id: r.id, pages: r.pages(), index: 0, tables: 0, data: 0 })
             .collect();
-        // A reader that opens the file reads its beginning up to the last index, and nothing behind
-        // it.
+        // A reader that opens the file reads it only up to the end of the last index, so the
+        // indexes come first.
         regions.iter_mut().for_each(|place| place.index = take(place.index_bytes(), ALIGN));
         regions.iter_mut().for_each(|place| place.tables = take(place.blocks() * TABLE_BYTES as u64, ALIGN));
         regions.iter_mut().for_each(|place| place.data = take(place.pages * PAGE_SIZE, DATA_ALIGN));

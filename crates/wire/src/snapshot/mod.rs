@@ -1,14 +1,16 @@
-//! Format of a snapshot file. The offset of every part is known before the part is written.
+//! Format of a snapshot file, in which the offset of every part is known before the part is
+//! written.
 //!
-//! The header has the checksums of the description of the machine, of the device state and of each
-//! region's index. An index has the checksums of the tables of its region, and a table has the
-//! digests of 512 pages. A reader can therefore read one page and check it down from the header,
-//! without the rest. Pages of zeros are holes in the file, and so are tables of pages of zeros
-//! only. `docs/protocol.md` has a diagram.
+//! The header contains the checksums of the machine description, of the device state, and of the
+//! index of each region. An index contains the checksums of the tables of its region, and a table
+//! contains the digests of 512 pages. Therefore a reader can read and verify a single page without
+//! the other pages: the header verifies the index, the index verifies the table, and the table
+//! verifies the page. Pages of zeros are holes in the file, and so are tables whose pages are all
+//! zero. `docs/protocol.md` has a diagram.
 //!
-//! A file is trusted as little as a peer. Offsets are not stored: they follow from the layout
-//! ([`SnapshotMap`]). Lengths are checked before they are used for an allocation, and the file must
-//! have the length that its header says.
+//! A snapshot file is not trusted, just as a peer is not. Offsets are not stored, because they
+//! follow from the layout ([`SnapshotMap`]). Lengths are checked before they are used for an
+//! allocation, and the file must have the length that its header gives.
 
 mod error;
 mod header;

@@ -1,27 +1,27 @@
-//! Digests of the pages of a snapshot: one word for each page, in tables of 512, and an index with
-//! the checksums of the tables.
+//! Digests of the pages of a snapshot: one word for each page, in tables of 512 words, and an index
+//! with the checksums of the tables.
 
 use super::{SnapshotError, SnapshotPart};
 use crate::{Fields, crc};
 use vmferry_core::{PageDigest, PageIndex, RegionId};
 
-/// Number of pages of a table: the 4 KiB pages of a huge page.
+/// Number of pages in a table, which is the number of 4 KiB pages in a huge page.
 pub const TABLE_PAGES: usize = 512;
 /// Length of a table in bytes.
 pub const TABLE_BYTES: usize = 8 * TABLE_PAGES;
 
-/// Word of a page of zeros in a table, and of a table of such pages in an index. A hole in the file
-/// reads as this word.
+/// Word that stands for a page of zeros in a table, and for a table of such pages in an index. A
+/// hole in the file reads as this word.
 const NOTHING: u64 = 0;
 /// Word that replaces a checksum equal to [`NOTHING`].
 const INSTEAD: u64 = 1;
 
-/// Returns the word for a checksum: never [`NOTHING`].
+/// Returns the word that stands for a checksum. It is never [`NOTHING`].
 fn written(sum: u64) -> u64 {
     if sum == NOTHING { INSTEAD } else { sum }
 }
 
-/// Digests of 512 consecutive pages of a region. A page of zeros has no digest.
+/// Table with the digests of 512 consecutive pages of a region. A page of zeros has no digest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PageTable {
     words: [u64; TABLE_PAGES],
@@ -34,15 +34,16 @@ impl Default for PageTable {
 }
 
 impl PageTable {
-    /// Makes all pages of the table pages of zeros.
+    /// Removes all digests, so that all pages of the table count as pages of zeros.
     pub fn clear(&mut self) {
         self.words.fill(NOTHING);
     }
 
-    /// Sets the digest of page `at` of the table. `None` stands for a page of zeros.
+    /// Sets the digest of page `at`, counted from the first page of the table. `None` stands for a
+    /// page of zeros.
     ///
     /// # Panics
-    /// If `at` is not below [`TABLE_PAGES`].
+    /// Panics if `at` is not below [`TABLE_PAGES`].
     pub fn set(&mut self, at: usize, digest: Option<PageDigest>) {
         self.words[at] = digest.map_or(NOTHING, |digest| written(digest.0));
     }
@@ -50,7 +51,7 @@ impl PageTable {
     /// Returns true if page `at` has content.
     ///
     /// # Panics
-    /// If `at` is not below [`TABLE_PAGES`].
+    /// Panics if `at` is not below [`TABLE_PAGES`].
     #[must_use]
     pub fn has_content(&self, at: usize) -> bool {
         self.words[at] != NOTHING
@@ -59,7 +60,7 @@ impl PageTable {
     /// Returns true if page `at` has this digest. `None` stands for a page of zeros.
     ///
     /// # Panics
-    /// If `at` is not below [`TABLE_PAGES`].
+    /// Panics if `at` is not below [`TABLE_PAGES`].
     #[must_use]
     pub fn fits(&self, at: usize, digest: Option<PageDigest>) -> bool {
         self.words[at] == digest.map_or(NOTHING, |digest| written(digest.0))
@@ -71,8 +72,8 @@ impl PageTable {
         self.words.iter().filter(|word| **word != NOTHING).count() as u64
     }
 
-    /// Encodes the table. Returns its bytes and its word in the index, or `None` if no page has
-    /// content: such a table is not written.
+    /// Encodes the table. Returns its bytes and its word for the index, or `None` if no page has
+    /// content, because such a table is not written.
     #[must_use]
     pub fn encode(&self) -> Option<([u8; TABLE_BYTES], u64)> {
         if self.contents() == 0 {
@@ -86,11 +87,13 @@ impl PageTable {
         Some((bytes, sum))
     }
 
-    /// Reads the table of the `pages` pages from `first` of `region`. The table lies at byte `at`
-    /// of the file, and its word in the index is `sum`. Allocates nothing.
+    /// Decodes the table of `pages` pages that start at page `first` of `region`. `sum` is the word
+    /// of the table in the index, and `at` is the offset of the table in the file, in bytes.
+    /// Allocates nothing.
     ///
     /// # Errors
-    /// If the table is damaged, or has content for pages behind the end of the region.
+    /// Returns an error if the table is damaged, or if it has a digest for a page behind the end of
+    /// the region.
     pub fn decode(
         bytes: &[u8; TABLE_BYTES],
         sum: u64,
@@ -115,14 +118,14 @@ impl PageTable {
     }
 }
 
-/// Words of a region's index: one for each table, in order.
+/// Index of a region: one word for each table, in order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TableIndex {
     words: Vec<u64>,
 }
 
 impl TableIndex {
-    /// Returns the index with these words.
+    /// Creates an index from its words.
     #[must_use]
     pub fn new(words: Vec<u64>) -> Self {
         Self { words }
@@ -143,10 +146,11 @@ impl TableIndex {
         (bytes, sum)
     }
 
-    /// Reads the index of `region` from all its bytes, which lie at byte `at` of the file.
+    /// Decodes the index of `region` from all of its bytes. `at` is its offset in the file, in
+    /// bytes.
     ///
     /// # Errors
-    /// If the checksum of the bytes is not `sum`.
+    /// Returns an error if the checksum of the bytes is not `sum`.
     pub fn decode(bytes: &[u8], sum: u64, region: RegionId, at: u64) -> Result<Self, SnapshotError> {
         if crc(bytes) != sum {
             return Err(SnapshotError::Damaged { part: SnapshotPart::Index(region), at });
