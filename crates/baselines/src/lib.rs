@@ -1,45 +1,45 @@
-//! Baselines: published harvest policies for dirty rings, kept for comparison with the product's
-//! own policy, [`Predict`].
+//! Baselines: published harvest policies for dirty rings, which are kept for comparison with
+//! [`Predict`], the default policy.
 //!
-//! The product does not need a baseline. `vmferry migrate --reaper` selects one by its name, and
-//! `vmferry-bench reaper` measures all of them and `predict` in one run.
+//! No migration needs a baseline. `vmferry migrate --reaper` selects one by its name, and
+//! `vmferry-bench reaper` measures all of them, together with `predict`, in one run.
 //!
 //! | name | rule | published as |
 //! |---|---|---|
-//! | `fixed` | sleeps one second | QEMU's reaper thread |
-//! | `gears` | six sleeps of 1000 to 80 ms, chosen by occupancy | patches for QEMU that make the reaper adaptive |
-//! | `aimd` | halves the sleep above 0.8 of occupancy, adds 20 ms up to 0.2 | a proposal in the review of these patches: "20 lines instead of 100" |
+//! | `fixed` | always sleeps one second | QEMU's reaper thread |
+//! | `gears` | chooses one of six sleeps, from 1000 to 80 ms, by occupancy | patches for QEMU that make the reaper adaptive |
+//! | `aimd` | halves the sleep above an occupancy of 0.8, and adds 20 ms up to an occupancy of 0.2 | a proposal in the review of these patches: "20 lines instead of 100" |
 //!
-//! The rules are written from their published descriptions, not from code. The published code of
-//! `gears` never shifts down, because it increments a pointer and not the counter behind it. This
-//! crate has the rule of the text.
+//! The rules were written from their published descriptions, not from their code. The published
+//! code of `gears` never shifts down, because it increments a pointer instead of the counter to
+//! which it points. This crate implements the rule as the text describes it.
 //!
-//! The baselines keep the conditions under which they were published:
+//! The baselines run under the conditions for which they were published:
 //!
-//! - One lock covers all harvests of the reaper and of full rings.
+//! - One lock excludes all harvests of the reaper and of full rings from each other.
 //! - A vCPU whose ring is full harvests all rings.
 //! - Occupancy is the number of pages harvested from all rings, divided by the size of one ring.
 //!   With several vCPUs it can exceed 1.
 //!
-//! All of this uses [`ReaperPolicy`], the extension point of `vmferry-dirty`. Write your own policy
-//! in the same way.
+//! The baselines implement [`ReaperPolicy`], the extension point of `vmferry-dirty`. You can
+//! implement your own policy in the same way.
 
 use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 use vmferry_dirty::{HarvestSchedule, Predict, ReaperPolicy, RingView, Rings, TrackerError};
 
-/// Harvest policy by its name: a baseline, or the product's policy.
+/// Harvest policy that can be selected by its name: a baseline, or the default policy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Policy {
     /// Harvests every second.
     Fixed,
-    /// Chooses one of six sleeps by occupancy: shifts up at once, and shifts down after six
-    /// harvests that wanted a lower gear.
+    /// Chooses one of six sleeps, the gears, by occupancy. It shifts up one gear at once, and
+    /// shifts down one gear after six harvests that wanted a lower gear.
     Gears,
-    /// Halves the sleep when occupancy was high, and lengthens it when occupancy was low.
+    /// Halves the sleep if the occupancy was above 0.8, and adds 20 ms if it was at most 0.2.
     Aimd,
-    /// The product's policy, [`Predict`].
+    /// Default policy, [`Predict`].
     #[default]
     Predict,
 }
@@ -48,7 +48,7 @@ impl Policy {
     /// All policies.
     pub const ALL: [Self; 4] = [Self::Fixed, Self::Gears, Self::Aimd, Self::Predict];
 
-    /// Returns the shortest and the longest time that the reaper sleeps.
+    /// Returns the shortest and the longest time for which the reaper sleeps under this policy.
     #[must_use]
     pub fn sleeps(self) -> (Duration, Duration) {
         match self {
@@ -90,7 +90,7 @@ impl fmt::Display for Policy {
     }
 }
 
-/// Error of a text that is not the name of a policy.
+/// Error that parsing a [`Policy`] returns if the text is not the name of a policy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{0}` is not a reaper policy; use fixed, gears, aimd or predict")]
 pub struct UnknownPolicy(String);
@@ -107,11 +107,11 @@ impl FromStr for Policy {
 /// Result of a harvest of all rings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Reaped {
-    /// Pages harvested from all rings.
+    /// Number of pages harvested from all rings.
     pages: u64,
-    /// Entries of one ring.
+    /// Number of entries in one ring.
     entries: u32,
-    /// True if a vCPU found its ring full since the previous harvest.
+    /// True if the ring of a vCPU was full since the previous harvest.
     went_full: bool,
 }
 
@@ -132,12 +132,13 @@ trait Rule: Default {
     fn next(&mut self, reaped: Reaped) -> Duration;
 }
 
-/// Running baseline: harvests all rings at each turn, and lets its rule choose the sleep.
+/// State of a baseline for one period of tracking. It harvests all rings each time the reaper wakes
+/// up, and its rule chooses the sleep.
 #[derive(Debug, Default)]
 struct Baseline<R> {
     rule: R,
     views: Vec<RingView>,
-    /// Number of full exits of all rings at the previous turn.
+    /// Number of full exits of all rings at the previous wake-up.
     full_exits: u64,
 }
 
@@ -180,17 +181,18 @@ const GEAR_SLEEPS: [Duration; 6] = [
 /// Gear with the shortest sleep.
 const FASTEST: usize = GEAR_SLEEPS.len() - 1;
 
-/// Number of harvests that must want a lower gear before the rule shifts down, not counting the
-/// harvest that shifts. As published.
+/// Number of harvests that must want a lower gear before the rule shifts down, as published. The
+/// harvest at which the rule shifts is not included.
 const DOWN_AFTER: u32 = 5;
 
-/// Rule `gears`: a gear for each tenth of occupancy, the fastest from one half on.
+/// Rule `gears`, with one gear for each tenth of occupancy. The fastest gear covers all occupancies
+/// from one half on.
 ///
-/// The rule shifts up one gear at once if a harvest wants a higher gear or a ring went full. It
-/// shifts down one gear after more than [`DOWN_AFTER`] harvests in a row that wanted a lower gear.
-/// As published, the count restarts when a harvest wants a higher gear. Neither staying nor a shift
-/// down resets the count: once it is reached, each further harvest that wants a lower gear gets it.
-/// A harvest after a full ring shifts up and does not count. The count stays.
+/// The rule shifts up one gear at once if a harvest wants a higher gear, or if a ring was full. It
+/// counts the harvests that want a lower gear, and shifts down one gear at each of them after the
+/// first [`DOWN_AFTER`]. As published, only a harvest that wants a higher gear resets the count. A
+/// harvest that wants the present gear, and a shift down, leave it unchanged. A harvest after a
+/// full ring shifts up without changing the count, even if it wants a lower gear.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Gears {
     gear: usize,
@@ -224,8 +226,8 @@ const AIMD_LONGEST: Duration = Duration::from_secs(1);
 /// Time that `aimd` adds to a sleep that was short enough, as proposed.
 const AIMD_STEP: Duration = Duration::from_millis(20);
 
-/// Rule `aimd`: above 0.8 of occupancy the sleep is halved, up to 0.2 it grows by [`AIMD_STEP`], in
-/// between it stays.
+/// Rule `aimd`: the sleep is halved above an occupancy of 0.8, grows by [`AIMD_STEP`] up to an
+/// occupancy of 0.2, and stays the same in between.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Aimd {
     sleep: Duration,
