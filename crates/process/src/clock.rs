@@ -1,9 +1,10 @@
-//! Clock of the guest, which continues during a pause and across a migration.
-//! The guest therefore sees its downtime.
+//! Clock of the guest. It continues during a pause and across a migration, so that the guest sees
+//! its downtime.
 
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-/// Clock that counts nanoseconds since the guest's start, across all hosts that the guest runs on.
+/// Clock that counts nanoseconds since the guest was started, across all hosts on which the guest
+/// has run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock {
     base: Instant,
@@ -33,9 +34,10 @@ impl Clock {
         SavedClock { ns: self.ns(), realtime_ns: realtime_ns() }
     }
 
-    /// Returns a clock that continues from `saved`, advanced by the wall-clock time since then.
-    /// The guest must see its downtime (hazards.md 14). If the target's wall clock is behind that
-    /// of the source, the guest's clock still does not go back.
+    /// Returns a clock that continues from `saved`, advanced by the wall-clock time that has passed
+    /// since the reading, because the guest must see its downtime (hazards.md 14). If the target's
+    /// wall clock is behind that of the source, the guest's clock continues from `saved` and does
+    /// not go back.
     pub(crate) fn restore(saved: SavedClock) -> Self {
         let passed = realtime_ns().saturating_sub(saved.realtime_ns);
         Self { base: Instant::now(), offset: saved.ns.saturating_add(passed) }

@@ -2,7 +2,7 @@
 
 use vmferry_guest_abi::{LayoutError, WorkloadError};
 
-/// Error of a process guest, with the action to take where there is one.
+/// Error of a process guest. Where the operator can do something about it, the message says so.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -25,7 +25,7 @@ pub enum Error {
     /// The host cannot create a thread.
     #[error("cannot create a thread of the guest: {0}")]
     Thread(std::io::Error),
-    /// A thread of the guest does not pause.
+    /// A thread of the guest has not paused in time.
     #[error(
         "thread {cpu} of the guest did not pause within {} ms; it may be waiting for a missing page",
         .within.as_millis()
@@ -33,18 +33,18 @@ pub enum Error {
     Unresponsive {
         /// Index of the thread.
         cpu: usize,
-        /// Time after which the wait was given up.
+        /// Time for which the caller waited.
         within: std::time::Duration,
     },
-    /// The operation is not possible in the guest's present state.
+    /// The operation is not possible in the present state of the guest.
     #[error("cannot {what}: {why}")]
     WrongState {
         /// Operation that was requested.
         what: &'static str,
-        /// Reason.
+        /// Reason why the operation is not possible.
         why: &'static str,
     },
-    /// The saved state is not that of a process guest with these options.
+    /// The saved state does not belong to a process guest with these options.
     #[error("the saved state cannot be loaded: {0}")]
     State(String),
     /// The saved workload cannot be parsed.

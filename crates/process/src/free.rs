@@ -1,4 +1,4 @@
-//! Free pages of the guest: the pages of its heap that are not in use.
+//! Free pages of the guest, which are the pages of its heap that are not in use.
 
 use crate::heap::Heap;
 use crate::ram::Ram;

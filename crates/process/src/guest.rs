@@ -20,13 +20,14 @@ use vmferry_guest_abi::{
     stats_bytes,
 };
 
-/// Guest without KVM. Dropping the guest ends its threads.
+/// Process guest: a guest without KVM, whose vCPUs are threads of this process. Dropping the guest
+/// ends its threads.
 #[derive(Debug)]
 pub struct ProcessGuest {
     pub(crate) options: ProcessOptions,
     pub(crate) memory: Arc<Memory>,
-    /// Workload and threads' state; `None` until the guest has a workload of its own or one from a
-    /// loaded state.
+    /// Workload and the state of the threads. `None` until the guest has its own workload, or that
+    /// of a loaded state.
     running: Option<(Workload, Arc<WorkerContext>)>,
     /// Run state that the operator requested.
     wanted: RunState,
@@ -35,7 +36,8 @@ pub struct ProcessGuest {
     counts: Arc<Counts>,
 }
 
-/// View of a process guest for threads other than the owner's.
+/// Handle with which threads other than the machine's owner observe a process guest. A clone refers
+/// to the same guest.
 #[derive(Debug, Clone)]
 pub struct ProcessHandle {
     memory: Arc<Memory>,
@@ -43,20 +45,21 @@ pub struct ProcessHandle {
     counts: Arc<Counts>,
 }
 
-/// Longest time that threads may take to pause or to end. They take less than a millisecond unless
-/// they wait for missing pages.
+/// Maximum time that threads may take to pause. They take less than a millisecond unless they wait
+/// for missing pages.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Interval at which a thread that has not paused yet is polled.
 const LOOK: Duration = Duration::from_micros(50);
-/// Time after which the end of the guest assumes that its threads sleep on missing pages, and wakes
-/// them.
+/// Maximum time for which [`ProcessGuest::stop`] waits for the threads to stop. After that time, it
+/// assumes that they sleep on missing pages, and wakes them.
 const LAST_PATIENCE: Duration = Duration::from_secs(1);
 
 impl ProcessGuest {
-    /// Returns a guest that will run `workload`. The guest is not started.
+    /// Creates a guest that will run `workload`, and does not start it.
     ///
     /// # Errors
-    /// Fails if the options are impossible, the host has no memory, or the workload does not fit.
+    /// Returns an error if the options are not valid, if the host cannot map the memory, or if the
+    /// workload does not fit into the guest.
     pub fn new(options: ProcessOptions, workload: Workload) -> Result<Self, Error> {
         let mut guest = Self::new_incoming(options)?;
         if !options.heap.is_multiple_of(PAGE_SIZE) {
@@ -80,10 +83,10 @@ impl ProcessGuest {
         Ok(guest)
     }
 
-    /// Returns an empty guest that can receive a guest from another process.
+    /// Creates an empty guest, into which a guest from another process can move.
     ///
     /// # Errors
-    /// Fails if the options are impossible or the host has no memory.
+    /// Returns an error if the options are not valid, or if the host cannot map the memory.
     pub fn new_incoming(options: ProcessOptions) -> Result<Self, Error> {
         let (memory, paging) = (Arc::new(Memory::new(&options)?), Arc::new(PagingSlot::new(options.cpus)));
         let counts = Arc::default();
@@ -91,8 +94,8 @@ impl ProcessGuest {
         Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), paging, counts })
     }
 
-    /// Gives the guest its workers. The flag of each worker is true if the worker has filled its
-    /// share of memory.
+    /// Gives the guest its workload and its workers. The flag of each worker is true if the worker
+    /// has already filled its share of the memory.
     fn furnish(
         &mut self,
         workload: Workload,
@@ -100,7 +103,7 @@ impl ProcessGuest {
         clock: Clock,
         workers: Vec<(Worker, bool)>,
     ) {
-        // A guest whose memory came filled also has the content of its heap, complete or in part.
+        // If a guest arrives with filled memory, its heap also has content, complete or in part.
         let churn = Churn::new(workers.iter().all(|(_, filled)| *filled));
         let heap = Heap::new(&ram, usable_pages(&self.memory), heap).map(|heap| (heap, Mutex::new(churn)));
         let filled = AtomicU64::new(workers.iter().map(|(_, filled)| u64::from(*filled)).sum());
@@ -121,10 +124,10 @@ impl ProcessGuest {
         self.running.as_ref().map(|(_, shared)| shared).ok_or(missing)
     }
 
-    /// Lets the threads run, for the first time or after a pause.
+    /// Starts the threads, or lets them continue after a pause.
     ///
     /// # Errors
-    /// Fails if there is no workload to run, or if the host cannot create a thread.
+    /// Returns an error if no guest is loaded, or if the host cannot create a thread.
     pub fn start(&mut self) -> Result<(), Error> {
         let shared = Arc::clone(self.shared("run the guest")?);
         for index in self.threads.len()..shared.cpus.len() {
@@ -141,12 +144,12 @@ impl ProcessGuest {
         Ok(())
     }
 
-    /// Stops the threads. After this call returns, no thread writes memory until
-    /// [`start`](Self::start).
+    /// Pauses the threads. After this call has returned, no thread writes to memory until
+    /// [`start`](Self::start) is called.
     ///
     /// # Errors
-    /// Fails if there is no guest. Returns [`Error::Unresponsive`] if a thread does not stop
-    /// because it sleeps on a missing page.
+    /// Returns an error if no guest is loaded. Returns [`Error::Unresponsive`] if a thread has not
+    /// paused within 10 seconds, for example because it sleeps on a missing page.
     pub fn pause(&mut self) -> Result<(), Error> {
         let shared = self.shared("pause the guest")?;
         shared.gate.set(false, false);
@@ -159,11 +162,11 @@ impl ProcessGuest {
         self.wanted
     }
 
-    /// Stops the threads or lets them run, as the operator requests. A guest that is paused by this
-    /// call stays paused on the target of a migration.
+    /// Pauses the threads or lets them run, at the request of the operator. A guest that this call
+    /// has paused stays paused on the target of a migration.
     ///
     /// # Errors
-    /// Fails as [`pause`](Self::pause) and [`start`](Self::start) do.
+    /// Returns an error in the cases of [`pause`](Self::pause) and [`start`](Self::start).
     pub fn set_run_state(&mut self, wanted: RunState) -> Result<(), Error> {
         match wanted {
             RunState::Paused => self.pause()?,
@@ -176,7 +179,7 @@ impl ProcessGuest {
     /// Returns the guest's state besides its memory. The guest must be paused.
     ///
     /// # Errors
-    /// Fails if there is no guest.
+    /// Returns an error if no guest is loaded.
     pub(crate) fn save_state(&self) -> Result<Vec<Section>, Error> {
         let Some((workload, shared)) = &self.running else {
             return Err(Error::WrongState { what: "save the guest", why: "no guest is loaded" });
@@ -186,10 +189,11 @@ impl ProcessGuest {
         Saved { workload: *workload, clock: shared.clock.save(), workers, heap }.sections()
     }
 
-    /// Loads the state of a guest whose memory this process has. The guest stays paused.
+    /// Loads the state of a guest whose memory is already in this process. The guest stays paused.
     ///
     /// # Errors
-    /// Fails if this guest is not empty, or if the state does not fit a guest with these options.
+    /// Returns an error if a guest is already loaded, or if the state does not fit the options of
+    /// this guest.
     pub(crate) fn load_state(&mut self, sections: &[Section]) -> Result<(), Error> {
         if self.running.is_some() {
             return Err(Error::WrongState { what: "load a guest", why: "a guest is loaded already" });
@@ -199,8 +203,8 @@ impl ProcessGuest {
         let restore = |(state, cpu)| {
             let mut worker = Worker::new(&saved.workload, &layout, cpu);
             worker.restore(state);
-            // The stall starts at the pause, in guest time: the guest sees all time until its first
-            // step.
+            // The stall starts at the pause, in guest time, so that the guest sees all time until
+            // its first step.
             worker.resume(saved.clock.ns);
             // Fills no page. Returns true if no page is left to fill.
             let filled = worker.fill(&ram, 0);
@@ -218,11 +222,11 @@ impl ProcessGuest {
         Some(FreeHeap::new(heap.clone(), shared.ram.clone()))
     }
 
-    /// Checks every heap page in use, and returns the number of pages whose content differs from
+    /// Checks every heap page that is in use, and returns the number of pages whose content is not
     /// what the guest wrote. The guest must be paused.
     ///
     /// # Errors
-    /// Fails if there is no guest.
+    /// Returns an error if no guest is loaded.
     pub fn check_heap(&self) -> Result<u64, Error> {
         let shared = self.shared("check the guest's heap")?;
         Ok(shared.heap.as_ref().map_or(0, |(heap, _)| heap.check_all()))
@@ -247,7 +251,7 @@ impl ProcessGuest {
         }
     }
 
-    /// Returns a view for other threads.
+    /// Returns a handle with which other threads observe the guest.
     #[must_use]
     pub fn handle(&self) -> ProcessHandle {
         let (memory, paging, counts) =
@@ -256,8 +260,8 @@ impl ProcessGuest {
     }
 }
 
-/// Waits until no thread works. A thread holds the lock of its worker while it works. Getting that
-/// lock therefore shows that the thread has stopped.
+/// Waits until no thread works. A thread holds the lock of its worker while it works, so a caller
+/// that gets the lock knows that the thread has stopped.
 fn stopped(shared: &WorkerContext, within: Duration) -> Result<(), Error> {
     let begin = Instant::now();
     for cpu in &shared.cpus {
@@ -278,7 +282,7 @@ impl Drop for ProcessGuest {
 }
 
 impl ProcessHandle {
-    /// Returns what the guest did with its heap in this process.
+    /// Returns the figures of the guest's heap, counted since the guest has been in this process.
     #[must_use]
     pub fn heap(&self) -> HeapFigures {
         self.counts.figures()
@@ -287,27 +291,28 @@ impl ProcessHandle {
     /// Returns the figures that the guest reports on its statistics page.
     ///
     /// # Errors
-    /// Fails if no guest is loaded, if a thread wrote its report during every attempt, or if the
-    /// statistics page is missing. Never waits for a missing page.
+    /// Returns an error if no guest is loaded, if a thread wrote its report during every attempt to
+    /// read it, or if the statistics page is missing. The call never waits for a missing page.
     pub fn stats(&self) -> Result<StatsSnapshot, StatsError> {
         let page = stats_page(&self.memory);
-        // The number of vCPUs is read once. It bounds the loads of the snapshot to the pages that
+        // Read the number of vCPUs only once. It limits the loads of the snapshot to the pages that
         // were found present.
         let cpus =
             self.read_if_present(0, || page.header.cpus.load(Ordering::Relaxed).min(MAX_CPUS as u64))?;
         self.read_if_present(cpus, || page.snapshot_of(usize::try_from(cpus).unwrap_or(0)))?
     }
 
-    /// Asks the guest to check all its pages. When the guest has done so,
-    /// [`StatsSnapshot::verified`] returns true for this number. Returns false if the statistics
-    /// page is missing.
+    /// Asks the guest to check all of its pages. When the guest has done so,
+    /// [`StatsSnapshot::verified`] returns true for the number `request`. Returns false if the
+    /// request cannot be made because the statistics page is missing.
     pub fn request_verify(&self, request: u64) -> bool {
         let page = stats_page(&self.memory);
         self.read_if_present(0, || page.header.verify_request.store(request, Ordering::Relaxed)).is_ok()
     }
 
     /// Returns the result of `read` if the statistics header and the blocks of `cpus` threads are
-    /// present. The threads that call this must never sleep on guest memory (hazards.md 18).
+    /// present. The check is necessary because the calling threads must never sleep on guest memory
+    /// (hazards.md 18).
     fn read_if_present<T>(&self, cpus: u64, read: impl FnOnce() -> T) -> Result<T, StatsError> {
         let region = self.memory.layout().regions()[0].id;
         let first = STATS_GPA >> PAGE_SHIFT;

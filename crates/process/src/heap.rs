@@ -1,30 +1,30 @@
-//! Heap of the guest: memory that the guest takes and gives up page by page, and of which it knows
+//! Heap of the guest: memory that the guest allocates and frees page by page, and of which it knows
 //! the free pages.
 //!
 //! The heap lies at the end of guest memory. It starts with a table that has one word for each of
-//! the pages that follow. The word is the stamp of a page in use, or 0 for a free page. The table
-//! is in guest memory and moves with the guest. The target can therefore check that no page in use
+//! the pages that follow. The word is the stamp of a page in use, or 0 for a free page. Because the
+//! table is in guest memory, it moves with the guest, and the target can check that no page in use
 //! was lost. The content of a free page does not matter.
 
 use crate::ram::Ram;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use vmferry_guest_abi::PAGE_WORDS;
 
-/// Heap operations between two checks of the gate.
+/// Number of heap operations between two checks of the gate.
 const DEEDS: u32 = 8;
-/// About one heap page in this many is in use.
+/// Number of heap pages of which about one is in use.
 const IN_USE_ONE_IN: u64 = 4;
 
-/// Heap activity of a guest in this process.
+/// Figures of the heap of a process guest, counted in one process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct HeapFigures {
-    /// Free pages that were taken and written.
+    /// Number of free pages that the guest allocated and wrote.
     pub taken: u64,
-    /// Pages that were given up.
+    /// Number of pages that the guest freed.
     pub freed: u64,
-    /// Pages in use whose content was as expected.
+    /// Number of checks of a page in use that found the expected content.
     pub checked: u64,
-    /// Pages in use whose content differed.
+    /// Number of checks of a page in use that found other content.
     pub corrupt: u64,
 }
 
@@ -53,7 +53,8 @@ fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Heap of one guest. One thread works on it; other threads may read which pages are free.
+/// Heap of one guest. Only one thread allocates and frees pages, and other threads may read the
+/// table of free pages.
 #[derive(Debug, Clone)]
 pub(crate) struct Heap {
     ram: Ram,
@@ -65,17 +66,17 @@ pub(crate) struct Heap {
     pages: u64,
 }
 
-/// State of the thread that works on a heap. The state is not part of the guest: it starts anew in
+/// State of the thread that works on a heap. The state is not part of the guest and starts anew in
 /// each process.
 #[derive(Debug)]
 pub(crate) struct Churn {
     random: u64,
-    /// First page that has not been written for the first time; `u64::MAX` if the heap came filled.
+    /// First page that has never been written, or `u64::MAX` if the heap arrived with its content.
     filled: u64,
 }
 
 impl Churn {
-    /// Returns the state for a heap that is `filled`, or that still has to get its first content.
+    /// Returns the state for a heap. `filled` is true if the heap already has its first content.
     pub(crate) fn new(filled: bool) -> Self {
         Self { random: 0x9e37_79b9_7f4a_7c15, filled: if filled { u64::MAX } else { 0 } }
     }
@@ -89,8 +90,8 @@ impl Churn {
 }
 
 impl Heap {
-    /// Returns the heap of the last `all` pages of `usable` ones, or `None` if `all` is too few for
-    /// a heap.
+    /// Returns the heap that consists of the last `all` of the `usable` pages, or `None` if `all`
+    /// is too small for a heap.
     pub(crate) fn new(ram: &Ram, usable: u64, all: u64) -> Option<Self> {
         let table_pages = all.div_ceil(PAGE_WORDS as u64 + 1);
         let pages = all - table_pages;
@@ -108,11 +109,11 @@ impl Heap {
         self.ram.word(self.table + page / PAGE_WORDS as u64, (page % PAGE_WORDS as u64) as usize)
     }
 
-    /// Calls `each` for every page that is free at that moment, by its number among the pages that
-    /// a workload can use.
+    /// Calls `each` for every page that is free at this moment. The argument is the number of the
+    /// page among the pages that a workload can use.
     ///
-    /// A caller that has tracked writes since before this call finds every later write to these
-    /// pages, because the guest sets a page's word before it writes the page.
+    /// If the caller tracks writes since before this call, it finds every later write to these
+    /// pages, because the guest sets the word of a page before it writes the page.
     pub(crate) fn each_free(&self, mut each: impl FnMut(u64)) {
         // Orders the caller's start of write tracking before the loads below.
         fence(Ordering::SeqCst);
@@ -129,7 +130,7 @@ impl Heap {
     }
 
     /// Performs a few heap operations, or a part of the first fill, in which every page is written
-    /// once and most are given up. Returns true if all pages that were checked had the expected
+    /// once and most pages are freed again. Returns true if all checked pages had the expected
     /// content.
     pub(crate) fn step(&self, churn: &mut Churn, counts: &Counts) -> bool {
         let before = counts.corrupt.load(Ordering::Relaxed);
@@ -161,8 +162,8 @@ impl Heap {
         counts.corrupt.load(Ordering::Relaxed) == before
     }
 
-    /// Checks every page in use and returns the number of pages that differ. No thread may work on
-    /// the heap meanwhile.
+    /// Checks every page in use, and returns the number of pages with unexpected content. No thread
+    /// may work on the heap during the call.
     pub(crate) fn check_all(&self) -> u64 {
         let counts = Counts::default();
         for page in 0..self.pages {

@@ -1,5 +1,5 @@
-//! Loads arbitrary bytes as a guest's state, for the fuzz target and for a test that runs it on
-//! seeded noise.
+//! Process guest whose state is loaded from arbitrary bytes, for the fuzz target and for a test
+//! with seeded noise.
 
 use crate::clock::SavedClock;
 use crate::ram::stats_page;
@@ -13,15 +13,15 @@ use vmferry_guest_abi::SavedWorker;
 /// Guest memory, in bytes.
 const MEMORY: u64 = 8 << 20;
 const CPUS: u32 = 2;
-/// Steps that each thread takes.
+/// Number of steps that each worker takes.
 const STEPS: u64 = 64;
-/// Most changes that are made to the sections. Bytes after these changes are not used.
+/// Maximum number of changes that are made to the sections. Bytes after these changes are not used.
 const CHANGES: usize = 32;
 
 const WORKLOADS: [&str; 4] =
     ["uniform,ws=2M,rate=100k,fill=random", "sequential,ws=1M", "idle", "zipf:0.9,ws=1M,data=2M,sweep=10k"];
 
-/// Returns the sections of a guest, changed as `bytes` say.
+/// Returns the sections of a guest, with the changes that `bytes` describe.
 fn sections(bytes: &[u8]) -> Vec<Section> {
     let Some((&[workload, heap], mut rest)) = bytes.split_first_chunk::<2>() else { return Vec::new() };
     let saved = Saved {
@@ -52,7 +52,8 @@ fn sections(bytes: &[u8]) -> Vec<Section> {
     sections
 }
 
-/// Loads the sections that `bytes` describe. If they are accepted, lets the guest take some steps.
+/// Loads the sections that `bytes` describe. If the guest accepts them, the function lets it take
+/// some steps.
 ///
 /// # Panics
 /// Panics if the guest panics.

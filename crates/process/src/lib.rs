@@ -1,10 +1,10 @@
-//! A guest that needs no KVM: threads that write to memory, tracked by write protection.
+//! Process guest: a guest that needs no KVM. Its vCPUs are threads that write to memory, and the
+//! tracker `wp` finds their writes.
 //!
-//! The guest runs the workloads of the bare-metal guest (guest/abi) with the same stamps and
-//! checks. It keeps the same statistics page at the same address and is migrated by the same
-//! engine. Its vCPUs are threads, and its guest-physical addresses are only names. A process guest
-//! cannot show what KVM adds: exits, interrupt controllers, and the cost of a fault for dirty
-//! logging.
+//! The guest runs the workloads of the bare-metal guest (guest/abi), with the same stamps and
+//! checks. It has the same statistics page at the same address, and the same engine migrates it.
+//! Its guest-physical addresses are only names for offsets in its memory. A process guest cannot
+//! show the effects of KVM: exits, interrupt controllers, and the cost of faults for dirty logging.
 
 mod clock;
 mod error;

@@ -63,11 +63,11 @@ impl TargetVm for ProcessGuest {
         let make = |threads| {
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.options.huge_pages;
-            // The guest's threads load and store, and so do the threads that verify it. While pages
-            // are missing, no system call is given an address in this memory: the engine's
-            // receivers, which do that, have ended by then. Such a call would fail (EFAULT) and
-            // could not read a missing page. A userfaultfd for user-mode faults, which any user may
-            // have, is therefore enough.
+            // The guest's threads, and the threads that verify it, access the memory only with
+            // loads and stores. While pages are missing, no system call receives an address in this
+            // memory, because the engine's receivers, which make such calls, have ended by then.
+            // Such a call would fail with EFAULT at a missing page. Therefore a userfaultfd for
+            // user-mode faults, which any user may open, is sufficient.
             options.user_mode_only = true;
             let owner = Arc::clone(&self.memory) as _;
             // SAFETY: `Memory` owns the mappings, whose backing is as stated; all accesses are

@@ -5,35 +5,36 @@ use vmferry_guest_abi::MAX_CPUS;
 
 use crate::Error;
 
-/// End of the low memory, below the hole that machines have under 4 GiB. The layout is that of a
-/// virtual machine, so that both kinds of guest exercise the same code.
+/// End of the low memory, below the hole that machines have under 4 GiB. The layout is the same as
+/// that of a virtual machine, so that both kinds of guest exercise the same code.
 const LOW_END: u64 = 3 << 30;
 /// Start of the memory above the hole.
 const HIGH_START: u64 = 4 << 30;
-/// Least memory, in bytes: statistics page, counters and some content.
+/// Minimum memory in bytes, which has room for the statistics page, the counters and some content.
 const MIN_MEMORY: u64 = 4 << 20;
 
-/// Options of a process guest. Start from [`ProcessOptions::new`] and change fields.
+/// Options of a process guest. Create them with [`ProcessOptions::new`], and then change fields.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct ProcessOptions {
-    /// Memory in bytes: a multiple of 4 KiB, at least 4 MiB.
+    /// Size of the guest memory in bytes: a multiple of 4 KiB, at least 4 MiB.
     pub memory: u64,
-    /// Number of threads that write, 1 to 64.
+    /// Number of vCPUs, which are threads, from 1 to 64.
     pub cpus: u32,
-    /// True if guest memory is a memfd instead of anonymous memory.
+    /// True if the guest memory is a memfd instead of anonymous memory.
     pub memfd: bool,
-    /// True if transparent huge pages are requested.
+    /// True to request transparent huge pages for the guest memory.
     pub huge_pages: bool,
-    /// Size of the heap in bytes, in whole pages. The workload does not use this memory; the guest
-    /// takes and gives up its pages one by one. A migration can skip the free pages of the heap. A
-    /// received guest has the heap of its source, whatever this value is.
+    /// Size of the heap in bytes: a multiple of 4 KiB. The workload does not use this memory.
+    /// Instead, the guest allocates and frees its pages one by one, and a migration can skip the
+    /// free pages. A guest that arrives by migration keeps the size of its heap, and this value is
+    /// ignored.
     pub heap: u64,
 }
 
 impl ProcessOptions {
-    /// Returns the options of a guest with `memory` bytes and `cpus` threads: anonymous memory,
-    /// huge pages, no heap.
+    /// Returns the default options for a guest with `memory` bytes and `cpus` vCPUs: anonymous
+    /// memory, transparent huge pages, and no heap.
     #[must_use]
     pub fn new(memory: u64, cpus: u32) -> Self {
         Self { memory, cpus, memfd: false, huge_pages: true, heap: 0 }

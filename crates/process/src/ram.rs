@@ -1,4 +1,4 @@
-//! The workload's view of memory: numbered pages, counters, the statistics page.
+//! Guest memory as the workload uses it: numbered pages, counters, and the statistics page.
 
 use crate::Error;
 use crate::memory::Memory;
@@ -11,8 +11,8 @@ use vmferry_guest_abi::{
     Layout, PAGE_SIZE, PAGE_WORDS, PageStore, STATS_BYTES, STATS_GPA, StatsPage, Workload,
 };
 
-/// Bytes at the start of memory that the workload does not use. A machine has its boot structures
-/// and the statistics page there.
+/// Number of bytes at the start of memory that the workload does not use, because a virtual machine
+/// has its boot structures and the statistics page there.
 const RESERVED: u64 = STATS_GPA + STATS_BYTES;
 
 /// Returns the number of guest pages that a workload can use, for counters and content.
@@ -132,7 +132,7 @@ impl PageStore for Ram {
     }
 }
 
-/// Returns the statistics page of a guest. Its address in guest memory is fixed, so the page moves
+/// Returns the statistics page of a guest. The page has a fixed address in guest memory and moves
 /// with the guest.
 pub(crate) fn stats_page(memory: &Memory) -> &StatsPage {
     let (start, len) = memory.span(0);

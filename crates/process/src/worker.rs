@@ -9,23 +9,24 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use vmferry_guest_abi::{CpuBlock, Every, REPORT_NS, State, Step, Worker};
 
-/// Steps between two checks of the gate: some microseconds.
+/// Number of steps between two checks of the gate, which take some microseconds.
 const STEPS: u32 = 64;
-/// Pages filled between two checks of the gate.
+/// Number of pages that are filled between two checks of the gate.
 const FILL_PAGES: u64 = 64;
-/// Interval between two series of heap operations, in ns: 20,000 operations per second.
+/// Interval between two series of heap operations, in ns. It results in 20,000 operations per
+/// second.
 const HEAP_NS: u64 = 400_000;
-/// Longest sleep of an idle thread.
+/// Maximum sleep of an idle thread.
 const NAP: Duration = Duration::from_millis(1);
 
-/// Gate that lets threads run, or holds them. It changes under the lock, so that a thread that is
-/// about to wait cannot miss the change.
+/// Gate that lets the threads run, or holds them. Its state changes only under the lock, so that a
+/// thread that is about to wait cannot miss a change.
 #[derive(Debug, Default)]
 pub(crate) struct Gate {
     /// `(running, ending)`.
     state: Mutex<(bool, bool)>,
     changed: Condvar,
-    /// A copy of `running && !ending` that costs the hot loop one load.
+    /// Copy of `running && !ending`, which the hot loop can read with a single load.
     go: AtomicBool,
 }
 
@@ -41,7 +42,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Waits until threads may run; `false` if they are to end.
+    /// Waits until the threads may run. Returns false if they must end.
     fn pass(&self) -> bool {
         let mut state = lock(&self.state);
         loop {
@@ -62,15 +63,15 @@ impl Gate {
     fn nap(&self) {
         let state = lock(&self.state);
         if *state == (true, false) {
-            // Wakes as soon as the gate changes, so that a pause does not wait for the end of the
-            // nap.
+            // The thread wakes as soon as the gate changes, so that a pause need not wait for the
+            // end of the sleep.
             drop(self.changed.wait_timeout(state, NAP));
         }
     }
 }
 
-/// Work of one thread. The thread holds the lock of the worker while it runs. A caller that has
-/// closed the gate and then gets the lock owns the worker.
+/// State of one vCPU thread. The thread holds the lock of the worker while it runs. If a caller has
+/// closed the gate and then gets the lock, only that caller uses the worker.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) index: usize,
@@ -88,7 +89,8 @@ pub(crate) struct WorkerContext {
     pub(crate) clock: Clock,
     pub(crate) cpus: Vec<Cpu>,
     pub(crate) filled: AtomicU64,
-    /// Heap, on which the first thread works as well, and the state of that work.
+    /// Heap, and the state of the work on it. The first thread works on the heap, in addition to
+    /// its other work.
     pub(crate) heap: Option<(Heap, Mutex<Churn>)>,
     pub(crate) counts: Arc<Counts>,
 }
@@ -99,9 +101,10 @@ impl WorkerContext {
         let cpu = &self.cpus[index];
         while self.gate.pass() {
             let mut worker = lock(&cpu.worker);
-            // A pause may have come between the gate and the lock, and its caller may have had the
-            // lock already. In that case the thread must not write anything, not even a report. If
-            // the pause comes later, its caller waits for the lock.
+            // A pause may have begun after the thread passed the gate and before it got the lock,
+            // and the caller of the pause may already have had the lock. In that case, the thread
+            // must not write anything, not even a report. If the pause begins later, its caller
+            // waits for the lock.
             if self.gate.open() {
                 self.fill(cpu, &mut worker);
                 self.work(cpu, &mut worker);
@@ -163,8 +166,7 @@ impl WorkerContext {
                 block.publish(&worker.report(now));
             }
         }
-        // Publishes a last report before a pause, so that the figures that move with the guest are
-        // the newest.
+        // Publish a last report before a pause, so that the newest figures move with the guest.
         if cpu.filled.load(Ordering::Relaxed) {
             block.publish(&worker.report(self.clock.ns()));
         }
