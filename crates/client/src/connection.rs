@@ -10,11 +10,12 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use vmferry_control::ClientError;
 
-/// Longest wait for an answer. It is longer than the process waits for its machine, and that is
-/// longer than a measurement.
+/// Maximum time to wait for an answer. It is longer than the time for which the process waits for
+/// its machine, which in turn is longer than a measurement.
 const PATIENCE: Duration = Duration::from_secs(45);
 
-/// No vmferry answers at a control socket. This is the context of the cause.
+/// Context of an error that a connection attempt returns: no vmferry process answers at the control
+/// socket. The cause is the source of the error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Unreachable {
@@ -28,7 +29,7 @@ impl fmt::Display for Unreachable {
     }
 }
 
-/// Connection to the control socket of a process `vmferry run`.
+/// Connection to the control socket of a `vmferry run` process.
 #[derive(Debug)]
 pub struct Client {
     inner: vmferry_control::Client,
@@ -39,21 +40,23 @@ impl Client {
     /// Connects to the control socket at `path`.
     ///
     /// # Errors
-    /// If no process listens there, or it does not answer as a vmferry does.
+    /// Returns an error with the context [`Unreachable`] if no process listens at `path`, or if the
+    /// process does not answer like a vmferry.
     pub fn connect(path: &Path) -> Result<Self> {
         let inner = vmferry_control::Client::connect(path, PATIENCE)
             .with_context(|| Unreachable { path: path.into() })?;
         Ok(Self { inner, path: path.into() })
     }
 
-    /// Checks that the process may be given a key or a password.
+    /// Checks that the process may receive a key or a password.
     ///
-    /// It may if it is this user's or root's. It also may if it belongs to the owner of the
-    /// socket's folder, and no other user can create sockets in that folder: otherwise another user
-    /// could have created the socket first.
+    /// A process of this user or of root may. A process of another user may only if that user owns
+    /// the folder of the socket and no other user can write to the folder, because otherwise
+    /// another user could have created the socket first.
     ///
     /// # Errors
-    /// If the process belongs to another user, or its user is not known.
+    /// Returns an error if the process may not receive secrets, or if its user cannot be
+    /// determined.
     pub fn trusted_with_secrets(&self) -> Result<()> {
         let uid = self.inner.peer_uid().context("the user of the process that listens is unknown")?;
         if uid == 0 || uid == rustix::process::geteuid().as_raw() {
@@ -73,32 +76,32 @@ impl Client {
         )
     }
 
-    /// Passes `descriptor`, which the process then knows as `name`.
+    /// Passes `descriptor` to the process, which keeps it under the name `name` (`getfd`).
     ///
     /// # Errors
-    /// If the process refuses it or does not answer.
+    /// Returns an error if the process refuses the descriptor or does not answer.
     pub fn pass(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<()> {
         let passed = self.inner.pass(name, descriptor);
         passed.map(drop).with_context(|| format!("getfd at {}", self.path.display()))
     }
 
-    /// Closes the descriptor that the process was passed as `name`.
+    /// Makes the process close the descriptor that it has under the name `name` (`closefd`).
     ///
     /// # Errors
-    /// If the process does not have it or does not answer.
+    /// Returns an error if the process has no such descriptor or does not answer.
     pub fn close(&mut self, name: &str) -> Result<()> {
         let closed = self.inner.execute("closefd", json!({ "fdname": name }));
         closed.map(drop).with_context(|| format!("closefd at {}", self.path.display()))
     }
 
-    /// Executes vmferry's own command `command`, named without its prefix `x-vmferry-`, and returns
-    /// the answer.
+    /// Executes a command that only vmferry has, and returns the answer. `command` is its name
+    /// without the prefix `x-vmferry-`.
     ///
-    /// The texts of the answer contain no control characters: a guest may own the process that
-    /// sends it.
+    /// Control characters in the answer are replaced, because a guest may have taken over the
+    /// process that sends it.
     ///
     /// # Errors
-    /// If the process refuses the command or does not answer.
+    /// Returns an error if the process refuses the command or does not answer.
     pub fn call(&mut self, command: &str, arguments: Value) -> Result<Value> {
         self.inner
             .execute(&format!("{PREFIX}{command}"), arguments)
@@ -116,13 +119,13 @@ fn clean(answer: Value) -> Value {
     }
 }
 
-/// Returns `text` with its control characters replaced, except line ends: text of another process
-/// must not move the cursor of a terminal.
+/// Returns `text` with all control characters except line feeds replaced, because text from another
+/// process must not move the cursor of a terminal.
 pub fn printable(text: &str) -> String {
     text.chars().map(|c| if c.is_control() && c != '\n' { char::REPLACEMENT_CHARACTER } else { c }).collect()
 }
 
-/// Returns whether a call failed because the process has ended or has closed the connection.
+/// Returns true if a call failed because the process has ended or has closed the connection.
 pub fn is_gone(error: &anyhow::Error) -> bool {
     matches!(error.downcast_ref(), Some(ClientError::Ended | ClientError::Broken(_)))
 }

@@ -1,8 +1,8 @@
 //! Client side of the command `vmferry`: connections to the control sockets of running processes,
-//! and processes `vmferry run` that are started for a guest that moves between them.
+//! and pairs of `vmferry run` processes between which a guest moves.
 //!
-//! The command uses this crate for its own subcommands and for `vmferry demo`. `vmferry-bench`
-//! measures the command with it.
+//! The command uses this crate for the subcommands that talk to a running process, and for `vmferry
+//! demo`. `vmferry-bench` uses it to measure the command.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -28,5 +28,5 @@ mod process;
 pub use connection::{Client, Unreachable, is_gone, printable};
 pub use process::{Environment, Pair, Role, Runner, SameHost, Setup, SingleProcess};
 
-/// Prefix of the commands on the control socket that only vmferry has.
+/// Prefix of the commands that only vmferry has on its control socket.
 pub const PREFIX: &str = "x-vmferry-";

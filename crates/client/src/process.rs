@@ -1,4 +1,4 @@
-//! Processes `vmferry run`, started with the options that operators use.
+//! `vmferry run` processes, which are started with the options that operators use.
 
 use crate::Client;
 use anyhow::{Context, Result, bail};
@@ -13,9 +13,10 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-/// Longest time that a process may take to come up, and a guest to fill its memory.
+/// Maximum time that a process may take to open its control socket, and that a guest may take to
+/// fill its memory.
 const START: Duration = Duration::from_secs(60);
-/// Longest time that a process may take to end after `quit`.
+/// Maximum time that a process may take to end after the command `quit`.
 const QUIT: Duration = Duration::from_secs(5);
 
 /// Role of a process in a migration.
@@ -27,17 +28,18 @@ pub enum Role {
     Target,
 }
 
-/// Surroundings that processes are started in: a network, a limit of memory, credentials.
+/// Environment in which processes are started, such as a network, a memory limit, or credentials.
 ///
-/// Every method has a default that changes nothing.
+/// Every method has a default implementation, with which the processes run like this one and listen
+/// on loopback.
 pub trait Environment: std::fmt::Debug {
-    /// Returns the address at which a process listens.
+    /// Returns the IPv4 address at which the process with the role `role` listens.
     fn address(&self, role: Role) -> Ipv4Addr {
         let _ = role;
         Ipv4Addr::LOCALHOST
     }
 
-    /// Returns further options of the process.
+    /// Returns additional command-line options for the process with the role `role`.
     fn options(&self, role: Role) -> Vec<OsString> {
         let _ = role;
         Vec::new()
@@ -46,23 +48,24 @@ pub trait Environment: std::fmt::Debug {
     /// Prepares `command`, which has not been started yet.
     ///
     /// # Errors
-    /// If the process cannot be started there.
+    /// Returns an error if the process cannot be started in this environment.
     fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
         let _ = (role, command);
         Ok(())
     }
 
-    /// Checks process `pid` right after its start. The process is ended if this fails.
+    /// Checks the process with the id `pid` right after its start. If the check fails, the process
+    /// is killed.
     ///
     /// # Errors
-    /// If the process is not where it must be.
+    /// Returns an error if the process does not run in this environment.
     fn started(&self, role: Role, pid: u32) -> io::Result<()> {
         let _ = (role, pid);
         Ok(())
     }
 }
 
-/// Environment of processes that run like this one, and connect over loopback.
+/// Environment of processes that run like this one, and that connect over loopback.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SameHost;
 
@@ -71,30 +74,32 @@ impl Environment for SameHost {}
 /// Description of a guest and of the processes that run it.
 #[derive(Debug, Clone)]
 pub struct Setup<'a> {
-    /// Executable `vmferry`.
+    /// Path of the executable `vmferry`.
     pub program: &'a Path,
-    /// Kind of guest, as `--guest` takes it.
+    /// Kind of guest, in the format of the option `--guest`.
     pub guest: &'a str,
     /// Memory of the guest in bytes.
     pub memory: u64,
     /// Number of vCPUs.
     pub cpus: u32,
-    /// Work of the guest, as `--workload` takes it.
+    /// Workload of the guest, in the format of the option `--workload`.
     pub workload: String,
-    /// Further arguments of the guest, as `--guest-args` takes them.
+    /// Additional arguments for the guest, in the format of the option `--guest-args`.
     pub guest_args: String,
-    /// Entries of each vCPU's dirty ring.
+    /// Number of entries in the dirty ring of each vCPU, or `None` for the default of the option
+    /// `--dirty-ring`.
     pub dirty_ring: Option<u32>,
-    /// Confinement of the processes, as `--sandbox` takes it.
+    /// Confinement of the processes, in the format of the option `--sandbox`.
     pub sandbox: &'a str,
-    /// The guest has a balloon.
+    /// True if the guest has a balloon.
     pub balloon: bool,
-    /// Surroundings of the processes.
+    /// Environment in which the processes are started.
     pub environment: &'a dyn Environment,
 }
 
 impl<'a> Setup<'a> {
-    /// Returns a KVM guest with one vCPU and a balloon, in confined processes on this host.
+    /// Creates the description of a KVM guest with one vCPU, `memory` bytes of memory and a
+    /// balloon, in confined processes on this host.
     pub fn new(program: &'a Path, memory: u64, workload: impl Into<String>) -> Self {
         Self {
             program,
@@ -140,11 +145,12 @@ impl<'a> Setup<'a> {
     }
 }
 
-/// A running process `vmferry run`. It is ended when this value is dropped.
+/// Running `vmferry run` process. Dropping this value ends the process: it receives `quit`, and is
+/// killed if it does not end within 5 seconds.
 #[derive(Debug)]
 pub struct Runner {
     child: Child,
-    /// Connection to its control socket.
+    /// Connection to the control socket of the process.
     pub client: Client,
 }
 
@@ -173,7 +179,7 @@ impl Runner {
         }
     }
 
-    /// Returns a connection to the process; `None` if the process has ended.
+    /// Returns a connection to the process, or `None` if the process has ended.
     fn reached(
         child: &mut Child,
         environment: &dyn Environment,
@@ -204,10 +210,10 @@ impl Runner {
         self.child.id()
     }
 
-    /// Returns how the process ended; `None` while it runs.
+    /// Returns the exit status of the process, or `None` while the process runs.
     ///
     /// # Errors
-    /// If the kernel does not tell.
+    /// Returns an error if the kernel cannot report the status.
     pub fn ended(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.child.try_wait()?)
     }
@@ -215,15 +221,17 @@ impl Runner {
     /// Returns the status of the guest and of its migration.
     ///
     /// # Errors
-    /// If the process does not answer.
+    /// Returns an error if the process does not answer.
     pub fn status(&mut self) -> Result<Value> {
         self.client.call("status", json!({}))
     }
 
-    /// Waits until `ready` returns a value for the status. `what` names the event in errors.
+    /// Requests the status every 10 ms until `ready` returns a value for it, and returns that
+    /// value. `what` names the event in error messages.
     ///
     /// # Errors
-    /// If the process does not answer, if `stop` is set, or if the event does not happen in time.
+    /// Returns an error if the process does not answer, if `stop` becomes true, or if `ready`
+    /// returns no value within the time `within`.
     pub fn wait<T>(
         &mut self,
         what: &str,
@@ -280,16 +288,16 @@ impl Drop for Runner {
     }
 }
 
-/// A process whose guest runs its workload, and another process that waits for the guest.
+/// Source process whose guest runs its workload, and target process that waits for the guest.
 ///
-/// Both processes end when this value is dropped, the source first.
+/// Dropping this value ends both processes, the source first.
 #[derive(Debug)]
 pub struct Pair {
     /// Process that started the guest.
     pub source: Runner,
     /// Process that waits for the guest.
     pub target: Runner,
-    /// URI at which the target listens.
+    /// URI at which the target listens for the migration.
     pub uri: String,
     // Dropped last: the sockets of both processes are in it.
     _folder: Folder,
@@ -299,7 +307,8 @@ impl Pair {
     /// Starts both processes, and waits until the guest runs its workload.
     ///
     /// # Errors
-    /// If a process does not come up, or if `stop` is set meanwhile.
+    /// Returns an error if a process does not become ready within 60 seconds, or if `stop` becomes
+    /// true.
     pub fn start(setup: &Setup<'_>, stop: &AtomicBool) -> Result<Self> {
         let folder = Folder::new()?;
         let mut target = Runner::start(setup, Role::Target, folder.path(), "target")?;
@@ -309,38 +318,39 @@ impl Pair {
         Ok(Self { source, target, uri, _folder: folder })
     }
 
-    /// Starts the migration that `request` describes. The source reports its progress in the
-    /// status.
+    /// Starts the migration that `request` describes, and does not wait for its end.
+    /// [`Runner::status`] of the source reports the progress.
     ///
     /// # Errors
-    /// If the source refuses the request.
+    /// Returns an error if the source refuses the request.
     pub fn migrate(&mut self, request: &impl Serialize) -> Result<()> {
         self.source.client.call("migrate", serde_json::to_value(request)?)?;
         Ok(())
     }
 }
 
-/// A process with a guest that does not move.
+/// Single process whose guest is not migrated.
 #[derive(Debug)]
 pub struct SingleProcess {
-    /// The process.
+    /// Process that runs the guest.
     pub runner: Runner,
     // Dropped last: the socket of the process is in it.
     _folder: Folder,
 }
 
 impl SingleProcess {
-    /// Starts the process, and does not wait for the guest.
+    /// Starts the process, and waits until its control socket answers, but not for the guest.
     ///
     /// # Errors
-    /// If the process does not come up.
+    /// Returns an error if the process ends, or if its control socket does not answer within 60
+    /// seconds.
     pub fn start(setup: &Setup<'_>) -> Result<Self> {
         let folder = Folder::new()?;
         Ok(Self { runner: Runner::start(setup, Role::Source, folder.path(), "guest")?, _folder: folder })
     }
 }
 
-/// A folder for sockets and logs. It is removed when this value is dropped.
+/// Temporary folder for sockets and logs. Dropping this value removes the folder.
 #[derive(Debug)]
 struct Folder(PathBuf);
 
