@@ -1,14 +1,15 @@
-//! Capabilities (capabilities(7)): the process gives up all but the named ones.
+//! Capabilities (capabilities(7)), of which the process gives up all except those that the plan
+//! names.
 //!
 //! Capabilities belong to threads. The bounding, inheritable and ambient sets are reduced first,
-//! while the process has one thread, and later threads inherit the reduced sets. The permitted and
-//! effective sets are reduced by each thread at its start, and by the first thread after it has
-//! opened everything that needs a capability.
+//! while the process has only one thread, so that later threads inherit the reduced sets. Each
+//! later thread reduces its permitted and effective sets at its start. The first thread reduces
+//! them after it has opened everything that needs a capability.
 
 use crate::report::Measure;
 use caps::{CapSet, Capability, CapsHashSet};
 
-/// A capability that stays, and its purpose.
+/// Capability that the process keeps, and its purpose for the report.
 pub type KeptCapability = (Capability, &'static str);
 
 /// Removes the capabilities that are not in `kept` from the bounding set, and empties the ambient
@@ -27,7 +28,7 @@ pub(crate) fn narrow(kept: &[KeptCapability]) -> Result<(), String> {
     caps::clear(None, CapSet::Inheritable).map_err(failed)
 }
 
-/// Gives up all capabilities but `kept` on the calling thread.
+/// Gives up all capabilities of the calling thread except those in `kept`.
 pub(crate) fn give_up(kept: &[KeptCapability]) -> Result<(), String> {
     let failed = |error: caps::errors::CapsError| error.to_string();
     let has = caps::read(None, CapSet::Permitted).map_err(failed)?;
@@ -39,7 +40,7 @@ pub(crate) fn give_up(kept: &[KeptCapability]) -> Result<(), String> {
     caps::set(None, CapSet::Permitted, &stays).map_err(failed)
 }
 
-/// Describes the capabilities that are left, after the others were given up.
+/// Returns a description of the capabilities that are left after the others were given up.
 pub(crate) fn describe(kept: &[KeptCapability]) -> Measure {
     let has = caps::read(None, CapSet::Permitted).unwrap_or_default();
     let stays: Vec<_> = kept.iter().filter(|(capability, _)| has.contains(capability)).collect();

@@ -1,8 +1,9 @@
 //! Files, TCP ports and processes that this process can reach (Linux
 //! `Documentation/userspace-api/landlock.rst`).
 //!
-//! The ruleset forbids everything that the kernel's landlock can restrict, except what is named. An
-//! older kernel restricts less, and the description of the measure says what is not restricted.
+//! The ruleset forbids everything that landlock can restrict on this kernel, except what the plan
+//! names. An older kernel can restrict less, and the detail of the [`Measure`] says what is not
+//! restricted.
 
 use crate::report::Measure;
 use landlock::{
@@ -12,15 +13,15 @@ use landlock::{
 };
 use std::path::{Path, PathBuf};
 
-/// Newest landlock ABI whose rights are covered by [`Use`]. On a kernel with a newer ABI, the
-/// ruleset forbids no more than this ABI can.
+/// Newest landlock ABI whose rights [`Use`] covers. On a kernel with a newer ABI, the ruleset
+/// forbids only what this ABI can forbid.
 const KNOWN: ABI = ABI::V7;
 
 /// Permitted use of a file, or of all files beneath a folder. Later variants permit more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Use {
-    /// Reading the file, and listing the folder.
+    /// Reading the file, or listing the folder and reading the files in it.
     Read,
     /// Reading the file, and `ioctl` requests of a device.
     ReadDevice,
@@ -30,24 +31,24 @@ pub enum Use {
     Write,
     /// Reading and writing the file, and `ioctl` requests of a device.
     Device,
-    /// Creating sockets in the folder and removing them. Landlock has no right to remove only
-    /// sockets, so every file in the folder can be removed.
+    /// Creating sockets in the folder and removing them. Landlock has no right for the removal of
+    /// sockets alone, so every file in the folder can be removed.
     Sockets,
     /// Creating, using and removing files and sockets in the folder.
     Folder,
 }
 
-/// A file that the process may use.
+/// File or folder that the process may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct File {
-    /// Path of the file.
+    /// Path of the file or folder.
     pub path: PathBuf,
     /// Permitted use.
     pub use_for: Use,
 }
 
 impl File {
-    /// Returns the permission to use `path` for `use_for`.
+    /// Creates the permission to use the file or folder `path` as `use_for` describes.
     pub fn new(path: impl Into<PathBuf>, use_for: Use) -> Self {
         Self { path: path.into(), use_for }
     }
@@ -67,21 +68,21 @@ impl File {
     }
 }
 
-/// TCP ports at which the process may listen. Connecting is not restricted: the address of a peer
-/// is only known when a client sends `migrate`.
+/// TCP ports at which the process may listen. Connections to other hosts are not restricted,
+/// because the address of a peer is known only when a client sends `migrate`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Ports {
-    /// Only these ports. 0 is a port that the kernel chooses.
+    /// Only the given ports. Port 0 permits a port that the kernel chooses.
     Only(Vec<u16>),
-    /// All ports, because the address to listen at is given later.
+    /// All ports, for a process that receives the address to listen at later.
     Any,
 }
 
-/// Confines the calling thread, and the threads that it starts later, to `files` and `ports`. They
-/// cannot send signals to other processes.
+/// Confines the calling thread, and the threads that it starts later, to `files` and `ports`. After
+/// that, they cannot send signals to other processes.
 ///
-/// Files that do not exist are left out. They stay unreachable if they appear later.
+/// Files that do not exist are omitted, and they stay unreachable if they are created later.
 pub(crate) fn confine(files: &[File], ports: &Ports) -> Measure {
     match restrict(files, ports) {
         Ok(measure) => measure,
@@ -129,7 +130,7 @@ fn without(status: LandlockStatus) -> String {
     }
 }
 
-/// Describes what landlock of version `abi` forbids.
+/// Returns a description of what landlock forbids with the version `abi`.
 fn describe(abi: ABI, ports: &Ports) -> String {
     let mut text = format!("ABI {}: files", abi as i32);
     let later = [
@@ -151,7 +152,8 @@ fn describe(abi: ABI, ports: &Ports) -> String {
     text
 }
 
-/// Returns what the host's landlock can restrict, tried on a thread that ends afterwards.
+/// Returns the restrictions that landlock offers on this host. They are tried on a thread that ends
+/// afterwards.
 pub(crate) fn probe() -> Measure {
     let probe = || confine(&[File::new(Path::new("/"), Use::Read)], &Ports::Only(Vec::new()));
     std::thread::spawn(probe).join().unwrap_or_else(|_| Measure::missing("the trial failed".to_owned()))

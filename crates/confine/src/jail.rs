@@ -1,11 +1,11 @@
-//! Jail: a root directory of its own and a user who is not root, for a process that root has
-//! started.
+//! Jail: a separate root directory and a user other than root, for a process that root has started.
 //!
 //! The new root is an empty file system in memory, in a mount namespace of this process. It
-//! disappears with the process, and the host sees an empty folder. The files of the plan are bound
-//! into the new root at the same paths, so a path has the same meaning as on the command line.
-//! Device nodes are created anew and belong to the new user, who therefore needs no group. The jail
-//! permits no execution: the program is already in memory.
+//! disappears with the process, and the host sees only an empty folder. The files of the plan are
+//! bound into the new root at their own paths, so that a path has the same meaning as on the
+//! command line. Device nodes are created anew and belong to the new user, who therefore needs no
+//! group to use them. No file in the jail can be executed, because the program is already in
+//! memory.
 
 use crate::files::{File, Use};
 use rustix::fs::{CWD, FileType, Mode};
@@ -17,36 +17,36 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt};
 use std::path::{Component, Path, PathBuf};
 
-/// Jail of the process.
+/// Jail that a process enters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Jail {
     /// Folder at which the new root is mounted. The folder must be empty and unused, and is created
     /// if it does not exist.
     pub folder: PathBuf,
-    /// User of the process in the jail; not root.
+    /// Id of the user that the process has in the jail. It must not be 0.
     pub uid: u32,
-    /// Only group of the process in the jail; not root.
+    /// Id of the only group that the process has in the jail. It must not be 0.
     pub gid: u32,
 }
 
-/// Error of the entry into a jail.
+/// Error that entering a jail returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum JailError {
     /// The process does not run as root.
     #[error("only root can make a jail; start this process as root, or without a jail")]
     NotRoot,
-    /// The user or the group is root.
+    /// The user or the group in the jail would be root.
     #[error("the user and the group in the jail must not be root; use those of a user who owns nothing else")]
     StaysRoot,
-    /// A path contains `..`, which would mean another file in the jail.
+    /// A path contains `..` and would therefore name another file in the jail.
     #[error(
         "the path {} contains '..', which would mean another file in the jail; write the path without '..'",
         .0.display()
     )]
     Upwards(PathBuf),
-    /// An output file does not exist or cannot be opened. Root does not create files for another
-    /// user.
+    /// An output file does not exist or cannot be opened. It is not created, because root must not
+    /// create files in a folder of another user.
     #[error(
         "the output file {} must exist before the jail is made: {source}; create it, and give it to the user of the jail",
         .path.display()
@@ -54,11 +54,11 @@ pub enum JailError {
     Output {
         /// Path of the file.
         path: PathBuf,
-        /// Error of the open.
+        /// Error of the system call.
         #[source]
         source: io::Error,
     },
-    /// A device is named by a path that users other than root could have changed.
+    /// A device is named by a path that a user other than root could have changed.
     #[error(
         "the device {} cannot be in the jail, because another user can have replaced it; name it by a path in /dev whose folders only \
          root can write (not in /dev/shm)",
@@ -76,12 +76,13 @@ pub enum JailError {
     },
 }
 
-/// Returns a function that makes the error of the step `what` from its cause.
+/// Returns a function for `map_err` that makes the error of the step `what` from its cause.
 fn doing<E: Into<io::Error>>(what: impl FnOnce() -> String) -> impl FnOnce(E) -> JailError {
     move |error| JailError::Refused { what: what(), source: error.into() }
 }
 
-/// Options of the new root. It holds only mount points and device nodes, so it is small.
+/// Mount options of the new root, which is small because it contains only mount points and device
+/// nodes.
 const ROOT: &std::ffi::CStr = c"mode=0755,size=4m,nr_inodes=4k";
 
 impl Jail {
@@ -123,7 +124,7 @@ impl Jail {
         Ok(root)
     }
 
-    /// Places `file` under `root` at its own path. A file that does not exist is left out.
+    /// Places `file` under `root` at its own path. A file that does not exist is omitted.
     fn place(&self, root: &Path, file: &File) -> Result<(), JailError> {
         let show = || format!("place {} in the jail", file.path.display());
         let Ok(meta) = std::fs::metadata(&file.path) else { return Ok(()) };
@@ -133,7 +134,8 @@ impl Jail {
         }
         let kind = meta.file_type();
         if kind.is_char_device() || kind.is_block_device() {
-            // The new node belongs to the user, so it must be the device that root means.
+            // The new node belongs to the user of the jail, so it must be the device that root has
+            // chosen.
             let meta = device(&file.path).ok_or_else(|| JailError::Device(file.path.clone()))?;
             let kind = if kind.is_block_device() { FileType::BlockDevice } else { FileType::CharacterDevice };
             let writes = if file.use_for == Use::ReadDevice { Mode::empty() } else { Mode::WUSR };
@@ -160,14 +162,14 @@ impl Jail {
         rustix::thread::set_thread_groups(&[]).map_err(doing(show))?;
         rustix::thread::set_thread_res_gid(gid, gid, gid).map_err(doing(show))?;
         rustix::thread::set_thread_res_uid(uid, uid, uid).map_err(doing(show))?;
-        // The change of the user has given /proc/self to root, and the process must read its page
-        // map in it.
+        // The kernel made root the owner of /proc/self when the user changed, but the process must
+        // read its pagemap there.
         rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable).map_err(doing(show))
     }
 }
 
-/// Returns the metadata of a device in /dev, if only root can have named it: no other user can
-/// write a folder on the path, or on the path behind a link.
+/// Returns the metadata of a device in /dev, if no user other than root can have replaced it: no
+/// other user may write to a folder on the path, or on the path to which a link leads.
 fn device(path: &Path) -> Option<Metadata> {
     let real = path.canonicalize().ok()?;
     let roots = |path: &Path| {
@@ -180,8 +182,8 @@ fn device(path: &Path) -> Option<Metadata> {
     (roots(path) && roots(&real)).then(|| std::fs::metadata(&real).ok()).flatten()
 }
 
-/// Returns the files with absolute paths, outer folders first, without files that lie in a folder
-/// that is placed anyway.
+/// Returns the files with absolute paths, sorted so that a folder precedes its files, and without
+/// those that lie in a folder that is placed anyway.
 fn absolute(files: &[File]) -> Result<Vec<File>, JailError> {
     let mut all = Vec::new();
     for file in files {
@@ -192,7 +194,7 @@ fn absolute(files: &[File]) -> Result<Vec<File>, JailError> {
         }
         all.push(File { path, use_for: file.use_for });
     }
-    // Of two entries for one path, the one that permits more comes first.
+    // If a path has two entries, the one that permits more comes first.
     all.sort_by(|a, b| a.path.cmp(&b.path).then(b.use_for.cmp(&a.use_for)));
     let mut placed: Vec<File> = Vec::new();
     for file in all {
@@ -219,8 +221,9 @@ fn folders(path: &Path) -> io::Result<()> {
     std::fs::DirBuilder::new().recursive(true).mode(0o755).create(path)
 }
 
-/// Mounts /proc in the jail, without the processes of other users. Kernels before 5.8 have one set
-/// of options for all mounts of /proc, which must not change: then the host's /proc is bound.
+/// Mounts /proc in the jail, without the processes of other users. Kernels before 5.8 share one set
+/// of options between all mounts of /proc. These options must not change, so on such a kernel the
+/// host's /proc is bound instead.
 fn proc_in(root: &Path) -> Result<(), JailError> {
     let target = root.join("proc");
     folders(&target).map_err(doing(|| "make /proc in the jail".into()))?;
@@ -234,7 +237,8 @@ fn proc_in(root: &Path) -> Result<(), JailError> {
 fn change_root(root: &Path, cwd: &Path) -> Result<(), JailError> {
     let show = || "change the root".to_owned();
     std::env::set_current_dir(root).map_err(doing(show))?;
-    // pivot_root(2): the old root is stacked on the new one, and is then unmounted.
+    // See pivot_root(2): the call stacks the old root on the new one, and the old root is then
+    // unmounted.
     rustix::process::pivot_root(".", ".").map_err(doing(show))?;
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(doing(show))?;
     let flags = MountFlags::BIND | MountFlags::NOSUID | MountFlags::NOEXEC | MountFlags::RDONLY;

@@ -1,15 +1,16 @@
-//! Confinement of a VMM process before a guest runs in the process or a peer sends data to the
-//! process.
+//! Confinement of a VMM process, which takes effect before a guest runs in the process and before
+//! the process reads data from a peer.
 //!
-//! An attacker who controls a thread, through a bug in a device or in a parser of a peer's bytes,
-//! can do what that thread can do. Therefore each thread has only the rights that its role needs:
+//! An attacker may take over a thread through a bug in a device, or in a parser of a peer's bytes,
+//! and then has the rights of that thread. Therefore each thread keeps only the rights that its
+//! role needs:
 //!
 //! | module | restricts |
 //! |---|---|
 //! | `seccomp` | system calls, by the [`Role`] of the thread |
 //! | `files` | files, TCP ports and signals to other processes, with landlock |
-//! | `capabilities` | capabilities that a process of root has |
-//! | `jail` | root directory and user, for a process that root has started |
+//! | `capabilities` | capabilities of a process that runs as root |
+//! | `jail` | root directory and user of a process that root has started |
 //!
 //! ```no_run
 //! use vmferry_confine::{Confinement, File, Mode, Plan, Ports, Use};
@@ -52,28 +53,28 @@ use vmferry_thread::Role;
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Mode {
-    /// The host's measures are all in force. A forbidden system call fails and is reported on
-    /// standard error.
+    /// All restrictions that the host supports are in force. A forbidden system call fails and is
+    /// reported on standard error.
     #[default]
     On,
-    /// The same measures as [`On`](Self::On). A forbidden system call ends the process.
+    /// The same restrictions as [`On`](Self::On), but a forbidden system call ends the process.
     Kill,
-    /// System calls outside the role of a thread are made, and the kernel logs them. Files and
-    /// ports are not restricted.
+    /// A thread can make system calls that its role does not need, and the kernel logs them. Files,
+    /// ports and capabilities are not restricted.
     Log,
     /// The process is not confined, except by a jail if [`Plan::jail`] is set.
     Off,
 }
 
 impl Mode {
-    /// Returns whether this mode refuses system calls, files or ports.
+    /// Returns true if this mode forbids system calls, files and ports.
     #[must_use]
     pub const fn forbids(self) -> bool {
         matches!(self, Self::On | Self::Kill)
     }
 }
 
-/// Rights that the process keeps.
+/// Description of the rights that the process keeps.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Plan {
@@ -83,28 +84,28 @@ pub struct Plan {
     pub files: Vec<File>,
     /// TCP ports at which the process may listen.
     pub ports: Ports,
-    /// Capabilities that the process keeps, if it has them.
+    /// Capabilities that the process keeps if it has them.
     pub keep: Vec<KeptCapability>,
-    /// Jail that the process enters; `None` for no jail.
+    /// Jail that the process enters, or `None` for no jail.
     pub jail: Option<Jail>,
 }
 
 impl Plan {
-    /// Returns a plan without files, ports, capabilities and jail.
+    /// Creates a plan that permits no files, ports and capabilities, and has no jail.
     #[must_use]
     pub fn new(mode: Mode) -> Self {
         Self { mode, files: Vec::new(), ports: Ports::Only(Vec::new()), keep: Vec::new(), jail: None }
     }
 }
 
-/// Error of the confinement of a process.
+/// Error that confining a process returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfineError {
     /// The process cannot enter the jail.
     #[error(transparent)]
     Jail(#[from] JailError),
-    /// An output file cannot be created or opened.
+    /// A file with the use [`Use::Output`] cannot be created or opened.
     #[error("cannot write {}", .path.display())]
     Output {
         /// Path of the file.
@@ -113,10 +114,10 @@ pub enum ConfineError {
         #[source]
         source: io::Error,
     },
-    /// The process was confined before, or other code has set the hook for the start of threads.
+    /// The process is already confined, or other code has set the start hook of threads.
     #[error("this process was confined before, or other code has set the hook for the start of threads")]
     Twice,
-    /// A restriction failed that the host supports.
+    /// A restriction failed although the host supports it.
     #[error("cannot confine the process: {0}")]
     Refused(String),
 }
@@ -138,16 +139,16 @@ pub struct Confinement {
 }
 
 impl Confinement {
-    /// Confines the process as far as the setup still works. Each thread that starts after this
-    /// call confines itself.
+    /// Confines the process as far as its setup permits. Each thread that starts after this call
+    /// confines itself.
     ///
-    /// The process must have one thread: landlock rules and capabilities apply to the calling
-    /// thread and to the threads that it starts. A restriction that the host does not support is
-    /// left out and described by [`in_force`](Self::in_force).
+    /// The process must have only one thread, because landlock rules and capabilities apply only to
+    /// the calling thread and to the threads that it starts. If the host does not support a
+    /// restriction, the process runs without it, and [`in_force`](Self::in_force) gives the reason.
     ///
     /// # Errors
-    /// If the process cannot enter the jail, if an output file cannot be created, or if the process
-    /// was confined before.
+    /// Returns an error if the process cannot enter the jail, if an output file cannot be created,
+    /// if the process is already confined, or if other code has set the start hook of threads.
     pub fn begin(plan: &Plan) -> Result<Self, ConfineError> {
         let mut in_force = InForce::nothing(plan.mode);
         make_outputs(plan)?;
@@ -180,13 +181,15 @@ impl Confinement {
         Ok(Self { in_force, complete: false })
     }
 
-    /// Confines the calling thread, which has set up the process, to the rights of [`Role::Owner`].
+    /// Confines the calling thread, which must be the one that has set up the process, to the
+    /// rights of [`Role::Owner`].
     ///
-    /// Call this method before a guest runs and before a byte of a peer is read. Later calls do
-    /// nothing.
+    /// Call this method before a guest runs, and before the process reads a byte from a peer.
+    /// Further calls do nothing.
     ///
     /// # Errors
-    /// If a restriction fails that the host supports. The process must not continue.
+    /// Returns an error if a restriction fails although the host supports it. The process must not
+    /// continue then.
     pub fn complete(&mut self) -> Result<(), ConfineError> {
         if std::mem::replace(&mut self.complete, true) {
             return Ok(());
@@ -215,14 +218,15 @@ impl Confinement {
     }
 }
 
-/// Makes each thread that starts after this call confine itself by its role. The process and its
-/// existing threads stay as they are.
+/// Makes each thread that starts after this call confine itself to its role. The process and its
+/// existing threads are not confined.
 ///
-/// This function is for tests of such threads. It does nothing on later calls, and on hosts without
-/// seccomp.
+/// This function is for tests of such threads. Further calls do nothing, and neither do calls on a
+/// host without seccomp.
 ///
 /// # Errors
-/// If other code has set the hook for the start of threads, or if the filters cannot be made.
+/// Returns an error if other code has set the start hook of threads, or if the filters cannot be
+/// compiled.
 pub fn confine_threads() -> Result<(), ConfineError> {
     static DONE: std::sync::Mutex<bool> = std::sync::Mutex::new(false);
     let mut done = DONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -239,8 +243,8 @@ pub fn confine_threads() -> Result<(), ConfineError> {
     Ok(())
 }
 
-/// Returns whether this host supports seccomp and landlock, in this order. Each is tried on a
-/// thread of its own.
+/// Returns the support of this host for seccomp and landlock, in this order. Each of them is tried
+/// on a separate thread, so the caller is not confined.
 #[must_use]
 pub fn available() -> [Measure; 2] {
     let seccomp = std::thread::spawn(|| {
@@ -255,10 +259,11 @@ pub fn available() -> [Measure; 2] {
     [seccomp, files::probe()]
 }
 
-/// Closes all descriptors except the first three and `keep`. Does nothing on kernels before 5.9.
+/// Closes all descriptors of this process except the standard streams and those in `keep`. Does
+/// nothing on kernels before 5.9.
 ///
-/// Call this function before the process has opened a descriptor. Otherwise an owner of a closed
-/// number would use a descriptor that other code opens later.
+/// Call this function before the process opens a descriptor. Otherwise code that owns a closed
+/// number would use whatever descriptor other code opens later under that number.
 pub fn close_inherited(keep: &[RawFd]) {
     let mut keep: Vec<u32> =
         keep.iter().filter_map(|fd| u32::try_from(*fd).ok()).filter(|fd| *fd > 2).collect();
@@ -275,12 +280,12 @@ pub fn close_inherited(keep: &[RawFd]) {
     }
 }
 
-/// Takes over the open descriptors among `numbers`, except the standard streams. Programs that this
-/// process executes do not inherit these descriptors.
+/// Takes ownership of the open descriptors among `numbers`, except the standard streams, and makes
+/// sure that programs that this process executes do not inherit them.
 ///
 /// # Safety
-/// Nothing else in this process may own one of the numbers. The caller calls this function once,
-/// before the process has opened any descriptor.
+/// Nothing else in this process may own a descriptor with one of the numbers. Therefore the caller
+/// must call this function only once, and before the process opens a descriptor.
 pub unsafe fn take_inherited(numbers: &[RawFd]) -> BTreeMap<RawFd, OwnedFd> {
     let mut taken = BTreeMap::new();
     for number in numbers.iter().copied().filter(|number| *number > 2) {
@@ -322,12 +327,12 @@ fn filters(mode: Mode, measure: &mut Measure) -> Option<Programs> {
     }
 }
 
-/// Confines the calling thread at its start. A thread that cannot be confined must not run, so it
-/// panics.
+/// Confines the calling thread, which has just started. If the thread cannot be confined, it
+/// panics, because it must not run.
 fn confine_thread(role: Role, name: &str) {
     let Some(common) = COMMON.get() else { return };
     violation::set_thread(role, name);
-    // Capabilities are given up also where the host has no filters.
+    // Give up the capabilities even if the host has no filters.
     let confined = capabilities::give_up(&common.keep).and_then(|()| match &common.programs {
         Some(programs) => programs.confine_thread(role),
         None => Ok(()),
@@ -337,10 +342,10 @@ fn confine_thread(role: Role, name: &str) {
     }
 }
 
-/// Creates the output files before their folders are out of reach.
+/// Creates the output files while their folders can still be reached.
 ///
-/// With a jail the files must exist: root must not create a file in a folder that another user
-/// owns, because that user may have placed a link.
+/// If the plan has a jail, the files must already exist. Root must not create a file in a folder
+/// that another user owns, because that user may have placed a link there.
 fn make_outputs(plan: &Plan) -> Result<(), ConfineError> {
     for File { path, .. } in plan.files.iter().filter(|file| file.use_for == Use::Output) {
         let mut options = std::fs::File::options();

@@ -5,7 +5,7 @@ use serde::Serialize;
 /// State of one restriction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Measure {
-    /// The restriction is in force.
+    /// True if the restriction is in force.
     pub in_force: bool,
     /// Extent of the restriction, or the reason why it is not in force.
     pub detail: String,
@@ -21,26 +21,26 @@ impl Measure {
     }
 }
 
-/// State of all restrictions, as `status` reports it.
+/// State of all restrictions, as the command `status` reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct InForce {
-    /// Mode that was asked for.
+    /// Mode that the plan requested.
     pub mode: crate::Mode,
-    /// System calls, by thread.
+    /// Restriction of the system calls, by the role of the thread.
     pub seccomp: Measure,
-    /// Files, TCP ports and signals.
+    /// Restriction of files, TCP ports and signals.
     pub landlock: Measure,
-    /// Executed programs gain no privileges.
+    /// Restriction that executed programs gain no privileges.
     pub no_new_privs: Measure,
-    /// Capabilities of root.
+    /// Restriction of the capabilities that root has.
     pub capabilities: Measure,
-    /// Own root directory and user.
+    /// Separate root directory and user.
     pub jail: Measure,
 }
 
 impl InForce {
-    /// Returns the state before the process is confined.
+    /// Returns the state of a process that is not confined yet.
     pub(crate) fn nothing(mode: crate::Mode) -> Self {
         let why = match mode {
             crate::Mode::On | crate::Mode::Kill => "not done yet",

@@ -1,7 +1,7 @@
 //! System calls that a thread can make (Linux `Documentation/userspace-api/seccomp_filter.rst`).
 //!
-//! Filters stack: a call is made only if every filter of the thread allows it. A thread inherits
-//! the filters of the thread that starts it.
+//! Filters add up: the kernel makes a call only if every filter of the thread allows it. A thread
+//! inherits the filters of the thread that starts it.
 //!
 //! | filter | installed on | refused calls | effect of a refused call |
 //! |---|---|---|---|
@@ -11,10 +11,11 @@
 //! | role | a thread, by its role | calls that the role does not need | fails and is reported, or ends the process |
 //!
 //! The process-wide filters are in force from the start of `run`. A new thread installs its own
-//! filters at its start. The first thread installs its filters when it has done the setup that
-//! needs more calls ([`complete`](crate::Confinement::complete)). Threads that start while a guest
-//! runs, such as those of a migration, install their filters on top of the owner's filters.
-//! Therefore the owner's filters allow every call of a thread that the owner starts.
+//! filters at its start. The first thread installs its filters in
+//! [`complete`](crate::Confinement::complete), after the setup, which needs more calls. Threads
+//! that start while a guest runs, such as those of a migration, inherit the owner's filters and add
+//! their own. Therefore the owner's filters must allow every call of the threads that the owner
+//! starts.
 
 mod names;
 mod policy;
@@ -39,7 +40,7 @@ impl Programs {
     /// Compiles all filters.
     ///
     /// # Errors
-    /// If a list cannot be compiled, which is a bug.
+    /// Returns an error if a list cannot be compiled, which would be a bug in this crate.
     pub(crate) fn compile(mode: Mode) -> Result<Self, String> {
         let process = vec![
             compile(roles::refusals(mode), SeccompAction::Allow, SeccompAction::Errno(ENOSYS))?,
@@ -47,7 +48,8 @@ impl Programs {
         ];
         let role = |role: Role| {
             let mut programs = Vec::new();
-            // `unread` is installed first: the role's filter may forbid to install further filters.
+            // `unread` is installed first, because the role's filter may forbid the installation of
+            // further filters.
             if let Some(unread) = roles::unread(role) {
                 programs.push(compile(unread, SeccompAction::Allow, refused(mode))?);
             }
@@ -60,7 +62,7 @@ impl Programs {
     /// Installs the process-wide filters on all threads of the process.
     ///
     /// # Errors
-    /// If the kernel refuses a filter. The error is the reason.
+    /// Returns the reason if the kernel refuses a filter.
     pub(crate) fn confine_process(&self) -> Result<(), String> {
         self.process.iter().try_for_each(|program| {
             seccompiler::apply_filter_all_threads(program).map_err(|error| error.to_string())
@@ -70,7 +72,7 @@ impl Programs {
     /// Installs the filters of `role` on the calling thread.
     ///
     /// # Errors
-    /// If the kernel refuses a filter, for example for lack of memory.
+    /// Returns an error if the kernel refuses a filter, for example for lack of memory.
     pub(crate) fn confine_thread(&self, role: Role) -> Result<(), String> {
         // `compile` has made the filters of every role.
         self.roles
@@ -81,12 +83,12 @@ impl Programs {
     }
 }
 
-/// Error of `clone3`, whose flags are in memory that no filter sees. After this error, glibc starts
-/// threads with `clone`.
+/// Error with which `clone3` fails, because its flags are in memory that a filter cannot read.
+/// After this error, glibc starts threads with `clone`.
 const ENOSYS: u32 = libc::ENOSYS.unsigned_abs();
 
-/// Returns the action for a call outside the lists. [`violation`] says why the call does not kill
-/// the process directly.
+/// Returns the action for a call that is not on a list. [`violation`] explains why such a call does
+/// not kill the process directly.
 fn forbidden(mode: Mode) -> SeccompAction {
     if mode == Mode::Log { SeccompAction::Log } else { SeccompAction::Trap }
 }

@@ -15,8 +15,9 @@ pub(super) enum Must {
     Differ { argument: u8, value: u64 },
 }
 
-/// List of system calls. A call without conditions is in the list with any arguments. A call with
-/// conditions is in the list if one of them holds; they are tried in their order.
+/// List of system calls. A call without conditions is on the list with any arguments. A call with
+/// conditions is on the list if at least one of them holds. The filter tries the conditions in
+/// their order.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Policy(BTreeMap<i64, Vec<Must>>);
 
@@ -27,8 +28,8 @@ impl Policy {
         self
     }
 
-    /// Adds `call` under the condition `must`. Changes nothing if the list has `call` with any
-    /// arguments.
+    /// Adds `call` under the condition `must`. Changes nothing if the list already has `call` with
+    /// any arguments.
     pub(super) fn when(mut self, call: i64, must: Must) -> Self {
         let fresh = !self.0.contains_key(&call);
         let rules = self.0.entry(call).or_default();
@@ -38,7 +39,8 @@ impl Policy {
         self
     }
 
-    /// Adds `call` for each of `values`, as the bits of `argument` under `mask`.
+    /// Adds `call` for each of `values`, under the condition that the bits of `argument` in `mask`
+    /// have this value.
     pub(super) fn each(mut self, call: i64, (argument, mask): (u8, u64), values: &[u64]) -> Self {
         for value in values {
             self = self.when(call, Must::Have { argument, mask, value: *value });

@@ -2,7 +2,7 @@
 //! argument. (Linux `include/uapi/asm-generic/ioctl.h`; virt/kvm/api.rst, ioctl_userfaultfd(2),
 //! tuntap.rst, `linux/fs.h`.)
 
-/// Bits of a request that identify it: all but the size.
+/// Bits that identify a request, which are all bits except those of the size.
 pub(super) const MASK: u64 = 0xc000_ffff;
 
 const KVM: u64 = 0xae;

@@ -1,5 +1,5 @@
-//! System calls that each role needs. A call is missing from a list if no run of the tests made it
-//! and no code path leads to it. Comments say why a call is on a list, where its name does not.
+//! System calls that each role needs. A call is on a list only if a run of the tests made it or a
+//! code path leads to it. Comments give the reason if it is not clear from the name of the call.
 
 use super::policy::{Must, Policy};
 use super::request;
@@ -59,9 +59,9 @@ const COMMON: &[i64] = &[
     SYS_exit_group,
 ];
 
-/// Calls that reach files by name. They fail on a thread that opens no files: the allocator asks
-/// for the number of processors, a panic asks for the files of its backtrace, and both continue
-/// without an answer.
+/// Calls that access files by name. They fail on a thread that opens no files. The allocator makes
+/// them to find the number of processors, and a panic makes them for its backtrace. Both continue
+/// if the calls fail.
 const NAMES: &[i64] = &[
     SYS_open,
     SYS_openat,
@@ -77,8 +77,8 @@ const NAMES: &[i64] = &[
     SYS_getcwd,
 ];
 
-/// Calls of a thread that reads the kernel's files about the process, such as its page map and its
-/// threads.
+/// Calls of a thread that reads the kernel's files about the process, such as its pagemap and its
+/// list of threads.
 const READS: &[i64] = &[
     SYS_statx,
     SYS_fstat,
@@ -154,7 +154,7 @@ const OWNER: &[i64] = &[
     SYS_getgid,
 ];
 
-/// Calls that only the setup makes.
+/// Calls that only the setup of the process makes.
 const SETUP: &[i64] = &[
     SYS_epoll_create1,
     SYS_epoll_ctl,
@@ -169,7 +169,7 @@ const SETUP: &[i64] = &[
     SYS_getpgrp,
 ];
 
-/// Roles of the threads that the owner starts after it has settled.
+/// Roles of the threads that the owner starts after it has confined itself.
 const OWNED: &[Role] = &[
     Role::Worker,
     Role::Disk,
@@ -183,7 +183,7 @@ const OWNED: &[Role] = &[
     Role::Arbiter,
 ];
 
-/// Roles that start threads then, with the roles of these threads.
+/// Roles whose threads start other threads after that, with the roles of the started threads.
 #[cfg(test)]
 pub(super) const STARTS: &[(Role, &[Role])] = &[
     (Role::Owner, &[Role::Owner]),
@@ -195,7 +195,8 @@ pub(super) const STARTS: &[(Role, &[Role])] = &[
     (Role::Traces, &[Role::Traces]),
 ];
 
-/// Returns the calls that fail on every thread. Libraries try them and continue without.
+/// Returns the calls that fail on every thread. Libraries try these calls, and continue if they
+/// fail.
 pub(super) fn refusals(mode: Mode) -> Policy {
     // The flags of `clone3` are in memory that no filter sees. After the failure, glibc uses
     // `clone`.
@@ -215,12 +216,12 @@ pub(super) fn base() -> Policy {
     let all = Role::ALL.into_iter().fold(Policy::default(), |policy, role| policy.and(self::role(role)));
     // `--die-with-parent` sets the signal for the death of the parent.
     let all = all.each(SYS_prctl, (0, WHOLE), &[number(libc::PR_SET_PDEATHSIG)]);
-    // The filters of the threads and the reachable files restrict the requests. A check in this
-    // filter as well would cost time on every call.
+    // The requests of `ioctl` and `fcntl` are restricted by the filters of the threads and by the
+    // reachable files. If this filter checked them too, every call would take longer.
     all.any(SETUP).any(&[SYS_ioctl, SYS_fcntl, SYS_mmap, SYS_mprotect, SYS_openat])
 }
 
-/// Returns the calls that fail on threads of this role; `None` if the role opens files.
+/// Returns the calls that fail on threads of this role, or `None` if the role opens files.
 pub(super) fn unread(role: Role) -> Option<Policy> {
     (!opens(role)).then(|| Policy::default().any(NAMES))
 }
@@ -232,8 +233,8 @@ const fn opens(role: Role) -> bool {
 /// Returns the calls that pass the filter of this role.
 pub(super) fn role(role: Role) -> Policy {
     let called = called(role);
-    // On a thread that opens no files these calls are in the list, because [`unread`] makes them
-    // fail.
+    // For a thread that opens no files, `NAMES` is also on the list, because [`unread`] already
+    // makes these calls fail.
     if opens(role) { called } else { called.any(NAMES) }
 }
 
@@ -359,7 +360,7 @@ fn network() -> Policy {
             SYS_ppoll,
         ])
         .any(PAGES)
-        // Packet sizes are asked on a socket that never sends: it has no address.
+        // A socket that is never connected serves to ask for the MTU of an interface.
         .each(SYS_socket, (0, WHOLE), &[number(libc::AF_INET)])
 }
 
@@ -372,8 +373,8 @@ fn unblock() -> Policy {
     Policy::default().each(SYS_fcntl, (1, WHOLE), &[number(libc::F_SETFL)])
 }
 
-/// Returns the calls of a thread that answers clients, and passes their commands to devices and to
-/// the owner.
+/// Returns the calls of a thread that serves clients, and that passes their commands to devices and
+/// to the machine's owner.
 fn serves() -> Policy {
     requests(&[request::BLOCKING, request::INTERRUPT, SCAN])
         .any(&[SYS_accept4])
@@ -395,9 +396,9 @@ fn spawn() -> Policy {
         .each(SYS_prctl, (0, WHOLE), &[number(libc::PR_CAPBSET_READ)])
 }
 
-/// Returns the calls of a thread that resolves the name of a service (an arbiter, a collector of
-/// traces), connects to it, and reads its answers. The HTTP client resolves names on another
-/// thread.
+/// Returns the calls of a thread that resolves the name of a service (an arbiter or a collector of
+/// traces), connects to the service, and reads its answers. The HTTP client resolves names on
+/// another thread.
 fn network_client() -> Policy {
     requests(&[request::BLOCKING])
         .any(STREAM)

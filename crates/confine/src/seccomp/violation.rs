@@ -6,12 +6,13 @@
 //! means: a stack buffer and `write`. Then the call fails with EPERM, as if the kernel had refused
 //! it. A call that is missing from a list is a bug of vmferry, and must not cost a guest.
 //!
-//! With [`Mode::Kill`](crate::Mode::Kill) the process ends, so that an attacker has no second
-//! attempt. For this, the handler makes a forbidden call itself. SIGSYS is blocked while its
-//! handler runs. For a blocked SIGSYS the kernel restores the default action and ends the process
-//! (Linux `kernel/signal.c`, `force_sig_info_to_task`), which also leaves a core where the host
-//! keeps cores. An attacker cannot disable the handler: the filters forbid to change the action of
-//! SIGSYS, and if SIGSYS is ignored or blocked, the kernel ends the process.
+//! With [`Mode::Kill`](crate::Mode::Kill), the process ends, so that an attacker has no second
+//! attempt. To end it, the handler itself makes a forbidden call. SIGSYS is blocked while its
+//! handler runs. For a blocked SIGSYS, the kernel restores the default action and ends the process
+//! (Linux `kernel/signal.c`, `force_sig_info_to_task`), which also writes a core dump if the host
+//! is configured for it. An attacker cannot disable the handler, because the filters do not permit
+//! a change of the action of SIGSYS, and if SIGSYS is ignored or blocked, the kernel ends the
+//! process.
 
 use super::names;
 use std::cell::Cell;
@@ -19,7 +20,7 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use vmferry_thread::Role;
 
-/// Bytes of a thread's name that the kernel keeps.
+/// Maximum length of a thread's name in the kernel, in bytes.
 const NAME: usize = 15;
 
 thread_local! {
@@ -27,9 +28,10 @@ thread_local! {
     static SELF: Cell<(&'static str, [u8; NAME])> = const { Cell::new(("setting up", *b"vmferry\0\0\0\0\0\0\0\0")) };
 }
 
-/// Set if a forbidden call ends the process.
+/// True if a forbidden call ends the process.
 static DEADLY: AtomicBool = AtomicBool::new(false);
-/// Lines that may still be written. A thread that repeats a forbidden call must not fill a log.
+/// Number of lines that may still be written, because a thread that repeats a forbidden call must
+/// not fill a log.
 static LINES: AtomicU32 = AtomicU32::new(64);
 
 /// Stores the role and the name of the calling thread for its reports.
@@ -40,10 +42,10 @@ pub(crate) fn set_thread(role: Role, name: &str) {
     SELF.set((role.name(), short));
 }
 
-/// Installs the handler, once in the process. With `deadly`, a forbidden call ends the process.
+/// Installs the handler for this process. If `deadly` is true, a forbidden call ends the process.
 ///
 /// # Errors
-/// If the kernel refuses.
+/// Returns an error if the kernel refuses the handler.
 pub(crate) fn install(deadly: bool) -> io::Result<()> {
     DEADLY.store(deadly, Ordering::Relaxed);
     // SAFETY: zeros are a valid sigaction: an empty mask, no flags.
@@ -126,7 +128,7 @@ fn describe(info: &SysInfo, registers: &[i64], deadly: bool) -> Line {
     line
 }
 
-/// A line under construction, without an allocation.
+/// Line under construction, which needs no allocation.
 struct Line {
     bytes: [u8; 512],
     len: usize,
