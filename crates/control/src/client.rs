@@ -11,19 +11,20 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
-/// Longest line in bytes that the client reads.
+/// Maximum length of a line that the client reads, in bytes.
 const LONGEST: usize = 16 << 20;
-/// Most events that are kept for [`Client::events`]. Older events are dropped.
+/// Maximum number of events that are kept for [`Client::events`]. If there are more, the oldest are
+/// dropped.
 const MOST_EVENTS: usize = 1024;
 
-/// Error of a command or of the connection.
+/// Error that a command or the connection returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// No process listens at the path.
+    /// The client cannot connect to the socket, for example because no process listens there.
     #[error("cannot connect")]
     Connect(#[source] io::Error),
-    /// Reading or writing failed.
+    /// Reading from or writing to the connection failed.
     #[error("the connection broke")]
     Broken(#[source] io::Error),
     /// No answer came in time.
@@ -40,7 +41,7 @@ pub enum ClientError {
     Refused(QmpError),
 }
 
-/// A connection on which the capabilities are negotiated.
+/// Connection to a control socket, on which the capabilities have been negotiated.
 #[derive(Debug)]
 pub struct Client {
     stream: BufReader<UnixStream>,
@@ -53,10 +54,12 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects to the socket at `path`. The server may take `patience` for each answer.
+    /// Connects to the socket at `path` and negotiates the capabilities. `patience` is the maximum
+    /// time that the server may take for each answer.
     ///
     /// # Errors
-    /// If no process listens, or if it does not speak the protocol or refuses this client.
+    /// Returns an error if no process listens at `path`, or if the process does not speak the
+    /// protocol or refuses this client.
     pub fn connect(path: &Path, patience: Duration) -> Result<Self, ClientError> {
         let stream = UnixStream::connect(path).map_err(ClientError::Connect)?;
         stream.set_write_timeout(Some(patience)).map_err(ClientError::Broken)?;
@@ -76,32 +79,35 @@ impl Client {
         Ok(client)
     }
 
-    /// Returns the user of the server process. This may be any user who could create the socket.
+    /// Returns the user id of the server process. It can be that of any user who was able to create
+    /// the socket.
     ///
     /// # Errors
-    /// If the kernel does not report the user.
+    /// Returns an error if the kernel does not report the user.
     pub fn peer_uid(&self) -> io::Result<u32> {
         Ok(rustix::net::sockopt::socket_peercred(self.stream.get_ref())?.uid.as_raw())
     }
 
-    /// Returns the greeting of the server: `version` and `capabilities`.
+    /// Returns the greeting of the server, an object with the members `version` and `capabilities`.
     #[must_use]
     pub fn greeting(&self) -> &Value {
         &self.greeting
     }
 
-    /// Sends `command` and waits for its answer.
+    /// Sends the command `command` and waits for its answer.
     ///
     /// # Errors
-    /// If the server refuses the command, or no answer comes.
+    /// Returns [`ClientError::Refused`] if the server refuses the command, [`ClientError::Late`] if
+    /// no answer comes in time, and another error if the connection fails.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, ClientError> {
         self.request(command, &arguments, None)
     }
 
-    /// Passes a duplicate of `descriptor` to the server, which keeps it as `name` (`getfd`).
+    /// Passes a duplicate of `descriptor` to the server, which keeps it under the name `name`
+    /// (`getfd`).
     ///
     /// # Errors
-    /// As for [`execute`](Self::execute).
+    /// Returns an error in the cases of [`execute`](Self::execute).
     pub fn pass(&mut self, name: &str, descriptor: BorrowedFd<'_>) -> Result<Value, ClientError> {
         self.request("getfd", &json!({ "fdname": name }), Some(descriptor))
     }
@@ -123,7 +129,7 @@ impl Client {
         let sent = sent.and_then(|sent| self.stream.get_mut().write_all(&line[sent..]));
         let until = Instant::now() + self.patience;
         // If writing failed, the server may have sent the reason before it closed the connection.
-        // The reason is the better error.
+        // Return that reason rather than the error of the write.
         loop {
             let mut message = match (self.message(until), &sent) {
                 (Ok(message), _) => message,
@@ -147,15 +153,17 @@ impl Client {
         }
     }
 
-    /// Takes the events that came so far.
+    /// Returns and removes the events that have been received so far. The method does not read from
+    /// the connection: events are received while [`execute`](Self::execute) or
+    /// [`next_event`](Self::next_event) waits.
     pub fn events(&mut self) -> impl Iterator<Item = Event> {
         std::mem::take(&mut self.events).into_iter()
     }
 
-    /// Returns the next event, or `None` if none comes within `time`.
+    /// Waits for at most `time` and returns the next event, or `None` if no event comes.
     ///
     /// # Errors
-    /// If the connection has ended.
+    /// Returns an error if the connection has ended.
     pub fn next_event(&mut self, time: Duration) -> Result<Option<Event>, ClientError> {
         let until = Instant::now() + time;
         while self.events.is_empty() {
@@ -181,7 +189,8 @@ impl Client {
         true
     }
 
-    /// Reads the next line. A part of a line is kept if the rest does not come in time.
+    /// Reads the next line. If a line does not end in time, its received part is kept for the next
+    /// call.
     fn message(&mut self, until: Instant) -> Result<Value, ClientError> {
         loop {
             let left = until.saturating_duration_since(Instant::now());
@@ -209,7 +218,7 @@ impl Client {
     }
 }
 
-/// Sends the beginning of `line` with `descriptor`, and returns the number of bytes that were sent.
+/// Sends the beginning of `line` together with `descriptor`, and returns the number of sent bytes.
 fn send_with(stream: &UnixStream, line: &[u8], descriptor: BorrowedFd<'_>) -> io::Result<usize> {
     let descriptors = [descriptor];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];

@@ -8,32 +8,33 @@ use serde_json::Value;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Most events that wait for the server's thread, which takes them at once, whatever its clients
-/// do.
+/// Maximum number of events that wait for the server's thread. The thread takes them at once,
+/// because no client can delay it.
 const MOST_EVENTS: usize = 4096;
 
-/// Sender of events to every client. Does nothing while no server runs. Clones send to the same
-/// clients.
+/// Sender of events to all clients of a server. Events are discarded while no server runs. A clone
+/// sends to the same clients.
 #[derive(Debug, Clone)]
 pub struct Events(pub(crate) Arc<EventQueue>);
 
 impl Events {
-    /// Returns a sender for one server.
+    /// Creates a sender, which can be used by one server at a time.
     ///
     /// # Errors
-    /// If the host has no more descriptors.
+    /// Returns an error if the eventfd that wakes the server cannot be created.
     pub fn new() -> std::io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self(Arc::new(EventQueue { inbox: Mutex::default(), wake })))
     }
 
-    /// Sends the event `name` with the current time, and with `data` unless that is null. Never
-    /// waits.
+    /// Sends the event `name` with the current time, and with `data` unless it is null. The call
+    /// never waits.
     pub fn emit(&self, name: &str, data: Value) {
         self.send(Event::now(name, data));
     }
 
-    /// Sends `event`. Never waits.
+    /// Sends `event`. The call never waits. If the server's thread is 4096 events behind, the event
+    /// is discarded.
     pub fn send(&self, event: Event) {
         let mut inbox = self.0.lock();
         if inbox.open && inbox.events.len() < MOST_EVENTS {
@@ -44,7 +45,7 @@ impl Events {
     }
 }
 
-/// A command that was executed for client `client`.
+/// Result of a command that was executed for the client with the number `client`.
 #[derive(Debug)]
 pub(crate) struct Done {
     pub(crate) client: u64,
@@ -54,14 +55,14 @@ pub(crate) struct Done {
 
 #[derive(Debug, Default)]
 pub(crate) struct Inbox {
-    /// A server runs.
+    /// True while a server runs.
     pub(crate) open: bool,
     pub(crate) events: Vec<Event>,
     /// Results of commands, at most one for each command that is being executed.
     pub(crate) done: Vec<Done>,
-    /// Commands of all clients that are being executed.
+    /// Number of commands that are being executed, for all clients.
     pub(crate) busy: usize,
-    /// The server must end.
+    /// True if the server must end.
     pub(crate) stop: bool,
 }
 
@@ -78,7 +79,7 @@ impl EventQueue {
     }
 
     pub(crate) fn wake(&self) {
-        // The write only fails if the counter is full, and then the thread wakes anyway.
+        // The write fails only if the counter is full, and the thread wakes in that case too.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 

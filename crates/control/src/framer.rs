@@ -1,17 +1,18 @@
-//! Splits bytes into texts of JSON objects. Objects may span lines or share a line.
+//! Splitter of bytes into the texts of JSON objects. An object may span several lines, and a line
+//! may contain several objects.
 //!
-//! The framer counts brackets outside of strings, which is enough to find the end of an object. The
-//! parser of the text checks that it is JSON. Each byte is read once, and no more bytes are kept
-//! than the limits allow.
+//! The framer counts brackets outside of strings, which is sufficient to find the end of an object.
+//! It does not check that the text is JSON, because the parser does. Each byte is read once, and no
+//! more bytes are kept than the limits allow.
 
 /// Result of the framer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Frame {
     /// Text of an object with balanced brackets.
     Object(Vec<u8>),
-    /// Other text, with the reason why it is no object. The rest of its line is skipped.
+    /// Text that is not an object, with the reason. The framer skips the rest of the line.
     Garbage(&'static str),
-    /// An object over a limit. No further frame comes after it.
+    /// Object that exceeds a limit. The framer returns no further frame.
     Excess(Excess),
 }
 
@@ -28,11 +29,12 @@ enum State {
     Idle,
     /// Inside an object, at nesting depth `depth`.
     Inside { depth: usize, string: bool, escape: bool },
-    /// In the rest of a line that is no object.
+    /// In the rest of a line that is not an object.
     Skipping,
 }
 
-/// Splitter of bytes. Invariant: `text.len() <= longest`, and `text` is empty outside of an object.
+/// State of the splitter. Invariant: `text.len() <= longest`, and `text` is empty outside of an
+/// object.
 #[derive(Debug)]
 pub(crate) struct Framer {
     longest: usize,
@@ -42,18 +44,19 @@ pub(crate) struct Framer {
 }
 
 impl Framer {
-    /// Returns a framer for objects of up to `longest` bytes with brackets nested up to `deepest`.
+    /// Creates a framer for objects of at most `longest` bytes, whose brackets are nested at most
+    /// `deepest` levels deep.
     pub(crate) fn new(longest: usize, deepest: usize) -> Self {
         Self { longest, deepest, state: State::Idle, text: Vec::new() }
     }
 
-    /// Returns whether an object has begun and not ended.
+    /// Returns true if an object has begun and has not ended.
     pub(crate) fn half(&self) -> bool {
         matches!(self.state, State::Inside { .. })
     }
 
-    /// Takes bytes until a frame is complete. Returns the number of bytes that were taken, and the
-    /// frame.
+    /// Takes bytes until a frame is complete. Returns the number of taken bytes, and the frame if
+    /// there is one.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> (usize, Option<Frame>) {
         for (index, byte) in bytes.iter().enumerate() {
             let frame = self.take(*byte);
@@ -72,7 +75,7 @@ impl Framer {
                 }
                 None
             }
-            // A client may send 0xff first, to discard an object that is incomplete.
+            // A client may first send 0xff, to discard an incomplete object.
             State::Idle if byte.is_ascii_whitespace() || byte == 0xff => None,
             State::Idle if byte == b'{' => {
                 self.state = State::Inside { depth: 1, string: false, escape: false };

@@ -21,8 +21,8 @@ pub(crate) fn version() -> Version {
 /// Sends `bytes` to a session. The first bytes choose the pieces, the pauses and the reads.
 ///
 /// # Panics
-/// If a promise of the session does not hold: its memory is bounded, and each line that it sends is
-/// a message.
+/// Panics if a promise of the session does not hold: its memory is bounded, and each line that it
+/// sends is a message.
 pub fn drive(bytes: &[u8]) {
     let (script, mut input) = bytes.split_at(bytes.len().min(64).min(bytes.len() / 3));
     let mut session = Session::new(&version(), limits());

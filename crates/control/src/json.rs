@@ -1,7 +1,8 @@
-//! JSON in which each name occurs once in an object.
+//! Parser for JSON in which each name may occur only once in an object.
 //!
-//! Parsers differ in which of two members with one name they take. A program that checks a client's
-//! request and the program that executes it must read the same value.
+//! If an object has two members with the same name, parsers differ in the member that they use. A
+//! program that checks a client's request and the program that executes it must read the same
+//! value, so such objects are refused.
 
 use serde::de::{self, Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
@@ -10,7 +11,8 @@ use std::fmt;
 /// Parses `text` as one JSON value.
 ///
 /// # Errors
-/// If `text` is no JSON value, has further text after the value, or has a name twice in an object.
+/// Returns an error if `text` is not a JSON value, if more text follows the value, or if an object
+/// contains a name twice.
 pub(crate) fn read(text: &[u8]) -> Result<Value, serde_json::Error> {
     serde_json::from_slice::<Strict>(text).map(|Strict(value)| value)
 }

@@ -11,7 +11,7 @@ use std::os::fd::OwnedFd;
 pub struct Command {
     /// Name of the command.
     pub name: &'static str,
-    /// The command may run out of band (`exec-oob`). Such a command never waits.
+    /// True if the command may run out of band (`exec-oob`). Such a command must never wait.
     pub oob: bool,
 }
 
@@ -20,11 +20,11 @@ pub struct Command {
 pub struct Arguments(pub Map<String, Value>);
 
 impl Arguments {
-    /// Converts the arguments to `T`, whose fields name the permitted arguments.
+    /// Converts the arguments to `T`, whose fields are the permitted arguments.
     ///
     /// # Errors
-    /// If an argument is missing, unexpected or of the wrong type. The error is the one that the
-    /// client gets.
+    /// Returns an error if an argument is missing or of the wrong type. Unexpected arguments are an
+    /// error only if `T` denies unknown fields. The error can be sent to the client unchanged.
     pub fn read<T: DeserializeOwned>(self) -> Result<T, QmpError> {
         serde_path_to_error::deserialize(Value::Object(self.0))
             .map_err(|error| QmpError::generic(misfit(&error.path().to_string(), &error.inner().to_string())))
@@ -33,7 +33,8 @@ impl Arguments {
     /// Checks that there are no arguments.
     ///
     /// # Errors
-    /// If there are arguments. The error names the first one in alphabetical order.
+    /// Returns an error if there are arguments. The error names the first one in alphabetical
+    /// order.
     pub fn none(&self) -> Result<(), QmpError> {
         match self.0.keys().next() {
             None => Ok(()),
@@ -42,7 +43,7 @@ impl Arguments {
     }
 }
 
-/// Returns the error text for the argument at `path`, in QEMU's wording where it exists.
+/// Returns the error text for the argument at `path`, in the words of QEMU if it has such an error.
 fn misfit(path: &str, why: &str) -> String {
     let named = |begin: &str| why.strip_prefix(begin)?.split('`').next();
     // The client may have chosen the name, so it may have any length.
@@ -63,20 +64,20 @@ pub struct Answer {
 }
 
 impl Answer {
-    /// Returns an answer with `value`.
+    /// Creates an answer with the value `value`.
     #[must_use]
     pub fn new(value: Value) -> Self {
         Self { value, sent: None }
     }
 
-    /// Returns the empty answer, which says that the command was executed.
+    /// Creates the empty answer, which only confirms that the command was executed.
     #[must_use]
     pub fn done() -> Self {
         Self::new(json!({}))
     }
 
-    /// Sets a function that is called when the last byte of the answer has left this process. The
-    /// function is not called if the client disconnects before.
+    /// Sets a function that is called after the last byte of the answer has been written to the
+    /// socket. The function is not called if the client disconnects before.
     #[must_use]
     pub fn on_sent(mut self, sent: impl FnOnce() + Send + 'static) -> Self {
         self.sent = Some(Box::new(sent));
@@ -98,8 +99,8 @@ impl fmt::Debug for Answer {
 
 /// Machine that executes commands.
 ///
-/// The server itself executes `query-commands`, `query-version` and the negotiation. The machine
-/// only gets commands that [`commands`](Self::commands) lists.
+/// The server itself executes `query-commands`, `query-version` and `qmp_capabilities`. The machine
+/// receives only commands that [`commands`](Self::commands) lists.
 pub trait Machine: Send + Sync + 'static {
     /// Returns the version of the program.
     fn version(&self) -> Version;
@@ -109,25 +110,27 @@ pub trait Machine: Send + Sync + 'static {
 
     /// Executes the command `name`.
     ///
-    /// Each client has its own thread, on which this method may wait without delaying other
-    /// clients. Out-of-band commands ([`Command::oob`]) of all clients run on one thread.
+    /// Each client has its own thread, so this method may wait without a delay for other clients.
+    /// Out-of-band commands ([`Command::oob`]) of all clients run on one thread, so they must not
+    /// wait.
     ///
     /// # Errors
-    /// If the command fails. The client gets the error.
+    /// Returns an error if the command fails. The server sends the error to the client.
     fn execute(&self, name: &str, arguments: Arguments) -> Result<Answer, QmpError>;
 
-    /// Executes `getfd`, with which the client has passed `descriptor`. The default implementation
-    /// closes the descriptor and executes the command without it.
+    /// Executes the command `getfd`, with which the client has passed `descriptor`. The default
+    /// implementation closes the descriptor and executes the command without it.
     ///
     /// # Errors
-    /// If the command fails. The client gets the error.
+    /// Returns an error if the command fails. The server sends the error to the client.
     fn take_descriptor(&self, arguments: Arguments, descriptor: OwnedFd) -> Result<Answer, QmpError> {
         drop(descriptor);
         self.execute("getfd", arguments)
     }
 }
 
-/// Executes `name`: the server's own commands, and those of `machine`.
+/// Executes the command `name`, which is one of the server's own commands or a command of
+/// `machine`.
 pub(crate) fn execute(
     machine: &dyn Machine,
     name: &str,

@@ -8,42 +8,43 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Most characters of an error description, which may contain text of a client or a peer.
+/// Maximum number of characters in an error description, which may contain text from a client or a
+/// peer.
 const LONGEST_DESC: usize = 2000;
 
-/// Error classes, under the names of the protocol.
+/// Class of an error, with its name in the protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum ErrorClass {
-    /// An error without a class of its own.
+    /// Any error that has no class of its own.
     GenericError,
-    /// The command does not exist, or not in this state.
+    /// The command does not exist, or is not available in this state of the connection.
     CommandNotFound,
     /// The device exists, but no driver of the guest uses it.
     DeviceNotActive,
     /// The device does not exist.
     DeviceNotFound,
-    /// The host's KVM lacks a feature.
+    /// The KVM of the host does not have a required feature.
     #[serde(rename = "KVMMissingCap")]
     KvmMissingCap,
 }
 
-/// Error of a command: a class for programs, and a description for operators.
+/// Error of a command, with a class for programs and a description for operators.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, thiserror::Error)]
 #[error("{desc}")]
 pub struct QmpError {
     /// Class of the error.
     pub class: ErrorClass,
-    /// Failure and advice. Programs must not parse the description.
+    /// Description of the failure, with advice. Programs must not parse this text.
     pub desc: String,
 }
 
 impl QmpError {
-    /// Returns an error without a class of its own.
+    /// Creates an error of the class [`ErrorClass::GenericError`].
     pub fn generic(desc: impl Into<String>) -> Self {
         Self { class: ErrorClass::GenericError, desc: desc.into() }
     }
 
-    /// Returns the error for an unknown command `name`.
+    /// Creates the error for the unknown command `name`.
     #[must_use]
     pub fn not_found(name: &str) -> Self {
         // A name may be as long as a request.
@@ -52,7 +53,7 @@ impl QmpError {
     }
 }
 
-/// Version of the program: three numbers and a text.
+/// Version of the program, which the greeting and `query-version` report.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     /// Major, minor and micro version.
@@ -62,8 +63,8 @@ pub struct Version {
 }
 
 impl Version {
-    /// Returns the version as the answer to `query-version`. The protocol demands the member name
-    /// `qemu`.
+    /// Returns the version in the form of an answer to `query-version`. The name of the member
+    /// `qemu` is required by the protocol.
     #[must_use]
     pub fn to_json(&self) -> Value {
         let [major, minor, micro] = self.numbers;
@@ -75,25 +76,25 @@ impl Version {
     }
 }
 
-/// An event for clients.
+/// Event that is sent to the clients.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
-    /// Name of the event, in capitals.
+    /// Name of the event, in capital letters.
     pub name: String,
-    /// Data of the event; null if it has none.
+    /// Data of the event, or null if the event has no data.
     pub data: Value,
     /// Time of the event.
     pub at: SystemTime,
 }
 
 impl Event {
-    /// Returns an event with the current time. `data` may be null.
+    /// Creates an event with the current time. `data` may be null.
     pub fn now(name: &str, data: Value) -> Self {
         Self { name: name.to_owned(), data, at: SystemTime::now() }
     }
 
     pub(crate) fn to_json(&self) -> Value {
-        // A clock before 1970: the protocol uses -1 for an unknown time.
+        // The clock is before 1970. For an unknown time, the protocol uses -1.
         let (seconds, microseconds) = match self.at.duration_since(UNIX_EPOCH) {
             Ok(time) => (json!(time.as_secs()), json!(time.subsec_micros())),
             Err(_) => (json!(-1), json!(-1)),
@@ -109,7 +110,7 @@ impl Event {
     }
 }
 
-/// A parsed request.
+/// Parsed request.
 #[derive(Debug)]
 pub(crate) struct Request {
     pub(crate) name: String,
@@ -120,7 +121,7 @@ pub(crate) struct Request {
     pub(crate) descriptor: Option<OwnedFd>,
 }
 
-/// Text that is no request: its id, if it has one, and the error.
+/// Text that is not a valid request, with its id, if there is one, and the error.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct BadRequest {
     pub(crate) id: Option<Value>,
@@ -178,7 +179,7 @@ pub(crate) fn answer(result: Result<Value, QmpError>, id: Option<Value>) -> Vec<
     line(&answer)
 }
 
-/// Returns `value` as a line. The protocol promises ASCII only.
+/// Returns `value` as a line. The protocol permits only ASCII.
 pub(crate) fn line(value: &Value) -> Vec<u8> {
     let mut text = Vec::new();
     let mut serializer = serde_json::Serializer::with_formatter(&mut text, Ascii);

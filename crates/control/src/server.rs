@@ -1,9 +1,10 @@
-//! Server of the control socket: one thread that never waits for a client, and one thread for the
-//! commands of each client.
+//! Server of the control socket, with one thread that never waits for a client, and one thread for
+//! the commands of each client.
 //!
-//! The server's thread reads, writes and keeps the sessions. Other threads execute commands, put
-//! the results into the hub and wake the server's thread. Therefore a client that sends half a
-//! message, sends without end or never reads delays no other client.
+//! The server's thread reads from the sockets, writes to them, and keeps the sessions. Other
+//! threads execute the commands, put the results into the hub and wake the server's thread.
+//! Therefore a client that sends half a message, sends without end, or never reads cannot delay
+//! another client.
 
 mod conn;
 mod socket;
@@ -24,24 +25,24 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use worker::Workers;
 
-/// Most clients at once. Further clients are refused.
+/// Maximum number of simultaneous clients. Further clients are refused.
 const MOST_CLIENTS: usize = 32;
-/// Most threads for clients' commands. A client that has disconnected keeps its thread until its
-/// command ends.
+/// Maximum number of threads for the commands of clients. It exceeds the number of clients, because
+/// the thread of a disconnected client runs until its command ends.
 const MOST_WORKERS: usize = 2 * MOST_CLIENTS;
 /// Interval at which the server checks time limits while clients are connected.
 const TICK: Timespec = Timespec { tv_sec: 0, tv_nsec: 500_000_000 };
-/// Longest time that the server continues after its drop began, to finish commands and to send
-/// their answers. The server ends earlier if nothing is left to do.
+/// Maximum time for which a dropped server continues, to finish commands and to send their answers.
+/// The server ends earlier if nothing is left to do.
 const LAST: Duration = Duration::from_secs(if cfg!(test) { 60 } else { 1 });
-/// Time in which a client can read why the server disconnects it.
+/// Time for which a client that the server disconnects can read the reason.
 const FAREWELL: Duration = Duration::from_secs(1);
 
-/// Error of the start of the server.
+/// Error that starting a server returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ServerError {
-    /// The path is in use.
+    /// Another process listens at the path, or the path is not a socket.
     #[error("another process listens at {0}, or it is not a socket; give another path, or end that process")]
     Taken(PathBuf),
     /// The socket cannot be created.
@@ -50,13 +51,13 @@ pub enum ServerError {
     /// A thread cannot be started.
     #[error("cannot start a thread for the control socket")]
     Thread(#[source] std::io::Error),
-    /// Another server sends these events.
+    /// Another server already uses the [`Events`].
     #[error("another control socket sends these events")]
     Twice,
 }
 
-/// A running server. Dropping it sends the answers that are due, ends the connections and removes
-/// the socket.
+/// Running server of a control socket. Dropping it sends the pending answers, which may take up to
+/// a second, closes the connections and removes the socket.
 #[derive(Debug)]
 pub struct Server {
     path: PathBuf,
@@ -65,13 +66,15 @@ pub struct Server {
 }
 
 impl Server {
-    /// Listens at `path` for this user and root. `machine` executes the clients' commands, and the
-    /// clients get `events`.
+    /// Starts a server that listens at `path`, for clients of this user and of root. `machine`
+    /// executes the clients' commands, and the clients receive the events that are sent to
+    /// `events`.
     ///
-    /// A socket at which no process listens any more is replaced.
+    /// If a socket exists at `path` but no process listens there any more, it is replaced.
     ///
     /// # Errors
-    /// If the path is in use or cannot be used.
+    /// Returns an error if the path is in use or cannot be used, if a thread cannot be started, or
+    /// if another server uses `events`.
     pub fn start(
         path: &Path,
         machine: Arc<dyn Machine>,
@@ -129,7 +132,8 @@ struct Io {
     limits: Limits,
     clients: BTreeMap<u64, Conn>,
     next: u64,
-    /// Time until which no client is accepted, because the host had no descriptor.
+    /// Time until which no client is accepted, because the host refused a connection, for example
+    /// for lack of descriptors.
     rest_until: Option<Instant>,
 }
 
@@ -159,17 +163,18 @@ impl Io {
         }
     }
 
-    /// Returns whether the server must end, and whether anything is left to do before.
+    /// Returns two flags: true if the server must end, and true if work is left that it must do
+    /// before.
     fn left(&self) -> (bool, bool) {
         let inbox = self.hub.lock();
         let unread = self.clients.values().any(Conn::has_output);
-        // Events that came after the inbox was emptied must be sent, too: the last event says that
-        // this process ends.
+        // Events that arrived after the inbox was emptied must be sent too, because the last event
+        // tells the clients that this process ends.
         (inbox.stop, unread || inbox.busy > 0 || !inbox.done.is_empty() || !inbox.events.is_empty())
     }
 
-    /// Waits for events of the sockets. Returns the clients that are ready, and whether a
-    /// connection can be accepted.
+    /// Waits until a socket is ready. Returns the clients that are ready, and true if a connection
+    /// can be accepted.
     fn wait(&self, ending: bool) -> (Vec<(u64, PollFlags)>, bool) {
         let accepts = !ending && self.rest_until.is_none();
         let mut fds = vec![PollFd::from_borrowed_fd(self.hub.waker(), PollFlags::IN)];
@@ -180,7 +185,8 @@ impl Io {
         let quick = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
         let idle = self.clients.is_empty() && self.rest_until.is_none();
         let timeout = if ending { Some(&quick) } else { (!idle).then_some(&TICK) };
-        // On an error (a signal, no memory) no socket is ready, and the next round polls again.
+        // After an error (a signal, no memory), no socket counts as ready, and the next round polls
+        // again.
         let _ = poll(&mut fds, timeout);
         let ready = self.clients.keys().zip(&fds[2..]);
         let ready = ready.map(|(id, fd)| (*id, fd.revents())).filter(|(_, flags)| !flags.is_empty());
@@ -211,7 +217,7 @@ impl Io {
     }
 
     fn accept(&mut self, now: Instant) {
-        // The number is bounded: otherwise a flood of connections would delay the connected
+        // The number is bounded, because a flood of connections would otherwise delay the connected
         // clients.
         for _ in 0..MOST_CLIENTS {
             match self.listener.accept() {
@@ -242,7 +248,7 @@ impl Io {
         }
     }
 
-    /// Advances every session: gives requests to the workers, and bytes to the sockets.
+    /// Advances every session: passes requests to the workers, and bytes to the sockets.
     fn attend(&mut self, now: Instant) {
         let Self { clients, workers, .. } = self;
         clients.retain(|_, client| {
@@ -258,7 +264,8 @@ impl Io {
     }
 }
 
-/// Sends the reason `why` if the socket has room for it. The caller closes the connection.
+/// Sends the reason `why` to a client that is refused, if the socket has room for it. The caller
+/// closes the connection.
 fn turn_away(stream: &UnixStream, why: &str) {
     use std::io::Write;
     if stream.set_nonblocking(true).is_ok() {

@@ -1,10 +1,10 @@
 //! Conversation with one client, as a state machine without sockets, threads or clocks.
 //!
 //! The caller passes the received bytes and the time to the session, executes the [`Call`]s that
-//! the session returns, and sends its output. For any input, the session holds at most one message
-//! of [`Limits::message_bytes`], [`Limits::pending`] requests, and [`Limits::out_bytes`] of output
-//! besides one answer for each of these requests. The session takes no input while its client does
-//! not read.
+//! the session returns, and sends its output. The memory of a session is bounded for any input: it
+//! holds at most one message of [`Limits::message_bytes`], [`Limits::pending`] requests,
+//! [`Limits::out_bytes`] of output, and one answer for each of these requests. The session takes no
+//! input while its client does not read.
 
 use crate::framer::{Excess, Frame, Framer};
 use crate::machine::Arguments;
@@ -15,20 +15,22 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// Limits of a client.
+/// Limits for one client of the control socket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Limits {
-    /// Most bytes of a message.
+    /// Maximum length of a message in bytes.
     pub message_bytes: usize,
-    /// Deepest nesting of brackets in a message.
+    /// Maximum nesting depth of brackets in a message.
     pub depth: usize,
-    /// Most requests that wait or are being executed. Further requests wait in the socket.
+    /// Maximum number of requests that wait or are being executed. Further requests stay in the
+    /// socket.
     pub pending: usize,
-    /// Bytes of output that may wait. An event beyond this limit ends the session.
+    /// Maximum number of bytes of output that may wait for the client. If an event exceeds this
+    /// limit, the session ends.
     pub out_bytes: usize,
-    /// Longest time from the first byte of a message to its last.
+    /// Maximum time from the first byte of a message to its last.
     pub message_time: Duration,
-    /// Longest time in which a client may read nothing while output waits.
+    /// Maximum time for which a client may read nothing while output is waiting.
     pub read_time: Duration,
 }
 
@@ -49,37 +51,40 @@ impl Default for Limits {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Ticket(pub(crate) u64);
 
-/// Name of the command that takes a descriptor, which its client passes with the command's bytes.
+/// Name of the command that takes a descriptor, which the client passes together with the bytes of
+/// the command.
 const GETFD: &str = "getfd";
 
-/// A command to execute. Its answer carries the ticket.
+/// Command that the caller must execute, and then answer with [`Session::answer`].
 #[derive(Debug)]
 pub struct Call {
-    /// Ticket of the answer.
+    /// Ticket with which the command is answered.
     pub ticket: Ticket,
     /// Name of the command.
     pub name: String,
     /// Arguments of the command.
     pub arguments: Arguments,
-    /// The command is out of band: it overtakes commands that are being executed.
+    /// True if the command is out of band, so that it must not wait for commands that are being
+    /// executed.
     pub oob: bool,
-    /// Descriptor that came with the command; `None` unless the command is `getfd`.
+    /// Descriptor that came with the command. Always `None` for commands other than `getfd`.
     pub descriptor: Option<OwnedFd>,
 }
 
-/// Reason for the end of a session, for its client and for the log.
+/// Reason for the end of a session. The text is for the client and for the log.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum End {
-    /// A message was too long.
+    /// A message exceeded [`Limits::message_bytes`].
     TooLong,
-    /// A message was nested too deep.
+    /// A message exceeded [`Limits::depth`].
     TooDeep,
-    /// A message did not end in time.
+    /// A message did not end within [`Limits::message_time`].
     HalfMessage,
-    /// The client does not read its output.
+    /// The client does not read its output: it exceeded [`Limits::out_bytes`] or
+    /// [`Limits::read_time`].
     Unread,
-    /// The client has closed its sending direction, and has its answers.
+    /// The client has closed its sending direction, and all of its answers have been sent.
     Done,
 }
 
@@ -95,11 +100,11 @@ impl fmt::Display for End {
     }
 }
 
-/// A request that waits for its turn.
+/// Request that waits for its turn.
 #[derive(Debug)]
 enum Waiting {
     Call(Request),
-    /// A bad request. It is answered in its turn, too.
+    /// Invalid request, whose error is also sent in its turn.
     Bad(BadRequest),
 }
 
@@ -108,19 +113,21 @@ enum Waiting {
 pub struct Session {
     limits: Limits,
     framer: Framer,
-    /// Descriptor that came last and that no command has taken.
+    /// Descriptor that was received last and that no command has taken yet.
     passed: Option<OwnedFd>,
-    /// Result of the negotiation: `Some(true)` with `oob`. `None` before `qmp_capabilities`.
+    /// Result of the negotiation: `Some(true)` if the client enabled `oob`, and `None` before
+    /// `qmp_capabilities`.
     negotiated: Option<bool>,
     waiting: VecDeque<Waiting>,
-    /// Out-of-band requests that were not handed out yet.
+    /// Out-of-band requests that [`Session::next_call`] has not returned yet.
     urgent: VecDeque<Request>,
-    /// Requests that were handed out and are not answered: their ids, and whether they are in-band.
-    /// At most one is in-band.
+    /// Requests that [`Session::next_call`] has returned and that are not answered yet. Each has
+    /// its id, and a flag that is true if the request is in-band. At most one is in-band.
     taken: BTreeMap<Ticket, (Option<Value>, bool)>,
     next: u64,
     out: VecDeque<u8>,
-    /// Bytes that were put into `out` since the beginning: `sent + out.len() == queue_line`.
+    /// Number of bytes that were put into `out` since the beginning. Invariant: `sent + out.len()
+    /// == queue_line`.
     queue_line: u64,
     sent: u64,
     /// Positions in the output at which answers end.
@@ -132,7 +139,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Returns a session whose first output is the greeting of `version`.
+    /// Creates a session, whose first output is the greeting with `version`.
     #[must_use]
     pub fn new(version: &Version, limits: Limits) -> Self {
         let mut session = Self {
@@ -157,7 +164,7 @@ impl Session {
         session
     }
 
-    /// Returns whether the session takes more bytes now.
+    /// Returns true if the session takes more bytes at present.
     #[must_use]
     pub fn wants_input(&self) -> bool {
         let pending = self.waiting.len() + self.urgent.len() + self.taken.len();
@@ -169,14 +176,15 @@ impl Session {
             && self.out.len() < self.limits.out_bytes / 4
     }
 
-    /// Takes a descriptor that came with the bytes that are given to [`receive`](Self::receive)
-    /// next. The next `getfd` in them, or after them, takes it. A descriptor that came before and
-    /// was not taken is closed.
+    /// Passes a descriptor to the session, before [`receive`](Self::receive) is called with the
+    /// bytes that came with it. The next `getfd` in these or later bytes takes the descriptor. If
+    /// an earlier descriptor has not been taken, it is closed.
     pub fn pass(&mut self, descriptor: OwnedFd) {
         self.passed = Some(descriptor);
     }
 
-    /// Takes bytes that came at `now`, as many as the session wants. Returns their number.
+    /// Takes bytes that were received at the time `now`, but no more than the session wants.
+    /// Returns the number of taken bytes.
     pub fn receive(&mut self, bytes: &[u8], now: Instant) -> usize {
         let mut taken = 0;
         while taken < bytes.len() && self.wants_input() {
@@ -191,14 +199,15 @@ impl Session {
         taken
     }
 
-    /// Records that the client sends nothing more. The client may still read.
+    /// Records that the client has closed its sending direction. The client may still read.
     pub fn finish(&mut self) {
         self.finished = true;
         self.half_since = None;
         self.done_if_so();
     }
 
-    /// Returns the next command to execute, if one may be executed now.
+    /// Returns the next command that the caller must execute, or `None` if no command may be
+    /// executed at present.
     pub fn next_call(&mut self) -> Option<Call> {
         if self.end.is_some() {
             return None;
@@ -217,7 +226,8 @@ impl Session {
         }
     }
 
-    /// Answers a call. A ticket that was answered before, or does not exist, is ignored.
+    /// Answers the call with the ticket `ticket`. The method ignores a ticket that does not exist
+    /// or was already answered.
     pub fn answer(&mut self, ticket: Ticket, result: Result<Value, QmpError>) {
         let Some((id, _)) = self.taken.remove(&ticket) else { return };
         if matches!(self.end, None | Some(End::Done)) {
@@ -238,15 +248,15 @@ impl Session {
         }
     }
 
-    /// Returns the next contiguous part of the output; empty if there is none.
+    /// Returns the next contiguous part of the output. It is empty if no output is waiting.
     #[must_use]
     pub fn output(&self) -> &[u8] {
         let (first, second) = self.out.as_slices();
         if first.is_empty() { second } else { first }
     }
 
-    /// Records that `count` bytes of [`output`](Self::output) were sent at `now`. Returns the calls
-    /// whose answers have now been sent completely.
+    /// Records that `count` bytes of [`output`](Self::output) were sent at the time `now`. Returns
+    /// the tickets of the calls whose answers have now been sent completely.
     pub fn sent(&mut self, count: usize, now: Instant) -> Vec<Ticket> {
         let count = count.min(self.out.len());
         self.out.drain(..count);
@@ -264,7 +274,8 @@ impl Session {
         tickets
     }
 
-    /// Checks the time limits. The caller calls this method periodically.
+    /// Ends the session if a time limit has been exceeded at the time `now`. The caller must call
+    /// this method periodically.
     pub fn tick(&mut self, now: Instant) {
         let since = |then: Option<Instant>| then.map(|then| now.saturating_duration_since(then));
         if since(self.half_since).is_some_and(|time| time > self.limits.message_time) {
@@ -279,7 +290,8 @@ impl Session {
         }
     }
 
-    /// Returns why the session ended, if it has. Output that is left may still be sent.
+    /// Returns the reason for the end of the session, or `None` if it has not ended. The caller may
+    /// still send the remaining output.
     #[must_use]
     pub fn ended(&self) -> Option<End> {
         self.end
@@ -326,7 +338,7 @@ impl Session {
         }
     }
 
-    /// Queues a refusal, which is answered in its turn.
+    /// Queues an error, which is sent in its turn.
     fn refuse(&mut self, id: Option<Value>, error: QmpError) {
         self.waiting.push_back(Waiting::Bad(BadRequest { id, error }));
     }
@@ -347,8 +359,8 @@ impl Session {
     fn end(&mut self, why: End) {
         if self.end.is_none() {
             self.end = Some(why);
-            // The client of an unread session is in the middle of a line, so a message after it
-            // would be lost.
+            // A client that does not read is in the middle of a line, so a further message would be
+            // lost.
             if why != End::Unread {
                 self.queue_line(&message::answer(Err(QmpError::generic(why.to_string())), None));
             }
@@ -366,7 +378,7 @@ impl Session {
     }
 }
 
-/// Returns whether the client enables `oob`.
+/// Returns true if the client enables `oob`.
 fn negotiate(request: &Request) -> Result<bool, QmpError> {
     if request.oob {
         return Err(QmpError::generic("The command qmp_capabilities does not support OOB"));

@@ -1,5 +1,5 @@
-//! Connection of one client: its socket, its session, and functions to call when an answer has
-//! left.
+//! Connection of one client: its socket, its session, and the functions to call when an answer has
+//! been sent.
 
 use super::{FAREWELL, worker::Workers};
 use crate::events::Done;
@@ -16,7 +16,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
-/// Most bytes of one read.
+/// Maximum number of bytes of one read.
 const PIECE: usize = 64 << 10;
 
 type Promise = Box<dyn FnOnce() + Send>;
@@ -25,10 +25,10 @@ pub(super) struct Conn {
     id: u64,
     stream: UnixStream,
     pub(super) session: Session,
-    /// Bytes that were read and not yet taken by the session: at most one piece.
+    /// Bytes that were read and that the session has not taken yet, at most one piece.
     input: Vec<u8>,
     promises: BTreeMap<Ticket, Promise>,
-    /// Thread that executes the client's commands, once there was one.
+    /// Thread that executes the client's commands. `None` until the client has sent a command.
     worker: Option<Sender<Call>>,
     ended_at: Option<Instant>,
     broken: bool,
@@ -86,8 +86,8 @@ impl Conn {
     /// Reads available bytes if the session wants input.
     pub(super) fn read(&mut self, flags: PollFlags, now: Instant) {
         if !self.may_read() {
-            // The client has closed its socket, so it will not read what would make room for more
-            // input.
+            // The session wants no input until the client reads its output. If the client has
+            // closed its socket, it will never read the output.
             self.broken |= flags.intersects(PollFlags::HUP | PollFlags::ERR);
             return;
         }
@@ -109,8 +109,8 @@ impl Conn {
         }
     }
 
-    /// Receives bytes. A single descriptor that comes with them goes to the session; several are
-    /// closed.
+    /// Receives bytes. A single descriptor that comes with them is passed to the session. If
+    /// several descriptors come, they are closed.
     fn receive(&mut self, piece: &mut [u8]) -> rustix::io::Result<usize> {
         // The kernel closes descriptors for which the buffer has no room.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
@@ -175,13 +175,13 @@ impl Conn {
         }
     }
 
-    /// Returns whether the client has closed its socket, or the socket has failed.
+    /// Returns true if the client has closed its socket, or if the socket has failed.
     pub(super) fn broken(&self) -> bool {
         self.broken
     }
 
-    /// Returns why the connection must be closed now, if it must: the client has been told, or had
-    /// enough time to read.
+    /// Returns the reason if the connection must be closed now, because the client has received the
+    /// reason or had enough time to read it.
     pub(super) fn gone(&mut self, now: Instant) -> Option<End> {
         let why = self.session.ended()?;
         let since = *self.ended_at.get_or_insert(now);

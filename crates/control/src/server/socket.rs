@@ -1,4 +1,4 @@
-//! A listening socket that only this user and root can use.
+//! Listening socket that only this user and root can use.
 
 use super::ServerError;
 use rustix::fs::{Mode, fchmod};
@@ -10,18 +10,18 @@ use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-/// Connections that may wait to be accepted.
+/// Maximum number of connections that wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// Listens at `path`, with mode 0600 from the first moment. A socket at which no process listens
-/// any more is replaced; a socket in use is not.
+/// Listens at `path` with a socket that has the mode 0600 from the beginning. A socket at which no
+/// process listens any more is replaced. A socket in use is not.
 pub(super) fn listen(path: &Path) -> Result<UnixListener, ServerError> {
     let failed = |error: rustix::io::Errno| ServerError::Listen(path.into(), error.into());
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).map_err(failed)?;
     // Linux gives the file the mode of the socket, less the umask. Therefore other users cannot
-    // connect at any moment.
+    // connect, not even right after the call of `bind`.
     fchmod(&socket, Mode::RUSR | Mode::WUSR).map_err(failed)?;
     match bind(&socket, &address) {
         Err(rustix::io::Errno::ADDRINUSE) if abandoned(path) => {
@@ -36,13 +36,14 @@ pub(super) fn listen(path: &Path) -> Result<UnixListener, ServerError> {
 }
 
 fn abandoned(path: &Path) -> bool {
-    // Connecting to a file that is not a socket is refused with the same error.
+    // Check the kind of the file, because a connection to a file that is not a socket is refused
+    // with the same error.
     let socket = std::fs::symlink_metadata(path).is_ok_and(|metadata| metadata.file_type().is_socket());
     socket && UnixStream::connect(path).is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// Checks that the peer's user is this user or root. The kernel reports the user, so the mode of
-/// the file does not matter.
+/// Checks that the user of the client is this user or root. The kernel reports the user, so the
+/// check does not depend on the mode of the file.
 pub(super) fn check_peer(stream: &UnixStream) -> Result<(), String> {
     let peer = rustix::net::sockopt::socket_peercred(stream)
         .map_err(|error| format!("the user of the client is unknown ({error}); refused"))?;

@@ -1,5 +1,5 @@
-//! Threads that execute commands: one for each client that sends commands, and one for out-of-band
-//! commands.
+//! Threads that execute commands: one for each client that has sent a command, and one for the
+//! out-of-band commands of all clients.
 
 use crate::events::{Done, EventQueue};
 use crate::machine::{self, Machine};
@@ -31,12 +31,13 @@ impl Workers {
         Ok(Self { machine, hub, count: Arc::default(), urgent })
     }
 
-    /// Returns the number of threads of clients, including clients that have disconnected.
+    /// Returns the number of threads of clients, including those of clients that have disconnected.
     pub(super) fn count(&self) -> usize {
         self.count.load(Ordering::Acquire)
     }
 
-    /// Has `call` executed, by `worker` unless it is out of band. The result goes into the hub.
+    /// Passes `call` to the thread that executes it, which is `worker` unless the call is out of
+    /// band. The thread puts the result into the hub.
     pub(super) fn give(&mut self, client: u64, call: Call, worker: &mut Option<Sender<Call>>) {
         self.hub.begin();
         let ticket = call.ticket;
@@ -81,7 +82,7 @@ fn serve(machine: &dyn Machine, hub: &EventQueue, client: u64, work: &Receiver<C
 
 fn execute(machine: &dyn Machine, hub: &EventQueue, client: u64, call: Call) {
     let Call { ticket, name, arguments, oob, descriptor } = call;
-    // A panic is caught: the client must get an answer, and the next command must run. The panic
+    // Catch a panic, because the client must get an answer and the next command must run. The panic
     // was printed on standard error.
     let result =
         catch_unwind(AssertUnwindSafe(|| machine::execute(machine, &name, arguments, oob, descriptor)));
