@@ -17,7 +17,7 @@ pub struct QueueSpec {
     pub max_size: u16,
 }
 
-/// Result of serving a queue.
+/// Result that serving a queue returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use]
 pub enum Progress {
@@ -34,20 +34,21 @@ pub enum Resume {
     First,
     /// The guest was paused for a moment and runs again on the same host.
     Again,
-    /// The guest was migrated. The device was loaded, and the guest's neighbours may not know yet
-    /// where the guest runs.
+    /// The guest was migrated to this host, and the device was loaded. The network may not know the
+    /// guest's new location yet.
     Moved,
 }
 
-/// Bell by which a device's own threads report that they have something for the driver: a request
-/// that is done, or a packet that arrived.
+/// Doorbell with which a device's own threads report that they have something for the driver, such
+/// as a completed request or a received packet.
 ///
 /// The device is then [served](Device::serve) on the thread that rings, which must not hold any
-/// lock that the device takes. Serving may touch guest memory and so sleep on a missing page
-/// (postcopy). Only threads that nothing but the guest waits for may ring.
+/// lock that the device takes. Serving may access guest memory, and may therefore sleep on a
+/// missing page in postcopy. Therefore a thread may ring only if nothing other than the guest waits
+/// for it.
 pub trait Doorbell: Send + Sync + Debug {
-    /// Has `queue` served as if its driver had notified. Does nothing if the driver has not set the
-    /// queue up, or if the device is gone.
+    /// Serves `queue` as if its driver had notified. Does nothing if the driver has not set up the
+    /// queue, or if the device no longer exists.
     fn ring(&self, queue: u16);
 }
 
@@ -56,17 +57,17 @@ pub trait Doorbell: Send + Sync + Debug {
 pub struct Wiring {
     /// Interrupts of the device.
     pub signals: Arc<Signals>,
-    /// Bell for the device's threads. The bell does not keep the device alive: a device ends its
-    /// threads when it is dropped.
+    /// Doorbell for the device's threads. It does not keep the device alive, because a device ends
+    /// its threads when it is dropped.
     pub doorbell: Arc<dyn Doorbell>,
 }
 
-/// Device as its transport calls it, one call at a time.
+/// Virtio device. Its transport makes one call at a time.
 ///
 /// A device is a folder: the device itself, the handling of its queues, metrics and saved state.
 /// See [`balloon`](crate::balloon).
 pub trait Device: Send + Debug {
-    /// Type of the device's saved state, used for nothing else.
+    /// Type of the device's saved state, which no other device uses.
     type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
 
     /// ID of the device type (virtio 1.2, section 5).
@@ -75,8 +76,8 @@ pub trait Device: Send + Debug {
     /// Queues of the device. An index that is not listed does not exist.
     const QUEUES: &'static [QueueSpec];
 
-    /// Returns the features of the device type that are offered. The transport adds those of rings
-    /// and transport.
+    /// Returns the offered features of this device type. The transport adds the features of rings
+    /// and of the transport.
     fn features(&self) -> u128;
 
     /// Returns false if this device was created without queue `index` of [`QUEUES`](Self::QUEUES).
@@ -86,8 +87,8 @@ pub trait Device: Send + Debug {
         true
     }
 
-    /// Reads `data.len()` bytes of the configuration at `offset` for the driver. `data` comes
-    /// filled with zeros, and fields that do not exist are left unchanged.
+    /// Reads `data.len()` bytes of the configuration at `offset` for the driver. The caller has
+    /// filled `data` with zeros, and bytes of fields that do not exist are left unchanged.
     fn read_config(&self, offset: u64, data: &mut [u8]);
 
     /// Writes `data` to the configuration at `offset` for the driver.
@@ -101,39 +102,41 @@ pub trait Device: Send + Debug {
     /// for another reason.
     ///
     /// # Errors
-    /// Fails if the ring is invalid. The device then stops until it is reset.
+    /// Returns an error if the ring is invalid. The device then stops until it is reset.
     fn serve<M: GuestMemory>(&mut self, queue: &mut VirtQueue, memory: &M) -> Result<Progress, RingError>;
 
     /// Begins to quiesce the device, because the vCPUs are paused and the state is about to be
-    /// saved. Until [`resumed`](Self::resumed), the device begins nothing new. This also holds for
-    /// [`serve`](Self::serve), which is still called to give back buffers that are done. Returns
-    /// true if nothing is under way. Otherwise the device is asked again after each ring of its
-    /// [`Doorbell`]. Does not wait.
+    /// saved. Returns true if nothing is under way. Otherwise the method is called again after each
+    /// ring of the device's [`Doorbell`]. It must not wait.
     ///
-    /// The default is for a device that does all its work in [`serve`](Self::serve).
+    /// Until [`resumed`](Self::resumed) is called, the device must begin nothing new. This also
+    /// holds for [`serve`](Self::serve), which is still called to give back buffers that are done.
+    ///
+    /// The default implementation returns true. It suits a device that does all of its work in
+    /// [`serve`](Self::serve).
     fn quiesce(&mut self) -> bool {
         true
     }
 
-    /// Resumes the device, because the guest is about to run. Must not touch guest memory, because
-    /// pages may be missing. Every queue is served right after.
+    /// Resumes the device, because the guest is about to run. The method must not access guest
+    /// memory, because pages may be missing. Every queue is served right afterwards.
     ///
     /// # Errors
-    /// Returns what the device needs and cannot have, as a message for the operator. The guest then
-    /// does not run on this host.
+    /// Returns a message for the operator if the device does not get a resource that it needs. The
+    /// guest then does not run on this host.
     fn resumed(&mut self, how: Resume) -> Result<(), String> {
         let _ = how;
         Ok(())
     }
 
-    /// Takes `queue` away, because the driver switches it off. After this returns, nothing touches
-    /// the queue's rings and buffers any more.
+    /// Takes `queue` away, because the driver disables it. After this method has returned, the
+    /// device must not access the queue's rings and buffers any more.
     fn taken_away(&mut self, queue: u16) {
         let _ = queue;
     }
 
-    /// Resets the device for the driver. Requests under way still end, but do not write to the
-    /// driver's memory after this returns.
+    /// Resets the device for the driver. Requests under way may still be completed, but must not
+    /// write to the driver's memory after this method has returned.
     fn reset(&mut self);
 
     /// Reports to the device that it stops because of `error`.
@@ -142,11 +145,11 @@ pub trait Device: Send + Debug {
     /// Returns the device's state.
     fn save(&self) -> Self::Saved;
 
-    /// Loads `saved`. If `active` is given, the driver was ready with these features and these
-    /// queues and sizes. Returns true if the configuration differs from the saved one.
+    /// Loads `saved`. If `active` is not `None`, the driver was ready, with these features and with
+    /// queues of these sizes. Returns true if the configuration differs from the saved one.
     ///
     /// # Errors
-    /// Returns the reason as a message. The device is unchanged then.
+    /// Returns the reason as a message if `saved` cannot be loaded. The device is unchanged then.
     fn load(&mut self, saved: &Self::Saved, active: Option<(u128, &[QueueSpec])>) -> Result<bool, String>;
 }
 

@@ -1,5 +1,5 @@
-//! Virtio devices with the virtio-mmio transport (virtio 1.2). This crate knows guest memory, but
-//! neither KVM nor a VMM.
+//! Virtio devices with the virtio-mmio transport (virtio 1.2). This crate accesses guest memory,
+//! but depends neither on KVM nor on a VMM.
 //!
 //! | module | content |
 //! |---|---|
@@ -17,19 +17,19 @@
 //! A notification is processed on the thread of the vCPU that wrote the register, before that write
 //! returns. This is the shortest path for the balloon, for these reasons:
 //! - A driver that reports or inflates waits for the answer in any case.
-//! - The vCPU that frees the pages pays for it, and no other thread has to wake.
-//! - Once all vCPUs are paused, no request is half done.
+//! - The vCPU that frees the pages also bears the cost, and no other thread has to wake up.
+//! - When all vCPUs are paused, no request is half done.
 //!
-//! Long work is done in portions ([`mmio::MmioTransport::work`]), between which the vCPU's thread
-//! checks whether it has to pause. A device that waits for a disk or a network hands its requests
-//! to threads of its own, which ring its [`device::Doorbell`] when they are done.
+//! Long work is done in portions ([`mmio::MmioTransport::work`]), between which the vCPU thread
+//! checks whether it has to pause. A device that waits for a disk or a network passes its requests
+//! to its own threads, which ring its [`device::Doorbell`] when the requests are done.
 //!
 //! # Hostile drivers
-//! Everything that a driver writes is treated as an attack: registers, rings, descriptors, and the
-//! content of buffers. An invalid ring or chain stops the device until the driver resets it
+//! Nothing that a driver writes is trusted: registers, rings, descriptors, and the content of
+//! buffers. An invalid ring or chain stops the device until the driver resets it
 //! (`DEVICE_NEEDS_RESET`). A valid buffer with invalid content is counted, given back, and
-//! otherwise ignored. Nothing panics, no address outside guest memory is touched, all allocations
-//! are bounded, and so is the work of one notification.
+//! otherwise ignored. No input causes a panic or an access outside guest memory. All allocations
+//! are bounded, and so is the work for one notification.
 #![forbid(unsafe_code)]
 
 pub mod balloon;

@@ -8,7 +8,8 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{Bytes, GuestAddress, GuestMemory};
 
 /// Maximum number of buffers that are served before the caller checks whether the vCPU has other
-/// work. A hostile driver on another vCPU can fill a ring as fast as it is emptied.
+/// work. The limit is necessary because a hostile driver on another vCPU can fill a ring as fast as
+/// it is emptied.
 pub const PORTION: u32 = 64;
 
 /// Error of an invalid ring. The device must be reset.
@@ -44,10 +45,10 @@ pub enum RingError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum BufferError {
-    /// A descriptor is writable by the device where a readable one is due, or the reverse.
+    /// A descriptor is writable by the device although a readable one is required, or vice versa.
     #[error("a descriptor has the wrong direction")]
     Direction,
-    /// The buffer has more bytes than a sensible driver sends.
+    /// The buffer has more bytes than the device accepts.
     #[error("the buffer has more than {0} bytes")]
     TooLong(usize),
     /// A part of the buffer is not in memory.
@@ -65,12 +66,12 @@ pub struct Part {
     pub gpa: u64,
     /// Length in bytes, as the driver wrote it.
     pub len: u32,
-    /// True if the device may write to it; false if the device may read it.
+    /// True if the device may write to the part, and false if the device may read it.
     pub writable: bool,
 }
 
-/// Buffer, which is a chain of descriptors. The value is used again for later buffers, to save an
-/// allocation for each.
+/// Buffer, which is a chain of descriptors. The value can be reused for later buffers, which saves
+/// an allocation for each.
 #[derive(Debug, Default)]
 pub struct Buffer {
     head: u16,
@@ -94,8 +95,8 @@ impl Buffer {
     /// Reads the whole buffer into `bytes`, which is cleared first.
     ///
     /// # Errors
-    /// Fails if a part is writable, if the buffer is longer than `most`, or if a part is not in
-    /// memory.
+    /// Returns an error if a part is writable, if the buffer is longer than `most`, or if a part is
+    /// not in memory.
     pub fn read<M: GuestMemory>(
         &self,
         memory: &M,
@@ -163,7 +164,7 @@ impl VirtQueue {
     /// Takes the next buffer. Returns false if there is none.
     ///
     /// # Errors
-    /// Fails if the rings or the chain are invalid.
+    /// Returns an error if the rings or the chain are invalid.
     pub fn pop<M: GuestMemory>(&mut self, memory: &M, buffer: &mut Buffer) -> Result<bool, RingError> {
         let (index, size) = (self.index, usize::from(self.queue.size()));
         let failed = self.ring_error();
@@ -187,10 +188,11 @@ impl VirtQueue {
         if ended { Ok(true) } else { Err(RingError::Chain { queue: index, head }) }
     }
 
-    /// Gives the buffer at `head` back, of which the device wrote `written` bytes.
+    /// Gives back the buffer with the first descriptor `head`, to which the device wrote `written`
+    /// bytes.
     ///
     /// # Errors
-    /// Fails if the ring cannot be written.
+    /// Returns an error if the ring cannot be written.
     pub fn give_back<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -201,11 +203,11 @@ impl VirtQueue {
         self.queue.add_used(memory, head, written).map_err(failed)
     }
 
-    /// Gives several buffers back at once, each with the number of bytes that the device wrote. The
-    /// driver sees all of them or none.
+    /// Gives back several buffers at once, each with the number of bytes that the device wrote to
+    /// it. The driver sees either all of them or none.
     ///
     /// # Errors
-    /// Fails if the ring cannot be written.
+    /// Returns an error if the ring cannot be written.
     pub fn give_back_all<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -226,17 +228,17 @@ impl VirtQueue {
         Ok(())
     }
 
-    /// Puts back the last `count` buffers that were taken and not given back. They are taken again
-    /// later.
+    /// Puts back the last `count` buffers that were taken and not given back. Later calls of
+    /// [`pop`](Self::pop) return them again.
     pub fn put_back(&mut self, count: u16) {
         self.queue.set_next_avail(self.queue.next_avail().wrapping_sub(count));
     }
 
-    /// Tells the driver that it need not notify until the queue is seen [empty](Self::empty),
-    /// because the device checks the ring by itself.
+    /// Tells the driver that it need not notify, because the device checks the ring by itself. This
+    /// holds until [`empty`](Self::empty) is called.
     ///
     /// # Errors
-    /// Fails if the ring cannot be written.
+    /// Returns an error if the ring cannot be written.
     pub fn quiet<M: GuestMemory>(&mut self, memory: &M) -> Result<(), RingError> {
         let failed = self.ring_error();
         self.queue.disable_notification(memory).map_err(failed)
@@ -246,7 +248,7 @@ impl VirtQueue {
     /// last call.
     ///
     /// # Errors
-    /// Fails if the ring cannot be read.
+    /// Returns an error if the ring cannot be read.
     pub fn wants_interrupt<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let event_idx = self.queue.event_idx_enabled();
         // The index at which the driver wants an interrupt follows the ring's entries (2.7.6).
@@ -267,11 +269,12 @@ impl VirtQueue {
         Ok(now.wrapping_sub(wants).wrapping_sub(1) < now.wrapping_sub(before))
     }
 
-    /// Serves the queue in the usual way: takes each buffer, calls `each` with it, and gives it
-    /// back, up to a [`PORTION`]. The driver is interrupted once, if it wants an interrupt.
+    /// Serves up to [`PORTION`] buffers: takes each of them, calls `each` with it, and gives it
+    /// back. At the end, the driver is interrupted once if it wants an interrupt.
     ///
     /// # Errors
-    /// Fails if the rings or a chain are invalid. Buffers that were served before are given back.
+    /// Returns an error if the rings or a chain are invalid. Buffers that were served before are
+    /// given back.
     pub fn serve<M: GuestMemory>(
         &mut self,
         memory: &M,
@@ -301,11 +304,11 @@ impl VirtQueue {
         result
     }
 
-    /// Asks the driver to notify of the next buffer, because the queue was seen empty. Then checks
-    /// whether a buffer arrived before the driver could see this.
+    /// Asks the driver to notify when it adds the next buffer, because the queue was found empty.
+    /// Then checks whether a buffer arrived before the driver could see this request.
     ///
     /// # Errors
-    /// Fails if the ring cannot be written or read.
+    /// Returns an error if the ring cannot be written or read.
     pub fn empty<M: GuestMemory>(&mut self, memory: &M) -> Result<Progress, RingError> {
         let failed = self.ring_error();
         let more = self.queue.enable_notification(memory).map_err(failed)?;

@@ -12,19 +12,19 @@ pub struct GuestRun {
     pub run: PageRun,
 }
 
-/// Reason for which a range of guest addresses is invalid.
+/// Error of an invalid range of guest addresses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BadRange {
-    /// The range is empty or not made of whole pages.
+    /// The range is empty, or does not consist of whole pages.
     Unaligned,
     /// The range is not completely in one region of memory.
     Outside,
 }
 
-/// Returns the pages of a range of guest addresses.
+/// Returns the pages of the `len` bytes of guest memory at `gpa`.
 ///
 /// # Errors
-/// Fails if the range is not made of whole pages of one region.
+/// Returns an error if the range does not consist of whole pages of one region.
 pub fn pages_at(layout: &Layout, gpa: u64, len: u64) -> Result<GuestRun, BadRange> {
     if len == 0 || !len.is_multiple_of(PAGE_SIZE) || !gpa.is_multiple_of(PAGE_SIZE) {
         return Err(BadRange::Unaligned);
@@ -52,10 +52,11 @@ impl Gather {
         self.runs.clear();
     }
 
-    /// Adds a range of guest addresses. Returns its number of pages.
+    /// Adds the pages of the `len` bytes of guest memory at `gpa`. Returns the number of these
+    /// pages.
     ///
     /// # Errors
-    /// Fails if the range is not made of whole pages of one region.
+    /// Returns an error if the range does not consist of whole pages of one region.
     pub fn add(&mut self, layout: &Layout, gpa: u64, len: u64) -> Result<u64, BadRange> {
         let new = pages_at(layout, gpa, len)?;
         match self.runs.last_mut() {
@@ -67,9 +68,9 @@ impl Gather {
         Ok(new.run.count)
     }
 
-    /// Returns all added pages, each once, sorted by region and page. The runs neither overlap nor
-    /// touch. Whatever a driver repeats, the work for one buffer is therefore bounded by the number
-    /// of the guest's pages.
+    /// Returns all added pages, each of them once, sorted by region and page. The runs neither
+    /// overlap nor adjoin each other. Therefore, even if a driver repeats pages, the work for one
+    /// buffer is bounded by the number of the guest's pages.
     pub fn merged(&mut self) -> &[GuestRun] {
         let key = |g: &GuestRun| (g.region, g.run.first.0);
         if !self.runs.is_sorted_by_key(key) {

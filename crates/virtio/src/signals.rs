@@ -6,18 +6,19 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use virtio_bindings::virtio_mmio::{VIRTIO_MMIO_INT_CONFIG, VIRTIO_MMIO_INT_VRING};
 
-/// Interrupt line of a device. The line is edge triggered, so each call is an interrupt.
+/// Interrupt line of a device. The line is edge-triggered, so each call of
+/// [`trigger`](Self::trigger) is an interrupt.
 pub trait Interrupt: Send + Sync + Debug {
-    /// Sends the interrupt. When this returns, the interrupt controller has it.
+    /// Sends the interrupt. When this method returns, the interrupt controller has received it.
     ///
     /// # Errors
-    /// Fails if the host refuses.
+    /// Returns an error if the host refuses.
     fn trigger(&self) -> io::Result<()>;
 }
 
-/// Interrupt status, configuration generation and interrupt line of one device. There is no lock: a
-/// vCPU reads and acknowledges while a request of another vCPU is being processed, and a control
-/// thread must never wait for that.
+/// Interrupt status, configuration generation and interrupt line of one device. The type has no
+/// lock, because a vCPU reads and acknowledges interrupts while a request of another vCPU is being
+/// processed, and because a control thread must never wait for such a request.
 #[derive(Debug)]
 pub struct Signals {
     status: AtomicU32,
@@ -28,7 +29,7 @@ pub struct Signals {
 }
 
 impl Signals {
-    /// Returns signals on `line`, with nothing pending.
+    /// Creates the signals for the interrupt line `line`, with nothing pending.
     #[must_use]
     pub fn new(line: Box<dyn Interrupt>) -> Arc<Self> {
         let (status, generation) = (AtomicU32::new(0), AtomicU32::new(0));
@@ -46,8 +47,8 @@ impl Signals {
         self.raise(VIRTIO_MMIO_INT_CONFIG);
     }
 
-    /// Sends the interrupt again if something is still unacknowledged, for a guest that has just
-    /// been loaded or resumed. An unneeded interrupt is harmless, but a lost one is not.
+    /// Sends the interrupt again if something has not been acknowledged, for a guest that has just
+    /// been loaded or resumed. An interrupt too many is harmless, but a lost interrupt is not.
     pub fn again(&self) {
         if self.status.load(Ordering::Acquire) != 0 {
             self.trigger();

@@ -1,4 +1,4 @@
-//! Control of the balloon by other threads than the vCPUs'.
+//! Control of the balloon by threads other than those of the vCPUs.
 
 use super::extension::Published;
 use super::metrics::{BalloonFigures, Metrics, add};
@@ -11,18 +11,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 use vmferry_core::Layout;
 
-/// Command about hints: stop, and keep the hinted pages out of use (5.5.6.4).
+/// Command about hints: the guest stops hinting, and keeps the hinted pages out of use (5.5.6.4).
 pub(super) const STOP: u32 = 0;
 /// Command about hints: the request is over, and the guest may use the hinted pages.
 pub(super) const DONE: u32 = 1;
 /// First ID of a request for hints.
 pub(super) const FIRST: u32 = 2;
 
-/// Reason for which the guest cannot be asked for hints.
+/// Error that a request for hints returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HintError {
-    /// No driver is ready, or the driver does not support hints.
+    /// The guest has no driver that is ready, or its driver does not support hints.
     #[error("the guest's driver gives no hints about free pages")]
     NoDriver,
 }
@@ -35,7 +35,7 @@ pub(super) struct BalloonState {
     pub(super) host: Arc<dyn BalloonHost>,
     pub(super) signals: Arc<Signals>,
     pub(super) metrics: Metrics,
-    /// Accepted features 0 to 63, and 64 to 127; zeros while no driver is ready.
+    /// Accepted features 0 to 63, and 64 to 127. Both are 0 while no driver is ready.
     features: [AtomicU64; 2],
     /// Number of pages that the host requests the balloon to have.
     pub(super) target: AtomicU32,
@@ -120,7 +120,7 @@ impl BalloonState {
         add(&self.metrics.malformed, 1);
     }
 
-    /// Has the host drop `runs`.
+    /// Makes the host drop `runs`.
     pub(super) fn drop_pages(&self, why: Why, runs: &[GuestRun]) {
         if runs.is_empty() {
             return;
@@ -146,8 +146,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Control of the balloon by other threads of the VMM. No method waits for a request of the guest
-/// that is being processed. Only the methods that take guest memory as an argument touch it.
+/// Handle with which other threads of the VMM control the balloon. No method waits for a request of
+/// the guest that is being processed. Only methods with guest memory as an argument access guest
+/// memory.
 #[derive(Debug, Clone)]
 pub struct BalloonControl {
     pub(super) shared: Arc<BalloonState>,
@@ -172,8 +173,9 @@ impl BalloonControl {
         self.shared.target.load(Ordering::Acquire)
     }
 
-    /// Sets the number of pages that the balloon is to have, limited to the guest's pages. The
-    /// driver works towards the number in its own time.
+    /// Sets the number of pages that the balloon should have, which is limited to the number of the
+    /// guest's pages. The call does not wait: the driver inflates or deflates the balloon at its
+    /// own pace.
     pub fn set_target(&self, pages: u32) {
         let most = u32::try_from(self.shared.layout.pages()).unwrap_or(u32::MAX);
         let pages = pages.min(most);
@@ -194,9 +196,9 @@ impl BalloonControl {
         self.shared.stats()
     }
 
-    /// Makes the statistics queue request new statistics from the guest the next time that the
-    /// queue is [served](crate::mmio::MmioTransport::notify). Returns the queue's index, or `None`
-    /// if the guest has no statistics.
+    /// Makes the device request new statistics from the guest the next time that the statistics
+    /// queue is [served](crate::mmio::MmioTransport::notify). Returns the index of that queue, or
+    /// `None` if the guest does not report statistics.
     #[must_use]
     pub fn want_stats(&self) -> Option<u16> {
         let wanted = self.has(feature::STATS);
@@ -217,15 +219,16 @@ impl BalloonControl {
         self.shared.metrics.figures()
     }
 
-    /// Asks the guest which pages are free, and returns the ID of the request. The host is
-    /// [told](BalloonHost::hinted) of the hints under this ID as they arrive. An earlier request
+    /// Asks the guest which pages are free, and returns the ID of the request.
+    /// [`BalloonHost::hinted`] receives the hints with this ID as they arrive. An earlier request
     /// ends.
     ///
-    /// A hint covers what was in a page before this call, but not what is written to the page after
-    /// it. A migration that skips hinted pages therefore starts to track writes before this call.
+    /// A hint means that the guest does not need the content that a page had before this call. It
+    /// says nothing about later writes to the page. Therefore a migration that skips hinted pages
+    /// must start to track writes before this call.
     ///
     /// # Errors
-    /// Fails if the guest's driver does not support hints.
+    /// Returns an error if the guest's driver does not support hints.
     pub fn request_hints(&self) -> Result<u32, HintError> {
         if !self.has(feature::FREE_PAGE_HINT) {
             return Err(HintError::NoDriver);
@@ -247,8 +250,8 @@ impl BalloonControl {
         }
     }
 
-    /// Ends the current request and lets the guest use all its pages again. Does nothing without a
-    /// request.
+    /// Ends the current request, and lets the guest use all of its pages again. Does nothing if
+    /// there is no request.
     pub fn done(&self) {
         if self.shared.hint_request.load(Ordering::Acquire) >= FIRST
             && self.shared.command.load(Ordering::Acquire) != DONE

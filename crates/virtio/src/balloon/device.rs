@@ -55,9 +55,9 @@ const OPTIONAL: [(u32, Role); 3] = [
 /// numbers the queues whose features its *driver accepts*: a driver without statistics has hints at
 /// 2 and reports at 3.
 ///
-/// The two schemes differ only if a driver leaves a feature out. A driver that counts like Linux
-/// has then made a queue ready that does not exist for a driver that counts like the specification,
-/// because that queue's feature was not accepted. No other driver does this.
+/// The two schemes differ only if a driver does not accept a feature. A driver that counts like
+/// Linux then makes a queue ready whose feature it has not accepted under the numbers of the
+/// specification. No other driver does this, so the device can tell the schemes apart.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Roles {
     optional: [Option<Role>; OPTIONAL.len()],
@@ -104,7 +104,7 @@ pub struct Balloon {
 }
 
 impl Balloon {
-    /// Returns a balloon without pages.
+    /// Creates an empty balloon.
     #[must_use]
     pub fn new(options: BalloonOptions, host: Arc<dyn BalloonHost>, signals: Arc<Signals>) -> Self {
         let extension = Extension::new(options.extension);
@@ -213,7 +213,7 @@ impl Device for Balloon {
         self.shared.set_features(0);
         self.shared.actual.store(0, Ordering::Release);
         self.shared.poison.store(0, Ordering::Release);
-        // A request to a driver that is gone must not be answered by the next driver.
+        // The next driver must not answer a request that was made to the previous driver.
         self.shared.command.store(STOP, Ordering::Release);
         self.shared.stats_wanted.store(false, Ordering::Release);
         self.shared.set_stats(stats::GuestStats::default());

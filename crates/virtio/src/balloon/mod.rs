@@ -72,29 +72,32 @@ pub enum Dropped {
     Held,
 }
 
-/// Error of the host.
+/// Error of an operation of the host.
 pub type HostError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Operations of the VMM on guest memory for the balloon. vCPU threads call them, several at once.
-/// All pages are in the layout. The runs of one call neither overlap nor touch.
+/// Operations on guest memory that a VMM provides for the balloon. Several vCPU threads may call
+/// them at the same time. All pages are in the layout of guest memory. The runs of one call neither
+/// overlap nor adjoin each other.
 pub trait BalloonHost: Send + Sync + Debug {
-    /// Gives `runs` back to the host. The guest does not need the content of these pages; each page
-    /// must read as zeros or as before. After this call returns, the guest may use the pages again.
+    /// Gives `runs` back to the host, because the guest does not need the content of these pages.
+    /// Afterwards each page must read as zeros or have its previous content. After this call has
+    /// returned, the guest may use the pages again.
     ///
     /// # Errors
-    /// Fails if the host refuses. Some of the pages may have been dropped.
+    /// Returns an error if the host refuses. Some of the pages may have been dropped.
     fn drop_pages(&self, why: Why, runs: &[GuestRun]) -> Result<Dropped, HostError>;
 
     /// Makes `runs` read as zeros. The guest may use these pages again.
     ///
     /// # Errors
-    /// Fails if the host refuses. Some of the pages may read as zeros.
+    /// Returns an error if the host refuses. Some of the pages may read as zeros.
     fn make_zeros(&self, runs: &[GuestRun]) -> Result<(), HostError>;
 
-    /// Receives hints: the guest does not need the content of `runs`. The request was `command`.
+    /// Receives hints for the request with the ID `command`: the guest does not need the content of
+    /// `runs`.
     fn hinted(&self, command: u32, runs: &[GuestRun]);
 
-    /// Receives the end of the hints for `command`.
+    /// Receives the information that no more hints follow for the request with the ID `command`.
     fn hints_end(&self, command: u32);
 }
 
@@ -103,8 +106,10 @@ pub trait BalloonHost: Send + Sync + Debug {
 pub struct BalloonOptions {
     /// Layout of guest memory.
     pub layout: Layout,
-    /// True if the device offers the [`extension`]. Without it the device is that of virtio 1.2.
+    /// True if the device offers the [`extension`]. Otherwise it has only the features of virtio
+    /// 1.2.
     pub extension: bool,
-    /// Whole pages of RAM as the memory map reported them to the guest, for the map of free pages.
+    /// Runs of whole pages of RAM as the memory map reported them to the guest, which the extension
+    /// needs for the map of free pages.
     pub ram: Vec<WholePages>,
 }

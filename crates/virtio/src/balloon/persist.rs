@@ -47,9 +47,9 @@ impl BalloonSaved {
     /// Loads this state. The kept statistics buffer must be one that the queue can have. Every
     /// other field may have any value, because a driver may write any value.
     ///
-    /// A request for hints does not survive a migration, because the thread that asked is on the
-    /// source. The guest is told that the request is over. Without this it would keep the hinted
-    /// pages out of use for ever.
+    /// A request for hints does not survive a migration, because the thread that made it is on the
+    /// source. Therefore the guest is told that the request is over. Otherwise the guest would
+    /// never use the hinted pages again.
     pub(super) fn load(
         &self,
         balloon: &mut Balloon,

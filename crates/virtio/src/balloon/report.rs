@@ -8,8 +8,8 @@ use crate::runs::Gather;
 
 /// Processes a buffer of the reporting queue, whose parts are the free pages themselves.
 ///
-/// The driver must not use the pages before it gets the buffer back. If it does, a page reads as
-/// zeros and only the guest is harmed.
+/// The driver must not use the pages before it gets the buffer back. If it does, a page may read as
+/// zeros, which harms only the guest itself.
 pub(super) fn buffer(shared: &BalloonState, gather: &mut Gather, buffer: &Buffer) {
     gather.clear();
     for part in buffer.parts() {
@@ -31,8 +31,8 @@ pub(super) fn give_back(shared: &BalloonState, gather: &mut Gather) {
     add(&shared.metrics.reports, 1);
     add(&shared.metrics.reported_pages, pages);
     if shared.poisoned() {
-        // The guest will check that its poison is still in the page. A dropped page reads as zeros,
-        // but the content must not become anything but the poison (5.5.6.6.2).
+        // The guest will check that its poison is still in the page. A dropped page would read as
+        // zeros, although the content must not become anything other than the poison (5.5.6.6.2).
         add(&shared.metrics.poisoned_pages, pages);
     } else {
         shared.drop_pages(Why::Reported, runs);

@@ -69,8 +69,8 @@ impl GuestStats {
 
 /// Serves the statistics queue. The device keeps the driver's buffer until it wants new statistics.
 ///
-/// Takes a buffer, reads it and keeps it. Gives the kept buffer back if new statistics are wanted,
-/// or if the driver breaks the rules and puts a second buffer in.
+/// The function takes a buffer, reads it and keeps it. It gives the kept buffer back if new
+/// statistics are wanted, or if the driver breaks the rules and adds a second buffer.
 pub(super) fn serve<M: GuestMemory>(
     shared: &BalloonState,
     signals: &Signals,

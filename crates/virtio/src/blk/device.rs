@@ -45,8 +45,8 @@ pub struct Blk {
 }
 
 impl Blk {
-    /// Returns a disk with `options`. The caller must provide threads that [do its
-    /// work](BlkWork::run).
+    /// Creates a disk with `options`. The caller must provide threads that [execute its
+    /// requests](BlkWork::run).
     #[must_use]
     pub fn new(options: BlkOptions, wiring: Wiring) -> Self {
         Self {
@@ -60,7 +60,8 @@ impl Blk {
         }
     }
 
-    /// Returns the work that the disk's threads do. The work ends when the device is dropped.
+    /// Returns the state with which the disk's threads execute requests. Their work ends when the
+    /// device is dropped.
     #[must_use]
     pub fn work(&self) -> Arc<BlkWork> {
         Arc::clone(&self.work)
@@ -122,8 +123,8 @@ impl Blk {
     ) -> Result<Progress, RingError> {
         let limits = self.limits();
         for _ in 0..PORTION {
-            // A driver may offer buffers again that it has not got back. The number of requests
-            // under way is therefore limited to the size of the queue. The ring is checked again
+            // A driver may offer buffers again that it has not received back. Therefore the number
+            // of requests under way is limited to the size of the queue. The ring is checked again
             // each time that a request is done.
             if self.work.held() >= usize::from(queue.size()) {
                 return Ok(Progress::Done);

@@ -10,24 +10,25 @@
 //! | `persist` | saved state |
 //!
 //! # Threads
-//! Where KVM passes notifications on by itself, a thread waits for them ([`BlkWork::attend`]). This
-//! thread takes requests out of the ring and does the ones that need no waiting at once (data in
-//! the host's page cache). It leaves the rest to other threads ([`BlkWork::run`]). Elsewhere the
-//! vCPU that notifies takes requests out of the ring, and those threads do all of them. In both
-//! cases the guest continues while its disk works, and a request may take any time.
+//! If KVM itself passes notifications to the VMM (ioeventfd), a thread waits for them
+//! ([`BlkWork::attend`]). This thread takes requests out of the ring, and immediately executes
+//! those that need no wait, because their data is in the host's page cache. It leaves the other
+//! requests to the threads that call [`BlkWork::run`]. Without ioeventfd, the vCPU that notifies
+//! takes the requests out of the ring, and those threads execute all of them. In both cases, the
+//! guest continues to run while its requests are executed, however long they take.
 //!
 //! The disk uses threads and not io_uring for these reasons:
 //! - Each request is one system call straight from or into guest memory in both designs.
 //! - A buffered write in io_uring runs on a kernel thread in any case.
 //! - Hardened hosts disable io_uring.
-//! - With threads it is clear which thread sleeps on a missing page (postcopy): a thread that no
-//!   other thread waits for.
+//! - In postcopy, a thread that executes a request may sleep on a missing page. With threads, this
+//!   thread is known, and no other thread waits for it.
 //!
 //! # Stable storage
-//! A driver that supports flushes (`VIRTIO_BLK_F_FLUSH`) gets a write answered once the host's page
-//! cache has the data. When a flush is answered, everything that was answered before it is on
-//! stable storage. For a driver without flushes, or one that chose so (`writeback`), every write is
-//! on stable storage when it is answered (5.2.6.2).
+//! If the driver supports flushes (`VIRTIO_BLK_F_FLUSH`), a write is answered as soon as the data
+//! is in the host's page cache. When a flush is answered, all writes that were answered before it
+//! are on stable storage. If the driver does not support flushes, or has disabled the write-back
+//! cache (`writeback`), every write is on stable storage before it is answered (5.2.6.2).
 
 mod device;
 #[cfg(any(test, feature = "hostile"))]
@@ -58,55 +59,58 @@ use vm_memory::bitmap::BitmapSlice;
 /// Index of the queue of requests.
 const QUEUE: u16 = 0;
 
-/// Storage of a disk's bytes. The disk's threads call this, several at once. Offsets and lengths
-/// are multiples of [`SECTOR`] and within the disk's size.
+/// Storage of a disk. Several threads of the disk may call the methods at the same time. Offsets
+/// and lengths are in bytes, are multiples of [`SECTOR`], and are within the size of the disk.
 pub trait Disk: Send + Sync + Debug {
-    /// Fills all of `into` from `offset`. The caller marks the pages as dirty.
+    /// Reads the bytes from `offset` on into `into`, until it is full. The caller marks the pages
+    /// as dirty.
     ///
     /// # Errors
-    /// Fails if the host cannot read. `into` may then have any content.
+    /// Returns an error if the host cannot read. `into` may then have any content.
     fn read<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> io::Result<()>;
 
     /// Writes all of `from` at `offset`.
     ///
     /// # Errors
-    /// Fails if the host cannot write. Some of the data may have been written.
+    /// Returns an error if the host cannot write. Some of the data may have been written.
     fn write<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> io::Result<()>;
 
-    /// Reads as [`read`](Self::read) does, but only if this needs no wait for storage or guest
-    /// memory. Returns true if everything was read. Otherwise `into` may have any content.
+    /// Reads like [`read`](Self::read), but only if this needs no wait for storage or guest memory.
+    /// Returns true if everything was read. Otherwise `into` may have any content.
     fn read_at_once<B: BitmapSlice>(&self, offset: u64, into: &[VolatileSlice<'_, B>]) -> bool {
         let _ = (offset, into);
         false
     }
 
-    /// Writes as [`write`](Self::write) does, but without waiting. If this returns false, some of
-    /// the data may have been written.
+    /// Writes like [`write`](Self::write), but only if this needs no wait. Returns true if
+    /// everything was written. Otherwise some of the data may have been written.
     fn write_at_once<B: BitmapSlice>(&self, offset: u64, from: &[VolatileSlice<'_, B>]) -> bool {
         let _ = (offset, from);
         false
     }
 
-    /// Brings all written data to stable storage.
+    /// Waits until all written data is on stable storage.
     ///
     /// # Errors
-    /// Fails if it is not certain that the data is on stable storage.
+    /// Returns an error if it is not certain that the data is on stable storage.
     fn flush(&self) -> io::Result<()>;
 
-    /// Discards `len` bytes at `offset`, which may read as anything from now on.
+    /// Discards `len` bytes at `offset`. Afterwards these bytes may have any content.
     ///
     /// # Errors
-    /// Fails if the host fails, but not if the host only does not support it.
+    /// Returns an error if the host fails. It is not an error if the host does not support
+    /// discards.
     fn discard(&self, offset: u64, len: u64) -> io::Result<()>;
 
-    /// Makes `len` bytes at `offset` read as zeros. If `unmap` is true, the zeros need no space.
+    /// Makes `len` bytes at `offset` read as zeros. If `unmap` is true, the storage of these bytes
+    /// may be freed.
     ///
     /// # Errors
-    /// Fails if the bytes may not read as zeros.
+    /// Returns an error if the bytes may not read as zeros.
     fn write_zeroes(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
 }
 
-/// Options of a disk. Equal on source and target of a migration.
+/// Options of a disk. They must be equal on source and target of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BlkOptions {
     /// Size of the disk, in [sectors](SECTOR).

@@ -95,7 +95,7 @@ impl Request {
     /// error.
     ///
     /// # Errors
-    /// Fails if there is no place for the status, or if its place is not clear.
+    /// Returns an error if there is no place for the status, or if its place is not clear.
     pub(super) fn parse<M: GuestMemory>(
         &mut self,
         buffer: &Buffer,

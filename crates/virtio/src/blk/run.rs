@@ -110,10 +110,10 @@ impl<D: Disk> Job<'_, D> {
     fn read<M: GuestMemory>(&self, request: &Request, memory: &M) -> Result<u64, Status> {
         let into = slices(memory, &request.data, Permissions::Write)?;
         let read = self.disk.read(request.sector * SECTOR, &into);
-        // The kernel wrote guest pages without any dirty tracker seeing it (hazards.md 4). All of
-        // the pages are marked after the read, even if it failed, because it may have written some.
-        // A harvest in between finds the mark the next time, and the last harvest comes when no
-        // request is under way any more.
+        // The kernel wrote to guest pages, and no dirty tracker detects such writes (hazards.md 4).
+        // Mark all of the pages after the read, even if it failed, because it may have written
+        // some. A harvest between the write and the mark misses the page, but the next one finds
+        // it. The last harvest comes only after no request is under way any more.
         into.iter().for_each(mark);
         self.done(read)?;
         add(&self.metrics.reads, 1);

@@ -7,12 +7,12 @@
 //! that rings is counted (`ringing`) until it returns.
 //!
 //! # The attendant
-//! A thread that waits for notifications is the attendant. It rings for each notification and owns
-//! what the device then takes out of the ring. It tries each request without waiting, gives all
-//! that were done back together, and checks the ring again before it asks for the next
-//! notification. The driver of a busy disk therefore need not notify, and one interrupt covers all
-//! requests that were done meanwhile. The attendant hands requests that need a wait to the other
-//! threads (`handed`).
+//! The thread that waits for notifications is the attendant. It rings the doorbell for each
+//! notification, and owns the requests that the device then takes out of the ring. It tries each
+//! request without waiting, gives the buffers of all completed requests back together, and checks
+//! the ring again before it waits for the next notification. Therefore the driver of a busy disk
+//! need not notify, and one interrupt covers all requests that were completed meanwhile. The
+//! attendant passes requests that need a wait to the other threads (`handed`).
 //!
 //! # Quiescing
 //! Once `running == 0`, no thread touches guest memory or the file for a request. An operation that
@@ -23,9 +23,9 @@
 //! rings once more.
 //!
 //! # Missing pages
-//! In postcopy a thread sleeps when it touches a missing page, in a request or at the ring. Only
-//! the guest waits for it: the device's lock is held for the ring only, and a pause waits for a
-//! bounded time.
+//! In postcopy, a thread sleeps when it accesses a missing page, in a request or in the ring. Only
+//! the guest waits for this thread, because the device's lock is held only for accesses to the
+//! ring, and a pause waits only for a bounded time.
 
 use super::metrics::{BlkFigures, Metrics, add};
 use super::request::{Limits, Request};
@@ -79,8 +79,8 @@ impl State {
     }
 }
 
-/// State that a disk's threads and its device share. The lock is never held while guest memory or
-/// the file is touched.
+/// State that a disk's threads share with its device. Its lock is never held during an access to
+/// guest memory or to the file.
 #[derive(Debug)]
 pub struct BlkWork {
     id: [u8; ID_BYTES],
@@ -113,9 +113,9 @@ impl BlkWork {
         self.metrics.figures()
     }
 
-    /// Does requests over `memory` and `disk` until the device is dropped. Called on as many
-    /// threads as requests are to be done at once. Each thread may sleep as long as a guest page is
-    /// missing.
+    /// Executes requests with `memory` and `disk` until the device is dropped. Call this method on
+    /// as many threads as requests should be executed at the same time. A thread may sleep for as
+    /// long as a page of the guest is missing.
     pub fn run<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D) {
         while let Some(Queued { request, limits, since }) = self.next() {
             let written = self.job(disk, limits).run(&request, memory);
@@ -126,9 +126,9 @@ impl BlkWork {
     }
 
     /// Takes requests out of the ring whenever `wait` returns, which means that the driver has
-    /// notified. Does the requests over `memory` and `disk` that need no wait; the threads that
-    /// [run](Self::run) do the others. Returns when the device is dropped, so `wait` must return
-    /// then as well. Called on one thread.
+    /// notified. The method executes those requests that need no wait, and the threads in
+    /// [`run`](Self::run) execute the others. Call this method on one thread only. It returns when
+    /// the device is dropped, so `wait` must return then as well.
     pub fn attend<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D, mut wait: impl FnMut()) {
         wait();
         while !self.begin_attending() {
@@ -155,8 +155,8 @@ impl BlkWork {
         state.attending && !state.queued.is_empty()
     }
 
-    /// Tries all queued requests. Returns whether there was any, and whether any was done. If one
-    /// was done, this thread counts as ringing.
+    /// Tries all queued requests. Returns two flags: true if there was any request, and true if any
+    /// was completed. If one was completed, this thread counts as ringing.
     fn attempt<M: GuestMemory, D: Disk>(&self, memory: &M, disk: &D) -> (bool, bool) {
         let (mut some, mut done) = (false, false);
         while let Some(Queued { request, limits, since }) = self.next_to_attempt() {
@@ -306,8 +306,8 @@ impl BlkWork {
         self.lock().quiescing = false;
     }
 
-    /// Takes the driver's buffers away. Drops requests that were not begun, and waits for the ones
-    /// that were, because nothing may touch the buffers after this returns.
+    /// Takes the driver's buffers away. Requests that were not begun are dropped, and the method
+    /// waits for those that were, because nothing may access the buffers after it has returned.
     pub(super) fn forget(&self) {
         let mut state = self.lock();
         while let Some(queued) = state.queued.pop_front().or_else(|| state.handed.pop_front()) {

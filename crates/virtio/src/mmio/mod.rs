@@ -100,7 +100,8 @@ struct Core<D> {
     slots: Vec<Slot>,
 }
 
-/// Device and its registers. All methods may be called from the threads of all vCPUs at once.
+/// Transport of the device `D`: the device and its registers. The threads of all vCPUs may call all
+/// methods at the same time.
 #[derive(Debug)]
 pub struct MmioTransport<D> {
     signals: Arc<Signals>,
@@ -118,8 +119,8 @@ pub struct MmioTransport<D> {
 }
 
 impl<D: Device> MmioTransport<D> {
-    /// Returns the transport of `device` in the state after a reset. `signals` are the ones that
-    /// the device was created with.
+    /// Creates the transport of `device`, in the state after a reset. `signals` must be those with
+    /// which the device was created.
     #[must_use]
     pub fn new(device: D, signals: Arc<Signals>) -> Self {
         let slot = |spec: &QueueSpec| Slot { setup: Setup::new(*spec), queue: None, due: false };
@@ -150,7 +151,7 @@ impl<D: Device> MmioTransport<D> {
     }
 
     /// Writes `data` at `offset` of the window for the driver. A notification is served before this
-    /// returns. What is left of it is [due](Self::due).
+    /// method returns. If a portion of work is left, the queue is [due](Self::due).
     pub fn write<M: GuestMemory>(&self, memory: &M, offset: u64, data: &[u8]) {
         if let Some(within) = offset.checked_sub(register::VIRTIO_MMIO_CONFIG.into()) {
             if data.len() <= 8 {
@@ -161,8 +162,7 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Returns true if a queue has not been served to its end. [`work`](Self::work) continues with
-    /// it.
+    /// Returns true if a queue still has work. [`work`](Self::work) continues with it.
     #[must_use]
     pub fn due(&self) -> bool {
         self.more.load(Ordering::Acquire) || self.resumes.load(Ordering::Acquire)
@@ -176,8 +176,8 @@ impl<D: Device> MmioTransport<D> {
         true
     }
 
-    /// Serves queue `index` as if the driver had notified. For threads that have something for the
-    /// driver.
+    /// Serves queue `index` as if the driver had notified. Threads that have something for the
+    /// driver call this method.
     pub fn notify<M: GuestMemory>(&self, memory: &M, index: u16) {
         let mut core = self.core();
         if let Some(slot) = core.slots.iter_mut().find(|slot| slot.setup.spec.index == index) {
@@ -195,12 +195,12 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Lets a thread of the device work on queue `index`: take buffers out, or give some back.
-    /// Returns `None` if no driver is ready, the driver has not set the queue up, or the ring is
-    /// invalid, which stops the device.
+    /// Calls `act` with queue `index`, so that a thread of the device can take buffers or give some
+    /// back. Returns `None` if no driver is ready, if the driver has not set up the queue, or if
+    /// the ring is invalid, which stops the device.
     ///
-    /// vCPUs wait for `act` when they access most registers. Long work must therefore be done
-    /// between two calls.
+    /// While `act` runs, vCPUs that access most registers wait for it. Therefore long work must be
+    /// done between two calls.
     pub fn with_queue<T>(
         &self,
         index: u16,
@@ -225,8 +225,9 @@ impl<D: Device> MmioTransport<D> {
         result?.ok()
     }
 
-    /// Reports that a thread of the device is quiesced without a [notification](Self::notify), so
-    /// that a waiting thread checks again.
+    /// Reports that a thread of the device has been quiesced, if this happened without a
+    /// [notification](Self::notify). A thread that waits in [`quiesce`](Self::quiesce) then checks
+    /// again.
     pub fn notify_quiesced(&self) {
         // Takes the lock so that this does not come between the check and the wait.
         drop(self.core());
@@ -249,10 +250,12 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Quiesces the device, for a guest whose vCPUs are paused. The device finishes what is under
-    /// way and begins nothing new until [`resumed`](Self::resumed). The state that is saved after
-    /// this is consistent. Returns false if the device is not quiesced by `deadline`. It then still
-    /// begins nothing new, if it could be told.
+    /// Quiesces the device of a guest whose vCPUs are paused. The device completes the requests
+    /// under way, and begins nothing new until [`resumed`](Self::resumed) is called. The state that
+    /// is saved afterwards is consistent.
+    ///
+    /// Returns false if the device is not quiesced by `deadline`. Even then, the device begins
+    /// nothing new, unless its lock was not available until `deadline`.
     #[must_use]
     pub fn quiesce(&self, deadline: Instant) -> bool {
         /// Interval of attempts to take the lock. Seldom needed, because the lock is held only
@@ -278,13 +281,13 @@ impl<D: Device> MmioTransport<D> {
         quiesced
     }
 
-    /// Tells the device that the guest is about to run for the first time, again, or after it was
-    /// loaded. Pending interrupts are sent again, and all queues are due. Never waits for a thread
-    /// that sleeps on a missing page. Such a thread of a guest that was not quiesced tells the
-    /// device itself when it wakes.
+    /// Tells the device that the guest is about to run: for the first time, again, or after it was
+    /// loaded. Pending interrupts are sent again, and all queues become due. The method never waits
+    /// for a thread that sleeps on a missing page. If such a thread holds the device's lock, it
+    /// tells the device itself when it wakes.
     ///
     /// # Errors
-    /// Fails if the device cannot run on this host. See [`Device::resumed`].
+    /// Returns an error if the device cannot run on this host. See [`Device::resumed`].
     pub fn resumed(&self, how: Resume) -> Result<(), String> {
         let mut core = self.try_core();
         if core.is_none() {

@@ -54,14 +54,14 @@ pub struct TransportSaved<D> {
     pub device: D,
 }
 
-/// Reason for which saved state cannot be loaded.
+/// Error that loading saved state returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
     /// The saved queues are not the queues of this device.
     #[error("the saved state has other queues than this device")]
     Queues,
-    /// A queue is ready whose description is invalid.
+    /// A ready queue has an invalid description.
     #[error(transparent)]
     Ring(#[from] RingError),
     /// The saved status is one that no device can have.
@@ -99,13 +99,13 @@ impl<D: Device> MmioTransport<D> {
         }
     }
 
-    /// Loads `saved`, which a peer or a file may have made up. Sends no interrupt and does not
-    /// touch guest memory, because pages may be missing. [`resumed`](Self::resumed) does both when
-    /// the guest runs.
+    /// Loads `saved`, which comes from a peer or a file and is not trusted. The method sends no
+    /// interrupt and does not access guest memory, because pages may be missing.
+    /// [`resumed`](Self::resumed) does both when the guest is about to run.
     ///
     /// # Errors
-    /// Fails if `saved` cannot be the state of this device with this memory. Nothing has changed
-    /// then.
+    /// Returns an error if `saved` cannot be the state of this device with this memory. The device
+    /// is unchanged then.
     pub fn load<M: GuestMemory>(
         &self,
         memory: &M,

@@ -1,13 +1,14 @@
 //! Announcement of a guest's new location to the network.
 //!
-//! After a migration, switches still send frames for the guest to its old host until they see a
-//! frame from the guest. A guest whose driver has `VIRTIO_NET_F_GUEST_ANNOUNCE` is asked to send
-//! some from all its addresses. For other guests, and because a guest takes its time, the VMM
-//! itself sends one in the guest's name.
+//! After a migration, switches still send frames for the guest to its old host, until they see a
+//! frame from the guest. If the guest's driver has `VIRTIO_NET_F_GUEST_ANNOUNCE`, the device asks
+//! it to send frames from all of its addresses. The VMM also sends a frame in the guest's name
+//! itself, because other drivers cannot be asked, and because a guest may respond late.
 //!
-//! A frame can be lost, and a switch's port may only just come up. Both announcements are therefore
-//! repeated with growing pauses, as QEMU documents for its own (`announce-self`: five rounds, 50 ms
-//! at first, 100 ms more each time). Unlike QEMU's, the first announcement comes at once.
+//! A frame can be lost, or a port of a switch may not be up yet. Therefore both announcements are
+//! repeated with growing pauses, which are those that QEMU documents for its `announce-self`: five
+//! rounds, 50 ms at first, and 100 ms more each time. Unlike in QEMU, the first announcement is
+//! made at once.
 
 use super::device::{NetControl, lock};
 use super::{FramePort, HEADER, Mac, PortError};
@@ -29,8 +30,8 @@ const PAUSES: [Duration; 5] = [
     Duration::from_millis(450),
 ];
 
-/// Returns a broadcast frame from `mac` that asks for its own address, after a header without
-/// offloads.
+/// Returns a broadcast frame (RARP) from `mac` that asks for its own address. The frame follows a
+/// header without offloads.
 #[must_use]
 pub fn announcement(mac: Mac) -> [u8; HEADER + SHORTEST] {
     let mac = mac.bytes();

@@ -326,8 +326,8 @@ impl<P: FramePort> Device for Net<P> {
     }
 }
 
-/// Handle of a network interface for threads other than the vCPUs'. No method waits for a request
-/// that is being processed or for guest memory.
+/// Handle of a network interface for threads other than those of the vCPUs. No method waits for a
+/// request that is being processed, or for guest memory.
 #[derive(Debug)]
 pub struct NetControl<P> {
     shared: Arc<NetState<P>>,
@@ -363,13 +363,13 @@ impl<P: FramePort> NetControl<P> {
         self.shared.options().mac
     }
 
-    /// Gives the interface another address, for a guest that is a copy and has not run on this
-    /// host. The guest's state must be loaded before.
+    /// Gives the interface another MAC address, for a guest that is a copy and has not run on this
+    /// host. The guest's state must have been loaded before.
     ///
     /// A driver reads the address when it starts. A running driver keeps the old address until it
-    /// is started again, because Linux's driver re-reads only the link status when the
-    /// configuration changes. Therefore the copy is not announced when it starts. Announcements of
-    /// its driver would redirect the frames for the original's addresses to the copy.
+    /// is started again, because Linux's driver reads only the link status again when the
+    /// configuration changes. Therefore the copy is not announced when it starts: the announcements
+    /// would redirect the frames for the original guest to the copy.
     pub fn renew_mac(&self, mac: Mac) {
         self.shared.copied.store(true, Ordering::Release);
         self.shared.set_options(NetOptions { mac, ..self.shared.options() });
@@ -383,13 +383,13 @@ impl<P: FramePort> NetControl<P> {
         self.shared.features.load(Ordering::Acquire) != 0
     }
 
-    /// Returns true if the thread that carries frames must begin nothing new.
+    /// Returns true if the thread that carries frames is halted, so that it must begin nothing new.
     #[must_use]
     pub fn halted(&self) -> bool {
         self.shared.halted()
     }
 
-    /// Halts the thread that carries frames, until the device is told that the guest runs.
+    /// Halts the thread that carries frames, until the device is resumed.
     pub fn halt(&self) {
         lock(&self.shared.gate).halted = true;
         self.shared.port.kicked();
@@ -425,7 +425,8 @@ impl<P: FramePort> NetControl<P> {
         self.shared.port.kicked();
     }
 
-    /// Reports that the host's end is gone. The guest sees that the link is down.
+    /// Reports that the host's end of the interface no longer exists. The guest then sees that the
+    /// link is down.
     pub fn unplugged(&self) {
         let was = std::mem::replace(&mut lock(&self.shared.status).link, false);
         if was {

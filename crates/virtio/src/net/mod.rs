@@ -11,19 +11,19 @@
 //!
 //! # Threads
 //! [`Net`] is the device, which its transport owns. [`NetControl`] is the handle for other threads.
-//! A thread of the VMM carries frames with [`Receiver`] and [`Transmitter`]. They take the
-//! transport's lock to take buffers out of the queues and to give them back. They hold no lock
-//! while they wait for the host's network or for a missing page of guest memory, so vCPUs can
+//! A thread of the VMM carries frames with [`Receiver`] and [`Transmitter`]. Both hold the
+//! transport's lock only to take buffers out of the queues and to give them back. They hold no lock
+//! while they wait for the host's network or for a missing page of a buffer, so that vCPUs can
 //! access the registers meanwhile. A vCPU that notifies only wakes that thread
 //! ([`FramePort::kicked`]).
 //!
 //! When the thread [parks](Receiver::park), it puts back the buffers that it has taken and not
-//! used. Saved state therefore has no buffers in flight.
+//! used. Therefore saved state contains no buffers in flight.
 //!
 //! # Frames
-//! A frame moves between the driver's buffers and the [`FramePort`] without a copy, after the
-//! header that the driver writes or reads. Checksums and segmentation are left to the host or the
-//! next guest. This module does not interpret frames.
+//! A frame and its header move between the driver's buffers and the [`FramePort`] without a copy.
+//! Checksums and segmentation are left to the host, or to the guest that receives the frame. This
+//! module does not interpret frames.
 
 mod announce;
 mod device;
@@ -83,7 +83,7 @@ const CONTROL: u16 = 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Mac([u8; 6]);
 
-/// Error for text or bytes that are not the address of a single interface.
+/// Error of a text, or of bytes, that are not the MAC address of a single interface.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{0}' is not a MAC address of an interface; give six bytes as in 52:54:00:12:34:56, of which the first is even (odd means a group) and not all are zero"
@@ -93,13 +93,13 @@ pub struct BadMac(String);
 impl Mac {
     /// Returns the address of an interface with these bytes.
     /// # Errors
-    /// Fails if the address is a group address or all zeros.
+    /// Returns an error if the address is a group address or all zeros.
     pub fn new(bytes: [u8; 6]) -> Result<Self, BadMac> {
         let mac = Self(bytes);
         if bytes[0] & 1 == 1 || bytes == [0; 6] { Err(BadMac(mac.to_string())) } else { Ok(mac) }
     }
 
-    /// Returns a locally administered address from the `random` bytes, of which 46 bits are used.
+    /// Returns a locally administered address that is made of 46 bits of `random`.
     #[must_use]
     pub fn local(random: [u8; 6]) -> Self {
         let mut bytes = random;
@@ -143,13 +143,13 @@ impl FromStr for Mac {
 /// Offloads that a driver accepts in received frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Offloads {
-    /// Frames without a checksum.
+    /// True if frames without a checksum are accepted.
     pub csum: bool,
-    /// Frames with several segments of TCP over IPv4.
+    /// True if frames with several segments of TCP over IPv4 are accepted.
     pub tso4: bool,
-    /// Frames with several segments of TCP over IPv6.
+    /// True if frames with several segments of TCP over IPv6 are accepted.
     pub tso6: bool,
-    /// Such frames with explicit congestion notification.
+    /// True if frames with several TCP segments may use explicit congestion notification.
     pub ecn: bool,
 }
 
@@ -162,10 +162,10 @@ pub struct ReceivedFrame {
     pub cut: bool,
 }
 
-/// Reason for which the port did not send or receive a frame.
+/// Error with which a port does not send or receive a frame.
 #[derive(Debug, thiserror::Error)]
 pub enum PortError {
-    /// No frame is waiting, or there is no room, at the moment.
+    /// No frame is waiting at present, or there is no room for a frame.
     #[error("not now")]
     NotNow,
     /// The port refuses this frame.
@@ -176,8 +176,8 @@ pub enum PortError {
     Gone(#[source] io::Error),
 }
 
-/// Host's end of the network interface. Frames have a header of [`HEADER`] bytes in front, of which
-/// the port ignores the last two. No method waits for anything but memory.
+/// Host's end of the network interface. Each frame follows a header of [`HEADER`] bytes, of which
+/// the port ignores the last two. No method waits for anything except memory.
 pub trait FramePort: Send + Sync + Debug {
     /// Sends the frame that consists of `pieces`, in order.
     ///
@@ -195,23 +195,23 @@ pub trait FramePort: Send + Sync + Debug {
     /// Sets the offloads that received frames may use from now on.
     ///
     /// # Errors
-    /// Fails if the host does not support these offloads.
+    /// Returns an error if the host does not support these offloads.
     fn set_offloads(&self, offloads: Offloads) -> io::Result<()>;
 
-    /// Drops all frames that wait to be received, because they are from before the driver was
-    /// ready.
+    /// Drops all frames that wait to be received, because they arrived before the driver was ready.
     fn flush(&self);
 
-    /// Wakes the thread that carries frames, because the driver or the owner of the device has
-    /// something for it.
+    /// Wakes the thread that carries frames, because the driver or the owner of the device has work
+    /// for it.
     fn kicked(&self);
 }
 
 /// Options of a network interface.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NetOptions {
-    /// Address of the interface until another one is loaded.
+    /// MAC address of the interface, unless a loaded state contains another one.
     pub mac: Mac,
-    /// Largest packet that the host's end carries, in bytes. The guest is told this value.
+    /// Size of the largest packet that the host's end carries, in bytes. The device reports this
+    /// value to the guest.
     pub mtu: u16,
 }

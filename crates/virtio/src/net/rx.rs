@@ -19,9 +19,9 @@ use vm_memory::{GuestMemory, VolatileSlice};
 /// 128 bytes.
 const PARTS: usize = 512;
 
-/// Time that a frame waits for room before it is dropped, as any frame without room is. A working
-/// driver adds buffers as soon as it is interrupted. A driver that keeps too few buffers would
-/// otherwise never get another frame.
+/// Time for which a frame waits for room before it is dropped. A working driver adds buffers as
+/// soon as it is interrupted. If a driver keeps too few buffers for a frame, it would never receive
+/// another frame without this limit.
 const GIVE_UP: Duration = Duration::from_secs(1);
 
 /// Result of a receive step.
@@ -32,8 +32,8 @@ pub enum RxStep {
     Dry,
     /// More frames may be waiting.
     More,
-    /// The driver has no room, and notifies when it has. A frame that is held meanwhile is dropped
-    /// at the given time.
+    /// The driver has no room, and will notify when it has. If a frame is held meanwhile, it is
+    /// dropped at the given time.
     Full(Option<Instant>),
     /// No driver is ready.
     Off,
@@ -143,9 +143,9 @@ impl<P: FramePort> Receiver<P> {
 
     /// Carries a portion of the frames that wait at the port.
     ///
-    /// While pages of guest memory may be missing (`sheltered`), frames are first received into a
-    /// buffer of the VMM. The host's network then never waits for a missing page inside a system
-    /// call, which could not be interrupted.
+    /// If `sheltered` is true, because pages of guest memory may be missing, frames are first
+    /// received into a buffer of the VMM. Otherwise a system call could wait for a missing page,
+    /// and such a wait cannot be interrupted.
     pub fn receive<M: GuestMemory>(
         &mut self,
         transport: &MmioTransport<Net<P>>,
@@ -170,8 +170,8 @@ impl<P: FramePort> Receiver<P> {
         })
     }
 
-    /// Puts back the buffers that were taken and not used. A frame that is held for want of room
-    /// stays, because it belongs to this host's network.
+    /// Puts back the buffers that were taken and not used. A frame that waits for room stays,
+    /// because it belongs to the network of this host.
     pub fn park(&mut self, transport: &MmioTransport<Net<P>>) {
         let shared = Arc::clone(self.control.shared());
         let count = u16::try_from(self.posted.len()).unwrap_or(u16::MAX);

@@ -65,11 +65,13 @@ impl<P: FramePort> Transmitter<P> {
         }
     }
 
-    /// Carries a portion of the frames in the queue. Holds no buffer of the driver after this.
+    /// Sends a portion of the frames in the queue. After this call, the transmitter holds no buffer
+    /// of the driver.
     ///
-    /// While pages of guest memory may be missing (`sheltered`), a frame is copied before it is
-    /// sent. Ending such a guest wakes the threads that wait for its pages with other content in
-    /// the pages, and the device is [halted](NetControl::halt) before.
+    /// If `sheltered` is true, because pages of guest memory may be missing, a frame is copied
+    /// before it is sent. If such a guest is ended, the threads that wait for its pages wake and
+    /// find other content in them. The frame is not sent then, because the device is
+    /// [halted](NetControl::halt) before.
     pub fn transmit<M: GuestMemory>(
         &mut self,
         transport: &MmioTransport<Net<P>>,

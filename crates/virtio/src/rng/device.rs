@@ -70,10 +70,10 @@ pub struct Rng {
 }
 
 impl Rng {
-    /// Returns a device with a full budget.
+    /// Creates a device with a full budget.
     ///
     /// # Errors
-    /// Fails if the host cannot create the device's thread.
+    /// Returns an error if the host cannot create the device's thread.
     pub fn new(wiring: Wiring) -> io::Result<Self> {
         Ok(Self {
             signals: wiring.signals,

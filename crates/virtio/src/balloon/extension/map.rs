@@ -1,4 +1,4 @@
-//! The map of free pages that the guest keeps ([`FreeMap`]).
+//! Map of free pages, which the guest keeps ([`FreeMap`]).
 
 use crate::runs::copy_bits;
 use std::ops::Range;
@@ -6,11 +6,11 @@ use vm_memory::{Bytes, GuestAddress, GuestMemory};
 use vmferry_core::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
 use vmferry_guest_abi::balloon::{FreeMap, free_map};
 
-/// Whole pages of RAM as the memory map reported them to the guest: `pages` of `region`, which are
-/// the next bits of the guest's map.
+/// Run of whole pages of RAM, as the memory map reported it to the guest. The guest's map has one
+/// bit for each of these pages, in the order of the runs.
 ///
-/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has one value for each piece of RAM. A
-/// piece that does not begin and end at a page boundary counts with its whole pages only.
+/// A guest whose RAM has holes (below 4 GiB, below 1 MiB) has one value for each piece of RAM. If a
+/// piece does not begin and end at a page boundary, only its whole pages count.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WholePages {
     /// Region of the pages.
@@ -19,14 +19,15 @@ pub struct WholePages {
     pub pages: Range<u64>,
 }
 
-/// Reason for which no map can be read.
+/// Error that reading the map returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MapError {
     /// The guest has not published a map.
     #[error("the guest keeps no map of its free pages")]
     None,
-    /// The guest relies on the content of its free pages.
+    /// The guest relies on the content of its free pages (page poison), so that they must not be
+    /// skipped.
     #[error("the guest relies on the content of its free pages (page poison)")]
     Poison,
     /// The map does not fit the guest's memory.
@@ -37,7 +38,7 @@ pub enum MapError {
         /// Number of pages that the driver wrote.
         pages: u64,
     },
-    /// Pages of the guest are missing.
+    /// The map cannot be read, because pages of the guest are missing.
     #[error("pages of the guest are still arriving from the source")]
     Elsewhere,
 }
@@ -88,8 +89,9 @@ impl MapRegisters {
 
 /// Adds the pages that `map` says are free to `free`. Returns the number of bits that were set.
 ///
-/// The guest changes the map meanwhile: each bit is what it was at some moment between call and
-/// return. Each bit has its meaning alone, so bits may be copied in portions of any size.
+/// The guest may change the map during the call, so each bit has the value that it had at some
+/// moment of the call. Because no bit depends on another, the bits may be copied in portions of any
+/// size.
 pub(super) fn read<M: GuestMemory>(
     ram: &[WholePages],
     memory: &M,

@@ -9,8 +9,8 @@
 //! | `map` | [`FEATURE_FREE_MAP`] | keep a bitmap of its free pages, which the host reads |
 //! | `hypercall` | [`FEATURE_HYPERCALL`] | report free blocks by a write to a port |
 //!
-//! The standard device is complete without this module. The device asks `Extension` for feature
-//! bits and for the configuration from `CONFIG` on, and gives it the queue [`RANGES_QUEUE`].
+//! The standard device is complete without this module. The device gets additional feature bits and
+//! the configuration from `CONFIG` on from `Extension`, and passes it the queue [`RANGES_QUEUE`].
 
 mod hypercall;
 mod map;
@@ -127,7 +127,7 @@ impl Published {
 }
 
 impl BalloonControl {
-    /// Returns the map of free pages that the guest keeps, if it keeps one.
+    /// Returns the map of free pages, or `None` if the guest keeps no map.
     #[must_use]
     pub fn map(&self) -> Option<FreeMap> {
         self.shared.extension.map()
@@ -139,7 +139,8 @@ impl BalloonControl {
     /// Each bit has the value that it had at some moment during the call.
     ///
     /// # Errors
-    /// Fails if there is no map or the map does not fit. `free` may then contain some of its pages.
+    /// Returns an error if the guest keeps no map, if it relies on the content of its free pages,
+    /// or if the map does not fit the guest's memory. `free` may then contain some of its pages.
     pub fn read_map<M: GuestMemory>(&self, memory: &M, free: &mut PageSet) -> Result<u64, MapError> {
         let map = self.map().ok_or(MapError::None)?;
         if self.shared.poisoned() {
@@ -151,8 +152,8 @@ impl BalloonControl {
     /// Reports the blocks that are listed in page number `page`, which a vCPU wrote to the
     /// hypercall's port.
     ///
-    /// Several vCPUs may call this at once. Does nothing if the driver has not accepted the
-    /// feature.
+    /// Several vCPU threads may call this method at the same time. It does nothing if the driver
+    /// has not accepted the feature.
     pub fn report<M: GuestMemory>(&self, memory: &M, page: u32) {
         if self.has(FEATURE_HYPERCALL) {
             hypercall::report(&self.shared, memory, u64::from(page) << PAGE_SHIFT);
