@@ -157,8 +157,8 @@ impl Bus {
     /// that they send until this returns are part of the state to be saved.
     ///
     /// # Errors
-    /// Fails if a device cannot be quiesced. Even then no device begins anything new before
-    /// [`resumed`](Self::resumed).
+    /// Returns an error if a device cannot be quiesced. Even then no device begins anything new
+    /// before [`resumed`](Self::resumed).
     pub(crate) fn quiesce(&self) -> Result<()> {
         self.quiesce_by(Instant::now() + PATIENCE)
     }
@@ -177,7 +177,7 @@ impl Bus {
     /// Resumes the devices, for a guest that is about to run.
     ///
     /// # Errors
-    /// Fails if a device cannot be resumed. All devices are then quiesced as before.
+    /// Returns an error if a device cannot be resumed. All devices are then quiesced as before.
     pub(crate) fn resumed(&self, how: Resume) -> Result<()> {
         for device in &self.devices {
             if let Err(why) = device.resumed(how) {

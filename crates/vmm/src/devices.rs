@@ -84,7 +84,7 @@ impl Devices {
     /// host: balloon, random numbers, disks, network interfaces.
     ///
     /// # Errors
-    /// Fails if the host does not have what a device needs.
+    /// Returns an error if the host does not have what a device needs.
     pub(crate) fn new(
         machine: &Arc<Machine>,
         paging: &Arc<PagingSlot>,

@@ -9,7 +9,8 @@ use std::time::Duration;
 use vmferry_kvm::NotPaused;
 use vmferry_sys::tap::TapError;
 
-/// Error with the operation, the object and the cause, and the action to take where it is known.
+/// Error of the VMM. The message names the operation, the object and the cause and, where it is
+/// known, the action to take.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,7 +19,7 @@ pub enum Error {
         "no /dev/kvm on this host: load the module kvm_intel or kvm_amd, or switch virtualization on in the firmware"
     )]
     NoKvm,
-    /// `/dev/kvm` may not be opened by this user.
+    /// This user may not open `/dev/kvm`.
     #[error(
         "no permission to open /dev/kvm: add this user to the group that owns it (often `kvm`), or run as root"
     )]
@@ -37,7 +38,7 @@ pub enum Error {
     /// KVM does not have required capabilities.
     #[error("KVM on this host lacks {}: cannot create the VM", .0.join(", "))]
     MissingCaps(Vec<&'static str>),
-    /// KVM runs fewer vCPUs than the options ask for.
+    /// KVM supports fewer vCPUs than the options request.
     #[error("{cpus} vCPUs are not possible: KVM on this host runs at most {most}")]
     TooManyCpus {
         /// Number of vCPUs in the options.
@@ -61,7 +62,7 @@ pub enum Error {
     /// The host gave no random bits for a VM generation ID.
     #[error("cannot get a random VM generation ID")]
     RandomId(#[source] io::Error),
-    /// The options are impossible.
+    /// The options contradict each other or exceed a limit.
     #[error("{0}")]
     Options(String),
     /// KVM cannot be set up for a guest that can be migrated.
@@ -122,7 +123,7 @@ pub enum Error {
     Busy {
         /// Name of the device.
         name: &'static str,
-        /// Time after which the wait was given up.
+        /// Time for which the caller waited.
         within: Duration,
     },
     /// A vCPU did not respond.
@@ -144,7 +145,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns true if the only cause is slow I/O.
+    /// Returns true if slow I/O is the only cause, so that the operation can succeed later.
     #[must_use]
     pub fn is_busy(&self) -> bool {
         matches!(self, Self::Busy { .. } | Self::Disk(DiskError::Slow { .. }))

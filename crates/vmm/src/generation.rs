@@ -1,4 +1,4 @@
-//! VM generation ID: 128 random bits by which a guest learns that it is a copy.
+//! VM generation ID: 128 random bits whose change tells a guest that it is a copy.
 //!
 //! The ID is in guest memory, and an ACPI device gives its address ("Virtual Machine Generation
 //! ID", Microsoft 2012; Linux: drivers/virt/vmgenid.c). The VMM writes the ID when a kernel boots.
@@ -43,7 +43,7 @@ impl GenerationId {
     /// Returns an ID that no other VM has.
     ///
     /// # Errors
-    /// Fails if the host provides no random numbers.
+    /// Returns an error if the host provides no random numbers.
     pub(crate) fn random() -> Result<Self> {
         let mut bytes = [0; 16];
         rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
@@ -55,7 +55,7 @@ impl GenerationId {
 /// Writes the page of `id`, for a kernel that is about to boot.
 ///
 /// # Errors
-/// Fails if the guest has no memory at the address.
+/// Returns an error if the guest has no memory at the address.
 pub(crate) fn install(ram: &GuestRam, id: &GenerationId) -> std::result::Result<(), BootError> {
     let page = [SIGNATURE, id.0].concat();
     let written = ram.map().write_slice(&page, GuestAddress(GENERATION));
@@ -66,7 +66,7 @@ pub(crate) fn install(ram: &GuestRam, id: &GenerationId) -> std::result::Result<
 /// paused. Returns false for a guest that was started without an ID.
 ///
 /// # Errors
-/// Fails if guest memory cannot be accessed, or if KVM refuses the interrupt.
+/// Returns an error if guest memory cannot be accessed, or if KVM refuses the interrupt.
 pub(crate) fn renew(machine: &Arc<Machine>) -> Result<bool> {
     let (what, memory) = ("give the guest a new VM generation ID", machine.ram().map());
     let failed = |error: vm_memory::GuestMemoryError| Error::WrongState { what, why: error.to_string() };

@@ -1,4 +1,4 @@
-//! Handle of a VM for threads other than its owner's.
+//! Handle of a VM, for threads other than the machine's owner.
 
 use crate::balloon::BalloonHandle;
 use crate::devices::Devices;
@@ -31,8 +31,8 @@ impl VmContext {
     }
 }
 
-/// Handle of a VM for threads other than its owner's. It shows the state of the guest while the
-/// owner, or an engine that the owner lent the VM to, runs and migrates it.
+/// Handle of a VM, for threads other than the machine's owner. It shows the state of the guest
+/// while the owner runs the VM, or while the engine migrates it on behalf of the owner.
 #[derive(Debug, Clone)]
 pub struct VmHandle(Arc<VmContext>);
 
@@ -71,7 +71,7 @@ impl VmHandle {
         self.0.devices.disks().iter().map(crate::disk::VmDisk::figures).collect()
     }
 
-    /// Waits until the guest has ended. Returns how it ended.
+    /// Waits until the guest has ended, and returns the reason.
     #[must_use]
     pub fn wait_for_exit(&self) -> Exit {
         loop {
@@ -81,13 +81,14 @@ impl VmHandle {
         }
     }
 
-    /// Waits until the guest has ended, or for `timeout`.
+    /// Waits until the guest has ended, but for at most `timeout`. Returns the reason for the end,
+    /// or `None` if the guest has not ended.
     #[must_use]
     pub fn wait_for_exit_timeout(&self, timeout: Duration) -> Option<Exit> {
         self.0.board.wait_exit(Some(timeout))
     }
 
-    /// Returns how the guest ended, if it has.
+    /// Returns the reason for which the guest ended, or `None` if it has not ended.
     #[must_use]
     pub fn exit(&self) -> Option<Exit> {
         self.0.board.exit()
@@ -96,8 +97,8 @@ impl VmHandle {
     /// Returns the figures that the guest reports on its statistics page.
     ///
     /// # Errors
-    /// Fails if the guest has not written the page yet, does not keep one, or was stopped while it
-    /// wrote, or if the page is missing. Never waits for a missing page.
+    /// Returns an error if the guest has not written the page yet, keeps no such page, or was
+    /// stopped while it wrote, or if the page is missing. The call never waits for a missing page.
     pub fn stats(&self) -> std::result::Result<StatsSnapshot, StatsError> {
         stats::snapshot(self.0.machine.ram(), &self.0.paging, self.0.cpus())
     }
@@ -106,23 +107,23 @@ impl VmHandle {
     /// allocator.
     ///
     /// # Errors
-    /// Fails as [`stats`](Self::stats) does.
+    /// Returns an error in the cases of [`stats`](Self::stats).
     pub fn alloc_stats(&self) -> std::result::Result<AllocSnapshot, StatsError> {
         stats::alloc_snapshot(self.0.machine.ram(), &self.0.paging, self.0.cpus())
     }
 
-    /// Asks the guest to check all its pages. When the guest has done so,
-    /// [`StatsSnapshot::verified`] returns true for this number. Returns false if the guest keeps
-    /// no statistics page, or if the page is missing.
+    /// Asks the guest to check all of its pages. When the guest has done so,
+    /// [`StatsSnapshot::verified`] returns true for the number `request`. Returns false if the
+    /// guest keeps no statistics page, or if the page is missing.
     pub fn request_verify(&self, request: u64) -> bool {
         stats::request_verify(self.0.machine.ram(), &self.0.paging, request)
     }
 
-    /// Presses the power button, at which a guest with a driver for it shuts down. Returns true if
-    /// the guest has such a driver.
+    /// Presses the power button, which makes a guest with a driver for the button shut down.
+    /// Returns true if the guest has such a driver.
     ///
     /// # Errors
-    /// Fails if KVM refuses.
+    /// Returns an error if KVM refuses.
     pub fn press_power_button(&self) -> crate::Result<bool> {
         crate::power::press(&self.0.machine)
     }

@@ -24,7 +24,7 @@ const NEEDED: &[(Cap, &str)] =
 /// Opens `/dev/kvm` and checks that a VM can be created with it.
 ///
 /// # Errors
-/// Returns what is missing, and the action to take.
+/// Returns an error that names what is missing, and the action to take.
 pub fn open_kvm() -> Result<Kvm> {
     let kvm = Kvm::new().map_err(|error| match error.errno() {
         libc::ENOENT | libc::ENODEV | libc::ENXIO => Error::NoKvm,
@@ -40,21 +40,21 @@ pub fn open_kvm() -> Result<Kvm> {
     if missing.is_empty() { Ok(kvm) } else { Err(Error::MissingCaps(missing)) }
 }
 
-/// Returns the maximum number of entries of a vCPU's dirty ring on this host, or `None` if there
-/// are no dirty rings.
+/// Returns the maximum number of entries of a vCPU's dirty ring on this host, or `None` if KVM has
+/// no dirty rings.
 ///
 /// # Errors
-/// Fails if KVM cannot be used.
+/// Returns an error if KVM cannot be used.
 pub fn largest_dirty_ring() -> Result<Option<u32>> {
     let vm = open_kvm()?.create_vm().map_err(|e| Error::kvm("KVM_CREATE_VM", e))?;
     Ok(vmferry_kvm::largest_dirty_ring(&vm)?.map(RingEntries::get))
 }
 
-/// Returns true if KVM on this host passes the notifications of drivers on to devices' threads by
-/// itself (ioeventfd).
+/// Returns true if KVM on this host can pass the notifications of drivers directly to the threads
+/// of devices (ioeventfd).
 ///
 /// # Errors
-/// Fails if KVM cannot be used.
+/// Returns an error if KVM cannot be used.
 pub fn passes_kicks() -> Result<bool> {
     Ok(crate::kicks::offered(&open_kvm()?))
 }

@@ -4,22 +4,23 @@
 //! |---|---|
 //! | `options` | options of a VM |
 //! | `memory` | guest RAM: mappings, and marks for pages that the VMM itself writes |
-//! | `boot` | kernel images and entry of a guest |
+//! | `boot` | loading of kernel images, and the state in which a guest starts |
 //! | `acpi` | tables that describe the machine to the guest |
-//! | `kvm` | opening KVM, an empty VM |
+//! | `kvm` | opening of KVM, and creation of an empty VM |
 //! | `devices`, `power` | serial port, reset, exit port; power button |
 //! | `generation` | the VM generation ID, which distinguishes copies |
 //! | `irq` | interrupt lines |
 //! | `bus`, `virtio`, `kicks` | devices at memory addresses, and their common parts |
-//! | `balloon`, `disk`, `rng` | these devices |
-//! | `vcpu` | a thread for each vCPU: run, pause, save, load |
+//! | `balloon`, `disk`, `net`, `rng` | the balloon, disks, network interfaces and random numbers |
+//! | `vcpu` | a thread for each vCPU, which runs, pauses, saves and loads it |
 //! | `state` | saved state of devices as versioned sections |
-//! | `vm`, `migrate` | the VM, and the engine's traits |
+//! | `vm`, `migrate` | the VM, and its implementation of the engine's traits |
 //!
-//! The crate `vmferry-kvm` saves, loads, tracks and pauses what is in KVM.
+//! The crate `vmferry-kvm` saves and loads the state in KVM, tracks dirty pages with KVM, and
+//! pauses vCPUs.
 //!
-//! [`Vm`] is the whole VM. [`VmHandle`] is its handle for other threads while it runs or is
-//! migrated.
+//! [`Vm`] is the VM itself, which one thread owns. [`VmHandle`] is its handle for other threads,
+//! while the VM runs or is migrated.
 
 mod acpi;
 mod balloon;

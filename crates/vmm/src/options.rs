@@ -11,24 +11,24 @@ pub use vmferry_kvm::CpuChoice;
 use vmferry_kvm::RingEntries;
 use vmferry_virtio::net::Mac;
 
-/// Least memory of a VM, in bytes: enough for the boot data below 1 MiB and a small kernel above
-/// it.
+/// Minimum memory of a VM in bytes, which has room for the boot data below 1 MiB and a small kernel
+/// above it.
 pub const MIN_MEMORY: u64 = 4 << 20;
-/// Maximum number of vCPUs: the range of 8-bit local APIC IDs without the broadcast ID.
+/// Maximum number of vCPUs, which is the number of 8-bit local APIC IDs without the broadcast ID.
 pub const MAX_CPUS: u32 = 254;
 
 /// Default interval of statistics. It is short enough for operators and for a balloon that follows
 /// the host's memory pressure, and long enough to cost an idle guest nothing.
 const STATS_EVERY: Duration = Duration::from_secs(1);
 
-/// Backing of guest memory.
+/// Kind of memory that backs the guest's RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Backing {
-    /// Anonymous memory: the fastest, and huge pages work everywhere.
+    /// Anonymous memory, which is the fastest, and for which every host can use huge pages.
     #[default]
     Anonymous,
-    /// Memfd, which other processes can map. Hosts that disable huge pages for shared memory use 4
-    /// KiB pages.
+    /// Memfd, which other processes can map. A host that disables huge pages for shared memory uses
+    /// 4 KiB pages for it.
     Memfd,
     /// Memfd of huge pages of 2 MiB from the host's pool (hugetlbfs). All of the guest's memory is
     /// reserved at the start and never swapped out.
@@ -45,39 +45,40 @@ impl fmt::Display for Backing {
     }
 }
 
-/// Method of giving back pages to the host.
+/// Method by which pages are given back to the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum DropWay {
-    /// At once (`MADV_DONTNEED`, or a hole in the memfd).
+    /// The host frees the pages at once (`MADV_DONTNEED`, or a hole in the memfd).
     #[default]
     DontNeed,
-    /// Later, when the host needs memory (`MADV_FREE`; for a memfd at once). For measurements only:
-    /// until then a page reads as its old content or as zeros, which a migration cannot know. A
-    /// comparison of source and target may find such pages different.
+    /// The host frees the pages when it needs memory (`MADV_FREE`), or at once for a memfd. This
+    /// method is only for measurements: until a page is freed, it reads as its old content, and
+    /// then suddenly as zeros, which a migration cannot detect. A comparison of source and target
+    /// may report such pages as different.
     Free,
-    /// Pages are not given back, for measurements of everything else.
+    /// Pages are not given back. This method is for measurements of all other costs.
     Nothing,
 }
 
-/// Destination of the guest's serial output. Clones write to the same destination.
+/// Destination of the guest's serial output. A clone writes to the same destination.
 ///
-/// A write that fails loses bytes, which are counted. It never stops the guest.
+/// If a write fails, its bytes are lost and counted. A failed write never stops the guest.
 #[derive(Clone)]
 pub struct SerialSink(Arc<Mutex<dyn Write + Send>>);
 
 impl SerialSink {
-    /// Returns a sink that writes to `out`, which is flushed after every byte.
+    /// Creates a sink that writes to `out`, and flushes `out` after every byte.
     pub fn new(out: impl Write + Send + 'static) -> Self {
         Self(Arc::new(Mutex::new(out)))
     }
 
-    /// Returns a sink that discards the output.
+    /// Creates a sink that discards the output.
     #[must_use]
     pub fn discard() -> Self {
         Self::new(std::io::sink())
     }
 
-    /// Returns a sink that keeps the output in memory, and a reader of it.
+    /// Creates a sink that keeps the output in memory, and returns it with a reader of the output.
     #[must_use]
     pub fn capture() -> (Self, Captured) {
         let buffer = Arc::new(Mutex::new(Vec::new()));
@@ -130,13 +131,13 @@ impl Write for Captured {
 pub struct DiskOptions {
     /// Path of the file or block device with the raw content.
     pub path: PathBuf,
-    /// True if the guest cannot write to the disk. Several VMs can use one disk at once if none of
-    /// them can write to it.
+    /// True if the guest cannot write to the disk. Several VMs can use a disk at the same time if
+    /// none of them can write to it.
     pub read_only: bool,
 }
 
 impl DiskOptions {
-    /// Returns the options of a disk in `path` that the guest can write to.
+    /// Creates the options of a disk at `path` to which the guest can write.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self { path: path.into(), read_only: false }
     }
@@ -148,19 +149,19 @@ impl DiskOptions {
 pub struct NetOptions {
     /// Name of the host's tap interface. Source and target of a migration each have their own.
     pub tap: String,
-    /// Address of the guest; `None` for a random one. A received guest keeps its address, unless it
-    /// is a copy and [`VmOptions::new_macs`] is set.
+    /// MAC address of the guest, or `None` for a random address. A guest that arrives from a source
+    /// keeps its address, unless it is a copy and [`VmOptions::new_macs`] is true.
     pub mac: Option<Mac>,
 }
 
 impl NetOptions {
-    /// Returns the options of an interface at the tap `tap`.
+    /// Creates the options of an interface at the tap `tap`, with a random address.
     pub fn new(tap: impl Into<String>) -> Self {
         Self { tap: tap.into(), mac: None }
     }
 }
 
-/// Options of a VM. Start from [`VmOptions::new`] and change fields.
+/// Options of a VM. Create them with [`VmOptions::new`], and then change fields.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct VmOptions {
@@ -169,50 +170,50 @@ pub struct VmOptions {
     pub memory: u64,
     /// Number of vCPUs, 1 to [`MAX_CPUS`].
     pub cpus: u32,
-    /// Processor that the guest is shown. For a VM that waits for a guest, the processor with the
-    /// most features that the guest may use.
+    /// Processor that the guest sees. For a VM that waits for a guest, this is the processor with
+    /// the most features that the guest may use.
     pub cpu: CpuChoice,
-    /// Backing of the memory.
+    /// Kind of memory that backs the guest's RAM.
     pub backing: Backing,
-    /// True to request transparent huge pages. If the host refuses, the VM runs on small pages and
-    /// [`Vm::notes`](crate::Vm::notes) says so.
+    /// True to request transparent huge pages. If the host refuses, the VM uses small pages, and
+    /// [`Vm::notes`](crate::Vm::notes) contains a note.
     pub huge_pages: bool,
     /// True if this VM waits for a guest from a source instead of booting one.
     pub incoming: bool,
-    /// Number of entries of a dirty ring for each vCPU, a power of two. The choice is permanent: a
-    /// VM with rings has no dirty log.
+    /// Number of entries in the dirty ring of each vCPU, a power of two, or `None` for a VM without
+    /// dirty rings. The choice is permanent, and a VM with rings has no dirty log.
     pub dirty_ring: Option<u32>,
     /// True if the VM has a balloon. Source and target of a migration must agree.
     pub balloon: bool,
     /// True if the balloon offers the extension that `docs/balloon-extension.md` specifies. Source
     /// and target of a migration must agree.
     pub balloon_extension: bool,
-    /// Method of giving back pages to the host.
+    /// Method by which pages are given back to the host.
     pub drop_way: DropWay,
-    /// Interval at which the guest is asked for its memory statistics; `None` for never.
+    /// Interval at which the guest is asked for its memory statistics, or `None` for never.
     pub stats_every: Option<Duration>,
     /// True if the VM has a random number device.
     pub rng: bool,
-    /// True if KVM may pass the notifications of drivers on to devices' threads by itself, where it
-    /// can (ioeventfd). Otherwise the vCPU that notifies does so. The guest does not see the
-    /// difference, and source and target of a migration need not agree.
+    /// True if KVM may pass the notifications of drivers directly to the threads of devices
+    /// (ioeventfd), if it supports this. Otherwise the vCPU that notifies passes them on. The guest
+    /// does not see the difference, so source and target of a migration need not agree.
     pub kicks: bool,
-    /// Disks of the VM. Source and target of a migration have the same number of disks, in the same
+    /// Disks of the VM. Source and target of a migration must have the same disks, in the same
     /// order.
     pub disks: Vec<DiskOptions>,
-    /// Network interfaces of the VM. Source and target of a migration have the same number of
+    /// Network interfaces of the VM. Source and target of a migration must have the same number of
     /// interfaces, in the same order.
     pub nets: Vec<NetOptions>,
-    /// True if a guest that is a copy gets the addresses of [`nets`](Self::nets) instead of its
-    /// original's. A guest that is migrated keeps its own.
+    /// True if a guest that is a copy gets the MAC addresses of [`nets`](Self::nets) instead of
+    /// those of the original. A guest that is migrated always keeps its addresses.
     pub new_macs: bool,
     /// Destination of the guest's serial output.
     pub serial: SerialSink,
 }
 
 impl VmOptions {
-    /// Returns the options of a VM with `memory` bytes and `cpus` vCPUs: anonymous memory, huge
-    /// pages, a balloon, serial output discarded.
+    /// Creates the options of a VM with `memory` bytes and `cpus` vCPUs, which has anonymous
+    /// memory, transparent huge pages and a balloon, and whose serial output is discarded.
     #[must_use]
     pub fn new(memory: u64, cpus: u32) -> Self {
         Self {

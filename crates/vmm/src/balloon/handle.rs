@@ -1,4 +1,4 @@
-//! Handle of the balloon for other threads than the vCPUs'.
+//! Handle of the balloon, for threads other than those of the vCPUs.
 
 use super::VmBalloon;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use vmferry_virtio::balloon::{BalloonFigures, GuestStats, HintError, feature};
 pub struct BalloonStatus {
     /// Size of the guest's memory with an empty balloon, in bytes.
     pub memory: u64,
-    /// Memory that the guest is to have, in bytes.
+    /// Memory that the guest should have, in bytes.
     pub target: u64,
-    /// Memory that the guest has, in bytes, as its driver reports.
+    /// Memory that the guest has, in bytes, as its driver reports it.
     pub actual: u64,
     /// True if the guest has a driver for the balloon.
     pub driver: bool,
@@ -24,44 +24,45 @@ pub struct BalloonStatus {
     pub features: Vec<&'static str>,
     /// Latest statistics that the guest reported.
     pub stats: GuestStats,
-    /// Time at which the statistics arrived; `None` if none have arrived.
+    /// Time at which the statistics arrived, or `None` if none have arrived.
     pub stats_at: Option<SystemTime>,
     /// Counters of the balloon.
     pub figures: BalloonFigures,
-    /// Hints that arrived when no request was waiting for them.
+    /// Number of hints that arrived when no request was waiting for them.
     pub late_hints: u64,
 }
 
-/// Hints since the last call.
+/// Hints that have arrived since the last call of [`BalloonHandle::take_hints`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hints {
-    /// Number of pages.
+    /// Number of hinted pages.
     pub pages: u64,
     /// True if the guest has no more hints.
     pub ended: bool,
 }
 
-/// Handle of a VM's balloon, for threads other than its vCPUs'. No method waits for the guest or
-/// for a request of the guest that is being processed.
+/// Handle of a VM's balloon, for threads other than those of its vCPUs. No method waits for the
+/// guest, or for a request of the guest that is being processed.
 ///
 /// # Free pages, for a migration
-/// *Hints* come from a driver that isolates the pages that it names (Linux, and the bare-metal
-/// guest):
-/// 1. [`request_hints`](Self::request_hints) returns an ID.
-/// 2. [`take_hints`](Self::take_hints) is called repeatedly.
-/// 3. [`stop_hints`](Self::stop_hints) ends the request if the hints suffice for now.
-/// 4. [`end_hints`](Self::end_hints) must be called at the end of the migration, whatever its
-///    result. Until then the guest does not use the named pages unless it runs out of other pages,
-///    and then it writes them first.
+/// *Hints* come from a driver that does not use the pages that it names (Linux, and the bare-metal
+/// guest). To get them:
+/// 1. Call [`request_hints`](Self::request_hints), which returns an ID.
+/// 2. Call [`take_hints`](Self::take_hints) with this ID repeatedly.
+/// 3. Call [`stop_hints`](Self::stop_hints) when no more hints are needed at present.
+/// 4. Call [`end_hints`](Self::end_hints) at the end of the migration, whatever its result. Until
+///    then, the guest does not use the named pages unless it runs out of other pages, and then it
+///    writes to them first.
 ///
 /// *The map* comes from a guest that keeps one. [`read_map`](Self::read_map) can be called at any
-/// time. These pages are not isolated.
+/// time. The guest may use these pages again at any time.
 ///
-/// Both promise the same: at some moment between the call and the answer the page was free, and a
-/// guest that uses it again writes it first. A page may therefore be skipped if writes to it have
-/// been tracked since *before* the call. The caller must ensure this.
+/// Hints and map have the same meaning: the page was free at some moment between the call and the
+/// answer, and a guest that uses the page again writes to it first. Therefore a page may be skipped
+/// only if writes to it have been tracked since *before* the call. The caller must ensure this.
 ///
-/// The target of a migration tells the guest by itself that a request of its source is over.
+/// After a migration, the target tells the guest that a request of the source is over. The caller
+/// need not do this.
 #[derive(Debug, Clone)]
 pub struct BalloonHandle(pub(crate) Arc<VmBalloon>);
 
@@ -95,21 +96,21 @@ impl BalloonHandle {
         }
     }
 
-    /// Sets the memory that the guest is to have to `bytes`, rounded up to a page and limited to
-    /// all of its memory. The driver works towards this in its own time. A guest that is short of
-    /// memory may take pages back.
+    /// Sets the memory that the guest should have, in bytes. The value is rounded up to a page and
+    /// limited to the size of the guest's memory. The call does not wait: the driver inflates or
+    /// deflates the balloon at its own pace. A guest that is short of memory may take pages back.
     pub fn set_target(&self, bytes: u64) {
         let pages = self.0.ram.layout().pages().saturating_sub(bytes.div_ceil(1 << PAGE_SHIFT));
         self.0.control.set_target(u32::try_from(pages).unwrap_or(u32::MAX));
     }
 
-    /// Returns the interval at which the guest is asked for statistics, in seconds; 0 means never.
+    /// Returns the interval at which the guest is asked for statistics, in seconds. 0 means never.
     #[must_use]
     pub fn stats_interval(&self) -> u32 {
         self.0.every.load(Ordering::Relaxed)
     }
 
-    /// Sets the interval at which the guest is asked for statistics, in seconds; 0 means never.
+    /// Sets the interval at which the guest is asked for statistics, in seconds. 0 means never.
     pub fn set_stats_interval(&self, seconds: u32) {
         self.0.every.store(seconds, Ordering::Relaxed);
     }
@@ -132,17 +133,18 @@ impl BalloonHandle {
         self.0.control.has(feature::FREE_PAGE_HINT)
     }
 
-    /// Asks the guest for its free pages. Returns the ID of the request. An earlier request ends,
-    /// and its hints are dropped.
+    /// Asks the guest for its free pages, and returns the ID of the request. An earlier request
+    /// ends, and its hints are dropped.
     ///
     /// # Errors
-    /// Fails if the guest's driver does not support hints.
+    /// Returns an error if the guest's driver does not support hints.
     pub fn request_hints(&self) -> Result<u32, HintError> {
         self.0.hints.begin(|| self.0.control.request_hints())
     }
 
-    /// Adds the pages that arrived for request `command` since the last call to `into`, a set of
-    /// the guest's layout. Returns `None` if this request is not the current one.
+    /// Adds the pages that the guest has named for the request `command` since the last call to
+    /// `into`, a set with the guest's layout. Returns `None` if `command` is not the current
+    /// request.
     ///
     /// # Panics
     /// Panics if `into` has another layout.
@@ -158,7 +160,7 @@ impl BalloonHandle {
         self.0.control.stop();
     }
 
-    /// Lets the guest use all its pages again. Does nothing without a request.
+    /// Lets the guest use all of its pages again. Does nothing if there was no request.
     pub fn end_hints(&self) {
         self.0.hints.close();
         self.0.control.done();
@@ -170,12 +172,13 @@ impl BalloonHandle {
         self.0.control.map().is_some()
     }
 
-    /// Adds the pages that the guest's map marks as free to `free`, a set of its layout. Returns
-    /// their number. Takes about 0.1 ms for each GiB of guest memory that is mostly free.
+    /// Adds the pages that the guest's map marks as free to `free`, a set with the guest's layout.
+    /// Returns the number of these pages. The call takes about 0.1 ms for each GiB of guest memory
+    /// that is mostly free.
     ///
     /// # Errors
-    /// Fails if the guest keeps no map, if its map does not fit its memory, or if pages are
-    /// missing.
+    /// Returns an error if the guest keeps no map, if its map does not fit its memory, or if pages
+    /// are missing.
     pub fn read_map(&self, free: &mut PageSet) -> Result<u64, MapError> {
         // A thread that reads a missing page would sleep (hazards.md 18).
         let read = self.0.paging.if_complete(|| self.0.control.read_map(self.0.ram.map(), free));

@@ -16,7 +16,7 @@ pub(super) struct Placed {
 /// kernel uses memory up to `kernel_end`.
 ///
 /// # Errors
-/// Fails if the initrd does not fit between the two addresses, or is empty.
+/// Returns an error if the initrd does not fit between the two addresses, or is empty.
 pub(super) fn place(
     ram: &GuestRam,
     initrd: Option<&[u8]>,

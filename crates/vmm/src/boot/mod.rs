@@ -21,7 +21,7 @@ use vm_memory::{Bytes, GuestAddress};
 /// Maximum length of a command line in bytes, without the terminating NUL.
 pub const MAX_CMDLINE: usize = 4095;
 
-/// Reason for which a kernel cannot be loaded.
+/// Error that loading a kernel returns.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BootError {
@@ -31,7 +31,7 @@ pub enum BootError {
     /// The image is for another machine.
     #[error("the kernel image is for another machine: {0}; it must be for 64-bit x86 (x86-64, amd64)")]
     Machine(String),
-    /// The file ends before the end of its content.
+    /// The file ends before the end of the content that its headers describe.
     #[error("the kernel image is truncated: {what} needs {needed} bytes and the file has {has}")]
     Truncated {
         /// Part that does not fit.
@@ -88,7 +88,7 @@ pub enum BootError {
         /// Available space in bytes.
         room: u64,
     },
-    /// The command line contains a NUL, or another character that cannot be passed.
+    /// The command line contains a character that cannot be passed to a kernel, such as NUL.
     #[error("the command line is not valid: {0}")]
     Cmdline(String),
 }
@@ -98,7 +98,7 @@ pub enum BootError {
 pub struct Kernel<'a> {
     /// Content of the kernel's file: a Linux bzImage, or an ELF file with a PVH entry point.
     pub image: &'a [u8],
-    /// Content of the initial RAM disk's file.
+    /// Content of the initial RAM disk, if there is one.
     pub initrd: Option<&'a [u8]>,
     /// Command line of the kernel.
     pub cmdline: &'a str,
@@ -118,7 +118,7 @@ impl KernelFormat {
     /// Returns the format of `image`.
     ///
     /// # Errors
-    /// Fails if the format is not supported.
+    /// Returns an error if the format is not supported.
     pub(crate) fn detect(image: &[u8]) -> Result<Self, BootError> {
         let has = |at: usize, magic: &[u8]| image.get(at..).is_some_and(|rest| rest.starts_with(magic));
         if has(0, b"\x7fELF") {
@@ -139,8 +139,9 @@ impl KernelFormat {
         Err(BootError::Foreign(image[..image.len().min(4)].to_vec()))
     }
 
-    /// Returns true if a guest of this kernel finds its devices on its command line. Linux uses the
-    /// ACPI tables. A Linux that is built to use both would find each device twice.
+    /// Returns true if a guest with this kernel finds its devices on its command line. Linux finds
+    /// them in the ACPI tables. If a Linux kernel also read the command line, it would find each
+    /// device twice.
     pub(crate) fn reads_devices(self, image: &[u8]) -> bool {
         match self {
             Self::PvhElf => !elf::is_linux(image),

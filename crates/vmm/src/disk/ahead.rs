@@ -31,7 +31,7 @@ impl WriteAhead {
     /// Starts the thread for `disks`. Returns `None` if none of them can be written.
     ///
     /// # Errors
-    /// Fails if the host cannot create the thread.
+    /// Returns an error if the host cannot create the thread.
     pub(crate) fn start(disks: &[VmDisk]) -> Result<Option<Self>> {
         let written: Vec<_> = disks.iter().filter(|disk| !disk.read_only).map(Written::new).collect();
         if written.is_empty() {

@@ -15,7 +15,7 @@ use vmferry_thread::{Role, spawn};
 /// what was written before.
 ///
 /// # Errors
-/// Fails if a disk's data may not be on storage. The guest must not migrate then.
+/// Returns an error if a disk's data may not be on storage. The guest must not migrate then.
 pub(crate) fn sync(disks: &[VmDisk], deadline: Instant) -> Result<(), DiskError> {
     let flush = |disk: &VmDisk| {
         let file = Arc::clone(&disk.file);

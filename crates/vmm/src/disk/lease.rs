@@ -9,16 +9,18 @@
 //! | releases the lock ([`SourceVm::release`](vmferry_engine::SourceVm::release)), then sends the commit | |
 //! | | takes the lock, then lets the vCPUs run ([`Vm::start`](crate::Vm::start)) |
 //!
-//! Until the commit, the source holds the lock, so that no failure of the link or the target can
-//! keep the guest from continuing on the source. Between release and take no VM holds the lock and
-//! no guest runs. If the target does not get the lock, it does not run the guest and reports this.
-//! The guest then belongs to the source, which takes the lock back before it lets the vCPUs run. If
-//! the source gets no answer, it does not know who runs the guest, but the lock decides: a source
-//! that is told to run the guest does not get the lock while the target holds it.
+//! Until shortly before the commit, the source holds the lock, so that a failure of the link or of
+//! the target cannot keep the guest from continuing on the source. Between the release and the
+//! take, no VM holds the lock and no guest runs. If the target does not get the lock, it does not
+//! run the guest, and reports this. The source then owns the guest, and takes the lock back before
+//! it lets the vCPUs run. If the source gets no answer, it does not know whether the target runs
+//! the guest, but the lock prevents that both run it: a source that is told to run the guest does
+//! not get the lock while the target holds it.
 //!
-//! The lock covers the whole file, so it also excludes VMMs and tools that lock parts of it. The
-//! lock is as good as the file system: NFS and cluster file systems carry it to other hosts, and a
-//! local file system has no other hosts. Block devices are locked on this host only.
+//! The lock covers the whole file, so it also excludes VMMs and tools that lock parts of the file.
+//! Its scope depends on the file system: NFS and cluster file systems enforce it between hosts, and
+//! a local file system cannot be used by other hosts anyway. The lock of a block device holds only
+//! on this host.
 
 use super::DiskError;
 use std::fs::{self, File};

@@ -41,7 +41,7 @@ use vmferry_virtio::signals::Interrupt;
 /// the threads' stacks.
 const THREADS: usize = 8;
 
-/// Reason for which a VM cannot use a disk.
+/// Error with which a VM cannot use a disk.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
@@ -129,7 +129,8 @@ pub struct DiskStatus {
     pub size: u64,
     /// True if the guest cannot write to the disk.
     pub read_only: bool,
-    /// Latest error of the host as a message. The guest got an I/O error then.
+    /// Message of the latest error of the host, for which the guest got an I/O error. `None` if
+    /// there was no error.
     pub last_error: Option<String>,
     /// Counters of the disk.
     pub figures: BlkFigures,
@@ -283,7 +284,7 @@ pub(crate) fn take(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
 /// Releases all of `disks`, whose requests must be quiesced.
 ///
 /// # Errors
-/// Fails if a disk may still be locked. All disks were tried.
+/// Returns an error if a disk may still be locked. All disks were tried.
 pub(crate) fn give_up(disks: &[VmDisk]) -> std::result::Result<(), DiskError> {
     let mut all = Ok(());
     for disk in disks {

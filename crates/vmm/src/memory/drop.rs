@@ -7,7 +7,7 @@ use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::{PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
 
-/// Reason for which pages cannot be given back.
+/// Error that giving back pages returns.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DropError {
     #[error(transparent)]
@@ -34,9 +34,9 @@ impl GuestRam {
     /// ([`PagingSlot::if_complete`](vmferry_fault::PagingSlot::if_complete)).
     ///
     /// # Dropped, then marked
-    /// For a migration a drop is a write of zeros that KVM does not see (hazards.md 4). It is
-    /// therefore marked like a write, and *after* the drop: a harvest takes the mark first and the
-    /// page is read later.
+    /// For a migration, a drop is a write of zeros that KVM does not see (hazards.md 4). Therefore
+    /// the page is marked as for a write, and *after* the drop, because a harvest takes the mark
+    /// first and the page is read later:
     /// - If the harvest takes the mark, the page that is read has been dropped, and the target gets
     ///   zeros.
     /// - If the drop comes after the read, so does its mark, and a later harvest has the page sent
@@ -47,8 +47,8 @@ impl GuestRam {
     /// old page.
     ///
     /// There is always a later harvest. Drops happen on vCPU threads, in the exit that requested
-    /// them. The last harvest is made when all vCPUs have been paused, and therefore outside of
-    /// such an exit.
+    /// them. The last harvest is made when all vCPUs are paused, so it does not overlap with such
+    /// an exit.
     ///
     /// A page that the guest writes between drop and mark is marked needlessly. It is in KVM's log
     /// as well, because the dropped page was mapped again for that write.

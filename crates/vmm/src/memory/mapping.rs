@@ -15,7 +15,7 @@ use vmferry_core::LayoutError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// The size is not possible for a guest.
+    /// A guest cannot have memory of this size.
     #[error(transparent)]
     Layout(#[from] LayoutError),
     /// The host refuses the mapping.

@@ -16,7 +16,7 @@ use vmferry_core::PAGE_SIZE;
 pub struct WriteMarks(Arc<AtomicBitmap>);
 
 impl WriteMarks {
-    /// Returns marks for a region of `pages` pages, none of which is marked.
+    /// Creates marks for a region of `pages` pages. No page is marked.
     #[must_use]
     pub fn new(pages: u64) -> Self {
         Self(Arc::new(AtomicBitmap::new(pages)))

@@ -1,8 +1,8 @@
-//! Guest memory: mappings of this process that are the guest's RAM.
+//! Guest memory, which consists of mappings of this process.
 //!
-//! RAM lies below 3 GiB, and the rest of it above 4 GiB. The gigabyte in between is for devices, as
-//! on every PC. Each part is one region, one mapping and one KVM memory slot, all with the same
-//! number.
+//! RAM lies below 3 GiB, and what does not fit there lies above 4 GiB. The gigabyte in between is
+//! for devices, as on every PC. Each of the two parts is one region, one mapping and one KVM memory
+//! slot, all with the same number.
 
 mod drop;
 mod mapping;
@@ -26,7 +26,7 @@ pub const HIGH_RAM_START: u64 = 4 << 30;
 /// Returns the layout of the RAM of a guest with `memory` bytes.
 ///
 /// # Errors
-/// Fails if `memory` is not whole pages, or more than a layout may have.
+/// Returns an error if `memory` is not whole pages, or more than a layout may have.
 pub fn layout_for(memory: u64) -> Result<Layout, LayoutError> {
     let low = memory.min(LOW_RAM_END);
     let mut regions = vec![Region { id: RegionId(0), gpa: Gpa(0), len: low }];

@@ -8,17 +8,17 @@ pub const HUGE_PAGE_BYTES: u64 = 2 << 20;
 /// Directory in which the kernel describes the pool of this page size.
 const POOL: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Number of huge pages of the host.
+/// State of the host's pool of huge pages of 2 MiB.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HugePagePool {
-    /// All huge pages.
+    /// Number of huge pages in the pool.
     pub pages: u64,
-    /// Huge pages that are neither in use nor reserved.
+    /// Number of huge pages that are neither in use nor reserved.
     pub free: u64,
 }
 
 impl HugePagePool {
-    /// Reads the numbers; zeros if this kernel has no such pool.
+    /// Reads the state of the pool. All numbers are 0 if this kernel has no such pool.
     #[must_use]
     pub fn read() -> Self {
         let number = |name: &str| {

@@ -102,7 +102,7 @@ pub struct GuestRam {
 }
 
 impl GuestRam {
-    /// Maps the RAM that `options` ask for.
+    /// Maps the RAM that `options` describe.
     ///
     /// # Errors
     /// Returns a [`MemoryError`] if the host refuses.
@@ -136,7 +136,8 @@ impl GuestRam {
         &self.regions
     }
 
-    /// Returns the memory for device models and loaders. Writes through it mark their pages.
+    /// Returns the memory in the form that device models and loaders use. Writes through it mark
+    /// the written pages.
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap<WriteMarks> {
         &self.map
@@ -148,7 +149,7 @@ impl GuestRam {
         self.huge_pages
     }
 
-    /// Returns what the host refused, as sentences.
+    /// Returns a sentence for each property that the host refused and that the RAM does without.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
@@ -160,7 +161,7 @@ impl GuestRam {
         self.regions.iter().find(|r| r.region.id == id)
     }
 
-    /// Returns the live bytes of `run`.
+    /// Returns a window on the bytes of `run`, which the guest may change at any time.
     ///
     /// # Errors
     /// Returns [`MemoryError::NotRam`] if region `id` has no such pages.
@@ -181,7 +182,7 @@ impl GuestRam {
         Ok(unsafe { Window::new(start, len) })
     }
 
-    /// Returns the address in this process of `len` bytes at `gpa`.
+    /// Returns the address in this process of the `len` bytes at the guest-physical address `gpa`.
     ///
     /// # Errors
     /// Returns [`MemoryError::NotRam`] if the bytes are not all in one region.

@@ -38,7 +38,7 @@ impl Saved for TransportSaved<NetSaved> {
 pub struct NetStatus {
     /// Name of the host's tap.
     pub tap: String,
-    /// Address of the guest.
+    /// MAC address of the guest.
     pub mac: Mac,
     /// True if the guest has a driver for the interface.
     pub driver: bool,
@@ -62,7 +62,7 @@ impl VmNet {
     /// Returns network interface number `instance` of the VM, at the tap that `options` name.
     ///
     /// # Errors
-    /// Fails if the tap cannot be used.
+    /// Returns an error if the tap cannot be used.
     pub(crate) fn new(
         (ram, paging): (&Arc<GuestRam>, &Arc<PagingSlot>),
         options: &NetOptions,

@@ -14,18 +14,18 @@ pub struct VcpuFault {
     pub rip: Option<u64>,
 }
 
-/// Reason for which a guest ended.
+/// Reason for the end of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Exit {
     /// The guest switched itself off, as operating systems do (ACPI S5).
     SwitchedOff,
-    /// The guest wrote this code to the exit port, as benchmark guests do.
+    /// The guest wrote the given code to the exit port, as bare-metal guests do.
     PoweredOff(u8),
     /// The guest requested a reset, in one of the ways that a PC has.
     Reset,
-    /// A vCPU had a triple fault, which resets a PC: a crash, or the last way to reset that an
-    /// operating system tries.
+    /// A vCPU had a triple fault, which resets a PC. The cause is a crash, or the last method of a
+    /// reset that an operating system tries.
     TripleFault(VcpuFault),
     /// A vCPU cannot continue.
     Failed(VcpuFault),
@@ -34,14 +34,14 @@ pub enum Exit {
 }
 
 impl Exit {
-    /// Returns true if the guest ended on request of the guest or the owner: switched off, powered
-    /// off with code 0, or stopped.
+    /// Returns true if the guest ended at its own request or at that of the owner: it was switched
+    /// off, powered off with code 0, or stopped.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         matches!(self, Self::SwitchedOff | Self::PoweredOff(0) | Self::Stopped)
     }
 
-    /// Returns true if the end of the guest would restart a PC.
+    /// Returns true if a PC would restart for this reason.
     #[must_use]
     pub fn is_reset(&self) -> bool {
         matches!(self, Self::Reset | Self::TripleFault(_))

@@ -104,11 +104,12 @@ pub struct Vm {
 }
 
 impl Vm {
-    /// Creates a VM, stopped and empty. The next step is [`load_kernel`](Self::load_kernel), or the
-    /// engine's [`TargetVm::load`](vmferry_engine::TargetVm::load).
+    /// Creates a VM that is stopped and has no guest. Next, load a kernel with
+    /// [`load_kernel`](Self::load_kernel), or let the engine load a guest with
+    /// [`TargetVm::load`](vmferry_engine::TargetVm::load).
     ///
     /// # Errors
-    /// Returns what the host lacks, and the action to take.
+    /// Returns an error that names what is missing on the host, and the action to take.
     pub fn new(options: VmOptions) -> Result<Self> {
         options.check()?;
         let kvm = open_kvm()?;
@@ -153,11 +154,11 @@ impl Vm {
         })
     }
 
-    /// Loads a kernel and its command line. [`start`](Self::start) then boots the kernel. See
-    /// [`load`](Self::load).
+    /// Loads a kernel with a command line and without an initrd, like [`load`](Self::load).
+    /// [`start`](Self::start) then boots the kernel.
     ///
     /// # Errors
-    /// Fails as [`load`](Self::load) does.
+    /// Returns an error in the cases of [`load`](Self::load).
     pub fn load_kernel(&mut self, image: &[u8], cmdline: &str) -> Result<()> {
         self.load(&Kernel { image, initrd: None, cmdline })
     }
@@ -170,7 +171,7 @@ impl Vm {
     ///
     /// # Errors
     /// Returns [`Error::Boot`] if the image cannot be loaded, and [`Error::WrongState`] if the VM
-    /// has a guest already or waits for one from a source.
+    /// already has a guest or waits for one from a source.
     pub fn load(&mut self, kernel: &Kernel<'_>) -> Result<()> {
         let what = "load a kernel";
         if self.incoming {
@@ -194,7 +195,7 @@ impl Vm {
         Ok(())
     }
 
-    /// Lets the vCPUs run for the first time.
+    /// Starts the guest: lets its vCPUs run for the first time in this VM.
     ///
     /// # Errors
     /// Returns [`Error::WrongState`] if there is no guest or it was started before, and
@@ -204,20 +205,20 @@ impl Vm {
         self.run("start the guest")
     }
 
-    /// Lets the vCPUs run again after [`pause`](Self::pause). Does nothing if they run.
+    /// Lets the vCPUs run again after [`pause`](Self::pause). Does nothing if they already run.
     ///
     /// # Errors
-    /// Returns [`Error::WrongState`] if there is no guest to resume or it has ended. Returns
+    /// Returns [`Error::WrongState`] if there is no guest to resume, or if it has ended. Returns
     /// [`Error::Device`] if a device cannot resume, for example because another VM has taken its
-    /// disk. The guest then stays paused.
+    /// disk. In this case, the guest stays paused.
     pub fn resume(&mut self) -> Result<()> {
         let what = "resume the guest";
         self.expect(what, &[Stage::Paused, Stage::Running])?;
         if self.stage == Stage::Running { Ok(()) } else { self.run(what) }
     }
 
-    /// Takes over a guest that its operator has paused on the source. The disks belong to this VM
-    /// afterwards, and no vCPU runs before [`set_run_state`](Self::set_run_state).
+    /// Takes over a guest that the operator has paused on the source. Afterwards this VM owns the
+    /// disks, but no vCPU runs until [`set_run_state`](Self::set_run_state) is called.
     ///
     /// # Errors
     /// Returns [`Error::WrongState`] if there is no guest or it was started before, and
@@ -235,11 +236,11 @@ impl Vm {
         self.wanted
     }
 
-    /// Stops the vCPUs or lets them run, as the operator requests. A guest that is paused by this
-    /// call stays paused on the target of a migration.
+    /// Pauses the vCPUs or lets them run, at the request of the operator. A guest that this call
+    /// has paused stays paused on the target of a migration.
     ///
     /// # Errors
-    /// Fails as [`pause`](Self::pause) and [`resume`](Self::resume) do.
+    /// Returns an error in the cases of [`pause`](Self::pause) and [`resume`](Self::resume).
     pub fn set_run_state(&mut self, wanted: RunState) -> Result<()> {
         match wanted {
             RunState::Paused => self.pause()?,
@@ -249,11 +250,11 @@ impl Vm {
         Ok(())
     }
 
-    /// Ends a pause that the operator did not request. The disks belong to this VM again, and the
-    /// vCPUs run unless the operator has paused the guest.
+    /// Ends a pause that the operator did not request. This VM owns the disks again, and the vCPUs
+    /// run unless the operator has paused the guest.
     ///
     /// # Errors
-    /// Fails as [`resume`](Self::resume) does.
+    /// Returns an error in the cases of [`resume`](Self::resume).
     pub(crate) fn end_pause(&mut self) -> Result<()> {
         match self.wanted {
             RunState::Running => self.resume(),
@@ -289,13 +290,13 @@ impl Vm {
         Ok(())
     }
 
-    /// Stops the vCPUs. After this returns, no vCPU runs, and no access to a device is half done.
-    /// Does nothing if the vCPUs are paused already.
+    /// Pauses the vCPUs. After this call has returned, no vCPU runs, and no access to a device is
+    /// half done. Does nothing if the vCPUs are already paused.
     ///
     /// # Errors
-    /// Returns [`Error::Unresponsive`] if a vCPU does not stop, for example because the host's
-    /// kernel lets nothing interrupt its sleep on a missing page. Returns [`Error::WrongState`] if
-    /// there is no guest.
+    /// Returns [`Error::Unresponsive`] if a vCPU does not stop within 10 seconds, for example
+    /// because it sleeps on a missing page and the host's kernel does not permit an interruption.
+    /// Returns [`Error::WrongState`] if there is no guest.
     pub fn pause(&mut self) -> Result<()> {
         self.expect("pause the guest", &[Stage::Running, Stage::Paused])?;
         // The VM counts as paused even if a vCPU does not respond: the others have stopped, and
@@ -305,7 +306,7 @@ impl Vm {
         Ok(self.shared.board.pause_all(PATIENCE)?)
     }
 
-    /// Ends the guest and waits for its threads. Does nothing the second time.
+    /// Ends the guest and waits for its threads. Further calls do nothing.
     pub fn stop(&mut self) {
         self.stage = Stage::Stopped;
         self.keeper = None;
@@ -336,7 +337,7 @@ impl Vm {
         }
     }
 
-    /// Returns a handle for other threads.
+    /// Returns a handle of this VM for other threads.
     #[must_use]
     pub fn handle(&self) -> VmHandle {
         VmHandle::new(Arc::clone(&self.shared))
@@ -354,14 +355,14 @@ impl Vm {
         u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX)
     }
 
-    /// Returns the frequency of the guest's time stamp counters, in kHz. A guest that has no other
-    /// way to find out is told on its command line.
+    /// Returns the frequency of the guest's time stamp counters, in kHz. A guest that cannot
+    /// determine it otherwise needs it on its command line.
     #[must_use]
     pub fn tsc_khz(&self) -> u32 {
         self.tsc_khz
     }
 
-    /// Returns what the host refused and the VM does without, as sentences.
+    /// Returns a sentence for each property that the host refused and that the VM does without.
     #[must_use]
     pub fn notes(&self) -> &[String] {
         &self.notes
@@ -373,17 +374,18 @@ impl Vm {
         self.shared.rings.as_ref()
     }
 
-    /// Sets the harvest policy of the rings, for trackers that are created from now on. A VM starts
-    /// with [`Predict`].
+    /// Sets the harvest policy of the dirty rings for trackers that are created after this call.
+    /// The policy of a new VM is [`Predict`].
     pub fn set_reaper(&mut self, policy: Arc<dyn ReaperPolicy>) {
         self.reaper = policy;
     }
 
-    /// Throttles the vCPUs: each is stopped for its share of the time, 0 to 1, in slices of at most
-    /// 10 ms. The last share applies to all further vCPUs. Zeros end the throttling.
+    /// Throttles the vCPUs: each vCPU does not run for its share of the time, from 0 to 1, in
+    /// slices of at most 10 ms. If there are more vCPUs than shares, the last share applies to the
+    /// rest. Shares of 0 end the throttling.
     ///
     /// # Errors
-    /// Fails if the host cannot create the throttle's thread.
+    /// Returns an error if the host cannot create the throttle's thread.
     pub fn set_throttle(&mut self, shares: &[f64]) -> Result<()> {
         self.throttle.set(shares).map_err(|source| Error::Thread { cpu: 0, source })
     }

@@ -31,8 +31,9 @@ impl Vm {
     }
 
     /// Resets the machine to the state before its first kernel, after its guest has requested a
-    /// reset. Processors, interrupt controllers and devices are as new, and memory is all zeros. A
-    /// kernel can be [loaded](Self::load) next. The VM keeps its disks and networks.
+    /// reset. Processors, interrupt controllers and devices are in their initial state, and the
+    /// memory contains only zeros. Next, [load](Self::load) a kernel. The VM keeps its disks and
+    /// networks.
     ///
     /// # Errors
     /// Returns [`Error::WrongState`] if the guest has not requested a reset, or if the guest was
@@ -64,9 +65,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Quiesces the devices and writes out disk data to where another host finds it. The guest must
-    /// be paused, or never started. Takes no longer than `within` and no longer than 10 s.
-    /// [`resume`](Self::resume) resumes the devices.
+    /// Quiesces the devices, and writes disk data to the storage, so that another host can read it.
+    /// The guest must be paused, or must never have been started. The call takes at most `within`,
+    /// and at most 10 s. [`resume`](Self::resume) resumes the devices.
     ///
     /// # Errors
     /// Returns an error that [is busy](Error::is_busy) if more time is needed, [`Error::Disk`] if
@@ -80,13 +81,13 @@ impl Vm {
         Ok(disk::sync(self.shared.devices.disks(), deadline)?)
     }
 
-    /// Quiesces the devices ([`quiesce`](Self::quiesce)) and saves vCPUs, interrupt controllers and
-    /// devices. The guest must be paused, or never started. [`resume`](Self::resume) resumes the
-    /// devices.
+    /// Quiesces the devices ([`quiesce`](Self::quiesce)), and saves the state of vCPUs, interrupt
+    /// controllers and devices. The guest must be paused, or must never have been started.
+    /// [`resume`](Self::resume) resumes the devices.
     ///
     /// # Errors
-    /// Fails as [`quiesce`](Self::quiesce) does. Returns [`Error::State`] if KVM refuses a part of
-    /// the state.
+    /// Returns an error in the cases of [`quiesce`](Self::quiesce), and [`Error::State`] if KVM
+    /// refuses a part of the state.
     pub fn save_state(&mut self) -> Result<Vec<Section>> {
         self.quiesce(bus::PATIENCE)?;
         self.save_quiesced()
@@ -112,12 +113,13 @@ impl Vm {
         Ok(sections)
     }
 
-    /// Releases the disks for the VM that gets the guest. The guest's state must have been
+    /// Releases the disks for the VM to which the guest moves. The guest's state must have been
     /// [saved](Self::save_state), and the guest must not have run since. The guest can still be
-    /// [resumed](Self::resume) if no other VM has taken the disks.
+    /// [resumed](Self::resume), unless another VM has taken the disks.
     ///
     /// # Errors
-    /// Fails if a disk may still be locked. Returns [`Error::WrongState`] if the guest runs.
+    /// Returns an error if a disk may still be locked. Returns [`Error::WrongState`] if the guest
+    /// runs.
     pub fn release(&mut self) -> Result<()> {
         self.expect("release the guest's disks", &[Stage::Paused, Stage::Ready])?;
         Ok(disk::give_up(self.shared.devices.disks())?)
