@@ -8,7 +8,7 @@ use super::svg::{
     y_tick,
 };
 
-/// Bars of one group.
+/// Group of bars with one colour, which has one bar for each interval.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Group {
     /// Name of the group in the legend.
@@ -28,9 +28,10 @@ pub struct Bars {
     pub x_label: String,
     /// Label beside the y axis, with its unit.
     pub y_label: String,
-    /// Start of each interval, and the end of the last one: powers of the same number, ascending.
+    /// Start of each interval, and the end of the last interval. The values must be ascending
+    /// powers of the same number.
     pub bounds: Vec<f64>,
-    /// Marked value on the x axis, and its label.
+    /// Value on the x axis that is marked, and the label of the mark.
     pub mark: Option<(f64, String)>,
     /// Groups of bars.
     pub groups: Vec<Group>,

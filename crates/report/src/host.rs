@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Properties of a host that matter to a migration. No names and no addresses.
+/// Properties of a host that influence a migration. They contain no names and no addresses of the
+/// host.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Host {
     /// Model name of the processor.
@@ -21,15 +22,16 @@ pub struct Host {
     pub congestion_control: String,
     /// Transparent huge pages: `always`, `madvise` or `never`.
     pub thp: String,
-    /// Load average of the minute before the run. Other work on the host appears in it, and
-    /// distorts the results.
+    /// Load average of the minute before the run. It shows other work on the host, which distorts
+    /// the results.
     pub load_1m: f64,
-    /// Time at which the run started: UTC, RFC 3339.
+    /// Time at which the run started, in UTC and in the format of RFC 3339.
     pub date: String,
 }
 
 impl Host {
-    /// Returns a line that warns of figures from a host that was busy with other work.
+    /// Returns a line that warns of distorted figures if the host was busy with other work, and
+    /// `None` otherwise.
     pub fn busy_text(&self) -> Option<String> {
         (self.load_1m > BUSY_LOAD).then(|| {
             format!(

@@ -1,5 +1,5 @@
-//! HTML page with headings, paragraphs, tables and figures. One file, without scripts and without
-//! external resources.
+//! HTML page with headings, paragraphs, tables and figures. The page is a single file without
+//! scripts and external resources.
 
 use super::escape;
 use super::svg::{Chart, Tone};
@@ -28,7 +28,7 @@ impl Render for Text<'_> {
 /// Maximum number of columns that fit on paper without line breaks in figures.
 const FEW: usize = 8;
 
-/// One row of [`Page::shares`].
+/// Part of a whole, which [`Page::shares`] draws as one row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Share {
     /// Name of the part.
@@ -43,7 +43,7 @@ pub struct Share {
     pub tone: Tone,
 }
 
-/// Page that is built from head to end.
+/// HTML page under construction. Each method adds content at the end.
 #[derive(Debug)]
 pub struct Page {
     title: String,
@@ -86,7 +86,7 @@ impl Page {
         self.add(&html! { p.soft { (PreEscaped(escape(text))) } });
     }
 
-    /// Adds figures with their names, the most important first.
+    /// Adds figures with their names. The most important figure must come first.
     pub fn facts(&mut self, facts: &[(&str, String)]) {
         self.add(&html! {
             dl.facts { @for (name, value) in facts { div { dt { (Text(name)) } dd { (Text(value)) } } } }
@@ -141,14 +141,15 @@ impl Page {
         });
     }
 
-    /// Adds details that most readers skip: collapsed until clicked, and not printed.
+    /// Adds details that most readers skip. They are collapsed until the reader clicks on
+    /// `summary`, and are not printed. `fill` adds their content.
     pub fn more(&mut self, summary: &str, fill: impl FnOnce(&mut Page)) {
         let mut inner = Page::new("");
         fill(&mut inner);
         self.add(&html! { details { summary { (Text(summary)) } (PreEscaped(inner.body)) } });
     }
 
-    /// Returns the complete file.
+    /// Returns the content of the complete HTML file.
     pub fn finish(self) -> String {
         let Page { title, body, headings } = self;
         let contents = html! {

@@ -1,4 +1,4 @@
-//! Result files: their content, and errors of files that are not results.
+//! Result files, and the errors of files that do not contain results.
 
 use super::migration::{Migration, Recorder};
 use crate::json::Document;
@@ -10,13 +10,13 @@ use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-/// Maximum number of files on one page: more than a reader can compare, and less than a browser can
-/// handle.
+/// Maximum number of files on one page. It is more than a reader can compare, and less than a
+/// browser can handle.
 pub const MOST_FILES: usize = 500;
-/// Maximum length of a file in bytes: the events of some hours.
+/// Maximum length of a file in bytes, which is sufficient for the events of some hours.
 const MOST_BYTES: u64 = 1 << 30;
-/// Maximum length of a JSON value in bytes. The largest results, of whole benches, have a third of
-/// a megabyte.
+/// Maximum length of a JSON value in bytes. The largest results, which are those of whole benches,
+/// have a third of a megabyte.
 const MOST_VALUE_BYTES: u64 = 16 << 20;
 /// Maximum number of results in one file.
 const MOST_RESULTS: usize = 100;
@@ -41,7 +41,7 @@ pub enum InputError {
         /// Kind of the file.
         what: &'static str,
     },
-    /// The file or a value is longer than any result.
+    /// The file, or a value in it, is longer than any result can be.
     #[error("{}: {what} of more than {limit} bytes; this is not a result of vmferry", path.display())]
     TooLarge {
         /// Path of the file.
@@ -99,7 +99,10 @@ pub enum Found {
     Bench(Box<Document>),
 }
 
-/// Returns an error if there are more files than a page can hold.
+/// Checks that a page can hold the results of all `paths`.
+///
+/// # Errors
+/// Returns [`InputError::TooMany`] if there are more than [`MOST_FILES`] paths.
 pub fn check_count(paths: &[PathBuf]) -> Result<(), InputError> {
     match paths.get(MOST_FILES) {
         Some(first) => Err(InputError::TooMany { count: paths.len(), first: first.clone() }),
@@ -107,11 +110,15 @@ pub fn check_count(paths: &[PathBuf]) -> Result<(), InputError> {
     }
 }
 
-/// Returns the results in a file: documents of benches and migrations, one after another, or the
-/// lines of `--events`.
+/// Returns the results in a file. The file contains documents of benches and migrations, one after
+/// another, or the lines that the option `--events` writes.
+///
+/// # Errors
+/// Returns an [`InputError`] if the file cannot be read, or if it does not contain results.
 pub fn read(path: &Path) -> Result<Vec<Found>, InputError> {
     let unreadable = |source| InputError::Unreadable { path: path.into(), source };
-    // The file type is checked before the file is opened: opening a pipe would wait for its writer.
+    // Check the type of the file before it is opened, because opening a pipe would wait for its
+    // writer.
     let metadata = std::fs::metadata(path).map_err(unreadable)?;
     if !metadata.is_file() {
         let what = if metadata.is_dir() { "a directory" } else { "not a regular file" };
@@ -163,7 +170,7 @@ fn failure(path: &Path, error: serde_json::Error, used: u64) -> InputError {
     }
 }
 
-/// Removes numbers that no measurement has: they would distort every axis.
+/// Removes numbers that no measurement can have, because they would distort every axis.
 fn tamed(mut document: Document) -> Document {
     for case in &mut document.cases {
         case.metrics.retain(|_, value| value.is_finite() && value.abs() < 1e18);

@@ -2,8 +2,8 @@
 //!
 //! `{"bench": "scan", "host": {...}, "version": "...", "cases": [{"name": "...", "params": {...},
 //! "metrics": {"..._us": 1.0}}], "summary": {...}}`. A case that could not run has `"skipped":
-//! "why"` and no metrics. Numbers are decimal. The name of a metric ends with its unit, and a ratio
-//! has no unit.
+//! "why"` and no metrics. Numbers are decimal. The name of a metric ends with its unit, unless the
+//! metric is a ratio.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write};
@@ -25,7 +25,7 @@ pub struct Document {
     pub version: String,
     /// Measured cases, one for each compared program or method.
     pub cases: Vec<Case>,
-    /// Conclusions: the ratios that the bench computes.
+    /// Conclusions of the bench, such as the ratios that it computes.
     pub summary: BTreeMap<String, Value>,
 }
 
@@ -41,13 +41,16 @@ impl Document {
         }
     }
 
-    /// Returns the cases whose parameter `purpose` is this text.
+    /// Returns the cases whose parameter `purpose` has the given value.
     pub fn with_purpose<'a>(&'a self, purpose: &str) -> impl Iterator<Item = &'a Case> + use<'a> {
         let purpose = Value::from(purpose);
         self.cases.iter().filter(move |case| case.params.get("purpose") == Some(&purpose))
     }
 
-    /// Writes the document and a line end.
+    /// Writes the document as JSON, and a line feed.
+    ///
+    /// # Errors
+    /// Returns the error of `to`.
     pub fn write(&self, mut to: impl Write) -> io::Result<()> {
         serde_json::to_writer_pretty(&mut to, self)?;
         writeln!(to)
@@ -66,29 +69,29 @@ impl Document {
     }
 }
 
-/// One measured case, or a case that could not run.
+/// Case of a bench, which was measured or could not run.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Case {
     /// Name of the case, unique in its document.
     pub name: String,
-    /// Parameters that distinguish the case: sizes, programs, channels.
+    /// Parameters that distinguish the case from others, such as sizes, programs and channels.
     pub params: BTreeMap<String, Value>,
-    /// Measured values, always finite.
+    /// Measured values by name. All of them are finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
-    /// Measurement over time.
+    /// Measurement over time, if the case has one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub series: Option<Series>,
     /// Histogram of single events over all rounds. The value of a key is the number of events that
     /// were shorter than the key in microseconds and not shorter than the previous key.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub hist_us: BTreeMap<u64, u64>,
-    /// Reason why the case did not run.
+    /// Reason why the case could not run, or `None` if it was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub skipped: Option<String>,
 }
 
-/// Quantity over time: one value for each step.
+/// Quantity over time, with one value for each step.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Series {
     /// Name of the quantity, with its unit.
@@ -121,16 +124,16 @@ impl Case {
         self
     }
 
-    /// Adds a metric. A value that is not finite (a ratio to zero) is omitted, because JSON cannot
-    /// express it.
+    /// Adds a metric. A value that is not finite, such as a ratio to zero, is omitted because JSON
+    /// cannot express it.
     pub fn metric(&mut self, name: impl Into<String>, value: f64) {
         if value.is_finite() {
             self.metrics.insert(name.into(), value);
         }
     }
 
-    /// Adds a metric of several rounds: the median under its name, the extremes under `_min` and
-    /// `_max`.
+    /// Adds a metric that was measured in several rounds: the median under the name `name`, and the
+    /// extremes under the names with `_min` and `_max` appended.
     pub fn spread(&mut self, name: &str, spread: Option<Spread>) {
         if let Some(Spread { median, min, max, .. }) = spread {
             self.metric(name, median);
@@ -145,7 +148,8 @@ impl Case {
         self.metrics.get(name).map_or("-".into(), |median| format!("{median:.digits$}"))
     }
 
-    /// Returns the median of metric `name` with the distance of the farthest round.
+    /// Returns the median of metric `name` for display, with its distance to the round that is
+    /// farthest from it.
     pub fn spread_text(&self, name: &str, digits: usize) -> String {
         let of = |suffix: &str| self.metrics.get(&format!("{name}{suffix}")).copied();
         let median = self.text(name, digits);

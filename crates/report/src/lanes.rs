@@ -1,10 +1,10 @@
-//! Time spans as bars in rows, on one axis.
+//! Chart that draws time spans as bars in rows, on one axis.
 
 use super::escape;
 use super::svg::{LEFT, LETTER, RIGHT, Tone, WIDTH, begin, rule, short, ticks};
 use std::fmt::Write;
 
-/// Time span.
+/// Time span, which is drawn as a bar.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Span {
     /// Start and end on the x axis.

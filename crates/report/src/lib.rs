@@ -26,13 +26,14 @@ mod whole;
 pub use stats::Spread;
 pub use whole::page;
 
-/// Returns `count` as a number for charts.
+/// Converts `count` to a number for charts.
 #[expect(clippy::cast_precision_loss, reason = "charts need no more than 53 bits")]
 fn to_f64(count: u64) -> f64 {
     count as f64
 }
 
-/// Returns `text` with the characters replaced that have a meaning in HTML and SVG.
+/// Returns `text` with those characters escaped that have a meaning in HTML and SVG. Control
+/// characters that XML cannot express are replaced.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {

@@ -1,23 +1,23 @@
-//! Data of a migration for a page, taken from its JSON. Missing values stay missing, and every
-//! value is checked.
+//! Data of a migration for a page, taken from its JSON document. Every value is checked, and values
+//! that are missing in the document stay missing.
 
 use serde_json::Value;
 use std::collections::BTreeMap;
 
-/// Maximum number of samples that are kept of a recording. Beyond it, every second sample is
-/// dropped.
+/// Maximum number of samples that are kept of a recording. If there are more, every second sample
+/// is dropped.
 const MOST_SAMPLES: usize = 2048;
 /// Maximum number of figures in the list of all figures.
 const MOST_FIGURES: usize = 20_000;
 /// Maximum magnitude of a measurement.
 const LARGEST: f64 = 1e18;
 
-/// One migration.
+/// Result of one migration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Migration {
     /// Id with 32 hexadecimal digits, or empty if unknown.
     pub id: String,
-    /// Outcome of the migration, or its last state.
+    /// Outcome of the migration, or its last recorded state if its end was not recorded.
     pub state: String,
     /// Reason why the migration did not complete.
     pub error: Option<String>,
@@ -31,18 +31,19 @@ pub struct Migration {
     pub passes: Vec<Pass>,
     /// Phases of the migration.
     pub phases: Vec<Phase>,
-    /// Parts of the downtime: name, ms.
+    /// Parts of the downtime, each with its name and its duration in ms.
     pub downtime: Vec<(&'static str, f64)>,
-    /// Number of faults that took less than the key in microseconds, and not less than the previous
-    /// key.
+    /// Histogram of the faults. The value of a key is the number of faults that took less than the
+    /// key in microseconds and not less than the previous key.
     pub hist_us: BTreeMap<u64, u64>,
-    /// Writes of the guest per second, over time in ms since the start.
+    /// Speed of the guest: points of the time in ms since the start of the migration, and the
+    /// writes per second.
     pub speed: Vec<(f64, f64)>,
     /// Samples during the migration.
     pub samples: Vec<Sample>,
-    /// Every figure by its path, such as `bytes.wire`.
+    /// All figures of the document by their path, such as `bytes.wire`.
     pub figures: BTreeMap<String, f64>,
-    /// Every value by its path, as text.
+    /// All values of the document, each with its path and its text.
     pub everything: Vec<(String, String)>,
 }
 
@@ -77,7 +78,7 @@ pub struct Phase {
 pub struct Sample {
     /// Time of the sample, in ms since the start of the migration.
     pub at_ms: f64,
-    /// Number of bytes of pages that were not sent yet.
+    /// Number of bytes in pages that have not been sent yet.
     pub remaining: Option<f64>,
     /// Number of bytes per second that the guest dirties.
     pub dirty: Option<f64>,
@@ -103,12 +104,13 @@ pub const DOWNTIME_PARTS: [&str; 9] = [
 ];
 
 impl Migration {
-    /// Returns the figure at a path.
+    /// Returns the figure at the path `path`, such as `bytes.wire`.
     pub fn figure(&self, path: &str) -> Option<f64> {
         self.figures.get(path).copied()
     }
 
-    /// Returns the text that is equal for repeated migrations of one kind.
+    /// Returns a text that describes the kind of the migration. It is equal for repeated migrations
+    /// of the same kind.
     pub fn alike(&self) -> String {
         let parts = [self.kind.as_str(), &self.mode, &self.tracker];
         parts.into_iter().filter(|part| !part.is_empty()).collect::<Vec<_>>().join(", ")

@@ -1,10 +1,10 @@
-//! Medians with their spread, in rows on one axis.
+//! Chart that draws medians with their spread, in rows on one axis.
 
 use super::escape;
 use super::svg::{LETTER, RIGHT, Tone, WIDTH, begin, rule, short, ticks};
 use std::fmt::Write;
 
-/// Median with its extremes.
+/// Median with its extremes, which is drawn as one row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Range {
     /// Label left of the row. The part before a `/` separates groups.

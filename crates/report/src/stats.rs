@@ -1,7 +1,8 @@
 //! Median and spread of a few repeats.
 //!
-//! The compared programs are measured in turn within each round, and a comparison is a ratio within
-//! a round. So drift on the host (caches, other load, clock frequency) affects all of them alike.
+//! Within each round, the compared programs are measured in turn, and a comparison is a ratio
+//! within a round. Therefore drift on the host (caches, other load, clock frequency) affects all
+//! programs alike.
 
 /// Median and extremes of some repeats.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -17,8 +18,7 @@ pub struct Spread {
 }
 
 impl Spread {
-    /// Returns the spread of these values without those that are not finite, or `None` if no value
-    /// is left.
+    /// Returns the spread of the finite values among `values`, or `None` if there are none.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted: Vec<f64> = values.into_iter().filter(|value| value.is_finite()).collect();
         sorted.sort_by(f64::total_cmp);
@@ -32,8 +32,8 @@ impl Spread {
         Some(Spread { median, min, max, repeats: sorted.len() })
     }
 
-    /// Returns the spread of the ratios of `ours` to `theirs`, round by round. Rounds with a
-    /// missing value do not count.
+    /// Returns the spread of the ratios of `ours` to `theirs`, computed round by round. Rounds with
+    /// a missing value are ignored. Returns `None` if no round is left.
     pub fn of_ratios(ours: &[Option<f64>], theirs: &[Option<f64>]) -> Option<Self> {
         Self::of(ours.iter().zip(theirs).filter_map(|(a, b)| Some((*a)? / (*b)?)))
     }

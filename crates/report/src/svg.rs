@@ -1,4 +1,5 @@
-//! Line charts as SVG, legible separately and in a page, on a light and on a dark background.
+//! Line charts as SVG, which are legible as separate files and in a page, on a light and on a dark
+//! background.
 
 use super::escape;
 use std::fmt::Write;
@@ -59,15 +60,16 @@ pub struct Chart {
     pub x_label: String,
     /// Label beside the y axis, with its unit.
     pub y_label: String,
-    /// True for a logarithmic y axis. Values below its smallest decade lie on its lower edge.
+    /// True for a logarithmic y axis. Values below the smallest decade are drawn on the lower edge.
     pub log_y: bool,
-    /// Start and end of the x axis and of the y axis. `None` uses the extent of the lines.
+    /// Start and end of the x axis and of the y axis. With `None`, an axis has the extent of the
+    /// lines.
     pub ranges: [Option<(f64, f64)>; 2],
     /// Position on the x axis at which an event begins for all lines, and the name of the event.
     pub start: Option<(f64, String)>,
     /// Name of the mark at the end of a line.
     pub end_name: String,
-    /// Shaded ranges of the x axis: from, to.
+    /// Ranges of the x axis that are shaded, each with its start and its end.
     pub bands: Vec<(f64, f64)>,
     /// Lines of the chart. Later lines are drawn above earlier ones.
     pub lines: Vec<Line>,
@@ -181,7 +183,7 @@ pub(super) fn ticks(low: f64, high: f64, count: f64) -> Vec<f64> {
     ticks
 }
 
-/// Returns a value in few letters: 250k, 1.5M, 0.2.
+/// Returns `value` as a short text, such as `250k`, `1.5M` or `0.2`.
 pub fn short(value: f64) -> String {
     let (scaled, unit) = match value.abs() {
         size if size >= 1e9 => (value / 1e9, "G"),

@@ -17,7 +17,7 @@ struct Named<T> {
     result: T,
 }
 
-/// Returns the page of some results, each with the name of its file.
+/// Returns an HTML page that displays `results`, each with the name of its file.
 pub fn page(results: Vec<(String, Found)>) -> String {
     let (mut migrations, mut benches) = (Vec::new(), Vec::new());
     for (name, found) in results {
