@@ -193,10 +193,7 @@ statuses.
     #[test]
     fn examples_of_a_manual_page_keep_their_lines() {
         let section = literal_section("EXAMPLES", "Examples:\n  vmferry run --cpus 2 \\\n  .hidden\n");
-        assert_eq!(
-            section,
-            ".SH EXAMPLES\n.nf\n  vmferry run \\-\\-cpus 2 \\e\n  .hidden\n.fi\n"
-        );
+        assert_eq!(section, ".SH EXAMPLES\n.nf\n  vmferry run \\-\\-cpus 2 \\e\n  .hidden\n.fi\n");
         assert!(literal_section("A", ".b\n").contains("\n\\&.b\n"));
     }
 
