@@ -24,6 +24,10 @@ pub enum Backing {
     /// Any other memory, for example a memfd of huge pages. Such a memfd cannot report which pages
     /// were written, because `SEEK_DATA` finds data everywhere. Therefore every page counts as
     /// touched.
+    ///
+    /// Shared memory that the kernel can swap out must be [`Memfd`](Self::Memfd): of memory of this
+    /// variant, [`WpTracker`](crate::WpTracker) does not find pages that were written and then
+    /// swapped out.
     Other,
 }
 

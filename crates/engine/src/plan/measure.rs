@@ -149,7 +149,7 @@ pub fn measure(
     let stopped = tracker.stop();
     let (watched, protect_page_s, touched) = watched?;
     stopped?;
-    let Stopping { pause_s, quiesce_s, save_s, state_bytes, paused, busy } =
+    let Stopping { pause_s, quiesce_s, save_s, state_bytes, pauses, paused, busy } =
         measure_stopping(vm, settings.downtime_limit.clamp(SHORTEST_TRIAL_PAUSE, LONGEST_TRIAL_PAUSE))?;
     let free_pages = if settings.free_pages { count_free_pages(vm, &touched) } else { 0 };
     let (looked, zero) = count_zeros(&*memory, &touched)?;
@@ -186,7 +186,7 @@ pub fn measure(
         tracked_ms: tracked.as_secs_f64() * 1e3,
         faults,
         faults_ms: faults as f64 * fault_s * 1e3,
-        pauses: TRIAL_PAUSES,
+        pauses,
         paused_ms: paused.as_secs_f64() * 1e3,
     };
     Ok(GuestMeasurement { inputs, cost, tracker: kind.to_string(), busy })
@@ -267,6 +267,8 @@ struct Stopping {
     quiesce_s: f64,
     save_s: f64,
     state_bytes: f64,
+    /// Number of trial pauses.
+    pauses: u32,
     /// Total time for which the guest was stopped.
     paused: Duration,
     busy: Option<String>,
@@ -281,6 +283,7 @@ fn measure_stopping(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping,
             quiesce_s: 0.0,
             save_s: save.as_secs_f64(),
             state_bytes: state_bytes as f64,
+            pauses: 0,
             paused: Duration::ZERO,
             busy: None,
         });
@@ -306,12 +309,21 @@ fn measure_stopping(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping,
             quiesce_s: quiesce_s.min(before.0),
             save_s: save_s.min(before.1),
             state_bytes: sections.iter().map(|section| section.payload.len() as f64).sum(),
+            pauses: TRIAL_PAUSES,
             paused,
             busy: None,
         });
     }
     // For a guest that could not be saved, the save time is an estimate.
-    let guess = Stopping { pause_s, quiesce_s: 0.0, save_s: USUAL_SAVE_S, state_bytes: 0.0, paused, busy };
+    let guess = Stopping {
+        pause_s,
+        quiesce_s: 0.0,
+        save_s: USUAL_SAVE_S,
+        state_bytes: 0.0,
+        pauses: TRIAL_PAUSES,
+        paused,
+        busy,
+    };
     Ok(best.map_or(guess, |best| Stopping { pause_s, paused, ..best }))
 }
 

@@ -42,6 +42,9 @@ pub(crate) const UNSENT: Duration = Duration::from_millis(4);
 /// thread of the target fills each huge page.
 const MIN_CHUNK_PAGES: u64 = 512;
 
+/// Largest number of pages in a chunk. A frame takes any run of zeros of one chunk.
+const MAX_CHUNK_PAGES: u64 = 1 << 20;
+
 /// Reason why a channel stopped.
 #[derive(Debug)]
 pub(crate) enum SenderError {
@@ -312,7 +315,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// Returns this channel's chunks of a region.
     fn chunks(&self, position: usize, region: Region) -> impl Iterator<Item = Range<u64>> + use<S> {
         let pages = region.pages();
-        let size = self.shared.protect.chunk_pages().max(MIN_CHUNK_PAGES);
+        let size = self.shared.protect.chunk_pages().clamp(MIN_CHUNK_PAGES, MAX_CHUNK_PAGES);
         let (channels, index) = (u64::from(self.shared.channels), u64::from(self.index));
         let mine = move |chunk: &u64| (chunk + position as u64) % channels == index;
         (0..pages.div_ceil(size)).filter(mine).map(move |chunk| chunk * size..((chunk + 1) * size).min(pages))
