@@ -48,11 +48,14 @@ fn plan_predicts_and_moves_nothing() {
         print_line(format!("{kind}: precopy in {expected:.0} ms, {}", made["reason"]));
         // Nothing has moved: source and target are unchanged, and the guest can still move.
         assert_eq!(target.status().unwrap()["vm"]["place"], "awaited");
-        let moved = source.migrate(&uri, &["--plan", "--json", "-"]);
+        let moved = source.migrate(&uri, &["--plan", "--max-bandwidth", "100M/s", "--json", "-"]);
         assert_eq!(code(&moved), 0, "{moved:?}");
         let report = document(&moved);
         assert_eq!(report["plan"]["mode"], "precopy", "{report}");
         assert!(report["plan"]["error"]["total_pct"].is_number(), "{report}");
+        // The guest writes 1000 times a second. Writes during the planning are not counted.
+        let during = report["guest"]["during_writes_per_s"].as_f64().unwrap();
+        assert!(during < 2000.0, "{kind}: {}", report["guest"]);
         target.goes_on();
         target.whole();
     });

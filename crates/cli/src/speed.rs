@@ -56,9 +56,15 @@ pub(crate) struct Start {
 impl Start {
     /// Returns the state of the guest at this moment.
     pub(crate) fn now(speed: &Speed, probe: &SharedProbe) -> Self {
+        let unknown = Self { began: Instant::now(), speed: speed.recent(), sample: None, stall_sum_us: None };
+        unknown.again(probe)
+    }
+
+    /// Returns the state of the guest at this moment, with the speed before of `self`.
+    pub(crate) fn again(self, probe: &SharedProbe) -> Self {
         let stats = probe.stats().ok();
         let (sample, stall_sum_us) = (stats.as_ref().map(Sample::of), stats.as_ref().map(stall_sum_us));
-        Self { began: Instant::now(), speed: speed.recent(), sample, stall_sum_us }
+        Self { began: Instant::now(), speed: self.speed, sample, stall_sum_us }
     }
 
     /// Returns the member `guest` of a migration's document, whose other members are in `report`.

@@ -33,6 +33,7 @@ pub(crate) fn moved(
             return Err(MigrateError::Vm(VmError::new(error.context("no plan can be made"))));
         }
         Err(error) => {
+            shared.end_planning();
             let report = migrate(machine.source(), uri, tracker, settings, &handle)?;
             return Ok((report, json!({ "failed": format!("{error:#}") })));
         }
@@ -40,6 +41,7 @@ pub(crate) fn moved(
     let chosen = if auto { choose(&made, settings) } else { Strategy::of(settings) };
     let mut own = if auto { follow(&made, chosen, settings) } else { settings.clone() };
     tracing::info!("the plan: {chosen}, because {}", made.plan.reason);
+    shared.end_planning();
     let mut report = migrate(machine.source(), uri, tracker, &own, &handle)?;
     let mut refused = None;
     if auto && report.refused_feature {

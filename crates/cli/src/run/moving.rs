@@ -141,7 +141,6 @@ fn move_away(
     settings: &Settings,
 ) -> (GuestPlace, Status) {
     let handle = shared.handle();
-    let start = shared.start();
     shared.speed.record();
     let mut scores = None;
     let result = match uri {
@@ -156,7 +155,7 @@ fn move_away(
         }
         _ => migrate(machine.source(), connector, tracker, settings, &handle),
     };
-    let after = shared.probe.stats().ok();
+    let (start, after) = (shared.start(), shared.probe.stats().ok());
     let here = machine.place();
     let place = result.as_ref().map_or(here, |report| place_after(report, request.keep_running, here));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);

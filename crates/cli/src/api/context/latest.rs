@@ -27,6 +27,13 @@ impl RunContext {
         self.set_place(GuestPlace::Moving);
     }
 
+    /// Records that the planning has ended: times of the migration and the guest's speed during it
+    /// count from this moment. The guest's speed before is that before the planning.
+    pub(crate) fn end_planning(&self) {
+        let planned = self.start();
+        lock(&self.migration).start = Some(planned.again(&self.probe));
+    }
+
     /// Returns the handle of the migration that was begun.
     pub(crate) fn handle(&self) -> Arc<MigrationHandle> {
         lock(&self.migration).handle.get_or_insert_default().clone()
