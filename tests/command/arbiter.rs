@@ -304,7 +304,7 @@ fn different_arbiters_are_refused_before_the_migration() {
     refused(arbiter_uri, Some(&absent), "the arbiter cannot be used");
     refused(arbiter_uri, Some("etcd:http://192.0.2.1:2379"), "use https, or --insecure");
     let output = source.migrate(arbiter_uri, &["--fence", "consul:x"]);
-    assert!(code(&output) == 2 && errors(&output).contains("is no arbiter"), "{output:?}");
+    assert!(code(&output) == 2 && errors(&output).contains("is not an arbiter"), "{output:?}");
     // Both targets still wait for a guest.
     plain.wait("the target waiting", |s| s["vm"]["place"] == "awaited");
     let output = source.migrate(arbiter_uri, &["--fence", &etcd.arbiter(), "--verify"]);

@@ -29,7 +29,7 @@ pub(super) fn read(status: &str, success: bool, body: &[u8]) -> Result<Value, St
             Err(format!("{status}: {}", shown(value["error"].as_str().unwrap_or_default())))
         }
         _ => {
-            Err(format!("{status}, which is no answer of etcd: '{}'", shown(&String::from_utf8_lossy(body))))
+            Err(format!("{status}, which is not an answer of etcd: '{}'", shown(&String::from_utf8_lossy(body))))
         }
     }
 }

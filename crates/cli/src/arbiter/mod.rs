@@ -40,7 +40,7 @@ impl FromStr for ArbiterArg {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let form = "write etcd:http://127.0.0.1:2379, or etcd:https://one:2379,https://two:2379,ca=FILE";
-        let rest = text.strip_prefix("etcd:").ok_or_else(|| format!("'{text}' is no arbiter; {form}"))?;
+        let rest = text.strip_prefix("etcd:").ok_or_else(|| format!("'{text}' is not an arbiter; {form}"))?;
         let (ca, cert, key, user, password) = (None, None, None, None, None);
         let mut arg = Self { endpoints: Vec::new(), prefix: PREFIX.into(), ca, cert, key, user, password };
         for part in rest.split(',') {
@@ -51,7 +51,7 @@ impl FromStr for ArbiterArg {
                 Some(("key", file)) => arg.key = Some(file.into()),
                 Some(("user", name)) => arg.user = Some(name.into()),
                 Some(("password", file)) => arg.password = Some(file.into()),
-                _ => arg.endpoints.push(endpoint(part).ok_or_else(|| format!("'{part}' is no URL; {form}"))?),
+                _ => arg.endpoints.push(endpoint(part).ok_or_else(|| format!("'{part}' is not a URL; {form}"))?),
             }
         }
         if arg.endpoints.is_empty() || arg.endpoints.len() > MOST_ENDPOINTS {

@@ -101,7 +101,7 @@ const NUMBERS: &[Number] = &[
         "progress.verdict.converging",
     ),
     ("migration_total", MS, "Duration of the migration", "total_ms"),
-    ("migration_setup", MS, "From the first connection to the first page", "setup_ms"),
+    ("migration_setup", MS, "From the beginning of the migration to the first page", "setup_ms"),
     ("migration_downtime", MS, "Time during which no vCPU ran", "downtime_ms"),
     (
         "migration_predicted_downtime",

@@ -31,7 +31,7 @@ pub enum Uri {
 
 /// Error for a text that is not a migration address.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{text}' is no migration address ({why}); use tcp:HOST:PORT, unix:PATH, fd:N or file:PATH")]
+#[error("'{text}' is not a migration address ({why}); use tcp:HOST:PORT, unix:PATH, fd:N or file:PATH")]
 pub struct UriError {
     text: String,
     why: &'static str,

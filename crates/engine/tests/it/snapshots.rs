@@ -449,7 +449,7 @@ fn truncated_and_unfinished_files_are_refused() {
     refused(&copy, &source, "no header", &["never finished"]);
     for len in [8, 9000] {
         std::fs::write(&copy, vec![b'x'; len]).unwrap();
-        refused(&copy, &source, "a file of another program", &["no snapshot of a guest"]);
+        refused(&copy, &source, "a file of another program", &["not a snapshot of a guest"]);
     }
     let other = Toy::new(demand_paging(Options { vcpus: 7, ..Options::default() }), false);
     let differ = "the machines differ: vCPUs: the guest has 2, the target has 7";

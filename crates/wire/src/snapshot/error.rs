@@ -38,7 +38,7 @@ impl std::fmt::Display for SnapshotPart {
 #[non_exhaustive]
 pub enum SnapshotError {
     /// The file does not start with the bytes of a snapshot.
-    #[error("this is no snapshot of a guest (its first bytes are {0:02x?})")]
+    #[error("this is not a snapshot of a guest (its first bytes are {0:02x?})")]
     Foreign([u8; 8]),
     /// The file was never completed: its header, which is written last, is empty.
     #[error("this snapshot was never finished: its header is empty")]
