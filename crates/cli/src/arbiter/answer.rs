@@ -28,9 +28,10 @@ pub(super) fn read(status: &str, success: bool, body: &[u8]) -> Result<Value, St
         Some(value) if value["error"].is_string() => {
             Err(format!("{status}: {}", shown(value["error"].as_str().unwrap_or_default())))
         }
-        _ => {
-            Err(format!("{status}, which is not an answer of etcd: '{}'", shown(&String::from_utf8_lossy(body))))
-        }
+        _ => Err(format!(
+            "{status}, which is not an answer of etcd: '{}'",
+            shown(&String::from_utf8_lossy(body))
+        )),
     }
 }
 

@@ -51,7 +51,9 @@ impl FromStr for ArbiterArg {
                 Some(("key", file)) => arg.key = Some(file.into()),
                 Some(("user", name)) => arg.user = Some(name.into()),
                 Some(("password", file)) => arg.password = Some(file.into()),
-                _ => arg.endpoints.push(endpoint(part).ok_or_else(|| format!("'{part}' is not a URL; {form}"))?),
+                _ => arg
+                    .endpoints
+                    .push(endpoint(part).ok_or_else(|| format!("'{part}' is not a URL; {form}"))?),
             }
         }
         if arg.endpoints.is_empty() || arg.endpoints.len() > MOST_ENDPOINTS {
