@@ -24,7 +24,7 @@ fn root() -> PathBuf {
 
 fn pages() -> Vec<Page> {
     let root = root();
-    let mut paths: Vec<_> = ["docs", "docs/decisions"]
+    let mut paths: Vec<_> = ["docs", "docs/decisions", "docs/proposals"]
         .into_iter()
         .flat_map(|folder| std::fs::read_dir(root.join(folder)).unwrap())
         .map(|entry| entry.unwrap().path())
