@@ -13,7 +13,7 @@ pub(super) enum BenchName {
     Reaper,
     /// Cost of free page reports, and migrations with and without them
     FreePage,
-    /// Number of guests that fit if they return free memory, and its cost
+    /// Number of guests that fit if they return free memory, and the cost
     Density,
     /// Page latency in postcopy: vmferry, QEMU and the floor
     Postcopy,
@@ -21,7 +21,7 @@ pub(super) enum BenchName {
     Plan,
     /// Floor of a remote fault: page round trips, and a local fault
     Rtt,
-    /// Every fault at every phase of a migration, and the guest's outcome
+    /// Each fault at each phase of a migration, and what becomes of the guest
     Faults,
     /// A thousand migrations in a row through one process
     Soak,
@@ -44,22 +44,26 @@ const RUNS: &str = "Runs";
 /// Heading of the options for results.
 const RESULTS: &str = "Results";
 
-/// Measure vmferry, QEMU and the floor in one run
+/// Measure vmferry, QEMU and a lower bound in one run
+///
+/// The lower bound is the floor: a plain copy of the same bytes, or the round trip of a page
+/// request on the idle link plus a local fault.
 #[derive(Debug, Parser)]
 #[command(name = "vmferry-bench", version, after_long_help = EXAMPLES)]
 pub(super) struct BenchArgs {
     /// Bench to run
     #[arg(value_enum, value_name = "BENCH")]
     pub(super) name: BenchName,
-    /// Run fewer rounds
+    /// Run fewer rounds, and fewer or smaller cases
     #[arg(long, help_heading = RUNS)]
     pub(super) quick: bool,
-    /// Number of rounds
+    /// Number of rounds [default: depends on the bench and on --quick]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=100), help_heading = RUNS)]
     pub(super) rounds: Option<u16>,
     /// Run only cases and sides whose names contain this text
     ///
-    /// An example is idle/floor-2. The option may be given several times.
+    /// For example: idle/floor-2. If the option is given several times, cases that contain any of
+    /// the texts run.
     #[arg(long, value_name = "TEXT", help_heading = RUNS)]
     pub(super) only: Vec<String>,
     /// Seed that selects the cases of `faults --quick`
@@ -73,15 +77,15 @@ pub(super) struct BenchArgs {
     pub(super) jobs: u8,
     /// Executable of vmferry to measure
     ///
-    /// The default is the one in the folder of this executable.
+    /// The default is `vmferry` in the folder of this executable.
     #[arg(long, value_name = "PATH")]
     pub(super) vmferry: Option<PathBuf>,
-    /// Write the results as JSON to this file, - for standard output
+    /// Write the results as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) json: Option<PathBuf>,
     /// Write the results as a page with charts to this file
     ///
-    /// The benches scan, migrate, rtt, plan, faults, soak, limits and fence have no page.
+    /// Only the benches reaper, free-page, density and postcopy have a page.
     #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) html: Option<PathBuf>,
 }

@@ -79,7 +79,7 @@ pub(crate) enum Command {
     /// Run a guest, or wait for one from another host
     #[command(after_long_help = examples::RUN)]
     Run(Box<RunArgs>),
-    /// Move the guest of a running vmferry to a target
+    /// Move a running guest to a target, or save it to a file
     #[command(after_long_help = examples::MIGRATE)]
     Migrate(Box<MigrateArgs>),
     /// Stop the guest's vCPUs
@@ -88,9 +88,9 @@ pub(crate) enum Command {
     /// Resume the guest's vCPUs
     #[command(after_long_help = examples::RESUME)]
     Resume(ApiArgs),
-    /// Press the guest's power button
+    /// Press the power button of the guest
     ///
-    /// A guest that handles the button shuts itself down.
+    /// A guest whose operating system handles the button shuts itself down.
     #[command(after_long_help = examples::POWERDOWN)]
     Powerdown(ApiArgs),
     /// End the guest and its process
@@ -104,7 +104,8 @@ pub(crate) enum Command {
     DirtyRate(DirtyRateArgs),
     /// Predict a migration before it begins
     ///
-    /// The prediction covers time, downtime, bytes and convergence, and recommends a mode.
+    /// The plan contains the time, the downtime, the bytes, the probability that the migration ends
+    /// by itself, and a recommended mode.
     #[command(after_long_help = examples::PLAN)]
     Plan(PlanArgs),
     /// Print the state of the guest and its migration as JSON
@@ -119,34 +120,36 @@ pub(crate) enum Command {
     Cancel(ApiArgs),
     /// Switch the guest to the target now; its memory follows
     ///
-    /// This applies to a hybrid migration, and to a postcopy migration that waits for I/O.
+    /// The command works if the migration may go over to postcopy: with --mode hybrid, auto or
+    /// postcopy, or with --on-timeout postcopy.
     #[command(after_long_help = examples::SWITCH)]
     Switch(ApiArgs),
     /// Reconnect a lost postcopy link, or resolve unknown ownership
     ///
-    /// Without --take and --abandon, the source reconnects a lost postcopy link. Read
-    /// docs/runbook.md before you use --take or --abandon.
+    /// Without --take and --abandon, the source tries at once to reconnect a lost postcopy link.
+    /// Read docs/runbook.md before you use --take or --abandon.
     #[command(after_long_help = examples::RECOVER)]
     Recover(RecoverArgs),
     /// Show what this host supports, and how to enable the rest
     #[command(after_long_help = examples::CHECK)]
     Check(CheckArgs),
-    /// Make an HTML page of results
+    /// Make an HTML page from results of migrations and benches
     ///
-    /// The results are those of migrations (--json, --events) and of benches (--json).
+    /// The results are files that `migrate --json`, `migrate --events` or `vmferry-bench --json`
+    /// has written.
     #[command(after_long_help = examples::REPORT)]
     Report(ReportArgs),
     /// Print the completion script of a shell
     #[command(after_long_help = examples::COMPLETIONS)]
     Completions {
-        /// Shell that the script is for
+        /// Shell for which the script is written
         #[arg(value_enum)]
         shell: clap_complete::Shell,
     },
-    /// Write the manual pages, one for each command, into a folder
+    /// Write a manual page for each command into a folder
     #[command(after_long_help = examples::MAN)]
     Man {
-        /// Folder, which must exist
+        /// Existing folder for the manual pages
         #[arg(value_name = "FOLDER")]
         folder: PathBuf,
     },
@@ -194,7 +197,7 @@ impl TrackerArg {
 
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Kind of guest; kvm if this host supports it
+    /// Kind of guest [default: kvm if this host has KVM, else process]
     #[arg(long, value_enum, help_heading = heading::GUEST, value_name = "KIND")]
     pub(crate) guest: Option<GuestKind>,
     /// Migration mode
@@ -206,13 +209,13 @@ pub(crate) struct DemoArgs {
     /// Number of vCPUs
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=254), help_heading = heading::GUEST)]
     pub(crate) cpus: u32,
-    /// Memory use of the guest, as in `vmferry run --workload`
+    /// Memory workload of the guest, as in `vmferry run --workload`
     #[arg(long, value_name = "PATTERN[,KEY=VALUE]", default_value = "uniform,ws=256M,rate=100k,fill=random,data=768M", value_parser = workload, help_heading = heading::GUEST)]
     pub(crate) workload: Workload,
-    /// Simulate a link of this rate, for example 2gbit
+    /// Limit the link to this rate, such as 2gbit [default: no limit]
     #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) link: Option<u64>,
-    /// Compare every page on source and target (the demo always does)
+    /// No effect: the demo always compares every page on source and target
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) verify: bool,
     /// Tracker of the guest's writes
@@ -227,7 +230,7 @@ pub(crate) struct DemoArgs {
     /// Confinement of the two processes, as in `run --sandbox`
     #[arg(long, value_enum, default_value = "on", help_heading = heading::GUEST, value_name = "MODE")]
     pub(crate) sandbox: SandboxArg,
-    /// Write the report as JSON to this file, - for standard output
+    /// Write the report as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
@@ -275,15 +278,15 @@ pub(crate) struct RunArgs {
     pub(crate) cpus: u32,
     /// Run the built-in measuring guest with this memory workload
     ///
-    /// The pattern of writes is idle, uniform, sequential or zipf:THETA. Options follow after
-    /// commas: ws=256M is the memory that is written. data=1G is the memory that has content.
-    /// rate=100k is the number of writes per second and vCPU. Without --kernel and --workload the
-    /// guest is idle.
+    /// The pattern of the writes is idle, uniform, sequential or zipf:THETA. Settings follow after
+    /// commas. ws=256M is the size of the memory that the guest writes. data=1G is the size of the
+    /// memory that has content. rate=100k is the number of writes per second of each vCPU. Without
+    /// --kernel and --workload, the measuring guest runs and is idle.
     #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"], help_heading = heading::GUEST)]
     pub(crate) workload: Option<Workload>,
     /// Further arguments of the measuring guest
     ///
-    /// An example is "report=async hints=incremental inflate=1G,by=ranges".
+    /// For example: "report=async hints=incremental inflate=1G,by=ranges".
     #[arg(long, value_name = "ARGS", default_value = "", requires = "workload", help_heading = heading::GUEST)]
     pub(crate) guest_args: String,
     /// Kernel to boot: a Linux bzImage (vmlinuz), or an ELF file with PVH
@@ -298,61 +301,65 @@ pub(crate) struct RunArgs {
     /// Processor that the guest sees
     ///
     /// A guest with `baseline` (x86-64-v2) can move to nearly any host with a processor of the same
-    /// maker. With --incoming, this is the most that an arriving guest may have seen.
+    /// maker. With --incoming, a guest that has seen features beyond this model is refused.
     #[arg(long, value_enum, default_value = "host", help_heading = heading::GUEST, value_name = "MODEL")]
     pub(crate) cpu: CpuArg,
     /// Kind of memory that backs the guest memory
     ///
-    /// Source and target may have different kinds.
+    /// Source and target may use different kinds.
     #[arg(long, value_enum, default_value = "anonymous", help_heading = heading::MEMORY, value_name = "KIND")]
     pub(crate) memory_backing: BackingArg,
-    /// Ask for transparent huge pages
+    /// Back guest memory with transparent huge pages where possible
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = heading::MEMORY)]
     pub(crate) huge_pages: bool,
     /// Keep this host's processors awake while a guest waits for pages
     ///
-    /// This applies to postcopy, if this user may write /dev/cpu_dma_latency.
+    /// The option has an effect only in postcopy, and only if vmferry may write to
+    /// /dev/cpu_dma_latency.
     #[arg(long, value_enum, default_value = "on", help_heading = heading::MIGRATION, value_name = "on|off", hide_possible_values = true)]
     pub(crate) stay_awake: OnOff,
     /// Entries of each vCPU's dirty ring, a power of two
     ///
-    /// A guest with dirty rings has no dirty log.
+    /// A guest with dirty rings can be tracked with --tracker ring, but not with --tracker log.
     #[arg(long, default_value = "off", value_name = "SIZE|off", value_parser = dirty_ring, help_heading = heading::MIGRATION)]
     pub(crate) dirty_ring: DirtyRing,
     /// Give the guest a balloon; same value at source and target
     ///
-    /// The guest gives memory back through the balloon, and can be asked to give back more.
+    /// Through the balloon, the guest returns free memory to the host. `vmferry balloon` can make
+    /// the guest return more.
     #[arg(long, value_enum, default_value = "on", help_heading = heading::MEMORY, value_name = "on|off", hide_possible_values = true)]
     pub(crate) balloon: OnOff,
     /// Offer the balloon extension; same value at source and target
     ///
-    /// The extension has three feature bits beyond virtio 1.2, which docs/balloon-extension.md
-    /// specifies. No driver of Linux accepts these bits. With `off` the balloon is exactly the
-    /// device of virtio 1.2.
+    /// The extension consists of three feature bits beyond virtio 1.2, which
+    /// docs/balloon-extension.md specifies. The drivers of Linux do not accept these bits. With
+    /// `off`, the balloon is exactly the device of virtio 1.2.
     #[arg(long, value_enum, default_value = "on", help_heading = heading::MEMORY, value_name = "on|off", hide_possible_values = true)]
     pub(crate) balloon_extension: OnOff,
-    /// Take guest memory while the host is short; leave at least SIZE
+    /// Shrink the guest while host memory is short, but not below SIZE
     ///
-    /// The balloon follows the memory pressure of the host.
+    /// The size of the balloon follows the memory pressure of the host. Without the option, only
+    /// `vmferry balloon` changes the size.
     #[arg(long, value_name = "SIZE", value_parser = size, help_heading = heading::MEMORY)]
     pub(crate) balloon_auto: Option<u64>,
     /// Give the guest a disk: a raw file or a block device (repeatable)
     ///
-    /// Source and target must reach the same storage, and must be given the same disks.
+    /// Source and target must have access to the same storage, and need the same --disk options in
+    /// the same order.
     #[arg(long = "disk", value_name = "FILE[,readonly]", value_parser = disk, help_heading = heading::DEVICES)]
     pub(crate) disks: Vec<DiskArg>,
-    /// Give the guest a network interface at this tap (repeatable)
+    /// Give the guest a network interface on this tap device (repeatable)
     ///
-    /// The tap is a device of the host. Without mac= the MAC address is random. A guest that comes
-    /// from another host keeps its own address. Source and target must be given the same number of
-    /// interfaces.
+    /// The tap is a device of the host. Without mac=, the MAC address is random. A guest that comes
+    /// from another host keeps its MAC address. Source and target need the same number of --net
+    /// options.
     #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net, help_heading = heading::DEVICES)]
     pub(crate) nets: Vec<NetOptions>,
-    /// Give the copy of a guest new MAC addresses
+    /// Give the restored copy of a guest new MAC addresses
     ///
-    /// Use it with --incoming file:PATH, for a file that `migrate --keep-running` wrote. Each
-    /// interface gets the address that --net gives it, or a random one. The guest's driver reads
-    /// the address at its next start. A guest that moves keeps its addresses.
+    /// Use the option with --incoming file:PATH, if `migrate --keep-running` wrote the file. Each
+    /// interface gets the address in its --net option, or a random address. The driver in the guest
+    /// reads the address when the driver starts next. A guest that moves keeps its addresses.
     #[arg(long, requires = "incoming", help_heading = heading::DEVICES)]
     pub(crate) new_mac: bool,
     /// Give the guest a random number device; same at source and target
@@ -360,15 +367,18 @@ pub(crate) struct RunArgs {
     pub(crate) rng: OnOff,
     /// Action when the guest resets its machine
     ///
-    /// `restart` reads the kernel again and starts the guest. `exit` ends the process (status 5).
-    /// A guest that came from another host has no kernel on this host, so its process ends in
-    /// both cases.
+    /// `restart` reads the kernel again and starts the guest. `exit` ends the process with status
+    /// 5. A guest that came from another host has no kernel on this host. Its process therefore
+    /// ends in both cases.
     #[arg(long, value_enum, default_value = "restart", help_heading = heading::GUEST, value_name = "ACTION")]
     pub(crate) on_reset: OnReset,
     /// Let KVM wake device threads when the guest notifies a device
     #[arg(long, value_enum, default_value = "on", help_heading = heading::DEVICES, value_name = "on|off", hide_possible_values = true)]
     pub(crate) ioeventfd: OnOff,
-    /// Path of the control socket
+    /// Create a control socket at this path
+    ///
+    /// Commands such as `vmferry migrate --api PATH` connect to this socket. Without the option,
+    /// the process has no control socket.
     #[arg(long, value_name = "PATH")]
     pub(crate) api: Option<PathBuf>,
     /// Serve Prometheus metrics at this address, under /metrics
@@ -377,33 +387,35 @@ pub(crate) struct RunArgs {
     /// Let other hosts read the metrics, without encryption or login
     #[arg(long, requires = "metrics", help_heading = heading::METRICS)]
     pub(crate) metrics_public: bool,
-    /// Serial console of the guest: stdio, or a file for its output
+    /// Serial console of the guest: stdio, or a file for the output
     ///
-    /// With stdio the guest also reads input. On a terminal, Ctrl-] ends vmferry.
+    /// With stdio, the guest also reads standard input, and on a terminal Ctrl-] ends vmferry.
+    /// Without the option, the output is discarded.
     #[arg(long, value_name = "stdio|FILE", help_heading = heading::DEVICES)]
     pub(crate) serial: Option<String>,
     /// Wait for a guest at this address
     ///
-    /// The address is tcp:HOST:PORT, unix:PATH or fd:N[,N...]. file:PATH restores the guest from a
-    /// file. The sockets of fd: are one that listens, one that is connected to the source, or
-    /// several connected ones. With `defer`, the command migrate-incoming on the control socket
-    /// gives the address.
+    /// The address is tcp:HOST:PORT, unix:PATH or fd:N[,N...]. In fd:N, N is the number of an
+    /// inherited socket, which listens or is connected to the source. Several numbers are sockets
+    /// that are all connected to the source. file:PATH restores the guest from a file. With
+    /// `defer`, the address is given later, by the command migrate-incoming of the control socket.
     #[arg(long, value_name = "URI|defer", help_heading = heading::MIGRATION)]
     pub(crate) incoming: Option<IncomingArg>,
     /// Keep inherited socket N for a migration, as fd:N (repeatable)
     ///
-    /// The control socket can then name the socket in migrate and migrate-incoming, once. Sockets
-    /// that a service manager passes (LISTEN_FDS) are kept without this option, and so are sockets
-    /// that --incoming names.
+    /// One command migrate or migrate-incoming of the control socket can then use the socket.
+    /// Sockets that --incoming names or that a service manager passes (LISTEN_FDS) are kept without
+    /// this option.
     #[arg(long = "pass-fd", value_name = "N", help_heading = heading::MIGRATION)]
     pub(crate) pass_fds: Vec<i32>,
-    /// Arbiter that decides who owns the guest after a lost link
+    /// Arbiter that decides which host owns the guest after a lost link
     ///
-    /// The arbiter is an etcd, the same for source and target. Further URLs and settings follow
-    /// after commas: prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE.
+    /// The arbiter is an etcd cluster, which must be the same for source and target. Further URLs
+    /// and settings follow after commas: prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME
+    /// with password=FILE.
     #[arg(long = "fence", value_name = "etcd:URL", help_heading = heading::MIGRATION)]
     pub(crate) arbiter: Option<ArbiterArg>,
-    /// Allow unencrypted connections from other hosts
+    /// Allow unencrypted connections to and from other hosts
     #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,
     #[command(flatten)]
@@ -424,33 +436,34 @@ fn switchover(text: &str) -> Result<SwitchoverArg, String> {
 
 #[derive(Debug, Args)]
 pub(crate) struct MigrateArgs {
-    /// Control socket of the vmferry whose guest moves
+    /// Control socket of the process whose guest moves
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
     /// Target: tcp:HOST:PORT, unix:PATH, fd:N[,N...] or file:PATH
     ///
-    /// With file: the guest stops and is written into the file. fd:N is a socket of this command
-    /// that is connected to the target, and carries all channels. Several sockets carry one channel
-    /// each. A word instead of a number names a socket that the process of --api has.
+    /// With file:PATH, the guest stops and is written into a file. In fd:N, N is the number of a
+    /// socket that this command has inherited and that is connected to the target. One socket
+    /// carries all channels; several sockets carry one channel each. A name instead of a number is
+    /// a socket that the process of --api already has.
     pub(crate) uri: Uri,
     /// Migration mode
     #[arg(long, value_enum, default_value = "precopy", help_heading = heading::MIGRATION, value_name = "MODE")]
     pub(crate) mode: ModeArg,
-    /// Path of a page that the guest waits for in postcopy
+    /// Path of the pages that the guest waits for in postcopy
     #[arg(long, value_enum, default_value = "dedicated", help_heading = heading::POSTCOPY, value_name = "PATH")]
     pub(crate) urgent: UrgentArg,
-    /// Channels for pages that the guest waits for
+    /// Number of channels for pages that the guest waits for
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::POSTCOPY)]
     pub(crate) urgent_channels: u16,
     /// Rate of the bulk transfer in postcopy
     ///
-    /// auto keeps the queues on the link short for pages that the guest waits for. off sends
-    /// without a limit. A rate, such as 2gbit, is a fixed limit.
+    /// `auto` keeps the queues on the link short, so that pages that the guest waits for arrive
+    /// soon. `off` sends without a limit. A rate, such as 2gbit, is a fixed limit.
     #[arg(long, default_value_t, value_name = "auto|off|RATE", help_heading = heading::POSTCOPY)]
     pub(crate) pace: PaceArg,
-    /// Time for which a lost postcopy link is reconnected automatically
+    /// Time for which the source tries to reconnect a lost postcopy link
     ///
-    /// After this time, only `vmferry recover` reconnects the link.
+    /// After this time, the source reconnects the link only when you run `vmferry recover`.
     #[arg(long, value_name = "T", default_value = "60s", value_parser = time, help_heading = heading::POSTCOPY)]
     pub(crate) reconnect_for: Duration,
     /// Tracker of the guest's writes
@@ -458,35 +471,40 @@ pub(crate) struct MigrateArgs {
     pub(crate) tracker: TrackerArg,
     /// Harvest policy of dirty rings
     ///
-    /// The policy is predict, or one of the baselines fixed, gears and aimd.
+    /// `predict` is the policy of vmferry. `fixed`, `gears` and `aimd` are published policies, for
+    /// comparison.
     #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
-    /// Number of bulk channels [default: 2, or what several sockets leave]
+    /// Number of bulk channels [default: 2]
+    ///
+    /// If the target is given as several sockets (fd:N,N...), the default is the number of sockets
+    /// that no other channel needs.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
     pub(crate) channels: Option<u16>,
-    /// Longest expected downtime at which the guest is stopped
+    /// Stop the guest once the expected downtime is at most T
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) downtime_limit: Duration,
-    /// Limit of the bandwidth, for example 2gbit or 250M/s
+    /// Bandwidth limit, for example 2gbit or 250M/s [default: no limit]
     ///
-    /// The limit also holds while the guest is stopped. Pages that a guest waits for in postcopy
-    /// are not limited.
+    /// The limit also holds while the guest is stopped. It does not hold for pages that the guest
+    /// waits for in postcopy.
     #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) max_bandwidth: Option<u64>,
-    /// Limit of the bandwidth while the guest is stopped
+    /// Bandwidth limit while the guest is stopped
     ///
-    /// It replaces --max-bandwidth for that time. The prediction of the downtime assumes this rate.
+    /// The default is the limit of --max-bandwidth. The prediction of the downtime assumes this
+    /// rate.
     #[arg(long, value_name = "RATE|unlimited", value_parser = switchover, help_heading = heading::TRANSFER)]
     pub(crate) switchover_bandwidth: Option<SwitchoverArg>,
-    /// Time limit of the migration
+    /// Time limit of the migration [default: no limit]
     #[arg(long, value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) timeout: Option<Duration>,
     /// Action when the time limit expires
     #[arg(long, value_enum, default_value = "cancel", help_heading = heading::MIGRATION, value_name = "ACTION")]
     pub(crate) on_timeout: OnTimeoutArg,
-    /// Slow a guest that dirties memory faster than the link carries it
+    /// vCPUs to slow if the guest dirties memory faster than it is sent
     ///
-    /// With --mode auto, this allows the plan to slow the guest.
+    /// With --mode auto, the option allows the plan to slow the guest.
     #[arg(long, value_enum, default_value = "off", help_heading = heading::MIGRATION, value_name = "VCPUS")]
     pub(crate) auto_converge: AutoConvergeArg,
     /// Predict the migration before it begins, and score the prediction
@@ -503,11 +521,11 @@ pub(crate) struct MigrateArgs {
     /// With file:PATH: copy the guest into the file, and keep it running
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) keep_running: bool,
-    /// Arbiter that decides who owns the guest after a lost link
+    /// Arbiter that decides which host owns the guest after a lost link
     ///
-    /// The arbiter is an etcd, the same as that of the target. The default is the one that `run`
-    /// was given. Further URLs and settings follow after commas: prefix=PREFIX, ca=FILE, cert=FILE
-    /// with key=FILE, user=NAME with password=FILE.
+    /// The arbiter is an etcd cluster, which must be the same for source and target. The default is
+    /// the --fence option of the `vmferry run` whose guest moves. Further URLs and settings follow
+    /// after commas: prefix=PREFIX, ca=FILE, cert=FILE with key=FILE, user=NAME with password=FILE.
     #[arg(long = "fence", value_name = "etcd:URL", help_heading = heading::MIGRATION)]
     pub(crate) arbiter: Option<ArbiterArg>,
     /// Allow an unencrypted connection to another host
@@ -518,10 +536,10 @@ pub(crate) struct MigrateArgs {
     /// Time without a message after which the target is given up
     #[arg(long, default_value = "10s", value_name = "T", value_parser = positive_time, help_heading = heading::MIGRATION)]
     pub(crate) peer_timeout: Duration,
-    /// Write the report as JSON to this file, - for standard output
+    /// Write the report as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
-    /// Write the progress as JSON lines to this file, - for standard output
+    /// Write the progress as JSON lines to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) events: Option<PathBuf>,
 }
@@ -538,17 +556,19 @@ pub(crate) struct BalloonArgs {
     /// Control socket of the vmferry process
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
-    /// Memory that the guest may use
+    /// Set the memory that the guest may use, for example 2G
+    ///
+    /// Without the option, the command only shows the state of the balloon.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) target: Option<u64>,
-    /// Write the answer as JSON to this file, - for standard output
+    /// Write the answer as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct CheckArgs {
-    /// Write the findings as JSON to this file, - for standard output
+    /// Write the findings as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
@@ -569,7 +589,7 @@ pub(crate) struct Decision {
     /// Resume the guest at the source; the target's process must be gone
     #[arg(long, help_heading = heading::DECISION)]
     pub(crate) take: bool,
-    /// End the guest at the source: it runs at the target, or is given up
+    /// End the guest at the source; it runs at the target, or is given up
     #[arg(long, help_heading = heading::DECISION)]
     pub(crate) abandon: bool,
 }

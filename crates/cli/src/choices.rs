@@ -67,7 +67,7 @@ pub(crate) enum OnTimeoutArg {
     /// Cancel the migration; the guest stays at the source
     #[default]
     Cancel,
-    /// Stop the guest and send the rest
+    /// Stop the guest, and send all remaining pages before the switch
     Switch,
     /// Switch the guest to the target and send the rest afterwards
     Postcopy,
@@ -103,11 +103,11 @@ impl From<OnOff> for bool {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum UrgentArg {
-    /// In the bulk channel, behind queued pages
+    /// In a bulk channel, behind queued pages
     Shared,
-    /// On its own channel, by the thread that sends the bulk
+    /// On a separate channel, by the thread that sends the bulk
     Interleaved,
-    /// On its own channel, by the thread that reads the request
+    /// On a separate channel, by the thread that reads the request
     #[default]
     Dedicated,
 }
@@ -205,7 +205,7 @@ pub(crate) enum AutoConvergeArg {
     Off,
     /// Slow all vCPUs equally
     All,
-    /// Slow the vCPUs that write more than their share (needs ring)
+    /// Slow vCPUs that write above their share (needs --tracker ring)
     Writers,
 }
 

@@ -23,10 +23,12 @@ const WIDEST: usize = 120;
 
 #[derive(Debug, Args)]
 pub(crate) struct DirtyRateArgs {
-    /// Control socket of the vmferry whose guest is measured
+    /// Control socket of the process whose guest is measured
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
     /// Windows in which written pages are counted; all begin together
+    ///
+    /// The lengths must ascend. The longest window is 15s, and there can be 64 windows.
     #[arg(
         long,
         value_name = "T,T,..",
@@ -39,10 +41,10 @@ pub(crate) struct DirtyRateArgs {
     /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,
-    /// Harvest policy of dirty rings
+    /// Harvest policy of dirty rings: predict, fixed, gears or aimd
     #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
-    /// Write the result as JSON to this file, - for standard output
+    /// Write the result as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }

@@ -12,10 +12,10 @@ use vmferry_report::{input, page};
 pub(crate) struct ReportArgs {
     /// Result files of migrations and benches
     ///
-    /// The --json and --events files of one migration become one part of the page.
+    /// The --json file and the --events file of the same migration become one section of the page.
     #[arg(value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
-    /// File for the page, - for standard output
+    /// File for the page (- for standard output)
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: PathBuf,
 }

@@ -20,7 +20,7 @@ pub(crate) enum SandboxArg {
     On,
     /// Confine; a forbidden call ends the process and its guest
     Kill,
-    /// Forbid nothing; the kernel logs calls that `on` would forbid
+    /// Forbid nothing; the kernel logs the calls that `on` would forbid
     Log,
     /// Do not confine
     Off,
@@ -49,15 +49,15 @@ impl SandboxArg {
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct SandboxArgs {
-    /// Confine the process to what it needs
+    /// Confine the process to the files and system calls it needs
     ///
-    /// The process can only use the files, ports and system calls that its options need. The
-    /// confinement begins before the guest runs and before a peer sends data.
+    /// The process can use only the files, TCP ports and system calls that its options require. The
+    /// confinement begins before the guest runs and before a peer can send data.
     #[arg(long, value_enum, default_value = "on", help_heading = heading::CONFINEMENT, value_name = "MODE")]
     pub(crate) sandbox: SandboxArg,
-    /// Folder for file:PATH and unix:PATH of migrations (repeatable)
+    /// Allow file:PATH and unix:PATH in this folder (repeatable)
     ///
-    /// The commands migrate and migrate-incoming may use and create files in it.
+    /// The commands migrate and migrate-incoming may then use and create files in the folder.
     #[arg(long = "migrate-dir", value_name = "DIR", help_heading = heading::CONFINEMENT)]
     migrate_dirs: Vec<PathBuf>,
     /// Use this empty folder as the root directory; needs root

@@ -10,21 +10,22 @@ use vmferry_engine::{Tls, TlsError};
 
 #[derive(Debug, Clone, Args)]
 pub(crate) struct TlsArgs {
-    /// Encrypt connections with this certificate of this host (PEM)
+    /// Certificate of this host (PEM); encrypts all connections
     ///
-    /// The file also contains the certificates between that of the host and that of the authority.
+    /// If there are intermediate certificates between the certificate of the host and that of the
+    /// authority, the file must also contain them.
     #[arg(long, value_name = "FILE", requires_all = ["tls_key", "tls_ca"], help_heading = heading::ENCRYPTION)]
     tls_cert: Option<PathBuf>,
-    /// Private key of the certificate
+    /// Private key of the certificate (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_ca"], help_heading = heading::ENCRYPTION)]
     tls_key: Option<PathBuf>,
-    /// Certificates of the trusted authorities
+    /// Certificates of the trusted authorities (PEM)
     #[arg(long, value_name = "FILE", requires_all = ["tls_cert", "tls_key"], help_heading = heading::ENCRYPTION)]
     tls_ca: Option<PathBuf>,
-    /// Name in the certificate of the peer
+    /// Name that the certificate of the peer must contain
     ///
-    /// Without the option, a source expects the name or address that it connects to. A target
-    /// accepts every host that has a certificate of the authorities.
+    /// Without the option, a source requires the name or address to which it connects. A target
+    /// accepts every host whose certificate is from one of the authorities.
     #[arg(long, value_name = "NAME", requires = "tls_cert", help_heading = heading::ENCRYPTION)]
     tls_peer: Option<String>,
 }

@@ -27,29 +27,30 @@ pub(crate) const LONGEST: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Args)]
 pub(crate) struct PlanArgs {
-    /// Control socket of the vmferry whose guest would move
+    /// Control socket of the process whose guest would move
     #[arg(long, value_name = "PATH")]
     pub(crate) api: PathBuf,
     /// Target: tcp:HOST:PORT or unix:PATH
     ///
-    /// The target must wait for a guest. The link to it is measured for a second.
+    /// The target must be waiting for a guest. The source measures the link to the target for about
+    /// one second.
     #[arg(required_unless_present = "bandwidth")]
     pub(crate) uri: Option<Uri>,
-    /// Rate of the link, such as 2gbit; the link is then not measured
+    /// Assume this rate of the link, such as 2gbit; the target is optional
     #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::PREDICTION)]
     pub(crate) bandwidth: Option<u64>,
-    /// Time for which the guest's writes are watched
+    /// Time for which the guest's writes are observed
     ///
-    /// The default is the duration of a first pass, at most 3s.
+    /// The default is the expected duration of the first pass, but at least 500ms and at most 3s.
     #[arg(long, value_name = "T", value_parser = time, help_heading = heading::PREDICTION)]
     pub(crate) watch: Option<Duration>,
-    /// Longest downtime
+    /// Downtime limit of the migration
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) downtime_limit: Duration,
-    /// Time limit of the migration
+    /// Time limit of the migration [default: no limit]
     #[arg(long, value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) timeout: Option<Duration>,
-    /// Limit of the bandwidth
+    /// Bandwidth limit of the migration [default: no limit]
     #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Number of bulk channels
@@ -66,7 +67,7 @@ pub(crate) struct PlanArgs {
     pub(crate) insecure: bool,
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
-    /// Write the plan as JSON to this file, - for standard output
+    /// Write the plan as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
