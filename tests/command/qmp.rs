@@ -172,7 +172,7 @@ fn deferred_target_waits_for_its_address_and_can_be_ended() {
     assert!(status["vm"]["place"] == "awaited" && status["vm"]["incoming"].is_null(), "{status}");
     let mut client = Raw::ready(&run);
     let wrong = client.execute("migrate-incoming", &json!({"uri": "nowhere"}));
-    assert!(wrong["error"]["desc"].as_str().unwrap().contains("no migration address"), "{wrong}");
+    assert!(wrong["error"]["desc"].as_str().unwrap().contains("not a migration address"), "{wrong}");
     assert_eq!(client.execute("quit", &json!({})), json!({"return": {}}));
     wait_for_end(&mut run.child);
     // The last event says that the process ends.

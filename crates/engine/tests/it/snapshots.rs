@@ -425,7 +425,7 @@ fn damage_before_the_tables_is_found_before_the_guest_runs() {
         }
     }
     flip(&guest(&folder), 3);
-    refused(&guest(&folder), &source, "magic", &["no snapshot"]);
+    refused(&guest(&folder), &source, "magic", &["not a snapshot"]);
     flip(&guest(&folder), 3);
     let _ = restore(&mut source.target(), &guest(&folder)).unwrap();
 }

@@ -141,7 +141,7 @@ fn invalid_headers_are_rejected_with_the_reason() {
     };
     let huge = u64::MAX.to_le_bytes();
     for (at, change, words) in [
-        (0, &b"QEVM"[..], "no snapshot"),
+        (0, &b"QEVM"[..], "not a snapshot"),
         (8, &[2, 0][..], "version 2"),
         (10, &[0, 0][..], "regions = 0"),
         (10, &[65, 0][..], "regions = 65"),
