@@ -2,6 +2,9 @@
 
 use super::*;
 use vmferry_guest_abi::Workload;
+use vmferry_report::Spread;
+use vmferry_report::host::Host;
+use vmferry_report::json::Case;
 
 /// Runner whose guests keep a share of their speed that depends on the side.
 struct Scripted;
@@ -110,6 +113,39 @@ fn worse_policy_misses_its_goals() {
     let missed = goals.iter().filter(|goal| goal["met"] == false).count();
     // Missed in each of the four cases: the best policy, the log, full exits and the worst window.
     assert_eq!(missed, 16, "{goals:#?}");
+}
+
+/// Returns the published ratios beside a measured drop, for a stress and a ring size.
+fn published_ratios(stress_gib: u64, entries: u32) -> Vec<(String, f64, f64)> {
+    let side = Side::Ring { entries, policy: Policy::Predict };
+    let mut case = Case::new(format!("stress/{side}"))
+        .param("case", "stress")
+        .param("purpose", Purpose::Compare.name())
+        .param("published_stress_bytes", stress_gib << 30);
+    case.spread("drop_s", Spread::of([1.0, 1.0]));
+    let mut document = Document::new("reaper", Host::default());
+    document.cases.push(case);
+    let number = |row: &serde_json::Value, name: &str| row[name].as_f64().unwrap();
+    let rows = goals::published(&document).into_iter().map(|row| {
+        let name = row["name"].as_str().unwrap().to_owned();
+        (name, number(&row, "published_to_bitmap"), number(&row, "published_to_fixed"))
+    });
+    rows.collect()
+}
+
+#[test]
+fn drop_is_compared_with_every_published_row_of_its_stress() {
+    let rows = published_ratios(3, 4096);
+    let [two, eight] = &rows[..] else { panic!("{rows:?}") };
+    assert_eq!(two.0, "stress/4096, published with 3 GB on 2 vCPUs");
+    assert_eq!((two.1, two.2), (5.5 / 18.0, 5.5 / 23.0));
+    assert_eq!(eight.0, "stress/4096, published with 3 GB on 8 vCPUs");
+    assert_eq!((eight.1, eight.2), (13.0 / 38.0, 13.0 / 62.0));
+    assert_eq!(published_ratios(3, 65536)[1].2, 14.0 / 71.0);
+
+    let rows = published_ratios(30, 65536);
+    let [largest] = &rows[..] else { panic!("{rows:?}") };
+    assert_eq!((largest.1, largest.2), (29.5 / 221.5, 29.5 / 171.0));
 }
 
 #[test]
