@@ -1,4 +1,4 @@
-//! Conversion of the rounds of each side into cases of a document, and of cases into goals.
+//! Conversion of the rounds of each side into cases of a document, and of cases into figures.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
@@ -7,6 +7,7 @@ use serde_json::Value;
 use vmferry_report::Spread;
 use vmferry_report::json::{Case, Document};
 
+use crate::goal::Figure;
 use crate::rounds::SideRuns;
 
 /// Figures of one run by name. Each name ends with its unit.
@@ -49,26 +50,13 @@ pub(crate) fn add_spreads<'a, K: Ord + AsRef<str> + 'a>(
     }
 }
 
-/// Returns the median of the metric `name` of the case `group/side`, if it is finite.
-pub(crate) fn metric(document: &Document, group: &str, side: impl Display, name: &str) -> Option<f64> {
+/// Returns the metric `name` of the case `group/side`.
+pub(crate) fn figure(document: &Document, group: &str, side: impl Display, name: &str) -> Option<Figure> {
     let case = format!("{group}/{side}");
-    let case = document.cases.iter().find(|own| own.name == case)?;
-    case.metrics.get(name).copied().filter(|value| value.is_finite())
+    Figure::of(document.cases.iter().find(|own| own.name == case)?, name)
 }
 
-/// Returns a goal for the summary of a document.
-pub(crate) fn goal(name: &str, want: String, got: f64, met: bool) -> Value {
-    serde_json::json!({ "name": name, "want": want, "got": got, "met": met })
-}
-
-/// Returns a goal that `got` must not exceed, or `None` if `got` is unknown.
-pub(crate) fn at_most(name: &str, most: f64, got: Option<f64>) -> Option<Value> {
-    let got = got.filter(|got| got.is_finite())?;
-    Some(goal(name, format!("<= {most:.3}"), got, got <= most))
-}
-
-/// Returns a goal that `got` must reach, or `None` if `got` is unknown.
-pub(crate) fn at_least(name: &str, least: f64, got: Option<f64>) -> Option<Value> {
-    let got = got.filter(|got| got.is_finite())?;
-    Some(goal(name, format!(">= {least}"), got, got >= least))
+/// Returns the median of the metric `name` of the case `group/side`.
+pub(crate) fn metric(document: &Document, group: &str, side: impl Display, name: &str) -> Option<f64> {
+    figure(document, group, side, name).map(|figure| figure.median)
 }

@@ -18,6 +18,7 @@ pub mod density;
 pub mod etcd;
 pub mod floor;
 pub mod free_page;
+mod goal;
 pub mod host;
 pub mod link;
 pub mod migrate;

@@ -57,9 +57,19 @@ fn bench(mut runner: Scripted) -> Outcome {
     run(&options, &mut runner, &mut |_| {})
 }
 
-fn unmet(outcome: &Outcome) -> Vec<&str> {
+/// Returns the names of the goals with the verdict `met`.
+fn with_verdict(outcome: &Outcome, met: impl Into<serde_json::Value>) -> Vec<&str> {
+    let met = met.into();
     let goals = outcome.document.summary["goals"].as_array().unwrap();
-    goals.iter().filter(|goal| goal["met"] == false).map(|goal| goal["name"].as_str().unwrap()).collect()
+    goals.iter().filter(|goal| goal["met"] == met).map(|goal| goal["name"].as_str().unwrap()).collect()
+}
+
+fn unmet(outcome: &Outcome) -> Vec<&str> {
+    with_verdict(outcome, false)
+}
+
+fn inconclusive(outcome: &Outcome) -> Vec<&str> {
+    with_verdict(outcome, "inconclusive")
 }
 
 #[test]
@@ -90,15 +100,31 @@ fn goals_report_residue_and_slowdown_as_unmet() {
 fn fleets_are_compared_with_the_published_results() {
     let filled = |guests, killed| Filled { guests, killed, used: 1 << 30, took: Duration::from_secs(1) };
     let mut document = Document::new("density", Host::default());
-    let side =
-        |report, filled: Filled| SideRuns { side: Fleet(report), rounds: vec![Some(filled)], skipped: None };
-    let sides = [side(ReportMode::Off, filled(3, true)), side(ReportMode::Sync, filled(8, true))];
+    let side = |report, guests| SideRuns {
+        side: Fleet(report),
+        rounds: vec![Some(filled(guests, true)), Some(filled(guests, true))],
+        skipped: None,
+    };
+    let sides = [side(ReportMode::Off, 3), side(ReportMode::Sync, 8)];
     cases::add(&mut document, ("fleet", &[]), &sides, Filled::figures);
     report::finish(&mut document, &Options::quick(None), &[]);
     let outcome = Outcome { document, failures: Vec::new() };
     assert_eq!(unmet(&outcome), ["guests that fit, sync"]);
+    assert_eq!(inconclusive(&outcome), [""; 0]);
     let summary = &outcome.document.summary;
     assert_eq!((summary["guests_off"].as_f64(), summary["guests_on"].as_f64()), (Some(3.0), Some(8.0)));
+}
+
+#[test]
+fn goals_of_a_fleet_that_ran_once_are_inconclusive() {
+    let filled = Filled { guests: 3, killed: true, used: 1 << 30, took: Duration::from_secs(1) };
+    let sides = [SideRuns { side: Fleet(ReportMode::Off), rounds: vec![Some(filled)], skipped: None }];
+    let mut document = Document::new("density", Host::default());
+    cases::add(&mut document, ("fleet", &[]), &sides, Filled::figures);
+    report::finish(&mut document, &Options::quick(None), &[]);
+    let outcome = Outcome { document, failures: Vec::new() };
+    assert_eq!(inconclusive(&outcome), ["guests that fit, off"]);
+    assert!(table(&outcome.document).contains("inconclusive, no spread"));
 }
 
 #[test]

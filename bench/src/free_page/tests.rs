@@ -74,9 +74,15 @@ fn bench(mut runner: Scripted) -> Outcome {
     run(&options, &mut runner, &mut |_| {})
 }
 
-fn unmet(outcome: &Outcome) -> Vec<&str> {
+/// Returns the names of the goals with the verdict `met`.
+fn with_verdict(outcome: &Outcome, met: impl Into<serde_json::Value>) -> Vec<&str> {
+    let met = met.into();
     let goals = outcome.document.summary["goals"].as_array().unwrap();
-    goals.iter().filter(|goal| goal["met"] == false).map(|goal| goal["name"].as_str().unwrap()).collect()
+    goals.iter().filter(|goal| goal["met"] == met).map(|goal| goal["name"].as_str().unwrap()).collect()
+}
+
+fn unmet(outcome: &Outcome) -> Vec<&str> {
+    with_verdict(outcome, false)
 }
 
 #[test]
@@ -95,6 +101,8 @@ fn summary_has_the_documented_fields() {
     close("used_share", 0.1);
     assert_eq!(unmet(&outcome), [""; 0]);
     assert_eq!(summary["goals"].as_array().unwrap().len(), 10);
+    // The map takes exactly as long as the goal allows.
+    assert_eq!(with_verdict(&outcome, "inconclusive"), ["incremental map, ms"]);
 }
 
 #[test]

@@ -8,6 +8,7 @@ use vmferry_report::json::{Case, Document};
 
 use super::SideRuns;
 use super::spec::{CaseSpec, Side};
+use crate::goal;
 use crate::result::MigrationResult;
 
 /// Function that returns a figure of one run, or `None` if the figure has no meaning for the side
@@ -92,13 +93,13 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
     for ours in sides.iter().filter(|runs| matches!(runs.side, Side::Ours { .. })) {
         let mut ratios = BTreeMap::new();
         if let Some(ratio) = of_floor(ours) {
-            ratios.insert("of_floor".to_owned(), ratio.median);
+            insert(&mut ratios, "of_floor", ratio);
         }
         let plain = Side::Ours { channels: ours.side.streams(), encrypted: false };
         if let Some(plain) = sides.iter().find(|runs| runs.side == plain && ours.side != plain)
             && let Some(ratio) = Spread::of_ratios(&by_round(ours, speed), &by_round(plain, speed))
         {
-            ratios.insert("vs_plain".to_owned(), ratio.median);
+            insert(&mut ratios, "vs_plain", ratio);
         }
         for theirs in sides {
             let Side::Qemu { multifd } = theirs.side else { continue };
@@ -107,7 +108,7 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
                 let compared = figure(compared);
                 if let Some(ratio) = Spread::of_ratios(&by_round(ours, compared), &by_round(theirs, compared))
                 {
-                    ratios.insert(format!("{prefix}{name}"), ratio.median);
+                    insert(&mut ratios, &format!("{prefix}{name}"), ratio);
                 }
             }
         }
@@ -119,6 +120,15 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
         summary.insert(ours.side.to_string(), ratios);
     }
     document.summary.insert(spec.name.clone(), json!(summary));
+}
+
+/// Adds a ratio to the summary of a side: its median, and its extremes if it has several rounds.
+fn insert(ratios: &mut BTreeMap<String, f64>, name: &str, ratio: Spread) {
+    if ratio.repeats > 1 {
+        ratios.insert(format!("{name}_min"), ratio.min);
+        ratios.insert(format!("{name}_max"), ratio.max);
+    }
+    ratios.insert(name.to_owned(), ratio.median);
 }
 
 fn case_of(spec: &CaseSpec, runs: &SideRuns) -> Case {
@@ -149,10 +159,11 @@ pub(super) fn finish(document: &mut Document, repeats: usize, failures: &[String
     let targets: Vec<Value> = TARGETS
         .iter()
         .filter_map(|(case, side, ratio, least, bound)| {
-            let got = document.summary.get(*case)?.get(*side)?.get(*ratio)?.as_f64()?;
-            let met = if *least { got >= *bound } else { got <= *bound };
-            let want = format!("{} {bound}", if *least { ">=" } else { "<=" });
-            Some(json!({"name": format!("{case}/{side} {ratio}"), "want": want, "got": got, "met": met}))
+            let ratios = document.summary.get(*case)?.get(*side)?;
+            let of = |suffix: &str| ratios.get(format!("{ratio}{suffix}"))?.as_f64();
+            let spread = of("_max").zip(of("_min")).map(|(max, min)| max - min);
+            let got = goal::Figure { median: of("")?, spread };
+            goal::bounded(format!("{case}/{side} {ratio}"), *least, *bound, Some(got))
         })
         .collect();
     document.summary.insert("rounds".into(), repeats.into());

@@ -4,6 +4,7 @@ use serde_json::{Value, json};
 use vmferry_report::json::{Case, Document};
 
 use super::{Purpose, Side, Way};
+use crate::goal::{Figure, Verdict, at_least, at_most, judged};
 
 /// Largest ratio of vmferry's mean to that of `shared`.
 const OF_SHARED: f64 = 1.0 / 20.0;
@@ -25,23 +26,10 @@ struct Sides<'a> {
     cases: Vec<&'a Case>,
 }
 
-/// Figure of a side over the rounds.
-#[derive(Clone, Copy)]
-struct Figure {
-    median: f64,
-    max: f64,
-}
-
 impl Sides<'_> {
-    fn figure(&self, side: Side, metric: &str) -> Option<Figure> {
+    fn of(&self, side: Side, metric: &str) -> Option<Figure> {
         let name = format!("{}/{side}", self.name);
-        let metrics = &self.cases.iter().find(|case| case.name == name)?.metrics;
-        let of = |suffix: &str| metrics.get(&format!("{metric}{suffix}")).copied();
-        Some(Figure { median: of("")?, max: of("_max").or(of(""))? })
-    }
-
-    fn of(&self, side: Side, metric: &str) -> Option<f64> {
-        self.figure(side, metric).map(|figure| figure.median)
+        Figure::of(self.cases.iter().find(|case| case.name == name)?, metric)
     }
 
     fn param(&self, name: &str) -> Option<&Value> {
@@ -65,16 +53,6 @@ fn compared(document: &Document, purpose: Purpose) -> Vec<Sides<'_>> {
     all
 }
 
-fn goal(name: String, want: String, got: f64, met: bool) -> Value {
-    json!({ "name": name, "want": want, "got": got, "met": met })
-}
-
-/// Returns a goal that a ratio must not exceed, or `None` if the ratio is unknown.
-fn at_most(name: String, most: f64, got: Option<f64>) -> Option<Value> {
-    let got = got.filter(|got| got.is_finite())?;
-    Some(goal(name, format!("<= {most}"), got, got <= most))
-}
-
 /// Returns the goals whose figures are known, each with its figure.
 pub(super) fn goals(document: &Document) -> Vec<Value> {
     let mut goals = Vec::new();
@@ -90,17 +68,18 @@ fn of_case(sides: &Sides<'_>) -> Vec<Value> {
     let random = sides.param("pattern").is_some_and(|pattern| pattern == "random");
     let name = |what: &str| format!("{} {what}", sides.name);
     let mean = |side| sides.of(side, "mean_us");
-    let ratio = |a: Option<f64>, b: Option<f64>| Some(a? / b?);
+    let ratio = |a: Option<Figure>, b: Option<Figure>| a?.over(b?);
     let mut goals = Vec::new();
     if shaped {
         let [shared, interleaved, dedicated] =
             [Way::Shared, Way::Interleaved, Way::Dedicated].map(|way| mean(Side::Ours(way)));
-        if let (Some(a), Some(b), Some(c)) = (shared, interleaved, dedicated)
-            && random
-        {
-            // The smaller one of the two steps decides.
+        let steps = ratio(shared, interleaved).zip(ratio(interleaved, dedicated));
+        if let Some((first, second)) = steps.filter(|_| random) {
+            // Both steps must be steps down. The smaller one is shown.
             let what = name("mean, shared > interleaved > dedicated: the smaller step");
-            goals.push(goal(what, "> 1".into(), (a / b).min(b / c), a > b && b > c));
+            let smaller = if first.median < second.median { first } else { second };
+            let verdict = |step: Figure| Verdict::of(step.median - 1.0, step.spread);
+            goals.extend(judged(what, "> 1", smaller, verdict(first).and(verdict(second))));
         }
         goals.extend(at_most(name("mean, ours to shared"), OF_SHARED, ratio(mean(OURS), shared)));
         goals.extend(at_most(
@@ -123,35 +102,34 @@ fn of_case(sides: &Sides<'_>) -> Vec<Value> {
 /// Returns the goal that the guest recovers sooner than under QEMU.
 ///
 /// A guest that was not seen to recover counts as if it had recovered at the end of the
-/// observation.
+/// observation. The goal is not met if this happened in any round of vmferry.
 fn back(sides: &Sides<'_>, name: String) -> Option<Value> {
     let qemu = [false, true].into_iter().filter_map(|preempt| {
         let side = Side::Qemu { preempt };
         sides.of(side, "back_90_ms").or(sides.of(side, "watched_ms"))
     });
-    let qemu = qemu.reduce(f64::min)?;
+    let qemu = qemu.reduce(|a, b| if a.median <= b.median { a } else { b })?;
     // The guest under vmferry must have been observed.
-    sides.of(OURS, "watched_ms")?;
+    let watched = sides.of(OURS, "watched_ms")?;
     let ours = sides.of(OURS, "back_90_ms");
-    let got = ours.or(sides.of(OURS, "watched_ms"))? / qemu;
-    Some(goal(name, "< 1".into(), got, ours.is_some() && got < 1.0))
+    // The number of rounds is a metric only if some rounds do not have the figure.
+    let always = ours.is_some() && sides.of(OURS, "back_90_ms_rounds").is_none();
+    let got = ours.unwrap_or(watched).over(qemu)?;
+    let verdict = match Verdict::of(1.0 - got.median, got.spread) {
+        Verdict::Met if !always => Verdict::Inconclusive,
+        verdict => verdict,
+    };
+    judged(name, "< 1", got, verdict)
 }
 
-/// Returns the goals that waits per second do not fall with more vCPUs, or not by more than the
-/// rounds differ.
+/// Returns the goals that waits per second do not fall with more vCPUs.
 fn of_vcpus(cases: &[Sides<'_>]) -> Vec<Value> {
-    let of = |sides: &Sides<'_>| sides.figure(OURS, "waits_per_s");
+    let of = |sides: &Sides<'_>| sides.of(OURS, "waits_per_s");
     let mut goals = Vec::new();
     for pair in cases.windows(2) {
         if let (Some(fewer), Some(more)) = (of(&pair[0]), of(&pair[1])) {
-            let got = more.median / fewer.median;
             let name = format!("pages a second, {} to {}", pair[1].name, pair[0].name);
-            goals.push(goal(
-                name,
-                ">= 1, or within the spread".into(),
-                got,
-                got >= 1.0 || more.max >= fewer.median,
-            ));
+            goals.extend(at_least(name, 1.0, more.over(fewer)));
         }
     }
     goals
@@ -167,7 +145,7 @@ pub(super) fn published(document: &Document) -> Vec<Value> {
         else {
             continue;
         };
-        let mean = |way| sides.of(Side::Ours(way), "mean_us");
+        let mean = |way| Some(sides.of(Side::Ours(way), "mean_us")?.median);
         let Some(ours) = mean(Way::Shared) else { continue };
         let to = |way| mean(way).map(|mean| mean / ours);
         rows.push(json!({

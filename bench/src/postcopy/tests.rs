@@ -83,18 +83,25 @@ fn bench(options: &Options, waits: fn(Way) -> u64) -> (Document, Vec<String>) {
     (outcome.document, ours)
 }
 
-/// Returns a document as if all links could be created.
+/// Returns a document as if all links could be created, with a failed round between two equal ones.
 fn document(waits: fn(Way) -> u64) -> Document {
+    document_of(waits, &[true, false, true])
+}
+
+/// Returns a document with a round for each of `works`, which is false for a failed round.
+fn document_of(waits: fn(Way) -> u64, works: &[bool]) -> Document {
     let options = options();
     let mut document = Document::new("postcopy", Host::default());
     let floor = Some(Floor { rtt_us: 20.0, local_fault_us: 12.0 });
     for spec in &options.cases {
         let runs = |side: &Side| {
             let Side::Ours(way) = *side else { unreachable!("only ours are left") };
-            let rounds = vec![Some(scripted(spec, waits(way))), None];
+            let round = |works: &bool| works.then(|| scripted(spec, waits(way)));
+            let rounds = works.iter().map(round).collect();
             SideRuns { side: *side, rounds, skipped: None }
         };
-        let runs = CaseRuns { floors: vec![floor, None], sides: spec.sides.iter().map(runs).collect() };
+        let floors = works.iter().map(|works| floor.filter(|_| *works)).collect();
+        let runs = CaseRuns { floors, sides: spec.sides.iter().map(runs).collect() };
         report::add_case(&mut document, &options, spec, &runs);
     }
     report::finish(&mut document, &options, &[]);
@@ -139,7 +146,7 @@ fn figures_use_the_guests_clock_and_exclude_the_downtime() {
     // 460 MiB at 2 Gb/s of frames.
     close("ratio_to_link", 1.0 / (460.0 * 1_048_576.0 * 8.0 / 2e9 / (1448.0 / 1514.0)));
     assert!((1000.0..=1200.0).contains(&ours.metrics["back_90_ms"]), "{:?}", ours.metrics);
-    assert_eq!(ours.hist_us[&64], 100);
+    assert_eq!(ours.hist_us[&64], 200);
     let html = page(&document);
     assert_eq!(html.matches("<svg").count(), 6);
     assert!(html.contains("floor 32 us") && !html.contains("<script"));
@@ -165,6 +172,13 @@ fn goals_are_met_by_fast_pages_and_missed_by_slow_ones() {
     assert!(met(&good, "pages a second, 10gbit-bbr-random-2cpu to 10gbit-bbr-random-1cpu"));
     let published = &good.summary["published"][0];
     assert!((published["ours"].as_f64().unwrap() - 40.0 / 12_000.0).abs() < 1e-9, "{published}");
+}
+
+#[test]
+fn goals_of_one_round_are_inconclusive() {
+    let document = document_of(usual, &[true, false]);
+    let goals = document.summary["goals"].as_array().unwrap();
+    assert!(goals.len() > 3 && goals.iter().all(|goal| goal["met"] == "inconclusive"), "{goals:#?}");
 }
 
 #[test]

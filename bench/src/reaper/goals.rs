@@ -5,6 +5,7 @@ use vmferry_report::json::{Case, Document};
 
 use super::spec::ENTRIES;
 use super::{Policy, Purpose, Side};
+use crate::goal::{Figure, at_least, at_most, bounded, goal};
 
 /// Smallest ratio of the guest's speed with `predict` to its speed with the log.
 const OF_LOG: f64 = 0.9;
@@ -38,14 +39,6 @@ const PUBLISHED: [Published; 6] = [
     row(30, 8, 221.5, [(187.0, 29.5), (171.0, 29.5)]),
 ];
 
-/// Figure of a side over the rounds.
-#[derive(Debug, Clone, Copy)]
-struct Figure {
-    median: f64,
-    min: f64,
-    max: f64,
-}
-
 /// Sides of one case.
 struct Sides<'a> {
     name: &'a str,
@@ -55,9 +48,7 @@ struct Sides<'a> {
 impl Sides<'_> {
     fn of(&self, side: Side, metric: &str) -> Option<Figure> {
         let name = format!("{}/{side}", self.name);
-        let metrics = &self.cases.iter().find(|case| case.name == name)?.metrics;
-        let of = |suffix: &str| metrics.get(&format!("{metric}{suffix}")).copied();
-        Some(Figure { median: of("")?, min: of("_min")?, max: of("_max")? })
+        Figure::of(self.cases.iter().find(|case| case.name == name)?, metric)
     }
 
     /// Returns the figure of `predict`, and the best figure of the other policies.
@@ -82,13 +73,14 @@ fn compared(document: &Document) -> Vec<Sides<'_>> {
     all
 }
 
-fn goal(name: String, want: String, got: f64, met: bool) -> Option<Value> {
-    got.is_finite().then(|| json!({ "name": name, "want": want, "got": got, "met": met }))
-}
-
-/// Returns a ratio. The ratio of zero to zero is 1.
-fn ratio(ours: f64, theirs: f64) -> f64 {
-    if ours == 0.0 && theirs == 0.0 { 1.0 } else { ours / theirs }
+/// Returns a ratio, or `None` if it is not finite. The ratio of zero to zero is `of_zeros`.
+fn ratio(ours: Figure, theirs: Figure, of_zeros: f64) -> Option<Figure> {
+    if ours.median == 0.0 && theirs.median == 0.0 {
+        // Only rounds without any other value show how far such a ratio spreads.
+        let exact = ours.spread == Some(0.0) && theirs.spread == Some(0.0);
+        return Some(Figure { median: of_zeros, spread: exact.then_some(0.0) });
+    }
+    ours.over(theirs)
 }
 
 /// Returns the goals whose figures are known, each with its figure.
@@ -101,10 +93,10 @@ pub(super) fn goals(document: &Document) -> Vec<Value> {
     }
     for case in document.with_purpose(&Purpose::Idle.name()) {
         if case.params.get("policy").is_some_and(|policy| policy == Policy::Predict.name())
-            && let Some(&got) = case.metrics.get("reaper_cpu_pct")
+            && let Some(got) = Figure::of(case, "reaper_cpu_pct")
         {
-            let want = format!("< {IDLE_CPU_PCT}");
-            goals.extend(goal(format!("{} reaper CPU %", case.name), want, got, got < IDLE_CPU_PCT));
+            let (name, want) = (format!("{} reaper CPU %", case.name), format!("< {IDLE_CPU_PCT}"));
+            goals.extend(goal(name, want, got, IDLE_CPU_PCT - got.median));
         }
     }
     goals
@@ -113,33 +105,20 @@ pub(super) fn goals(document: &Document) -> Vec<Value> {
 fn of_rings(sides: &Sides<'_>, entries: u32) -> [Option<Value>; 6] {
     let name = |what: &str| format!("{}/{entries} {what}", sides.name);
     let of = |policy, metric| sides.of(Side::Ring { entries, policy }, metric);
-    // `predict` must be better, or the ranges of the rounds must overlap.
     let best = |metric, more_is_better: bool, what: &str| {
         let (ours, best) = sides.against(entries, metric, more_is_better)?;
-        let sign = if more_is_better { ">=" } else { "<=" };
-        let (better, overlap) = if more_is_better {
-            (ours.median >= best.median, ours.max >= best.min)
-        } else {
-            (ours.median <= best.median, ours.min <= best.max)
-        };
-        let want = format!("{sign} 1, or within the spread");
-        goal(name(what), want, ratio(ours.median, best.median), better || overlap)
+        bounded(name(what), more_is_better, 1.0, ratio(ours, best, 1.0))
     };
     let to_log = || {
         let log = sides.of(Side::Log, "writes_during_per_s")?;
-        let got = of(Policy::Predict, "writes_during_per_s")?.median / log.median;
-        goal(name("writes/s, predict to log"), format!(">= {OF_LOG}"), got, got >= OF_LOG)
+        let got = of(Policy::Predict, "writes_during_per_s")?.over(log);
+        at_least(name("writes/s, predict to log"), OF_LOG, got)
     };
-    let stall = || {
-        let got = of(Policy::Predict, "full_stall_pct")?.median;
-        goal(name("ring stall, % of vCPU time"), format!("<= {STALL_PCT}"), got, got <= STALL_PCT)
-    };
+    let stall =
+        || at_most(name("ring stall, % of vCPU time"), STALL_PCT, of(Policy::Predict, "full_stall_pct"));
     let exits = || {
-        let (ours, fixed) =
-            (of(Policy::Predict, "full_exits")?.median, of(Policy::Fixed, "full_exits")?.median);
-        let got = if ours == 0.0 { 0.0 } else { ours / fixed };
-        let met = got <= FULL_OF_FIXED;
-        goal(name("full exits, predict to fixed"), format!("<= {FULL_OF_FIXED}"), got, met)
+        let (ours, fixed) = (of(Policy::Predict, "full_exits")?, of(Policy::Fixed, "full_exits")?);
+        at_most(name("full exits, predict to fixed"), FULL_OF_FIXED, ratio(ours, fixed, 0.0))
     };
     [
         best("writes_during_per_s", true, "writes/s, predict to the best other"),

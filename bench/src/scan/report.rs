@@ -1,11 +1,14 @@
 //! Conversion of cases into the summary.
 
-use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+use serde_json::Value;
 use vmferry_bitmap::Scanner;
 use vmferry_report::Spread;
 use vmferry_report::json::{Case, Document};
 
 use super::Options;
+use crate::goal::{Figure, bounded};
 
 /// Selection of the cases that a figure of the summary covers.
 type Which = fn(&Case) -> bool;
@@ -59,18 +62,20 @@ const TARGETS: &[(&str, bool, f64)] = &[
 
 /// Returns the smallest (`sign` 1) or largest (`sign` -1) value of `metric`, and the name of its
 /// case.
-fn extreme<'a>(document: &'a Document, metric: &str, which: Which, sign: f64) -> Option<(f64, &'a str)> {
+fn extreme<'a>(document: &'a Document, metric: &str, which: Which, sign: f64) -> Option<(Figure, &'a str)> {
     let values = document.cases.iter().filter(|case| which(case));
-    let values = values.filter_map(|case| Some((*case.metrics.get(metric)?, case.name.as_str())));
-    values.min_by(|a, b| (a.0 * sign).total_cmp(&(b.0 * sign)))
+    let values = values.filter_map(|case| Some((Figure::of(case, metric)?, case.name.as_str())));
+    values.min_by(|a, b| (a.0.median * sign).total_cmp(&(b.0.median * sign)))
 }
 
 /// Adds the summary to the document.
 pub(super) fn finish(document: &mut Document, options: &Options) {
     let mut found: Vec<(String, Value)> = Vec::new();
+    let mut judged: BTreeMap<&str, Figure> = BTreeMap::new();
     for (name, metric, which) in WORST {
         if let Some((value, case)) = extreme(document, metric, *which, 1.0) {
-            found.push(((*name).into(), value.into()));
+            judged.insert(*name, value);
+            found.push(((*name).into(), value.median.into()));
             found.push((format!("{name}_case"), case.into()));
         }
         let medians = document.cases.iter().filter(|case| which(case));
@@ -82,7 +87,9 @@ pub(super) fn finish(document: &mut Document, options: &Options) {
         |case| text(case, "kind") == "summary" && text(case, "memory") == "512G" && is_sparse_anywhere(case);
     for (name, metric) in [("runs_512g_ms", "summary_us"), ("runs_512g_flat_ms", "flat_us")] {
         if let Some((us, _)) = extreme(document, metric, at_512g, -1.0) {
-            found.push((name.into(), (us / 1e3).into()));
+            let ms = us.times(1e-3);
+            judged.insert(name, ms);
+            found.push((name.into(), ms.median.into()));
         }
     }
     for (name, case, metric) in [
@@ -102,12 +109,7 @@ pub(super) fn finish(document: &mut Document, options: &Options) {
     document.summary.extend(found);
     let targets: Vec<Value> = TARGETS
         .iter()
-        .filter_map(|(name, least, bound)| {
-            let got = document.summary.get(*name)?.as_f64()?;
-            let met = if *least { got >= *bound } else { got <= *bound };
-            let want = format!("{} {bound}", if *least { ">=" } else { "<=" });
-            Some(json!({"name": name, "want": want, "got": got, "met": met}))
-        })
+        .filter_map(|(name, least, bound)| bounded(*name, *least, *bound, judged.get(*name).copied()))
         .collect();
     document.summary.insert("targets".into(), targets.into());
     document.summary.insert("scanner".into(), Scanner::best().name().into());

@@ -11,8 +11,8 @@ use std::io::{self, Write};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use crate::Spread;
 use crate::host::Host;
+use crate::{Spread, to_f64};
 
 /// Result of one run of one bench.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -134,11 +134,19 @@ impl Case {
 
     /// Adds a metric that was measured in several rounds: the median under the name `name`, and the
     /// extremes under the names with `_min` and `_max` appended.
+    ///
+    /// If the number of these rounds is not the parameter `rounds` of the case, it is added under
+    /// the name with `_rounds` appended.
     pub fn spread(&mut self, name: &str, spread: Option<Spread>) {
-        if let Some(Spread { median, min, max, .. }) = spread {
+        if let Some(Spread { median, min, max, repeats }) = spread {
             self.metric(name, median);
             self.metric(format!("{name}_min"), min);
             self.metric(format!("{name}_max"), max);
+            let repeats = repeats as u64;
+            let rounds = self.params.get("rounds").and_then(Value::as_u64);
+            if rounds.is_some_and(|rounds| rounds != repeats) {
+                self.metric(format!("{name}_rounds"), to_f64(repeats));
+            }
         }
     }
 
@@ -185,5 +193,26 @@ mod tests {
         assert_eq!(value["cases"][1]["skipped"], "QEMU is not installed");
         assert!(value["cases"][1].get("metrics").is_none());
         assert_eq!(serde_json::from_slice::<Document>(&bytes).unwrap(), document);
+    }
+
+    #[test]
+    fn number_of_rounds_is_a_metric_only_if_it_differs_from_that_of_the_case() {
+        let mut case = Case::new("idle/ours").param("rounds", 2);
+        case.spread("total_ms", Spread::of([1.0, 3.0]));
+        case.spread("back_90_ms", Spread::of([5.0]));
+        let metrics: Vec<(&str, f64)> =
+            case.metrics.iter().map(|(name, value)| (&name[..], *value)).collect();
+        assert_eq!(
+            metrics,
+            [
+                ("back_90_ms", 5.0),
+                ("back_90_ms_max", 5.0),
+                ("back_90_ms_min", 5.0),
+                ("back_90_ms_rounds", 1.0),
+                ("total_ms", 2.0),
+                ("total_ms_max", 3.0),
+                ("total_ms_min", 1.0),
+            ]
+        );
     }
 }

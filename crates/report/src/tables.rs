@@ -73,8 +73,19 @@ pub(crate) fn goals(document: &Document) -> Vec<Vec<String>> {
 
 /// Returns the cells of one goal.
 pub(crate) fn goal_row(goal: &Value) -> Vec<String> {
-    let verdict = if goal["met"] == true { "met" } else { "missed" };
-    vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"], 3), verdict.into()]
+    vec![text(&goal["name"]), text(&goal["want"]), number(&goal["got"], 3), verdict(goal)]
+}
+
+/// Returns the verdict on a goal: `met`, `missed`, or `inconclusive` with the spread of the rounds.
+pub(crate) fn verdict(goal: &Value) -> String {
+    if goal["met"] == true {
+        "met".into()
+    } else if goal["met"] == "inconclusive" {
+        let spread = goal["spread"].as_f64();
+        spread.map_or("inconclusive, no spread".into(), |spread| format!("inconclusive, spread {spread:.3}"))
+    } else {
+        "missed".into()
+    }
 }
 
 /// Returns a table for a terminal.
@@ -89,4 +100,26 @@ pub(crate) fn grid(head: &[&str], rows: &[Vec<String>]) -> Table {
         }));
     }
     table
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn goal_shows_its_figures_and_its_verdict() {
+        let row = |met: Value, spread: Value| {
+            goal_row(&json!({ "name": "a", "want": "<= 1", "got": 0.95, "spread": spread, "met": met }))
+        };
+        assert_eq!(row(json!(true), json!(0.01)), ["a", "<= 1", "0.950", "met"]);
+        assert_eq!(row(json!(false), json!(0.01))[3], "missed");
+        assert_eq!(
+            row(json!("inconclusive"), json!(0.1)),
+            ["a", "<= 1", "0.950", "inconclusive, spread 0.100"]
+        );
+        assert_eq!(row(json!("inconclusive"), Value::Null)[3], "inconclusive, no spread");
+        // Documents of earlier versions have no spread.
+        assert_eq!(goal_row(&json!({ "name": "a", "want": "<= 1", "got": 2.0, "met": false }))[3], "missed");
+    }
 }

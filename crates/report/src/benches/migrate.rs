@@ -3,7 +3,7 @@
 use crate::html::Page;
 use crate::json::Document;
 use crate::plain;
-use crate::tables::{Column, cells, grid, head, host};
+use crate::tables::{Column, cells, grid, head, host, verdict};
 use comfy_table::{Table, presets};
 use serde_json::Value;
 
@@ -75,9 +75,7 @@ fn targets_table(document: &Document) -> Option<Table> {
     for target in targets {
         let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-").to_owned();
         let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);
-        let met = target.get("met").and_then(Value::as_bool).unwrap_or(false);
-        let verdict = if met { "met" } else { "missed" };
-        table.add_row([text("name"), text("want"), format!("{got:.2}"), verdict.into()]);
+        table.add_row([text("name"), text("want"), format!("{got:.2}"), verdict(target)]);
     }
     Some(table)
 }

@@ -112,11 +112,10 @@ pub fn table(document: &Document) -> String {
     for target in document.summary.get("targets").and_then(Value::as_array).into_iter().flatten() {
         let text = |name: &str| target.get(name).and_then(Value::as_str).unwrap_or("-");
         let got = target.get("got").and_then(Value::as_f64).unwrap_or(f64::NAN);
-        let met = target.get("met").and_then(Value::as_bool).unwrap_or(false);
         let case = document.summary.get(&format!("{}_case", text("name"))).and_then(Value::as_str);
-        let verdict = if met { "met" } else { "missed" };
+        let verdict = tables::verdict(target);
         out.push_str(&format!(
-            "{verdict:7} {} {}: {got:.2} {}\n",
+            "{verdict:12} {} {}: {got:.2} {}\n",
             text("name"),
             text("want"),
             case.map_or(String::new(), |case| format!("({case})"))

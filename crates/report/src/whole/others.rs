@@ -120,11 +120,11 @@ fn summary(page: &mut Page, document: &Document) {
     }
 }
 
-/// Returns the metrics that most cases have, without extremes.
+/// Returns the metrics that most cases have, without extremes and numbers of rounds.
 fn common(document: &Document) -> Vec<String> {
     let mut counts: BTreeMap<&String, usize> = BTreeMap::new();
     for name in document.cases.iter().flat_map(|case| case.metrics.keys()) {
-        if !name.ends_with("_min") && !name.ends_with("_max") {
+        if !["_min", "_max", "_rounds"].iter().any(|suffix| name.ends_with(suffix)) {
             *counts.entry(name).or_default() += 1;
         }
     }
