@@ -53,7 +53,7 @@ impl Policy {
     pub fn sleeps(self) -> (Duration, Duration) {
         match self {
             Self::Fixed => (Fixed::FIRST_SLEEP, Fixed::FIRST_SLEEP),
-            Self::Gears => (GEAR_SLEEPS[FASTEST], GEAR_SLEEPS[0]),
+            Self::Gears => (GEARS[FASTEST].sleep, GEARS[0].sleep),
             Self::Aimd => (AIMD_SHORTEST, AIMD_LONGEST),
             Self::Predict => (Predict::SHORTEST_SLEEP, Predict::LONGEST_SLEEP),
         }
@@ -116,10 +116,10 @@ struct Reaped {
 }
 
 impl Reaped {
-    /// Returns the occupancy in whole tenths, rounded down: 0.29 is 2. The result exceeds 10 if
-    /// more pages than one ring holds were harvested.
-    fn tenths(self) -> u64 {
-        self.pages.saturating_mul(10) / u64::from(self.entries)
+    /// Returns the occupancy in percent, rounded down: 0.299 is 29. The result exceeds 100 if more
+    /// pages than one ring holds were harvested.
+    fn percent(self) -> u64 {
+        self.pages.saturating_mul(100) / u64::from(self.entries)
     }
 }
 
@@ -168,25 +168,37 @@ impl Rule for Fixed {
     }
 }
 
-/// Sleep of each gear, as published.
-const GEAR_SLEEPS: [Duration; 6] = [
-    Duration::from_millis(1000),
-    Duration::from_millis(500),
-    Duration::from_millis(250),
-    Duration::from_millis(125),
-    Duration::from_millis(100),
-    Duration::from_millis(80),
-];
+/// Gear of the rule `gears`.
+#[derive(Debug, Clone, Copy)]
+struct Gear {
+    /// Lowest occupancy in percent that wants this gear, or a faster one.
+    from_percent: u64,
+    /// Time to sleep in this gear.
+    sleep: Duration,
+}
 
-/// Gear with the shortest sleep.
-const FASTEST: usize = GEAR_SLEEPS.len() - 1;
+const fn gear(from_percent: u64, sleep_ms: u64) -> Gear {
+    Gear { from_percent, sleep: Duration::from_millis(sleep_ms) }
+}
+
+/// Gears from the slowest to the fastest, as published. The level of a gear is its index.
+const GEARS: [Gear; 6] =
+    [gear(0, 1000), gear(10, 500), gear(20, 250), gear(30, 125), gear(40, 100), gear(50, 80)];
+
+/// Level of the gear with the shortest sleep.
+const FASTEST: usize = GEARS.len() - 1;
+
+/// Returns the level of the gear that a harvest wants.
+fn wanted(reaped: Reaped) -> usize {
+    let percent = reaped.percent();
+    GEARS.iter().rposition(|gear| gear.from_percent <= percent).unwrap_or(0)
+}
 
 /// Number of harvests that must want a lower gear before the rule shifts down, as published. The
 /// harvest at which the rule shifts is not included.
 const DOWN_AFTER: u32 = 5;
 
-/// Rule `gears`, with one gear for each tenth of occupancy. The fastest gear covers all occupancies
-/// from one half on.
+/// Rule `gears`, with the gears of [`GEARS`].
 ///
 /// The rule shifts up one gear at once if a harvest wants a higher gear, or if a ring was full. It
 /// counts the harvests that want a lower gear, and shifts down one gear at each of them after the
@@ -195,27 +207,29 @@ const DOWN_AFTER: u32 = 5;
 /// full ring shifts up without changing the count, even if it wants a lower gear.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Gears {
-    gear: usize,
+    /// Level of the present gear.
+    level: usize,
+    /// Number of harvests that wanted a lower gear, since one wanted a higher gear.
     wanted_lower: u32,
 }
 
 impl Rule for Gears {
-    const FIRST_SLEEP: Duration = GEAR_SLEEPS[0];
+    const FIRST_SLEEP: Duration = GEARS[0].sleep;
 
     fn next(&mut self, reaped: Reaped) -> Duration {
-        let wanted = usize::try_from(reaped.tenths()).unwrap_or(FASTEST).min(FASTEST);
-        if wanted > self.gear {
+        let wanted = wanted(reaped);
+        if wanted > self.level {
             self.wanted_lower = 0;
         }
-        if wanted > self.gear || reaped.went_full {
-            self.gear = (self.gear + 1).min(FASTEST);
-        } else if wanted < self.gear {
+        if wanted > self.level || reaped.went_full {
+            self.level = (self.level + 1).min(FASTEST);
+        } else if wanted < self.level {
             self.wanted_lower = self.wanted_lower.saturating_add(1);
             if self.wanted_lower > DOWN_AFTER {
-                self.gear -= 1;
+                self.level -= 1;
             }
         }
-        GEAR_SLEEPS[self.gear]
+        GEARS[self.level].sleep
     }
 }
 
@@ -270,10 +284,20 @@ mod tests {
     }
 
     #[test]
-    fn occupancy_is_counted_in_tenths_of_one_ring() {
-        let tenths = |pages| Reaped { pages, entries: 4096, went_full: false }.tenths();
+    fn occupancy_is_counted_in_percent_of_one_ring() {
+        let percent = |pages| Reaped { pages, entries: 4096, went_full: false }.percent();
         // A tenth of 4096 is 409.6.
-        assert_eq!([0, 409, 410, 819, 820, 4096, 8192].map(tenths), [0, 0, 1, 1, 2, 10, 20]);
+        assert_eq!([0, 409, 410, 819, 820, 4096, 8192].map(percent), [0, 9, 10, 19, 20, 100, 200]);
+    }
+
+    #[test]
+    fn gears_are_those_that_were_published() {
+        let gears = GEARS.map(|gear| (gear.from_percent, gear.sleep.as_millis()));
+        assert_eq!(gears, [(0, 1000), (10, 500), (20, 250), (30, 125), (40, 100), (50, 80)]);
+        let wanted = |pages| wanted(Reaped { pages, entries: 65536, went_full: false });
+        // The last page count below each tenth of 65536 entries, and the first one from it on.
+        assert_eq!([0, 6553, 6554, 13107, 13108, 19660, 19661].map(wanted), [0, 0, 1, 1, 2, 2, 3]);
+        assert_eq!([26214, 26215, 32767, 32768, u64::MAX].map(wanted), [3, 4, 4, 5, 5]);
     }
 
     /// Returns the sleeps in milliseconds for a trace of (occupancy in percent, went full).
@@ -317,17 +341,17 @@ mod tests {
 
     #[test]
     fn gears_shift_down_after_six_harvests_and_then_with_each() {
-        let mut gears = Gears { gear: FASTEST, wanted_lower: 0 };
+        let mut gears = Gears { level: FASTEST, wanted_lower: 0 };
         let sleeps = trace(&mut gears, &calm(&[0; 12]));
         assert_eq!(sleeps, [80, 80, 80, 80, 80, 100, 125, 250, 500, 1000, 1000, 1000]);
     }
 
     #[test]
     fn gears_keep_the_count_when_they_stay_and_restart_it_when_a_higher_gear_is_wanted() {
-        let mut gears = Gears { gear: 3, wanted_lower: 0 };
+        let mut gears = Gears { level: 3, wanted_lower: 0 };
         // Five harvests want a lower gear, one stays, and the sixth gets it.
         assert_eq!(trace(&mut gears, &calm(&[0, 0, 0, 0, 0, 35, 0])), [125, 125, 125, 125, 125, 125, 250]);
-        let mut gears = Gears { gear: 3, wanted_lower: 0 };
+        let mut gears = Gears { level: 3, wanted_lower: 0 };
         // Five harvests want a lower gear, one wants a higher gear, and the count restarts.
         assert_eq!(
             trace(&mut gears, &calm(&[0, 0, 0, 0, 0, 45, 0, 0, 0, 0, 0, 0, 0])),
@@ -337,8 +361,16 @@ mod tests {
 
     #[test]
     fn gears_do_not_count_a_harvest_after_a_full_ring() {
-        let mut gears = Gears { gear: 2, wanted_lower: 5 };
+        let mut gears = Gears { level: 2, wanted_lower: 5 };
         assert_eq!(trace(&mut gears, &[(0, true), (0, false)]), [125, 250]);
+        assert_eq!(gears, Gears { level: 2, wanted_lower: 6 });
+    }
+
+    #[test]
+    fn gears_restart_the_count_when_a_full_ring_also_wants_a_higher_gear() {
+        let mut gears = Gears { level: 2, wanted_lower: 5 };
+        assert_eq!(trace(&mut gears, &[(75, true), (0, false)]), [125, 125]);
+        assert_eq!(gears, Gears { level: 3, wanted_lower: 1 });
     }
 
     #[test]
