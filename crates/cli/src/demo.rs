@@ -62,17 +62,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         sandbox: args.sandbox.name(),
         ..Setup::new(&program, args.memory, workload.to_string())
     };
-    print_line(
-        &format!(
-            "A {} guest with {} MiB and {} vCPU{} runs `{}`. It moves to another process while it works.",
-            setup.guest,
-            setup.memory >> 20,
-            setup.cpus,
-            if setup.cpus == 1 { "" } else { "s" },
-            setup.workload
-        ),
-        0,
-    );
+    print_line(&introduction(&setup), 0);
     let mut pair = Pair::start(&setup, &stop)?;
     std::thread::sleep(WATCH);
     let before = pair.source.status()?["vm"]["guest"].clone();
@@ -112,6 +102,17 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<Status> {
         writeln!(out, "{}", serde_json::to_string_pretty(&report)?)?;
     }
     Ok(status)
+}
+
+fn introduction(setup: &Setup<'_>) -> String {
+    format!(
+        "A {} guest with {} MiB and {} vCPU{} runs `{}`. It moves to another process while it works.",
+        setup.guest,
+        setup.memory >> 20,
+        setup.cpus,
+        if setup.cpus == 1 { "" } else { "s" },
+        setup.workload
+    )
 }
 
 /// Watches the guest after its migration: its write count must rise, and all its pages must be

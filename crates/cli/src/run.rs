@@ -77,10 +77,8 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
         let balloon = shared.probe.balloon().context("the guest has no balloon (--balloon on)")?;
         balloon::auto::start(balloon, least, &shared)?;
     }
-    let console = match args.serial.as_deref() {
-        Some("stdio") => Some(Console::start(&shared)?),
-        _ => None,
-    };
+    let on_terminal = args.serial.as_deref() == Some("stdio");
+    let console = on_terminal.then(|| Console::start(&shared)).transpose()?;
     watch_the_guest(&shared)?;
     watch_for_the_end(&shared)?;
     // The process is confined before a guest runs and before a peer's bytes are read.
