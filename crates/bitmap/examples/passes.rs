@@ -7,7 +7,7 @@
 
 use std::hint::black_box;
 use std::time::Instant;
-use vmferry_bitmap::{Bitmap, SummaryBitmap};
+use vmferry_bitmap::{Bitmap, FlatBitmap};
 
 /// Number of pages of a guest with 512 GiB.
 const PAGES: u64 = 1 << 27;
@@ -33,8 +33,8 @@ macro_rules! pass {
 }
 
 fn main() {
-    let (mut since, mut base) = (Bitmap::full(PAGES), Bitmap::full(PAGES));
-    let (mut summary_since, mut summary_base) = (SummaryBitmap::full(PAGES), SummaryBitmap::full(PAGES));
+    let (mut since, mut base) = (FlatBitmap::full(PAGES), FlatBitmap::full(PAGES));
+    let (mut summary_since, mut summary_base) = (Bitmap::full(PAGES), Bitmap::full(PAGES));
     since.clear_all();
     base.clear_all();
     summary_since.clear_all();
@@ -47,7 +47,7 @@ fn main() {
         ("every second page", 2, 1),
         ("all", 64, 64),
     ] {
-        let mut log = Bitmap::new(PAGES);
+        let mut log = FlatBitmap::new(PAGES);
         (0..(PAGES - 64) / step).for_each(|at| log.set_range(at * step..at * step + run));
         let log = log.words();
         let mut times = [Vec::new(), Vec::new()];
@@ -56,7 +56,7 @@ fn main() {
             let flat = pass!(since, base, since.union_words(log));
             times[0].push(begin.elapsed());
             let begin = Instant::now();
-            let summary = pass!(summary_since, summary_base, summary_since.union_words(0, log));
+            let summary = pass!(summary_since, summary_base, summary_since.union_words(log));
             times[1].push(begin.elapsed());
             assert_eq!(flat, summary, "both bitmaps have the same pages");
         }

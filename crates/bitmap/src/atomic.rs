@@ -63,6 +63,9 @@ impl AtomicBitmap {
     /// Creates an empty bitmap of `len` pages.
     #[must_use]
     pub fn new(len: u64) -> Self {
+        #[cfg(any(not(test), miri))]
+        let zeros = crate::words::zeroed;
+        #[cfg(all(test, not(miri)))]
         let zeros = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let words = words_for(len);
         Self {

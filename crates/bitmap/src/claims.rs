@@ -1,6 +1,10 @@
 //! Bitmap from which threads claim pages, so that exactly one thread gets each page.
 
-use crate::{Bitmap, for_each_word, place};
+use crate::bitmap::BLOCK_PAGES;
+use crate::scan::BLOCK_WORDS;
+use crate::scan::walk::take_index;
+use crate::words::{atomic, zeroed};
+use crate::{Bitmap, for_each_word, place, words_for};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,12 +16,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// ([`give_64`](Self::give_64)). Therefore, at any instant, each page of the original set is either
 /// in the bitmap or held by one thread.
 ///
+/// A summary has one bit for each block of 4096 pages, so that a search for pages skips empty
+/// blocks. The bit is set before a page of its block is put into the bitmap, and is never cleared.
+///
 /// All operations are sequentially consistent. For example, suppose that one thread sets a flag
 /// elsewhere and then reads this bitmap, with a fence in between, while another thread takes a page
 /// and then reads the flag. Then at least one of the two threads sees the action of the other.
 #[derive(Debug)]
 pub struct ClaimBitmap {
     words: Vec<AtomicU64>,
+    /// Bit `b % 64` of word `b / 64` is clear only if block `b` has never had a page.
+    summary: Vec<AtomicU64>,
     len: u64,
     left: AtomicU64,
 }
@@ -25,9 +34,17 @@ pub struct ClaimBitmap {
 impl ClaimBitmap {
     /// Creates a bitmap of the pages in `set`.
     #[must_use]
-    pub fn new(set: &Bitmap) -> Self {
-        let words = set.words().iter().map(|word| AtomicU64::new(*word)).collect();
-        Self { words, len: set.len(), left: AtomicU64::new(set.count()) }
+    pub fn new(set: Bitmap) -> Self {
+        let (len, left) = (set.len(), AtomicU64::new(set.count()));
+        let (flat, summary) = set.into_parts();
+        Self { words: atomic(flat.into_words()), summary: atomic(summary.into_words()), len, left }
+    }
+
+    /// Creates a bitmap of `len` pages that has none of them.
+    #[must_use]
+    pub fn empty(len: u64) -> Self {
+        let summary = zeroed(words_for(len.div_ceil(BLOCK_PAGES)));
+        Self { words: zeroed(words_for(len)), summary, len, left: AtomicU64::new(0) }
     }
 
     /// Returns the number of pages that the bitmap covers, claimed or not.
@@ -53,6 +70,22 @@ impl ClaimBitmap {
     pub fn test(&self, page: u64) -> bool {
         let (word, bit) = place(page);
         page < self.len && self.words[word].load(Ordering::SeqCst) & bit != 0
+    }
+
+    /// Returns the first page at or after `page` that may be in the bitmap, or `None` if there is
+    /// none. All pages between `page` and the result are not in the bitmap.
+    #[must_use]
+    pub fn next_block(&self, page: u64) -> Option<u64> {
+        let (mut at, bit) = place(page / BLOCK_PAGES);
+        let mut from = !(bit - 1);
+        loop {
+            let mut blocks = self.summary.get(at)?.load(Ordering::SeqCst) & from;
+            if blocks != 0 {
+                let block = (at * 64 + take_index(&mut blocks)) as u64;
+                return Some((block * BLOCK_PAGES).max(page)).filter(|page| *page < self.len);
+            }
+            (at, from) = (at + 1, u64::MAX);
+        }
     }
 
     /// Returns whether the bitmap still contains any page of `range`.
@@ -114,6 +147,10 @@ impl ClaimBitmap {
         let end = first + 64 - u64::from(pages.leading_zeros());
         assert!(end <= self.len, "page {} of {}", end - 1, self.len);
         let (word, _) = place(first);
+        let (at, block) = place((word / BLOCK_WORDS) as u64);
+        if self.summary[at].load(Ordering::SeqCst) & block == 0 {
+            self.summary[at].fetch_or(block, Ordering::SeqCst);
+        }
         // Count the pages before they can be taken. Thus the count never falls below 0, and a
         // bitmap that has pages does not look empty.
         self.left.fetch_add(pages.count_ones().into(), Ordering::SeqCst);
@@ -142,8 +179,15 @@ impl ClaimBitmap {
     #[must_use]
     pub fn snapshot(&self) -> Bitmap {
         let mut left = Bitmap::new(self.len);
-        for (at, word) in self.words.iter().enumerate() {
-            left.union_word(at, word.load(Ordering::SeqCst));
+        for (at, word) in self.summary.iter().enumerate() {
+            let mut blocks = word.load(Ordering::SeqCst);
+            while blocks != 0 {
+                let first = (at * 64 + take_index(&mut blocks)) * BLOCK_WORDS;
+                let words = &self.words[first..self.words.len().min(first + BLOCK_WORDS)];
+                for (index, word) in (first..).zip(words) {
+                    left.union_word(index, word.load(Ordering::SeqCst));
+                }
+            }
         }
         left
     }
@@ -162,6 +206,22 @@ mod tests {
         set
     }
 
+    #[test]
+    fn search_skips_blocks_that_never_had_a_page() {
+        let claims = ClaimBitmap::new(set(1 << 20, &[5, 500_000]));
+        assert_eq!(claims.next_block(0), Some(0));
+        assert_eq!(claims.next_block(7), Some(7));
+        assert_eq!(claims.next_block(4096), Some(500_000 / 4096 * 4096));
+        assert_eq!(claims.next_block(600_000), None);
+        claims.give_64(640_000, 1);
+        assert_eq!(claims.next_block(600_000), Some(640_000 / 4096 * 4096));
+        assert_eq!(claims.next_block(1 << 20), None);
+        let empty = ClaimBitmap::empty(100);
+        assert_eq!((empty.next_block(0), empty.left()), (None, 0));
+        empty.give_64(64, 0b110);
+        assert_eq!((empty.next_block(0), empty.left()), (Some(0), 2));
+    }
+
     proptest! {
         #[test]
         fn taken_pages_are_gone_and_counted(
@@ -170,7 +230,7 @@ mod tests {
             steps in prop::collection::vec((0u8..4, 0u64..310, 0u64..80, any::<u64>()), 0..60),
         ) {
             let mut model = set(len, &pages);
-            let claims = ClaimBitmap::new(&model);
+            let claims = ClaimBitmap::new(model.clone());
             for (what, at, count, wanted) in steps {
                 match what {
                     0 => prop_assert_eq!(claims.take(at), at < len && model.test_and_clear(at)),
@@ -202,6 +262,9 @@ mod tests {
                 prop_assert_eq!(claims.any(range.clone()), model.count_range(range) > 0);
                 prop_assert_eq!(claims.left(), model.count());
                 prop_assert_eq!(&claims.snapshot(), &model);
+                // The search never skips a page that is left.
+                let next = claims.next_block(at).unwrap_or(len);
+                prop_assert_eq!(model.count_range(at.min(len)..next.max(at).min(len)), 0);
             }
         }
     }
@@ -209,7 +272,7 @@ mod tests {
     #[test]
     fn each_page_goes_to_exactly_one_of_many_threads() {
         const PAGES: u64 = 10_000;
-        let claims = ClaimBitmap::new(&Bitmap::full(PAGES));
+        let claims = ClaimBitmap::new(Bitmap::full(PAGES));
         let by_page = || (0..PAGES).filter(|page| claims.take(*page)).count() as u64;
         let by_word = || {
             (0..PAGES).step_by(64).map(|first| u64::from(claims.take_64(first, u64::MAX).count_ones())).sum()

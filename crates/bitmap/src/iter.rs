@@ -111,20 +111,31 @@ impl<'a> Cursor<'a> {
 
 /// Iterator over the set bits of a range, in order. Allocates nothing.
 #[derive(Debug, Clone)]
-pub struct Bits<'a> {
+pub struct FlatBits<'a> {
     cursor: Cursor<'a>,
     /// Page of the first bit of the current word.
     base: u64,
-    /// Bits of the current word that were not returned yet.
+    /// FlatBits of the current word that were not returned yet.
     bits: u64,
     end: u64,
 }
 
-impl<'a> Bits<'a> {
+impl<'a> FlatBits<'a> {
     pub(crate) fn new(scanner: Scanner, words: &'a [u64], range: Range<u64>) -> Self {
-        let mut cursor = Cursor::new(scanner, words);
-        let (first, bits, end) = cursor.restart(range);
-        Self { cursor, base: base_of(first), bits, end }
+        let mut bits = Self { cursor: Cursor::new(scanner, words), base: 0, bits: 0, end: 0 };
+        bits.restart(range);
+        bits
+    }
+
+    /// Restarts the iterator with another range of the same words. Cheaper than a new iterator.
+    pub(crate) fn restart(&mut self, range: Range<u64>) {
+        let (first, bits, end) = self.cursor.restart(range);
+        (self.base, self.bits, self.end) = (base_of(first), bits, end);
+    }
+
+    /// Folds the set bits of another range of the same words.
+    pub(crate) fn fold_in<B>(&self, range: Range<u64>, init: B, f: impl FnMut(B, u64) -> B) -> B {
+        self.cursor.scanner.fold_bits(self.cursor.words, range, init, f)
     }
 
     /// Returns the part of the range whose bits were not returned yet.
@@ -135,7 +146,7 @@ impl<'a> Bits<'a> {
     }
 }
 
-impl Iterator for Bits<'_> {
+impl Iterator for FlatBits<'_> {
     type Item = u64;
 
     #[inline]
@@ -155,7 +166,7 @@ impl Iterator for Bits<'_> {
     }
 }
 
-impl std::iter::FusedIterator for Bits<'_> {}
+impl std::iter::FusedIterator for FlatBits<'_> {}
 
 /// Iterator over the maximal runs of a range, in order; see [`crate::Bitmap::runs`]. Allocates
 /// nothing.
@@ -164,7 +175,7 @@ impl std::iter::FusedIterator for Bits<'_> {}
 /// run contains them. If `open` is false, every run that ends before or within the current word was
 /// returned, except the runs in `edges`. Skipped words from `upto` on are zero.
 #[derive(Debug, Clone)]
-pub struct Runs<'a> {
+pub struct FlatRuns<'a> {
     cursor: Cursor<'a>,
     /// Page of the first bit of the current word.
     base: u64,
@@ -179,7 +190,7 @@ pub struct Runs<'a> {
     end: u64,
 }
 
-impl<'a> Runs<'a> {
+impl<'a> FlatRuns<'a> {
     pub(crate) fn new(scanner: Scanner, words: &'a [u64], range: Range<u64>) -> Self {
         let cursor = Cursor::new(scanner, words);
         let mut runs =
@@ -259,7 +270,7 @@ impl<'a> Runs<'a> {
     }
 }
 
-impl Iterator for Runs<'_> {
+impl Iterator for FlatRuns<'_> {
     type Item = Range<u64>;
 
     #[inline]
@@ -292,4 +303,4 @@ impl Iterator for Runs<'_> {
     }
 }
 
-impl std::iter::FusedIterator for Runs<'_> {}
+impl std::iter::FusedIterator for FlatRuns<'_> {}

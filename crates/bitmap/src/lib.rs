@@ -4,9 +4,13 @@
 //! |---|---|
 //! | [`AtomicBitmap`] | many threads mark pages, one thread harvests them |
 //! | [`Bitmap`] | a set of pages with one owner |
-//! | [`SummaryBitmap`] | a set with a second level, which has one bit for each 4096 pages, so that a walk skips the parts in which no page is set |
 //! | [`ClaimBitmap`] | threads take pages out of a set, each page once |
 //! | [`Scanner`] | finds set bits with the fastest implementation for the processor: AVX-512, AVX2 or portable |
+//!
+//! [`AtomicBitmap`], [`Bitmap`] and [`ClaimBitmap`] have a second level, the summary, with one bit
+//! for each 4096 pages. A walk skips the parts in which no page is set, and these parts take no
+//! memory before a page in them is set. Therefore time and memory depend on the pages in the set,
+//! not on the size of the guest.
 //!
 //! Bit `i` is in word `i / 64` at position `i % 64`. `KVM_GET_DIRTY_LOG` uses the same layout, so a
 //! dirty log from the kernel can be merged word by word.
@@ -31,22 +35,25 @@
 //! let runs: Vec<_> = dirty.runs().collect();
 //! assert_eq!(runs, [100..200, 4711..4712]);
 //! ```
-// Unsafe code is allowed in scan/avx2.rs and scan/avx512.rs only.
+// Unsafe code is allowed in scan/avx2.rs, scan/avx512.rs and words.rs only.
 #![deny(unsafe_code, unsafe_op_in_unsafe_fn)]
 
 mod atomic;
+mod bitmap;
 mod claims;
+mod flat;
 mod iter;
-mod plain;
 mod scan;
-mod summary;
+#[expect(unsafe_code, reason = "zeroed memory from the allocator, and plain words as atomic words")]
+mod words;
 
 pub use atomic::AtomicBitmap;
+pub use bitmap::{Bitmap, Bits, Runs};
 pub use claims::ClaimBitmap;
-pub use iter::{Bits, Runs};
-pub use plain::Bitmap;
+#[doc(hidden)]
+pub use flat::FlatBitmap;
+pub use iter::{FlatBits, FlatRuns};
 pub use scan::Scanner;
-pub use summary::{SummaryBitmap, SummaryRuns};
 
 use std::ops::Range;
 

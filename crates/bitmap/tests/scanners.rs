@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use std::ops::Range;
-use vmferry_bitmap::{Bitmap, Scanner};
+use vmferry_bitmap::{FlatBitmap, Scanner};
 use vmferry_testkit::{Need, skip};
 
 /// Maximum number of words: longer than a batch (2048 words) and not a multiple of any unit, so
@@ -178,7 +178,7 @@ proptest! {
         (set, _) in pattern(), (log, skip) in pattern(), tail in 0u64..64, first in 0usize..200,
     ) {
         let words = set.len().max(1);
-        let mut map = Bitmap::new(words as u64 * 64 - tail);
+        let mut map = FlatBitmap::new(words as u64 * 64 - tail);
         map.union_words(&set);
         let first = first.min(words - 1);
         let log = &log[skip..];
@@ -208,7 +208,7 @@ fn every_scanner_handles_a_bitmap_larger_than_the_cache() {
     runs.extend((3_000_000..len - 100).step_by(131_072 * 5 + 4097).map(|page| page..page + 1));
     runs.extend((20..30).map(|batch| 20 * 131_072 + batch * 1000..20 * 131_072 + batch * 1000 + batch));
     runs.extend([40 * 131_072 - 1..40 * 131_072 + 1, 131_072 * 60..131_072 * 61]);
-    let mut map = Bitmap::new(len);
+    let mut map = FlatBitmap::new(len);
     runs.into_iter().for_each(|run| map.set_range(run));
     let want = {
         let mut bits = Vec::new();

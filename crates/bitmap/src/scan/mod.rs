@@ -26,7 +26,7 @@ mod avx512;
 mod portable;
 pub(crate) mod walk;
 
-use crate::{Bits, Runs};
+use crate::{FlatBits, FlatRuns};
 use std::mem::MaybeUninit;
 use std::ops::Range;
 use std::sync::OnceLock;
@@ -118,7 +118,7 @@ pub(crate) trait Kernel: Copy {
     /// order.
     fn positions<'a>(self, words: &[u64], into: &'a mut Positions) -> &'a [u16];
 
-    /// Runs `work`, compiled for this processor.
+    /// FlatRuns `work`, compiled for this processor.
     fn work<W: Work>(self, work: W) -> W::Out;
 }
 
@@ -196,7 +196,7 @@ impl Scanner {
     }
 
     /// Calls `each` with every maximal run of set bits of `words` within `range` (in bits), in
-    /// order. Runs are cut at the ends of `range`.
+    /// order. FlatRuns are cut at the ends of `range`.
     ///
     /// # Panics
     /// Panics if `range` ends beyond the words.
@@ -224,18 +224,18 @@ impl Scanner {
     /// # Panics
     /// Panics if `range` ends beyond the words.
     #[must_use]
-    pub fn bits(self, words: &[u64], range: Range<u64>) -> Bits<'_> {
-        Bits::new(self, words, range)
+    pub fn bits(self, words: &[u64], range: Range<u64>) -> FlatBits<'_> {
+        FlatBits::new(self, words, range)
     }
 
     /// Returns an iterator over the maximal runs of set bits of `words` within `range` (in bits),
-    /// in order. Runs are cut at the ends of `range`.
+    /// in order. FlatRuns are cut at the ends of `range`.
     ///
     /// # Panics
     /// Panics if `range` ends beyond the words.
     #[must_use]
-    pub fn runs(self, words: &[u64], range: Range<u64>) -> Runs<'_> {
-        Runs::new(self, words, range)
+    pub fn runs(self, words: &[u64], range: Range<u64>) -> FlatRuns<'_> {
+        FlatRuns::new(self, words, range)
     }
 
     /// Returns the number of set bits in `words`.

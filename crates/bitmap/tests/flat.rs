@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use std::ops::Range;
-use vmferry_bitmap::{AtomicBitmap, Bitmap, SummaryBitmap};
+use vmferry_bitmap::{AtomicBitmap, Bitmap, FlatBitmap};
 
 /// Several blocks of the summary (4096 pages each) and a partial one.
 const MAX_LEN: u64 = 40_000;
@@ -15,6 +15,8 @@ enum Op {
     ClearRange(u64, u64),
     ClearAll,
     Log(u64, Vec<u64>),
+    WholeLog(Vec<u64>),
+    Word(u64, u64),
     Merge(u64, Vec<u64>),
     Union(Vec<(u64, u64)>),
     Subtract(Vec<(u64, u64)>),
@@ -39,6 +41,8 @@ fn op() -> impl Strategy<Value = Op> {
         3 => (0..MAX_LEN, 0..20_000u64).prop_map(|(at, n)| Op::ClearRange(at, n)),
         1 => Just(Op::ClearAll),
         2 => (0..MAX_LEN / 64, log()).prop_map(|(at, log)| Op::Log(at, log)),
+        1 => log().prop_map(Op::WholeLog),
+        1 => (0..MAX_LEN / 64, any::<u64>()).prop_map(|(at, bits)| Op::Word(at, bits)),
         2 => (0..MAX_LEN / 64, log()).prop_map(|(at, log)| Op::Merge(at, log)),
         1 => ranges().prop_map(Op::Union),
         1 => ranges().prop_map(Op::Subtract),
@@ -51,8 +55,8 @@ fn cut(len: u64, at: u64, count: u64) -> Range<u64> {
     at.min(len)..(at + count).min(len)
 }
 
-fn of_ranges(len: u64, ranges: &[(u64, u64)]) -> Bitmap {
-    let mut map = Bitmap::new(len);
+fn of_ranges(len: u64, ranges: &[(u64, u64)]) -> FlatBitmap {
+    let mut map = FlatBitmap::new(len);
     ranges.iter().for_each(|(at, count)| map.set_range(cut(len, *at, *count)));
     map
 }
@@ -65,7 +69,7 @@ fn fitted(len: u64, at: u64, log: &[u64]) -> (usize, &[u64]) {
 }
 
 /// Applies `op` to both bitmaps and compares the results.
-fn apply(op: Op, map: &mut SummaryBitmap, model: &mut Bitmap) -> Result<(), TestCaseError> {
+fn apply(op: Op, map: &mut Bitmap, model: &mut FlatBitmap) -> Result<(), TestCaseError> {
     let len = model.len();
     match op {
         Op::Set(page) if page < len => prop_assert_eq!(map.set(page), model.set(page)),
@@ -87,8 +91,19 @@ fn apply(op: Op, map: &mut SummaryBitmap, model: &mut Bitmap) -> Result<(), Test
         }
         Op::Log(at, log) => {
             let (at, log) = fitted(len, at, &log);
-            map.union_words(at, log);
+            map.union_words_at(at, log);
             log.iter().enumerate().for_each(|(index, word)| model.union_word(at + index, *word));
+        }
+        Op::WholeLog(log) => {
+            map.union_words(&log);
+            model.union_words(&log);
+        }
+        Op::Word(at, bits) => {
+            let (at, bits) = fitted(len, at, std::slice::from_ref(&bits));
+            if let Some(bits) = bits.first() {
+                map.union_word(at, *bits);
+                model.union_word(at, *bits);
+            }
         }
         Op::Merge(at, log) => {
             let (at, log) = fitted(len, at, &log);
@@ -98,15 +113,15 @@ fn apply(op: Op, map: &mut SummaryBitmap, model: &mut Bitmap) -> Result<(), Test
             prop_assert_eq!(got, want);
         }
         Op::Union(ranges) => {
-            map.union(&SummaryBitmap::from(of_ranges(len, &ranges)));
+            map.union(&Bitmap::from(of_ranges(len, &ranges)));
             model.union(&of_ranges(len, &ranges));
         }
         Op::Subtract(ranges) => {
-            map.subtract(&SummaryBitmap::from(of_ranges(len, &ranges)));
+            map.subtract(&Bitmap::from(of_ranges(len, &ranges)));
             model.subtract(&of_ranges(len, &ranges));
         }
         Op::Retain(at, count, ranges) => {
-            map.retain_range(cut(len, at, count), &SummaryBitmap::from(of_ranges(len, &ranges)));
+            map.retain_range(cut(len, at, count), &Bitmap::from(of_ranges(len, &ranges)));
             model.retain_range(cut(len, at, count), &of_ranges(len, &ranges));
         }
         Op::Tighten => map.tighten(),
@@ -121,9 +136,9 @@ proptest! {
         a in 0..MAX_LEN, b in 0..MAX_LEN,
     ) {
         let (mut map, mut model) = if full {
-            (SummaryBitmap::full(len), Bitmap::full(len))
+            (Bitmap::full(len), FlatBitmap::full(len))
         } else {
-            (SummaryBitmap::new(len), Bitmap::new(len))
+            (Bitmap::new(len), FlatBitmap::new(len))
         };
         for op in ops {
             apply(op, &mut map, &mut model)?;
@@ -131,7 +146,7 @@ proptest! {
             prop_assert_eq!(map.is_empty(), model.is_empty());
             prop_assert_eq!(map.count(), model.count());
         }
-        prop_assert_eq!(&map, &SummaryBitmap::from(model.clone()));
+        prop_assert_eq!(&map, &Bitmap::from(model.clone()));
         let (a, b) = (a.min(b).min(len), a.max(b).min(len));
         prop_assert_eq!(map.count_range(a..b), model.count_range(a..b));
         // Runs by `next`, and by closure.
@@ -142,6 +157,29 @@ proptest! {
         map.for_each_bit(|bit| bits.push(bit));
         prop_assert_eq!(runs, model.runs().collect::<Vec<_>>());
         prop_assert_eq!(bits, model.bits().collect::<Vec<_>>());
+        prop_assert_eq!(map.bits().collect::<Vec<_>>(), model.bits().collect::<Vec<_>>());
+        prop_assert_eq!(map.bits_in(a..b).fold(0, |sum, bit| sum + bit), model.bits_in(a..b).sum::<u64>());
+        prop_assert_eq!(map.next_set(a), model.bits_in(a..len).next());
+        prop_assert_eq!(&map.clone(), &map);
+        let mut parts = vec![0; model.words().len()];
+        for (first, words) in map.word_parts() {
+            parts[first..first + words.len()].copy_from_slice(words);
+        }
+        prop_assert_eq!(&parts, model.words());
+        for (at, word) in model.words().iter().enumerate() {
+            prop_assert_eq!(map.word(at), *word);
+        }
+        prop_assert_eq!(map.word(model.words().len()), 0);
+        // The same pages as claims.
+        let claims = vmferry_bitmap::ClaimBitmap::new(map.clone());
+        prop_assert_eq!((claims.left(), &claims.snapshot()), (map.count(), &map));
+        let (mut taken, mut at) = (Bitmap::new(len), 0);
+        while let Some(page) = claims.next_block(at) {
+            let first = page / 64 * 64;
+            taken.union_word(usize::try_from(first / 64).unwrap(), claims.take_64(first, u64::MAX));
+            at = first + 64;
+        }
+        prop_assert_eq!((&taken, claims.left()), (&map, 0));
     }
 
     #[test]
@@ -159,7 +197,7 @@ proptest! {
             prop_assert_eq!(marks.is_empty(), model.is_empty());
             let mut harvested = Bitmap::new(len);
             prop_assert_eq!(marks.harvest(&mut harvested), model.count());
-            prop_assert_eq!(harvested, model);
+            prop_assert_eq!(harvested.flat(), &model);
             prop_assert!(marks.is_empty());
         }
     }

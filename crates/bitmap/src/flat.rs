@@ -1,27 +1,28 @@
-//! Bitmap with one owner.
+//! Bitmap without a summary.
 
 use crate::scan::Scanner;
 use crate::scan::walk::{AndNot, Merge, Or};
-use crate::{Bits, Part, Runs, for_each_part, for_each_word, place, tail_mask, words_for};
+use crate::{FlatBits, FlatRuns, Part, for_each_part, for_each_word, place, tail_mask, words_for};
 use std::ops::Range;
 
-/// Bitmap of a fixed number of pages.
+/// Bitmap of a fixed number of pages without a summary. [`Bitmap`](crate::Bitmap) consists of two
+/// of these, and benches compare it with this type.
 ///
 /// Invariant: bits at and beyond `len` in the last word are zero, so counting and scanning need no
 /// special case.
 #[derive(Clone, PartialEq, Eq)]
-pub struct Bitmap {
+pub struct FlatBitmap {
     words: Vec<u64>,
     len: u64,
 }
 
-impl std::fmt::Debug for Bitmap {
+impl std::fmt::Debug for FlatBitmap {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Bitmap({} of {} set)", self.count(), self.len)
+        write!(f, "FlatBitmap({} of {} set)", self.count(), self.len)
     }
 }
 
-impl Bitmap {
+impl FlatBitmap {
     /// Creates an empty bitmap of `len` pages.
     #[must_use]
     pub fn new(len: u64) -> Self {
@@ -48,10 +49,15 @@ impl Bitmap {
         !Scanner::best().any(&self.words)
     }
 
-    /// Returns the words, lowest pages first. Bits at and beyond `len` are zero.
+    /// Returns the words, lowest pages first. FlatBits at and beyond `len` are zero.
     #[must_use]
     pub fn words(&self) -> &[u64] {
         &self.words
+    }
+
+    /// Returns the words.
+    pub(crate) fn into_words(self) -> Vec<u64> {
+        self.words
     }
 
     /// Returns whether `page` is set.
@@ -196,14 +202,14 @@ impl Bitmap {
     }
 
     /// Adds the pages that are set in `log`, a dirty log in the format of the kernel whose first
-    /// bit is page 0. The log may be shorter or longer than the bitmap. Bits beyond `len` are
+    /// bit is page 0. The log may be shorter or longer than the bitmap. FlatBits beyond `len` are
     /// ignored.
     pub fn union_words(&mut self, log: &[u64]) {
         Scanner::best().work(Or { into: &mut self.words, from: log });
         self.trim();
     }
 
-    /// Adds the pages that are set in `log`, a dirty log whose first bit is page `64 * first`. Bits
+    /// Adds the pages that are set in `log`, a dirty log whose first bit is page `64 * first`. FlatBits
     /// beyond `len` are ignored.
     ///
     /// # Panics
@@ -214,7 +220,7 @@ impl Bitmap {
         self.trim();
     }
 
-    /// Adds the pages that are set in `bits`, whose first bit is page `64 * word`. Bits beyond
+    /// Adds the pages that are set in `bits`, whose first bit is page `64 * word`. FlatBits beyond
     /// `len` are ignored.
     ///
     /// # Panics
@@ -237,7 +243,7 @@ impl Bitmap {
     ///
     /// Calls `each` with the maximal runs of the pages that were not set before, in order. Merging
     /// and reporting take one pass over the log. Where the log is empty, the pass does not read the
-    /// bitmap. Bits beyond `len` are ignored.
+    /// bitmap. FlatBits beyond `len` are ignored.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.
@@ -250,17 +256,17 @@ impl Bitmap {
 
     /// Returns an iterator over the set pages as maximal runs, in order.
     #[must_use]
-    pub fn runs(&self) -> Runs<'_> {
+    pub fn runs(&self) -> FlatRuns<'_> {
         self.runs_in(0..self.len)
     }
 
-    /// Returns an iterator over the set pages of `range` as maximal runs, in order. Runs are cut at
+    /// Returns an iterator over the set pages of `range` as maximal runs, in order. FlatRuns are cut at
     /// the ends of `range`.
     ///
     /// # Panics
     /// Panics if `range` ends beyond `len`.
     #[must_use]
-    pub fn runs_in(&self, range: Range<u64>) -> Runs<'_> {
+    pub fn runs_in(&self, range: Range<u64>) -> FlatRuns<'_> {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         Scanner::best().runs(&self.words, range)
     }
@@ -273,7 +279,7 @@ impl Bitmap {
 
     /// Returns an iterator over the set pages, in order.
     #[must_use]
-    pub fn bits(&self) -> Bits<'_> {
+    pub fn bits(&self) -> FlatBits<'_> {
         self.bits_in(0..self.len)
     }
 
@@ -282,7 +288,7 @@ impl Bitmap {
     /// # Panics
     /// Panics if `range` ends beyond `len`.
     #[must_use]
-    pub fn bits_in(&self, range: Range<u64>) -> Bits<'_> {
+    pub fn bits_in(&self, range: Range<u64>) -> FlatBits<'_> {
         assert!(range.end <= self.len, "range {range:?} of {}", self.len);
         Scanner::best().bits(&self.words, range)
     }
@@ -311,8 +317,8 @@ mod tests {
         runs
     }
 
-    fn from_bools(bits: &[bool]) -> Bitmap {
-        let mut map = Bitmap::new(bits.len() as u64);
+    fn from_bools(bits: &[bool]) -> FlatBitmap {
+        let mut map = FlatBitmap::new(bits.len() as u64);
         for (i, _) in bits.iter().enumerate().filter(|(_, set)| **set) {
             map.set(i as u64);
         }
@@ -342,7 +348,7 @@ mod tests {
 
         #[test]
         fn set_range_and_clear_range_change_exactly_their_pages(len in 1u64..400, ops in prop::collection::vec((any::<bool>(), 0u64..400, 0u64..400), 0..8)) {
-            let mut map = Bitmap::new(len);
+            let mut map = FlatBitmap::new(len);
             let mut model = vec![false; usize::try_from(len).unwrap()];
             for (set, a, b) in ops {
                 let (a, b) = (a.min(b).min(len), a.max(b).min(len));
@@ -371,7 +377,7 @@ mod tests {
 
     #[test]
     fn bits_beyond_the_end_of_a_kernel_log_are_ignored() {
-        let mut map = Bitmap::new(70);
+        let mut map = FlatBitmap::new(70);
         map.union_words(&[0, u64::MAX]);
         assert_eq!(map.count(), 6);
         map.union_word(1, u64::MAX);
@@ -380,7 +386,7 @@ mod tests {
 
     #[test]
     fn set_and_clear_return_the_previous_state() {
-        let mut map = Bitmap::new(130);
+        let mut map = FlatBitmap::new(130);
         assert!(!map.set(129));
         assert!(map.set(129));
         assert!(map.test(129));
