@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use roaring::RoaringBitmap;
-use vmferry_bitmap::{Bitmap, SummaryBitmap};
+use vmferry_bitmap::{Bitmap, FlatBitmap};
 use vmferry_report::Spread;
 use vmferry_report::json::Case;
 
@@ -16,9 +16,9 @@ const SIDES: [&str; 4] = ["summary", "summary_iterator", "flat", "roaring"];
 
 /// Measures scans of runs by the summary, by a flat scan, and from roaring's compressed form.
 pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
-    let mut flat = Bitmap::new(words.len() as u64 * 64);
+    let mut flat = FlatBitmap::new(words.len() as u64 * 64);
     flat.union_words(words);
-    let map = SummaryBitmap::from(flat);
+    let map = Bitmap::from(flat);
     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
     let roaring = RoaringBitmap::from_lsb0_bytes(0, &bytes);
     drop(bytes);

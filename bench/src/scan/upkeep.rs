@@ -3,7 +3,7 @@
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vmferry_bitmap::{AtomicBitmap, Bitmap, SummaryBitmap};
+use vmferry_bitmap::{AtomicBitmap, Bitmap, FlatBitmap};
 use vmferry_report::Spread;
 use vmferry_report::json::{Case, Document};
 
@@ -55,7 +55,7 @@ pub(super) fn measure(options: &Options, document: &mut Document) {
     let per_page = PAGES as f64 / 1e3;
     for (random, order) in [(true, "random"), (false, "sequential")] {
         let pages = pages(len, random);
-        let (mut flat, mut map) = (Bitmap::full(len), SummaryBitmap::full(len));
+        let (mut flat, mut map) = (FlatBitmap::full(len), Bitmap::full(len));
         flat.clear_all();
         map.clear_all();
         document.cases.push(compare(
@@ -142,11 +142,11 @@ fn log(options: &Options, density: f64, name: &str, document: &mut Document) {
     let log = build(words_of(options.upkeep_gib), density, Pattern::Uniform);
     let len = log.len() as u64 * 64;
     let empty = || {
-        let mut map = Bitmap::full(len);
+        let mut map = FlatBitmap::full(len);
         map.clear_all();
         map
     };
-    let (mut one, mut two, mut map) = (empty(), empty(), SummaryBitmap::from(empty()));
+    let (mut one, mut two, mut map) = (empty(), empty(), Bitmap::from(empty()));
     document.cases.push(compare(
         options,
         &format!("log/{name}"),

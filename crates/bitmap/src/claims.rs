@@ -72,6 +72,13 @@ impl ClaimBitmap {
         page < self.len && self.words[word].load(Ordering::SeqCst) & bit != 0
     }
 
+    /// Returns those of the 64 pages from page `64 * index` on that are left. Pages beyond the end
+    /// are never left.
+    #[must_use]
+    pub fn word(&self, index: usize) -> u64 {
+        self.words.get(index).map_or(0, |word| word.load(Ordering::SeqCst))
+    }
+
     /// Returns the first page at or after `page` that may be in the bitmap, or `None` if there is
     /// none. All pages between `page` and the result are not in the bitmap.
     #[must_use]

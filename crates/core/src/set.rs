@@ -5,15 +5,8 @@ use vmferry_bitmap::Bitmap;
 
 /// Set of pages over all regions of a [`Layout`], with one bit for each page.
 ///
-/// The set has no summary level, unlike [`vmferry_bitmap::SummaryBitmap`]. The work of a pass on
-/// its sets (read a log, count, add, clear, look at each chunk) was measured for a guest of 512 GiB
-/// (`cargo run --release -p vmferry-bitmap --example passes`). This work takes 12 to 18 ms without
-/// a summary. Most of the time is spent on the log and the chunks, where a summary saves nothing.
-/// With a summary, the work takes 0.3 to 0.8 times as long if the dirty pages are clustered, but
-/// 1.2 to 2.1 times as long for scattered single pages and for dense sets. Therefore a summary
-/// would save a few milliseconds in passes that send few pages, at the expense of all other passes.
-/// A summary is useful where only a few pages of a large guest are marked
-/// ([`vmferry_bitmap::AtomicBitmap`]).
+/// Each bitmap has a summary, so the cost of every operation depends on the part of memory that has
+/// pages in the set, not on the size of the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageSet {
     maps: Vec<(RegionId, Bitmap)>,
@@ -66,6 +59,19 @@ impl PageSet {
         self.maps.iter().all(|(_, map)| map.is_empty())
     }
 
+    /// Removes and returns all pages.
+    #[must_use]
+    pub fn take(&mut self) -> Self {
+        let empty = self.empty_like();
+        std::mem::replace(self, empty)
+    }
+
+    /// Returns an empty set over the same regions.
+    #[must_use]
+    pub fn empty_like(&self) -> Self {
+        Self { maps: self.maps.iter().map(|(id, map)| (*id, Bitmap::new(map.len()))).collect() }
+    }
+
     /// Removes all pages.
     pub fn clear(&mut self) {
         self.maps.iter_mut().for_each(|(_, map)| map.clear_all());
@@ -96,5 +102,15 @@ impl PageSet {
     pub fn retain(&mut self, other: &Self) {
         assert_eq!(self.maps.len(), other.maps.len(), "sets of one layout");
         self.maps.iter_mut().zip(&other.maps).for_each(|((_, a), (_, b))| a.retain_range(0..a.len(), b));
+    }
+}
+
+/// Returns the regions and their bitmaps, in the order of the layout.
+impl IntoIterator for PageSet {
+    type Item = (RegionId, Bitmap);
+    type IntoIter = std::vec::IntoIter<(RegionId, Bitmap)>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.maps.into_iter()
     }
 }

@@ -102,6 +102,15 @@ pub trait Protect: Send + Sync {
         512
     }
 
+    /// Returns false if [`protect`](Self::protect) does nothing, because a later harvest reports
+    /// every write since [`DirtyTracker::start`], even if its page was never passed to `protect`.
+    ///
+    /// The engine then determines for large parts of memory at once which pages were touched. The
+    /// default returns true.
+    fn is_needed(&self) -> bool {
+        true
+    }
+
     /// Protects those pages of `chunk` that are set in `pages`, a bitmap of the whole region. After
     /// this call has returned, a later harvest reports every write to one of these pages.
     ///
@@ -120,6 +129,10 @@ pub trait Protect: Send + Sync {
 pub struct NothingToProtect;
 
 impl Protect for NothingToProtect {
+    fn is_needed(&self) -> bool {
+        false
+    }
+
     fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
         Ok(())
     }

@@ -341,6 +341,11 @@ impl Drop for KvmLogTracker {
 }
 
 impl Protect for LogState {
+    /// Without manual protection, a harvest protects the pages.
+    fn is_needed(&self) -> bool {
+        self.mode() == Mode::ByHand
+    }
+
     fn chunk_pages(&self) -> u64 {
         CHUNK_PAGES
     }
@@ -399,7 +404,7 @@ fn for_each_clear(
         let below = chunk.first.0.saturating_sub(index * 64).min(64);
         let above = ((index + 1) * 64).saturating_sub(chunk.end()).min(64);
         let keep = if below + above >= 64 { 0 } else { (u64::MAX << below) & (u64::MAX >> above) };
-        usize::try_from(index).ok().and_then(|at| pages.words().get(at)).map_or(0, |word| word & keep)
+        usize::try_from(index).map_or(0, |at| pages.word(at) & keep)
     };
     let (mut at, end) = (chunk.first.0 / 64, chunk.end().div_ceil(64));
     while at < end {

@@ -17,12 +17,13 @@ const RUNS: usize = 2048;
 
 /// Number of bytes that one scan covers. During a scan, KVM's MMU notifier keeps vCPUs from
 /// handling faults anywhere in the scanned range. A scan of 256 MiB of small pages takes about half
-/// a millisecond, and up to 2 ms if all pages were written.
+/// a millisecond, and up to 2 ms if all pages were written. When tracking stops, the same
+/// number of bytes is unregistered at a time. During such a call, the kernel blocks all page faults
+/// of the process, which takes 5 ms.
 const SCAN_BYTES: u64 = 256 << 20;
 
-/// Number of bytes that one call unregisters. During the call, the kernel blocks all page faults of
-/// the process, which takes 5 ms with this value.
-const UNREGISTER_BYTES: u64 = 256 << 20;
+/// Filter for pages that have an entry in the page table, which may be a marker.
+const ENTRY: Match = Match { inverted: 0, all: 0, any: IS_PRESENT | IS_SWAPPED, report: 0, protect: false };
 
 /// Filter for written pages: present (or swapped out) and not protected.
 ///
@@ -127,12 +128,13 @@ impl WpTracker {
             forget(region.marks.as_deref(), region.returned_pages.as_deref());
             // On an error `active` is dropped: closing the userfaultfd lifts all protection.
             active.uffd.register_wp(region.span()).map_err(TrackerError::host(region.id))?;
-            for span in chunks(region.span(), SCAN_BYTES) {
-                active
+            for_each_part(&active.pagemap, region, |part| match part {
+                Part::Populated(span) => active
                     .pagemap
                     .for_each(span, WRITTEN, &mut self.runs, |_| ())
-                    .map_err(TrackerError::host(region.id))?;
-            }
+                    .map_err(TrackerError::host(region.id)),
+                Part::Empty(_) => Ok(()),
+            })?;
         }
         self.active = Some(active);
         Ok(())
@@ -143,11 +145,12 @@ impl WpTracker {
         let Some(active) = self.active.take() else { return Ok(()) };
         let mut result = Ok(());
         for region in &self.regions {
-            for span in chunks(region.span(), UNREGISTER_BYTES) {
-                // Continue after an error: the rest is unregistered when the descriptor is closed.
-                let given = active.uffd.unregister(span).map_err(TrackerError::host(region.id));
-                result = result.and(given);
-            }
+            // Continue after an error: the rest is unregistered when the descriptor is closed.
+            let given = for_each_part(&active.pagemap, region, |part| {
+                let (Part::Populated(span) | Part::Empty(span)) = part;
+                active.uffd.unregister(span).map_err(TrackerError::host(region.id))
+            });
+            result = result.and(given);
         }
         result
     }
@@ -171,13 +174,21 @@ impl DirtyTracker for WpTracker {
                 if let Some(marks) = &region.marks {
                     marks.harvest(map);
                 }
-                for span in chunks(region.span(), SCAN_BYTES) {
-                    active.written(region, span.clone(), runs, map)?;
-                    if let Backing::Memfd { file, offset } = &region.backing {
-                        active.unmapped(region, span, (file.as_fd(), *offset), runs, map)?;
+                for_each_part(&active.pagemap, region, |part| {
+                    let span = match part {
+                        Part::Empty(span) => span,
+                        Part::Populated(span) => {
+                            active.written(region, span.clone(), runs, map)?;
+                            span
+                        }
+                    };
+                    match &region.backing {
+                        Backing::Memfd { file, offset } => {
+                            active.unmapped(region, span, (file.as_fd(), *offset), runs, map)
+                        }
+                        Backing::Anonymous | Backing::Other => Ok(()),
                     }
-                }
-                Ok(())
+                })
             })?;
         }
         Ok(())
@@ -254,24 +265,96 @@ impl Active {
     }
 }
 
-/// Returns `span` in pieces of at most `len` bytes.
-fn chunks(span: Range<u64>, len: u64) -> impl Iterator<Item = Range<u64>> {
-    let end = span.end;
-    let step = usize::try_from(len).unwrap_or(usize::MAX);
-    span.step_by(step).map(move |start| start..end.min(start.saturating_add(len)))
+/// Part of a region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Part {
+    /// At most [`SCAN_BYTES`] that have an entry in the page table.
+    Populated(Range<u64>),
+    /// Any number of bytes that had no entry. An entry that appears later belongs to a page that is
+    /// not protected, so the next harvest reports the page.
+    Empty(Range<u64>),
+}
+
+/// Calls `each` with the parts of `region`, in order, until it fails. The number of parts depends
+/// on the populated memory, not on the size of the region.
+fn for_each_part(
+    pagemap: &Pagemap,
+    region: &MappedRegion,
+    mut each: impl FnMut(Part) -> Result<(), TrackerError>,
+) -> Result<(), TrackerError> {
+    let first = |span: &Range<u64>| pagemap.first(span, ENTRY).map_err(TrackerError::host(region.id));
+    let mut rest = region.span();
+    while !rest.is_empty() {
+        let begin = match first(&rest)? {
+            None => rest.end,
+            Some(found) => part_start(&region.span(), found).max(rest.start),
+        };
+        if begin > rest.start {
+            each(Part::Empty(rest.start..begin))?;
+        }
+        let end = rest.end.min(part_start(&region.span(), begin).saturating_add(SCAN_BYTES));
+        if end > begin {
+            each(Part::Populated(begin..end))?;
+        }
+        rest.start = end.max(begin);
+    }
+    Ok(())
+}
+
+/// Returns the address at which the part of `region` that contains `address` starts.
+fn part_start(region: &Range<u64>, address: u64) -> u64 {
+    address - (address - region.start) % SCAN_BYTES
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use vmferry_core::RegionId;
 
     #[test]
-    fn chunks_cover_the_span_once() {
-        for (end, count) in [(1, 1), (256, 1), (257, 2), (512, 2)] {
-            let all: Vec<_> = chunks(4096..4096 + end, 256).collect();
-            assert_eq!(all.len(), count);
-            assert_eq!((all[0].start, all[count - 1].end), (4096, 4096 + end));
-            assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start));
+    fn parts_cover_the_region_once_and_skip_what_has_no_entry() {
+        // A gap of the address space, in which no page exists.
+        let len = 40 * SCAN_BYTES + 4096;
+        let hint = std::ptr::null_mut();
+        let flags = rustix::mm::MapFlags::PRIVATE | rustix::mm::MapFlags::NORESERVE;
+        let prot = rustix::mm::ProtFlags::READ | rustix::mm::ProtFlags::WRITE;
+        let bytes = usize::try_from(len).unwrap();
+        // SAFETY: a new anonymous mapping that this test owns.
+        let start = unsafe { rustix::mm::mmap_anonymous(hint, bytes, prot, flags) }.unwrap();
+        let host = start.addr() as u64;
+        for offset in [3 * SCAN_BYTES + 4096, 5 * SCAN_BYTES - 1, len - 1] {
+            // SAFETY: within the mapping.
+            unsafe { start.cast::<u8>().add(usize::try_from(offset).unwrap()).write_volatile(1) };
         }
+        let region = MappedRegion {
+            id: RegionId(0),
+            host,
+            len,
+            backing: Backing::Anonymous,
+            marks: None,
+            returned_pages: None,
+        };
+        let mut parts = Vec::new();
+        let walked = for_each_part(&Pagemap::open().unwrap(), &region, |part| {
+            parts.push(match part {
+                Part::Populated(span) => (true, span.start - host, span.end - host),
+                Part::Empty(span) => (false, span.start - host, span.end - host),
+            });
+            Ok(())
+        });
+        // SAFETY: mapped above, and not used any more.
+        unsafe { rustix::mm::munmap(start, bytes) }.unwrap();
+        if let Err(error) = walked {
+            return vmferry_testkit::skip(vmferry_testkit::Need::Kernel, format!("PAGEMAP_SCAN: {error}"));
+        }
+        let at = |part: u64| part * SCAN_BYTES;
+        let want = [
+            (false, 0, at(3)),
+            (true, at(3), at(4)),
+            (true, at(4), at(5)),
+            (false, at(5), at(40)),
+            (true, at(40), len),
+        ];
+        assert_eq!(parts, want);
     }
 }

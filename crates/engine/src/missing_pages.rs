@@ -22,12 +22,14 @@ const MOST_WORDS: usize = MAX_MISSING_BYTES / 8;
 /// Returns messages that encode `set`. Parts of `set` without any page are left out.
 pub(crate) fn pieces(set: &PageSet) -> impl Iterator<Item = MissingPages> {
     set.iter().flat_map(|(region, map)| {
-        let chunks = map.words().chunks(MOST_WORDS).enumerate();
+        let chunks = map.word_parts().flat_map(|(first, words)| {
+            words.chunks(MOST_WORDS).enumerate().map(move |(at, words)| (first + at * MOST_WORDS, words))
+        });
         chunks.filter_map(move |(at, words)| {
             // Zeros at both ends are not sent.
             let begin = words.iter().position(|word| *word != 0)?;
             let end = words.iter().rposition(|word| *word != 0)? + 1;
-            let first = (at * MOST_WORDS + begin) as u64 * 64;
+            let first = (at + begin) as u64 * 64;
             let words = words.get(begin..end)?.iter().flat_map(|word| word.to_le_bytes()).collect();
             Some(MissingPages { region, first, words })
         })

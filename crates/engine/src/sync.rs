@@ -3,6 +3,8 @@
 //! before each access, any other thread may run.
 
 #[cfg(not(test))]
+pub(crate) use std::sync::Mutex as SteppedMutex;
+#[cfg(not(test))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 #[cfg(not(test))]
 pub(crate) use std::sync::{Mutex, MutexGuard, RwLock};
@@ -14,13 +16,14 @@ pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicU
 #[cfg(test)]
 pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock};
 #[cfg(test)]
-pub(crate) use stepped::{AtomicBitmap, ClaimBitmap, unscheduled};
+pub(crate) use stepped::{AtomicBitmap, ClaimBitmap, SteppedMutex, unscheduled};
 
 /// Bitmaps that wrap the production bitmaps and make each call one step for the scheduler. The
 /// interleavings within a call are tested separately.
 #[cfg(test)]
 mod stepped {
     use std::ops::Range;
+    use std::sync::{LockResult, MutexGuard, TryLockError};
     use vmferry_bitmap::Bitmap;
 
     thread_local! {
@@ -41,12 +44,47 @@ mod stepped {
         }
     }
 
+    /// Lock that works outside the scheduler, too.
+    #[derive(Debug)]
+    pub(crate) struct SteppedMutex<T>(std::sync::Mutex<T>);
+
+    impl<T> SteppedMutex<T> {
+        pub(crate) fn new(value: T) -> Self {
+            Self(std::sync::Mutex::new(value))
+        }
+
+        pub(crate) fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
+            loop {
+                step();
+                match self.0.try_lock() {
+                    Ok(guard) => return Ok(guard),
+                    Err(TryLockError::Poisoned(error)) => return Err(error),
+                    Err(TryLockError::WouldBlock) => {}
+                }
+            }
+        }
+    }
+
     #[derive(Debug)]
     pub(crate) struct ClaimBitmap(vmferry_bitmap::ClaimBitmap);
 
     impl ClaimBitmap {
-        pub(crate) fn new(set: &Bitmap) -> Self {
+        pub(crate) fn new(set: Bitmap) -> Self {
             Self(vmferry_bitmap::ClaimBitmap::new(set))
+        }
+
+        pub(crate) fn empty(len: u64) -> Self {
+            Self(vmferry_bitmap::ClaimBitmap::empty(len))
+        }
+
+        pub(crate) fn word(&self, index: usize) -> u64 {
+            step();
+            self.0.word(index)
+        }
+
+        pub(crate) fn next_block(&self, page: u64) -> Option<u64> {
+            step();
+            self.0.next_block(page)
         }
 
         pub(crate) fn len(&self) -> u64 {

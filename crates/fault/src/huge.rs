@@ -126,7 +126,7 @@ impl Blocks {
         }
         let present = left.iter().map(|_| AtomicBool::new(false)).collect();
         let left = left.into_iter().map(AtomicU64::new).collect();
-        let untaken = ClaimBitmap::new(missing);
+        let untaken = ClaimBitmap::new(missing.clone());
         *self.missing.write().unwrap_or_else(PoisonError::into_inner) =
             Some(Missing { untaken, left, present });
         Ok(())

@@ -146,6 +146,31 @@ impl Pagemap {
     /// After an error with `protect`, pages of `span` may have been protected without being
     /// reported. A write tracker must then treat all pages of `span` as written.
     pub fn scan(&self, span: &Range<u64>, what: Match, out: &mut [PageRegion]) -> Result<Scanned, SysError> {
+        self.scan_some(span, what, out, 0)
+    }
+
+    /// Returns the address of the first page of `span` that matches `what`, or `None` if no page
+    /// matches.
+    ///
+    /// The kernel skips a part of the address space without page tables in one step, so the cost
+    /// does not depend on the size of that part.
+    ///
+    /// # Errors
+    /// Returns an error in the cases of [`scan`](Self::scan).
+    pub fn first(&self, span: &Range<u64>, what: Match) -> Result<Option<u64>, SysError> {
+        let mut found = [PageRegion::default()];
+        let scanned = self.scan_some(span, what, &mut found, 1)?;
+        Ok(found[..scanned.runs].first().map(|run| run.start))
+    }
+
+    /// Scans like [`scan`](Self::scan), and stops after `most` pages, unless `most` is 0.
+    fn scan_some(
+        &self,
+        span: &Range<u64>,
+        what: Match,
+        out: &mut [PageRegion],
+        most: u64,
+    ) -> Result<Scanned, SysError> {
         let target = || format!("addresses {:#x}..{:#x}", span.start, span.end);
         if !span.start.is_multiple_of(PAGE_SIZE) || !span.end.is_multiple_of(PAGE_SIZE) || out.is_empty() {
             return Err(SysError::NotPages { call: SCAN_NAME, target: target() });
@@ -158,7 +183,7 @@ impl Pagemap {
             walk_end: span.start,
             vec: out.as_mut_ptr().addr() as u64,
             vec_len: out.len() as u64,
-            max_pages: 0,
+            max_pages: most,
             category_inverted: what.inverted,
             category_mask: what.all,
             category_anyof_mask: what.any,
@@ -289,7 +314,15 @@ mod tests {
             scanned.extend(index(run.start)..index(run.end));
         });
         match result {
-            Ok(()) => assert_eq!(scanned, written),
+            Ok(()) => {
+                assert_eq!(scanned, written);
+                let from = |page: usize| base + page as u64 * 4096..base + len as u64;
+                let first = |page| map.first(&from(page), what).unwrap().map(index);
+                assert_eq!(
+                    [first(0), first(4), first(101), first(298)],
+                    [Some(3), Some(10), Some(101), None]
+                );
+            }
             Err(error) => {
                 let emulated = vmferry_testkit::emulator().is_some();
                 // The answer of qemu-user depends on its version.

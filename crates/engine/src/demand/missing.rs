@@ -97,7 +97,7 @@ impl MissingSet {
         let region = |(id, map): (RegionId, &Bitmap)| Region {
             id,
             unit: memory.unit_pages(id).max(1),
-            missing: ClaimBitmap::new(map),
+            missing: ClaimBitmap::new(map.clone()),
             claimed: AtomicBitmap::new(map.len()),
         };
         let regions = missing.iter().map(region).collect();

@@ -538,7 +538,11 @@ impl<'e> Driver<'_, 'e> {
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
         let began = self.now();
         let (pages, first) = match pass {
-            Pass::Dirty { first } => (self.pages.pending.begin_pass(), first),
+            Pass::Dirty { first } => {
+                let examines = self.tracking.protect().is_some_and(|protect| !protect.is_needed());
+                let memory = examines.then_some(&self.context.memory);
+                (self.pages.pending.begin_pass(memory), first)
+            }
             Pass::Again(runs) => match self.pages.begin_repeat(self.context.memory.layout(), &runs) {
                 Ok(pages) => (pages, false),
                 Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
@@ -694,7 +698,7 @@ impl Driver<'_, '_> {
                 return failed;
             }
         }
-        self.demand.begin(self.context, &missing);
+        self.demand.begin(self.context, (*missing).clone());
         let (pages, skipped) = (missing.count(), self.pages.pending.skipped_count());
         event(self.serve_requests().map_err(VmError::new), "starting an urgent channel's thread", |()| {
             Event::HandedOver { pages, skipped }

@@ -11,12 +11,25 @@
 //! A page that is in none of these places was sent, was never touched, or is in
 //! `PendingPages::skipped`. A write to such a page returns it to `next`, by the tracker's next
 //! harvest.
+//!
+//! # Unexamined spans
+//! At the start every page is to be sent, but a page that was never touched need not be, because
+//! the target's memory reads as zeros. If the tracker reports every write since its start, memory
+//! is asked which pages were touched for a span of 1 GiB at a time. Until then, the pages of the
+//! span are in no bitmap: `PendingPages::unexamined` or `PassPages::unexamined` has the span.
+//! Therefore the time and the memory of a migration depend on the touched pages, not on the size of
+//! the guest.
 
-use crate::sync::ClaimBitmap;
+use crate::sync::{AtomicU64, ClaimBitmap, SteppedMutex};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Layout, PageSet, RegionId};
+use vmferry_core::{GuestMemory, Layout, PageRun, PageSet, RegionId, VmError};
+
+/// Number of pages of a span: 1 GiB. Asking for a span takes about 2 ms if all of its pages were
+/// touched, and about a microsecond if none were.
+pub(crate) const SPAN_PAGES: u64 = 1 << 18;
 
 /// Pages that are to be sent, and pages that were skipped.
 ///
@@ -32,8 +45,11 @@ use vmferry_core::{Layout, PageSet, RegionId};
 /// together with its tracker, and the next migration begins with every page in `next`.
 #[derive(Debug)]
 pub(crate) struct PendingPages {
-    /// Pages that the next pass sends.
+    /// Pages that the next pass sends, in addition to those of `unexamined`.
     next: PageSet,
+    /// Spans of each region whose pages the next pass sends, if they were touched. `next` may have
+    /// pages of these spans, too.
+    unexamined: Vec<Spans>,
     /// The current pass.
     pass: Option<Arc<PassPages>>,
     /// Pages that were skipped as free and not sent since.
@@ -47,7 +63,13 @@ pub(crate) struct PendingPages {
 impl PendingPages {
     /// Creates the sets with every page still to be sent.
     pub(crate) fn everything(layout: &Layout) -> Self {
-        Self { next: PageSet::full(layout), pass: None, skipped: PageSet::empty(layout), skipped_count: 0 }
+        Self {
+            next: PageSet::empty(layout),
+            unexamined: layout.regions().iter().map(|region| Spans::all(region.pages())).collect(),
+            pass: None,
+            skipped: PageSet::empty(layout),
+            skipped_count: 0,
+        }
     }
 
     /// Returns the set to which a tracker's harvest adds pages.
@@ -62,19 +84,45 @@ impl PendingPages {
 
     /// Returns the number of pages of the next pass.
     pub(crate) fn count(&self) -> u64 {
-        self.next.count()
+        let sets = self.next.iter().zip(&self.unexamined);
+        sets.map(|((_, next), spans)| {
+            let within: u64 = spans.ranges().map(|span| next.count_range(span)).sum();
+            next.count() - within + spans.pages()
+        })
+        .sum()
     }
 
     /// Begins a pass with all pages that are to be sent.
-    pub(crate) fn begin_pass(&mut self) -> Arc<PassPages> {
+    ///
+    /// `memory` is asked which pages of the unexamined spans were touched, while the pass runs. The
+    /// tracker must report every write since its start. With `None`, all pages of these spans are
+    /// pages of the pass.
+    pub(crate) fn begin_pass(&mut self, memory: Option<&Arc<dyn GuestMemory>>) -> Arc<PassPages> {
         self.end_pass();
-        let pass = Arc::new(PassPages::new(&self.next));
+        if memory.is_none() {
+            self.examine_nothing();
+        }
+        self.unskip_next();
+        let unexamined = self.unexamined.iter_mut().map(Spans::take).collect();
+        let pass =
+            PassPages::new(self.next.take(), memory.map(Arc::clone).map(|memory| (memory, unexamined)));
+        Arc::clone(self.pass.insert(Arc::new(pass)))
+    }
+
+    /// Removes the pages of the next pass from the skipped pages. A page of an unexamined span was
+    /// never in a pass, so it was never skipped.
+    fn unskip_next(&mut self) {
         if self.skipped_count > 0 {
             self.skipped.subtract(&self.next);
             self.skipped_count = self.skipped.count();
         }
-        self.next.clear();
-        Arc::clone(self.pass.insert(pass))
+    }
+
+    /// Moves all pages of unexamined spans into `next`.
+    fn examine_nothing(&mut self) {
+        for ((_, next), spans) in self.next.iter_mut().zip(&mut self.unexamined) {
+            spans.take().ranges().for_each(|span| next.set_range(span));
+        }
     }
 
     /// Begins a pass with the pages of `set`, which had a digest mismatch, even if they are free.
@@ -82,16 +130,17 @@ impl PendingPages {
     ///
     /// Free pages are included, because the target accepts the guest only if every page that it has
     /// received matches its digest.
-    pub(crate) fn begin_repeat(&mut self, set: &PageSet) -> Arc<PassPages> {
+    pub(crate) fn begin_repeat(&mut self, set: PageSet) -> Arc<PassPages> {
         self.end_pass();
-        self.unskip(set);
-        Arc::clone(self.pass.insert(Arc::new(PassPages::new(set))))
+        self.unskip(&set);
+        Arc::clone(self.pass.insert(Arc::new(PassPages::new(set, None))))
     }
 
     /// Ends the current pass, if there is one. Pages that no thread took are still to be sent.
     pub(crate) fn end_pass(&mut self) {
         if let Some(pass) = self.pass.take() {
             pass.add_remaining_to(&mut self.next);
+            pass.add_unexamined_to(&mut self.unexamined);
         }
     }
 
@@ -100,11 +149,11 @@ impl PendingPages {
         self.pass.as_ref()
     }
 
-    /// Takes all pages that are to be sent, for the target to request them. `empty` is an empty set
-    /// that replaces them.
-    pub(crate) fn take_all(&mut self, empty: PageSet) -> PageSet {
+    /// Takes all pages that are to be sent, for the target to request them.
+    pub(crate) fn take_all(&mut self) -> PageSet {
         self.end_pass();
-        let taken = std::mem::replace(&mut self.next, empty);
+        self.examine_nothing();
+        let taken = self.next.take();
         self.unskip(&taken);
         taken
     }
@@ -118,6 +167,7 @@ impl PendingPages {
     /// If a pass is in progress. Use [`mark_skipped`](Self::mark_skipped) for the pages of a pass.
     pub(crate) fn skip(&mut self, free: &PageSet) -> u64 {
         assert!(self.pass.is_none(), "a pass skips its own pages");
+        self.examine_nothing();
         let mut out = self.next.clone();
         out.retain(free);
         self.next.subtract(&out);
@@ -163,12 +213,48 @@ impl PendingPages {
     #[cfg(test)]
     pub(crate) fn of([next, skipped]: [PageSet; 2], pass: Option<Arc<PassPages>>) -> Self {
         let skipped_count = skipped.count();
-        Self { next, pass, skipped, skipped_count }
+        let unexamined = next.iter().map(|(_, map)| Spans::none(map.len())).collect();
+        Self { next, unexamined, pass, skipped, skipped_count }
     }
 
     #[cfg(test)]
     pub(crate) fn sets(&self) -> [&PageSet; 2] {
         [&self.next, &self.skipped]
+    }
+}
+
+/// Set of spans of a region.
+#[derive(Debug, Clone)]
+struct Spans {
+    /// One bit for each span.
+    map: Bitmap,
+    /// Number of pages of the region.
+    len: u64,
+}
+
+impl Spans {
+    fn none(len: u64) -> Self {
+        Self { map: Bitmap::new(len.div_ceil(SPAN_PAGES)), len }
+    }
+
+    fn all(len: u64) -> Self {
+        Self { map: Bitmap::full(len.div_ceil(SPAN_PAGES)), len }
+    }
+
+    /// Removes and returns all spans.
+    fn take(&mut self) -> Self {
+        let none = Self::none(self.len);
+        std::mem::replace(self, none)
+    }
+
+    /// Returns the page ranges of the spans as maximal runs.
+    fn ranges(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.map.runs().map(|spans| spans.start * SPAN_PAGES..(spans.end * SPAN_PAGES).min(self.len))
+    }
+
+    /// Returns the number of pages in the spans.
+    fn pages(&self) -> u64 {
+        self.ranges().map(|range| range.end - range.start).sum()
     }
 }
 
@@ -194,10 +280,39 @@ pub(crate) enum PageTurn {
 /// - from `first` to a sender, permanently;
 /// - from `first` to the driver, which protects the page and puts it into `last`;
 /// - from `last` to a sender, or to the driver, which skips the page. Both are permanent.
-#[derive(Debug)]
 pub(crate) struct PassPages {
     parts: Vec<Part>,
+    /// Number of pages that the pass began with.
     pages: u64,
+    /// Spans that no thread has examined. `None` if there were none.
+    unexamined: Option<Unexamined>,
+}
+
+/// Spans of a pass that no thread has examined, and the memory that is asked about them.
+///
+/// A thread that needs a page of a span examines the span first: it asks which of its pages were
+/// touched, puts these pages into `Part::first`, and then removes the span. It holds the lock in the
+/// meantime, so a thread that waits for the lock finds the span examined. The lock is taken once
+/// for each chunk, not for each page.
+///
+/// A page that is touched after memory was asked is not in the pass. The tracker reports the page,
+/// because it reports every write since its start, and the next harvest adds the page to
+/// `PendingPages::next`.
+struct Unexamined {
+    memory: Arc<dyn GuestMemory>,
+    spans: SteppedMutex<UnexaminedSpans>,
+    /// Number of unexamined spans, so that threads do not take the lock when no span is left.
+    left: AtomicU64,
+    /// Number of pages that were found untouched and that
+    /// [`take_untouched`](PassPages::take_untouched) has not returned.
+    untouched: AtomicU64,
+}
+
+struct UnexaminedSpans {
+    /// Spans of each region.
+    of_region: Vec<Spans>,
+    /// Scratch bitmap of a region for the touched pages of a span. It is empty between two spans.
+    touched: Bitmap,
 }
 
 #[derive(Debug)]
@@ -207,15 +322,139 @@ struct Part {
     last: ClaimBitmap,
 }
 
+impl Part {
+    /// Adds the pages of the span `run` that are set in `touched` to the pages that await their
+    /// first turn. Returns the number of the other pages of the span that do not await it.
+    fn give_touched(&self, run: Range<u64>, touched: &Bitmap) -> u64 {
+        let words = |pages: &Range<u64>| place(pages.start)..place(pages.end.next_multiple_of(64));
+        // Pages of the span that a harvest found are in the pass already.
+        let mut awaiting = 0;
+        if self.first.next_block(run.start).is_some_and(|page| page < run.end) {
+            awaiting = words(&run).map(|word| u64::from(self.first.word(word).count_ones())).sum();
+        }
+        for pages in touched.runs_in(run.clone()) {
+            for word in words(&pages) {
+                // Each word is given once, by the run in which it begins or by the first run in it.
+                let bits = touched.word(word) & !self.first.word(word);
+                self.first.give_64(word as u64 * 64, bits);
+                awaiting += u64::from(bits.count_ones());
+            }
+        }
+        run.end - run.start - awaiting
+    }
+}
+
+fn place(page: u64) -> usize {
+    usize::try_from(page / 64).unwrap_or(usize::MAX)
+}
+
+impl std::fmt::Debug for PassPages {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("PassPages")
+            .field("parts", &self.parts)
+            .field("pages", &self.pages)
+            .finish_non_exhaustive()
+    }
+}
+
 impl PassPages {
-    fn new(set: &PageSet) -> Self {
-        let part = |(id, map): (RegionId, &Bitmap)| Part {
-            id,
-            first: ClaimBitmap::new(map),
-            last: ClaimBitmap::new(&Bitmap::new(map.len())),
+    fn new(set: PageSet, unexamined: Option<(Arc<dyn GuestMemory>, Vec<Spans>)>) -> Self {
+        let unexamined = unexamined.filter(|(_, spans)| spans.iter().any(|spans| !spans.map.is_empty()));
+        let outside = |((_, map), spans): ((_, &Bitmap), &Spans)| {
+            map.count() - spans.ranges().map(|span| map.count_range(span)).sum::<u64>() + spans.pages()
         };
-        let parts: Vec<_> = set.iter().map(part).collect();
-        Self { parts, pages: set.count() }
+        let pages = match &unexamined {
+            None => set.count(),
+            Some((_, spans)) => set.iter().zip(spans).map(outside).sum(),
+        };
+        let part = |(id, map): (RegionId, Bitmap)| Part {
+            id,
+            last: ClaimBitmap::empty(map.len()),
+            first: ClaimBitmap::new(map),
+        };
+        let unexamined = unexamined.map(|(memory, spans)| Unexamined {
+            memory,
+            left: AtomicU64::new(spans.iter().map(|spans| spans.map.count()).sum()),
+            spans: SteppedMutex::new(UnexaminedSpans { of_region: spans, touched: Bitmap::new(0) }),
+            untouched: AtomicU64::new(0),
+        });
+        Self { parts: set.into_iter().map(part).collect(), pages, unexamined }
+    }
+
+    /// Returns true if the untouched pages of the pass are found by examining spans. If false, the
+    /// threads must ask which pages were touched after they have protected them.
+    pub(crate) fn examines(&self) -> bool {
+        self.unexamined.is_some()
+    }
+
+    /// Returns the number of untouched pages found since the last call.
+    pub(crate) fn take_untouched(&self) -> u64 {
+        self.unexamined.as_ref().map_or(0, |unexamined| unexamined.untouched.swap(0, Ordering::Relaxed))
+    }
+
+    /// Examines the spans of `pages`, so that all touched pages in them that await their first turn
+    /// can be taken.
+    pub(crate) fn examine(&self, position: usize, pages: Range<u64>) -> Result<(), VmError> {
+        let Some(unexamined) = &self.unexamined else { return Ok(()) };
+        if unexamined.left.load(Ordering::Acquire) == 0 || pages.is_empty() {
+            return Ok(());
+        }
+        let mut spans = unexamined.spans.lock().unwrap_or_else(PoisonError::into_inner);
+        let UnexaminedSpans { of_region, touched } = &mut *spans;
+        let (part, spans) = (&self.parts[position], &mut of_region[position]);
+        if touched.len() != spans.len {
+            *touched = Bitmap::new(spans.len);
+        }
+        for span in pages.start / SPAN_PAGES..pages.end.div_ceil(SPAN_PAGES) {
+            if !spans.map.test(span) {
+                continue;
+            }
+            let run = span * SPAN_PAGES..((span + 1) * SPAN_PAGES).min(spans.len);
+            touched.clear_range(run.clone());
+            unexamined.memory.touched(part.id, PageRun::from(run.clone()), touched)?;
+            unexamined.untouched.fetch_add(part.give_touched(run, touched), Ordering::Relaxed);
+            spans.map.test_and_clear(span);
+            unexamined.left.fetch_sub(1, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// Returns the first unexamined span at or after `page`, as its first page.
+    fn next_unexamined(&self, position: usize, page: u64) -> Option<u64> {
+        let unexamined = self.unexamined.as_ref()?;
+        if unexamined.left.load(Ordering::Acquire) == 0 {
+            return None;
+        }
+        let spans = unexamined.spans.lock().unwrap_or_else(PoisonError::into_inner);
+        spans.of_region[position].map.next_set(page / SPAN_PAGES).map(|span| (span * SPAN_PAGES).max(page))
+    }
+
+    /// Returns the first page at or after `from` that may await `turn`, or `None` if there is none.
+    /// No page between `from` and the result awaits `turn`.
+    ///
+    /// # Errors
+    /// If the host cannot determine which pages were touched.
+    pub(crate) fn next_page(
+        &self,
+        position: usize,
+        turn: PageTurn,
+        from: u64,
+    ) -> Result<Option<u64>, VmError> {
+        if turn == PageTurn::Last {
+            return Ok(self.parts[position].last.next_block(from));
+        }
+        loop {
+            // The span is looked up first: a span that another thread examines in between has its
+            // pages in the bitmap afterwards.
+            let span = self.next_unexamined(position, from);
+            let page = self.parts[position].first.next_block(from);
+            match (span, page) {
+                (Some(span), page) if page.is_none_or(|page| span <= page) => {
+                    self.examine(position, span..span + 1)?;
+                }
+                (_, page) => return Ok(page),
+            }
+        }
     }
 
     /// Returns the number of pages that the pass began with.
@@ -231,6 +470,7 @@ impl PassPages {
     /// Returns true if any page of the region at `position` still awaits `turn`.
     pub(crate) fn has(&self, position: usize, turn: PageTurn) -> bool {
         self.of(position, turn).left() > 0
+            || turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
     }
 
     fn of(&self, position: usize, turn: PageTurn) -> &ClaimBitmap {
@@ -245,7 +485,19 @@ impl PassPages {
     /// Returns true if there was any.
     ///
     /// `chunk` must begin at a multiple of 64.
-    pub(crate) fn take(&self, position: usize, turn: PageTurn, chunk: Range<u64>, mine: &mut Bitmap) -> bool {
+    ///
+    /// # Errors
+    /// If the host cannot determine which pages were touched.
+    pub(crate) fn take(
+        &self,
+        position: usize,
+        turn: PageTurn,
+        chunk: Range<u64>,
+        mine: &mut Bitmap,
+    ) -> Result<bool, VmError> {
+        if turn == PageTurn::First {
+            self.examine(position, chunk.clone())?;
+        }
         let from = self.of(position, turn);
         let mut any = false;
         for first in chunk.clone().step_by(64) {
@@ -255,11 +507,12 @@ impl PassPages {
                 mine.union_word(usize::try_from(first / 64).unwrap_or(usize::MAX), bits);
             }
         }
-        any
+        Ok(any)
     }
 
     /// Takes those pages of `wanted` that still await `turn`. `wanted` is a mask of the 64 pages
-    /// from `first` on. Returns the taken pages as a mask.
+    /// from `first` on. Returns the taken pages as a mask. Pages of an unexamined span are not
+    /// taken.
     pub(crate) fn take_64(&self, position: usize, turn: PageTurn, first: u64, wanted: u64) -> u64 {
         self.of(position, turn).take_64(first, wanted)
     }
@@ -283,15 +536,23 @@ impl PassPages {
         }
     }
 
+    /// Adds the spans that no thread has examined to `into`. The pass must have ended.
+    fn add_unexamined_to(&self, into: &mut [Spans]) {
+        if let Some(unexamined) = &self.unexamined {
+            let spans = unexamined.spans.lock().unwrap_or_else(PoisonError::into_inner);
+            into.iter_mut().zip(&spans.of_region).for_each(|(into, spans)| into.map.union(&spans.map));
+        }
+    }
+
     /// Creates a pass in which the pages of `last` are postponed already.
     #[cfg(test)]
     pub(crate) fn of_parts(first: &PageSet, last: &PageSet, pages: u64) -> Self {
         let part = |((id, first), (_, last)): ((RegionId, &Bitmap), (_, &Bitmap))| Part {
             id,
-            first: ClaimBitmap::new(first),
-            last: ClaimBitmap::new(last),
+            first: ClaimBitmap::new(first.clone()),
+            last: ClaimBitmap::new(last.clone()),
         };
-        Self { parts: first.iter().zip(last.iter()).map(part).collect(), pages }
+        Self { parts: first.iter().zip(last.iter()).map(part).collect(), pages, unexamined: None }
     }
 
     /// Returns the pages of the region at `position` that await their first and their last turn.
@@ -321,7 +582,7 @@ mod tests {
 
     fn take_all(pass: &PassPages, turn: PageTurn) -> Vec<u64> {
         let mut mine = Bitmap::new(100);
-        pass.take(0, turn, 0..100, &mut mine);
+        pass.take(0, turn, 0..100, &mut mine).unwrap();
         mine.bits().collect()
     }
 
@@ -330,13 +591,13 @@ mod tests {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
             assert_eq!(pending.count(), 100);
-            let pass = pending.begin_pass();
+            let pass = pending.begin_pass(None);
             assert_eq!((pass.pages(), pending.count()), (100, 0));
             assert_eq!(take_all(&pass, PageTurn::First).len(), 100);
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(7);
             assert_eq!(pending.count(), 1);
-            assert_eq!(take_all(&pending.begin_pass(), PageTurn::First), [7]);
+            assert_eq!(take_all(&pending.begin_pass(None), PageTurn::First), [7]);
             assert_eq!(pending.count(), 0);
         });
     }
@@ -345,7 +606,7 @@ mod tests {
     fn pages_that_a_pass_leaves_are_sent_by_the_next() {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
-            let pass = pending.begin_pass();
+            let pass = pending.begin_pass(None);
             let off = pass.take_64(0, PageTurn::First, 64, 0b111);
             pass.postpone(0, 64, off);
             assert_eq!(take_all(&pass, PageTurn::First).len(), 97);
@@ -353,13 +614,13 @@ mod tests {
             pending.mark_skipped(0, 64, 0b10);
             pending.end_pass();
             assert_eq!((pending.count(), pending.skipped_count()), (2, 1));
-            assert_eq!(take_all(&pending.begin_pass(), PageTurn::First), [64, 66]);
+            assert_eq!(take_all(&pending.begin_pass(None), PageTurn::First), [64, 66]);
             // The guest has written the page since. The next pass sends it, so it is not skipped
             // any more.
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(65);
             assert_eq!(pending.skipped_count(), 1);
-            assert_eq!(take_all(&pending.begin_pass(), PageTurn::First), [65]);
+            assert_eq!(take_all(&pending.begin_pass(None), PageTurn::First), [65]);
             assert_eq!(pending.skipped_count(), 0);
         });
     }
@@ -368,12 +629,12 @@ mod tests {
     fn paused_guest_has_only_pages_skipped_that_are_to_be_sent() {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
-            take_all(&pending.begin_pass(), PageTurn::First);
+            take_all(&pending.begin_pass(None), PageTurn::First);
             pending.end_pass();
             pending.next().union(&set(&[1, 2, 3]));
             assert_eq!(pending.skip(&set(&[2, 4, 9])), 1);
             assert_eq!(*pending.skipped(), set(&[2]));
-            assert_eq!(pending.take_all(PageSet::empty(&layout())), set(&[1, 3]));
+            assert_eq!(pending.take_all(), set(&[1, 3]));
         });
     }
 }

@@ -142,6 +142,32 @@ impl<'a> Frame<'a> {
     }
 }
 
+/// Chunks that belong to a channel: chunk `c` of the region at `position` belongs to channel
+/// `(c + position) % channels`.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    chunk_pages: u64,
+    channels: u64,
+    index: u64,
+}
+
+impl Share {
+    /// Returns the channel's first chunk of a region that has `page` or later pages.
+    fn chunk_from(self, position: usize, region: Region, page: u64) -> Option<Range<u64>> {
+        let Self { chunk_pages: size, channels, index } = self;
+        let chunk = page / size;
+        let owner = (chunk + position as u64) % channels;
+        let first = (chunk + (index + channels - owner) % channels) * size;
+        (first < region.pages()).then(|| first..(first + size).min(region.pages()))
+    }
+
+    /// Returns the channel's chunks of a region.
+    fn chunks(self, position: usize, region: Region) -> impl Iterator<Item = Range<u64>> {
+        let next = move |chunk: &Range<u64>| self.chunk_from(position, region, chunk.end);
+        std::iter::successors(self.chunk_from(position, region, 0), next)
+    }
+}
+
 /// Sending end of bulk channel `index`.
 pub(crate) struct Sender<'a, S> {
     pub(super) shared: SenderContext<'a>,
@@ -164,12 +190,13 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// another thread takes out before their turn are not sent.
     ///
     /// On the `first` pass, pages that were never touched are skipped: the target's memory already
-    /// reads as zeros.
+    /// reads as zeros. If the pass does not examine spans for them, this thread asks after it has
+    /// protected the pages.
     pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
-                    self.send_region(pass, (pages, turn), (position, *region), first)?;
+                    self.send_region(pass, (pages, turn), (position, *region), first && !pages.examines())?;
                 }
             }
         }
@@ -181,27 +208,31 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         pass: u32,
         (pages, turn): (&PassPages, PageTurn),
         (position, region): (usize, Region),
-        first: bool,
+        ask: bool,
     ) -> Result<(), SenderError> {
-        // The kernel allocates zeroed memory at the first access, so only the used part of the
-        // bitmap costs memory.
         let mut mine = Bitmap::new(region.pages());
-        if first {
+        if ask {
             self.touched = Bitmap::new(region.pages());
         }
-        for chunk in self.chunks(position, region) {
+        let (share, mut from) = (self.share(), 0);
+        while let Some(page) = pages.next_page(position, turn, from)? {
             if self.shared.stop.load(Ordering::Relaxed) {
                 return Err(SenderError::Stopped);
             }
-            if pages.take(position, turn, chunk.clone(), &mut mine) {
-                self.send_chunk(pass, region.id, &mine, chunk, first)?;
+            let Some(chunk) = share.chunk_from(position, region, page) else { break };
+            from = chunk.end;
+            if pages.take(position, turn, chunk.clone(), &mut mine)? {
+                self.send_chunk(pass, region.id, &mine, chunk, ask)?;
             }
+            self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
+        self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         self.touched = Bitmap::new(0);
         self.flush(FrameKind::Pages, region.id, pass)
     }
 
-    /// Protects, reads and sends the pages of `chunk` that are set in `map`.
+    /// Protects, reads and sends the pages of `chunk` that are set in `map`. With `ask`, pages that
+    /// were never touched are not sent.
     ///
     /// No write is lost, because the order is: protect, *then* ask which pages were touched, *then*
     /// read. The content that is read contains every write before the protection, and the next
@@ -212,11 +243,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         region: RegionId,
         map: &Bitmap,
         chunk: Range<u64>,
-        first: bool,
+        ask: bool,
     ) -> Result<(), SenderError> {
         let run = PageRun::from(chunk.clone());
         protect_run(self.shared.protect, region, run, map)?;
-        if !first {
+        if !ask {
             return map.runs_in(chunk).try_for_each(|run| self.send_run(pass, region, run.into()));
         }
         let mut touched = std::mem::replace(&mut self.touched, Bitmap::new(0));
@@ -263,7 +294,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn send_digests(&mut self, pass: u32, except: &PageSet) -> Result<(), SenderError> {
         for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
             let mut touched = Bitmap::new(region.pages());
-            for chunk in self.chunks(position, *region) {
+            for chunk in self.share().chunks(position, *region) {
                 self.shared.memory.touched(region.id, chunk.clone().into(), &mut touched)?;
                 let left_out = except.region(region.id);
                 let mut at = chunk.start;
@@ -312,13 +343,13 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         Ok(())
     }
 
-    /// Returns this channel's chunks of a region.
-    fn chunks(&self, position: usize, region: Region) -> impl Iterator<Item = Range<u64>> + use<S> {
-        let pages = region.pages();
-        let size = self.shared.protect.chunk_pages().clamp(MIN_CHUNK_PAGES, MAX_CHUNK_PAGES);
-        let (channels, index) = (u64::from(self.shared.channels), u64::from(self.index));
-        let mine = move |chunk: &u64| (chunk + position as u64) % channels == index;
-        (0..pages.div_ceil(size)).filter(mine).map(move |chunk| chunk * size..((chunk + 1) * size).min(pages))
+    /// Returns this channel's share of the chunks.
+    fn share(&self) -> Share {
+        Share {
+            chunk_pages: self.shared.protect.chunk_pages().clamp(MIN_CHUNK_PAGES, MAX_CHUNK_PAGES),
+            channels: self.shared.channels.into(),
+            index: self.index.into(),
+        }
     }
 
     pub(super) fn barrier(&mut self, pass: u32) -> Result<(), SenderError> {

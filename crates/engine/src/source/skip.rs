@@ -6,7 +6,9 @@ use crate::report::FreePagesFigures;
 use crate::vm::protect_run;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Answer, AnswerMode, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, VmError};
+use vmferry_core::{
+    Answer, AnswerMode, FreePages, FreeReport, Layout, PageRun, PageSet, Protect, RegionId, VmError,
+};
 
 /// Number of pages that are protected before the driver returns to its other work: 256 MiB, which
 /// takes about a millisecond.
@@ -67,7 +69,7 @@ pub(crate) struct Skipping {
     /// Pages that the current poll returned.
     report: FreeReport,
     /// Candidates: the pages that are worth being protected and postponed.
-    worth: PageSet,
+    worth: Candidates,
     /// Scratch bitmap of a region: the pages of a chunk that are being protected.
     mine: Bitmap,
     /// Pages postponed since the last question.
@@ -77,6 +79,44 @@ pub(crate) struct Skipping {
     figures: FreePagesFigures,
     #[cfg(test)]
     pub(crate) flaw: Flaw,
+}
+
+/// Pages that are worth being protected and postponed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Candidates {
+    /// All pages, because the guest answers once, after they are protected.
+    All,
+    /// The pages that an answer named.
+    Named(PageSet),
+}
+
+impl Candidates {
+    /// Returns those of the 64 pages from page `64 * at` on that are candidates.
+    fn word(&self, region: RegionId, at: u64) -> u64 {
+        match self {
+            Self::All => u64::MAX,
+            Self::Named(pages) => pages.region(region).map_or(0, |map| map.word(index(at))),
+        }
+    }
+
+    /// Returns the candidates of the regions of `like`.
+    #[cfg(test)]
+    pub(crate) fn pages(&self, like: &PageSet) -> PageSet {
+        let Self::Named(pages) = self else {
+            let mut all = like.empty_like();
+            all.iter_mut().for_each(|(_, map)| map.set_range(0..map.len()));
+            return all;
+        };
+        pages.clone()
+    }
+
+    /// Returns the first candidate at or after `page` of a region, or a page before it.
+    fn next(&self, region: RegionId, page: u64) -> Option<u64> {
+        match self {
+            Self::All => Some(page),
+            Self::Named(pages) => pages.region(region)?.next_set(page),
+        }
+    }
 }
 
 /// Planted defect, for tests that show that the order matters.
@@ -102,7 +142,7 @@ pub(crate) enum Flaw {
 pub(crate) struct SkippingState {
     pub(crate) state: State,
     pub(crate) question: u64,
-    pub(crate) worth: PageSet,
+    pub(crate) worth: Candidates,
     pub(crate) round: u64,
 }
 
@@ -114,7 +154,7 @@ impl Skipping {
             question: 0,
             failed: false,
             report: FreeReport::new(layout),
-            worth: PageSet::empty(layout),
+            worth: Candidates::Named(PageSet::empty(layout)),
             mine: Bitmap::new(0),
             round: 0,
             requested: None,
@@ -132,14 +172,14 @@ impl Skipping {
         match self.source.answer_mode() {
             _ if self.failed => {}
             AnswerMode::AtOnce if pass.pages() > 0 && self.request() => {
-                self.worth.clear();
+                self.worth = Candidates::Named(self.report.pages().empty_like());
                 self.state = State::Requesting;
             }
             AnswerMode::ByGuest if pass.pages() >= (all / WORTH_REQUESTING).max(1) => {
                 // For a guest that answers itself, a question is expensive, and the guest's driver
                 // may not name a page twice. Therefore such a guest is asked only once, after all
                 // pages are protected.
-                self.worth.iter_mut().for_each(|(_, map)| map.set_range(0..map.len()));
+                self.worth = Candidates::All;
                 self.round = 0;
                 self.state = State::Postponing((0, 0));
                 #[cfg(test)]
@@ -183,7 +223,7 @@ impl Skipping {
         self.close();
         #[cfg(test)]
         if self.flaw == Flaw::SettlesEarly {
-            return pending.skip(&self.worth);
+            return pending.skip(&self.worth.pages(self.report.pages()));
         }
         if self.source.answer_mode() != AnswerMode::AtOnce {
             return 0;
@@ -252,7 +292,8 @@ impl Skipping {
             && matches!(self.state, State::Confirming(_))
             && self.source.answer_mode() == AnswerMode::AtOnce
         {
-            self.report.add_pages(&self.worth);
+            let worth = self.worth.pages(self.report.pages());
+            self.report.add_pages(&worth);
             return Some(Answer { question: self.question, complete: true });
         }
         let answer = match self.source.poll(&mut self.report) {
@@ -280,7 +321,9 @@ impl Skipping {
 
     fn receive_candidates(&mut self, pass: &PassPages) -> Next {
         let Some(answer) = self.receive() else { return self.unless_failed(Next::Soon) };
-        self.worth.union(self.report.pages());
+        if let Candidates::Named(worth) = &mut self.worth {
+            worth.union(self.report.pages());
+        }
         if !answer.complete {
             return Next::Soon;
         }
@@ -306,7 +349,8 @@ impl Skipping {
         };
         for (position, id, len) in pass.regions().skip(at.0) {
             let mut first = if position == at.0 { at.1 } else { 0 };
-            while first < len {
+            while let Some(page) = self.next_candidate(pass, (position, id), first)? {
+                first = page / size * size;
                 if self.round >= round {
                     return Ok(self.confirm((position, first)));
                 }
@@ -315,7 +359,7 @@ impl Skipping {
                     return Ok(Next::Now);
                 }
                 let chunk = PageRun::from(first..(first + size).min(len));
-                let postponed = self.postpone_chunk(pass, (position, id), chunk, protect)?;
+                let postponed = self.postpone_chunk(pass, (position, id, len), chunk, protect)?;
                 (pages, chunks, first) = (pages + postponed, chunks + 1, first + size);
                 self.round += postponed;
             }
@@ -323,21 +367,40 @@ impl Skipping {
         Ok(self.confirm((usize::MAX, 0)))
     }
 
+    /// Returns the first page of a region at or after `from` that may be a candidate and await its
+    /// first turn.
+    fn next_candidate(
+        &self,
+        pass: &PassPages,
+        (position, id): (usize, RegionId),
+        mut from: u64,
+    ) -> Result<Option<u64>, VmError> {
+        loop {
+            let Some(page) = self.worth.next(id, from) else { return Ok(None) };
+            let Some(waiting) = pass.next_page(position, PageTurn::First, page)? else { return Ok(None) };
+            // The next block of the pass may have no candidate.
+            if waiting == page || self.worth.next(id, waiting) == Some(waiting) {
+                return Ok(Some(waiting));
+            }
+            from = waiting;
+        }
+    }
+
     fn postpone_chunk(
         &mut self,
         pass: &PassPages,
-        (position, id): (usize, vmferry_core::RegionId),
+        (position, id, len): (usize, RegionId, u64),
         chunk: PageRun,
         protect: &dyn Protect,
     ) -> Result<u64, VmError> {
-        let Some(worth) = self.worth.region(id) else { return Ok(0) };
         let words = chunk.first.0 / 64..chunk.end().div_ceil(64);
-        if self.mine.len() != worth.len() {
-            self.mine = Bitmap::new(worth.len());
+        if self.mine.len() != len {
+            self.mine = Bitmap::new(len);
         }
+        pass.examine(position, chunk.range())?;
         let mut pages = 0;
         for at in words.clone() {
-            let wanted = word(worth, at);
+            let wanted = self.worth.word(id, at);
             let taken =
                 if wanted == 0 { 0 } else { pass.take_64(position, PageTurn::First, at * 64, wanted) };
             pages += u64::from(taken.count_ones());
@@ -353,11 +416,14 @@ impl Skipping {
         #[cfg(test)]
         let protected = match self.flaw {
             Flaw::ProtectsLate => Ok(()),
-            Flaw::ProtectsSent => protect.protect(id, chunk, worth),
+            Flaw::ProtectsSent => match &self.worth {
+                Candidates::All => protect.protect(id, chunk, &Bitmap::full(len)),
+                Candidates::Named(worth) => protect.protect(id, chunk, worth.region(id).unwrap()),
+            },
             _ => protect_run(protect, id, chunk, &self.mine),
         };
         for at in words {
-            pass.postpone(position, at * 64, word(&self.mine, at));
+            pass.postpone(position, at * 64, self.mine.word(index(at)));
         }
         self.mine.clear_range(chunk.range());
         self.figures.postponed_pages += pages;
@@ -404,7 +470,8 @@ impl Skipping {
             else {
                 continue;
             };
-            for (at, wanted) in (0..).zip(free.words()).filter(|(_, wanted)| **wanted != 0) {
+            let words = free.word_parts().flat_map(|(first, words)| (first as u64..).zip(words));
+            for (at, wanted) in words.filter(|(_, wanted)| **wanted != 0) {
                 let taken = pass.take_64(position, PageTurn::Last, at * 64, *wanted);
                 if taken != 0 {
                     pending.mark_skipped(position, at * 64, taken);
@@ -426,10 +493,6 @@ impl Skipping {
 
 fn index(word: u64) -> usize {
     usize::try_from(word).unwrap_or(usize::MAX)
-}
-
-fn word(map: &Bitmap, at: u64) -> u64 {
-    map.words().get(index(at)).copied().unwrap_or(0)
 }
 
 fn ms(time: Duration) -> f64 {

@@ -45,7 +45,7 @@ impl<'e> Demand<'e> {
     }
 
     /// Starts with the pages that the target was told are missing.
-    pub(super) fn begin(&mut self, context: &Context<'_>, missing: &PageSet) {
+    pub(super) fn begin(&mut self, context: &Context<'_>, missing: PageSet) {
         // If there was no precopy, no pass has found out which pages were never touched.
         let look_up_untouched = context.settings.mode == MigrationMode::Postcopy;
         self.claims = Some(Arc::new(Claims::new(missing, context.settings.urgent, look_up_untouched)));
@@ -67,7 +67,7 @@ impl<'e> Demand<'e> {
     pub(super) fn named_again(&mut self, context: &Context<'_>, pages: u64) -> Result<(), String> {
         let empty = CollectedPages::new(context.memory.layout());
         let missing = std::mem::replace(&mut self.missing, empty).complete(pages)?;
-        self.begin(context, &missing);
+        self.begin(context, missing);
         Ok(())
     }
 

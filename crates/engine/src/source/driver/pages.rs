@@ -70,7 +70,7 @@ impl Pages {
             })?;
             map.set_range(run.range());
         }
-        Ok(self.pending.begin_repeat(&set))
+        Ok(self.pending.begin_repeat(set))
     }
 
     /// Takes the pages that the target must be told are missing: the pending pages, and `also`.
@@ -79,7 +79,7 @@ impl Pages {
         layout: &Layout,
         also: &[RegionRun],
     ) -> Result<Arc<PageSet>, String> {
-        let missing = missing_pages(self.pending.take_all(PageSet::empty(layout)), layout, also)?;
+        let missing = missing_pages(self.pending.take_all(), layout, also)?;
         self.pending.unskip(&missing);
         Ok(Arc::clone(self.missing.insert(Arc::new(missing))))
     }

@@ -97,10 +97,11 @@ fn chunks(pages: u64) -> u64 {
 }
 
 impl Claims {
-    pub(crate) fn new(missing: &PageSet, path: UrgentPath, look_up_untouched: bool) -> Self {
+    pub(crate) fn new(missing: PageSet, path: UrgentPath, look_up_untouched: bool) -> Self {
+        let chunks = missing.iter().map(|(_, map)| chunks(map.len())).sum();
         Self {
-            regions: missing.iter().map(|(id, map)| (id, ClaimBitmap::new(map))).collect(),
-            chunks: ClaimBitmap::new(&Bitmap::full(missing.iter().map(|(_, map)| chunks(map.len())).sum())),
+            regions: missing.into_iter().map(|(id, map)| (id, ClaimBitmap::new(map))).collect(),
+            chunks: ClaimBitmap::new(Bitmap::full(chunks)),
             cursor: AtomicU64::new(0),
             near: AtomicU64::new(0),
             baseline: BulkQueue::of(path),

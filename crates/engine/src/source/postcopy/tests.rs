@@ -15,7 +15,7 @@ const TRIES: usize = 2000;
 fn two_regions() -> Claims {
     let region = |id, gpa, pages: u64| Region { id: RegionId(id), gpa: Gpa(gpa), len: pages << 12 };
     let layout = Layout::new(vec![region(0, 0, 1600), region(1, 1 << 32, 1024)]).unwrap();
-    Claims::new(&PageSet::full(&layout), UrgentPath::Dedicated, false)
+    Claims::new(PageSet::full(&layout), UrgentPath::Dedicated, false)
 }
 
 #[test]

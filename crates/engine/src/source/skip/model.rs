@@ -9,7 +9,7 @@
 
 mod world;
 
-use super::{Flaw, Skipping, SkippingState, State as SkipState};
+use super::{Candidates, Flaw, Skipping, SkippingState, State as SkipState};
 use crate::model::{any, shortest, wants_shortest};
 use crate::source::pending::{PageTurn, PassPages, PendingPages};
 use crate::source::session::Session;
@@ -76,7 +76,7 @@ impl Move {
         let done = work(&mut skipping, &mut pending, &Tracker(Mutex::new(&mut world.pages)));
         let [next, skipped] = pending.sets().map(mask_of);
         let pass = pending.pass().map(|pass| {
-            let [first, last] = pass.sets(0).map(|map| map.words()[0]);
+            let [first, last] = pass.sets(0).map(|map| map.word(0));
             (first, last, pass.pages())
         });
         world.sets = Sets { next, skipped, pass };
@@ -181,7 +181,7 @@ impl Move {
                 let paused = world.paused;
                 world.live_passes += u8::from(!paused);
                 self.work(world, |skipping, pending, _| {
-                    let pass = pending.begin_pass();
+                    let pass = pending.begin_pass(None);
                     if !paused {
                         skipping.begin(&pass);
                     }
@@ -270,7 +270,12 @@ impl Model for Move {
             pages: [page(Use::Free), page(Use::Used)],
             said: Questions::default(),
             sets: Sets { next: (1 << PAGES) - 1, skipped: 0, pass: None },
-            kept: SkippingState { state: SkipState::Idle, question: 0, worth: set_of(0), round: 0 },
+            kept: SkippingState {
+                state: SkipState::Idle,
+                question: 0,
+                worth: Candidates::Named(set_of(0)),
+                round: 0,
+            },
             session,
             session_key: 0,
             todo: Vec::new(),

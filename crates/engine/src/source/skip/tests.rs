@@ -210,7 +210,7 @@ fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
     skipping.flaw = flaw;
     let mut skipped = 0;
     for _ in 0..PASSES {
-        let pass = pending.begin_pass();
+        let pass = pending.begin_pass(None);
         *host.sent.lock().unwrap() = false;
         let (channel, pages) = (Arc::clone(host), Arc::clone(&pass));
         let sender = thread::spawn(move || channel.send(&pages));
@@ -235,7 +235,7 @@ fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
     balloon.join().unwrap();
     host.harvest(pending.next().region_mut(REGION).unwrap());
     skipped += skipping.skip_free(&mut pending);
-    host.send(&pending.begin_pass());
+    host.send(&pending.begin_pass(None));
     skipped
 }
 

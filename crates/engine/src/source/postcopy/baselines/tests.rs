@@ -23,7 +23,7 @@ impl Model {
     fn new(flaw: Flaw) -> Arc<Self> {
         let region = Region { id: RegionId(0), gpa: Gpa(0), len: (PAGES as u64) << 12 };
         let missing = PageSet::full(&Layout::new(vec![region]).unwrap());
-        let mut claims = Claims::new(&missing, UrgentPath::Shared, false);
+        let mut claims = Claims::new(missing, UrgentPath::Shared, false);
         claims.baseline.as_mut().unwrap().flaw = flaw;
         Arc::new(Self { claims, sent: (0..PAGES).map(|_| Count::new(0)).collect(), served: Count::new(0) })
     }

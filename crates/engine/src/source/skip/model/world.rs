@@ -31,7 +31,7 @@ pub(super) fn set_of(mask: Mask) -> PageSet {
 }
 
 pub(super) fn mask_of(set: &PageSet) -> Mask {
-    set.region(REGION).expect("the one region").words()[0]
+    set.region(REGION).expect("the one region").word(0)
 }
 
 /// Use of a page by the guest.
@@ -113,7 +113,12 @@ pub(super) struct World {
 impl World {
     /// Returns all that tells two states apart.
     fn key(&self) -> impl Hash + PartialEq + use<> {
-        let kept = (self.kept.state, self.kept.question, mask_of(&self.kept.worth), self.kept.round);
+        let kept = (
+            self.kept.state,
+            self.kept.question,
+            mask_of(&self.kept.worth.pages(&set_of(0))),
+            self.kept.round,
+        );
         let steps = (self.todo.clone(), self.channel_step, self.sending, self.paused);
         let counts = (self.operations, self.live_passes, self.late, self.ended);
         (self.pages, self.said.clone(), self.sets.clone(), kept, steps, counts, self.session_key)
