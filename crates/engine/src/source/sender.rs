@@ -152,13 +152,15 @@ struct Share {
 }
 
 impl Share {
-    /// Returns the channel's first chunk of a region that has `page` or later pages.
+    /// Returns the channel's first chunk of a region that has `page` or later pages, or `None` if
+    /// there is none.
     fn chunk_from(self, position: usize, region: Region, page: u64) -> Option<Range<u64>> {
         let Self { chunk_pages: size, channels, index } = self;
         let chunk = page / size;
         let owner = (chunk + position as u64) % channels;
         let first = (chunk + (index + channels - owner) % channels) * size;
-        (first < region.pages()).then(|| first..(first + size).min(region.pages()))
+        // A region may end within a chunk, so `page` at its end may lie in the last chunk.
+        (page.max(first) < region.pages()).then(|| first..(first + size).min(region.pages()))
     }
 
     /// Returns the channel's chunks of a region.
