@@ -9,6 +9,11 @@ use std::ops::Range;
 #[cfg(any(not(test), miri))]
 use std::sync::atomic::{AtomicU64, Ordering};
 
+#[cfg(any(not(test), miri))]
+type Words = crate::words::AtomicWords;
+#[cfg(all(test, not(miri)))]
+type Words = Vec<AtomicU64>;
+
 /// Bitmap that any number of threads mark and one thread harvests.
 ///
 /// # Memory order
@@ -37,10 +42,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// few threads.
 #[derive(Debug)]
 pub struct AtomicBitmap {
-    words: Vec<AtomicU64>,
+    words: Words,
     /// Summary bits: bit `b % 64` of word `b / 64` is clear only if the words of block `b` (from
     /// `64 * b` on) are zero, or if the writer of one of them is about to set the bit.
-    summary: Vec<AtomicU64>,
+    summary: Words,
     len: u64,
     #[cfg(test)]
     flaw: Flaw,
@@ -64,7 +69,7 @@ impl AtomicBitmap {
     #[must_use]
     pub fn new(len: u64) -> Self {
         #[cfg(any(not(test), miri))]
-        let zeros = crate::words::zeroed;
+        let zeros = Words::zeroed;
         #[cfg(all(test, not(miri)))]
         let zeros = |count: usize| (0..count).map(|_| AtomicU64::new(0)).collect();
         let words = words_for(len);

@@ -3,7 +3,7 @@
 use crate::bitmap::BLOCK_PAGES;
 use crate::scan::BLOCK_WORDS;
 use crate::scan::walk::take_index;
-use crate::words::{atomic, zeroed};
+use crate::words::AtomicWords;
 use crate::{Bitmap, for_each_word, place, words_for};
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,9 +24,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// and then reads the flag. Then at least one of the two threads sees the action of the other.
 #[derive(Debug)]
 pub struct ClaimBitmap {
-    words: Vec<AtomicU64>,
+    words: AtomicWords,
     /// Bit `b % 64` of word `b / 64` is clear only if block `b` has never had a page.
-    summary: Vec<AtomicU64>,
+    summary: AtomicWords,
     len: u64,
     left: AtomicU64,
 }
@@ -37,14 +37,14 @@ impl ClaimBitmap {
     pub fn new(set: Bitmap) -> Self {
         let (len, left) = (set.len(), AtomicU64::new(set.count()));
         let (flat, summary) = set.into_parts();
-        Self { words: atomic(flat.into_words()), summary: atomic(summary.into_words()), len, left }
+        Self { words: flat.into_words().into(), summary: summary.into_words().into(), len, left }
     }
 
     /// Creates a bitmap of `len` pages that has none of them.
     #[must_use]
     pub fn empty(len: u64) -> Self {
-        let summary = zeroed(words_for(len.div_ceil(BLOCK_PAGES)));
-        Self { words: zeroed(words_for(len)), summary, len, left: AtomicU64::new(0) }
+        let summary = AtomicWords::zeroed(words_for(len.div_ceil(BLOCK_PAGES)));
+        Self { words: AtomicWords::zeroed(words_for(len)), summary, len, left: AtomicU64::new(0) }
     }
 
     /// Returns the number of pages that the bitmap covers, claimed or not.

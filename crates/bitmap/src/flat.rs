@@ -2,6 +2,7 @@
 
 use crate::scan::Scanner;
 use crate::scan::walk::{AndNot, Merge, Or};
+use crate::words::Words;
 use crate::{FlatBits, FlatRuns, Part, for_each_part, for_each_word, place, tail_mask, words_for};
 use std::ops::Range;
 
@@ -12,7 +13,7 @@ use std::ops::Range;
 /// special case.
 #[derive(Clone, PartialEq, Eq)]
 pub struct FlatBitmap {
-    words: Vec<u64>,
+    words: Words,
     len: u64,
 }
 
@@ -26,7 +27,7 @@ impl FlatBitmap {
     /// Creates an empty bitmap of `len` pages.
     #[must_use]
     pub fn new(len: u64) -> Self {
-        Self { words: vec![0; words_for(len)], len }
+        Self { words: Words::zeroed(words_for(len)), len }
     }
 
     /// Creates a bitmap of `len` pages that are all set.
@@ -49,14 +50,14 @@ impl FlatBitmap {
         !Scanner::best().any(&self.words)
     }
 
-    /// Returns the words, lowest pages first. FlatBits at and beyond `len` are zero.
+    /// Returns the words, lowest pages first. Bits at and beyond `len` are zero.
     #[must_use]
     pub fn words(&self) -> &[u64] {
         &self.words
     }
 
     /// Returns the words.
-    pub(crate) fn into_words(self) -> Vec<u64> {
+    pub(crate) fn into_words(self) -> Words {
         self.words
     }
 

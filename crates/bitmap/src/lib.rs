@@ -44,7 +44,7 @@ mod claims;
 mod flat;
 mod iter;
 mod scan;
-#[expect(unsafe_code, reason = "zeroed memory from the allocator, and plain words as atomic words")]
+#[expect(unsafe_code, reason = "memory from the kernel, and plain words as atomic words")]
 mod words;
 
 pub use atomic::AtomicBitmap;
