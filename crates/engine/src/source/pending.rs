@@ -20,9 +20,9 @@
 //! Therefore the time and the memory of a migration depend on the touched pages, not on the size of
 //! the guest.
 
-use crate::sync::{AtomicU64, ClaimBitmap, SteppedMutex};
+use crate::sync::{ClaimBitmap, SteppedMutex};
 use std::ops::Range;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{GuestMemory, Layout, PageRun, PageSet, RegionId, VmError};
@@ -636,5 +636,165 @@ mod tests {
             assert_eq!(*pending.skipped(), set(&[2]));
             assert_eq!(pending.take_all(), set(&[1, 3]));
         });
+    }
+
+    /// Memory of two regions, which has no content and knows which pages were touched.
+    struct Touched {
+        layout: Layout,
+        pages: PageSet,
+        asked: std::sync::Mutex<Vec<(RegionId, PageRun)>>,
+    }
+
+    /// Number of pages of the larger region: two spans and a part of a third.
+    const LONG: u64 = 2 * SPAN_PAGES + 100;
+
+    impl Touched {
+        fn new(pages: &[(u32, u64)]) -> Arc<Self> {
+            let region =
+                |id, pages: u64| Region { id: RegionId(id), gpa: Gpa(u64::from(id) << 40), len: pages << 12 };
+            let layout = Layout::new(vec![region(0, LONG), region(1, 70)]).unwrap();
+            let mut set = PageSet::empty(&layout);
+            for (id, page) in pages {
+                set.region_mut(RegionId(*id)).unwrap().set(*page);
+            }
+            Arc::new(Self { layout, pages: set, asked: std::sync::Mutex::default() })
+        }
+    }
+
+    impl GuestMemory for Touched {
+        fn layout(&self) -> &Layout {
+            &self.layout
+        }
+
+        fn window(&self, _: RegionId, _: PageRun) -> Result<vmferry_core::Window<'_>, VmError> {
+            Err(VmError::new("memory without content"))
+        }
+
+        fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
+            self.asked.lock().unwrap().push((region, run));
+            self.pages.region(region).unwrap().runs_in(run.range()).for_each(|run| touched.set_range(run));
+            Ok(())
+        }
+    }
+
+    /// Takes all pages of a region in the way of a sender. Returns these pages and the number of
+    /// chunks that were looked at.
+    fn take_region(pass: &PassPages, position: usize, len: u64) -> (Vec<u64>, u64) {
+        let (mut mine, mut from, mut chunks) = (Bitmap::new(len), 0, 0);
+        while let Some(page) = pass.next_page(position, PageTurn::First, from).unwrap() {
+            let first = page / 512 * 512;
+            from = (first + 512).min(len);
+            pass.take(position, PageTurn::First, first..from, &mut mine).unwrap();
+            chunks += 1;
+        }
+        (mine.bits().collect(), chunks)
+    }
+
+    #[test]
+    fn pass_has_touched_pages_only_and_asks_for_each_span_once() {
+        unscheduled(|| {
+            let touched = [(0, 5), (0, SPAN_PAGES - 1), (0, 2 * SPAN_PAGES + 99), (1, 64), (1, 69)];
+            let memory = Touched::new(&touched);
+            let mut pending = PendingPages::everything(memory.layout());
+            assert_eq!(pending.count(), LONG + 70);
+            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)));
+            assert_eq!((pass.pages(), pending.count()), (LONG + 70, 0));
+            assert!(pass.has(0, PageTurn::First) && pass.has(1, PageTurn::First));
+            let (pages, chunks) = take_region(&pass, 0, LONG);
+            assert_eq!(pages, [5, SPAN_PAGES - 1, 2 * SPAN_PAGES + 99]);
+            // A sender looks at the eight chunks of a block at most, and skips all other blocks.
+            assert!(chunks <= 3 * 8, "{chunks}");
+            assert_eq!(take_region(&pass, 1, 70).0, [64, 69]);
+            assert_eq!(pass.take_untouched(), LONG + 70 - 5);
+            assert_eq!(pass.take_untouched(), 0);
+            assert!(!pass.has(0, PageTurn::First) && !pass.has(1, PageTurn::First));
+            assert_eq!(memory.asked.lock().unwrap().len(), 4);
+            pending.end_pass();
+            assert_eq!(pending.count(), 0);
+        });
+    }
+
+    #[test]
+    fn spans_that_a_pass_leaves_are_examined_by_the_next_or_sent_whole() {
+        unscheduled(|| {
+            let memory = Touched::new(&[(0, 5), (0, SPAN_PAGES + 7)]);
+            let shared: Arc<dyn GuestMemory> = Arc::clone(&memory) as _;
+            let mut pending = PendingPages::everything(memory.layout());
+            let pass = pending.begin_pass(Some(&shared));
+            let mut mine = Bitmap::new(LONG);
+            assert!(pass.take(0, PageTurn::First, 0..512, &mut mine).unwrap());
+            pending.end_pass();
+            // The pages of three spans are left. A harvested page is one of them, another is not.
+            let left = LONG - SPAN_PAGES + 70;
+            assert_eq!(pending.count(), left);
+            pending.next().region_mut(RegionId(0)).unwrap().set_range(SPAN_PAGES..SPAN_PAGES + 1);
+            pending.next().region_mut(RegionId(0)).unwrap().set(9);
+            assert_eq!(pending.count(), left + 1);
+            let pass = pending.begin_pass(Some(&shared));
+            assert_eq!(pass.pages(), left + 1);
+            assert_eq!(take_region(&pass, 0, LONG).0, [9, SPAN_PAGES, SPAN_PAGES + 7]);
+            // Two pages of the span at `SPAN_PAGES` are in the pass, and page 9 is in none of the
+            // spans.
+            assert_eq!(pass.take_untouched(), LONG - SPAN_PAGES - 2);
+            // Without memory to ask, all pages of the span of the other region are sent.
+            let pass = pending.begin_pass(None);
+            assert_eq!((pass.pages(), pass.examines()), (70, false));
+            assert_eq!(take_region(&pass, 1, 70).0.len(), 70);
+        });
+    }
+
+    #[test]
+    fn failed_question_leaves_the_span_unexamined() {
+        struct Failing(Layout);
+        impl GuestMemory for Failing {
+            fn layout(&self) -> &Layout {
+                &self.0
+            }
+            fn window(&self, _: RegionId, _: PageRun) -> Result<vmferry_core::Window<'_>, VmError> {
+                Err(VmError::new("memory without content"))
+            }
+            fn touched(&self, _: RegionId, _: PageRun, _: &mut Bitmap) -> Result<(), VmError> {
+                Err(VmError::new("the host does not say"))
+            }
+        }
+        unscheduled(|| {
+            let memory: Arc<dyn GuestMemory> = Arc::new(Failing(layout()));
+            let mut pending = PendingPages::everything(&layout());
+            let pass = pending.begin_pass(Some(&memory));
+            let error = pass.next_page(0, PageTurn::First, 0).unwrap_err();
+            assert_eq!(error.to_string(), "the host does not say");
+            pending.end_pass();
+            assert_eq!((pending.count(), pending.take_all().count()), (100, 100));
+        });
+    }
+
+    #[test]
+    fn each_touched_page_is_taken_once_by_senders_and_the_driver() {
+        let senders_and_driver = || {
+            let touched = [(0, 3), (0, 600), (0, SPAN_PAGES), (1, 2)];
+            let memory = Touched::new(&touched);
+            let mut pending = PendingPages::everything(memory.layout());
+            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)));
+            let lens = [LONG, 70];
+            let sender = |_| {
+                let pass = Arc::clone(&pass);
+                shuttle::thread::spawn(move || {
+                    let taken = [0, 1].map(|position| take_region(&pass, position, lens[position]).0);
+                    taken.map(|pages| pages.len()).iter().sum::<usize>()
+                })
+            };
+            let senders = [0, 1].map(sender);
+            // The driver postpones the first pages, as for a guest that reports free pages.
+            pass.examine(0, 0..64).unwrap();
+            let postponed = pass.take_64(0, PageTurn::First, 0, u64::MAX);
+            pass.postpone(0, 0, postponed);
+            let by_senders: usize = senders.into_iter().map(|sender| sender.join().unwrap()).sum();
+            assert_eq!(by_senders + postponed.count_ones() as usize, touched.len());
+            assert_eq!(pass.take_untouched(), LONG + 70 - 4);
+            assert_eq!(memory.asked.lock().unwrap().len(), 4);
+            pending.end_pass();
+            assert_eq!(pending.count(), u64::from(postponed.count_ones()));
+        };
+        shuttle::check_random(senders_and_driver, 300);
     }
 }
