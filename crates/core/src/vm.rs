@@ -119,6 +119,20 @@ pub trait GuestMemory: Send + Sync {
         touched.set_range(run.range());
         Ok(())
     }
+
+    /// Returns the first page of `run` that may hold anything but zeros, or a page before it, or
+    /// `None` if there is no such page.
+    ///
+    /// The engine calls this method while the guest is paused, to find large parts of memory that
+    /// were never touched. The call should be cheap, whatever the size of these parts. The default
+    /// returns the first page of `run`.
+    ///
+    /// # Errors
+    /// If the host cannot determine which pages were touched.
+    fn next_touched(&self, region: RegionId, run: PageRun) -> Result<Option<u64>, VmError> {
+        let _ = region;
+        Ok(Some(run.first.0).filter(|_| run.count > 0))
+    }
 }
 
 /// Origin of the figures for the time that stopping a guest takes.

@@ -44,7 +44,7 @@ pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use rate::{RatePoint, check_windows, measure};
 pub use region::{Backing, MappedRegion, Marks};
-pub use residency::{prepare, touched};
+pub use residency::{next_touched, prepare, touched};
 #[cfg(any(test, feature = "sim"))]
 pub use ring::sim;
 pub use ring::{

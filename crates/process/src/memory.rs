@@ -9,7 +9,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Layout, PageRun, Region, RegionId, Window};
-use vmferry_dirty::{Backing, MappedRegion, touched};
+use vmferry_dirty::{Backing, MappedRegion, next_touched, touched};
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
 
@@ -141,5 +141,11 @@ impl GuestMemory for Memory {
         let mapped = self.regions.iter().find(|own| own.id == region);
         let mapped = mapped.ok_or_else(|| VmError::new(format!("there is no {region}")))?;
         touched(mapped, run, into).map_err(VmError::new)
+    }
+
+    fn next_touched(&self, region: RegionId, run: PageRun) -> Result<Option<u64>, VmError> {
+        let mapped = self.regions.iter().find(|own| own.id == region);
+        let mapped = mapped.ok_or_else(|| VmError::new(format!("there is no {region}")))?;
+        next_touched(mapped, run).map_err(VmError::new)
     }
 }

@@ -39,6 +39,15 @@ pub fn data_ranges(
     Ok(())
 }
 
+/// Returns the first byte in `within` that holds data, or `None` if there is none, by the criterion
+/// of [`data_ranges`].
+///
+/// # Errors
+/// Returns an error if `file` does not support `SEEK_DATA`.
+pub fn first_data(file: BorrowedFd<'_>, within: Range<u64>) -> Result<Option<u64>, SysError> {
+    Ok(seek(file, within.start, libc::SEEK_DATA)?.filter(|data| *data < within.end))
+}
+
 /// Drops the pages at the bytes `within` of `file` (`fallocate(2)`, `FALLOC_FL_PUNCH_HOLE`).
 /// Returns true if all of them are gone.
 ///

@@ -225,6 +225,11 @@ impl<B: DirtyBitmap + Send + Sync + 'static> GuestMemory for VmMemory<B> {
         let position = self.position(region, run)?;
         Ok(vmferry_dirty::touched(&self.regions[position], run, touched)?)
     }
+
+    fn next_touched(&self, region: RegionId, run: PageRun) -> Result<Option<u64>, VmError> {
+        let position = self.position(region, run)?;
+        Ok(vmferry_dirty::next_touched(&self.regions[position], run)?)
+    }
 }
 
 /// Returns the mapping of region `id` in the form that trackers use.

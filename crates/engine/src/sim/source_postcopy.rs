@@ -35,7 +35,7 @@ impl World {
             self.skip_free();
         }
         let also = if self.defect == Defect::ForgetsSuspects { &[] } else { also };
-        let pending = self.source.pending.take_all();
+        let pending = self.source.pending.take_all(None).expect("no memory is asked");
         let set = missing_pages(pending, &layout(pages), also).expect("honest names");
         self.source.pending.unskip(&set);
         for piece in pieces(&set) {

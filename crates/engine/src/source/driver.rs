@@ -689,9 +689,9 @@ impl Driver<'_, '_> {
             // A postcopy without precopy has no harvest in which the free pages were skipped.
             self.pages.skip_free(self.context.handle);
         }
-        let missing = match self.pages.take_missing(self.context.memory.layout(), also) {
+        let missing = match self.pages.take_missing(&*self.context.memory, also) {
             Ok(missing) => missing,
-            Err(why) => return Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why)),
+            Err(why) => return Event::LocalFailure(why),
         };
         for piece in pieces(&missing) {
             if let Some(failed) = self.send(&ToTarget::Lacking(piece)) {

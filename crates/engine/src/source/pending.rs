@@ -149,13 +149,22 @@ impl PendingPages {
         self.pass.as_ref()
     }
 
-    /// Takes all pages that are to be sent, for the target to request them.
-    pub(crate) fn take_all(&mut self) -> PageSet {
+    /// Takes all pages that are to be sent, for the target to request them. Unexamined spans in
+    /// which `memory` has no touched page are left out. The guest must be paused.
+    ///
+    /// # Errors
+    /// If the host cannot determine which pages were touched. No page has been taken then.
+    pub(crate) fn take_all(&mut self, memory: Option<&dyn GuestMemory>) -> Result<PageSet, VmError> {
         self.end_pass();
+        if let Some(memory) = memory {
+            for ((id, _), spans) in self.next.iter().zip(&mut self.unexamined) {
+                spans.retain_touched(id, memory)?;
+            }
+        }
         self.examine_nothing();
         let taken = self.next.take();
         self.unskip(&taken);
-        taken
+        Ok(taken)
     }
 
     /// Skips the pages that are to be sent and are in `free`. Returns the number of pages that are
@@ -245,6 +254,23 @@ impl Spans {
     fn take(&mut self) -> Self {
         let none = Self::none(self.len);
         std::mem::replace(self, none)
+    }
+
+    /// Removes the spans in which `memory` has no touched page of region `id`.
+    fn retain_touched(&mut self, id: RegionId, memory: &dyn GuestMemory) -> Result<(), VmError> {
+        let mut touched = Bitmap::new(self.map.len());
+        for range in self.ranges() {
+            let mut rest = range;
+            while let Some(page) = memory.next_touched(id, PageRun::from(rest.clone()))?
+                && !rest.is_empty()
+            {
+                let span = page.max(rest.start) / SPAN_PAGES;
+                touched.set(span);
+                rest.start = ((span + 1) * SPAN_PAGES).min(rest.end);
+            }
+        }
+        self.map = touched;
+        Ok(())
     }
 
     /// Returns the page ranges of the spans as maximal runs.
@@ -634,7 +660,7 @@ mod tests {
             pending.next().union(&set(&[1, 2, 3]));
             assert_eq!(pending.skip(&set(&[2, 4, 9])), 1);
             assert_eq!(*pending.skipped(), set(&[2]));
-            assert_eq!(pending.take_all(), set(&[1, 3]));
+            assert_eq!(pending.take_all(None).unwrap(), set(&[1, 3]));
         });
     }
 
@@ -668,6 +694,10 @@ mod tests {
 
         fn window(&self, _: RegionId, _: PageRun) -> Result<vmferry_core::Window<'_>, VmError> {
             Err(VmError::new("memory without content"))
+        }
+
+        fn next_touched(&self, region: RegionId, run: PageRun) -> Result<Option<u64>, VmError> {
+            Ok(self.pages.region(region).unwrap().bits_in(run.range()).next())
         }
 
         fn touched(&self, region: RegionId, run: PageRun, touched: &mut Bitmap) -> Result<(), VmError> {
@@ -744,6 +774,18 @@ mod tests {
     }
 
     #[test]
+    fn handover_names_whole_spans_with_a_touched_page_only() {
+        let memory = Touched::new(&[(0, SPAN_PAGES + 7), (0, LONG - 1)]);
+        let mut pending = PendingPages::everything(memory.layout());
+        pending.next().region_mut(RegionId(0)).unwrap().set(3);
+        let all = pending.take_all(Some(&*memory)).unwrap();
+        let runs: Vec<_> = all.region(RegionId(0)).unwrap().runs().collect();
+        assert_eq!(runs, [3..4, SPAN_PAGES..LONG]);
+        assert!(all.region(RegionId(1)).unwrap().is_empty());
+        assert_eq!(pending.count(), 0);
+    }
+
+    #[test]
     fn failed_question_leaves_the_span_unexamined() {
         struct Failing(Layout);
         impl GuestMemory for Failing {
@@ -764,7 +806,7 @@ mod tests {
             let error = pass.next_page(0, PageTurn::First, 0).unwrap_err();
             assert_eq!(error.to_string(), "the host does not say");
             pending.end_pass();
-            assert_eq!((pending.count(), pending.take_all().count()), (100, 100));
+            assert_eq!((pending.count(), pending.take_all(None).unwrap().count()), (100, 100));
         });
     }
 

@@ -214,6 +214,12 @@ impl GuestMemory for GuestRam {
         let ram = self.region(region).ok_or_else(not_ram)?;
         Ok(vmferry_dirty::touched(&ram.mapped(), run, touched)?)
     }
+
+    fn next_touched(&self, region: RegionId, run: PageRun) -> Result<Option<u64>, VmError> {
+        let not_ram = || VmError::new(MemoryError::NotRam { what: region.to_string() });
+        let ram = self.region(region).ok_or_else(not_ram)?;
+        Ok(vmferry_dirty::next_touched(&ram.mapped(), run)?)
+    }
 }
 
 /// Returns the mappings as `vm-memory` sees them, without owning them.

@@ -12,8 +12,8 @@ use crate::vm::shielded;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-use vmferry_core::{FreePages, Layout, PageRun, PageSet, Protect};
-use vmferry_wire::RegionRun;
+use vmferry_core::{FreePages, GuestMemory, Layout, PageRun, PageSet, Protect};
+use vmferry_wire::{Refusal, RefusalCode, RegionRun};
 
 /// Interval at which the source checks for an answer of the guest. The interval is longer if the
 /// checks would take more than one part in [`LOOK_SHARE`] of the time.
@@ -76,10 +76,15 @@ impl Pages {
     /// Takes the pages that the target must be told are missing: the pending pages, and `also`.
     pub(super) fn take_missing(
         &mut self,
-        layout: &Layout,
+        memory: &dyn GuestMemory,
         also: &[RegionRun],
-    ) -> Result<Arc<PageSet>, String> {
-        let missing = missing_pages(self.pending.take_all(), layout, also)?;
+    ) -> Result<Arc<PageSet>, Refusal> {
+        let pending = self.pending.take_all(Some(memory));
+        let pending = pending.map_err(|error| {
+            Refusal::new(RefusalCode::Other, format!("finding the touched pages failed: {error}"))
+        })?;
+        let missing = missing_pages(pending, memory.layout(), also);
+        let missing = missing.map_err(|why| Refusal::new(RefusalCode::Protocol, why))?;
         self.pending.unskip(&missing);
         Ok(Arc::clone(self.missing.insert(Arc::new(missing))))
     }
