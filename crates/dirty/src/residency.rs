@@ -119,7 +119,7 @@ fn data(
     touched: &mut Bitmap,
 ) -> Result<(), SysError> {
     let base = region.host;
-    let mut ask = |addresses: Range<u64>, touched: &mut Bitmap| {
+    let ask = |addresses: Range<u64>, touched: &mut Bitmap| {
         memfd::data_ranges(file, addresses.start - base + offset..addresses.end - base + offset, |data| {
             touched.set_range(region.pages_at(data.start - offset + base..data.end - offset + base));
         })
