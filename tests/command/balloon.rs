@@ -1,6 +1,7 @@
 //! The balloon over the command line and the control socket.
 
 use crate::support::{Folder, Run, code, document, errors, has_kvm, vmferry};
+use serde_json::Value;
 
 #[test]
 fn target_is_set_and_shown() {
@@ -76,6 +77,58 @@ fn guest_whose_balloon_has_no_extension_moves() {
     assert_eq!(code(&output), 0, "{output:?}");
     target.goes_on();
     assert_eq!(features(&target), accepted);
+}
+
+/// Returns the counter `name` of the guest's balloon.
+fn figure(status: &Value, name: &str) -> u64 {
+    status["vm"]["balloon"]["figures"][name].as_u64().unwrap_or_else(|| panic!("no {name} in {status}"))
+}
+
+/// Waits until the counter `name` of the guest's balloon is above its present value.
+fn wait_for_more(run: &Run, name: &str) {
+    let before = figure(&run.status().unwrap(), name);
+    run.wait(name, |status| figure(status, name) > before);
+}
+
+#[test]
+fn reporting_is_switched_while_the_guest_runs_and_moves_with_it() {
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    // The guest allocates, frees and reports all the time.
+    let workload = ["--workload", "uniform,ws=4M,rate=1k,alloc=16M"];
+    let source = Run::start("kvm", &folder, "source", &workload);
+    let switch = |run: &Run, value: &str| {
+        let output = vmferry(&["balloon", "--api", &run.api, "--reporting", value, "--json", "-"]);
+        assert_eq!(code(&output), 0, "{output:?}");
+        assert_eq!(document(&output)["reporting"], value == "on");
+    };
+    source.wait("the guest's driver", |s| s["vm"]["balloon"]["driver"] == true);
+    assert_eq!(source.status().unwrap()["vm"]["balloon"]["reporting"], true);
+    wait_for_more(&source, "dropped_pages");
+    assert_eq!(figure(&source.status().unwrap(), "ignored_pages"), 0);
+
+    switch(&source, "off");
+    // A report that was being processed has ended once the device has ignored a later one.
+    wait_for_more(&source, "ignored_pages");
+    let dropped = figure(&source.status().unwrap(), "dropped_pages");
+    wait_for_more(&source, "ignored_pages");
+    assert_eq!(figure(&source.status().unwrap(), "dropped_pages"), dropped);
+    let output = vmferry(&["balloon", "--api", &source.api]);
+    assert!(String::from_utf8_lossy(&output.stdout).contains("reporting is off"), "{output:?}");
+
+    let (target, uri) = Run::target("kvm", &folder, "target", "tcp:127.0.0.1:0");
+    let output = source.migrate(&uri, &["--verify"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    target.wait("the guest on the target", |s| s["vm"]["place"] == "running");
+    assert_eq!(target.status().unwrap()["vm"]["balloon"]["reporting"], false);
+    wait_for_more(&target, "ignored_pages");
+    assert_eq!(figure(&target.status().unwrap(), "dropped_pages"), 0);
+
+    switch(&target, "on");
+    wait_for_more(&target, "dropped_pages");
+    target.whole();
 }
 
 #[test]

@@ -304,6 +304,13 @@ async def balloon(client, kind):
     await client.execute("qom-set", {**interval, "value": 5})
     assert await client.execute("qom-get", interval) == 5
     await refused(client, "qom-set", "seconds", {**interval, "value": -1})
+    reporting = {**stats, "property": "free-page-reporting"}
+    assert await client.execute("qom-get", reporting) is True
+    await client.execute("qom-set", {**reporting, "value": False})
+    assert await client.execute("qom-get", reporting) is False
+    assert (await client.execute("x-vmferry-balloon"))["reporting"] is False
+    await refused(client, "qom-set", "true or false", {**reporting, "value": "on"})
+    await client.execute("qom-set", {**reporting, "value": True})
     await refused(client, "qom-get", "not found", {**stats, "property": "colour"})
     await refused(client, "qom-get", "not found", {**stats, "path": "/machine/nothing"}, "DeviceNotFound")
     # The measuring guest has a balloon driver only with some workloads. With a driver, all clients

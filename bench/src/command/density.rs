@@ -9,11 +9,14 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::os::unix::process::ExitStatusExt;
 use vmferry_client::{Environment, SameHost, Setup, SingleProcess};
+use vmferry_vmm::{Vm, VmOptions};
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let available = available_memory();
     let mut options = if args.quick { Options::quick(available) } else { Options::full(available) };
-    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    if let Some(rounds) = args.rounds.map(usize::from) {
+        (options.repeats, options.fleet_repeats) = (rounds, rounds);
+    }
     options.only.clone_from(&args.only);
     let mut progress = |what: &str| eprintln!("density: {what}");
     let Outcome { document, failures } = density::run(&options, &mut Ours, &mut progress);
@@ -24,6 +27,10 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
 struct Ours;
 
 impl OurRunner for Ours {
+    fn tsc_khz(&mut self) -> Option<u32> {
+        Vm::new(VmOptions::new(16 << 20, 1)).ok().map(|vm| vm.tsc_khz())
+    }
+
     fn start(&mut self, spec: &GuestSpec, budget: Option<&Budget>) -> Result<Started, OurError> {
         if let Some(why) = no_kvm() {
             return Err(OurError::Unavailable(why));
@@ -75,16 +82,8 @@ impl Guest for Process {
     }
 
     fn resident(&mut self) -> Result<u64, OurError> {
-        resident(self.0.runner.pid()).map_err(failed)
+        density::resident(self.0.runner.pid()).map_err(|error| failed(error.into()))
     }
-}
-
-/// Returns the resident memory of a process in bytes, as the kernel counts it page by page.
-fn resident(pid: u32) -> Result<u64> {
-    let path = format!("/proc/{pid}/smaps_rollup");
-    let rollup = std::fs::read_to_string(&path).context(path)?;
-    let rss = rollup.lines().find_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB"));
-    Ok(rss.context("no Rss")?.parse::<u64>()? << 10)
 }
 
 fn told(answer: &Value) -> Result<Told> {
@@ -100,6 +99,8 @@ fn told(answer: &Value) -> Result<Told> {
         used_pages: of("guest", "pages").saturating_sub(of("guest", "free_pages")),
         freed_bytes: sum("freed_bytes"),
         work_ns: ["alloc_ns", "touch_ns", "check_ns", "free_ns"].into_iter().map(sum).sum(),
+        allocs: (sum("allocs"), sum("alloc_ns")),
+        frees: (sum("frees"), sum("free_ns")),
         free_max_ns: most("free_max_ns"),
         report_bytes: sum("report_bytes"),
         report_ns: sum("report_ns"),

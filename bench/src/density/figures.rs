@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_guest_abi::ALLOC_HIST_BUCKETS;
+use vmferry_guest_abi::{ALLOC_HIST_BUCKETS, AllocCpu, AllocSnapshot};
 
 use crate::cases::Figures;
 use crate::reaper::to_f64;
@@ -23,6 +23,10 @@ pub struct Told {
     pub freed_bytes: u64,
     /// Nanoseconds spent allocating, touching, checking and freeing, including synchronous reports.
     pub work_ns: u64,
+    /// Number of allocations, and nanoseconds spent in them, without touching the memory.
+    pub allocs: (u64, u64),
+    /// Number of frees, and nanoseconds spent in them, including synchronous reports.
+    pub frees: (u64, u64),
     /// Frees by duration, see [`vmferry_guest_abi::AllocCpu::bucket`].
     pub free_hist: [u64; ALLOC_HIST_BUCKETS],
     /// Duration of the longest free in nanoseconds.
@@ -43,6 +47,38 @@ pub struct Told {
     pub drop_ns: u64,
     /// Pages that the guest found damaged.
     pub corrupt: u64,
+}
+
+impl Told {
+    /// Returns the statistics of a guest that found `corrupt` damaged pages. The pages that the
+    /// host dropped are not among a guest's statistics.
+    pub(crate) fn of(alloc: &AllocSnapshot, corrupt: u64) -> Self {
+        let sum = |of: fn(&AllocCpu) -> u64| alloc.sum(of);
+        let most = |of: fn(&AllocCpu) -> u64| alloc.cpus().iter().map(of).max().unwrap_or(0);
+        let mut free_hist = [0; ALLOC_HIST_BUCKETS];
+        for cpu in alloc.cpus() {
+            free_hist.iter_mut().zip(cpu.free_hist).for_each(|(sum, count)| *sum += count);
+        }
+        Self {
+            done: alloc.done(),
+            unreported_pages: alloc.guest.unreported_pages,
+            used_pages: alloc.guest.pages.saturating_sub(alloc.guest.free_pages),
+            freed_bytes: sum(|cpu| cpu.freed_bytes),
+            work_ns: sum(|cpu| cpu.alloc_ns + cpu.touch_ns + cpu.check_ns + cpu.free_ns),
+            allocs: (sum(|cpu| cpu.allocs), sum(|cpu| cpu.alloc_ns)),
+            frees: (sum(|cpu| cpu.frees), sum(|cpu| cpu.free_ns)),
+            free_hist,
+            free_max_ns: most(|cpu| cpu.free_max_ns),
+            report_bytes: sum(|cpu| cpu.report_bytes),
+            report_ns: sum(|cpu| cpu.report_ns),
+            report_max_ns: most(|cpu| cpu.report_max_ns),
+            last_free_us: most(|cpu| cpu.last_free_us),
+            last_report_us: most(|cpu| cpu.last_report_us),
+            dropped_pages: 0,
+            drop_ns: 0,
+            corrupt,
+        }
+    }
 }
 
 /// Figures of one guest that has finished its rounds.
@@ -86,6 +122,11 @@ impl Single {
             ("residue_pct", to_f64(self.residue()) / to_f64(told.freed_bytes) * 100.0),
             ("free_max_us", us(told.free_max_ns)),
         ]);
+        for (name, (calls, ns)) in [("alloc_mean_ns", told.allocs), ("free_mean_ns", told.frees)] {
+            if calls > 0 {
+                figures.insert(name, to_f64(ns) / to_f64(calls));
+            }
+        }
         figures
             .extend(quantile_ns(&told.free_hist, told.free_max_ns, 0.99).map(|ns| ("free_p99_us", ns / 1e3)));
         if told.report_bytes > 0 {
@@ -147,6 +188,14 @@ mod tests {
         assert!((single.figures()["residue_pct"] - 5.0).abs() < 1e-9);
         // A guest that reported nothing has no report cost.
         assert!(!single.figures().contains_key("report_to_madvise"));
+    }
+
+    #[test]
+    fn mean_times_are_those_of_one_call() {
+        let told = Told { allocs: (4, 1000), frees: (0, 0), freed_bytes: 1, ..Told::default() };
+        let figures = Single { told, ..Single::default() }.figures();
+        assert_eq!(figures["alloc_mean_ns"], 250.0);
+        assert!(!figures.contains_key("free_mean_ns"));
     }
 
     #[test]

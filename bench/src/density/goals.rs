@@ -3,7 +3,7 @@
 use serde_json::Value;
 use vmferry_report::json::Document;
 
-use super::spec::{Fleet, MOST_GUESTS, One, Pattern, ReportMode};
+use super::spec::{Fleet, HintMode, MOST_GUESTS, One, Pattern, ReportMode, Vmm, Way};
 use crate::cases::{figure, metric};
 use crate::goal::{Figure, at_most, goal};
 use crate::reaper::to_f64;
@@ -27,7 +27,7 @@ const OF_MADVISE: f64 = 1.2;
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Summary(Vec<(&'static str, Option<f64>)>);
 
-fn one(document: &Document, report: ReportMode, pattern: Pattern, name: &str) -> Option<Figure> {
+fn one(document: &Document, report: impl Into<Way>, pattern: Pattern, name: &str) -> Option<Figure> {
     figure(document, "one", One { report: report.into(), pattern }, name)
 }
 
@@ -39,7 +39,12 @@ impl Summary {
     /// Returns the figures of a document under the names of the summary.
     pub(super) fn of(document: &Document) -> Self {
         use ReportMode::{Async, Off, Sync};
-        let fleet = |report| metric(document, "fleet", Fleet(report), "guests");
+        let fleet = |vmm, mode| metric(document, "fleet", Fleet { vmm, mode }, "guests");
+        let hints = |hints, name| {
+            let way = Way { hints, ..Off.into() };
+            one(document, way, Pattern::Again, name).map(median)
+        };
+        let qemu = Way { vmm: Vmm::Qemu, ..Sync.into() };
         let residue = |pattern| one(document, Sync, pattern, "residue_pct").map(median);
         // The worse one of the two patterns counts.
         let residue_pct = match (residue(Pattern::Once), residue(Pattern::Fragmented)) {
@@ -48,8 +53,10 @@ impl Summary {
         };
         let of = |report, name| one(document, report, Pattern::Once, name).map(median);
         Self(vec![
-            ("guests_off", fleet(Off)),
-            ("guests_on", fleet(Sync)),
+            ("guests_off", fleet(Vmm::Ours, Off)),
+            ("guests_on", fleet(Vmm::Ours, Sync)),
+            ("guests_qemu_off", fleet(Vmm::Qemu, Off)),
+            ("guests_qemu_on", fleet(Vmm::Qemu, Sync)),
             ("residue_pct", residue_pct),
             ("residue_off_pct", of(Off, "residue_pct")),
             ("alloc_slowdown_pct", of(Sync, "slowdown_pct")),
@@ -60,6 +67,12 @@ impl Summary {
             ("free_max_async_us", of(Async, "free_max_us")),
             ("returned_ms", of(Sync, "returned_ms")),
             ("report_to_madvise", of(Sync, "report_to_madvise")),
+            ("qemu_slowdown_pct", one(document, qemu, Pattern::Once, "slowdown_pct").map(median)),
+            ("qemu_residue_pct", one(document, qemu, Pattern::Once, "residue_pct").map(median)),
+            ("demand_alloc_slowdown_pct", hints(HintMode::Demand, "alloc_mean_slowdown_pct")),
+            ("demand_free_slowdown_pct", hints(HintMode::Demand, "free_mean_slowdown_pct")),
+            ("map_alloc_slowdown_pct", hints(HintMode::Incremental, "alloc_mean_slowdown_pct")),
+            ("map_free_slowdown_pct", hints(HintMode::Incremental, "free_mean_slowdown_pct")),
         ])
     }
 
@@ -72,7 +85,7 @@ impl Summary {
 /// Returns the goals whose figures are known, each with its figure.
 pub(super) fn goals(document: &Document) -> Vec<Value> {
     use ReportMode::Sync;
-    let fleet = |report| figure(document, "fleet", Fleet(report), "guests");
+    let fleet = |mode: ReportMode| figure(document, "fleet", Fleet::from(mode), "guests");
     let exactly = |name: &str, want: f64, got: Option<Figure>| {
         let got = got?;
         let margin = HALF_A_GUEST - (got.median - want).abs();

@@ -6,7 +6,10 @@
 //!
 //! Single guests show the residue of each way of reporting, and its effect on the speed and tail
 //! latency of the allocator. The ways are: no reports, synchronous, asynchronous and by hypercall.
-//! The patterns are: all at once, fragmented and repeated.
+//! The patterns are: all at once, fragmented and repeated. Guests without reports also show the
+//! price of hints: of walking the free lists on demand, and of keeping a map of free pages.
+//!
+//! The same guest also runs under QEMU, without reports and with `free-page-reporting=on`.
 
 mod budget;
 mod figures;
@@ -14,13 +17,16 @@ mod goals;
 mod report;
 mod spec;
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
+use std::io;
 use std::time::{Duration, Instant};
 
 use vmferry_report::json::Document;
 
 use crate::cases;
 use crate::host::{self, available_memory};
+use crate::qemu;
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop};
 use crate::warm::Warm;
 use figures::{Filled, Single};
@@ -29,7 +35,7 @@ use spec::MOST_GUESTS;
 pub use crate::rounds::{OurError, Outcome};
 pub use budget::{Budget, NoBudget};
 pub use figures::Told;
-pub use spec::{Fleet, GuestSpec, One, Options, Pattern, ReportMode, Scale};
+pub use spec::{Fleet, GuestSpec, HintMode, One, Options, Pattern, ReportMode, Scale, Vmm, Way};
 pub use vmferry_report::benches::density::{page, table};
 
 /// Interval at which a guest is polled. It is long enough to cost the guest nothing.
@@ -39,6 +45,10 @@ const WARM_UP: Duration = Duration::from_secs(1);
 
 /// Runner of guests. It is implemented by the caller that has the VMM.
 pub trait OurRunner {
+    /// Returns the frequency of the guest's time stamp counter in kHz, which a guest cannot measure
+    /// under QEMU.
+    fn tsc_khz(&mut self) -> Option<u32>;
+
     /// Starts the guest of `spec` in a separate process, within `budget` if there is one.
     ///
     /// # Errors
@@ -82,29 +92,59 @@ pub trait Guest: std::fmt::Debug {
     fn resident(&mut self) -> Result<u64, OurError>;
 }
 
+/// Returns the resident memory of a process in bytes, as the kernel counts it page by page.
+///
+/// # Errors
+///
+/// Fails if the process has ended.
+pub fn resident(pid: u32) -> io::Result<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
+    let rss = rollup.lines().find_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB"));
+    let kib: u64 = rss.and_then(|rss| rss.parse().ok()).ok_or_else(|| io::Error::other("no Rss"))?;
+    Ok(kib << 10)
+}
+
+/// Runners of both VMMs' guests.
+struct Runners<'a> {
+    ours: &'a mut dyn OurRunner,
+    /// Frequency of the guest's time stamp counter in kHz, if it is known.
+    tsc_khz: Option<u32>,
+}
+
+impl Runners<'_> {
+    fn start(&mut self, spec: &GuestSpec, budget: Option<&Budget>) -> Result<Started, Stop> {
+        match spec.report.vmm {
+            Vmm::Ours => Ok(self.ours.start(spec, budget)?),
+            Vmm::Qemu => Ok(qemu::start_guest(spec, budget, self.tsc_khz)?),
+        }
+    }
+}
+
 /// Runs the bench. Calls `progress` with the name of each run that begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("density", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
 
-    let mut base = None;
+    let mut runners = Runners { tsc_khz: ours.tsc_khz(), ours };
+    let mut bases = BTreeMap::new();
     let sides = in_turn(&mut rounds, options, "one", &options.ones, usize::MAX, |one| {
         let spec = options.single(one);
         room_for(spec.memory)?;
-        let base = match base {
-            Some(base) => base,
-            None => *base.insert(self::base(&spec, options.limit, ours)?),
+        let vmm = spec.report.vmm;
+        let base = match bases.get(&vmm) {
+            Some(base) => *base,
+            None => *bases.entry(vmm).or_insert(base(&spec, options.limit, &mut runners)?),
         };
-        single(&spec, options.limit, base, ours)
+        single(&spec, options.limit, base, &mut runners)
     });
     let params = [("memory_bytes", options.one.0.into()), ("alloc_bytes", options.one.1.into())];
     cases::add(&mut document, ("one", &params), &sides, Single::figures);
     report::add_slowdown(&mut document, &sides);
 
     let scale = options.scale;
-    let sides = in_turn(&mut rounds, options, "fleet", &options.fleets, 1, |fleet| {
+    let sides = in_turn(&mut rounds, options, "fleet", &options.fleets, options.fleet_repeats, |fleet| {
         room_for(scale.budget)?;
-        fill(&options.of_fleet(fleet), scale.budget, options.limit, ours)
+        fill(&options.of_fleet(fleet), scale.budget, options.limit, &mut runners)
     });
     let params = [
         ("budget_bytes", scale.budget.into()),
@@ -146,9 +186,9 @@ fn room_for(bytes: u64) -> Result<(), Stop> {
 }
 
 /// Returns the resident bytes and used pages of a guest that allocates next to nothing.
-fn base(spec: &GuestSpec, limit: Duration, ours: &mut dyn OurRunner) -> Result<(u64, u64), Stop> {
+fn base(spec: &GuestSpec, limit: Duration, runners: &mut Runners<'_>) -> Result<(u64, u64), Stop> {
     let spec = GuestSpec { alloc: 4096 * u64::from(spec.vcpus), rounds: 1, frag: 0, ..*spec };
-    let base = single(&spec, limit, (0, 0), ours)?;
+    let base = single(&spec, limit, (0, 0), runners)?;
     Ok((base.resident, base.told.used_pages))
 }
 
@@ -157,10 +197,10 @@ fn single(
     spec: &GuestSpec,
     limit: Duration,
     base: (u64, u64),
-    ours: &mut dyn OurRunner,
+    runners: &mut Runners<'_>,
 ) -> Result<Single, Stop> {
     drop(Warm::hold(spec.alloc));
-    let Started::Runs(mut guest) = ours.start(spec, None)? else { return Err(killed()) };
+    let Started::Runs(mut guest) = runners.start(spec, None)? else { return Err(killed()) };
     let told = loop_until(limit, || {
         if guest.killed()? { Err(killed()) } else { Ok(guest.told()?.filter(|told| told.done)) }
     })?;
@@ -182,7 +222,7 @@ fn single(
 }
 
 /// Starts guests one after another until the kernel kills one of them.
-fn fill(spec: &GuestSpec, bytes: u64, limit: Duration, ours: &mut dyn OurRunner) -> Result<Filled, Stop> {
+fn fill(spec: &GuestSpec, bytes: u64, limit: Duration, runners: &mut Runners<'_>) -> Result<Filled, Stop> {
     let budget = Budget::new(bytes).map_err(|why| Stop::Skip(why.to_string()))?;
     let start = Instant::now();
     // Dropped before the budget, because a cgroup can only be removed when its processes have
@@ -191,7 +231,7 @@ fn fill(spec: &GuestSpec, bytes: u64, limit: Duration, ours: &mut dyn OurRunner)
     let mut filled = Filled::default();
     let fails = |error: std::io::Error| Stop::Fail(format!("the cgroup: {error}"));
     while filled.guests < MOST_GUESTS {
-        match ours.start(spec, Some(&budget))? {
+        match runners.start(spec, Some(&budget))? {
             Started::Runs(guest) => guests.push(guest),
             Started::Killed => filled.killed = true,
         }

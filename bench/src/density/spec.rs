@@ -3,7 +3,7 @@
 use std::fmt;
 use std::time::Duration;
 
-pub use vmferry_guest_abi::ReportMode;
+pub use vmferry_guest_abi::{HintMode, ReportMode};
 
 use crate::rounds::MEMORY_RESERVE;
 
@@ -19,6 +19,9 @@ const QUICK_PERCENT: u64 = 10;
 
 /// Distance in pages between two pages that a fragmented pattern keeps.
 const FRAG: u64 = 64;
+
+/// Default number of rounds of a fleet, which takes longer than a single guest.
+const FLEET_ROUNDS: usize = 3;
 
 /// Number of guests at which a fleet ends without a kill.
 pub(super) const MOST_GUESTS: usize = 32;
@@ -50,26 +53,62 @@ impl Scale {
     }
 }
 
-/// Way in which a guest returns memory.
+/// VMM that runs a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Vmm {
+    /// vmferry.
+    Ours,
+    /// QEMU, whose balloon takes back reported pages if the guest reports any.
+    Qemu,
+}
+
+impl Vmm {
+    /// Returns the beginning of the names of the VMM's sides.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Ours => "",
+            Self::Qemu => "qemu-",
+        }
+    }
+}
+
+/// Way in which a guest returns memory and records its free pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Way {
+    /// VMM that runs the guest.
+    pub vmm: Vmm,
     /// Mode of the reports.
     pub mode: ReportMode,
     /// Set if the guest reports blocks of all sizes as soon as a buffer is full, as in the
     /// published test. Otherwise it reports only blocks that hosts back with huge pages.
     pub all_sizes: bool,
+    /// Method by which the guest tells a migration which pages are free. The host asks no questions
+    /// in this bench, so the side shows what the guest pays for being able to answer.
+    pub hints: HintMode,
 }
 
 impl From<ReportMode> for Way {
     fn from(mode: ReportMode) -> Self {
-        Self { mode, all_sizes: false }
+        Self { vmm: Vmm::Ours, mode, all_sizes: false, hints: HintMode::Off }
+    }
+}
+
+impl Way {
+    /// Returns the way with which this one is compared: the same VMM, without reports and without
+    /// hints.
+    pub(super) fn base(self) -> Self {
+        Self { vmm: self.vmm, ..ReportMode::Off.into() }
     }
 }
 
 impl fmt::Display for Way {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sizes = if self.all_sizes { "-all-sizes" } else { "" };
-        write!(f, "{}{sizes}", self.mode)
+        write!(f, "{}{}{sizes}", self.vmm.prefix(), self.mode)?;
+        match self.hints {
+            HintMode::Off => Ok(()),
+            hints => write!(f, "-hints-{hints}"),
+        }
     }
 }
 
@@ -99,7 +138,7 @@ impl GuestSpec {
     /// Returns the other guest arguments.
     pub fn args(&self) -> String {
         let from = if self.report.all_sizes { " report_from=0" } else { "" };
-        format!("report={}{from} hints=off", self.report.mode)
+        format!("report={}{from} hints={}", self.report.mode, self.report.hints)
     }
 }
 
@@ -136,11 +175,28 @@ impl fmt::Display for One {
 
 /// Fleet of guests, each of which allocates and frees once and stays.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Fleet(pub ReportMode);
+pub struct Fleet {
+    /// VMM that runs the guests.
+    pub vmm: Vmm,
+    /// Mode of the reports.
+    pub mode: ReportMode,
+}
+
+impl Fleet {
+    fn way(self) -> Way {
+        Way { vmm: self.vmm, ..self.mode.into() }
+    }
+}
+
+impl From<ReportMode> for Fleet {
+    fn from(mode: ReportMode) -> Self {
+        Self { vmm: Vmm::Ours, mode }
+    }
+}
 
 impl fmt::Display for Fleet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        self.way().fmt(f)
     }
 }
 
@@ -155,8 +211,10 @@ pub struct Options {
     pub one: (u64, u64),
     /// Ways and patterns of single guests.
     pub ones: Vec<One>,
-    /// Rounds of single guests. Fleets run once.
+    /// Rounds of single guests.
     pub repeats: usize,
+    /// Rounds of fleets, at most `repeats`.
+    pub fleet_repeats: usize,
     /// Longest time that a guest may take.
     pub limit: Duration,
     /// Texts that select sides by name, as in `one/sync`. Empty selects all.
@@ -179,8 +237,13 @@ impl Options {
 
     fn sized(scale: Scale, fleets: &[ReportMode], repeats: usize) -> Self {
         let modes = [ReportMode::Off, ReportMode::Sync, ReportMode::Async, ReportMode::Hypercall];
-        let published = Way { mode: ReportMode::Sync, all_sizes: true };
-        let ways: Vec<_> = modes.into_iter().map(Way::from).chain([published]).collect();
+        let published = Way { all_sizes: true, ..ReportMode::Sync.into() };
+        let hints = [HintMode::Demand, HintMode::Incremental];
+        let hints = hints.map(|hints| Way { hints, ..ReportMode::Off.into() });
+        let qemu = [ReportMode::Off, ReportMode::Sync];
+        let in_qemu = qemu.map(|mode| Fleet { vmm: Vmm::Qemu, mode });
+        let ours = modes.into_iter().map(Way::from).chain([published]).chain(hints);
+        let ways: Vec<_> = ours.chain(in_qemu.map(Fleet::way)).collect();
         let all = |pattern| ways.iter().map(move |report| One { report: *report, pattern });
         let ones = [Pattern::Once, Pattern::Fragmented, Pattern::Again].into_iter().flat_map(all);
         // The results of a single guest do not depend on its size, so both tests use the smaller
@@ -188,10 +251,11 @@ impl Options {
         let Scale { guest, alloc, .. } = Scale::percent(QUICK_PERCENT);
         Options {
             scale,
-            fleets: fleets.iter().copied().map(Fleet).collect(),
+            fleets: fleets.iter().copied().map(Fleet::from).chain(in_qemu).collect(),
             one: (guest, alloc),
             ones: ones.collect(),
             repeats,
+            fleet_repeats: repeats.min(FLEET_ROUNDS),
             limit: Duration::from_secs(60),
             only: Vec::new(),
         }
@@ -219,7 +283,7 @@ impl Options {
     /// Returns the specification of each guest of a fleet.
     pub(super) fn of_fleet(&self, fleet: Fleet) -> GuestSpec {
         let Scale { guest, alloc, .. } = self.scale;
-        GuestSpec { memory: guest, vcpus: 1, alloc, rounds: 1, frag: 0, report: fleet.0.into() }
+        GuestSpec { memory: guest, vcpus: 1, alloc, rounds: 1, frag: 0, report: fleet.way() }
     }
 }
 
@@ -250,13 +314,15 @@ mod tests {
     fn guest_arguments_parse_as_specified() {
         for options in [Options::quick(None), Options::full(None)] {
             let names: BTreeSet<_> = options.ones.iter().map(ToString::to_string).collect();
-            assert_eq!(names.len(), 15);
+            assert_eq!(names.len(), 27);
+            assert!(names.contains("off-hints-incremental-again") && names.contains("qemu-sync-fragmented"));
             let specs = options.ones.iter().map(|one| options.single(*one));
             for spec in specs.chain(options.fleets.iter().map(|fleet| options.of_fleet(*fleet))) {
                 let line = format!("workload={} {}", spec.workload(), spec.args());
                 let args: GuestArgs = line.parse().unwrap();
                 assert_eq!((args.report, args.workload.alloc.unwrap().bytes), (spec.report.mode, spec.alloc));
                 assert_eq!(args.report_from == 0, spec.report.all_sizes);
+                assert_eq!(args.hints, spec.report.hints);
                 assert!(spec.alloc < spec.memory);
             }
         }

@@ -17,13 +17,19 @@ use crate::link::Link;
 pub struct Balloon {
     /// Set if QEMU asks for free pages when the guest moves.
     pub hints: bool,
+    /// Set if QEMU takes back the pages that the guest reports as unused.
+    pub reporting: bool,
     /// Guest arguments besides the workload.
     pub guest_args: String,
 }
 
 /// Returns the QEMU options of a microvm with a balloon. They replace those of a PC.
 pub(super) fn arguments(balloon: &Balloon) -> Vec<String> {
-    let hints = if balloon.hints { "on" } else { "off" };
+    let switch = |on: bool| if on { "on" } else { "off" };
+    let (hints, reporting) = (switch(balloon.hints), switch(balloon.reporting));
+    let device = format!(
+        "virtio-balloon-device,id=balloon,free-page-hint={hints},free-page-reporting={reporting},iothread=io"
+    );
     [
         "-machine",
         "microvm,pit=on,pic=on,rtc=on",
@@ -37,7 +43,7 @@ pub(super) fn arguments(balloon: &Balloon) -> Vec<String> {
     ]
     .into_iter()
     .map(str::to_owned)
-    .chain([format!("virtio-balloon-device,id=balloon,free-page-hint={hints},iothread=io")])
+    .chain([device])
     .collect()
 }
 
@@ -67,7 +73,7 @@ pub fn inflate(memory: u64, inflate: u64, pages: u32, tsc_khz: Option<u32>) -> R
     available()?;
     let inflation = Inflate { bytes: inflate, by: InflateBy::Pages(pages) };
     let args = words(&GuestArgs { inflate: Some(inflation), ..guest_args(tsc_khz) });
-    let balloon = Some(Balloon { hints: false, guest_args: args });
+    let balloon = Some(Balloon { hints: false, reporting: false, guest_args: args });
     let spec = QemuSpec { memory, workload: "idle,data=4K".into(), balloon, ..QemuSpec::default() };
     let folder = tempfile::Builder::new()
         .prefix("vmferry-bench-")
@@ -138,7 +144,7 @@ fn learned(line: &Line, wanted: u64) -> Option<Learned> {
 ///
 /// Fails in the same cases as [`inflate`].
 pub fn move_freed(spec: &MoveSpec, hints: bool, tsc_khz: Option<u32>) -> Result<Moved, QemuError> {
-    let balloon = Some(Balloon { hints, guest_args: words(&guest_args(tsc_khz)) });
+    let balloon = Some(Balloon { hints, reporting: false, guest_args: words(&guest_args(tsc_khz)) });
     let qemu = QemuSpec {
         memory: spec.memory,
         workload: spec.workload(),

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -13,6 +13,7 @@ use super::qmp::Qmp;
 use super::{QemuSpec, balloon};
 use crate::child::Reaped;
 use crate::cpu::CpuMeter;
+use crate::density::Budget;
 use crate::host::QEMU;
 use crate::link::{End, Link};
 
@@ -50,6 +51,16 @@ impl Machine {
     /// Starts QEMU and connects to its control socket. `side` names the process in messages and
     /// files. An `incoming` process waits for a migration instead of booting.
     pub(crate) fn start(side: &'static str, incoming: bool, setup: Setup<'_>) -> Result<Self, QemuError> {
+        Self::start_within(side, incoming, setup, None)
+    }
+
+    /// Does the same as [`start`](Self::start), within `budget` if there is one.
+    pub(crate) fn start_within(
+        side: &'static str,
+        incoming: bool,
+        setup: Setup<'_>,
+        budget: Option<&Budget>,
+    ) -> Result<Self, QemuError> {
         let socket = setup.folder.join(format!("{side}.qmp"));
         let stderr = setup.folder.join(format!("{side}.stderr"));
         let log = File::create(&stderr).map_err(QemuError::io("create its log"))?;
@@ -60,20 +71,36 @@ impl Machine {
         }
         let end = if incoming { End::Destination } else { End::Source };
         setup.link.enter(end, &mut command).map_err(QemuError::io("enter its network namespace"))?;
+        if let Some(budget) = budget {
+            budget.enter(&mut command).map_err(QemuError::io("enter its memory cgroup"))?;
+        }
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         let mut child = Reaped::spawn(&mut command).map_err(QemuError::io("start it"))?;
+        if let Some(budget) = budget {
+            budget.adopt(child.id()).map_err(QemuError::io("find it in its memory cgroup"))?;
+        }
+        let qmp = Self::connect(side, &socket, &mut child, &stderr)?;
+        Ok(Machine { side, stderr, qmp, child })
+    }
 
+    /// Connects to the control socket of a new process.
+    fn connect(
+        side: &'static str,
+        socket: &Path,
+        child: &mut Reaped,
+        stderr: &Path,
+    ) -> Result<Qmp, QemuError> {
         let deadline = Instant::now() + START_LIMIT;
-        let qmp = loop {
-            if let Some(qmp) = Qmp::connect(side, &socket)? {
-                break qmp;
+        loop {
+            if let Some(qmp) = Qmp::connect(side, socket)? {
+                return Ok(qmp);
             }
             let ended = child.wait_for(Duration::from_millis(20)).map_err(QemuError::io("wait for it"))?;
             if ended.is_some() {
-                return Err(QemuError::Ended { side, detail: tail(&stderr) });
+                return Err(QemuError::Ended { side, detail: tail(stderr) });
             }
             if Instant::now() > deadline {
-                let detail = tail(&stderr);
+                let detail = tail(stderr);
                 return Err(QemuError::Timeout {
                     side,
                     what: "the control socket",
@@ -81,8 +108,17 @@ impl Machine {
                     detail,
                 });
             }
-        };
-        Ok(Machine { side, stderr, qmp, child })
+        }
+    }
+
+    /// Returns the process id.
+    pub(crate) fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Returns the exit status of the process, or `None` while the process runs.
+    pub(crate) fn ended(&mut self) -> Result<Option<ExitStatus>, QemuError> {
+        self.child.wait_for(Duration::ZERO).map_err(QemuError::io("wait for it"))
     }
 
     /// Returns the path of the file that receives the guest's serial line of the machine `side`.
@@ -113,7 +149,7 @@ impl Machine {
 
     /// Fails if the process has ended.
     pub(crate) fn still_runs(&mut self) -> Result<(), QemuError> {
-        match self.child.wait_for(Duration::ZERO).map_err(QemuError::io("wait for it"))? {
+        match self.ended()? {
             None => Ok(()),
             Some(_) => Err(QemuError::Ended { side: self.side, detail: self.last_words() }),
         }

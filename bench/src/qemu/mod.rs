@@ -5,6 +5,7 @@
 //! comes from the guest's serial line. Processor time comes from the kernel.
 
 mod balloon;
+mod density;
 mod error;
 mod machine;
 mod postcopy;
@@ -26,6 +27,7 @@ use machine::{Machine, Setup};
 use serial::Serial;
 
 pub use balloon::{Balloon, inflate, move_freed};
+pub(crate) use density::start_guest;
 pub use error::QemuError;
 pub use postcopy::postcopy;
 
@@ -159,6 +161,13 @@ pub fn available() -> Result<(), QemuError> {
         return Err(QemuError::Unavailable(format!("{} is not installed", crate::host::QEMU)));
     }
     Ok(())
+}
+
+/// Returns a word of a copy of guest memory. Words beyond its end, which belong to vCPUs that do
+/// not exist, are 0.
+fn word_of(bytes: &[u8], word: usize) -> u64 {
+    let word = bytes.get(word * 8..).and_then(|rest| rest.first_chunk());
+    word.map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 /// Source and target, and the serial line, which moves from one to the other with the guest.

@@ -12,7 +12,9 @@ use serde_json::{Value, json};
 use vmferry_guest_abi::{GuestArgs, STATS_GPA, State, StatsError, StatsSink, StatsSnapshot, offset};
 
 use super::machine::{Machine, Setup};
-use super::{MIGRATION_LIMIT, QemuError, QemuSpec, READY_LIMIT, UNLIMITED_BYTES_PER_S, available, from_info};
+use super::{
+    MIGRATION_LIMIT, QemuError, QemuSpec, READY_LIMIT, UNLIMITED_BYTES_PER_S, available, from_info, word_of,
+};
 use crate::link::End;
 use crate::postcopy::{CaseSpec, Observation, POLL, Run, SpeedBack, Vcpu, Watch};
 use crate::warm::Warm;
@@ -128,13 +130,6 @@ impl Guest {
     fn late(&self, what: &'static str, limit: Duration) -> QemuError {
         QemuError::Timeout { side: self.side, what, limit, detail: self.machine.last_words() }
     }
-}
-
-/// Returns a word of the copied page. Words beyond its end, which belong to vCPUs that do not
-/// exist, are 0.
-fn word_of(bytes: &[u8], word: usize) -> u64 {
-    let word = bytes.get(word * 8..).and_then(|rest| rest.first_chunk());
-    word.map_or(0, |bytes| u64::from_le_bytes(*bytes))
 }
 
 #[derive(Debug)]

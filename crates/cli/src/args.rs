@@ -561,6 +561,12 @@ pub(crate) struct BalloonArgs {
     /// Without the option, the command only shows the state of the balloon.
     #[arg(long, value_name = "SIZE", value_parser = size)]
     pub(crate) target: Option<u64>,
+    /// Take back the pages that the guest reports as unused, or not
+    ///
+    /// The setting moves with the guest. With `off`, each report is answered at once, and its pages
+    /// stay with the guest. A guest reports such a page again only after it has used the page.
+    #[arg(long, value_enum, value_name = "on|off", hide_possible_values = true)]
+    pub(crate) reporting: Option<OnOff>,
     /// Write the answer as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

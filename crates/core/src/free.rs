@@ -41,7 +41,9 @@ pub struct Answer {
 ///
 /// The engine calls all methods on one thread. No method may block until the guest acts.
 pub trait FreePages: Send + Debug {
-    /// Returns the way in which this source answers. The result never changes.
+    /// Returns the way in which this source answers. The result may change only from
+    /// [`AtOnce`](AnswerMode::AtOnce) to [`ByGuest`](AnswerMode::ByGuest), in a call of
+    /// [`poll`](Self::poll) that returns a complete answer.
     fn answer_mode(&self) -> AnswerMode;
 
     /// Asks which pages are free, and returns without waiting for the answer. If an earlier

@@ -220,7 +220,7 @@ fn numbers(guest: &mut Guest, choices: &mut Choices<'_>) {
 
 /// Performs an action of the host.
 fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
-    match choices.byte() % 7 {
+    match choices.byte() % 8 {
         0 => guest.control.set_target(choices.long()),
         1 => {
             let _ = guest.control.request_hints();
@@ -232,6 +232,7 @@ fn host(guest: &mut Guest, choices: &mut Choices<'_>) {
             guest.device.notify(&guest.memory, queue);
         }
         5 => guest.device.resumed(crate::device::Resume::Moved).expect("a balloon needs nothing"),
+        6 => guest.control.set_reporting(choices.byte() & 1 == 1),
         _ => guest.host.refuse.store(choices.byte() & 1 == 1, std::sync::atomic::Ordering::Relaxed),
     }
 }

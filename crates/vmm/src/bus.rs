@@ -62,9 +62,10 @@ pub(crate) trait MmioDevice: Send + Sync + Debug {
     fn resumed(&self, how: Resume) -> std::result::Result<(), String>;
 
     /// Returns the state of the quiesced device.
-    fn save(&self) -> std::result::Result<Section, StateError>;
+    fn save(&self) -> std::result::Result<Vec<Section>, StateError>;
 
-    /// Takes the device's section out of `parts` and reads it. The returned function applies it.
+    /// Takes the device's sections out of `parts` and reads them. The returned function applies
+    /// them.
     fn prepare(&self, parts: &mut Sections<'_>) -> std::result::Result<Load<'_>, StateError>;
 }
 
@@ -197,7 +198,11 @@ impl Bus {
 
     /// Returns the state of the quiesced devices.
     pub(crate) fn save(&self) -> std::result::Result<Vec<Section>, StateError> {
-        self.devices.iter().map(|device| device.save()).collect()
+        let mut sections = Vec::with_capacity(self.devices.len());
+        for device in &self.devices {
+            sections.extend(device.save()?);
+        }
+        Ok(sections)
     }
 
     /// Reads the devices' sections. The returned functions apply them.
@@ -244,7 +249,7 @@ mod tests {
             self.quiescing.store(self.stuck, Ordering::Relaxed);
             if self.stuck { Err("it is stuck".to_owned()) } else { Ok(()) }
         }
-        fn save(&self) -> std::result::Result<Section, StateError> {
+        fn save(&self) -> std::result::Result<Vec<Section>, StateError> {
             unreachable!()
         }
         fn prepare(&self, _: &mut Sections<'_>) -> std::result::Result<Load<'_>, StateError> {

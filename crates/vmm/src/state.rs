@@ -25,6 +25,20 @@ pub(crate) trait Saved: Serialize + DeserializeOwned {
     fn take(parts: &mut Sections<'_>, instance: u32) -> Result<Self, StateError> {
         parts.take(Self::KIND, instance)
     }
+
+    /// Returns the section of the state that earlier versions do not know, or `None` if that state
+    /// has its default value. A target of an earlier version accepts a guest without this section,
+    /// and refuses a guest with it.
+    fn additions(&self, instance: u32) -> Result<Option<Section>, StateError> {
+        let _ = instance;
+        Ok(None)
+    }
+
+    /// Takes the section of [`additions`](Self::additions) out of `parts`, if it is there.
+    fn take_additions(&mut self, parts: &mut Sections<'_>, instance: u32) -> Result<(), StateError> {
+        let _ = (parts, instance);
+        Ok(())
+    }
 }
 
 /// State of the 16550 serial port.

@@ -118,12 +118,15 @@ where
         self.transport.resumed(how)
     }
 
-    fn save(&self) -> Result<Section, StateError> {
-        self.transport.save().section(self.instance)
+    fn save(&self) -> Result<Vec<Section>, StateError> {
+        let saved = self.transport.save();
+        let sections = [Some(saved.section(self.instance)?), saved.additions(self.instance)?];
+        Ok(sections.into_iter().flatten().collect())
     }
 
     fn prepare(&self, parts: &mut Sections<'_>) -> Result<Load<'_>, StateError> {
-        let saved = TransportSaved::<D::Saved>::take(parts, self.instance)?;
+        let mut saved = TransportSaved::<D::Saved>::take(parts, self.instance)?;
+        saved.take_additions(parts, self.instance)?;
         Ok(Box::new(move || {
             let loaded = self.transport.load(self.ram.map(), &saved);
             loaded.map_err(|error| {

@@ -14,6 +14,10 @@ use vmferry_vmm::BalloonHandle;
 /// name.
 const BALLOON: [&str; 2] = ["/machine/peripheral/balloon0", "balloon0"];
 
+/// Property of QEMU's balloon that offers free page reporting. QEMU fixes its value at the start;
+/// vmferry can change the value while the guest runs.
+const REPORTING: &str = "free-page-reporting";
+
 /// Memory statistics of a guest: vmferry's names, which are those of the specification, and QMP's
 /// names.
 const STATS: [(&str, &str); 16] = [
@@ -105,7 +109,8 @@ impl Api {
         Ok(json!({ "actual": self.the_balloon()?.status().actual }).into())
     }
 
-    /// Executes `qom-get`. The balloon's statistics are the only properties.
+    /// Executes `qom-get`. The balloon's statistics and its switch for free page reporting are the
+    /// only properties.
     pub(super) fn qom_get(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let wanted: Property = arguments.read()?;
         if wanted.value.is_some() {
@@ -115,11 +120,13 @@ impl Api {
         match &*wanted.property {
             "guest-stats" => Ok(guest_stats(&balloon).into()),
             "guest-stats-polling-interval" => Ok(json!(balloon.stats_interval()).into()),
+            REPORTING => Ok(json!(balloon.status().reporting).into()),
             other => Err(no_property(other)),
         }
     }
 
-    /// Executes `qom-set`. Only the interval of the balloon's statistics can be set.
+    /// Executes `qom-set`. Only the interval of the balloon's statistics and free page reporting
+    /// can be set.
     pub(super) fn qom_set(&self, arguments: Arguments) -> Result<Answer, QmpError> {
         let wanted: Property = arguments.read()?;
         let balloon = self.object(&wanted)?;
@@ -130,6 +137,12 @@ impl Api {
                 balloon.set_stats_interval(seconds.ok_or_else(|| {
                     QmpError::generic("guest-stats-polling-interval must be a number of seconds, 0 for never")
                 })?);
+                Ok(Answer::done())
+            }
+            REPORTING => {
+                let on = wanted.value.as_ref().and_then(Value::as_bool);
+                let on = on.ok_or_else(|| QmpError::generic(format!("{REPORTING} must be true or false")))?;
+                crate::balloon::answer(&self.0, &json!({ "reporting": on })).map_err(refused)?;
                 Ok(Answer::done())
             }
             "guest-stats" => {

@@ -93,6 +93,8 @@ struct Descriptor {
 struct Balloon {
     #[serde(rename = "target")]
     _target: Option<u64>,
+    #[serde(rename = "reporting")]
+    _reporting: Option<bool>,
 }
 
 #[derive(Deserialize)]
@@ -232,6 +234,7 @@ mod tests {
             ("recover", json!({"take": null})),
             ("recover", json!({"take": false})),
             ("balloon", json!({"target": 5})),
+            ("balloon", json!({"reporting": false})),
             ("verify-guest", json!({"request": 1})),
         ] {
             check(name, value).unwrap();
@@ -242,6 +245,7 @@ mod tests {
             ("recover", json!({"take": "x"}), "'take'"),
             ("recover", json!({"abandon": true}), "'abandon' is unexpected"),
             ("balloon", json!({"value": 5}), "'value' is unexpected"),
+            ("balloon", json!({"reporting": "off"}), "'reporting'"),
             ("verify-guest", json!({}), "'request' is missing"),
         ] {
             let error = check(name, value).unwrap_err();

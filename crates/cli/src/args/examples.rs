@@ -61,6 +61,8 @@ pub(super) const BALLOON: &str = examples! {
     "vmferry balloon --api vm.sock"
     "# Let the guest use 2 GiB"
     "vmferry balloon --api vm.sock --target 2G"
+    "# Keep the pages that the guest reports as unused"
+    "vmferry balloon --api vm.sock --reporting off"
 };
 
 pub(super) const DIRTY_RATE: &str = examples! {

@@ -1,4 +1,5 @@
-//! `vmferry balloon`: shows and sets the memory that a guest may use.
+//! `vmferry balloon`: shows and sets the memory that a guest may use, and switches free page
+//! reporting.
 
 pub(crate) mod auto;
 mod pressure;
@@ -14,7 +15,13 @@ use vmferry_vmm::{BalloonHandle, BalloonStatus, MIN_MEMORY};
 
 pub(crate) fn balloon(args: &BalloonArgs) -> Result<Status> {
     let out = args.json.as_deref().map(output::open).transpose()?;
-    let arguments = args.target.map_or_else(|| json!({}), |target| json!({ "target": target }));
+    let mut arguments = json!({});
+    if let Some(target) = args.target {
+        arguments["target"] = target.into();
+    }
+    if let Some(reporting) = args.reporting {
+        arguments["reporting"] = bool::from(reporting).into();
+    }
     let answer = Client::connect(&args.api)?.call("balloon", arguments)?;
     match out {
         Some(mut out) => writeln!(out, "{}", serde_json::to_string_pretty(&answer)?)?,
@@ -23,19 +30,30 @@ pub(crate) fn balloon(args: &BalloonArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// Executes the command in the process of the guest: sets the target, if the arguments have one,
-/// and returns the state of the balloon.
+/// Executes the command in the process of the guest: sets the target and switches reporting, if the
+/// arguments contain them, and returns the state of the balloon.
 pub(crate) fn answer(shared: &RunContext, arguments: &Value) -> Result<Value> {
     let balloon =
         shared.probe.balloon().context("this guest has no balloon; a KVM guest has one with --balloon on")?;
-    if let Some(target) = arguments.get("target") {
-        let target = target.as_u64().context("`target` is a number of bytes")?;
+    let target =
+        arguments.get("target").map(|target| target.as_u64().context("`target` is a number of bytes"));
+    let reporting = arguments
+        .get("reporting")
+        .map(|reporting| reporting.as_bool().context("`reporting` is true or false"));
+    let (target, reporting) = (target.transpose()?, reporting.transpose()?);
+    if let Some(target) = target {
         check(target, &balloon.status())?;
-        if !matches!(shared.place(), GuestPlace::Running | GuestPlace::Paused) {
-            // The balloon's state may have been saved already, so a new target could be lost.
-            bail!("the guest is being migrated; set the balloon's target after the migration");
-        }
+    }
+    let changes = target.is_some() || reporting.is_some();
+    if changes && !matches!(shared.place(), GuestPlace::Running | GuestPlace::Paused) {
+        // The balloon's state may have been saved already, so a new setting could be lost.
+        bail!("the guest is being migrated; change the settings of the balloon after the migration");
+    }
+    if let Some(target) = target {
         balloon.set_target(target);
+    }
+    if let Some(reporting) = reporting {
+        balloon.set_reporting(reporting);
     }
     Ok(describe(&balloon))
 }
@@ -60,6 +78,7 @@ pub(crate) fn describe(balloon: &BalloonHandle) -> Value {
         "target": status.target,
         "actual": status.actual,
         "driver": status.driver,
+        "reporting": status.reporting,
         "features": status.features,
         "stats": stats,
         "figures": status.figures,
@@ -77,6 +96,9 @@ fn text(answer: &Value) -> String {
     )];
     if answer["driver"] == false {
         lines.push("the guest has no driver for its balloon (yet), so its memory does not change".to_owned());
+    }
+    if answer["reporting"] == false {
+        lines.push("free page reporting is off: pages that the guest reports stay with the guest".to_owned());
     }
     let features: Vec<_> =
         answer["features"].as_array().into_iter().flatten().filter_map(Value::as_str).collect();
@@ -105,7 +127,7 @@ mod tests {
     fn text_contains_the_reported_values() {
         let answer = json!({
             "memory": 1u64 << 30, "target": 512 << 20, "actual": 1u64 << 30, "driver": true,
-            "features": ["stats", "reporting"], "stats": {"free": 3 << 20, "oom_kills": 2},
+            "reporting": true, "features": ["stats", "reporting"], "stats": {"free": 3 << 20, "oom_kills": 2},
             "figures": {"dropped_pages": 9, "broken": 0},
         });
         let text = text(&answer);
@@ -117,7 +139,9 @@ mod tests {
             text.contains("3.0 MiB") && text.contains("dropped_pages") && !text.contains("broken"),
             "{text}"
         );
-        let none = json!({ "memory": 1, "target": 1, "actual": 1, "driver": false });
-        assert!(super::text(&none).contains("no driver"));
+        assert!(!text.contains("reporting is off"), "{text}");
+        let none = json!({ "memory": 1, "target": 1, "actual": 1, "driver": false, "reporting": false });
+        let none = super::text(&none);
+        assert!(none.contains("no driver") && none.contains("reporting is off"), "{none}");
     }
 }

@@ -24,6 +24,10 @@ const GROUPS: &[Group] = &[
         &[
             ("work ms", "work_ms", 1, true),
             ("slower by %", "slowdown_pct", 1, true),
+            ("alloc ns", "alloc_mean_ns", 0, true),
+            ("alloc slower by %", "alloc_mean_slowdown_pct", 1, true),
+            ("free ns", "free_mean_ns", 0, true),
+            ("free slower by %", "free_mean_slowdown_pct", 1, true),
             ("residue %", "residue_pct", 2, true),
             ("free p99 us", "free_p99_us", 2, true),
             ("free max us", "free_max_us", 0, true),
@@ -40,11 +44,13 @@ const GROUPS: &[Group] = &[
 fn conditions(document: &Document) -> Vec<String> {
     let mut lines = tables::host(document);
     lines.push(
-        "Fleets run once: guests start one after another in their own memory cgroup without swap, until one is killed or 32 have \
+        "Fleets: guests start one after another in their own memory cgroup without swap, until one is killed or 32 have \
          finished. Residue: resident memory of a guest that has freed everything (fragmented: all but one page in 64), minus the \
          resident memory of a guest that allocates nothing and minus the memory in use, divided by the freed memory. Work: \
-         allocating, touching, checking and freeing, all vCPUs together. Slower by: compared with the case without reports in \
-         the same round. Once: the guest uses the memory for the first time. Again: the guest must get returned memory again. \
+         allocating, touching, checking and freeing, all vCPUs together. Slower by: compared with the case of the same VMM without \
+         reports and hints in the same round. Alloc and free: mean time of one call, without touching. Hints: the guest can walk its \
+         free lists on demand, or keeps a map of its free pages (incremental); the host does not ask. Qemu: the same guest in a \
+         QEMU microvm, and with reports free-page-reporting=on. Once: the guest uses the memory for the first time. Again: the guest must get returned memory again. \
          Back after: from the last free to the end of the last report. A report ends when the host has dropped the pages."
             .into(),
     );

@@ -47,6 +47,8 @@ pub(super) struct BalloonState {
     pub(super) hint_request: AtomicU32,
     pub(super) poison: AtomicU32,
     pub(super) stats_wanted: AtomicBool,
+    /// True if the device drops reported pages. Only the host changes this value.
+    pub(super) reporting: AtomicBool,
     stats: Mutex<GuestStats>,
     stats_at: Mutex<Option<SystemTime>>,
     pub(super) extension: Published,
@@ -70,6 +72,7 @@ impl BalloonState {
             hint_request: AtomicU32::new(STOP),
             poison: AtomicU32::new(0),
             stats_wanted: AtomicBool::new(false),
+            reporting: AtomicBool::new(true),
             stats: Mutex::default(),
             stats_at: Mutex::default(),
             extension: Published::new(options.ram),
@@ -188,6 +191,22 @@ impl BalloonControl {
     #[must_use]
     pub fn actual(&self) -> u32 {
         self.shared.actual.load(Ordering::Acquire)
+    }
+
+    /// Returns true if the device drops the pages that the guest reports as unused.
+    #[must_use]
+    pub fn reporting(&self) -> bool {
+        self.shared.reporting.load(Ordering::Acquire)
+    }
+
+    /// Sets whether the device drops the pages that the guest reports as unused.
+    ///
+    /// The driver cannot see the change, because a feature bit is accepted only once. While
+    /// reporting is off, the device returns each report at once and keeps its pages. A report that
+    /// a vCPU is sending during this call may still be dropped. A driver that has reported a page
+    /// does not report the page again before it was in use.
+    pub fn set_reporting(&self, on: bool) {
+        self.shared.reporting.store(on, Ordering::Release);
     }
 
     /// Returns the guest's latest statistics.

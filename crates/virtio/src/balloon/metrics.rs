@@ -18,6 +18,8 @@ figures! {
     reported_pages,
     /// Reported pages that were kept because the guest relies on their content (page poison).
     poisoned_pages,
+    /// Reported pages that were kept because reporting was switched off.
+    ignored_pages,
     /// Pages that were kept because the host could not drop them at that moment.
     held_pages,
     /// Pages that were dropped.

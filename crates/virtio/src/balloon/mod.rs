@@ -30,7 +30,7 @@ mod tests;
 pub use control::{BalloonControl, HintError};
 pub use device::Balloon;
 pub use metrics::BalloonFigures;
-pub use persist::BalloonSaved;
+pub use persist::{BalloonAdditions, BalloonSaved};
 pub use stats::GuestStats;
 
 use crate::runs::GuestRun;

@@ -2,10 +2,23 @@
 
 use super::control::{DONE, FIRST, STOP};
 use super::device::{Balloon, Role, Roles};
+use super::extension::MapInUse;
 use super::stats::GuestStats;
 use crate::device::QueueSpec;
 use serde::{Deserialize, Serialize};
 use std::sync::atomic::Ordering;
+
+/// State of a balloon that was added to the format of [`BalloonSaved`] later.
+///
+/// The default value is the state that a device has after it loads a state without these additions.
+/// A VMM that saves other values has to transfer them beside the serialized [`BalloonSaved`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonAdditions {
+    /// True if the operator has switched free page reporting off.
+    pub reporting_off: bool,
+    /// The guest's map of free pages that the device uses.
+    pub map_in_use: MapInUse,
+}
 
 /// State of a balloon, apart from its registers and queues.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -27,6 +40,9 @@ pub struct BalloonSaved {
     pub map: Option<(u64, u64)>,
     /// The guest's latest statistics.
     pub stats: GuestStats,
+    /// State that is not part of the serialized form, whose bytes are frozen.
+    #[serde(skip)]
+    pub additions: BalloonAdditions,
 }
 
 impl BalloonSaved {
@@ -41,6 +57,10 @@ impl BalloonSaved {
             held: balloon.held,
             map: balloon.extension.saved(),
             stats: shared.stats(),
+            additions: BalloonAdditions {
+                reporting_off: !shared.reporting.load(Ordering::Acquire),
+                map_in_use: balloon.extension.saved_in_use(),
+            },
         }
     }
 
@@ -66,7 +86,8 @@ impl BalloonSaved {
                 "the balloon keeps a statistics buffer at descriptor {held}, which does not exist"
             ));
         }
-        balloon.extension.check(self.map)?;
+        let BalloonAdditions { reporting_off, map_in_use } = self.additions;
+        balloon.extension.check(self.map, map_in_use)?;
         let command = if self.hint_request >= FIRST { DONE } else { STOP };
         let shared = &balloon.shared;
         shared.target.store(self.target, Ordering::Release);
@@ -74,12 +95,13 @@ impl BalloonSaved {
         shared.hint_request.store(self.hint_request, Ordering::Release);
         shared.command.store(command, Ordering::Release);
         shared.poison.store(self.poison, Ordering::Release);
+        shared.reporting.store(!reporting_off, Ordering::Release);
         shared.set_stats(self.stats);
         shared.set_features(features);
         balloon.roles = roles;
         balloon.held = self.held;
         balloon.stream = None;
-        balloon.extension.load(&balloon.shared, self.map);
+        balloon.extension.load(&balloon.shared, self.map, map_in_use);
         Ok(command != self.command)
     }
 }

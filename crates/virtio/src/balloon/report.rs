@@ -5,6 +5,7 @@ use super::control::BalloonState;
 use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::Gather;
+use std::sync::atomic::Ordering;
 
 /// Processes a buffer of the reporting queue, whose parts are the free pages themselves.
 ///
@@ -24,13 +25,15 @@ pub(super) fn buffer(shared: &BalloonState, gather: &mut Gather, buffer: &Buffer
     give_back(shared, gather);
 }
 
-/// Gives the pages of one report back to the host.
+/// Gives the pages of one report back to the host, if the operator has not switched this off.
 pub(super) fn give_back(shared: &BalloonState, gather: &mut Gather) {
     let runs = gather.merged();
     let pages = runs.iter().map(|run| run.run.count).sum();
     add(&shared.metrics.reports, 1);
     add(&shared.metrics.reported_pages, pages);
-    if shared.poisoned() {
+    if !shared.reporting.load(Ordering::Acquire) {
+        add(&shared.metrics.ignored_pages, pages);
+    } else if shared.poisoned() {
         // The guest will check that its poison is still in the page. A dropped page would read as
         // zeros, although the content must not become anything other than the poison (5.5.6.6.2).
         add(&shared.metrics.poisoned_pages, pages);

@@ -149,6 +149,44 @@ fn reports_are_dropped_unless_the_guest_relies_on_its_poison() {
 }
 
 #[test]
+fn reports_are_kept_while_reporting_is_off() {
+    let mut guest = guest();
+    let drops = |guest: &mut Guest| {
+        guest.send(REPORTS, &[(0x1_8000, 0x4000, WRITE)]);
+        let bytes = report_entry(0x2_0000, 2).to_le_bytes();
+        guest.memory.write_slice(&bytes, GuestAddress(0x1_4000)).unwrap();
+        guest.control.report(&guest.memory, 0x14);
+        guest.calls().len()
+    };
+    assert!(guest.control.reporting());
+    assert_eq!(drops(&mut guest), 2);
+    guest.control.set_reporting(false);
+    assert_eq!((drops(&mut guest), guest.used(REPORTS)), (0, 2), "the driver gets its buffer back at once");
+    let figures = guest.control.figures();
+    assert_eq!((figures.reported_pages, figures.ignored_pages, figures.dropped_pages), (16, 8, 8));
+    // Pages that the guest puts into its balloon are dropped all the same.
+    let part = guest.bytes(&numbers(&[42]));
+    guest.send(INFLATES, &[part]);
+    assert_eq!(guest.calls(), [Call::Drop(Why::Inflated, vec![(0, 42..43)])]);
+    // The setting is the operator's. Neither a reset by the driver nor a migration changes it.
+    let there = guest.moved();
+    assert!(!there.control.reporting(), "reporting is on after a migration");
+    there.set(register::VIRTIO_MMIO_STATUS, 0);
+    assert!(!there.control.reporting(), "reporting is on after a reset");
+    guest.control.set_reporting(true);
+    assert_eq!(drops(&mut guest), 2);
+    assert!(guest.moved().control.reporting());
+}
+
+#[test]
+fn additions_do_not_change_the_serialized_state() {
+    let mut saved = guest().device.save();
+    let bytes = postcard::to_stdvec(&saved).unwrap();
+    saved.device.additions.reporting_off = true;
+    assert_eq!(postcard::to_stdvec(&saved).unwrap(), bytes);
+}
+
+#[test]
 fn malformed_reports_drop_nothing_outside_memory() {
     let mut guest = guest();
     guest.send(REPORTS, &[(0x1_8000, 0x1000, 0)]);
@@ -397,6 +435,52 @@ fn map_of_the_guest_is_read_across_holes() {
 }
 
 #[test]
+fn map_address_that_is_half_written_is_not_used_after_a_migration() {
+    let in_use = |guest: &Guest| guest.control.map().map(|map| (map.gpa, map.pages));
+    let halves = |gpa: u64| [gpa & u64::from(u32::MAX), gpa >> 32].map(|half| u32::try_from(half).unwrap());
+    let [low, high] = halves(0x1_0000_5000);
+    for first in [None, Some((0x1_4000, 86))] {
+        let guest = guest();
+        if let Some((gpa, pages)) = first {
+            publish(&guest, gpa, pages);
+        }
+        guest.device.write(&guest.memory, 0x140, &96u64.to_le_bytes());
+        let there = guest.moved();
+        assert_eq!(in_use(&there), first, "a number of pages without an address is used");
+        there.set(0x148, low);
+        assert_eq!(in_use(&there), first, "the source uses half of an address");
+        // The guest moves twice between its two writes.
+        let there = there.moved().moved();
+        assert_eq!(in_use(&there), first, "half of an address is used");
+        there.set(0x14c, high);
+        assert_eq!(in_use(&there), Some((0x1_0000_5000, 96)));
+        assert_eq!(there.device.save().device.additions, BalloonAdditions::default());
+        assert_eq!(in_use(&there.moved()), Some((0x1_0000_5000, 96)));
+        // A withdrawn map stays withdrawn.
+        publish(&there, 0, 86);
+        there.set(0x148, low);
+        assert_eq!(in_use(&there.moved()), None);
+    }
+}
+
+#[test]
+fn map_fits_only_if_it_can_be_read() {
+    let guest = guest();
+    assert_eq!(guest.control.check_map(&guest.memory), Err(MapError::None));
+    let fits = |gpa, pages| {
+        publish(&guest, gpa, pages);
+        guest.control.check_map(&guest.memory)
+    };
+    assert_eq!(fits(0x1_4000, 86), Ok(()));
+    for (gpa, pages) in [(0x1_4000, 85), (0x1_4008, 86), (0x4_0000, 86), (u64::MAX - 0xfff, 86)] {
+        assert_eq!(fits(gpa, pages), Err(MapError::Misfit { gpa, pages }), "{gpa:#x} {pages}");
+    }
+    publish(&guest, 0x1_4000, 86);
+    guest.set(register::VIRTIO_MMIO_CONFIG + 12, 1);
+    assert_eq!(guest.control.check_map(&guest.memory), Err(MapError::Poison));
+}
+
+#[test]
 fn map_published_before_driver_is_ready_migrates() {
     let mut guest = Guest::new();
     assert!(guest.negotiate(&[32, 97]));
@@ -438,6 +522,8 @@ fn state_with_the_extension_is_refused_by_a_device_without_it() {
     };
     let guest = Guest::ready(&ALL, &[0, 1, 2, 3, 4]);
     assert_eq!(load(&guest), Ok(()), "a driver of the specification does not use the extension");
+    guest.set(0x148, 0x5000);
+    assert!(load(&guest).unwrap_err().contains("this balloon has no extension"));
     publish(&guest, 0x1_4000, 86);
     assert!(load(&guest).unwrap_err().contains("this balloon has no extension"));
     for bit in OWN {

@@ -3,8 +3,14 @@
 use super::BalloonHandle;
 use vmferry_core::PageSet;
 use vmferry_engine::{Answer, AnswerMode, FreePages, FreeReport, VmError};
+use vmferry_virtio::balloon::extension::MapError;
 
-/// Source of free pages: the guest's map if the guest keeps one, otherwise hints.
+/// Source of free pages: the guest's map if the guest keeps one that fits its memory, otherwise
+/// hints.
+///
+/// If the map becomes unusable during a migration, the source continues with hints. The open
+/// question then ends with an empty answer. Hints are requested only by a question that the engine
+/// asks afterwards, because the engine protects pages before it asks for hints.
 ///
 /// A driver that gives hints keeps the named pages unused until it is told to use them again, and
 /// may not name a page a second time before that. The engine therefore calls
@@ -40,9 +46,25 @@ impl BalloonFree {
     fn poll_map(&mut self, report: &mut FreeReport) -> Result<Option<Answer>, VmError> {
         let Some((question, _)) = self.open.take() else { return Ok(None) };
         self.pages.clear();
-        self.balloon.read_map(&mut self.pages).map_err(VmError::new)?;
-        report.add_pages(&self.pages);
+        match self.balloon.read_map(&mut self.pages) {
+            Ok(_) => report.add_pages(&self.pages),
+            Err(error) => self.continue_with_hints(error)?,
+        }
         Ok(Some(Answer { question, complete: true }))
+    }
+
+    /// Changes to hints after the map could not be read because of `error`.
+    ///
+    /// # Errors
+    /// Returns `error` if hints cannot replace the map.
+    fn continue_with_hints(&mut self, error: MapError) -> Result<(), VmError> {
+        let replaceable = matches!(error, MapError::None | MapError::Misfit { .. });
+        if !replaceable || self.balloon.relies_on_free_pages() || !self.balloon.gives_hints() {
+            return Err(VmError::new(error));
+        }
+        tracing::warn!("{error}; from now on, the guest is asked for hints");
+        self.answer_mode = AnswerMode::ByGuest;
+        Ok(())
     }
 
     fn poll_hints(&mut self, report: &mut FreeReport) -> Option<Answer> {
@@ -86,38 +108,24 @@ impl FreePages for BalloonFree {
 
 #[cfg(test)]
 mod tests {
-    use super::super::VmBalloon;
+    use super::super::tests::plugged;
     use super::*;
     use crate::bus::MmioDevice;
     use crate::memory::GuestRam;
-    use crate::options::VmOptions;
     use std::sync::Arc;
     use vm_memory::{Bytes, GuestAddress};
     use vmferry_core::{PageRun, RegionId};
-    use vmferry_fault::PagingSlot;
     use vmferry_guest_abi::balloon::{FEATURE_FREE_MAP, free_map};
     use vmferry_virtio::balloon::feature::{FREE_PAGE_HINT, PAGE_POISON};
     use vmferry_virtio::runs::GuestRun;
-    use vmferry_virtio::signals::Interrupt;
 
     const PAGES: u64 = 2048;
     /// Feature bit of `VIRTIO_F_VERSION_1`.
     const VERSION_1: u32 = 32;
 
-    #[derive(Debug)]
-    struct NoLine;
-
-    impl Interrupt for NoLine {
-        fn trigger(&self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
-
     /// Returns a balloon whose driver has accepted these features.
     fn balloon(features: &[u32]) -> (BalloonHandle, Arc<GuestRam>) {
-        let ram = Arc::new(GuestRam::new(&VmOptions::new(PAGES << 12, 1)).unwrap());
-        let paging = Arc::new(PagingSlot::new(1));
-        let balloon = VmBalloon::new(&ram, &paging, (crate::DropWay::default(), true), Box::new(NoLine));
+        let (balloon, ram) = plugged(PAGES << 12);
         let write = |offset: u64, value: u32| balloon.device().write(offset, &value.to_le_bytes());
         for status in [1, 3] {
             write(0x70, status);
@@ -155,10 +163,52 @@ mod tests {
         assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 7, complete: true }));
         assert!(report.pages().region(RegionId(0)).unwrap().bits().eq([PAGES - 1]));
         assert_eq!(polled(&mut free, &mut report), None);
-        // A withdrawn map is an error, after which the engine continues without free pages.
+    }
+
+    #[test]
+    fn unusable_map_is_replaced_by_hints() {
+        let (handle, ram) = balloon(&[FEATURE_FREE_MAP, FREE_PAGE_HINT]);
+        let map = |pages: u64, gpa: u64| {
+            handle.0.device().write(0x100 + free_map::PAGES, &pages.to_le_bytes());
+            handle.0.device().write(0x100 + free_map::GPA, &gpa.to_le_bytes());
+        };
+        let whole: u64 =
+            crate::boot::whole_pages(ram.layout()).iter().map(|w| w.pages.end - w.pages.start).sum();
+        for (pages, gpa) in [(whole + 1, 0x20_0000), (whole, 0x20_0008), (whole, 1 << 40)] {
+            map(pages, gpa);
+            let free = BalloonFree::new(handle.clone()).expect("hints");
+            assert_eq!(free.answer_mode(), AnswerMode::ByGuest, "{pages} {gpa:#x}");
+        }
+        for (pages, gpa) in [(whole, 0), (whole + 1, 0x20_0000)] {
+            map(whole, 0x20_0000);
+            let mut free = BalloonFree::new(handle.clone()).expect("a map");
+            free.request(1).unwrap();
+            map(pages, gpa);
+            let mut report = FreeReport::new(ram.layout());
+            let answer = polled(&mut free, &mut report);
+            assert_eq!(answer, Some(Answer { question: 1, complete: true }), "{pages} {gpa:#x}");
+            assert_eq!((report.pages().count(), free.answer_mode()), (0, AnswerMode::ByGuest));
+            free.request(2).unwrap();
+            let (_, command) = free.open.unwrap();
+            handle.0.hints.add(command, &[GuestRun { region: RegionId(0), run: PageRun::from(5..6) }]);
+            handle.0.hints.end(command);
+            assert_eq!(polled(&mut free, &mut report), Some(Answer { question: 2, complete: true }));
+            assert_eq!(report.pages().count(), 1);
+            free.stop();
+        }
+    }
+
+    #[test]
+    fn unusable_map_without_hints_is_an_error() {
+        let (handle, ram) = balloon(&[FEATURE_FREE_MAP]);
+        let whole: u64 =
+            crate::boot::whole_pages(ram.layout()).iter().map(|w| w.pages.end - w.pages.start).sum();
+        handle.0.device().write(0x100 + free_map::PAGES, &whole.to_le_bytes());
+        handle.0.device().write(0x100 + free_map::GPA, &0x20_0000u64.to_le_bytes());
+        let mut free = BalloonFree::new(handle.clone()).expect("a map");
         handle.0.device().write(0x100 + free_map::GPA, &0u64.to_le_bytes());
-        free.request(8).unwrap();
-        assert!(free.poll(&mut report).is_err());
+        free.request(1).unwrap();
+        assert!(free.poll(&mut FreeReport::new(ram.layout())).is_err());
     }
 
     #[test]

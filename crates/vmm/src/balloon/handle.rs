@@ -20,6 +20,8 @@ pub struct BalloonStatus {
     pub actual: u64,
     /// True if the guest has a driver for the balloon.
     pub driver: bool,
+    /// True if the host takes back the pages that the guest reports as unused.
+    pub reporting: bool,
     /// Features that the driver accepted, by name.
     pub features: Vec<&'static str>,
     /// Latest statistics that the guest reported.
@@ -88,6 +90,7 @@ impl BalloonHandle {
             target: less(control.target()),
             actual: less(control.actual()),
             driver: control.features() != 0,
+            reporting: control.reporting(),
             features: names.into_iter().filter(|(bit, _)| control.has(*bit)).map(|(_, name)| name).collect(),
             stats: control.stats(),
             stats_at: control.stats_at(),
@@ -102,6 +105,15 @@ impl BalloonHandle {
     pub fn set_target(&self, bytes: u64) {
         let pages = self.0.ram.layout().pages().saturating_sub(bytes.div_ceil(1 << PAGE_SHIFT));
         self.0.control.set_target(u32::try_from(pages).unwrap_or(u32::MAX));
+    }
+
+    /// Sets whether the host takes back the pages that the guest reports as unused. The setting
+    /// moves with the guest.
+    ///
+    /// While reporting is off, each report of the guest is answered at once, and its pages stay
+    /// resident. A guest does not report these pages again before it has used them.
+    pub fn set_reporting(&self, on: bool) {
+        self.0.control.set_reporting(on);
     }
 
     /// Returns the interval at which the guest is asked for statistics, in seconds. 0 means never.
@@ -166,10 +178,10 @@ impl BalloonHandle {
         self.0.control.done();
     }
 
-    /// Returns true if the guest keeps a map of its free pages.
+    /// Returns true if the guest keeps a map of its free pages that fits its memory.
     #[must_use]
     pub fn keeps_map(&self) -> bool {
-        self.0.control.map().is_some()
+        self.0.control.check_map(self.0.ram.map()).is_ok()
     }
 
     /// Adds the pages that the guest's map marks as free to `free`, a set with the guest's layout.

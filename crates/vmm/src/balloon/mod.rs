@@ -22,21 +22,36 @@ pub use handle::{BalloonHandle, BalloonStatus, Hints};
 pub(crate) use keeper::StatsThread;
 
 use crate::memory::GuestRam;
-use crate::state::Saved;
+use crate::state::{Saved, SectionKind, Sections, StateError};
 use crate::virtio::{self, VirtioMmio};
 use hints::HintBoard;
 use host::RamHost;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use vmferry_engine::Section;
 use vmferry_fault::PagingSlot;
-use vmferry_virtio::balloon::{Balloon, BalloonControl, BalloonOptions, BalloonSaved};
+use vmferry_virtio::balloon::{Balloon, BalloonAdditions, BalloonControl, BalloonOptions, BalloonSaved};
 use vmferry_virtio::mmio::TransportSaved;
 use vmferry_virtio::signals::Interrupt;
 
 impl Saved for TransportSaved<BalloonSaved> {
     const NAME: &'static str = "virtio-balloon";
     const VERSION: u32 = 1;
+
+    fn additions(&self, instance: u32) -> Result<Option<Section>, StateError> {
+        let additions = self.device.additions;
+        let wanted = additions != BalloonAdditions::default();
+        wanted.then(|| ADDITIONS.section(instance, &additions)).transpose()
+    }
+
+    fn take_additions(&mut self, parts: &mut Sections<'_>, instance: u32) -> Result<(), StateError> {
+        self.device.additions = parts.take_optional(ADDITIONS, instance)?.unwrap_or_default();
+        Ok(())
+    }
 }
+
+/// Section of the balloon's state that earlier versions do not know.
+const ADDITIONS: SectionKind = SectionKind { name: "virtio-balloon-additions", version: 1 };
 
 /// Balloon of a VM.
 #[derive(Debug)]

@@ -2,9 +2,12 @@
 
 use super::hints::HintBoard;
 use super::host::RamHost;
+use super::{ADDITIONS, BalloonHandle, VmBalloon};
 use crate::DropWay;
+use crate::bus::MmioDevice;
 use crate::memory::GuestRam;
 use crate::options::{Backing, VmOptions};
+use crate::state::Sections;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use vm_memory::{Bytes, GuestAddress};
@@ -14,6 +17,23 @@ use vmferry_engine::DemandPaging;
 use vmferry_fault::{PagingSlot, UffdMemory, UffdOptions};
 use vmferry_virtio::balloon::{BalloonHost, Dropped, Why};
 use vmferry_virtio::runs::GuestRun;
+use vmferry_virtio::signals::Interrupt;
+
+#[derive(Debug)]
+struct NoLine;
+
+impl Interrupt for NoLine {
+    fn trigger(&self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Returns a balloon without a driver, and memory of `bytes` bytes for its guest.
+pub(super) fn plugged(bytes: u64) -> (VmBalloon, Arc<GuestRam>) {
+    let ram = Arc::new(GuestRam::new(&VmOptions::new(bytes, 1)).unwrap());
+    let paging = Arc::new(PagingSlot::new(1));
+    (VmBalloon::new(&ram, &paging, (DropWay::default(), true), Box::new(NoLine)), ram)
+}
 
 fn ram(backing: Backing) -> Arc<GuestRam> {
     let mut options = VmOptions::new(8 << 20, 1);
@@ -136,4 +156,29 @@ fn hints_wait_for_the_thread_that_asked() {
     board.add(3, &run(7..8));
     board.close();
     assert_eq!(board.take(3, &mut free), None);
+}
+
+#[test]
+fn reporting_that_is_off_has_a_section_of_its_own() {
+    let names = |handle: &BalloonHandle| {
+        let sections = handle.0.device().save().unwrap();
+        sections.into_iter().map(|section| section.name).collect::<Vec<_>>()
+    };
+    let source = BalloonHandle(Arc::new(plugged(8 << 20).0));
+    // A target of an earlier version accepts the state of a balloon with its initial settings.
+    assert_eq!(names(&source), ["virtio-balloon"]);
+    source.set_reporting(false);
+    assert_eq!(names(&source), ["virtio-balloon", ADDITIONS.name]);
+
+    let target = BalloonHandle(Arc::new(plugged(8 << 20).0));
+    let load = |target: &BalloonHandle, source: &BalloonHandle| {
+        let sections = source.0.device().save().unwrap();
+        let mut parts = Sections::new(&sections).unwrap();
+        target.0.device().prepare(&mut parts).unwrap()().unwrap();
+        parts.finish().unwrap();
+        target.status().reporting
+    };
+    assert!(!load(&target, &source));
+    source.set_reporting(true);
+    assert!(load(&target, &source), "state without the section leaves the old setting");
 }

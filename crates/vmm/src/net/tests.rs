@@ -57,7 +57,7 @@ fn frames_pass_in_both_directions_and_written_pages_are_marked() {
         let host = Host::at(tap);
         let mut driver = Driver::new(tap, None);
         let sections = driver.net.device().save().unwrap();
-        assert_eq!(sections.name, "virtio-net");
+        assert_eq!(sections[0].name, "virtio-net");
         driver.device().resumed(Resume::First).unwrap();
         driver.start();
         // The thread receives without another notification, straight into the buffers: 20 of them
@@ -141,7 +141,7 @@ fn guest_continues_at_another_tap() {
         // This frame, and perhaps some that the host's kernel sent by itself.
         let used = here.used(RX);
         host.send(2, 100);
-        let sections = [here.device().save().unwrap()];
+        let sections = here.device().save().unwrap();
 
         let other = host.another("tap1");
         let mut there = Driver::new("tap1", Some("52:54:00:00:00:08"));

@@ -50,6 +50,8 @@ struct Said {
 struct Host {
     pages: Vec<Mutex<Page>>,
     said: Mutex<Said>,
+    /// Number of answers from a map after which the source continues with hints.
+    map_answers: u32,
     /// True if the channel's thread has finished the pass.
     sent: Mutex<bool>,
     /// True if the guest has stopped.
@@ -58,10 +60,15 @@ struct Host {
 
 impl Host {
     fn new() -> Arc<Self> {
+        Self::with_map_for(u32::MAX)
+    }
+
+    fn with_map_for(map_answers: u32) -> Arc<Self> {
         let page = |page| Mutex::new(Page { content: 1, marked: true, free: page == 1, ..Page::default() });
         Arc::new(Self {
             pages: (0..PAGES).map(page).collect(),
             said: Mutex::default(),
+            map_answers,
             sent: Mutex::new(false),
             ended: Mutex::new(false),
         })
@@ -156,6 +163,8 @@ struct Source {
     answer_mode: AnswerMode,
     host: Arc<Host>,
     requested: Option<u64>,
+    /// Number of answers so far.
+    answers: u32,
 }
 
 impl FreePages for Source {
@@ -173,6 +182,12 @@ impl FreePages for Source {
         let (question, free) = match self.answer_mode {
             AnswerMode::AtOnce => {
                 let Some(question) = self.requested.take() else { return Ok(None) };
+                if self.answers == self.host.map_answers {
+                    // The map has become unusable.
+                    self.answer_mode = AnswerMode::ByGuest;
+                    return Ok(Some(Answer { question, complete: true }));
+                }
+                self.answers += 1;
                 (question, (0..PAGES).filter(|page| self.host.page(*page).free).collect())
             }
             AnswerMode::ByGuest => {
@@ -205,7 +220,7 @@ fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
     let (guest, balloon) = (start(Host::guest), start(Host::balloon));
     let layout = Layout::new(vec![Region { id: REGION, gpa: Gpa(0), len: PAGES << 12 }]).unwrap();
     let mut pending = PendingPages::everything(&layout);
-    let source = Source { answer_mode, host: Arc::clone(host), requested: None };
+    let source = Source { answer_mode, host: Arc::clone(host), requested: None, answers: 0 };
     let mut skipping = Skipping::new(Box::new(source), &layout);
     skipping.flaw = flaw;
     let mut skipped = 0;
@@ -240,8 +255,11 @@ fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
 }
 
 fn run(answer_mode: AnswerMode, flaw: Flaw) {
-    let host = Host::new();
-    migrate(&host, answer_mode, flaw);
+    run_on(&Host::new(), answer_mode, flaw);
+}
+
+fn run_on(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) {
+    migrate(host, answer_mode, flaw);
     for page in 0..PAGES {
         let Page { content, free, copy, .. } = *host.page(page);
         assert!(free || copy == content, "page {page} is lost: {copy} instead of {content}");
@@ -253,6 +271,14 @@ fn no_write_is_lost_to_an_answer() {
     for answer_mode in [AnswerMode::AtOnce, AnswerMode::ByGuest] {
         shuttle::check_random(move || run(answer_mode, Flaw::None), tries(TRIES));
         shuttle::check_pct(move || run(answer_mode, Flaw::None), tries(TRIES), 4);
+    }
+}
+
+#[test]
+fn no_write_is_lost_when_hints_replace_a_map() {
+    for map_answers in 0..3 {
+        let one = move || run_on(&Host::with_map_for(map_answers), AnswerMode::AtOnce, Flaw::None);
+        shuttle::check_random(one, tries(TRIES));
     }
 }
 

@@ -1,8 +1,9 @@
 //! Map of free pages, which the guest keeps ([`FreeMap`]).
 
 use crate::runs::copy_bits;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
-use vm_memory::{Bytes, GuestAddress, GuestMemory};
+use vm_memory::{Bytes, GuestAddress, GuestMemory, Permissions};
 use vmferry_core::{MAX_PAGES, PAGE_SIZE, PageSet, RegionId};
 use vmferry_guest_abi::balloon::{FreeMap, free_map};
 
@@ -43,24 +44,56 @@ pub enum MapError {
     Elsewhere,
 }
 
-/// The two registers of the map, as the driver writes them.
+/// Map that a device uses, in relation to its registers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum MapInUse {
+    /// The map that the registers describe.
+    #[default]
+    OfRegisters,
+    /// Another map, as address and number of pages, or no map. The driver has begun to write the
+    /// registers and has not written the last byte of the address.
+    Earlier(Option<(u64, u64)>),
+}
+
+/// The two registers of the map, as the driver writes them, and the map that is in use.
 ///
-/// The map changes when the last byte of the address is written.
+/// The map in use changes only when the last byte of the address is written. Before that, the
+/// registers may hold parts of two addresses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct MapRegisters {
     pages: u64,
     gpa: u64,
+    in_use: Option<FreeMap>,
 }
 
 impl MapRegisters {
-    /// Returns the registers that were [saved](Self::saved).
-    pub(super) fn of(saved: Option<(u64, u64)>) -> Self {
-        saved.map_or(Self::default(), |(gpa, pages)| Self { pages, gpa })
+    /// Returns the registers that were [saved](Self::saved), with the map that was in use.
+    pub(super) fn of(saved: Option<(u64, u64)>, in_use: MapInUse) -> Self {
+        let (gpa, pages) = saved.unwrap_or_default();
+        let in_use = match in_use {
+            MapInUse::OfRegisters => Self::described(gpa, pages),
+            MapInUse::Earlier(map) => map.and_then(|(gpa, pages)| Self::described(gpa, pages)),
+        };
+        Self { pages, gpa, in_use }
     }
 
     /// Returns the map's address and number of pages, if a driver has written them.
     pub(super) fn saved(&self) -> Option<(u64, u64)> {
-        (*self != Self::default()).then_some((self.gpa, self.pages))
+        ((self.gpa, self.pages) != (0, 0)).then_some((self.gpa, self.pages))
+    }
+
+    /// Returns the map in use, in relation to the registers.
+    pub(super) fn saved_in_use(&self) -> MapInUse {
+        if self.in_use == Self::described(self.gpa, self.pages) {
+            MapInUse::OfRegisters
+        } else {
+            MapInUse::Earlier(self.in_use.map(|map| (map.gpa, map.pages)))
+        }
+    }
+
+    /// Returns the map that registers with these values describe. The address 0 means no map.
+    fn described(gpa: u64, pages: u64) -> Option<FreeMap> {
+        (gpa != 0).then_some(FreeMap { gpa, pages })
     }
 
     pub(super) fn read(&self, offset: u64, data: &mut [u8]) {
@@ -79,11 +112,35 @@ impl MapRegisters {
         place.copy_from_slice(data);
         let word = |at: usize| bytes[at..].first_chunk().map_or(0, |b| u64::from_le_bytes(*b));
         (self.pages, self.gpa) = (word(0), word(8));
-        from + data.len() == bytes.len() && !data.is_empty()
+        let changed = from + data.len() == bytes.len() && !data.is_empty();
+        if changed {
+            self.in_use = Self::described(self.gpa, self.pages);
+        }
+        changed
     }
 
+    /// Returns the map in use.
     pub(super) fn map(&self) -> Option<FreeMap> {
-        (self.gpa != 0).then_some(FreeMap { gpa: self.gpa, pages: self.pages })
+        self.in_use
+    }
+}
+
+/// Checks that `map` fits the guest's memory. Returns the number of its 64-bit words.
+///
+/// # Errors
+/// Returns [`MapError::Misfit`] if the map does not have one bit for each page of RAM, is not
+/// aligned to a page, or does not lie in guest memory.
+pub(super) fn check<M: GuestMemory>(ram: &[WholePages], memory: &M, map: FreeMap) -> Result<usize, MapError> {
+    let misfit = MapError::Misfit { gpa: map.gpa, pages: map.pages };
+    let pages: u64 = ram.iter().map(|piece| piece.pages.end - piece.pages.start).sum();
+    if map.pages != pages || !map.gpa.is_multiple_of(PAGE_SIZE) || pages > MAX_PAGES {
+        return Err(misfit);
+    }
+    let words = usize::try_from(pages.div_ceil(64)).map_err(|_| misfit)?;
+    if memory.check_range(GuestAddress(map.gpa), words * 8, Permissions::Read) {
+        Ok(words)
+    } else {
+        Err(misfit)
     }
 }
 
@@ -99,12 +156,7 @@ pub(super) fn read<M: GuestMemory>(
     free: &mut PageSet,
 ) -> Result<u64, MapError> {
     let misfit = MapError::Misfit { gpa: map.gpa, pages: map.pages };
-    let pages: u64 = ram.iter().map(|piece| piece.pages.end - piece.pages.start).sum();
-    if map.pages != pages || !map.gpa.is_multiple_of(PAGE_SIZE) || pages > MAX_PAGES {
-        return Err(misfit);
-    }
-    let words = usize::try_from(pages.div_ceil(64)).map_err(|_| misfit)?;
-    let mut bytes = vec![0; words * 8];
+    let mut bytes = vec![0; check(ram, memory, map)? * 8];
     memory.read_slice(&mut bytes, GuestAddress(map.gpa)).map_err(|_| misfit)?;
     let bits: Vec<u64> = bytes.as_chunks().0.iter().map(|word| u64::from_le_bytes(*word)).collect();
     let (mut at, mut count) = (0, 0);

@@ -16,7 +16,7 @@ mod hypercall;
 mod map;
 mod ranges;
 
-pub use map::{MapError, WholePages};
+pub use map::{MapError, MapInUse, WholePages};
 pub use vmferry_guest_abi::balloon::{
     FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES, FreeMap, RANGES_QUEUE,
 };
@@ -70,7 +70,7 @@ impl Extension {
         }
     }
 
-    /// Publishes the map of the registers, if the driver is ready and accepted the feature.
+    /// Publishes the map in use, if the driver is ready and accepted the feature.
     pub(super) fn publish(&self, shared: &BalloonState) {
         let map = self.registers.map().filter(|_| shared.has(FEATURE_FREE_MAP));
         shared.extension.set_map(map);
@@ -88,18 +88,26 @@ impl Extension {
         self.registers.saved()
     }
 
-    /// Returns an error if registers that were [saved](Self::saved) cannot be the registers of this
-    /// device.
-    pub(super) fn check(&self, saved: Option<(u64, u64)>) -> Result<(), String> {
-        if self.offered || saved.is_none() {
+    /// Returns the map in use, in relation to the registers.
+    pub(super) fn saved_in_use(&self) -> MapInUse {
+        self.registers.saved_in_use()
+    }
+
+    /// Returns an error if registers that were [saved](Self::saved), or the map that was in use,
+    /// cannot be those of this device.
+    pub(super) fn check(&self, saved: Option<(u64, u64)>, in_use: MapInUse) -> Result<(), String> {
+        if self.offered || (saved, in_use) == (None, MapInUse::OfRegisters) {
             return Ok(());
         }
         Err("the guest keeps a map of free pages, but this balloon has no extension".to_owned())
     }
 
-    /// Loads `saved` after the accepted features have been set.
-    pub(super) fn load(&mut self, shared: &BalloonState, saved: Option<(u64, u64)>) {
-        self.registers = MapRegisters::of(saved);
+    /// Loads the registers and the map in use after the accepted features have been set.
+    ///
+    /// The map must not be read from the registers: the source may have been saved between the two
+    /// writes of an address.
+    pub(super) fn load(&mut self, shared: &BalloonState, saved: Option<(u64, u64)>, in_use: MapInUse) {
+        self.registers = MapRegisters::of(saved, in_use);
         self.publish(shared);
     }
 }
@@ -133,6 +141,21 @@ impl BalloonControl {
         self.shared.extension.map()
     }
 
+    /// Returns an error if [`read_map`](Self::read_map) cannot read a map in `memory`. Does not
+    /// access the memory.
+    ///
+    /// # Errors
+    /// Returns the error that `read_map` would return.
+    pub fn check_map<M: GuestMemory>(&self, memory: &M) -> Result<(), MapError> {
+        let map = self.usable_map()?;
+        map::check(&self.shared.extension.ram, memory, map).map(drop)
+    }
+
+    fn usable_map(&self) -> Result<FreeMap, MapError> {
+        let map = self.map().ok_or(MapError::None)?;
+        if self.shared.poisoned() { Err(MapError::Poison) } else { Ok(map) }
+    }
+
     /// Adds the pages that the guest's map marks as free to `free`, a set for the guest's layout.
     /// Returns the number of these pages.
     ///
@@ -142,10 +165,7 @@ impl BalloonControl {
     /// Returns an error if the guest keeps no map, if it relies on the content of its free pages,
     /// or if the map does not fit the guest's memory. `free` may then contain some of its pages.
     pub fn read_map<M: GuestMemory>(&self, memory: &M, free: &mut PageSet) -> Result<u64, MapError> {
-        let map = self.map().ok_or(MapError::None)?;
-        if self.shared.poisoned() {
-            return Err(MapError::Poison);
-        }
+        let map = self.usable_map()?;
         map::read(&self.shared.extension.ram, memory, map, free)
     }
 
