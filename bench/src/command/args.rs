@@ -17,6 +17,8 @@ pub(super) enum BenchName {
     Density,
     /// Page latency in postcopy: vmferry, QEMU and the floor
     Postcopy,
+    /// Cost of a migration by memory, vCPUs, guests and working set
+    Scale,
     /// Predictions of `plan`, compared with real migrations
     Plan,
     /// Floor of a remote fault: page round trips, and a local fault
@@ -85,7 +87,7 @@ pub(super) struct BenchArgs {
     pub(super) json: Option<PathBuf>,
     /// Write the results as a page with charts to this file
     ///
-    /// Only the benches reaper, free-page, density and postcopy have a page.
+    /// Only the benches reaper, free-page, density, postcopy and scale have a page.
     #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) html: Option<PathBuf>,
 }

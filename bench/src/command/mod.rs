@@ -14,6 +14,7 @@ mod program;
 mod reaper;
 mod request;
 mod sample;
+mod scale;
 mod side;
 mod soak;
 
@@ -82,7 +83,14 @@ fn bench(args: &BenchArgs) -> Result<()> {
     // run in this process.
     vmferry_sys::share_one_heap();
     let draws = |name| {
-        matches!(name, BenchName::Reaper | BenchName::FreePage | BenchName::Density | BenchName::Postcopy)
+        matches!(
+            name,
+            BenchName::Reaper
+                | BenchName::FreePage
+                | BenchName::Density
+                | BenchName::Postcopy
+                | BenchName::Scale
+        )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
         let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
@@ -129,6 +137,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::FreePage => &[free_page::bench],
         BenchName::Density => &[density::bench],
         BenchName::Postcopy => &[postcopy::bench],
+        BenchName::Scale => &[scale::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
@@ -144,6 +153,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
             density::bench,
             reaper::bench,
             postcopy::bench,
+            scale::bench,
         ],
     }
 }

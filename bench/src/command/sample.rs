@@ -8,6 +8,8 @@ pub(super) struct Sample {
     pub(super) rss_kib: u64,
     /// Peak of the resident memory in KiB.
     pub(super) peak_kib: u64,
+    /// Size of the page tables in KiB.
+    pub(super) page_tables_kib: u64,
     pub(super) descriptors: u64,
     pub(super) threads: u64,
 }
@@ -25,6 +27,7 @@ impl Sample {
         Ok(Self {
             rss_kib: field("VmRSS:")?,
             peak_kib: field("VmHWM:")?,
+            page_tables_kib: field("VmPTE:")?,
             descriptors,
             threads: field("Threads:")?,
         })

@@ -47,6 +47,9 @@ pub struct Report {
     /// Time from the start of the migration to the first page, in ms. In postcopy mode, this
     /// includes the switchover, because no page is sent before it.
     pub setup_ms: f64,
+    /// Time that the tracker needed to start to track dirty pages, in ms. Part of
+    /// [`setup_ms`](Self::setup_ms). `None` if no tracker was started.
+    pub enable_tracking_ms: Option<f64>,
     /// Downtime that was predicted when the guest was stopped, in ms.
     pub predicted_downtime_ms: Option<f64>,
     /// Parts of the downtime.

@@ -65,6 +65,8 @@ pub struct Chart {
     /// Start and end of the x axis and of the y axis. With `None`, an axis has the extent of the
     /// lines.
     pub ranges: [Option<(f64, f64)>; 2],
+    /// Labelled positions on the x axis. If empty, round values are labelled.
+    pub x_marks: Vec<(f64, String)>,
     /// Position on the x axis at which an event begins for all lines, and the name of the event.
     pub start: Option<(f64, String)>,
     /// Name of the mark at the end of a line.
@@ -247,9 +249,13 @@ impl Chart {
             svg,
             "<line class=\"rule\" x1=\"{LEFT}\" y1=\"{bottom}\" x2=\"{right}\" y2=\"{bottom}\"/>"
         );
-        for tick in ticks(scale.x.0, scale.x.1, 10.0) {
-            let x = scale.x(tick);
-            x_tick(svg, x, &short(tick));
+        if self.x_marks.is_empty() {
+            for tick in ticks(scale.x.0, scale.x.1, 10.0) {
+                x_tick(svg, scale.x(tick), &short(tick));
+            }
+        }
+        for (at, name) in &self.x_marks {
+            x_tick(svg, scale.x(*at), &escape(name));
         }
         axis_labels(svg, &self.x_label, &self.y_label);
         if let Some((at, what)) = &self.start {
@@ -356,6 +362,7 @@ mod tests {
             y_label: "writes/s".into(),
             log_y,
             ranges: [None; 2],
+            x_marks: Vec::new(),
             start: Some((0.0, "start".into())),
             end_name: "end".into(),
             bands: vec![(0.5, 1.0)],
@@ -394,6 +401,13 @@ mod tests {
     fn chart_without_lines_is_valid_svg() {
         let svg = Chart::default().render();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>") && !svg.contains("NaN"), "{svg}");
+    }
+
+    #[test]
+    fn marks_replace_the_round_values_of_the_x_axis() {
+        let marked = Chart { x_marks: vec![(2.0, "4 < 8".into())], ..chart(false) }.render();
+        assert!(marked.contains(">4 &lt; 8</text>") && !marked.contains(">0.5</text>"), "{marked}");
+        assert!(chart(false).render().contains(">0.5</text>"));
     }
 
     #[test]

@@ -498,10 +498,12 @@ impl Driver<'_, '_> {
 /// Passes over memory.
 impl<'e> Driver<'_, 'e> {
     fn start_tracker(&mut self) -> Event {
+        let began = self.now();
         let started = self.control.during(|| self.tracking.start(self.context.clock.now()));
         if let Err(error) = started {
             return local("starting to track dirty pages", &error);
         }
+        self.account.timings.tracking_started(began);
         event(self.start_senders(), "starting a channel's thread", |()| Event::TrackerStarted)
     }
 

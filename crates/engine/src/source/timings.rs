@@ -21,6 +21,8 @@ use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 pub(super) struct Timings {
     clock: Clock,
     spans: Spans,
+    /// Time that the tracker needed to start.
+    tracking: Option<Duration>,
     first_page: Option<Duration>,
     pass: Option<(Duration, u64)>,
     passes: Vec<PassReport>,
@@ -65,6 +67,11 @@ impl Timings {
     pub(super) fn new(context: &Context<'_>, held_before: Vec<Duration>) -> Self {
         let spans = Spans::begin(&context.migration.to_string(), &context.settings.mode.to_string());
         Self { clock: context.clock, spans, held_before, ..Self::default() }
+    }
+
+    /// Notes that the tracker has started, from `began` until now.
+    pub(super) fn tracking_started(&mut self, began: Duration) {
+        self.tracking = Some(self.clock.since(began));
     }
 
     pub(super) fn begin_pass(&mut self, pass: u32, pages: u64, handle: &MigrationHandle) {
@@ -335,6 +342,7 @@ impl Timings {
             total_ms: ms(end),
             downtime_ms: ms(stopped.saturating_sub(self.verify_time())),
             setup_ms: ms(self.first_page.unwrap_or_default()),
+            enable_tracking_ms: self.tracking.map(ms),
             predicted_downtime_ms: self.predicted.map(ms),
             downtime: self.downtime(session),
             bytes: Bytes {

@@ -220,6 +220,7 @@ fn report_adds_up() {
             report.downtime_ms + report.verify_ms + report.setup_ms <= report.total_ms + 1.0,
             "{report:?}"
         );
+        assert!(report.enable_tracking_ms.is_some_and(|ms| ms <= report.setup_ms), "{report:?}");
         assert_eq!(report.verify_ms > 0.0, verify);
         let passes: u64 = report.passes.iter().map(|pass| pass.wire_bytes).sum();
         assert!(

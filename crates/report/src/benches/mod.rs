@@ -7,4 +7,5 @@ pub mod migrate;
 pub mod postcopy;
 pub mod reaper;
 pub mod rtt;
+pub mod scale;
 pub mod scan;

@@ -1,7 +1,7 @@
 //! One run of a bench: its own tables and charts, medians with spread, and every figure.
 
 use super::others;
-use crate::benches::{density, free_page, migrate, postcopy, reaper, rtt, scan};
+use crate::benches::{density, free_page, migrate, postcopy, reaper, rtt, scale, scan};
 use crate::html::Page;
 use crate::json::{Case, Document};
 use crate::ranges::{Range, Ranges};
@@ -55,6 +55,14 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
     ("soak", &[("rss_kib_late", "resident memory after all moves, in KiB", false)]),
     ("faults", &[("decided_ms", "time until the owner was decided, in ms", true)]),
     ("exits", &[("exits", "exits", true), ("syscalls", "system calls", true), ("wakeups", "wakeups", true)]),
+    (
+        "scale",
+        &[
+            ("total_ms", "total time in ms", true),
+            ("downtime_ms", "downtime in ms", true),
+            ("bookkeeping_mib", "bookkeeping in MiB", true),
+        ],
+    ),
     ("density", &[("residue_pct", "residue in %", false), ("work_ms", "work in ms", false)]),
 ];
 
@@ -73,6 +81,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
         "postcopy" => postcopy::section(page, document),
         "free-page" => free_page::section(page, document),
         "density" => density::section(page, document),
+        "scale" => scale::section(page, document),
         _ => others::section(page, document),
     }
     let rows: Vec<Vec<String>> = document.cases.iter().flat_map(figures).chain(summary(document)).collect();
