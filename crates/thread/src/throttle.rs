@@ -25,8 +25,8 @@ struct VcpuShare {
     /// Share of the time for which the vCPU must be held, in millionths.
     share: AtomicU32,
     /// Time at which the next hold is due, in microseconds since `made`. The value is `u64::MAX`
-    /// while the vCPU is held: a nudge at that time would be lost, and the vCPU would then run for a
-    /// whole slice.
+    /// while the vCPU is held: a nudge at that time would be lost, and the vCPU would then run for
+    /// a whole slice.
     due_us: AtomicU64,
     /// Total time for which the vCPU was held.
     total_us: AtomicU64,
@@ -65,8 +65,8 @@ impl ThrottleShares {
         self.vcpus.iter().map(total).collect()
     }
 
-    /// Returns true if the next hold of `vcpu` is due. While the share of the vCPU is 0, the call is
-    /// a single load.
+    /// Returns true if the next hold of `vcpu` is due. While the share of the vCPU is 0, the call
+    /// is a single load.
     ///
     /// # Panics
     /// Panics if there is no such vCPU.
@@ -81,9 +81,9 @@ impl ThrottleShares {
     /// hold. Does nothing if the share is 0, or if the previous hold began less than 5 ms ago.
     /// Returns true if the thread was held.
     ///
-    /// `hold` must wait for the given time, and may return early. `last` is the time of the previous
-    /// hold, which this method updates. Keep the variable between the calls, and reset it to `None`
-    /// after a pause.
+    /// `hold` must wait for the given time, and may return early. `last` is the time of the
+    /// previous hold, which this method updates. Keep the variable between the calls, and reset it
+    /// to `None` after a pause.
     ///
     /// # Panics
     /// Panics if there is no such vCPU.
