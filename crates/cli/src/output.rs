@@ -258,6 +258,9 @@ fn guest(report: &Value, out: &mut impl Write) -> Result<()> {
             count(&ring["harvests"]),
             ms(&ring["reaper_cpu_ms"])
         )?;
+        if let Some(error) = ring["reaper"]["error"].as_str() {
+            writeln!(out, "reaper       failed, and vCPUs emptied their full rings themselves: {error}")?;
+        }
     }
     if let Some(throttle) = report.get("throttle").filter(|throttle| !throttle.is_null()) {
         let held = throttle["held_ms"].as_array().map_or(&[][..], Vec::as_slice);
@@ -294,17 +297,28 @@ mod tests {
         assert_eq!(chain(&anyhow::anyhow!("b").context("a")), "a: b");
     }
 
+    /// Returns the text of a report with a pass, and with these `fields`.
+    fn text(fields: Value) -> String {
+        let mut document = json!({ "bytes": { "wire": 4096 }, "passes": [{}] });
+        document.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+        let mut out = Vec::new();
+        report(&document, &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    #[test]
+    fn failed_reaper_is_shown_with_its_error() {
+        let shown = |reaper: Value| text(json!({ "outcome": "completed", "ring": { "reaper": reaper } }));
+        let failed = shown(json!({ "state": "failed", "error": "its policy panicked: planted" }));
+        let why = "reaper       failed, and vCPUs emptied their full rings themselves: its policy panicked: planted";
+        assert!(failed.lines().any(|line| line == why), "{failed}");
+        assert!(!shown(json!({ "state": "off" })).contains("failed"));
+    }
+
     #[test]
     fn guest_that_was_never_stopped_has_no_downtime() {
-        let shown = |outcome: &str, downtime: f64| {
-            let mut out = Vec::new();
-            let passes = json!([{}]);
-            let bytes = json!({ "wire": 4096 });
-            let document =
-                json!({ "outcome": outcome, "downtime_ms": downtime, "bytes": bytes, "passes": passes });
-            report(&document, &mut out).unwrap();
-            String::from_utf8(out).unwrap()
-        };
+        let shown =
+            |outcome: &str, downtime: f64| text(json!({ "outcome": outcome, "downtime_ms": downtime }));
         assert!(!shown("cancelled", 0.0).contains("downtime"));
         assert!(shown("failed", 1.5).contains("downtime     1.5 ms"));
         let completed = shown("completed", 0.0);

@@ -77,7 +77,9 @@ pub use machine::{MachineConfig, Section};
 pub use paging::{DemandPaging, Fault, Placed};
 pub use set::PageSet;
 pub use stream::{StateReader, StateWriter, StreamName};
-pub use tracker::{DirtyTracker, NothingToProtect, Protect, RingFigures, TrackerKind, VcpuRing};
+pub use tracker::{
+    DirtyTracker, NothingToProtect, Protect, ReaperFigures, ReaperState, RingFigures, TrackerKind, VcpuRing,
+};
 pub use vm::{GuestMemory, Migratable, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
 

@@ -154,8 +154,45 @@ pub struct RingFigures {
     pub harvests: u64,
     /// CPU time that the reaper used, in milliseconds.
     pub reaper_cpu_ms: f64,
+    /// Figures of the reaper.
+    pub reaper: ReaperFigures,
     /// Figures of each vCPU.
     pub vcpus: Vec<VcpuRing>,
+}
+
+/// State of the reaper, the thread that harvests dirty rings between the passes.
+///
+/// As JSON, a state is an object with the name of the state in `state`. The object of a failed
+/// reaper also has `error`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize)]
+#[serde(tag = "state", content = "error", rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum ReaperState {
+    /// No reaper runs, because tracking is off.
+    #[default]
+    Off,
+    /// The reaper sleeps until its next look.
+    Sleeping,
+    /// The reaper looks at the rings and harvests.
+    Working,
+    /// The reaper ended with this error. vCPUs still empty their full rings, and each harvest of
+    /// the engine still empties all rings. Therefore no write is lost, but the guest may run
+    /// slower.
+    Failed(String),
+}
+
+/// Figures of the reaper in [`RingFigures`].
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct ReaperFigures {
+    /// State of the reaper.
+    #[serde(flatten)]
+    pub state: ReaperState,
+    /// Number of times that the reaper woke up.
+    pub iterations: u64,
+    /// Number of wake-ups in which the reaper harvested.
+    pub harvests: u64,
+    /// Length of the current sleep in microseconds, or 0 if tracking is off or the reaper failed.
+    pub sleep_us: u64,
 }
 
 /// Figures of one vCPU in [`RingFigures`].

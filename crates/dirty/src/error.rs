@@ -65,6 +65,14 @@ pub enum TrackerError {
         /// Index of the vCPU with the ring.
         vcpu: usize,
     },
+    /// A harvest policy named a ring that does not exist.
+    #[error("vCPU {vcpu} has no dirty ring: the VM has {rings} rings")]
+    NoRing {
+        /// Index of the ring, which is the index of its vCPU.
+        vcpu: usize,
+        /// Number of rings of the VM.
+        rings: usize,
+    },
     /// Another tracker is already started on the same dirty rings. A VM has only one set of rings,
     /// so only one tracker can use them at a time.
     #[error("another tracker is using the dirty rings; stop it first")]

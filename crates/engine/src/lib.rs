@@ -113,8 +113,9 @@ pub use target::{
 };
 pub use vmferry_core::{
     Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
-    Migratable, NothingToProtect, PauseCosts, Placed, Protect, RingFigures, RunState, Section, SourceVm,
-    StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
+    Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, RingFigures,
+    RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing,
+    VmError,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -2,14 +2,11 @@
 
 use crate::park::{VcpuPark, VcpuRunner};
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
-
-/// Period in which a vCPU is held once, for its share of the period. The period is so short that no
-/// guest treats a hold as a fault.
-const SLICE: Duration = Duration::from_millis(10);
+use vmferry_thread::ThrottleShares;
 
 /// Throttle that stops each vCPU for its share of the time, for at most 10 ms at once.
 ///
@@ -28,26 +25,9 @@ pub struct Throttle<E> {
 #[derive(Debug)]
 struct ThrottleState<E> {
     park: Arc<VcpuPark<E>>,
-    made: Instant,
-    vcpus: Vec<VcpuShare>,
+    shares: ThrottleShares,
     /// Thread that brings vCPUs out of the guest, while there is one.
     kick_thread: Mutex<Option<Thread>>,
-}
-
-#[derive(Debug, Default)]
-struct VcpuShare {
-    /// Share of the time for which the vCPU must be stopped, in millionths.
-    share: AtomicU32,
-    /// Time at which the vCPU must next be brought out of the guest, in microseconds since `made`.
-    /// The value is `u64::MAX` while the vCPU is held: a nudge at that time would be lost, and the
-    /// vCPU would then run for a whole slice.
-    due_us: AtomicU64,
-    /// Total time for which the vCPU was stopped.
-    total_us: AtomicU64,
-}
-
-fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -59,8 +39,8 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// called.
     #[must_use]
     pub fn new(park: Arc<VcpuPark<E>>) -> Self {
-        let vcpus = (0..park.vcpus()).map(|_| VcpuShare::default()).collect();
-        let shared = ThrottleState { park, made: Instant::now(), vcpus, kick_thread: Mutex::new(None) };
+        let shares = ThrottleShares::new(park.vcpus());
+        let shared = ThrottleState { park, shares, kick_thread: Mutex::new(None) };
         Self { shared: Arc::new(shared), kick_thread: Mutex::new(None) }
     }
 
@@ -73,13 +53,13 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// vCPUs then run freely.
     pub fn set(&self, shares: &[f64]) -> io::Result<()> {
         let mut kick_thread = lock(&self.kick_thread);
-        if !self.shared.set(shares) {
+        if !self.shared.shares.set(shares) {
             *kick_thread = None;
         } else if kick_thread.is_none() {
             match KickThread::start(&self.shared) {
                 Ok(started) => *kick_thread = Some(started),
                 Err(error) => {
-                    self.shared.set(&[]);
+                    self.shared.shares.set(&[]);
                     return Err(error);
                 }
             }
@@ -90,8 +70,7 @@ impl<E: Clone + Send + 'static> Throttle<E> {
     /// Returns the total time for which this throttle has stopped each vCPU.
     #[must_use]
     pub fn totals(&self) -> Vec<Duration> {
-        let total = |vcpu: &VcpuShare| Duration::from_micros(vcpu.total_us.load(Ordering::Relaxed));
-        self.shared.vcpus.iter().map(total).collect()
+        self.shared.shares.totals()
     }
 
     /// Holds the calling vCPU thread for its share of the time, if the next hold is due. Call this
@@ -105,63 +84,16 @@ impl<E: Clone + Send + 'static> Throttle<E> {
 }
 
 impl<E: Clone> ThrottleState<E> {
-    /// Sets the shares. Returns whether any vCPU must be held.
-    fn set(&self, shares: &[f64]) -> bool {
-        let mut any = false;
-        for (index, vcpu) in self.vcpus.iter().enumerate() {
-            let share = shares.get(index).or(shares.last()).copied().unwrap_or(0.0).clamp(0.0, 1.0);
-            #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "0 to a million")]
-            let millionths = (share * 1e6) as u32;
-            any |= millionths > 0;
-            vcpu.share.store(millionths, Ordering::Relaxed);
-        }
-        any
-    }
-
     /// Brings the vCPUs that are due out of the guest. Returns the time until the next one is due.
+    /// A vCPU that is outside the guest misses this nudge.
     fn nudge(&self) -> Duration {
-        let now = micros(self.made.elapsed());
-        let mut next = now + micros(SLICE);
-        for (cpu, vcpu) in self.vcpus.iter().enumerate() {
-            if vcpu.share.load(Ordering::Relaxed) == 0 {
-                continue;
-            }
-            let due = vcpu.due_us.load(Ordering::Relaxed);
-            if due <= now {
-                // If the vCPU misses this nudge because it is outside the guest, the next nudge
-                // comes a slice later.
-                vcpu.due_us.store(now + micros(SLICE), Ordering::Relaxed);
-                self.park.nudge(cpu);
-            } else {
-                next = next.min(due);
-            }
-        }
-        Duration::from_micros(next - now)
+        self.shares.nudge(|cpu| self.park.nudge(cpu))
     }
 
     fn pass(&self, cpu: usize, last: &mut Option<Instant>) {
-        let vcpu = &self.vcpus[cpu];
-        let share = vcpu.share.load(Ordering::Relaxed);
-        if share == 0 {
-            *last = None;
-            return;
-        }
-        let now = Instant::now();
-        // The hold depends on the time since the previous hold, so a missed turn is made up for.
-        let since = last.map_or(SLICE, |last| now - last);
-        // A nudge comes once in each slice. At other exits the vCPU is not due.
-        if since < SLICE / 2 {
-            return;
-        }
-        *last = Some(now);
-        let share = f64::from(share) / 1e6;
-        vcpu.due_us.store(u64::MAX, Ordering::Relaxed);
-        self.park.hold(cpu, since.mul_f64(share).min(SLICE));
-        vcpu.total_us.fetch_add(micros(now.elapsed()), Ordering::Relaxed);
-        // Measured from the real end of the hold, which is later than planned on a busy host.
-        let due = self.made.elapsed() + SLICE.mul_f64(1.0 - share);
-        vcpu.due_us.store(micros(due), Ordering::Relaxed);
-        if let Some(kick_thread) = &*lock(&self.kick_thread) {
+        if self.shares.pass(cpu, last, |time| self.park.hold(cpu, time))
+            && let Some(kick_thread) = &*lock(&self.kick_thread)
+        {
             kick_thread.unpark();
         }
     }

@@ -19,6 +19,7 @@ use vmferry_guest_abi::{
     MAX_CPUS, STATS_GPA, STATS_MAGIC, STATS_VERSION, State, StatsError, StatsSnapshot, Worker, Workload,
     stats_bytes,
 };
+use vmferry_thread::ThrottleShares;
 
 /// Process guest: a guest without KVM, whose vCPUs are threads of this process. Dropping the guest
 /// ends its threads.
@@ -34,6 +35,7 @@ pub struct ProcessGuest {
     threads: Vec<JoinHandle<()>>,
     pub(crate) paging: Arc<PagingSlot>,
     counts: Arc<Counts>,
+    throttle: Arc<ThrottleShares>,
 }
 
 /// Handle with which threads other than the machine's owner observe a process guest. A clone refers
@@ -91,7 +93,8 @@ impl ProcessGuest {
         let (memory, paging) = (Arc::new(Memory::new(&options)?), Arc::new(PagingSlot::new(options.cpus)));
         let counts = Arc::default();
         let wanted = RunState::Running;
-        Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), paging, counts })
+        let throttle = Arc::new(ThrottleShares::new(options.cpus as usize));
+        Ok(Self { memory, options, running: None, wanted, threads: Vec::new(), paging, counts, throttle })
     }
 
     /// Gives the guest its workload and its workers. The flag of each worker is true if the worker
@@ -115,7 +118,8 @@ impl ProcessGuest {
         let cpus: Vec<Cpu> = workers.into_iter().enumerate().map(cpu).collect();
         let (gate, memory) = (Gate::default(), Arc::clone(&self.memory));
         let counts = Arc::clone(&self.counts);
-        let shared = WorkerContext { gate, memory, ram, clock, cpus, filled, heap, counts };
+        let throttle = Arc::clone(&self.throttle);
+        let shared = WorkerContext { gate, memory, ram, clock, cpus, filled, heap, counts, throttle };
         self.running = Some((workload, Arc::new(shared)));
     }
 
@@ -174,6 +178,19 @@ impl ProcessGuest {
         }
         self.wanted = wanted;
         Ok(())
+    }
+
+    /// Throttles the threads. `shares[i]` is the share of its time, from 0 to 1, for which thread
+    /// `i` is stopped, at most 10 ms at a time. The last share also applies to all further threads.
+    /// A pause of the guest ends the stop of each thread at once.
+    pub fn throttle(&self, shares: &[f64]) {
+        self.throttle.set(shares);
+    }
+
+    /// Returns the total time for which [`throttle`](Self::throttle) has stopped each thread.
+    #[must_use]
+    pub fn throttled(&self) -> Vec<Duration> {
+        self.throttle.totals()
     }
 
     /// Returns the guest's state besides its memory. The guest must be paused.

@@ -2,6 +2,7 @@
 
 use crate::ProcessGuest;
 use std::sync::Arc;
+use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
     DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
@@ -31,6 +32,15 @@ impl SourceVm for ProcessGuest {
 
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
         self.free_heap().map(|heap| Box::new(heap) as _)
+    }
+
+    fn throttle(&mut self, shares: &[f64]) -> Result<(), VmError> {
+        Self::throttle(self, shares);
+        Ok(())
+    }
+
+    fn throttled(&self) -> Vec<Duration> {
+        Self::throttled(self)
     }
 
     fn pause(&mut self) -> Result<(), VmError> {

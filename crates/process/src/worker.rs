@@ -6,8 +6,9 @@ use crate::memory::Memory;
 use crate::ram::{Ram, stats_page};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use vmferry_guest_abi::{CpuBlock, Every, REPORT_NS, State, Step, Worker};
+use vmferry_thread::ThrottleShares;
 
 /// Number of steps between two checks of the gate, which take some microseconds.
 const STEPS: u32 = 64;
@@ -68,6 +69,13 @@ impl Gate {
             drop(self.changed.wait_timeout(state, NAP));
         }
     }
+
+    /// Holds the calling thread for `time`, or until the gate changes, so that a pause need not
+    /// wait for the end of the hold.
+    fn hold(&self, time: Duration) {
+        let open = |state: &mut (bool, bool)| *state == (true, false);
+        drop(self.changed.wait_timeout_while(lock(&self.state), time, open));
+    }
 }
 
 /// State of one vCPU thread. The thread holds the lock of the worker while it runs. If a caller has
@@ -93,6 +101,8 @@ pub(crate) struct WorkerContext {
     /// its other work.
     pub(crate) heap: Option<(Heap, Mutex<Churn>)>,
     pub(crate) counts: Arc<Counts>,
+    /// Shares of the throttle. Each thread holds itself, between two checks of the gate.
+    pub(crate) throttle: Arc<ThrottleShares>,
 }
 
 impl WorkerContext {
@@ -106,13 +116,22 @@ impl WorkerContext {
             // must not write anything, not even a report. If the pause begins later, its caller
             // waits for the lock.
             if self.gate.open() {
-                self.fill(cpu, &mut worker);
-                self.work(cpu, &mut worker);
+                let mut held = None;
+                self.fill(cpu, &mut worker, &mut held);
+                self.work(cpu, &mut worker, &mut held);
             }
         }
     }
 
-    fn fill(&self, cpu: &Cpu, worker: &mut Worker) {
+    /// Holds the calling thread, the thread of `cpu`, if the throttle requires a hold now. `held`
+    /// is the time of the previous hold since the last pause.
+    fn throttle(&self, cpu: &Cpu, held: &mut Option<Instant>) {
+        if self.throttle.is_due(cpu.index) {
+            self.throttle.pass(cpu.index, held, |time| self.gate.hold(time));
+        }
+    }
+
+    fn fill(&self, cpu: &Cpu, worker: &mut Worker, held: &mut Option<Instant>) {
         if cpu.filled.load(Ordering::Acquire) {
             return;
         }
@@ -125,6 +144,7 @@ impl WorkerContext {
                 }
                 return;
             }
+            self.throttle(cpu, held);
         }
     }
 
@@ -134,7 +154,7 @@ impl WorkerContext {
         page.raise(State::Running);
     }
 
-    fn work(&self, cpu: &Cpu, worker: &mut Worker) {
+    fn work(&self, cpu: &Cpu, worker: &mut Worker, held: &mut Option<Instant>) {
         let page = stats_page(&self.memory);
         let block: &CpuBlock = &page.cpus[cpu.index];
         let mut reports = Every::new(REPORT_NS, self.clock.ns());
@@ -165,10 +185,32 @@ impl WorkerContext {
                 worker.verify(page.header.verify_request.load(Ordering::Relaxed));
                 block.publish(&worker.report(now));
             }
+            self.throttle(cpu, held);
         }
         // Publish a last report before a pause, so that the newest figures move with the guest.
         if cpu.filled.load(Ordering::Relaxed) {
             block.publish(&worker.report(self.clock.ns()));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use vmferry_testkit::PATIENCE;
+
+    #[test]
+    fn pause_ends_a_hold() {
+        let gate = Gate::default();
+        gate.set(true, false);
+        let begin = Instant::now();
+        std::thread::scope(|scope| {
+            let held = scope.spawn(|| gate.hold(4 * PATIENCE));
+            gate.set(false, false);
+            held.join().unwrap();
+        });
+        // Also if the pause comes before the hold.
+        gate.hold(4 * PATIENCE);
+        assert!(begin.elapsed() < 2 * PATIENCE, "{:?}", begin.elapsed());
     }
 }

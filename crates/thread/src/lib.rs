@@ -1,5 +1,5 @@
-//! Threads with a [`Role`], and a [`Park`] that stops the event loops of devices while a guest is
-//! paused.
+//! Threads with a [`Role`], a [`Park`] that stops the event loops of devices while a guest is
+//! paused, and the [`ThrottleShares`] of a throttle.
 //!
 //! The crates of vmferry start all their threads with [`spawn`] or [`spawn_scoped`]. With
 //! [`on_start`], a process can set one start hook, which each of these threads calls before its
@@ -28,6 +28,7 @@
 mod park;
 #[expect(unsafe_code, reason = "the system calls have no safe wrapper")]
 pub mod scheduling;
+mod throttle;
 mod vcpus;
 
 use std::io;
@@ -35,6 +36,7 @@ use std::sync::OnceLock;
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
 pub use park::{Park, StillWorking, Working};
+pub use throttle::ThrottleShares;
 pub use vcpus::{VcpuThread, VcpuThreads};
 
 /// Role of a thread.

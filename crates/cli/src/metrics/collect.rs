@@ -64,6 +64,13 @@ const NUMBERS: &[Number] = &[
     ),
     ("ring_harvests", NUMBER, "Harvests of a dirty ring, since tracking began", "vm.rings.harvests"),
     ("ring_reaper_cpu", MS, "Processor time of the reaper, since tracking began", "vm.rings.reaper_cpu_ms"),
+    (
+        "ring_reaper_iterations",
+        NUMBER,
+        "Times that the reaper woke up, since tracking began",
+        "vm.rings.reaper.iterations",
+    ),
+    ("ring_reaper_sleep", US, "Length of the reaper's current sleep", "vm.rings.reaper.sleep_us"),
     ("migration_elapsed", MS, "Time since the migration under way began", "progress.elapsed_ms"),
     ("migration_pass", NUMBER, "Number of the pass under way, from 0", "progress.pass"),
     ("migration_pass_pages", NUMBER, "Pages of the pass under way", "progress.pass_pages"),
@@ -240,6 +247,13 @@ const STATES: &[States] = &[
         "place",
         "vm.place",
         &["awaited", "running", "paused", "moving", "moved", "unknown", "ended"],
+    ),
+    (
+        "ring_reaper_state",
+        "State of the reaper of the dirty rings",
+        "state",
+        "vm.rings.reaper.state",
+        &["off", "sleeping", "working", "failed"],
     ),
     (
         "migration_state",

@@ -9,7 +9,7 @@ fn status() -> Value {
         "total_ms": 1500.0, "passes": [{}, {}], "bytes": {"wire": 1_000_000},
         "progress": {"elapsed_ms": 1500.0, "channel_bytes": [5, 6], "verdict": {"converging": true}},
         "postcopy": {"mean_us": 100.0, "hist_us": {"64": 1, "128": 2, "1024": 1}},
-        "vm": {"kind": "kvm", "place": "moved", "rings": {"used": [1, 2, 3]}},
+        "vm": {"kind": "kvm", "place": "moved", "rings": {"used": [1, 2, 3], "reaper": {"state": "failed"}}},
     });
     let numbers = NUMBERS.iter().map(|number| number.3);
     let labelled = LABELLED.iter().flat_map(|labelled| labelled.4.iter().map(|value| value.1));
@@ -46,6 +46,10 @@ fn units_are_base_units_and_kinds_are_given() {
         "vmferry_migration_state{state=\"completed\"} 1.0",
         "vmferry_migration_state{state=\"precopy\"} 0.0",
         "vmferry_migration_converging 1.0",
+        "vmferry_ring_reaper_state{state=\"failed\"} 1.0",
+        "vmferry_ring_reaper_state{state=\"sleeping\"} 0.0",
+        "vmferry_ring_reaper_sleep_seconds 0.002",
+        "vmferry_ring_reaper_iterations 2000.0",
         "vmferry_ring_used{vcpu=\"2\"} 3.0",
         "vmferry_migration_channel_bytes{channel=\"1\"} 6.0",
         "vmferry_migration_passes 2.0",

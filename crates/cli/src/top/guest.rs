@@ -157,6 +157,11 @@ impl Guest {
         used.filter_map(ring).collect()
     }
 
+    /// Returns the error of the reaper, or `None` if the reaper has not failed.
+    pub(crate) fn reaper_error(&self) -> Option<&str> {
+        self.at(&["vm", "rings", "reaper", "error"]).as_str()
+    }
+
     /// Returns the points of a line, with x in seconds before now.
     pub(crate) fn line(&self, now: Instant, which: Line) -> Vec<(f64, f64)> {
         let x = |at: Instant| -now.saturating_duration_since(at).as_secs_f64();

@@ -86,6 +86,16 @@ fn rings_are_shown_for_each_vcpu() {
 }
 
 #[test]
+fn failed_reaper_is_shown_at_the_rings() {
+    let mut screen = screen(&["rings"]);
+    let mut status = answer("rings");
+    status["vm"]["rings"]["reaper"] = serde_json::json!({ "state": "failed", "error": "planted" });
+    screen.guests[0].take(later(5000), What::Status(Box::new(status)));
+    let text = drawn(&screen, (120, 40), later(5100));
+    assert!(text.contains("reaper failed: planted"), "{text}");
+}
+
+#[test]
 fn every_size_can_be_drawn() {
     let mut screen = screen(&["precopy", "target", "rings"]);
     for help in [false, true] {

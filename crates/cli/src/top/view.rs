@@ -256,7 +256,11 @@ fn writes(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
 }
 
 fn rings(frame: &mut Frame<'_>, guest: &Guest, area: Rect) {
-    let block = boxed("dirty rings, full exits");
+    let title = match guest.reaper_error() {
+        None => "dirty rings, full exits".to_owned(),
+        Some(error) => format!("dirty rings, full exits; reaper failed: {error}"),
+    };
+    let block = boxed(&title);
     let inner = block.inner(area);
     frame.render_widget(block, area);
     for (row, (cpu, (used, entries, full))) in inner.rows().zip(guest.rings().into_iter().enumerate()) {

@@ -4,6 +4,7 @@
 //! interleaving of the code that ships.
 
 use super::policy::RingView;
+use super::set::RingSet;
 use super::stats::Counters;
 use super::sync::{Mutex, MutexGuard, lock};
 use crate::TrackerError;
@@ -201,8 +202,7 @@ impl<K: Kernel> Core<K> {
     }
 
     /// Takes all entries of `rings`, makes KVM protect their pages again, and then publishes the
-    /// pages. Returns the number of pages. `rings` must be strictly ascending: another order could
-    /// deadlock, because the lock of each ring is held until the end.
+    /// pages. Returns the number of pages.
     ///
     /// # Why no write is lost
     /// The first guest write to a protected page adds the page to the ring. Later writes leave no
@@ -214,14 +214,15 @@ impl<K: Kernel> Core<K> {
     /// # Locks
     /// A thread that harvests a ring holds the lock of that ring until the pages are published.
     /// Therefore no other thread holds back pages when a harvest of all rings returns. A vCPU takes
-    /// a lock only when its ring is full.
+    /// a lock only when its ring is full. The order of a [`RingSet`] keeps two harvests from
+    /// waiting for each other.
     ///
     /// # Errors
     /// Returns an error if the reset fails. The taken pages stay with the ring, and its next
     /// harvest tries again.
-    pub(crate) fn harvest(&self, rings: impl Iterator<Item = usize>) -> Result<u64, TrackerError> {
+    pub(crate) fn harvest(&self, rings: &RingSet) -> Result<u64, TrackerError> {
         let mut held = Vec::new();
-        for ring in rings {
+        for ring in rings.iter() {
             let mut harvester = lock(&self.rings[ring].harvester);
             self.collect(ring, &mut harvester);
             if !harvester.batch.is_empty() {
@@ -293,7 +294,7 @@ impl<K: Kernel> Core<K> {
 
     /// Takes all entries of all rings.
     pub(crate) fn harvest_every(&self) -> Result<u64, TrackerError> {
-        self.harvest(0..self.rings.len())
+        self.harvest(&RingSet::all(self.rings.len()))
     }
 
     /// Takes all entries of all rings under one lock. Every other caller waits, also a vCPU whose
@@ -309,7 +310,7 @@ impl<K: Kernel> Core<K> {
         let begin = Instant::now();
         let counters = &self.rings[ring].counters;
         counters.full();
-        let pages = if all { self.harvest_all() } else { self.harvest(std::iter::once(ring)) };
+        let pages = if all { self.harvest_all() } else { self.harvest(&RingSet::one(ring)) };
         counters.stalled(begin.elapsed());
         let pages = pages?;
         if !all {

@@ -220,7 +220,10 @@ fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
         thread::spawn(move || {
             for _ in 0..2 {
                 let used: Vec<_> = (0..2).filter(|ring| core.view(*ring, 0).used > 0).collect();
-                if all { core.harvest_all() } else { core.harvest(used.into_iter()) }.unwrap();
+                // A policy may name a ring twice, and the rings in any order.
+                let named: Vec<_> = used.iter().rev().chain(&used).copied().collect();
+                let due = RingSet::named(&named, 2).unwrap();
+                if all { core.harvest_all() } else { core.harvest(&due) }.unwrap();
             }
         })
     });

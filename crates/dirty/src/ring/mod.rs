@@ -12,6 +12,7 @@ mod core;
 mod policy;
 mod predict;
 mod reaper;
+mod set;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
 mod stats;

@@ -13,7 +13,9 @@ use std::time::Duration;
 /// A policy is called only when the reaper thread wakes up. The harvest of each pass, and the
 /// harvest by a vCPU whose ring is full, do not depend on the policy. Therefore no policy can lose
 /// a write. A bad policy only makes the guest slower, because each harvest write-protects the
-/// harvested pages again, and a full ring stops its vCPU.
+/// harvested pages again, and a full ring stops its vCPU. A policy that panics ends the reaper
+/// thread ([`ReaperState::Failed`](crate::ReaperState::Failed)), and the vCPUs continue without the
+/// thread.
 ///
 /// # Example
 /// A policy that looks at the rings ten times a second and harvests each ring that is half full:
@@ -86,8 +88,9 @@ pub trait HarvestSchedule {
     ///
     /// # Errors
     /// An implementation must return the error of a failed harvest unchanged. The reaper thread
-    /// then ends, and its state is [`ReaperState::Failed`](crate::ReaperState::Failed). The
-    /// harvests of passes and of full rings continue without the reaper.
+    /// then ends, as it does after a panic of this method, and logs the reason. Its state is
+    /// [`ReaperState::Failed`](crate::ReaperState::Failed). The harvests of passes and of full
+    /// rings continue without the reaper.
     fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError>;
 
     /// Returns the maximum number of entries that this policy expects in `ring` at the next
@@ -118,18 +121,13 @@ pub trait Rings {
     /// vCPUs. Takes no lock, and removes nothing from the rings.
     fn observe(&mut self, views: &mut Vec<RingView>);
 
-    /// Harvests the rings with the indexes `rings`, which must be strictly ascending. Returns the
-    /// number of harvested pages.
-    ///
-    /// The call locks the rings in the given order. Another order, or an index that occurs twice,
-    /// can cause a deadlock.
+    /// Harvests the rings with the indexes `rings`, each once, in any order. Returns the number of
+    /// harvested pages.
     ///
     /// # Errors
     /// Returns an error if the pages cannot be protected again. The pages are kept, and the next
-    /// harvest of the ring tries again.
-    ///
-    /// # Panics
-    /// Panics if a ring does not exist.
+    /// harvest of the ring tries again. Returns [`TrackerError::NoRing`], and harvests no ring, if
+    /// one of `rings` does not exist.
     fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError>;
 
     /// Harvests all rings under one lock, for which every other caller of this function waits.

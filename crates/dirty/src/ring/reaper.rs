@@ -3,8 +3,11 @@
 use super::RingState;
 use super::policy::{ReaperPolicy, RingView, Rings};
 use super::predict::Predict;
+use super::set::RingSet;
 use super::stats::{ReaperReport, ReaperState};
 use crate::TrackerError;
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -95,6 +98,37 @@ impl Control {
         lock(&self.requests).stop = true;
         self.changed.notify_all();
     }
+
+    /// Makes vCPUs stop waking the reaper.
+    fn unmark(&self) {
+        self.marks.iter().for_each(|mark| mark.store(u32::MAX, Ordering::Relaxed));
+    }
+
+    fn woke(&self) {
+        let mut report = lock(&self.report);
+        report.state = ReaperState::Working;
+        report.iterations += 1;
+    }
+
+    /// Records that the reaper now sleeps for `time`, after a wake-up in which it `harvested` or
+    /// not.
+    fn falls_asleep(&self, time: Duration, harvested: bool) {
+        let mut report = lock(&self.report);
+        report.harvests += u64::from(harvested);
+        report.state = ReaperState::Sleeping;
+        report.sleep = time;
+    }
+
+    /// Logs that the reaper ended because of `why`, and records the failure for reports.
+    fn fail(&self, why: String) {
+        tracing::error!(
+            "the reaper of the dirty rings failed: {why}; no write is lost, but the guest may run slower"
+        );
+        self.unmark();
+        let mut report = lock(&self.report);
+        report.sleep = Duration::ZERO;
+        report.state = ReaperState::Failed(why);
+    }
 }
 
 /// Handle of a running reaper thread. Dropping it stops the thread.
@@ -128,10 +162,10 @@ impl Drop for Reaper {
         let control = self.shared.control();
         control.stop();
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread was printed when it happened, and the state says so.
+            // `Worker::live` has caught and recorded a panic of the policy.
             let _ = thread.join();
         }
-        control.marks.iter().for_each(|mark| mark.store(u32::MAX, Ordering::Relaxed));
+        control.unmark();
         let mut report = lock(&control.report);
         report.sleep = Duration::ZERO;
         if !matches!(report.state, ReaperState::Failed(_)) {
@@ -144,51 +178,46 @@ struct Worker {
     shared: Arc<RingState>,
 }
 
-/// Guard that records a panic of the reaper thread.
-struct PanicGuard<'a>(&'a Control);
-
-impl Drop for PanicGuard<'_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            lock(&self.0.report).state = ReaperState::Failed("it panicked".to_owned());
-        }
-    }
+/// Returns the message of a panic.
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message")
 }
 
 impl Worker {
+    /// Runs `policy` until the tracker stops or the policy fails.
     fn live(self, policy: &dyn ReaperPolicy) {
+        // A panic of the policy leaves no broken state: the policy's own state is dropped, and the
+        // data behind the locks of the rings is consistent at any moment.
+        let ended = catch_unwind(AssertUnwindSafe(|| self.reap(policy)));
+        let why = match ended {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(panic) => format!("its policy panicked: {}", message(&*panic)),
+        };
+        self.shared.control().fail(why);
+    }
+
+    fn reap(&self, policy: &dyn ReaperPolicy) -> Result<(), TrackerError> {
         let control = self.shared.control();
-        let _panic_guard = PanicGuard(control);
         let mut rings =
             RealRings { shared: &self.shared, used: vec![0; self.shared.core().len()], harvested: false };
         let mut schedule = policy.begin(&rings);
         let mut sleep = schedule.first_sleep();
         lock(&control.report).sleep = sleep;
         while control.sleep(sleep) {
-            lock(&control.report).state = ReaperState::Working;
+            control.woke();
             rings.harvested = false;
             let step = schedule.step(&mut rings);
-            let mut report = lock(&control.report);
-            report.iterations += 1;
-            report.cpu = vmferry_sys::cpu_time();
-            match step {
-                Ok(next) => {
-                    report.harvests += u64::from(rings.harvested);
-                    report.state = ReaperState::Sleeping;
-                    report.sleep = next;
-                    sleep = next;
-                }
-                Err(error) => {
-                    report.state = ReaperState::Failed(error.to_string());
-                    return;
-                }
-            }
-            drop(report);
+            lock(&control.report).cpu = vmferry_sys::cpu_time();
+            sleep = step?;
+            control.falls_asleep(sleep, rings.harvested);
             for (ring, mark) in control.marks.iter().enumerate() {
                 mark.store(schedule.watermark(ring).unwrap_or(u32::MAX), Ordering::Relaxed);
             }
             control.woken.store(false, Ordering::Relaxed);
         }
+        Ok(())
     }
 }
 
@@ -226,7 +255,8 @@ impl Rings for RealRings<'_> {
 
     fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError> {
         self.harvested |= !rings.is_empty();
-        self.shared.core().harvest(rings.iter().copied())
+        let core = self.shared.core();
+        core.harvest(&RingSet::named(rings, core.len())?)
     }
 
     fn harvest_all(&mut self) -> Result<u64, TrackerError> {

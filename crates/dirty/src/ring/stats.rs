@@ -3,7 +3,8 @@
 use super::policy::RingView;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
-use vmferry_core::{RingFigures, VcpuRing};
+pub use vmferry_core::ReaperState;
+use vmferry_core::{ReaperFigures, RingFigures, VcpuRing};
 
 /// Counters of one ring since tracking started. The thread that harvests the ring writes them, and
 /// any thread reads them.
@@ -82,22 +83,6 @@ pub struct VcpuRingReport {
     pub stalled_max: Duration,
 }
 
-/// State of the reaper thread.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum ReaperState {
-    /// No reaper runs, because tracking is off.
-    #[default]
-    Off,
-    /// The reaper sleeps until its next look.
-    Sleeping,
-    /// The reaper looks at the rings and harvests.
-    Working,
-    /// The reaper ended with this error. vCPUs still empty their full rings, and each harvest of
-    /// the engine still empties all rings.
-    Failed(String),
-}
-
 /// Figures of the reaper since tracking started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReaperReport {
@@ -109,7 +94,7 @@ pub struct ReaperReport {
     pub iterations: u64,
     /// Number of wake-ups in which the reaper harvested.
     pub harvests: u64,
-    /// Length of the current sleep, or zero if tracking is off.
+    /// Length of the current sleep, or zero if tracking is off or the reaper failed.
     pub sleep: Duration,
     /// Processor time that the reaper thread has used.
     pub cpu: Duration,
@@ -146,6 +131,12 @@ impl RingReport {
             full_stall_us: micros(self.stalled()),
             harvests: self.vcpus.iter().map(|vcpu| vcpu.harvests).sum(),
             reaper_cpu_ms: self.reaper.cpu.as_secs_f64() * 1e3,
+            reaper: ReaperFigures {
+                state: self.reaper.state.clone(),
+                iterations: self.reaper.iterations,
+                harvests: self.reaper.harvests,
+                sleep_us: micros(self.reaper.sleep),
+            },
             vcpus: self.vcpus.iter().map(vcpu).collect(),
         }
     }
@@ -160,5 +151,27 @@ impl RingReport {
     #[must_use]
     pub fn stalled(&self) -> Duration {
         self.vcpus.iter().map(|vcpu| vcpu.stalled).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn figures(state: ReaperState, sleep: Duration) -> RingFigures {
+        let (policy, cpu) = ("predict".to_owned(), Duration::ZERO);
+        let reaper = ReaperReport { policy, state, iterations: 7, harvests: 3, sleep, cpu };
+        RingReport { entries: 1024, vcpus: Vec::new(), reaper }.figures()
+    }
+
+    #[test]
+    fn figures_have_state_sleep_and_iterations_of_the_reaper() {
+        let sleeping = figures(ReaperState::Sleeping, Duration::from_micros(1500)).reaper;
+        assert_eq!(
+            sleeping,
+            ReaperFigures { state: ReaperState::Sleeping, iterations: 7, harvests: 3, sleep_us: 1500 }
+        );
+        let failed = figures(ReaperState::Failed("planted".to_owned()), Duration::ZERO).reaper;
+        assert_eq!((failed.state, failed.sleep_us), (ReaperState::Failed("planted".to_owned()), 0));
     }
 }

@@ -35,10 +35,13 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// # Failures
 /// If a ring cannot be reset, the harvest fails and the ring keeps its harvested pages, which the
 /// next successful harvest reports. Until then, a vCPU whose ring is full cannot continue:
-/// [`RingVcpu::on_full`](super::RingVcpu::on_full) returns the error. If the reaper fails,
-/// [`ReaperState::Failed`](super::ReaperState::Failed) contains the reason, and the guest only gets
-/// slower. If KVM reports a page outside all slots, every later harvest fails, because that page
-/// would be lost.
+/// [`RingVcpu::on_full`](super::RingVcpu::on_full) returns the error. If KVM reports a page outside
+/// all slots, every later harvest fails, because that page would be lost.
+///
+/// If the reaper fails or its policy panics, the reaper thread ends and logs the reason, which
+/// [`ReaperState::Failed`](super::ReaperState::Failed) also contains. The vCPUs continue to empty
+/// their full rings, and each harvest empties all rings, so the guest only gets slower. The next
+/// start of tracking starts a new reaper.
 #[derive(Debug)]
 pub struct RingTracker {
     rings: DirtyRings,

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_baselines::Policy;
 use vmferry_core::{DirtyTracker, PAGE_BYTES, PageSet, RegionId};
-use vmferry_dirty::{Predict, ReaperPolicy, ReaperState, RingTracker};
+use vmferry_dirty::{
+    HarvestSchedule, Predict, ReaperPolicy, ReaperState, RingReport, RingTracker, Rings, TrackerError,
+};
 use vmferry_sys::kvm;
 use vmferry_testkit::{print_line, wait, wait_for};
 
@@ -36,7 +38,15 @@ fn lost(memory: &Memory, copy: &[u8]) -> Vec<u64> {
         .collect()
 }
 
-fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
+/// Runs a guest of two vCPUs with working sets of `set` pages under `policy`, and checks that no
+/// write is lost. Calls `before` when tracking has started and no vCPU runs yet.
+fn nothing_is_lost(
+    policy: impl ReaperPolicy + 'static,
+    entries: u32,
+    set: u64,
+    before: impl FnOnce(&RingTracker),
+) -> Option<RingReport> {
+    let name = policy.name().to_owned();
     let memory = Memory::new(Kind::Small, FIRST + 2 * set);
     let mut guest = guest(&memory, entries, 2, set)?;
     let layout = guest.layout.clone();
@@ -44,6 +54,7 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
     let mut copy = vec![0; usize::try_from(memory.pages).unwrap() * PAGE_BYTES];
     let mut dirty = PageSet::full(&layout);
     tracker.start().unwrap();
+    before(&tracker);
     let mut writes = 0;
     for episode in 0..6 {
         let (_, more) = running(&mut guest, |stretches| {
@@ -58,11 +69,7 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
         // The vCPUs have stopped, so this is the last harvest.
         tracker.harvest(&mut dirty).unwrap();
         send(&memory, &mut dirty, &mut copy);
-        assert_eq!(
-            lost(&memory, &copy),
-            [],
-            "{policy}, {entries} entries: pages lost before pause {episode}"
-        );
+        assert_eq!(lost(&memory, &copy), [], "{name}, {entries} entries: pages lost before pause {episode}");
         tracker.harvest(&mut dirty).unwrap();
         assert!(dirty.is_empty(), "the rings were drained");
     }
@@ -71,28 +78,121 @@ fn nothing_is_lost(policy: Policy, entries: u32, set: u64) -> Option<u64> {
     let report = tracker.report();
     let pages: u64 = report.vcpus.iter().map(|vcpu| vcpu.pages).sum();
     assert!(pages > 2 * set && report.vcpus.iter().all(|vcpu| vcpu.harvests > 0), "{report:?}");
-    assert_eq!(report.reaper.policy, policy.name());
-    Some(report.full_exits())
+    assert_eq!(report.reaper.policy, name);
+    Some(report)
 }
 
 #[test]
 fn no_write_is_lost_under_any_policy() {
     for policy in Policy::ALL {
         // A working set that fits, and one that does not.
-        if nothing_is_lost(policy, 4096, 1024).is_none() {
+        if nothing_is_lost(policy, 4096, 1024, |_| {}).is_none() {
             return;
         }
-        nothing_is_lost(policy, 1024, 2048);
+        nothing_is_lost(policy, 1024, 2048, |_| {});
     }
 }
 
 #[test]
 fn no_write_is_lost_with_any_ring_size() {
     for shift in 10..=16 {
-        if nothing_is_lost(Policy::Predict, 1 << shift, 1024).is_none() {
+        if nothing_is_lost(Policy::Predict, 1 << shift, 1024, |_| {}).is_none() {
             return;
         }
     }
+}
+
+/// Policy that looks at the rings every millisecond, and does the same at each look.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Planted {
+    /// Harvests both rings, which it names twice and not in order.
+    NamesTwice,
+    /// Harvests a ring that does not exist.
+    NamesMissingRing,
+    /// Returns an error.
+    Fails,
+    Panics,
+    /// Panics before its first look.
+    PanicsAtStart,
+}
+
+impl ReaperPolicy for Planted {
+    fn name(&self) -> &'static str {
+        "planted"
+    }
+
+    fn begin(&self, _: &dyn Rings) -> Box<dyn HarvestSchedule> {
+        assert_ne!(*self, Self::PanicsAtStart, "no schedule");
+        Box::new(*self)
+    }
+}
+
+impl HarvestSchedule for Planted {
+    fn first_sleep(&self) -> Duration {
+        Duration::from_millis(1)
+    }
+
+    fn step(&mut self, rings: &mut dyn Rings) -> Result<Duration, TrackerError> {
+        match self {
+            Self::NamesTwice => rings.harvest(&[1, 0, 1, 0])?,
+            Self::NamesMissingRing => rings.harvest(&[0, 2])?,
+            Self::Fails => return Err(TrackerError::RingStuck { vcpu: 1 }),
+            Self::Panics | Self::PanicsAtStart => panic!("planted at {:?}", rings.entries()),
+        };
+        Ok(Duration::from_millis(1))
+    }
+
+    fn watermark(&self, _: usize) -> Option<u32> {
+        Some(8)
+    }
+}
+
+#[test]
+fn policy_may_name_a_ring_twice_and_in_any_order() {
+    let Some(report) = nothing_is_lost(Planted::NamesTwice, 1024, 2048, |_| {}) else { return };
+    let reaper = report.reaper;
+    assert!(matches!(reaper.state, ReaperState::Sleeping | ReaperState::Working), "{reaper:?}");
+    assert!(reaper.harvests > 0, "{reaper:?}");
+}
+
+/// The vCPUs run only after the reaper has failed, with rings that are too small for their sets.
+#[test]
+fn no_write_is_lost_and_no_vcpu_hangs_after_the_reaper_failed() {
+    for (planted, why, iterations) in [
+        (Planted::NamesMissingRing, "vCPU 2 has no dirty ring: the VM has 2 rings", 1),
+        (Planted::Fails, "the dirty ring of vCPU 1 cannot be reset", 1),
+        (Planted::Panics, "its policy panicked: planted at 1024", 1),
+        (Planted::PanicsAtStart, "its policy panicked: ", 0),
+    ] {
+        let failed = |tracker: &RingTracker| {
+            let state = || tracker.report().reaper.state;
+            wait("the failure of the reaper", || matches!(state(), ReaperState::Failed(_)));
+        };
+        let Some(report) = nothing_is_lost(planted, 1024, 2048, failed) else { return };
+        let reaper = &report.reaper;
+        let ReaperState::Failed(error) = &reaper.state else { panic!("{reaper:?}") };
+        assert!(error.contains(why), "{error}");
+        assert_eq!((reaper.iterations, reaper.harvests, reaper.sleep), (iterations, 0, Duration::ZERO));
+        // Each vCPU emptied its own full ring.
+        assert!(report.vcpus.iter().all(|vcpu| vcpu.full_exits > 0), "{planted:?}: {report:?}");
+    }
+}
+
+#[test]
+fn failed_reaper_stays_visible_until_tracking_starts_again() {
+    let memory = Memory::new(Kind::Small, FIRST + 64);
+    let Some(guest) = guest(&memory, 1024, 1, 64) else { return };
+    let mut tracker = RingTracker::with_policy(&guest.rings, Arc::new(Planted::Panics));
+    let state = |tracker: &RingTracker| tracker.report().reaper.state;
+    tracker.start().unwrap();
+    wait("the failure of the reaper", || matches!(state(&tracker), ReaperState::Failed(_)));
+    tracker.stop().unwrap();
+    assert!(matches!(state(&tracker), ReaperState::Failed(_)), "{:?}", tracker.report());
+    drop(tracker);
+    let mut tracker = RingTracker::new(&guest.rings);
+    tracker.start().unwrap();
+    wait("looks of the reaper", || tracker.report().reaper.iterations > 1);
+    assert!(!matches!(state(&tracker), ReaperState::Failed(_)), "{:?}", tracker.report());
 }
 
 #[test]

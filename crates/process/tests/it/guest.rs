@@ -239,7 +239,7 @@ fn live(memfd: bool, lose: impl Fn(&mut Bitmap)) -> u64 {
 }
 
 /// Returns true if this host can track writes without KVM. If not, the calling test is skipped.
-fn can_track() -> bool {
+pub(crate) fn can_track() -> bool {
     let available = vmferry_dirty::WpTracker::available();
     available.map_err(|error| skip(Need::Uffd, error)).is_ok()
 }

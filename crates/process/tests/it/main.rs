@@ -13,3 +13,4 @@ mod guest;
 mod hostile;
 mod recovery;
 mod rig;
+mod throttle;

@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use vmferry_baselines::Policy;
 use vmferry_core::{PAGE_BYTES, PageSet, RegionId};
-use vmferry_dirty::ReaperPolicy;
+use vmferry_dirty::{HarvestSchedule, ReaperPolicy, Rings};
 use vmferry_engine::{
     AutoConverge, DirtyTracker, FillState, GuestMemory, MachineConfig, Migratable, MigrateError,
-    MigrationHandle, MigrationState, Protect, Report, RingFigures, Section, Settings, SourceVm, TrackerKind,
-    VmError, restore, restore_on_demand, save,
+    MigrationHandle, MigrationState, Protect, ReaperState, Report, RingFigures, Section, Settings, SourceVm,
+    TrackerKind, VmError, restore, restore_on_demand, save,
 };
 use vmferry_testkit::{Need, PATIENCE, skip, temp_path, wait, wait_for};
 use vmferry_testkit_peers::{pair, unix_uri};
@@ -308,6 +308,45 @@ fn engine_migrates_a_guest_with_dirty_rings() {
             ring.full_exits > 0 && ring.full_stall_us > 0
         });
     }
+}
+
+/// Policy whose reaper thread panics at once.
+#[derive(Debug)]
+struct Panics;
+
+impl ReaperPolicy for Panics {
+    fn name(&self) -> &'static str {
+        "panics"
+    }
+
+    fn begin(&self, _: &dyn Rings) -> Box<dyn HarvestSchedule> {
+        panic!("planted")
+    }
+}
+
+#[test]
+fn guest_arrives_complete_although_the_reaper_failed() {
+    if !kvm() {
+        return;
+    }
+    if largest_dirty_ring().unwrap().is_none() {
+        return skip(Need::Kvm, "KVM on this host has no dirty rings");
+    }
+    let mut options = VmOptions::new(MEMORY, 1);
+    options.dirty_ring = Some(256);
+    let mut vm = running_with(options.clone());
+    wait("a migration during which the ring was full", || {
+        vm.set_reaper(Arc::new(Panics));
+        let (report, target) = moved_with(&mut vm, TrackerKind::Ring, true, options.clone());
+        assert_eq!(report.state, MigrationState::Completed, "{report:?}");
+        assert_eq!(report.mismatched_pages, 0);
+        let ring = report.ring.expect("figures of the rings");
+        let ReaperState::Failed(error) = &ring.reaper.state else { panic!("{ring:?}") };
+        assert!(error.contains("planted"), "{error}");
+        assert_eq!(corrupt(&target), 0);
+        vm = target;
+        ring.full_exits > 0
+    });
 }
 
 /// Share from which a guest counts as throttled.

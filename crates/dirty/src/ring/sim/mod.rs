@@ -9,6 +9,7 @@ mod guest;
 mod trace;
 
 use super::policy::{ReaperPolicy, RingView, Rings};
+use super::set::RingSet;
 use crate::TrackerError;
 use guest::Vcpu;
 pub use guest::{Costs, Order, Phase};
@@ -242,7 +243,8 @@ impl Rings for Host<'_> {
 
     fn harvest(&mut self, rings: &[usize]) -> Result<u64, TrackerError> {
         self.harvested |= !rings.is_empty();
-        Ok(self.reap(rings.to_vec()))
+        let rings = RingSet::named(rings, self.vcpus.len())?;
+        Ok(self.reap(rings.iter().collect()))
     }
 
     fn harvest_all(&mut self) -> Result<u64, TrackerError> {
