@@ -5,6 +5,7 @@
 //! bench also compares an empty scan with the speed at which memory can be read, and the summary
 //! with the flat scan. It measures the cost of maintaining the summary as well.
 
+mod engine;
 mod pattern;
 mod read;
 mod report;
@@ -189,6 +190,9 @@ pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Document {
             let words = build(shape.words(), shape.density, shape.pattern);
             if shape.density < DENSE && gib >= 6.0 {
                 document.cases.push(summary::measure(options, shape, &words));
+            }
+            if (6.0..=512.0).contains(&gib) {
+                document.cases.push(engine::measure(options, shape, &words));
             }
             measure(options, shape, words, &mut document);
         }

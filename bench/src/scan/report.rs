@@ -55,6 +55,7 @@ const TARGETS: &[(&str, bool, f64)] = &[
     ("empty_scan_of_read_bandwidth", true, 0.8),
     ("empty_runs_of_read_bandwidth", true, 0.8),
     ("runs_512g_ms", false, 2.0),
+    ("engine_to_scanner", false, 1.1),
     ("min_ratio_to_fixedbitset", true, 1.0),
     ("min_ratio_to_bitvec", true, 1.0),
     ("min_ratio_to_roaring_from_words", true, 1.0),
@@ -91,6 +92,12 @@ pub(super) fn finish(document: &mut Document, options: &Options) {
             judged.insert(name, ms);
             found.push((name.into(), ms.median.into()));
         }
+    }
+    let at_engine: Which = |case| text(case, "kind") == "engine";
+    if let Some((ratio, case)) = extreme(document, "engine_to_scanner", at_engine, -1.0) {
+        judged.insert("engine_to_scanner", ratio);
+        found.push(("engine_to_scanner".into(), ratio.median.into()));
+        found.push(("engine_to_scanner_case".into(), case.into()));
     }
     for (name, case, metric) in [
         ("summary_set_random_ns", "upkeep/set/random", "summary_ns"),

@@ -104,6 +104,10 @@ pub use snapshot::{
 /// controller without a migration.
 #[doc(hidden)]
 pub use source::pace;
+/// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
+/// with plain scanners.
+#[doc(hidden)]
+pub use source::walk_pass;
 pub use source::{
     AutoConverge, BulkLimit, MigrationMode, OnTimeout, Outcome, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate,

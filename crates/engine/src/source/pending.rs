@@ -294,6 +294,34 @@ pub(crate) enum PageTurn {
     Last,
 }
 
+/// Chunks that belong to a channel: chunk `c` of the region at `position` belongs to channel
+/// `(c + position) % channels`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Share {
+    pub(crate) chunk_pages: u64,
+    pub(crate) channels: u64,
+    pub(crate) index: u64,
+}
+
+impl Share {
+    /// Returns the channel's first chunk of a region of `pages` pages that has `page` or later pages, or `None` if
+    /// there is none.
+    fn chunk_from(self, position: usize, pages: u64, page: u64) -> Option<Range<u64>> {
+        let Self { chunk_pages: size, channels, index } = self;
+        let chunk = page / size;
+        let owner = (chunk + position as u64) % channels;
+        let first = (chunk + (index + channels - owner) % channels) * size;
+        // A region may end within a chunk, so `page` at its end may lie in the last chunk.
+        (page.max(first) < pages).then(|| first..(first + size).min(pages))
+    }
+
+    /// Returns the channel's chunks of a region of `pages` pages.
+    pub(crate) fn chunks(self, position: usize, pages: u64) -> impl Iterator<Item = Range<u64>> {
+        let next = move |chunk: &Range<u64>| self.chunk_from(position, pages, chunk.end);
+        std::iter::successors(self.chunk_from(position, pages, 0), next)
+    }
+}
+
 /// The pages of a pass that no thread has taken. The channels' senders share the set with the
 /// driver, which skips free pages.
 ///
@@ -507,6 +535,32 @@ impl PassPages {
         }
     }
 
+    /// Finds the next chunk of `share` at or after page `from` with pages that await `turn`, and
+    /// takes these pages into `mine`, a bitmap of the region. Returns the chunk, or `None` if no
+    /// chunk is left.
+    ///
+    /// # Errors
+    /// If the host cannot determine which pages were touched.
+    pub(crate) fn next_chunk(
+        &self,
+        position: usize,
+        turn: PageTurn,
+        mut from: u64,
+        share: Share,
+        mine: &mut Bitmap,
+    ) -> Result<Option<Range<u64>>, VmError> {
+        let pages = self.parts[position].first.len();
+        while let Some(page) = self.next_page(position, turn, from)?
+            && let Some(chunk) = share.chunk_from(position, pages, page)
+        {
+            from = chunk.end;
+            if self.take(position, turn, chunk.clone(), mine)? {
+                return Ok(Some(chunk));
+            }
+        }
+        Ok(None)
+    }
+
     /// Takes the remaining pages of `chunk` that await `turn` into `mine`, a bitmap of the region.
     /// Returns true if there was any.
     ///
@@ -514,7 +568,7 @@ impl PassPages {
     ///
     /// # Errors
     /// If the host cannot determine which pages were touched.
-    pub(crate) fn take(
+    fn take(
         &self,
         position: usize,
         turn: PageTurn,
@@ -585,6 +639,21 @@ impl PassPages {
     #[cfg(test)]
     pub(crate) fn sets(&self, position: usize) -> [Bitmap; 2] {
         [PageTurn::First, PageTurn::Last].map(|turn| self.of(position, turn).snapshot())
+    }
+}
+
+/// Takes the pages of `set` out of a pass like the sender of a migration with one channel, and calls
+/// `each` with the runs that the sender would send.
+#[doc(hidden)]
+pub fn walk_pass(set: PageSet, chunk_pages: u64, mut each: impl FnMut(Range<u64>)) {
+    let (pass, share) = (PassPages::new(set, None), Share { chunk_pages, channels: 1, index: 0 });
+    for (position, _, len) in pass.regions() {
+        let (mut mine, mut from) = (Bitmap::new(len), 0);
+        // The pass has no unexamined span, so no question to the host fails.
+        while let Ok(Some(chunk)) = pass.next_chunk(position, PageTurn::First, from, share, &mut mine) {
+            from = chunk.end;
+            mine.runs_in(chunk).for_each(&mut each);
+        }
     }
 }
 
@@ -708,16 +777,36 @@ mod tests {
     }
 
     /// Takes all pages of a region in the way of a sender. Returns these pages and the number of
-    /// chunks that were looked at.
+    /// chunks that were sent.
     fn take_region(pass: &PassPages, position: usize, len: u64) -> (Vec<u64>, u64) {
+        let share = Share { chunk_pages: 512, channels: 1, index: 0 };
         let (mut mine, mut from, mut chunks) = (Bitmap::new(len), 0, 0);
-        while let Some(page) = pass.next_page(position, PageTurn::First, from).unwrap() {
-            let first = page / 512 * 512;
-            from = (first + 512).min(len);
-            pass.take(position, PageTurn::First, first..from, &mut mine).unwrap();
-            chunks += 1;
+        while let Some(chunk) = pass.next_chunk(position, PageTurn::First, from, share, &mut mine).unwrap() {
+            (from, chunks) = (chunk.end, chunks + 1);
         }
         (mine.bits().collect(), chunks)
+    }
+
+    #[test]
+    fn channels_share_the_chunks_of_every_region() {
+        for (channels, pages) in [(1, 1u64), (2, 512), (3, 5000), (7, 5120)] {
+            for position in 0..4 {
+                let share = |index| Share { chunk_pages: 512, channels, index };
+                let mut all: Vec<_> = (0..channels).flat_map(|index| share(index).chunks(position, pages)).collect();
+                all.sort_by_key(|chunk| chunk.start);
+                assert_eq!((all[0].start, all[all.len() - 1].end), (0, pages));
+                assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{all:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn walk_of_a_pass_returns_every_page_once() {
+        unscheduled(|| {
+            let mut pages = Vec::new();
+            walk_pass(set(&[0, 1, 2, 63, 64, 99]), 64, |run| pages.extend(run));
+            assert_eq!(pages, [0, 1, 2, 63, 64, 99]);
+        });
     }
 
     #[test]
@@ -732,8 +821,7 @@ mod tests {
             assert!(pass.has(0, PageTurn::First) && pass.has(1, PageTurn::First));
             let (pages, chunks) = take_region(&pass, 0, LONG);
             assert_eq!(pages, [5, SPAN_PAGES - 1, 2 * SPAN_PAGES + 99]);
-            // A sender looks at the eight chunks of a block at most, and skips all other blocks.
-            assert!(chunks <= 3 * 8, "{chunks}");
+            assert_eq!(chunks, 3);
             assert_eq!(take_region(&pass, 1, 70).0, [64, 69]);
             assert_eq!(pass.take_untouched(), LONG + 70 - 5);
             assert_eq!(pass.take_untouched(), 0);

@@ -6,7 +6,7 @@
 //! the stream of a channel keeps the order, no barrier between passes is needed for correctness,
 //! and the threads share only counters.
 
-use super::pending::{PageTurn, PassPages};
+use super::pending::{PageTurn, PassPages, Share};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
 use crate::vm::protect_run;
@@ -142,34 +142,6 @@ impl<'a> Frame<'a> {
     }
 }
 
-/// Chunks that belong to a channel: chunk `c` of the region at `position` belongs to channel
-/// `(c + position) % channels`.
-#[derive(Debug, Clone, Copy)]
-struct Share {
-    chunk_pages: u64,
-    channels: u64,
-    index: u64,
-}
-
-impl Share {
-    /// Returns the channel's first chunk of a region that has `page` or later pages, or `None` if
-    /// there is none.
-    fn chunk_from(self, position: usize, region: Region, page: u64) -> Option<Range<u64>> {
-        let Self { chunk_pages: size, channels, index } = self;
-        let chunk = page / size;
-        let owner = (chunk + position as u64) % channels;
-        let first = (chunk + (index + channels - owner) % channels) * size;
-        // A region may end within a chunk, so `page` at its end may lie in the last chunk.
-        (page.max(first) < region.pages()).then(|| first..(first + size).min(region.pages()))
-    }
-
-    /// Returns the channel's chunks of a region.
-    fn chunks(self, position: usize, region: Region) -> impl Iterator<Item = Range<u64>> {
-        let next = move |chunk: &Range<u64>| self.chunk_from(position, region, chunk.end);
-        std::iter::successors(self.chunk_from(position, region, 0), next)
-    }
-}
-
 /// Sending end of bulk channel `index`.
 pub(crate) struct Sender<'a, S> {
     pub(super) shared: SenderContext<'a>,
@@ -217,15 +189,12 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             self.touched = Bitmap::new(region.pages());
         }
         let (share, mut from) = (self.share(), 0);
-        while let Some(page) = pages.next_page(position, turn, from)? {
+        while let Some(chunk) = pages.next_chunk(position, turn, from, share, &mut mine)? {
             if self.shared.stop.load(Ordering::Relaxed) {
                 return Err(SenderError::Stopped);
             }
-            let Some(chunk) = share.chunk_from(position, region, page) else { break };
             from = chunk.end;
-            if pages.take(position, turn, chunk.clone(), &mut mine)? {
-                self.send_chunk(pass, region.id, &mine, chunk, ask)?;
-            }
+            self.send_chunk(pass, region.id, &mine, chunk, ask)?;
             self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
         self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
@@ -296,7 +265,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn send_digests(&mut self, pass: u32, except: &PageSet) -> Result<(), SenderError> {
         for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
             let mut touched = Bitmap::new(region.pages());
-            for chunk in self.share().chunks(position, *region) {
+            for chunk in self.share().chunks(position, region.pages()) {
                 self.shared.memory.touched(region.id, chunk.clone().into(), &mut touched)?;
                 let left_out = except.region(region.id);
                 let mut at = chunk.start;
