@@ -87,7 +87,7 @@ impl Verdict {
     }
 
     /// Returns the verdict as it is written in results.
-    fn value(self) -> Value {
+    pub(crate) fn value(self) -> Value {
         match self {
             Self::Met => true.into(),
             Self::Missed => false.into(),

@@ -77,6 +77,13 @@ pub(super) struct BenchArgs {
     /// Number of cases of `faults` that run at the same time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16), help_heading = RUNS)]
     pub(super) jobs: u8,
+    /// Simulate the settings of the policy aimd instead of migrations
+    ///
+    /// Only for the bench reaper. Each combination of thresholds, sleeps and counts of `aimd` is
+    /// played on each simulated guest and compared with `predict`. The sweep needs no KVM. --only
+    /// selects traces, such as bursts/4096.
+    #[arg(long, conflicts_with = "rounds", help_heading = RUNS)]
+    pub(super) traces: bool,
     /// Executable of vmferry to measure
     ///
     /// The default is `vmferry` in the folder of this executable.

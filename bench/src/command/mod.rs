@@ -96,6 +96,10 @@ fn bench(args: &BenchArgs) -> Result<()> {
         let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
+    if args.traces && args.name != BenchName::Reaper {
+        let why = "--traces is an option of the bench reaper; omit it, or run reaper";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
+    }
     if let Some(path) = &args.vmferry {
         program::name(path);
     }

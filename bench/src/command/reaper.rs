@@ -4,7 +4,10 @@
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
 use super::{Finished, no_kvm, program};
-use crate::reaper::{self, CaseSpec, Options, OurError, OurRunner, Recorder, RingRun, Run, Side};
+use crate::reaper::traces;
+use crate::reaper::{
+    self, CaseSpec, Options, OurError, OurRunner, Recorder, RingRun, Run, Side, Throttle, ThrottleRun,
+};
 use crate::warm::Warm;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -18,6 +21,9 @@ const POLL: Duration = Duration::from_millis(50);
 const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
+    if args.traces {
+        return simulated(args);
+    }
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
     options.only.clone_from(&args.only);
@@ -25,6 +31,18 @@ pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let outcome = reaper::run(&options, &mut Ours, &mut progress);
     let (table, page) = (reaper::table(&outcome.document), reaper::page(&outcome.document));
     Ok(Finished { table, page: Some(page), document: outcome.document, failures: outcome.failures })
+}
+
+/// Sweeps the settings of `aimd` in simulated time.
+fn simulated(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { traces::Options::quick() } else { traces::Options::full() };
+    options.only.clone_from(&args.only);
+    if !options.selects_any() {
+        bail!("--only selects no trace; use a name such as bursts/4096");
+    }
+    let document = traces::run(&options, &mut |what| eprintln!("reaper: {what}"));
+    let (table, page) = (traces::table(&document), traces::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures: Vec::new() })
 }
 
 struct Ours;
@@ -74,12 +92,18 @@ impl Watch {
         self.look(at);
     }
 
-    /// Records until the migration has ended, and returns its report.
-    fn look_until_moved(&mut self, source: &mut Runner, limit: Duration) -> Result<Value> {
+    /// Records until the migration has ended, and returns its report. In postcopy the guest runs on
+    /// the target, and is recorded there.
+    fn look_until_moved(&mut self, pair: &mut Pair, limit: Duration) -> Result<Value> {
         let deadline = Instant::now() + limit;
+        let mut handed_over = false;
         while Instant::now() < deadline {
-            self.look(source);
-            let status = source.status()?;
+            self.look(if handed_over { &mut pair.target } else { &mut pair.source });
+            let status = pair.source.status()?;
+            handed_over = status["state"] == "postcopy" || status["outcome"] == "completed";
+            if handed_over {
+                self.recorder.moved();
+            }
             if status["outcome"] == "completed" {
                 return Ok(status);
             }
@@ -109,9 +133,8 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
     drop(warm);
     let start = watch.now();
     pair.migrate(&request(spec, side, &pair.uri)?)?;
-    let report = watch.look_until_moved(&mut pair.source, spec.timeout + PATIENCE)?;
+    let report = watch.look_until_moved(&mut pair, spec.timeout + PATIENCE)?;
     let end = report["total_ms"].as_f64().context("no total time")? / 1e3;
-    watch.recorder.moved();
     watch.look_for(&mut pair.target, after);
     let guest = &pair.target.status()?["vm"]["guest"];
     if guest["corrupt"].as_u64() != Some(0) {
@@ -122,16 +145,15 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
 
 fn request(spec: &CaseSpec, side: Side, uri: &str) -> Result<MigrateRequest> {
     let ms = |time: Duration| u64::try_from(time.as_millis());
-    let (tracker, reaper) = match side {
-        Side::Ring { policy, .. } => ("ring", Some(policy.name().to_owned())),
-        Side::Log | Side::Qemu { .. } => ("log", None),
-    };
+    let policy = side.policy();
     Ok(MigrateRequest {
-        tracker: Some(tracker),
-        reaper,
+        mode: spec.mode.name(),
+        tracker: Some(if policy.is_some() { "ring" } else { "log" }),
+        reaper: policy.map(|policy| policy.name().to_owned()),
+        auto_converge: side.throttle().or(spec.throttle).map_or("off", Throttle::name),
         channels: 1,
         downtime_limit_ms: ms(spec.downtime_limit)?,
-        max_bandwidth: Some(spec.max_bandwidth),
+        max_bandwidth: spec.max_bandwidth,
         timeout_ms: Some(ms(spec.timeout)?),
         on_timeout: "switch",
         ..MigrateRequest::to(uri)
@@ -143,12 +165,15 @@ fn run(report: &Value, recorder: Recorder, start: f64, end: f64) -> Result<Run> 
     let time = |value: &Value| value.as_f64().map(|ms| Duration::from_secs_f64(ms / 1e3));
     let passes = report["passes"].as_array().context("no passes")?;
     let ring = &report["ring"];
+    let throttle = &report["throttle"];
+    let resumed = resumed(report).unwrap_or(end);
     let sum = |list: &Value, name: &str| -> Option<u64> {
         Some(list.as_array()?.iter().filter_map(|item| item[name].as_u64()).sum())
     };
     Ok(Run {
-        timeline: recorder.finish(start, end),
+        timeline: recorder.finish(start, resumed),
         end,
+        resumed,
         total: time(&report["total_ms"]).context("no total time")?,
         downtime: time(&report["downtime_ms"]).context("no downtime")?,
         passes: passes.len() as u64,
@@ -161,5 +186,44 @@ fn run(report: &Value, recorder: Recorder, start: f64, end: f64) -> Result<Run> 
             harvests: ring["harvests"].as_u64().unwrap_or(0),
             reaper_cpu: time(&ring["reaper_cpu_ms"]).unwrap_or_default(),
         }),
+        throttle: throttle["held_ms"].as_array().map(|held| ThrottleRun {
+            held: held.iter().filter_map(time).collect(),
+            highest_share: throttle["highest_share"].as_f64().unwrap_or(0.0),
+        }),
     })
+}
+
+/// Returns the seconds from the beginning of a migration until the guest ran on the target before
+/// all of its memory was there. `None` if the migration did not end by postcopy.
+fn resumed(report: &Value) -> Option<f64> {
+    let phases = report["phases"].as_array()?;
+    let phase = |name: &str| phases.iter().find(|phase| phase["phase"] == name);
+    phase("postcopy")?;
+    let switchover = phase("switchover")?;
+    Some((switchover["start_ms"].as_f64()? + switchover["ms"].as_f64()?) / 1e3)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_runs_on_the_target_before_the_end_only_in_postcopy() {
+        let switchover = json!({ "phase": "switchover", "start_ms": 900.0, "ms": 100.0 });
+        let postcopy = json!({ "phase": "postcopy", "start_ms": 1000.0, "ms": 500.0 });
+        assert_eq!(resumed(&json!({ "phases": [switchover, postcopy] })), Some(1.0));
+        assert_eq!(resumed(&json!({ "phases": [switchover] })), None);
+    }
+
+    #[test]
+    fn throttle_of_a_report_is_read() {
+        let report = json!({
+            "total_ms": 2000.0, "downtime_ms": 10.0, "passes": [], "bytes": { "wire": 5 },
+            "throttle": { "shares": [0.5], "highest_share": 0.75, "held_ms": [10.0, 20.0] },
+        });
+        let got = run(&report, Recorder::default(), 0.0, 2.0).unwrap();
+        let held = vec![Duration::from_millis(10), Duration::from_millis(20)];
+        assert_eq!(got.throttle, Some(ThrottleRun { held, highest_share: 0.75 }));
+        assert_eq!((got.resumed, got.ring), (2.0, None));
+    }
 }

@@ -68,6 +68,8 @@ pub struct QemuSpec {
     pub downtime_limit: Duration,
     /// QEMU's `max-bandwidth` in bytes per second. `None` means no limit.
     pub max_bandwidth: Option<u64>,
+    /// True if QEMU's auto-converge throttles the vCPUs, step by step.
+    pub auto_converge: bool,
     /// Time after which any downtime is accepted. `None` means never.
     pub switch_after: Option<Duration>,
     /// Time for which the guest runs before it is migrated. Its speed before is measured in this
@@ -92,6 +94,7 @@ impl Default for QemuSpec {
             dirty_ring: None,
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: None,
+            auto_converge: false,
             switch_after: None,
             warm_up: Duration::from_secs(1),
             after: Duration::from_millis(400),
@@ -263,7 +266,10 @@ impl Pair {
 
     fn configure(&mut self, spec: &QemuSpec) -> Result<(), QemuError> {
         let capabilities = json!({
-            "capabilities": [{ "capability": "multifd", "state": spec.multifd.is_some() }]
+            "capabilities": [
+                { "capability": "multifd", "state": spec.multifd.is_some() },
+                { "capability": "auto-converge", "state": spec.auto_converge },
+            ]
         });
         let mut parameters = json!({
             "max-bandwidth": spec.max_bandwidth.unwrap_or(UNLIMITED_BYTES_PER_S),

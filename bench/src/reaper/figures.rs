@@ -1,6 +1,7 @@
 //! Conversion of a run into its figures.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use vmferry_report::Spread;
 
@@ -27,6 +28,7 @@ pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
     let (total_ms, downtime) = (run.total.as_secs_f64() * 1e3, run.downtime.as_secs_f64());
     put("total_ms", total_ms);
     put("downtime_ms", downtime * 1e3);
+    put("timed_out", f64::from(u8::from(run.total >= spec.timeout)));
     put("passes", to_f64(run.passes));
     put("wire_gbytes", to_f64(run.wire_bytes) / 1e9);
     let vcpu_ms = run.end * 1e3 * f64::from(spec.vcpus);
@@ -41,8 +43,8 @@ pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
         put("drop_s", drop_s(speed, &run.timeline.windows(0.0, watched)));
         // While the guest is stopped for the switchover it writes nothing. That is the downtime,
         // which is a separate figure.
-        let paused = (run.end - downtime - WINDOW, run.end + WINDOW);
-        let mut running = run.timeline.windows(0.0, paused.0.max(WINDOW.min(run.end)));
+        let paused = (run.resumed - downtime - WINDOW, run.resumed + WINDOW);
+        let mut running = run.timeline.windows(0.0, paused.0.max(WINDOW.min(run.resumed)));
         running.extend(run.timeline.windows(paused.1, watched));
         worst_ms_per_gb(&running).into_iter().for_each(|ms| put("worst_ms_per_gb", ms));
         put("lost_ms", (1.0 - during / speed) * vcpu_ms);
@@ -66,6 +68,14 @@ pub(super) fn figures(spec: &CaseSpec, run: &Run, before: f64) -> Figures {
         put("reaper_cpu_ms", cpu_ms);
         put("reaper_cpu_pct", cpu_ms / total_ms * 100.0);
     }
+    if let Some(throttle) = &run.throttle {
+        let held_ms = |held: &Duration| held.as_secs_f64() * 1e3;
+        put("throttle_share", throttle.highest_share);
+        put("throttle_pct", throttle.held.iter().map(held_ms).sum::<f64>() / vcpu_ms * 100.0);
+        for (vcpu, held) in throttle.held.iter().take(8).enumerate() {
+            put(&format!("vcpu{vcpu}_held_ms"), held_ms(held));
+        }
+    }
     figures
 }
 
@@ -82,9 +92,8 @@ pub(super) fn fault_us(figures: &Figures) -> Option<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Options, Point, RingRun, Timeline};
+    use super::super::{Options, Point, RingRun, ThrottleRun, Timeline};
     use super::*;
-    use std::time::Duration;
 
     /// Returns a run with a second at 1000 writes/s, two at 500 with a stop of 100 ms before their
     /// end, and a second at 1000.
@@ -98,6 +107,7 @@ mod tests {
         Run {
             timeline,
             end: 2.0,
+            resumed: 2.0,
             total: Duration::from_secs(2),
             downtime: Duration::from_millis(100),
             dirtied: Some(80_000),
@@ -130,6 +140,27 @@ mod tests {
         close("vcpu0_kept", 0.475);
         // (1050 - 100 - 10) ms divided by 80 000 faults.
         assert!((fault_us(&figures).unwrap() - 11.75).abs() < 1e-6);
+    }
+
+    #[test]
+    fn throttle_and_timeout_are_figures() {
+        let spec = Options::quick().cases.remove(2);
+        let throttle = ThrottleRun { held: vec![Duration::from_millis(500)], highest_share: 0.75 };
+        let throttled = figures(&spec, &Run { throttle: Some(throttle), ..run() }, 1.0);
+        let of = |name: &str| throttled.get(name).copied();
+        assert_eq!((of("throttle_pct"), of("throttle_share")), (Some(25.0), Some(0.75)));
+        assert_eq!((of("vcpu0_held_ms"), of("timed_out")), (Some(500.0), Some(1.0)));
+        let early = figures(&spec, &Run { total: Duration::from_millis(1999), ..run() }, 1.0);
+        assert_eq!((early["timed_out"], early.contains_key("throttle_pct")), (0.0, false));
+    }
+
+    #[test]
+    fn windows_after_the_handover_of_a_hybrid_count() {
+        let spec = Options::quick().cases.remove(2);
+        // The guest ran on the target at 1.0 s, and stopped writing there from 1.9 s on.
+        let hybrid = Run { resumed: 1.0, ..run() };
+        let [moved, precopy] = [hybrid, run()].map(|run| figures(&spec, &run, 1.0)["worst_ms_per_gb"]);
+        assert!(moved > 10.0 * precopy, "{moved} and {precopy}");
     }
 
     #[test]

@@ -7,9 +7,11 @@
 
 mod figures;
 mod goals;
+mod question;
 mod report;
 mod series;
 mod spec;
+pub mod traces;
 
 use std::time::Duration;
 
@@ -22,7 +24,7 @@ use crate::rounds::{Rounds, Stop, enough_memory};
 pub use crate::rounds::{OurError, Outcome};
 pub(crate) use series::to_f64;
 pub use series::{Point, Recorder, Timeline, WINDOW, drop_s, worst_ms_per_gb};
-pub use spec::{CaseSpec, ENTRIES, Options, Policy, Purpose, SCALE, Side};
+pub use spec::{CaseSpec, ENTRIES, Mode, Options, Policy, Purpose, SCALE, Side, Throttle};
 pub use vmferry_report::benches::reaper::{page, table};
 
 /// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
@@ -53,6 +55,9 @@ pub struct Run {
     pub timeline: Timeline,
     /// Seconds from the command until the source knew the end of the migration.
     pub end: f64,
+    /// Seconds from the command until the guest ran on the target. In a hybrid, this is before
+    /// `end`.
+    pub resumed: f64,
     /// Total time as the migrating program reports it.
     pub total: Duration,
     /// Downtime as the migrating program reports it.
@@ -66,6 +71,17 @@ pub struct Run {
     pub dirtied: Option<u64>,
     /// Ring statistics. `None` without rings, or if another program has them.
     pub ring: Option<RingRun>,
+    /// Throttle of the vCPUs. `None` if vmferry did not throttle, or if another program did.
+    pub throttle: Option<ThrottleRun>,
+}
+
+/// Throttle of a migration.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct ThrottleRun {
+    /// Time for which the throttle stopped each vCPU.
+    pub held: Vec<Duration>,
+    /// Highest share of its time for which a vCPU was stopped, from 0 to 1.
+    pub highest_share: f64,
 }
 
 /// Ring statistics of a migration, over all vCPUs.
@@ -104,7 +120,7 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
 
 fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
     enough_memory(spec.memory)?;
-    let Side::Qemu { ring } = side else {
+    let Side::Qemu { ring, stepped } = side else {
         return Ok(ours.run(spec, side, options.before, options.after)?);
     };
     let qemu = QemuSpec {
@@ -114,7 +130,8 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         multifd: None,
         dirty_ring: ring,
         downtime_limit: spec.downtime_limit,
-        max_bandwidth: Some(spec.max_bandwidth),
+        max_bandwidth: spec.max_bandwidth,
+        auto_converge: stepped,
         switch_after: Some(spec.timeout),
         warm_up: options.before,
         after: options.after,
@@ -124,12 +141,12 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
     Ok(Run {
         timeline,
         end: result.total.as_secs_f64(),
+        resumed: result.total.as_secs_f64(),
         total: result.total,
         downtime: result.downtime,
         passes: result.passes.unwrap_or(0),
         wire_bytes: result.wire_bytes.unwrap_or(0),
-        dirtied: None,
-        ring: None,
+        ..Run::default()
     })
 }
 

@@ -1,6 +1,7 @@
 //! Conversion of runs into the document.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 use vmferry_report::Spread;
@@ -8,8 +9,9 @@ use vmferry_report::json::{Case, Document, Series};
 
 use super::figures::{Figures, fault_us, figures, speed_before};
 use super::goals::{goals as verdicts, published};
+use super::question::{answer, stall_and_total};
 use super::spec::{ENTRIES, SCALE};
-use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, WINDOW};
+use super::{CaseSpec, Options, Policy, Purpose, Run, Side, SideRuns, Throttle, WINDOW};
 use crate::cases::add_spreads;
 
 /// Adds the sides of a case to the document.
@@ -21,8 +23,11 @@ pub(super) fn add_case(document: &mut Document, options: &Options, spec: &CaseSp
             runs.rounds.iter().map(|run| run.as_ref().map(|run| figures(spec, run, before))).collect()
         })
         .collect();
+    let cores = u32::try_from(document.host.cores).unwrap_or(u32::MAX);
     for (runs, rounds) in sides.iter().zip(&by_side) {
-        document.cases.push(case_of(options, spec, runs, rounds));
+        let case = case_of(options, spec, runs, rounds);
+        // The vCPUs leave no processor to the migration.
+        document.cases.push(case.param("oversubscribed", spec.vcpus >= cores));
     }
     match spec.purpose {
         Purpose::FaultCost => {
@@ -41,7 +46,7 @@ pub(super) fn add_case(document: &mut Document, options: &Options, spec: &CaseSp
                 all[&spec.name] = json!(paid);
             }
         }
-        Purpose::Idle => {}
+        Purpose::Idle | Purpose::Converge | Purpose::Published | Purpose::Throttle => {}
     }
 }
 
@@ -61,14 +66,21 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, rounds: &[Option
     .param("ring_entries", runs.side.entries())
     .param("published_stress_bytes", spec.published)
     .param("max_bandwidth_bytes_per_s", spec.max_bandwidth)
-    .param("timeout_ms", u64::try_from(spec.timeout.as_millis()).unwrap_or(u64::MAX))
+    .param("downtime_limit_ms", millis(spec.downtime_limit))
+    .param("timeout_ms", millis(spec.timeout))
+    .param("mode", spec.mode.name())
+    .param("throttle", runs.side.throttle().or(spec.throttle).map(Throttle::name))
     .param("rounds", rounds.iter().flatten().count());
-    if let Side::Ring { policy, .. } = runs.side {
+    if let Some(policy) = runs.side.policy() {
         case = case.param("policy", policy.name());
     }
     add_spreads(&mut case, rounds.iter().flatten());
     case.series = typical(runs, rounds, options.before.as_secs_f64());
     case
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Returns the series of the round whose speed was the median.
@@ -123,7 +135,12 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
     for case in &mut document.cases {
         explain(case, fault_us);
     }
+    let rows = stall_and_total(document);
+    if let Some(answer) = answer(&rows) {
+        document.summary.insert("answer".into(), answer.into());
+    }
     let summary = [
+        ("stall_and_total", rows.into()),
         ("rounds", options.repeats.into()),
         ("window_s", WINDOW.into()),
         ("scale", SCALE.into()),

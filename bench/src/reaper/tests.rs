@@ -29,6 +29,7 @@ fn scripted(side: Side) -> Run {
     Run {
         timeline,
         end: 2.0,
+        resumed: 2.0,
         total: Duration::from_secs(2),
         dirtied: Some(1000),
         ring: side.entries().map(|_| RingRun {
@@ -143,37 +144,142 @@ fn difference_within_the_spread_is_inconclusive() {
     assert!(table(&document).contains("inconclusive, spread 1.000"), "{}", table(&document));
 }
 
-/// Returns the published ratios beside a measured drop, for a stress and a ring size.
-fn published_ratios(stress_gib: u64, entries: u32) -> Vec<(String, f64, f64)> {
-    let side = Side::Ring { entries, policy: Policy::Predict };
-    let mut case = Case::new(format!("stress/{side}"))
-        .param("case", "stress")
-        .param("purpose", Purpose::Compare.name())
-        .param("published_stress_bytes", stress_gib << 30);
-    case.spread("drop_s", Spread::of([1.0, 1.0]));
+/// Returns the rows that compare a measured case with published figures: a stress in GiB, the
+/// number of vCPUs if it is known, and the size of the rings.
+fn published_rows(stress_gib: u64, vcpus: Option<u32>, entries: u32) -> Vec<serde_json::Value> {
     let mut document = Document::new("reaper", Host::default());
-    document.cases.push(case);
-    let number = |row: &serde_json::Value, name: &str| row[name].as_f64().unwrap();
-    let rows = goals::published(&document).into_iter().map(|row| {
-        let name = row["name"].as_str().unwrap().to_owned();
-        (name, number(&row, "published_to_bitmap"), number(&row, "published_to_fixed"))
-    });
-    rows.collect()
+    let ring = |policy| Side::Ring { entries, policy };
+    let measured =
+        [(Side::Log, 8.0, 400.0), (ring(Policy::Fixed), 2.0, 500.0), (ring(Policy::Predict), 1.0, 100.0)];
+    for (side, drop, worst) in measured {
+        let mut case = Case::new(format!("stress/{side}"))
+            .param("case", "stress")
+            .param("purpose", Purpose::Published.name())
+            .param("vcpus", vcpus)
+            .param("oversubscribed", vcpus == Some(8))
+            .param("rounds", 2)
+            .param("published_stress_bytes", stress_gib << 30);
+        case.spread("drop_s", Spread::of([drop, drop]));
+        case.spread("worst_ms_per_gb", Spread::of([worst, worst]));
+        document.cases.push(case);
+    }
+    let names: Vec<_> = goals::goals(&document).iter().map(|goal| goal["met"].clone()).collect();
+    assert_eq!(names, [true, true], "drop and worst window, predict to fixed");
+    goals::published(&document)
 }
 
 #[test]
-fn drop_is_compared_with_every_published_row_of_its_stress() {
-    let rows = published_ratios(3, 4096);
+fn drop_is_compared_with_the_published_rows_of_its_stress() {
+    let rows = published_rows(3, Some(1), 4096);
     let [two, eight] = &rows[..] else { panic!("{rows:?}") };
-    assert_eq!(two.0, "stress/4096, published with 3 GB on 2 vCPUs");
-    assert_eq!((two.1, two.2), (5.5 / 18.0, 5.5 / 23.0));
-    assert_eq!(eight.0, "stress/4096, published with 3 GB on 8 vCPUs");
-    assert_eq!((eight.1, eight.2), (13.0 / 38.0, 13.0 / 62.0));
-    assert_eq!(published_ratios(3, 65536)[1].2, 14.0 / 71.0);
+    assert_eq!(two["name"], "stress/4096, published with 3 GB on 2 vCPUs");
+    let ratios = |row: &serde_json::Value| {
+        ["published_to_bitmap", "published_to_fixed", "to_log", "to_fixed"]
+            .map(|name| row[name].as_f64().unwrap())
+    };
+    assert_eq!(ratios(two), [5.5 / 18.0, 5.5 / 23.0, 0.125, 0.5]);
+    assert_eq!(eight["name"], "stress/4096, published with 3 GB on 8 vCPUs");
+    assert_eq!(ratios(eight)[..2], [13.0 / 38.0, 13.0 / 62.0]);
+    assert_eq!(ratios(&published_rows(3, None, 65536)[1])[1], 14.0 / 71.0);
 
-    let rows = published_ratios(30, 65536);
+    let rows = published_rows(30, Some(8), 65536);
     let [largest] = &rows[..] else { panic!("{rows:?}") };
-    assert_eq!((largest.1, largest.2), (29.5 / 221.5, 29.5 / 171.0));
+    assert_eq!(largest["name"], "stress/65536, oversubscribed, published with 30 GB on 8 vCPUs");
+    assert_eq!(ratios(largest)[..2], [29.5 / 221.5, 29.5 / 171.0]);
+}
+
+#[test]
+fn case_with_the_published_number_of_vcpus_has_one_row() {
+    let rows = published_rows(3, Some(2), 4096);
+    assert_eq!(rows.len(), 1);
+    assert_eq!(rows[0]["name"], "stress/4096, published with 3 GB on 2 vCPUs");
+}
+
+#[test]
+fn slowest_window_is_compared_with_the_published_one() {
+    let row = &published_rows(3, Some(2), 4096)[0];
+    let number = |name: &str| row[name].as_f64().unwrap();
+    assert_eq!((number("published_worst_ms_per_gb"), number("worst_ms_per_gb")), (2962.0, 100.0));
+    assert_eq!(number("published_worst_to_bitmap"), 2962.0 / 3300.0);
+    assert_eq!(number("published_worst_to_fixed"), 2962.0 / 2766.0);
+    assert_eq!((number("worst_to_log"), number("worst_to_fixed")), (0.25, 0.2));
+    // The slowest windows with large rings were published for two rows only.
+    assert!(published_rows(6, Some(8), 65536)[0]["published_worst_to_fixed"].is_null());
+}
+
+#[test]
+fn throttle_is_compared_with_the_stepped_one() {
+    /// Runner whose guests need longer, and keep less of the second vCPU, if all are throttled.
+    struct Throttling;
+    impl OurRunner for Throttling {
+        fn run(&mut self, _: &CaseSpec, side: Side, _: Duration, _: Duration) -> Result<Run, OurError> {
+            let kept = if side.throttle() == Some(Throttle::Writers) { 0.9 } else { 0.3 };
+            let mut run = scripted(side);
+            for (at, writes) in [(-1.0, 0.0), (0.0, 100.0), (2.0, 100.0 + 200.0 * kept), (3.0, 400.0)] {
+                run.timeline.add(1, Point { at, writes });
+            }
+            let held = vec![Duration::from_secs(1); 2];
+            run.throttle = side.throttle().map(|_| ThrottleRun { held, highest_share: 0.5 });
+            Ok(run)
+        }
+    }
+    let mut options = Options { repeats: 2, ..Options::quick() };
+    options.cases.retain(|case| case.purpose == Purpose::Throttle);
+    options.cases[0].memory = 1 << 20;
+    let document = run(&options, &mut Throttling, &mut |_| {}).document;
+    let [case] = &options.cases[..] else { panic!("{:?}", options.cases) };
+    let side = |how: &str| {
+        let name = format!("{}/ring-4096-throttle-{how}", case.name);
+        document.cases.iter().find(|case| case.name == name).unwrap()
+    };
+    assert_eq!((side("all").metrics["throttle_pct"], side("all").metrics["throttle_share"]), (50.0, 0.5));
+    assert_eq!(
+        (&side("all").params["throttle"], &side("writers").params["throttle"]),
+        (&"all".into(), &"writers".into())
+    );
+    let goals = document.summary["goals"].as_array().unwrap();
+    let met = |what: &str| {
+        let name = format!("{}/ring-4096 {what}", case.name);
+        goals.iter().find(|goal| goal["name"] == name).unwrap()["met"].clone()
+    };
+    assert_eq!(met("speed of the vCPU that writes little, writers to all"), true);
+    assert_eq!(met("ended by the timeout, throttle all"), true);
+    assert!(table(&document).contains("throttled %"), "{}", table(&document));
+}
+
+#[test]
+fn published_rows_that_do_not_fit_are_skipped_with_the_reason() {
+    let mut options = Options { repeats: 1, only: vec!["published-3G-2cpu/log".into()], ..Options::full() };
+    for case in &mut options.cases {
+        // More than any host has.
+        case.memory = 1 << 50;
+    }
+    let document = run(&options, &mut Scripted, &mut |_| {}).document;
+    let [case] = &document.cases[..] else { panic!("{:?}", document.cases) };
+    assert!(case.skipped.as_ref().unwrap().starts_with("needs "), "{case:?}");
+    assert!(table(&document).contains("skipped published-3G-2cpu/log: needs "));
+}
+
+#[test]
+fn published_rows_are_all_cases() {
+    let full = Options::full();
+    let rows: Vec<_> = full.cases.iter().filter(|case| case.purpose == Purpose::Published).collect();
+    for (gib, vcpus) in [(3, 2), (3, 8), (6, 8), (10, 8), (20, 8), (30, 8)] {
+        let name = format!("published-{gib}G-{vcpus}cpu");
+        assert!(rows.iter().any(|case| case.name == name), "{name}");
+    }
+    for (scaled, vcpus) in [(384, 2), (640, 4), (1280, 8), (1920, 8)] {
+        let name = format!("scaled-{scaled}M-{vcpus}cpu");
+        assert!(rows.iter().any(|case| case.name == name), "{name}");
+    }
+    assert!(full.repeats >= 3);
+}
+
+#[test]
+fn policies_are_those_of_the_command() {
+    use vmferry_dirty::ReaperPolicy;
+    let names: Vec<String> = vmferry_baselines::Policy::ALL.iter().map(|own| own.name().into()).collect();
+    assert_eq!(Policy::ALL.map(Policy::name).to_vec(), names);
 }
 
 #[test]

@@ -23,6 +23,13 @@ const EQUAL: f64 = 1.01;
 /// loses less time by full exits than by faulting a tenth more often.
 const EQUAL_FOR_SMALL_RINGS: f64 = 1.08;
 
+/// Ratio like [`EQUAL_FOR_SMALL_RINGS`], compared with `aimd-own`.
+///
+/// A full exit harvests one ring instead of all rings, so it stops the vCPU for less time than
+/// under the published policies. Therefore a ring that is always full gains a little more. The
+/// worst case is the trace "one of four", with 8.4 % more writes than under `predict`.
+const EQUAL_FOR_SMALL_OWN_RINGS: f64 = 1.09;
+
 /// Additional share of the time for which vCPUs may be stopped under `predict`, compared with the
 /// baselines.
 ///
@@ -55,13 +62,17 @@ fn play(policy: Policy, trace: &Trace, entries: u32, costs: &Costs, seconds: f64
 
 fn predict_is_no_worse(traces: impl Iterator<Item = Trace>, entries: u32, costs: &Costs, seconds: f64) {
     for trace in traces {
-        let [fixed, gears, aimd, predict] =
-            Policy::ALL.map(|policy| play(policy, &trace, entries, costs, seconds));
-        for (policy, other) in [(Policy::Fixed, fixed), (Policy::Gears, gears), (Policy::Aimd, aimd)] {
+        let predict = play(Policy::Predict, &trace, entries, costs, seconds);
+        for policy in Policy::ALL.into_iter().filter(|policy| *policy != Policy::Predict) {
+            let other = play(policy, &trace, entries, costs, seconds);
             let what =
                 format!("{}, {entries} entries, {policy}: {other:?}, predict: {predict:?}", trace.name);
             let all = seconds * trace.vcpus.len() as f64;
-            let equal = if entries < ENTRIES { EQUAL_FOR_SMALL_RINGS } else { EQUAL };
+            let equal = match policy {
+                _ if entries >= ENTRIES => EQUAL,
+                Policy::AimdOwn => EQUAL_FOR_SMALL_OWN_RINGS,
+                _ => EQUAL_FOR_SMALL_RINGS,
+            };
             let (lost, others) = (predict.lost_per_million(costs), other.lost_per_million(costs));
             let excess = (lost - others) * predict.writes / 1e6;
             assert!(!(lost > others * equal && excess > all * STALL_SHARE), "lost {lost}, {others}: {what}");

@@ -472,7 +472,7 @@ pub(crate) struct MigrateArgs {
     /// Harvest policy of dirty rings
     ///
     /// `predict` is the policy of vmferry. `fixed`, `gears` and `aimd` are published policies, for
-    /// comparison.
+    /// comparison. `aimd-own` is `aimd` with a harvest of each ring on its own.
     #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
     /// Number of bulk channels [default: 2]

@@ -41,7 +41,7 @@ pub(crate) struct DirtyRateArgs {
     /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,
-    /// Harvest policy of dirty rings: predict, fixed, gears or aimd
+    /// Harvest policy of dirty rings: predict, fixed, gears, aimd or aimd-own
     #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
     /// Write the result as JSON to this file (- for standard output)

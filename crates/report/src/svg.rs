@@ -15,6 +15,8 @@ pub enum Tone {
     Amber,
     /// Green.
     Green,
+    /// Blue-green, dashed.
+    Cyan,
     /// Blue, for the most important line, which is wider than the others.
     Blue,
     /// Purple, dashed.
@@ -33,6 +35,7 @@ impl Tone {
             Tone::Blue => "blue",
             Tone::Purple => "purple",
             Tone::Brown => "brown",
+            Tone::Cyan => "cyan",
         }
     }
 }
@@ -92,9 +95,9 @@ pub(super) const LETTER: f64 = 7.6;
 /// because a page may have many charts.
 pub(super) const STYLE: &str = "\
 .vf{--text:#1f2328;--soft:#59636e;--rule:#d1d9e0;--ground:#fff;--grey:#6b7280;--vermilion:#d1495b;--amber:#c77f00;\
---green:#12875f;--blue:#0b62c4;--purple:#9a4fb0;--brown:#8c5a3c}\
+--green:#12875f;--blue:#0b62c4;--purple:#9a4fb0;--brown:#8c5a3c;--cyan:#0f7f96}\
 @media screen and (prefers-color-scheme:dark){.vf{--text:#e6edf3;--soft:#9198a1;--rule:#30363d;--ground:#0d1117;--grey:#a0a7b0;\
---vermilion:#ff7b86;--amber:#f2b544;--green:#3fd19a;--blue:#62a8ff;--purple:#d49be6;--brown:#cfa081}}\
+--vermilion:#ff7b86;--amber:#f2b544;--green:#3fd19a;--blue:#62a8ff;--purple:#d49be6;--brown:#cfa081;--cyan:#4cc3da}}\
 .vf text{font:13px system-ui,-apple-system,'Segoe UI',sans-serif;fill:var(--soft)}\
 .vf .on{fill:var(--ground);font-weight:600}.vf .figure{fill:var(--text)}.vf .title{font-size:15px;font-weight:600;fill:var(--text)}\
 .vf .rule{stroke:var(--rule);stroke-width:1}.vf .ground{fill:var(--ground)}\
@@ -102,10 +105,10 @@ pub(super) const STYLE: &str = "\
 .vf polyline,.vf .key{fill:none;stroke-width:1.5;stroke-linejoin:round}\
 .vf .grey{stroke:var(--grey);stroke-dasharray:6 3}.vf .vermilion{stroke:var(--vermilion)}.vf .amber{stroke:var(--amber)}\
 .vf .green{stroke:var(--green)}.vf .blue{stroke:var(--blue);stroke-width:2.2!important}\
-.vf .purple{stroke:var(--purple);stroke-dasharray:2 2}.vf .brown{stroke:var(--brown);stroke-dasharray:7 2 2 2}\
+.vf .purple{stroke:var(--purple);stroke-dasharray:2 2}.vf .brown{stroke:var(--brown);stroke-dasharray:7 2 2 2}.vf .cyan{stroke:var(--cyan);stroke-dasharray:5 3}\
 .vf path{stroke:none!important}.vf path.grey{fill:var(--grey)}.vf path.vermilion{fill:var(--vermilion)}\
 .vf path.amber{fill:var(--amber)}.vf path.green{fill:var(--green)}.vf path.blue{fill:var(--blue)}\
-.vf path.band{fill:var(--soft);fill-opacity:.22}.vf path.purple{fill:var(--purple)}.vf path.brown{fill:var(--brown)}";
+.vf path.band{fill:var(--soft);fill-opacity:.22}.vf path.purple{fill:var(--purple)}.vf path.brown{fill:var(--brown)}.vf path.cyan{fill:var(--cyan)}";
 
 /// Conversion of values to positions.
 struct Scale {

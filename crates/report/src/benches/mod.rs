@@ -6,6 +6,7 @@ pub mod free_page;
 pub mod migrate;
 pub mod postcopy;
 pub mod reaper;
+pub mod reaper_traces;
 pub mod rtt;
 pub mod scale;
 pub mod scan;

@@ -23,6 +23,35 @@ const COLUMNS: &[Column] = &[
     ("downtime ms", "downtime_ms", 0, false),
 ];
 
+/// Columns of the table of throttled guests.
+const THROTTLE: &[Column] = &[
+    ("total ms", "total_ms", 0, true),
+    ("by timeout", "timed_out", 0, false),
+    ("downtime ms", "downtime_ms", 0, false),
+    ("passes", "passes", 0, false),
+    ("writes/s during", "writes_during_per_s", 0, true),
+    ("guest kept", "guest_speed_kept", 3, false),
+    ("vCPU 0 kept", "vcpu0_kept", 3, false),
+    ("vCPU 1 kept", "vcpu1_kept", 3, false),
+    ("throttled %", "throttle_pct", 1, false),
+    ("highest share", "throttle_share", 2, false),
+    ("stall %", "full_stall_pct", 2, false),
+    ("drop s", "drop_s", 1, true),
+];
+
+/// Tables of cases: purpose, columns, title.
+const TABLES: [(&str, &[Column], &str); 6] = [
+    ("compare", COLUMNS, "Figures"),
+    ("converge", COLUMNS, "Migrations that converge"),
+    ("published", COLUMNS, "Published guests"),
+    ("throttle", THROTTLE, "Throttled guests"),
+    ("compare", PARTS, "Lost time of the guest, in percent of vCPU time"),
+    ("idle", COLUMNS, "An idle guest"),
+];
+
+/// Purposes whose cases have charts.
+const CHARTS: [&str; 4] = ["compare", "converge", "published", "throttle"];
+
 /// Columns of the table of the guest's lost time.
 const PARTS: &[Column] = &[
     ("faults", "faults", 0, false),
@@ -45,7 +74,7 @@ fn conditions(document: &Document) -> Vec<String> {
     let mut lines = host(document);
     let scale = document.summary.get("scale").and_then(Value::as_f64).unwrap_or(0.0);
     lines.push(format!(
-        "Working sets are the published ones divided by {}. Each link is capped so that a migration takes several passes. At \
+        "Working sets are the published ones divided by {}, except in cases published-*. Most links are capped so that a migration takes several passes. At \
          its timeout the guest is moved without regard to the downtime: the timeout determines total and downtime of a guest \
          that dirties pages faster than the link carries them. vmferry obeys the cap while the guest is stopped, QEMU does not.",
         scale
@@ -60,6 +89,18 @@ fn conditions(document: &Document) -> Vec<String> {
             "A write fault cost the guest {cost:.1} us on this host (an upper bound that includes the cost of busy processors)."
         ));
     }
+    let oversubscribed =
+        document.cases.iter().filter(|case| case.params.get("oversubscribed") == Some(&Value::Bool(true)));
+    let mut names: Vec<&str> = oversubscribed.filter_map(|case| case.params.get("case")?.as_str()).collect();
+    names.dedup();
+    if !names.is_empty() {
+        lines.push(format!(
+            "Oversubscribed, because the vCPUs leave none of the {} processors to the migration: {}.",
+            document.host.cores,
+            names.join(", ")
+        ));
+    }
+    lines.extend(document.summary.get("answer").and_then(Value::as_str).map(str::to_owned));
     lines
 }
 
@@ -67,7 +108,7 @@ fn conditions(document: &Document) -> Vec<String> {
 pub fn table(document: &Document) -> String {
     let mut text = conditions(document).join("\n");
     text.push('\n');
-    for (purpose, columns) in [("compare", COLUMNS), ("compare", PARTS), ("idle", COLUMNS)] {
+    for (purpose, columns, _) in TABLES {
         let rows: Vec<_> = document.with_purpose(purpose).map(|case| cells(case, columns)).collect();
         if !rows.is_empty() {
             text.push_str(&format!("{}\n", grid(&head(columns), &rows)));
@@ -83,9 +124,73 @@ pub fn table(document: &Document) -> String {
     text
 }
 
-/// Returns the cost of `predict` for the guest's speed, the drops compared with published ones, and
-/// the goals.
-fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<String>>); 3] {
+/// Returns the rows that show whether a guest that stalls less migrates longer.
+fn stall_and_total(document: &Document) -> Vec<Vec<String>> {
+    let verdict = |row: &Value, field: &str| match &row[field] {
+        Value::Bool(true) => "yes".to_owned(),
+        Value::Bool(false) => "no".to_owned(),
+        _ => "within the spread".to_owned(),
+    };
+    let row = |row: &Value| {
+        vec![
+            text(&row["name"]),
+            number(&row["stall_pct"], 2),
+            number(&row["fixed_stall_pct"], 2),
+            verdict(row, "stalls_less"),
+            number(&row["total_ms"], 0),
+            number(&row["fixed_total_ms"], 0),
+            number(&row["total_to_fixed"], 3),
+            verdict(row, "takes_longer"),
+            if row["timed_out"] == true { "ended by the timeout".into() } else { String::new() },
+        ]
+    };
+    list(document, "stall_and_total").map(row).collect()
+}
+
+/// Titles of the table of stalls and total times.
+const STALL_AND_TOTAL: [&str; 9] = [
+    "stalls and total time",
+    "stall %",
+    "fixed",
+    "stalls less",
+    "total ms",
+    "fixed",
+    "ratio",
+    "takes longer",
+    "",
+];
+
+/// Titles of the table of slowest windows.
+const WORST: [&str; 7] = [
+    "worst ms/GB",
+    "published",
+    "predict",
+    "published to bitmap",
+    "predict to log",
+    "published to fixed",
+    "predict to fixed",
+];
+
+/// Returns the slowest window of a case beside the published one.
+fn worst_row(row: &Value) -> Vec<String> {
+    let columns = [
+        ("published_worst_ms_per_gb", 0),
+        ("worst_ms_per_gb", 0),
+        ("published_worst_to_bitmap", 2),
+        ("worst_to_log", 2),
+        ("published_worst_to_fixed", 2),
+        ("worst_to_fixed", 2),
+    ];
+    let cells = columns.map(|(name, digits)| number(&row[name], digits));
+    [text(&row["name"])].into_iter().chain(cells).collect()
+}
+
+/// Table of the summary: titles of the columns, and rows.
+type Extra = (&'static [&'static str], Vec<Vec<String>>);
+
+/// Returns the cost of `predict` for the guest's speed, stalls and total times, drops and slowest
+/// windows compared with published ones, and the goals.
+fn extra_tables(document: &Document) -> [Extra; 5] {
     let mut paid = Vec::new();
     let cases = document.summary.get("predict_to_fixed").and_then(Value::as_object);
     for (case, sizes) in cases.into_iter().flatten() {
@@ -102,13 +207,17 @@ fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<Strin
             ]);
         }
     }
-    let drops = list(document, "published").map(|row| {
-        let mut cells = vec![text(&row["name"])];
-        let columns = ["published_to_bitmap", "to_log", "published_to_fixed", "to_fixed"];
-        cells.extend(columns.map(|name| number(&row[name], 2)));
-        cells
-    });
+    let published = |columns: [(&str, usize); 4]| -> Vec<Vec<String>> {
+        let row = |row: &Value| {
+            let cells = columns.map(|(name, digits)| number(&row[name], digits));
+            [text(&row["name"])].into_iter().chain(cells).collect()
+        };
+        list(document, "published").map(row).collect()
+    };
+    let drops = [("published_to_bitmap", 2), ("to_log", 2), ("published_to_fixed", 2), ("to_fixed", 2)];
+    let worst = list(document, "published").map(worst_row).collect();
     [
+        (&STALL_AND_TOTAL, stall_and_total(document)),
         (&["predict to fixed", "writes/s", "faults", "passes", "GB sent", "total", "downtime"], paid),
         (
             &[
@@ -118,8 +227,9 @@ fn extra_tables(document: &Document) -> [(&'static [&'static str], Vec<Vec<Strin
                 "published to fixed",
                 "predict to fixed",
             ],
-            drops.collect(),
+            published(drops),
         ),
+        (&WORST, worst),
         (&GOALS, goals(document)),
     ]
 }
@@ -148,12 +258,7 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
         let chart = chart(name, entries, &cases);
         page.figure(&chart, &caption(&cases));
     }
-    let titles = [
-        ("compare", COLUMNS, "Figures"),
-        ("compare", PARTS, "Lost time of the guest, in percent of vCPU time"),
-        ("idle", COLUMNS, "An idle guest"),
-    ];
-    for (purpose, columns, title) in titles {
+    for (purpose, columns, title) in TABLES {
         let rows: Vec<_> = document.with_purpose(purpose).map(|case| cells(case, columns)).collect();
         if !rows.is_empty() {
             page.heading(title);
@@ -162,8 +267,10 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
         }
     }
     let titles = [
+        "Stalls and total time, compared with fixed",
         "Cost of the higher speed in migration time: predict to fixed",
         "Drops compared with published ones",
+        "Slowest windows compared with published ones",
         "Goals",
     ];
     for (title, (head, rows)) in titles.into_iter().zip(extra_tables(document)) {
@@ -185,7 +292,8 @@ pub(crate) fn section(page: &mut Page, document: &Document) {
 /// those without rings.
 fn groups(document: &Document) -> Vec<(&str, u64, Vec<&Case>)> {
     let mut names: Vec<&str> = Vec::new();
-    for case in document.with_purpose("compare") {
+    let charted = || CHARTS.into_iter().flat_map(|purpose| document.with_purpose(purpose));
+    for case in charted() {
         if let Some(name) = case.params.get("case").and_then(Value::as_str)
             && !names.contains(&name)
         {
@@ -201,7 +309,7 @@ fn groups(document: &Document) -> Vec<(&str, u64, Vec<&Case>)> {
                     && case.series.is_some()
                     && size.is_none_or(|size| size == entries)
             };
-            let cases: Vec<&Case> = document.with_purpose("compare").filter(own).collect();
+            let cases: Vec<&Case> = charted().filter(own).collect();
             if cases.iter().any(|case| case.params.get("ring_entries").is_some_and(|size| !size.is_null())) {
                 groups.push((name, entries, cases));
             }
@@ -235,10 +343,13 @@ fn line(case: &Case) -> Option<Line> {
     let tone = match name {
         "fixed" => Tone::Vermilion,
         "gears" => Tone::Amber,
-        "aimd" => Tone::Green,
+        "aimd" | "log, throttle all" | "log, throttle writers" => Tone::Green,
+        "aimd-own" => Tone::Cyan,
+        "ring, throttle all" => Tone::Amber,
+        "ring, throttle writers" => Tone::Vermilion,
         "predict" => Tone::Blue,
-        "QEMU bitmap" => Tone::Purple,
-        "QEMU ring" => Tone::Brown,
+        "QEMU bitmap" | "QEMU bitmap, stepped" => Tone::Purple,
+        "QEMU ring" | "QEMU ring, stepped" => Tone::Brown,
         _ => Tone::Grey,
     };
     let mut at = series.from_s + series.step_s / 2.0;
@@ -253,11 +364,16 @@ fn line(case: &Case) -> Option<Line> {
 fn caption(cases: &[&Case]) -> String {
     let Some(case) = cases.first() else { return String::new() };
     let number = |name: &str| case.params.get(name).and_then(Value::as_u64).unwrap_or(0);
+    let link = match number("max_bandwidth_bytes_per_s") / 1_000_000 {
+        0 => "link without a cap".to_owned(),
+        rate => format!("link capped at {rate} MB/s"),
+    };
+    let oversubscribed = case.params.get("oversubscribed") == Some(&Value::Bool(true));
     format!(
-        "{} vCPU(s), workload {}, link capped at {} MB/s, timeout {} s.",
+        "{} vCPU(s){}, workload {}, {link}, timeout {} s.",
         number("vcpus"),
+        if oversubscribed { " (oversubscribed)" } else { "" },
         case.params.get("workload").and_then(Value::as_str).unwrap_or("-"),
-        number("max_bandwidth_bytes_per_s") / 1_000_000,
         number("timeout_ms") / 1000
     )
 }

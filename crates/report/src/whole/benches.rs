@@ -1,7 +1,7 @@
 //! One run of a bench: its own tables and charts, medians with spread, and every figure.
 
 use super::others;
-use crate::benches::{density, free_page, migrate, postcopy, reaper, rtt, scale, scan};
+use crate::benches::{density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan};
 use crate::html::Page;
 use crate::json::{Case, Document};
 use crate::ranges::{Range, Ranges};
@@ -78,6 +78,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
         "rtt" => rtt::section(page, document),
         "migrate" => migrate::section(page, document),
         "reaper" => reaper::section(page, document),
+        "reaper-traces" => reaper_traces::section(page, document),
         "postcopy" => postcopy::section(page, document),
         "free-page" => free_page::section(page, document),
         "density" => density::section(page, document),

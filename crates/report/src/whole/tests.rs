@@ -220,6 +220,7 @@ fn benches_of_other_versions_and_absurd_figures_are_shown() {
         "rtt",
         "migrate",
         "reaper",
+        "reaper-traces",
         "postcopy",
         "free-page",
         "density",
