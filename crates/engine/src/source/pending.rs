@@ -792,7 +792,8 @@ mod tests {
         for (channels, pages) in [(1, 1u64), (2, 512), (3, 5000), (7, 5120)] {
             for position in 0..4 {
                 let share = |index| Share { chunk_pages: 512, channels, index };
-                let mut all: Vec<_> = (0..channels).flat_map(|index| share(index).chunks(position, pages)).collect();
+                let mut all: Vec<_> =
+                    (0..channels).flat_map(|index| share(index).chunks(position, pages)).collect();
                 all.sort_by_key(|chunk| chunk.start);
                 assert_eq!((all[0].start, all[all.len() - 1].end), (0, pages));
                 assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{all:?}");
