@@ -87,6 +87,6 @@ fn populated(
         Err(error) if matches!(error.errno(), Some(libc::ENOTTY | libc::ENOSYS)) => {
             map.for_each_populated_entry(span, |run| touched.set_range(region.pages_at(run)))
         }
-        other => other,
+        other => other.map(|_| ()),
     }
 }

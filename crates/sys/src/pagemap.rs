@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 const SCAN: u64 = iowr::<ScanArg>(b'f', 16);
 const SCAN_NAME: &str = "PAGEMAP_SCAN";
@@ -178,8 +179,8 @@ impl Pagemap {
         }
     }
 
-    /// Calls `each` with every run of pages in `span` that match `what`. `out` is the buffer for
-    /// the scans and must not be empty.
+    /// Calls `each` with every run of pages in `span` that match `what`, and returns the time that
+    /// the scans took without `each`. `out` is the buffer for the scans and must not be empty.
     ///
     /// # Errors
     /// Returns an error in the cases of [`scan`](Self::scan). `each` has received the runs that
@@ -190,10 +191,12 @@ impl Pagemap {
         what: Match,
         out: &mut [PageRegion],
         mut each: impl FnMut(PageRegion),
-    ) -> Result<(), SysError> {
-        let mut rest = span;
+    ) -> Result<Duration, SysError> {
+        let (mut rest, mut scanning) = (span, Duration::ZERO);
         while rest.start < rest.end {
+            let began = Instant::now();
             let found = self.scan(&rest, what, out)?;
+            scanning += began.elapsed();
             out[..found.runs].iter().copied().for_each(&mut each);
             if found.upto <= rest.start {
                 // The kernel always advances by at least one page. The check prevents an endless
@@ -204,7 +207,7 @@ impl Pagemap {
             }
             rest.start = found.upto;
         }
-        Ok(())
+        Ok(scanning)
     }
 
     /// Calls `each` with every page of `span` that is present or swapped out, read from the 64-bit
@@ -289,7 +292,7 @@ mod tests {
             scanned.extend(index(run.start)..index(run.end));
         });
         match result {
-            Ok(()) => assert_eq!(scanned, written),
+            Ok(_) => assert_eq!(scanned, written),
             Err(error) => {
                 let emulated = vmferry_testkit::emulator().is_some();
                 // The answer of qemu-user depends on its version.
