@@ -75,6 +75,12 @@ pub(super) struct BenchArgs {
     /// Number of cases of `faults` that run at the same time
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=16), help_heading = RUNS)]
     pub(super) jobs: u8,
+    /// Record dirty bitmaps for `scan` in this file, and replay only them
+    ///
+    /// The bench moves KVM guests of 512 MiB within its process and writes the bitmap and the times
+    /// of each harvest as JSON. Without this option, `scan` replays the recording that it ships.
+    #[arg(long, value_name = "FILE", help_heading = RUNS)]
+    pub(super) record: Option<PathBuf>,
     /// Executable of vmferry to measure
     ///
     /// The default is `vmferry` in the folder of this executable.
