@@ -136,6 +136,7 @@ impl WpTracker {
                 Part::Populated(span) => active
                     .pagemap
                     .for_each(span, WRITTEN, &mut self.runs, |_| ())
+                    .map(|_| ())
                     .map_err(TrackerError::host(region.id)),
                 Part::Empty(_) => Ok(()),
             })?;
