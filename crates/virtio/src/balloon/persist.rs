@@ -74,6 +74,7 @@ impl BalloonSaved {
         shared.hint_request.store(self.hint_request, Ordering::Release);
         shared.command.store(command, Ordering::Release);
         shared.poison.store(self.poison, Ordering::Release);
+        shared.note_progress();
         shared.set_stats(self.stats);
         shared.set_features(features);
         balloon.roles = roles;
