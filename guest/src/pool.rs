@@ -11,7 +11,8 @@ use core::sync::atomic::{AtomicU64, Ordering};
 use vmferry_guest_abi::balloon::{REPORT_ENTRIES, REPORT_PORT, report_entry};
 use vmferry_guest_abi::{GuestArgs, PAGE_SIZE, ReportMode, TscClock};
 use vmferry_guest_alloc::{
-    ASYNC_ENTRIES, Batch, Block, Buddy, FreeBits, FreeBuffer, Heap, Machine, Reports, SYNC_ENTRIES, Spans,
+    ASYNC_ENTRIES, Batch, Block, Buddy, FreeBits, FreeBuffer, Heap, Machine, Relief, Reports, SYNC_ENTRIES,
+    Spans,
 };
 
 /// Number of blocks of a batch: a page of reports, or more than a queue holds.
@@ -181,21 +182,22 @@ impl Machine for Local<'_> {
         unsafe { pointer::<u64>(gpa).write_volatile(value) }
     }
 
-    fn relieve(&self) -> bool {
-        let Some(balloon) = &self.pool.balloon else { return false };
+    fn relieve(&self) -> Relief {
+        let Some(balloon) = &self.pool.balloon else { return Relief::None };
+        let mut without = Relief::None;
         if self.pool.with(|buddy| buddy.pages().held) != 0 {
             match balloon.hints_processed() {
                 Some(true) => {
                     self.pool.with(|buddy| buddy.release_held(RELEASE));
                     balloon.released();
-                    return true;
+                    return Relief::Hinted;
                 }
                 // The first vCPU is processing hints, so this is tried again later.
-                None => return true,
-                Some(false) => {}
+                None => return Relief::Hinted,
+                Some(false) => without = Relief::Held,
             }
         }
-        balloon.deflate_some(self.pool)
+        if balloon.deflate_some(self.pool) { Relief::Balloon } else { without }
     }
 
     fn claim(&self) -> bool {

@@ -5,6 +5,26 @@ use serde::{Deserialize, Serialize};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+/// Kernel with page poisoning (`CONFIG_PAGE_POISONING`), which fills pages when they are freed and
+/// checks them when they are allocated.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Poisoning {
+    /// The lab has such a kernel.
+    Kernel {
+        /// Version of the kernel.
+        version: String,
+        /// Kernel that Linux guests boot.
+        kernel: PathBuf,
+        /// Initramfs with the modules of this kernel.
+        initrd: PathBuf,
+    },
+    /// No kernel of the lab can poison pages.
+    None {
+        /// Names of the kernels, and the missing option.
+        why: String,
+    },
+}
+
 /// Run of the lab. All paths are those of the agent.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Plan {
@@ -16,7 +36,11 @@ pub struct Plan {
     pub vmferry: PathBuf,
     /// Kernel that Linux guests boot.
     pub kernel: PathBuf,
-    /// The same kernel as an ELF file.
+    /// Options for free page reporting that this kernel was built without, by its configuration.
+    pub kernel_lacks: Vec<String>,
+    /// Kernel with page poisoning, which need not be the same one.
+    pub poisoning: Poisoning,
+    /// The same kernel as `kernel`, as an ELF file.
     pub vmlinux: PathBuf,
     /// Initramfs of Linux guests.
     pub initrd: PathBuf,

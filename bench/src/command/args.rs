@@ -84,6 +84,12 @@ pub(super) struct BenchArgs {
     /// selects traces, such as bursts/4096.
     #[arg(long, conflicts_with = "rounds", help_heading = RUNS)]
     pub(super) traces: bool,
+    /// Record dirty bitmaps for `scan` in this file, and replay only them
+    ///
+    /// The bench moves KVM guests of 512 MiB within its process and writes the bitmap and the times
+    /// of each harvest as JSON. Without this option, `scan` replays the recording that it ships.
+    #[arg(long, value_name = "FILE", help_heading = RUNS)]
+    pub(super) record: Option<PathBuf>,
     /// Executable of vmferry to measure
     ///
     /// The default is `vmferry` in the folder of this executable.

@@ -5,8 +5,8 @@ use super::args::BenchArgs;
 use super::request::MigrateRequest;
 use super::{Finished, no_kvm, program};
 use crate::free_page::{
-    self, Drop, FreePageSource, Give, Given, Inflation, LearnSpec, Learned, MoveSpec, Moved, Options,
-    OurError, OurRunner, Outcome, Way,
+    self, Claim, Drop, FreePageSource, Give, Given, Inflation, LearnSpec, Learned, LowMemory, LowSpec,
+    MoveSpec, Moved, Options, OurError, OurRunner, Outcome, Way,
 };
 use crate::host::available_memory;
 use crate::warm::Warm;
@@ -71,6 +71,10 @@ impl OurRunner for Ours {
 
     fn migrate(&mut self, spec: &MoveSpec, source: FreePageSource) -> Result<Moved, OurError> {
         on_kvm(|| migrate(spec, source))
+    }
+
+    fn low(&mut self, spec: &LowSpec, claim: Claim) -> Result<LowMemory, OurError> {
+        on_kvm(|| low(spec, claim))
     }
 }
 
@@ -294,6 +298,53 @@ fn migrate(spec: &MoveSpec, source: FreePageSource) -> Result<Moved> {
     let mut result = super::postcopy::result(&report)?;
     result.passes = report["passes"].as_array().map(|passes| passes.len() as u64);
     Ok(Moved { result, first_page: time(&report["setup_ms"]), skipped_pages: skipped, freed })
+}
+
+/// Time for which the guest keeps named pages back before the host asks again.
+const HELD: Duration = Duration::from_millis(20);
+
+/// Runs a guest that is short of memory. `claim` lasts from its boot to the end of its rounds.
+fn low(spec: &LowSpec, claim: Claim) -> Result<LowMemory> {
+    let guest = Guest::boot(spec.memory, &spec.workload(), USUAL, |args| {
+        args.hints = if claim == Claim::Question { HintMode::Demand } else { HintMode::Off };
+        args.report = if claim == Claim::Reports { ReportMode::Sync } else { ReportMode::Off };
+    })?;
+    match claim {
+        Claim::None | Claim::Reports => {}
+        Claim::Balloon => guest.balloon.set_target(spec.memory / 2),
+        Claim::Question => {
+            guest.wait("its driver", |_| guest.balloon.gives_hints())?;
+            let limit = Instant::now() + LIMIT;
+            while !guest.handle.alloc_stats().is_ok_and(|now| now.done()) && Instant::now() < limit {
+                guest.balloon.request_hints()?;
+                std::thread::sleep(HELD);
+            }
+            guest.balloon.end_hints();
+        }
+    }
+    let now = guest.wait("the end of its rounds", AllocSnapshot::done)?;
+    let corrupt = guest.handle.stats()?.corrupt();
+    if corrupt > 0 {
+        bail!("the guest found {corrupt} damaged pages");
+    }
+    let ns = Duration::from_nanos;
+    Ok(LowMemory {
+        work: ns(now.sum(|cpu| cpu.alloc_ns + cpu.touch_ns + cpu.check_ns + cpu.free_ns)),
+        waits_reported: now.sum(|cpu| cpu.waits_reported),
+        waits_held: now.sum(|cpu| cpu.waits_held),
+        waits_balloon: now.sum(|cpu| cpu.waits_balloon),
+        wait: ns(now.sum(|cpu| cpu.wait_ns)),
+        wait_max: ns(now.cpus().iter().map(|cpu| cpu.wait_max_ns).max().unwrap_or(0)),
+        failed: now.sum(|cpu| cpu.failed),
+        failed_held: now.sum(|cpu| cpu.failed_held),
+        short_rounds: now.sum(|cpu| cpu.short_rounds),
+        inflate_short: now.guest.inflate_short,
+        taken_back_pages: guest.balloon.status().figures.taken_back_pages,
+        hint_releases: now.guest.hint_releases,
+        missed: now.sum(|cpu| cpu.missed),
+        hint_full: now.guest.hint_full,
+        deferred: now.sum(|cpu| cpu.deferred),
+    })
 }
 
 /// Waits until the guest has freed what it allocates, and returns the freed bytes.

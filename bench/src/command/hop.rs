@@ -68,7 +68,8 @@ impl Kind {
 }
 
 impl Machine {
-    fn source(&mut self) -> &mut dyn SourceVm {
+    /// Returns the machine as the source of a migration.
+    pub(super) fn source(&mut self) -> &mut dyn SourceVm {
         match self {
             Self::Kvm(vm) => &mut **vm,
             Self::Process(guest) => &mut **guest,
@@ -101,6 +102,11 @@ impl Machine {
 
 /// Moves the guest into a new machine of the same kind. The old machine is dropped.
 pub(super) fn once(mut source: Machine, kind: Kind, settings: &Settings) -> Result<(Machine, Report)> {
+    moved(source.source(), kind, settings)
+}
+
+/// Moves the guest of `source`, a machine of this `kind`, into a new machine.
+pub(super) fn moved(source: &mut dyn SourceVm, kind: Kind, settings: &Settings) -> Result<(Machine, Report)> {
     let mut target = kind.waiting()?;
     let listener = Listener::bind(&Uri::Tcp { host: "127.0.0.1".into(), port: 0 }, false)?;
     let uri = listener.uri()?;
@@ -112,7 +118,7 @@ pub(super) fn once(mut source: Machine, kind: Kind, settings: &Settings) -> Resu
             let postcopy = received.postcopy.take();
             anyhow::Ok(postcopy.map(|postcopy| postcopy.finish(&listener, &arrival)))
         });
-        let report = migrate(source.source(), &uri, None, settings, &handle);
+        let report = migrate(source, &uri, None, settings, &handle);
         if !matches!(&report, Ok(report) if report.state == MigrationState::Completed) {
             arrival.abandon();
         }

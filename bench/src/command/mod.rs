@@ -12,6 +12,7 @@ mod plan;
 mod postcopy;
 mod program;
 mod reaper;
+mod record;
 mod request;
 mod sample;
 mod scale;
@@ -100,6 +101,10 @@ fn bench(args: &BenchArgs) -> Result<()> {
         let why = "--traces is an option of the bench reaper; omit it, or run reaper";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
+    if args.record.is_some() && args.name != BenchName::Scan {
+        let why = "only scan replays recorded bitmaps; omit --record";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
+    }
     if let Some(path) = &args.vmferry {
         program::name(path);
     }
@@ -177,7 +182,11 @@ fn no_kvm() -> Option<String> {
 
 fn scan(args: &BenchArgs) -> Result<Finished> {
     let options = if args.quick { scan::Options::quick() } else { scan::Options::full() };
-    let document = scan::run(&options, &mut |what| eprintln!("scan: {what}"));
+    let mut progress = |what: &str| eprintln!("scan: {what}");
+    let document = match &args.record {
+        Some(path) => scan::replay(&options, &record::to_file(path, &mut progress)?, &mut progress),
+        None => scan::run(&options, &mut progress),
+    };
     Ok(Finished { table: scan::table(&document), document, page: None, failures: Vec::new() })
 }
 

@@ -41,6 +41,17 @@ pub struct Told {
     pub last_free_us: u64,
     /// The guest's clock at the end of the last report, in microseconds.
     pub last_report_us: u64,
+    /// Allocations that waited, for memory that was being reported, was hinted, or was in the
+    /// balloon.
+    pub waits: u64,
+    /// Nanoseconds for which allocations waited.
+    pub wait_ns: u64,
+    /// Allocations that found no memory.
+    pub failed: u64,
+    /// Freed blocks that did not fit the buffer of their vCPU.
+    pub missed: u64,
+    /// Reports that were deferred, because another vCPU was reporting or memory was low.
+    pub deferred: u64,
     /// Pages that the host dropped.
     pub dropped_pages: u64,
     /// Nanoseconds that the host spent dropping pages.
@@ -121,6 +132,11 @@ impl Single {
             ("resident_mb", to_f64(self.resident) / 1e6),
             ("residue_pct", to_f64(self.residue()) / to_f64(told.freed_bytes) * 100.0),
             ("free_max_us", us(told.free_max_ns)),
+            ("alloc_waits", to_f64(told.waits)),
+            ("alloc_wait_ms", us(told.wait_ns) / 1e3),
+            ("alloc_failed", to_f64(told.failed)),
+            ("frees_missed", to_f64(told.missed)),
+            ("reports_deferred", to_f64(told.deferred)),
         ]);
         for (name, (calls, ns)) in [("alloc_mean_ns", told.allocs), ("free_mean_ns", told.frees)] {
             if calls > 0 {

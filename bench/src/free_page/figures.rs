@@ -64,6 +64,42 @@ pub struct Moved {
     pub freed: u64,
 }
 
+/// Rounds of a guest that was short of memory.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct LowMemory {
+    /// Time in which the guest allocated, touched, checked and freed memory.
+    pub work: Duration,
+    /// Allocations that waited for memory that was being reported.
+    pub waits_reported: u64,
+    /// Allocations that waited for memory that was kept back for a question of the host.
+    pub waits_held: u64,
+    /// Allocations that took memory out of the balloon.
+    pub waits_balloon: u64,
+    /// Time for which allocations waited.
+    pub wait: Duration,
+    /// Longest wait of an allocation.
+    pub wait_max: Duration,
+    /// Allocations that found no memory.
+    pub failed: u64,
+    /// Failed allocations while the host had hints to process.
+    pub failed_held: u64,
+    /// Rounds that got less memory than intended.
+    pub short_rounds: u64,
+    /// Times that an inflation stopped because the guest's memory was low.
+    pub inflate_short: u64,
+    /// Pages that the driver took out of the balloon although the host requested them, as the host
+    /// counts them.
+    pub taken_back_pages: u64,
+    /// Times that hinted pages were taken back.
+    pub hint_releases: u64,
+    /// Freed blocks that did not fit the buffer of their vCPU.
+    pub missed: u64,
+    /// Walks that waited because the queue of hints was full.
+    pub hint_full: u64,
+    /// Reports that were deferred.
+    pub deferred: u64,
+}
+
 fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
@@ -116,6 +152,28 @@ impl Moved {
         figures.extend(self.first_page.map(|time| ("first_page_ms", ms(time))));
         figures.extend(self.skipped_pages.map(|pages| ("skipped_pages", to_f64(pages))));
         figures
+    }
+}
+
+impl LowMemory {
+    pub(super) fn figures(&self) -> Figures {
+        Figures::from([
+            ("work_ms", ms(self.work)),
+            ("waits_reported", to_f64(self.waits_reported)),
+            ("waits_held", to_f64(self.waits_held)),
+            ("waits_balloon", to_f64(self.waits_balloon)),
+            ("wait_ms", ms(self.wait)),
+            ("wait_max_ms", ms(self.wait_max)),
+            ("alloc_failed", to_f64(self.failed)),
+            ("failed_held", to_f64(self.failed_held)),
+            ("short_rounds", to_f64(self.short_rounds)),
+            ("inflate_short", to_f64(self.inflate_short)),
+            ("taken_back_mb", to_f64(self.taken_back_pages * 4096) / 1e6),
+            ("hint_releases", to_f64(self.hint_releases)),
+            ("frees_missed", to_f64(self.missed)),
+            ("hint_full", to_f64(self.hint_full)),
+            ("reports_deferred", to_f64(self.deferred)),
+        ])
     }
 }
 

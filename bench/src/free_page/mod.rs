@@ -1,12 +1,14 @@
 //! `vmferry-bench free-page`: time to learn a guest's free pages, and its benefit for a migration.
 //!
-//! The bench has three groups, and runs the sides of each in turn:
+//! The bench has four groups, and runs the sides of each in turn:
 //! - `learn`: the host learns the free pages of an idle guest of 8 GiB that has touched little
 //!   memory, by inflating a balloon, by hints on demand, or by a map that the guest keeps.
 //! - `drop`: a guest gives touched memory back, by page size and by the way in which the host drops
 //!   it.
 //! - `move`: a guest migrates after it has touched and freed most of its memory. The host's page
 //!   tables then do not show which memory is in use.
+//! - `low`: a guest allocates most of its memory while a part of it is in the balloon, is kept back
+//!   for a question of the host, or is being reported.
 
 mod figures;
 mod goals;
@@ -23,8 +25,10 @@ use crate::qemu;
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
-pub use figures::{Given, Inflation, Learned, Moved};
-pub use spec::{Drop, FreePageSource, Give, InflateBy, Learn, LearnSpec, Move, MoveSpec, Options, Way};
+pub use figures::{Given, Inflation, Learned, LowMemory, Moved};
+pub use spec::{
+    Claim, Drop, FreePageSource, Give, InflateBy, Learn, LearnSpec, LowSpec, Move, MoveSpec, Options, Way,
+};
 pub use vmferry_report::benches::free_page::{page, table};
 
 /// Runner of vmferry's own sides. It is implemented by the caller that has the VMM.
@@ -57,6 +61,14 @@ pub trait OurRunner {
     ///
     /// Fails in the same cases as [`learn`](Self::learn).
     fn migrate(&mut self, spec: &MoveSpec, source: FreePageSource) -> Result<Moved, OurError>;
+
+    /// Boots the guest of `spec` with one vCPU, and runs its rounds under `claim`. The guest must
+    /// find its memory unchanged.
+    ///
+    /// # Errors
+    ///
+    /// Fails in the same cases as [`learn`](Self::learn).
+    fn low(&mut self, spec: &LowSpec, claim: Claim) -> Result<LowMemory, OurError>;
 }
 
 /// Runs the bench. Calls `progress` with the name of each run that begins.
@@ -89,6 +101,14 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     });
     let params = [("memory_bytes", spec.memory.into()), ("workload", spec.workload().into())];
     cases::add(&mut document, ("move", &params), &sides, Moved::figures);
+
+    let spec = &options.low;
+    let sides = in_turn(&mut rounds, options, "low", &options.claims, |claim| {
+        room_for(spec.memory)?;
+        Ok(ours.low(spec, claim)?)
+    });
+    let params = [("memory_bytes", spec.memory.into()), ("workload", spec.workload().into())];
+    cases::add(&mut document, ("low", &params), &sides, LowMemory::figures);
 
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);

@@ -72,6 +72,30 @@ pub enum Move {
     },
 }
 
+/// Part of a guest's free memory that is not available to it while it allocates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Claim {
+    /// All free memory is available.
+    None,
+    /// The host requests half of the memory for the balloon.
+    Balloon,
+    /// The host asks for free pages all the time, and the guest keeps the named pages back.
+    Question,
+    /// The guest reports freed memory.
+    Reports,
+}
+
+impl fmt::Display for Claim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::None => "none",
+            Self::Balloon => "balloon",
+            Self::Question => "question",
+            Self::Reports => "reports",
+        })
+    }
+}
+
 impl fmt::Display for Give {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -173,6 +197,24 @@ impl MoveSpec {
     }
 }
 
+/// Guest that allocates most of its memory, several times.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LowSpec {
+    /// Memory in bytes.
+    pub memory: u64,
+    /// Bytes that the guest allocates, touches and frees in each round.
+    pub alloc: u64,
+    /// Number of rounds of the guest.
+    pub rounds: u32,
+}
+
+impl LowSpec {
+    /// Returns the guest's workload.
+    pub fn workload(&self) -> String {
+        format!("idle,data=4K,alloc={},rounds={}", self.alloc, self.rounds)
+    }
+}
+
 /// Selection of runs, and their number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
@@ -188,6 +230,10 @@ pub struct Options {
     pub moved: MoveSpec,
     /// Sides of the group `move`.
     pub moves: Vec<Move>,
+    /// Guest of the group `low`.
+    pub low: LowSpec,
+    /// Sides of the group `low`.
+    pub claims: Vec<Claim>,
     /// Number of rounds.
     pub repeats: usize,
     /// Texts that select sides by name, as in `learn/map`. Empty selects all.
@@ -243,6 +289,8 @@ impl Options {
             drops: drops.collect(),
             moved,
             moves: moves.chain([false, true].map(|hints| Move::Qemu { hints })).collect(),
+            low: LowSpec { memory: 512 * MIB, alloc: 384 * MIB, rounds: 4 },
+            claims: vec![Claim::None, Claim::Balloon, Claim::Question, Claim::Reports],
             repeats,
             only: Vec::new(),
         }
@@ -278,6 +326,9 @@ mod tests {
             let moves: BTreeSet<_> = options.moves.iter().map(ToString::to_string).collect();
             assert_eq!((learn.len(), drops.len(), moves.len()), (10, 6, 5));
             assert!(options.moved.workload().parse::<vmferry_guest_abi::Workload>().is_ok());
+            assert!(options.low.workload().parse::<vmferry_guest_abi::Workload>().is_ok());
+            // The balloon gets half of the memory, so the guest has to take pages back.
+            assert!((options.low.memory / 2..options.low.memory).contains(&options.low.alloc));
             assert!(options.moved.data + options.moved.alloc < options.moved.memory);
         }
     }

@@ -64,6 +64,43 @@ impl OurRunner for Scripted {
             freed: spec.alloc,
         })
     }
+
+    fn low(&mut self, _: &LowSpec, _: Claim) -> Result<LowMemory, OurError> {
+        Ok(Self::LOW)
+    }
+}
+
+impl Scripted {
+    const LOW: LowMemory = LowMemory {
+        work: Duration::from_millis(40),
+        waits_reported: 1,
+        waits_held: 2,
+        waits_balloon: 3,
+        wait: Duration::from_millis(4),
+        wait_max: Duration::from_millis(3),
+        failed: 6,
+        failed_held: 5,
+        short_rounds: 4,
+        inflate_short: 7,
+        taken_back_pages: 1000,
+        hint_releases: 8,
+        missed: 9,
+        hint_full: 10,
+        deferred: 11,
+    };
+}
+
+#[test]
+fn figures_of_low_memory_are_in_every_side() {
+    let outcome = bench(GOOD);
+    for side in ["none", "balloon", "question", "reports"] {
+        let name = format!("low/{side}");
+        let case = outcome.document.cases.iter().find(|case| case.name == name).expect("a case");
+        let of = |name: &str| case.metrics[name];
+        assert_eq!((of("work_ms"), of("waits_held"), of("wait_max_ms")), (40.0, 2.0, 3.0));
+        assert_eq!((of("taken_back_mb"), of("failed_held"), of("hint_full")), (4.096, 5.0, 10.0));
+    }
+    assert!(table(&outcome.document).contains("balloon"));
 }
 
 fn bench(mut runner: Scripted) -> Outcome {

@@ -3,11 +3,14 @@
 //! Each side scans a bitmap of each size, density and pattern in turn: the baselines byte by byte
 //! and word by word, vmferry's scanners, and other crates. All sides must see the same pages. The
 //! bench also compares an empty scan with the speed at which memory can be read, and the summary
-//! with the flat scan. It measures the cost of maintaining the summary as well.
+//! with the flat scan. It measures the cost of maintaining the summary as well. At the end it
+//! replays the dirty bitmaps that were recorded in real migrations.
 
 mod engine;
 mod pattern;
 mod read;
+mod recorded;
+mod replay;
 mod report;
 mod sides;
 mod summary;
@@ -28,6 +31,7 @@ use pattern::{Pattern, build, build_seeded};
 use read::Reader;
 use sides::{Forms, Seen, Side};
 
+pub use recorded::{Harvest, Recording, write_recordings};
 pub use vmferry_report::benches::scan::table;
 
 /// Memory of guests with 4 KiB pages: name, and size in GiB.
@@ -199,6 +203,20 @@ pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Document {
     }
     progress("upkeep");
     upkeep::measure(options, &mut document);
+    replay::measure(options, &recorded::shipped(), progress, &mut document);
+    report::finish(&mut document, options);
+    document
+}
+
+/// Replays `recordings` instead of running the whole bench. Calls `progress` with the name of each
+/// measurement that begins.
+///
+/// # Panics
+///
+/// Panics if a recording has no harvest, or if two sides see different pages.
+pub fn replay(options: &Options, recordings: &[Recording], progress: &mut dyn FnMut(&str)) -> Document {
+    let mut document = Document::new("scan", host::describe());
+    replay::measure(options, recordings, progress, &mut document);
     report::finish(&mut document, options);
     document
 }
@@ -211,6 +229,7 @@ fn sides(options: &Options, shape: Shape) -> Vec<(String, Side)> {
         ("ours".to_owned(), Side::Ours(best)),
         ("bytes".to_owned(), Side::Bytes),
         ("words".to_owned(), Side::Words),
+        ("word_bytes".to_owned(), Side::WordBytes),
     ];
     if shape.gib > 512.0 {
         return sides;
@@ -347,7 +366,9 @@ mod tests {
         }
         // Every density and pattern has two outputs. Five densities have two patterns, and two have
         // one.
-        let walks = document.cases.iter().filter(|case| case.metrics.contains_key("ratio_to_words"));
+        let walks = |case: &&Case| case.params["kind"] != "recorded";
+        let walks =
+            document.cases.iter().filter(|case| case.metrics.contains_key("ratio_to_words")).filter(walks);
         assert_eq!(walks.count(), 24);
         for name in ["min_ratio_to_words", "empty_scan_of_read_bandwidth", "summary_set_random_ns"] {
             assert!(document.summary[name].as_f64().unwrap() > 0.0, "{name}");

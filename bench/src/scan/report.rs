@@ -39,6 +39,7 @@ const WORST: &[(&str, &str, Which)] = &[
     ("ratio_to_bytes_sparse", "ratio_to_bytes", is_sparse),
     ("ratio_to_words_sparse", "ratio_to_words", is_sparse),
     ("min_ratio_to_bytes", "ratio_to_bytes", is_walk),
+    ("min_ratio_to_word_bytes", "ratio_to_word_bytes", is_walk),
     ("min_ratio_to_fixedbitset", "ratio_to_fixedbitset", is_walk),
     ("min_ratio_to_bitvec", "ratio_to_bitvec", is_walk),
     ("min_ratio_to_roaring_from_words", "ratio_to_roaring_from_words", is_walk),

@@ -31,6 +31,12 @@ impl Seen {
         self.check ^= run.start ^ run.end << 32;
     }
 
+    /// Adds what another scan found.
+    pub(super) fn add(&mut self, other: Self) {
+        self.items += other.items;
+        self.check = self.check.wrapping_add(other.check);
+    }
+
     #[inline(always)]
     fn and_bit(mut self, bit: u64) -> Self {
         self.bit(bit);
@@ -76,6 +82,20 @@ impl Forms {
         Forms { words, bytes, others }
     }
 
+    /// Replaces the bitmap with `words`, which must be as many as before.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the forms include the types of other crates.
+    pub(super) fn refill(&mut self, words: &[u64]) {
+        assert!(self.others.is_none(), "the types of other crates are built only once");
+        self.words.copy_from_slice(words);
+        let (bytes, _) = self.bytes.as_chunks_mut::<8>();
+        for (bytes, word) in bytes.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+    }
+
     fn end(&self) -> u64 {
         self.words.len() as u64 * 64
     }
@@ -84,8 +104,10 @@ impl Forms {
 /// Way of scanning the bitmap.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Side {
-    /// Byte by byte with find-first-set, as in the published test.
+    /// Byte by byte with find-first-set, which the published test improved on.
     Bytes,
+    /// Word by word, and byte by byte within a word that is not zero: the published form.
+    WordBytes,
     /// Word by word.
     Words,
     /// By this scanner, with internal iteration (`fold`).
@@ -108,6 +130,7 @@ impl Side {
     pub(super) fn name(self) -> String {
         match self {
             Side::Bytes => "bytes".into(),
+            Side::WordBytes => "word_bytes".into(),
             Side::Words => "words".into(),
             Side::Ours(scanner) => scanner.name().into(),
             Side::OurIterator(_) => "iterator".into(),
@@ -124,6 +147,7 @@ impl Side {
         let each = |bit| seen.bit(bit);
         match self {
             Side::Bytes => byte_bits(&forms.bytes, each),
+            Side::WordBytes => word_byte_bits(&forms.words, each),
             Side::Words => word_bits(&forms.words, each),
             Side::Ours(scanner) => {
                 return Some(scanner.bits(&forms.words, 0..forms.end()).fold(seen, Seen::and_bit));
@@ -150,6 +174,24 @@ impl Side {
         Some(seen)
     }
 
+    /// Scans all set bits and clears the bitmap. Returns `None` for the iterator and for other
+    /// crates, which are not compared in this case.
+    pub(super) fn take_bits(self, forms: &mut Forms) -> Option<Seen> {
+        let mut seen = Seen::default();
+        let each = |bit| seen.bit(bit);
+        match self {
+            Side::Bytes => take_byte_bits(&mut forms.bytes, each),
+            Side::WordBytes => take_word_byte_bits(&mut forms.words, each),
+            Side::Words => take_word_bits(&mut forms.words, each),
+            Side::Ours(scanner) => {
+                seen = scanner.bits(&forms.words, 0..forms.end()).fold(seen, Seen::and_bit);
+                forms.words.fill(0);
+            }
+            _ => return None,
+        }
+        Some(seen)
+    }
+
     /// Scans all maximal runs. Returns `None` if the form for this side was not created.
     pub(super) fn runs(self, forms: &Forms) -> Option<Seen> {
         let mut seen = Seen::default();
@@ -158,6 +200,11 @@ impl Side {
             Side::Bytes => {
                 let mut joined = Joined { run: 0..0, each };
                 byte_bits(&forms.bytes, |bit| joined.bit(bit));
+                joined.finish();
+            }
+            Side::WordBytes => {
+                let mut joined = Joined { run: 0..0, each };
+                word_byte_bits(&forms.words, |bit| joined.bit(bit));
                 joined.finish();
             }
             Side::Words => word_runs(&forms.words, each),
@@ -235,6 +282,55 @@ fn word_bits(words: &[u64], mut each: impl FnMut(u64)) {
     }
 }
 
+fn word_byte_bits(words: &[u64], mut each: impl FnMut(u64)) {
+    for (index, &word) in words.iter().enumerate() {
+        if word != 0 {
+            bits_by_byte(word, index as u64 * 64, &mut each);
+        }
+    }
+}
+
+/// Scans the bits of a word byte by byte. `base` is the page of the lowest bit.
+#[inline(always)]
+fn bits_by_byte(word: u64, base: u64, each: &mut impl FnMut(u64)) {
+    for (index, byte) in word.to_le_bytes().into_iter().enumerate() {
+        bits_of(byte.into(), base + index as u64 * 8, each);
+    }
+}
+
+/// Scans the bits of a word or a byte. `base` is the page of the lowest bit.
+#[inline(always)]
+fn bits_of(mut rest: u64, base: u64, each: &mut impl FnMut(u64)) {
+    while rest != 0 {
+        each(base + u64::from(rest.trailing_zeros()));
+        rest &= rest - 1;
+    }
+}
+
+fn take_byte_bits(bytes: &mut [u8], mut each: impl FnMut(u64)) {
+    for (index, byte) in bytes.iter_mut().enumerate() {
+        if *byte != 0 {
+            bits_of(std::mem::take(byte).into(), index as u64 * 8, &mut each);
+        }
+    }
+}
+
+fn take_word_bits(words: &mut [u64], mut each: impl FnMut(u64)) {
+    for (index, word) in words.iter_mut().enumerate() {
+        if *word != 0 {
+            bits_of(std::mem::take(word), index as u64 * 64, &mut each);
+        }
+    }
+}
+
+fn take_word_byte_bits(words: &mut [u64], mut each: impl FnMut(u64)) {
+    for (index, word) in words.iter_mut().enumerate() {
+        if *word != 0 {
+            bits_by_byte(std::mem::take(word), index as u64 * 64, &mut each);
+        }
+    }
+}
+
 /// Scans runs with the fastest known word loop. It goes from run to run instead of from bit to bit,
 /// and skips uniform words.
 fn word_runs(words: &[u64], mut each: impl FnMut(Range<u64>)) {
@@ -294,6 +390,7 @@ mod tests {
             assert_eq!(bits.items, forms.words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>());
             assert_eq!(runs.items == 0, density == 0.0);
             for side in [
+                Side::WordBytes,
                 Side::Words,
                 Side::Ours(best),
                 Side::OurIterator(best),
@@ -308,5 +405,21 @@ mod tests {
         }
         let forms = Forms::new(vec![1], false);
         assert_eq!(Side::Roaring.bits(&forms), None);
+    }
+
+    #[test]
+    fn clearing_sides_see_the_same_and_leave_nothing() {
+        for density in [0.0, 1e-3, 0.5, 1.0] {
+            let words = build(5000, density, Pattern::Uniform);
+            let mut forms = Forms::new(vec![0; words.len()], false);
+            let bits = Side::Bytes.bits(&Forms::new(words.clone(), false));
+            for side in [Side::Bytes, Side::WordBytes, Side::Words, Side::Ours(Scanner::best())] {
+                forms.refill(&words);
+                assert_eq!(side.bits(&forms), bits, "{} at {density}", side.name());
+                assert_eq!(side.take_bits(&mut forms), bits, "{} at {density}", side.name());
+                assert_eq!(side.bits(&forms), Some(Seen::default()), "{} at {density}", side.name());
+            }
+        }
+        assert_eq!(Side::BitVec.take_bits(&mut Forms::new(vec![1], false)), None);
     }
 }

@@ -4,6 +4,7 @@ use crate::{PageRun, PageSet, RegionId, VmError};
 use serde::Serialize;
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 
 /// Method of finding the pages that the guest writes.
@@ -76,6 +77,13 @@ pub trait DirtyTracker: Send {
     /// Returns the cost of dirty rings since [`start`](Self::start), for reports, or `None` for a
     /// tracker without rings.
     fn ring(&self) -> Option<RingFigures> {
+        None
+    }
+
+    /// Returns the time that the last [`harvest`](Self::harvest) took to get the written pages from
+    /// the kernel, for reports. Merging these pages into the set of the caller does not count. The
+    /// default returns `None`, for a tracker that does not measure this time.
+    fn harvest_kernel_time(&self) -> Option<Duration> {
         None
     }
 

@@ -5,6 +5,7 @@ use crate::{Marks, TrackerError};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::{Duration, Instant};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{
     DirtyTracker, PAGE_SHIFT, PAGE_SIZE, PageRun, PageSet, Protect, RegionId, TrackerKind, VmError,
@@ -189,6 +190,8 @@ pub struct KvmLogTracker {
     log: Vec<u64>,
     /// Mode of manual protection that is set when tracking stops.
     manual: ManualProtect,
+    /// Time that the last harvest spent in `KVM_GET_DIRTY_LOG`.
+    in_kernel: Option<Duration>,
 }
 
 impl KvmLogTracker {
@@ -208,7 +211,7 @@ impl KvmLogTracker {
         slots.iter().try_for_each(LogSlot::check)?;
         let found_on = slots.iter().map(|_| AtomicBool::new(false)).collect();
         let shared = LogState { vm, slots, found_on, mode: AtomicU8::new(Mode::Off as u8) };
-        Ok(Self { shared: Arc::new(shared), log: Vec::new(), manual: ManualProtect::NONE })
+        Ok(Self { shared: Arc::new(shared), log: Vec::new(), manual: ManualProtect::NONE, in_kernel: None })
     }
 
     /// Sets the mode of manual protection that [`stop`](DirtyTracker::stop) restores, for a VMM
@@ -308,20 +311,29 @@ impl DirtyTracker for KvmLogTracker {
         if self.shared.mode() == Mode::Off {
             return Err(TrackerError::NotStarted.into());
         }
+        let mut in_kernel = Duration::ZERO;
         for slot in &self.shared.slots {
             // Look up the bitmap before the log is read: without manual protection, reading clears
             // the log, and the pages must not be lost.
             let map = map_of(dirty, slot.region(), slot.pages())?;
-            let log = &mut self.log;
+            let (log, in_kernel) = (&mut self.log, &mut in_kernel);
             collect(map, slot.returned_pages.as_deref(), |map| {
                 if let Some(marks) = &slot.marks {
                     marks.harvest(map);
                 }
-                map.union_words(self.shared.read(slot, log).map_err(TrackerError::host(slot.region()))?);
+                let began = Instant::now();
+                let log = self.shared.read(slot, log).map_err(TrackerError::host(slot.region()))?;
+                *in_kernel += began.elapsed();
+                map.union_words(log);
                 Ok(())
             })?;
         }
+        self.in_kernel = Some(in_kernel);
         Ok(())
+    }
+
+    fn harvest_kernel_time(&self) -> Option<Duration> {
+        self.in_kernel
     }
 
     fn protector(&self) -> Arc<dyn Protect> {

@@ -159,6 +159,6 @@ fn populated(region: &MappedRegion, span: Range<u64>, touched: &mut Bitmap) -> R
         Err(error) if has_no_scan(&error) => {
             map.for_each_populated_entry(span, |run| touched.set_range(region.pages_at(run)))
         }
-        other => other,
+        other => other.map(|_| ()),
     }
 }

@@ -5,6 +5,7 @@ use crate::{Backing, MappedRegion, TrackerError};
 use std::ops::Range;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, TrackerKind, VmError};
 use vmferry_sys::memfd;
@@ -83,6 +84,9 @@ pub struct WpTracker {
     regions: Vec<MappedRegion>,
     runs: Vec<PageRegion>,
     active: Option<Active>,
+    /// Time that the last harvest spent in `PAGEMAP_SCAN`, and in the other calls for memory of
+    /// memfds.
+    in_kernel: Option<Duration>,
 }
 
 /// State while tracking.
@@ -102,7 +106,7 @@ impl WpTracker {
     /// bit for each page of the region.
     pub fn new(regions: Vec<MappedRegion>) -> Result<Self, TrackerError> {
         regions.iter().try_for_each(MappedRegion::check)?;
-        Ok(Self { regions, runs: Vec::new(), active: None })
+        Ok(Self { regions, runs: Vec::new(), active: None, in_kernel: None })
     }
 
     /// Checks whether this kernel supports this kind of tracking and permits it to this user.
@@ -132,6 +136,7 @@ impl WpTracker {
                 Part::Populated(span) => active
                     .pagemap
                     .for_each(span, WRITTEN, &mut self.runs, |_| ())
+                    .map(|_| ())
                     .map_err(TrackerError::host(region.id)),
                 Part::Empty(_) => Ok(()),
             })?;
@@ -167,9 +172,10 @@ impl DirtyTracker for WpTracker {
 
     fn harvest(&mut self, dirty: &mut PageSet) -> Result<(), VmError> {
         let active = self.active.as_ref().ok_or(TrackerError::NotStarted)?;
+        let mut in_kernel = Duration::ZERO;
         for region in &self.regions {
             let map = map_of(dirty, region.id, region.pages())?;
-            let runs = &mut self.runs;
+            let (runs, in_kernel) = (&mut self.runs, &mut in_kernel);
             collect(map, region.returned_pages.as_deref(), |map| {
                 if let Some(marks) = &region.marks {
                     marks.harvest(map);
@@ -178,20 +184,26 @@ impl DirtyTracker for WpTracker {
                     let span = match part {
                         Part::Empty(span) => span,
                         Part::Populated(span) => {
-                            active.written(region, span.clone(), runs, map)?;
+                            *in_kernel += active.written(region, span.clone(), runs, map)?;
                             span
                         }
                     };
                     match &region.backing {
                         Backing::Memfd { file, offset } => {
-                            active.unmapped(region, span, (file.as_fd(), *offset), runs, map)
+                            *in_kernel += active.unmapped(region, span, (file.as_fd(), *offset), runs, map)?;
+                            Ok(())
                         }
                         Backing::Anonymous | Backing::Other => Ok(()),
                     }
                 })
             })?;
         }
+        self.in_kernel = Some(in_kernel);
         Ok(())
+    }
+
+    fn harvest_kernel_time(&self) -> Option<Duration> {
+        self.in_kernel
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
@@ -205,14 +217,14 @@ impl DirtyTracker for WpTracker {
 }
 
 impl Active {
-    /// Adds the written pages of `span` to `map`, and protects them.
+    /// Adds the written pages of `span` to `map`, and protects them. Returns the time of the scan.
     fn written(
         &self,
         region: &MappedRegion,
         span: Range<u64>,
         runs: &mut [PageRegion],
         map: &mut Bitmap,
-    ) -> Result<(), TrackerError> {
+    ) -> Result<Duration, TrackerError> {
         let scanned = self.pagemap.for_each(span.clone(), WRITTEN, runs, |run| {
             map.set_range(region.pages_at(run.start..run.end));
         });
@@ -225,7 +237,8 @@ impl Active {
     }
 
     /// Adds to `map` the pages of a memfd that have data but no entry in the page table of this
-    /// mapping. Leaves protection markers for them, so that each page is reported once.
+    /// mapping. Leaves protection markers for them, so that each page is reported once. Returns the
+    /// time of all calls of the kernel, because each hole costs at least one call.
     ///
     /// When the kernel removes a page of a memfd from a mapping (for example to swap it out), it
     /// leaves a marker if the page was protected, and no entry if the page was written since. So a
@@ -238,8 +251,8 @@ impl Active {
         (file, offset): (std::os::fd::BorrowedFd<'_>, u64),
         runs: &mut [PageRegion],
         map: &mut Bitmap,
-    ) -> Result<(), TrackerError> {
-        let mut failed = Ok(());
+    ) -> Result<Duration, TrackerError> {
+        let (mut failed, began) = (Ok(()), Instant::now());
         let base = region.host;
         // Most guests have no page without an entry, or a few large holes. The cost is low because
         // the file is searched for data only in these holes.
@@ -261,6 +274,7 @@ impl Active {
                 }
             })
             .and(failed)
+            .map(|()| began.elapsed())
             .map_err(TrackerError::host(region.id))
     }
 }

@@ -270,6 +270,12 @@ pub struct PassReport {
     pub ms: f64,
     /// Time of the harvest after the pass, in ms.
     pub harvest_ms: f64,
+    /// Part of [`harvest_ms`](Self::harvest_ms) in which the tracker got the written pages from the
+    /// kernel, in ms. `None` if the tracker does not measure it.
+    pub harvest_kernel_ms: Option<f64>,
+    /// Rest of [`harvest_ms`](Self::harvest_ms), in ms: the source merged the pages into its sets
+    /// and counted them. `None` if [`harvest_kernel_ms`](Self::harvest_kernel_ms) is `None`.
+    pub harvest_walk_ms: Option<f64>,
     /// Number of pages that the guest dirtied during the pass, according to the harvest after it.
     pub dirtied: u64,
 }

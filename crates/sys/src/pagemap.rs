@@ -10,6 +10,7 @@ use std::ops::Range;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::OnceLock;
+use std::time::{Duration, Instant};
 
 const SCAN: u64 = iowr::<ScanArg>(b'f', 16);
 const SCAN_NAME: &str = "PAGEMAP_SCAN";
@@ -203,8 +204,8 @@ impl Pagemap {
         }
     }
 
-    /// Calls `each` with every run of pages in `span` that match `what`. `out` is the buffer for
-    /// the scans and must not be empty.
+    /// Calls `each` with every run of pages in `span` that match `what`, and returns the time that
+    /// the scans took without `each`. `out` is the buffer for the scans and must not be empty.
     ///
     /// # Errors
     /// Returns an error in the cases of [`scan`](Self::scan). `each` has received the runs that
@@ -215,10 +216,12 @@ impl Pagemap {
         what: Match,
         out: &mut [PageRegion],
         mut each: impl FnMut(PageRegion),
-    ) -> Result<(), SysError> {
-        let mut rest = span;
+    ) -> Result<Duration, SysError> {
+        let (mut rest, mut scanning) = (span, Duration::ZERO);
         while rest.start < rest.end {
+            let began = Instant::now();
             let found = self.scan(&rest, what, out)?;
+            scanning += began.elapsed();
             out[..found.runs].iter().copied().for_each(&mut each);
             if found.upto <= rest.start {
                 // The kernel always advances by at least one page. The check prevents an endless
@@ -229,7 +232,7 @@ impl Pagemap {
             }
             rest.start = found.upto;
         }
-        Ok(())
+        Ok(scanning)
     }
 
     /// Calls `each` with every page of `span` that is present or swapped out, read from the 64-bit
@@ -314,7 +317,7 @@ mod tests {
             scanned.extend(index(run.start)..index(run.end));
         });
         match result {
-            Ok(()) => {
+            Ok(_) => {
                 assert_eq!(scanned, written);
                 let from = |page: usize| base + page as u64 * 4096..base + len as u64;
                 let first = |page| map.first(&from(page), what).unwrap().map(index);

@@ -12,7 +12,8 @@ use core::sync::atomic::{AtomicU64, Ordering, fence};
 /// First word of the header: "vmfalloc" in ASCII, little-endian.
 pub const ALLOC_STATS_MAGIC: u64 = u64::from_le_bytes(*b"vmfalloc");
 
-/// Second word of the header. The number changes with every layout that moves a field.
+/// Second word of the header. The number changes with every layout that moves a field. New fields
+/// come after all others, and read as zero if the guest is older.
 pub const ALLOC_STATS_VERSION: u64 = 1;
 
 /// Guest-physical address of the [`AllocPage`].
@@ -46,32 +47,36 @@ pub const fn alloc_stats_bytes(cpus: u64) -> u64 {
 /// Number of attempts of a reader while the guest is writing. See the statistics page.
 const READ_TRIES: u32 = 1000;
 
-/// Defines a structure of 64-bit counters in the order of the page.
+/// Defines a structure of 64-bit counters in the order of the page: counters, histograms, and
+/// counters that were added later.
 macro_rules! counters {
-    ($(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $field:ident,)* } $({ $($(#[$hist_doc:meta])* $hist:ident,)* })?) => {
+    (
+        $(#[$meta:meta])* $name:ident { $($(#[$doc:meta])* $field:ident,)* }
+        $({ $($(#[$hist_doc:meta])* $hist:ident,)* } { $($(#[$late_doc:meta])* $late:ident,)* })?
+    ) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
         pub struct $name {
             $($(#[$doc])* pub $field: u64,)*
-            $($($(#[$hist_doc])* pub $hist: [u64; ALLOC_HIST_BUCKETS],)*)?
+            $($($(#[$hist_doc])* pub $hist: [u64; ALLOC_HIST_BUCKETS],)* $($(#[$late_doc])* pub $late: u64,)*)?
         }
 
         impl $name {
             /// Returns each counter with its name, without the histograms.
             pub fn fields(&self) -> impl Iterator<Item = (&'static str, u64)> {
-                [$((stringify!($field), self.$field),)*].into_iter()
+                [$((stringify!($field), self.$field),)* $($((stringify!($late), self.$late),)*)?].into_iter()
             }
 
             fn put(&self, mut put: impl FnMut(u64)) {
                 $(put(self.$field);)*
-                $($(self.$hist.iter().for_each(|count| put(*count));)*)?
+                $($(self.$hist.iter().for_each(|count| put(*count));)* $(put(self.$late);)*)?
             }
 
             fn take(mut next: impl FnMut() -> u64) -> Self {
                 // Fields are read in the order of their definition, which is the order on the page.
                 Self {
                     $($field: next(),)*
-                    $($($hist: core::array::from_fn(|_| next()),)*)?
+                    $($($hist: core::array::from_fn(|_| next()),)* $($late: next(),)*)?
                 }
             }
         }
@@ -151,6 +156,24 @@ counters! {
         /// Histogram of frees by duration, synchronous reports included.
         free_hist,
     }
+    {
+        /// Duration of the longest wait of an allocation, in ns.
+        wait_max_ns,
+        /// Number of allocations that waited for blocks that were being reported.
+        waits_reported,
+        /// Number of allocations that waited for pages that were kept back for a question of the
+        /// host about free pages.
+        waits_held,
+        /// Number of allocations that took pages out of the balloon.
+        waits_balloon,
+        /// Number of failed allocations during which pages were kept back for a question of the
+        /// host that the host had not finished processing.
+        failed_held,
+        /// Number of times that the buffer of freed blocks became full.
+        full,
+        /// Number of reports that ended early because memory was low. `deferred` includes them.
+        low,
+    }
 }
 
 counters! {
@@ -214,6 +237,13 @@ counters! {
         inflate_ns,
         /// Guest clock at the end of the inflation, in microseconds; 0 before.
         inflate_us,
+        /// Number of times that a request to inflate stopped because memory was low.
+        inflate_short,
+        /// Number of pages that allocations took out of the balloon.
+        taken_back_pages,
+        /// Number of times that a walk of the free lists waited because the queue of hints was
+        /// full.
+        hint_full,
     }
 }
 
@@ -460,6 +490,24 @@ mod tests {
             let address = std::ptr::from_ref(page.word(word)).addr();
             assert_eq!(address - std::ptr::from_ref(&page).addr(), 8 * word);
         }
+    }
+
+    /// A host reads the pages of older guests, and a guest is read by older hosts.
+    #[test]
+    fn fields_that_were_added_later_move_no_other_field() {
+        let mut next = 0;
+        let cpu = AllocCpu::take(|| {
+            next += 1;
+            next
+        });
+        assert_eq!((cpu.t_us, cpu.last_report_us, cpu.alloc_hist[0], cpu.free_hist[23]), (1, 29, 30, 77));
+        assert_eq!((cpu.wait_max_ns, cpu.low, next), (78, 84, 84));
+        next = 0;
+        let guest = AllocGuest::take(|| {
+            next += 1;
+            next
+        });
+        assert_eq!((guest.t_us, guest.inflate_us, guest.inflate_short, next), (1, 29, 30, 32));
     }
 
     #[test]

@@ -46,8 +46,7 @@ pub trait Machine {
     fn store(&self, gpa: u64, value: u64);
 
     /// Frees some memory that is not in use: pages that were hinted, or that are in the balloon.
-    /// Returns false if there is none.
-    fn relieve(&self) -> bool;
+    fn relieve(&self) -> Relief;
 
     /// Claims the channel to the host for this vCPU. Returns false if another vCPU has it. Never
     /// waits for another vCPU.
@@ -62,6 +61,19 @@ pub trait Machine {
 
     /// Releases the channel to the host.
     fn release(&self);
+}
+
+/// Result of [`Machine::relieve`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Relief {
+    /// Hinted pages were freed, or are freed soon.
+    Hinted,
+    /// Pages were taken out of the balloon.
+    Balloon,
+    /// Only hinted pages exist, and the host has not finished processing their hints.
+    Held,
+    /// There are no such pages.
+    None,
 }
 
 /// Reporter of the blocks that a vCPU frees.
@@ -216,18 +228,35 @@ impl<'a> Heap<'a> {
     #[cold]
     fn wait<M: Machine>(&mut self, machine: &M, start_ns: u64) -> Option<Block> {
         self.stats.waits += 1;
+        let (mut reported, mut hinted, mut balloon) = (false, false, false);
         let mut block = None;
         while block.is_none() && machine.now_ns().saturating_sub(start_ns) < WAIT_NS {
             let isolated = machine.with(|buddy| {
                 block = buddy.alloc(0);
                 buddy.pages().isolated
             });
-            if block.is_none() && isolated == 0 && !machine.relieve() {
-                break;
+            if block.is_none() && isolated != 0 {
+                reported = true;
+            } else if block.is_none() {
+                match machine.relieve() {
+                    Relief::Hinted => hinted = true,
+                    Relief::Balloon => balloon = true,
+                    Relief::Held => {
+                        self.stats.failed_held += 1;
+                        break;
+                    }
+                    Relief::None => break,
+                }
             }
             core::hint::spin_loop();
         }
-        self.stats.wait_ns += machine.now_ns().saturating_sub(start_ns);
+        let took = machine.now_ns().saturating_sub(start_ns);
+        let stats = &mut self.stats;
+        stats.wait_ns += took;
+        stats.wait_max_ns = stats.wait_max_ns.max(took);
+        stats.waits_reported += u64::from(reported);
+        stats.waits_held += u64::from(hinted);
+        stats.waits_balloon += u64::from(balloon);
         block
     }
 
@@ -251,8 +280,11 @@ impl<'a> Heap<'a> {
 
     fn note<M: Machine>(&mut self, machine: &M, merged: Block) {
         let buffer = &self.buffers[self.cpu];
-        if !buffer.note(merged) {
+        let noted = buffer.note(merged);
+        if !noted {
             self.stats.missed += 1;
+        } else if buffer.is_full() {
+            self.stats.full += 1;
         }
         if buffer.is_full() && !buffer.is_handed() {
             self.pass_on(machine);
@@ -361,6 +393,7 @@ impl<'a> Heap<'a> {
                 Taken::All => break,
                 Taken::Low => {
                     self.stats.deferred += 1;
+                    self.stats.low += 1;
                     break;
                 }
             }

@@ -43,6 +43,8 @@ pub(crate) struct Model<'a> {
     /// Time that passes with each read of the clock, in ns.
     look_ns: u64,
     claimed: AtomicBool,
+    /// True if the host has processed all hints.
+    processes_hints: bool,
     pub(crate) most: usize,
     /// Number of reports.
     pub(crate) reports: AtomicU64,
@@ -69,6 +71,7 @@ impl<'a> Model<'a> {
             now: AtomicU64::new(1_000_000_000),
             look_ns: 1000,
             claimed: AtomicBool::new(false),
+            processes_hints: true,
             most: 64,
             reports: AtomicU64::new(0),
             greed: 0,
@@ -97,8 +100,15 @@ impl Machine for Model<'_> {
     fn store(&self, gpa: u64, value: u64) {
         self.word(gpa).store(value, Ordering::Relaxed);
     }
-    fn relieve(&self) -> bool {
-        self.with(|buddy| buddy.pages().held != 0 && (buddy.release_held(1), true).1)
+    fn relieve(&self) -> Relief {
+        self.with(|buddy| match buddy.pages().held {
+            0 => Relief::None,
+            _ if self.processes_hints => {
+                buddy.release_held(1);
+                Relief::Hinted
+            }
+            _ => Relief::Held,
+        })
     }
     fn claim(&self) -> bool {
         !self.claimed.swap(true, Ordering::Acquire)
@@ -154,6 +164,7 @@ fn full_buffer_is_reported_by_the_vcpu_that_filled_it() {
     assert_eq!(machine.with(|buddy| (buddy.pages().unreported, buddy.pages().isolated)), (0, 0));
     assert_eq!(machine.load(machine.with(|buddy| buddy.spans().gpa(blocks[0]))), 0);
     assert_eq!((heap.stats().flushes, heap.stats().reports), (1, 8));
+    assert_eq!((heap.stats().full, heap.stats().missed), (1, 0));
     // Reported blocks are not reported again.
     advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.reports.load(Ordering::Relaxed), 8);
@@ -232,7 +243,7 @@ fn other_vcpu_reports_a_buffer_that_was_handed_over() {
     for block in blocks.iter().step_by(2).take(1200) {
         freer.free(&machine, *block);
     }
-    assert_eq!((freer.stats().reports, freer.stats().missed), (0, 200));
+    assert_eq!((freer.stats().reports, freer.stats().full, freer.stats().missed), (0, 1, 200));
     machine.advance(5_000_000);
     reporter.tick(&machine, machine.now_ns());
     assert_eq!((reporter.stats().report_blocks, buffers[0].is_empty()), (1000, true));
@@ -251,7 +262,7 @@ fn freeing_vcpu_does_not_wait_for_a_reporting_vcpu() {
     assert!(machine.claim());
     blocks.iter().step_by(2).take(600).for_each(|block| heap.free(&machine, *block));
     assert_eq!((heap.stats().reports, heap.stats().missed), (0, 88));
-    assert_eq!(heap.stats().deferred, 89);
+    assert_eq!((heap.stats().deferred, heap.stats().low), (89, 0));
     machine.release();
     // The next free reports. The one page without room is found later.
     heap.free(&machine, blocks[1200]);
@@ -268,7 +279,7 @@ fn reporting_stops_when_memory_is_low() {
     blocks.iter().step_by(2).take(100).for_each(|block| heap.free(&machine, *block));
     advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.reports.load(Ordering::Relaxed), 0);
-    assert!(heap.stats().deferred > 0);
+    assert!(heap.stats().low > 0 && heap.stats().low <= heap.stats().deferred);
     blocks.iter().skip(1).step_by(2).for_each(|block| heap.free(&machine, *block));
     advance_past_flush(&machine, std::slice::from_mut(&mut heap));
     assert_eq!(machine.with(|buddy| buddy.pages().unreported), 0);
@@ -320,6 +331,7 @@ fn wait_for_a_host_that_never_answers_ends() {
     while machine.with(|buddy| buddy.alloc(0)).is_some() {}
     assert_eq!(heap.alloc(&machine, 0), None);
     assert!(heap.stats().waits == 1 && heap.stats().wait_ns >= WAIT_NS);
+    assert_eq!((heap.stats().waits_reported, heap.stats().wait_max_ns), (1, heap.stats().wait_ns));
 }
 
 #[test]
@@ -335,4 +347,20 @@ fn hinted_pages_are_taken_back_when_memory_is_short() {
         pages += block.pages();
     }
     assert_eq!(pages, 4096);
+    // The last allocation found no page at all, and is none of the waits for hinted pages.
+    assert!(heap.stats().waits_held > 0 && heap.stats().waits_held < heap.stats().waits);
+    assert_eq!((heap.stats().failed, heap.stats().failed_held), (1, 0));
+}
+
+#[test]
+fn allocation_fails_and_is_counted_while_the_host_has_hints_to_process() {
+    let spans = spans(4096);
+    let mut words = words(&spans);
+    let machine = Model { processes_hints: false, ..Model::new(spans, &mut words) };
+    let mut slots = [Block::default(); 64];
+    let mut heap = Heap::new(&[], 0, Reports::Off, false, Batch::new(&mut slots));
+    let mut held = [Block::default(); 64];
+    machine.with(|buddy| buddy.hold(64, &mut Batch::new(&mut held)));
+    while heap.alloc(&machine, 10).is_some() {}
+    assert_eq!((heap.stats().failed, heap.stats().failed_held, heap.stats().waits_held), (1, 1, 0));
 }

@@ -38,7 +38,7 @@ pub use buddy::{Buddy, Pages, Taken};
 pub use buffer::FreeBuffer;
 pub use churn::{Churn, Progress};
 pub use free_map::FreeBits;
-pub use heap::{FLUSH_NS, Heap, IDLE_NS, Machine, PORTION, Reports};
+pub use heap::{FLUSH_NS, Heap, IDLE_NS, Machine, PORTION, Relief, Reports};
 pub use spans::{MAX_SPANS, Spans, SpansError};
 
 /// Number of block orders: 0 (4 KiB) to 10 (4 MiB).

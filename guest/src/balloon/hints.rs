@@ -47,6 +47,8 @@ pub(super) struct Walks {
     pub(super) ns: u64,
     pub(super) last_ns: u64,
     pub(super) last_us: u64,
+    /// Number of times that a walk waited because the queue was full.
+    pub(super) full: u64,
 }
 
 /// Queue of hints.
@@ -59,6 +61,8 @@ pub(super) struct HintQueue {
     phase: Phase,
     /// Command that has to be obeyed.
     due: Option<u32>,
+    /// True if the walk waits because the queue is full.
+    full: bool,
     /// True if the command is in the queue.
     said: bool,
     began_ns: u64,
@@ -74,6 +78,7 @@ impl HintQueue {
             next_word: 0,
             phase: Phase::Idle,
             due: None,
+            full: false,
             said: false,
             began_ns: 0,
             walks: Walks::default(),
@@ -161,7 +166,12 @@ impl HintQueue {
         self.queue.reclaim();
         let room = usize::from(self.queue.room());
         // One entry is reserved for the end.
-        let Some(room) = room.checked_sub(1).filter(|room| *room != 0) else { return false };
+        let Some(room) = room.checked_sub(1).filter(|room| *room != 0) else {
+            self.walks.full += u64::from(!self.full);
+            self.full = true;
+            return false;
+        };
+        self.full = false;
         batch.begin(room);
         let taken = loop {
             if let Some(taken) = pool.with(|buddy| buddy.hold(PORTION, batch)) {

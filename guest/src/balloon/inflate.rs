@@ -184,7 +184,12 @@ impl Balloon {
     /// Takes some pages back because an allocation has found none, if host and guest have agreed on
     /// this. Returns true if it did.
     pub(crate) fn deflate_some(&self, pool: &Pool) -> bool {
-        self.has(DEFLATE_ON_OOM) && self.deflate(pool, DEFLATE_PAGES, self.usual()).pages != 0
+        if !self.has(DEFLATE_ON_OOM) {
+            return false;
+        }
+        let taken = self.deflate(pool, DEFLATE_PAGES, self.usual()).pages;
+        self.taken_back.fetch_add(taken, Ordering::Relaxed);
+        taken != 0
     }
 
     /// Returns the number of pages in the balloon.

@@ -81,6 +81,8 @@ pub(crate) struct Balloon {
     actual: AtomicU32,
     /// Number of times that hinted pages were taken back.
     releases: AtomicU64,
+    /// Number of pages that allocations took out of the balloon.
+    taken_back: AtomicU64,
     /// Map of free pages: address, number of bits, time that it took to create (ns), and time of
     /// publication (us).
     map: [AtomicU64; 4],
@@ -122,6 +124,7 @@ impl Balloon {
             stats: SpinLock::new(stats.map(|queue| numbers::StatsQueue::new(queue, carver))),
             actual: AtomicU32::new(0),
             releases: AtomicU64::new(0),
+            taken_back: AtomicU64::new(0),
             map: Default::default(),
         };
         device.ready();

@@ -30,6 +30,9 @@ pub(crate) struct Service {
     /// True if memory was too low for the host's request. The request is tried again at the next
     /// read.
     short: bool,
+    /// True if memory was too low at the latest attempt to inflate, so that the shortage is counted
+    /// once.
+    counted: bool,
     inflated: AllocGuest,
 }
 
@@ -43,6 +46,7 @@ impl Service {
             wanted: 0,
             follows: true,
             short: false,
+            counted: false,
             inflated: AllocGuest::default(),
         };
         if let (Some(inflation), Some(balloon)) = (inflate, &pool.balloon) {
@@ -107,7 +111,12 @@ impl Service {
             } else {
                 break;
             };
-            if request.pages == 0 {
+            let short = request.pages == 0;
+            if actual < wanted {
+                self.inflated.inflate_short += u64::from(short && !self.counted);
+                self.counted = short;
+            }
+            if short {
                 self.short = true;
                 break;
             }
@@ -123,6 +132,7 @@ impl Service {
         while done.inflate_pages < pages {
             let request = balloon.inflate(pool, pages - done.inflate_pages, inflation.by);
             if request.pages == 0 {
+                done.inflate_short += 1;
                 break;
             }
             done.inflate_pages += request.pages;
@@ -181,6 +191,8 @@ impl Balloon {
             hint_last_ns: walks.last_ns,
             hint_last_us: walks.last_us,
             hint_releases: self.releases.load(core::sync::atomic::Ordering::Relaxed),
+            hint_full: walks.full,
+            taken_back_pages: self.taken_back.load(core::sync::atomic::Ordering::Relaxed),
             map_gpa,
             map_pages,
             map_ns,

@@ -6,7 +6,7 @@ use std::io::Read;
 use std::os::unix::fs::OpenOptionsExt;
 
 /// Texts of kernel messages about errors of processors, clocks, memory or disks.
-const COMPLAINTS: [&str; 16] = [
+const COMPLAINTS: [&str; 17] = [
     "lockup",
     "self-detected stall",
     "detected stalls",
@@ -22,6 +22,8 @@ const COMPLAINTS: [&str; 16] = [
     "Call Trace:",
     "Oops",
     "I/O error",
+    // A page with poison was changed after it had been freed (mm/page_poison.c).
+    "pagealloc:",
     "EXT4-fs error",
 ];
 /// Message that Linux prints at boot on every machine with several AMD processors and no invariant
@@ -75,6 +77,7 @@ mod tests {
             complaint("2,9,100,-;watchdog: BUG: soft lockup - CPU#0 stuck\n SUBSYSTEM=x\n").as_deref(),
             Some("watchdog: BUG: soft lockup - CPU#0 stuck")
         );
+        assert!(complaint("3,1,1,-;pagealloc: memory corruption").is_some());
         assert!(complaint("4,1,1,-;clocksource: Marking clocksource 'tsc' as unstable").is_some());
         assert_eq!(complaint("4,1,1,-;tsc: Marking TSC unstable due to TSCs unsynchronized"), None);
         assert_eq!(complaint("nothing"), None);

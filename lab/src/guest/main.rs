@@ -7,6 +7,7 @@
 #![forbid(unsafe_code)]
 
 mod clock;
+mod fresh;
 mod kept;
 mod kmsg;
 mod records;
@@ -33,7 +34,8 @@ fn main() -> ExitCode {
         ["report"] => request_report("report"),
         ["verify"] => request_report("verify"),
         ["stop-records"] => request_report("stop-records"),
-        _ => Err(anyhow::anyhow!("usage: lab-guest serve | report | verify | stop-records")),
+        ["fresh", mib] => fresh::check(mib),
+        _ => Err(anyhow::anyhow!("usage: lab-guest serve | report | verify | stop-records | fresh MIB")),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

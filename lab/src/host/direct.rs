@@ -3,6 +3,7 @@
 //! KVM does not report its capabilities completely: modules have various names, and a nested KVM
 //! may lack any feature. Therefore a Linux guest is booted to find out.
 
+use super::Whole;
 use super::machine::LEASH;
 use super::run::{Watch, under_way};
 use anyhow::{Context, Result};
@@ -17,13 +18,15 @@ const PATIENCE: Duration = Duration::from_secs(8);
 const TICK: Duration = Duration::from_millis(100);
 
 /// Returns the plan with the paths of this host.
-pub(crate) fn plan(scenarios: Vec<String>, share: &Path) -> Plan {
+pub(crate) fn plan(scenarios: Vec<String>, share: &Path, whole: &Whole) -> Plan {
     let inside = |name: &str| share.join("in").join(name);
     Plan {
         scenarios,
         results: share.join("results"),
         vmferry: inside("vmferry"),
         kernel: inside("kernel"),
+        kernel_lacks: whole.guest.reporting_lacks(),
+        poisoning: whole.poisoning(&share.join("in")),
         vmlinux: inside("vmlinux"),
         initrd: inside("initrd"),
         disk: Some(inside("disk.img")),

@@ -46,13 +46,15 @@ const TROUBLE: [&str; 7] = [
 ];
 
 /// Returns the plan with the paths of the machine.
-pub(crate) fn plan(scenarios: Vec<String>, two: bool) -> Plan {
+pub(crate) fn plan(scenarios: Vec<String>, two: bool, whole: &Whole) -> Plan {
     let inside = |name: &str| PathBuf::from("/lab").join(name);
     Plan {
         scenarios,
         results: "/share/results".into(),
         vmferry: inside("vmferry"),
         kernel: inside("kernel"),
+        kernel_lacks: whole.guest.reporting_lacks(),
+        poisoning: whole.poisoning(Path::new("/lab")),
         vmlinux: inside("vmlinux"),
         initrd: inside("initrd"),
         disk: Some(inside("disk.img")),

@@ -22,6 +22,7 @@ use parts::{Kernel, Parts};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
+use vmferry_lab::plan::Poisoning;
 use vmferry_lab::scenarios;
 
 /// File in the shared folder with the content of the slow disk.
@@ -34,15 +35,17 @@ struct Whole {
     fsck: PathBuf,
     outer: Rc<Kernel>,
     guest: Rc<Kernel>,
+    poisoning: Result<Rc<Kernel>, String>,
 }
 
 impl Whole {
     fn find() -> Result<Self> {
         let parts = Parts::find();
         let missing = parts.missing();
+        let poisoning = parts.poisoning.unwrap_or_else(|| Err("the kernels were not searched".into()));
         match (parts.qemu, parts.busybox, parts.fsck, parts.outer, parts.guest) {
             (Some(qemu), Some(busybox), Some(fsck), Some(outer), Some(guest)) if missing.is_empty() => {
-                Ok(Self { qemu, busybox, fsck, outer, guest })
+                Ok(Self { qemu, busybox, fsck, outer, guest, poisoning })
             }
             _ => bail!("the lab cannot run, because this is missing:\n  {}", missing.join("\n  ")),
         }
@@ -63,6 +66,11 @@ pub(crate) fn check() -> Result<bool> {
         if let Some(path) = path {
             println!("there    {what:15} {}", path.display());
         }
+    }
+    match &parts.poisoning {
+        Some(Ok(kernel)) => println!("there    {:15} {}", "page poisoning", kernel.image.display()),
+        Some(Err(why)) => println!("optional {:15} {why}", "page poisoning"),
+        None => {}
     }
     let missing = parts.missing();
     missing.iter().for_each(|line| println!("missing  {line}"));
@@ -115,6 +123,24 @@ pub(crate) fn shell(script: Option<&Path>) -> Result<bool> {
     machine.wait(Instant::now() + LONGEST)
 }
 
+/// Names of the kernel with page poisoning and of its initramfs in the folder of the guests' files.
+const POISON_KERNEL: &str = "kernel-poison";
+const POISON_INITRD: &str = "initrd-poison";
+
+impl Whole {
+    /// Returns the kernel with page poisoning, with its files in the folder `inside`.
+    fn poisoning(&self, inside: &Path) -> Poisoning {
+        match &self.poisoning {
+            Ok(kernel) => Poisoning::Kernel {
+                version: kernel.version.clone(),
+                kernel: inside.join(POISON_KERNEL),
+                initrd: inside.join(POISON_INITRD),
+            },
+            Err(why) => Poisoning::None { why: why.clone() },
+        }
+    }
+}
+
 /// Fills the shared folder with the files that the outer machine copies.
 fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
     let inside = share.join("in");
@@ -132,6 +158,13 @@ fn fill(share: &Path, whole: &Whole, programs: &Programs) -> Result<()> {
         &inside.join("vmlinux"),
         &elf.with_context(|| format!("cannot take the ELF file out of {}", image.display()))?,
     )?;
+    if let Ok(kernel) = &whole.poisoning {
+        let initrd = initramfs::guest(kernel, &whole.busybox, &programs.path("lab-guest"))?;
+        write(&inside.join(POISON_INITRD), &initrd)?;
+        let image = &kernel.image;
+        std::fs::copy(image, inside.join(POISON_KERNEL))
+            .with_context(|| format!("cannot copy {}", image.display()))?;
+    }
     let fsck = &whole.fsck;
     std::fs::copy(fsck, inside.join("e2fsck")).with_context(|| format!("cannot copy {}", fsck.display()))?;
     disk(&inside.join("disk.img"))?;

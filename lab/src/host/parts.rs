@@ -24,12 +24,42 @@ pub(crate) const QEMU: &str = "qemu";
 /// Program that creates a guest's file system.
 pub(crate) const MKFS: &str = "mkfs.ext4";
 
+/// Options of a kernel that free page reporting needs in a guest.
+const REPORTING: [&str; 2] = ["CONFIG_PAGE_REPORTING", "CONFIG_VIRTIO_BALLOON"];
+/// Option of a kernel that can fill free pages with a value, and check it.
+const POISONING: &str = "CONFIG_PAGE_POISONING";
+
 /// Kernel and its modules.
 #[derive(Debug)]
 pub(crate) struct Kernel {
     pub(crate) version: String,
     pub(crate) image: PathBuf,
     pub(crate) modules: Modules,
+    /// Text of the kernel's configuration. `None` if the package has none.
+    pub(crate) config: Option<String>,
+}
+
+impl Kernel {
+    /// Returns whether an option is built in or a module. An option is unknown, and assumed to be
+    /// there, if the configuration is.
+    fn has(&self, option: &str) -> bool {
+        let value = |config: &String| {
+            config
+                .lines()
+                .any(|line| line.strip_prefix(option).is_some_and(|value| value == "=y" || value == "=m"))
+        };
+        self.config.as_ref().is_none_or(value)
+    }
+
+    /// Returns the options for free page reporting that the kernel was built without.
+    pub(crate) fn reporting_lacks(&self) -> Vec<String> {
+        REPORTING.iter().filter(|option| !self.has(option)).map(|option| (*option).to_owned()).collect()
+    }
+
+    /// Returns whether the kernel is known to have page poisoning.
+    fn poisons(&self) -> bool {
+        self.config.is_some() && self.has(POISONING)
+    }
 }
 
 /// Parts that were found. `missing` returns the other ones, and how to get them.
@@ -45,6 +75,8 @@ pub(crate) struct Parts {
     pub(crate) outer: Option<Rc<Kernel>>,
     /// Kernel of Linux guests.
     pub(crate) guest: Option<Rc<Kernel>>,
+    /// Kernel of Linux guests with page poisoning, or the reason why there is none.
+    pub(crate) poisoning: Option<Result<Rc<Kernel>, String>>,
 }
 
 /// Returns the lab's folder beside the build.
@@ -79,6 +111,7 @@ impl Parts {
         let kernels: Vec<_> = kernels.into_iter().map(Rc::new).collect();
         let guest = kernels.iter().rfind(|kernel| lacks(kernel, &GUEST_MODULES).is_none()).cloned();
         let outer = kernels.iter().find(|kernel| lacks(kernel, &OUTER_MODULES).is_none()).cloned();
+        let poisoning = Some(poisoning(&kernels));
         let busybox = [fetched.join("bin/busybox"), fetched.join("usr/bin/busybox")]
             .into_iter()
             .chain(tool("busybox"))
@@ -91,7 +124,7 @@ impl Parts {
         let found = fetched.or_else(|| tool("qemu-system-x86_64"));
         let version = found.as_deref().and_then(version);
         let old_qemu = version.filter(|version| *version < LEAST_QEMU);
-        Self { qemu: found.filter(|_| old_qemu.is_none()), old_qemu, busybox, fsck, outer, guest }
+        Self { qemu: found.filter(|_| old_qemu.is_none()), old_qemu, busybox, fsck, outer, guest, poisoning }
     }
 
     /// Returns a line of text for each missing part.
@@ -132,6 +165,18 @@ impl Parts {
     }
 }
 
+/// Returns a kernel for guests that can poison pages, or the reason why there is none.
+fn poisoning(kernels: &[Rc<Kernel>]) -> Result<Rc<Kernel>, String> {
+    let found = kernels.iter().find(|kernel| kernel.poisons() && lacks(kernel, &GUEST_MODULES).is_none());
+    found.cloned().ok_or_else(|| {
+        let versions: Vec<_> = kernels.iter().map(|kernel| kernel.version.as_str()).collect();
+        format!(
+            "page_poison=1 has no effect: of the kernels ({}), none was built with {POISONING} and the modules of a guest",
+            versions.join(", ")
+        )
+    })
+}
+
 /// Returns the version of a QEMU.
 fn version(qemu: &Path) -> Option<(u32, u32)> {
     let output = Command::new(qemu).arg("--version").stdin(Stdio::null()).output().ok()?;
@@ -162,7 +207,8 @@ fn kernel(root: &Path, image: PathBuf) -> Option<Kernel> {
     std::fs::File::open(&image).ok()?;
     let folders = [root.join("lib/modules"), root.join("usr/lib/modules")];
     let modules = folders.iter().find_map(|folder| Modules::open(&folder.join(&version)).ok())?;
-    Some(Kernel { version, image, modules })
+    let config = std::fs::read_to_string(root.join("boot").join(format!("config-{version}"))).ok();
+    Some(Kernel { version, image, modules, config })
 }
 
 /// Returns whether the program needs no interpreter. An initramfs has none.
@@ -210,5 +256,23 @@ mod tests {
         assert!(kernels(root.path()).is_empty());
         std::fs::create_dir_all(root.path().join("lib/modules/1.0/kernel")).unwrap();
         assert_eq!(kernels(root.path()).len(), 1);
+    }
+
+    #[test]
+    fn missing_options_of_a_kernel_are_named() {
+        let root = tempfile::tempdir().unwrap();
+        std::fs::create_dir_all(root.path().join("boot")).unwrap();
+        std::fs::create_dir_all(root.path().join("lib/modules/1.0/kernel")).unwrap();
+        std::fs::write(root.path().join("boot/vmlinuz-1.0"), b"x").unwrap();
+        let with = |config: &str| {
+            std::fs::write(root.path().join("boot/config-1.0"), config).unwrap();
+            kernels(root.path()).remove(0)
+        };
+        let kernel = with("CONFIG_PAGE_REPORTING=y\nCONFIG_VIRTIO_BALLOON=m\nCONFIG_PAGE_POISONING=y\n");
+        assert!(kernel.reporting_lacks().is_empty() && kernel.poisons());
+        let kernel = with("# CONFIG_PAGE_REPORTING is not set\nCONFIG_VIRTIO_BALLOON=m\n");
+        assert_eq!(kernel.reporting_lacks(), ["CONFIG_PAGE_REPORTING"]);
+        let why = poisoning(&[Rc::new(kernel)]).unwrap_err();
+        assert!(why.contains("1.0") && why.contains(POISONING), "{why}");
     }
 }

@@ -34,7 +34,7 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
     let two = chosen.iter().any(|scenario| scenario.machines > 1);
     let path = share.join("plan.json");
     println!("built in {:.0} s", built.as_secs_f64());
-    let own = direct::plan(names.clone(), &share);
+    let own = direct::plan(names.clone(), &share, whole);
     let lack = if args.emulate {
         Some("not used, because of --emulate".to_owned())
     } else {
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &LabArgs, whole: &Whole) -> Result<bool> {
         Some(why) => {
             println!("this host's own KVM: {why}");
             println!("starting the emulated machine (Linux {})", whole.outer.version);
-            emulated::plan(names.clone(), two).write(&path)?;
+            emulated::plan(names.clone(), two, whole).write(&path)?;
             emulated::run(&folder, &share, whole, two)?
         }
     };

@@ -212,6 +212,8 @@ mod tests {
             kernel: "/nowhere".into(),
             vmlinux: "/nowhere".into(),
             initrd: "/nowhere".into(),
+            kernel_lacks: Vec::new(),
+            poisoning: crate::plan::Poisoning::None { why: "a test".into() },
             disk: None,
             fsck: None,
             peer: None,

@@ -260,6 +260,17 @@ impl Vm {
         Ok(waits.join(", "))
     }
 
+    /// Returns the resident memory of the process in bytes, as the kernel counts it page by page.
+    pub(crate) fn resident(&self) -> Result<u64> {
+        let pid = self.status()?["vm"]["pid"].as_u64().context("the status has no process")?;
+        let path = PathBuf::from(format!("/proc/{pid}/smaps_rollup"));
+        let Answer::Read(bytes) = self.host.execute(Request::Read { path: path.clone(), from: 0 })? else {
+            bail!("cannot read {}", path.display())
+        };
+        resident_in(&String::from_utf8_lossy(&bytes))
+            .with_context(|| format!("{} has no Rss", path.display()))
+    }
+
     /// Returns the address at which the process waits for a guest.
     pub(crate) fn uri(&self) -> Result<String> {
         self.until("listening", |status| Ok(status["vm"]["incoming"].as_str().map(str::to_owned)))
@@ -374,6 +385,13 @@ impl Vm {
     }
 }
 
+/// Returns the resident memory in bytes from the text of `smaps_rollup`
+/// (Documentation/filesystems/proc.rst).
+fn resident_in(rollup: &str) -> Option<u64> {
+    let kib = rollup.lines().find_map(|line| line.strip_prefix("Rss:")?.trim().strip_suffix(" kB"))?;
+    Some(kib.parse::<u64>().ok()? << 10)
+}
+
 /// Returns the times of a vCPU's thread as text, from a line `NAME:RAN WAITED SLICES` in
 /// nanoseconds (Linux, Documentation/scheduler/sched-stats.rst). `None` for other threads.
 fn waited(line: &str) -> Option<String> {
@@ -391,6 +409,13 @@ fn waited(line: &str) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn resident_memory_is_read_in_bytes() {
+        let text = "55e0-7ffe ---p 00000000 00:00 0    [rollup]\nRss:      1234 kB\nPss:     1000 kB\n";
+        assert_eq!(resident_in(text), Some(1234 << 10));
+        assert_eq!(resident_in(""), None);
+    }
 
     #[test]
     fn only_times_of_vcpu_threads_are_returned() {

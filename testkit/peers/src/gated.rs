@@ -116,6 +116,9 @@ impl DirtyTracker for Tracker {
     fn ring(&self) -> Option<RingFigures> {
         self.tracker.ring()
     }
+    fn harvest_kernel_time(&self) -> Option<Duration> {
+        self.tracker.harvest_kernel_time()
+    }
     fn stop(&mut self) -> Result<(), VmError> {
         self.tracker.stop()
     }

@@ -130,7 +130,7 @@ impl RunContext {
             "overhead_kib": self.probe.kvm().and_then(crate::overhead::kib),
             "net": self.probe.kvm().map(crate::net::describe),
             "rings": self.probe.kvm().and_then(crate::rings::describe),
-            "balloon": self.probe.balloon().map(|balloon| crate::balloon::describe(&balloon)),
+            "balloon": crate::balloon::describe(&self.probe),
         })
     }
 }

@@ -33,6 +33,9 @@ const MS: Form = (Gauge, "seconds", 1e-3);
 const US: Form = (Gauge, "seconds", 1e-6);
 const BYTES: Form = (Gauge, "bytes", 1.0);
 const PAGES: Form = (Gauge, "bytes", PAGE);
+const PAGES_TOTAL: Form = (Counter, "bytes", PAGE);
+const NS_TOTAL: Form = (Counter, "seconds", 1e-9);
+const NS: Form = (Gauge, "seconds", 1e-9);
 const RATE: Form = (Gauge, "bytes_per_second", 1.0);
 const PAGES_PER_S: Form = (Gauge, "bytes_per_second", PAGE);
 const MBPS: Form = (Gauge, "bytes_per_second", 125_000.0);
@@ -49,6 +52,38 @@ const NUMBERS: &[Number] = &[
     ("balloon_memory", BYTES, "The guest's memory without its balloon", "vm.balloon.memory"),
     ("balloon_target", BYTES, "Target of the guest's memory", "vm.balloon.target"),
     ("balloon_actual", BYTES, "Memory that the guest has", "vm.balloon.actual"),
+    (
+        "balloon_unmet",
+        MS,
+        "Time for which the guest has given up no memory although it has more than its target",
+        "vm.balloon.unmet_ms",
+    ),
+    (
+        "guest_oom_kills",
+        COUNTER,
+        "Processes that the guest killed for lack of memory",
+        "vm.balloon.stats.oom_kills",
+    ),
+    (
+        "guest_allocation_stalls",
+        COUNTER,
+        "Allocations of the guest that waited for reclaim",
+        "vm.balloon.stats.allocation_stalls",
+    ),
+    (
+        "allocator_inflate_short",
+        COUNTER,
+        "Requests to inflate that stopped because the guest's memory was low",
+        "vm.balloon.allocator.inflate_short",
+    ),
+    (
+        "allocator_deferred_reports",
+        COUNTER,
+        "Reports of free pages that the guest deferred",
+        "vm.balloon.allocator.deferred",
+    ),
+    ("allocator_wait", NS_TOTAL, "Time for which allocations waited", "vm.balloon.allocator.wait_ns"),
+    ("allocator_longest_wait", NS, "Longest wait of an allocation", "vm.balloon.allocator.wait_max_ns"),
     ("ring_entries", NUMBER, "Entries of each vCPU's dirty ring", "vm.rings.entries"),
     (
         "ring_full_exits",
@@ -164,6 +199,66 @@ const NUMBERS: &[Number] = &[
 type Labelled = (&'static str, Form, &'static str, &'static str, &'static [(&'static str, &'static str)]);
 
 const LABELLED: &[Labelled] = &[
+    (
+        "balloon_guest_memory",
+        BYTES,
+        "Memory of the guest, as its balloon driver reports",
+        "kind",
+        &[
+            ("free", "vm.balloon.stats.free"),
+            ("total", "vm.balloon.stats.total"),
+            ("available", "vm.balloon.stats.available"),
+            ("caches", "vm.balloon.stats.caches"),
+        ],
+    ),
+    (
+        "balloon_activity",
+        PAGES_TOTAL,
+        "Memory that the balloon has handled",
+        "kind",
+        &[
+            ("inflated", "vm.balloon.figures.inflated_pages"),
+            ("deflated", "vm.balloon.figures.deflated_pages"),
+            ("taken_back", "vm.balloon.figures.taken_back_pages"),
+            ("reported", "vm.balloon.figures.reported_pages"),
+            ("dropped", "vm.balloon.figures.dropped_pages"),
+            ("held", "vm.balloon.figures.held_pages"),
+            ("poisoned", "vm.balloon.figures.poisoned_pages"),
+            ("hinted", "vm.balloon.figures.hinted_pages"),
+        ],
+    ),
+    (
+        "balloon_ignored_hints",
+        COUNTER,
+        "Hints about free pages that came too late",
+        "reason",
+        &[("command_ended", "vm.balloon.figures.stale_hints"), ("no_request", "vm.balloon.late_hints")],
+    ),
+    (
+        "allocator_waits",
+        COUNTER,
+        "Allocations that waited for memory",
+        "cause",
+        &[
+            ("reported", "vm.balloon.allocator.waits_reported"),
+            ("held", "vm.balloon.allocator.waits_held"),
+            ("balloon", "vm.balloon.allocator.waits_balloon"),
+        ],
+    ),
+    (
+        "allocator_failures",
+        COUNTER,
+        "Allocations that found no memory",
+        "cause",
+        &[("any", "vm.balloon.allocator.failed"), ("held", "vm.balloon.allocator.failed_held")],
+    ),
+    (
+        "allocator_overflows",
+        COUNTER,
+        "Freed blocks that did not fit the guest's buffer, and walks that found the queue of hints full",
+        "buffer",
+        &[("freed", "vm.balloon.allocator.missed"), ("hints", "vm.balloon.allocator.hint_full")],
+    ),
     (
         "migration_downtime_part",
         MS,

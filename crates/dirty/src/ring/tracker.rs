@@ -6,6 +6,7 @@ use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, RingFigures, TrackerKind, VmError};
 use vmferry_sys::kvm::{self, ManualProtect};
 
@@ -47,6 +48,9 @@ pub struct RingTracker {
     rings: DirtyRings,
     policy: Arc<dyn ReaperPolicy>,
     reaper: Option<Reaper>,
+    /// Time that the last harvest spent on emptying the rings, which includes
+    /// `KVM_RESET_DIRTY_RINGS`.
+    in_kernel: Option<Duration>,
 }
 
 impl RingTracker {
@@ -59,7 +63,7 @@ impl RingTracker {
     /// Creates a tracker that uses `rings`. Its reaper harvests with the policy `policy`.
     #[must_use]
     pub fn with_policy(rings: &DirtyRings, policy: Arc<dyn ReaperPolicy>) -> Self {
-        Self { rings: rings.clone(), policy, reaper: None }
+        Self { rings: rings.clone(), policy, reaper: None, in_kernel: None }
     }
 
     /// Returns the figures of rings and reaper since tracking started.
@@ -184,8 +188,10 @@ impl DirtyTracker for RingTracker {
         if self.reaper.is_none() {
             return Err(TrackerError::NotStarted.into());
         }
+        let began = Instant::now();
+        let harvested = self.shared().core().harvest_every();
+        self.in_kernel = Some(began.elapsed());
         let shared = self.shared();
-        let harvested = shared.core().harvest_every();
         for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
             collect(map, slot.returned_pages.as_deref(), |map| {
@@ -198,6 +204,10 @@ impl DirtyTracker for RingTracker {
         }
         harvested?;
         Ok(shared.core().found().check()?)
+    }
+
+    fn harvest_kernel_time(&self) -> Option<Duration> {
+        self.in_kernel
     }
 
     fn protector(&self) -> Arc<dyn Protect> {

@@ -8,6 +8,7 @@ use std::collections::BTreeSet;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{DirtyTracker, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Region, RegionId};
 use vmferry_dirty::{KvmLogTracker, LogSlot, WpTracker};
@@ -279,7 +280,11 @@ fn slots_of_odd_length_marks_and_wrong_arguments_are_handled() {
     protector.protect(RegionId(1), PageRun::from(0..1000), &Bitmap::full(1000)).unwrap();
     marks.set(999);
     let mut set = PageSet::empty(&layout);
+    assert_eq!(tracker.harvest_kernel_time(), None);
+    let began = Instant::now();
     tracker.harvest(&mut set).unwrap();
+    let (took, in_kernel) = (began.elapsed(), tracker.harvest_kernel_time().unwrap());
+    assert!(Duration::ZERO < in_kernel && in_kernel < took, "{in_kernel:?} of {took:?}");
     assert!(set.region(RegionId(0)).unwrap().is_empty());
     assert_eq!(set.region(RegionId(1)).unwrap().runs().flatten().collect::<Vec<_>>(), [999], "marks only");
     for (region, run, len, reason) in [

@@ -67,7 +67,10 @@ fn nothing_is_lost(
         });
         writes += more;
         // The vCPUs have stopped, so this is the last harvest.
+        let began = Instant::now();
         tracker.harvest(&mut dirty).unwrap();
+        let (took, in_kernel) = (began.elapsed(), tracker.harvest_kernel_time().unwrap());
+        assert!(Duration::ZERO < in_kernel && in_kernel < took, "{in_kernel:?} of {took:?}");
         send(&memory, &mut dirty, &mut copy);
         assert_eq!(lost(&memory, &copy), [], "{name}, {entries} entries: pages lost before pause {episode}");
         tracker.harvest(&mut dirty).unwrap();

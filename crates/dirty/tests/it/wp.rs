@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{
     DirtyTracker, Gpa, Layout, PAGE_BYTES, PageIndex, PageRun, PageSet, Protect, Region, RegionId,
@@ -34,7 +35,10 @@ pub(crate) fn available() -> bool {
 
 fn harvest(tracker: &mut WpTracker, layout: &Layout) -> Vec<u64> {
     let mut set = PageSet::empty(layout);
+    let began = Instant::now();
     tracker.harvest(&mut set).unwrap();
+    let (took, in_kernel) = (began.elapsed(), tracker.harvest_kernel_time().unwrap());
+    assert!(Duration::ZERO < in_kernel && in_kernel < took, "{in_kernel:?} of {took:?}");
     set.iter().flat_map(|(_, map)| map.runs().flatten().collect::<Vec<_>>()).collect()
 }
 

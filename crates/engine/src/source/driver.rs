@@ -528,7 +528,8 @@ impl<'e> Driver<'_, 'e> {
         }
         let dirty = pages.count();
         let (seconds, writers) = tracking.harvested(self.context.clock.now());
-        self.account.timings.harvested(began, dirty, !self.session.harvests_after_wait());
+        let of_pass = !self.session.harvests_after_wait();
+        self.account.timings.harvested(began, tracking.harvest_kernel_time(), dirty, of_pass);
         // The pages that a paused guest wrote in the short time since the last harvest do not show
         // its dirty rate.
         if !paused {

@@ -118,13 +118,23 @@ impl Timings {
         bytes
     }
 
-    /// Notes the end of a harvest that began at `began`. `of_pass` is true if the harvest found the
-    /// pages that were written during the last pass.
-    pub(super) fn harvested(&mut self, began: Duration, pages: u64, of_pass: bool) {
+    /// Notes the end of a harvest that began at `began` and spent `in_kernel` in the kernel.
+    /// `of_pass` is true if the harvest found the pages that were written during the last pass.
+    pub(super) fn harvested(
+        &mut self,
+        began: Duration,
+        in_kernel: Option<Duration>,
+        pages: u64,
+        of_pass: bool,
+    ) {
         let elapsed = self.clock.since(began);
+        // The tracker and the driver may use different clocks.
+        let in_kernel = in_kernel.map(|time| time.min(elapsed));
         self.harvested = Some(self.clock.now());
         if let Some(report) = self.passes.last_mut().filter(|_| of_pass) {
             report.harvest_ms = ms(elapsed);
+            report.harvest_kernel_ms = in_kernel.map(ms);
+            report.harvest_walk_ms = in_kernel.map(|time| ms(elapsed - time));
             report.dirtied = pages;
         }
     }

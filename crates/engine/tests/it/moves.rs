@@ -227,6 +227,16 @@ fn report_adds_up() {
             passes <= report.bytes.wire && report.bytes.raw_pages * 4096 < report.bytes.wire,
             "{report:?}"
         );
+        // A tracker cannot have been in the kernel for longer than its harvest took.
+        let harvested: Vec<_> = report.passes.iter().filter(|pass| pass.harvest_ms > 0.0).collect();
+        assert!(!harvested.is_empty(), "{report:?}");
+        for pass in harvested {
+            let (kernel, walk) = (pass.harvest_kernel_ms.unwrap(), pass.harvest_walk_ms.unwrap());
+            assert!(
+                kernel > 0.0 && walk >= 0.0 && (kernel + walk - pass.harvest_ms).abs() < 1e-6,
+                "{pass:?}"
+            );
+        }
     }
 }
 

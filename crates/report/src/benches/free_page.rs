@@ -43,6 +43,24 @@ const GROUPS: &[Group] = &[
             ("passes", "passes", 0, false),
         ],
     ),
+    (
+        "low",
+        "Rounds of a guest that is short of memory",
+        &[
+            ("work ms", "work_ms", 1, true),
+            ("waits: reported", "waits_reported", 0, false),
+            ("held", "waits_held", 0, false),
+            ("balloon", "waits_balloon", 0, false),
+            ("wait ms", "wait_ms", 2, true),
+            ("longest ms", "wait_max_ms", 2, true),
+            ("failed", "alloc_failed", 0, false),
+            ("while held", "failed_held", 0, false),
+            ("short rounds", "short_rounds", 0, false),
+            ("short inflations", "inflate_short", 0, false),
+            ("taken back MB", "taken_back_mb", 0, false),
+            ("frees missed", "frees_missed", 0, false),
+        ],
+    ),
 ];
 
 /// Returns the host and the conditions of the run.

@@ -12,7 +12,7 @@ fn text<'a>(case: &'a Case, param: &str) -> &'a str {
 /// Table of some kinds of cases: title, kinds, columns.
 type Kinds = (&'static str, &'static [&'static str], &'static [(&'static str, &'static str)]);
 
-const TABLES: [Kinds; 4] = [
+const TABLES: [Kinds; 5] = [
     (
         "Walks: times of other implementations, divided by ours",
         &["bits", "runs"],
@@ -20,6 +20,7 @@ const TABLES: [Kinds; 4] = [
             ("ours us", "ours_us"),
             ("/bytes", "ratio_to_bytes"),
             ("/words", "ratio_to_words"),
+            ("/word bytes", "ratio_to_word_bytes"),
             ("/iterator", "ratio_to_iterator"),
             ("/avx2", "ratio_to_avx2"),
             ("/portable", "ratio_to_portable"),
@@ -62,14 +63,32 @@ const TABLES: [Kinds; 4] = [
             ("first / second", "ratio"),
         ],
     ),
+    (
+        "Bitmaps of real migrations: all calls together",
+        &["recorded"],
+        &[
+            ("ours ms", "ours_ms"),
+            ("bytes ms", "bytes_ms"),
+            ("words ms", "words_ms"),
+            ("word bytes ms", "word_bytes_ms"),
+            ("clock ms", "clock_ms"),
+            ("bytes / ours", "ratio_to_bytes"),
+            ("bytes / word bytes", "bytes_to_word_bytes"),
+            ("published", "published_bytes_to_word_bytes"),
+            ("published bytes ms", "published_bytes_ms"),
+            ("word bytes ms", "published_word_bytes_ms"),
+        ],
+    ),
 ];
 
 fn head_and_rows(document: &Document, (_, kinds, columns): Kinds) -> (Vec<&'static str>, Vec<Vec<String>>) {
     let head = ["case"].into_iter().chain(columns.iter().map(|(title, _)| *title)).collect();
     let row = |case: &Case| {
         let value = |metric: &&'static str| {
-            case.metrics.get(*metric).map_or("-".into(), |value| {
-                let digits = if *value < 10.0 { 2 } else { usize::from(*value < 100.0) };
+            // Published figures are parameters of a case, because this run did not measure them.
+            let param = || case.params.get(*metric).and_then(Value::as_f64);
+            case.metrics.get(*metric).copied().or_else(param).map_or("-".into(), |value| {
+                let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
                 format!("{value:.digits$}")
             })
         };
@@ -103,6 +122,9 @@ pub fn table(document: &Document) -> String {
     let mut out = format!("{}, {} cores, Linux {}, scanner {scanner}\n", host.cpu, host.cores, host.kernel);
     for (index, table) in TABLES.into_iter().enumerate() {
         let (head, rows) = head_and_rows(document, table);
+        if rows.is_empty() {
+            continue;
+        }
         out.push_str(&format!("{}\n", tables::grid(&head, &rows)));
         if index == 0 {
             out.push_str(&format!("{NOTE}\n"));

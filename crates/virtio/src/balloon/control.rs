@@ -8,7 +8,7 @@ use crate::runs::{BadRange, GuestRun};
 use crate::signals::Signals;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 use vmferry_core::Layout;
 
 /// Command about hints: the guest stops hinting, and keeps the hinted pages out of use (5.5.6.4).
@@ -51,6 +51,8 @@ pub(super) struct BalloonState {
     pub(super) reporting: AtomicBool,
     stats: Mutex<GuestStats>,
     stats_at: Mutex<Option<SystemTime>>,
+    /// Latest time at which the driver put pages into the balloon, or the host requested a size.
+    progress_at: Mutex<Instant>,
     pub(super) extension: Published,
 }
 
@@ -75,6 +77,7 @@ impl BalloonState {
             reporting: AtomicBool::new(true),
             stats: Mutex::default(),
             stats_at: Mutex::default(),
+            progress_at: Mutex::new(Instant::now()),
             extension: Published::new(options.ram),
         })
     }
@@ -102,6 +105,11 @@ impl BalloonState {
 
     pub(super) fn stats(&self) -> GuestStats {
         *lock(&self.stats)
+    }
+
+    /// Notes that the driver puts pages into the balloon, or that it has a new request to do so.
+    pub(super) fn note_progress(&self) {
+        *lock(&self.progress_at) = Instant::now();
     }
 
     /// Returns true if the guest relies on finding its poison in free pages. A poison of zeros is
@@ -183,6 +191,7 @@ impl BalloonControl {
         let most = u32::try_from(self.shared.layout.pages()).unwrap_or(u32::MAX);
         let pages = pages.min(most);
         if self.shared.target.swap(pages, Ordering::AcqRel) != pages {
+            self.shared.note_progress();
             self.shared.signals.config_changed();
         }
     }
@@ -207,6 +216,25 @@ impl BalloonControl {
     /// does not report the page again before it was in use.
     pub fn set_reporting(&self, on: bool) {
         self.shared.reporting.store(on, Ordering::Release);
+    }
+
+    /// Returns the time for which the driver has put no page into the balloon although the balloon
+    /// is smaller than requested. Returns `None` if the balloon is large enough, or if no driver is
+    /// ready.
+    ///
+    /// A driver that is short of memory keeps its pages and tries again later. A time of more than
+    /// a second therefore means that the guest cannot give up more memory.
+    #[must_use]
+    pub fn unmet_for(&self) -> Option<Duration> {
+        let unmet = self.features() != 0 && self.actual() < self.target();
+        unmet.then(|| lock(&self.shared.progress_at).elapsed())
+    }
+
+    /// Returns the value with which the driver fills free pages, or `None` if it has not accepted
+    /// [`PAGE_POISON`](feature::PAGE_POISON).
+    #[must_use]
+    pub fn poison(&self) -> Option<u32> {
+        self.has(feature::PAGE_POISON).then(|| self.shared.poison.load(Ordering::Acquire))
     }
 
     /// Returns the guest's latest statistics.

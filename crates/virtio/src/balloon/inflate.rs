@@ -5,6 +5,7 @@ use super::control::BalloonState;
 use super::metrics::add;
 use crate::queue::Buffer;
 use crate::runs::{Gather, GuestRun};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 use vm_memory::GuestMemory;
 use vmferry_core::{PAGE_SHIFT, PAGE_SIZE};
@@ -44,13 +45,25 @@ pub(super) fn numbers<M: GuestMemory>(
         Way::In => inflated(shared, pages, gather.merged(), began),
         // The content of the pages is undefined (5.5.6), and a page is allocated when it is
         // touched. Nothing has to be done.
-        Way::Out => add(&shared.metrics.deflated_pages, pages),
+        Way::Out => deflated(shared, pages),
     }
 }
 
 /// Drops the pages of a request to inflate that arrived at `began`.
 pub(super) fn inflated(shared: &BalloonState, pages: u64, runs: &[GuestRun], began: Instant) {
     add(&shared.metrics.inflated_pages, pages);
+    shared.note_progress();
     shared.drop_pages(Why::Inflated, runs);
     add(&shared.metrics.inflate_ns, u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX));
+}
+
+/// Counts pages of a request to deflate.
+///
+/// A driver that makes the balloon smaller on request writes the new size after it has taken the
+/// pages out. Therefore the balloon is still larger than requested when such a request arrives.
+pub(super) fn deflated(shared: &BalloonState, pages: u64) {
+    add(&shared.metrics.deflated_pages, pages);
+    if shared.actual.load(Ordering::Acquire) <= shared.target.load(Ordering::Acquire) {
+        add(&shared.metrics.taken_back_pages, pages);
+    }
 }

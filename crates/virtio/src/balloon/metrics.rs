@@ -12,6 +12,9 @@ figures! {
     inflate_ns,
     /// Pages taken out of the balloon.
     deflated_pages,
+    /// Pages that the driver took out of a balloon that was not larger than requested, because the
+    /// guest was short of memory. `deflated_pages` includes them.
+    taken_back_pages,
     /// Buffers and hypercalls with reports.
     reports,
     /// Pages reported.

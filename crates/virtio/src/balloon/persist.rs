@@ -96,6 +96,7 @@ impl BalloonSaved {
         shared.command.store(command, Ordering::Release);
         shared.poison.store(self.poison, Ordering::Release);
         shared.reporting.store(!reporting_off, Ordering::Release);
+        shared.note_progress();
         shared.set_stats(self.stats);
         shared.set_features(features);
         balloon.roles = roles;

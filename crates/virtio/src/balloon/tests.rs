@@ -358,6 +358,44 @@ fn driver_cannot_change_the_target() {
 }
 
 #[test]
+fn pages_that_a_guest_takes_back_differ_from_those_that_the_host_returns() {
+    let mut guest = guest();
+    let actual = register::VIRTIO_MMIO_CONFIG + 4;
+    assert_eq!(guest.control.unmet_for(), None, "nothing is requested");
+    set_target(&guest, 2);
+    assert!(guest.control.unmet_for().is_some());
+    let part = guest.bytes(&numbers(&[10, 11, 12]));
+    guest.send(INFLATES, &[part]);
+    guest.set(actual, 3);
+    assert_eq!(guest.control.unmet_for(), None, "the balloon is large enough");
+
+    let deflate = |guest: &mut Guest, page: u32, size: u32| {
+        let part = guest.bytes(&numbers(&[page]));
+        guest.send(DEFLATES, &[part]);
+        guest.set(actual, size);
+        let figures = guest.control.figures();
+        (figures.deflated_pages, figures.taken_back_pages)
+    };
+    assert_eq!(deflate(&mut guest, 10, 2), (1, 0), "the host requested a smaller balloon");
+    assert_eq!(deflate(&mut guest, 11, 1), (2, 1), "the guest is short of memory");
+    let part = guest.bytes(&ranges(DEFLATE, 1, &[(0xc000, 0x1000)]));
+    guest.send(RANGES_QUEUE, &[part]);
+    assert_eq!(guest.control.figures().taken_back_pages, 2, "by ranges as well");
+    assert!(guest.control.unmet_for().is_some(), "the balloon is smaller than requested again");
+    guest.set(register::VIRTIO_MMIO_STATUS, 0);
+    assert_eq!(guest.control.unmet_for(), None, "no driver is ready");
+}
+
+#[test]
+fn poison_is_known_only_if_the_driver_accepted_it() {
+    for (bits, poison) in [(vec![4, 5], Some(7)), (vec![5], None)] {
+        let guest = Guest::ready(&bits, &[REPORTS]);
+        guest.set(register::VIRTIO_MMIO_CONFIG + 12, 7);
+        assert_eq!(guest.control.poison(), poison);
+    }
+}
+
+#[test]
 fn list_of_blocks_is_reported_by_hypercall() {
     let guest = guest();
     let entries = [

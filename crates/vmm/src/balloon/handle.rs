@@ -3,7 +3,7 @@
 use super::VmBalloon;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_virtio::balloon::extension::{FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES, MapError};
 use vmferry_virtio::balloon::{BalloonFigures, GuestStats, HintError, feature};
@@ -18,12 +18,18 @@ pub struct BalloonStatus {
     pub target: u64,
     /// Memory that the guest has, in bytes, as its driver reports it.
     pub actual: u64,
+    /// Time for which the guest has given up no memory although it has more than `target`. `None`
+    /// if it has no more than `target`, or no driver.
+    pub unmet: Option<Duration>,
     /// True if the guest has a driver for the balloon.
     pub driver: bool,
     /// True if the host takes back the pages that the guest reports as unused.
     pub reporting: bool,
     /// Features that the driver accepted, by name.
     pub features: Vec<&'static str>,
+    /// Value with which the guest fills free pages, or `None` if the driver has not accepted the
+    /// feature. If the value is not 0, the host keeps the pages that the guest reports.
+    pub poison: Option<u32>,
     /// Latest statistics that the guest reported.
     pub stats: GuestStats,
     /// Time at which the statistics arrived, or `None` if none have arrived.
@@ -89,9 +95,11 @@ impl BalloonHandle {
             memory,
             target: less(control.target()),
             actual: less(control.actual()),
+            unmet: control.unmet_for(),
             driver: control.features() != 0,
             reporting: control.reporting(),
             features: names.into_iter().filter(|(bit, _)| control.has(*bit)).map(|(_, name)| name).collect(),
+            poison: control.poison(),
             stats: control.stats(),
             stats_at: control.stats_at(),
             figures: control.figures(),

@@ -112,6 +112,10 @@ impl DirtyTracker for WithWriteAhead {
         self.tracker.ring()
     }
 
+    fn harvest_kernel_time(&self) -> Option<Duration> {
+        self.tracker.harvest_kernel_time()
+    }
+
     fn stop(&mut self) -> std::result::Result<(), VmError> {
         self.ahead = None;
         self.tracker.stop()

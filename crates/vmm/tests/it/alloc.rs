@@ -131,6 +131,38 @@ fn balloon_follows_its_target() {
     guest.vm.stop();
 }
 
+#[test]
+fn memory_that_a_guest_needs_is_taken_back_and_counted() {
+    if !kvm() {
+        return;
+    }
+    let mut guest = Guest::boot("uniform,ws=4M,rate=1k,alloc=128M", |_| {});
+    let before = guest.wait("the first round", |now| now.sum(|cpu| cpu.rounds) > 0);
+    assert_eq!((before.guest.inflate_short, before.guest.taken_back_pages), (0, 0));
+    // The rounds and the balloon together need 320 of 256 MiB.
+    guest.balloon().set_target(64 * MIB);
+    wait("a request that is not met", || guest.balloon().status().unmet.is_some());
+    let now = guest.wait("a shortage", |now| {
+        now.guest.inflate_short > 0 && now.guest.taken_back_pages > 0 && now.sum(|cpu| cpu.waits_balloon) > 0
+    });
+    let counted = guest.balloon().status().figures.taken_back_pages;
+    assert!(counted >= now.guest.taken_back_pages, "{counted}: {:?}", now.guest);
+    guest.balloon().set_target(MEMORY);
+    guest.wait("an empty balloon", |now| now.guest.balloon_pages == 0);
+    assert_eq!(guest.balloon().status().unmet, None);
+    let counted = guest.balloon().status().figures;
+    assert!(counted.deflated_pages > counted.taken_back_pages, "{counted:?}");
+
+    // A question keeps nearly all free pages back, and the next round needs them.
+    guest.balloon().request_hints().unwrap();
+    guest.wait("a wait for pages that are kept back", |now| {
+        now.sum(|cpu| cpu.waits_held) > 0 && now.guest.hint_releases > 0
+    });
+    guest.balloon().end_hints();
+    guest.verify(1);
+    guest.vm.stop();
+}
+
 /// Returns true if all rounds are done, and the host has been told of all free memory.
 fn all_reported(now: &AllocSnapshot) -> bool {
     now.done() && now.guest.unreported_pages == 0 && now.guest.isolated_pages == 0

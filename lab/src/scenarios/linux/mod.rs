@@ -6,6 +6,7 @@ mod judge;
 mod moves;
 mod network;
 mod refused;
+mod reporting;
 mod storage;
 
 use super::rig::{Rig, migrate};
@@ -15,6 +16,7 @@ use crate::guest_report::GuestReport;
 use crate::pace;
 use anyhow::{Result, ensure};
 use judge::Move;
+use reporting::FreeContent;
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -71,6 +73,27 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         false,
         50,
         moves::free_pages,
+    ),
+    scenario(
+        "linux-reporting",
+        "the driver reports a deleted file's memory, the host takes it back, and the guest moves",
+        false,
+        60,
+        |lab| reporting::reports(lab, FreeContent::Any),
+    ),
+    scenario(
+        "linux-reporting-zeros",
+        "the same with init_on_free=1: dropped pages read as zeros",
+        false,
+        70,
+        |lab| reporting::reports(lab, FreeContent::Zeros),
+    ),
+    scenario(
+        "linux-reporting-poison",
+        "the same with page_poison=1: the host keeps the reported pages",
+        false,
+        90,
+        |lab| reporting::reports(lab, FreeContent::Poison),
     ),
     scenario(
         "linux-cancelled",

@@ -1,6 +1,6 @@
 //! Tracker of dirty pages.
 
-use crate::vm::caught;
+use crate::vm::{caught, shielded};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, VmError};
@@ -63,6 +63,13 @@ impl Tracking {
     /// Adds the pages that were written since the last harvest to `into`.
     pub(super) fn harvest(&mut self, into: &mut PageSet) -> Result<(), VmError> {
         self.tracker.harvest(into)
+    }
+
+    /// Returns the part of the last harvest's time that the tracker spent on getting the written
+    /// pages from the kernel, or `None` if the tracker does not measure it.
+    pub(super) fn harvest_kernel_time(&self) -> Option<Duration> {
+        let time = || self.tracker.harvest_kernel_time();
+        shielded("reading the kernel time of a harvest failed", time)
     }
 
     /// Returns the seconds since the previous harvest, and the number of pages that each vCPU wrote

@@ -235,6 +235,11 @@ impl DirtyTracker for Tracker {
         self.0.trip(Method::Harvest)
     }
 
+    fn harvest_kernel_time(&self) -> Option<Duration> {
+        // Far more than the first harvests take, and far less than a slow one.
+        Some(Duration::from_millis(1))
+    }
+
     fn protector(&self) -> Arc<dyn Protect> {
         match self.0.options.tracking {
             // A failure of this method is injected with `ByHand` only.

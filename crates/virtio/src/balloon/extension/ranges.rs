@@ -1,8 +1,7 @@
 //! Inflating and deflating by ranges.
 
 use super::super::control::BalloonState;
-use super::super::inflate::{Way, inflated};
-use super::super::metrics::add;
+use super::super::inflate::{Way, deflated, inflated};
 use crate::queue::{Buffer, BufferError};
 use crate::runs::Gather;
 use std::time::Instant;
@@ -40,7 +39,7 @@ pub(crate) fn ranges<M: GuestMemory>(
     match way {
         Way::In => inflated(shared, pages, runs, began),
         Way::Out => {
-            add(&shared.metrics.deflated_pages, pages);
+            deflated(shared, pages);
             if let Err(error) = shared.host.make_zeros(runs) {
                 shared.host_error(&error);
             }
