@@ -186,7 +186,7 @@ impl RecordingTracker {
             kernel_us: kernel.map(us),
             walk_us: us(took.saturating_sub(kernel.unwrap_or_default())),
             pages: found.count(),
-            bitmap: found.iter().flat_map(|(_, map)| map.words().iter().copied()).collect(),
+            bitmap: found.iter().flat_map(|(_, map)| map.flat().words().iter().copied()).collect(),
         });
     }
 }

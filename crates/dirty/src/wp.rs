@@ -190,7 +190,8 @@ impl DirtyTracker for WpTracker {
                     };
                     match &region.backing {
                         Backing::Memfd { file, offset } => {
-                            *in_kernel += active.unmapped(region, span, (file.as_fd(), *offset), runs, map)?;
+                            *in_kernel +=
+                                active.unmapped(region, span, (file.as_fd(), *offset), runs, map)?;
                             Ok(())
                         }
                         Backing::Anonymous | Backing::Other => Ok(()),
