@@ -20,9 +20,11 @@ const CHUNK_PAGES: u64 = 512;
 /// takes each page out of a set that other threads may change.
 const SIDES: [&str; 3] = ["engine", "scanner", "summary"];
 
-/// Measures the walk of a sender over a pass with the pages of `words`, and scans of the same pages.
+/// Measures the walk of a sender over a pass with the pages of `words`, and scans of the same
+/// pages.
 ///
-/// A walk uses its set up, so every sample walks a new copy, which is made before the time is taken.
+/// A walk uses its set up, so every sample walks a new copy, which is made before the time is
+/// taken.
 pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
     let id = RegionId(0);
     let region = Region { id, gpa: Gpa(0), len: words.len() as u64 * 64 * PAGE_SIZE };

@@ -286,8 +286,8 @@ impl Bitmap {
         }
     }
 
-    /// Adds pages like [`Self::union_words_at`], and calls `each` with the maximal runs of the pages
-    /// that were not set before, in order.
+    /// Adds pages like [`Self::union_words_at`], and calls `each` with the maximal runs of the
+    /// pages that were not set before, in order.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.
@@ -311,8 +311,8 @@ impl Bitmap {
         self.runs_in(0..self.len())
     }
 
-    /// Returns an iterator over the set pages of `range` as maximal runs, in order. FlatRuns are cut at
-    /// the ends of `range`.
+    /// Returns an iterator over the set pages of `range` as maximal runs, in order. FlatRuns are
+    /// cut at the ends of `range`.
     ///
     /// # Panics
     /// Panics if `range` ends beyond `len`.

@@ -210,8 +210,8 @@ impl FlatBitmap {
         self.trim();
     }
 
-    /// Adds the pages that are set in `log`, a dirty log whose first bit is page `64 * first`. FlatBits
-    /// beyond `len` are ignored.
+    /// Adds the pages that are set in `log`, a dirty log whose first bit is page `64 * first`.
+    /// FlatBits beyond `len` are ignored.
     ///
     /// # Panics
     /// Panics if the log has words beyond the last word of this bitmap.
@@ -261,8 +261,8 @@ impl FlatBitmap {
         self.runs_in(0..self.len)
     }
 
-    /// Returns an iterator over the set pages of `range` as maximal runs, in order. FlatRuns are cut at
-    /// the ends of `range`.
+    /// Returns an iterator over the set pages of `range` as maximal runs, in order. FlatRuns are
+    /// cut at the ends of `range`.
     ///
     /// # Panics
     /// Panics if `range` ends beyond `len`.

@@ -158,7 +158,7 @@ proptest! {
         prop_assert_eq!(runs, model.runs().collect::<Vec<_>>());
         prop_assert_eq!(bits, model.bits().collect::<Vec<_>>());
         prop_assert_eq!(map.bits().collect::<Vec<_>>(), model.bits().collect::<Vec<_>>());
-        prop_assert_eq!(map.bits_in(a..b).fold(0, |sum, bit| sum + bit), model.bits_in(a..b).sum::<u64>());
+        prop_assert_eq!(map.bits_in(a..b).sum::<u64>(), model.bits_in(a..b).sum::<u64>());
         prop_assert_eq!(map.next_set(a), model.bits_in(a..len).next());
         prop_assert_eq!(&map.clone(), &map);
         let mut parts = vec![0; model.words().len()];

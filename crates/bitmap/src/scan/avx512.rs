@@ -142,8 +142,8 @@ fn test(vector: __m512i) -> u8 {
     _mm512_test_epi64_mask(vector, vector)
 }
 
-/// Returns the mask of the words in `block` (at most 64) for which `pick` sets a bit. FlatBits beyond
-/// the end of `block` are clear.
+/// Returns the mask of the words in `block` (at most 64) for which `pick` sets a bit. FlatBits
+/// beyond the end of `block` are clear.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 fn lanes_where(block: &[u64], mut pick: impl FnMut(__m512i) -> u8) -> u64 {

@@ -304,8 +304,8 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// Returns the channel's first chunk of a region of `pages` pages that has `page` or later pages, or `None` if
-    /// there is none.
+    /// Returns the channel's first chunk of a region of `pages` pages that has `page` or later
+    /// pages, or `None` if there is none.
     fn chunk_from(self, position: usize, pages: u64, page: u64) -> Option<Range<u64>> {
         let Self { chunk_pages: size, channels, index } = self;
         let chunk = page / size;
@@ -345,9 +345,9 @@ pub(crate) struct PassPages {
 /// Spans of a pass that no thread has examined, and the memory that is asked about them.
 ///
 /// A thread that needs a page of a span examines the span first: it asks which of its pages were
-/// touched, puts these pages into `Part::first`, and then removes the span. It holds the lock in the
-/// meantime, so a thread that waits for the lock finds the span examined. The lock is taken once
-/// for each chunk, not for each page.
+/// touched, puts these pages into `Part::first`, and then removes the span. It holds the lock in
+/// the meantime, so a thread that waits for the lock finds the span examined. The lock is taken
+/// once for each chunk, not for each page.
 ///
 /// A page that is touched after memory was asked is not in the pass. The tracker reports the page,
 /// because it reports every write since its start, and the next harvest adds the page to
@@ -642,8 +642,8 @@ impl PassPages {
     }
 }
 
-/// Takes the pages of `set` out of a pass like the sender of a migration with one channel, and calls
-/// `each` with the runs that the sender would send.
+/// Takes the pages of `set` out of a pass like the sender of a migration with one channel, and
+/// calls `each` with the runs that the sender would send.
 #[doc(hidden)]
 pub fn walk_pass(set: PageSet, chunk_pages: u64, mut each: impl FnMut(Range<u64>)) {
     let (pass, share) = (PassPages::new(set, None), Share { chunk_pages, channels: 1, index: 0 });
