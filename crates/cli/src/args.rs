@@ -6,7 +6,8 @@ mod values;
 
 use crate::arbiter::ArbiterArg;
 use crate::choices::{
-    AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+    AutoConvergeArg, FreePagesArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg,
+    UrgentArg,
 };
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
@@ -513,8 +514,12 @@ pub(crate) struct MigrateArgs {
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) plan: bool,
     /// Skip pages that the guest reports as free
-    #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
-    pub(crate) free_pages: OnOff,
+    ///
+    /// With wait=MS, the source sends no page until the guest has named all of its free pages, or
+    /// until MS milliseconds have passed. A source that does not wait sends some free pages while
+    /// the guest looks for them. MS is from 1 to 60000; a time such as 200ms is also accepted.
+    #[arg(long, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off|wait=MS")]
+    pub(crate) free_pages: FreePagesArg,
     /// Compare every page on source and target while the guest is stopped
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) verify: bool,
