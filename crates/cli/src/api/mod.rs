@@ -19,6 +19,7 @@ pub(crate) use machine::Api;
 use crate::Status;
 use crate::arbiter::ArbiterConfig;
 use crate::args::{ApiArgs, RecoverArgs};
+use crate::balloon::squeeze::SqueezeArg;
 use crate::choices::{
     AutoConvergeArg, FreePagesArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
 };
@@ -67,6 +68,9 @@ pub(crate) struct MigrateRequest {
     pub(crate) plan: bool,
     #[serde(default)]
     pub(crate) free_pages: FreePagesArg,
+    /// Squeeze of the page cache before the first pass.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) squeeze_cache: Option<SqueezeArg>,
     #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
