@@ -16,13 +16,16 @@ pub fn describe() -> Host {
         kvm: kvm(),
         qemu: qemu_version(),
         congestion_control: read("/proc/sys/net/ipv4/tcp_congestion_control").unwrap_or_else(unknown),
-        thp: read("/sys/kernel/mm/transparent_hugepage/enabled")
-            .as_deref()
-            .and_then(bracketed)
-            .map_or_else(unknown, String::from),
+        thp: transparent_huge_pages(),
         load_1m: load_1m().unwrap_or(0.0),
         date: humantime::format_rfc3339_seconds(SystemTime::now()).to_string(),
     }
+}
+
+/// Returns the kernel's mode of transparent huge pages: `always`, `madvise`, `never`, or `unknown`.
+pub(crate) fn transparent_huge_pages() -> String {
+    let modes = read("/sys/kernel/mm/transparent_hugepage/enabled");
+    modes.as_deref().and_then(bracketed).map_or_else(unknown, String::from)
 }
 
 /// Returns the memory that is available without swapping, in bytes. `None` if the kernel does not

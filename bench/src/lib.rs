@@ -24,6 +24,7 @@ pub mod host;
 pub mod link;
 pub mod migrate;
 pub mod plan;
+mod pool;
 pub mod postcopy;
 pub mod qemu;
 pub mod reaper;

@@ -132,6 +132,49 @@ fn reporting_is_switched_while_the_guest_runs_and_moves_with_it() {
 }
 
 #[test]
+fn squeezed_guest_has_its_memory_again_after_the_move() {
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    let workload = ["--workload", "uniform,ws=4M,rate=1k,alloc=16M"];
+    let source = Run::start("kvm", &folder, "source", &workload);
+    source.wait("the guest's statistics", |s| s["vm"]["balloon"]["stats"]["available"].is_number());
+    let memory = source.status().unwrap()["vm"]["balloon"]["memory"].as_u64().unwrap();
+    let (target, uri) = Run::target("kvm", &folder, "target", "tcp:127.0.0.1:0");
+    let output = source.migrate(&uri, &["--squeeze-cache", "24M", "--verify", "--json", "-"]);
+    assert_eq!(code(&output), 0, "{output:?}");
+    let squeeze = &document(&output)["squeeze"];
+    let taken = squeeze["taken_bytes"].as_u64().unwrap();
+    assert!((1 << 20..=24 << 20).contains(&taken), "{squeeze}");
+    target.wait("the guest on the target", |s| s["vm"]["place"] == "running");
+    target.goes_on();
+    let balloon = |status: &serde_json::Value, name: &str| status["vm"]["balloon"][name].as_u64();
+    assert_eq!(balloon(&target.status().unwrap(), "target"), Some(memory));
+    target.wait("an empty balloon", |s| balloon(s, "actual") == Some(memory));
+}
+
+#[test]
+fn guest_that_stays_has_its_memory_again_after_a_squeeze() {
+    if !has_kvm() {
+        return;
+    }
+    let folder = Folder::new();
+    let workload = ["--workload", "uniform,ws=4M,rate=1k,alloc=16M"];
+    let source = Run::start("kvm", &folder, "source", &workload);
+    source.wait("the guest's statistics", |s| s["vm"]["balloon"]["stats"]["available"].is_number());
+    let balloon = |name: &str| source.status().unwrap()["vm"]["balloon"][name].as_u64();
+    let memory = balloon("memory");
+    // Nothing listens at this address.
+    let output = source.migrate("tcp:127.0.0.1:1", &["--squeeze-cache", "auto", "--json", "-"]);
+    assert_eq!(code(&output), 1, "{output:?}");
+    assert!(document(&output)["squeeze"]["taken_bytes"].as_u64() > Some(0), "{output:?}");
+    assert_eq!(balloon("target"), memory);
+    source.wait("an empty balloon", |s| s["vm"]["balloon"]["actual"].as_u64() == memory);
+    source.goes_on();
+}
+
+#[test]
 fn guest_without_balloon_is_refused() {
     let folder = Folder::new();
     let source = Run::source("process", &folder);

@@ -5,10 +5,11 @@ use super::args::BenchArgs;
 use super::request::MigrateRequest;
 use super::{Finished, no_kvm, program};
 use crate::free_page::{
-    self, Claim, Drop, FreePageSource, Give, Given, Inflation, LearnSpec, Learned, LowMemory, LowSpec,
-    MoveSpec, Moved, Options, OurError, OurRunner, Outcome, Way,
+    self, AnswerWait, Claim, Drop, FreePageSource, Give, Given, Inflation, LearnSpec, Learned, LowMemory,
+    LowSpec, MoveSpec, Moved, Options, OurError, OurRunner, Outcome, Way,
 };
 use crate::host::available_memory;
+use crate::link::Link;
 use crate::warm::Warm;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -70,7 +71,11 @@ impl OurRunner for Ours {
     }
 
     fn migrate(&mut self, spec: &MoveSpec, source: FreePageSource) -> Result<Moved, OurError> {
-        on_kvm(|| migrate(spec, source))
+        on_kvm(|| migrate(spec, source, AnswerWait { ms: 0 }, &Link::Loopback))
+    }
+
+    fn migrate_after(&mut self, spec: &MoveSpec, wait: AnswerWait, link: &Link) -> Result<Moved, OurError> {
+        on_kvm(|| migrate(spec, FreePageSource::Hints, wait, link))
     }
 
     fn low(&mut self, spec: &LowSpec, claim: Claim) -> Result<LowMemory, OurError> {
@@ -263,7 +268,7 @@ fn resident() -> Result<u64> {
     Ok((rss - free.min(rss)) << 10)
 }
 
-fn migrate(spec: &MoveSpec, source: FreePageSource) -> Result<Moved> {
+fn migrate(spec: &MoveSpec, source: FreePageSource, wait: AnswerWait, link: &Link) -> Result<Moved> {
     let stop = AtomicBool::new(false);
     let hints = match source {
         FreePageSource::Off => "off",
@@ -273,17 +278,23 @@ fn migrate(spec: &MoveSpec, source: FreePageSource) -> Result<Moved> {
     let setup = Setup {
         // Free page reporting is off, so that the guest keeps all memory that it ever touched.
         guest_args: format!("report=off hints={hints}"),
+        environment: link,
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
     };
     let mut pair = Pair::start(&setup, &stop)?;
     let freed = freed(&mut pair)?;
     let warm = Warm::hold(spec.memory);
     std::thread::sleep(WARM_UP);
-    let free_pages = if source == FreePageSource::Off { "off" } else { "on" };
+    let free_pages = match (source, wait.ms) {
+        (FreePageSource::Off, _) => "off".into(),
+        (_, 0) => "on".into(),
+        (_, ms) => format!("wait={ms}"),
+    };
     let request = MigrateRequest {
         channels: 1,
         timeout_ms: Some(120_000),
         free_pages,
+        insecure: true,
         ..MigrateRequest::to(&pair.uri)
     };
     drop(warm);
@@ -297,7 +308,15 @@ fn migrate(spec: &MoveSpec, source: FreePageSource) -> Result<Moved> {
     }
     let mut result = super::postcopy::result(&report)?;
     result.passes = report["passes"].as_array().map(|passes| passes.len() as u64);
-    Ok(Moved { result, first_page: time(&report["setup_ms"]), skipped_pages: skipped, freed })
+    let free = &report["free_pages"];
+    Ok(Moved {
+        result,
+        first_page: time(&report["setup_ms"]),
+        skipped_pages: skipped,
+        freed,
+        waited: time(&free["waited_ms"]),
+        first_answer: time(&free["first_answer_ms"]),
+    })
 }
 
 /// Time for which the guest keeps named pages back before the host asks again.

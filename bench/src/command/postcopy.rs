@@ -4,18 +4,23 @@
 use super::args::BenchArgs;
 use super::request::MigrateRequest;
 use super::{Finished, no_kvm, program};
+use crate::link::Link;
 use crate::postcopy::{
-    self, CaseSpec, Observation, Options, OurError, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu, Watch,
-    Way,
+    self, Backing, CaseSpec, Observation, Options, OurError, OurRunner, Outcome, POLL, Run, SpeedBack, Vcpu,
+    Watch, Way,
 };
 use crate::result::MigrationResult;
 use crate::rtt::SourceCommand;
 use crate::warm::Warm;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
+use std::ffi::OsString;
+use std::io;
+use std::net::Ipv4Addr;
+use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use vmferry_client::{Pair, Runner, Setup};
+use vmferry_client::{Environment, Pair, Role, Runner, Setup};
 
 /// Time after which a migration counts as stuck.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -44,6 +49,27 @@ impl OurRunner for Ours {
             return Err(OurError::Unavailable(why));
         }
         move_once(spec, way, watch).map_err(|error| OurError::Failed(error.into()))
+    }
+}
+
+/// Ends of a link whose processes have guest memory of one kind.
+#[derive(Debug)]
+struct Backed<'a> {
+    link: &'a Link,
+    backing: Backing,
+}
+
+impl Environment for Backed<'_> {
+    fn address(&self, role: Role) -> Ipv4Addr {
+        Environment::address(self.link, role)
+    }
+
+    fn options(&self, _: Role) -> Vec<OsString> {
+        self.backing.options().iter().map(OsString::from).collect()
+    }
+
+    fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
+        Environment::enter(self.link, role, command)
     }
 }
 
@@ -79,7 +105,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         cpus: spec.vcpus,
         // QEMU has no balloon in this bench.
         balloon: false,
-        environment: watch.link,
+        environment: &Backed { link: watch.link, backing: spec.backing },
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
     };
     let mut pair = Pair::start(&setup, &stop)?;
@@ -92,6 +118,7 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
     }
     drop(warm);
     here.listen(&mut pair.source)?;
+    let source_huge = huge(pair.source.pid());
     let start = Instant::now();
     pair.migrate(&request(way, &pair.uri))?;
     let mut there = Stalls { zero: start, observed: Vec::new() };
@@ -107,7 +134,20 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         target: there.observed,
         switched,
         end,
+        huge: [source_huge, huge(pair.target.pid())],
     })
+}
+
+/// Returns the bytes of huge pages that a process has mapped. `None` if the kernel does not show
+/// them.
+fn huge(pid: u32) -> Option<u64> {
+    let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
+    let kib = |line: &str| {
+        let (name, value) = line.split_once(':')?;
+        let counts = ["AnonHugePages", "Shared_Hugetlb", "Private_Hugetlb"].contains(&name);
+        value.trim().strip_suffix(" kB").filter(|_| counts)?.parse::<u64>().ok()
+    };
+    Some(rollup.lines().filter_map(kib).sum::<u64>() << 10)
 }
 
 /// Observes the guest until the source reports the end of the migration.

@@ -30,8 +30,8 @@ pub(super) struct MigrateRequest {
     pub(super) auto_converge: &'static str,
     /// Set if the migration is predicted first and the prediction is scored.
     pub(super) plan: bool,
-    /// Skipping of free pages: `on` or `off`.
-    pub(super) free_pages: &'static str,
+    /// Skipping of free pages: `on`, `off`, or `wait=MS`.
+    pub(super) free_pages: String,
     pub(super) insecure: bool,
     pub(super) peer_timeout_ms: u64,
 }
@@ -57,7 +57,7 @@ impl MigrateRequest {
             on_timeout: "cancel",
             auto_converge: "off",
             plan: false,
-            free_pages: "on",
+            free_pages: "on".into(),
             insecure: false,
             peer_timeout_ms: millis(settings.peer_timeout),
         }

@@ -62,6 +62,11 @@ pub struct Moved {
     pub skipped_pages: Option<u64>,
     /// Bytes that the guest had touched and freed before.
     pub freed: u64,
+    /// Time for which the source waited for the guest's answer before the first page. `None` if
+    /// unknown.
+    pub waited: Option<Duration>,
+    /// Time from the first question to the first answer. `None` without an answer.
+    pub first_answer: Option<Duration>,
 }
 
 /// Rounds of a guest that was short of memory.
@@ -151,6 +156,8 @@ impl Moved {
         figures.extend(result.passes.map(|passes| ("passes", to_f64(passes))));
         figures.extend(self.first_page.map(|time| ("first_page_ms", ms(time))));
         figures.extend(self.skipped_pages.map(|pages| ("skipped_pages", to_f64(pages))));
+        figures.extend(self.waited.map(|time| ("waited_ms", ms(time))));
+        figures.extend(self.first_answer.map(|time| ("first_answer_ms", ms(time))));
         figures
     }
 }

@@ -1,6 +1,6 @@
 //! `vmferry-bench free-page`: time to learn a guest's free pages, and its benefit for a migration.
 //!
-//! The bench has four groups, and runs the sides of each in turn:
+//! The bench has these groups, and runs the sides of each in turn:
 //! - `learn`: the host learns the free pages of an idle guest of 8 GiB that has touched little
 //!   memory, by inflating a balloon, by hints on demand, or by a map that the guest keeps.
 //! - `drop`: a guest gives touched memory back, by page size and by the way in which the host drops
@@ -9,6 +9,8 @@
 //!   tables then do not show which memory is in use.
 //! - `low`: a guest allocates most of its memory while a part of it is in the balloon, is kept back
 //!   for a question of the host, or is being reported.
+//! - `wait-1gbit`, `wait-10gbit`, `wait-loopback`: the same guest names its free pages on demand,
+//!   and the source waits for the answer before it sends the first page.
 
 mod figures;
 mod goals;
@@ -21,13 +23,15 @@ use vmferry_report::json::Document;
 
 use crate::cases;
 use crate::host::{self, available_memory};
+use crate::link::{Link, Shaped, Tools};
 use crate::qemu;
 use crate::rounds::{MEMORY_RESERVE, Rounds, SideRuns, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
 pub use figures::{Given, Inflation, Learned, LowMemory, Moved};
 pub use spec::{
-    Claim, Drop, FreePageSource, Give, InflateBy, Learn, LearnSpec, LowSpec, Move, MoveSpec, Options, Way,
+    AnswerWait, Claim, Drop, FreePageSource, Give, InflateBy, Learn, LearnSpec, LowSpec, Move, MoveSpec,
+    Options, WaitLink, Way,
 };
 pub use vmferry_report::benches::free_page::{page, table};
 
@@ -69,6 +73,14 @@ pub trait OurRunner {
     ///
     /// Fails in the same cases as [`learn`](Self::learn).
     fn low(&mut self, spec: &LowSpec, claim: Claim) -> Result<LowMemory, OurError>;
+
+    /// Does the same as [`migrate`](Self::migrate) over `link`, with a guest that names its free
+    /// pages on demand, and a source that waits for the answer before it sends the first page.
+    ///
+    /// # Errors
+    ///
+    /// Fails in the same cases as [`migrate`](Self::migrate).
+    fn migrate_after(&mut self, spec: &MoveSpec, wait: AnswerWait, link: &Link) -> Result<Moved, OurError>;
 }
 
 /// Runs the bench. Calls `progress` with the name of each run that begins.
@@ -101,6 +113,9 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     });
     let params = [("memory_bytes", spec.memory.into()), ("workload", spec.workload().into())];
     cases::add(&mut document, ("move", &params), &sides, Moved::figures);
+    for link in &options.wait_links {
+        wait_on(*link, &mut document, &mut rounds, options, ours);
+    }
 
     let spec = &options.low;
     let sides = in_turn(&mut rounds, options, "low", &options.claims, |claim| {
@@ -113,6 +128,32 @@ pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);
     Outcome { document, failures }
+}
+
+/// Runs the group of migrations over one link whose source waits for the guest's answer.
+fn wait_on(
+    WaitLink { group, shape }: WaitLink,
+    document: &mut Document,
+    rounds: &mut Rounds<'_>,
+    options: &Options,
+    ours: &mut dyn OurRunner,
+) {
+    if !options.waits.iter().any(|wait| options.wants(&format!("{group}/{wait}"))) {
+        return;
+    }
+    let spec = &options.moved;
+    let link = shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(&Tools::here(), shape).map(Link::Shaped));
+    let sides = in_turn(rounds, options, group, &options.waits, |wait| {
+        enough_memory(spec.memory)?;
+        let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
+        Ok(ours.migrate_after(spec, wait, link)?)
+    });
+    let params = [
+        ("memory_bytes", spec.memory.into()),
+        ("workload", spec.workload().into()),
+        ("link_gbps", shape.map(|shape| crate::reaper::to_f64(shape.bits_per_s) / 1e9).into()),
+    ];
+    cases::add(document, (group, &params), &sides, Moved::figures);
 }
 
 /// Runs all selected sides of a group in turn.

@@ -4,6 +4,7 @@ use std::fmt;
 
 pub use vmferry_guest_abi::InflateBy;
 
+use crate::link::Shape;
 use crate::rounds::MEMORY_RESERVE;
 
 const MIB: u64 = 1 << 20;
@@ -93,6 +94,38 @@ impl fmt::Display for Claim {
             Self::Question => "question",
             Self::Reports => "reports",
         })
+    }
+}
+
+/// Longest wait for the guest's answer before the first page of a migration. 0 means no wait.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AnswerWait {
+    /// Milliseconds.
+    pub ms: u64,
+}
+
+/// Link of the migrations that wait for the guest's answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WaitLink {
+    /// Name of the group of these migrations.
+    pub group: &'static str,
+    /// Shape of the link. `None` means loopback.
+    pub shape: Option<Shape>,
+}
+
+impl WaitLink {
+    const LOOPBACK: Self = Self { group: "wait-loopback", shape: None };
+    const TEN_GBIT: Self = Self::shaped("wait-10gbit", 10_000_000_000);
+    const ONE_GBIT: Self = Self::shaped("wait-1gbit", 1_000_000_000);
+
+    const fn shaped(group: &'static str, bits_per_s: u64) -> Self {
+        Self { group, shape: Some(Shape { bits_per_s, congestion: None }) }
+    }
+}
+
+impl fmt::Display for AnswerWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}ms", self.ms)
     }
 }
 
@@ -234,6 +267,10 @@ pub struct Options {
     pub low: LowSpec,
     /// Sides of the group `low`.
     pub claims: Vec<Claim>,
+    /// Sides of the groups `wait`. The guest of the group `move` answers on demand.
+    pub waits: Vec<AnswerWait>,
+    /// Links of the groups `wait`.
+    pub wait_links: Vec<WaitLink>,
     /// Number of rounds.
     pub repeats: usize,
     /// Texts that select sides by name, as in `learn/map`. Empty selects all.
@@ -241,15 +278,16 @@ pub struct Options {
 }
 
 impl Options {
-    /// Returns the options of `--quick`: the published idle guest, and a migrating guest of 1.5
-    /// GiB, in under three minutes on two cores.
+    /// Returns the options of `--quick`: the published idle guest, a migrating guest of 1.5 GiB,
+    /// and waits on loopback only, in under three minutes on two cores.
     pub fn quick(available: Option<u64>) -> Self {
-        Self::sized(
+        let quick = Self::sized(
             available,
             3,
             512 * MIB,
             MoveSpec { memory: 1536 * MIB, data: 128 * MIB, alloc: 1280 * MIB },
-        )
+        );
+        Self { wait_links: vec![WaitLink::LOOPBACK], ..quick }
     }
 
     /// Returns the full options: more rounds, and more memory that is touched.
@@ -291,6 +329,8 @@ impl Options {
             moves: moves.chain([false, true].map(|hints| Move::Qemu { hints })).collect(),
             low: LowSpec { memory: 512 * MIB, alloc: 384 * MIB, rounds: 4 },
             claims: vec![Claim::None, Claim::Balloon, Claim::Question, Claim::Reports],
+            waits: [0, 50, 200].map(|ms| AnswerWait { ms }).into(),
+            wait_links: vec![WaitLink::ONE_GBIT, WaitLink::TEN_GBIT, WaitLink::LOOPBACK],
             repeats,
             only: Vec::new(),
         }
@@ -325,6 +365,10 @@ mod tests {
             let drops: BTreeSet<_> = options.drops.iter().map(ToString::to_string).collect();
             let moves: BTreeSet<_> = options.moves.iter().map(ToString::to_string).collect();
             assert_eq!((learn.len(), drops.len(), moves.len()), (10, 6, 5));
+            let waits: BTreeSet<_> = options.waits.iter().map(ToString::to_string).collect();
+            let groups: BTreeSet<_> = options.wait_links.iter().map(|link| link.group).collect();
+            assert_eq!((waits.len(), groups.len()), (3, options.wait_links.len()));
+            assert!(groups.iter().all(|group| vmferry_report::benches::free_page::has_group(group)));
             assert!(options.moved.workload().parse::<vmferry_guest_abi::Workload>().is_ok());
             assert!(options.low.workload().parse::<vmferry_guest_abi::Workload>().is_ok());
             // The balloon gets half of the memory, so the guest has to take pages back.

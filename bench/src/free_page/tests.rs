@@ -62,11 +62,18 @@ impl OurRunner for Scripted {
             first_page: Some(Duration::from_millis(first)),
             skipped_pages: Some(0),
             freed: spec.alloc,
+            ..Moved::default()
         })
     }
 
     fn low(&mut self, _: &LowSpec, _: Claim) -> Result<LowMemory, OurError> {
         Ok(Self::LOW)
+    }
+
+    fn migrate_after(&mut self, spec: &MoveSpec, wait: AnswerWait, link: &Link) -> Result<Moved, OurError> {
+        assert!(matches!(link, Link::Loopback));
+        let waited = Some(Duration::from_millis(wait.ms.min(20)));
+        Ok(Moved { waited, ..self.migrate(spec, FreePageSource::Hints)? })
     }
 }
 
@@ -175,4 +182,15 @@ fn failures_and_skips_are_reported_separately() {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }
     assert!(page(&outcome.document).contains("no huge pages"));
+}
+
+#[test]
+fn waits_are_compared_on_each_link() {
+    let outcome = bench(GOOD);
+    let waited = |side: &str| {
+        let case = outcome.document.cases.iter().find(|case| case.name == format!("wait-loopback/{side}"));
+        case.and_then(|case| case.metrics.get("waited_ms").copied())
+    };
+    assert_eq!([waited("0ms"), waited("50ms"), waited("200ms")], [Some(0.0), Some(20.0), Some(20.0)]);
+    assert!(table(&outcome.document).contains("first answer ms"));
 }

@@ -74,6 +74,9 @@ pub(super) fn measure(spec: &CaseSpec, run: &Run, floor: Option<Floor>) -> Optio
         put("own_duplicates", Some(own.duplicates));
         put("own_prefetched", Some(own.prefetched));
     }
+    for (name, huge) in ["source_huge_mb", "target_huge_mb"].into_iter().zip(run.huge) {
+        put(name, huge.map(|bytes| to_f64(bytes) / 1e6));
+    }
     for (name, value) in speeds(run) {
         put(name, Some(value));
     }

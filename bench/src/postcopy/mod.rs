@@ -19,12 +19,13 @@ use vmferry_report::json::Document;
 
 use crate::host;
 use crate::link::{Link, Shaped, Tools};
+use crate::pool::{self, Pool};
 use crate::qemu;
 use crate::rounds::{Rounds, Stop, enough_memory};
 use crate::rtt::{self, Floor, SourceCommand};
 
 pub use crate::rounds::{OurError, Outcome};
-pub use spec::{CaseSpec, Options, Purpose, Side, Way};
+pub use spec::{Backing, CaseSpec, Options, Purpose, Side, Way};
 pub use vmferry_report::benches::postcopy::{page, table};
 pub use watch::{Observation, Own, Run, Vcpu};
 
@@ -156,6 +157,8 @@ fn run_with(
             continue;
         }
         let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        // The huge pages stay reserved until all rounds of the case are over.
+        let place = link.and_then(|link| Ok((link, huge_pages(spec, tools)?)));
         rounds.repeats = options.repeats.min(spec.rounds);
         let runs = rounds.run(
             [Turn::Floor].into_iter().chain(turns),
@@ -164,7 +167,7 @@ fn run_with(
                 Turn::Side(side) => format!("{}/{side}", spec.name),
             },
             |turn, _| {
-                let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
+                let (link, _) = place.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
                 let watch = Watch { link, before: options.before, after: options.after };
                 match turn {
                     Turn::Floor => Ok(Came::Floor(rtt::floor(link, source)?)),
@@ -177,6 +180,25 @@ fn run_with(
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);
     Outcome { document, failures }
+}
+
+/// Reserves the huge pages that a case needs for source and target, if it needs any.
+///
+/// # Errors
+///
+/// Returns the reason as text if this host does not have such pages.
+fn huge_pages(spec: &CaseSpec, tools: &Tools) -> Result<Option<Pool>, String> {
+    match spec.backing {
+        Backing::Usual | Backing::Small => Ok(None),
+        Backing::Thp => match host::transparent_huge_pages().as_str() {
+            "always" | "madvise" => Ok(None),
+            mode => Err(format!("the host's transparent huge pages are set to {mode}")),
+        },
+        Backing::Hugetlbfs => {
+            let pages = pool::pages_for(spec.memory * 2);
+            Pool::reserve(pool::POOL.as_ref(), pages, tools.root).map(Some)
+        }
+    }
 }
 
 /// Separates the floors from the sides.
@@ -199,7 +221,10 @@ fn sorted(runs: Vec<crate::rounds::SideRuns<Turn, Came>>) -> CaseRuns {
 }
 
 fn run_side(spec: &CaseSpec, side: Side, watch: Watch<'_>, ours: &mut dyn OurRunner) -> Result<Run, Stop> {
-    enough_memory(spec.memory)?;
+    // The memory of guests on huge pages is reserved in the pool already.
+    if spec.backing != Backing::Hugetlbfs {
+        enough_memory(spec.memory)?;
+    }
     Ok(match side {
         Side::Ours(way) => ours.run(spec, way, watch)?,
         Side::Qemu { preempt } => qemu::postcopy(spec, preempt, watch)?,

@@ -42,6 +42,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, floors: &[Option
         .param("memory_bytes", spec.memory)
         .param("data_bytes", spec.data)
         .param("vcpus", spec.vcpus)
+        .param("backing", spec.backing.name())
         .param("before_ms", u64::try_from(options.before.as_millis()).unwrap_or(u64::MAX))
         .param("rounds", measured.len());
     add_spreads(&mut case, measured.iter().map(|measured| &measured.figures));

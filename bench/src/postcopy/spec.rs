@@ -63,12 +63,50 @@ pub enum Purpose {
     Compare,
     /// Effect of more vCPUs on the number of pages per second.
     Vcpus,
+    /// Effect of huge pages under the guest's memory on the time that pages take.
+    Huge,
 }
 
 impl Purpose {
     /// Returns the purpose as it is written in results.
     pub(super) fn name(self) -> String {
         format!("{self:?}").to_lowercase()
+    }
+}
+
+/// Kind of memory that backs the guest's memory on the source and on the target.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backing {
+    /// Anonymous memory with transparent huge pages, if the host has them. This is vmferry's
+    /// default.
+    Usual,
+    /// Anonymous memory of pages of 4 KiB.
+    Small,
+    /// Anonymous memory with transparent huge pages. A host without them skips the case.
+    Thp,
+    /// Huge pages of 2 MiB from the host's pool. A host whose pool is too small skips the case.
+    Hugetlbfs,
+}
+
+impl Backing {
+    /// Returns the name in results.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Usual => "usual",
+            Self::Small => "small",
+            Self::Thp => "thp",
+            Self::Hugetlbfs => "hugetlbfs",
+        }
+    }
+
+    /// Returns the options of `vmferry run` for this kind of memory.
+    pub fn options(self) -> &'static [&'static str] {
+        match self {
+            Self::Usual => &[],
+            Self::Small => &["--huge-pages", "false"],
+            Self::Thp => &["--huge-pages", "true"],
+            Self::Hugetlbfs => &["--memory-backing", "hugetlbfs"],
+        }
     }
 }
 
@@ -91,6 +129,8 @@ pub struct CaseSpec {
     pub data: u64,
     /// Number of vCPUs.
     pub vcpus: u32,
+    /// Kind of memory of the guest.
+    pub backing: Backing,
     /// Sides that run in turn.
     pub sides: Vec<Side>,
     /// Largest number of rounds.
@@ -152,6 +192,7 @@ fn case((link, shape): LinkSpec, pattern: &'static str, memory: u64) -> CaseSpec
         memory,
         data: most_of(memory),
         vcpus: 1,
+        backing: Backing::Usual,
         sides: Side::ALL.into(),
         rounds: usize::MAX,
     }
@@ -168,6 +209,19 @@ fn vcpus(link: LinkSpec, vcpus: u32, memory: u64, sides: &[Side]) -> CaseSpec {
     }
 }
 
+/// Returns the cases that compare small and huge pages. A case is named after its huge pages.
+fn huge(memory: u64, sides: &[Side]) -> [CaseSpec; 3] {
+    [(Backing::Small, "huge-off"), (Backing::Thp, "huge-thp"), (Backing::Hugetlbfs, "huge-hugetlbfs")].map(
+        |(backing, name)| CaseSpec {
+            name: name.into(),
+            purpose: Purpose::Huge,
+            backing,
+            sides: sides.into(),
+            ..case(TEN_BBR, "random", memory)
+        },
+    )
+}
+
 impl Options {
     /// Returns the options of `--quick`: three rounds on loopback and at 2 Gb/s and one of the
     /// others, in under five minutes on two cores.
@@ -175,7 +229,7 @@ impl Options {
         let memory = 512 * MIB;
         let ours = [Side::Ours(Way::Ours)];
         let once = |case| CaseSpec { rounds: 1, ..case };
-        let cases = vec![
+        let mut cases = vec![
             case(LOOPBACK, "random", memory),
             case(TWO_BBR, "random", memory),
             once(case(TEN_BBR, "random", memory)),
@@ -183,6 +237,7 @@ impl Options {
             once(vcpus(TEN_BBR, 1, memory, &ours)),
             once(vcpus(TEN_BBR, 2, memory, &ours)),
         ];
+        cases.extend(huge(memory, &ours).map(once));
         Options {
             cases,
             repeats: 3,
@@ -203,6 +258,7 @@ impl Options {
             .collect();
         let sides = [Side::Ours(Way::Ours), Side::Qemu { preempt: true }];
         cases.extend([1, 2, 4].map(|count| vcpus(TEN_BBR, count, memory, &sides)));
+        cases.extend(huge(memory, &[Side::Ours(Way::Shared), Side::Ours(Way::Ours)]));
         Options {
             cases,
             repeats: 3,

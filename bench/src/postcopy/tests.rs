@@ -52,6 +52,7 @@ fn scripted(spec: &CaseSpec, us: u64) -> Run {
             ..MigrationResult::default()
         },
         own: Some(Own { faults: 100.0, mean_us: 30.0, ..Own::default() }),
+        huge: [None; 2],
     }
 }
 
@@ -148,8 +149,22 @@ fn figures_use_the_guests_clock_and_exclude_the_downtime() {
     assert!((1000.0..=1200.0).contains(&ours.metrics["back_90_ms"]), "{:?}", ours.metrics);
     assert_eq!(ours.hist_us[&64], 200);
     let html = page(&document);
-    assert_eq!(html.matches("<svg").count(), 6);
+    assert_eq!(html.matches("<svg").count(), options().cases.len());
     assert!(html.contains("floor 32 us") && !html.contains("<script"));
+}
+
+#[test]
+fn case_whose_huge_pages_the_host_lacks_is_skipped_with_the_reason() {
+    let quick = Options::quick();
+    let named = |name: &str| quick.cases.iter().find(|case| case.name == name).unwrap();
+    // No host has a pool of 2 PiB.
+    let case = CaseSpec { memory: 1 << 50, ..named("huge-hugetlbfs").clone() };
+    let tools = Tools { root: false, ..Tools::here() };
+    let why = huge_pages(&case, &tools).unwrap_err();
+    assert!(why.contains("huge pages"), "{why}");
+    assert!(huge_pages(named("huge-off"), &tools).is_ok_and(|pool| pool.is_none()));
+    let thp = host::transparent_huge_pages();
+    assert_eq!(huge_pages(named("huge-thp"), &tools).is_ok(), thp == "always" || thp == "madvise");
 }
 
 #[test]

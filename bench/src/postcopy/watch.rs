@@ -106,6 +106,9 @@ pub struct Run {
     pub result: MigrationResult,
     /// Fault statistics of vmferry's target.
     pub own: Option<Own>,
+    /// Bytes of huge pages that the source had mapped before the command, and the target at the
+    /// end. `None` if unknown.
+    pub huge: [Option<u64>; 2],
 }
 
 /// Number and sum of stalls by length.
@@ -300,6 +303,7 @@ mod tests {
             end: 2.0,
             result: MigrationResult { downtime: Duration::from_millis(6), ..MigrationResult::default() },
             own: None,
+            huge: [None; 2],
         }
     }
 

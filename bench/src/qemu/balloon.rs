@@ -153,7 +153,7 @@ pub fn move_freed(spec: &MoveSpec, hints: bool, tsc_khz: Option<u32>) -> Result<
         ..QemuSpec::default()
     };
     let (result, _) = watch(&qemu)?;
-    Ok(Moved { result, first_page: None, skipped_pages: None, freed: spec.alloc })
+    Ok(Moved { result, freed: spec.alloc, ..Moved::default() })
 }
 
 #[cfg(test)]

@@ -180,6 +180,7 @@ mod tests {
         let ((off, kept), (on, left)) = (finished(ReportMode::Off), finished(ReportMode::Sync));
         assert_eq!(off.report_bytes, 0, "{off:?}");
         assert!(on.report_bytes >= 64 << 20, "{on:?}");
-        assert!(left + (48 << 20) < kept, "{left} bytes are resident with reports, and {kept} without");
+        // The host may make huge pages of what is left, so not all of the 64 MiB count.
+        assert!(left + (32 << 20) < kept, "{left} bytes are resident with reports, and {kept} without");
     }
 }

@@ -213,6 +213,7 @@ impl Pair {
             // QEMU's own figure covers only the source's part of the downtime.
             result: crate::result::MigrationResult { downtime: resumed - stopped, ..result },
             own: None,
+            huge: [None; 2],
         })
     }
 

@@ -5,8 +5,10 @@ pub(crate) mod heading;
 mod values;
 
 use crate::arbiter::ArbiterArg;
+use crate::balloon::squeeze::SqueezeArg;
 use crate::choices::{
-    AutoConvergeArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+    AutoConvergeArg, FreePagesArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg,
+    UrgentArg,
 };
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
@@ -21,8 +23,8 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
-use values::{address, dirty_ring, memory, positive_time, size, workload};
-pub(crate) use values::{rate, time};
+use values::{address, dirty_ring, memory, positive_time, workload};
+pub(crate) use values::{rate, size, time};
 use vmferry_baselines::Policy;
 use vmferry_engine::{TrackerKind, Uri};
 use vmferry_guest_abi::Workload;
@@ -513,8 +515,19 @@ pub(crate) struct MigrateArgs {
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) plan: bool,
     /// Skip pages that the guest reports as free
-    #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
-    pub(crate) free_pages: OnOff,
+    ///
+    /// With wait=MS, the source sends no page until the guest has named all of its free pages, or
+    /// until MS milliseconds have passed. A source that does not wait sends some free pages while
+    /// the guest looks for them. MS is from 1 to 60000; a time such as 200ms is also accepted.
+    #[arg(long, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off|wait=MS")]
+    pub(crate) free_pages: FreePagesArg,
+    /// Make the guest drop page cache before the first page is sent
+    ///
+    /// The balloon takes up to SIZE of the guest's memory, or as much as the guest can spare
+    /// (auto), for at most 10 s. The guest keeps a reserve, and gets the memory back when the first
+    /// pass has been sent or when the migration ends.
+    #[arg(long, value_name = "SIZE|auto", help_heading = heading::TRANSFER)]
+    pub(crate) squeeze_cache: Option<SqueezeArg>,
     /// Compare every page on source and target while the guest is stopped
     #[arg(long, help_heading = heading::MIGRATION)]
     pub(crate) verify: bool,

@@ -4,6 +4,7 @@ use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 use vmferry_engine::{
     AutoConverge, BulkLimit, MigrationMode, OnTimeout, SwitchoverBandwidth, UrgentPath, Uri, UriError,
 };
@@ -96,6 +97,87 @@ pub(crate) enum OnOff {
 impl From<OnOff> for bool {
     fn from(arg: OnOff) -> Self {
         arg == OnOff::On
+    }
+}
+
+/// Skipping of free pages, and the longest wait for the guest's answer: `on`, `off`, or `wait=MS`.
+/// The texts are the same on the command line and in JSON.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) enum FreePagesArg {
+    #[default]
+    On,
+    Off,
+    /// On, with a wait before the first pass.
+    Wait(Duration),
+}
+
+impl FreePagesArg {
+    /// Longest wait that can be requested.
+    const LONGEST: Duration = Duration::from_secs(60);
+
+    /// Returns true if free pages are skipped.
+    pub(crate) fn is_on(self) -> bool {
+        self != Self::Off
+    }
+
+    /// Returns the longest wait for the guest's answer.
+    pub(crate) fn wait(self) -> Duration {
+        if let Self::Wait(time) = self { time } else { Duration::ZERO }
+    }
+}
+
+impl From<OnOff> for FreePagesArg {
+    fn from(arg: OnOff) -> Self {
+        match arg {
+            OnOff::On => Self::On,
+            OnOff::Off => Self::Off,
+        }
+    }
+}
+
+impl FromStr for FreePagesArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = || format!("'{text}' is not on, off, or a wait; write wait=200ms");
+        let time = match text {
+            "on" => return Ok(Self::On),
+            "off" => return Ok(Self::Off),
+            _ => text.strip_prefix("wait=").ok_or_else(wrong)?,
+        };
+        let time = match time.parse() {
+            Ok(millis) => Duration::from_millis(millis),
+            Err(_) => crate::args::time(time).map_err(|_| wrong())?,
+        };
+        if !(Duration::from_millis(1)..=Self::LONGEST).contains(&time) {
+            return Err(format!("the wait in '{text}' is out of range; write a time from 1ms to 60s"));
+        }
+        Ok(Self::Wait(time))
+    }
+}
+
+impl TryFrom<String> for FreePagesArg {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<FreePagesArg> for String {
+    fn from(arg: FreePagesArg) -> Self {
+        arg.to_string()
+    }
+}
+
+impl fmt::Display for FreePagesArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::On => f.write_str("on"),
+            Self::Off => f.write_str("off"),
+            Self::Wait(time) => write!(f, "wait={}ms", time.as_millis()),
+        }
     }
 }
 
@@ -234,5 +316,26 @@ mod tests {
         }
         assert!("fast".parse::<PaceArg>().is_err());
         assert!(serde_json::from_str::<PaceArg>("0").is_err());
+    }
+
+    #[test]
+    fn free_pages_are_on_off_or_a_bounded_wait_on_the_command_line_and_in_json() {
+        let ms = Duration::from_millis;
+        for (text, arg, skips, wait) in [
+            ("on", FreePagesArg::On, true, ms(0)),
+            ("off", FreePagesArg::Off, false, ms(0)),
+            ("wait=200", FreePagesArg::Wait(ms(200)), true, ms(200)),
+            ("wait=200ms", FreePagesArg::Wait(ms(200)), true, ms(200)),
+            ("wait=60s", FreePagesArg::Wait(ms(60_000)), true, ms(60_000)),
+        ] {
+            assert_eq!(text.parse(), Ok(arg));
+            assert_eq!((arg.is_on(), arg.wait()), (skips, wait), "{text}");
+            let json = serde_json::to_value(arg).unwrap();
+            assert_eq!(serde_json::from_value::<FreePagesArg>(json).unwrap(), arg);
+        }
+        for text in ["", "yes", "wait", "wait=", "wait=0", "wait=100us", "wait=61s", "wait=-5", "wait=soon"] {
+            assert!(text.parse::<FreePagesArg>().is_err(), "{text}");
+        }
+        assert_eq!(FreePagesArg::default(), FreePagesArg::On);
     }
 }

@@ -180,7 +180,7 @@ fn request(args: &DemoArgs, uri: &str) -> MigrateRequest {
         // ever.
         timeout_ms: Some(20_000),
         on_timeout: OnTimeoutArg::Switch,
-        free_pages: args.free_pages,
+        free_pages: args.free_pages.into(),
         verify: true,
         ..MigrateRequest::to(uri)
     }

@@ -134,6 +134,7 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
         auto_converge: args.auto_converge,
         plan: args.plan,
         free_pages: args.free_pages,
+        squeeze_cache: args.squeeze_cache,
         verify: args.verify,
         keep_running: args.keep_running,
         insecure: args.insecure,

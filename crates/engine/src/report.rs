@@ -446,6 +446,8 @@ pub struct FreePagesFigures {
     pub postponed_pages: u64,
     /// Time from the first question to the first answer, in ms. `None` if there was no answer.
     pub first_answer_ms: Option<f64>,
+    /// Time for which the source waited for an answer before it sent the first page, in ms.
+    pub waited_ms: f64,
 }
 
 /// Figures of the throttle, which stops the vCPUs for a share of the time so that the guest dirties

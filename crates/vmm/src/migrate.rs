@@ -90,6 +90,10 @@ impl SourceVm for Vm {
     }
 
     fn pause(&mut self) -> Result<(), VmError> {
+        // The balloon's state is saved after this point, with the target that the guest keeps.
+        if let Some(balloon) = self.devices().balloon() {
+            balloon.end_squeeze();
+        }
         Self::pause(self).map_err(VmError::new)
     }
 

@@ -19,7 +19,10 @@ pub(crate) use machine::Api;
 use crate::Status;
 use crate::arbiter::ArbiterConfig;
 use crate::args::{ApiArgs, RecoverArgs};
-use crate::choices::{AutoConvergeArg, ModeArg, OnOff, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::balloon::squeeze::SqueezeArg;
+use crate::choices::{
+    AutoConvergeArg, FreePagesArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+};
 use crate::tls::TlsTexts;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -64,7 +67,10 @@ pub(crate) struct MigrateRequest {
     #[serde(default)]
     pub(crate) plan: bool,
     #[serde(default)]
-    pub(crate) free_pages: OnOff,
+    pub(crate) free_pages: FreePagesArg,
+    /// Squeeze of the page cache before the first pass.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) squeeze_cache: Option<SqueezeArg>,
     #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
@@ -142,7 +148,8 @@ impl MigrateRequest {
             timeout: self.timeout_ms.map(Duration::from_millis),
             on_timeout: self.on_timeout.into(),
             auto_converge: self.auto_converge.into(),
-            free_pages: self.free_pages.into(),
+            free_pages: self.free_pages.is_on(),
+            free_pages_wait: self.free_pages.wait(),
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,

@@ -5,7 +5,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use std::time::Duration;
 use vmferry_guest_abi::Workload;
 
-pub(super) fn size(text: &str) -> Result<u64, String> {
+pub(crate) fn size(text: &str) -> Result<u64, String> {
     vmferry_guest_abi::parse_size(text).ok_or_else(|| {
         format!("'{text}' is not a size; write a number of bytes, or 64K, 256M, 4G, 1T (powers of 1024)")
     })

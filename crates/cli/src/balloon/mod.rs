@@ -3,6 +3,7 @@
 
 pub(crate) mod auto;
 mod pressure;
+pub(crate) mod squeeze;
 
 use crate::Status;
 use crate::api::{Client, GuestPlace, RunContext};

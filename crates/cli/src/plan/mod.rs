@@ -102,7 +102,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
             downtime_limit_ms: millis(args.downtime_limit),
             timeout_ms: args.timeout.map(millis),
             max_bandwidth: args.max_bandwidth,
-            free_pages: args.free_pages,
+            free_pages: args.free_pages.into(),
             insecure: args.insecure,
             tls: args.tls.texts()?,
             ..MigrateRequest::to(to.as_deref().unwrap_or_default())

@@ -3,6 +3,7 @@
 use crate::advice::{self, advised};
 use crate::api::{GuestPlace, MigrateRequest, RunContext};
 use crate::arbiter::ArbiterThread;
+use crate::balloon::squeeze::Squeeze;
 use crate::choices::{ModeArg, OnTimeoutArg};
 use crate::guest::Machine;
 use crate::{Status, output, plan, sandbox};
@@ -103,6 +104,9 @@ fn needs_a_running_guest(request: &MigrateRequest) -> Option<&'static str> {
     if request.uri.starts_with("file:") {
         return Some("a file does not contain this state: the guest would run after the restore");
     }
+    if request.squeeze_cache.is_some() {
+        return Some("only a running guest can drop page cache (--squeeze-cache)");
+    }
     let measures = request.plan || request.mode == ModeArg::Auto;
     measures.then_some("a plan (--plan, --mode auto) measures how a running guest writes")
 }
@@ -116,6 +120,7 @@ fn of_no_use_for_files(request: &MigrateRequest) -> Option<&'static str> {
         ("--timeout", request.timeout_ms.is_some()),
         ("--max-bandwidth", request.max_bandwidth.is_some()),
         ("--fence", request.arbiter.is_some()),
+        ("--squeeze-cache", request.squeeze_cache.is_some()),
     ]
     .into_iter()
     .find_map(|(option, said)| said.then_some(option))
@@ -143,6 +148,12 @@ fn move_away(
     let handle = shared.handle();
     shared.speed.record();
     let mut scores = None;
+    // The squeeze ends at the pause of the guest, or with this function.
+    let squeeze = request.squeeze_cache.map(|arg| {
+        let squeeze = Squeeze::perform(shared.probe.balloon(), arg, &|| handle.cancelled());
+        shared.end_planning();
+        squeeze
+    });
     let result = match uri {
         Uri::File(path) if request.keep_running => save_copy(machine.source(), path, &handle),
         Uri::File(path) => save(machine.source(), path, &handle),
@@ -170,6 +181,9 @@ fn move_away(
     report["guest"]["speed"] = json!({ "points": points });
     if let Some(scores) = scores {
         report["plan"] = scores;
+    }
+    if let Some(squeeze) = squeeze {
+        report["squeeze"] = squeeze.document();
     }
     shared.end_migration(report, place);
     (place, if lost { Status::Lost } else { Status::Done })

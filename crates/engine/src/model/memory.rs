@@ -90,7 +90,10 @@ impl Step<'_> {
             self.enqueue(Cargo::Barrier(pass), false);
         }
         self.world.source.job = None;
-        self.tell_source(Duration::ZERO, Event::PassSent { bytes: 0, listing: Duration::ZERO });
+        self.tell_source(
+            Duration::ZERO,
+            Event::PassSent { bytes: 0, listing: Duration::ZERO, held: Duration::ZERO },
+        );
     }
 
     fn enqueue_page(&mut self, page: usize, content: u8, urgent: bool) {

@@ -115,7 +115,7 @@ fn source_event(rng: &mut Rng, pass: u32) -> source::Event {
                 trial: rng.per_mille(500).then(|| vec![section()]),
             }
         }
-        8 => Event::PassSent { bytes: rng.next(), listing: Duration::ZERO },
+        8 => Event::PassSent { bytes: rng.next(), listing: Duration::ZERO, held: Duration::ZERO },
         9 => Event::Harvested { pages: rng.below(PAGES), writers: vec![rng.below(9), rng.below(9)] },
         10 => Event::Paused { wanted: [RunState::Running, RunState::Paused][rng.index(2)] },
         11 => Event::Saved { sections: vec![section()] },
@@ -172,7 +172,7 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
                     events.push(Event::Comparing { pages: PAGES });
                 }
                 events.extend([
-                    Event::PassSent { bytes: 4096, listing: Duration::ZERO },
+                    Event::PassSent { bytes: 4096, listing: Duration::ZERO, held: Duration::ZERO },
                     Event::Message(received),
                 ]);
                 if *kind == source::Pass::Digests {
@@ -193,7 +193,10 @@ fn honest_source_events(actions: &[source::Action], pass: &mut u32, events: &mut
             }
             Action::SendRemaining { .. } => {
                 let complete = Event::Message(ToSource::Complete(PagingFigures::default()));
-                events.extend([Event::PassSent { bytes: 4096, listing: Duration::ZERO }, complete]);
+                events.extend([
+                    Event::PassSent { bytes: 4096, listing: Duration::ZERO, held: Duration::ZERO },
+                    complete,
+                ]);
             }
             // Further reports of the lost channels are dropped.
             Action::Disconnect => events.clear(),

@@ -60,6 +60,7 @@ impl World {
                 .filter(|_| self.has_arbiter() && !self.source.session.register_unneeded()),
             resent: self.source.session.summary().digest_mismatches_resent,
             skipped: self.source.pending.skipped_count(),
+            answered: self.source.answered,
             dropped: self.source.skipping.as_ref().map_or(0, |skipping| skipping.figures().dropped_reports),
             deferrals: self.source.session.deferrals(),
             prepared: self.target.prepared > 0,

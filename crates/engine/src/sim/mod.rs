@@ -128,7 +128,7 @@ fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// Kinds of runs that are counted.
-const KINDS: [Kind; 33] = [
+const KINDS: [Kind; 34] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.postcopy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
@@ -148,6 +148,7 @@ const KINDS: [Kind; 33] = [
     ("moved early by itself", |end| end.postcopy && end.moved() && end.did("postcopy")),
     ("moved after it slowed the guest by itself", |end| end.moved() && end.did("throttle")),
     ("with advice and nothing else to do", |end| end.did("advice")),
+    ("moved after a wait for the guest's free pages", |end| end.moved() && end.answered),
     ("with answers about free pages dropped", |end| end.dropped > 0),
     ("given back by the fence, precopy", |end| {
         !end.postcopy_mode && end.failed() && end.owner == Some(Ownership::Source)

@@ -4,10 +4,12 @@ use super::guest::{Freedom, Memory};
 use super::rng::Rng;
 use super::source_postcopy::REGION;
 use super::world::{Defect, Item, World};
+use crate::source::answer_wait::AnswerWait;
 #[cfg(test)]
 use crate::source::skip::Flaw;
 use crate::source::skip::{Next, Skipping};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{
     Answer, AnswerMode, FreePages, FreeReport, PageIndex, PageRun, Protect, RegionId, VmError,
@@ -159,6 +161,31 @@ impl World {
         if next != Next::Nothing {
             self.skip_later();
         }
+        self.check_held();
+    }
+
+    /// Holds the pages of the pass back if the guest has to answer. Otherwise starts the senders.
+    pub(super) fn hold_pass(&mut self) {
+        let (now, awaited) = (Duration::from_micros(self.now), self.awaits_guest());
+        self.source.held = AnswerWait::begin(now, self.source.free_pages_wait, awaited);
+        if self.source.held.is_none() {
+            self.start_senders();
+        }
+    }
+
+    /// Starts the senders of a pass that was held back, once its wait is over. While the guest has
+    /// to answer, there is always a next step that calls this function.
+    fn check_held(&mut self) {
+        let (now, awaited) = (Duration::from_micros(self.now), self.awaits_guest());
+        if let Some(wait) = self.source.held.take_if(|wait| wait.left(now, awaited).is_none()) {
+            self.source.held_for = wait.waited(now);
+            self.source.answered |= !awaited;
+            self.start_senders();
+        }
+    }
+
+    fn awaits_guest(&self) -> bool {
+        self.source.skipping.as_ref().is_some_and(Skipping::awaits_guest)
     }
 
     pub(super) fn stop_free_page_requests(&mut self) {

@@ -11,6 +11,7 @@ use crate::channel::SendError;
 use crate::missing_pages::CollectedPages;
 use crate::plan::{Auto, Expected};
 use crate::run::{self, ActionQueue};
+use crate::source::answer_wait::AnswerWait;
 use crate::source::inbox::{self, Inbox, Input, Numbered, Sources};
 use crate::source::pending::{PassPages, PendingPages};
 use crate::source::sender::SenderError;
@@ -81,6 +82,14 @@ pub(super) struct SourceHost {
     pub(super) dead: Vec<bool>,
     pub(super) pending: PendingPages,
     pub(super) skipping: Option<Skipping>,
+    /// Longest time for which the pages of the first pass are held back.
+    pub(super) free_pages_wait: Duration,
+    /// Wait for the guest's answer, while the pages of the first pass are held back.
+    pub(super) held: Option<AnswerWait>,
+    /// Time for which the pages of the current pass were held back.
+    pub(super) held_for: Duration,
+    /// True if a wait ended because the guest had answered completely.
+    pub(super) answered: bool,
     /// Share of its time for which the guest is throttled.
     pub(super) slowed: f64,
     /// True during the switchover, but not during a trial pause.
@@ -197,6 +206,14 @@ impl SourceHost {
             dead: vec![false; usize::from(channels + settings.urgent_count())],
             pending: PendingPages::everything(&layout(pages)),
             skipping: source_free::skipping(rng, memory, defect),
+            free_pages_wait: if rng.per_mille(300) {
+                Duration::from_micros(1 + rng.below(20_000))
+            } else {
+                Duration::ZERO
+            },
+            held: None,
+            held_for: Duration::ZERO,
+            answered: false,
             slowed: 0.0,
             paused: false,
             wanted: if rng.per_mille(50) { RunState::Paused } else { RunState::Running },
@@ -611,7 +628,8 @@ impl Sources for AtSource<'_> {
 
     fn record_message(&mut self, _: &ToSource) {}
 
-    fn pass_sent(&mut self) -> (u64, Duration) {
-        (self.0.source.bytes, Duration::ZERO)
+    fn pass_sent(&mut self) -> Event {
+        let held = std::mem::take(&mut self.0.source.held_for);
+        Event::PassSent { bytes: self.0.source.bytes, listing: Duration::ZERO, held }
     }
 }

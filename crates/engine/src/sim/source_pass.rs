@@ -51,6 +51,11 @@ impl World {
             let pages = taken.clone();
             *job = Job { pass: number, digests, first, left, pages, active: true, ..Job::default() };
         }
+        if first && !self.source.paused && !self.source.free_pages_wait.is_zero() {
+            self.request_free_pages();
+            self.hold_pass();
+            return None;
+        }
         self.start_senders();
         if digests {
             let pages = compared.iter().filter(|compared| **compared).count() as u64;

@@ -66,6 +66,8 @@ pub(super) struct Ending {
     pub(super) resent: u64,
     /// Number of pages that were skipped as free.
     pub(super) skipped: u64,
+    /// True if the first pass waited until the guest had named its free pages.
+    pub(super) answered: bool,
     /// Number of answers about free pages that were dropped.
     pub(super) dropped: u64,
     pub(super) interruptions: u64,

@@ -19,6 +19,7 @@ mod channels;
 mod control;
 mod demand;
 mod guest;
+mod held;
 mod pacing;
 mod pages;
 mod streams;
@@ -41,6 +42,7 @@ use channels::{Channels, Job};
 use control::Control;
 use demand::Demand;
 use guest::{Guest, state_bytes};
+use held::HeldPass;
 use pages::Pages;
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -138,6 +140,8 @@ pub(super) struct Driver<'s, 'e> {
     guest: Guest<'e>,
     tracking: Tracking,
     pages: Pages,
+    /// Pass whose pages are held back until the guest has named its free pages.
+    held: Option<HeldPass>,
     demand: Demand<'e>,
     streams: Streams,
     account: Account,
@@ -176,6 +180,7 @@ impl<'s, 'e> Driver<'s, 'e> {
             guest: Guest::new(vm),
             tracking: Tracking::new(tracker),
             pages: Pages::everything(layout, free),
+            held: None,
             demand: Demand::new(layout),
             streams,
             account,
@@ -371,6 +376,7 @@ impl Sources for Driver<'_, '_> {
     fn request(&mut self) -> Option<Event> {
         let handle = self.context.handle;
         if handle.take_switch() {
+            self.release_held();
             return Some(Event::SwitchNow);
         }
         if handle.take_pause() {
@@ -390,13 +396,16 @@ impl Sources for Driver<'_, '_> {
         // Device state is sent one piece at a time, so that inputs and requests are handled in
         // between.
         if self.streams.under_way() && !self.inbox.is_held() {
+            if self.held.is_some() {
+                self.skip_free_pages();
+            }
             let input = self.inputs.receiver.try_recv().ok();
             if input.is_none() {
                 self.send_piece();
             }
             return Ok(input);
         }
-        let idle = self.pages.leave_out_free(self.tracking.protect(), self.context);
+        let idle = self.skip_free_pages();
         let patience = idle.min(until.saturating_sub(self.now()));
         Ok(self.inputs.receiver.recv_timeout(patience).ok())
     }
@@ -409,9 +418,8 @@ impl Sources for Driver<'_, '_> {
         self.account.timings.message(message);
     }
 
-    fn pass_sent(&mut self) -> (u64, Duration) {
-        let timings = &mut self.account.timings;
-        (timings.pass_sent(self.context.handle), timings.listing())
+    fn pass_sent(&mut self) -> Event {
+        self.account.timings.pass_sent(self.context.handle)
     }
 }
 
@@ -491,6 +499,7 @@ impl Driver<'_, '_> {
         let resumed = self.guest.resume(&self.control);
         self.account.timings.resumed();
         self.shut_down_channels();
+        self.release_held();
         event(resumed, "resuming the guest", |()| Event::Resumed)
     }
 }
@@ -556,11 +565,17 @@ impl<'e> Driver<'_, 'e> {
         if !first && let Some(rate) = self.session.bandwidth() {
             self.channels.keep_sockets_short(rate);
         }
-        self.begin_pass(number, pages.pages());
-        self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
         // The free pages of a paused guest were skipped at the last harvest.
-        if !self.guest.is_paused() {
+        let asks = !self.guest.is_paused();
+        if first && asks && !self.context.settings.free_pages_wait.is_zero() {
             self.pages.request_free_pages(&pages);
+            self.hold(number, pages);
+        } else {
+            self.begin_pass(number, pages.pages());
+            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
+            if asks {
+                self.pages.request_free_pages(&pages);
+            }
         }
         self.pages.count_free(0, self.context.handle);
         None

@@ -60,8 +60,8 @@ pub(crate) trait Sources: Host<Session = Session> {
     fn unsent(&self) -> u64;
     /// Notes a message that the session is about to receive.
     fn record_message(&mut self, message: &ToSource);
-    /// Records that the pass was sent. Returns its bytes, and the time that listing its pages took.
-    fn pass_sent(&mut self) -> (u64, Duration);
+    /// Records that the pass was sent, and returns the event that reports it.
+    fn pass_sent(&mut self) -> Event;
 }
 
 /// State of the loop between two events.
@@ -203,8 +203,7 @@ fn happened(host: &mut impl Sources, input: Input) -> Event {
             if inbox.missing > 0 {
                 return Event::Tick;
             }
-            let (bytes, listing) = host.pass_sent();
-            Event::PassSent { bytes, listing }
+            host.pass_sent()
         }
         Input::PassDone(Err(error)) | Input::UrgentLost(error) => channel_failed(host, error),
     }

@@ -6,6 +6,7 @@
     warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
 )]
 
+pub(crate) mod answer_wait;
 mod driver;
 pub(crate) mod inbox;
 mod measure;

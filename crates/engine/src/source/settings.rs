@@ -88,6 +88,14 @@ pub struct Settings {
     pub auto: Option<Auto>,
     /// True to skip pages that the guest reports as free, if the guest can be asked. Default: true.
     pub free_pages: bool,
+    /// Longest time for which the source waits for the guest's answer about free pages before it
+    /// sends the first page. Default: 0, no wait.
+    ///
+    /// Without a wait, the source sends pages while the guest looks for its free pages, and sends
+    /// some of them in vain. The wait ends early when the guest has named all of its free pages.
+    /// The source does not wait for a source of free pages that answers [at
+    /// once](vmferry_core::AnswerMode::AtOnce), or if [`Settings::free_pages`] is false.
+    pub free_pages_wait: Duration,
     /// True to compare the digest of every page between source and target.
     ///
     /// The pages are compared while the guest is stopped. In postcopy, each missing page is
@@ -185,6 +193,7 @@ impl Default for Settings {
             auto_converge: AutoConverge::Off,
             auto: None,
             free_pages: true,
+            free_pages_wait: Duration::ZERO,
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,

@@ -241,6 +241,16 @@ impl Skipping {
         pending.skip(self.report.pages())
     }
 
+    /// Returns true while the guest itself still has to answer a question of the pass.
+    pub(crate) fn awaits_guest(&self) -> bool {
+        self.state != State::Idle && self.source.answer_mode() == AnswerMode::ByGuest
+    }
+
+    /// Notes that the pages of a pass were held back for `time`.
+    pub(crate) fn held_back(&mut self, time: Duration) {
+        self.figures.waited_ms += ms(time);
+    }
+
     pub(crate) fn figures(&self) -> FreePagesFigures {
         self.figures.clone()
     }

@@ -14,7 +14,7 @@ use crate::vm::shielded;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 use vmferry_core::DirtyTracker;
-use vmferry_protocol::source::Outcome;
+use vmferry_protocol::source::{Event, Outcome};
 use vmferry_wire::{RefusalCode, ToSource, ToTarget};
 
 #[derive(Debug, Default)]
@@ -38,6 +38,8 @@ pub(super) struct Timings {
     harvested: Option<Duration>,
     /// Time that listing the pages of the newest pass took.
     listing: Duration,
+    /// Time for which the pages of the current pass were held back.
+    held: Duration,
     /// Time at which the target was asked to load the state.
     loading: Option<Duration>,
     last_pages: Option<Duration>,
@@ -94,9 +96,9 @@ impl Timings {
         self.listing = self.clock.since(began);
     }
 
-    /// Returns the time that listing the pages of the newest pass took.
-    pub(super) fn listing(&self) -> Duration {
-        self.listing
+    /// Notes that the pages of the next pass were held back for `time`.
+    pub(super) fn held_back(&mut self, time: Duration) {
+        self.held = time;
     }
 
     /// Records that the device state, if there is any, has been passed to the link.
@@ -106,8 +108,8 @@ impl Timings {
         }
     }
 
-    /// Notes that all channels have sent the pass. Returns the bytes of the pass.
-    pub(super) fn pass_sent(&mut self, handle: &MigrationHandle) -> u64 {
+    /// Notes that all channels have sent the pass. Returns the event that reports it.
+    pub(super) fn pass_sent(&mut self, handle: &MigrationHandle) -> Event {
         let (_, before) = self.pass.unwrap_or((self.clock.now(), 0));
         let bytes = handle.counters.wire_bytes.load(Ordering::Relaxed) - before;
         if let Some(report) = self.passes.last_mut()
@@ -115,7 +117,7 @@ impl Timings {
         {
             report.wire_bytes = bytes;
         }
-        bytes
+        Event::PassSent { bytes, listing: self.listing, held: std::mem::take(&mut self.held) }
     }
 
     /// Notes the end of a harvest that began at `began` and spent `in_kernel` in the kernel.

@@ -201,3 +201,86 @@ fn cancel_stops_the_reporting_of_free_pages() {
     }
     assert!(told > 0);
 }
+
+/// Returns settings under which the source waits `millis` for the guest's answer.
+fn waiting(millis: u64) -> Settings {
+    Settings { free_pages_wait: Duration::from_millis(millis), verify: true, ..quick() }
+}
+
+/// Limit of a wait that a test does not sit out.
+const LONG: u64 = 120_000;
+
+#[test]
+fn source_waits_for_the_answer_and_sends_no_free_page() {
+    let delay = Duration::from_millis(40);
+    for free in [FreeKind::After(delay), FreeKind::Repeats(delay)] {
+        let (report, _) = move_well(options(free, Tracking::ByHand), &unix_uri(), &waiting(LONG));
+        // No sender has started when the answer arrives, so none of the free pages is sent.
+        let skipped = report.bytes.free_pages_skipped;
+        assert!(skipped >= FREED, "{free:?}: {report:?}");
+        assert_eq!(report.verified_pages + skipped, PAGES, "{free:?}");
+        // The wait lasts until the guest has answered completely, and no longer than needed.
+        let waited = report.free_pages.as_ref().unwrap().waited_ms;
+        assert!((40.0..LONG as f64 / 2.0).contains(&waited), "{free:?}: {waited} ms");
+        assert!(report.setup_ms >= waited, "{free:?}: {report:?}");
+        assert!(report.passes[0].start_ms >= waited, "{free:?}: {report:?}");
+    }
+}
+
+/// The guest never answers. The wait is longer than the time after which a silent peer is given up,
+/// so the link must stay in use during the wait.
+#[test]
+fn wait_for_the_answer_ends_at_its_limit() {
+    let settings = Settings { peer_timeout: Duration::from_millis(700), ..waiting(1500) };
+    let (report, _) = move_well(options(FreeKind::Never, Tracking::ByHand), &unix_uri(), &settings);
+    let waited = report.free_pages.as_ref().unwrap().waited_ms;
+    assert!((1500.0..15_000.0).contains(&waited), "{waited} ms");
+    assert_eq!((report.bytes.free_pages_skipped, report.verified_pages), (0, PAGES), "{report:?}");
+}
+
+#[test]
+fn source_does_not_wait_for_answers_that_come_at_once_or_never_can() {
+    let waited = |options, settings: &Settings| {
+        let (report, _) = move_well(options, &unix_uri(), settings);
+        report.free_pages.map_or(0.0, |figures| figures.waited_ms)
+    };
+    let free = |kind| options(kind, Tracking::ByHand);
+    assert_eq!(waited(free(FreeKind::AtOnce), &waiting(LONG)), 0.0);
+    // A guest that cannot be asked, and a migration that does not ask.
+    assert_eq!(waited(Options { free: None, ..free(FreeKind::Never) }, &waiting(LONG)), 0.0);
+    let off = Settings { free_pages: false, ..waiting(LONG) };
+    assert_eq!(waited(free(FreeKind::Never), &off), 0.0);
+    // The source learns that the question failed when it asks, or when it polls.
+    for kind in [FreeKind::Fails, FreeKind::FailsLater] {
+        let waited = waited(free(kind), &waiting(LONG));
+        assert!(waited < LONG as f64 / 2.0, "{kind:?}: {waited} ms");
+    }
+}
+
+#[test]
+fn operator_can_cancel_or_switch_while_the_source_waits_for_the_answer() {
+    for cancel in [true, false] {
+        let mut source = Toy::new(options(FreeKind::Never, Tracking::ByHand), true);
+        let mut target = source.target();
+        let handle = MigrationHandle::new();
+        let ended = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let waits = || handle.progress().free_pages.is_some_and(|figures| figures.questions > 0);
+                wait("the question", waits);
+                if cancel { handle.cancel() } else { handle.switch_now() }
+            });
+            between_with_handle(&mut source, &mut target, &waiting(LONG), &handle)
+        });
+        check_owner(&source, &target, &ended);
+        let report = ended.sent.as_ref().unwrap();
+        let state = if cancel { MigrationState::Cancelled } else { MigrationState::Completed };
+        assert_eq!(ended.state(), Some(state), "{}", ended.error());
+        let waited = report.free_pages.as_ref().unwrap().waited_ms;
+        assert!(waited > 0.0 && waited < LONG as f64 / 2.0, "{waited} ms");
+        assert_eq!(report.bytes.raw_pages == 0, cancel, "{report:?}");
+        assert!(source.told_to_stop() > 0, "the guest is told that no answer is needed");
+        if cancel {
+            assert!(source.works());
+        }
+    }
+}

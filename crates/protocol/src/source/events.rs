@@ -44,6 +44,9 @@ pub enum Event {
         bytes: u64,
         /// Time that listing the pages of the pass took on the source.
         listing: Duration,
+        /// Time for which the source held the pages of the pass back, because it waited for the
+        /// guest's answer about free pages. In that time the link carried no page.
+        held: Duration,
     },
     /// The dirty pages were harvested.
     Harvested {

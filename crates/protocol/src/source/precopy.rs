@@ -35,6 +35,9 @@ pub(super) struct Precopy {
     /// Total time for which the source waited until the guest could be stopped, with almost nothing
     /// to send.
     waited: Duration,
+    /// Time for which the pages of the last pass were held back. The link's rate does not include
+    /// this time.
+    held: Duration,
     /// Pages that arrived with a digest mismatch in the last pass.
     mismatched: Vec<RegionRun>,
 }
@@ -89,6 +92,7 @@ impl Precopy {
             throttling: Throttling::new(context.settings.auto_converge),
             left_before: None,
             waited: Duration::ZERO,
+            held: Duration::ZERO,
             mismatched: Vec::new(),
         };
         Box::new(precopy).send_pass(context, now, true)
@@ -128,8 +132,11 @@ impl Precopy {
         event: Event,
     ) -> Next {
         match (self.step, event) {
-            (Step::Passing { began, sent: None, received, streamed }, Event::PassSent { bytes, listing }) => {
-                self.costs.listing = listing;
+            (
+                Step::Passing { began, sent: None, received, streamed },
+                Event::PassSent { bytes, listing, held },
+            ) => {
+                (self.costs.listing, self.held) = (listing, held);
                 self.passing(now, began, (Some(bytes), received, streamed))
             }
             (
@@ -255,11 +262,18 @@ impl Precopy {
     /// has written more pages since the harvest, and the pass is not used for a prediction.
     fn prepared(mut self: Box<Self>, context: &mut SourceContext, now: Duration, of: Written) -> Next {
         if let Written::DuringPass { bytes, took } = of {
-            context.link.rate.learn(PassOutcome { bytes, elapsed: took, remaining: self.dirty });
+            self.learn(context, PassOutcome { bytes, elapsed: took, remaining: self.dirty });
             context.pass += 1;
         }
         self.begin_anew();
         self.harvest(now, Written::WhileWaiting)
+    }
+
+    /// Updates the link's rate with a pass, without the time for which its pages were held back.
+    /// The guest wrote pages during that time, too, so other figures include it.
+    fn learn(&self, context: &mut SourceContext, pass: PassOutcome) {
+        let elapsed = pass.elapsed.saturating_sub(self.held);
+        context.link.rate.learn(PassOutcome { elapsed, ..pass });
     }
 
     /// Decides on the next step after a pass.
@@ -267,7 +281,7 @@ impl Precopy {
         let Written::DuringPass { bytes, took } = of else { return self.after_wait(context, now) };
         let outcome = PassOutcome { bytes, elapsed: took, remaining: self.dirty };
         // Updated first, because the time for sending the state is one of the costs.
-        context.link.rate.learn(outcome);
+        self.learn(context, outcome);
         let decision = self.convergence.decide(outcome, self.costs.all(context), &context.link.rate);
         context.pass += 1;
         self.judge(context, now, outcome, decision);
@@ -455,8 +469,10 @@ impl Precopy {
             throttling,
             left_before,
             waited: _,
+            held,
             mismatched,
         } = self;
+        assert!(held.is_zero());
         match step {
             Step::Passing { began, .. } => *began = Duration::ZERO,
             Step::Harvesting { began, of } => {

@@ -103,7 +103,7 @@ fn pass_written_by(
         return wake(session, now, dirty);
     }
     *now += took;
-    session.handle(*now, Event::PassSent { bytes, listing: Duration::ZERO });
+    session.handle(*now, Event::PassSent { bytes, listing: Duration::ZERO, held: Duration::ZERO });
     let received = ToSource::Received { pass: session.context.pass, mismatches: 0, runs: Vec::new() };
     assert_eq!(session.handle(*now, Event::Message(received)), [Action::Harvest]);
     *now += MS;
@@ -579,7 +579,7 @@ fn message_of_a_failed_verification_names_at_most_sixteen_pages() {
     pass(&mut session, &mut now, 4 << 30, 100 * MS, 5);
     assert_eq!(session.handle(now, trial_paused(MS)), [Action::Pause]);
     let received = |pass| Event::Message(ToSource::Received { pass, mismatches: 0, runs: Vec::new() });
-    let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO };
+    let sent = || Event::PassSent { bytes: 0, listing: Duration::ZERO, held: Duration::ZERO };
     let samples: Vec<_> = (0..65_536).map(|page| RegionPage { region: RegionId(0), page }).collect();
     for event in [
         PAUSED,
@@ -609,7 +609,7 @@ fn predicted_ms(load_us: Option<u64>, listing: Duration, event: Event) -> u128 {
         assert_eq!(session.handle(Duration::ZERO, Event::Message(ToSource::Costs { load_us })), []);
     }
     let now = 1000 * MS;
-    session.handle(now, Event::PassSent { bytes: 100 << 20, listing });
+    session.handle(now, Event::PassSent { bytes: 100 << 20, listing, held: Duration::ZERO });
     let received = ToSource::Received { pass: 0, mismatches: 0, runs: Vec::new() };
     session.handle(now, Event::Message(received));
     assert_eq!(session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() }), [TRIAL_PAUSE]);
@@ -717,7 +717,7 @@ fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     let mut now = 100 * MS;
     let (bytes, listing) = (10 << 20, Duration::ZERO);
     let received = |pass| Event::Message(ToSource::Received { pass, mismatches: 0, runs: Vec::new() });
-    assert_eq!(session.handle(now, Event::PassSent { bytes, listing }), []);
+    assert_eq!(session.handle(now, Event::PassSent { bytes, listing, held: Duration::ZERO }), []);
     assert_eq!(session.handle(now, received(0)), []);
     now += 100 * MS;
     // The pass and the state took 200 ms for 20 MiB.
@@ -732,7 +732,7 @@ fn device_state_is_streamed_beside_passes_and_ends_before_the_load() {
     let sent = session.handle(now, Event::Saved { sections: Vec::new() });
     assert_eq!(sent[2..], [Action::StreamState, Action::Harvest]);
     session.handle(now, Event::Harvested { pages: 0, writers: Vec::new() });
-    session.handle(now, Event::PassSent { bytes: 0, listing });
+    session.handle(now, Event::PassSent { bytes: 0, listing, held: Duration::ZERO });
     // All pages have arrived, but the state has not.
     assert_eq!(session.handle(now, received(1)), []);
     assert_eq!(session.handle(now, streamed), [Action::Send(ToTarget::Load)]);

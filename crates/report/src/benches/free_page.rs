@@ -3,8 +3,20 @@
 use crate::html::Page;
 use crate::json::Document;
 use crate::plain::{self, Group};
-use crate::tables;
+use crate::tables::{self, Column};
 use serde_json::Value;
+
+/// Columns of the migrations whose source waits for the guest's answer.
+const WAIT: &[Column] = &[
+    ("total ms", "total_ms", 0, true),
+    ("downtime ms", "downtime_ms", 1, true),
+    ("waited ms", "waited_ms", 1, true),
+    ("first answer ms", "first_answer_ms", 1, false),
+    ("first page ms", "first_page_ms", 1, false),
+    ("wire MB", "wire_mb", 0, true),
+    ("skipped pages", "skipped_pages", 0, false),
+    ("passes", "passes", 0, false),
+];
 
 /// Groups of cases: name, title, columns.
 const GROUPS: &[Group] = &[
@@ -61,7 +73,15 @@ const GROUPS: &[Group] = &[
             ("frees missed", "frees_missed", 0, false),
         ],
     ),
+    ("wait-1gbit", "Waits for the guest's answer before the first page, at 1 Gb/s", WAIT),
+    ("wait-10gbit", "Waits for the guest's answer before the first page, at 10 Gb/s", WAIT),
+    ("wait-loopback", "Waits for the guest's answer before the first page, on loopback", WAIT),
 ];
+
+/// Returns true if the report has a table for the group `name`.
+pub fn has_group(name: &str) -> bool {
+    GROUPS.iter().any(|(group, ..)| *group == name)
+}
 
 /// Returns the host and the conditions of the run.
 fn conditions(document: &Document) -> Vec<String> {

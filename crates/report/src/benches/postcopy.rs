@@ -25,6 +25,20 @@ const COLUMNS: &[Column] = &[
     ("back at 90 % ms", "back_90_ms", 0, false),
 ];
 
+/// Columns of the cases with small and huge pages.
+const HUGE: &[Column] = &[
+    ("mean us", "mean_us", 0, true),
+    ("p50", "p50_us", 0, false),
+    ("p99", "p99_us", 0, true),
+    ("max", "max_us", 0, false),
+    ("waits", "waits", 0, false),
+    ("total ms", "total_ms", 0, true),
+    ("/ link", "ratio_to_link", 3, false),
+    ("downtime ms", "downtime_ms", 1, false),
+    ("huge MB, source", "source_huge_mb", 0, false),
+    ("huge MB, target", "target_huge_mb", 0, false),
+];
+
 /// Columns of the table of the target's own figures and of the conditions.
 const BESIDE: &[Column] = &[
     ("floor us", "floor_us", 0, true),
@@ -68,6 +82,7 @@ fn tables(document: &Document) -> Vec<TextTable> {
         ("compare", COLUMNS, "Waits for a page"),
         ("compare", BESIDE, "Figures of the target, and conditions"),
         ("vcpus", COLUMNS, "More vCPUs"),
+        ("huge", HUGE, "Waits for a page inside a huge page"),
     ] {
         let ran = document.with_purpose(purpose).filter(|case| !case.metrics.is_empty());
         let rows: Vec<_> = ran.map(|case| cells(case, columns)).collect();

@@ -1,8 +1,8 @@
 //! Handle of the balloon, for threads other than those of the vCPUs.
 
 use super::VmBalloon;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime};
 use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
 use vmferry_virtio::balloon::extension::{FEATURE_FREE_MAP, FEATURE_HYPERCALL, FEATURE_RANGES, MapError};
@@ -122,6 +122,28 @@ impl BalloonHandle {
     /// resident. A guest does not report these pages again before it has used them.
     pub fn set_reporting(&self, on: bool) {
         self.0.control.set_reporting(on);
+    }
+
+    /// Lowers the memory that the guest should have to `bytes`, until the guest is paused for a
+    /// migration or [`end_squeeze`](Self::end_squeeze) is called. The call has no effect if the
+    /// guest should have less memory already.
+    ///
+    /// The pause restores the earlier target before the state of the balloon is saved. Therefore
+    /// the guest has its earlier target on the target, and also if it resumes on the source.
+    pub fn squeeze(&self, bytes: u64) {
+        let mut before = self.0.before_squeeze.lock().unwrap_or_else(PoisonError::into_inner);
+        let current = self.0.control.target();
+        let pages = self.0.ram.layout().pages().saturating_sub(bytes.div_ceil(1 << PAGE_SHIFT));
+        let pages = u32::try_from(pages).unwrap_or(u32::MAX);
+        if pages > current {
+            before.get_or_insert(current);
+            self.0.control.set_target(pages);
+        }
+    }
+
+    /// Ends a squeeze, if one is in effect: the guest should have as much memory as before.
+    pub fn end_squeeze(&self) {
+        self.0.end_squeeze();
     }
 
     /// Returns the interval at which the guest is asked for statistics, in seconds. 0 means never.

@@ -26,8 +26,8 @@ use crate::state::{Saved, SectionKind, Sections, StateError};
 use crate::virtio::{self, VirtioMmio};
 use hints::HintBoard;
 use host::RamHost;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_engine::Section;
 use vmferry_fault::PagingSlot;
 use vmferry_virtio::balloon::{Balloon, BalloonAdditions, BalloonControl, BalloonOptions, BalloonSaved};
@@ -67,6 +67,8 @@ pub(crate) struct VmBalloon {
     /// for never.
     every: AtomicU32,
     ticks: AtomicU32,
+    /// Target in pages before a squeeze, while a squeeze is in effect.
+    before_squeeze: Mutex<Option<u32>>,
 }
 
 impl VmBalloon {
@@ -97,6 +99,16 @@ impl VmBalloon {
             extension,
             every,
             ticks,
+            before_squeeze: Mutex::new(None),
+        }
+    }
+
+    /// Ends a squeeze, if one is in effect: the guest gets its earlier target back.
+    pub(crate) fn end_squeeze(&self) {
+        // The lock is held across the change, so that a squeeze does not begin in between.
+        let mut before = self.before_squeeze.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pages) = before.take() {
+            self.control.set_target(pages);
         }
     }
 

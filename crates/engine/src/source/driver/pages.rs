@@ -106,6 +106,19 @@ impl Pages {
         }
     }
 
+    /// Returns true while the guest itself still has to answer a question of the pass.
+    pub(super) fn awaits_guest(&self) -> bool {
+        self.skipping.as_ref().is_some_and(Skipping::awaits_guest)
+    }
+
+    /// Notes that the pages of a pass were held back for `time`.
+    pub(super) fn held_back(&mut self, time: Duration, handle: &MigrationHandle) {
+        if let Some(skipping) = &mut self.skipping {
+            skipping.held_back(time);
+        }
+        self.count_free(0, handle);
+    }
+
     /// Drops the open question, so that the guest may use the pages that it holds back for the
     /// answer.
     pub(super) fn stop_free_page_requests(&mut self) {

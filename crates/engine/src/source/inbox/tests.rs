@@ -122,8 +122,8 @@ impl Sources for Scripted {
 
     fn record_message(&mut self, _: &ToSource) {}
 
-    fn pass_sent(&mut self) -> (u64, Duration) {
-        (0, Duration::ZERO)
+    fn pass_sent(&mut self) -> Event {
+        Event::PassSent { bytes: 0, listing: Duration::ZERO, held: Duration::ZERO }
     }
 }
 

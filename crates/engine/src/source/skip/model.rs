@@ -225,7 +225,10 @@ impl Move {
                 world.channel_step = taken.map(ChannelStep::Taken);
                 if taken.is_none() {
                     world.sending = None;
-                    self.tell(world, Event::PassSent { bytes: 0, listing: Duration::ZERO });
+                    self.tell(
+                        world,
+                        Event::PassSent { bytes: 0, listing: Duration::ZERO, held: Duration::ZERO },
+                    );
                     let received = ToSource::Received { pass: number, mismatches: 0, runs: Vec::new() };
                     self.tell(world, Event::Message(received));
                 }
