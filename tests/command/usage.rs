@@ -139,6 +139,6 @@ fn help_does_not_explain_on_and_off_values() {
                 "{command}: {line}"
             );
         }
-        assert!(help.contains(" <on|off>"), "{help}");
+        assert!(help.contains(" <on|off"), "{help}");
     }
 }

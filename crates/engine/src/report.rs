@@ -206,8 +206,7 @@ impl Report {
 
 /// Parts of the downtime, in ms.
 ///
-/// The parts add up to the downtime, except for the short time that the source spends between two
-/// steps.
+/// Each part begins where the part before it ends, so the parts add up to the downtime.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Downtime {
     /// Time from the beginning of the pause until the last vCPU had stopped.

@@ -26,7 +26,7 @@ const GRAIN: u64 = 1 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SqueezeArg {
-    /// As much as the guest can spare.
+    /// All memory that the guest can spare.
     Auto,
     /// This number of bytes.
     AtMost(u64),
