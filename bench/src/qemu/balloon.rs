@@ -1,6 +1,5 @@
 //! QEMU's balloon in a microvm. The bare-metal guest has drivers for its virtio-mmio devices.
 
-use std::fs;
 use std::time::{Duration, Instant};
 
 use vmferry_guest_abi::{GuestArgs, InflateBy, Inflation as Inflate, Line, ReportMode};
@@ -75,12 +74,7 @@ pub fn inflate(memory: u64, inflate: u64, pages: u32, tsc_khz: Option<u32>) -> R
     let args = words(&GuestArgs { inflate: Some(inflation), ..guest_args(tsc_khz) });
     let balloon = Some(Balloon { hints: false, reporting: false, guest_args: args });
     let spec = QemuSpec { memory, workload: "idle,data=4K".into(), balloon, ..QemuSpec::default() };
-    let folder = tempfile::Builder::new()
-        .prefix("vmferry-bench-")
-        .tempdir()
-        .map_err(QemuError::io("create a folder for its sockets"))?;
-    let kernel = folder.path().join("guest.elf");
-    fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
+    let (folder, kernel) = super::guest_folder()?;
     let cmdline = super::serial::cmdline(&spec)?;
     let setup = Setup {
         folder: folder.path(),

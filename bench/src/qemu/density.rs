@@ -34,12 +34,7 @@ pub(crate) fn start_guest(
     tsc_khz: Option<u32>,
 ) -> Result<Started, QemuError> {
     available()?;
-    let folder = tempfile::Builder::new()
-        .prefix("vmferry-bench-")
-        .tempdir()
-        .map_err(QemuError::io("create a folder for its sockets"))?;
-    let kernel = folder.path().join("guest.elf");
-    fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
+    let (folder, kernel) = super::guest_folder()?;
     let line = format!("workload={} {}", spec.workload(), spec.args());
     let args: GuestArgs = line.parse().map_err(|e| QemuError::Usage(format!("{line}: {e}")))?;
     let args = GuestArgs { stats: StatsSink::Page, cpus: Some(spec.vcpus), tsc_khz, ..args };

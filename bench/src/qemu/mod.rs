@@ -14,9 +14,11 @@ mod serial;
 mod timeline;
 
 use std::fs;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use tempfile::TempDir;
 
 use crate::host::kvm_usable;
 use crate::link::Link;
@@ -114,6 +116,17 @@ pub fn migrate(spec: &QemuSpec) -> Result<MigrationResult, QemuError> {
     watch(spec).map(|(result, _)| result)
 }
 
+/// Creates a folder for the sockets of QEMU, with the file of the measuring guest. Returns both.
+fn guest_folder() -> Result<(TempDir, PathBuf), QemuError> {
+    let folder = tempfile::Builder::new()
+        .prefix("vmferry-bench-")
+        .tempdir()
+        .map_err(QemuError::io("create a folder for its sockets"))?;
+    let kernel = folder.path().join("guest.elf");
+    fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
+    Ok((folder, kernel))
+}
+
 /// Does the same as [`migrate`], and also returns the guest's writes over time. Time 0 is the
 /// command to migrate.
 ///
@@ -122,12 +135,7 @@ pub fn migrate(spec: &QemuSpec) -> Result<MigrationResult, QemuError> {
 /// Fails in the same cases as [`migrate`].
 pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), QemuError> {
     available()?;
-    let folder = tempfile::Builder::new()
-        .prefix("vmferry-bench-")
-        .tempdir()
-        .map_err(QemuError::io("create a folder for its sockets"))?;
-    let kernel = folder.path().join("guest.elf");
-    fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
+    let (folder, kernel) = guest_folder()?;
     let cmdline = serial::cmdline(spec)?;
     let setup =
         Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec, link: &Link::Loopback };

@@ -34,12 +34,7 @@ const START_TRIES: u32 = 100;
 /// then skips the case. Every other error is a failure.
 pub fn postcopy(spec: &CaseSpec, preempt: bool, watch: Watch<'_>) -> Result<Run, QemuError> {
     available()?;
-    let folder = tempfile::Builder::new()
-        .prefix("vmferry-bench-")
-        .tempdir()
-        .map_err(QemuError::io("create a folder for its sockets"))?;
-    let kernel = folder.path().join("guest.elf");
-    fs::write(&kernel, vmferry_guest_image::ELF).map_err(QemuError::io("write the guest's file"))?;
+    let (folder, kernel) = super::guest_folder()?;
     let workload = spec.workload();
     let workload = workload.parse().map_err(|e| QemuError::Usage(format!("workload {workload}: {e}")))?;
     let cmdline = GuestArgs { stats: StatsSink::Page, ..GuestArgs::new(workload) }.to_string();

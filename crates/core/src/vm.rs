@@ -124,8 +124,8 @@ pub trait GuestMemory: Send + Sync {
     /// `None` if there is no such page.
     ///
     /// The engine calls this method while the guest is paused, to find large parts of memory that
-    /// were never touched. The call should be cheap, whatever the size of these parts. The default
-    /// returns the first page of `run`.
+    /// were never touched. The cost of the call should not depend on the size of these parts. The
+    /// default returns the first page of `run`.
     ///
     /// # Errors
     /// If the host cannot determine which pages were touched.

@@ -85,11 +85,7 @@ impl PendingPages {
     /// Returns the number of pages of the next pass.
     pub(crate) fn count(&self) -> u64 {
         let sets = self.next.iter().zip(&self.unexamined);
-        sets.map(|((_, next), spans)| {
-            let within: u64 = spans.ranges().map(|span| next.count_range(span)).sum();
-            next.count() - within + spans.pages()
-        })
-        .sum()
+        sets.map(|((_, next), spans)| spans.pages_with(next)).sum()
     }
 
     /// Begins a pass with all pages that are to be sent.
@@ -193,7 +189,7 @@ impl PendingPages {
     pub(crate) fn mark_skipped(&mut self, position: usize, first: u64, pages: u64) {
         assert!(self.pass.is_some(), "pages are taken out of a pass that is under way");
         if let Some((_, map)) = self.skipped.iter_mut().nth(position) {
-            map.union_word(usize::try_from(first / 64).unwrap_or(usize::MAX), pages);
+            map.union_word(place(first), pages);
             self.skipped_count += u64::from(pages.count_ones());
         }
     }
@@ -278,9 +274,10 @@ impl Spans {
         self.map.runs().map(|spans| spans.start * SPAN_PAGES..(spans.end * SPAN_PAGES).min(self.len))
     }
 
-    /// Returns the number of pages in the spans.
-    fn pages(&self) -> u64 {
-        self.ranges().map(|range| range.end - range.start).sum()
+    /// Returns the number of pages in the spans or in `map`, a bitmap of the region.
+    fn pages_with(&self, map: &Bitmap) -> u64 {
+        let outside = |range: Range<u64>| range.end - range.start - map.count_range(range);
+        map.count() + self.ranges().map(outside).sum::<u64>()
     }
 }
 
@@ -398,6 +395,7 @@ impl Part {
     }
 }
 
+/// Returns the index of the word that contains `page`.
 fn place(page: u64) -> usize {
     usize::try_from(page / 64).unwrap_or(usize::MAX)
 }
@@ -414,12 +412,9 @@ impl std::fmt::Debug for PassPages {
 impl PassPages {
     fn new(set: PageSet, unexamined: Option<(Arc<dyn GuestMemory>, Vec<Spans>)>) -> Self {
         let unexamined = unexamined.filter(|(_, spans)| spans.iter().any(|spans| !spans.map.is_empty()));
-        let outside = |((_, map), spans): ((_, &Bitmap), &Spans)| {
-            map.count() - spans.ranges().map(|span| map.count_range(span)).sum::<u64>() + spans.pages()
-        };
         let pages = match &unexamined {
             None => set.count(),
-            Some((_, spans)) => set.iter().zip(spans).map(outside).sum(),
+            Some((_, spans)) => set.iter().zip(spans).map(|((_, map), spans)| spans.pages_with(map)).sum(),
         };
         let part = |(id, map): (RegionId, Bitmap)| Part {
             id,
@@ -584,7 +579,7 @@ impl PassPages {
             let bits = from.take_64(first, u64::MAX >> (64 - (chunk.end - first).min(64)));
             if bits != 0 {
                 any = true;
-                mine.union_word(usize::try_from(first / 64).unwrap_or(usize::MAX), bits);
+                mine.union_word(place(first), bits);
             }
         }
         Ok(any)
