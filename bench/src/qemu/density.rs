@@ -174,8 +174,8 @@ mod tests {
         };
         let ((off, kept), (on, left)) = (finished(ReportMode::Off), finished(ReportMode::Sync));
         assert_eq!(off.report_bytes, 0, "{off:?}");
-        // One vCPU may allocate what the other has freed before it is reported, and the host may make
-        // huge pages of what is left. Therefore not all of the 64 MiB count.
+        // One vCPU may allocate what the other has freed before it is reported, and the host may
+        // make huge pages of what is left. Therefore not all of the 64 MiB count.
         assert!(on.report_bytes >= 32 << 20, "{on:?}");
         assert!(left + (32 << 20) < kept, "{left} bytes are resident with reports, and {kept} without");
     }
