@@ -6,19 +6,17 @@ use std::time::{Duration, Instant};
 
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Gpa, Layout, PAGE_SIZE, PageSet, Region, RegionId};
-use vmferry_engine::walk_pass;
+use vmferry_engine::WalkedPass;
 use vmferry_report::Spread;
 use vmferry_report::json::Case;
 
 use super::{Options, Shape};
 use crate::rounds::turns;
 
-/// Number of pages that a sender takes at a time, without a tracker that needs larger chunks.
-const CHUNK_PAGES: u64 = 512;
-
 /// Compared sides, by the names of their figures. The scanners only find the runs. The engine also
-/// takes each page out of a set that other threads may change.
-const SIDES: [&str; 3] = ["engine", "scanner", "summary"];
+/// takes the pages out of the pass: by chunks if only senders take pages, and by claims of 64 pages
+/// if the driver skips free pages, too.
+const SIDES: [&str; 4] = ["engine", "scanner", "summary", "engine_claims"];
 
 /// Measures the walk of a sender over a pass with the pages of `words`, and scans of the same
 /// pages.
@@ -48,6 +46,12 @@ pub(super) fn measure(options: &Options, shape: Shape, words: &[u64]) -> Case {
     case
 }
 
+fn timed<T>(work: impl FnOnce() -> T) -> (Duration, T) {
+    let start = Instant::now();
+    let done = work();
+    (start.elapsed(), done)
+}
+
 /// Returns the median time of one walk in microseconds, over walks that take at least `turn`
 /// together.
 fn sample(turn: Duration, set: &PageSet, side: usize, pages: u64) -> f64 {
@@ -55,15 +59,15 @@ fn sample(turn: Duration, set: &PageSet, side: usize, pages: u64) -> f64 {
     while samples.is_empty() || (total < turn && samples.len() < 1000) {
         let copy = set.clone();
         let map: &Bitmap = copy.iter().next().map(|(_, map)| map).expect("the one region");
-        let mut seen = 0;
         let each = |seen: u64, run: Range<u64>| seen + run.end - run.start;
-        let start = Instant::now();
-        match SIDES[side] {
-            "scanner" => seen = map.flat().runs().fold(0, each),
-            "summary" => seen = map.runs().fold(0, each),
-            _ => walk_pass(copy, CHUNK_PAGES, |run| seen = each(seen, run)),
-        }
-        let took = start.elapsed();
+        let (took, seen) = match SIDES[side] {
+            "scanner" => timed(|| map.flat().runs().fold(0, each)),
+            "summary" => timed(|| map.runs().fold(0, each)),
+            side => {
+                let pass = WalkedPass::new(copy, side == "engine_claims");
+                timed(|| pass.walk(0, each))
+            }
+        };
         assert_eq!(black_box(seen), pages, "the walk sees every page");
         samples.push(took.as_secs_f64() * 1e6);
         total += took;

@@ -202,7 +202,7 @@ impl Bitmap {
     /// Returns the first set page at or after `page`, or `None` if there is none.
     #[must_use]
     pub fn next_set(&self, page: u64) -> Option<u64> {
-        self.runs_in(page.min(self.len())..self.len()).next().map(|run| run.start)
+        self.bits_in(page.min(self.len())..self.len()).next()
     }
 
     /// Adds the pages of `other` to the set.

@@ -181,6 +181,29 @@ impl ClaimBitmap {
         (taken, last)
     }
 
+    /// Takes all pages of `range` that are still in the bitmap, adds them to `into`, and returns
+    /// their number. Words without such pages are only read.
+    ///
+    /// # Panics
+    /// Panics if `range` ends beyond `len`, or `into` is of another length.
+    pub fn take_range_into(&self, range: Range<u64>, into: &mut Bitmap) -> u64 {
+        assert!(range.end <= self.len, "range {range:?} of {}", self.len);
+        assert_eq!(self.len, into.len(), "bitmaps of the same region");
+        let mut taken = 0;
+        for_each_word(range, |index, mask| {
+            let word = &self.words[index];
+            if word.load(Ordering::SeqCst) & mask != 0 {
+                let bits = word.fetch_and(!mask, Ordering::SeqCst) & mask;
+                into.union_word(index, bits);
+                taken += u64::from(bits.count_ones());
+            }
+        });
+        if taken > 0 {
+            self.left.fetch_sub(taken, Ordering::SeqCst);
+        }
+        taken
+    }
+
     /// Returns the pages that are left. The result may or may not include pages that other threads
     /// take during the call.
     #[must_use]
@@ -234,7 +257,7 @@ mod tests {
         fn taken_pages_are_gone_and_counted(
             len in 1u64..300,
             pages in prop::collection::vec(0u64..300, 0..100),
-            steps in prop::collection::vec((0u8..4, 0u64..310, 0u64..80, any::<u64>()), 0..60),
+            steps in prop::collection::vec((0u8..5, 0u64..310, 0u64..80, any::<u64>()), 0..60),
         ) {
             let mut model = set(len, &pages);
             let claims = ClaimBitmap::new(model.clone());
@@ -257,6 +280,14 @@ mod tests {
                             .sum();
                         (0..64).filter(|i| give >> i & 1 == 1).for_each(|i| { model.set(first + i); });
                         claims.give_64(first, give);
+                    }
+                    3 => {
+                        let range = at.min(len)..(at + count).min(len);
+                        let (mut into, mut want) = (Bitmap::new(len), Bitmap::new(len));
+                        model.runs_in(range.clone()).for_each(|run| want.set_range(run));
+                        prop_assert_eq!(claims.take_range_into(range.clone(), &mut into), want.count());
+                        prop_assert_eq!(into, want);
+                        model.clear_range(range);
                     }
                     _ => {
                         let range = at.min(len)..(at + count).min(len);

@@ -100,14 +100,14 @@ pub use rustls;
 pub use snapshot::{
     FillState, OnDemandRestore, RestoreError, RestoreProgress, restore, restore_on_demand, save, save_copy,
 };
+/// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
+/// with plain scanners.
+#[doc(hidden)]
+pub use source::WalkedPass;
 /// Controller of the bulk rate in postcopy. Public for `vmferry-bench`, which measures the
 /// controller without a migration.
 #[doc(hidden)]
 pub use source::pace;
-/// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
-/// with plain scanners.
-#[doc(hidden)]
-pub use source::walk_pass;
 pub use source::{
     AutoConverge, BulkLimit, MigrationMode, OnTimeout, Outcome, Settings, SwitchoverBandwidth, UrgentPath,
     Verification, migrate,

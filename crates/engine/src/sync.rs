@@ -126,6 +126,11 @@ mod stepped {
             self.0.take_range(range)
         }
 
+        pub(crate) fn take_range_into(&self, range: Range<u64>, into: &mut Bitmap) -> u64 {
+            step();
+            self.0.take_range_into(range, into)
+        }
+
         pub(crate) fn snapshot(&self) -> Bitmap {
             step();
             self.0.snapshot()

@@ -3,7 +3,7 @@
 use super::source_host::Job;
 use super::source_postcopy::{REGION, flags, set_of};
 use super::world::{Defect, World};
-use crate::source::pending::PageTurn;
+use crate::source::pending::{PageTurn, Takers};
 use vmferry_protocol::source::{Event, Pass};
 
 impl World {
@@ -26,12 +26,12 @@ impl World {
         let (digests, first) = (pass == Pass::Digests, pass == Pass::Dirty { first: true });
         let mut compared = vec![false; pages];
         let taken = match pass {
-            Pass::Dirty { .. } => Some(self.source.pending.begin_pass(None)),
+            Pass::Dirty { .. } => Some(self.source.pending.begin_pass(None, Takers::SHARED)),
             Pass::Again(runs) => {
                 let named =
                     |page: u64| runs.iter().any(|run| (run.first..run.first + run.count).contains(&page));
                 let set: Vec<bool> = (0..pages as u64).map(named).collect();
-                Some(self.source.pending.begin_repeat(set_of(&set)))
+                Some(self.source.pending.begin_repeat(set_of(&set), Takers::SHARED))
             }
             Pass::Digests => {
                 // Missing pages are compared when they arrive. Skipped pages are never compared.

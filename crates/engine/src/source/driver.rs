@@ -53,7 +53,8 @@ use std::time::Duration;
 use streams::{Piece, Streams};
 use tracking::Tracking;
 use vmferry_core::{
-    DirtyTracker, GuestMemory, PauseCosts, Protect, RunState, SourceVm, StateReader, VmError,
+    DirtyTracker, GuestMemory, NothingToProtect, PauseCosts, Protect, RunState, SourceVm, StateReader,
+    VmError,
 };
 use vmferry_protocol::source::{Action, Event, Outcome, Pass};
 use vmferry_wire::{
@@ -549,13 +550,17 @@ impl<'e> Driver<'_, 'e> {
 
     fn send_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
         let began = self.now();
+        // The free pages of a paused guest were skipped at the last harvest.
+        let asks = !self.guest.is_paused();
+        let protect = self.tracking.protect().unwrap_or(&NothingToProtect);
+        let takers = self.pages.takers(protect, self.context.settings.channels, asks);
         let (pages, first) = match pass {
             Pass::Dirty { first } => {
                 let examines = self.tracking.protect().is_some_and(|protect| !protect.is_needed());
                 let memory = examines.then_some(&self.context.memory);
-                (self.pages.pending.begin_pass(memory), first)
+                (self.pages.pending.begin_pass(memory, takers), first)
             }
-            Pass::Again(runs) => match self.pages.begin_repeat(self.context.memory.layout(), &runs) {
+            Pass::Again(runs) => match self.pages.begin_repeat(self.context.memory.layout(), &runs, takers) {
                 Ok(pages) => (pages, false),
                 Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
             },
@@ -565,8 +570,6 @@ impl<'e> Driver<'_, 'e> {
         if !first && let Some(rate) = self.session.bandwidth() {
             self.channels.keep_sockets_short(rate);
         }
-        // The free pages of a paused guest were skipped at the last harvest.
-        let asks = !self.guest.is_paused();
         if first && asks && !self.context.settings.free_pages_wait.is_zero() {
             self.pages.request_free_pages(&pages);
             self.hold(number, pages);

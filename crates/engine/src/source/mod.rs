@@ -23,7 +23,7 @@ pub(crate) use vmferry_protocol::source as session;
 
 pub use measure::probe;
 #[doc(hidden)]
-pub use pending::walk_pass;
+pub use pending::WalkedPass;
 pub use settings::{BulkLimit, Settings, UrgentPath};
 pub use vmferry_protocol::source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, SwitchoverBandwidth, Verification,

@@ -5,6 +5,7 @@
 //! | place | owner | what takes the page out |
 //! |---|---|---|
 //! | `PendingPages::next` | the driver | the next pass begins |
+//! | `PassPages`, if only senders take its pages | for each chunk, the sender of its channel | the sender reaches the chunk |
 //! | `PassPages`, with the turn first or last | all senders and the driver, by atomic claims | the thread that claims the page |
 //! | a bitmap of one thread | the sender that protects and reads the page, or the driver that protects it | the page is put into a frame, or its turn becomes last |
 //!
@@ -21,11 +22,12 @@
 //! the guest.
 
 use crate::sync::{ClaimBitmap, SteppedMutex};
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{GuestMemory, Layout, PageRun, PageSet, RegionId, VmError};
+use vmferry_core::{GuestMemory, Layout, NothingToProtect, PageRun, PageSet, RegionId, VmError};
 
 /// Number of pages of a span: 1 GiB. Asking for a span takes about 2 ms if all of its pages were
 /// touched, and about a microsecond if none were.
@@ -58,6 +60,8 @@ pub(crate) struct PendingPages {
     /// pass begins.
     skipped: PageSet,
     skipped_count: u64,
+    /// Number of pages of the next pass, if it was counted since it last changed.
+    counted: Cell<Option<u64>>,
 }
 
 impl PendingPages {
@@ -69,6 +73,7 @@ impl PendingPages {
             pass: None,
             skipped: PageSet::empty(layout),
             skipped_count: 0,
+            counted: Cell::new(None),
         }
     }
 
@@ -79,29 +84,47 @@ impl PendingPages {
     /// that a sender has not read yet.
     pub(crate) fn next(&mut self) -> &mut PageSet {
         assert!(self.pass.is_none(), "a harvest comes between two passes");
+        self.counted.set(None);
         &mut self.next
+    }
+
+    /// Returns the number of pages of memory.
+    pub(crate) fn all(&self) -> u64 {
+        self.next.iter().map(|(_, map)| map.len()).sum()
     }
 
     /// Returns the number of pages of the next pass.
     pub(crate) fn count(&self) -> u64 {
-        let sets = self.next.iter().zip(&self.unexamined);
-        sets.map(|((_, next), spans)| spans.pages_with(next)).sum()
+        let count = || {
+            let sets = self.next.iter().zip(&self.unexamined);
+            sets.map(|((_, next), spans)| spans.pages_with(next)).sum()
+        };
+        let counted = self.counted.get().unwrap_or_else(count);
+        debug_assert_eq!(counted, count(), "every change of the next pass forgets its count");
+        self.counted.set(Some(counted));
+        counted
     }
 
-    /// Begins a pass with all pages that are to be sent.
+    /// Begins a pass with all pages that are to be sent, which `takers` take out of the pass.
     ///
     /// `memory` is asked which pages of the unexamined spans were touched, while the pass runs. The
     /// tracker must report every write since its start. With `None`, all pages of these spans are
     /// pages of the pass.
-    pub(crate) fn begin_pass(&mut self, memory: Option<&Arc<dyn GuestMemory>>) -> Arc<PassPages> {
+    pub(crate) fn begin_pass(
+        &mut self,
+        memory: Option<&Arc<dyn GuestMemory>>,
+        takers: Takers,
+    ) -> Arc<PassPages> {
         self.end_pass();
         if memory.is_none() {
             self.examine_nothing();
         }
         self.unskip_next();
+        let pages = self.count();
+        self.counted.set(None);
         let unexamined = self.unexamined.iter_mut().map(Spans::take).collect();
-        let pass =
-            PassPages::new(self.next.take(), memory.map(Arc::clone).map(|memory| (memory, unexamined)));
+        let unexamined = memory.map(Arc::clone).map(|memory| (memory, unexamined));
+        let pass = PassPages::new(self.next.take(), pages, unexamined, takers);
         Arc::clone(self.pass.insert(Arc::new(pass)))
     }
 
@@ -126,15 +149,17 @@ impl PendingPages {
     ///
     /// Free pages are included, because the target accepts the guest only if every page that it has
     /// received matches its digest.
-    pub(crate) fn begin_repeat(&mut self, set: PageSet) -> Arc<PassPages> {
+    pub(crate) fn begin_repeat(&mut self, set: PageSet, takers: Takers) -> Arc<PassPages> {
         self.end_pass();
         self.unskip(&set);
-        Arc::clone(self.pass.insert(Arc::new(PassPages::new(set, None))))
+        let pages = set.count();
+        Arc::clone(self.pass.insert(Arc::new(PassPages::new(set, pages, None, takers))))
     }
 
     /// Ends the current pass, if there is one. Pages that no thread took are still to be sent.
     pub(crate) fn end_pass(&mut self) {
         if let Some(pass) = self.pass.take() {
+            self.counted.set(None);
             pass.add_remaining_to(&mut self.next);
             pass.add_unexamined_to(&mut self.unexamined);
         }
@@ -158,6 +183,7 @@ impl PendingPages {
             }
         }
         self.examine_nothing();
+        self.counted.set(None);
         let taken = self.next.take();
         self.unskip(&taken);
         Ok(taken)
@@ -176,6 +202,7 @@ impl PendingPages {
         let mut out = self.next.clone();
         out.retain(free);
         self.next.subtract(&out);
+        self.counted.set(None);
         self.skipped.union(&out);
         let before = std::mem::replace(&mut self.skipped_count, self.skipped.count());
         self.skipped_count.saturating_sub(before)
@@ -219,7 +246,7 @@ impl PendingPages {
     pub(crate) fn of([next, skipped]: [PageSet; 2], pass: Option<Arc<PassPages>>) -> Self {
         let skipped_count = skipped.count();
         let unexamined = next.iter().map(|(_, map)| Spans::none(map.len())).collect();
-        Self { next, unexamined, pass, skipped, skipped_count }
+        Self { next, unexamined, pass, skipped, skipped_count, counted: Cell::new(None) }
     }
 
     #[cfg(test)]
@@ -291,13 +318,48 @@ pub(crate) enum PageTurn {
     Last,
 }
 
+/// Threads that take pages out of a pass.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Takers {
+    /// Only the sender of each channel, which takes the chunks of its share.
+    Senders(Division),
+    /// The senders, and the driver, which skips free pages.
+    SendersAndDriver(Division),
+}
+
+impl Takers {
+    /// One sender and the driver, for tests.
+    #[cfg(test)]
+    pub(crate) const SHARED: Self = Self::SendersAndDriver(Division { chunk_pages: 512, channels: 1 });
+}
+
+/// Division of memory into chunks, and of the chunks among the channels.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Division {
+    /// Number of pages of a chunk, a multiple of 64.
+    pub(crate) chunk_pages: u64,
+    pub(crate) channels: u64,
+}
+
+impl Division {
+    /// Returns a division with chunks of at most `pages` pages.
+    fn at_most(self, pages: u64) -> Self {
+        Self { chunk_pages: self.chunk_pages.min(pages), ..self }
+    }
+
+    /// Returns the share of channel `index`.
+    pub(crate) fn share(self, index: u16) -> Share {
+        Share { chunk_pages: self.chunk_pages, channels: self.channels, index: index.into() }
+    }
+}
+
 /// Chunks that belong to a channel: chunk `c` of the region at `position` belongs to channel
 /// `(c + position) % channels`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Share {
-    pub(crate) chunk_pages: u64,
-    pub(crate) channels: u64,
-    pub(crate) index: u64,
+    chunk_pages: u64,
+    channels: u64,
+    index: u64,
 }
 
 impl Share {
@@ -314,8 +376,13 @@ impl Share {
 
     /// Returns the channel's chunks of a region of `pages` pages.
     pub(crate) fn chunks(self, position: usize, pages: u64) -> impl Iterator<Item = Range<u64>> {
+        self.chunks_from(position, pages, 0)
+    }
+
+    /// Returns the channel's chunks that have `page` or later pages.
+    fn chunks_from(self, position: usize, pages: u64, page: u64) -> impl Iterator<Item = Range<u64>> {
         let next = move |chunk: &Range<u64>| self.chunk_from(position, pages, chunk.end);
-        std::iter::successors(self.chunk_from(position, pages, 0), next)
+        std::iter::successors(self.chunk_from(position, pages, page), next)
     }
 }
 
@@ -331,8 +398,11 @@ impl Share {
 /// - from `first` to a sender, permanently;
 /// - from `first` to the driver, which protects the page and puts it into `last`;
 /// - from `last` to a sender, or to the driver, which skips the page. Both are permanent.
+///
+/// If the driver takes no pages, no claim is needed: each page belongs to the sender of its chunk.
 pub(crate) struct PassPages {
     parts: Vec<Part>,
+    division: Division,
     /// Number of pages that the pass began with.
     pages: u64,
     /// Spans that no thread has examined. `None` if there were none.
@@ -342,7 +412,7 @@ pub(crate) struct PassPages {
 /// Spans of a pass that no thread has examined, and the memory that is asked about them.
 ///
 /// A thread that needs a page of a span examines the span first: it asks which of its pages were
-/// touched, puts these pages into `Part::first`, and then removes the span. It holds the lock in
+/// touched, puts these pages into the pass, and then removes the span. It holds the lock in
 /// the meantime, so a thread that waits for the lock finds the span examined. The lock is taken
 /// once for each chunk, not for each page.
 ///
@@ -369,25 +439,93 @@ struct UnexaminedSpans {
 #[derive(Debug)]
 struct Part {
     id: RegionId,
-    first: ClaimBitmap,
-    last: ClaimBitmap,
+    /// Number of pages of the region.
+    len: u64,
+    pages: PartPages,
+}
+
+/// Pages of a region that await their turn.
+#[derive(Debug)]
+enum PartPages {
+    /// Threads claim the pages.
+    Claimed { first: ClaimBitmap, last: ClaimBitmap },
+    /// Each page belongs to the sender of its chunk, and its turn is first.
+    Divided(DividedPages),
+}
+
+/// Pages of a region that the senders of a pass take chunk by chunk, each from its own share. No
+/// thread changes the bitmap, so that a sender finds its pages as fast as a scan of the bitmap.
+#[derive(Debug)]
+struct DividedPages {
+    pages: Bitmap,
+    /// For each channel, the page after the last chunk that its sender has taken.
+    ///
+    /// Only that sender stores the number while the pass runs. The driver reads it after the pass,
+    /// when it has received the sender's message or has joined its thread, so the order of other
+    /// memory accesses does not matter.
+    reached: Box<[AtomicU64]>,
+}
+
+impl DividedPages {
+    fn new(pages: Bitmap, division: Division) -> Self {
+        Self { pages, reached: (0..division.channels).map(|_| AtomicU64::new(0)).collect() }
+    }
+
+    /// Takes the next chunk of `share` at or after page `from` that has pages. Returns the chunk.
+    fn next_chunk(&self, position: usize, mut from: u64, share: Share) -> Option<Range<u64>> {
+        while let Some(page) = self.pages.next_set(from)
+            && let Some(chunk) = share.chunk_from(position, self.pages.len(), page)
+        {
+            if chunk.contains(&page) {
+                let channel = usize::try_from(share.index).expect("an index of a channel");
+                self.reached[channel].store(chunk.end, Ordering::Relaxed);
+                return Some(chunk);
+            }
+            from = chunk.start;
+        }
+        None
+    }
+
+    /// Returns the pages that no sender has taken.
+    fn snapshot(&self, position: usize, division: Division) -> Bitmap {
+        let mut left = Bitmap::new(self.pages.len());
+        for (index, reached) in (0..).zip(&self.reached) {
+            let share = division.share(index);
+            for chunk in share.chunks_from(position, left.len(), reached.load(Ordering::Relaxed)) {
+                self.pages.runs_in(chunk).for_each(|run| left.set_range(run));
+            }
+        }
+        left
+    }
 }
 
 impl Part {
+    /// Returns the pages that are claimed and await `turn`.
+    ///
+    /// # Panics
+    /// If only senders take the pages.
+    fn claimed(&self, turn: PageTurn) -> &ClaimBitmap {
+        match (&self.pages, turn) {
+            (PartPages::Claimed { first, .. }, PageTurn::First) => first,
+            (PartPages::Claimed { last, .. }, PageTurn::Last) => last,
+            (PartPages::Divided(_), _) => panic!("no page of a divided pass is claimed"),
+        }
+    }
     /// Adds the pages of the span `run` that are set in `touched` to the pages that await their
     /// first turn. Returns the number of the other pages of the span that do not await it.
     fn give_touched(&self, run: Range<u64>, touched: &Bitmap) -> u64 {
         let words = |pages: &Range<u64>| place(pages.start)..place(pages.end.next_multiple_of(64));
+        let first = self.claimed(PageTurn::First);
         // Pages of the span that a harvest found are in the pass already.
         let mut awaiting = 0;
-        if self.first.next_block(run.start).is_some_and(|page| page < run.end) {
-            awaiting = words(&run).map(|word| u64::from(self.first.word(word).count_ones())).sum();
+        if first.next_block(run.start).is_some_and(|page| page < run.end) {
+            awaiting = words(&run).map(|word| u64::from(first.word(word).count_ones())).sum();
         }
         for pages in touched.runs_in(run.clone()) {
             for word in words(&pages) {
                 // Each word is given once, by the run in which it begins or by the first run in it.
-                let bits = touched.word(word) & !self.first.word(word);
-                self.first.give_64(word as u64 * 64, bits);
+                let bits = touched.word(word) & !first.word(word);
+                first.give_64(word as u64 * 64, bits);
                 awaiting += u64::from(bits.count_ones());
             }
         }
@@ -410,16 +548,29 @@ impl std::fmt::Debug for PassPages {
 }
 
 impl PassPages {
-    fn new(set: PageSet, unexamined: Option<(Arc<dyn GuestMemory>, Vec<Spans>)>) -> Self {
+    /// Creates a pass of `pages` pages: those of `set`, and those of the unexamined spans.
+    fn new(
+        set: PageSet,
+        pages: u64,
+        unexamined: Option<(Arc<dyn GuestMemory>, Vec<Spans>)>,
+        takers: Takers,
+    ) -> Self {
         let unexamined = unexamined.filter(|(_, spans)| spans.iter().any(|spans| !spans.map.is_empty()));
-        let pages = match &unexamined {
-            None => set.count(),
-            Some((_, spans)) => set.iter().zip(spans).map(|((_, map), spans)| spans.pages_with(map)).sum(),
+        // Any sender may put touched pages of other senders' chunks into the pass.
+        let (division, divided) = match (takers, &unexamined) {
+            (Takers::Senders(division), None) => (division, true),
+            (Takers::Senders(division), Some(_)) => (division.at_most(SPAN_PAGES), false),
+            (Takers::SendersAndDriver(division), _) => (division, false),
         };
         let part = |(id, map): (RegionId, Bitmap)| Part {
             id,
-            last: ClaimBitmap::empty(map.len()),
-            first: ClaimBitmap::new(map),
+            len: map.len(),
+            pages: match divided {
+                true => PartPages::Divided(DividedPages::new(map, division)),
+                false => {
+                    PartPages::Claimed { last: ClaimBitmap::empty(map.len()), first: ClaimBitmap::new(map) }
+                }
+            },
         };
         let unexamined = unexamined.map(|(memory, spans)| Unexamined {
             memory,
@@ -427,13 +578,18 @@ impl PassPages {
             spans: SteppedMutex::new(UnexaminedSpans { of_region: spans, touched: Bitmap::new(0) }),
             untouched: AtomicU64::new(0),
         });
-        Self { parts: set.into_iter().map(part).collect(), pages, unexamined }
+        Self { parts: set.into_iter().map(part).collect(), division, pages, unexamined }
     }
 
     /// Returns true if the untouched pages of the pass are found by examining spans. If false, the
     /// threads must ask which pages were touched after they have protected them.
     pub(crate) fn examines(&self) -> bool {
         self.unexamined.is_some()
+    }
+
+    /// Returns true if the driver may take pages of the pass, too.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.parts.iter().all(|part| matches!(part.pages, PartPages::Claimed { .. }))
     }
 
     /// Returns the number of untouched pages found since the last call.
@@ -479,7 +635,8 @@ impl PassPages {
     }
 
     /// Returns the first page at or after `from` that may await `turn`, or `None` if there is none.
-    /// No page between `from` and the result awaits `turn`.
+    /// No page between `from` and the result awaits `turn`. The driver must take pages of the pass,
+    /// too.
     ///
     /// # Errors
     /// If the host cannot determine which pages were touched.
@@ -490,13 +647,13 @@ impl PassPages {
         from: u64,
     ) -> Result<Option<u64>, VmError> {
         if turn == PageTurn::Last {
-            return Ok(self.parts[position].last.next_block(from));
+            return Ok(self.parts[position].claimed(turn).next_block(from));
         }
         loop {
             // The span is looked up first: a span that another thread examines in between has its
             // pages in the bitmap afterwards.
             let span = self.next_unexamined(position, from);
-            let page = self.parts[position].first.next_block(from);
+            let page = self.parts[position].claimed(turn).next_block(from);
             match (span, page) {
                 (Some(span), page) if page.is_none_or(|page| span <= page) => {
                     self.examine(position, span..span + 1)?;
@@ -513,44 +670,50 @@ impl PassPages {
 
     /// Returns the position, the identifier and the number of pages of each region.
     pub(crate) fn regions(&self) -> impl Iterator<Item = (usize, RegionId, u64)> + '_ {
-        self.parts.iter().enumerate().map(|(position, part)| (position, part.id, part.first.len()))
+        self.parts.iter().enumerate().map(|(position, part)| (position, part.id, part.len))
     }
 
     /// Returns true if any page of the region at `position` still awaits `turn`.
     pub(crate) fn has(&self, position: usize, turn: PageTurn) -> bool {
-        self.of(position, turn).left() > 0
-            || turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
-    }
-
-    fn of(&self, position: usize, turn: PageTurn) -> &ClaimBitmap {
         let part = &self.parts[position];
-        match turn {
-            PageTurn::First => &part.first,
-            PageTurn::Last => &part.last,
+        match &part.pages {
+            PartPages::Divided(divided) => turn == PageTurn::First && !divided.pages.is_empty(),
+            PartPages::Claimed { .. } => {
+                part.claimed(turn).left() > 0
+                    || turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
+            }
         }
     }
 
-    /// Finds the next chunk of `share` at or after page `from` with pages that await `turn`, and
-    /// takes these pages into `mine`, a bitmap of the region. Returns the chunk, or `None` if no
-    /// chunk is left.
+    /// Finds the next chunk of channel `index` at or after page `from` with pages that await
+    /// `turn`, and takes these pages. Returns the chunk and a bitmap of the region in which exactly
+    /// these pages of the chunk are set, or `None` if no chunk is left. `mine` is memory for that
+    /// bitmap.
     ///
     /// # Errors
     /// If the host cannot determine which pages were touched.
-    pub(crate) fn next_chunk(
-        &self,
+    pub(crate) fn next_chunk<'a>(
+        &'a self,
         position: usize,
         turn: PageTurn,
         mut from: u64,
-        share: Share,
-        mine: &mut Bitmap,
-    ) -> Result<Option<Range<u64>>, VmError> {
-        let pages = self.parts[position].first.len();
+        index: u16,
+        mine: &'a mut Bitmap,
+    ) -> Result<Option<(Range<u64>, &'a Bitmap)>, VmError> {
+        let (part, share) = (&self.parts[position], self.division.share(index));
+        if let PartPages::Divided(divided) = &part.pages {
+            let chunk = divided.next_chunk(position, from, share).filter(|_| turn == PageTurn::First);
+            return Ok(chunk.map(|chunk| (chunk, &divided.pages)));
+        }
+        if mine.len() != part.len {
+            *mine = Bitmap::new(part.len);
+        }
         while let Some(page) = self.next_page(position, turn, from)?
-            && let Some(chunk) = share.chunk_from(position, pages, page)
+            && let Some(chunk) = share.chunk_from(position, part.len, page)
         {
             from = chunk.end;
             if self.take(position, turn, chunk.clone(), mine)? {
-                return Ok(Some(chunk));
+                return Ok(Some((chunk, mine)));
             }
         }
         Ok(None)
@@ -573,40 +736,32 @@ impl PassPages {
         if turn == PageTurn::First {
             self.examine(position, chunk.clone())?;
         }
-        let from = self.of(position, turn);
-        let mut any = false;
-        for first in chunk.clone().step_by(64) {
-            let bits = from.take_64(first, u64::MAX >> (64 - (chunk.end - first).min(64)));
-            if bits != 0 {
-                any = true;
-                mine.union_word(place(first), bits);
-            }
-        }
-        Ok(any)
+        Ok(self.parts[position].claimed(turn).take_range_into(chunk, mine) > 0)
     }
 
     /// Takes those pages of `wanted` that still await `turn`. `wanted` is a mask of the 64 pages
     /// from `first` on. Returns the taken pages as a mask. Pages of an unexamined span are not
     /// taken.
     pub(crate) fn take_64(&self, position: usize, turn: PageTurn, first: u64, wanted: u64) -> u64 {
-        self.of(position, turn).take_64(first, wanted)
+        self.parts[position].claimed(turn).take_64(first, wanted)
     }
 
     /// Returns pages that were taken to the pass, with their turn last. The pages must be
     /// protected.
     pub(crate) fn postpone(&self, position: usize, first: u64, pages: u64) {
-        self.parts[position].last.give_64(first, pages);
+        self.parts[position].claimed(PageTurn::Last).give_64(first, pages);
     }
 
     /// Adds the pages that no thread took to `into`. The pass must have ended.
     fn add_remaining_to(&self, into: &mut PageSet) {
-        for part in &self.parts {
-            for bits in [&part.first, &part.last] {
-                if bits.left() > 0
-                    && let Some(map) = into.region_mut(part.id)
-                {
-                    map.union(&bits.snapshot());
-                }
+        for (position, part) in self.parts.iter().enumerate() {
+            let Some(map) = into.region_mut(part.id) else { continue };
+            match &part.pages {
+                PartPages::Claimed { first, last } => [first, last]
+                    .into_iter()
+                    .filter(|pages| pages.left() > 0)
+                    .for_each(|pages| map.union(&pages.snapshot())),
+                PartPages::Divided(divided) => map.union(&divided.snapshot(position, self.division)),
             }
         }
     }
@@ -624,31 +779,56 @@ impl PassPages {
     pub(crate) fn of_parts(first: &PageSet, last: &PageSet, pages: u64) -> Self {
         let part = |((id, first), (_, last)): ((RegionId, &Bitmap), (_, &Bitmap))| Part {
             id,
-            first: ClaimBitmap::new(first.clone()),
-            last: ClaimBitmap::new(last.clone()),
+            len: first.len(),
+            pages: PartPages::Claimed {
+                first: ClaimBitmap::new(first.clone()),
+                last: ClaimBitmap::new(last.clone()),
+            },
         };
-        Self { parts: first.iter().zip(last.iter()).map(part).collect(), pages, unexamined: None }
+        let division = Division { chunk_pages: 64, channels: 1 };
+        Self { parts: first.iter().zip(last.iter()).map(part).collect(), division, pages, unexamined: None }
     }
 
     /// Returns the pages of the region at `position` that await their first and their last turn.
     #[cfg(test)]
     pub(crate) fn sets(&self, position: usize) -> [Bitmap; 2] {
-        [PageTurn::First, PageTurn::Last].map(|turn| self.of(position, turn).snapshot())
+        [PageTurn::First, PageTurn::Last].map(|turn| self.parts[position].claimed(turn).snapshot())
     }
 }
 
-/// Takes the pages of `set` out of a pass like the sender of a migration with one channel, and
-/// calls `each` with the runs that the sender would send.
+/// Pass of a migration with one channel, whose pages need no protection. For measurements.
 #[doc(hidden)]
-pub fn walk_pass(set: PageSet, chunk_pages: u64, mut each: impl FnMut(Range<u64>)) {
-    let (pass, share) = (PassPages::new(set, None), Share { chunk_pages, channels: 1, index: 0 });
-    for (position, _, len) in pass.regions() {
-        let (mut mine, mut from) = (Bitmap::new(len), 0);
-        // The pass has no unexamined span, so no question to the host fails.
-        while let Ok(Some(chunk)) = pass.next_chunk(position, PageTurn::First, from, share, &mut mine) {
-            from = chunk.end;
-            mine.runs_in(chunk).for_each(&mut each);
+#[derive(Debug)]
+pub struct WalkedPass(PassPages);
+
+impl WalkedPass {
+    /// Creates a pass of the pages in `set`. With `claims`, the driver may skip free pages of it.
+    #[must_use]
+    pub fn new(set: PageSet, claims: bool) -> Self {
+        let division = |divided| super::sender::division(&NothingToProtect, 1, divided);
+        let takers = match claims {
+            true => Takers::SendersAndDriver(division(false)),
+            false => Takers::Senders(division(true)),
+        };
+        let pages = set.count();
+        Self(PassPages::new(set, pages, None, takers))
+    }
+
+    /// Takes the pages out of the pass like its sender, and folds the runs that the sender would
+    /// send.
+    pub fn walk<T>(&self, mut folded: T, mut fold: impl FnMut(T, Range<u64>) -> T) -> T {
+        let mut mine = Bitmap::new(0);
+        for (position, ..) in self.0.regions() {
+            let mut from = 0;
+            // The pass has no unexamined span, so no question to the host fails.
+            while let Ok(Some((chunk, map))) =
+                self.0.next_chunk(position, PageTurn::First, from, 0, &mut mine)
+            {
+                from = chunk.end;
+                folded = map.runs_in(chunk).fold(folded, &mut fold);
+            }
         }
+        folded
     }
 }
 
@@ -681,13 +861,13 @@ mod tests {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
             assert_eq!(pending.count(), 100);
-            let pass = pending.begin_pass(None);
+            let pass = pending.begin_pass(None, Takers::SHARED);
             assert_eq!((pass.pages(), pending.count()), (100, 0));
             assert_eq!(take_all(&pass, PageTurn::First).len(), 100);
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(7);
             assert_eq!(pending.count(), 1);
-            assert_eq!(take_all(&pending.begin_pass(None), PageTurn::First), [7]);
+            assert_eq!(take_all(&pending.begin_pass(None, Takers::SHARED), PageTurn::First), [7]);
             assert_eq!(pending.count(), 0);
         });
     }
@@ -696,7 +876,7 @@ mod tests {
     fn pages_that_a_pass_leaves_are_sent_by_the_next() {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
-            let pass = pending.begin_pass(None);
+            let pass = pending.begin_pass(None, Takers::SHARED);
             let off = pass.take_64(0, PageTurn::First, 64, 0b111);
             pass.postpone(0, 64, off);
             assert_eq!(take_all(&pass, PageTurn::First).len(), 97);
@@ -704,13 +884,13 @@ mod tests {
             pending.mark_skipped(0, 64, 0b10);
             pending.end_pass();
             assert_eq!((pending.count(), pending.skipped_count()), (2, 1));
-            assert_eq!(take_all(&pending.begin_pass(None), PageTurn::First), [64, 66]);
+            assert_eq!(take_all(&pending.begin_pass(None, Takers::SHARED), PageTurn::First), [64, 66]);
             // The guest has written the page since. The next pass sends it, so it is not skipped
             // any more.
             pending.end_pass();
             pending.next().region_mut(RegionId(0)).unwrap().set(65);
             assert_eq!(pending.skipped_count(), 1);
-            assert_eq!(take_all(&pending.begin_pass(None), PageTurn::First), [65]);
+            assert_eq!(take_all(&pending.begin_pass(None, Takers::SHARED), PageTurn::First), [65]);
             assert_eq!(pending.skipped_count(), 0);
         });
     }
@@ -719,7 +899,7 @@ mod tests {
     fn paused_guest_has_only_pages_skipped_that_are_to_be_sent() {
         unscheduled(|| {
             let mut pending = PendingPages::everything(&layout());
-            take_all(&pending.begin_pass(None), PageTurn::First);
+            take_all(&pending.begin_pass(None, Takers::SHARED), PageTurn::First);
             pending.end_pass();
             pending.next().union(&set(&[1, 2, 3]));
             assert_eq!(pending.skip(&set(&[2, 4, 9])), 1);
@@ -774,12 +954,13 @@ mod tests {
     /// Takes all pages of a region in the way of a sender. Returns these pages and the number of
     /// chunks that were sent.
     fn take_region(pass: &PassPages, position: usize, len: u64) -> (Vec<u64>, u64) {
-        let share = Share { chunk_pages: 512, channels: 1, index: 0 };
-        let (mut mine, mut from, mut chunks) = (Bitmap::new(len), 0, 0);
-        while let Some(chunk) = pass.next_chunk(position, PageTurn::First, from, share, &mut mine).unwrap() {
+        let (mut mine, mut from, mut chunks, mut pages) = (Bitmap::new(len), 0, 0, Vec::new());
+        while let Some((chunk, map)) = pass.next_chunk(position, PageTurn::First, from, 0, &mut mine).unwrap()
+        {
+            pages.extend(map.bits_in(chunk.clone()));
             (from, chunks) = (chunk.end, chunks + 1);
         }
-        (mine.bits().collect(), chunks)
+        (pages, chunks)
     }
 
     #[test]
@@ -799,9 +980,42 @@ mod tests {
     #[test]
     fn walk_of_a_pass_returns_every_page_once() {
         unscheduled(|| {
-            let mut pages = Vec::new();
-            walk_pass(set(&[0, 1, 2, 63, 64, 99]), 64, |run| pages.extend(run));
-            assert_eq!(pages, [0, 1, 2, 63, 64, 99]);
+            for claims in [false, true] {
+                let mut pages = Vec::new();
+                WalkedPass::new(set(&[0, 1, 2, 63, 64, 99]), claims).walk((), |(), run| pages.extend(run));
+                assert_eq!(pages, [0, 1, 2, 63, 64, 99]);
+            }
+        });
+    }
+
+    #[test]
+    fn senders_take_their_shares_and_leave_the_rest_to_the_next_pass() {
+        unscheduled(|| {
+            let layout = Layout::new(vec![Region { id: RegionId(0), gpa: Gpa(0), len: 5000 << 12 }]).unwrap();
+            let mut pending = PendingPages::everything(&layout);
+            pending.begin_pass(None, Takers::SHARED);
+            let all = pending.take_all(None).unwrap();
+            assert_eq!(all.count(), 5000);
+            let dirty = [0, 511, 512, 1023, 1024, 1600, 4100, 4999];
+            dirty.iter().for_each(|page| {
+                pending.next().region_mut(RegionId(0)).unwrap().set(*page);
+            });
+            let takers = Takers::Senders(Division { chunk_pages: 512, channels: 2 });
+            let pass = pending.begin_pass(None, takers);
+            assert!(!pass.is_shared() && pass.has(0, PageTurn::First) && !pass.has(0, PageTurn::Last));
+            let mut mine = Bitmap::new(0);
+            let mut next = |index, from| {
+                let chunk = pass.next_chunk(0, PageTurn::First, from, index, &mut mine).unwrap();
+                chunk.map(|(chunk, map)| (chunk.clone(), map.bits_in(chunk).collect::<Vec<_>>()))
+            };
+            assert_eq!(next(0, 0), Some((0..512, vec![0, 511])));
+            assert_eq!(next(0, 512), Some((1024..1536, vec![1024])));
+            assert_eq!(next(1, 0), Some((512..1024, vec![512, 1023])));
+            assert_eq!(next(1, 1024), Some((1536..2048, vec![1600])));
+            assert_eq!(next(1, 2048), Some((4608..5000, vec![4999])));
+            assert_eq!(next(1, 5000), None);
+            pending.end_pass();
+            assert_eq!(pending.next().region(RegionId(0)).unwrap().bits().collect::<Vec<_>>(), [4100]);
         });
     }
 
@@ -812,7 +1026,7 @@ mod tests {
             let memory = Touched::new(&touched);
             let mut pending = PendingPages::everything(memory.layout());
             assert_eq!(pending.count(), LONG + 70);
-            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)));
+            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)), Takers::SHARED);
             assert_eq!((pass.pages(), pending.count()), (LONG + 70, 0));
             assert!(pass.has(0, PageTurn::First) && pass.has(1, PageTurn::First));
             let (pages, chunks) = take_region(&pass, 0, LONG);
@@ -834,7 +1048,7 @@ mod tests {
             let memory = Touched::new(&[(0, 5), (0, SPAN_PAGES + 7)]);
             let shared: Arc<dyn GuestMemory> = Arc::clone(&memory) as _;
             let mut pending = PendingPages::everything(memory.layout());
-            let pass = pending.begin_pass(Some(&shared));
+            let pass = pending.begin_pass(Some(&shared), Takers::SHARED);
             let mut mine = Bitmap::new(LONG);
             assert!(pass.take(0, PageTurn::First, 0..512, &mut mine).unwrap());
             pending.end_pass();
@@ -844,14 +1058,14 @@ mod tests {
             pending.next().region_mut(RegionId(0)).unwrap().set_range(SPAN_PAGES..SPAN_PAGES + 1);
             pending.next().region_mut(RegionId(0)).unwrap().set(9);
             assert_eq!(pending.count(), left + 1);
-            let pass = pending.begin_pass(Some(&shared));
+            let pass = pending.begin_pass(Some(&shared), Takers::SHARED);
             assert_eq!(pass.pages(), left + 1);
             assert_eq!(take_region(&pass, 0, LONG).0, [9, SPAN_PAGES, SPAN_PAGES + 7]);
             // Two pages of the span at `SPAN_PAGES` are in the pass, and page 9 is in none of the
             // spans.
             assert_eq!(pass.take_untouched(), LONG - SPAN_PAGES - 2);
             // Without memory to ask, all pages of the span of the other region are sent.
-            let pass = pending.begin_pass(None);
+            let pass = pending.begin_pass(None, Takers::SHARED);
             assert_eq!((pass.pages(), pass.examines()), (70, false));
             assert_eq!(take_region(&pass, 1, 70).0.len(), 70);
         });
@@ -886,7 +1100,7 @@ mod tests {
         unscheduled(|| {
             let memory: Arc<dyn GuestMemory> = Arc::new(Failing(layout()));
             let mut pending = PendingPages::everything(&layout());
-            let pass = pending.begin_pass(Some(&memory));
+            let pass = pending.begin_pass(Some(&memory), Takers::SHARED);
             let error = pass.next_page(0, PageTurn::First, 0).unwrap_err();
             assert_eq!(error.to_string(), "the host does not say");
             pending.end_pass();
@@ -900,7 +1114,7 @@ mod tests {
             let touched = [(0, 3), (0, 600), (0, SPAN_PAGES), (1, 2)];
             let memory = Touched::new(&touched);
             let mut pending = PendingPages::everything(memory.layout());
-            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)));
+            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)), Takers::SHARED);
             let lens = [LONG, 70];
             let sender = |_| {
                 let pass = Arc::clone(&pass);

@@ -6,7 +6,7 @@
 //! the stream of a channel keeps the order, no barrier between passes is needed for correctness,
 //! and the threads share only counters.
 
-use super::pending::{PageTurn, PassPages, Share};
+use super::pending::{Division, PageTurn, PassPages, Share};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
 use crate::vm::protect_run;
@@ -44,6 +44,20 @@ const MIN_CHUNK_PAGES: u64 = 512;
 
 /// Largest number of pages in a chunk. A frame takes any run of zeros of one chunk.
 const MAX_CHUNK_PAGES: u64 = 1 << 20;
+
+/// Number of pages in a chunk if one sender takes all pages and protects none: 64 GiB, so that it
+/// walks the bitmap almost without interruption.
+const WHOLE_PAGES: u64 = 1 << 24;
+
+/// Returns the division of memory among `channels`. With `senders_only`, no other thread takes
+/// pages. Each page belongs to the same channel in all divisions of a migration.
+pub(crate) fn division(protect: &dyn Protect, channels: u16, senders_only: bool) -> Division {
+    let chunk_pages = match senders_only && channels == 1 && !protect.is_needed() {
+        true => WHOLE_PAGES,
+        false => protect.chunk_pages().clamp(MIN_CHUNK_PAGES, MAX_CHUNK_PAGES),
+    };
+    Division { chunk_pages, channels: channels.into() }
+}
 
 /// Reason why a channel stopped.
 #[derive(Debug)]
@@ -184,17 +198,17 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         (position, region): (usize, Region),
         ask: bool,
     ) -> Result<(), SenderError> {
-        let mut mine = Bitmap::new(region.pages());
+        let mut mine = Bitmap::new(0);
         if ask {
             self.touched = Bitmap::new(region.pages());
         }
-        let (share, mut from) = (self.share(), 0);
-        while let Some(chunk) = pages.next_chunk(position, turn, from, share, &mut mine)? {
+        let mut from = 0;
+        while let Some((chunk, map)) = pages.next_chunk(position, turn, from, self.index, &mut mine)? {
             if self.shared.stop.load(Ordering::Relaxed) {
                 return Err(SenderError::Stopped);
             }
             from = chunk.end;
-            self.send_chunk(pass, region.id, &mine, chunk, ask)?;
+            self.send_chunk(pass, region.id, map, chunk, ask)?;
             self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
         self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
@@ -219,7 +233,9 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         let run = PageRun::from(chunk.clone());
         protect_run(self.shared.protect, region, run, map)?;
         if !ask {
-            return map.runs_in(chunk).try_for_each(|run| self.send_run(pass, region, run.into()));
+            return map
+                .runs_in(chunk)
+                .fold(Ok(()), |sent, run| sent.and_then(|()| self.send_run(pass, region, run.into())));
         }
         let mut touched = std::mem::replace(&mut self.touched, Bitmap::new(0));
         self.shared.memory.touched(region, run, &mut touched)?;
@@ -316,11 +332,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
 
     /// Returns this channel's share of the chunks.
     fn share(&self) -> Share {
-        Share {
-            chunk_pages: self.shared.protect.chunk_pages().clamp(MIN_CHUNK_PAGES, MAX_CHUNK_PAGES),
-            channels: self.shared.channels.into(),
-            index: self.index.into(),
-        }
+        division(self.shared.protect, self.shared.channels, false).share(self.index)
     }
 
     pub(super) fn barrier(&mut self, pass: u32) -> Result<(), SenderError> {

@@ -164,18 +164,31 @@ impl Skipping {
         }
     }
 
+    /// Returns true if the guest is to be asked in a pass over `pages` of the `all` pages of its
+    /// memory.
+    pub(crate) fn asks(&self, pages: u64, all: u64) -> bool {
+        match self.source.answer_mode() {
+            _ if self.failed => false,
+            AnswerMode::AtOnce => pages > 0,
+            AnswerMode::ByGuest => pages >= (all / WORTH_REQUESTING).max(1),
+        }
+    }
+
     /// Begins the questions of a pass. The senders have the pages of the pass and do not wait for
-    /// an answer.
+    /// an answer. If the senders alone take the pages, no question is asked.
     pub(crate) fn begin(&mut self, pass: &PassPages) {
         self.close();
         let all: u64 = pass.regions().map(|(.., pages)| pages).sum();
+        if !pass.is_shared() || !self.asks(pass.pages(), all) {
+            return;
+        }
         match self.source.answer_mode() {
-            _ if self.failed => {}
-            AnswerMode::AtOnce if pass.pages() > 0 && self.request() => {
+            AnswerMode::AtOnce if self.request() => {
                 self.worth = Candidates::Named(self.report.pages().empty_like());
                 self.state = State::Requesting;
             }
-            AnswerMode::ByGuest if pass.pages() >= (all / WORTH_REQUESTING).max(1) => {
+            AnswerMode::AtOnce => {}
+            AnswerMode::ByGuest => {
                 // For a guest that answers itself, a question is expensive, and the guest's driver
                 // may not name a page twice. Therefore such a guest is asked only once, after all
                 // pages are protected.
@@ -187,7 +200,6 @@ impl Skipping {
                     self.request();
                 }
             }
-            _ => {}
         }
     }
 

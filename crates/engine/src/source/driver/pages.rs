@@ -5,8 +5,9 @@ use super::Context;
 use crate::handle::MigrationHandle;
 use crate::report::Report;
 use crate::source::inbox::TICK;
-use crate::source::pending::{PassPages, PendingPages};
+use crate::source::pending::{PassPages, PendingPages, Takers};
 use crate::source::postcopy::missing_pages;
+use crate::source::sender::division;
 use crate::source::skip::{Next, Skipping};
 use crate::vm::shielded;
 use std::sync::Arc;
@@ -54,12 +55,23 @@ impl Pages {
         self.pending.next()
     }
 
+    /// Returns the threads that will take the pages of the next pass, with `channels` senders. With
+    /// `asks`, the guest may be asked for its free pages during the pass.
+    pub(super) fn takers(&self, protect: &dyn Protect, channels: u16, asks: bool) -> Takers {
+        let skipping = self.skipping.as_ref().filter(|_| asks);
+        if skipping.is_some_and(|skipping| skipping.asks(self.pending.count(), self.pending.all())) {
+            return Takers::SendersAndDriver(division(protect, channels, false));
+        }
+        Takers::Senders(division(protect, channels, true))
+    }
+
     /// Begins a pass of the pages that the target has named. Returns an error if `runs` contains
     /// pages that do not exist, because the peer can send any value.
     pub(super) fn begin_repeat(
         &mut self,
         layout: &Layout,
         runs: &[RegionRun],
+        takers: Takers,
     ) -> Result<Arc<PassPages>, String> {
         let mut set = PageSet::empty(layout);
         for name in runs {
@@ -70,7 +82,7 @@ impl Pages {
             })?;
             map.set_range(run.range());
         }
-        Ok(self.pending.begin_repeat(set))
+        Ok(self.pending.begin_repeat(set, takers))
     }
 
     /// Takes the pages that the target must be told are missing: the pending pages, and `also`.

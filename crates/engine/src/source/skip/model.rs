@@ -11,7 +11,7 @@ mod world;
 
 use super::{Candidates, Flaw, Skipping, SkippingState, State as SkipState};
 use crate::model::{any, shortest, wants_shortest};
-use crate::source::pending::{PageTurn, PassPages, PendingPages};
+use crate::source::pending::{PageTurn, PassPages, PendingPages, Takers};
 use crate::source::session::Session;
 use crate::source::{OnTimeout, Settings};
 use crate::sync::unscheduled;
@@ -181,7 +181,7 @@ impl Move {
                 let paused = world.paused;
                 world.live_passes += u8::from(!paused);
                 self.work(world, |skipping, pending, _| {
-                    let pass = pending.begin_pass(None);
+                    let pass = pending.begin_pass(None, Takers::SHARED);
                     if !paused {
                         skipping.begin(&pass);
                     }

@@ -6,7 +6,7 @@
 //! and not protected. Protecting a page clears its mark. A harvest leaves the marks as they are.
 
 use super::{Flaw, Next, Skipping};
-use crate::source::pending::{PageTurn, PassPages, PendingPages};
+use crate::source::pending::{PageTurn, PassPages, PendingPages, Takers};
 use shuttle::rand::Rng;
 use shuttle::sync::{Mutex, MutexGuard};
 use shuttle::thread;
@@ -225,7 +225,7 @@ fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
     skipping.flaw = flaw;
     let mut skipped = 0;
     for _ in 0..PASSES {
-        let pass = pending.begin_pass(None);
+        let pass = pending.begin_pass(None, Takers::SHARED);
         *host.sent.lock().unwrap() = false;
         let (channel, pages) = (Arc::clone(host), Arc::clone(&pass));
         let sender = thread::spawn(move || channel.send(&pages));
@@ -250,7 +250,7 @@ fn migrate(host: &Arc<Host>, answer_mode: AnswerMode, flaw: Flaw) -> u64 {
     balloon.join().unwrap();
     host.harvest(pending.next().region_mut(REGION).unwrap());
     skipped += skipping.skip_free(&mut pending);
-    host.send(&pending.begin_pass(None));
+    host.send(&pending.begin_pass(None, Takers::SHARED));
     skipped
 }
 
