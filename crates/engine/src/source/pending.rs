@@ -327,9 +327,9 @@ pub(crate) enum Takers {
     SendersAndDriver(Division),
 }
 
+#[cfg(any(test, feature = "sim"))]
 impl Takers {
-    /// One sender and the driver, for tests.
-    #[cfg(test)]
+    /// One sender and the driver, for tests and simulations.
     pub(crate) const SHARED: Self = Self::SendersAndDriver(Division { chunk_pages: 512, channels: 1 });
 }
 
