@@ -472,13 +472,12 @@ impl DividedPages {
     }
 
     /// Takes the next chunk of `share` at or after page `from` that has pages. Returns the chunk.
-    fn next_chunk(&self, position: usize, mut from: u64, share: Share) -> Option<Range<u64>> {
+    fn next_chunk(&self, position: usize, mut from: u64, (index, share): (u16, Share)) -> Option<Range<u64>> {
         while let Some(page) = self.pages.next_set(from)
             && let Some(chunk) = share.chunk_from(position, self.pages.len(), page)
         {
             if chunk.contains(&page) {
-                let channel = usize::try_from(share.index).expect("an index of a channel");
-                self.reached[channel].store(chunk.end, Ordering::Relaxed);
+                self.reached[usize::from(index)].store(chunk.end, Ordering::Relaxed);
                 return Some(chunk);
             }
             from = chunk.start;
@@ -500,22 +499,21 @@ impl DividedPages {
 }
 
 impl Part {
-    /// Returns the pages that are claimed and await `turn`.
-    ///
-    /// # Panics
-    /// If only senders take the pages.
-    fn claimed(&self, turn: PageTurn) -> &ClaimBitmap {
+    /// Returns the pages that threads claim and that await `turn`. `None` if the senders divide the
+    /// pages.
+    fn claimed(&self, turn: PageTurn) -> Option<&ClaimBitmap> {
         match (&self.pages, turn) {
-            (PartPages::Claimed { first, .. }, PageTurn::First) => first,
-            (PartPages::Claimed { last, .. }, PageTurn::Last) => last,
-            (PartPages::Divided(_), _) => panic!("no page of a divided pass is claimed"),
+            (PartPages::Claimed { first, .. }, PageTurn::First) => Some(first),
+            (PartPages::Claimed { last, .. }, PageTurn::Last) => Some(last),
+            (PartPages::Divided(_), _) => None,
         }
     }
     /// Adds the pages of the span `run` that are set in `touched` to the pages that await their
     /// first turn. Returns the number of the other pages of the span that do not await it.
     fn give_touched(&self, run: Range<u64>, touched: &Bitmap) -> u64 {
         let words = |pages: &Range<u64>| place(pages.start)..place(pages.end.next_multiple_of(64));
-        let first = self.claimed(PageTurn::First);
+        // A pass with unexamined spans is never divided.
+        let Some(first) = self.claimed(PageTurn::First) else { return run.end - run.start };
         // Pages of the span that a harvest found are in the pass already.
         let mut awaiting = 0;
         if first.next_block(run.start).is_some_and(|page| page < run.end) {
@@ -635,8 +633,8 @@ impl PassPages {
     }
 
     /// Returns the first page at or after `from` that may await `turn`, or `None` if there is none.
-    /// No page between `from` and the result awaits `turn`. The driver must take pages of the pass,
-    /// too.
+    /// No page between `from` and the result awaits `turn`. Pages that the senders divide are not
+    /// found.
     ///
     /// # Errors
     /// If the host cannot determine which pages were touched.
@@ -646,14 +644,15 @@ impl PassPages {
         turn: PageTurn,
         from: u64,
     ) -> Result<Option<u64>, VmError> {
+        let Some(claims) = self.parts[position].claimed(turn) else { return Ok(None) };
         if turn == PageTurn::Last {
-            return Ok(self.parts[position].claimed(turn).next_block(from));
+            return Ok(claims.next_block(from));
         }
         loop {
             // The span is looked up first: a span that another thread examines in between has its
             // pages in the bitmap afterwards.
             let span = self.next_unexamined(position, from);
-            let page = self.parts[position].claimed(turn).next_block(from);
+            let page = claims.next_block(from);
             match (span, page) {
                 (Some(span), page) if page.is_none_or(|page| span <= page) => {
                     self.examine(position, span..span + 1)?;
@@ -676,13 +675,11 @@ impl PassPages {
     /// Returns true if any page of the region at `position` still awaits `turn`.
     pub(crate) fn has(&self, position: usize, turn: PageTurn) -> bool {
         let part = &self.parts[position];
-        match &part.pages {
-            PartPages::Divided(divided) => turn == PageTurn::First && !divided.pages.is_empty(),
-            PartPages::Claimed { .. } => {
-                part.claimed(turn).left() > 0
-                    || turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
-            }
+        if let PartPages::Divided(divided) = &part.pages {
+            return turn == PageTurn::First && !divided.pages.is_empty();
         }
+        part.claimed(turn).is_some_and(|claims| claims.left() > 0)
+            || turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
     }
 
     /// Finds the next chunk of channel `index` at or after page `from` with pages that await
@@ -702,7 +699,8 @@ impl PassPages {
     ) -> Result<Option<(Range<u64>, &'a Bitmap)>, VmError> {
         let (part, share) = (&self.parts[position], self.division.share(index));
         if let PartPages::Divided(divided) = &part.pages {
-            let chunk = divided.next_chunk(position, from, share).filter(|_| turn == PageTurn::First);
+            let chunk =
+                divided.next_chunk(position, from, (index, share)).filter(|_| turn == PageTurn::First);
             return Ok(chunk.map(|chunk| (chunk, &divided.pages)));
         }
         if mine.len() != part.len {
@@ -736,20 +734,23 @@ impl PassPages {
         if turn == PageTurn::First {
             self.examine(position, chunk.clone())?;
         }
-        Ok(self.parts[position].claimed(turn).take_range_into(chunk, mine) > 0)
+        let claims = self.parts[position].claimed(turn);
+        Ok(claims.is_some_and(|claims| claims.take_range_into(chunk, mine) > 0))
     }
 
     /// Takes those pages of `wanted` that still await `turn`. `wanted` is a mask of the 64 pages
-    /// from `first` on. Returns the taken pages as a mask. Pages of an unexamined span are not
-    /// taken.
+    /// from `first` on. Returns the taken pages as a mask. Pages of an unexamined span, and pages
+    /// that the senders divide, are not taken.
     pub(crate) fn take_64(&self, position: usize, turn: PageTurn, first: u64, wanted: u64) -> u64 {
-        self.parts[position].claimed(turn).take_64(first, wanted)
+        self.parts[position].claimed(turn).map_or(0, |claims| claims.take_64(first, wanted))
     }
 
     /// Returns pages that were taken to the pass, with their turn last. The pages must be
     /// protected.
     pub(crate) fn postpone(&self, position: usize, first: u64, pages: u64) {
-        self.parts[position].claimed(PageTurn::Last).give_64(first, pages);
+        let claims = self.parts[position].claimed(PageTurn::Last);
+        assert!(claims.is_some(), "pages are taken to be postponed only from a pass with claims");
+        claims.into_iter().for_each(|claims| claims.give_64(first, pages));
     }
 
     /// Adds the pages that no thread took to `into`. The pass must have ended.
@@ -792,7 +793,7 @@ impl PassPages {
     /// Returns the pages of the region at `position` that await their first and their last turn.
     #[cfg(test)]
     pub(crate) fn sets(&self, position: usize) -> [Bitmap; 2] {
-        [PageTurn::First, PageTurn::Last].map(|turn| self.parts[position].claimed(turn).snapshot())
+        [PageTurn::First, PageTurn::Last].map(|turn| self.parts[position].claimed(turn).unwrap().snapshot())
     }
 }
 
