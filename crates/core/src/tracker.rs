@@ -129,6 +129,17 @@ pub trait Protect: Send + Sync {
     /// If the host cannot protect the pages. The migration then fails, and the guest continues to
     /// run.
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
+
+    /// Returns those of the 64 pages of `region` from page `64 * word` on that the next harvest
+    /// will report, as far as this is known without a call to the kernel. Bit `i` is page
+    /// `64 * word + i`.
+    ///
+    /// While the guest runs, the engine does not send such a page when its turn comes, because the
+    /// page would be sent again. The default returns 0.
+    fn written_again(&self, region: RegionId, word: usize) -> u64 {
+        let _ = (region, word);
+        0
+    }
 }
 
 /// [`Protect`] of a tracker that need not protect pages before they are read, because its harvest

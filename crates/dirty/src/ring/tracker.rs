@@ -7,7 +7,8 @@ use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, RingFigures, TrackerKind, VmError};
+use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_core::{DirtyTracker, PageRun, PageSet, Protect, RegionId, RingFigures, TrackerKind, VmError};
 use vmferry_sys::kvm::{self, ManualProtect};
 
 /// Tracker that finds written pages in the dirty rings that KVM keeps for each vCPU, and in the
@@ -211,12 +212,34 @@ impl DirtyTracker for RingTracker {
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
-        // See "Why no write is lost" in the documentation of the type.
-        Arc::new(NothingToProtect)
+        let shared = self.shared();
+        let maps = shared.slots.iter().zip(&shared.maps);
+        Arc::new(Entered(maps.map(|(slot, map)| (slot.region(), Arc::clone(map))).collect()))
     }
 
     fn stop(&mut self) -> Result<(), VmError> {
         Ok(self.try_stop()?)
+    }
+}
+
+/// Pages that were taken out of the rings since the last harvest, of each region.
+///
+/// It protects nothing: see "Why no write is lost" in the documentation of [`RingTracker`]. Only a
+/// harvest takes pages out of a map, so each page that a sender finds in one is reported by the
+/// next harvest.
+struct Entered(Vec<(RegionId, Arc<AtomicBitmap>)>);
+
+impl Protect for Entered {
+    fn is_needed(&self) -> bool {
+        false
+    }
+
+    fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
+        Ok(())
+    }
+
+    fn written_again(&self, region: RegionId, word: usize) -> u64 {
+        self.0.iter().find(|(id, _)| *id == region).map_or(0, |(_, map)| map.word(word))
     }
 }
 

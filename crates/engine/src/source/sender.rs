@@ -180,11 +180,20 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// On the `first` pass, pages that were never touched are skipped: the target's memory already
     /// reads as zeros. If the pass does not examine spans for them, this thread asks after it has
     /// protected the pages.
-    pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
+    ///
+    /// With `live`, pages are not sent either if the guest has written them again and the tracker
+    /// already knows it. The harvest after the pass reports these pages.
+    pub(crate) fn send_pass(
+        &mut self,
+        (pass, live): (u32, bool),
+        pages: &PassPages,
+        first: bool,
+    ) -> Result<(), SenderError> {
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
-                    self.send_region(pass, (pages, turn), (position, *region), first && !pages.examines())?;
+                    let ask = first && !pages.examines();
+                    self.send_region((pass, live), (pages, turn), (position, *region), ask)?;
                 }
             }
         }
@@ -193,7 +202,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
 
     fn send_region(
         &mut self,
-        pass: u32,
+        (pass, live): (u32, bool),
         (pages, turn): (&PassPages, PageTurn),
         (position, region): (usize, Region),
         ask: bool,
@@ -208,7 +217,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 return Err(SenderError::Stopped);
             }
             from = chunk.end;
-            self.send_chunk(pass, region.id, map, chunk, ask)?;
+            self.send_chunk((pass, live), region.id, map, chunk, ask)?;
             self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
         self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
@@ -224,7 +233,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// harvest finds every write after the protection (hazards.md 1, 3, 9).
     fn send_chunk(
         &mut self,
-        pass: u32,
+        (pass, live): (u32, bool),
         region: RegionId,
         map: &Bitmap,
         chunk: Range<u64>,
@@ -237,7 +246,10 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             let mut sent = Ok(());
             map.runs_in(chunk).for_each(|run| {
                 if sent.is_ok() {
-                    sent = self.send_run(pass, region, run.into());
+                    sent = match live {
+                        true => self.send_unless_written(pass, region, run),
+                        false => self.send_run(pass, region, run.into()),
+                    };
                 }
             });
             return sent;
@@ -250,6 +262,34 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.shared.counters.untouched.fetch_add(skipped, Ordering::Relaxed);
         self.touched = touched;
         sent
+    }
+
+    /// Sends the pages of `run` that the guest has not written again, as far as the tracker knows.
+    fn send_unless_written(
+        &mut self,
+        pass: u32,
+        region: RegionId,
+        run: Range<u64>,
+    ) -> Result<(), SenderError> {
+        let (mut begin, mut at) = (run.start, run.start);
+        while at < run.end {
+            let (word, bit) = (at / 64, at % 64);
+            let end = run.end.min((word + 1) * 64);
+            let index = usize::try_from(word).unwrap_or(usize::MAX);
+            // The pages from `at` on, beginning with bit 0.
+            let again = self.shared.protect.written_again(region, index) >> bit;
+            if again & 1 == 0 {
+                at = end.min(at + u64::from(again.trailing_zeros()));
+                continue;
+            }
+            if begin < at {
+                self.send_run(pass, region, (begin..at).into())?;
+            }
+            let skipped = u64::from(again.trailing_ones()).min(end - at);
+            self.shared.counters.rewritten.fetch_add(skipped, Ordering::Relaxed);
+            (begin, at) = (at + skipped, at + skipped);
+        }
+        if begin == at { Ok(()) } else { self.send_run(pass, region, (begin..at).into()) }
     }
 
     pub(super) fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {

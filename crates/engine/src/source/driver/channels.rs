@@ -24,6 +24,8 @@ pub(super) enum Job<'e> {
         pass: u32,
         pages: Arc<PassPages>,
         first: bool,
+        /// True if the guest ran when the pass began, so that a harvest follows the pass.
+        live: bool,
     },
     /// Digests of all pages except those of `except`.
     Digests {
@@ -173,7 +175,7 @@ fn send_jobs(
     let mut sender = Sender::new(context.sender_context(protect), stream, index);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
-            Job::Pages { pass, pages, first } => sender.send_pass(*pass, pages, *first),
+            Job::Pages { pass, pages, first, live } => sender.send_pass((*pass, *live), pages, *first),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Remaining { pass, claims, urgent } => {
                 vmferry_thread::scheduling::give_way();
