@@ -28,16 +28,9 @@ pub(super) enum Job<'e> {
         live: bool,
     },
     /// Digests of all pages except those of `except`.
-    Digests {
-        pass: u32,
-        except: Arc<PageSet>,
-    },
+    Digests { pass: u32, except: Arc<PageSet> },
     /// Missing pages that no vCPU waits for.
-    Remaining {
-        pass: u32,
-        claims: Arc<Claims>,
-        urgent: Arc<Vec<UrgentOut<'e>>>,
-    },
+    Remaining { pass: u32, claims: Arc<Claims>, urgent: Arc<Vec<UrgentOut<'e>>> },
 }
 
 /// Current set of channels, and the threads of all sets.
