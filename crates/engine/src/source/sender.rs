@@ -166,12 +166,26 @@ pub(crate) struct Sender<'a, S> {
     /// Pages of a region that were ever touched. One bitmap is reused from region to region.
     pub(super) touched: Bitmap,
     sequence: u64,
+    /// Pages of the current pass that were added to a frame.
+    sent: u64,
+    /// Pages of the current pass that the guest had written again.
+    left_out: u64,
 }
 
 impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn new(shared: SenderContext<'a>, sink: S, index: u16) -> Self {
         let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
-        Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
+        Self {
+            shared,
+            sink,
+            index,
+            frame,
+            scratch,
+            touched: Bitmap::new(0),
+            sequence: 0,
+            sent: 0,
+            left_out: 0,
+        }
     }
 
     /// Sends this channel's share of `pages` as pass number `pass`, and then a barrier. Pages that
@@ -182,13 +196,17 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// protected the pages.
     ///
     /// With `live`, pages are not sent either if the guest has written them again and the tracker
-    /// already knows it. The harvest after the pass reports these pages.
+    /// already knows it. The harvest after the pass reports these pages. At most half of the pages
+    /// are left out for this reason. Otherwise, with a guest that writes faster than the link, the
+    /// passes would become so short that their harvests slow the guest down, and too small to show
+    /// the bandwidth of the link.
     pub(crate) fn send_pass(
         &mut self,
         (pass, live): (u32, bool),
         pages: &PassPages,
         first: bool,
     ) -> Result<(), SenderError> {
+        (self.sent, self.left_out) = (0, 0);
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
@@ -276,18 +294,23 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             let (word, bit) = (at / 64, at % 64);
             let end = run.end.min((word + 1) * 64);
             let index = usize::try_from(word).unwrap_or(usize::MAX);
-            // The pages from `at` on, beginning with bit 0.
+            // Bit 0 is page `at`.
             let again = self.shared.protect.written_again(region, index) >> bit;
-            if again & 1 == 0 {
-                at = end.min(at + u64::from(again.trailing_zeros()));
+            let kept = u64::from(again.trailing_zeros()).min(end - at);
+            let allowed = (self.sent + at + kept - begin).saturating_sub(self.left_out);
+            let left_out =
+                u64::from((again >> (kept % 64)).trailing_ones()).min(end - at - kept).min(allowed);
+            if left_out == 0 {
+                at = end;
                 continue;
             }
-            if begin < at {
-                self.send_run(pass, region, (begin..at).into())?;
+            if begin < at + kept {
+                self.send_run(pass, region, (begin..at + kept).into())?;
             }
-            let skipped = u64::from(again.trailing_ones()).min(end - at);
-            self.shared.counters.rewritten.fetch_add(skipped, Ordering::Relaxed);
-            (begin, at) = (at + skipped, at + skipped);
+            self.left_out += left_out;
+            self.shared.counters.rewritten.fetch_add(left_out, Ordering::Relaxed);
+            at += kept + left_out;
+            begin = at;
         }
         if begin == at { Ok(()) } else { self.send_run(pass, region, (begin..at).into()) }
     }
@@ -305,6 +328,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         kind: FrameKind,
     ) -> Result<(), SenderError> {
         let window = self.shared.memory.window(region, run)?;
+        self.sent += run.count;
         for (page, index) in run.range().enumerate() {
             let digest = window.digest(page, &mut self.scratch);
             if !self.frame.push(kind, PageIndex(index), digest, (window, page)) {
