@@ -45,6 +45,11 @@ pub(crate) fn unsent_bytes(rate: u64) -> u64 {
 /// more, but a vCPU that needs a page of such a frame waits less.
 const NEAR: u64 = 4;
 
+/// Number of chunks that are sent before all others, if the guest accesses memory sequentially: its
+/// chunk and those after it. A vCPU of such a guest is hardly ever more than a chunk ahead of its
+/// last fault.
+const FOLLOWED: u64 = 4;
+
 /// Page that the guest waits for, and pages that it may need next.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
@@ -60,7 +65,8 @@ pub(crate) struct Wanted {
 #[derive(Debug)]
 pub(crate) struct Claims {
     pub(crate) regions: Vec<(RegionId, ClaimBitmap)>,
-    /// Chunks that no bulk thread has taken, counted over all regions.
+    /// Chunks that no bulk thread has taken, counted over all regions. All pages of another chunk
+    /// are claimed, or will be by the threads that have taken it.
     chunks: ClaimBitmap,
     /// Number of the first chunk that the search in order has not reached. All chunks before it are
     /// taken.
@@ -144,22 +150,11 @@ impl Claims {
         self.near.store(before * CHUNK_PAGES + page + 1, Ordering::Relaxed);
     }
 
-    /// Takes the next chunk that no other bulk thread has taken: the chunk that the guest accesses,
-    /// or the chunk after it, or otherwise the first chunk that is left.
+    /// Returns the next chunk for a bulk thread: a chunk near a guest that accesses memory
+    /// sequentially, or otherwise the first chunk that no thread has taken.
     fn next_chunk(&self) -> Option<Chunk> {
-        if let Some(page) = self.near.swap(0, Ordering::Relaxed).checked_sub(1) {
-            let number = page / CHUNK_PAGES;
-            if number < self.chunks.len() && self.chunks.take(number) {
-                // Another thread continues with the next chunk, unless a fault shows another
-                // position.
-                let behind = (number + 1) * CHUNK_PAGES + 1;
-                let _ = self.near.compare_exchange(0, behind, Ordering::Relaxed, Ordering::Relaxed);
-                return self.chunk(number, page % CHUNK_PAGES);
-            }
-            let behind = number + 1;
-            if behind < self.chunks.len() && self.chunks.take(behind) {
-                return self.chunk(behind, 0);
-            }
+        if let Some(chunk) = self.near_chunk() {
+            return Some(chunk);
         }
         loop {
             let number = self.cursor.fetch_add(1, Ordering::Relaxed);
@@ -170,6 +165,31 @@ impl Claims {
                 return self.chunk(number, 0).map(|chunk| Chunk { near: false, ..chunk });
             }
         }
+    }
+
+    /// Returns the chunk that the guest accesses, or the first of those after it, of which any page
+    /// is left.
+    ///
+    /// Several threads may send the same chunk, so that the pages that the guest needs next come
+    /// over all channels: each thread claims the next few pages that no thread has claimed. If each
+    /// thread had a chunk of its own, the guest would get the pages of its chunk at the rate of one
+    /// channel.
+    fn near_chunk(&self) -> Option<Chunk> {
+        let near = self.near.load(Ordering::Relaxed);
+        let page = near.checked_sub(1)?;
+        let number = page / CHUNK_PAGES;
+        for ahead in 0..FOLLOWED {
+            let from = if ahead == 0 { page % CHUNK_PAGES } else { 0 };
+            let Some(chunk) = self.chunk(number + ahead, from) else { break };
+            if self.regions[chunk.region].1.any(chunk.pages.clone()) {
+                // If another thread has taken the chunk, that thread sends it, too.
+                self.chunks.take(number + ahead);
+                return Some(chunk);
+            }
+        }
+        // A newer position stays.
+        let _ = self.near.compare_exchange(near, 0, Ordering::Relaxed, Ordering::Relaxed);
+        None
     }
 
     /// Returns chunk `number`, marked as near the guest, to be sent from its page `from` on.

@@ -23,9 +23,12 @@ fn bulk_threads_take_each_page_once_wherever_the_guest_is() {
     let work = |claims: &Claims, taken: &[Count]| {
         while let Some(chunk) = claims.next_chunk() {
             assert!(chunk.pages.contains(&chunk.from) || chunk.from == chunk.pages.end);
-            for page in chunk.pages {
-                let before = if chunk.region == 0 { 0 } else { 1600 };
-                taken[usize::try_from(before + page).unwrap()].fetch_add(1, Ordering::SeqCst);
+            let before = if chunk.region == 0 { 0 } else { 1600 };
+            for first in chunk.pages.step_by(64) {
+                let pages = claims.regions[chunk.region].1.take_64(first, u64::MAX);
+                for page in (0..64).filter(|page| pages >> page & 1 == 1) {
+                    taken[usize::try_from(before + first + page).unwrap()].fetch_add(1, Ordering::SeqCst);
+                }
             }
         }
     };
@@ -52,14 +55,25 @@ fn bulk_threads_follow_a_guest_that_accesses_memory_sequentially() {
         let claims = two_regions();
         let next =
             || claims.next_chunk().map(|chunk| (chunk.region, chunk.pages.start, chunk.from, chunk.near));
+        let send = |region: usize, first: u64| {
+            claims.regions[region].1.take_range(first..first + 512);
+        };
         assert_eq!(next(), Some((0, 0, 0, false)));
         claims.guest_runs_on(1, 100);
         assert_eq!(next(), Some((1, 0, 64, true)), "the chunk of the guest");
+        assert_eq!(next(), Some((1, 0, 64, true)), "another thread helps with it");
+        send(1, 0);
         assert_eq!(next(), Some((1, 512, 512, true)), "the chunk after it");
+        send(1, 512);
         assert_eq!(next(), Some((0, 512, 512, false)), "then the first that is left");
+        send(0, 512);
         claims.guest_runs_on(0, 700);
-        assert_eq!(next(), Some((0, 1024, 1024, true)), "the guest's chunk is taken, so the one after it");
-        assert_eq!((next(), next()), (Some((0, 1536, 1536, false)), None));
+        assert_eq!(next(), Some((0, 1024, 1024, true)), "the guest's chunk is sent, so the one after it");
+        send(0, 0);
+        send(0, 1024);
+        assert_eq!(next(), Some((0, 1536, 1536, true)));
+        claims.regions[0].1.take_range(1536..1600);
+        assert_eq!(next(), None);
     };
     shuttle::check_random(run, 1);
 }
