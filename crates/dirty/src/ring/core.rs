@@ -6,7 +6,7 @@
 use super::policy::RingView;
 use super::set::RingSet;
 use super::stats::Counters;
-use super::sync::{Mutex, MutexGuard, lock};
+use super::sync::{Mutex, MutexGuard, lock, try_lock};
 use crate::TrackerError;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -91,6 +91,9 @@ impl Cursor {
 #[derive(Debug)]
 struct Harvester {
     next: Cursor,
+    /// Index of the next entry for [`Core::look`]. If it is not within the ring's entries from
+    /// `next` on, `next` is.
+    unseen: Cursor,
     /// Pages whose entries were taken and marked as harvested, but that KVM may not have protected
     /// again yet. They are not published yet. Empty between two harvests, unless a reset failed:
     /// then the pages wait for the next attempt.
@@ -143,7 +146,7 @@ impl<K: Kernel> Core<K> {
     /// Creates the state of `rings` rings, one for each vCPU, to which KVM has not added any page.
     pub(crate) fn new(kernel: K, rings: usize, found: Found) -> Self {
         let ring = |_| Ring {
-            harvester: Mutex::new(Harvester { next: Cursor(0), batch: Vec::new() }),
+            harvester: Mutex::new(Harvester { next: Cursor(0), unseen: Cursor(0), batch: Vec::new() }),
             next: AtomicU32::new(0),
             counters: Counters::default(),
         };
@@ -262,6 +265,26 @@ impl<K: Kernel> Core<K> {
             harvester.next = Cursor(harvester.next.plus(1));
         }
         self.rings[ring].next.store(harvester.next.plus(0), Ordering::Relaxed);
+    }
+
+    /// Publishes the pages of entries that were added to the rings since the last call to `into`,
+    /// and leaves the entries where they are. The next harvest of all rings publishes these pages
+    /// to [`found`](Self::found).
+    ///
+    /// Rings that another thread harvests at the moment are left out.
+    pub(crate) fn look(&self, into: &Found) {
+        for (number, ring) in self.rings.iter().enumerate() {
+            // The lock is needed: without it, an entry that is harvested and used again in the
+            // meantime could show the slot of one page and the offset of another.
+            let Some(mut harvester) = try_lock(&ring.harvester) else { continue };
+            let ahead = harvester.unseen.plus(0).wrapping_sub(harvester.next.plus(0));
+            let first = if ahead <= self.kernel.entries() { ahead } else { 0 };
+            for entry in first..self.kernel.entries() {
+                let Some(page) = self.kernel.dirty(number, harvester.next.plus(entry)) else { break };
+                into.publish(&[page]);
+                harvester.unseen = Cursor(harvester.next.plus(entry + 1));
+            }
+        }
     }
 
     /// Waits until the pages of all batches are protected again.

@@ -174,18 +174,29 @@ fn core(rings: usize, start: u32) -> (Arc<Core<Model>>, Arc<AtomicBitmap>) {
     let map = Arc::new(AtomicBitmap::new(PAGES as u64));
     let core = Core::new(Model::new(rings, start), rings, Found::new(vec![(3, Arc::clone(&map))]));
     for ring in &core.rings {
-        lock(&ring.harvester).next = Cursor(start);
+        let mut harvester = lock(&ring.harvester);
+        (harvester.next, harvester.unseen) = (Cursor(start), Cursor(start));
         ring.next.store(start, Ordering::Relaxed);
     }
     (Arc::new(core), map)
 }
 
-/// Takes the published pages and copies their content.
-fn send(core: &Core<Model>, map: &AtomicBitmap, copy: &mut [u64]) {
+/// Takes the published pages and copies their content. With `seen`, pages are not copied if the
+/// rings show that they were written again.
+fn send(core: &Core<Model>, map: &AtomicBitmap, copy: &mut [u64], seen: Option<&Arc<AtomicBitmap>>) {
     let mut dirty = Bitmap::new(PAGES as u64);
     map.harvest(&mut dirty);
-    for page in dirty.runs().flatten() {
-        let page = usize::try_from(page).unwrap();
+    if let Some(seen) = seen {
+        seen.harvest(&mut Bitmap::new(PAGES as u64));
+    }
+    for number in dirty.runs().flatten() {
+        if let Some(seen) = seen {
+            core.look(&Found::new(vec![(3, Arc::clone(seen))]));
+            if seen.test(number) || map.test(number) {
+                continue;
+            }
+        }
+        let page = usize::try_from(number).unwrap();
         copy[page] = core.kernel().content[page].load(Ordering::SeqCst);
     }
 }
@@ -227,14 +238,14 @@ fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
             }
         })
     });
-    let mut copy = vec![0; PAGES];
+    let (mut copy, seen) = (vec![0; PAGES], Arc::new(AtomicBitmap::new(PAGES as u64)));
     for _ in 0..2 {
         core.harvest_every().unwrap();
-        send(&core, &map, &mut copy);
+        send(&core, &map, &mut copy, Some(&seen));
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     core.harvest_every().unwrap();
-    send(&core, &map, &mut copy);
+    send(&core, &map, &mut copy, None);
     let content: Vec<_> = core.kernel().content.iter().map(|page| page.load(Ordering::SeqCst)).collect();
     assert_eq!(copy, content, "lost");
     assert!((0..2).all(|ring| core.view(ring, 0).used == 0), "drained");
@@ -381,4 +392,32 @@ proptest! {
             assert_eq!((0..ENTRIES).map(|entries| core.above(0, entries)).filter(|above| *above).count(), filled as usize);
         });
     }
+}
+
+#[test]
+fn look_shows_each_entry_and_leaves_it_in_the_ring() {
+    alone(|| {
+        for start in [0, u32::MAX - 1] {
+            let (core, map) = core(2, start);
+            let seen = Arc::new(AtomicBitmap::new(PAGES as u64));
+            let look = || {
+                core.look(&Found::new(vec![(3, Arc::clone(&seen))]));
+                published(&seen)
+            };
+            assert!(core.kernel().write(0, 1) && core.kernel().write(1, 4));
+            assert_eq!(look(), [1, 4]);
+            assert_eq!(look(), [], "an entry is shown once");
+            assert!(core.kernel().write(0, 2));
+            assert_eq!(look(), [2]);
+            assert_eq!(core.harvest_every().unwrap(), 3);
+            assert_eq!(published(&map), [1, 2, 4]);
+            // A whole ring that no look has seen, after another one.
+            for pages in [[1, 2, 3, 5], [5, 4, 3, 2]] {
+                assert!(pages.iter().all(|page| core.kernel().write(0, *page)));
+                core.harvest_every().unwrap();
+            }
+            assert!(core.kernel().write(0, 5));
+            assert_eq!(look(), [5]);
+        }
+    });
 }

@@ -46,6 +46,10 @@ pub(crate) struct RingState {
     /// For each slot, the pages that were harvested from the rings and not returned to the engine
     /// yet.
     maps: Vec<Arc<AtomicBitmap>>,
+    /// For each slot, pages that were seen in the rings since the last harvest of the engine.
+    seen: Vec<Arc<AtomicBitmap>>,
+    /// Access to `seen` by the numbers of the slots.
+    seen_by_slot: Found,
     control: Control,
     /// True while a tracker is started.
     in_use: AtomicBool,
@@ -84,16 +88,21 @@ impl DirtyRings {
         slots: Vec<LogSlot>,
     ) -> Result<Self, TrackerError> {
         slots.iter().try_for_each(LogSlot::check)?;
-        let maps: Vec<_> = slots.iter().map(|slot| Arc::new(AtomicBitmap::new(slot.pages()))).collect();
+        let empty = |slot: &LogSlot| Arc::new(AtomicBitmap::new(slot.pages()));
+        let [maps, seen] = [(); 2].map(|()| slots.iter().map(empty).collect::<Vec<_>>());
+        let by_slot = |maps: &[Arc<AtomicBitmap>]| {
+            Found::new(slots.iter().map(|slot| slot.spec.slot).zip(maps.iter().cloned()).collect())
+        };
         let rings = vcpus.iter().map(|vcpu| DirtyRing::map(*vcpu, entries)).collect::<Result<Vec<_>, _>>();
         let rings = rings.map_err(TrackerError::Unavailable)?;
-        let found = Found::new(slots.iter().map(|slot| slot.spec.slot).zip(maps.iter().cloned()).collect());
         let count = rings.len();
-        let core = Core::new(Host { vm, entries, rings }, count, found);
+        let core = Core::new(Host { vm, entries, rings }, count, by_slot(&maps));
         Ok(Self(Arc::new(RingState {
             core,
+            seen_by_slot: by_slot(&seen),
             slots,
             maps,
+            seen,
             control: Control::new(count),
             in_use: AtomicBool::new(false),
             full_harvests_all: AtomicBool::new(false),

@@ -5,9 +5,9 @@ use super::{DirtyRings, Predict, ReaperPolicy, RingReport, RingState};
 use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use vmferry_bitmap::{AtomicBitmap, Bitmap};
+use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, PageRun, PageSet, Protect, RegionId, RingFigures, TrackerKind, VmError};
 use vmferry_sys::kvm::{self, ManualProtect};
 
@@ -152,6 +152,7 @@ impl RingState {
             forget(Some(&**map), slot.returned_pages.as_deref());
             forget(slot.marks.as_deref(), slot.returned_pages.as_deref());
         }
+        self.seen.iter().for_each(|map| forget(Some(&**map), None));
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
 
@@ -193,6 +194,8 @@ impl DirtyTracker for RingTracker {
         let harvested = self.shared().core().harvest_every();
         self.in_kernel = Some(began.elapsed());
         let shared = self.shared();
+        // All pages that were seen in the rings are in the maps now.
+        shared.seen.iter().for_each(|map| forget(Some(&**map), None));
         for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
             collect(map, slot.returned_pages.as_deref(), |map| {
@@ -212,9 +215,7 @@ impl DirtyTracker for RingTracker {
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
-        let shared = self.shared();
-        let maps = shared.slots.iter().zip(&shared.maps);
-        Arc::new(Entered(maps.map(|(slot, map)| (slot.region(), Arc::clone(map))).collect()))
+        Arc::new(Written { shared: Arc::clone(self.shared()), looked_us: AtomicU64::new(0) })
     }
 
     fn stop(&mut self) -> Result<(), VmError> {
@@ -222,14 +223,36 @@ impl DirtyTracker for RingTracker {
     }
 }
 
-/// Pages that were taken out of the rings since the last harvest, of each region.
-///
-/// It protects nothing: see "Why no write is lost" in the documentation of [`RingTracker`]. Only a
-/// harvest takes pages out of a map, so each page that a sender finds in one is reported by the
-/// next harvest.
-struct Entered(Vec<(RegionId, Arc<AtomicBitmap>)>);
+/// Minimum time between two looks at the rings, in microseconds. A look takes about 10 ns for each
+/// new entry and 30 ns for each ring.
+const LOOK_US: u64 = 200;
 
-impl Protect for Entered {
+/// Pages that were written since the last harvest, as far as the rings show it.
+///
+/// It protects nothing: see "Why no write is lost" in the documentation of [`RingTracker`]. A page
+/// that it returns is in an entry of a ring, or was taken out of one and is in `RingState::maps`.
+/// Only a harvest of the tracker removes it there and reports it, and no harvest runs while the
+/// senders use this value.
+struct Written {
+    shared: Arc<RingState>,
+    /// Time of the last look, on the clock of [`Core::now`](super::core::Core::now).
+    looked_us: AtomicU64,
+}
+
+impl Written {
+    /// Looks at the rings, unless a thread has done so recently.
+    fn look(&self) {
+        let now = u64::try_from(self.shared.core().now().as_micros()).unwrap_or(u64::MAX);
+        let looked = self.looked_us.load(Ordering::Relaxed);
+        if now.saturating_sub(looked) >= LOOK_US
+            && self.looked_us.compare_exchange(looked, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+        {
+            self.shared.core().look(&self.shared.seen_by_slot);
+        }
+    }
+}
+
+impl Protect for Written {
     fn is_needed(&self) -> bool {
         false
     }
@@ -239,7 +262,12 @@ impl Protect for Entered {
     }
 
     fn written_again(&self, region: RegionId, word: usize) -> u64 {
-        self.0.iter().find(|(id, _)| *id == region).map_or(0, |(_, map)| map.word(word))
+        // Reading the clock for each word would take longer than the rest.
+        if word.is_multiple_of(8) {
+            self.look();
+        }
+        let position = self.shared.slots.iter().position(|slot| slot.region() == region);
+        position.map_or(0, |at| self.shared.maps[at].word(word) | self.shared.seen[at].word(word))
     }
 }
 
