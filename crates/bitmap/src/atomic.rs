@@ -172,6 +172,16 @@ impl AtomicBitmap {
         self.words[word].fetch_and(!bit, Ordering::AcqRel) & bit != 0
     }
 
+    /// Removes the marks of those of the 64 pages from page `64 * index` on that are set in `mask`.
+    /// Returns the pages that were marked.
+    pub fn take_word(&self, index: usize, mask: u64) -> u64 {
+        let Some(word) = self.words.get(index) else { return 0 };
+        if word.load(Ordering::Acquire) & mask == 0 {
+            return 0;
+        }
+        word.fetch_and(!mask, Ordering::AcqRel) & mask
+    }
+
     /// Returns whether `page` is marked at the moment of the call.
     ///
     /// # Panics

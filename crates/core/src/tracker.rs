@@ -119,6 +119,16 @@ pub trait Protect: Send + Sync {
         true
     }
 
+    /// Returns false if [`protect`](Self::protect) has no effect at all.
+    ///
+    /// A tracker that returns true here and false in [`is_needed`](Self::is_needed) discards writes
+    /// in `protect`, so that pages that the guest wrote before their turn are sent once, not twice.
+    /// The engine then calls `protect` right before it reads a chunk. The default returns the same
+    /// as `is_needed`.
+    fn is_useful(&self) -> bool {
+        self.is_needed()
+    }
+
     /// Protects those pages of `chunk` that are set in `pages`, a bitmap of the whole region. After
     /// this call has returned, a later harvest reports every write to one of these pages.
     ///
@@ -129,17 +139,6 @@ pub trait Protect: Send + Sync {
     /// If the host cannot protect the pages. The migration then fails, and the guest continues to
     /// run.
     fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError>;
-
-    /// Returns those of the 64 pages of `region` from page `64 * word` on that the next harvest
-    /// will report, as far as this is known without a call to the kernel. Bit `i` is page
-    /// `64 * word + i`.
-    ///
-    /// While the guest runs, the engine does not send such a page when its turn comes, because the
-    /// page would be sent again. The default returns 0.
-    fn written_again(&self, region: RegionId, word: usize) -> u64 {
-        let _ = (region, word);
-        0
-    }
 }
 
 /// [`Protect`] of a tracker that need not protect pages before they are read, because its harvest

@@ -24,17 +24,14 @@ pub(crate) struct Counters {
     pub(crate) untouched: AtomicU64,
     /// Pages skipped as free. A page that was skipped several times counts several times.
     pub(crate) free: AtomicU64,
-    /// Pages not sent at their turn, because the guest had written them again.
-    pub(crate) rewritten: AtomicU64,
     pub(crate) cpu_us: AtomicU64,
 }
 
 impl Default for Counters {
     fn default() -> Self {
-        let [wire_bytes, raw_pages, zero_pages, untouched, free, rewritten, cpu_us] =
-            [const { AtomicU64::new(0) }; 7];
+        let [wire_bytes, raw_pages, zero_pages, untouched, free, cpu_us] = [const { AtomicU64::new(0) }; 6];
         let channels = [const { AtomicU64::new(0) }; Settings::MAX_CHANNELS as usize];
-        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, rewritten, cpu_us }
+        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us }
     }
 }
 
@@ -118,7 +115,7 @@ pub struct Progress {
     /// Number of pages that the current pass began with.
     pub pass_pages: u64,
     /// Number of pages of the current pass that are done: sent with content or as zeros, found
-    /// untouched, skipped as free, or left to the next pass because the guest had written them again.
+    /// untouched, or skipped as free.
     pub pass_done: u64,
     /// Number of pages of the current pass that are not done yet.
     pub remaining_pages: u64,
@@ -402,7 +399,6 @@ impl MigrationHandle {
         report.bytes.raw_pages = progress.raw_pages;
         report.bytes.zero_pages = progress.zero_pages;
         report.bytes.free_pages_skipped = progress.free_pages_skipped;
-        report.bytes.rewritten_pages_skipped = self.counters.rewritten.load(Ordering::Relaxed);
         report.free_pages = progress.free_pages;
         report.course = progress.course;
         report
@@ -422,8 +418,7 @@ impl MigrationHandle {
     /// Returns the number of pages that were sent or skipped since the start.
     pub(crate) fn pages_done(&self) -> u64 {
         let counters = &self.counters;
-        let Counters { raw_pages, zero_pages, untouched, free, rewritten, .. } = counters;
-        [raw_pages, zero_pages, untouched, free, rewritten]
+        [&counters.raw_pages, &counters.zero_pages, &counters.untouched, &counters.free]
             .iter()
             .map(|counter| counter.load(Ordering::Relaxed))
             .sum()

@@ -248,9 +248,6 @@ pub struct Bytes {
     /// Number of pages that were skipped because the guest reported them as free, and that were not
     /// sent later.
     pub free_pages_skipped: u64,
-    /// Number of pages that were not sent at their turn, because the guest had written them again.
-    /// A page counts each time. The next pass sends it, or a later one.
-    pub rewritten_pages_skipped: u64,
     /// Bytes of pages sent as differences. Always 0, because the engine sends no differences.
     pub delta: u64,
     /// Bytes of pages sent compressed. Always 0, because the engine compresses no pages.

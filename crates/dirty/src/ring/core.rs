@@ -287,6 +287,43 @@ impl<K: Kernel> Core<K> {
         }
     }
 
+    /// Discards the recorded writes to some pages of a slot, if KVM has protected these pages again
+    /// since. If a ring has any of the pages, all rings are harvested first. The caller then reads
+    /// the pages.
+    ///
+    /// `seen` is for [`look`](Self::look): its bitmaps by slot, and the one of this slot. `map` has
+    /// the harvested pages of the slot. `wanted` returns the pages as words of a bitmap, with their
+    /// indexes, and `each` receives the discarded pages in the same form.
+    ///
+    /// # Why no write is lost
+    /// A page in `map` was published after its reset, so it is protected, or was written since and
+    /// is in a ring. In both cases the content that is read afterwards has every write that `map`
+    /// recorded, and a later harvest finds every other write.
+    ///
+    /// # Errors
+    /// Returns an error if the reset fails. Nothing has been discarded then.
+    pub(crate) fn discard<W: Iterator<Item = (usize, u64)>>(
+        &self,
+        (seen_by_slot, seen): (&Found, &AtomicBitmap),
+        map: &AtomicBitmap,
+        wanted: impl Fn() -> W,
+        mut each: impl FnMut(usize, u64),
+    ) -> Result<(), TrackerError> {
+        self.look(seen_by_slot);
+        let mut in_a_ring = 0;
+        wanted().for_each(|(index, pages)| in_a_ring |= seen.take_word(index, pages));
+        if in_a_ring != 0 {
+            self.harvest_every()?;
+        }
+        for (index, pages) in wanted() {
+            match map.take_word(index, pages) {
+                0 => {}
+                discarded => each(index, discarded),
+            }
+        }
+        Ok(())
+    }
+
     /// Waits until the pages of all batches are protected again.
     fn protect(&self, held: &[(usize, MutexGuard<'_, Harvester>)]) -> Result<(), TrackerError> {
         // KVM resets the entries of a ring in order, so it is sufficient to check the last one.

@@ -181,23 +181,35 @@ fn core(rings: usize, start: u32) -> (Arc<Core<Model>>, Arc<AtomicBitmap>) {
     (Arc::new(core), map)
 }
 
-/// Takes the published pages and copies their content. With `seen`, pages are not copied if the
-/// rings show that they were written again.
-fn send(core: &Core<Model>, map: &AtomicBitmap, copy: &mut [u64], seen: Option<&Arc<AtomicBitmap>>) {
+/// Takes the published pages and copies their content. With `seen`, discards the recorded writes of
+/// each page before it is copied, or after that if `late` is set, which is wrong.
+fn send(
+    core: &Core<Model>,
+    map: &Arc<AtomicBitmap>,
+    copy: &mut [u64],
+    (seen, late): (Option<&Arc<AtomicBitmap>>, bool),
+) {
     let mut dirty = Bitmap::new(PAGES as u64);
     map.harvest(&mut dirty);
     if let Some(seen) = seen {
         seen.harvest(&mut Bitmap::new(PAGES as u64));
     }
     for number in dirty.runs().flatten() {
-        if let Some(seen) = seen {
-            core.look(&Found::new(vec![(3, Arc::clone(seen))]));
-            if seen.test(number) || map.test(number) {
-                continue;
-            }
-        }
+        let discard = || {
+            let Some(seen) = seen else { return };
+            let by_slot = Found::new(vec![(3, Arc::clone(seen))]);
+            let wanted = || std::iter::once((0, 1 << number));
+            core.discard((&by_slot, seen), map, wanted, |_, discarded| assert_eq!(discarded, 1 << number))
+                .unwrap();
+        };
         let page = usize::try_from(number).unwrap();
+        if !late {
+            discard();
+        }
         copy[page] = core.kernel().content[page].load(Ordering::SeqCst);
+        if late {
+            discard();
+        }
     }
 }
 
@@ -215,6 +227,10 @@ fn guest(core: &Core<Model>, ring: usize, all: bool) {
 /// Runs vCPUs, reaper and tracker concurrently. Then the vCPUs stop, and the last harvest has to
 /// find every page that was not sent.
 fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
+    migrate_and_discard(flaw, all, start, interrupted, false);
+}
+
+fn migrate_and_discard(flaw: Flaw, all: bool, start: u32, interrupted: u32, late: bool) {
     let (core, map) = core(2, start);
     let mut core = Arc::try_unwrap(core).unwrap();
     core.flaw = flaw;
@@ -241,11 +257,11 @@ fn migrate(flaw: Flaw, all: bool, start: u32, interrupted: u32) {
     let (mut copy, seen) = (vec![0; PAGES], Arc::new(AtomicBitmap::new(PAGES as u64)));
     for _ in 0..2 {
         core.harvest_every().unwrap();
-        send(&core, &map, &mut copy, Some(&seen));
+        send(&core, &map, &mut copy, (Some(&seen), late));
     }
     threads.into_iter().for_each(|thread| thread.join().unwrap());
     core.harvest_every().unwrap();
-    send(&core, &map, &mut copy, None);
+    send(&core, &map, &mut copy, (None, false));
     let content: Vec<_> = core.kernel().content.iter().map(|page| page.load(Ordering::SeqCst)).collect();
     assert_eq!(copy, content, "lost");
     assert!((0..2).all(|ring| core.view(ring, 0).used == 0), "drained");
@@ -283,6 +299,12 @@ fn publishing_before_the_reset_loses_writes() {
 #[should_panic(expected = "lost")]
 fn concurrent_resets_lose_writes() {
     search(|| migrate(Flaw::ResetsAtOnce, false, 0, 0));
+}
+
+#[test]
+#[should_panic(expected = "lost")]
+fn discarding_after_the_page_was_read_loses_writes() {
+    search(|| migrate_and_discard(Flaw::None, false, 0, 0, true));
 }
 
 /// Searches for an interleaving that shows an injected flaw. The interleavings are the same in

@@ -38,6 +38,10 @@ use vmferry_sys::ring::{self, DirtyRing, RingEntries, RingPage};
 #[derive(Debug, Clone)]
 pub struct DirtyRings(Arc<RingState>);
 
+/// Number of pages of a chunk: 8 MiB, as for the log. For each chunk with pages that were written
+/// again, all rings are harvested once.
+pub(crate) const CHUNK_PAGES: u64 = 2048;
+
 /// State that the handles of a VM's rings share.
 #[derive(Debug)]
 pub(crate) struct RingState {
@@ -46,7 +50,8 @@ pub(crate) struct RingState {
     /// For each slot, the pages that were harvested from the rings and not returned to the engine
     /// yet.
     maps: Vec<Arc<AtomicBitmap>>,
-    /// For each slot, pages that were seen in the rings since the last harvest of the engine.
+    /// For each slot, pages that were seen in the rings since the last harvest of the engine, and
+    /// that no sender has protected since.
     seen: Vec<Arc<AtomicBitmap>>,
     /// Access to `seen` by the numbers of the slots.
     seen_by_slot: Found,

@@ -1,11 +1,11 @@
 //! Dirty tracker for dirty rings.
 
 use super::reaper::Reaper;
-use super::{DirtyRings, Predict, ReaperPolicy, RingReport, RingState};
+use super::{CHUNK_PAGES, DirtyRings, Predict, ReaperPolicy, RingReport, RingState};
 use crate::region::{collect, forget, map_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, PageRun, PageSet, Protect, RegionId, RingFigures, TrackerKind, VmError};
@@ -18,7 +18,14 @@ use vmferry_sys::kvm::{self, ManualProtect};
 /// `start` makes KVM protect all pages before it returns. From then on, each page is protected, or
 /// it is in a ring, or it was harvested and is being protected again. A harvest returns a page only
 /// after KVM has protected it again (`ring/core.rs`). Therefore every page that a harvest reports
-/// is protected, and [`Protect::protect`] has nothing to do.
+/// is protected, and [`Protect::protect`] need not be called.
+///
+/// # Pages that are written before their turn
+/// A page of a pass that the guest writes again before its turn would be sent in this pass and in
+/// the next one. [`Protect::protect`] prevents that. If the rings have pages of the chunk, it
+/// harvests them, so that KVM protects these pages again. Then it takes the pages of the chunk out
+/// of the bitmaps of harvested pages. These pages are protected, so their content is read after all
+/// writes that the bitmaps recorded, and a later write adds the page to a ring again.
 ///
 /// *Manual protection* of the dirty log must be off: with "initially set", KVM would protect no
 /// page at the start, and never add a page to a ring. The tracker disables manual protection and
@@ -215,7 +222,7 @@ impl DirtyTracker for RingTracker {
     }
 
     fn protector(&self) -> Arc<dyn Protect> {
-        Arc::new(Written { shared: Arc::clone(self.shared()), looked_us: AtomicU64::new(0) })
+        Arc::clone(self.shared()) as _
     }
 
     fn stop(&mut self) -> Result<(), VmError> {
@@ -223,52 +230,56 @@ impl DirtyTracker for RingTracker {
     }
 }
 
-/// Minimum time between two looks at the rings, in microseconds. A look takes about 10 ns for each
-/// new entry and 30 ns for each ring.
-const LOOK_US: u64 = 200;
-
-/// Pages that were written since the last harvest, as far as the rings show it.
-///
-/// It protects nothing: see "Why no write is lost" in the documentation of [`RingTracker`]. A page
-/// that it returns is in an entry of a ring, or was taken out of one and is in `RingState::maps`.
-/// Only a harvest of the tracker removes it there and reports it, and no harvest runs while the
-/// senders use this value.
-struct Written {
-    shared: Arc<RingState>,
-    /// Time of the last look, on the clock of [`Core::now`](super::core::Core::now).
-    looked_us: AtomicU64,
-}
-
-impl Written {
-    /// Looks at the rings, unless a thread has done so recently.
-    fn look(&self) {
-        let now = u64::try_from(self.shared.core().now().as_micros()).unwrap_or(u64::MAX);
-        let looked = self.looked_us.load(Ordering::Relaxed);
-        if now.saturating_sub(looked) >= LOOK_US
-            && self.looked_us.compare_exchange(looked, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
-        {
-            self.shared.core().look(&self.shared.seen_by_slot);
-        }
-    }
-}
-
-impl Protect for Written {
+impl Protect for RingState {
     fn is_needed(&self) -> bool {
         false
     }
 
-    fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
-        Ok(())
+    fn is_useful(&self) -> bool {
+        true
     }
 
-    fn written_again(&self, region: RegionId, word: usize) -> u64 {
-        // Reading the clock for each word would take longer than the rest.
-        if word.is_multiple_of(8) {
-            self.look();
-        }
-        let position = self.shared.slots.iter().position(|slot| slot.region() == region);
-        position.map_or(0, |at| self.shared.maps[at].word(word) | self.shared.seen[at].word(word))
+    fn chunk_pages(&self) -> u64 {
+        CHUNK_PAGES
     }
+
+    /// Discards the writes to `pages` that the rings or the maps have, if KVM has protected the
+    /// pages again since. If the rings have any, they are harvested first.
+    fn protect(&self, region: RegionId, chunk: PageRun, pages: &Bitmap) -> Result<(), VmError> {
+        let found = self.slots.iter().position(|slot| slot.region() == region);
+        let position = found.ok_or(TrackerError::NoRegion(region))?;
+        let slot = &self.slots[position];
+        if chunk.end() > slot.pages() {
+            return Err(TrackerError::NoPages { region, have: slot.pages(), run: chunk }.into());
+        }
+        let seen = (&self.seen_by_slot, &*self.seen[position]);
+        let returned_pages = slot.returned_pages.as_deref();
+        self.core().discard(
+            seen,
+            &self.maps[position],
+            || words_of(&chunk, pages),
+            |index, discarded| {
+                if let Some(returned_pages) = returned_pages {
+                    let first = index as u64 * 64;
+                    for page in (0..64).filter(|page| discarded >> page & 1 == 1) {
+                        returned_pages.set(first + page);
+                    }
+                }
+            },
+        )?;
+        Ok(())
+    }
+}
+
+/// Returns the words of `pages` that have pages of `chunk`: their indexes, and these pages.
+fn words_of<'a>(chunk: &PageRun, pages: &'a Bitmap) -> impl Iterator<Item = (usize, u64)> + 'a {
+    let (first, end) = (chunk.first.0, chunk.end());
+    (first / 64..end.div_ceil(64)).map(move |word| {
+        let below = u64::MAX << first.saturating_sub(word * 64).min(63);
+        let above = u64::MAX >> (64 - (end - word * 64).min(64));
+        let index = usize::try_from(word).unwrap_or(usize::MAX);
+        (index, pages.word(index) & below & above)
+    })
 }
 
 impl Drop for RingTracker {

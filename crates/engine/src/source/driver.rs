@@ -575,7 +575,7 @@ impl<'e> Driver<'_, 'e> {
             self.hold(number, pages);
         } else {
             self.begin_pass(number, pages.pages());
-            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first, live: asks });
+            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
             if asks {
                 self.pages.request_free_pages(&pages);
             }

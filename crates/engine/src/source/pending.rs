@@ -9,9 +9,9 @@
 //! | `PassPages`, with the turn first or last | all senders and the driver, by atomic claims | the thread that claims the page |
 //! | a bitmap of one thread | the sender that protects and reads the page, or the driver that protects it | the page is put into a frame, or its turn becomes last |
 //!
-//! A page that is in none of these places was sent, was never touched, is in
-//! `PendingPages::skipped`, or was not sent because the tracker knows of a newer write. A write to
-//! such a page returns it to `next`, by the tracker's next harvest.
+//! A page that is in none of these places was sent, was never touched, or is in
+//! `PendingPages::skipped`. A write to such a page returns it to `next`, by the tracker's next
+//! harvest.
 //!
 //! # Unexamined spans
 //! At the start every page is to be sent, but a page that was never touched need not be, because

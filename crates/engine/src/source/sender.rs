@@ -45,14 +45,14 @@ const MIN_CHUNK_PAGES: u64 = 512;
 /// Largest number of pages in a chunk. A frame takes any run of zeros of one chunk.
 const MAX_CHUNK_PAGES: u64 = 1 << 20;
 
-/// Number of pages in a chunk if one sender takes all pages and protects none: 64 GiB, so that it
+/// Number of pages in a chunk if one sender takes all pages and protecting has no effect: 64 GiB, so that it
 /// walks the bitmap almost without interruption.
 const WHOLE_PAGES: u64 = 1 << 24;
 
 /// Returns the division of memory among `channels`. With `senders_only`, no other thread takes
 /// pages. Each page belongs to the same channel in all divisions of a migration.
 pub(crate) fn division(protect: &dyn Protect, channels: u16, senders_only: bool) -> Division {
-    let chunk_pages = match senders_only && channels == 1 && !protect.is_needed() {
+    let chunk_pages = match senders_only && channels == 1 && !protect.is_useful() {
         true => WHOLE_PAGES,
         false => protect.chunk_pages().clamp(MIN_CHUNK_PAGES, MAX_CHUNK_PAGES),
     };
@@ -166,26 +166,12 @@ pub(crate) struct Sender<'a, S> {
     /// Pages of a region that were ever touched. One bitmap is reused from region to region.
     pub(super) touched: Bitmap,
     sequence: u64,
-    /// Pages of the current pass that were added to a frame.
-    sent: u64,
-    /// Pages of the current pass that the guest had written again.
-    left_out: u64,
 }
 
 impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn new(shared: SenderContext<'a>, sink: S, index: u16) -> Self {
         let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
-        Self {
-            shared,
-            sink,
-            index,
-            frame,
-            scratch,
-            touched: Bitmap::new(0),
-            sequence: 0,
-            sent: 0,
-            left_out: 0,
-        }
+        Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
     }
 
     /// Sends this channel's share of `pages` as pass number `pass`, and then a barrier. Pages that
@@ -194,24 +180,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// On the `first` pass, pages that were never touched are skipped: the target's memory already
     /// reads as zeros. If the pass does not examine spans for them, this thread asks after it has
     /// protected the pages.
-    ///
-    /// With `live`, pages are not sent either if the guest has written them again and the tracker
-    /// already knows it. The harvest after the pass reports these pages. At most half of the pages
-    /// are left out for this reason. Otherwise, with a guest that writes faster than the link, the
-    /// passes would become so short that their harvests slow the guest down, and too small to show
-    /// the bandwidth of the link.
-    pub(crate) fn send_pass(
-        &mut self,
-        (pass, live): (u32, bool),
-        pages: &PassPages,
-        first: bool,
-    ) -> Result<(), SenderError> {
-        (self.sent, self.left_out) = (0, 0);
+    pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
-                    let ask = first && !pages.examines();
-                    self.send_region((pass, live), (pages, turn), (position, *region), ask)?;
+                    self.send_region(pass, (pages, turn), (position, *region), first && !pages.examines())?;
                 }
             }
         }
@@ -220,7 +193,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
 
     fn send_region(
         &mut self,
-        (pass, live): (u32, bool),
+        pass: u32,
         (pages, turn): (&PassPages, PageTurn),
         (position, region): (usize, Region),
         ask: bool,
@@ -235,7 +208,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 return Err(SenderError::Stopped);
             }
             from = chunk.end;
-            self.send_chunk((pass, live), region.id, map, chunk, ask)?;
+            self.send_chunk(pass, region.id, map, chunk, ask)?;
             self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
         self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
@@ -251,7 +224,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// harvest finds every write after the protection (hazards.md 1, 3, 9).
     fn send_chunk(
         &mut self,
-        (pass, live): (u32, bool),
+        pass: u32,
         region: RegionId,
         map: &Bitmap,
         chunk: Range<u64>,
@@ -264,10 +237,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             let mut sent = Ok(());
             map.runs_in(chunk).for_each(|run| {
                 if sent.is_ok() {
-                    sent = match live {
-                        true => self.send_unless_written(pass, region, run),
-                        false => self.send_run(pass, region, run.into()),
-                    };
+                    sent = self.send_run(pass, region, run.into());
                 }
             });
             return sent;
@@ -280,39 +250,6 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.shared.counters.untouched.fetch_add(skipped, Ordering::Relaxed);
         self.touched = touched;
         sent
-    }
-
-    /// Sends the pages of `run` that the guest has not written again, as far as the tracker knows.
-    fn send_unless_written(
-        &mut self,
-        pass: u32,
-        region: RegionId,
-        run: Range<u64>,
-    ) -> Result<(), SenderError> {
-        let (mut begin, mut at) = (run.start, run.start);
-        while at < run.end {
-            let (word, bit) = (at / 64, at % 64);
-            let end = run.end.min((word + 1) * 64);
-            let index = usize::try_from(word).unwrap_or(usize::MAX);
-            // Bit 0 is page `at`.
-            let again = self.shared.protect.written_again(region, index) >> bit;
-            let kept = u64::from(again.trailing_zeros()).min(end - at);
-            let allowed = (self.sent + at + kept - begin).saturating_sub(self.left_out);
-            let left_out =
-                u64::from((again >> (kept % 64)).trailing_ones()).min(end - at - kept).min(allowed);
-            if left_out == 0 {
-                at = end;
-                continue;
-            }
-            if begin < at + kept {
-                self.send_run(pass, region, (begin..at + kept).into())?;
-            }
-            self.left_out += left_out;
-            self.shared.counters.rewritten.fetch_add(left_out, Ordering::Relaxed);
-            at += kept + left_out;
-            begin = at;
-        }
-        if begin == at { Ok(()) } else { self.send_run(pass, region, (begin..at).into()) }
     }
 
     pub(super) fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {
@@ -328,7 +265,6 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         kind: FrameKind,
     ) -> Result<(), SenderError> {
         let window = self.shared.memory.window(region, run)?;
-        self.sent += run.count;
         for (page, index) in run.range().enumerate() {
             let digest = window.digest(page, &mut self.scratch);
             if !self.frame.push(kind, PageIndex(index), digest, (window, page)) {

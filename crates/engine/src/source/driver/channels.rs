@@ -24,13 +24,18 @@ pub(super) enum Job<'e> {
         pass: u32,
         pages: Arc<PassPages>,
         first: bool,
-        /// True if the guest ran when the pass began, so that a harvest follows the pass.
-        live: bool,
     },
     /// Digests of all pages except those of `except`.
-    Digests { pass: u32, except: Arc<PageSet> },
+    Digests {
+        pass: u32,
+        except: Arc<PageSet>,
+    },
     /// Missing pages that no vCPU waits for.
-    Remaining { pass: u32, claims: Arc<Claims>, urgent: Arc<Vec<UrgentOut<'e>>> },
+    Remaining {
+        pass: u32,
+        claims: Arc<Claims>,
+        urgent: Arc<Vec<UrgentOut<'e>>>,
+    },
 }
 
 /// Current set of channels, and the threads of all sets.
@@ -168,7 +173,7 @@ fn send_jobs(
     let mut sender = Sender::new(context.sender_context(protect), stream, index);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
-            Job::Pages { pass, pages, first, live } => sender.send_pass((*pass, *live), pages, *first),
+            Job::Pages { pass, pages, first } => sender.send_pass(*pass, pages, *first),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Remaining { pass, claims, urgent } => {
                 vmferry_thread::scheduling::give_way();

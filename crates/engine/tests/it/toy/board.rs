@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use std::time::Duration;
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_core::{Layout, PageRun, PageSet, Region, RegionId, Window};
-use vmferry_engine::{DirtyTracker, GuestMemory, Protect, RunState, Section, VmError};
+use vmferry_engine::{DirtyTracker, GuestMemory, NothingToProtect, Protect, RunState, Section, VmError};
 
 /// Words of a page that are stamped: both ends, so that half a page is found, and the middle.
 const STAMPED: [usize; 3] = [0, 255, 511];
@@ -243,31 +243,13 @@ impl DirtyTracker for Tracker {
     fn protector(&self) -> Arc<dyn Protect> {
         match self.0.options.tracking {
             // A failure of this method is injected with `ByHand` only.
-            Tracking::Marks => Arc::new(Marked(Arc::clone(&self.0))),
+            Tracking::Marks => Arc::new(NothingToProtect),
             Tracking::ByHand => Arc::new(Protector(Arc::clone(&self.0))),
         }
     }
 
     fn stop(&mut self) -> Result<(), VmError> {
         self.0.trip(Method::TrackerStop)
-    }
-}
-
-/// Marks of the guest's writes, which need no protection.
-struct Marked(Arc<Board>);
-
-impl Protect for Marked {
-    fn is_needed(&self) -> bool {
-        false
-    }
-
-    fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
-        Ok(())
-    }
-
-    fn written_again(&self, region: RegionId, word: usize) -> u64 {
-        let ram = self.0.rams.iter().find(|ram| ram.region.id == region).unwrap();
-        ram.marks.word(word)
     }
 }
 
