@@ -34,4 +34,5 @@ pub mod rtt;
 pub mod scale;
 pub mod scan;
 pub mod slow_disk;
+pub mod stalls;
 pub mod warm;

@@ -17,6 +17,8 @@ pub(super) enum BenchName {
     Density,
     /// Page latency in postcopy: vmferry, QEMU and the floor
     Postcopy,
+    /// Stalls of a guest during precopy, outside the blackout: vmferry and QEMU
+    Stalls,
     /// Cost of a migration by memory, vCPUs, guests and working set
     Scale,
     /// Predictions of `plan`, compared with real migrations
@@ -100,7 +102,7 @@ pub(super) struct BenchArgs {
     pub(super) json: Option<PathBuf>,
     /// Write the results as a page with charts to this file
     ///
-    /// Only the benches reaper, free-page, density, postcopy and scale have a page.
+    /// Only the benches reaper, free-page, density, postcopy, stalls and scale have a page.
     #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) html: Option<PathBuf>,
 }

@@ -18,6 +18,7 @@ mod sample;
 mod scale;
 mod side;
 mod soak;
+mod stalls;
 
 use crate::cpu::CpuMeter;
 use crate::floor::{RECEIVER_SUBCOMMAND, ReceiverCommand, receiver_main};
@@ -90,6 +91,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
                 | BenchName::FreePage
                 | BenchName::Density
                 | BenchName::Postcopy
+                | BenchName::Stalls
                 | BenchName::Scale
         )
     };
@@ -146,6 +148,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::FreePage => &[free_page::bench],
         BenchName::Density => &[density::bench],
         BenchName::Postcopy => &[postcopy::bench],
+        BenchName::Stalls => &[stalls::bench],
         BenchName::Scale => &[scale::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
@@ -157,6 +160,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
             scan,
             rtt,
             migrate,
+            stalls::bench,
             plan::bench,
             free_page::bench,
             density::bench,
@@ -233,18 +237,12 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = Warm::hold(spec.memory);
     std::thread::sleep(spec.warm_up);
-    let request = MigrateRequest {
-        channels: u16::try_from(channels)?,
-        downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,
-        timeout_ms: Some(120_000),
-        ..MigrateRequest::to(&pair.uri)
-    };
-    let is_vcpu = |name: &str| name.starts_with("vcpu");
-    let meters = (CpuMeter::start(pair.source.pid(), is_vcpu)?, CpuMeter::start(pair.target.pid(), is_vcpu)?);
+    let request = request(spec, u16::try_from(channels)?, &pair.uri)?;
+    let meters = meters(&pair)?;
     drop(warm);
     pair.migrate(&request)?;
     let report = quietly(&mut pair.source)?;
-    let (cpu_source, cpu_destination) = (meters.0.used()?, meters.1.used()?);
+    let (cpu_source, cpu_destination) = (meters[0].used()?, meters[1].used()?);
     let arrived = pair.target.status()?["vm"]["guest"].clone();
     std::thread::sleep(AFTER);
     let later = pair.target.status()?["vm"]["guest"].clone();
@@ -275,14 +273,43 @@ fn after(arrived: &Value, later: &Value) -> Option<f64> {
     (writes > 0.0 && us > 0.0).then(|| writes * 1e6 / us)
 }
 
+/// Returns the request to migrate the guest of `spec` by precopy.
+fn request(spec: &CaseSpec, channels: u16, uri: &str) -> Result<MigrateRequest> {
+    Ok(MigrateRequest {
+        channels,
+        downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,
+        timeout_ms: Some(120_000),
+        ..MigrateRequest::to(uri)
+    })
+}
+
+/// Starts to measure the processor time of source and target.
+fn meters(pair: &Pair) -> Result<[CpuMeter; 2]> {
+    let meter = |runner: &Runner| CpuMeter::start(runner.pid(), |name| name.starts_with("vcpu"));
+    Ok([meter(&pair.source)?, meter(&pair.target)?])
+}
+
 /// Waits for the end of a migration without progress output, and returns its report.
 fn quietly(source: &mut Runner) -> Result<Value> {
+    // Polled so rarely that the requests cost the migration nothing.
+    ended(source, Duration::from_millis(20), |_| Ok(()))
+}
+
+/// Waits for the end of a migration, and returns its report.
+///
+/// Requests the status once per `interval`, and calls `also` each time that the migration is still
+/// running.
+fn ended(
+    source: &mut Runner,
+    interval: Duration,
+    mut also: impl FnMut(&mut Runner) -> Result<()>,
+) -> Result<Value> {
     let deadline = Instant::now() + Duration::from_secs(130);
     while Instant::now() < deadline {
         let status = source.client.call("status", json!({}))?;
         if status["outcome"].is_null() {
-            // Polled so rarely that the requests cost the migration nothing.
-            std::thread::sleep(Duration::from_millis(20));
+            also(source)?;
+            std::thread::sleep(interval);
             continue;
         }
         if status["outcome"] != "completed" {

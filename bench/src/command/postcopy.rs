@@ -74,15 +74,45 @@ impl Environment for Backed<'_> {
 }
 
 /// Stall reports of the guest at one side, on the clock of the command.
-struct Stalls {
+pub(super) struct Stalls {
     zero: Instant,
-    observed: Vec<Observation>,
+    pub(super) observed: Vec<Observation>,
 }
 
 impl Stalls {
+    /// Creates an empty list of reports, whose times count from `zero`.
+    pub(super) fn since(zero: Instant) -> Self {
+        Self { zero, observed: Vec::new() }
+    }
+
+    /// Observes a guest with `memory` bytes of memory for the time `span` before its migration, and
+    /// requests a report once per `interval`.
+    pub(super) fn before(
+        source: &mut Runner,
+        memory: u64,
+        (span, interval): (Duration, Duration),
+    ) -> Result<Self> {
+        let warm = Warm::hold(memory);
+        let mut stalls = Self::since(Instant::now());
+        while stalls.zero.elapsed() < span {
+            stalls.listen(source)?;
+            std::thread::sleep(interval);
+        }
+        drop(warm);
+        stalls.listen(source)?;
+        Ok(stalls)
+    }
+
+    /// Makes all times count from `start`.
+    pub(super) fn count_from(&mut self, start: Instant) {
+        let later = (start - self.zero).as_secs_f64();
+        self.observed.iter_mut().for_each(|observed| observed.at -= later);
+        self.zero = start;
+    }
+
     /// Requests one stall report. Returns `None` if the guest cannot answer because it is being
     /// stopped or moved.
-    fn listen(&mut self, at: &mut Runner) -> Result<Option<&Observation>> {
+    pub(super) fn listen(&mut self, at: &mut Runner) -> Result<Option<&Observation>> {
         let Ok(mut answer) = at.client.call("stalls", json!({})) else { return Ok(None) };
         if answer["corrupt"] != 0 {
             bail!("the guest found {} damaged pages", answer["corrupt"]);
@@ -109,22 +139,13 @@ fn move_once(spec: &CaseSpec, way: Way, watch: Watch<'_>) -> Result<Run> {
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload())
     };
     let mut pair = Pair::start(&setup, &stop)?;
-    let warm = Warm::hold(spec.memory);
-    let zero = Instant::now();
-    let mut here = Stalls { zero, observed: Vec::new() };
-    while zero.elapsed() < watch.before {
-        here.listen(&mut pair.source)?;
-        std::thread::sleep(POLL);
-    }
-    drop(warm);
-    here.listen(&mut pair.source)?;
+    let mut here = Stalls::before(&mut pair.source, spec.memory, (watch.before, POLL))?;
     let source_huge = huge(pair.source.pid());
     let start = Instant::now();
+    here.count_from(start);
     pair.migrate(&request(way, &pair.uri))?;
-    let mut there = Stalls { zero: start, observed: Vec::new() };
+    let mut there = Stalls::since(start);
     let (report, switched, end) = follow(&mut pair.source, &mut pair.target, (&mut here, &mut there), start)?;
-    let before = (start - zero).as_secs_f64();
-    here.observed.iter_mut().for_each(|observed| observed.at -= before);
     watch_on(&mut pair.target, &mut there, SpeedBack::new(&here.observed), end, watch.after)?;
     let arrived = pair.target.status()?;
     Ok(Run {

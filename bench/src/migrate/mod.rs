@@ -86,7 +86,8 @@ fn run_side(
     }
 }
 
-fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
+/// Returns the machine and the migration of `spec` for QEMU.
+pub(crate) fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
     QemuSpec {
         memory: spec.memory,
         vcpus: spec.vcpus,

@@ -116,10 +116,10 @@ fn back(windows: &[f64], wanted: f64) -> Option<f64> {
 }
 
 /// Returns a histogram of the waits of all runs: the upper bound in microseconds, and the count.
-pub(super) fn histogram<'a>(runs: impl Iterator<Item = &'a Measured>) -> BTreeMap<u64, u64> {
+pub(crate) fn histogram<'a>(runs: impl Iterator<Item = &'a Waits>) -> BTreeMap<u64, u64> {
     let mut histogram = BTreeMap::new();
-    for measured in runs {
-        for (bucket, count) in measured.waits.hist.iter().enumerate() {
+    for waits in runs {
+        for (bucket, count) in waits.hist.iter().enumerate() {
             if *count > 0 {
                 *histogram.entry(16 << bucket).or_insert(0) += count;
             }

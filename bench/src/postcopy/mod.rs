@@ -25,9 +25,11 @@ use crate::rounds::{Rounds, Stop, enough_memory};
 use crate::rtt::{self, Floor, SourceCommand};
 
 pub use crate::rounds::{OurError, Outcome};
+pub(crate) use figures::histogram;
 pub use spec::{Backing, CaseSpec, Options, Purpose, Side, Way};
 pub use vmferry_report::benches::postcopy::{page, table};
 pub use watch::{Observation, Own, Run, Vcpu};
+pub(crate) use watch::{Waits, Window};
 
 /// Interval at which a guest is polled. Its statistics page remembers the longest stalls of 160 ms.
 pub const POLL: Duration = Duration::from_millis(20);

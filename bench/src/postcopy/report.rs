@@ -46,7 +46,7 @@ fn case_of(options: &Options, spec: &CaseSpec, runs: &SideRuns, floors: &[Option
         .param("before_ms", u64::try_from(options.before.as_millis()).unwrap_or(u64::MAX))
         .param("rounds", measured.len());
     add_spreads(&mut case, measured.iter().map(|measured| &measured.figures));
-    case.hist_us = histogram(measured.iter());
+    case.hist_us = histogram(measured.iter().map(|measured| &measured.waits));
     case
 }
 

@@ -1,5 +1,7 @@
 //! Reports of a guest while it moved, and the waits that follow from them.
 
+use std::ops::Range;
+
 use serde::Deserialize;
 use vmferry_guest_abi::{CpuSnapshot, HIST_BUCKETS};
 
@@ -111,18 +113,29 @@ pub struct Run {
     pub huge: [Option<u64>; 2],
 }
 
+/// Window of a vCPU, which is the time between two of its reports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Window {
+    /// Number of the report that closed the window.
+    pub(crate) report: u64,
+    /// Longest stall in microseconds.
+    pub(crate) stall_us: u64,
+    /// True if the target was the first to report the window.
+    pub(crate) moved: bool,
+}
+
 /// Number and sum of stalls by length.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub(super) struct Waits {
-    pub(super) hist: [u64; HIST_BUCKETS],
-    pub(super) sum_us: [u64; HIST_BUCKETS],
-    /// Longest known stall in microseconds. 0 if none is known.
-    pub(super) max_us: u64,
+pub(crate) struct Waits {
+    pub(crate) hist: [u64; HIST_BUCKETS],
+    pub(crate) sum_us: [u64; HIST_BUCKETS],
+    /// Longest stall of the known windows in microseconds. 0 if no window is known.
+    pub(crate) max_us: u64,
 }
 
 impl Waits {
     /// Returns the stalls between the reports `before` and `after`.
-    fn between(before: &Vcpu, after: &Vcpu) -> Self {
+    pub(crate) fn between(before: &Vcpu, after: &Vcpu) -> Self {
         let minus = |after: &[u64; HIST_BUCKETS], before: &[u64; HIST_BUCKETS]| {
             std::array::from_fn(|bucket| after[bucket].saturating_sub(before[bucket]))
         };
@@ -134,13 +147,13 @@ impl Waits {
     }
 
     /// Removes one stall of `us` microseconds.
-    fn remove(&mut self, us: u64) {
+    pub(crate) fn remove(&mut self, us: u64) {
         let bucket = bucket(us);
         self.hist[bucket] = self.hist[bucket].saturating_sub(1);
         self.sum_us[bucket] = self.sum_us[bucket].saturating_sub(us);
     }
 
-    fn add(&mut self, other: &Self) {
+    pub(crate) fn add(&mut self, other: &Self) {
         for bucket in 0..HIST_BUCKETS {
             self.hist[bucket] += other.hist[bucket];
             self.sum_us[bucket] += other.sum_us[bucket];
@@ -149,7 +162,28 @@ impl Waits {
     }
 
     pub(super) fn count(&self) -> u64 {
-        self.hist[WAIT_BUCKET..].iter().sum()
+        self.count_from(WAIT_BUCKET)
+    }
+
+    /// Returns the number of stalls of `8 << bucket` microseconds and more.
+    pub(crate) fn count_from(&self, bucket: usize) -> u64 {
+        self.hist[bucket..].iter().sum()
+    }
+
+    /// Returns the sum of the stalls of `8 << bucket` microseconds and more, in microseconds.
+    pub(crate) fn sum_us_from(&self, bucket: usize) -> u64 {
+        self.sum_us[bucket..].iter().sum()
+    }
+
+    /// Returns the longest stall in microseconds, or `None` without stalls.
+    ///
+    /// A window shows only its longest stall. A stall of a higher bucket than that of the known
+    /// windows counts as the mean of its bucket. This mean is exact for a single stall, and too
+    /// short for several ones.
+    pub(crate) fn longest_us(&self) -> Option<f64> {
+        let highest = self.hist.iter().rposition(|count| *count > 0)?;
+        let mean = reaper::to_f64(self.sum_us[highest]) / reaper::to_f64(self.hist[highest]);
+        Some(mean.max(reaper::to_f64(self.max_us)))
     }
 
     /// Returns the number of stalls that are too short to be waits.
@@ -159,7 +193,7 @@ impl Waits {
 
     /// Returns the mean wait in microseconds, or `None` without waits.
     pub(super) fn mean_us(&self) -> Option<f64> {
-        let (sum, count) = (self.sum_us[WAIT_BUCKET..].iter().sum(), self.count());
+        let (sum, count) = (self.sum_us_from(WAIT_BUCKET), self.count());
         (count > 0).then(|| reaper::to_f64(sum) / reaper::to_f64(count))
     }
 
@@ -169,7 +203,7 @@ impl Waits {
     /// The result lies in the right bucket, which is a factor of two wide. Its place in the bucket
     /// follows from the mean of the bucket: the waits are assumed to lie as that power of their
     /// rank which has this mean.
-    pub(super) fn quantile_us(&self, share: f64) -> Option<f64> {
+    pub(crate) fn quantile_us(&self, share: f64) -> Option<f64> {
         let total = self.count();
         let mut left = reaper::to_f64(total) * share;
         for bucket in WAIT_BUCKET..HIST_BUCKETS {
@@ -232,29 +266,38 @@ impl Run {
 
     /// Returns the downtime as vCPU `vcpu` saw it, and its longest other stall, in the windows that
     /// the reports `from..to` closed.
-    ///
-    /// Only reported windows are known: at each report, those of the last 160 ms.
     fn longest(&self, vcpu: usize, from: u64, to: u64) -> (Option<u64>, u64) {
         let least = self.result.downtime.as_secs_f64() * 1e6 * OF_DOWNTIME;
-        let (mut next, mut downtime, mut longest) = (from, None, 0);
-        let sides =
-            self.source.iter().map(|observed| (false, observed)).chain(self.target.iter().map(|h| (true, h)));
-        for (moved, observed) in sides {
-            let Some(vcpu) = observed.vcpus.get(vcpu) else { continue };
-            for (report, stall) in vcpu.windows_since(next).filter(|(report, _)| *report < to) {
-                next = report + 1;
-                if moved && downtime.is_none() && reaper::to_f64(stall) >= least {
-                    downtime = Some(stall);
-                } else {
-                    longest = longest.max(stall);
-                }
+        let (mut downtime, mut longest) = (None, 0);
+        for Window { moved, stall_us, .. } in self.windows(vcpu, from..to) {
+            if moved && downtime.is_none() && reaper::to_f64(stall_us) >= least {
+                downtime = Some(stall_us);
+            } else {
+                longest = longest.max(stall_us);
             }
         }
         (downtime, longest)
     }
 
+    /// Returns the windows of vCPU `vcpu` that the `reports` closed, in order.
+    ///
+    /// Only reported windows are known: at each report, those of the last 160 ms.
+    pub(crate) fn windows(&self, vcpu: usize, reports: Range<u64>) -> Vec<Window> {
+        let (mut next, mut windows) = (reports.start, Vec::new());
+        let sides =
+            self.source.iter().map(|observed| (false, observed)).chain(self.target.iter().map(|h| (true, h)));
+        for (moved, observed) in sides {
+            let Some(vcpu) = observed.vcpus.get(vcpu) else { continue };
+            for (report, stall_us) in vcpu.windows_since(next).filter(|(report, _)| *report < reports.end) {
+                next = report + 1;
+                windows.push(Window { report, stall_us, moved });
+            }
+        }
+        windows
+    }
+
     /// Returns the guest's writes over time.
-    pub(super) fn timeline(&self) -> reaper::Timeline {
+    pub(crate) fn timeline(&self) -> reaper::Timeline {
         let mut recorder = Recorder::default();
         let written =
             |observed: &Observation| observed.vcpus.iter().map(|vcpu| (vcpu.t_us, vcpu.writes)).collect();
@@ -344,5 +387,15 @@ mod tests {
         // Short stalls are not waits.
         assert_eq!(of(&[8, 31]).quantile_us(0.5), None);
         assert_eq!(of(&[8, 31]).mean_us(), None);
+    }
+
+    #[test]
+    fn longest_stall_is_that_of_the_windows_or_the_mean_of_a_higher_bucket() {
+        let mut waits = Waits { max_us: 300, ..Waits::between(&Vcpu::default(), &vcpu(&[20, 270, 300])) };
+        assert_eq!(waits.longest_us(), Some(300.0));
+        waits.add(&Waits::between(&Vcpu::default(), &vcpu(&[1100, 1900])));
+        assert_eq!(waits.longest_us(), Some(1500.0));
+        assert_eq!((waits.count_from(5), waits.sum_us_from(5)), (4, 3570));
+        assert_eq!(Waits::default().longest_us(), None);
     }
 }

@@ -11,15 +11,18 @@ mod machine;
 mod postcopy;
 mod qmp;
 mod serial;
+mod stalls;
 mod timeline;
 
 use std::fs;
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::cpu::CpuMeter;
 use crate::host::kvm_usable;
 use crate::link::Link;
 use crate::reaper;
@@ -32,6 +35,7 @@ pub use balloon::{Balloon, inflate, move_freed};
 pub(crate) use density::start_guest;
 pub use error::QemuError;
 pub use postcopy::postcopy;
+pub use stalls::stalls;
 
 /// Longest time from power-on until the guest has filled its memory.
 const READY_LIMIT: Duration = Duration::from_secs(120);
@@ -246,16 +250,15 @@ impl Pair {
     }
 
     fn migrate(&mut self, spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), QemuError> {
-        self.configure(spec)?;
-        let uri = self.listen()?;
+        configure([&mut self.source, &mut self.destination], spec)?;
+        let uri = listen(&mut self.destination, Ipv4Addr::LOCALHOST)?;
         let warmed_up = Instant::now();
         let (source_cpu, destination_cpu) = (self.source.cpu_meter()?, self.destination.cpu_meter()?);
         let start = Instant::now();
         self.source.execute("migrate", json!({ "uri": uri }))?;
         let info = self.wait_until_complete(start, spec.switch_after)?;
         let end = Instant::now();
-        let used = |meter: crate::cpu::CpuMeter| meter.used().map_err(QemuError::io("read its CPU time"));
-        let (cpu_source, cpu_destination) = (used(source_cpu)?, used(destination_cpu)?);
+        let (cpu_source, cpu_destination) = (used(&source_cpu)?, used(&destination_cpu)?);
         self.check_guest_continues(end, spec.after)?;
 
         let timeline = self.serial.timeline();
@@ -272,36 +275,6 @@ impl Pair {
         Ok((result, timeline.since(start)))
     }
 
-    fn configure(&mut self, spec: &QemuSpec) -> Result<(), QemuError> {
-        let capabilities = json!({
-            "capabilities": [
-                { "capability": "multifd", "state": spec.multifd.is_some() },
-                { "capability": "auto-converge", "state": spec.auto_converge },
-            ]
-        });
-        let mut parameters = json!({
-            "max-bandwidth": spec.max_bandwidth.unwrap_or(UNLIMITED_BYTES_PER_S),
-            "downtime-limit": u64::try_from(spec.downtime_limit.as_millis()).unwrap_or(u64::MAX),
-        });
-        if let Some(channels) = spec.multifd {
-            parameters["multifd-channels"] = channels.into();
-        }
-        for machine in [&mut self.source, &mut self.destination] {
-            machine.execute("migrate-set-capabilities", capabilities.clone())?;
-            machine.execute("migrate-set-parameters", parameters.clone())?;
-        }
-        Ok(())
-    }
-
-    /// Makes the target listen on a free loopback port, and returns its URI.
-    fn listen(&mut self) -> Result<String, QemuError> {
-        self.destination.execute("migrate-incoming", json!({ "uri": "tcp:127.0.0.1:0" }))?;
-        let port = self.destination.query("query-migrate", "socket-address", |answer| {
-            Some(answer.get("socket-address")?.get(0)?.get("port")?.as_str()?.to_owned())
-        })?;
-        Ok(format!("tcp:127.0.0.1:{port}"))
-    }
-
     /// Waits for the end of the migration, and returns QEMU's account of it.
     fn wait_until_complete(
         &mut self,
@@ -309,24 +282,11 @@ impl Pair {
         mut switch_after: Option<Duration>,
     ) -> Result<Value, QemuError> {
         loop {
-            let (status, info) = self.source.query("query-migrate", "status", |answer| {
-                Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
-            })?;
-            match status.as_str() {
-                "completed" => return Ok(info),
-                "failed" | "cancelled" | "cancelling" => {
-                    let words = info.get("error-desc").and_then(Value::as_str).unwrap_or("without a reason");
-                    let detail = format!(
-                        "{words}; source: {}; destination: {}",
-                        self.source.last_words(),
-                        self.destination.last_words()
-                    );
-                    return Err(QemuError::Migration { status, detail });
-                }
-                _ if start.elapsed() > MIGRATION_LIMIT => {
-                    return Err(self.late("source", "the end of the migration", MIGRATION_LIMIT));
-                }
-                _ => {}
+            if let Some(info) = completed(&mut self.source, &self.destination)? {
+                return Ok(info);
+            }
+            if start.elapsed() > MIGRATION_LIMIT {
+                return Err(self.late("source", "the end of the migration", MIGRATION_LIMIT));
             }
             if switch_after.take_if(|limit| start.elapsed() > *limit).is_some() {
                 let any = json!({ "downtime-limit": ANY_DOWNTIME_MS });
@@ -351,6 +311,66 @@ impl Pair {
         }
         Ok(())
     }
+}
+
+/// Sets the capabilities and parameters of a precopy migration at both ends.
+fn configure(machines: [&mut Machine; 2], spec: &QemuSpec) -> Result<(), QemuError> {
+    let capabilities = json!({
+        "capabilities": [
+            { "capability": "multifd", "state": spec.multifd.is_some() },
+            { "capability": "auto-converge", "state": spec.auto_converge },
+        ]
+    });
+    let mut parameters = json!({
+        "max-bandwidth": spec.max_bandwidth.unwrap_or(UNLIMITED_BYTES_PER_S),
+        "downtime-limit": u64::try_from(spec.downtime_limit.as_millis()).unwrap_or(u64::MAX),
+    });
+    if let Some(channels) = spec.multifd {
+        parameters["multifd-channels"] = channels.into();
+    }
+    for machine in machines {
+        machine.execute("migrate-set-capabilities", capabilities.clone())?;
+        machine.execute("migrate-set-parameters", parameters.clone())?;
+    }
+    Ok(())
+}
+
+/// Makes the target listen on a free port of `address`, and returns its URI.
+fn listen(destination: &mut Machine, address: Ipv4Addr) -> Result<String, QemuError> {
+    destination.execute("migrate-incoming", json!({ "uri": format!("tcp:{address}:0") }))?;
+    let port = destination.query("query-migrate", "socket-address", |answer| {
+        Some(answer.get("socket-address")?.get(0)?.get("port")?.as_str()?.to_owned())
+    })?;
+    Ok(format!("tcp:{address}:{port}"))
+}
+
+/// Returns QEMU's account of the migration, or `None` while the migration runs.
+///
+/// # Errors
+///
+/// Fails if the migration has ended without success, or is interrupted.
+fn completed(source: &mut Machine, destination: &Machine) -> Result<Option<Value>, QemuError> {
+    let (status, info) = source.query("query-migrate", "status", |answer| {
+        Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
+    })?;
+    match status.as_str() {
+        "completed" => Ok(Some(info)),
+        "failed" | "cancelled" | "cancelling" | "postcopy-paused" => {
+            let words = info.get("error-desc").and_then(Value::as_str).unwrap_or("without a reason");
+            let detail = format!(
+                "{words}; source: {}; destination: {}",
+                source.last_words(),
+                destination.last_words()
+            );
+            Err(QemuError::Migration { status, detail })
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Returns the processor time that `meter` has measured.
+fn used(meter: &CpuMeter) -> Result<Duration, QemuError> {
+    meter.used().map_err(QemuError::io("read its CPU time"))
 }
 
 /// Returns the figures of a completed migration from `query-migrate` (QEMU, qapi/migration.json:

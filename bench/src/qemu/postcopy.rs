@@ -9,13 +9,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use tempfile::TempDir;
 use vmferry_guest_abi::{GuestArgs, STATS_GPA, State, StatsError, StatsSink, StatsSnapshot, offset};
 
 use super::machine::{Machine, Setup};
 use super::{
-    MIGRATION_LIMIT, QemuError, QemuSpec, READY_LIMIT, UNLIMITED_BYTES_PER_S, available, from_info, word_of,
+    MIGRATION_LIMIT, QemuError, QemuSpec, READY_LIMIT, UNLIMITED_BYTES_PER_S, available, completed,
+    from_info, listen, word_of,
 };
-use crate::link::End;
+use crate::link::{End, Link};
 use crate::postcopy::{CaseSpec, Observation, POLL, Run, SpeedBack, Vcpu, Watch};
 use crate::warm::Warm;
 
@@ -33,42 +35,39 @@ const START_TRIES: u32 = 100;
 /// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller
 /// then skips the case. Every other error is a failure.
 pub fn postcopy(spec: &CaseSpec, preempt: bool, watch: Watch<'_>) -> Result<Run, QemuError> {
-    available()?;
-    let (folder, kernel) = super::guest_folder()?;
-    let workload = spec.workload();
-    let workload = workload.parse().map_err(|e| QemuError::Usage(format!("workload {workload}: {e}")))?;
-    let cmdline = GuestArgs { stats: StatsSink::Page, ..GuestArgs::new(workload) }.to_string();
-    let machine = QemuSpec { memory: spec.memory, vcpus: spec.vcpus, ..QemuSpec::default() };
-    let setup =
-        Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec: &machine, link: watch.link };
-    let mut pair = Pair {
-        source: Guest::start("source", false, setup)?,
-        destination: Guest::start("destination", true, setup)?,
+    let machine = QemuSpec {
+        memory: spec.memory,
+        vcpus: spec.vcpus,
+        workload: spec.workload(),
+        warm_up: watch.before,
+        ..QemuSpec::default()
     };
-    pair.source.wait_until_ready()?;
-    let warm = Warm::hold(spec.memory);
-    let zero = Instant::now();
-    let mut before = Vec::new();
-    while zero.elapsed() < watch.before {
-        before.extend(pair.source.look()?);
-        std::thread::sleep(POLL);
-    }
-    drop(warm);
+    let mut pair = Pair::start(&machine, watch.link)?;
+    let before = pair.observe(&machine, POLL)?;
     pair.configure(preempt)?;
     let run = pair.migrate(before, watch)?;
-    pair.source.machine.quit();
-    pair.destination.machine.quit();
+    pair.quit();
     Ok(run)
 }
 
 /// Statistics of all vCPUs, and the time at which they were read.
-type Look = (Instant, Vec<Vcpu>);
+pub(super) type Look = (Instant, Vec<Vcpu>);
+
+/// Returns the observations of these reports, in seconds since `start`.
+pub(super) fn observations(looks: Vec<Look>, start: Instant) -> Vec<Observation> {
+    looks.into_iter().map(|look| observation(look, start)).collect()
+}
+
+/// Returns the observation of a report, in seconds since `start`.
+pub(super) fn observation((at, vcpus): Look, start: Instant) -> Observation {
+    Observation { at: seconds(start, at), vcpus }
+}
 
 /// QEMU process, and the file through which its guest's statistics are read.
 #[derive(Debug)]
-struct Guest {
+pub(super) struct Guest {
     side: &'static str,
-    machine: Machine,
+    pub(super) machine: Machine,
     page: PathBuf,
     bytes: usize,
 }
@@ -100,7 +99,7 @@ impl Guest {
         }
     }
 
-    fn look(&mut self) -> Result<Option<Look>, QemuError> {
+    pub(super) fn look(&mut self) -> Result<Option<Look>, QemuError> {
         let stats = self.stats()?;
         Ok(stats.map(|stats| (Instant::now(), stats.cpus().iter().map(Vcpu::from).collect())))
     }
@@ -122,18 +121,58 @@ impl Guest {
         }
     }
 
-    fn late(&self, what: &'static str, limit: Duration) -> QemuError {
+    pub(super) fn late(&self, what: &'static str, limit: Duration) -> QemuError {
         QemuError::Timeout { side: self.side, what, limit, detail: self.machine.last_words() }
     }
 }
 
+/// Source and target, whose guest reports in its statistics page.
 #[derive(Debug)]
-struct Pair {
-    source: Guest,
-    destination: Guest,
+pub(super) struct Pair {
+    pub(super) source: Guest,
+    pub(super) destination: Guest,
+    // Dropped last: the machines' sockets are in it.
+    _folder: TempDir,
 }
 
 impl Pair {
+    /// Starts both processes, and waits until the guest has filled its memory and each vCPU has
+    /// reported.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host.
+    pub(super) fn start(spec: &QemuSpec, link: &Link) -> Result<Self, QemuError> {
+        available()?;
+        let (folder, kernel) = super::guest_folder()?;
+        let workload = &spec.workload;
+        let workload = workload.parse().map_err(|e| QemuError::Usage(format!("workload {workload}: {e}")))?;
+        let cmdline = GuestArgs { stats: StatsSink::Page, ..GuestArgs::new(workload) }.to_string();
+        let setup = Setup { folder: folder.path(), kernel: &kernel, cmdline: &cmdline, spec, link };
+        let source = Guest::start("source", false, setup)?;
+        let destination = Guest::start("destination", true, setup)?;
+        let mut pair = Pair { source, destination, _folder: folder };
+        pair.source.wait_until_ready()?;
+        Ok(pair)
+    }
+
+    /// Reads the guest once per `interval` for the warm-up time, and returns its reports.
+    pub(super) fn observe(&mut self, spec: &QemuSpec, interval: Duration) -> Result<Vec<Look>, QemuError> {
+        let _warm = Warm::hold(spec.memory);
+        let (begin, mut looks) = (Instant::now(), Vec::new());
+        while begin.elapsed() < spec.warm_up {
+            looks.extend(self.source.look()?);
+            std::thread::sleep(interval);
+        }
+        Ok(looks)
+    }
+
+    /// Ends both processes.
+    pub(super) fn quit(self) {
+        self.source.machine.quit();
+        self.destination.machine.quit();
+    }
+
     fn configure(&mut self, preempt: bool) -> Result<(), QemuError> {
         let capabilities = json!({ "capabilities": [
             { "capability": "postcopy-ram", "state": true },
@@ -153,19 +192,8 @@ impl Pair {
         Ok(())
     }
 
-    /// Makes the target listen on a free port of its end, and returns its URI.
-    fn listen(&mut self, watch: Watch<'_>) -> Result<String, QemuError> {
-        let address = watch.link.address(End::Destination);
-        let machine = &mut self.destination.machine;
-        machine.execute("migrate-incoming", json!({ "uri": format!("tcp:{address}:0") }))?;
-        let port = machine.query("query-migrate", "socket-address", |answer| {
-            Some(answer.get("socket-address")?.get(0)?.get("port")?.as_str()?.to_owned())
-        })?;
-        Ok(format!("tcp:{address}:{port}"))
-    }
-
     fn migrate(&mut self, mut source: Vec<Look>, watch: Watch<'_>) -> Result<Run, QemuError> {
-        let uri = self.listen(watch)?;
+        let uri = listen(&mut self.destination.machine, watch.link.address(End::Destination))?;
         source.extend(self.source.look()?);
         let start = Instant::now();
         self.source.machine.execute("migrate", json!({ "uri": uri }))?;
@@ -177,17 +205,14 @@ impl Pair {
         let (Some(stopped), Some(resumed)) = (stopped, resumed) else {
             return Err(self.destination.late("the running guest", MIGRATION_LIMIT));
         };
-        let observed = |looks: Vec<Look>| -> Vec<Observation> {
-            looks.into_iter().map(|(at, vcpus)| Observation { at: seconds(start, at), vcpus }).collect()
-        };
-        let source = observed(source);
-        let mut target = observed(target);
+        let (source, mut target) = (observations(source, start), observations(target, start));
         let mut back = SpeedBack::new(&source);
         // At least one report of each vCPU after the end is needed.
         let least = end + POLL * 2;
         loop {
-            if let Some((at, vcpus)) = self.destination.look()? {
-                let observed = Observation { at: seconds(start, at), vcpus };
+            if let Some(look) = self.destination.look()? {
+                let at = look.0;
+                let observed = observation(look, start);
                 let done = back.is_back(&observed);
                 target.push(observed);
                 if at > least && (done || at > end + watch.after) {
@@ -232,24 +257,11 @@ impl Pair {
     ) -> Result<Value, QemuError> {
         let mut next_look = Instant::now();
         loop {
-            let (status, info) = self.source.machine.query("query-migrate", "status", |answer| {
-                Some((answer.get("status")?.as_str()?.to_owned(), answer.clone()))
-            })?;
-            match status.as_str() {
-                "completed" => return Ok(info),
-                "failed" | "cancelled" | "cancelling" | "postcopy-paused" => {
-                    let words = info.get("error-desc").and_then(Value::as_str).unwrap_or("without a reason");
-                    let detail = format!(
-                        "{words}; source: {}; destination: {}",
-                        self.source.machine.last_words(),
-                        self.destination.machine.last_words()
-                    );
-                    return Err(QemuError::Migration { status, detail });
-                }
-                _ if start.elapsed() > MIGRATION_LIMIT => {
-                    return Err(self.source.late("the end of the migration", MIGRATION_LIMIT));
-                }
-                _ => {}
+            if let Some(info) = completed(&mut self.source.machine, &self.destination.machine)? {
+                return Ok(info);
+            }
+            if start.elapsed() > MIGRATION_LIMIT {
+                return Err(self.source.late("the end of the migration", MIGRATION_LIMIT));
             }
             self.source.machine.still_runs()?;
             self.destination.machine.still_runs()?;

@@ -32,6 +32,7 @@ fn help_names_every_bench() {
         "free-page",
         "density",
         "postcopy",
+        "stalls",
         "scale",
         "plan",
         "rtt",

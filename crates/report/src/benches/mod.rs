@@ -10,3 +10,4 @@ pub mod reaper_traces;
 pub mod rtt;
 pub mod scale;
 pub mod scan;
+pub mod stalls;

@@ -1,7 +1,9 @@
 //! One run of a bench: its own tables and charts, medians with spread, and every figure.
 
 use super::others;
-use crate::benches::{density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan};
+use crate::benches::{
+    density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan, stalls,
+};
 use crate::html::Page;
 use crate::json::{Case, Document};
 use crate::ranges::{Range, Ranges};
@@ -56,6 +58,14 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
     ("faults", &[("decided_ms", "time until the owner was decided, in ms", true)]),
     ("exits", &[("exits", "exits", true), ("syscalls", "system calls", true), ("wakeups", "wakeups", true)]),
     (
+        "stalls",
+        &[
+            ("stall_max_ms", "longest stall outside the blackout, in ms", true),
+            ("long_stalls", "stalls of 1 ms and more outside the blackout", false),
+            ("total_ms", "total time in ms", false),
+        ],
+    ),
+    (
         "scale",
         &[
             ("total_ms", "total time in ms", true),
@@ -82,6 +92,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
         "postcopy" => postcopy::section(page, document),
         "free-page" => free_page::section(page, document),
         "density" => density::section(page, document),
+        "stalls" => stalls::section(page, document),
         "scale" => scale::section(page, document),
         _ => others::section(page, document),
     }

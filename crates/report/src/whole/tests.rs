@@ -224,6 +224,7 @@ fn benches_of_other_versions_and_absurd_figures_are_shown() {
         "postcopy",
         "free-page",
         "density",
+        "stalls",
         "scale",
         "plan",
         "limits",

@@ -1,0 +1,93 @@
+//! Specification of the runs: guests, sides, and the number of rounds.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::CaseSpec;
+use crate::migrate;
+
+/// Setting of vmferry's channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Channels {
+    /// A fixed number of channels.
+    Count(u16),
+}
+
+/// Settings of vmferry's channels that are measured.
+const OURS: [Channels; 2] = [Channels::Count(1), Channels::Count(2)];
+
+/// Program that moves the guest, and its connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// vmferry, with this setting of its channels.
+    Ours(Channels),
+    /// QEMU.
+    Qemu {
+        /// Number of multifd channels. `None` means a single stream.
+        multifd: Option<u32>,
+    },
+}
+
+/// Side that vmferry is compared with.
+pub(super) const QEMU: Side = Side::Qemu { multifd: None };
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Side::Ours(Channels::Count(count)) => write!(f, "ours-{count}"),
+            Side::Qemu { multifd } => fmt::Display::fmt(&migrate::Side::Qemu { multifd }, f),
+        }
+    }
+}
+
+/// Selection of a whole bench.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// Guests that are run.
+    pub cases: Vec<CaseSpec>,
+    /// Sides that run in turn.
+    pub sides: Vec<Side>,
+    /// Number of rounds.
+    pub repeats: usize,
+    /// Texts that select sides by name, as in `2cpu/ours-1`. Empty selects all.
+    pub only: Vec<String>,
+}
+
+impl Options {
+    /// Returns the options of `--quick`: three rounds.
+    pub fn quick() -> Self {
+        Options { repeats: 3, ..Self::full() }
+    }
+
+    /// Returns the full options: seven rounds of a guest with two vCPUs and of a guest with one.
+    ///
+    /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 2 GiB of
+    /// random data.
+    pub fn full() -> Self {
+        let sides = OURS.into_iter().map(Side::Ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
+        Options { cases: vec![busy(2), busy(1)], sides: sides.collect(), repeats: 7, only: Vec::new() }
+    }
+
+    /// Returns the selected sides of `case`.
+    pub(super) fn selected(&self, case: &CaseSpec) -> impl Iterator<Item = Side> {
+        let wants = |side: &Side| {
+            let name = format!("{}/{side}", case.name);
+            self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))
+        };
+        self.sides.iter().copied().filter(wants)
+    }
+}
+
+/// Returns a guest whose `vcpus` vCPUs are never idle.
+fn busy(vcpus: u32) -> CaseSpec {
+    CaseSpec {
+        name: format!("{vcpus}cpu"),
+        // The guest itself and its counters need memory beyond the data.
+        memory: (2 << 30) + (512 << 20),
+        vcpus,
+        workload: "uniform,ws=64M,data=2G,rate=100k,fill=random".into(),
+        data: 2 << 30,
+        downtime_limit: Duration::from_millis(300),
+        warm_up: Duration::from_millis(1000),
+    }
+}
