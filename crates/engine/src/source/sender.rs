@@ -45,8 +45,8 @@ const MIN_CHUNK_PAGES: u64 = 512;
 /// Largest number of pages in a chunk. A frame takes any run of zeros of one chunk.
 const MAX_CHUNK_PAGES: u64 = 1 << 20;
 
-/// Number of pages in a chunk if one sender takes all pages and protecting has no effect: 64 GiB, so that it
-/// walks the bitmap almost without interruption.
+/// Number of pages in a chunk if one sender takes all pages and protecting has no effect: 64 GiB,
+/// so that it walks the bitmap almost without interruption.
 const WHOLE_PAGES: u64 = 1 << 24;
 
 /// Returns the division of memory among `channels`. With `senders_only`, no other thread takes
