@@ -61,7 +61,7 @@ impl Options {
 
     /// Returns the full options: seven rounds of a guest with two vCPUs and of a guest with one.
     ///
-    /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 2 GiB of
+    /// Each vCPU writes 100 000 times per second to a working set of 64 MiB. The guest has 3 GiB of
     /// random data.
     pub fn full() -> Self {
         let sides = OURS.into_iter().map(Side::Ours).chain([QEMU, Side::Qemu { multifd: Some(2) }]);
@@ -83,10 +83,10 @@ fn busy(vcpus: u32) -> CaseSpec {
     CaseSpec {
         name: format!("{vcpus}cpu"),
         // The guest itself and its counters need memory beyond the data.
-        memory: (2 << 30) + (512 << 20),
+        memory: (3 << 30) + (512 << 20),
         vcpus,
-        workload: "uniform,ws=64M,data=2G,rate=100k,fill=random".into(),
-        data: 2 << 30,
+        workload: "uniform,ws=64M,data=3G,rate=100k,fill=random".into(),
+        data: 3 << 30,
         downtime_limit: Duration::from_millis(300),
         warm_up: Duration::from_millis(1000),
     }
