@@ -1,7 +1,8 @@
 //! Guests under QEMU that allocate, touch and free memory, for comparison with vmferry's guests.
 //!
-//! The guest's statistics are read with `pmemsave`, as in [`postcopy`](super::postcopy). Therefore
-//! both VMMs' guests are measured by the same counters, and no report goes over the serial line.
+//! The guest's statistics are read with `pmemsave`, as in [`postcopy`](mod@super::postcopy).
+//! Therefore both VMMs' guests are measured by the same counters, and no report goes over the
+//! serial line.
 
 use std::fmt;
 use std::fs;
