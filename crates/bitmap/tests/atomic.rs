@@ -54,3 +54,19 @@ fn ranges_mark_across_words_and_are_harvested_once() {
     assert_eq!(map.harvest(&mut out), 0);
     assert!(!map.test_and_clear(60));
 }
+
+#[test]
+fn taking_a_word_takes_only_marked_pages_of_the_mask() {
+    let map = AtomicBitmap::new(130);
+    for page in [3, 64, 70, 129] {
+        map.set(page);
+    }
+    assert_eq!(map.take_word(1, 1 << 6 | 1 << 9), 1 << 6, "page 70 is marked, and page 73 is not");
+    assert_eq!(map.take_word(1, 1 << 6), 0, "page 70 was taken");
+    assert!(map.test(64) && map.test(3), "no other page was taken");
+    assert_eq!(map.take_word(2, u64::MAX), 1 << 1);
+    assert_eq!(map.take_word(3, u64::MAX), 0, "there are no pages beyond the end");
+    let mut out = Bitmap::new(130);
+    assert_eq!(map.harvest(&mut out), 2);
+    assert_eq!(out.runs().collect::<Vec<_>>(), [3..4, 64..65]);
+}

@@ -49,6 +49,9 @@ impl fmt::Display for TrackerKind {
 /// - A tracker that leaves pages writable after a harvest, such as KVM's dirty log with manual
 ///   protection, does its work in `protect`. The engine calls `protect` chunk by chunk, right
 ///   before the pages are read, so that no lock is held for long.
+///
+/// A tracker of the first kind may also discard writes in `protect`, as dirty rings do: see
+/// [`Protect::is_useful`].
 pub trait DirtyTracker: Send {
     /// Returns the kind of this tracker, for reports.
     fn kind(&self) -> TrackerKind {
@@ -121,10 +124,10 @@ pub trait Protect: Send + Sync {
 
     /// Returns false if [`protect`](Self::protect) has no effect at all.
     ///
-    /// A tracker that returns true here and false in [`is_needed`](Self::is_needed) discards writes
-    /// in `protect`, so that pages that the guest wrote before their turn are sent once, not twice.
-    /// The engine then calls `protect` right before it reads a chunk. The default returns the same
-    /// as `is_needed`.
+    /// A tracker that returns true here and false in [`is_needed`](Self::is_needed) discards the
+    /// recorded writes to a page in `protect`. A page that the guest wrote before its turn is then
+    /// sent once, not twice. The engine calls `protect` right before it reads a chunk. The default
+    /// returns the same as `is_needed`.
     fn is_useful(&self) -> bool {
         self.is_needed()
     }

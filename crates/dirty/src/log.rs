@@ -1,6 +1,6 @@
 //! Tracking with the dirty bitmap of KVM.
 
-use crate::region::{check_marks, collect, forget, map_of};
+use crate::region::{check_chunk, check_marks, collect, forget, map_of, word_of};
 use crate::{Marks, TrackerError};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -373,12 +373,7 @@ impl Protect for LogState {
         let (slot, own) =
             slots.find(|(slot, _)| slot.region() == region).ok_or(TrackerError::NoRegion(region))?;
         let have = slot.pages();
-        if chunk.end() > have {
-            return Err(TrackerError::NoPages { region, have, run: chunk }.into());
-        }
-        if pages.len() != have {
-            return Err(TrackerError::Length { region, have, bits: pages.len() }.into());
-        }
+        check_chunk(region, have, chunk, pages)?;
         let returned_pages = slot.returned_pages.as_deref().filter(|_| own.load(Ordering::Acquire));
         let clear = |first: u64, count: u32, bits: &mut [u64]| {
             if let Some(returned_pages) = returned_pages {
@@ -410,14 +405,8 @@ fn for_each_clear(
     pages: &Bitmap,
     mut clear: impl FnMut(u64, u32, &mut [u64]) -> Result<(), TrackerError>,
 ) -> Result<(), TrackerError> {
-    let word = |index: u64| {
-        // Bits of pages before and after the chunk, in its first and last word, must not be
-        // cleared.
-        let below = chunk.first.0.saturating_sub(index * 64).min(64);
-        let above = ((index + 1) * 64).saturating_sub(chunk.end()).min(64);
-        let keep = if below + above >= 64 { 0 } else { (u64::MAX << below) & (u64::MAX >> above) };
-        usize::try_from(index).map_or(0, |at| pages.word(at) & keep)
-    };
+    // Bits of pages before and after the chunk, in its first and last word, must not be cleared.
+    let word = |index: u64| word_of(chunk, pages, index);
     let (mut at, end) = (chunk.first.0 / 64, chunk.end().div_ceil(64));
     while at < end {
         if word(at) == 0 {

@@ -145,6 +145,31 @@ pub(crate) fn map_of(set: &mut PageSet, id: RegionId, pages: u64) -> Result<&mut
     Ok(map)
 }
 
+/// Checks the arguments of [`Protect::protect`](vmferry_core::Protect::protect) for a region of
+/// `have` pages.
+pub(crate) fn check_chunk(
+    region: RegionId,
+    have: u64,
+    chunk: PageRun,
+    pages: &Bitmap,
+) -> Result<(), TrackerError> {
+    if chunk.end() > have {
+        return Err(TrackerError::NoPages { region, have, run: chunk });
+    }
+    if pages.len() != have {
+        return Err(TrackerError::Length { region, have, bits: pages.len() });
+    }
+    Ok(())
+}
+
+/// Returns the 64 pages from page `64 * index` on that are in `chunk` and set in `pages`.
+pub(crate) fn word_of(chunk: PageRun, pages: &Bitmap, index: u64) -> u64 {
+    let below = chunk.first.0.saturating_sub(index * 64).min(64);
+    let above = ((index + 1) * 64).saturating_sub(chunk.end()).min(64);
+    let keep = if below + above >= 64 { 0 } else { (u64::MAX << below) & (u64::MAX >> above) };
+    usize::try_from(index).map_or(0, |at| pages.word(at) & keep)
+}
+
 /// Calls `collect`, which adds pages to `map`, and adds the same pages to `returned_pages`, even if
 /// `collect` fails after it has added some. Without `returned_pages`, this has no cost.
 pub(crate) fn collect(

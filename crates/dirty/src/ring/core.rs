@@ -8,6 +8,7 @@ use super::set::RingSet;
 use super::stats::Counters;
 use super::sync::{Mutex, MutexGuard, lock, try_lock};
 use crate::TrackerError;
+use crate::region::forget;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -45,6 +46,16 @@ pub(crate) struct Found {
 impl Found {
     pub(crate) fn new(maps: Vec<(u32, Arc<AtomicBitmap>)>) -> Self {
         Self { maps, outside: AtomicU64::new(0), outside_slot: AtomicU32::new(0) }
+    }
+
+    /// Returns the bitmap of the slot at `position`.
+    pub(crate) fn map(&self, position: usize) -> &AtomicBitmap {
+        &self.maps[position].1
+    }
+
+    /// Discards all pages.
+    pub(crate) fn clear(&self) {
+        self.maps.iter().for_each(|(_, map)| forget(Some(&**map), None));
     }
 
     fn publish(&self, pages: &[RingPage]) {
@@ -291,32 +302,32 @@ impl<K: Kernel> Core<K> {
     /// since. If a ring has any of the pages, all rings are harvested first. The caller then reads
     /// the pages.
     ///
-    /// `seen` is for [`look`](Self::look): its bitmaps by slot, and the one of this slot. `map` has
-    /// the harvested pages of the slot. `wanted` returns the pages as words of a bitmap, with their
-    /// indexes, and `each` receives the discarded pages in the same form.
+    /// `seen` is for [`look`](Self::look). `slot` is the position of the slot in it and in
+    /// [`found`](Self::found). `wanted` returns the pages as words of a bitmap, with their indexes,
+    /// and `each` receives the discarded pages in the same form.
     ///
     /// # Why no write is lost
-    /// A page in `map` was published after its reset, so it is protected, or was written since and
-    /// is in a ring. In both cases the content that is read afterwards has every write that `map`
-    /// recorded, and a later harvest finds every other write.
+    /// A page in `found` was published after its reset, so it is protected, or was written since and
+    /// is in a ring. In both cases the content that is read afterwards has every write that was
+    /// recorded in `found`, and a later harvest finds every other write.
     ///
     /// # Errors
     /// Returns an error if the reset fails. Nothing has been discarded then.
     pub(crate) fn discard<W: Iterator<Item = (usize, u64)>>(
         &self,
-        (seen_by_slot, seen): (&Found, &AtomicBitmap),
-        map: &AtomicBitmap,
+        seen: &Found,
+        slot: usize,
         wanted: impl Fn() -> W,
         mut each: impl FnMut(usize, u64),
     ) -> Result<(), TrackerError> {
-        self.look(seen_by_slot);
+        self.look(seen);
         let mut in_a_ring = 0;
-        wanted().for_each(|(index, pages)| in_a_ring |= seen.take_word(index, pages));
+        wanted().for_each(|(index, pages)| in_a_ring |= seen.map(slot).take_word(index, pages));
         if in_a_ring != 0 {
             self.harvest_every()?;
         }
         for (index, pages) in wanted() {
-            match map.take_word(index, pages) {
+            match self.found.map(slot).take_word(index, pages) {
                 0 => {}
                 discarded => each(index, discarded),
             }

@@ -197,10 +197,9 @@ fn send(
     for number in dirty.runs().flatten() {
         let discard = || {
             let Some(seen) = seen else { return };
-            let by_slot = Found::new(vec![(3, Arc::clone(seen))]);
+            let seen = Found::new(vec![(3, Arc::clone(seen))]);
             let wanted = || std::iter::once((0, 1 << number));
-            core.discard((&by_slot, seen), map, wanted, |_, discarded| assert_eq!(discarded, 1 << number))
-                .unwrap();
+            core.discard(&seen, 0, wanted, |_, discarded| assert_eq!(discarded, 1 << number)).unwrap();
         };
         let page = usize::try_from(number).unwrap();
         if !late {

@@ -50,11 +50,9 @@ pub(crate) struct RingState {
     /// For each slot, the pages that were harvested from the rings and not returned to the engine
     /// yet.
     maps: Vec<Arc<AtomicBitmap>>,
-    /// For each slot, pages that were seen in the rings since the last harvest of the engine, and
-    /// that no sender has protected since.
-    seen: Vec<Arc<AtomicBitmap>>,
-    /// Access to `seen` by the numbers of the slots.
-    seen_by_slot: Found,
+    /// Pages that were seen in the rings since the last harvest of the engine, and that no sender
+    /// has protected since.
+    seen: Found,
     control: Control,
     /// True while a tracker is started.
     in_use: AtomicBool,
@@ -93,21 +91,18 @@ impl DirtyRings {
         slots: Vec<LogSlot>,
     ) -> Result<Self, TrackerError> {
         slots.iter().try_for_each(LogSlot::check)?;
-        let empty = |slot: &LogSlot| Arc::new(AtomicBitmap::new(slot.pages()));
-        let [maps, seen] = [(); 2].map(|()| slots.iter().map(empty).collect::<Vec<_>>());
-        let by_slot = |maps: &[Arc<AtomicBitmap>]| {
-            Found::new(slots.iter().map(|slot| slot.spec.slot).zip(maps.iter().cloned()).collect())
-        };
+        let empty = || slots.iter().map(|slot| Arc::new(AtomicBitmap::new(slot.pages()))).collect::<Vec<_>>();
+        let by_slot = |maps: Vec<_>| Found::new(slots.iter().map(|slot| slot.spec.slot).zip(maps).collect());
+        let maps = empty();
         let rings = vcpus.iter().map(|vcpu| DirtyRing::map(*vcpu, entries)).collect::<Result<Vec<_>, _>>();
         let rings = rings.map_err(TrackerError::Unavailable)?;
         let count = rings.len();
-        let core = Core::new(Host { vm, entries, rings }, count, by_slot(&maps));
+        let core = Core::new(Host { vm, entries, rings }, count, by_slot(maps.clone()));
         Ok(Self(Arc::new(RingState {
             core,
-            seen_by_slot: by_slot(&seen),
+            seen: by_slot(empty()),
             slots,
             maps,
-            seen,
             control: Control::new(count),
             in_use: AtomicBool::new(false),
             full_harvests_all: AtomicBool::new(false),

@@ -2,7 +2,7 @@
 
 use super::reaper::Reaper;
 use super::{CHUNK_PAGES, DirtyRings, Predict, ReaperPolicy, RingReport, RingState};
-use crate::region::{collect, forget, map_of};
+use crate::region::{check_chunk, collect, forget, map_of, word_of};
 use crate::{LogSlot, TrackerError};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -82,8 +82,8 @@ impl RingTracker {
 
     /// Puts back pages that were harvested but not sent. The next harvest reports them again.
     ///
-    /// The pages need not be protected, because the engine reads their content only after the
-    /// harvest that reports them again.
+    /// Each page must have been harvested since tracking started. Then it is protected, or was
+    /// written since and is in a ring, which [`Protect::protect`] relies on.
     ///
     /// # Errors
     /// Returns [`TrackerError::NoRegion`] if the tracker does not have a region of `pages`, and
@@ -159,7 +159,7 @@ impl RingState {
             forget(Some(&**map), slot.returned_pages.as_deref());
             forget(slot.marks.as_deref(), slot.returned_pages.as_deref());
         }
-        self.seen.iter().for_each(|map| forget(Some(&**map), None));
+        self.seen.clear();
         self.slots.iter().try_for_each(|slot| self.log(slot, true))
     }
 
@@ -202,7 +202,7 @@ impl DirtyTracker for RingTracker {
         self.in_kernel = Some(began.elapsed());
         let shared = self.shared();
         // All pages that were seen in the rings are in the maps now.
-        shared.seen.iter().for_each(|map| forget(Some(&**map), None));
+        shared.seen.clear();
         for (slot, entered) in shared.slots.iter().zip(&shared.maps) {
             let map = map_of(dirty, slot.region(), slot.pages())?;
             collect(map, slot.returned_pages.as_deref(), |map| {
@@ -249,37 +249,21 @@ impl Protect for RingState {
         let found = self.slots.iter().position(|slot| slot.region() == region);
         let position = found.ok_or(TrackerError::NoRegion(region))?;
         let slot = &self.slots[position];
-        if chunk.end() > slot.pages() {
-            return Err(TrackerError::NoPages { region, have: slot.pages(), run: chunk }.into());
-        }
-        let seen = (&self.seen_by_slot, &*self.seen[position]);
-        let returned_pages = slot.returned_pages.as_deref();
-        self.core().discard(
-            seen,
-            &self.maps[position],
-            || words_of(&chunk, pages),
-            |index, discarded| {
-                if let Some(returned_pages) = returned_pages {
-                    let first = index as u64 * 64;
-                    for page in (0..64).filter(|page| discarded >> page & 1 == 1) {
-                        returned_pages.set(first + page);
-                    }
+        check_chunk(region, slot.pages(), chunk, pages)?;
+        let words = chunk.first.0 / 64..chunk.end().div_ceil(64);
+        let wanted = || {
+            words.clone().filter_map(|word| Some((usize::try_from(word).ok()?, word_of(chunk, pages, word))))
+        };
+        self.core().discard(&self.seen, position, wanted, |index, discarded| {
+            if let Some(returned_pages) = &slot.returned_pages {
+                let first = index as u64 * 64;
+                for page in (0..64).filter(|page| discarded >> page & 1 == 1) {
+                    returned_pages.set(first + page);
                 }
-            },
-        )?;
+            }
+        })?;
         Ok(())
     }
-}
-
-/// Returns the words of `pages` that have pages of `chunk`: their indexes, and these pages.
-fn words_of<'a>(chunk: &PageRun, pages: &'a Bitmap) -> impl Iterator<Item = (usize, u64)> + 'a {
-    let (first, end) = (chunk.first.0, chunk.end());
-    (first / 64..end.div_ceil(64)).map(move |word| {
-        let below = u64::MAX << first.saturating_sub(word * 64).min(63);
-        let above = u64::MAX >> (64 - (end - word * 64).min(64));
-        let index = usize::try_from(word).unwrap_or(usize::MAX);
-        (index, pages.word(index) & below & above)
-    })
 }
 
 impl Drop for RingTracker {

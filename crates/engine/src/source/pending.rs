@@ -22,7 +22,6 @@
 //! the guest.
 
 use crate::sync::{ClaimBitmap, SteppedMutex};
-use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -60,8 +59,6 @@ pub(crate) struct PendingPages {
     /// pass begins.
     skipped: PageSet,
     skipped_count: u64,
-    /// Number of pages of the next pass, if it was counted since it last changed.
-    counted: Cell<Option<u64>>,
 }
 
 impl PendingPages {
@@ -73,7 +70,6 @@ impl PendingPages {
             pass: None,
             skipped: PageSet::empty(layout),
             skipped_count: 0,
-            counted: Cell::new(None),
         }
     }
 
@@ -84,7 +80,6 @@ impl PendingPages {
     /// that a sender has not read yet.
     pub(crate) fn next(&mut self) -> &mut PageSet {
         assert!(self.pass.is_none(), "a harvest comes between two passes");
-        self.counted.set(None);
         &mut self.next
     }
 
@@ -95,14 +90,8 @@ impl PendingPages {
 
     /// Returns the number of pages of the next pass.
     pub(crate) fn count(&self) -> u64 {
-        let count = || {
-            let sets = self.next.iter().zip(&self.unexamined);
-            sets.map(|((_, next), spans)| spans.pages_with(next)).sum()
-        };
-        let counted = self.counted.get().unwrap_or_else(count);
-        debug_assert_eq!(counted, count(), "every change of the next pass forgets its count");
-        self.counted.set(Some(counted));
-        counted
+        let sets = self.next.iter().zip(&self.unexamined);
+        sets.map(|((_, next), spans)| spans.pages_with(next)).sum()
     }
 
     /// Begins a pass with all pages that are to be sent, which `takers` take out of the pass.
@@ -121,7 +110,6 @@ impl PendingPages {
         }
         self.unskip_next();
         let pages = self.count();
-        self.counted.set(None);
         let unexamined = self.unexamined.iter_mut().map(Spans::take).collect();
         let unexamined = memory.map(Arc::clone).map(|memory| (memory, unexamined));
         let pass = PassPages::new(self.next.take(), pages, unexamined, takers);
@@ -159,7 +147,6 @@ impl PendingPages {
     /// Ends the current pass, if there is one. Pages that no thread took are still to be sent.
     pub(crate) fn end_pass(&mut self) {
         if let Some(pass) = self.pass.take() {
-            self.counted.set(None);
             pass.add_remaining_to(&mut self.next);
             pass.add_unexamined_to(&mut self.unexamined);
         }
@@ -183,7 +170,6 @@ impl PendingPages {
             }
         }
         self.examine_nothing();
-        self.counted.set(None);
         let taken = self.next.take();
         self.unskip(&taken);
         Ok(taken)
@@ -202,7 +188,6 @@ impl PendingPages {
         let mut out = self.next.clone();
         out.retain(free);
         self.next.subtract(&out);
-        self.counted.set(None);
         self.skipped.union(&out);
         let before = std::mem::replace(&mut self.skipped_count, self.skipped.count());
         self.skipped_count.saturating_sub(before)
@@ -246,7 +231,7 @@ impl PendingPages {
     pub(crate) fn of([next, skipped]: [PageSet; 2], pass: Option<Arc<PassPages>>) -> Self {
         let skipped_count = skipped.count();
         let unexamined = next.iter().map(|(_, map)| Spans::none(map.len())).collect();
-        Self { next, unexamined, pass, skipped, skipped_count, counted: Cell::new(None) }
+        Self { next, unexamined, pass, skipped, skipped_count }
     }
 
     #[cfg(test)]
@@ -342,14 +327,21 @@ pub(crate) struct Division {
 }
 
 impl Division {
-    /// Returns a division with chunks of at most `pages` pages.
-    fn at_most(self, pages: u64) -> Self {
-        Self { chunk_pages: self.chunk_pages.min(pages), ..self }
+    /// Returns the division for a pass with unexamined spans. If there is one channel, a chunk is at
+    /// most one span, so that not all of memory is examined before the first page is sent.
+    ///
+    /// With several channels the division stays, because each page must belong to the same channel
+    /// in all passes.
+    fn by_spans(self) -> Self {
+        match self.channels {
+            1 => Self { chunk_pages: self.chunk_pages.min(SPAN_PAGES), ..self },
+            _ => self,
+        }
     }
 
     /// Returns the share of channel `index`.
     pub(crate) fn share(self, index: u16) -> Share {
-        Share { chunk_pages: self.chunk_pages, channels: self.channels, index: index.into() }
+        Share { division: self, index }
     }
 }
 
@@ -357,19 +349,18 @@ impl Division {
 /// `(c + position) % channels`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Share {
-    chunk_pages: u64,
-    channels: u64,
-    index: u64,
+    division: Division,
+    index: u16,
 }
 
 impl Share {
     /// Returns the channel's first chunk of a region of `pages` pages that has `page` or later
     /// pages, or `None` if there is none.
     fn chunk_from(self, position: usize, pages: u64, page: u64) -> Option<Range<u64>> {
-        let Self { chunk_pages: size, channels, index } = self;
+        let Division { chunk_pages: size, channels } = self.division;
         let chunk = page / size;
         let owner = (chunk + position as u64) % channels;
-        let first = (chunk + (index + channels - owner) % channels) * size;
+        let first = (chunk + (u64::from(self.index) + channels - owner) % channels) * size;
         // A region may end within a chunk, so `page` at its end may lie in the last chunk.
         (page.max(first) < pages).then(|| first..(first + size).min(pages))
     }
@@ -412,9 +403,9 @@ pub(crate) struct PassPages {
 /// Spans of a pass that no thread has examined, and the memory that is asked about them.
 ///
 /// A thread that needs a page of a span examines the span first: it asks which of its pages were
-/// touched, puts these pages into the pass, and then removes the span. It holds the lock in
-/// the meantime, so a thread that waits for the lock finds the span examined. The lock is taken
-/// once for each chunk, not for each page.
+/// touched, puts these pages into the pass, and then removes the span. It holds the lock in the
+/// meantime, so a thread that waits for the lock finds the span examined. The lock is taken once for
+/// each chunk, not for each page.
 ///
 /// A page that is touched after memory was asked is not in the pass. The tracker reports the page,
 /// because it reports every write since its start, and the next harvest adds the page to
@@ -472,12 +463,12 @@ impl DividedPages {
     }
 
     /// Takes the next chunk of `share` at or after page `from` that has pages. Returns the chunk.
-    fn next_chunk(&self, position: usize, mut from: u64, (index, share): (u16, Share)) -> Option<Range<u64>> {
+    fn next_chunk(&self, position: usize, mut from: u64, share: Share) -> Option<Range<u64>> {
         while let Some(page) = self.pages.next_set(from)
             && let Some(chunk) = share.chunk_from(position, self.pages.len(), page)
         {
             if chunk.contains(&page) {
-                self.reached[usize::from(index)].store(chunk.end, Ordering::Relaxed);
+                self.reached[usize::from(share.index)].store(chunk.end, Ordering::Relaxed);
                 return Some(chunk);
             }
             from = chunk.start;
@@ -508,6 +499,7 @@ impl Part {
             (PartPages::Divided(_), _) => None,
         }
     }
+
     /// Adds the pages of the span `run` that are set in `touched` to the pages that await their
     /// first turn. Returns the number of the other pages of the span that do not await it.
     fn give_touched(&self, run: Range<u64>, touched: &Bitmap) -> u64 {
@@ -557,7 +549,7 @@ impl PassPages {
         // Any sender may put touched pages of other senders' chunks into the pass.
         let (division, divided) = match (takers, &unexamined) {
             (Takers::Senders(division), None) => (division, true),
-            (Takers::Senders(division), Some(_)) => (division.at_most(SPAN_PAGES), false),
+            (Takers::Senders(division), Some(_)) => (division.by_spans(), false),
             (Takers::SendersAndDriver(division), _) => (division, false),
         };
         let part = |(id, map): (RegionId, Bitmap)| Part {
@@ -672,7 +664,8 @@ impl PassPages {
         self.parts.iter().enumerate().map(|(position, part)| (position, part.id, part.len))
     }
 
-    /// Returns true if any page of the region at `position` still awaits `turn`.
+    /// Returns true if any page of the region at `position` still awaits `turn`. If the senders
+    /// divide the pages, those that they have taken count as well.
     pub(crate) fn has(&self, position: usize, turn: PageTurn) -> bool {
         let part = &self.parts[position];
         if let PartPages::Divided(divided) = &part.pages {
@@ -699,8 +692,7 @@ impl PassPages {
     ) -> Result<Option<(Range<u64>, &'a Bitmap)>, VmError> {
         let (part, share) = (&self.parts[position], self.division.share(index));
         if let PartPages::Divided(divided) = &part.pages {
-            let chunk =
-                divided.next_chunk(position, from, (index, share)).filter(|_| turn == PageTurn::First);
+            let chunk = divided.next_chunk(position, from, share).filter(|_| turn == PageTurn::First);
             return Ok(chunk.map(|chunk| (chunk, &divided.pages)));
         }
         if mine.len() != part.len {
@@ -836,6 +828,7 @@ impl WalkedPass {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::sender::division;
     use crate::sync::unscheduled;
     use vmferry_core::{Gpa, Region};
 
@@ -968,7 +961,7 @@ mod tests {
     fn channels_share_the_chunks_of_every_region() {
         for (channels, pages) in [(1, 1u64), (2, 512), (3, 5000), (7, 5120)] {
             for position in 0..4 {
-                let share = |index| Share { chunk_pages: 512, channels, index };
+                let share = |index| Division { chunk_pages: 512, channels: channels.into() }.share(index);
                 let mut all: Vec<_> =
                     (0..channels).flat_map(|index| share(index).chunks(position, pages)).collect();
                 all.sort_by_key(|chunk| chunk.start);
@@ -976,6 +969,39 @@ mod tests {
                 assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{all:?}");
             }
         }
+    }
+
+    #[test]
+    fn page_belongs_to_the_same_channel_in_all_passes() {
+        struct Chunks(u64);
+        impl vmferry_core::Protect for Chunks {
+            fn chunk_pages(&self) -> u64 {
+                self.0
+            }
+            fn is_needed(&self) -> bool {
+                false
+            }
+            fn protect(&self, _: RegionId, _: PageRun, _: &Bitmap) -> Result<(), VmError> {
+                Ok(())
+            }
+        }
+        let memory = Touched::new(&[]);
+        let passes = |chunk: u64, channels| {
+            let division = |senders_only| division(&Chunks(chunk), channels, senders_only);
+            let unexamined = || vec![Spans::all(LONG), Spans::none(70)];
+            let pass = |takers, spans: Option<Vec<Spans>>| {
+                let unexamined = spans.map(|spans| (Arc::clone(&memory) as _, spans));
+                PassPages::new(PageSet::empty(memory.layout()), 0, unexamined, takers).division.chunk_pages
+            };
+            [Takers::Senders(division(true)), Takers::SendersAndDriver(division(false))]
+                .map(|takers| [pass(takers, None), pass(takers, Some(unexamined()))])
+        };
+        unscheduled(|| {
+            for chunk in [1, 512, 1 << 14, SPAN_PAGES, 1 << 20] {
+                assert_eq!(passes(chunk, 2), [[chunk.max(512); 2]; 2]);
+            }
+            assert_eq!(passes(512, 1), [[1 << 24, SPAN_PAGES], [512, 512]]);
+        });
     }
 
     #[test]

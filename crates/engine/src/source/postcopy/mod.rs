@@ -45,9 +45,8 @@ pub(crate) fn unsent_bytes(rate: u64) -> u64 {
 /// more, but a vCPU that needs a page of such a frame waits less.
 const NEAR: u64 = 4;
 
-/// Number of chunks that are sent before all others, if the guest accesses memory sequentially: its
-/// chunk and those after it. A vCPU of such a guest is hardly ever more than a chunk ahead of its
-/// last fault.
+/// Number of chunks that are sent before all others if the guest accesses memory sequentially: its
+/// chunk and those after it.
 const FOLLOWED: u64 = 4;
 
 /// Page that the guest waits for, and pages that it may need next.
@@ -167,8 +166,8 @@ impl Claims {
         }
     }
 
-    /// Returns the chunk that the guest accesses, or the first of those after it, of which any page
-    /// is left.
+    /// Returns the first chunk with a page that no thread has claimed, among the chunk that the guest
+    /// accesses and those after it.
     ///
     /// Several threads may send the same chunk, so that the pages that the guest needs next come
     /// over all channels: each thread claims the next few pages that no thread has claimed. If each
@@ -182,7 +181,7 @@ impl Claims {
             let from = if ahead == 0 { page % CHUNK_PAGES } else { 0 };
             let Some(chunk) = self.chunk(number + ahead, from) else { break };
             if self.regions[chunk.region].1.any(chunk.pages.clone()) {
-                // If another thread has taken the chunk, that thread sends it, too.
+                // Another thread may have taken the chunk before. Then both send it.
                 self.chunks.take(number + ahead);
                 return Some(chunk);
             }
