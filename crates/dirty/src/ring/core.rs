@@ -307,7 +307,7 @@ impl<K: Kernel> Core<K> {
     /// and `each` receives the discarded pages in the same form.
     ///
     /// # Why no write is lost
-    /// A page in `found` was published after its reset, so it is protected, or was written since and
+    /// A page in `found` was published after its reset. So it is protected, or was written since and
     /// is in a ring. In both cases the content that is read afterwards has every write that was
     /// recorded in `found`, and a later harvest finds every other write.
     ///

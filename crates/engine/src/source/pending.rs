@@ -327,8 +327,8 @@ pub(crate) struct Division {
 }
 
 impl Division {
-    /// Returns the division for a pass with unexamined spans. If there is one channel, a chunk is at
-    /// most one span, so that not all of memory is examined before the first page is sent.
+    /// Returns the division for a pass with unexamined spans. If there is one channel, a chunk is
+    /// at most one span, so that not all of memory is examined before the first page is sent.
     ///
     /// With several channels the division stays, because each page must belong to the same channel
     /// in all passes.
@@ -404,8 +404,8 @@ pub(crate) struct PassPages {
 ///
 /// A thread that needs a page of a span examines the span first: it asks which of its pages were
 /// touched, puts these pages into the pass, and then removes the span. It holds the lock in the
-/// meantime, so a thread that waits for the lock finds the span examined. The lock is taken once for
-/// each chunk, not for each page.
+/// meantime, so a thread that waits for the lock finds the span examined. The lock is taken once
+/// for each chunk, not for each page.
 ///
 /// A page that is touched after memory was asked is not in the pass. The tracker reports the page,
 /// because it reports every write since its start, and the next harvest adds the page to
