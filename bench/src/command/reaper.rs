@@ -126,8 +126,7 @@ fn watch(spec: &CaseSpec, side: Side, before: Duration, after: Duration) -> Resu
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
     };
     let mut pair = Pair::start(&setup, &stop)?;
-    // The migration touches the working set and little more on the target.
-    let warm = Warm::hold(spec.memory / 4);
+    let warm = Warm::hold(spec.memory);
     let mut watch = Watch { zero: Instant::now(), recorder: Recorder::default() };
     watch.look_for(&mut pair.source, before);
     drop(warm);
