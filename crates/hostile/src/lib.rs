@@ -33,7 +33,7 @@ const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
 
 /// All targets.
-pub const TARGETS: [Target; 17] = [
+pub const TARGETS: [Target; 19] = [
     // Fixed blocks; an error may carry some text.
     target("hello", vmferry_wire::hostile::drive_hello, (4 * KIB, 0)),
     // Three bytes can create a run of 24 bytes, in a list that doubles as it grows. The target also
@@ -63,6 +63,11 @@ pub const TARGETS: [Target; 17] = [
     target("tls", vmferry_engine::hostile::drive_tls, (6 * MIB, 40)),
     // Two bytes of JSON create a value of 32 bytes, in a list that doubles as it grows.
     target("etcd", drive_etcd, (64 * KIB, 80)),
+    // The pages of a frame, decoded twice, between two more pages each time; a decoder, and
+    // encoders for the pages that were decoded.
+    target("codec", vmferry_codec::hostile::drive_frames, (2 * MIB, 2)),
+    // Pages before and after each delta, and the buffer of an encoder.
+    target("delta", vmferry_codec::hostile::drive_deltas, (16 * KIB, 0)),
 ];
 
 const fn target(name: &'static str, drive: fn(&[u8]), cap: (usize, usize)) -> Target {

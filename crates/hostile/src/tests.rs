@@ -108,7 +108,8 @@ macro_rules! each {
 // Number of inputs that take half a second or so. The fuzz targets of the same names run more.
 each!(
     hello: 20_000, messages: 20_000, frames: 2000, lanes: 2000, source: 10_000, target: 10_000, snapshot: 1000, state: 5000,
-    process: 4000, balloon: 3000, blk: 400, net: 3000, rng: 2500, qmp: 8000, words: 20_000, tls: 400, etcd: 20_000
+    process: 4000, balloon: 3000, blk: 400, net: 3000, rng: 2500, qmp: 8000, words: 20_000, tls: 400, etcd: 20_000,
+    codec: 2000, delta: 20_000
 );
 
 /// Checks that the memory limit is enforced: an excessive request is detected even if it was
