@@ -12,6 +12,7 @@
 mod cases;
 mod cgroup;
 mod child;
+pub mod codec;
 pub mod command;
 pub mod cpu;
 pub mod density;

@@ -21,6 +21,8 @@ pub(super) enum BenchName {
     Stalls,
     /// Cost of a migration by memory, vCPUs, guests and working set
     Scale,
+    /// Codecs of pages: ratio and speed on known contents
+    Codec,
     /// Predictions of `plan`, compared with real migrations
     Plan,
     /// Floor of a remote fault: page round trips, and a local fault
@@ -70,10 +72,10 @@ pub(super) struct BenchArgs {
     /// the texts run.
     #[arg(long, value_name = "TEXT", help_heading = RUNS)]
     pub(super) only: Vec<String>,
-    /// Seed that selects the cases of `faults --quick`
+    /// Seed of the cases of `faults --quick` and of the contents of `codec`
     ///
     /// `faults --quick` runs each fault at each phase once. The seed selects the mode and the
-    /// guest.
+    /// guest. The pages that `codec` encodes depend on the seed.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = RUNS)]
     pub(super) seed: u64,
     /// Number of cases of `faults` that run at the same time

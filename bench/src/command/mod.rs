@@ -2,6 +2,7 @@
 
 mod arbiter;
 mod args;
+mod codec;
 mod density;
 mod environments;
 mod faults;
@@ -96,7 +97,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why = "scan, codec, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -150,6 +151,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Postcopy => &[postcopy::bench],
         BenchName::Stalls => &[stalls::bench],
         BenchName::Scale => &[scale::bench],
+        BenchName::Codec => &[codec::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
@@ -159,6 +161,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::All => &[
             scan,
             rtt,
+            codec::bench,
             migrate,
             stalls::bench,
             plan::bench,

@@ -34,6 +34,7 @@ fn help_names_every_bench() {
         "postcopy",
         "stalls",
         "scale",
+        "codec",
         "plan",
         "rtt",
         "faults",

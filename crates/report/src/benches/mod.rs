@@ -1,6 +1,7 @@
 //! Tables and pages of single benches. A bench without a module uses the columns that its cases
 //! have.
 
+pub mod codec;
 pub mod density;
 pub mod free_page;
 pub mod migrate;

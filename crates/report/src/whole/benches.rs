@@ -2,7 +2,7 @@
 
 use super::others;
 use crate::benches::{
-    density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan, stalls,
+    codec, density, free_page, migrate, postcopy, reaper, reaper_traces, rtt, scale, scan, stalls,
 };
 use crate::html::Page;
 use crate::json::{Case, Document};
@@ -73,6 +73,13 @@ pub(super) const KEYS: &[(&str, &[Key])] = &[
             ("bookkeeping_mib", "bookkeeping in MiB", true),
         ],
     ),
+    (
+        "codec",
+        &[
+            ("ratio", "bytes of pages divided by bytes sent", true),
+            ("encode_gbytes_per_s", "encoding in 10^9 bytes of pages per second", true),
+        ],
+    ),
     ("density", &[("residue_pct", "residue in %", false), ("work_ms", "work in ms", false)]),
 ];
 
@@ -93,6 +100,7 @@ pub(super) fn section(page: &mut Page, document: &Document) {
         "free-page" => free_page::section(page, document),
         "density" => density::section(page, document),
         "stalls" => stalls::section(page, document),
+        "codec" => codec::section(page, document),
         "scale" => scale::section(page, document),
         _ => others::section(page, document),
     }

@@ -226,6 +226,7 @@ fn benches_of_other_versions_and_absurd_figures_are_shown() {
         "density",
         "stalls",
         "scale",
+        "codec",
         "plan",
         "limits",
         "soak",

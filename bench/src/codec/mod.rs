@@ -1,0 +1,126 @@
+//! `vmferry-bench codec`: what the codecs of pages cost and save.
+//!
+//! | group | cases |
+//! |---|---|
+//! | `speed` | codecs, deltas and the estimate of a page's class, on pages of known contents, without a guest |
+//!
+//! The names of all cases begin with their group, so `--only speed` selects the group.
+//!
+//! # Group `speed`
+//!
+//! One thread encodes and decodes pages in memory. The contents depend on the seed only, except for
+//! `files`, which are the executables and libraries of this host.
+//!
+//! - *Frames*: each codec encodes all pages in batches of 32, and decodes them into one batch. A
+//!   batch that does not get smaller counts with the bytes of its pages.
+//! - *Classes*: the estimate of each page. Its shares show how often pages that do not compress
+//!   would be tried, and how often pages that compress would not be.
+//! - *Deltas*: pages are encoded against an earlier version, and the deltas are applied to the
+//!   earlier version. Hot pages fit into the cache. Cold pages are 128 MiB of earlier versions,
+//!   while the new versions are hot: a sender has just copied the page that it encodes.
+//!
+//! Speeds are bytes of pages divided by elapsed time. Each side also copies the same pages in the
+//! same round, and the ratios are to these copies.
+
+mod contents;
+mod report;
+mod speed;
+
+use vmferry_report::json::Document;
+
+use crate::host;
+use crate::rounds::Rounds;
+
+pub use crate::rounds::Outcome;
+pub use vmferry_report::benches::codec::table;
+
+/// Extent of the measurements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Options {
+    /// Number of rounds.
+    pub repeats: usize,
+    /// Number of pages of each content.
+    pub pages: usize,
+    /// Number of earlier versions, for cold deltas. At least 32.
+    pub cold_pages: usize,
+    /// Seed of the contents.
+    pub seed: u64,
+    /// Texts that select sides by name, as in `speed/text/lz4`. Empty selects all.
+    pub only: Vec<String>,
+}
+
+impl Options {
+    /// Returns the full options: 32 MiB of each content, seven rounds.
+    pub fn full() -> Self {
+        Options { repeats: 7, pages: 8192, cold_pages: 32_768, seed: 1, only: Vec::new() }
+    }
+
+    /// Returns the options of `--quick`: 8 MiB of each content, three rounds.
+    pub fn quick() -> Self {
+        Options { repeats: 3, pages: 2048, ..Self::full() }
+    }
+
+    fn wants(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|text| name.contains(text.as_str()))
+    }
+}
+
+/// Runs the bench. Calls `progress` with the name of each run that begins.
+pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Outcome {
+    let mut document = Document::new("codec", host::describe());
+    let mut rounds = Rounds::new(options.repeats, progress);
+    speed::run(options, &mut rounds, &mut document);
+    let failures = rounds.failures;
+    report::finish(&mut document, options, &failures);
+    Outcome { document, failures }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn small(only: &[&str]) -> Outcome {
+        let only = only.iter().map(|text| (*text).to_owned()).collect();
+        let options = Options { repeats: 2, pages: 96, cold_pages: 64, seed: 7, only };
+        run(&options, &mut |_| {})
+    }
+
+    #[test]
+    fn small_run_has_the_documented_figures() {
+        let Outcome { document, failures } = small(&[]);
+        assert!(failures.is_empty(), "{failures:?}");
+        let metric = |name: &str, metric: &str| {
+            let case = document.cases.iter().find(|case| case.name == name);
+            case.unwrap_or_else(|| panic!("no case {name}")).metrics.get(metric).copied()
+        };
+        for side in ["lz4", "zstd-1", "zstd-3"] {
+            let name = format!("speed/text/{side}");
+            for figure in ["ratio", "encode_gbytes_per_s", "decode_gbytes_per_s", "encode_to_copy"] {
+                assert!(metric(&name, figure).unwrap() > 0.0, "{name}: {figure}");
+            }
+            assert!(metric(&name, "ratio").unwrap() > 1.5, "{name}");
+            assert_eq!(metric(&format!("speed/random/{side}"), "ratio"), Some(1.0));
+            assert_eq!(metric(&format!("speed/random/{side}"), "decode_gbytes_per_s"), None);
+        }
+        assert_eq!(metric("speed/random/class", "dense_share"), Some(1.0));
+        assert_eq!(metric("speed/text/class", "dense_share"), Some(0.0));
+        let counter = "speed/counter/delta-portable";
+        assert_eq!(metric(counter, "delta_bytes"), Some(12.0));
+        assert!(metric(counter, "decode_cold_to_write").unwrap() > 0.0);
+        assert_eq!(metric("speed/whole/delta-portable", "delta_bytes"), None);
+        assert!(document.summary["sparse_encode_gbytes_per_s"].as_f64().unwrap() > 0.0);
+        assert!(table(&document).contains("speed/text/lz4"), "{}", table(&document));
+    }
+
+    #[test]
+    fn contents_depend_on_the_seed_only() {
+        let ratio = || {
+            let outcome = small(&["speed/text/lz4", "speed/pointers/zstd-3"]);
+            let ratios = outcome.document.cases.iter().map(|case| case.metrics["ratio"]);
+            ratios.collect::<Vec<f64>>()
+        };
+        let first = ratio();
+        assert_eq!(first.len(), 2);
+        assert_eq!(first, ratio());
+    }
+}
