@@ -6,7 +6,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 use vmferry_engine::{
-    AutoConverge, BulkLimit, MigrationMode, OnTimeout, SwitchoverBandwidth, UrgentPath, Uri, UriError,
+    AutoConverge, BulkLimit, Deltas, Level, MigrationMode, OnTimeout, PageCodec, SwitchoverBandwidth,
+    UrgentPath, Uri, UriError,
 };
 
 /// Source of an arriving guest.
@@ -260,6 +261,79 @@ impl fmt::Display for PaceArg {
     }
 }
 
+/// Encoding of pages: the text of the command line, which JSON has as well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub(crate) struct CodecArg(pub(crate) PageCodec);
+
+impl FromStr for CodecArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let level = |text: &str| text.parse().ok().and_then(Level::new);
+        Ok(Self(match text {
+            "auto" => PageCodec::Auto,
+            "raw" => PageCodec::Raw,
+            "lz4" => PageCodec::Lz4,
+            "zstd" => PageCodec::Zstd(Level::MIN),
+            _ => {
+                let level = text.strip_prefix("zstd:").and_then(level);
+                PageCodec::Zstd(level.ok_or_else(|| {
+                    format!("'{text}' is not auto, raw, lz4, zstd, or zstd:LEVEL with a level from 1 to 19")
+                })?)
+            }
+        }))
+    }
+}
+
+impl TryFrom<String> for CodecArg {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<CodecArg> for String {
+    fn from(arg: CodecArg) -> Self {
+        arg.to_string()
+    }
+}
+
+impl fmt::Display for CodecArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            PageCodec::Auto => f.write_str("auto"),
+            PageCodec::Lz4 => f.write_str("lz4"),
+            PageCodec::Zstd(level) => write!(f, "zstd:{}", level.get()),
+            _ => f.write_str("raw"),
+        }
+    }
+}
+
+/// Use of deltas.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum DeltaArg {
+    /// While the link limits the migration
+    Auto,
+    /// Always
+    On,
+    /// Never
+    #[default]
+    Off,
+}
+
+impl From<DeltaArg> for Deltas {
+    fn from(arg: DeltaArg) -> Self {
+        match arg {
+            DeltaArg::Auto => Self::Auto,
+            DeltaArg::On => Self::On,
+            DeltaArg::Off => Self::Off,
+        }
+    }
+}
+
 /// Limit of the bandwidth while the guest is stopped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -316,6 +390,19 @@ mod tests {
         }
         assert!("fast".parse::<PaceArg>().is_err());
         assert!(serde_json::from_str::<PaceArg>("0").is_err());
+    }
+
+    #[test]
+    fn codec_is_a_word_with_a_level_on_the_command_line_and_in_json() {
+        for text in ["auto", "raw", "lz4", "zstd:1", "zstd:19"] {
+            let arg: CodecArg = text.parse().unwrap();
+            assert_eq!(arg.to_string(), text);
+            assert_eq!(serde_json::from_value::<CodecArg>(serde_json::to_value(arg).unwrap()).unwrap(), arg);
+        }
+        assert_eq!("zstd".parse::<CodecArg>().unwrap().to_string(), "zstd:1");
+        for text in ["", "gzip", "zstd:", "zstd:0", "zstd:20", "zstd:-1", "lz4:1"] {
+            assert!(text.parse::<CodecArg>().is_err(), "{text}");
+        }
     }
 
     #[test]

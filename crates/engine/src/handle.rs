@@ -2,7 +2,7 @@
 //! to the migration.
 
 use crate::plan::{CourseChange, Verdict};
-use crate::report::{FreePagesFigures, PaceFigures, Report};
+use crate::report::{CodecFigures, EncodingFigures, FreePagesFigures, PaceFigures, Report};
 use crate::source::Settings;
 use crate::wake::Wakers;
 use socket2::SockRef;
@@ -12,6 +12,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
+use vmferry_core::PAGE_BYTES;
+use vmferry_wire::{Encoding, Segment};
 
 /// Counters that the channel threads increase once per frame.
 #[derive(Debug)]
@@ -25,13 +27,79 @@ pub(crate) struct Counters {
     /// Pages skipped as free. A page that was skipped several times counts several times.
     pub(crate) free: AtomicU64,
     pub(crate) cpu_us: AtomicU64,
+    pub(crate) encodings: Encodings,
+}
+
+/// Counters of encoded pages.
+#[derive(Debug, Default)]
+pub(crate) struct Encodings {
+    pub(crate) lz4: EncodingCounters,
+    pub(crate) zstd: EncodingCounters,
+    pub(crate) delta: EncodingCounters,
+    /// Bytes by which frames with encoded pages were shorter than the same frames without encoding.
+    saved: AtomicU64,
+}
+
+/// Counters of the pages of one encoding.
+#[derive(Debug, Default)]
+pub(crate) struct EncodingCounters {
+    pages: AtomicU64,
+    bytes: AtomicU64,
+    /// CPU time of the encoding in ns, which includes pages that did not become smaller.
+    cpu_ns: AtomicU64,
+}
+
+impl EncodingCounters {
+    pub(crate) fn add_cpu(&self, cpu: Duration) {
+        self.cpu_ns.fetch_add(u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    fn figures(&self) -> EncodingFigures {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        EncodingFigures {
+            pages: load(&self.pages),
+            bytes: load(&self.bytes),
+            cpu_ms: load(&self.cpu_ns) as f64 / 1e6,
+        }
+    }
+}
+
+impl Encodings {
+    /// Counts the segments of a frame.
+    pub(crate) fn count(&self, segments: &[Segment]) {
+        for segment in segments {
+            let counters = match segment.encoding {
+                Encoding::Raw => continue,
+                Encoding::Lz4 => &self.lz4,
+                Encoding::Zstd => &self.zstd,
+                Encoding::Delta => &self.delta,
+            };
+            counters.pages.fetch_add(segment.pages as u64, Ordering::Relaxed);
+            counters.bytes.fetch_add(segment.bytes as u64, Ordering::Relaxed);
+            let saved = segment.pages * PAGE_BYTES - segment.bytes;
+            self.saved.fetch_add(saved as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Returns the bytes that encoded pages have saved.
+    pub(crate) fn saved(&self) -> u64 {
+        self.saved.load(Ordering::Relaxed)
+    }
+
+    /// Returns the figures, or `None` if no page was encoded.
+    pub(crate) fn figures(&self) -> Option<CodecFigures> {
+        let figures =
+            CodecFigures { lz4: self.lz4.figures(), zstd: self.zstd.figures(), delta: self.delta.figures() };
+        (figures != CodecFigures::default()).then_some(figures)
+    }
 }
 
 impl Default for Counters {
     fn default() -> Self {
         let [wire_bytes, raw_pages, zero_pages, untouched, free, cpu_us] = [const { AtomicU64::new(0) }; 6];
         let channels = [const { AtomicU64::new(0) }; Settings::MAX_CHANNELS as usize];
-        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us }
+        let encodings = Encodings::default();
+        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us, encodings }
     }
 }
 
@@ -65,11 +133,17 @@ impl Counters {
 
 /// Returns the CPU time of the calling thread in microseconds.
 pub(crate) fn thread_cpu_us() -> u64 {
+    u64::try_from(thread_cpu().as_micros()).unwrap_or(u64::MAX)
+}
+
+/// Returns the CPU time of the calling thread.
+pub(crate) fn thread_cpu() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is a local variable that outlives the call, and this clock always exists on
     // Linux.
     unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) };
-    u64::try_from(time.tv_sec * 1_000_000 + time.tv_nsec / 1000).unwrap_or(0)
+    let (seconds, nanos) = (u64::try_from(time.tv_sec), u32::try_from(time.tv_nsec));
+    Duration::new(seconds.unwrap_or(0), nanos.unwrap_or(0))
 }
 
 /// State of a migration.
@@ -395,10 +469,14 @@ impl MigrationHandle {
         drop(known);
         report.state = progress.state;
         report.total_ms = total.unwrap_or_default().as_secs_f64() * 1e3;
+        let codecs = self.counters.encodings.figures();
         report.bytes.wire = progress.wire_bytes;
         report.bytes.raw_pages = progress.raw_pages;
         report.bytes.zero_pages = progress.zero_pages;
         report.bytes.free_pages_skipped = progress.free_pages_skipped;
+        report.bytes.delta = codecs.as_ref().map_or(0, |codecs| codecs.delta.bytes);
+        report.bytes.compressed = codecs.as_ref().map_or(0, CodecFigures::compressed);
+        report.codecs = codecs;
         report.free_pages = progress.free_pages;
         report.course = progress.course;
         report

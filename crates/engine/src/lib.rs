@@ -91,8 +91,8 @@ pub use error::MigrateError;
 pub use handle::{Change, MigrationHandle, MigrationState, Progress};
 pub use mapped::MappedMemory;
 pub use report::{
-    Bytes, Cpu, Downtime, Ended, FaultFigures, FreePagesFigures, MigrationKind, PaceFigures, PassReport,
-    PhaseReport, PostcopyFigures, Report, ThrottleFigures,
+    Bytes, CodecFigures, Cpu, Downtime, EncodingFigures, Ended, FaultFigures, FreePagesFigures,
+    MigrationKind, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures,
 };
 /// TLS library. Callers of [`Tls::with_provider`] need its type for a provider of cryptography.
 #[cfg(feature = "tls")]
@@ -109,12 +109,14 @@ pub use source::WalkedPass;
 #[doc(hidden)]
 pub use source::pace;
 pub use source::{
-    AutoConverge, BulkLimit, MigrationMode, OnTimeout, Outcome, Settings, SwitchoverBandwidth, UrgentPath,
-    Verification, migrate,
+    AutoConverge, BulkLimit, Deltas, MigrationMode, OnTimeout, Outcome, PageCodec, Settings,
+    SwitchoverBandwidth, UrgentPath, Verification, migrate,
 };
 pub use target::{
     Arrival, Incoming, PostcopyReceiver, PostcopyState, PostcopyWatch, ReceiveFailure, Received, receive,
 };
+/// Level of Zstandard, for [`PageCodec`].
+pub use vmferry_codec::Level;
 pub use vmferry_core::{
     Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
     Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, RingFigures,

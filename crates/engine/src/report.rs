@@ -56,6 +56,8 @@ pub struct Report {
     pub downtime: Downtime,
     /// Bytes and pages that were sent.
     pub bytes: Bytes,
+    /// Figures of encoded pages. `None` if no page was encoded.
+    pub codecs: Option<CodecFigures>,
     /// Passes over the dirty pages, in order.
     pub passes: Vec<PassReport>,
     /// Phases of the migration that were reached, in order of their start.
@@ -248,10 +250,42 @@ pub struct Bytes {
     /// Number of pages that were skipped because the guest reported them as free, and that were not
     /// sent later.
     pub free_pages_skipped: u64,
-    /// Bytes of pages sent as differences. Always 0, because the engine sends no differences.
+    /// Bytes of pages sent as deltas.
     pub delta: u64,
-    /// Bytes of pages sent compressed. Always 0, because the engine compresses no pages.
+    /// Bytes of pages sent compressed.
     pub compressed: u64,
+}
+
+/// Figures of encoded pages.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct CodecFigures {
+    /// Pages compressed with LZ4.
+    pub lz4: EncodingFigures,
+    /// Pages compressed with Zstandard.
+    pub zstd: EncodingFigures,
+    /// Pages sent as deltas.
+    pub delta: EncodingFigures,
+}
+
+impl CodecFigures {
+    /// Returns the bytes of compressed pages.
+    pub(crate) fn compressed(&self) -> u64 {
+        self.lz4.bytes + self.zstd.bytes
+    }
+}
+
+/// Figures of the pages of one encoding.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct EncodingFigures {
+    /// Number of pages. Without the encoding, each has 4096 bytes.
+    pub pages: u64,
+    /// Bytes of the encoded pages.
+    pub bytes: u64,
+    /// CPU time of the source for the encoding, in ms. It includes pages that did not become
+    /// smaller, and were sent in another way.
+    pub cpu_ms: f64,
 }
 
 /// Figures of one pass over the dirty pages.

@@ -2,7 +2,7 @@
 //! content.
 
 use crate::{Fields, WireError, crc};
-use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId};
+use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 
 /// Length of the header of a frame in bytes.
 pub const FRAME_HEADER_BYTES: usize = 64;
@@ -11,8 +11,14 @@ pub const MAX_FRAME_RUNS: usize = 256;
 /// Maximum number of pages with content in a frame. Their content has 1 MiB, which fits into a
 /// second-level cache between the computation of the digests and the copy.
 pub const MAX_FRAME_PAGES: usize = 256;
-/// Maximum length of the table of a frame in bytes. Each run and each digest takes eight bytes.
-pub const MAX_TABLE_BYTES: usize = 8 * (MAX_FRAME_RUNS + MAX_FRAME_PAGES);
+/// Maximum number of segments in a frame with encoded content.
+pub const MAX_SEGMENTS: usize = 32;
+/// Maximum length of the table of a frame in bytes. Each run, each digest and each segment takes
+/// eight bytes, and the segment of a page takes one.
+pub const MAX_TABLE_BYTES: usize = 8 * (MAX_FRAME_RUNS + MAX_FRAME_PAGES + MAX_SEGMENTS) + MAX_FRAME_PAGES;
+/// Maximum length of the content of a frame in bytes. Encoded content is never longer than the
+/// pages.
+pub const MAX_CONTENT_BYTES: usize = MAX_FRAME_PAGES * PAGE_BYTES;
 
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFb");
 const KIND_BITS: u32 = 2;
@@ -35,12 +41,89 @@ pub enum FrameKind {
     Probe,
 }
 
-/// Encoding of the content of pages. This version has only raw content, and later versions may add
-/// codecs.
+/// Form of the content of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Codec {
+pub enum Content {
+    /// Unencoded content, 4096 bytes for each page, in the order of the table.
+    Raw,
+    /// Encoded content in this many segments, 1 to [`MAX_SEGMENTS`]. The table assigns each page
+    /// with content to a segment. Only frames of kind [`Pages`](FrameKind::Pages) have segments,
+    /// and only if the target has offered [`FEATURE_SEGMENTS`](crate::FEATURE_SEGMENTS).
+    Segments(usize),
+}
+
+/// Encoding of the pages of a segment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Encoding {
     /// Unencoded content, 4096 bytes for each page.
     Raw,
+    /// One LZ4 block of all pages.
+    Lz4,
+    /// One Zstandard frame of all pages.
+    Zstd,
+    /// For each page, its difference from the content that the same channel has sent before.
+    Delta,
+}
+
+impl Encoding {
+    const ALL: [Self; 4] = [Self::Raw, Self::Lz4, Self::Zstd, Self::Delta];
+
+    fn code(self) -> u8 {
+        match self {
+            Self::Raw => 0,
+            Self::Lz4 => 1,
+            Self::Zstd => 2,
+            Self::Delta => 3,
+        }
+    }
+}
+
+/// Segment of the content of a frame: pages that are encoded together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Segment {
+    /// Encoding of the pages.
+    pub encoding: Encoding,
+    /// Number of pages, at least 1.
+    pub pages: usize,
+    /// Length of the encoded pages in bytes. It is `4096 * pages` with [`Encoding::Raw`], and
+    /// between 1 and `4096 * pages - 1` otherwise.
+    pub bytes: usize,
+}
+
+impl Segment {
+    const BYTES: usize = 8;
+
+    fn is_valid(&self) -> bool {
+        let raw = self.pages * PAGE_BYTES;
+        self.pages > 0
+            && match self.encoding {
+                Encoding::Raw => self.bytes == raw,
+                Encoding::Lz4 | Encoding::Zstd | Encoding::Delta => self.bytes > 0 && self.bytes < raw,
+            }
+    }
+
+    fn encode(&self) -> [u8; Self::BYTES] {
+        let pages = u16::try_from(self.pages).expect("at most MAX_FRAME_PAGES").to_le_bytes();
+        let bytes = u32::try_from(self.bytes).expect("at most MAX_CONTENT_BYTES").to_le_bytes();
+        let [p0, p1] = pages;
+        let [b0, b1, b2, b3] = bytes;
+        [self.encoding.code(), 0, p0, p1, b0, b1, b2, b3]
+    }
+
+    fn decode(bytes: &[u8]) -> Result<Self, WireError> {
+        let mut fields = Fields(bytes);
+        let (code, _, pages, bytes) = (fields.u8(), fields.u8(), fields.u16(), fields.u32());
+        let encoding = Encoding::ALL.into_iter().find(|encoding| encoding.code() == code);
+        let encoding =
+            encoding.ok_or(WireError::Field { what: "encoding", value: code.into(), allowed: "0 to 3" })?;
+        let segment =
+            Self { encoding, pages: pages.into(), bytes: usize::try_from(bytes).unwrap_or(usize::MAX) };
+        segment.is_valid().then_some(segment).ok_or(WireError::Field {
+            what: "bytes of a segment",
+            value: bytes.into(),
+            allowed: "at least 1, and at most those of its pages",
+        })
+    }
 }
 
 /// Fixed header of a frame.
@@ -51,8 +134,8 @@ pub enum Codec {
 pub struct FrameHeader {
     /// Kind of the frame.
     pub kind: FrameKind,
-    /// Encoding of the content of the pages.
-    pub codec: Codec,
+    /// Form of the content of the pages.
+    pub content: Content,
     /// Region of all pages of the frame.
     pub region: RegionId,
     /// Number of the pass to which the frame belongs.
@@ -76,7 +159,7 @@ impl FrameHeader {
     pub fn barrier(pass: u32, sequence: u64) -> Self {
         Self {
             kind: FrameKind::Barrier,
-            codec: Codec::Raw,
+            content: Content::Raw,
             region: RegionId(0),
             pass,
             sequence,
@@ -96,14 +179,18 @@ impl FrameHeader {
     /// Returns the length of the table that follows the header, in bytes.
     #[must_use]
     pub fn table_bytes(&self) -> usize {
-        8 * (self.runs + self.pages)
+        let segments = match self.content {
+            Content::Raw => 0,
+            Content::Segments(count) => Segment::BYTES * count + self.pages,
+        };
+        8 * (self.runs + self.pages) + segments
     }
 
     /// Encodes the header.
     ///
     /// # Panics
-    /// Panics if `runs` does not fit into 16 bits, or `pages` not into 32 bits. A header from
-    /// [`TableWriter`] or [`decode`](Self::decode) never exceeds its limits.
+    /// Panics if `runs` does not fit into 16 bits, or `pages` or the number of segments not into 32
+    /// bits. A header from [`TableWriter`] or [`decode`](Self::decode) never exceeds its limits.
     #[must_use]
     pub fn encode(&self) -> [u8; FRAME_HEADER_BYTES] {
         let mut bytes = [0; FRAME_HEADER_BYTES];
@@ -120,15 +207,20 @@ impl FrameHeader {
                 FrameKind::Barrier => 2,
                 FrameKind::Probe => 3,
             },
-            match self.codec {
-                Codec::Raw => 0,
+            match self.content {
+                Content::Raw => 0,
+                Content::Segments(_) => 1,
             },
         ]);
         put(&u16::try_from(self.runs).expect("at most MAX_FRAME_RUNS").to_le_bytes());
         put(&u32::try_from(self.pages).expect("at most MAX_FRAME_PAGES").to_le_bytes());
         put(&self.region.0.to_le_bytes());
         put(&self.pass.to_le_bytes());
-        put(&[0; 4]);
+        let segments = match self.content {
+            Content::Raw => 0,
+            Content::Segments(count) => u32::try_from(count).expect("at most MAX_SEGMENTS"),
+        };
+        put(&segments.to_le_bytes());
         put(&self.sequence.to_le_bytes());
         put(&self.base.0.to_le_bytes());
         put(&self.table_sum.to_le_bytes());
@@ -160,13 +252,10 @@ impl FrameHeader {
             3 => FrameKind::Probe,
             other => return Err(field("frame kind", other.into(), "0 to 3")),
         };
-        let codec = match fields.u8() {
-            0 => Codec::Raw,
-            other => return Err(field("codec", other.into(), "0")),
-        };
+        let form = fields.u8();
         let (runs, pages) = (usize::from(fields.u16()), fields.u32());
         let region = RegionId(fields.u32());
-        let (pass, _) = (fields.u32(), fields.u32());
+        let (pass, segments) = (fields.u32(), fields.u32());
         let (sequence, base, table_sum) = (fields.u64(), PageIndex(fields.u64()), fields.u64());
         let empty = matches!(kind, FrameKind::Barrier | FrameKind::Probe);
         if runs > MAX_FRAME_RUNS || (runs == 0) != empty {
@@ -178,7 +267,17 @@ impl FrameHeader {
                 return Err(field("pages in a frame", pages.into(), "0 to 256, and 0 in a barrier or probe"));
             }
         };
-        Ok(Self { kind, codec, region, pass, sequence, base, runs, pages, table_sum })
+        let content = match (form, usize::try_from(segments)) {
+            (0, _) => Content::Raw,
+            (1, Ok(count)) if kind == FrameKind::Pages && (1..=MAX_SEGMENTS.min(pages)).contains(&count) => {
+                Content::Segments(count)
+            }
+            (1, _) => {
+                return Err(field("segments in a frame", segments.into(), "1 to 32, each with pages"));
+            }
+            (other, _) => return Err(field("form of the content of a frame", other.into(), "0 or 1")),
+        };
+        Ok(Self { kind, content, region, pass, sequence, base, runs, pages, table_sum })
     }
 }
 
@@ -292,6 +391,37 @@ impl TableWriter {
         pass: u32,
         sequence: u64,
     ) -> (FrameHeader, &[u8]) {
+        self.list_pages();
+        (self.header((kind, Content::Raw), region, pass, sequence), &self.bytes)
+    }
+
+    /// Returns the header and the table of the added pages, as a frame of kind
+    /// [`Pages`](FrameKind::Pages) with encoded content. `owners` has the number of the segment of
+    /// each page with a digest.
+    ///
+    /// # Panics
+    /// Panics if there are no segments or more than [`MAX_SEGMENTS`], if a segment has an invalid
+    /// length, or if `owners` does not agree with the segments and with the added pages.
+    pub fn finish_segments(
+        &mut self,
+        (segments, owners): (&[Segment], &[u8]),
+        region: RegionId,
+        pass: u32,
+        sequence: u64,
+    ) -> (FrameHeader, &[u8]) {
+        assert!((1..=MAX_SEGMENTS).contains(&segments.len()), "{} segments", segments.len());
+        assert_eq!(owners.len(), self.pages(), "each page has a segment");
+        assert!(segments.iter().all(Segment::is_valid), "{segments:?}");
+        debug_assert!(owns(segments.iter().copied(), owners), "{segments:?}, {owners:?}");
+        self.list_pages();
+        segments.iter().for_each(|segment| self.bytes.extend(segment.encode()));
+        self.bytes.extend(owners);
+        let content = Content::Segments(segments.len());
+        (self.header((FrameKind::Pages, content), region, pass, sequence), &self.bytes)
+    }
+
+    /// Starts the table with the runs and digests of the added pages.
+    fn list_pages(&mut self) {
         self.bytes.clear();
         for (kind, offset, count) in &self.runs {
             let kind = match kind {
@@ -302,9 +432,18 @@ impl TableWriter {
             self.bytes.extend((count << KIND_BITS | kind).to_le_bytes());
         }
         self.digests.iter().for_each(|digest| self.bytes.extend(digest.0.to_le_bytes()));
-        let header = FrameHeader {
+    }
+
+    fn header(
+        &self,
+        (kind, content): (FrameKind, Content),
+        region: RegionId,
+        pass: u32,
+        sequence: u64,
+    ) -> FrameHeader {
+        FrameHeader {
             kind,
-            codec: Codec::Raw,
+            content,
             region,
             pass,
             sequence,
@@ -312,8 +451,7 @@ impl TableWriter {
             runs: self.runs.len(),
             pages: self.digests.len(),
             table_sum: crc(&self.bytes),
-        };
-        (header, &self.bytes)
+        }
     }
 
     /// Returns the added runs, in order.
@@ -332,6 +470,23 @@ pub struct Table<'a> {
     base: u64,
     runs: &'a [u8],
     digests: &'a [u8],
+    /// Encoded segments. Empty if the content is not encoded.
+    segments: &'a [u8],
+    /// Number of the segment of each page with a digest. Empty if the content is not encoded.
+    owners: &'a [u8],
+}
+
+/// Returns true if each segment owns as many pages as it says, and no page has another owner.
+fn owns(segments: impl Iterator<Item = Segment>, owners: &[u8]) -> bool {
+    let mut counts = [0; MAX_SEGMENTS];
+    let counted = owners.iter().all(|owner| {
+        let count = counts.get_mut(usize::from(*owner));
+        count.map(|count| *count += 1).is_some()
+    });
+    let mut left = counts.into_iter();
+    counted
+        && segments.map(|segment| segment.pages).eq(left.by_ref().take_while(|count| *count > 0))
+        && left.all(|count| count == 0)
 }
 
 impl<'a> Table<'a> {
@@ -340,13 +495,19 @@ impl<'a> Table<'a> {
     ///
     /// # Errors
     /// Returns an error if the table is damaged, if a run is empty, out of order or not within the
-    /// region, if runs overlap, or if the number of pages with a digest differs from the header.
+    /// region, if runs overlap, if the number of pages with a digest differs from the header, or if
+    /// the segments are not valid or do not have exactly the pages with a digest.
     pub fn decode(header: &FrameHeader, bytes: &'a [u8], region_pages: u64) -> Result<Self, WireError> {
         if bytes.len() != header.table_bytes() || crc(bytes) != header.table_sum {
             return Err(WireError::Damaged { what: "frame table" });
         }
-        let (runs, digests) = bytes.split_at(8 * header.runs);
-        let table = Self { base: header.base.0, runs, digests };
+        let (runs, bytes) = bytes.split_at(8 * header.runs);
+        let (digests, bytes) = bytes.split_at(8 * header.pages);
+        let (segments, owners) = match header.content {
+            Content::Raw => bytes.split_at(0),
+            Content::Segments(count) => bytes.split_at(Segment::BYTES * count),
+        };
+        let table = Self { base: header.base.0, runs, digests, segments, owners };
         let (mut at, mut pages) = (0, 0);
         for RunEntry { kind, run } in table.entries()? {
             if run.count == 0 || run.first.0 < at || run.end() > region_pages {
@@ -366,7 +527,56 @@ impl<'a> Table<'a> {
                 allowed: "what the header says",
             });
         }
+        table.check_segments(header)?;
         Ok(table)
+    }
+
+    fn check_segments(&self, header: &FrameHeader) -> Result<(), WireError> {
+        for bytes in self.segments.chunks_exact(Segment::BYTES) {
+            Segment::decode(bytes)?;
+        }
+        if header.content != Content::Raw && !owns(self.segments(), self.owners) {
+            return Err(WireError::Field {
+                what: "pages in all segments",
+                value: self.segments().map(|segment| segment.pages as u64).sum(),
+                allowed: "each page in one segment",
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns true if the content is encoded.
+    #[must_use]
+    pub fn is_encoded(&self) -> bool {
+        !self.segments.is_empty()
+    }
+
+    /// Returns the segments of the content, in order. There are none if the content is not encoded.
+    pub fn segments(&self) -> impl Iterator<Item = Segment> + use<'a> {
+        // Decoding the table has checked each segment.
+        self.segments.chunks_exact(Segment::BYTES).filter_map(|bytes| Segment::decode(bytes).ok())
+    }
+
+    /// Returns the pages of the segment `segment`, as positions among the pages with a digest, in
+    /// order.
+    pub fn pages_of(&self, segment: usize) -> impl Iterator<Item = usize> + use<'a> {
+        let owners = self.owners.iter().enumerate();
+        owners.filter(move |(_, owner)| usize::from(**owner) == segment).map(|(page, _)| page)
+    }
+
+    /// Returns the digest of the page at `position` among the pages with a digest.
+    #[must_use]
+    pub fn digest(&self, position: usize) -> Option<PageDigest> {
+        self.digests.chunks_exact(8).nth(position).map(|bytes| PageDigest(Fields(bytes).u64()))
+    }
+
+    /// Returns the length of the content that follows the table of a frame of pages, in bytes.
+    #[must_use]
+    pub fn content_bytes(&self) -> usize {
+        match self.segments {
+            [] => self.digests.len() / 8 * PAGE_BYTES,
+            _ => self.segments().map(|segment| segment.bytes).sum(),
+        }
     }
 
     fn entries(&self) -> Result<impl DoubleEndedIterator<Item = RunEntry> + use<'a>, WireError> {
@@ -453,13 +663,79 @@ mod tests {
             let runs = runs.min(words.len());
             let bytes: Vec<u8> = words.iter().flat_map(|w| w.to_le_bytes()).collect();
             let header = FrameHeader {
-                kind: FrameKind::Pages, codec: Codec::Raw, region: RegionId(0), pass: 0, sequence: 0,
+                kind: FrameKind::Pages, content: Content::Raw, region: RegionId(0), pass: 0, sequence: 0,
                 base: PageIndex(base), runs, pages: words.len() - runs, table_sum: crc(&bytes),
             };
             if let Ok(table) = Table::decode(&header, &bytes, region) {
                 prop_assert!(table.runs().all(|e| e.run.end() <= region));
             }
         }
+    }
+
+    /// Returns a header and a table of `owners.len()` pages with `segments`.
+    fn encoded(segments: &[Segment], owners: &[u8]) -> (FrameHeader, Vec<u8>) {
+        let mut writer = TableWriter::default();
+        for page in 0..owners.len() as u64 {
+            assert!(writer.push(PageIndex(page * 2), Some(PageDigest(page))));
+        }
+        let (header, table) = writer.finish_segments((segments, owners), RegionId(1), 2, 3);
+        (header, table.to_vec())
+    }
+
+    /// Replaces the last bytes of `table` and corrects the checksum.
+    fn changed((header, mut table): (FrameHeader, Vec<u8>), end: &[u8]) -> Result<(), WireError> {
+        let at = table.len() - end.len();
+        table[at..].copy_from_slice(end);
+        let header = FrameHeader { table_sum: crc(&table), ..header };
+        let header = FrameHeader::decode(&header.encode())?;
+        Table::decode(&header, &table, 1000).map(drop)
+    }
+
+    #[test]
+    fn segments_decode_to_what_was_encoded() {
+        let raw = Segment { encoding: Encoding::Raw, pages: 2, bytes: 8192 };
+        let all = Encoding::ALL.map(|encoding| match encoding {
+            Encoding::Raw => raw,
+            encoding => Segment { encoding, pages: 1, bytes: 17 },
+        });
+        let owners = [3, 0, 2, 0, 1];
+        let (header, bytes) = encoded(&all, &owners);
+        assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
+        assert_eq!(bytes.len(), header.table_bytes());
+        let table = Table::decode(&header, &bytes, 1000).unwrap();
+        assert_eq!(table.segments().collect::<Vec<_>>(), all);
+        assert_eq!(table.pages_of(0).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(table.pages_of(3).collect::<Vec<_>>(), [0]);
+        assert_eq!(table.content_bytes(), 8192 + 3 * 17);
+        assert_eq!(table.digests().count(), 5);
+    }
+
+    #[test]
+    fn segments_that_do_not_fit_their_frame_are_refused() {
+        let lz4 = |pages, bytes| Segment { encoding: Encoding::Lz4, pages, bytes };
+        let good = || encoded(&[lz4(2, 100), lz4(1, 4095)], &[0, 0, 1]);
+        assert_eq!(changed(good(), &[]), Ok(()));
+        for owners in [[0, 1, 1], [0, 0, 0], [0, 0, 2], [0, 0, 255]] {
+            assert!(changed(good(), &owners).is_err(), "{owners:?}");
+        }
+        let mut end = lz4(1, 4095).encode().to_vec();
+        end.extend([0, 0, 1]);
+        assert_eq!(changed(good(), &end), Ok(()));
+        for (at, value) in [(0, 4), (2, 0), (2, 2), (6, 1)] {
+            let mut end = end.clone();
+            end[at] = value;
+            assert!(changed(good(), &end).is_err(), "byte {at} = {value}");
+        }
+        let mut empty = end.clone();
+        empty[4..8].fill(0);
+        assert!(changed(good(), &empty).is_err(), "a segment of 0 bytes");
+        let (header, _) = good();
+        for content in [Content::Segments(0), Content::Segments(4), Content::Segments(1 << 20)] {
+            let header = FrameHeader { content, ..header };
+            assert!(FrameHeader::decode(&header.encode()).is_err(), "{content:?} of 3 pages");
+        }
+        let digests = FrameHeader { kind: FrameKind::Digests, ..header };
+        assert!(FrameHeader::decode(&digests.encode()).is_err(), "digests have no content");
     }
 
     #[test]

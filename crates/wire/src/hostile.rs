@@ -4,9 +4,9 @@
 //! checksums, so that the code behind the checks is exercised.
 
 use crate::{
-    CONTROL_HEADER_BYTES, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, HELLO_BYTES, Hello, HelloReply,
-    MAX_FRAME_PAGES, MAX_FRAME_RUNS, REQUEST_BYTES, Request, SNAPSHOT_HEADER_BYTES, ToSource, ToTarget, crc,
-    decode_control, encode_control, negotiate,
+    CONTROL_HEADER_BYTES, Content, ControlHeader, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HELLO_BYTES,
+    Hello, HelloReply, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_SEGMENTS, REQUEST_BYTES, Request,
+    SNAPSHOT_HEADER_BYTES, ToSource, ToTarget, crc, decode_control, encode_control, negotiate,
 };
 use serde::{Serialize, de::DeserializeOwned};
 use vmferry_core::{PAGE_BYTES, PageDigest};
@@ -97,6 +97,7 @@ fn again<M: Serialize + DeserializeOwned + PartialEq + std::fmt::Debug>(message:
 
 /// Returns the frames of a channel, built from `bytes`. For each frame, `bytes` contains the
 /// header, the table, and one byte for each page with content. The page is filled with that byte.
+/// If the content is encoded, `bytes` contains the encoded content instead.
 ///
 /// If `mend` is true, the function corrects the magic, the frame numbers, the checksums, and the
 /// digests of pages whose byte is even. Otherwise all of them are taken from `bytes`.
@@ -107,14 +108,21 @@ pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
         let mut head = *head;
         let (runs, pages) = (u16::from_le_bytes([head[6], head[7]]), u16::from_le_bytes([head[8], head[9]]));
         let (runs, pages) = (usize::from(runs).min(MAX_FRAME_RUNS), usize::from(pages).min(MAX_FRAME_PAGES));
-        let (table, rest) = rest.split_at(rest.len().min(8 * (runs + pages)));
+        let encoded = head[4] == 0 && head[5] == 1;
+        let segments = if encoded { usize::from(head[20]).min(MAX_SEGMENTS) } else { 0 };
+        let of_segments = if encoded { 8 * segments + pages } else { 0 };
+        let (table, rest) = rest.split_at(rest.len().min(8 * (runs + pages) + of_segments));
         // Only frames of kind 0 have contents.
-        let contents = if head[4] == 0 { pages.min(MOST_CONTENTS) } else { 0 };
+        let contents = match head[4] {
+            0 if encoded => encoded_bytes(table.get(8 * (runs + pages)..), segments),
+            0 => pages.min(MOST_CONTENTS),
+            _ => 0,
+        };
         let (fills, rest) = rest.split_at(rest.len().min(contents));
         let mut table = table.to_vec();
         if mend {
             for (digest, fill) in table.chunks_exact_mut(8).skip(runs).zip(fills) {
-                if fill % 2 == 0 {
+                if !encoded && fill % 2 == 0 {
                     digest.copy_from_slice(&PageDigest::of(&[*fill; PAGE_BYTES]).0.to_le_bytes());
                 }
             }
@@ -123,12 +131,16 @@ pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
             head[40..48].copy_from_slice(&crc(&table).to_le_bytes());
             seal(&mut head);
         }
-        if stream.len() + head.len() + table.len() + PAGE_BYTES * contents > MOST_FRAME_BYTES {
+        let content_bytes = if encoded { contents } else { PAGE_BYTES * contents };
+        if stream.len() + head.len() + table.len() + content_bytes > MOST_FRAME_BYTES {
             break;
         }
         stream.extend(head);
         stream.extend(table);
-        fills.iter().for_each(|fill| stream.resize(stream.len() + PAGE_BYTES, *fill));
+        match encoded {
+            true => stream.extend(fills),
+            false => fills.iter().for_each(|fill| stream.resize(stream.len() + PAGE_BYTES, *fill)),
+        }
         sequence += 1;
         bytes = rest;
     }
@@ -138,6 +150,14 @@ pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
     stream
 }
 
+/// Returns the length of the content of a frame whose table has `segments` segments at the beginning
+/// of `table`, but at most the content of [`MOST_CONTENTS`] pages.
+fn encoded_bytes(table: Option<&[u8]>, segments: usize) -> usize {
+    let entries = table.unwrap_or_default().chunks_exact(8).take(segments);
+    let bytes = |entry: &[u8]| usize::from(u16::from_le_bytes([entry[4], entry[5]]));
+    entries.map(bytes).sum::<usize>().min(MOST_CONTENTS * PAGE_BYTES)
+}
+
 /// Inverse of [`frames`]: returns `stream` with each page content reduced to its first byte, for
 /// use as an initial fuzz input. Stops at the first frame that cannot be decoded.
 #[must_use]
@@ -145,12 +165,21 @@ pub fn compact(mut stream: &[u8]) -> Vec<u8> {
     let mut bytes = Vec::new();
     while let Some((head, rest)) = stream.split_first_chunk::<FRAME_HEADER_BYTES>() {
         let Ok(header) = FrameHeader::decode(head) else { break };
-        let contents = if head[4] == 0 { header.pages } else { 0 };
         let Some((table, rest)) = rest.split_at_checked(header.table_bytes()) else { break };
-        let Some((pages, rest)) = rest.split_at_checked(contents * PAGE_BYTES) else { break };
+        let contents = match (header.kind, header.content) {
+            (FrameKind::Pages, Content::Raw) => header.pages * PAGE_BYTES,
+            (FrameKind::Pages, Content::Segments(count)) => {
+                encoded_bytes(table.get(8 * (header.runs + header.pages)..), count)
+            }
+            _ => 0,
+        };
+        let Some((contents, rest)) = rest.split_at_checked(contents) else { break };
         bytes.extend(head);
         bytes.extend(table);
-        bytes.extend(pages.chunks_exact(PAGE_BYTES).map(|page| page[0]));
+        match header.content {
+            Content::Raw => bytes.extend(contents.chunks_exact(PAGE_BYTES).map(|page| page[0])),
+            Content::Segments(_) => bytes.extend(contents),
+        }
         stream = rest;
     }
     bytes

@@ -55,13 +55,13 @@ pub use control::{
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
-    Codec, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_TABLE_BYTES,
-    RunEntry, RunKind, Table, TableWriter,
+    Content, Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_CONTENT_BYTES, MAX_FRAME_PAGES,
+    MAX_FRAME_RUNS, MAX_SEGMENTS, MAX_TABLE_BYTES, RunEntry, RunKind, Segment, Table, TableWriter,
 };
 pub use hello::{
-    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_STREAMS, FEATURE_TRIAL, FEATURES,
-    HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN, arbiter_digest,
-    negotiate,
+    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_SEGMENTS, FEATURE_STREAMS, FEATURE_TRIAL,
+    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN,
+    arbiter_digest, negotiate,
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{

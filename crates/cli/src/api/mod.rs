@@ -21,7 +21,8 @@ use crate::arbiter::ArbiterConfig;
 use crate::args::{ApiArgs, RecoverArgs};
 use crate::balloon::squeeze::SqueezeArg;
 use crate::choices::{
-    AutoConvergeArg, FreePagesArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+    AutoConvergeArg, CodecArg, DeltaArg, FreePagesArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg,
+    UrgentArg,
 };
 use crate::tls::TlsTexts;
 use anyhow::{Context, Result};
@@ -71,6 +72,13 @@ pub(crate) struct MigrateRequest {
     /// Squeeze of the page cache before the first pass.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) squeeze_cache: Option<SqueezeArg>,
+    #[serde(default)]
+    pub(crate) codec: CodecArg,
+    #[serde(default)]
+    pub(crate) delta: DeltaArg,
+    /// Memory for the pages that deltas refer to, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) delta_cache: Option<u64>,
     #[serde(default)]
     pub(crate) verify: bool,
     #[serde(default)]
@@ -150,6 +158,9 @@ impl MigrateRequest {
             auto_converge: self.auto_converge.into(),
             free_pages: self.free_pages.is_on(),
             free_pages_wait: self.free_pages.wait(),
+            codec: self.codec.0,
+            deltas: self.delta.into(),
+            delta_cache: self.delta_cache,
             verify: self.verify,
             peer_timeout: Duration::from_millis(self.peer_timeout_ms),
             insecure: self.insecure,

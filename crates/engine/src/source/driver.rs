@@ -25,8 +25,10 @@ mod pages;
 mod streams;
 mod tracking;
 
+use super::encode::Codecs;
+use super::idle::IdleCores;
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
-use super::sender::SenderContext;
+use super::sender::{PassKind, SenderContext};
 use super::session::Session;
 use super::{MigrationMode, Settings, SwitchoverBandwidth};
 use crate::arbiter::{ArbiterClient, ArbiterError, Ownership};
@@ -79,6 +81,9 @@ pub(super) struct Context<'a> {
     /// True if the threads of the current set of channels must end.
     pub(super) stop: AtomicBool,
     pub(super) clock: Clock,
+    /// Codecs of bulk pages. `None` if the target does not decode pages.
+    pub(super) codecs: Option<Codecs>,
+    pub(super) idle: Arc<IdleCores>,
     /// CPU time that the caller's thread had used when the migration began.
     pub(super) cpu_before_us: u64,
 }
@@ -554,28 +559,30 @@ impl<'e> Driver<'_, 'e> {
         let asks = !self.guest.is_paused();
         let protect = self.tracking.protect().unwrap_or(&NothingToProtect);
         let takers = self.pages.takers(protect, self.context.settings.channels, asks);
-        let (pages, first) = match pass {
+        let (pages, kind) = match pass {
             Pass::Dirty { first } => {
                 let examines = self.tracking.protect().is_some_and(|protect| !protect.is_needed());
                 let memory = examines.then_some(&self.context.memory);
-                (self.pages.pending.begin_pass(memory, takers), first)
+                let kind = if first { PassKind::First } else { PassKind::Later };
+                (self.pages.pending.begin_pass(memory, takers), kind)
             }
             Pass::Again(runs) => match self.pages.begin_repeat(self.context.memory.layout(), &runs, takers) {
-                Ok(pages) => (pages, false),
+                Ok(pages) => (pages, PassKind::Again),
                 Err(why) => return Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why))),
             },
             Pass::Digests => return Some(self.send_digests(number)),
         };
         self.account.timings.listed(began);
+        let first = kind == PassKind::First;
         if !first && let Some(rate) = self.session.bandwidth() {
-            self.channels.keep_sockets_short(rate);
+            self.channels.keep_sockets_short(self.account.timings.on_the_wire(rate));
         }
         if first && asks && !self.context.settings.free_pages_wait.is_zero() {
             self.pages.request_free_pages(&pages);
             self.hold(number, pages);
         } else {
             self.begin_pass(number, pages.pages());
-            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), first });
+            self.give_out(&Job::Pages { pass: number, pages: Arc::clone(&pages), kind });
             if asks {
                 self.pages.request_free_pages(&pages);
             }

@@ -8,6 +8,8 @@
 
 pub(crate) mod answer_wait;
 mod driver;
+mod encode;
+mod idle;
 pub(crate) mod inbox;
 mod measure;
 pub mod pace;
@@ -24,7 +26,7 @@ pub(crate) use vmferry_protocol::source as session;
 pub use measure::probe;
 #[doc(hidden)]
 pub use pending::WalkedPass;
-pub use settings::{BulkLimit, Settings, UrgentPath};
+pub use settings::{BulkLimit, Deltas, PageCodec, Settings, UrgentPath};
 pub use vmferry_protocol::source::{
     AutoConverge, MigrationMode, OnTimeout, Outcome, SwitchoverBandwidth, Verification,
 };
@@ -37,10 +39,13 @@ use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
 use crate::report::{MigrationKind, Report, word};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
+use encode::Codecs;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use vmferry_core::{Layout, SourceVm, StateReader, TrackerKind, VmError};
-use vmferry_wire::{FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token};
+use vmferry_core::{Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
+use vmferry_wire::{
+    FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token,
+};
 
 /// Moves the guest of `vm` to the target that `connector` connects to, and blocks until the
 /// migration has ended.
@@ -123,6 +128,8 @@ pub fn migrate(
         unpaced: Pacer::new(None),
         stop: AtomicBool::new(false),
         clock,
+        codecs: (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout())),
+        idle: Arc::default(),
         cpu_before_us,
     };
     let mut report =
@@ -136,6 +143,31 @@ pub fn migrate(
 
 /// Returns the VM's streams of device state, or an error if there are more than the protocol can
 /// carry.
+/// Returns the codecs of `settings` for a guest with the memory `layout`.
+fn codecs(settings: &Settings, layout: &Layout) -> Codecs {
+    /// Share of the guest's memory for the versions that deltas refer to, and minimum in bytes.
+    const SHARE: u64 = 16;
+    const LEAST: u64 = 16 << 20;
+    let bytes = settings.delta_cache.unwrap_or_else(|| {
+        let most = available_memory().map_or(u64::MAX, |bytes| bytes / 4);
+        (layout.pages() * PAGE_SIZE / SHARE).max(LEAST).min(most)
+    });
+    let each = bytes / u64::from(settings.channels.max(1));
+    Codecs {
+        codec: settings.codec,
+        deltas: settings.deltas,
+        cache_bytes: usize::try_from(each).unwrap_or(usize::MAX),
+    }
+}
+
+/// Returns the memory that the host can give to processes without swapping, in bytes. `None` if the
+/// kernel does not tell.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
+}
+
 fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
     let streams = vm.streams().map_err(MigrateError::Vm)?;
     if streams.len() > MAX_STREAMS {

@@ -6,6 +6,7 @@
 //! the stream of a channel keeps the order, no barrier between passes is needed for correctness,
 //! and the threads share only counters.
 
+use super::encode::{Encoded, LinkWait, PageEncoder};
 use super::pending::{Division, PageTurn, PassPages, Share};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
@@ -59,6 +60,15 @@ pub(crate) fn division(protect: &dyn Protect, channels: u16, senders_only: bool)
     Division { chunk_pages, channels: channels.into() }
 }
 
+/// Kind of a pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum PassKind {
+    First,
+    Later,
+    /// Pages that had a digest mismatch on the target.
+    Again,
+}
+
 /// Reason why a channel stopped.
 #[derive(Debug)]
 pub(crate) enum SenderError {
@@ -109,7 +119,8 @@ impl FrameSink for Arc<Stream> {
 /// the bytes in the socket come from the same mapping.
 struct Frame<'a> {
     table: TableWriter,
-    /// Pages with content, in the order of the table. Empty in a frame of digests.
+    /// Pages with content, in the order of the table. Empty in a frame of digests, and in a frame
+    /// whose pages an encoder has copied.
     spans: Vec<Span<'a>>,
 }
 
@@ -135,7 +146,7 @@ impl<'a> Frame<'a> {
         digest: Option<PageDigest>,
         (window, page): (Window<'a>, usize),
     ) -> bool {
-        if self.table.pages() == FRAME_PAGES || !self.table.push(index, digest) {
+        if !self.table.push(index, digest) {
             return false;
         }
         if digest.is_none() || kind != FrameKind::Pages {
@@ -162,6 +173,8 @@ pub(crate) struct Sender<'a, S> {
     sink: S,
     index: u16,
     frame: Frame<'a>,
+    /// Encoder of the content. `None` if the pages are sent as they are.
+    encoder: Option<Box<PageEncoder>>,
     scratch: Box<[u8; PAGE_BYTES]>,
     /// Pages of a region that were ever touched. One bitmap is reused from region to region.
     pub(super) touched: Bitmap,
@@ -171,16 +184,37 @@ pub(crate) struct Sender<'a, S> {
 impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn new(shared: SenderContext<'a>, sink: S, index: u16) -> Self {
         let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
-        Self { shared, sink, index, frame, scratch, touched: Bitmap::new(0), sequence: 0 }
+        Self { shared, sink, index, frame, encoder: None, scratch, touched: Bitmap::new(0), sequence: 0 }
+    }
+
+    /// Returns the sender, which encodes pages with `encoder`, if there is one.
+    pub(crate) fn encoding(self, encoder: Option<Box<PageEncoder>>) -> Self {
+        Self { encoder, ..self }
+    }
+
+    /// Sends no deltas any more, because the target is about to drop the missing pages.
+    pub(super) fn end_deltas(&mut self) {
+        if let Some(encoder) = &mut self.encoder {
+            encoder.end_deltas();
+        }
     }
 
     /// Sends this channel's share of `pages` as pass number `pass`, and then a barrier. Pages that
     /// another thread takes out before their turn are not sent.
     ///
-    /// On the `first` pass, pages that were never touched are skipped: the target's memory already
+    /// On the first pass, pages that were never touched are skipped: the target's memory already
     /// reads as zeros. If the pass does not examine spans for them, this thread asks after it has
     /// protected the pages.
-    pub(crate) fn send_pass(&mut self, pass: u32, pages: &PassPages, first: bool) -> Result<(), SenderError> {
+    pub(crate) fn send_pass(
+        &mut self,
+        pass: u32,
+        pages: &PassPages,
+        kind: PassKind,
+    ) -> Result<(), SenderError> {
+        let first = kind == PassKind::First;
+        if let Some(encoder) = &mut self.encoder {
+            encoder.begin_pass(kind);
+        }
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
@@ -266,14 +300,48 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     ) -> Result<(), SenderError> {
         let window = self.shared.memory.window(region, run)?;
         for (page, index) in run.range().enumerate() {
-            let digest = window.digest(page, &mut self.scratch);
-            if !self.frame.push(kind, PageIndex(index), digest, (window, page)) {
+            if !self.push(kind, region, PageIndex(index), (window, page)) {
                 self.flush(kind, region, pass)?;
-                let fits = self.frame.push(kind, PageIndex(index), digest, (window, page));
+                let fits = self.push(kind, region, PageIndex(index), (window, page));
                 assert!(fits, "an empty frame takes any page");
             }
         }
         Ok(())
+    }
+
+    /// Adds page `index`, which is page `page` of `window`, to the frame. Returns false if the
+    /// frame is full.
+    #[must_use]
+    fn push(
+        &mut self,
+        kind: FrameKind,
+        region: RegionId,
+        index: PageIndex,
+        (window, page): (Window<'a>, usize),
+    ) -> bool {
+        if self.frame.table.pages() == FRAME_PAGES {
+            return false;
+        }
+        if let Some(encoder) = self.encoder.as_mut().filter(|_| kind == FrameKind::Pages) {
+            if !encoder.has_begun() {
+                window.copy_page(page, &mut self.scratch);
+                encoder.begin_frame(&self.scratch);
+            }
+            if encoder.copies() {
+                let digest = encoder.copy(&window, page);
+                let fits = self.frame.table.push(index, digest);
+                match digest {
+                    Some(_) if fits => encoder.add(region, index),
+                    Some(_) => {}
+                    None => encoder.forget(region, index),
+                }
+                return fits;
+            }
+            // The target gets another content than the version that was kept, if there is one.
+            encoder.forget(region, index);
+        }
+        let digest = window.digest(page, &mut self.scratch);
+        self.frame.push(kind, index, digest, (window, page))
     }
 
     /// Returns the number of pages in the table of the frame that is being built.
@@ -356,31 +424,65 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         }
         let zero_runs = self.frame.table.runs().filter(|entry| entry.kind == RunKind::Zero);
         let zero_pages = zero_runs.map(|entry| entry.run.count).sum();
-        let (header, table) = self.frame.table.finish(kind, region, pass, self.sequence);
-        let encoded = header.encode();
-        let mut bufs = [IoBuf::from_bytes(&[]); 2 + FRAME_PAGES];
-        (bufs[0], bufs[1]) = (IoBuf::from_bytes(&encoded), IoBuf::from_bytes(table));
-        let mut data_pages = 0;
-        for (buf, span) in bufs[2..].iter_mut().zip(&self.frame.spans) {
-            *buf = IoBuf::from_window(span.window.slice(span.first, span.count));
-            data_pages += span.count;
+        let encoder = self.encoder.as_deref_mut().filter(|_| kind == FrameKind::Pages);
+        let encoded = encoder.filter(|encoder| encoder.copies()).map(PageEncoder::encode);
+        let (header, table) = match &encoded {
+            Some(Encoded { segments, owners, .. }) if !segments.is_empty() => {
+                self.frame.table.finish_segments((segments, owners), region, pass, self.sequence)
+            }
+            _ => self.frame.table.finish(kind, region, pass, self.sequence),
+        };
+        let encoded_header = header.encode();
+        let mut bufs = FrameBufs::new(&encoded_header, table);
+        match &encoded {
+            Some(encoded) => encoded.parts().for_each(|part| bufs.push(IoBuf::from_bytes(part), part.len())),
+            None => self.frame.spans.iter().for_each(|span| {
+                let window = span.window.slice(span.first, span.count);
+                bufs.push(IoBuf::from_window(window), window.len());
+            }),
         }
-        assert!(
-            kind != FrameKind::Pages || data_pages == header.pages,
-            "a frame carries what its table names"
-        );
-        let used = 2 + self.frame.spans.len();
-        let data_bytes = data_pages * PAGE_BYTES;
-        let bytes = encoded.len() + table.len() + data_bytes;
-        let stop = || self.shared.stop.load(Ordering::Relaxed);
-        self.shared.pacer.wait(bytes, stop);
-        self.sink.send_frame(&mut bufs[..used])?;
+        let bytes = bufs.bytes;
+        let wait = LinkWait::begin();
+        self.shared.pacer.wait(bytes, || self.shared.stop.load(Ordering::Relaxed));
+        self.sink.send_frame(bufs.used())?;
         self.sequence += 1;
         if kind == FrameKind::Pages {
             self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);
             self.shared.counters.count_channel(self.index, bytes);
         }
+        if let Some(encoder) = self.encoder.as_mut().filter(|_| kind == FrameKind::Pages) {
+            encoder.sent(bytes, wait.end(), &self.shared.counters.encodings);
+        }
         self.frame.clear();
         Ok(())
+    }
+}
+
+/// Maximum number of buffers of a frame: header, table, encoded content, and each page alone.
+const MOST_BUFS: usize = 3 + FRAME_PAGES;
+
+/// Buffers of a frame.
+struct FrameBufs<'a> {
+    bufs: [IoBuf<'a>; MOST_BUFS],
+    used: usize,
+    bytes: usize,
+}
+
+impl<'a> FrameBufs<'a> {
+    fn new(header: &'a [u8], table: &'a [u8]) -> Self {
+        let mut bufs = Self { bufs: [IoBuf::from_bytes(&[]); MOST_BUFS], used: 0, bytes: 0 };
+        bufs.push(IoBuf::from_bytes(header), header.len());
+        bufs.push(IoBuf::from_bytes(table), table.len());
+        bufs
+    }
+
+    fn push(&mut self, buf: IoBuf<'a>, bytes: usize) {
+        self.bufs[self.used] = buf;
+        self.used += 1;
+        self.bytes += bytes;
+    }
+
+    fn used(&mut self) -> &mut [IoBuf<'a>] {
+        &mut self.bufs[..self.used]
     }
 }

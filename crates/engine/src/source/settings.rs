@@ -5,6 +5,7 @@ use crate::channel::Tls;
 use crate::plan::Auto;
 use std::sync::Arc;
 use std::time::Duration;
+use vmferry_codec::Level;
 use vmferry_protocol::source as session;
 use vmferry_protocol::source::{AutoConverge, MigrationMode, OnTimeout, SwitchoverBandwidth};
 
@@ -39,6 +40,39 @@ pub enum BulkLimit {
     Off,
     /// A fixed rate in bytes per second.
     Rate(u64),
+}
+
+/// Encoding of the pages on bulk channels.
+///
+/// Pages on urgent channels and pages of zeros are never encoded. A target of a version that does
+/// not decode pages receives them unencoded, whatever the setting is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum PageCodec {
+    /// For each kind of page, the encoding with which the migration is expected to be fastest. The
+    /// source decides from what it measures: the rate of the link, the processor time and the size
+    /// of encoded pages, and the processors that are idle.
+    Auto,
+    /// No encoding.
+    #[default]
+    Raw,
+    /// LZ4, for all pages that become smaller.
+    Lz4,
+    /// Zstandard at this level, for all pages that become smaller.
+    Zstd(Level),
+}
+
+/// Use of deltas for pages that the guest has written again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Deltas {
+    /// Deltas while the link, and not the processors, limits the migration.
+    Auto,
+    /// Deltas for all pages whose last version the source has kept.
+    On,
+    /// No deltas.
+    #[default]
+    Off,
 }
 
 /// Settings of a migration.
@@ -96,6 +130,14 @@ pub struct Settings {
     /// The source does not wait for a source of free pages that answers [at
     /// once](vmferry_core::AnswerMode::AtOnce), or if [`Settings::free_pages`] is false.
     pub free_pages_wait: Duration,
+    /// Encoding of pages on bulk channels. Default: raw.
+    pub codec: PageCodec,
+    /// Use of deltas for pages that the guest has written again. Default: off.
+    pub deltas: Deltas,
+    /// Memory for the pages that deltas refer to, in bytes, for all channels together. Default:
+    /// `None`, a sixteenth of the guest's memory and at least 16 MiB, but at most a quarter of the
+    /// memory that the host has available.
+    pub delta_cache: Option<u64>,
     /// True to compare the digest of every page between source and target.
     ///
     /// The pages are compared while the guest is stopped. In postcopy, each missing page is
@@ -194,6 +236,9 @@ impl Default for Settings {
             auto: None,
             free_pages: true,
             free_pages_wait: Duration::ZERO,
+            codec: PageCodec::default(),
+            deltas: Deltas::default(),
+            delta_cache: None,
             verify: false,
             peer_timeout: Duration::from_secs(10),
             insecure: false,

@@ -6,8 +6,8 @@ use super::spans::Spans;
 use crate::clock::Clock;
 use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
 use crate::report::{
-    Bytes, Cpu, Downtime, MigrationKind, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures,
-    word,
+    Bytes, CodecFigures, Cpu, Downtime, MigrationKind, PassReport, PhaseReport, PostcopyFigures, Report,
+    ThrottleFigures, word,
 };
 use crate::source::MigrationMode;
 use crate::vm::shielded;
@@ -24,7 +24,10 @@ pub(super) struct Timings {
     /// Time that the tracker needed to start.
     tracking: Option<Duration>,
     first_page: Option<Duration>,
-    pass: Option<(Duration, u64)>,
+    /// Start of the newest pass, with the bytes that had been sent and saved by then.
+    pass: Option<(Duration, (u64, u64))>,
+    /// Bytes on the wire of the last pass, divided by the bytes without encoding.
+    on_the_wire: Option<f64>,
     passes: Vec<PassReport>,
     /// Start of each pass of `passes`.
     starts: Vec<Duration>,
@@ -83,7 +86,7 @@ impl Timings {
         }
         self.spans.pass(pass, pages);
         self.first_page.get_or_insert(now);
-        self.pass = Some((now, handle.counters.wire_bytes.load(Ordering::Relaxed)));
+        self.pass = Some((now, sent(handle)));
         self.starts.push(now);
         self.passes.push(PassReport { pass, pages, ..PassReport::default() });
         if self.pause.is_some() {
@@ -110,14 +113,24 @@ impl Timings {
 
     /// Notes that all channels have sent the pass. Returns the event that reports it.
     pub(super) fn pass_sent(&mut self, handle: &MigrationHandle) -> Event {
-        let (_, before) = self.pass.unwrap_or((self.clock.now(), 0));
-        let bytes = handle.counters.wire_bytes.load(Ordering::Relaxed) - before;
+        let (_, (wire, saved)) = self.pass.unwrap_or_default();
+        let (wire, saved) = (sent(handle).0 - wire, sent(handle).1 - saved);
         if let Some(report) = self.passes.last_mut()
             && self.verify.is_none()
         {
-            report.wire_bytes = bytes;
+            report.wire_bytes = wire;
         }
+        // The session predicts the time for a number of pages, so it must know the rate of pages
+        // and not that of encoded bytes.
+        let bytes = wire + saved;
+        self.on_the_wire = (bytes > 0).then(|| wire as f64 / bytes as f64);
         Event::PassSent { bytes, listing: self.listing, held: std::mem::take(&mut self.held) }
+    }
+
+    /// Returns the rate of the link for a rate of pages as if they were not encoded, in bytes per
+    /// second.
+    pub(super) fn on_the_wire(&self, rate: f64) -> f64 {
+        rate * self.on_the_wire.unwrap_or(1.0)
     }
 
     /// Notes the end of a harvest that began at `began` and spent `in_kernel` in the kernel.
@@ -334,6 +347,7 @@ impl Timings {
         let started = self.running.or(self.resumed).unwrap_or_else(|| self.clock.now());
         let end = self.complete.unwrap_or(started);
         let wire = load(&counters.wire_bytes);
+        let codecs = counters.encodings.figures();
         let moving = between(self.first_page, Some(end)).saturating_sub(self.verify_time()).as_secs_f64();
         let verification = session.verification().cloned().unwrap_or_default();
         let stopped = between(self.pause, Some(started));
@@ -361,8 +375,11 @@ impl Timings {
                 wire,
                 raw_pages: load(&counters.raw_pages),
                 zero_pages: load(&counters.zero_pages) + load(&counters.untouched),
+                delta: codecs.as_ref().map_or(0, |codecs| codecs.delta.bytes),
+                compressed: codecs.as_ref().map_or(0, CodecFigures::compressed),
                 ..Bytes::default()
             },
+            codecs,
             passes: self.passes(),
             phases: self.phases(end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },
@@ -411,6 +428,12 @@ impl Timings {
             ..self.account(context, session, tracker, held)
         }
     }
+}
+
+/// Returns the bytes that were sent, and the bytes that encoded pages have saved.
+fn sent(handle: &MigrationHandle) -> (u64, u64) {
+    let counters = &handle.counters;
+    (counters.wire_bytes.load(Ordering::Relaxed), counters.encodings.saved())
 }
 
 fn between(from: Option<Duration>, to: Option<Duration>) -> Duration {

@@ -14,6 +14,7 @@
 )]
 
 mod channels;
+mod decode;
 mod driver;
 pub(crate) mod inbox;
 mod incoming;

@@ -1,6 +1,7 @@
 //! Receiving thread of a bulk channel: receives frames directly into guest memory and checks their
 //! digests.
 
+use super::decode::{FramePages, SegmentDecoder};
 use super::urgent::{DemandPager, Stager, TABLE};
 use crate::awake::{LatencyHold, LatencyRequest};
 use crate::channel::{IoBuf, Stream, tcp};
@@ -10,7 +11,8 @@ use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
-use vmferry_core::{GuestMemory, PAGE_BYTES, PageRun, PageSet, RegionId, VmError, Window};
+use vmferry_codec::Page;
+use vmferry_core::{GuestMemory, PAGE_BYTES, PageDigest, PageRun, PageSet, RegionId, VmError, Window};
 use vmferry_wire::{
     FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES, RegionPage,
     RegionRun, RunEntry, RunKind, Table, WireError,
@@ -32,6 +34,12 @@ pub(crate) enum ReceiveError {
     /// The VMM's memory failed.
     #[error("guest memory could not be written: {0}")]
     Vm(#[from] VmError),
+    /// The peer sent compressed pages that cannot be decoded.
+    #[error("{0}")]
+    Codec(#[from] vmferry_codec::DecodeError),
+    /// The peer sent a delta that cannot be decoded.
+    #[error("{0}")]
+    Delta(#[from] vmferry_codec::DeltaError),
 }
 
 /// State of each page of the target, shared by all channels.
@@ -284,6 +292,36 @@ impl FrameSource for Buffered<'_> {
     }
 }
 
+/// Window, page in the window, and page in the region.
+type Place<'a> = (Window<'a>, usize, u64);
+
+/// Pages of a frame with encoded content, which are written to guest memory.
+struct Written<'a, 'p> {
+    arrivals: &'p Arrivals,
+    region: &'p RegionState,
+    table: &'p Table<'p>,
+    places: &'p [Place<'a>],
+}
+
+impl FramePages for Written<'_, '_> {
+    fn before(&self, position: usize, to: &mut Page) -> Result<(), WireError> {
+        let (window, page, _) = self.places.get(position).ok_or(TABLE)?;
+        window.copy_page(*page, to);
+        Ok(())
+    }
+
+    fn put(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError> {
+        let (window, page, index) = self.places.get(position).ok_or(TABLE)?;
+        if Some(PageDigest::of(content)) == self.table.digest(position) {
+            self.arrivals.mark_sound(self.region, *index);
+        } else {
+            self.arrivals.mark_mismatched(self.region, *index);
+        }
+        window.write_page(*page, content);
+        Ok(())
+    }
+}
+
 /// Receiver of a bulk, urgent or probe channel.
 pub(crate) struct Receiver<'a, S> {
     memory: &'a dyn GuestMemory,
@@ -294,9 +332,13 @@ pub(crate) struct Receiver<'a, S> {
     table: Vec<u8>,
     /// Memory of the frame's runs with content. It is looked up once, to receive into and to check.
     windows: Vec<Window<'a>>,
+    /// Place of each page of a frame with encoded content: its window, its page in the window, and
+    /// its page in the region.
+    places: Vec<Place<'a>>,
     scratch: Box<[u8; PAGE_BYTES]>,
     touched: Bitmap,
     stager: Stager,
+    decoder: SegmentDecoder,
     /// Set once this thread knows of the handover.
     handed_over: Option<LatencyHold>,
     /// Used at the handover.
@@ -320,6 +362,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     pub(crate) fn urgent(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
         Self {
             stager: Stager::default(),
+            decoder: SegmentDecoder::default(),
             handed_over: None,
             latency_request: LatencyRequest::default(),
             direct: false,
@@ -329,6 +372,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             sequence: 0,
             table: vec![0; MAX_TABLE_BYTES],
             windows: Vec::with_capacity(MAX_FRAME_RUNS),
+            places: Vec::new(),
             scratch: Box::new([0; PAGE_BYTES]),
             touched: Bitmap::new(0),
         }
@@ -399,7 +443,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 // Missing pages are placed without this lock. The lock must be released, because a
                 // channel may be silent for a long time.
                 drop(sealed);
-                self.stager.take(pager, header.region, &table, &self.stream)?
+                self.stager.take(pager, header.region, &table, (&self.stream, &mut self.decoder))?
             }
             (None, FrameKind::Digests) => self.compare(region, &table).map(|()| false)?,
             (None, _) => self.receive_pages(region, &table).map(|()| false)?,
@@ -422,7 +466,6 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
     }
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
-        let mut bufs = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS];
         self.windows.clear();
         for RunEntry { kind, run } in table.runs() {
             match kind {
@@ -431,14 +474,35 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                     // Marked before the write, so that a frame that is cut off leaves no page that
                     // is wrongly considered zero.
                     region.written.set_range(run.range());
-                    let window = self.memory.window(region.id, run)?;
-                    *bufs.get_mut(self.windows.len()).ok_or(TABLE)? = IoBuf::from_window(window);
-                    self.windows.push(window);
+                    self.windows.push(self.memory.window(region.id, run)?);
                 }
             }
         }
-        self.stream.fill(bufs.get_mut(..self.windows.len()).ok_or(TABLE)?)?;
+        if table.is_encoded() {
+            return self.decode_pages(region, table);
+        }
+        let mut bufs = [IoBuf::from_bytes(&[]); MAX_FRAME_RUNS];
+        let bufs = bufs.get_mut(..self.windows.len()).ok_or(TABLE)?;
+        for (buf, window) in bufs.iter_mut().zip(&self.windows) {
+            *buf = IoBuf::from_window(*window);
+        }
+        self.stream.fill(bufs)?;
         self.check(region, table)
+    }
+
+    /// Receives encoded content, and writes the pages. Each page is compared with its digest before
+    /// it is written.
+    fn decode_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
+        let data = table.runs().filter(|entry| entry.kind == RunKind::Data);
+        let places = data.zip(&self.windows).flat_map(|(entry, window)| {
+            entry.run.range().enumerate().map(move |(page, index)| (*window, page, index))
+        });
+        self.places.clear();
+        self.places.extend(places);
+        let mut pages = Written { arrivals: self.arrivals, region, table, places: &self.places };
+        self.decoder.receive(table, &self.stream, &mut pages)?;
+        self.arrivals.pages.fetch_add(self.places.len() as u64, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Checks every page against its digest. A mismatch is not an error yet, because the guest may

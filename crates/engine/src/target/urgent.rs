@@ -1,6 +1,7 @@
 //! Missing pages that arrive over a link. They are requested on urgent channels, and received on
 //! any channel.
 
+use super::decode::{FramePages, SegmentDecoder};
 use super::receiver::{FrameSource, ReceiveError};
 use crate::channel::{IoBuf, Stream};
 use crate::demand::{self, MissingSet, PageLocation, PageSource};
@@ -10,6 +11,7 @@ use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use vmferry_codec::Page;
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, PageRun, RegionId};
 use vmferry_wire::{MAX_FRAME_PAGES, Request, RunKind, Table, WireError};
 
@@ -176,12 +178,12 @@ pub(crate) struct Stager {
 impl Stager {
     /// Receives the contents of a frame from `source`, and places them. Returns true if the frame
     /// has delivered the last missing page.
-    pub(crate) fn take(
+    pub(super) fn take(
         &mut self,
         pager: &DemandPager,
         region: RegionId,
         table: &Table<'_>,
-        source: &impl FrameSource,
+        (source, decoder): (&impl FrameSource, &mut SegmentDecoder),
     ) -> Result<bool, ReceiveError> {
         self.bytes.resize(MAX_FRAME_PAGES * PAGE_BYTES, 0);
         let position = pager.pages.position(region);
@@ -192,7 +194,11 @@ impl Stager {
         })?;
         let pages = table.digests().count();
         let contents = self.bytes.get_mut(..pages * PAGE_BYTES).ok_or(TABLE)?;
-        source.fill(&mut [IoBuf::from_bytes_mut(contents)])?;
+        if table.is_encoded() {
+            decoder.receive(table, source, &mut Staged(contents))?;
+        } else {
+            source.fill(&mut [IoBuf::from_bytes_mut(contents)])?;
+        }
         let (mut contents, mut digests, mut last) = (&*contents, table.digests(), false);
         for entry in table.runs() {
             last |= match entry.kind {
@@ -206,6 +212,23 @@ impl Stager {
             };
         }
         Ok(last)
+    }
+}
+
+/// Pages of a frame with encoded content, in the buffer of a [`Stager`].
+struct Staged<'a>(&'a mut [u8]);
+
+impl FramePages for Staged<'_> {
+    /// Returns an error, because the target has dropped the content of missing pages.
+    fn before(&self, position: usize, _: &mut Page) -> Result<(), WireError> {
+        let (what, allowed) = ("delta of a missing page", "none after the handover");
+        Err(WireError::Field { what, value: position as u64, allowed })
+    }
+
+    fn put(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError> {
+        let (pages, _) = self.0.as_chunks_mut();
+        *pages.get_mut(position).ok_or(TABLE)? = *content;
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@ mod arbiter;
 mod authority;
 mod busy;
 mod clumsy;
+mod codecs;
 mod connectors;
 #[cfg(feature = "ring")]
 mod encrypted;

@@ -4,10 +4,11 @@ use super::Context;
 use crate::MigrateError;
 use crate::channel::{Stream, tcp};
 use crate::handle::MigrationHandle;
+use crate::source::encode::PageEncoder;
 use crate::source::inbox::{Input, Numbered};
 use crate::source::pending::PassPages;
 use crate::source::postcopy::{Claims, UrgentOut};
-use crate::source::sender::{Sender, UNSENT};
+use crate::source::sender::{PassKind, Sender, UNSENT};
 use crate::vm::caught;
 use std::io;
 use std::os::fd::AsFd;
@@ -23,7 +24,7 @@ pub(super) enum Job<'e> {
     Pages {
         pass: u32,
         pages: Arc<PassPages>,
-        first: bool,
+        kind: PassKind,
     },
     /// Digests of all pages except those of `except`.
     Digests {
@@ -170,10 +171,11 @@ fn send_jobs(
     queue: &Receiver<Job<'_>>,
     (generation, inputs): (u64, &SyncSender<Numbered>),
 ) {
-    let mut sender = Sender::new(context.sender_context(protect), stream, index);
+    let encoder = context.codecs.and_then(|codecs| PageEncoder::new(codecs, context.clock, &context.idle));
+    let mut sender = Sender::new(context.sender_context(protect), stream, index).encoding(encoder);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
-            Job::Pages { pass, pages, first } => sender.send_pass(*pass, pages, *first),
+            Job::Pages { pass, pages, kind } => sender.send_pass(*pass, pages, *kind),
             Job::Digests { pass, except } => sender.send_digests(*pass, except),
             Job::Remaining { pass, claims, urgent } => {
                 vmferry_thread::scheduling::give_way();

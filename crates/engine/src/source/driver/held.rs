@@ -5,6 +5,7 @@ use super::{Driver, Ordering};
 use crate::run::Host;
 use crate::source::answer_wait::AnswerWait;
 use crate::source::pending::PassPages;
+use crate::source::sender::PassKind;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +58,6 @@ impl Driver<'_, '_> {
 
     fn give_out_first(&mut self, number: u32, pages: Arc<PassPages>) {
         self.account.timings.begin_pass(number, pages.pages(), self.context.handle);
-        self.give_out(&Job::Pages { pass: number, pages, first: true });
+        self.give_out(&Job::Pages { pass: number, pages, kind: PassKind::First });
     }
 }

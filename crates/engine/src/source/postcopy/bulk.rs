@@ -19,6 +19,7 @@ impl<S: FrameSink> Sender<'_, S> {
         claims: &Claims,
         urgent: &[UrgentOut<'_>],
     ) -> Result<(), SenderError> {
+        self.end_deltas();
         if let Some(queue) = &claims.baseline {
             queue.bulk_begins();
         }

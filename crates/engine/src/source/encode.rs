@@ -1,0 +1,604 @@
+//! Encoding of the pages of a bulk channel: LZ4, Zstandard, and deltas.
+//!
+//! An encoded page is encoded from a copy, and its digest is that of the copy. Therefore, an
+//! encoded page always matches its digest, whatever the guest writes meanwhile.
+//!
+//! # Deltas
+//! A delta describes a page by its difference from the version that the target has. The source
+//! keeps a bounded number of versions that it has sent. A kept version is the content of the page
+//! on the target, because
+//!
+//! 1. each page belongs to the same channel in all passes, and a channel delivers its frames in
+//!    order;
+//! 2. only pages that were sent from a copy are kept, and a page that is sent as zeros or from
+//!    guest memory is forgotten;
+//! 3. all versions are forgotten when the target reports pages with a digest mismatch, and when a
+//!    link is lost;
+//! 4. the source sends no deltas after the handover, when the target has dropped the missing pages.
+
+use super::idle::IdleCores;
+use super::sender::PassKind;
+use super::settings::{Deltas, PageCodec};
+use crate::clock::Clock;
+use crate::handle::{Encodings, thread_cpu};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use vmferry_codec::{
+    BATCH_BYTES, BATCH_PAGES, Choice, Chooser, Class, Codec, DeltaEncoder, Encoder, Facts, Page, SentPages,
+};
+use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex, RegionId, Window};
+use vmferry_wire::{Encoding, MAX_FRAME_PAGES, Segment};
+
+/// Longest delta in bytes. A longer one saves less than it costs the other pages of the cache.
+const LONGEST_DELTA: usize = PAGE_BYTES / 2;
+
+/// Codecs of the pages of a migration.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Codecs {
+    pub(crate) codec: PageCodec,
+    pub(crate) deltas: Deltas,
+    /// Memory for the versions of one channel, in bytes.
+    pub(crate) cache_bytes: usize,
+}
+
+/// Batch of pages of a frame that were encoded together, or that were sent without encoding.
+struct Batch {
+    class: Class,
+    /// Codec that was tried.
+    codec: Option<Codec>,
+    bytes_in: usize,
+    bytes_out: usize,
+    encode: Duration,
+    encode_cpu: Duration,
+}
+
+impl Batch {
+    /// Returns a batch of `bytes` bytes that were sent without a try to encode them.
+    fn unencoded(class: Class, bytes: usize) -> Self {
+        let (encode, encode_cpu) = (Duration::ZERO, Duration::ZERO);
+        Self { class, codec: None, bytes_in: bytes, bytes_out: bytes, encode, encode_cpu }
+    }
+}
+
+/// Stopwatch for the time in which a thread waits for the link.
+///
+/// All time in which the thread does not run counts as waiting for the link. On a host whose
+/// processors are all busy, a part of it is waiting for a processor.
+pub(crate) struct LinkWait {
+    began: Instant,
+    cpu: Duration,
+}
+
+impl LinkWait {
+    pub(crate) fn begin() -> Self {
+        Self { began: Instant::now(), cpu: thread_cpu() }
+    }
+
+    /// Returns the time for which the thread has waited.
+    pub(crate) fn end(self) -> Duration {
+        self.began.elapsed().saturating_sub(thread_cpu().saturating_sub(self.cpu))
+    }
+}
+
+/// Encoder of a bulk channel.
+pub(crate) struct PageEncoder {
+    codecs: Codecs,
+    clock: Clock,
+    idle: Arc<IdleCores>,
+    encoder: Encoder,
+    chooser: Chooser,
+    /// Versions that the target has. `None` after the handover, and without deltas.
+    sent: Option<SentPages>,
+    frame: Staging,
+}
+
+/// Frame that is being built.
+struct Staging {
+    began: Duration,
+    /// True if the frame has a page.
+    begun: bool,
+    /// True if the pages are copied.
+    copies: bool,
+    /// True if pages are sent as deltas, and their versions are kept.
+    deltas: bool,
+    /// Decision for the first batch of a class, if it was made when the frame began.
+    first: Option<(Class, Choice)>,
+    /// Number, class and copy of each page with content.
+    keys: Vec<u64>,
+    classes: Vec<Class>,
+    /// Places for the copies of all pages that a frame can have.
+    pages: Box<[Page]>,
+    /// Encoded content, without the pages that are sent as they are.
+    content: Vec<u8>,
+    segments: Vec<Segment>,
+    /// Segment of each page.
+    owners: Vec<u8>,
+    /// Positions of the pages of a batch, and copies of pages that are not next to each other.
+    positions: Vec<usize>,
+    gathered: Vec<Page>,
+    batches: Vec<Batch>,
+    /// CPU time for the deltas of the frame.
+    delta_cpu: Duration,
+}
+
+/// Owner of a page that no segment has yet.
+const UNOWNED: u8 = u8::MAX;
+
+/// Encoded content of a frame.
+pub(crate) struct Encoded<'a> {
+    /// Segments of the frame. Empty if all pages are sent as they are.
+    pub(crate) segments: &'a [Segment],
+    /// Segment of each page.
+    pub(crate) owners: &'a [u8],
+    content: &'a [u8],
+    pages: &'a [Page],
+    /// Number of the segment of pages that are sent as they are.
+    raw: u8,
+}
+
+impl<'a> Encoded<'a> {
+    /// Returns the parts of the content, in order.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = &'a [u8]> {
+        let (pages, owners, raw) = (self.pages, self.owners, self.raw);
+        let mut at = 0;
+        let runs = std::iter::from_fn(move || {
+            let first = at + owners.get(at..)?.iter().position(|owner| *owner == raw)?;
+            let count = owners[first..].iter().take_while(|owner| **owner == raw).count();
+            at = first + count;
+            Some(pages[first..at].as_flattened())
+        });
+        std::iter::once(self.content).filter(|content| !content.is_empty()).chain(runs)
+    }
+}
+
+impl PageEncoder {
+    /// Returns the encoder of a channel, or `None` if pages are sent as they are.
+    pub(crate) fn new(codecs: Codecs, clock: Clock, idle: &Arc<IdleCores>) -> Option<Box<Self>> {
+        if codecs.codec == PageCodec::Raw && codecs.deltas == Deltas::Off {
+            return None;
+        }
+        let versions = (codecs.deltas != Deltas::Off)
+            .then(|| SentPages::new(codecs.cache_bytes, DeltaEncoder::default()));
+        Some(Box::new(Self {
+            codecs,
+            clock,
+            idle: Arc::clone(idle),
+            encoder: Encoder::new(),
+            chooser: Chooser::new(clock.now()),
+            sent: versions,
+            frame: Staging::new(),
+        }))
+    }
+
+    /// Begins a pass.
+    pub(crate) fn begin_pass(&mut self, kind: PassKind) {
+        let Some(sent) = &mut self.sent else { return };
+        match kind {
+            PassKind::First => {}
+            PassKind::Later => sent.next_pass(),
+            PassKind::Again => sent.forget_all(),
+        }
+    }
+
+    /// Sends no deltas any more.
+    pub(crate) fn end_deltas(&mut self) {
+        self.sent = None;
+    }
+
+    /// Begins a frame whose first page is `first`, and decides whether the pages of the frame are
+    /// copied. Without copies, the frame is sent from guest memory.
+    pub(crate) fn begin_frame(&mut self, first: &Page) {
+        let now = self.clock.now();
+        assert!(!self.frame.begun, "the frame before was sent");
+        (self.frame.begun, self.frame.began) = (true, now);
+        let class = Class::of(first);
+        let choice = self.choose(class, BATCH_BYTES);
+        self.frame.first = Some((class, choice));
+        self.frame.deltas = self.uses_deltas();
+        self.frame.copies = choice != Choice::Raw || self.frame.deltas;
+    }
+
+    /// Returns true if the frame has a page.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.frame.begun
+    }
+
+    /// Returns true if the pages of the frame are copied.
+    pub(crate) fn copies(&self) -> bool {
+        self.frame.copies
+    }
+
+    fn uses_deltas(&self) -> bool {
+        match self.codecs.deltas {
+            Deltas::On => self.sent.is_some(),
+            // The rate is known if the channel has waited for the link.
+            Deltas::Auto => self.sent.is_some() && self.chooser.link_rate().is_some(),
+            Deltas::Off => false,
+        }
+    }
+
+    fn choose(&mut self, class: Class, bytes: usize) -> Choice {
+        match self.codecs.codec {
+            PageCodec::Raw => Choice::Raw,
+            PageCodec::Lz4 => Choice::Use(Codec::Lz4),
+            PageCodec::Zstd(level) => Choice::Use(Codec::Zstd(level)),
+            PageCodec::Auto => self.chooser.next(class, bytes, self.clock.now()),
+        }
+    }
+
+    /// Copies page `page` of `window` to the place of the frame's next page. Returns the digest of
+    /// the copy, or `None` if the page contains only zeros. [`add`](Self::add) adds the page.
+    pub(crate) fn copy(&mut self, window: &Window<'_>, page: usize) -> Option<PageDigest> {
+        let copy = &mut self.frame.pages[self.frame.keys.len()];
+        (!window.copy_page(page, copy)).then(|| PageDigest::of(copy))
+    }
+
+    /// Adds the page that was copied last to the frame.
+    pub(crate) fn add(&mut self, region: RegionId, index: PageIndex) {
+        assert!(self.frame.copies, "the frame is sent from guest memory");
+        let copy = &self.frame.pages[self.frame.keys.len()];
+        self.frame.classes.push(Class::of(copy));
+        self.frame.keys.push(key(region, index));
+    }
+
+    /// Notes that a page is sent as zeros or from guest memory.
+    pub(crate) fn forget(&mut self, region: RegionId, index: PageIndex) {
+        if let Some(sent) = &mut self.sent {
+            sent.forget(key(region, index));
+        }
+    }
+
+    /// Encodes the pages of the frame.
+    pub(crate) fn encode(&mut self) -> Encoded<'_> {
+        self.frame.owners.resize(self.frame.keys.len(), UNOWNED);
+        if self.frame.deltas {
+            self.encode_deltas();
+        } else if let Some(sent) = &mut self.sent {
+            // The target gets other content than the versions that were kept.
+            self.frame.keys.iter().for_each(|key| sent.forget(*key));
+        }
+        for class in [Class::Mixed, Class::Sparse] {
+            self.encode_class(class);
+        }
+        self.frame.finish()
+    }
+
+    fn encode_deltas(&mut self) {
+        let Self { sent: Some(sent), frame, .. } = self else { return };
+        let (begin, segment, cpu) = (frame.content.len(), frame.next_segment(), thread_cpu());
+        let mut pages = 0;
+        for ((key, page), owner) in frame.keys.iter().zip(&frame.pages).zip(&mut frame.owners) {
+            if let Some(delta) = sent.send(*key, page, LONGEST_DELTA) {
+                frame.content.extend(delta);
+                *owner = segment;
+                pages += 1;
+            }
+        }
+        frame.end_segment(Encoding::Delta, pages, begin);
+        frame.delta_cpu = thread_cpu().saturating_sub(cpu);
+    }
+
+    /// Encodes the pages of a class that have no segment yet, in batches. Pages that do not become
+    /// smaller keep having none.
+    fn encode_class(&mut self, class: Class) {
+        let mut at = 0;
+        while let Some(end) = self.frame.gather(class, at) {
+            at = end;
+            let bytes = self.frame.positions.len() * PAGE_BYTES;
+            let first = self.frame.first.take_if(|(of, _)| *of == class);
+            let choice = first.map_or_else(|| self.choose(class, bytes), |(_, choice)| choice);
+            let Some(codec) = choice.codec() else { return };
+            let (began, cpu) = (self.clock.now(), thread_cpu());
+            let encoded = self.encoder.encode(codec, self.frame.batch(), bytes - 1);
+            let bytes_out = encoded.map_or(bytes, <[u8]>::len);
+            if let Some(encoded) = encoded {
+                let (begin, segment) = (self.frame.content.len(), self.frame.next_segment());
+                self.frame.content.extend(encoded);
+                self.frame.positions.iter().for_each(|at| self.frame.owners[*at] = segment);
+                let encoding = match codec {
+                    Codec::Lz4 => Encoding::Lz4,
+                    Codec::Zstd(_) => Encoding::Zstd,
+                };
+                self.frame.end_segment(encoding, self.frame.positions.len(), begin);
+            }
+            let (encode, encode_cpu) = (self.clock.since(began), thread_cpu().saturating_sub(cpu));
+            let codec = Some(codec);
+            self.frame.batches.push(Batch { class, codec, bytes_in: bytes, bytes_out, encode, encode_cpu });
+        }
+    }
+
+    /// Records that the frame, of `bytes` bytes, was sent, and that the channel waited for the link
+    /// for `waited`.
+    pub(crate) fn sent(&mut self, bytes: usize, waited: Duration, counters: &Encodings) {
+        let now = self.clock.now();
+        counters.count(&self.frame.segments);
+        counters.delta.add_cpu(self.frame.delta_cpu);
+        let elapsed = now.saturating_sub(self.frame.began);
+        let idle_cores = self.idle.now(now);
+        let batches = &mut self.frame.batches;
+        let encode: Duration = batches.iter().map(|batch| batch.encode).sum();
+        let rest = bytes.saturating_sub(batches.iter().map(|batch| batch.bytes_out).sum());
+        // The chooser never encodes dense pages, so it learns only the rate of the link from them.
+        let of_first = self.frame.first.map_or(Class::Dense, |(class, _)| class);
+        let class = if batches.is_empty() { of_first } else { Class::Dense };
+        batches.push(Batch::unencoded(class, rest));
+        for batch in batches {
+            match batch.codec {
+                Some(Codec::Lz4) => counters.lz4.add_cpu(batch.encode_cpu),
+                Some(Codec::Zstd(_)) => counters.zstd.add_cpu(batch.encode_cpu),
+                None => {}
+            }
+            let share = batch.bytes_out as f64 / bytes.max(1) as f64;
+            let facts = Facts {
+                class: batch.class,
+                codec: batch.codec,
+                bytes_in: batch.bytes_in as u64,
+                bytes_out: batch.bytes_out as u64,
+                encode: batch.encode,
+                encode_cpu: batch.encode_cpu,
+                elapsed: batch.encode + elapsed.saturating_sub(encode).mul_f64(share),
+                waited: waited.mul_f64(share),
+                idle_cores,
+            };
+            self.chooser.sent(&facts, now);
+        }
+        self.frame.clear();
+    }
+}
+
+/// Returns a number that no other page of the guest has.
+fn key(region: RegionId, index: PageIndex) -> u64 {
+    // A page number has at most 40 bits, because addresses have at most 52.
+    u64::from(region.0).rotate_right(24) ^ index.0
+}
+
+impl Staging {
+    fn new() -> Self {
+        Self {
+            began: Duration::ZERO,
+            begun: false,
+            copies: false,
+            deltas: false,
+            first: None,
+            keys: Vec::with_capacity(MAX_FRAME_PAGES),
+            classes: Vec::with_capacity(MAX_FRAME_PAGES),
+            pages: vec![[0; PAGE_BYTES]; MAX_FRAME_PAGES].into(),
+            content: Vec::with_capacity(MAX_FRAME_PAGES * PAGE_BYTES),
+            segments: Vec::new(),
+            owners: Vec::with_capacity(MAX_FRAME_PAGES),
+            gathered: Vec::with_capacity(BATCH_PAGES),
+            positions: Vec::with_capacity(BATCH_PAGES),
+            batches: Vec::new(),
+            delta_cpu: Duration::ZERO,
+        }
+    }
+
+    fn clear(&mut self) {
+        (self.begun, self.copies, self.deltas, self.first) = (false, false, false, None);
+        self.delta_cpu = Duration::ZERO;
+        self.keys.clear();
+        self.classes.clear();
+        self.content.clear();
+        self.segments.clear();
+        self.owners.clear();
+        self.batches.clear();
+    }
+
+    fn next_segment(&self) -> u8 {
+        u8::try_from(self.segments.len()).unwrap_or(UNOWNED)
+    }
+
+    /// Ends a segment of `pages` pages, whose content begins at `begin`. Without pages, there is no
+    /// segment.
+    fn end_segment(&mut self, encoding: Encoding, pages: usize, begin: usize) {
+        if pages > 0 {
+            self.segments.push(Segment { encoding, pages, bytes: self.content.len() - begin });
+        }
+    }
+
+    /// Lists up to a batch of pages of `class` that have no segment, from position `from` on.
+    /// Returns the position after the last one, or `None` if there is none.
+    fn gather(&mut self, class: Class, from: usize) -> Option<usize> {
+        let pages = self.classes.iter().zip(&self.owners).enumerate().skip(from);
+        let of_class = pages.filter(|(_, (of, owner))| **owner == UNOWNED && **of == class);
+        self.positions.clear();
+        self.positions.extend(of_class.map(|(position, _)| position).take(BATCH_PAGES));
+        self.positions.last().map(|last| last + 1)
+    }
+
+    /// Returns the pages of the batch. They are copied only if they are not next to each other.
+    fn batch(&mut self) -> &[Page] {
+        let (first, count) = (self.positions.first().copied().unwrap_or(0), self.positions.len());
+        if self.positions.last() == Some(&(first + count - 1)) {
+            return &self.pages[first..first + count];
+        }
+        self.gathered.clear();
+        self.gathered.extend(self.positions.iter().map(|position| self.pages[*position]));
+        &self.gathered
+    }
+
+    /// Puts the pages without a segment into a segment of their own.
+    fn finish(&mut self) -> Encoded<'_> {
+        let raw = self.next_segment();
+        let mut pages = 0;
+        for owner in self.owners.iter_mut().filter(|owner| **owner == UNOWNED) {
+            *owner = raw;
+            pages += 1;
+        }
+        // If no page is encoded, the frame has no segments.
+        if !self.segments.is_empty() && pages > 0 {
+            self.segments.push(Segment { encoding: Encoding::Raw, pages, bytes: pages * PAGE_BYTES });
+        }
+        let Self { segments, owners, content, pages, .. } = self;
+        Encoded { segments, owners, content, pages, raw }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scratch::{SCRATCH, Scratch};
+    use proptest::prelude::*;
+    use std::collections::HashMap;
+    use vmferry_codec::{Decoder, Delta, Format, Level};
+    use vmferry_core::{GuestMemory, PageRun};
+
+    const PAGES: u64 = 48;
+
+    /// Memory of a target, which decodes frames.
+    struct Target {
+        decoder: Decoder,
+        pages: HashMap<u64, Page>,
+    }
+
+    impl Target {
+        fn receive(&mut self, encoded: &Encoded<'_>, numbers: &[u64]) {
+            let content: Vec<u8> = encoded.parts().flatten().copied().collect();
+            let raw = Segment { encoding: Encoding::Raw, pages: numbers.len(), bytes: content.len() };
+            let segments = if encoded.segments.is_empty() { &[raw][..] } else { encoded.segments };
+            let mut rest = &content[..];
+            for (segment, index) in segments.iter().zip(0u8..) {
+                let (mut own, after) = rest.split_at(segment.bytes);
+                rest = after;
+                let owned = numbers.iter().zip(encoded.owners).filter(|(_, owner)| **owner == index);
+                let owned: Vec<u64> = owned.map(|(number, _)| *number).collect();
+                assert_eq!(owned.len(), segment.pages);
+                let mut pages = vec![[0; PAGE_BYTES]; owned.len()];
+                let mut decode = |format| self.decoder.decode(format, own, &mut pages).unwrap();
+                match segment.encoding {
+                    Encoding::Raw => pages.as_flattened_mut().copy_from_slice(own),
+                    Encoding::Lz4 => decode(Format::Lz4),
+                    Encoding::Zstd => decode(Format::Zstd),
+                    Encoding::Delta => {
+                        for (page, number) in pages.iter_mut().zip(&owned) {
+                            let (delta, after) = Delta::parse(own).unwrap();
+                            *page = self.pages[number];
+                            delta.apply(page);
+                            own = after;
+                        }
+                        assert!(own.is_empty());
+                    }
+                }
+                self.pages.extend(owned.into_iter().zip(pages));
+            }
+            assert!(rest.is_empty());
+        }
+    }
+
+    /// Change that the guest makes to a page.
+    #[derive(Debug, Clone, Copy)]
+    enum Change {
+        Zero,
+        Word(usize, u64),
+        Text(u8),
+        Noise(u64),
+    }
+
+    fn change() -> impl Strategy<Value = (u64, Change)> {
+        let change = prop_oneof![
+            Just(Change::Zero),
+            (0usize..512, any::<u64>()).prop_map(|(at, word)| Change::Word(at, word)),
+            any::<u8>().prop_map(Change::Text),
+            any::<u64>().prop_map(Change::Noise),
+        ];
+        (0..PAGES, change)
+    }
+
+    fn apply(page: &mut Page, change: Change) {
+        match change {
+            Change::Zero => page.fill(0),
+            Change::Word(at, word) => page.as_chunks_mut::<8>().0[at] = word.to_le_bytes(),
+            Change::Text(seed) => {
+                for (byte, at) in page.iter_mut().zip(0usize..) {
+                    *byte = b"the quick brown fox "[(at + usize::from(seed)) % 20];
+                }
+            }
+            Change::Noise(mut state) => {
+                state |= 1;
+                for word in page.as_chunks_mut::<8>().0 {
+                    state ^= state << 13;
+                    state ^= state >> 7;
+                    state ^= state << 17;
+                    *word = state.to_le_bytes();
+                }
+            }
+        }
+    }
+
+    fn codecs() -> impl Strategy<Value = Codecs> {
+        let codec = prop_oneof![
+            Just(PageCodec::Auto),
+            Just(PageCodec::Raw),
+            Just(PageCodec::Lz4),
+            Just(PageCodec::Zstd(Level::MIN))
+        ];
+        let deltas = prop_oneof![Just(Deltas::Auto), Just(Deltas::On), Just(Deltas::Off)];
+        // Caches without room, for fewer pages than the guest has, and for all of them.
+        let bytes = prop_oneof![Just(0usize), Just(400 << 10), Just(4 << 20)];
+        (codec, deltas, bytes).prop_map(|(codec, deltas, cache_bytes)| Codecs { codec, deltas, cache_bytes })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+
+        #[test]
+        fn target_has_the_content_that_was_sent(
+            codecs in codecs(),
+            passes in prop::collection::vec((prop::collection::vec(change(), 0..80), 0u8..8, 0u64..3), 1..8),
+        ) {
+            let scratch = Scratch::new().unwrap();
+            let window = scratch.memory().window(SCRATCH, PageRun::from(0..PAGES)).unwrap();
+            let Some(mut encoder) = PageEncoder::new(codecs, Clock::start(), &Arc::default()) else { return Ok(()) };
+            let mut target = Target { decoder: Decoder::new(), pages: HashMap::new() };
+            let counters = Encodings::default();
+            for (number, (changes, kind, slow)) in passes.iter().enumerate() {
+                for (page, change) in changes {
+                    let (mut content, at) = ([0; PAGE_BYTES], usize::try_from(*page).unwrap());
+                    window.copy_page(at, &mut content);
+                    apply(&mut content, *change);
+                    window.write_page(at, &content);
+                }
+                encoder.begin_pass(match (number, kind) {
+                    (0, _) => PassKind::First,
+                    (_, 0) => PassKind::Again,
+                    _ => PassKind::Later,
+                });
+                let mut dirty: Vec<u64> = changes.iter().map(|(page, _)| *page).collect();
+                dirty.sort_unstable();
+                dirty.dedup();
+                let (mut sent, mut bytes) = (Vec::new(), 0);
+                for page in dirty {
+                    let (index, at) = (PageIndex(page), usize::try_from(page).unwrap());
+                    let mut content = [0; PAGE_BYTES];
+                    window.copy_page(at, &mut content);
+                    if !encoder.has_begun() {
+                        encoder.begin_frame(&content);
+                    }
+                    if encoder.copies() && encoder.copy(&window, at).is_some() {
+                        encoder.add(SCRATCH, index);
+                        sent.push(page);
+                    } else {
+                        encoder.forget(SCRATCH, index);
+                        target.pages.insert(page, content);
+                        bytes += PAGE_BYTES;
+                    }
+                }
+                if !encoder.has_begun() {
+                    continue;
+                }
+                if encoder.copies() {
+                    let encoded = encoder.encode();
+                    bytes += encoded.parts().map(<[u8]>::len).sum::<usize>();
+                    target.receive(&encoded, &sent);
+                }
+                // A slow link lets the choice change from pass to pass.
+                encoder.sent(bytes, Duration::from_millis(20 * slow), &counters);
+            }
+            for (page, content) in &target.pages {
+                let mut own = [0; PAGE_BYTES];
+                window.copy_page(usize::try_from(*page).unwrap(), &mut own);
+                prop_assert!(own == *content, "page {page}");
+            }
+        }
+    }
+}
