@@ -18,7 +18,8 @@ pub const MIN_MEMORY: u64 = 4 << 20;
 pub const MAX_CPUS: u32 = 254;
 
 /// Default interval of statistics. It is short enough for operators and for a balloon that follows
-/// the host's memory pressure, and long enough to cost an idle guest nothing.
+/// the host's memory pressure. While no caller reads the statistics, the interval is ten times as
+/// long, so that it costs an idle guest almost nothing.
 const STATS_EVERY: Duration = Duration::from_secs(1);
 
 /// Kind of memory that backs the guest's RAM.
@@ -190,7 +191,8 @@ pub struct VmOptions {
     pub balloon_extension: bool,
     /// Method by which pages are given back to the host.
     pub drop_way: DropWay,
-    /// Interval at which the guest is asked for its memory statistics, or `None` for never.
+    /// Shortest interval at which the guest is asked for its memory statistics, or `None` for
+    /// never. While no caller reads the statistics, the interval is ten times as long.
     pub stats_every: Option<Duration>,
     /// True if the VM has a random number device.
     pub rng: bool,

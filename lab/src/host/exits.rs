@@ -1,7 +1,7 @@
 //! `cargo xtask lab exits`: cost of a Linux guest under vmferry and under QEMU's microvm.
 //!
 //! The command counts only events that emulation does not distort: exits, system calls, wakeups and
-//! waits of threads.
+//! waits of threads, and the interrupts and device accesses that cause exits.
 
 use super::parts::{self, tool};
 use anyhow::{Context, Result, ensure};
@@ -126,8 +126,25 @@ impl Counted {
     }
 }
 
-/// Returns the name of a counter. System calls have numbers (x86-64).
+/// Names of exits by their code in hexadecimal (AMD APM volume 2, appendix C).
+const REASONS: [(&str, &str); 9] = [
+    ("60", "interrupt"),
+    ("64", "interrupt-window"),
+    ("72", "cpuid"),
+    ("77", "pause"),
+    ("78", "hlt"),
+    ("7b", "io"),
+    ("7c", "msr"),
+    ("81", "vmmcall"),
+    ("400", "nested-page-fault"),
+];
+
+/// Returns the name of a counter. System calls have numbers (x86-64), and exits have codes.
 fn call(counter: &str) -> String {
+    if let Some(code) = counter.strip_prefix("exits-of-") {
+        let name = REASONS.iter().find(|(known, _)| *known == code).map_or(code, |(_, name)| name);
+        return format!("  exits-of-{name}");
+    }
     let name = match counter.strip_prefix("call-") {
         Some("0") => "read",
         Some("1") => "write",
@@ -165,5 +182,6 @@ mod tests {
         assert_eq!(side(1), (&json!("read/vmferry"), &json!(3.0)));
         assert!(counted.table().to_string().contains("3.50"));
         assert_eq!([call("call-16"), call("call-999")], ["  ioctl", "call-999"]);
+        assert_eq!([call("exits-of-78"), call("exits-of-4e")], ["  exits-of-hlt", "  exits-of-4e"]);
     }
 }

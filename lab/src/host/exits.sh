@@ -3,6 +3,9 @@
 # and switches because it waits. Writes one line for each count to /share/exits.txt: VMM WHAT
 # COUNTER NUMBER.
 #
+# Exits are also counted by their reason. Their causes are counted by what the guest accessed:
+# model-specific registers, addresses and ports of devices. Interrupts are counted by their vector.
+#
 # Commands are typed on the guest's console, which causes exits itself. Therefore each action is run
 # a few times and many times, and the result is the difference of the counts divided by the
 # difference of the times.
@@ -17,13 +20,20 @@ mount -t tracefs tracefs /sys/kernel/tracing
 events=/sys/kernel/tracing/events
 # histogram EVENT KEYS [FILTER]
 histogram() {
-    echo "$events/$1/trigger hist:keys=$2:size=32768 $3" >>/tmp/histograms
-    echo "hist:keys=$2:size=32768 $3" >$events/$1/trigger || exit 1
+    echo "$events/$1/trigger hist:keys=$2:size=${size:-32768} $3" >>/tmp/histograms
+    echo "hist:keys=$2:size=${size:-32768} $3" >$events/$1/trigger || exit 1
 }
 histogram raw_syscalls/sys_enter common_pid,id
 histogram sched/sched_wakeup pid
 # Threads that are neither preempted (256) nor still running (0).
 histogram sched/sched_switch prev_pid "if prev_state > 0 && prev_state < 256"
+# One VM runs at a time, so these events need no filter.
+size=2048
+histogram kvm/kvm_exit exit_reason.hex
+histogram kvm/kvm_msr ecx.hex,write
+histogram kvm/kvm_mmio gpa.hex,type
+histogram kvm/kvm_pio port.hex,rw
+histogram kvm/kvm_inj_virq vector.hex
 # Clears the histograms, because every process that this script starts takes room in them.
 forget() {
     while read -r trigger keys filter; do
@@ -52,7 +62,18 @@ count() {
             END { print "syscalls", n; for (i in id) print "call-" i, id[i] }' /tmp/tasks -
         by_thread wakeups $events/sched/sched_wakeup/hist
         by_thread waits $events/sched/sched_switch/hist
+        by_key exits kvm_exit
+        by_key msrs kvm_msr
+        by_key mmio kvm_mmio
+        by_key ports kvm_pio
+        by_key interrupts kvm_inj_virq
     } >/tmp/$1
+}
+
+# by_key COUNTER EVENT: events of KVM by their keys, as COUNTER-of-KEY or COUNTER-of-KEY-KEY.
+by_key() {
+    tr -d '{}:,' <$events/kvm/$2/hist | awk -v counter=$1 'NF > 3 && $(NF - 1) == "hitcount" {
+        print counter "-of-" $2 (NF > 4 ? "-" $4 : ""), $NF }'
 }
 
 # by_thread COUNTER HISTOGRAM
@@ -118,7 +139,7 @@ run() {
     # Ten pings per second: the same rate for both VMMs, and all threads sleep in between.
     measure spaced-ping "ping -i 0.1 -q -c TIMES 10.9.$net.1 >/dev/null" 20 220
     # Cost of the guest's own timers.
-    measure idle-second "sleep TIMES" 2 12
+    measure idle-second "sleep TIMES" 2 32
     # Memory of the process, which includes the guest's.
     awk -v vmm=$vmm '/^Pss:/ { n += $2 } END { print vmm, "whole", "pss_kib", n }' /proc/$pid/smaps_rollup >>$out
     echo "poweroff -f" >&3

@@ -318,7 +318,7 @@ impl RunContext {
     /// Observes values that no component reports. Called periodically.
     pub(crate) fn observe(&self) {
         self.speed.take_sample(&self.probe);
-        let balloon = self.probe.balloon().map(|balloon| balloon.status().actual);
+        let balloon = self.probe.balloon().map(|balloon| balloon.actual());
         self.event_sender.observe(balloon, self.postcopy().map(|postcopy| postcopy.state));
     }
 

@@ -106,7 +106,7 @@ impl Api {
 
     /// Executes `query-balloon`.
     pub(super) fn query_balloon(&self) -> Result<Answer, QmpError> {
-        Ok(json!({ "actual": self.the_balloon()?.status().actual }).into())
+        Ok(json!({ "actual": self.the_balloon()?.actual() }).into())
     }
 
     /// Executes `qom-get`. The balloon's statistics and its switch for free page reporting are the

@@ -1,7 +1,6 @@
 //! Handle of the balloon, for threads other than those of the vCPUs.
 
 use super::VmBalloon;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, SystemTime};
 use vmferry_core::{Layout, PAGE_SHIFT, PageSet};
@@ -75,12 +74,24 @@ pub struct Hints {
 pub struct BalloonHandle(pub(crate) Arc<VmBalloon>);
 
 impl BalloonHandle {
-    /// Returns the status.
+    /// Returns the memory that the guest has, in bytes, as its driver reports it.
+    #[must_use]
+    pub fn actual(&self) -> u64 {
+        self.without(self.0.control.actual())
+    }
+
+    /// Returns the size of the guest's memory without `pages` pages, in bytes.
+    fn without(&self, pages: u32) -> u64 {
+        (self.0.ram.layout().pages() << PAGE_SHIFT).saturating_sub(u64::from(pages) << PAGE_SHIFT)
+    }
+
+    /// Returns the status. While callers read the status, the guest is asked for statistics in
+    /// every second, and otherwise every ten seconds, unless
+    /// [`set_stats_interval`](Self::set_stats_interval) was called.
     #[must_use]
     pub fn status(&self) -> BalloonStatus {
         let control = &self.0.control;
-        let memory = self.0.ram.layout().pages() << PAGE_SHIFT;
-        let less = |pages: u32| memory.saturating_sub(u64::from(pages) << PAGE_SHIFT);
+        self.0.cadence.read();
         let names = [
             (feature::STATS, "stats"),
             (feature::DEFLATE_ON_OOM, "deflate-on-oom"),
@@ -92,9 +103,9 @@ impl BalloonHandle {
             (FEATURE_HYPERCALL, "hypercall"),
         ];
         BalloonStatus {
-            memory,
-            target: less(control.target()),
-            actual: less(control.actual()),
+            memory: self.without(0),
+            target: self.without(control.target()),
+            actual: self.actual(),
             unmet: control.unmet_for(),
             driver: control.features() != 0,
             reporting: control.reporting(),
@@ -146,15 +157,17 @@ impl BalloonHandle {
         self.0.end_squeeze();
     }
 
-    /// Returns the interval at which the guest is asked for statistics, in seconds. 0 means never.
+    /// Returns the present interval at which the guest is asked for statistics, in seconds. 0 means
+    /// never.
     #[must_use]
     pub fn stats_interval(&self) -> u32 {
-        self.0.every.load(Ordering::Relaxed)
+        self.0.cadence.interval()
     }
 
-    /// Sets the interval at which the guest is asked for statistics, in seconds. 0 means never.
+    /// Sets the interval at which the guest is asked for statistics, in seconds, whether callers
+    /// read the statistics or not. 0 means never.
     pub fn set_stats_interval(&self, seconds: u32) {
-        self.0.every.store(seconds, Ordering::Relaxed);
+        self.0.cadence.set(seconds);
     }
 
     /// Returns the layout of the guest's memory.

@@ -26,7 +26,7 @@ use crate::state::{Saved, SectionKind, Sections, StateError};
 use crate::virtio::{self, VirtioMmio};
 use hints::HintBoard;
 use host::RamHost;
-use std::sync::atomic::{AtomicU32, Ordering};
+use keeper::Cadence;
 use std::sync::{Arc, Mutex, PoisonError};
 use vmferry_engine::Section;
 use vmferry_fault::PagingSlot;
@@ -63,10 +63,8 @@ pub(crate) struct VmBalloon {
     paging: Arc<PagingSlot>,
     /// True if the device offers the extension.
     extension: bool,
-    /// Number of ticks, by default of a second each, after which the keeper asks for statistics; 0
-    /// for never.
-    every: AtomicU32,
-    ticks: AtomicU32,
+    /// Interval at which the keeper asks for statistics.
+    cadence: Cadence,
     /// Target in pages before a squeeze, while a squeeze is in effect.
     before_squeeze: Mutex<Option<u32>>,
 }
@@ -89,7 +87,6 @@ impl VmBalloon {
         let balloon = Balloon::new(options, Arc::new(host), wiring.signals);
         let control = balloon.control();
         let device = socket.plug(balloon, ram, 0);
-        let (every, ticks) = (AtomicU32::new(1), AtomicU32::new(0));
         Self {
             device,
             control,
@@ -97,8 +94,7 @@ impl VmBalloon {
             ram: Arc::clone(ram),
             paging: Arc::clone(paging),
             extension,
-            every,
-            ticks,
+            cadence: Cadence::new(),
             before_squeeze: Mutex::new(None),
         }
     }
@@ -130,18 +126,14 @@ impl VmBalloon {
         }
     }
 
-    /// Asks the guest for new statistics, if it has any. Called while the guest runs, by a thread
-    /// that must not sleep on a missing page: while pages are missing, nothing is asked. Pages can
-    /// only become missing before a guest runs, so this check holds for the whole call. The lock
-    /// that the check takes is not kept, because a vCPU takes it while holding the device's lock.
+    /// Asks the guest for new statistics, if it has any and they are due. Called in each tick while
+    /// the guest runs, by a thread that must not sleep on a missing page: while pages are missing,
+    /// nothing is asked. Pages can only become missing before a guest runs, so this check holds for
+    /// the whole call. The lock that the check takes is not kept, because a vCPU takes it while
+    /// holding the device's lock.
     fn refresh(&self) {
-        let tick = self.ticks.fetch_add(1, Ordering::Relaxed).wrapping_add(1);
-        let every = self.every.load(Ordering::Relaxed);
-        if every == 0 || tick < every {
-            return;
-        }
-        self.ticks.store(0, Ordering::Relaxed);
-        if self.paging.if_complete(|| ()).is_some()
+        if self.cadence.tick()
+            && self.paging.if_complete(|| ()).is_some()
             && let Some(queue) = self.control.want_stats()
         {
             self.device.notify(queue);
