@@ -533,7 +533,7 @@ pub(crate) struct MigrateArgs {
     /// `auto` does so while the link limits the migration.
     #[arg(long, value_enum, default_value = "off", value_name = "auto|on|off", help_heading = heading::TRANSFER)]
     pub(crate) delta: DeltaArg,
-    /// Memory for the pages that changes refer to [default: by the guest's memory]
+    /// Memory for the pages that changes refer to
     ///
     /// The default is a sixteenth of the guest's memory and at least 16 MiB, but at most a quarter
     /// of the memory that the host has available.

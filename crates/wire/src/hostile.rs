@@ -150,8 +150,8 @@ pub fn frames(mut bytes: &[u8], mend: bool) -> Vec<u8> {
     stream
 }
 
-/// Returns the length of the content of a frame whose table has `segments` segments at the beginning
-/// of `table`, but at most the content of [`MOST_CONTENTS`] pages.
+/// Returns the length of the content of a frame whose table has `segments` segments at the
+/// beginning of `table`, but at most the content of [`MOST_CONTENTS`] pages.
 fn encoded_bytes(table: Option<&[u8]>, segments: usize) -> usize {
     let entries = table.unwrap_or_default().chunks_exact(8).take(segments);
     let bytes = |entry: &[u8]| usize::from(u16::from_le_bytes([entry[4], entry[5]]));

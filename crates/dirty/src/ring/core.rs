@@ -307,8 +307,8 @@ impl<K: Kernel> Core<K> {
     /// and `each` receives the discarded pages in the same form.
     ///
     /// # Why no write is lost
-    /// A page in `found` was published after its reset. So it is protected, or was written since and
-    /// is in a ring. In both cases the content that is read afterwards has every write that was
+    /// A page in `found` was published after its reset. So it is protected, or was written since
+    /// and is in a ring. In both cases the content that is read afterwards has every write that was
     /// recorded in `found`, and a later harvest finds every other write.
     ///
     /// # Errors

@@ -166,8 +166,8 @@ impl Claims {
         }
     }
 
-    /// Returns the first chunk with a page that no thread has claimed, among the chunk that the guest
-    /// accesses and those after it.
+    /// Returns the first chunk with a page that no thread has claimed, among the chunk that the
+    /// guest accesses and those after it.
     ///
     /// Several threads may send the same chunk, so that the pages that the guest needs next come
     /// over all channels: each thread claims the next few pages that no thread has claimed. If each
