@@ -6,8 +6,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 use vmferry_engine::{
-    AutoConverge, BulkLimit, Deltas, Level, MigrationMode, OnTimeout, PageCodec, SwitchoverBandwidth,
-    UrgentPath, Uri, UriError,
+    AutoConverge, BulkLimit, Deltas, MigrationMode, OnTimeout, PageCodec, SwitchoverBandwidth, UrgentPath,
+    Uri, UriError, ZstdLevel,
 };
 
 /// Source of an arriving guest.
@@ -270,12 +270,12 @@ impl FromStr for CodecArg {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let level = |text: &str| text.parse().ok().and_then(Level::new);
+        let level = |text: &str| text.parse().ok().and_then(ZstdLevel::new);
         Ok(Self(match text {
             "auto" => PageCodec::Auto,
             "raw" => PageCodec::Raw,
             "lz4" => PageCodec::Lz4,
-            "zstd" => PageCodec::Zstd(Level::MIN),
+            "zstd" => PageCodec::Zstd(ZstdLevel::MIN),
             _ => {
                 let level = text.strip_prefix("zstd:").and_then(level);
                 PageCodec::Zstd(level.ok_or_else(|| {

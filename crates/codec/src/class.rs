@@ -28,7 +28,7 @@ pub enum Class {
     Dense,
     /// Content that is likely to compress: text, code, tables, pointers.
     Mixed,
-    /// Content of which at least three quarters are zero. The fastest codec is enough.
+    /// Content with at least three quarters of zeros. The fastest codec is enough.
     Sparse,
 }
 

@@ -58,9 +58,9 @@ struct Slot {
 pub struct SentFigures {
     /// Pages that were sent as a delta.
     pub hits: u64,
-    /// Pages of which the cache had no version.
+    /// Pages without a version in the cache.
     pub misses: u64,
-    /// Pages of which the cache had a version, but whose delta was larger than the limit.
+    /// Pages with a version in the cache, but with a delta larger than the limit.
     pub large: u64,
     /// Pages that were admitted.
     pub admitted: u64,

@@ -10,8 +10,8 @@ fn codecs() -> impl Iterator<Item = Codec> {
     [Codec::Lz4].into_iter().chain(levels)
 }
 
-/// Returns pages of chunks of 16 bytes, of which there are `chunks` different ones. With 256, all
-/// bytes are random.
+/// Returns pages of chunks of 16 bytes. There are `chunks` different chunks. With 256, all bytes
+/// are random.
 fn pages(count: usize, seed: u64, chunks: usize) -> Vec<Page> {
     let mut state = seed | 1;
     let mut next = move || {

@@ -2,7 +2,7 @@
 //! to the migration.
 
 use crate::plan::{CourseChange, Verdict};
-use crate::report::{CodecFigures, EncodingFigures, FreePagesFigures, PaceFigures, Report};
+use crate::report::{Bytes, CodecFigures, EncodingFigures, FreePagesFigures, PaceFigures, Report};
 use crate::source::Settings;
 use crate::wake::Wakers;
 use socket2::SockRef;
@@ -470,12 +470,11 @@ impl MigrationHandle {
         report.state = progress.state;
         report.total_ms = total.unwrap_or_default().as_secs_f64() * 1e3;
         let codecs = self.counters.encodings.figures();
+        report.bytes = Bytes::of_codecs(codecs.as_ref());
         report.bytes.wire = progress.wire_bytes;
         report.bytes.raw_pages = progress.raw_pages;
         report.bytes.zero_pages = progress.zero_pages;
         report.bytes.free_pages_skipped = progress.free_pages_skipped;
-        report.bytes.delta = codecs.as_ref().map_or(0, |codecs| codecs.delta.bytes);
-        report.bytes.compressed = codecs.as_ref().map_or(0, CodecFigures::compressed);
         report.codecs = codecs;
         report.free_pages = progress.free_pages;
         report.course = progress.course;

@@ -116,7 +116,7 @@ pub use target::{
     Arrival, Incoming, PostcopyReceiver, PostcopyState, PostcopyWatch, ReceiveFailure, Received, receive,
 };
 /// Level of Zstandard, for [`PageCodec`].
-pub use vmferry_codec::Level;
+pub use vmferry_codec::Level as ZstdLevel;
 pub use vmferry_core::{
     Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
     Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, RingFigures,

@@ -268,10 +268,11 @@ pub struct CodecFigures {
     pub delta: EncodingFigures,
 }
 
-impl CodecFigures {
-    /// Returns the bytes of compressed pages.
-    pub(crate) fn compressed(&self) -> u64 {
-        self.lz4.bytes + self.zstd.bytes
+impl Bytes {
+    /// Returns the bytes of encoded pages. The other fields are 0.
+    pub(crate) fn of_codecs(codecs: Option<&CodecFigures>) -> Self {
+        let Some(CodecFigures { lz4, zstd, delta }) = codecs else { return Self::default() };
+        Self { delta: delta.bytes, compressed: lz4.bytes + zstd.bytes, ..Self::default() }
     }
 }
 

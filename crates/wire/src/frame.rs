@@ -52,6 +52,16 @@ pub enum Content {
     Segments(usize),
 }
 
+impl Content {
+    /// Returns the number of segments, 0 for unencoded content.
+    fn segments(self) -> usize {
+        match self {
+            Self::Raw => 0,
+            Self::Segments(count) => count,
+        }
+    }
+}
+
 /// Encoding of the pages of a segment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encoding {
@@ -216,11 +226,7 @@ impl FrameHeader {
         put(&u32::try_from(self.pages).expect("at most MAX_FRAME_PAGES").to_le_bytes());
         put(&self.region.0.to_le_bytes());
         put(&self.pass.to_le_bytes());
-        let segments = match self.content {
-            Content::Raw => 0,
-            Content::Segments(count) => u32::try_from(count).expect("at most MAX_SEGMENTS"),
-        };
-        put(&segments.to_le_bytes());
+        put(&u32::try_from(self.content.segments()).expect("at most MAX_SEGMENTS").to_le_bytes());
         put(&self.sequence.to_le_bytes());
         put(&self.base.0.to_le_bytes());
         put(&self.table_sum.to_le_bytes());
@@ -412,7 +418,7 @@ impl TableWriter {
         assert!((1..=MAX_SEGMENTS).contains(&segments.len()), "{} segments", segments.len());
         assert_eq!(owners.len(), self.pages(), "each page has a segment");
         assert!(segments.iter().all(Segment::is_valid), "{segments:?}");
-        debug_assert!(owns(segments.iter().copied(), owners), "{segments:?}, {owners:?}");
+        assert!(owns(segments.iter().copied(), owners), "{segments:?}, {owners:?}");
         self.list_pages();
         segments.iter().for_each(|segment| self.bytes.extend(segment.encode()));
         self.bytes.extend(owners);
@@ -503,10 +509,7 @@ impl<'a> Table<'a> {
         }
         let (runs, bytes) = bytes.split_at(8 * header.runs);
         let (digests, bytes) = bytes.split_at(8 * header.pages);
-        let (segments, owners) = match header.content {
-            Content::Raw => bytes.split_at(0),
-            Content::Segments(count) => bytes.split_at(Segment::BYTES * count),
-        };
+        let (segments, owners) = bytes.split_at(Segment::BYTES * header.content.segments());
         let table = Self { base: header.base.0, runs, digests, segments, owners };
         let (mut at, mut pages) = (0, 0);
         for RunEntry { kind, run } in table.entries()? {

@@ -116,6 +116,6 @@ pub(super) fn prefetch_changed(page: &Page, masks: &Masks) {
 #[inline]
 fn prefetch(at: *const u8) {
     #![allow(unused_unsafe, reason = "the intrinsic is unsafe in older versions of Rust")]
-    // SAFETY: a prefetch has no visible effect and does not fault, whatever its address.
+    // SAFETY: a prefetch has no visible effect, and no address makes it fault.
     unsafe { _mm_prefetch::<_MM_HINT_ET0>(at.cast()) }
 }

@@ -434,6 +434,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         };
         let encoded_header = header.encode();
         let mut bufs = FrameBufs::new(&encoded_header, table);
+        let before = bufs.bytes;
         match &encoded {
             Some(encoded) => encoded.parts().for_each(|part| bufs.push(IoBuf::from_bytes(part), part.len())),
             None => self.frame.spans.iter().for_each(|span| {
@@ -441,6 +442,10 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 bufs.push(IoBuf::from_window(window), window.len());
             }),
         }
+        assert!(
+            encoded.is_some() || kind != FrameKind::Pages || bufs.bytes == before + header.pages * PAGE_BYTES,
+            "a frame carries what its table names"
+        );
         let bytes = bufs.bytes;
         let wait = LinkWait::begin();
         self.shared.pacer.wait(bytes, || self.shared.stop.load(Ordering::Relaxed));

@@ -5,7 +5,7 @@ use crate::channel::Tls;
 use crate::plan::Auto;
 use std::sync::Arc;
 use std::time::Duration;
-use vmferry_codec::Level;
+use vmferry_codec::Level as ZstdLevel;
 use vmferry_protocol::source as session;
 use vmferry_protocol::source::{AutoConverge, MigrationMode, OnTimeout, SwitchoverBandwidth};
 
@@ -44,8 +44,8 @@ pub enum BulkLimit {
 
 /// Encoding of the pages on bulk channels.
 ///
-/// Pages on urgent channels and pages of zeros are never encoded. A target of a version that does
-/// not decode pages receives them unencoded, whatever the setting is.
+/// Pages on urgent channels and pages of zeros are never encoded. If the version of the target does
+/// not decode pages, the source sends them unencoded under every setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PageCodec {
@@ -59,7 +59,7 @@ pub enum PageCodec {
     /// LZ4, for all pages that become smaller.
     Lz4,
     /// Zstandard at this level, for all pages that become smaller.
-    Zstd(Level),
+    Zstd(ZstdLevel),
 }
 
 /// Use of deltas for pages that the guest has written again.

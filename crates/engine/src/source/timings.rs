@@ -6,8 +6,8 @@ use super::spans::Spans;
 use crate::clock::Clock;
 use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
 use crate::report::{
-    Bytes, CodecFigures, Cpu, Downtime, MigrationKind, PassReport, PhaseReport, PostcopyFigures, Report,
-    ThrottleFigures, word,
+    Bytes, Cpu, Downtime, MigrationKind, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures,
+    word,
 };
 use crate::source::MigrationMode;
 use crate::vm::shielded;
@@ -113,8 +113,9 @@ impl Timings {
 
     /// Notes that all channels have sent the pass. Returns the event that reports it.
     pub(super) fn pass_sent(&mut self, handle: &MigrationHandle) -> Event {
-        let (_, (wire, saved)) = self.pass.unwrap_or_default();
-        let (wire, saved) = (sent(handle).0 - wire, sent(handle).1 - saved);
+        let (_, (wire_before, saved_before)) = self.pass.unwrap_or_default();
+        let (wire, saved) = sent(handle);
+        let (wire, saved) = (wire - wire_before, saved - saved_before);
         if let Some(report) = self.passes.last_mut()
             && self.verify.is_none()
         {
@@ -375,9 +376,7 @@ impl Timings {
                 wire,
                 raw_pages: load(&counters.raw_pages),
                 zero_pages: load(&counters.zero_pages) + load(&counters.untouched),
-                delta: codecs.as_ref().map_or(0, |codecs| codecs.delta.bytes),
-                compressed: codecs.as_ref().map_or(0, CodecFigures::compressed),
-                ..Bytes::default()
+                ..Bytes::of_codecs(codecs.as_ref())
             },
             codecs,
             passes: self.passes(),

@@ -3,7 +3,9 @@
 use crate::rig::{move_well, quick, unix_uri};
 use crate::toy::Options;
 use std::time::Duration;
-use vmferry_engine::{CodecFigures, Deltas, Level, MigrationMode, OnTimeout, PageCodec, Report, Settings};
+use vmferry_engine::{
+    CodecFigures, Deltas, MigrationMode, OnTimeout, PageCodec, Report, Settings, ZstdLevel,
+};
 
 /// Pages of both regions.
 const PAGES: u64 = 1900;
@@ -34,7 +36,7 @@ fn pages_arrive_with_every_codec_in_every_mode() {
         assert_eq!((lz4.zstd.pages, lz4.delta.pages), (0, 0), "{mode:?}: {report:?}");
         assert!(lz4.lz4.bytes < lz4.lz4.pages * 4096 / 2, "{mode:?}: {report:?}");
         assert_eq!(report.bytes.compressed, lz4.lz4.bytes);
-        let (report, zstd) = moved(mode, PageCodec::Zstd(Level::MIN), Deltas::Off);
+        let (report, zstd) = moved(mode, PageCodec::Zstd(ZstdLevel::MIN), Deltas::Off);
         assert!(zstd.zstd.pages > 0 && zstd.lz4.pages == 0, "{mode:?}: {report:?}");
         let (report, raw) = moved(mode, PageCodec::Raw, Deltas::Off);
         assert_eq!((raw, report.codecs.is_none()), (CodecFigures::default(), true));

@@ -171,7 +171,9 @@ fn send_jobs(
     queue: &Receiver<Job<'_>>,
     (generation, inputs): (u64, &SyncSender<Numbered>),
 ) {
-    let encoder = context.codecs.and_then(|codecs| PageEncoder::new(codecs, context.clock, &context.idle));
+    let encoder = context
+        .codecs
+        .and_then(|codecs| PageEncoder::new(codecs, context.memory.layout(), context.clock, &context.idle));
     let mut sender = Sender::new(context.sender_context(protect), stream, index).encoding(encoder);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
