@@ -359,6 +359,14 @@ impl Chooser {
         (self.link.rate < UNKNOWN_RATE).then_some(self.link.rate)
     }
 
+    /// Returns true if pages of which the share `ratio` remains, at `cpu` seconds of processor time
+    /// for each byte, are sent faster than pages as they are, by the margin for a change. False
+    /// while the rate of the link is unknown.
+    #[must_use]
+    pub fn is_faster(&self, ratio: f64, cpu: f64, now: Duration) -> bool {
+        self.link_rate().is_some() && self.time_of(ratio, cpu, now) < HEAVIER * self.time_of(1.0, 0.0, now)
+    }
+
     fn current(&self, class: Class) -> usize {
         self.classes[class as usize].current
     }

@@ -291,3 +291,24 @@ fn dense_pages_are_raw_without_a_probe() {
     assert_eq!(Choice::Raw.codec(), None);
     assert_eq!(Choice::Probe(Codec::Lz4).codec(), Some(Codec::Lz4));
 }
+
+#[test]
+fn deltas_are_faster_on_slow_links_only() {
+    // Deltas of one counter for each page: nearly nothing remains.
+    let (ratio, cpu) = (0.02, 0.5e-9);
+    let pays = |link: f64, idle_cores: f64| {
+        let mut channel = Channel::new(Some(RAW));
+        let world = World { link, content: DENSE, idle_cores };
+        for _ in 0..2000 {
+            channel.batch(&world);
+        }
+        channel.chooser.is_faster(ratio, cpu, channel.clock())
+    };
+    assert!(!Chooser::new(Duration::ZERO).is_faster(ratio, cpu, Duration::ZERO), "the link is not known");
+    for idle_cores in IDLE {
+        assert!(pays(1000.0 * MBIT, idle_cores), "1 Gb/s, {idle_cores} idle");
+        assert!(!pays(10.0 * GB, idle_cores), "10 GB/s, {idle_cores} idle");
+    }
+    assert!(pays(10_000.0 * MBIT, 2.0), "10 Gb/s with idle processors");
+    assert!(!pays(2.5 * GB, 0.0), "2.5 GB/s without an idle processor");
+}

@@ -16,15 +16,16 @@
 //!    link has new encoders;
 //! 4. the source sends no deltas after the handover, when the target has dropped the missing pages.
 
-use super::idle::IdleCores;
+use super::idle::{IdleCores, LinkWait, Started};
 use super::sender::PassKind;
 use super::settings::{Deltas, PageCodec};
 use crate::clock::Clock;
 use crate::handle::{Encodings, thread_cpu};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_codec::{
-    BATCH_BYTES, BATCH_PAGES, Choice, Chooser, Class, Codec, DeltaEncoder, Encoder, Facts, Page, SentPages,
+    BATCH_BYTES, BATCH_PAGES, Choice, Chooser, Class, Codec, DeltaEncoder, Encoder, Facts, Page, SentFigures,
+    SentPages,
 };
 use vmferry_core::{Layout, PAGE_BYTES, PageDigest, PageIndex, RegionId, Window};
 use vmferry_wire::{Encoding, MAX_FRAME_PAGES, Segment};
@@ -60,23 +61,40 @@ impl Batch {
     }
 }
 
-/// Stopwatch for the time in which a thread waits for the link.
-///
-/// All time in which the thread does not run counts as waiting for the link. On a host whose
-/// processors are all busy, a part of it is waiting for a processor.
-pub(crate) struct LinkWait {
-    began: Instant,
-    cpu: Duration,
+/// Time to copy a byte of a page, and to keep it as a version, in seconds. It is not measured.
+const COPY: f64 = 0.25e-9;
+
+/// Cost and use of the deltas of a channel, by measurement.
+#[derive(Debug, Clone, Copy)]
+struct DeltaCost {
+    /// Size of a page that has a version, after the encoding, divided by its size before.
+    ratio: f64,
+    /// Processor time for each byte of all pages, in seconds.
+    cpu: f64,
 }
 
-impl LinkWait {
-    pub(crate) fn begin() -> Self {
-        Self { began: Instant::now(), cpu: thread_cpu() }
+impl DeltaCost {
+    /// Cost that is plausible before anything is measured.
+    const EXPECTED: Self = Self { ratio: 0.5, cpu: 0.25e-9 };
+    /// Weight of a frame.
+    const WEIGHT: f64 = 0.1;
+
+    /// Adds a frame of `pages` pages, whose deltas took `cpu`. `figures` are those of the cache
+    /// before and after the frame.
+    fn add(&mut self, pages: usize, cpu: Duration, (before, after): (&SentFigures, &SentFigures)) {
+        let bytes = (pages * PAGE_BYTES) as f64;
+        self.cpu += Self::WEIGHT * (cpu.as_secs_f64() / bytes.max(1.0) - self.cpu);
+        let versions = (after.hits + after.large) - (before.hits + before.large);
+        if versions > 0 {
+            let saved = (after.saved_bytes - before.saved_bytes) as f64;
+            let ratio = 1.0 - saved / (versions * PAGE_BYTES as u64) as f64;
+            self.ratio += Self::WEIGHT * (ratio - self.ratio);
+        }
     }
 
-    /// Returns the time for which the thread has waited.
-    pub(crate) fn end(self) -> Duration {
-        self.began.elapsed().saturating_sub(thread_cpu().saturating_sub(self.cpu))
+    /// Begins a pass. Its pages may have changed less than those of the pass before.
+    fn begin_pass(&mut self) {
+        self.ratio = self.ratio.min(self.ratio.midpoint(Self::EXPECTED.ratio));
     }
 }
 
@@ -87,6 +105,9 @@ pub(crate) struct PageEncoder {
     codecs: Codecs,
     clock: Clock,
     idle: Arc<IdleCores>,
+    /// Stopwatch of the thread that sends the pass.
+    wait: LinkWait,
+    delta_cost: DeltaCost,
     encoder: Encoder,
     chooser: Chooser,
     /// Versions that the target has. `None` after the handover, and without deltas.
@@ -98,6 +119,7 @@ pub(crate) struct PageEncoder {
 #[derive(Clone, Copy)]
 struct FramePlan {
     began: Duration,
+    started: Started,
     /// Class of the first page.
     class: Class,
     /// Choice for the first batch of `class`, until that batch is encoded.
@@ -179,6 +201,8 @@ impl PageEncoder {
             codecs,
             clock,
             idle: Arc::clone(idle),
+            wait: LinkWait::default(),
+            delta_cost: DeltaCost::EXPECTED,
             encoder: Encoder::new(),
             chooser: Chooser::new(clock.now()),
             sent: versions,
@@ -186,8 +210,10 @@ impl PageEncoder {
         }))
     }
 
-    /// Begins a pass.
+    /// Begins a pass, which the calling thread sends.
     pub(crate) fn begin_pass(&mut self, kind: PassKind) {
+        self.wait = LinkWait::of_this_thread();
+        self.delta_cost.begin_pass();
         let Some(sent) = &mut self.sent else { return };
         match kind {
             PassKind::First => {}
@@ -205,10 +231,10 @@ impl PageEncoder {
     /// copied. Without copies, the frame is sent from guest memory.
     pub(crate) fn begin_frame(&mut self, first: &Page) {
         assert!(self.frame.plan.is_none(), "the frame before was sent");
-        let (began, class) = (self.clock.now(), Class::of(first));
+        let (began, started, class) = (self.clock.now(), LinkWait::start(), Class::of(first));
         let (choice, deltas) = (self.choose(class, BATCH_BYTES), self.uses_deltas());
         let copies = choice != Choice::Raw || deltas;
-        self.frame.plan = Some(FramePlan { began, class, choice: Some(choice), copies, deltas });
+        self.frame.plan = Some(FramePlan { began, started, class, choice: Some(choice), copies, deltas });
     }
 
     /// Returns true if the frame has a page.
@@ -222,10 +248,12 @@ impl PageEncoder {
     }
 
     fn uses_deltas(&self) -> bool {
+        let DeltaCost { ratio, cpu } = self.delta_cost;
         match self.codecs.deltas {
             Deltas::On => self.sent.is_some(),
-            // The rate is known if the channel has waited for the link.
-            Deltas::Auto => self.sent.is_some() && self.chooser.link_rate().is_some(),
+            Deltas::Auto => {
+                self.sent.is_some() && self.chooser.is_faster(ratio, cpu + COPY, self.clock.now())
+            }
             Deltas::Off => false,
         }
     }
@@ -285,8 +313,9 @@ impl PageEncoder {
     }
 
     fn encode_deltas(&mut self) {
-        let Self { sent: Some(sent), frame, .. } = self else { return };
+        let Self { sent: Some(sent), frame, delta_cost, .. } = self else { return };
         let (begin, segment, cpu) = (frame.content.len(), frame.next_segment(), thread_cpu());
+        let before = sent.figures();
         let mut pages = 0;
         for ((key, page), owner) in frame.keys.iter().zip(&frame.pages).zip(&mut frame.owners) {
             if let Some(delta) = sent.send(*key, page, LONGEST_DELTA) {
@@ -297,6 +326,7 @@ impl PageEncoder {
         }
         frame.end_segment(Encoding::Delta, pages, begin);
         frame.delta_cpu = thread_cpu().saturating_sub(cpu);
+        delta_cost.add(frame.keys.len(), frame.delta_cpu, (&before, &sent.figures()));
     }
 
     /// Encodes the pages of a class that have no segment yet, in batches. Pages that do not become
@@ -329,17 +359,17 @@ impl PageEncoder {
         }
     }
 
-    /// Records that the frame, of `bytes` bytes, was sent, and that the channel waited for the link
-    /// for `waited`.
-    pub(crate) fn sent(&mut self, bytes: usize, waited: Duration, counters: &Encodings) {
+    /// Records that the frame, of `bytes` bytes, was sent.
+    pub(crate) fn sent(&mut self, bytes: usize, counters: &Encodings) {
         let Some(plan) = self.frame.plan else { return };
+        let waited = self.wait.since(plan.started);
         let now = self.clock.now();
         counters.count(&self.frame.segments);
         counters.delta.add_cpu(self.frame.delta_cpu);
         let elapsed = now.saturating_sub(plan.began);
         let idle_cores = self.idle.now(now);
         let batches = &mut self.frame.batches;
-        let encode: Duration = batches.iter().map(|batch| batch.encode).sum();
+        let encode = batches.iter().map(|batch| batch.encode).sum::<Duration>() + self.frame.delta_cpu;
         let rest = bytes.saturating_sub(batches.iter().map(|batch| batch.bytes_out).sum());
         // The chooser never encodes dense pages, so it learns only the rate of the link from them.
         let class = if batches.is_empty() { plan.class } else { Class::Dense };
@@ -604,7 +634,7 @@ mod tests {
                     bytes += encoded.parts().map(<[u8]>::len).sum::<usize>();
                     target.receive(&encoded, &sent);
                 }
-                encoder.sent(bytes, Duration::ZERO, &counters);
+                encoder.sent(bytes, &counters);
             }
             for (page, content) in &target.pages {
                 let mut own = [0; PAGE_BYTES];

@@ -1,7 +1,10 @@
-//! Idle processors of the host.
+//! Idle processors of the host, and the waiting of a thread for its link.
 
+use crate::handle::thread_cpu;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Minimum interval between two readings. The kernel counts idle time in ticks of 10 ms.
 const INTERVAL: Duration = Duration::from_millis(100);
@@ -54,6 +57,67 @@ impl IdleCores {
     }
 }
 
+/// Shortest time without running for which [`LinkWait`] asks the kernel for its cause.
+const WORTH_ASKING: Duration = Duration::from_micros(20);
+
+/// Stopwatch for the time in which a thread waits for the link.
+///
+/// A thread that sends does not run while it waits for the link, and while it waits for a
+/// processor. The kernel counts the latter (`run_delay` of `/proc/thread-self/schedstat`). On a
+/// kernel that does not, all time in which the thread does not run is waiting for the link.
+#[derive(Debug, Default)]
+pub(crate) struct LinkWait {
+    schedstat: Option<File>,
+    /// Time for which the thread had waited for a processor at the last reading.
+    delayed: Duration,
+}
+
+/// Moment at which a [`LinkWait`] was started.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Started {
+    at: Instant,
+    cpu: Duration,
+}
+
+impl LinkWait {
+    /// Returns a stopwatch for the calling thread. Another thread must not use it.
+    pub(crate) fn of_this_thread() -> Self {
+        let mut stopwatch =
+            Self { schedstat: File::open("/proc/thread-self/schedstat").ok(), delayed: Duration::ZERO };
+        stopwatch.delayed = stopwatch.run_delay().unwrap_or_default();
+        stopwatch
+    }
+
+    /// Starts the stopwatch.
+    pub(crate) fn start() -> Started {
+        Started { at: Instant::now(), cpu: thread_cpu() }
+    }
+
+    /// Returns the time for which the thread has waited for the link since `started`.
+    pub(crate) fn since(&mut self, started: Started) -> Duration {
+        let (elapsed, cpu) = (started.at.elapsed(), thread_cpu().saturating_sub(started.cpu));
+        let stood = elapsed.saturating_sub(cpu);
+        if stood < WORTH_ASKING {
+            return Duration::ZERO;
+        }
+        let Some(delayed) = self.run_delay() else { return stood };
+        let earlier = std::mem::replace(&mut self.delayed, delayed);
+        stood.saturating_sub(delayed.saturating_sub(earlier))
+    }
+
+    fn run_delay(&self) -> Option<Duration> {
+        let mut text = [0; 64];
+        let bytes = self.schedstat.as_ref()?.read_at(&mut text, 0).ok()?;
+        run_delay(std::str::from_utf8(&text[..bytes]).ok()?)
+    }
+}
+
+/// Returns the time for which a thread has waited for a processor, from `text`, the content of its
+/// file `schedstat`: the second field, in nanoseconds.
+fn run_delay(text: &str) -> Option<Duration> {
+    text.split_ascii_whitespace().nth(1)?.parse().ok().map(Duration::from_nanos)
+}
+
 /// Returns the idle time of all processors in `text`, the content of `/proc/stat`: the fields
 /// `idle` and `iowait` of its first line.
 fn idle_ticks(text: &str) -> Option<u64> {
@@ -74,6 +138,50 @@ mod tests {
         assert_eq!(idle_ticks("cpu  1 2 3"), None);
         let own = std::fs::read_to_string("/proc/stat").unwrap();
         assert!(idle_ticks(&own).is_some());
+    }
+
+    #[test]
+    fn waiting_for_a_processor_is_the_second_field() {
+        assert_eq!(run_delay("535358457 218778 41\n"), Some(Duration::from_nanos(218_778)));
+        assert_eq!(run_delay("535358457"), None);
+        assert_eq!(run_delay("535358457 x 41"), None);
+    }
+
+    #[test]
+    fn sleep_is_waiting_for_the_link() {
+        let (mut stopwatch, started) = (LinkWait::of_this_thread(), LinkWait::start());
+        std::thread::sleep(Duration::from_millis(50));
+        let (waited, elapsed) = (stopwatch.since(started), started.at.elapsed());
+        assert!((Duration::from_millis(50)..=elapsed).contains(&waited), "{waited:?} of {elapsed:?}");
+    }
+
+    #[test]
+    fn waiting_for_a_processor_is_not_waiting_for_the_link() {
+        let mut stopwatch = LinkWait::of_this_thread();
+        if stopwatch.run_delay().is_none() {
+            let reason = "the kernel does not count the time for which a thread waits for a processor";
+            return vmferry_testkit::skip(vmferry_testkit::Need::Kernel, reason);
+        }
+        // More threads than processors, which never sleep: each one waits for a processor.
+        let threads = 2 * std::thread::available_parallelism().unwrap().get() + 2;
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let (waited, stood) = std::thread::scope(|scope| {
+            for _ in 1..threads {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        std::hint::black_box(());
+                    }
+                });
+            }
+            let started = LinkWait::start();
+            while started.at.elapsed() < Duration::from_millis(400) {}
+            let cpu = thread_cpu().saturating_sub(started.cpu);
+            let (waited, elapsed) = (stopwatch.since(started), started.at.elapsed());
+            stop.store(true, Ordering::Relaxed);
+            (waited, elapsed.saturating_sub(cpu))
+        });
+        assert!(stood > Duration::from_millis(40), "the thread had a processor for itself: {stood:?}");
+        assert!(waited * 5 < stood, "{waited:?} of {stood:?}");
     }
 
     #[test]

@@ -6,7 +6,7 @@
 //! the stream of a channel keeps the order, no barrier between passes is needed for correctness,
 //! and the threads share only counters.
 
-use super::encode::{Encoded, LinkWait, PageEncoder};
+use super::encode::{Encoded, PageEncoder};
 use super::pending::{Division, PageTurn, PassPages, Share};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
@@ -447,7 +447,6 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             "a frame carries what its table names"
         );
         let bytes = bufs.bytes;
-        let wait = LinkWait::begin();
         self.shared.pacer.wait(bytes, || self.shared.stop.load(Ordering::Relaxed));
         self.sink.send_frame(bufs.used())?;
         self.sequence += 1;
@@ -456,7 +455,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
             self.shared.counters.count_channel(self.index, bytes);
         }
         if let Some(encoder) = self.encoder.as_mut().filter(|_| kind == FrameKind::Pages) {
-            encoder.sent(bytes, wait.end(), &self.shared.counters.encodings);
+            encoder.sent(bytes, &self.shared.counters.encodings);
         }
         self.frame.clear();
         Ok(())
