@@ -176,6 +176,13 @@ impl SentPages {
         self.figures
     }
 
+    /// Returns true if a page without a version can be admitted. In the first pass, a full cache
+    /// admits none.
+    #[must_use]
+    pub fn admits(&self) -> bool {
+        self.pages() < self.capacity || (self.pass > 1 && self.capacity > 0)
+    }
+
     /// Begins the next pass.
     pub fn next_pass(&mut self) {
         self.pass = self.pass.saturating_add(1);
@@ -514,7 +521,15 @@ mod tests {
     #[test]
     fn first_pass_over_all_memory_evicts_nothing() {
         let mut pair = Pair::new(128);
-        assert_eq!(pair.pass(0..4096), 0);
+        assert!(pair.sent.admits());
+        for page in 0..4096 {
+            let admits = pair.sent.admits();
+            pair.send(page, &[7; PAGE_BYTES]);
+            assert_eq!(pair.sent.index.find(page, &pair.sent.slots).is_some(), admits);
+        }
+        assert!(!pair.sent.admits() && !SentPages::new(0, DeltaEncoder::default()).admits());
+        pair.sent.next_pass();
+        assert!(pair.sent.admits());
         assert_eq!((pair.sent.figures().evicted, pair.sent.pages()), (0, 128));
         assert_eq!(pair.pass(0..128), 128);
     }

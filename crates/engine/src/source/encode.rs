@@ -248,12 +248,14 @@ impl PageEncoder {
     }
 
     fn uses_deltas(&self) -> bool {
+        // In the first pass no page has a version, so a full cache needs no copies.
+        if !self.sent.as_ref().is_some_and(SentPages::admits) {
+            return false;
+        }
         let DeltaCost { ratio, cpu } = self.delta_cost;
         match self.codecs.deltas {
-            Deltas::On => self.sent.is_some(),
-            Deltas::Auto => {
-                self.sent.is_some() && self.chooser.is_faster(ratio, cpu + COPY, self.clock.now())
-            }
+            Deltas::On => true,
+            Deltas::Auto => self.chooser.is_faster(ratio, cpu + COPY, self.clock.now()),
             Deltas::Off => false,
         }
     }
