@@ -47,6 +47,12 @@ pub(super) enum Defect {
     RepeatsStop,
     /// The target is not told that the operator has paused the guest.
     LosesPause,
+    /// The source keeps the versions of pages when it sends damaged pages again.
+    KeepsVersions,
+    /// The source keeps the version of a page that it sends in another way.
+    RemembersWhole,
+    /// A channel sends pages that belonged to another channel in the pass before.
+    SharesPages,
     /// Pages are skipped because of an answer that was asked for before they were protected.
     #[cfg(test)]
     AsksFirst,
@@ -97,6 +103,9 @@ impl Defect {
         Self::DropsTheEnd,
         Self::RepeatsStop,
         Self::LosesPause,
+        Self::KeepsVersions,
+        Self::RemembersWhole,
+        Self::SharesPages,
         // Defects in code that can have them in tests only.
         #[cfg(test)]
         Self::AsksFirst,

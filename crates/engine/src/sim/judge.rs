@@ -58,6 +58,7 @@ impl World {
                 .arbiter
                 .register
                 .filter(|_| self.has_arbiter() && !self.source.session.register_unneeded()),
+            deltas: self.target.deltas,
             resent: self.source.session.summary().digest_mismatches_resent,
             skipped: self.source.pending.skipped_count(),
             answered: self.source.answered,

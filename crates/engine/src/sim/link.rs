@@ -6,11 +6,15 @@ use vmferry_wire::{ToSource, ToTarget, Token};
 
 /// Page in transit: the content that the source read for its digest, and the content that it read
 /// for the send.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct SentPage {
     pub(super) page: usize,
     pub(super) digest: u64,
     pub(super) content: u64,
+    /// True if the link damaged the content.
+    pub(super) damaged: bool,
+    /// Delta that is sent instead of the content.
+    pub(super) delta: Option<Vec<u8>>,
 }
 
 /// Request for a page that a thread of the target waits for.

@@ -20,6 +20,9 @@
 //!   of the arbiter.
 //! - In postcopy no page arrives twice, no page is older than the guest's writes, and all pages
 //!   arrive if no host dies.
+//! - In half of the migrations that run passes, pages are sent as deltas. A delta refers to the
+//!   version that the target has, unless that page was damaged on the link, and a page that is sent
+//!   again is not a delta.
 //! - The guest misses no page, except for pages that it reported as free. Guests free pages, use
 //!   them again, and report wrong pages.
 //! - Reported outcomes are correct.
@@ -45,6 +48,7 @@ mod source_postcopy;
 mod source_steps;
 mod target_host;
 mod target_postcopy;
+mod versions;
 mod world;
 
 /// Source's session and its events, under one name like the target's.
@@ -128,7 +132,7 @@ fn run_with(seed: u64, defect: Defect) -> Result<Run, String> {
 type Kind = (&'static str, fn(&Ending) -> bool);
 
 /// Kinds of runs that are counted.
-const KINDS: [Kind; 34] = [
+const KINDS: [Kind; 36] = [
     ("completed in precopy", |end| end.source == Some(Outcome::Completed) && !end.postcopy),
     ("completed in postcopy without a break", |end| end.whole() && end.interruptions == 0),
     ("completed in postcopy after one", |end| end.whole() && end.interruptions == 1),
@@ -143,6 +147,10 @@ const KINDS: [Kind; 34] = [
     ("source died, guest whole", |end| end.source.is_none() && end.target == Some(TargetOutcome::Completed)),
     ("guest dead with its hosts", |end| end.crashed && end.committed && end.target.is_none()),
     ("with damaged pages sent again", |end| end.resent > 0),
+    ("moved with deltas", |end| end.moved() && end.deltas > 0),
+    ("moved with deltas, and damaged pages sent again", |end| {
+        end.moved() && end.deltas > 0 && end.resent > 0
+    }),
     ("moved by precopy without free pages", |end| end.moved() && !end.postcopy && end.skipped > 0),
     ("moved by postcopy without free pages", |end| end.moved() && end.postcopy && end.skipped > 0),
     ("moved early by itself", |end| end.postcopy && end.moved() && end.did("postcopy")),

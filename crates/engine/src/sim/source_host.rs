@@ -5,13 +5,14 @@ use super::guest::Memory;
 use super::link::{Cargo, Request, SentPage};
 use super::rng::Rng;
 use super::world::{BULK, Defect, Item, TO_SOURCE, TO_TARGET, World};
-use super::{arbiter, source_free};
+use super::{arbiter, source_free, versions};
 use crate::arbiter::{ArbiterError, Ownership, Side};
 use crate::channel::SendError;
 use crate::missing_pages::CollectedPages;
 use crate::plan::{Auto, Expected};
 use crate::run::{self, ActionQueue};
 use crate::source::answer_wait::AnswerWait;
+use crate::source::encode::Versions;
 use crate::source::inbox::{self, Inbox, Input, Numbered, Sources};
 use crate::source::pending::{PassPages, PendingPages};
 use crate::source::sender::SenderError;
@@ -31,6 +32,8 @@ pub(super) struct Job {
     pub(super) pass: u32,
     pub(super) digests: bool,
     pub(super) first: bool,
+    /// True if damaged pages are sent again.
+    pub(super) again: bool,
     /// Remaining pages, which are claimed one by one.
     pub(super) remaining: bool,
     /// Pages to compare.
@@ -101,6 +104,8 @@ pub(super) struct SourceHost {
     /// Report of the streams.
     pub(super) streamed: Option<Event>,
     pub(super) jobs: Vec<Job>,
+    /// Versions of pages of each channel, if the migration has deltas.
+    pub(super) versions: Vec<Versions>,
     pub(super) bytes: u64,
     stopped: bool,
     /// Missing pages that no thread has claimed.
@@ -218,6 +223,7 @@ impl SourceHost {
             paused: false,
             wanted: if rng.per_mille(50) { RunState::Paused } else { RunState::Running },
             jobs: (0..channels).map(|_| Job::default()).collect(),
+            versions: versions::of_channels(channels, rng.per_mille(500)),
             bytes: 0,
             stopped: false,
             claims: None,
@@ -476,7 +482,9 @@ impl World {
             let cargo = if job.digests {
                 Cargo::Digests(prepared)
             } else {
-                Cargo::Pages(prepared.into_iter().map(|prepared| self.read(prepared)).collect())
+                let deltas = self.rng.per_mille(800);
+                let read = |prepared| self.read_for_pass(channel, prepared, deltas);
+                Cargo::Pages(prepared.into_iter().map(read).collect())
             };
             self.transmit(BULK + channel, cargo);
         }
@@ -519,7 +527,8 @@ impl World {
             self.memory.protect(page);
         }
         let damaged = self.rng.per_mille(self.faults.damage);
-        SentPage { page, digest, content: if damaged { u64::MAX - self.rng.below(1000) } else { content } }
+        let content = if damaged { u64::MAX - self.rng.below(1000) } else { content };
+        SentPage { page, digest, content, damaged, delta: None }
     }
 
     pub(super) fn stop_senders(&mut self) {

@@ -4,6 +4,7 @@ use super::source_host::Job;
 use super::source_postcopy::{REGION, flags, set_of};
 use super::world::{Defect, World};
 use crate::source::pending::{PageTurn, Takers};
+use crate::source::sender::PassKind;
 use vmferry_protocol::source::{Event, Pass};
 
 impl World {
@@ -24,6 +25,16 @@ impl World {
     pub(super) fn begin_pass(&mut self, number: u32, pass: Pass) -> Option<Event> {
         let pages = self.memory.pages.len();
         let (digests, first) = (pass == Pass::Digests, pass == Pass::Dirty { first: true });
+        let kind = match pass {
+            Pass::Dirty { first: true } => Some(PassKind::First),
+            Pass::Dirty { first: false } => Some(PassKind::Later),
+            Pass::Again(_) => Some(PassKind::Again),
+            Pass::Digests => None,
+        };
+        let again = kind == Some(PassKind::Again);
+        if let Some(kind) = kind {
+            self.versions_begin_pass(kind);
+        }
         let mut compared = vec![false; pages];
         let taken = match pass {
             Pass::Dirty { .. } => Some(self.source.pending.begin_pass(None, Takers::SHARED)),
@@ -49,7 +60,7 @@ impl World {
         for (channel, job) in self.source.jobs.iter_mut().enumerate() {
             let left = (0..pages).filter(|page| compared[*page] && page % channels == channel).collect();
             let pages = taken.clone();
-            *job = Job { pass: number, digests, first, left, pages, active: true, ..Job::default() };
+            *job = Job { pass: number, digests, first, again, left, pages, active: true, ..Job::default() };
         }
         if first && !self.source.paused && !self.source.free_pages_wait.is_zero() {
             self.request_free_pages();
@@ -73,6 +84,8 @@ impl World {
         let Some(pages) = &job.pages else {
             return job.left.drain(..most.min(job.left.len())).collect();
         };
+        let moved = if self.defect == Defect::SharesPages { job.pass as usize } else { 0 };
+        let channel = (channel + moved) % channels;
         let mut next = Vec::new();
         for turn in [PageTurn::First, PageTurn::Last] {
             for page in (channel..self.memory.pages.len()).step_by(channels) {

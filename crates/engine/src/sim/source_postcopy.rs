@@ -5,6 +5,7 @@ use super::link::{Cargo, Request};
 use super::source_host::{Job, layout};
 use super::world::{BULK, Defect, Item, TO_TARGET, World};
 use crate::missing_pages::{CollectedPages, pieces};
+use crate::source::encode::Versions;
 use crate::source::postcopy::missing_pages;
 use crate::source::{MigrationMode, UrgentPath};
 use vmferry_core::{PageSet, RegionId};
@@ -67,6 +68,7 @@ impl World {
             self.postcopy_begins();
         }
         self.source.inbox.pass_given_to(self.source.jobs.len());
+        self.source.versions.iter_mut().for_each(Versions::end);
         for job in &mut self.source.jobs {
             *job = Job { pass: number, remaining: true, active: true, ..Job::default() };
         }

@@ -77,6 +77,8 @@ pub(super) struct TargetHost {
     pub(super) lost_at: Option<u64>,
     pub(super) pages: Vec<u64>,
     pub(super) mismatched: Vec<bool>,
+    /// Number of pages that arrived as deltas.
+    pub(super) deltas: u64,
     compared: u64,
     differ: Vec<usize>,
     pub(super) prepared: u32,
@@ -121,6 +123,7 @@ impl TargetHost {
             lost_at: None,
             pages: vec![0; pages],
             mismatched: vec![false; pages],
+            deltas: 0,
             compared: 0,
             differ: Vec::new(),
             prepared: 0,
@@ -198,8 +201,9 @@ impl World {
                 let frozen = self.target.loads > 0;
                 self.promise(!frozen, |_| "pages came after the state was loaded".into());
                 for sent in pages {
-                    self.target.pages[sent.page] = sent.content;
-                    self.target.mismatched[sent.page] = sent.content != sent.digest;
+                    let content = self.decode(&sent);
+                    self.target.pages[sent.page] = content;
+                    self.target.mismatched[sent.page] = content != sent.digest;
                 }
             }
             Cargo::Digests(digests) => {

@@ -171,7 +171,7 @@ impl World {
 
     /// Handles pages that arrived on any channel.
     pub(super) fn take_pages(&mut self, pages: Vec<SentPage>) {
-        for SentPage { page, digest, content } in pages {
+        for SentPage { page, digest, content, .. } in pages {
             if self.paging().ended && self.defect != Defect::CompleteEarly {
                 self.promise(self.target.in_postcopy, |_| "a page after the end".into());
             }

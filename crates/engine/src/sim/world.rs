@@ -64,6 +64,8 @@ pub(super) struct Ending {
     /// Content of the register, if the source has asked the arbiter.
     pub(super) owner: Option<Ownership>,
     pub(super) resent: u64,
+    /// Number of pages that arrived as deltas.
+    pub(super) deltas: u64,
     /// Number of pages that were skipped as free.
     pub(super) skipped: u64,
     /// True if the first pass waited until the guest had named its free pages.

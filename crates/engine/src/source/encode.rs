@@ -31,7 +31,7 @@ use vmferry_core::{Layout, PAGE_BYTES, PageDigest, PageIndex, RegionId, Window};
 use vmferry_wire::{Encoding, MAX_FRAME_PAGES, Segment};
 
 /// Longest delta in bytes. A page with a longer one loses its place among the kept versions.
-const LONGEST_DELTA: usize = PAGE_BYTES / 2;
+pub(crate) const LONGEST_DELTA: usize = PAGE_BYTES / 2;
 
 /// Codecs of the pages of a migration.
 #[derive(Debug, Clone, Copy)]
@@ -58,6 +58,59 @@ impl Batch {
     fn unencoded(class: Class, bytes: usize) -> Self {
         let (encode, encode_cpu) = (Duration::ZERO, Duration::ZERO);
         Self { class, codec: None, bytes_in: bytes, bytes_out: bytes, encode, encode_cpu }
+    }
+}
+
+/// Versions of the pages of a channel that the target has.
+pub(crate) struct Versions(Option<SentPages>);
+
+impl Versions {
+    /// Returns a cache of versions that takes at most `bytes` bytes of memory.
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self(Some(SentPages::new(bytes, DeltaEncoder::default())))
+    }
+
+    /// Returns versions that are never kept.
+    fn none() -> Self {
+        Self(None)
+    }
+
+    /// Begins a pass.
+    pub(crate) fn begin_pass(&mut self, kind: PassKind) {
+        let Some(sent) = &mut self.0 else { return };
+        match kind {
+            PassKind::First => {}
+            PassKind::Later => sent.next_pass(),
+            PassKind::Again => sent.forget_all(),
+        }
+    }
+
+    /// Drops all versions, and keeps none from now on.
+    pub(crate) fn end(&mut self) {
+        self.0 = None;
+    }
+
+    /// Returns true if the versions of pages are kept. In the first pass no page has a version, so
+    /// a full cache needs no copies.
+    fn are_kept(&self) -> bool {
+        self.0.as_ref().is_some_and(SentPages::admits)
+    }
+
+    /// Drops the version of page `key`, which is sent in another way.
+    pub(crate) fn forget(&mut self, key: u64) {
+        if let Some(sent) = &mut self.0 {
+            sent.forget(key);
+        }
+    }
+
+    /// Keeps the version `page` of page `key`, and returns the delta from the version before, if
+    /// there is one of at most `limit` bytes. Without a delta, the page must be sent in full.
+    pub(crate) fn send(&mut self, key: u64, page: &Page, limit: usize) -> Option<&[u8]> {
+        self.0.as_mut()?.send(key, page, limit)
+    }
+
+    fn figures(&self) -> SentFigures {
+        self.0.as_ref().map(SentPages::figures).unwrap_or_default()
     }
 }
 
@@ -110,8 +163,7 @@ pub(crate) struct PageEncoder {
     delta_cost: DeltaCost,
     encoder: Encoder,
     chooser: Chooser,
-    /// Versions that the target has. `None` after the handover, and without deltas.
-    sent: Option<SentPages>,
+    versions: Versions,
     frame: Staging,
 }
 
@@ -194,8 +246,10 @@ impl PageEncoder {
         if codecs.codec == PageCodec::Raw && codecs.deltas == Deltas::Off {
             return None;
         }
-        let versions = (codecs.deltas != Deltas::Off)
-            .then(|| SentPages::new(codecs.cache_bytes, DeltaEncoder::default()));
+        let versions = match codecs.deltas {
+            Deltas::Off => Versions::none(),
+            _ => Versions::new(codecs.cache_bytes),
+        };
         Some(Box::new(Self {
             regions: layout.regions().iter().map(|region| region.id).collect(),
             codecs,
@@ -205,7 +259,7 @@ impl PageEncoder {
             delta_cost: DeltaCost::EXPECTED,
             encoder: Encoder::new(),
             chooser: Chooser::new(clock.now()),
-            sent: versions,
+            versions,
             frame: Staging::new(),
         }))
     }
@@ -214,17 +268,12 @@ impl PageEncoder {
     pub(crate) fn begin_pass(&mut self, kind: PassKind) {
         self.wait = LinkWait::of_this_thread();
         self.delta_cost.begin_pass();
-        let Some(sent) = &mut self.sent else { return };
-        match kind {
-            PassKind::First => {}
-            PassKind::Later => sent.next_pass(),
-            PassKind::Again => sent.forget_all(),
-        }
+        self.versions.begin_pass(kind);
     }
 
     /// Sends no deltas any more.
     pub(crate) fn end_deltas(&mut self) {
-        self.sent = None;
+        self.versions.end();
     }
 
     /// Begins a frame whose first page is `first`, and decides whether the pages of the frame are
@@ -248,8 +297,7 @@ impl PageEncoder {
     }
 
     fn uses_deltas(&self) -> bool {
-        // In the first pass no page has a version, so a full cache needs no copies.
-        if !self.sent.as_ref().is_some_and(SentPages::admits) {
+        if !self.versions.are_kept() {
             return false;
         }
         let DeltaCost { ratio, cpu } = self.delta_cost;
@@ -287,9 +335,7 @@ impl PageEncoder {
     /// Notes that a page is sent as zeros or from guest memory.
     pub(crate) fn forget(&mut self, region: RegionId, index: PageIndex) {
         let key = self.key(region, index);
-        if let Some(sent) = &mut self.sent {
-            sent.forget(key);
-        }
+        self.versions.forget(key);
     }
 
     /// Returns a number that no other page of the guest has.
@@ -304,9 +350,9 @@ impl PageEncoder {
         self.frame.owners.resize(self.frame.keys.len(), UNOWNED);
         if self.frame.plan.is_some_and(|plan| plan.deltas) {
             self.encode_deltas();
-        } else if let Some(sent) = &mut self.sent {
+        } else {
             // The target gets other content than the versions that were kept.
-            self.frame.keys.iter().for_each(|key| sent.forget(*key));
+            self.frame.keys.iter().for_each(|key| self.versions.forget(*key));
         }
         for class in [Class::Mixed, Class::Sparse] {
             self.encode_class(class);
@@ -315,12 +361,12 @@ impl PageEncoder {
     }
 
     fn encode_deltas(&mut self) {
-        let Self { sent: Some(sent), frame, delta_cost, .. } = self else { return };
+        let Self { versions, frame, delta_cost, .. } = self;
         let (begin, segment, cpu) = (frame.content.len(), frame.next_segment(), thread_cpu());
-        let before = sent.figures();
+        let before = versions.figures();
         let mut pages = 0;
         for ((key, page), owner) in frame.keys.iter().zip(&frame.pages).zip(&mut frame.owners) {
-            if let Some(delta) = sent.send(*key, page, LONGEST_DELTA) {
+            if let Some(delta) = versions.send(*key, page, LONGEST_DELTA) {
                 frame.content.extend(delta);
                 *owner = segment;
                 pages += 1;
@@ -328,7 +374,7 @@ impl PageEncoder {
         }
         frame.end_segment(Encoding::Delta, pages, begin);
         frame.delta_cpu = thread_cpu().saturating_sub(cpu);
-        delta_cost.add(frame.keys.len(), frame.delta_cpu, (&before, &sent.figures()));
+        delta_cost.add(frame.keys.len(), frame.delta_cpu, (&before, &versions.figures()));
     }
 
     /// Encodes the pages of a class that have no segment yet, in batches. Pages that do not become

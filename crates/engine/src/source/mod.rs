@@ -8,7 +8,7 @@
 
 pub(crate) mod answer_wait;
 mod driver;
-mod encode;
+pub(crate) mod encode;
 mod idle;
 pub(crate) mod inbox;
 mod measure;
