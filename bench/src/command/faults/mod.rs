@@ -36,8 +36,12 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
             for phase in Phase::of(mode) {
                 let fits = FAULTS.into_iter().filter(|fault| fault.fits(mode, *phase));
                 for fault in fits {
-                    let case = Case { guest, mode, phase: *phase, fault, with_arbiter: false };
+                    let case =
+                        Case { guest, mode, phase: *phase, fault, with_arbiter: false, encoded: false };
                     all.push(case);
+                    if fault.hits_encoded_pages(mode, *phase) {
+                        all.push(Case { encoded: true, ..case });
+                    }
                     if phase.with_arbiter() {
                         all.push(Case { with_arbiter: true, ..case });
                     }
@@ -49,7 +53,7 @@ fn cases(args: &BenchArgs) -> Vec<Case> {
         let mut groups: BTreeMap<String, Vec<Case>> = BTreeMap::new();
         for case in all {
             groups
-                .entry(format!("{}/{}/{}", case.phase, case.fault, case.with_arbiter))
+                .entry(format!("{}/{}/{}/{}", case.phase, case.fault, case.with_arbiter, case.encoded))
                 .or_default()
                 .push(case);
         }
@@ -117,7 +121,8 @@ fn one(case: Case, etcd: &SharedEtcd) -> Told {
         .param("mode", case.mode)
         .param("phase", case.phase.to_string())
         .param("fault", case.fault.to_string())
-        .param("fence", case.with_arbiter);
+        .param("fence", case.with_arbiter)
+        .param("encoded", case.encoded);
     let arbiter = etcd.get().and_then(|etcd| Some(etcd.as_ref().ok()?.arbiter()));
     let ran = if case.phase == Phase::Save {
         disk::run(case).map(|ran| (ran, 1))

@@ -157,6 +157,24 @@ impl Fault {
         }
     }
 
+    /// Returns whether this fault at `phase` of the mode `mode` is also injected while pages are
+    /// sent compressed and as deltas.
+    pub(in crate::command) fn hits_encoded_pages(self, mode: &str, phase: Phase) -> bool {
+        let bulk = |channel| channel == Channel::Bulk;
+        let hits = match self {
+            Self::KillSource | Self::KillTarget | Self::StopTarget | Self::CutAll => true,
+            Self::Cut(channel) | Self::Stall(channel) | Self::Corrupt(channel) | Self::Truncate(channel) => {
+                bulk(channel)
+            }
+            _ => false,
+        };
+        hits && mode != "file"
+            && matches!(
+                phase,
+                Phase::FirstPass | Phase::LaterPass | Phase::Switchover | Phase::Postcopy | Phase::Recovery
+            )
+    }
+
     /// Returns the allowed outcomes if the kernel killed the side under memory pressure, at `phase`
     /// or later.
     pub(in crate::command) fn allowed_if_killed(self, phase: Phase) -> &'static [End] {
@@ -282,6 +300,22 @@ mod tests {
                 }
             }
             assert!(fits > 0, "{fault}");
+        }
+    }
+
+    #[test]
+    fn pages_are_encoded_while_bulk_channels_are_damaged() {
+        for mode in ["precopy", "postcopy", "hybrid"] {
+            let encoded = |fault: Fault| {
+                Phase::of(mode)
+                    .iter()
+                    .any(|phase| fault.fits(mode, *phase) && fault.hits_encoded_pages(mode, *phase))
+            };
+            assert!(
+                encoded(Fault::Corrupt(Channel::Bulk)) && encoded(Fault::Truncate(Channel::Bulk)),
+                "{mode}"
+            );
+            assert!(!encoded(Fault::Clock) && !encoded(Fault::Cut(Channel::Control)), "{mode}");
         }
     }
 }

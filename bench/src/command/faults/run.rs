@@ -22,6 +22,8 @@ const LEAST_MEMORY: u64 = 1 << 20;
 /// Memory limit of a side in bytes before the pressure begins.
 const ALL_MEMORY: u64 = 1 << 30;
 pub(super) const LOAD: &str = "uniform,ws=16M,data=40M,rate=20k,fill=random";
+/// Load whose pages become smaller by compression and by deltas.
+const COMPRESSIBLE_LOAD: &str = "uniform,ws=16M,data=40M,rate=20k,fill=text";
 
 /// Combination of guest, mode, phase and fault that is run.
 #[derive(Debug, Clone, Copy)]
@@ -32,6 +34,8 @@ pub(super) struct Case {
     pub(super) fault: Fault,
     /// Set if an arbiter (etcd) decides who owns the guest.
     pub(super) with_arbiter: bool,
+    /// Set if pages are sent compressed and as deltas.
+    pub(super) encoded: bool,
 }
 
 /// Outcome of a case, and the time from the fault until it was known.
@@ -69,12 +73,17 @@ impl Case {
     pub(super) fn start(self) -> Start<'static> {
         Start { guest: self.guest, memory: "64M", ..Start::default() }
     }
+
+    fn load(self) -> &'static str {
+        if self.encoded { COMPRESSIBLE_LOAD } else { LOAD }
+    }
 }
 
 impl std::fmt::Display for Case {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let arbiter = if self.with_arbiter { "+etcd" } else { "" };
-        write!(f, "{}/{}{arbiter}/{}/{}", self.guest, self.mode, self.phase, self.fault)
+        let codecs = if self.encoded { "+codecs" } else { "" };
+        write!(f, "{}/{}{arbiter}{codecs}/{}/{}", self.guest, self.mode, self.phase, self.fault)
     }
 }
 
@@ -107,8 +116,11 @@ fn once(case: Case, arbiter: Option<&str>) -> Result<Ran> {
         ..case.start()
     };
     let mut target = Side::start(start, &folder.0, "target")?;
-    let start =
-        Start { args: with(&["--workload", LOAD]), budget: limit(Fault::PressSource)?, ..case.start() };
+    let start = Start {
+        args: with(&["--workload", case.load()]),
+        budget: limit(Fault::PressSource)?,
+        ..case.start()
+    };
     let mut source = Side::start(start, &folder.0, "source")?;
     let link = Link::to(target.address()?)?;
     source.working()?;
@@ -162,7 +174,9 @@ fn request(case: Case, link: &Link) -> Result<MigrateRequest> {
     let paused = matches!(case.phase, Phase::Paused | Phase::Recovery);
     Ok(MigrateRequest {
         mode,
-        max_bandwidth: Some(60_000_000),
+        codec: if case.encoded { "lz4" } else { "raw" },
+        delta: if case.encoded { "on" } else { "off" },
+        max_bandwidth: Some(if case.encoded { 20_000_000 } else { 60_000_000 }),
         // With a downtime limit of 0 ms the passes go on until the timeout, because stopping always
         // takes some time, however little a guest writes on a busy host. Therefore later passes
         // exist, and the mode's own action on timeout follows.
