@@ -7,8 +7,8 @@ mod values;
 use crate::arbiter::ArbiterArg;
 use crate::balloon::squeeze::SqueezeArg;
 use crate::choices::{
-    AutoConvergeArg, CodecArg, DeltaArg, FreePagesArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg,
-    SwitchoverArg, UrgentArg,
+    AutoConvergeArg, ChannelsArg, CodecArg, DeltaArg, FreePagesArg, IncomingArg, ModeArg, OnOff,
+    OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
 };
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
@@ -227,8 +227,10 @@ pub(crate) struct DemoArgs {
     #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
     pub(crate) free_pages: OnOff,
     /// Number of bulk channels
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
-    pub(crate) channels: u16,
+    ///
+    /// `auto` is one channel for each idle processor, from 1 to 4.
+    #[arg(long, default_value_t, value_name = "auto|N", help_heading = heading::TRANSFER)]
+    pub(crate) channels: ChannelsArg,
     /// Confinement of the two processes, as in `run --sandbox`
     #[arg(long, value_enum, default_value = "on", help_heading = heading::GUEST, value_name = "MODE")]
     pub(crate) sandbox: SandboxArg,
@@ -477,12 +479,14 @@ pub(crate) struct MigrateArgs {
     /// comparison. `aimd-own` is `aimd` with a harvest of each ring on its own.
     #[arg(long, default_value_t, value_name = "POLICY", help_heading = heading::TRACKING)]
     pub(crate) reaper: Policy,
-    /// Number of bulk channels [default: 2]
+    /// Number of bulk channels [default: auto]
     ///
-    /// If the target is given as several sockets (fd:N,N...), the default is the number of sockets
-    /// that no other channel needs.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
-    pub(crate) channels: Option<u16>,
+    /// `auto` is one channel for each processor that is idle when the migration begins, from 1 to
+    /// 4. Threads of the migration then take no processor from vCPUs. If the target is given as
+    /// several sockets (fd:N,N...), the default is the number of sockets that no other channel
+    /// needs.
+    #[arg(long, value_name = "auto|N", help_heading = heading::TRANSFER)]
+    pub(crate) channels: Option<ChannelsArg>,
     /// Stop the guest once the expected downtime is at most T
     #[arg(long, default_value = "300ms", value_name = "T", value_parser = time, help_heading = heading::MIGRATION)]
     pub(crate) downtime_limit: Duration,

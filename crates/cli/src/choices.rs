@@ -6,8 +6,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 use vmferry_engine::{
-    AutoConverge, BulkLimit, Deltas, MigrationMode, OnTimeout, PageCodec, SwitchoverBandwidth, UrgentPath,
-    Uri, UriError, ZstdLevel,
+    AutoConverge, BulkLimit, Deltas, MigrationMode, OnTimeout, PageCodec, Settings, SwitchoverBandwidth,
+    UrgentPath, Uri, UriError, ZstdLevel,
 };
 
 /// Source of an arriving guest.
@@ -311,6 +311,79 @@ impl fmt::Display for CodecArg {
     }
 }
 
+/// Number of bulk channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "Number", into = "Number")]
+pub(crate) enum ChannelsArg {
+    /// One for each idle processor, by [`Settings::idle_channels`].
+    #[default]
+    Auto,
+    /// This number, from 1 to [`Settings::MAX_CHANNELS`].
+    Count(u16),
+}
+
+/// Number of channels in JSON: a number or `"auto"`.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Number {
+    Count(u16),
+    Text(String),
+}
+
+impl ChannelsArg {
+    /// Returns the number for a migration that begins now. Only a thread that may open files can
+    /// call this method.
+    pub(crate) fn count(self) -> u16 {
+        match self {
+            Self::Auto => Settings::idle_channels(),
+            Self::Count(count) => count,
+        }
+    }
+}
+
+impl FromStr for ChannelsArg {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        if text == "auto" {
+            return Ok(Self::Auto);
+        }
+        let most = Settings::MAX_CHANNELS;
+        let count = text.parse().ok().filter(|count| (1..=most).contains(count));
+        count.map(Self::Count).ok_or_else(|| format!("'{text}' is not auto or a number from 1 to {most}"))
+    }
+}
+
+impl TryFrom<Number> for ChannelsArg {
+    type Error = String;
+
+    fn try_from(number: Number) -> Result<Self, String> {
+        match number {
+            Number::Count(count) => count.to_string().parse(),
+            Number::Text(text) if text == "auto" => Ok(Self::Auto),
+            Number::Text(text) => Err(format!("'{text}' is not auto or a number")),
+        }
+    }
+}
+
+impl From<ChannelsArg> for Number {
+    fn from(arg: ChannelsArg) -> Self {
+        match arg {
+            ChannelsArg::Auto => Self::Text("auto".into()),
+            ChannelsArg::Count(count) => Self::Count(count),
+        }
+    }
+}
+
+impl fmt::Display for ChannelsArg {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Count(count) => write!(f, "{count}"),
+        }
+    }
+}
+
 /// Use of deltas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -378,6 +451,22 @@ impl From<AutoConvergeArg> for AutoConverge {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn channels_are_a_number_or_auto_in_text_and_in_json() {
+        let parse = |text: &str| serde_json::from_str::<ChannelsArg>(text);
+        assert_eq!(parse("\"auto\"").unwrap(), ChannelsArg::Auto);
+        assert_eq!(parse("64").unwrap(), ChannelsArg::Count(64));
+        for wrong in ["0", "65", "\"2\"", "-1", "1.5", "null"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+        for arg in [ChannelsArg::Auto, ChannelsArg::Count(3)] {
+            assert_eq!(arg.to_string().parse(), Ok(arg));
+            assert_eq!(parse(&serde_json::to_string(&arg).unwrap()).unwrap(), arg);
+        }
+        assert!("0".parse::<ChannelsArg>().is_err() && "".parse::<ChannelsArg>().is_err());
+        assert!((1..=4).contains(&ChannelsArg::Auto.count()) && ChannelsArg::Count(7).count() == 7);
+    }
 
     #[test]
     fn pace_is_a_word_or_a_rate_on_the_command_line_and_in_json() {

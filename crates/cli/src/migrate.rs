@@ -3,7 +3,7 @@
 use crate::api::{self, Client, MigrateRequest};
 use crate::arbiter::{ArbiterArg, ArbiterConfig};
 use crate::args::{MigrateArgs, TrackerArg};
-use crate::choices::{ModeArg, OnTimeoutArg};
+use crate::choices::{ChannelsArg, ModeArg, OnTimeoutArg};
 use crate::descriptors::{Inherited, PassedDescriptors};
 use crate::events::Events;
 use crate::progress::Progress;
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use vmferry_engine::{BulkLimit, Settings, Uri};
+use vmferry_engine::{BulkLimit, Uri};
 
 /// Interval at which the status is read.
 const POLL: Duration = Duration::from_millis(25);
@@ -149,10 +149,10 @@ fn request(args: &MigrateArgs) -> Result<MigrateRequest> {
 
 /// Returns the number of bulk channels to request. Of several sockets, those that no other channel
 /// needs are bulk channels.
-fn channels(args: &MigrateArgs) -> u16 {
+fn channels(args: &MigrateArgs) -> ChannelsArg {
     let sockets = match &args.uri {
         Uri::Fd(names) if names.len() > 1 => u16::try_from(names.len()).unwrap_or(u16::MAX),
-        _ => return args.channels.unwrap_or_else(|| Settings::default().channels),
+        _ => return args.channels.unwrap_or_default(),
     };
     let postcopy = args.mode != ModeArg::Precopy || args.on_timeout == OnTimeoutArg::Postcopy;
     let postcopy = if postcopy {
@@ -160,7 +160,8 @@ fn channels(args: &MigrateArgs) -> u16 {
     } else {
         0
     };
-    args.channels.unwrap_or_else(|| sockets.saturating_sub(postcopy.saturating_add(1)).max(1))
+    let spare = || ChannelsArg::Count(sockets.saturating_sub(postcopy.saturating_add(1)).max(1));
+    args.channels.unwrap_or_else(spare)
 }
 
 fn arbiter(arg: &ArbiterArg) -> Result<ArbiterConfig> {

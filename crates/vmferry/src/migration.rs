@@ -64,6 +64,7 @@ impl Migration {
     }
 
     /// Sets the number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
+    /// [`Settings::idle_channels`] returns a number that leaves vCPUs their processors.
     pub fn channels(self, channels: u16) -> Self {
         self.set(|settings| settings.channels = channels)
     }

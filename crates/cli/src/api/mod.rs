@@ -21,8 +21,8 @@ use crate::arbiter::ArbiterConfig;
 use crate::args::{ApiArgs, RecoverArgs};
 use crate::balloon::squeeze::SqueezeArg;
 use crate::choices::{
-    AutoConvergeArg, CodecArg, DeltaArg, FreePagesArg, ModeArg, OnTimeoutArg, PaceArg, SwitchoverArg,
-    UrgentArg,
+    AutoConvergeArg, ChannelsArg, CodecArg, DeltaArg, FreePagesArg, ModeArg, OnTimeoutArg, PaceArg,
+    SwitchoverArg, UrgentArg,
 };
 use crate::tls::TlsTexts;
 use anyhow::{Context, Result};
@@ -52,7 +52,8 @@ pub(crate) struct MigrateRequest {
     pub(crate) tracker: Option<String>,
     #[serde(default)]
     pub(crate) reaper: Option<String>,
-    pub(crate) channels: u16,
+    #[serde(default)]
+    pub(crate) channels: ChannelsArg,
     pub(crate) downtime_limit_ms: u64,
     #[serde(default)]
     pub(crate) max_bandwidth: Option<u64>,
@@ -124,21 +125,20 @@ impl DirtyRateRequest {
 impl MigrateRequest {
     /// Returns a request to `uri` with the default settings of the engine.
     pub(crate) fn to(uri: &str) -> Self {
-        let Settings { channels, urgent_channels, downtime_limit, peer_timeout, reconnect_for, .. } =
+        let Settings { urgent_channels, downtime_limit, peer_timeout, reconnect_for, .. } =
             Settings::default();
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         Self {
             uri: uri.into(),
             urgent_channels,
             reconnect_for_ms: millis(reconnect_for),
-            channels,
             downtime_limit_ms: millis(downtime_limit),
             peer_timeout_ms: millis(peer_timeout),
             ..Self::default()
         }
     }
 
-    /// Returns the settings for the engine. `own` are the credentials of the process for encrypted
+    /// Returns the settings for the engine, for a migration that begins now. `own` are the credentials of the process for encrypted
     /// connections.
     pub(crate) fn settings(&self, own: Option<&Tls>) -> Result<Settings> {
         let given = self.tls.as_ref().map(TlsTexts::build).transpose().context("tls")?;
@@ -149,7 +149,7 @@ impl MigrateRequest {
             urgent_channels: self.urgent_channels,
             pace: self.pace.0,
             reconnect_for: Duration::from_millis(self.reconnect_for_ms),
-            channels: self.channels,
+            channels: self.channels.count(),
             downtime_limit: Duration::from_millis(self.downtime_limit_ms),
             max_bandwidth: self.max_bandwidth,
             switchover_bandwidth: self.switchover_bandwidth.map(Into::into),

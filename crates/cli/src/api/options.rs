@@ -3,7 +3,7 @@
 //! They apply to the next `migrate`. An option without a counterpart is refused, not ignored.
 
 use super::MigrateRequest;
-use crate::choices::{AutoConvergeArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::choices::{AutoConvergeArg, ChannelsArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
 use serde_json::{Map, Value, json};
 use vmferry_control::{Arguments, QmpError};
 use vmferry_engine::{BulkLimit, Settings};
@@ -156,7 +156,7 @@ impl Options {
             on_timeout: if self.has("postcopy-ram") { OnTimeoutArg::Postcopy } else { OnTimeoutArg::Cancel },
             urgent: if self.has("postcopy-preempt") { UrgentArg::Dedicated } else { UrgentArg::Shared },
             pace: PaceArg(limit(self.postcopy_bandwidth).map_or(BulkLimit::Auto, BulkLimit::Rate)),
-            channels: if self.has("multifd") { self.multifd_channels } else { 1 },
+            channels: ChannelsArg::Count(if self.has("multifd") { self.multifd_channels } else { 1 }),
             downtime_limit_ms: self.downtime_limit_ms,
             max_bandwidth: limit(self.max_bandwidth),
             switchover_bandwidth: limit(self.switchover_bandwidth).map(SwitchoverArg::AtMost),

@@ -7,7 +7,7 @@ pub(crate) use follow::moved;
 
 use crate::api::{Client, GuestPlace, MigrateRequest, RunContext};
 use crate::args::{TrackerArg, heading, rate, time};
-use crate::choices::OnOff;
+use crate::choices::{ChannelsArg, OnOff};
 use crate::guest::Machine;
 use crate::tls::TlsArgs;
 use crate::{Status, migrate, output, run};
@@ -54,8 +54,10 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_name = "RATE", value_parser = rate, help_heading = heading::TRANSFER)]
     pub(crate) max_bandwidth: Option<u64>,
     /// Number of bulk channels
-    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64), help_heading = heading::TRANSFER)]
-    pub(crate) channels: u16,
+    ///
+    /// `auto` is one channel for each idle processor, from 1 to 4.
+    #[arg(long, default_value_t, value_name = "auto|N", help_heading = heading::TRANSFER)]
+    pub(crate) channels: ChannelsArg,
     /// Tracker of the guest's writes
     #[arg(long, value_enum, default_value = "auto", help_heading = heading::TRACKING, value_name = "TRACKER")]
     pub(crate) tracker: TrackerArg,

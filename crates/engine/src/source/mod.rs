@@ -13,6 +13,7 @@ mod idle;
 pub(crate) mod inbox;
 mod measure;
 pub mod pace;
+mod parallel;
 pub(crate) mod pending;
 pub(crate) mod postcopy;
 pub(crate) mod sender;

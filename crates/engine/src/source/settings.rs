@@ -96,7 +96,8 @@ pub struct Settings {
     /// during postcopy. The setting has an effect only if the process may write
     /// `/dev/cpu_dma_latency`. Default: true.
     pub stay_awake: bool,
-    /// Number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2.
+    /// Number of parallel bulk channels, 1 to [`Settings::MAX_CHANNELS`]. Default: 2. See
+    /// [`Settings::idle_channels`].
     pub channels: u16,
     /// Largest acceptable downtime. In precopy, the source stops the guest once the predicted
     /// downtime is within this limit. Default: 300 ms.
@@ -162,6 +163,17 @@ pub struct Settings {
 impl Settings {
     /// Largest number of parallel channels of each kind.
     pub const MAX_CHANNELS: u16 = 64;
+
+    /// Returns a number of bulk channels for a migration that begins now: one for each idle
+    /// processor of the host, from 1 to 4.
+    ///
+    /// Threads that send pages then take no processor from vCPUs. Each reading of the host's load
+    /// counts only an instant, so the method takes 2 ms for several of them. The calling thread
+    /// must be allowed to open `/proc/loadavg`. Otherwise, all processors count as idle.
+    #[must_use]
+    pub fn idle_channels() -> u16 {
+        super::parallel::channels()
+    }
 
     /// Returns the settings for the session of the protocol.
     pub(crate) fn session(&self) -> session::Settings {
