@@ -196,8 +196,14 @@ fn options(error: &(dyn Error + 'static)) -> Option<&'static str> {
     if let Some(error) = error.downcast_ref() {
         return of_vmm(error);
     }
+    if let Some(vmferry_process::Error::Populate(_)) = error.downcast_ref() {
+        return Some(MEMORY_IN_ADVANCE);
+    }
     error.downcast_ref().and_then(of_confinement)
 }
+
+/// Options that concern memory that cannot be allocated in advance.
+const MEMORY_IN_ADVANCE: &str = "--memory, --prealloc";
 
 /// Returns the options that concern the error in `error`, or one of its causes.
 fn of_wrapped(error: &VmError) -> Option<&'static str> {
@@ -229,6 +235,7 @@ fn of_vmm(error: &vmferry_vmm::Error) -> Option<&'static str> {
         Error::NoLog => "--dirty-ring off",
         Error::Setup(SetupError::DirtyRing { .. }) => "--dirty-ring",
         Error::Memory(MemoryError::HugePages { .. }) => "--memory-backing",
+        Error::Memory(MemoryError::Populate(_)) => MEMORY_IN_ADVANCE,
         Error::Setup(SetupError::MemorySlot { .. })
         | Error::Memory(MemoryError::Map { .. })
         | Error::Boot(BootError::Memory { .. } | BootError::InitrdTooLarge { .. }) => "--memory",

@@ -250,6 +250,16 @@ pub(crate) enum BackingArg {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum PreallocArg {
+    /// Allocate all guest memory before the guest runs or arrives
+    On,
+    /// Allocate each page when it is first written
+    Off,
+    /// Allocate the pages of an arriving guest shortly before they arrive
+    Auto,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CpuArg {
     /// All features that this host offers
     Host,
@@ -316,6 +326,13 @@ pub(crate) struct RunArgs {
     /// Back guest memory with transparent huge pages where possible
     #[arg(long, default_value_t = true, action = clap::ArgAction::Set, value_name = "BOOL", help_heading = heading::MEMORY)]
     pub(crate) huge_pages: bool,
+    /// Guest memory that the host allocates before it is used
+    ///
+    /// A page that is written for the first time costs a page fault, which slows a guest that
+    /// arrives. `on` avoids these faults, but the guest then takes all of its memory from the host.
+    /// `auto` allocates only pages that the source announces.
+    #[arg(long, value_enum, default_value = "auto", help_heading = heading::MEMORY, value_name = "WHEN")]
+    pub(crate) prealloc: PreallocArg,
     /// Keep this host's processors awake while a guest waits for pages
     ///
     /// The option has an effect only in postcopy, and only if vmferry may write to

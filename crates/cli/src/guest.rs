@@ -2,7 +2,7 @@
 
 use crate::Status;
 use crate::api::GuestPlace;
-use crate::args::{BackingArg, CpuArg, GuestKind, RunArgs};
+use crate::args::{BackingArg, CpuArg, GuestKind, PreallocArg, RunArgs};
 use crate::choices::OnOff;
 use crate::disk::DiskArg;
 use crate::usage::{Usage, wrong_usage};
@@ -15,7 +15,9 @@ use vmferry_baselines::Policy;
 use vmferry_engine::{RunState, SourceVm, TargetVm};
 use vmferry_guest_abi::{GuestArgs, PANIC_EXIT, StatsError, StatsSink, StatsSnapshot, Workload};
 use vmferry_process::{ProcessGuest, ProcessHandle, ProcessOptions};
-use vmferry_vmm::{Backing, BalloonHandle, CpuChoice, Exit, Kernel, SerialSink, Vm, VmHandle, VmOptions};
+use vmferry_vmm::{
+    Backing, BalloonHandle, CpuChoice, Exit, Kernel, Prealloc, SerialSink, Vm, VmHandle, VmOptions,
+};
 
 /// A machine. Its owner is the thread that runs it.
 pub(crate) enum Machine {
@@ -52,6 +54,7 @@ impl Machine {
             CpuArg::Baseline => CpuChoice::Baseline,
         };
         options.huge_pages = args.huge_pages;
+        options.prealloc = prealloc(args);
         options.incoming = args.incoming.is_some();
         options.dirty_ring = args.dirty_ring.0;
         options.balloon = args.balloon == OnOff::On;
@@ -84,6 +87,7 @@ impl Machine {
         let mut options = ProcessOptions::new(args.memory, args.cpus);
         options.memfd = args.memory_backing == BackingArg::Memfd;
         options.huge_pages = args.huge_pages;
+        options.prealloc = prealloc(args);
         let guest = if args.incoming.is_some() {
             ProcessGuest::new_incoming(options)?
         } else {
@@ -259,6 +263,14 @@ fn load(vm: &mut Vm, args: &RunArgs) -> Result<()> {
     guest.cpus = Some(args.cpus);
     guest.tsc_khz = Some(vm.tsc_khz());
     Ok(vm.load_kernel(vmferry_guest_image::ELF, &guest.to_string())?)
+}
+
+fn prealloc(args: &RunArgs) -> Prealloc {
+    match args.prealloc {
+        PreallocArg::On => Prealloc::On,
+        PreallocArg::Off => Prealloc::Off,
+        PreallocArg::Auto => Prealloc::Auto,
+    }
 }
 
 fn wanted(args: &RunArgs) -> Workload {

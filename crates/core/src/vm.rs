@@ -133,6 +133,22 @@ pub trait GuestMemory: Send + Sync {
         let _ = region;
         Ok(Some(run.first.0).filter(|_| run.count > 0))
     }
+
+    /// Allocates the host's memory for the pages of `run`, so that the first write to a page causes
+    /// no page fault. The content must not change. Returns false if the memory does not do this, or
+    /// if the host refuses. The engine then does not call the method again.
+    ///
+    /// The engine calls this method on a target, from several threads, for pages that the source is
+    /// about to send. If a page is not allocated, its first write allocates it. No call runs from
+    /// [`DemandPaging::begin`] on, because a page that is populated then would not be missing.
+    ///
+    /// The default returns false.
+    ///
+    /// [`DemandPaging::begin`]: crate::DemandPaging::begin
+    fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        let _ = (region, run);
+        false
+    }
 }
 
 /// Origin of the figures for the time that stopping a guest takes.

@@ -11,6 +11,9 @@
 //! [`touched`] finds the pages that may have been written at least once. All other pages hold only
 //! zeros, so their content need not be sent.
 //!
+//! [`populate_all`] and [`populate`] allocate memory before the guest or a migration writes to it,
+//! according to a [`Prealloc`].
+//!
 //! No tracker detects that memory is *dropped* (for example by a balloon's `MADV_DONTNEED`, or by a
 //! hole that is punched into a memfd), because the content becomes zero without a write. Therefore
 //! the VMM must mark the pages in the region's [`Marks`] after it has dropped them.
@@ -34,6 +37,7 @@
 
 mod error;
 mod log;
+mod prealloc;
 mod rate;
 mod region;
 mod residency;
@@ -42,6 +46,7 @@ mod wp;
 
 pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
+pub use prealloc::{PopulateError, Prealloc, available_memory, populate, populate_all};
 pub use rate::{RatePoint, check_windows, measure};
 pub use region::{Backing, MappedRegion, Marks};
 pub use residency::{next_touched, prepare, touched};

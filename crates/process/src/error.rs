@@ -19,6 +19,9 @@ pub enum Error {
         /// Error of the system call.
         source: std::io::Error,
     },
+    /// The guest's memory cannot be allocated before it is used.
+    #[error(transparent)]
+    Populate(#[from] vmferry_dirty::PopulateError),
     /// The workload does not fit into the guest's memory or number of vCPUs.
     #[error("the workload does not fit: {0}")]
     Workload(LayoutError),

@@ -23,4 +23,4 @@ mod worker;
 pub use error::Error;
 pub use guest::{ProcessGuest, ProcessHandle};
 pub use heap::HeapFigures;
-pub use options::ProcessOptions;
+pub use options::{Prealloc, ProcessOptions};

@@ -9,7 +9,9 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Layout, PageRun, Region, RegionId, Window};
-use vmferry_dirty::{Backing, MappedRegion, next_touched, touched};
+use vmferry_dirty::{
+    Backing, MappedRegion, Prealloc, available_memory, next_touched, populate, populate_all, touched,
+};
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
 
@@ -66,6 +68,7 @@ impl Drop for Mapping {
 pub(crate) struct Memory {
     mapped: MappedMemory,
     regions: Vec<MappedRegion>,
+    prealloc: Prealloc,
     // Last field: dropped after everything that points into the mappings.
     mappings: Vec<Mapping>,
 }
@@ -98,7 +101,13 @@ impl Memory {
         // raw addresses (engine, tracker) or atomics (`Ram`, the statistics page).
         let mapped =
             unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
-        Ok(Self { mapped, regions: regions.collect(), mappings })
+        let regions: Vec<_> = regions.collect();
+        if options.prealloc == Prealloc::On && !populate_all(&regions, available_memory())? {
+            tracing::warn!(
+                "guest memory is not allocated in advance, because that needs Linux 5.14 or newer"
+            );
+        }
+        Ok(Self { mapped, regions, prealloc: options.prealloc, mappings })
     }
 
     /// Returns the regions in the form that demand paging needs.
@@ -147,5 +156,10 @@ impl GuestMemory for Memory {
         let mapped = self.regions.iter().find(|own| own.id == region);
         let mapped = mapped.ok_or_else(|| VmError::new(format!("there is no {region}")))?;
         next_touched(mapped, run).map_err(VmError::new)
+    }
+
+    fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        let mapped = self.regions.iter().find(|own| own.id == region && self.prealloc == Prealloc::Auto);
+        mapped.is_some_and(|mapped| populate(mapped, run).is_ok())
     }
 }

@@ -1,6 +1,7 @@
 //! Options of a process guest.
 
 use vmferry_core::{Gpa, Layout, PAGE_SIZE, Region, RegionId};
+pub use vmferry_dirty::Prealloc;
 use vmferry_guest_abi::MAX_CPUS;
 
 use crate::Error;
@@ -25,6 +26,8 @@ pub struct ProcessOptions {
     pub memfd: bool,
     /// True to request transparent huge pages for the guest memory.
     pub huge_pages: bool,
+    /// Time at which the host allocates the guest memory.
+    pub prealloc: Prealloc,
     /// Size of the heap in bytes: a multiple of 4 KiB. The workload does not use this memory.
     /// Instead, the guest allocates and frees its pages one by one, and a migration can skip the
     /// free pages. A guest that arrives by migration keeps the size of its heap, and this value is
@@ -34,10 +37,10 @@ pub struct ProcessOptions {
 
 impl ProcessOptions {
     /// Returns the default options for a guest with `memory` bytes and `cpus` vCPUs: anonymous
-    /// memory, transparent huge pages, and no heap.
+    /// memory, transparent huge pages, memory that is allocated when a guest arrives, and no heap.
     #[must_use]
     pub fn new(memory: u64, cpus: u32) -> Self {
-        Self { memory, cpus, memfd: false, huge_pages: true, heap: 0 }
+        Self { memory, cpus, memfd: false, huge_pages: true, prealloc: Prealloc::default(), heap: 0 }
     }
 
     pub(crate) fn layout(&self) -> Result<Layout, Error> {

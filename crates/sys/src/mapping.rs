@@ -1,5 +1,5 @@
-//! Advice about mappings of this process (`madvise(2)`): dropping pages, and transparent huge
-//! pages.
+//! Advice about mappings of this process (`madvise(2)`): dropping and populating pages, and
+//! transparent huge pages.
 
 use crate::error::{common, need_small_pages};
 use crate::{PAGE_SIZE, SysError};
@@ -80,6 +80,36 @@ pub unsafe fn free_pages(span: Range<u64>) -> Result<(), SysError> {
     };
     // SAFETY: the caller guarantees the contract of this function.
     unsafe { advise("madvise(MADV_FREE)", span, libc::MADV_FREE, meaning) }
+}
+
+/// Populates the pages at the addresses `span` for writing (`MADV_POPULATE_WRITE`): the first
+/// write to such a page causes no page fault. The content does not change. Transparent huge pages
+/// are used where the mapping allows them.
+///
+/// If a userfaultfd handles the missing pages of the mapping, the call waits for each of them like
+/// any other access.
+///
+/// # Errors
+/// Returns an error if `span` is not whole pages, if not all of it is mapped, or if the host has
+/// not enough memory. `EINVAL` means that the mapping is not writable, or that the kernel is older
+/// than 5.14. Pages at lower addresses than the failing one may have been populated.
+pub fn populate(span: Range<u64>) -> Result<(), SysError> {
+    let meaning = |errno| match errno {
+        libc::EINVAL => "the memory is not writable, or this kernel is older than 5.14",
+        libc::EFAULT => "the host has no page for the memory",
+        libc::ENOMEM => "not all of it is mapped, or the host has not enough free memory",
+        other => common(other),
+    };
+    loop {
+        // SAFETY: the advice allocates pages and does not change the content.
+        let populated = unsafe {
+            advise("madvise(MADV_POPULATE_WRITE)", span.clone(), libc::MADV_POPULATE_WRITE, meaning)
+        };
+        match populated {
+            Err(error) if matches!(error.errno(), Some(libc::EAGAIN | libc::EINTR)) => {}
+            done => return done,
+        }
+    }
 }
 
 /// Calls `madvise` for the addresses `span`.

@@ -230,6 +230,14 @@ impl<B: DirtyBitmap + Send + Sync + 'static> GuestMemory for VmMemory<B> {
         let position = self.position(region, run)?;
         Ok(vmferry_dirty::next_touched(&self.regions[position], run)?)
     }
+
+    /// Populates private anonymous memory and files on tmpfs. Other memory may have pages that the
+    /// host allocates at a high price, such as blocks of a file on a disk.
+    fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        let known = |position: &usize| !matches!(self.regions[*position].backing, Backing::Other);
+        let position = self.position(region, run).ok().filter(known);
+        position.is_some_and(|position| vmferry_dirty::populate(&self.regions[position], run).is_ok())
+    }
 }
 
 /// Returns the mapping of region `id` in the form that trackers use.
@@ -341,6 +349,36 @@ mod tests {
         let region = GuestRegionMmap::new(private, GuestAddress(0)).unwrap();
         let memory = VmMemory::without_marks(GuestMemoryMmap::from_regions(vec![region]).unwrap()).unwrap();
         assert_eq!(touched(&memory, 0), [0, 1, 2, 3]);
+    }
+
+    // The crate for skipped tests is a dependency only on this architecture.
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn only_memory_of_known_backing_is_populated() {
+        if vmferry_testkit::skip_if_emulated("MADV_POPULATE_WRITE") {
+            return;
+        }
+        let ranges = [
+            (GuestAddress(0), 16 * PAGE_BYTES, None),
+            (GuestAddress(HIGH), 8 * PAGE_BYTES, Some(FileOffset::new(memfd(64 << 12), 4 << 12))),
+        ];
+        let memory = GuestMemoryMmap::<()>::from_ranges_with_files(ranges).unwrap();
+        let memory = VmMemory::without_marks(memory).unwrap();
+        let run = |first, count| PageRun { first: PageIndex(first), count };
+        assert!(memory.populate(RegionId(0), run(3, 4)) && memory.populate(RegionId(1), run(7, 1)));
+        assert_eq!((touched(&memory, 0), touched(&memory, 1)), (vec![3, 4, 5, 6], vec![7]));
+        for (id, run) in [(0, run(15, 2)), (1, run(u64::MAX, 1)), (2, run(0, 1))] {
+            assert!(!memory.populate(RegionId(id), run), "{id} has no {run}");
+        }
+        let region = MmapRegionBuilder::<()>::new(4 * PAGE_BYTES)
+            .with_mmap_prot(libc::PROT_READ | libc::PROT_WRITE)
+            .with_mmap_flags(libc::MAP_PRIVATE)
+            .with_file_offset(FileOffset::new(memfd(1 << 20), 0))
+            .build()
+            .unwrap();
+        let region = GuestRegionMmap::new(region, GuestAddress(0)).unwrap();
+        let memory = VmMemory::without_marks(GuestMemoryMmap::from_regions(vec![region]).unwrap()).unwrap();
+        assert!(!memory.populate(RegionId(0), run(0, 4)), "the backing is unknown");
     }
 
     #[test]

@@ -64,8 +64,8 @@ pub use memory::{
 };
 pub use net::NetStatus;
 pub use options::{
-    Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, SerialSink,
-    VmOptions,
+    Backing, Captured, CpuChoice, DiskOptions, DropWay, MAX_CPUS, MIN_MEMORY, NetOptions, Prealloc,
+    SerialSink, VmOptions,
 };
 pub use state::StateError;
 pub use vcpu::{Exit, VcpuFault};

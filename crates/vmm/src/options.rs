@@ -7,6 +7,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+pub use vmferry_dirty::Prealloc;
 pub use vmferry_kvm::CpuChoice;
 use vmferry_kvm::RingEntries;
 use vmferry_virtio::net::Mac;
@@ -179,6 +180,9 @@ pub struct VmOptions {
     /// True to request transparent huge pages. If the host refuses, the VM uses small pages, and
     /// [`Vm::notes`](crate::Vm::notes) contains a note.
     pub huge_pages: bool,
+    /// Time at which the host allocates the guest's RAM. If the kernel cannot allocate it ahead,
+    /// [`Vm::notes`](crate::Vm::notes) contains a note.
+    pub prealloc: Prealloc,
     /// True if this VM waits for a guest from a source instead of booting one.
     pub incoming: bool,
     /// Number of entries in the dirty ring of each vCPU, a power of two, or `None` for a VM without
@@ -224,6 +228,7 @@ impl VmOptions {
             cpu: CpuChoice::default(),
             backing: Backing::default(),
             huge_pages: true,
+            prealloc: Prealloc::default(),
             incoming: false,
             dirty_ring: None,
             balloon: true,

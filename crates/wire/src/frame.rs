@@ -39,6 +39,12 @@ pub enum FrameKind {
     /// Probe that the target answers at once with [`Request::Echo`](crate::Request::Echo). The
     /// frame has no pages, and its `base` is the number of the probe.
     Probe,
+    /// Announcement of touched pages that the source is likely to send in the first pass. The frame
+    /// has runs of kind [`Zero`](RunKind::Zero) only, which say nothing about the content. The
+    /// target may allocate memory for the pages, and may ignore the frame. The source sends such a
+    /// frame only if the reply to the channel's hello has the feature
+    /// [`FEATURE_TOUCHED`](crate::FEATURE_TOUCHED).
+    Touched,
 }
 
 /// Form of the content of a frame.
@@ -216,6 +222,7 @@ impl FrameHeader {
                 FrameKind::Digests => 1,
                 FrameKind::Barrier => 2,
                 FrameKind::Probe => 3,
+                FrameKind::Touched => 4,
             },
             match self.content {
                 Content::Raw => 0,
@@ -256,7 +263,8 @@ impl FrameHeader {
             1 => FrameKind::Digests,
             2 => FrameKind::Barrier,
             3 => FrameKind::Probe,
-            other => return Err(field("frame kind", other.into(), "0 to 3")),
+            4 => FrameKind::Touched,
+            other => return Err(field("frame kind", other.into(), "0 to 4")),
         };
         let form = fields.u8();
         let (runs, pages) = (usize::from(fields.u16()), fields.u32());
@@ -267,10 +275,12 @@ impl FrameHeader {
         if runs > MAX_FRAME_RUNS || (runs == 0) != empty {
             return Err(field("runs in a frame", runs as u64, "1 to 256, and 0 in a barrier or probe"));
         }
+        let most = if empty || kind == FrameKind::Touched { 0 } else { MAX_FRAME_PAGES };
         let pages = match usize::try_from(pages) {
-            Ok(pages) if pages <= MAX_FRAME_PAGES && !(empty && pages > 0) => pages,
+            Ok(pages) if pages <= most => pages,
             _ => {
-                return Err(field("pages in a frame", pages.into(), "0 to 256, and 0 in a barrier or probe"));
+                let allowed = "0 to 256, and 0 in a barrier, probe or announcement";
+                return Err(field("pages in a frame", pages.into(), allowed));
             }
         };
         let content = match (form, usize::try_from(segments)) {

@@ -20,12 +20,19 @@ pub const FEATURE_PAUSED: u64 = 8;
 /// [`ToTarget::StreamBytes`](crate::ToTarget::StreamBytes) and
 /// [`ToTarget::StreamEnd`](crate::ToTarget::StreamEnd).
 pub const FEATURE_STREAMS: u64 = 16;
+/// Feature bit: the target understands [`FrameKind::Touched`](crate::FrameKind::Touched).
+pub const FEATURE_TOUCHED: u64 = 32;
 /// Feature bit: the target decodes frames with [segments](crate::Content::Segments).
 pub const FEATURE_SEGMENTS: u64 = 64;
 /// Feature bits that this build offers on every channel. The peer may ignore an unknown bit among
 /// the low 32, and must refuse the channel if it does not know one of the high 32.
-pub const FEATURES: u64 =
-    FEATURE_COSTS | FEATURE_DESCRIPTION | FEATURE_TRIAL | FEATURE_PAUSED | FEATURE_STREAMS | FEATURE_SEGMENTS;
+pub const FEATURES: u64 = FEATURE_COSTS
+    | FEATURE_DESCRIPTION
+    | FEATURE_TRIAL
+    | FEATURE_PAUSED
+    | FEATURE_STREAMS
+    | FEATURE_TOUCHED
+    | FEATURE_SEGMENTS;
 /// Length of an encoded [`Hello`] or [`HelloReply`] in bytes.
 pub const HELLO_BYTES: usize = 80;
 

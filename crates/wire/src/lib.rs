@@ -59,9 +59,9 @@ pub use frame::{
     MAX_FRAME_RUNS, MAX_SEGMENTS, MAX_TABLE_BYTES, RunEntry, RunKind, Segment, Table, TableWriter,
 };
 pub use hello::{
-    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_SEGMENTS, FEATURE_STREAMS, FEATURE_TRIAL,
-    FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX, VERSION_MIN,
-    arbiter_digest, negotiate,
+    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_SEGMENTS, FEATURE_STREAMS, FEATURE_TOUCHED,
+    FEATURE_TRIAL, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX,
+    VERSION_MIN, arbiter_digest, negotiate,
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{

@@ -2,11 +2,11 @@
 //! (`crates/engine/tests/streams`) do not contain. A change of a line in this test is a change of
 //! the wire format, which needs a new version.
 
-use vmferry_core::{PageIndex, RegionId, StreamName};
+use vmferry_core::{PageIndex, PageRun, RegionId, StreamName};
 use vmferry_wire::{
-    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, Hello, HelloReply, MigrationId, Piece,
-    PieceKind, Refusal, RefusalCode, RegionPage, Request, Role, ToSource, ToTarget, Token, arbiter_digest,
-    decode_control, encode_control,
+    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, Hello, HelloReply, MigrationId,
+    Piece, PieceKind, Refusal, RefusalCode, RegionPage, Request, Role, TableWriter, ToSource, ToTarget,
+    Token, arbiter_digest, decode_control, encode_control,
 };
 
 fn hex(bytes: &[u8]) -> String {
@@ -35,6 +35,17 @@ const REFUSALS: [RefusalCode; 13] = [
     RefusalCode::Fence,
 ];
 
+/// Returns a frame that announces the pages 512..1024 and 2048..2560.
+fn touched() -> Vec<u8> {
+    let mut writer = TableWriter::default();
+    for first in [512, 2048] {
+        assert!(writer.push_zeros(PageRun::new(PageIndex(first), 512)));
+    }
+    let (header, table) = writer.finish(FrameKind::Touched, RegionId(5), 0, 9);
+    assert_eq!(FrameHeader::decode(&header.encode()).as_ref(), Ok(&header));
+    [&header.encode(), table].concat()
+}
+
 #[test]
 fn fixed_layouts_match_the_frozen_bytes() {
     let refused = |code| HelloReply {
@@ -52,6 +63,7 @@ fn fixed_layouts_match_the_frozen_bytes() {
     found.extend([
         ("probe".into(), hex(&FrameHeader::probe(7, 9).encode())),
         ("barrier".into(), hex(&FrameHeader::barrier(3, 9).encode())),
+        ("touched".into(), hex(&touched())),
         ("page".into(), hex(&page(false).encode())),
         ("page again".into(), hex(&page(true).encode())),
         ("echo".into(), hex(&Request::Echo { number: 7, held_ns: 1000 }.encode())),

@@ -2,7 +2,8 @@
 
 use super::memory::{Memory, layout};
 use crate::channel::IoBuf;
-use crate::target::receiver::{Arrivals, FrameSource, Mark, Receiver};
+use crate::target::frames::FrameSource;
+use crate::target::receiver::{Arrivals, Mark, Receiver};
 use crate::target::urgent::{DemandPager, UrgentChannels};
 use std::cell::Cell;
 use std::io;

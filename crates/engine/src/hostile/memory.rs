@@ -118,6 +118,13 @@ impl GuestMemory for Memory {
     fn window(&self, region: RegionId, run: PageRun) -> Result<Window<'_>, VmError> {
         self.mapped.window(region, run)
     }
+
+    fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        assert!(self.mapped.window(region, run).is_ok(), "{run} of {region} is not in guest memory");
+        let faults = self.faults.lock().unwrap_or_else(PoisonError::into_inner);
+        assert!(!faults.begun, "populated after demand paging had begun");
+        true
+    }
 }
 
 impl DemandPaging for Memory {

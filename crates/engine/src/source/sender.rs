@@ -7,7 +7,7 @@
 //! and the threads share only counters.
 
 use super::encode::{Encoded, PageEncoder};
-use super::pending::{Division, PageTurn, PassPages, Share};
+use super::pending::{Division, PageTurn, PassPages, SPAN_PAGES, Share};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
 use crate::vm::protect_run;
@@ -38,6 +38,9 @@ const _: () = assert!(FRAME_PAGES <= MAX_FRAME_PAGES);
 /// second. In a measurement, a tenth more pages were dirty after a pass because of this. Bytes in
 /// flight are not limited.
 pub(crate) const UNSENT: Duration = Duration::from_millis(4);
+
+/// Number of pages of a block that is announced to the target: 2 MiB, the size of a huge page.
+const BLOCK_PAGES: u64 = 512;
 
 /// Minimum size, in pages, of a chunk that is assigned to a channel. With this size, only one
 /// thread of the target fills each huge page.
@@ -179,17 +182,26 @@ pub(crate) struct Sender<'a, S> {
     /// Pages of a region that were ever touched. One bitmap is reused from region to region.
     pub(super) touched: Bitmap,
     sequence: u64,
+    /// True if the target takes announcements of touched pages.
+    announces: bool,
 }
 
 impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn new(shared: SenderContext<'a>, sink: S, index: u16) -> Self {
         let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
-        Self { shared, sink, index, frame, encoder: None, scratch, touched: Bitmap::new(0), sequence: 0 }
+        let (encoder, touched) = (None, Bitmap::new(0));
+        Self { shared, sink, index, frame, encoder, scratch, touched, sequence: 0, announces: false }
     }
 
     /// Returns the sender, which encodes pages with `encoder`, if there is one.
     pub(crate) fn encoding(self, encoder: Option<Box<PageEncoder>>) -> Self {
         Self { encoder, ..self }
+    }
+
+    /// Sets whether the first pass announces touched pages, for a target with
+    /// [`FEATURE_TOUCHED`](vmferry_wire::FEATURE_TOUCHED).
+    pub(crate) fn announcing(self, announces: bool) -> Self {
+        Self { announces, ..self }
     }
 
     /// Sends no deltas any more, because the target is about to drop the missing pages.
@@ -218,7 +230,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
-                    self.send_region(pass, (pages, turn), (position, *region), first && !pages.examines())?;
+                    self.send_region(pass, (pages, turn), (position, *region), first)?;
                 }
             }
         }
@@ -230,8 +242,10 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         pass: u32,
         (pages, turn): (&PassPages, PageTurn),
         (position, region): (usize, Region),
-        ask: bool,
+        first: bool,
     ) -> Result<(), SenderError> {
+        let ask = first && !pages.examines();
+        let (mut announced, mut announcing) = (0, Bitmap::new(0));
         let mut mine = Bitmap::new(0);
         if ask {
             self.touched = Bitmap::new(region.pages());
@@ -242,6 +256,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 return Err(SenderError::Stopped);
             }
             from = chunk.end;
+            if first && turn == PageTurn::First && self.announces {
+                let spans = (chunk.start / SPAN_PAGES).max(announced)..chunk.end.div_ceil(SPAN_PAGES);
+                announced = spans.end;
+                self.announce(pass, region, spans, &mut announcing)?;
+            }
             self.send_chunk(pass, region.id, map, chunk, ask)?;
             self.shared.counters.untouched.fetch_add(pages.take_untouched(), Ordering::Relaxed);
         }
@@ -284,6 +303,39 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.shared.counters.untouched.fetch_add(skipped, Ordering::Relaxed);
         self.touched = touched;
         sent
+    }
+
+    /// Announces the touched pages of this channel's share of `spans`, so that the target can
+    /// allocate memory for them before they arrive.
+    ///
+    /// A block of the size of a huge page is announced if every page of the block was touched.
+    /// Otherwise the target would allocate pages that the guest has never touched. A page that is
+    /// announced need not be sent, because it may be zero or free.
+    ///
+    /// The answer of memory is only a hint, so pages need not be protected first. `touched` is
+    /// memory for the answers about the region, in which no page of `spans` is set.
+    fn announce(
+        &mut self,
+        pass: u32,
+        region: Region,
+        spans: Range<u64>,
+        touched: &mut Bitmap,
+    ) -> Result<(), SenderError> {
+        let (channels, index) = (u64::from(self.shared.channels), u64::from(self.index));
+        for span in spans.filter(|span| span % channels == index) {
+            self.flush(FrameKind::Pages, region.id, pass)?;
+            if touched.len() != region.pages() {
+                *touched = Bitmap::new(region.pages());
+            }
+            let pages = span * SPAN_PAGES..((span + 1) * SPAN_PAGES).min(region.pages());
+            self.shared.memory.touched(region.id, pages.clone().into(), touched)?;
+            for run in touched.runs_in(pages) {
+                let blocks = run.start.next_multiple_of(BLOCK_PAGES)..run.end / BLOCK_PAGES * BLOCK_PAGES;
+                self.push_zeros(pass, region.id, blocks, FrameKind::Touched)?;
+            }
+            self.flush(FrameKind::Touched, region.id, pass)?;
+        }
+        Ok(())
     }
 
     pub(super) fn send_run(&mut self, pass: u32, region: RegionId, run: PageRun) -> Result<(), SenderError> {

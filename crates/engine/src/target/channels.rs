@@ -1,8 +1,10 @@
 //! Channels of a migration on the target, and the threads that serve them.
 
+use super::ahead;
 use super::driver::{Input, Numbered};
+use super::frames::{Buffered, FrameSource};
 use super::probe::echo_probes;
-use super::receiver::{Arrivals, Buffered, FrameSource, Mark, Receiver as PageReceiver};
+use super::receiver::{Arrivals, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
 use super::urgent::UrgentChannel;
 use crate::awake::LatencyRequest;
@@ -151,6 +153,9 @@ impl Link {
         let latency_request =
             if role == Role::Urgent { LatencyRequest::open() } else { LatencyRequest::default() };
         tcp::learn_limits();
+        if role == Role::Bulk {
+            self.populate_ahead(index)?;
+        }
         let receive = move || {
             let serve = Serve { role, index, arrivals: &arrivals, attempt, inputs: &inputs };
             match role {
@@ -177,6 +182,25 @@ impl Link {
         Ok(())
     }
 
+    /// Notes that bulk channel `index` brings pages. Starts the thread that populates memory ahead of
+    /// the receivers, if this channel has one.
+    fn populate_ahead(&mut self, index: u16) -> io::Result<()> {
+        self.arrivals.ahead().join();
+        // The channels of a recovered link bring pages by demand paging.
+        if self.arrivals.ahead().is_closed() || usize::from(index) >= ahead::threads(self.bulk.len()) {
+            return Ok(());
+        }
+        let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
+        let cpu_us = Arc::clone(&self.cpu_us);
+        let work = move || {
+            arrivals.ahead().run(&*memory);
+            cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
+        };
+        let name = format!("target-populate-{index}");
+        self.threads.push(vmferry_thread::spawn(vmferry_thread::Role::Receiver, name, work)?);
+        Ok(())
+    }
+
     /// Starts the fault threads.
     pub(super) fn serve_faults(&mut self) -> io::Result<Vec<JoinHandle<()>>> {
         let Some(pager) = self.arrivals.pager() else { return Ok(Vec::new()) };
@@ -198,8 +222,10 @@ impl Link {
         self.urgent.iter().flatten().map(channel).collect()
     }
 
-    /// Shuts down every channel except the control channel.
+    /// Shuts down every channel except the control channel, and ends the threads that populate
+    /// memory.
     pub(super) fn shutdown(&self) {
+        self.arrivals.ahead().stop();
         [&self.bulk, &self.urgent, &self.probe]
             .into_iter()
             .flatten()

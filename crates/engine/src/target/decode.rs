@@ -1,6 +1,7 @@
 //! Frames with encoded content.
 
-use super::receiver::{FrameSource, ReceiveError};
+use super::frames::FrameSource;
+use super::receiver::ReceiveError;
 use super::urgent::TABLE;
 use crate::channel::IoBuf;
 use vmferry_codec::{Decoder, Delta, Format, Page};

@@ -5,7 +5,8 @@
 //! the number of channels at the same time, and the bytes and the time of each channel. The VM and
 //! its memory are not used.
 
-use super::receiver::{Arrivals, FrameSource, Mark, ReceiveError, Receiver};
+use super::frames::FrameSource;
+use super::receiver::{Arrivals, Mark, ReceiveError, Receiver};
 use crate::channel::{Greeted, IoBuf, Stream, answer};
 use crate::scratch::Scratch;
 use std::cell::Cell;

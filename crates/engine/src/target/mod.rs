@@ -13,9 +13,11 @@
     )
 )]
 
+mod ahead;
 mod channels;
 mod decode;
 mod driver;
+pub(crate) mod frames;
 pub(crate) mod inbox;
 mod incoming;
 mod measure;

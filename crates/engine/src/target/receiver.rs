@@ -1,13 +1,13 @@
 //! Receiving thread of a bulk channel: receives frames directly into guest memory and checks their
 //! digests.
 
+use super::ahead::Ahead;
 use super::decode::{FramePages, SegmentDecoder};
+use super::frames::FrameSource;
 use super::urgent::{DemandPager, Stager, TABLE};
 use crate::awake::{LatencyHold, LatencyRequest};
-use crate::channel::{IoBuf, Stream, tcp};
-use std::cell::RefCell;
+use crate::channel::IoBuf;
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
 use vmferry_bitmap::{AtomicBitmap, Bitmap};
@@ -62,6 +62,8 @@ pub(crate) struct Arrivals {
     pager: OnceLock<Arc<DemandPager>>,
     /// True if a channel is lost.
     lost: AtomicBool,
+    /// Blocks that are populated ahead of the frames.
+    ahead: Ahead,
 }
 
 /// Progress of a channel.
@@ -99,7 +101,13 @@ impl Arrivals {
             sealed: RwLock::new(false),
             pager: OnceLock::new(),
             lost: AtomicBool::new(false),
+            ahead: Ahead::new(memory.layout()),
         }
+    }
+
+    /// Returns the blocks that are populated ahead of the frames.
+    pub(crate) fn ahead(&self) -> &Ahead {
+        &self.ahead
     }
 
     fn region(&self, id: RegionId) -> Result<&RegionState, WireError> {
@@ -121,6 +129,7 @@ impl Arrivals {
     /// A correct source waits for the report that all pages have arrived without a mismatch, so the
     /// result is always true. If it is false, the guest must not be started.
     pub(crate) fn seal(&self) -> bool {
+        self.ahead.close();
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
         self.mismatches().0 == 0
@@ -130,6 +139,7 @@ impl Arrivals {
     /// Returns false if a frame is being taken at the moment, or if a page with a digest mismatch
     /// is not in `missing` and will not be sent again.
     pub(crate) fn seal_but_for(&self, missing: &PageSet) -> bool {
+        self.ahead.close();
         let Ok(mut sealed) = self.sealed.try_write() else { return false };
         *sealed = true;
         self.regions.iter().all(|region| {
@@ -163,6 +173,7 @@ impl Arrivals {
     /// [`MissingSet::lost`](crate::demand::MissingSet::lost).
     pub(crate) fn lost(&self) {
         self.lost.store(true, Ordering::SeqCst);
+        self.ahead.close();
         if let Some(pager) = self.pager() {
             pager.pages.lost();
         }
@@ -229,69 +240,6 @@ impl Arrivals {
     }
 }
 
-/// Source of frames.
-pub(crate) trait FrameSource {
-    /// Fills all of `bufs`.
-    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()>;
-
-    /// Limits the bytes that wait in the receive queue, because from now on a thread may wait for a
-    /// page that is behind these bytes.
-    fn keep_short(&self) {}
-}
-
-impl FrameSource for &Stream {
-    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
-        self.receive(bufs)
-    }
-
-    fn keep_short(&self) {
-        if let Err(error) = tcp::keep_receive_queue_short(self.as_fd()) {
-            tracing::debug!("pages may wait in the queue of {}: {error}", self.peer);
-        }
-    }
-}
-
-/// Reader that reads as many bytes as are available, up to the size of a few frames with one page
-/// each. A small frame then takes one system call instead of three.
-pub(crate) struct Buffered<'a> {
-    stream: &'a Stream,
-    state: RefCell<ReadBuffer>,
-}
-
-/// Bytes that were read and not yet used. Invariant: `start <= end <= bytes.len()`.
-struct ReadBuffer {
-    bytes: Box<[u8]>,
-    start: usize,
-    end: usize,
-}
-
-impl<'a> Buffered<'a> {
-    /// Size of four frames of one page.
-    const BYTES: usize = 4 * (FRAME_HEADER_BYTES + 16 + PAGE_BYTES);
-
-    pub(crate) fn new(stream: &'a Stream) -> Self {
-        let bytes = vec![0; Self::BYTES].into();
-        Self { stream, state: RefCell::new(ReadBuffer { bytes, start: 0, end: 0 }) }
-    }
-}
-
-impl FrameSource for Buffered<'_> {
-    fn fill(&self, bufs: &mut [IoBuf<'_>]) -> io::Result<()> {
-        let held = &mut *self.state.borrow_mut();
-        for buf in bufs {
-            while !buf.is_empty() {
-                if held.start == held.end {
-                    held.start = 0;
-                    held.end = self.stream.receive_some(&mut held.bytes)?;
-                }
-                let bytes = held.bytes.get(held.start..held.end).ok_or(io::ErrorKind::UnexpectedEof)?;
-                held.start += buf.copy_from(bytes);
-            }
-        }
-        Ok(())
-    }
-}
-
 /// Window, page in the window, and page in the region.
 type Place<'a> = (Window<'a>, usize, u64);
 
@@ -345,12 +293,14 @@ pub(crate) struct Receiver<'a, S> {
     latency_request: LatencyRequest,
     /// True on a bulk channel: pages may be written directly before memory is sealed.
     direct: bool,
+    /// True on a bulk channel in the first pass: memory is populated before pages are written.
+    populates: bool,
 }
 
 impl<'a, S: FrameSource> Receiver<'a, S> {
     /// Returns the receiver of a bulk channel.
     pub(crate) fn new(memory: &'a dyn GuestMemory, arrivals: &'a Arrivals, stream: S) -> Self {
-        Self { direct: true, ..Self::urgent(memory, arrivals, stream) }
+        Self { direct: true, populates: true, ..Self::urgent(memory, arrivals, stream) }
     }
 
     /// Sets the request with which the thread keeps processors awake after the handover.
@@ -366,6 +316,7 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
             handed_over: None,
             latency_request: LatencyRequest::default(),
             direct: false,
+            populates: false,
             memory,
             arrivals,
             stream,
@@ -401,12 +352,19 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                     let allowed = "on bulk channels";
                     return Err(WireError::Field { what: "barrier of pass", value: pass, allowed }.into());
                 }
-                FrameKind::Barrier => return Ok(Mark::Barrier(header.pass)),
+                FrameKind::Barrier => {
+                    // Pages of a later pass are already allocated. The threads end now, so that no
+                    // call is under way any more when memory is sealed, which is in the downtime.
+                    if std::mem::take(&mut self.populates) {
+                        self.arrivals.ahead.leave();
+                    }
+                    return Ok(Mark::Barrier(header.pass));
+                }
                 FrameKind::Probe => {
                     let (what, value) = ("a probe of number", header.base.0);
                     return Err(WireError::Field { what, value, allowed: "only on a probe channel" }.into());
                 }
-                FrameKind::Pages | FrameKind::Digests => {
+                FrameKind::Pages | FrameKind::Digests | FrameKind::Touched => {
                     if self.receive_frame(&header)? {
                         return Ok(Mark::AllArrived);
                     }
@@ -445,6 +403,10 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 drop(sealed);
                 self.stager.take(pager, header.region, &table, (&self.stream, &mut self.decoder))?
             }
+            (None, FrameKind::Touched) => {
+                arrivals.ahead.announce(header.region, &table);
+                false
+            }
             (None, FrameKind::Digests) => self.compare(region, &table).map(|()| false)?,
             (None, _) => self.receive_pages(region, &table).map(|()| false)?,
         };
@@ -467,10 +429,14 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
 
     fn receive_pages(&mut self, region: &RegionState, table: &Table<'_>) -> Result<(), ReceiveError> {
         self.windows.clear();
+        let populate = self.populates && self.arrivals.ahead.arrive(region.id, table);
         for RunEntry { kind, run } in table.runs() {
             match kind {
                 RunKind::Zero => self.zero(region, run)?,
                 RunKind::Data => {
+                    if populate && !region.written.test(run.first.0) {
+                        self.arrivals.ahead.populate(self.memory, region.id, run);
+                    }
                     // Marked before the write, so that a frame that is cut off leaves no page that
                     // is wrongly considered zero.
                     region.written.set_range(run.range());

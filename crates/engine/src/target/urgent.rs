@@ -2,7 +2,8 @@
 //! any channel.
 
 use super::decode::{FramePages, SegmentDecoder};
-use super::receiver::{FrameSource, ReceiveError};
+use super::frames::FrameSource;
+use super::receiver::ReceiveError;
 use crate::channel::{IoBuf, Stream};
 use crate::demand::{self, MissingSet, PageLocation, PageSource};
 use crate::sync::{AtomicU64, RwLock};

@@ -15,7 +15,7 @@ use vmferry_process::ProcessGuest;
 use vmferry_testkit::{PATIENCE, wait, wait_for};
 use vmferry_testkit_peers::peer::Source;
 use vmferry_wire::{
-    MissingPages, Mode, REQUEST_BYTES, RefusalCode, Request, Role, ToSource, ToTarget, Token,
+    FrameKind, MissingPages, Mode, REQUEST_BYTES, RefusalCode, Request, Role, ToSource, ToTarget, Token,
 };
 
 /// Number of pages of the guest in these tests.
@@ -243,6 +243,52 @@ fn target_does_not_start_a_guest_after_a_protocol_violation() {
         }
         evil.send(&ToTarget::Thanks);
     });
+}
+
+#[test]
+fn target_does_not_start_a_guest_after_an_impossible_announcement() {
+    if !can_fault() {
+        return;
+    }
+    let region = RegionId(0);
+    for pages in [PAGES - 511..PAGES + 1, PAGES..PAGES + 512, 1 << 50..(1 << 50) + 512] {
+        refused("within the region", Mode::Precopy, 1, |evil| evil.announce(0, region, pages));
+    }
+    refused("region", Mode::Precopy, 1, |evil| evil.announce(0, RegionId(77), 0..512));
+    refused("on an urgent channel before the handover", Mode::Postcopy, 1, |evil| {
+        evil.announce(1, region, 0..512);
+    });
+    refused("pages in a frame", Mode::Precopy, 1, |evil| {
+        evil.frame(0, 0, 300, &[1; PAGE_BYTES], |frame| frame.header.kind = FrameKind::Touched);
+    });
+}
+
+/// Announcements repeat, name pages that arrive later by demand paging, and come after the first
+/// pass. No page that is populated for them may count as present.
+#[test]
+fn guest_arrives_complete_whatever_its_source_announces() {
+    if !can_fault() {
+        return;
+    }
+    let (received, target) = visit(|evil, machine, _| {
+        assert_eq!(evil.begin(machine, Mode::Hybrid, 1, 1), None);
+        let region = RegionId(0);
+        for first in (0..PAGES / 512).rev().map(|block| block * 512) {
+            evil.announce(0, region, 0..PAGES);
+            evil.announce(0, region, first..first + 512);
+            evil.announce(0, region, first..first + 1);
+        }
+        evil.until_read(0, 300);
+        evil.barrier(0, 0);
+        assert!(matches!(evil.receive(), Some(ToSource::Received { .. })));
+        evil.announce(0, region, 0..PAGES);
+        evil.until_read(0, 301);
+        evil.hand_over();
+        evil.finish(&(0..PAGES).collect::<Vec<_>>());
+    });
+    let postcopy = received.unwrap();
+    assert_eq!((postcopy.state, postcopy.left), (MigrationState::Completed, 0), "{postcopy:?}");
+    whole(&target, "announced");
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod evil;
 mod free_pages;
 mod guest;
 mod hostile;
+mod prealloc;
 mod recovery;
 mod rig;
 mod throttle;

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use vmferry_core::LayoutError;
+use vmferry_dirty::PopulateError;
 
 /// Reason for which guest memory cannot be allocated.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +41,9 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
+    /// The memory cannot be allocated before it is used.
+    #[error(transparent)]
+    Populate(#[from] PopulateError),
     /// The range is not guest RAM.
     #[error("{what} is not in guest memory")]
     NotRam {

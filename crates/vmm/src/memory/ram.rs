@@ -10,7 +10,7 @@ use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
-use vmferry_dirty::{Backing, MappedRegion};
+use vmferry_dirty::{Backing, MappedRegion, Prealloc};
 use vmferry_engine::{GuestMemory, VmError};
 use vmferry_fault::PagedRegion;
 
@@ -98,6 +98,7 @@ pub struct GuestRam {
     map: GuestMemoryMmap<WriteMarks>,
     regions: Vec<RamRegion>,
     huge_pages: bool,
+    prealloc: Prealloc,
     notes: Vec<String>,
 }
 
@@ -120,8 +121,12 @@ impl GuestRam {
             }
             regions.push(RamRegion { region: *region, mapping, marks: WriteMarks::new(region.pages()) });
         }
+        if options.prealloc == Prealloc::On {
+            notes.extend(allocate(&regions)?);
+        }
         let map = view(&regions)?;
-        Ok(Self { layout, map, regions, huge_pages: options.huge_pages, notes })
+        let (huge_pages, prealloc) = (options.huge_pages, options.prealloc);
+        Ok(Self { layout, map, regions, huge_pages, prealloc, notes })
     }
 
     /// Returns the layout of the RAM.
@@ -220,6 +225,23 @@ impl GuestMemory for GuestRam {
         let ram = self.region(region).ok_or_else(not_ram)?;
         Ok(vmferry_dirty::next_touched(&ram.mapped(), run)?)
     }
+
+    fn populate(&self, region: RegionId, run: PageRun) -> bool {
+        let ram = self.region(region).filter(|_| self.prealloc == Prealloc::Auto);
+        ram.is_some_and(|ram| vmferry_dirty::populate(&ram.mapped(), run).is_ok())
+    }
+}
+
+/// Allocates all memory of `regions`. Returns a note if the kernel cannot.
+fn allocate(regions: &[RamRegion]) -> Result<Option<String>, MemoryError> {
+    let mapped: Vec<_> = regions.iter().map(RamRegion::mapped).collect();
+    // Huge pages of the host's pool are reserved when they are mapped. They do not count as
+    // available memory.
+    let pool = regions.iter().any(|ram| ram.backing() == crate::Backing::HugePages);
+    let available = if pool { None } else { vmferry_dirty::available_memory() };
+    let allocated = vmferry_dirty::populate_all(&mapped, available)?;
+    let why = "guest memory is not allocated in advance, because that needs Linux 5.14 or newer";
+    Ok((!allocated).then(|| why.to_owned()))
 }
 
 /// Returns the mappings as `vm-memory` sees them, without owning them.

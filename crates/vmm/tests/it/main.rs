@@ -11,5 +11,6 @@ mod hugepages;
 mod kvm;
 #[path = "../../../sys/tests/pool/mod.rs"]
 mod pool;
+mod prealloc;
 mod rig;
 mod trackers;

@@ -3,6 +3,7 @@
 use super::{connect_with, hello, receive_message, send_message};
 use socket2::Socket;
 use std::io::Write;
+use std::ops::Range;
 use vmferry_core::{MachineConfig, PageDigest, PageIndex, RegionId};
 use vmferry_engine::Uri;
 use vmferry_wire::{FrameHeader, FrameKind, Mode, RefusalCode, Role, TableWriter, ToSource, ToTarget, Token};
@@ -124,6 +125,16 @@ impl Source {
         change(&mut frame);
         *sequence += 1;
         let _ = stream.write_all(&[&frame.header.encode()[..], &frame.table, &frame.content].concat());
+    }
+
+    /// Announces pages of `region` as pages that the guest has touched.
+    pub fn announce(&mut self, channel: usize, region: RegionId, pages: Range<u64>) {
+        let (stream, sequence) = &mut self.data[channel];
+        let mut writer = TableWriter::default();
+        assert!(writer.push_zeros(pages.into()));
+        let (header, table) = writer.finish(FrameKind::Touched, region, 0, *sequence);
+        let _ = stream.write_all(&[&header.encode()[..], table].concat());
+        *sequence += 1;
     }
 
     /// Ends `pass` on a channel.

@@ -97,6 +97,7 @@ impl<'a> Target<'a> {
             let mut header = [0; FRAME_HEADER_BYTES];
             bulk.read_exact(&mut header).ok()?;
             let header = FrameHeader::decode(&header).expect("the header of a frame");
+            assert_ne!(header.kind, FrameKind::Touched, "the reply to the hello has no feature bit");
             let data = if header.kind == FrameKind::Pages { header.pages * 4096 } else { 0 };
             bulk.read_exact(&mut vec![0; header.table_bytes() + data]).ok()?;
             if header.kind == FrameKind::Barrier {

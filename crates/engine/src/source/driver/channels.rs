@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{Scope, ScopedJoinHandle};
 use vmferry_core::{PageSet, Protect};
-use vmferry_wire::{Role, Token};
+use vmferry_wire::{FEATURE_TOUCHED, Role, Token};
 
 /// Work for the sender of a bulk channel.
 #[derive(Clone)]
@@ -174,7 +174,9 @@ fn send_jobs(
     let encoder = context
         .codecs
         .and_then(|codecs| PageEncoder::new(codecs, context.memory.layout(), context.clock, &context.idle));
-    let mut sender = Sender::new(context.sender_context(protect), stream, index).encoding(encoder);
+    let announces = stream.features & FEATURE_TOUCHED != 0;
+    let sender = Sender::new(context.sender_context(protect), stream, index);
+    let mut sender = sender.encoding(encoder).announcing(announces);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
             Job::Pages { pass, pages, kind } => sender.send_pass(*pass, pages, *kind),
