@@ -30,6 +30,9 @@ pub struct MigrationResult {
     pub writes_after: Option<f64>,
     /// Longest stall of a vCPU from the command until shortly after the end. `None` if unknown.
     pub stall_max: Option<Duration>,
+    /// Guest memory of the target that is resident after the migration, in bytes. `None` if
+    /// unknown.
+    pub target_resident: Option<u64>,
 }
 
 impl MigrationResult {

@@ -88,6 +88,12 @@ pub(super) struct BenchArgs {
     /// selects traces, such as bursts/4096.
     #[arg(long, conflicts_with = "rounds", help_heading = RUNS)]
     pub(super) traces: bool,
+    /// Move guests to targets whose memory was never touched
+    ///
+    /// Only for the bench migrate. Each side also runs with a target that has allocated its memory
+    /// before.
+    #[arg(long, help_heading = RUNS)]
+    pub(super) cold: bool,
     /// Record dirty bitmaps for `scan` in this file, and replay only them
     ///
     /// The bench moves KVM guests of 512 MiB within its process and writes the bitmap and the times

@@ -23,7 +23,8 @@ mod stalls;
 
 use crate::cpu::CpuMeter;
 use crate::floor::{RECEIVER_SUBCOMMAND, ReceiverCommand, receiver_main};
-use crate::migrate::{CaseSpec, Options, OurError, OurRunner, Outcome};
+use crate::footprint::Footprint;
+use crate::migrate::{CaseSpec, ColdOptions, Options, OurError, OurRunner, Outcome};
 use crate::result::MigrationResult;
 use crate::rtt::SOURCE_SUBCOMMAND;
 use crate::warm::Warm;
@@ -35,14 +36,14 @@ use clap::{CommandFactory, Parser};
 use environments::Certificates;
 use request::MigrateRequest;
 use serde_json::{Value, json};
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
-use vmferry_client::{Environment, Pair, Runner, SameHost, Setup};
+use vmferry_client::{Environment, Pair, Role, Runner, Setup};
 use vmferry_report::json::Document;
 
 /// Time for which the guest is observed on the target.
@@ -102,6 +103,10 @@ fn bench(args: &BenchArgs) -> Result<()> {
     }
     if args.traces && args.name != BenchName::Reaper {
         let why = "--traces is an option of the bench reaper; omit it, or run reaper";
+        BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
+    }
+    if args.cold && args.name != BenchName::Migrate {
+        let why = "--cold is an option of the bench migrate; omit it, or run migrate";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.record.is_some() && args.name != BenchName::Scan {
@@ -207,12 +212,24 @@ fn rtt(args: &BenchArgs) -> Result<Finished> {
 }
 
 fn migrate(args: &BenchArgs) -> Result<Finished> {
+    if args.cold {
+        return migrate_cold(args);
+    }
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
     options.only.clone_from(&args.only);
     let receiver = ReceiverCommand::this_executable()?;
     let mut progress = |what: &str| eprintln!("migrate: {what}");
     let Outcome { document, failures } = crate::migrate::run(&options, &mut Ours, &receiver, &mut progress);
+    Ok(Finished { table: crate::migrate::table(&document), document, page: None, failures })
+}
+
+fn migrate_cold(args: &BenchArgs) -> Result<Finished> {
+    let mut options = if args.quick { ColdOptions::quick() } else { ColdOptions::full() };
+    options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.only.clone_from(&args.only);
+    let mut progress = |what: &str| eprintln!("migrate: {what}");
+    let Outcome { document, failures } = crate::migrate::run_cold(&options, &mut Ours, &mut progress);
     Ok(Finished { table: crate::migrate::table(&document), document, page: None, failures })
 }
 
@@ -230,15 +247,16 @@ impl OurRunner for Ours {
 fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<MigrationResult> {
     let stop = AtomicBool::new(false);
     let certificates = encrypted.then(Certificates::new).transpose()?;
+    let target = TargetOptions::of(spec);
     let setup = Setup {
         cpus: spec.vcpus,
         // QEMU has no balloon in this bench.
         balloon: false,
-        environment: certificates.as_ref().map_or(&SameHost as &dyn Environment, |own| own),
+        environment: certificates.as_ref().map_or(&target as &dyn Environment, |own| own),
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
     };
     let mut pair = Pair::start(&setup, &stop)?;
-    let warm = Warm::hold(spec.memory);
+    let warm = (!spec.given_back).then(|| Warm::hold(spec.memory));
     std::thread::sleep(spec.warm_up);
     let request = request(spec, u16::try_from(channels)?, &pair.uri)?;
     let meters = meters(&pair)?;
@@ -247,6 +265,7 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
     let report = quietly(&mut pair.source)?;
     let (cpu_source, cpu_destination) = (meters[0].used()?, meters[1].used()?);
     let arrived = pair.target.status()?["vm"]["guest"].clone();
+    let resident = Footprint::of(pair.target.pid(), spec.memory).map(|footprint| footprint.guest.resident);
     std::thread::sleep(AFTER);
     let later = pair.target.status()?["vm"]["guest"].clone();
     if later["corrupt"].as_u64() != Some(0) {
@@ -267,7 +286,27 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
         writes_during: busy(&report["guest"]["during_writes_per_s"]),
         writes_after: after(&arrived, &later),
         stall_max: later["stall_max_us"].as_u64().map(Duration::from_micros),
+        target_resident: resident.ok(),
     })
+}
+
+/// Options of the target process, which concern its memory.
+#[derive(Debug)]
+struct TargetOptions(Vec<&'static str>);
+
+impl TargetOptions {
+    fn of(spec: &CaseSpec) -> Self {
+        let prealloc = spec.target.prealloc().map(|value| ["--prealloc", value]);
+        let small = spec.small_pages.then_some(["--huge-pages", "false"]);
+        Self(prealloc.into_iter().chain(small).flatten().collect())
+    }
+}
+
+impl Environment for TargetOptions {
+    fn options(&self, role: Role) -> Vec<OsString> {
+        let own = if role == Role::Target { &*self.0 } else { &[] };
+        own.iter().map(OsString::from).collect()
+    }
 }
 
 fn after(arrived: &Value, later: &Value) -> Option<f64> {

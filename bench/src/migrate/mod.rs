@@ -4,6 +4,7 @@
 //! with one channel and with two. vmferry also runs encrypted. The floor copies the same bytes over
 //! as many streams. The report has medians over the rounds, and ratios taken within the rounds.
 
+mod cold;
 mod report;
 mod spec;
 
@@ -16,6 +17,7 @@ use crate::result::MigrationResult;
 use crate::rounds::{Rounds, Stop, enough_memory};
 
 pub use crate::rounds::{OurError, Outcome};
+pub use cold::{ColdOptions, ColdSide, TargetMemory, run as run_cold};
 pub use spec::{CaseSpec, Options, Side};
 pub use vmferry_report::benches::migrate::table;
 
@@ -96,6 +98,9 @@ pub(crate) fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
         dirty_ring: None,
         downtime_limit: spec.downtime_limit,
         warm_up: spec.warm_up,
+        prealloc: spec.target == TargetMemory::Warm,
+        small_pages: spec.small_pages,
+        given_back: spec.given_back,
         ..QemuSpec::default()
     }
 }

@@ -13,11 +13,11 @@ use crate::result::MigrationResult;
 
 /// Function that returns a figure of one run, or `None` if the figure has no meaning for the side
 /// or the guest.
-type Figure = fn(&MigrationResult) -> Option<f64>;
+pub(super) type Figure = fn(&MigrationResult) -> Option<f64>;
 
 /// Figures of each side. The median is reported under the name, the extremes under `_min` and
 /// `_max`.
-const FIGURES: &[(&str, Figure)] = &[
+pub(super) const FIGURES: &[(&str, Figure)] = &[
     ("total_ms", |r| Some(r.total.as_secs_f64() * 1e3)),
     ("downtime_ms", |r| (!r.downtime.is_zero()).then_some(r.downtime.as_secs_f64() * 1e3)),
     ("gbytes_per_s", |r| Some(r.gbytes_per_s())),
@@ -30,6 +30,9 @@ const FIGURES: &[(&str, Figure)] = &[
     ("guest_stall_max_ms", |r| r.stall_max.map(|stall| stall.as_secs_f64() * 1e3)),
     ("passes", |r| r.passes.map(to_f64)),
     ("wire_gbytes", |r| r.wire_bytes.map(|bytes| to_f64(bytes) / 1e9)),
+    ("target_resident_mib", |r| r.target_resident.map(|bytes| to_f64(bytes) / 1_048_576.0)),
+    // Meaningful for an idle guest, each of whose pages is sent once.
+    ("wasted", |r| r.target_resident.map(|bytes| to_f64(bytes) / to_f64(r.data_bytes) - 1.0)),
 ];
 
 /// Ratios of vmferry to QEMU: the prefix of the name in the summary, and the figure.
@@ -66,11 +69,14 @@ fn to_f64(count: u64) -> f64 {
 }
 
 /// Returns a figure of each round.
-fn by_round(runs: &SideRuns, figure: Figure) -> Vec<Option<f64>> {
+pub(super) fn by_round<S>(
+    runs: &crate::rounds::SideRuns<S, MigrationResult>,
+    figure: Figure,
+) -> Vec<Option<f64>> {
     runs.rounds.iter().map(|round| round.as_ref().and_then(figure)).collect()
 }
 
-fn figure(name: &str) -> Figure {
+pub(super) fn figure(name: &str) -> Figure {
     FIGURES.iter().find(|(known, _)| *known == name).map_or(|_| None, |(_, figure)| *figure)
 }
 
@@ -123,7 +129,7 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
 }
 
 /// Adds a ratio to the summary of a side: its median, and its extremes if it has several rounds.
-fn insert(ratios: &mut BTreeMap<String, f64>, name: &str, ratio: Spread) {
+pub(super) fn insert(ratios: &mut BTreeMap<String, f64>, name: &str, ratio: Spread) {
     if ratio.repeats > 1 {
         ratios.insert(format!("{name}_min"), ratio.min);
         ratios.insert(format!("{name}_max"), ratio.max);

@@ -1,10 +1,11 @@
 //! Specification of the runs: cases, sides, and the number of rounds.
 
+use super::cold::TargetMemory;
 use std::fmt;
 use std::time::Duration;
 
 /// Guest, its workload, and the bytes that the floor copies.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CaseSpec {
     /// Name in the results.
     pub name: String,
@@ -21,6 +22,13 @@ pub struct CaseSpec {
     /// Time for which the guest runs before it is migrated. Its speed before is measured in this
     /// time.
     pub warm_up: Duration,
+    /// Time at which the target allocates its memory.
+    pub target: TargetMemory,
+    /// True if the target has only pages of 4 KiB.
+    pub small_pages: bool,
+    /// True if free memory of the host is not touched before the migration, so that a host that
+    /// returns free memory to the machine below it has to get it again.
+    pub given_back: bool,
 }
 
 /// Program that moves the data, and its connections.
@@ -102,6 +110,7 @@ impl Options {
             data: 4 << 30,
             downtime_limit: Duration::from_millis(300),
             warm_up: Duration::from_millis(500),
+            ..CaseSpec::default()
         };
         let uniform = CaseSpec {
             name: "uniform".into(),
@@ -111,6 +120,7 @@ impl Options {
             data: 512 << 20,
             downtime_limit: Duration::from_millis(300),
             warm_up: Duration::from_millis(1000),
+            ..CaseSpec::default()
         };
         let sides = vec![
             Side::Ours { channels: 1, encrypted: false },

@@ -1,6 +1,7 @@
 //! Tests of the bench with a scripted side, without a VMM or QEMU.
 
 use super::*;
+use serde_json::Value;
 use std::time::Duration;
 use vmferry_report::host::Host;
 
@@ -134,6 +135,76 @@ fn quick_bench_is_the_full_bench_with_fewer_rounds() {
     assert!(quick.repeats < full.repeats);
     assert_eq!(quick.cases, full.cases);
     for spec in &full.cases {
+        let workload: vmferry_guest_abi::Workload = spec.workload.parse().unwrap();
+        assert_eq!(workload.data, Some(spec.data));
+        assert!(spec.data < spec.memory);
+    }
+}
+
+#[test]
+fn cold_target_is_compared_with_the_other_targets_of_its_round() {
+    let mut ours = Cold { prealloc: vec![] };
+    let mut cold = ColdOptions::quick();
+    (cold.repeats, cold.only) = (2, vec!["fresh/ours-2".into()]);
+    cold.cases[0].memory = 1 << 20;
+    let outcome = run_cold(&cold, &mut ours, &mut |_| {});
+    assert!(outcome.failures.is_empty(), "{:?}", outcome.failures);
+    // Each round begins with another side.
+    assert_eq!(ours.prealloc, ["on", "off", "auto", "off", "auto", "on"]);
+    let document = outcome.document;
+    let auto = &document.summary["fresh"]["ours-2-auto"];
+    assert_eq!((auto["cold_to_warm"].as_f64(), auto["cold_to_warm_max"].as_f64()), (Some(1.2), Some(1.2)));
+    assert_eq!(auto["auto_to_cold"], 0.6);
+    assert_eq!(document.summary["fresh"]["ours-2-cold"]["cold_to_warm"], 2.0);
+    assert!(document.summary["fresh"]["ours-2-cold"].get("auto_to_cold").is_none());
+    assert!(document.summary["fresh"]["ours-2-warm"].get("cold_to_warm").is_none());
+    assert_eq!(document.summary["fresh_to_warm"], 1.2);
+    let wasted = |name: &str| document.cases.iter().find(|case| case.name == name).unwrap().metrics["wasted"];
+    assert_eq!((wasted("fresh/ours-2-warm"), wasted("fresh/ours-2-auto")), (1.0, 0.0));
+    let met = |target: &Value| (target["name"].as_str().unwrap().to_owned(), target["met"].clone());
+    let targets: Vec<_> = document.summary["targets"].as_array().unwrap().iter().map(met).collect();
+    let goal = |what: &str| (format!("fresh/ours-2-auto {what}"), true.into());
+    assert_eq!(targets, [goal("cold_to_warm"), goal("auto_to_cold"), goal("wasted")]);
+    assert!(table(&document).contains("fresh/ours-2-auto cold_to_warm"));
+}
+
+#[test]
+fn each_case_of_cold_targets_has_the_qemu_side_of_its_channels() {
+    let mut ours = Cold { prealloc: vec![] };
+    let cold = ColdOptions { repeats: 0, ..ColdOptions::full() };
+    let document = run_cold(&cold, &mut ours, &mut |_| {}).document;
+    let names: Vec<_> = document.cases.iter().map(|case| case.name.as_str()).collect();
+    for case in ["fresh", "fresh-4k", "cold"] {
+        for side in
+            ["ours-1-auto", "qemu-single-warm", "qemu-single-cold", "ours-2-warm", "qemu-multifd-2-cold"]
+        {
+            let name = format!("{case}/{side}");
+            assert!(names.contains(&name.as_str()), "{name} is not among {names:?}");
+        }
+    }
+}
+
+/// Runner whose time depends on the memory of the target.
+struct Cold {
+    prealloc: Vec<&'static str>,
+}
+
+impl OurRunner for Cold {
+    fn run(&mut self, spec: &CaseSpec, _: u32, _: bool) -> Result<MigrationResult, OurError> {
+        let prealloc = spec.target.prealloc().expect("an explicit option");
+        self.prealloc.push(prealloc);
+        let (total, resident) = match prealloc {
+            "on" => (100, 2_000_000_000),
+            "off" => (200, 1_000_000_000),
+            _ => (120, 1_000_000_000),
+        };
+        Ok(MigrationResult { target_resident: Some(resident), ..result(total) })
+    }
+}
+
+#[test]
+fn cold_cases_have_workloads_that_fit() {
+    for spec in &ColdOptions::full().cases {
         let workload: vmferry_guest_abi::Workload = spec.workload.parse().unwrap();
         assert_eq!(workload.data, Some(spec.data));
         assert!(spec.data < spec.memory);

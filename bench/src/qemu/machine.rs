@@ -65,7 +65,7 @@ impl Machine {
         let stderr = setup.folder.join(format!("{side}.stderr"));
         let log = File::create(&stderr).map_err(QemuError::io("create its log"))?;
         let mut command = Command::new(QEMU);
-        command.args(arguments(side, &socket, setup));
+        command.args(arguments(side, incoming, &socket, setup));
         if incoming {
             command.args(["-incoming", "defer"]);
         }
@@ -178,7 +178,7 @@ impl Machine {
 
 /// Returns QEMU's command line: a PC with only a serial line, and anonymous memory with huge pages,
 /// which is QEMU's default.
-fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
+fn arguments(side: &str, incoming: bool, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
     let spec = setup.spec;
     let accelerator = match spec.dirty_ring {
         Some(entries) => format!("kvm,dirty-ring-size={entries}"),
@@ -196,7 +196,14 @@ fn arguments(side: &str, socket: &Path, setup: Setup<'_>) -> Vec<OsString> {
         .collect();
     let mut pair = |name: &str, value: OsString| arguments.extend([name.into(), value]);
     pair("-name", format!("{side},debug-threads=on").into());
-    if spec.balloon.is_none() {
+    if incoming && (spec.prealloc || spec.small_pages) {
+        // The source has this memory under the same name.
+        let kind = if spec.small_pages { "memfd,share=on" } else { "ram" };
+        let prealloc = if spec.prealloc { "on" } else { "off" };
+        let memory = format!("memory-backend-{kind},id=pc.ram,size={}B,prealloc={prealloc}", spec.memory);
+        pair("-object", memory.into());
+        pair("-machine", "pc,memory-backend=pc.ram".into());
+    } else if spec.balloon.is_none() {
         pair("-machine", "pc".into());
     }
     pair("-accel", accelerator.into());
@@ -238,7 +245,7 @@ mod tests {
             spec: &spec,
             link: &Link::Loopback,
         };
-        let arguments = arguments("source", Path::new("/t/source.qmp"), setup);
+        let arguments = arguments("source", false, Path::new("/t/source.qmp"), setup);
         let text = arguments.join(" ".as_ref()).into_string().unwrap();
         for part in [
             "-accel kvm,dirty-ring-size=4096 ",
@@ -249,6 +256,26 @@ mod tests {
         ] {
             assert!(text.contains(part), "{part:?} is not in {text:?}");
         }
+    }
+
+    #[test]
+    fn only_the_target_allocates_its_memory_at_its_start() {
+        let spec = QemuSpec { memory: 1 << 30, prealloc: true, ..QemuSpec::default() };
+        let (folder, kernel) = (Path::new("/t"), Path::new("/t/guest"));
+        let setup = Setup { folder, kernel, cmdline: "", spec: &spec, link: &Link::Loopback };
+        let text = |incoming| {
+            let arguments = arguments("side", incoming, Path::new("/t/side.qmp"), setup);
+            arguments.join(" ".as_ref()).into_string().unwrap()
+        };
+        assert!(text(false).contains("-machine pc ") && !text(false).contains("prealloc"));
+        let backend = "-object memory-backend-ram,id=pc.ram,size=1073741824B,prealloc=on ";
+        assert!(text(true).contains(backend) && text(true).contains("-machine pc,memory-backend=pc.ram "));
+        let spec = QemuSpec { memory: 1 << 30, small_pages: true, ..QemuSpec::default() };
+        let setup = Setup { spec: &spec, ..setup };
+        let arguments = arguments("side", true, Path::new("/t/side.qmp"), setup);
+        let text = arguments.join(" ".as_ref()).into_string().unwrap();
+        let backend = "-object memory-backend-memfd,share=on,id=pc.ram,size=1073741824B,prealloc=off ";
+        assert!(text.contains(backend), "{text}");
     }
 
     #[test]

@@ -86,6 +86,13 @@ pub struct QemuSpec {
     /// Balloon of a microvm, whose guest is migrated after it has freed what it allocates. `None`
     /// means a PC without a balloon.
     pub balloon: Option<Balloon>,
+    /// True if the target allocates its memory at its start.
+    pub prealloc: bool,
+    /// True if the target's memory is a memfd, which the kernel maps with pages of 4 KiB unless
+    /// huge pages for shared memory are on. QEMU has no other option for such pages.
+    pub small_pages: bool,
+    /// True if free memory of the host is not touched before the migration.
+    pub given_back: bool,
 }
 
 impl Default for QemuSpec {
@@ -105,6 +112,9 @@ impl Default for QemuSpec {
             warm_up: Duration::from_secs(1),
             after: Duration::from_millis(400),
             balloon: None,
+            prealloc: false,
+            small_pages: false,
+            given_back: false,
         }
     }
 }
@@ -156,7 +166,7 @@ pub fn watch(spec: &QemuSpec) -> Result<(MigrationResult, reaper::Timeline), Qem
     if spec.balloon.is_some() {
         pair.wait_until_freed()?;
     }
-    let warm = Warm::hold(spec.memory);
+    let warm = (!spec.given_back).then(|| Warm::hold(spec.memory));
     pair.let_run(spec.warm_up)?;
     drop(warm);
     let result = pair.migrate(spec)?;

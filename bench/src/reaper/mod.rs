@@ -136,6 +136,9 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         warm_up: options.before,
         after: options.after,
         balloon: None,
+        prealloc: false,
+        small_pages: false,
+        given_back: false,
     };
     let (result, timeline) = qemu::watch(&qemu)?;
     Ok(Run {

@@ -89,5 +89,6 @@ fn busy(vcpus: u32) -> CaseSpec {
         data: 3 << 30,
         downtime_limit: Duration::from_millis(300),
         warm_up: Duration::from_millis(1000),
+        ..CaseSpec::default()
     }
 }

@@ -17,11 +17,17 @@ const COLUMNS: &[Column] = &[
     ("CPU ms/GB", "cpu_ms_per_gb", 0, true),
     ("GB/core s", "gbytes_per_core_s", 2, true),
     ("stall ms", "guest_stall_max_ms", 0, true),
+    ("to warm", "cold_to_warm", 2, true),
+    ("to cold", "auto_to_cold", 2, true),
+    ("wasted", "wasted", 3, true),
 ];
 
 /// Explanation of the figures.
 const NOTE: &str = "GB/s: guest data by total time. Of floor: compared\nwith a bare copy over as many streams. Stall: the longest \
-                    of a vCPU. CPU: both processes without their vCPUs.";
+                    of a vCPU. CPU: both processes without their vCPUs. To warm: \
+                    compared with a target that has allocated its memory before. To cold: compared with a target that \
+                    allocates each page when it is written. Wasted: guest memory that the target has and \
+                    that did not arrive, by what arrived.";
 
 /// Returns the document as tables for a terminal.
 pub fn table(document: &Document) -> String {
