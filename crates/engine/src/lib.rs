@@ -61,6 +61,7 @@ mod handle;
 mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
+mod idle;
 mod mapped;
 mod missing_pages;
 #[cfg(test)]

@@ -26,7 +26,6 @@ mod streams;
 mod tracking;
 
 use super::encode::Codecs;
-use super::idle::IdleCores;
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
 use super::sender::{PassKind, SenderContext};
 use super::session::Session;
@@ -35,6 +34,7 @@ use crate::arbiter::{ArbiterClient, ArbiterError, Ownership};
 use crate::channel::{Dialer, Pacer, Stream};
 use crate::clock::Clock;
 use crate::handle::{MigrationHandle, MigrationState};
+use crate::idle::IdleCores;
 use crate::missing_pages::pieces;
 use crate::report::Report;
 use crate::run::{self, ActionQueue, Host};

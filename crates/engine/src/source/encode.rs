@@ -16,11 +16,11 @@
 //!    link has new encoders;
 //! 4. the source sends no deltas after the handover, when the target has dropped the missing pages.
 
-use super::idle::{IdleCores, LinkWait, Started};
 use super::sender::PassKind;
 use super::settings::{Deltas, PageCodec};
 use crate::clock::Clock;
 use crate::handle::{Encodings, thread_cpu};
+use crate::idle::{IdleCores, LinkWait, Started};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_codec::{

@@ -9,7 +9,6 @@
 pub(crate) mod answer_wait;
 mod driver;
 pub(crate) mod encode;
-mod idle;
 pub(crate) mod inbox;
 mod measure;
 pub mod pace;
@@ -37,6 +36,7 @@ use crate::channel::{Connect, Dialer, Pacer, Stream};
 use crate::clock::Clock;
 use crate::demand::still_arrives;
 use crate::handle::{MigrationHandle, MigrationState, thread_cpu_us};
+use crate::idle::IdleCores;
 use crate::report::{MigrationKind, Report, word};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
@@ -130,7 +130,7 @@ pub fn migrate(
         stop: AtomicBool::new(false),
         clock,
         codecs: (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout())),
-        idle: Arc::default(),
+        idle: Arc::new(IdleCores::open()),
         cpu_before_us,
     };
     let mut report =

@@ -7,14 +7,19 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Minimum interval between two readings. The kernel counts idle time in ticks of 10 ms.
-const INTERVAL: Duration = Duration::from_millis(100);
+pub(crate) const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Length of a tick of `/proc/stat` in seconds. `USER_HZ` is 100 on all architectures with KVM.
 const TICK_S: f64 = 0.01;
 
+/// Bytes that are read. The first line of `/proc/stat` has ten numbers, and is shorter.
+const READ_BYTES: usize = 512;
+
 /// Meter of idle processors, shared by all channels of a migration.
 #[derive(Debug, Default)]
 pub(crate) struct IdleCores {
+    /// Opened `/proc/stat`. `None` if it cannot be opened.
+    stat: Option<File>,
     /// Time of the last reading in ns. 0 before the first one.
     read_at: AtomicU64,
     /// Idle time of all processors at the last reading, in ticks.
@@ -24,6 +29,12 @@ pub(crate) struct IdleCores {
 }
 
 impl IdleCores {
+    /// Returns a meter. The calling thread must be allowed to open files. Threads that send and
+    /// receive pages are not.
+    pub(crate) fn open() -> Self {
+        Self { stat: File::open("/proc/stat").ok(), ..Self::default() }
+    }
+
     /// Returns the number of processors that were idle in the last interval. A processor on which a
     /// thread waits for the link is idle. `now` is the time since any fixed moment.
     ///
@@ -39,8 +50,7 @@ impl IdleCores {
                 .compare_exchange(before, now.max(1), Ordering::Relaxed, Ordering::Relaxed)
                 .is_ok();
         if reads {
-            let stat = std::fs::read_to_string("/proc/stat");
-            let ticks = stat.ok().and_then(|text| idle_ticks(&text)).unwrap_or(0);
+            let ticks = self.ticks_now().unwrap_or(0);
             let earlier = self.ticks.swap(ticks, Ordering::Relaxed);
             let idle = match before {
                 0 => 0.0,
@@ -54,6 +64,13 @@ impl IdleCores {
             self.idle.store((idle * 1e3) as u64, Ordering::Relaxed);
         }
         self.idle.load(Ordering::Relaxed) as f64 / 1e3
+    }
+
+    /// Reads the idle time of all processors, in ticks.
+    fn ticks_now(&self) -> Option<u64> {
+        let mut bytes = [0; READ_BYTES];
+        let count = self.stat.as_ref()?.read_at(&mut bytes, 0).ok()?;
+        idle_ticks(std::str::from_utf8(bytes.get(..count)?).ok()?)
     }
 }
 
@@ -136,8 +153,9 @@ mod tests {
         assert_eq!(idle_ticks(text), Some(450));
         assert_eq!(idle_ticks("cpu0 1 2 3 4 5"), None);
         assert_eq!(idle_ticks("cpu  1 2 3"), None);
-        let own = std::fs::read_to_string("/proc/stat").unwrap();
-        assert!(idle_ticks(&own).is_some());
+        let cores = IdleCores::open();
+        assert!(cores.ticks_now().is_some_and(|ticks| Some(ticks) <= cores.ticks_now()));
+        assert_eq!(IdleCores::default().ticks_now(), None, "the file is not open");
     }
 
     #[test]
@@ -186,7 +204,7 @@ mod tests {
 
     #[test]
     fn idle_processors_are_at_most_those_of_the_host() {
-        let (cores, began) = (IdleCores::default(), std::time::Instant::now());
+        let (cores, began) = (IdleCores::open(), std::time::Instant::now());
         let now = || Duration::from_secs(1) + began.elapsed();
         assert!(cores.now(now()).abs() < f64::EPSILON, "nothing is known before the second reading");
         std::thread::sleep(INTERVAL);
