@@ -502,8 +502,14 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         self.shared.pacer.wait(bytes, || self.shared.stop.load(Ordering::Relaxed));
         self.sink.send_frame(bufs.used())?;
         self.sequence += 1;
-        if kind == FrameKind::Pages {
-            self.shared.counters.count_frame(bytes, header.pages as u64, zero_pages);
+        // The runs of an announcement are no pages that are sent.
+        let pages = match kind {
+            FrameKind::Pages => Some((header.pages as u64, zero_pages)),
+            FrameKind::Touched => Some((0, 0)),
+            _ => None,
+        };
+        if let Some((raw_pages, zero_pages)) = pages {
+            self.shared.counters.count_frame(bytes, raw_pages, zero_pages);
             self.shared.counters.count_channel(self.index, bytes);
         }
         if let Some(encoder) = self.encoder.as_mut().filter(|_| kind == FrameKind::Pages) {
