@@ -8,9 +8,10 @@
 //! | rule | reason |
 //! |---|---|
 //! | only announced blocks are populated | a page that the guest has never touched stays unallocated |
+//! | at most as many threads as the host has [spare processors](Spare) | a thread must not take a processor from a receiver |
 //! | at least as far before the last frame as the receivers come in two [calls](State::lead) | a receiver that reaches the block during the call would allocate it too. The kernel would clear two huge pages and discard one |
 //! | at most [`DISTANCE`] blocks before the last frame | a page stays in the cache of the processor only for a short time, and the source may skip free pages |
-//! | at most [`VAIN`] pages, and a [`SHARE`] of the arrived pages, are populated and have not arrived | announced pages may be zero or free, and then do not arrive |
+//! | at most [a few pages](vain), and a [`SHARE`] of the arrived pages, are populated and have not arrived | announced pages may be zero or free, and then do not arrive |
 //! | only during the first pass | later passes send pages that are already allocated |
 //!
 //! # Demand paging
@@ -18,6 +19,11 @@
 //! content of the page would never be placed. Therefore [`Ahead::close`] returns only after the last
 //! call of [`GuestMemory::populate`] has returned, and the target calls it before it seals memory.
 
+use super::spare::Processors;
+#[cfg(doc)]
+use super::spare::Spare;
+use crate::handle::thread_cpu;
+use crate::idle::INTERVAL;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
@@ -31,10 +37,10 @@ const BLOCK: u64 = 512;
 const LEAD: u64 = 4;
 /// Maximum distance in blocks between the last frame and a block that is populated: 64 MiB.
 const DISTANCE: u64 = 32;
-/// Number of pages that may be populated in vain in any case: 32 MiB.
-const VAIN: u64 = 8192;
-/// Divisor of the arrived pages. The quotient is the number of pages that may also be populated in
-/// vain.
+/// Maximum number of pages that may be populated in vain before any page arrives: 32 MiB.
+const MOST_VAIN: u64 = 8192;
+/// Divisor of the guest's pages and of the arrived pages. The quotients are the numbers of pages
+/// that may be populated in vain before any page arrives, and after.
 const SHARE: u64 = 16;
 /// Minimum number of pages for which a receiver populates memory in one call. For fewer pages, the
 /// page faults cost no more than the call.
@@ -43,10 +49,16 @@ const LEAST: u64 = 8;
 const MOST_THREADS: usize = 8;
 
 /// Returns the number of threads that populate memory for `channels` bulk channels: one for each
-/// channel, while a processor is left for a receiver.
+/// channel, while a processor is left for a receiver. With a single processor, there are none.
 pub(super) fn threads(channels: usize) -> usize {
     let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    channels.min(MOST_THREADS).min(cpus.saturating_sub(1).max(1))
+    channels.min(MOST_THREADS).min(cpus - 1)
+}
+
+/// Returns the number of pages that may be populated in vain before any page arrives, for a guest
+/// with `pages` pages: a [`SHARE`] of its pages, at least one block, and at most [`MOST_VAIN`].
+fn vain(pages: u64) -> u64 {
+    (pages / SHARE).clamp(BLOCK, MOST_VAIN)
 }
 
 /// Blocks that are populated ahead of the receivers.
@@ -71,6 +83,10 @@ struct State {
     began: Option<Instant>,
     /// Number of populated pages that have not arrived.
     unused: u64,
+    /// Number of pages that may be populated in vain before any page arrives.
+    vain: u64,
+    /// Number of threads that may populate memory at the moment.
+    spare: usize,
     /// Number of running calls of [`GuestMemory::populate`] on threads of [`run`](Ahead::run).
     calls: usize,
     /// Number of bulk channels on which the first pass has not ended.
@@ -102,6 +118,8 @@ impl Ahead {
             arrived: 0,
             began: None,
             unused: 0,
+            vain: vain(layout.pages()),
+            spare: 0,
             calls: 0,
             channels: 0,
             closed: false,
@@ -114,30 +132,48 @@ impl Ahead {
     }
 
     /// Populates blocks of `memory` until [`stop`](Self::stop) is called, or until the memory
-    /// refuses.
-    pub(crate) fn run(&self, memory: &dyn GuestMemory) {
+    /// refuses. No block is populated while no processor is spare.
+    pub(super) fn run(&self, memory: &dyn GuestMemory, processors: &impl Processors) {
         vmferry_thread::scheduling::give_way();
         // Expected duration of a call. It falls while no block is populated, so that a single long
         // call does not end populating.
         let mut expected = Duration::ZERO;
-        let mut state = self.lock();
-        while !state.closed {
+        loop {
+            // The processors are measured without the lock, which receivers need, and not before
+            // the receivers are at work.
+            let began = self.lock().began.is_some();
+            let spare = if began { processors.spare() } else { 0 };
+            let mut state = self.lock();
+            if state.closed {
+                return;
+            }
+            state.spare = spare;
             let lead = state.lead(expected);
-            let Some((region, run)) = state.next(lead) else {
+            let next = if state.calls < spare { state.next(lead) } else { None };
+            let Some((region, run)) = next else {
                 expected -= expected / 8;
-                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                // A thread that has nothing to do also measures the processors at times.
+                drop(self.work.wait_timeout(state, INTERVAL).unwrap_or_else(PoisonError::into_inner));
                 continue;
             };
             state.calls += 1;
             drop(state);
-            let (call, began) = (Call(self), Instant::now());
+            let (call, began, cpu) = (Call(self), Instant::now(), thread_cpu());
             let populated = memory.populate(region, run);
-            expected = began.elapsed().max(expected - expected / 8);
+            let elapsed = began.elapsed();
+            processors.used(elapsed, thread_cpu().saturating_sub(cpu));
+            expected = elapsed.max(expected - expected / 8);
             drop(call);
             if !populated {
                 self.stop();
             }
-            state = self.lock();
+        }
+    }
+
+    /// Wakes a thread if there is a block for it.
+    fn wake(&self, state: &State) {
+        if state.calls < state.spare && state.candidate(LEAD).is_some() {
+            self.work.notify_one();
         }
     }
 
@@ -146,7 +182,7 @@ impl Ahead {
         let mut state = self.lock();
         if !state.closed {
             table.runs().for_each(|entry| state.announce(region, entry.run));
-            self.work.notify_all();
+            self.wake(&state);
         }
     }
 
@@ -157,11 +193,15 @@ impl Ahead {
         if state.closed {
             return false;
         }
-        let mut all = true;
+        let (mut all, waiting) = (true, state.began.is_none());
         for entry in table.runs() {
             all &= state.arrive(region, entry.run, entry.kind);
         }
-        self.work.notify_one();
+        if waiting && state.began.is_some() {
+            // The threads measure the processors from now on.
+            self.work.notify_all();
+        }
+        self.wake(&state);
         !all
     }
 
@@ -276,18 +316,25 @@ impl State {
 
     /// Takes the next block that may be populated, at least `lead` blocks before the last frame.
     fn next(&mut self, lead: u64) -> Option<(RegionId, PageRun)> {
-        if self.unused + BLOCK > VAIN + self.arrived / SHARE {
+        let block = self.candidate(lead)?;
+        let blocks = self.regions.get_mut(self.front.0)?;
+        blocks.announced.test_and_clear(block);
+        blocks.taken.set(block);
+        self.unused += BLOCK;
+        Some((blocks.id, PageRun::new(PageIndex(block * BLOCK), BLOCK)))
+    }
+
+    /// Returns the block of the last frame's region that [`next`](Self::next) takes.
+    fn candidate(&self, lead: u64) -> Option<u64> {
+        if self.unused + BLOCK > self.vain + self.arrived / SHARE {
             return None;
         }
         let (position, front) = self.front;
-        let blocks = self.regions.get_mut(position)?;
+        let blocks = self.regions.get(position)?;
         let mut from = front + lead;
         while let Some(block) = blocks.announced.next_set(from).filter(|block| *block < front + DISTANCE) {
-            blocks.announced.test_and_clear(block);
             if !blocks.taken.test(block) {
-                blocks.taken.set(block);
-                self.unused += BLOCK;
-                return Some((blocks.id, PageRun::new(PageIndex(block * BLOCK), BLOCK)));
+                return Some(block);
             }
             from = block + 1;
         }
@@ -353,6 +400,22 @@ mod tests {
             }
             !self.refuses
         }
+    }
+
+    /// Host with a fixed number of spare processors.
+    struct Fixed(usize);
+
+    impl Processors for Fixed {
+        fn spare(&self) -> usize {
+            self.0
+        }
+
+        fn used(&self, _: Duration, _: Duration) {}
+    }
+
+    /// Notes the arrival of a page that has no block, so that threads begin.
+    fn begin(ahead: &Ahead) {
+        ahead.lock().began = Some(Instant::now());
     }
 
     fn run(first: u64, end: u64) -> PageRun {
@@ -426,7 +489,7 @@ mod tests {
             populated += blocks(state).len() as u64;
             let kind = if block % 4 == 0 { RunKind::Data } else { RunKind::Zero };
             state.arrive(REGION, run(block * BLOCK, (block + 1) * BLOCK), kind);
-            assert!(state.unused <= VAIN + state.arrived / SHARE, "block {block}");
+            assert!(state.unused <= MOST_VAIN + state.arrived / SHARE, "block {block}");
         }
         assert!(populated > all / 128, "{populated} of {all} blocks were populated");
     }
@@ -483,7 +546,7 @@ mod tests {
             state.announce(REGION, run(0, all * BLOCK));
             populated += blocks(state).len() as u64;
         }
-        assert_eq!(populated, VAIN / BLOCK);
+        assert_eq!(populated, MOST_VAIN / BLOCK);
     }
 
     #[test]
@@ -507,7 +570,7 @@ mod tests {
             assert!(!ahead.arrive(REGION, table), "a receiver populates nothing, either");
             ahead.announce(REGION, table);
         });
-        ahead.run(&memory);
+        ahead.run(&memory, &Fixed(8));
         assert_eq!(memory.calls.load(Ordering::Acquire), 0);
     }
 
@@ -533,11 +596,55 @@ mod tests {
     }
 
     #[test]
+    fn small_guest_gets_less_memory_populated_in_vain() {
+        for (blocks, pages) in [(1, BLOCK), (16, BLOCK), (64, 4 * BLOCK), (256, MOST_VAIN), (4096, MOST_VAIN)]
+        {
+            let mut ahead = Blank::new(blocks).ahead();
+            assert_eq!(state(&mut ahead).vain, pages, "{blocks} blocks");
+        }
+    }
+
+    #[test]
+    fn no_more_blocks_are_populated_at_a_time_than_processors_are_spare() {
+        for spare in [0, 1, 2] {
+            let memory = Blank::new(256);
+            memory.holds.store(true, Ordering::Release);
+            let ahead = memory.ahead();
+            ahead.lock().announce(REGION, run(0, 64 * BLOCK));
+            begin(&ahead);
+            std::thread::scope(|scope| {
+                (0..4).for_each(|_| drop(scope.spawn(|| ahead.run(&memory, &Fixed(spare)))));
+                memory.wait(spare as u64);
+                std::thread::sleep(2 * INTERVAL);
+                assert_eq!(memory.calls.load(Ordering::Acquire), spare as u64);
+                assert_eq!(ahead.lock().calls, spare);
+                ahead.stop();
+                memory.holds.store(false, Ordering::Release);
+            });
+        }
+    }
+
+    #[test]
+    fn nothing_is_populated_before_the_first_page_arrives() {
+        let memory = Blank::new(64);
+        let ahead = memory.ahead();
+        ahead.lock().announce(REGION, run(0, 64 * BLOCK));
+        std::thread::scope(|scope| {
+            scope.spawn(|| ahead.run(&memory, &Fixed(8)));
+            std::thread::sleep(INTERVAL / 2);
+            assert_eq!(memory.calls.load(Ordering::Acquire), 0);
+            with_table(run(0, 256), |table| assert!(ahead.arrive(REGION, table)));
+            memory.wait(1);
+            ahead.stop();
+        });
+    }
+
+    #[test]
     fn each_channel_has_a_thread_while_a_processor_is_left_for_a_receiver() {
-        assert_eq!(threads(1), 1);
-        assert!(threads(64) <= MOST_THREADS);
         let cpus = std::thread::available_parallelism().unwrap().get();
-        assert!(threads(64) < cpus.max(2), "{} threads", threads(64));
+        assert_eq!(threads(1), usize::from(cpus > 1));
+        assert!(threads(64) <= MOST_THREADS);
+        assert!(threads(64) < cpus, "{} threads", threads(64));
     }
 
     #[test]
@@ -546,8 +653,9 @@ mod tests {
         memory.holds.store(true, Ordering::Release);
         let ahead = memory.ahead();
         ahead.lock().announce(REGION, run(0, 64 * BLOCK));
+        begin(&ahead);
         std::thread::scope(|scope| {
-            scope.spawn(|| ahead.run(&memory));
+            scope.spawn(|| ahead.run(&memory, &Fixed(8)));
             memory.wait(1);
             let close = scope.spawn(|| ahead.close());
             std::thread::sleep(Duration::from_millis(20));
@@ -566,7 +674,8 @@ mod tests {
         let memory = Blank { refuses: true, ..Blank::new(64) };
         let ahead = memory.ahead();
         ahead.lock().announce(REGION, run(0, 64 * BLOCK));
-        ahead.run(&memory);
+        begin(&ahead);
+        ahead.run(&memory, &Fixed(8));
         assert_eq!((memory.calls.load(Ordering::Acquire), ahead.is_closed()), (1, true));
         ahead.close();
     }

@@ -6,6 +6,7 @@ use super::frames::{Buffered, FrameSource};
 use super::probe::echo_probes;
 use super::receiver::{Arrivals, Mark, Receiver as PageReceiver};
 use super::session::{Channels, Tokens};
+use super::spare::Spare;
 use super::urgent::UrgentChannel;
 use crate::awake::LatencyRequest;
 use crate::channel::{Greeted, Stream, answer, read_message, tcp};
@@ -45,6 +46,8 @@ pub(super) struct Link {
     pub(super) inputs: SyncSender<Numbered>,
     pub(super) memory: Arc<dyn GuestMemory>,
     pub(super) arrivals: Arc<Arrivals>,
+    /// Processors for the threads that populate memory.
+    spare: Arc<Spare>,
     pub(super) cpu_us: Arc<AtomicU64>,
 }
 
@@ -71,6 +74,8 @@ impl Link {
             late: VecDeque::new(),
             inputs,
             arrivals: Arc::new(Arrivals::new(&*memory)),
+            // Opened on this thread, because threads of channels must not need to open files.
+            spare: Arc::new(Spare::open()),
             memory,
             cpu_us: Arc::default(),
         })
@@ -191,9 +196,9 @@ impl Link {
             return Ok(());
         }
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
-        let cpu_us = Arc::clone(&self.cpu_us);
+        let (spare, cpu_us) = (Arc::clone(&self.spare), Arc::clone(&self.cpu_us));
         let work = move || {
-            arrivals.ahead().run(&*memory);
+            arrivals.ahead().run(&*memory, &*spare);
             cpu_us.fetch_add(thread_cpu_us(), Ordering::Relaxed);
         };
         let name = format!("target-populate-{index}");

@@ -25,6 +25,7 @@ mod postcopy;
 mod probe;
 pub(crate) mod receiver;
 mod relink;
+mod spare;
 pub(crate) mod urgent;
 
 pub use incoming::Incoming;
