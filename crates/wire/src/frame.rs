@@ -747,8 +747,12 @@ mod tests {
             let header = FrameHeader { content, ..header };
             assert!(FrameHeader::decode(&header.encode()).is_err(), "{content:?} of 3 pages");
         }
-        let digests = FrameHeader { kind: FrameKind::Digests, ..header };
-        assert!(FrameHeader::decode(&digests.encode()).is_err(), "digests have no content");
+        for kind in [FrameKind::Digests, FrameKind::Touched] {
+            let header = FrameHeader { kind, ..header };
+            assert!(FrameHeader::decode(&header.encode()).is_err(), "{kind:?} have no content");
+            let header = FrameHeader { pages: 0, ..header };
+            assert!(FrameHeader::decode(&header.encode()).is_err(), "{kind:?} have no content");
+        }
     }
 
     #[test]

@@ -5,6 +5,8 @@ use std::io::Read;
 use std::ops::{Deref, DerefMut};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PageIndex, PageRun, RegionId};
 use vmferry_engine::Section;
 use vmferry_engine::{
@@ -263,6 +265,28 @@ fn target_does_not_start_a_guest_after_an_impossible_announcement() {
     });
 }
 
+/// A source that has sent a page announces all pages again and again.
+#[test]
+fn target_allocates_little_for_pages_that_are_only_announced() {
+    if !can_fault() {
+        return;
+    }
+    refused("LoadLazily, which is not allowed", Mode::Precopy, 1, |evil| {
+        evil.until_read(0, 300);
+        for _ in 0..20 {
+            evil.announce(0, RegionId(0), 0..PAGES);
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        evil.until_read(0, 301);
+        let mut touched = Bitmap::new(PAGES);
+        evil.there.touched(RegionId(0), PageRun::from(0..PAGES), &mut touched).unwrap();
+        // One block has the pages that were sent, and one may be allocated in vain. If the memory
+        // does not begin at a huge page, a block is a part of two huge pages.
+        assert!(touched.count() <= 4 * 512, "{:?}", touched.runs().collect::<Vec<_>>());
+        evil.send(&ToTarget::LoadLazily { pages: 0 });
+    });
+}
+
 /// Announcements repeat, name pages that arrive later by demand paging, and come after the first
 /// pass. No page that is populated for them may count as present.
 #[test]
@@ -279,6 +303,10 @@ fn guest_arrives_complete_whatever_its_source_announces() {
             evil.announce(0, region, first..first + 1);
         }
         evil.until_read(0, 300);
+        // The target measures its processors from the first page on, and only then populates.
+        std::thread::sleep(Duration::from_millis(250));
+        evil.announce(0, region, 0..PAGES);
+        std::thread::sleep(Duration::from_millis(50));
         evil.barrier(0, 0);
         assert!(matches!(evil.receive(), Some(ToSource::Received { .. })));
         evil.announce(0, region, 0..PAGES);
