@@ -671,8 +671,9 @@ impl PassPages {
         if let PartPages::Divided(divided) = &part.pages {
             return turn == PageTurn::First && !divided.pages.is_empty();
         }
-        part.claimed(turn).is_some_and(|claims| claims.left() > 0)
-            || turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
+        // The spans are looked up first, as in `next_page`.
+        turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
+            || part.claimed(turn).is_some_and(|claims| claims.left() > 0)
     }
 
     /// Finds the next chunk of channel `index` at or after page `from` with pages that await
@@ -1163,5 +1164,28 @@ mod tests {
             assert_eq!(pending.count(), u64::from(postponed.count_ones()));
         };
         shuttle::check_random(senders_and_driver, 300);
+    }
+
+    #[test]
+    fn channel_finds_its_pages_while_another_channel_examines_them() {
+        let channels = || {
+            let memory = Touched::new(&[(1, 2), (1, 66)]);
+            let mut pending = PendingPages::everything(memory.layout());
+            // Each channel has one chunk of the region.
+            let takers = Takers::Senders(Division { chunk_pages: 64, channels: 2 });
+            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)), takers);
+            let sender = |index| {
+                let pass = Arc::clone(&pass);
+                shuttle::thread::spawn(move || {
+                    let mut mine = Bitmap::new(70);
+                    let next = |mine| pass.next_chunk(1, PageTurn::First, 0, index, mine).unwrap().is_some();
+                    pass.has(1, PageTurn::First) && next(&mut mine)
+                })
+            };
+            for sender in [0, 1].map(sender) {
+                assert!(sender.join().unwrap(), "each channel sends a page");
+            }
+        };
+        shuttle::check_random(channels, 300);
     }
 }
