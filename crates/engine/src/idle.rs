@@ -1,9 +1,11 @@
 //! Idle processors of the host, and the waiting of a thread for its link.
 
 use crate::handle::thread_cpu;
+use rustix::thread::Pid;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Minimum interval between two readings. The kernel counts idle time in ticks of 10 ms.
@@ -77,16 +79,43 @@ impl IdleCores {
 /// Shortest time without running for which [`LinkWait`] asks the kernel for its cause.
 const WORTH_ASKING: Duration = Duration::from_micros(20);
 
+/// Counter of the time for which a thread waits for a processor (`run_delay` in its file
+/// `schedstat`).
+///
+/// A thread that sends pages may open no files, so another thread opens the counter.
+#[derive(Debug, Default)]
+pub(crate) struct RunDelay {
+    schedstat: OnceLock<File>,
+}
+
+impl RunDelay {
+    /// Opens the counter of the thread `thread` of this process. The calling thread must be allowed
+    /// to open files.
+    pub(crate) fn open(&self, thread: Pid) {
+        match File::open(format!("/proc/self/task/{}/schedstat", thread.as_raw_nonzero())) {
+            Ok(file) => drop(self.schedstat.set(file)),
+            Err(error) => tracing::debug!("cannot measure how long a thread waits for a processor: {error}"),
+        }
+    }
+
+    /// Returns the time for which the thread has waited for a processor since its start, or `None`
+    /// if the counter is not open or the kernel does not count.
+    fn read(&self) -> Option<Duration> {
+        let mut text = [0; 64];
+        let bytes = self.schedstat.get()?.read_at(&mut text, 0).ok()?;
+        run_delay(std::str::from_utf8(text.get(..bytes)?).ok()?)
+    }
+}
+
 /// Stopwatch for the time in which a thread waits for the link.
 ///
 /// A thread that sends does not run while it waits for the link, and while it waits for a
-/// processor. The kernel counts the latter (`run_delay` of `/proc/thread-self/schedstat`). On a
-/// kernel that does not, all time in which the thread does not run is waiting for the link.
-#[derive(Debug, Default)]
+/// processor. Without its [`RunDelay`], all time in which it does not run is waiting for the link.
+#[derive(Debug)]
 pub(crate) struct LinkWait {
-    schedstat: Option<File>,
-    /// Time for which the thread had waited for a processor at the last reading.
-    delayed: Duration,
+    counter: Arc<RunDelay>,
+    /// Value of the counter at its last reading. `None` before the first one.
+    delayed: Option<Duration>,
 }
 
 /// Moment at which a [`LinkWait`] was started.
@@ -97,12 +126,14 @@ pub(crate) struct Started {
 }
 
 impl LinkWait {
-    /// Returns a stopwatch for the calling thread. Another thread must not use it.
-    pub(crate) fn of_this_thread() -> Self {
-        let mut stopwatch =
-            Self { schedstat: File::open("/proc/thread-self/schedstat").ok(), delayed: Duration::ZERO };
-        stopwatch.delayed = stopwatch.run_delay().unwrap_or_default();
-        stopwatch
+    /// Returns the stopwatch of the thread whose counter is `counter`.
+    pub(crate) fn new(counter: Arc<RunDelay>) -> Self {
+        Self { counter, delayed: None }
+    }
+
+    /// Reads the counter, so that what it has counted until now is part of no time.
+    pub(crate) fn reset(&mut self) {
+        self.delayed = self.counter.read();
     }
 
     /// Starts the stopwatch.
@@ -117,15 +148,9 @@ impl LinkWait {
         if stood < WORTH_ASKING {
             return Duration::ZERO;
         }
-        let Some(delayed) = self.run_delay() else { return stood };
-        let earlier = std::mem::replace(&mut self.delayed, delayed);
-        stood.saturating_sub(delayed.saturating_sub(earlier))
-    }
-
-    fn run_delay(&self) -> Option<Duration> {
-        let mut text = [0; 64];
-        let bytes = self.schedstat.as_ref()?.read_at(&mut text, 0).ok()?;
-        run_delay(std::str::from_utf8(&text[..bytes]).ok()?)
+        let earlier = std::mem::replace(&mut self.delayed, self.counter.read());
+        let delayed = self.delayed.zip(earlier).map(|(now, earlier)| now.saturating_sub(earlier));
+        stood.saturating_sub(delayed.unwrap_or_default())
     }
 }
 
@@ -165,9 +190,17 @@ mod tests {
         assert_eq!(run_delay("535358457 x 41"), None);
     }
 
+    fn of_this_thread() -> LinkWait {
+        let mut stopwatch = LinkWait::new(Arc::default());
+        assert_eq!(stopwatch.counter.read(), None, "the counter is not open");
+        stopwatch.counter.open(rustix::thread::gettid());
+        stopwatch.reset();
+        stopwatch
+    }
+
     #[test]
     fn sleep_is_waiting_for_the_link() {
-        let (mut stopwatch, started) = (LinkWait::of_this_thread(), LinkWait::start());
+        let (mut stopwatch, started) = (of_this_thread(), LinkWait::start());
         std::thread::sleep(Duration::from_millis(50));
         let (waited, elapsed) = (stopwatch.since(started), started.at.elapsed());
         assert!((Duration::from_millis(50)..=elapsed).contains(&waited), "{waited:?} of {elapsed:?}");
@@ -175,8 +208,8 @@ mod tests {
 
     #[test]
     fn waiting_for_a_processor_is_not_waiting_for_the_link() {
-        let mut stopwatch = LinkWait::of_this_thread();
-        if stopwatch.run_delay().is_none() {
+        let mut stopwatch = of_this_thread();
+        if stopwatch.counter.read().is_none() {
             let reason = "the kernel does not count the time for which a thread waits for a processor";
             return vmferry_testkit::skip(vmferry_testkit::Need::Kernel, reason);
         }

@@ -20,7 +20,7 @@ use super::sender::PassKind;
 use super::settings::{Deltas, PageCodec};
 use crate::clock::Clock;
 use crate::handle::{Encodings, thread_cpu};
-use crate::idle::{IdleCores, LinkWait, Started};
+use crate::idle::{IdleCores, LinkWait, RunDelay, Started};
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_codec::{
@@ -158,7 +158,6 @@ pub(crate) struct PageEncoder {
     codecs: Codecs,
     clock: Clock,
     idle: Arc<IdleCores>,
-    /// Stopwatch of the thread that sends the pass.
     wait: LinkWait,
     delta_cost: DeltaCost,
     encoder: Encoder,
@@ -241,7 +240,7 @@ impl PageEncoder {
         codecs: Codecs,
         layout: &Layout,
         clock: Clock,
-        idle: &Arc<IdleCores>,
+        (idle, run_delay): (&Arc<IdleCores>, &Arc<RunDelay>),
     ) -> Option<Box<Self>> {
         if codecs.codec == PageCodec::Raw && codecs.deltas == Deltas::Off {
             return None;
@@ -255,7 +254,7 @@ impl PageEncoder {
             codecs,
             clock,
             idle: Arc::clone(idle),
-            wait: LinkWait::default(),
+            wait: LinkWait::new(Arc::clone(run_delay)),
             delta_cost: DeltaCost::EXPECTED,
             encoder: Encoder::new(),
             chooser: Chooser::new(clock.now()),
@@ -264,9 +263,9 @@ impl PageEncoder {
         }))
     }
 
-    /// Begins a pass, which the calling thread sends.
+    /// Begins a pass.
     pub(crate) fn begin_pass(&mut self, kind: PassKind) {
-        self.wait = LinkWait::of_this_thread();
+        self.wait.reset();
         self.delta_cost.begin_pass();
         self.versions.begin_pass(kind);
     }
@@ -637,7 +636,7 @@ mod tests {
             let window = scratch.memory().window(SCRATCH, PageRun::from(0..PAGES)).unwrap();
             let all = Codecs { codec: PageCodec::Auto, deltas: Deltas::On, cache_bytes };
             let layout = scratch.memory().layout();
-            let mut encoder = PageEncoder::new(all, layout, Clock::start(), &Arc::default()).unwrap();
+            let mut encoder = PageEncoder::new(all, layout, Clock::start(), (&Arc::default(), &Arc::default())).unwrap();
             let mut target = Target { decoder: Decoder::new(), pages: HashMap::new() };
             let counters = Encodings::default();
             for (number, (changes, kind, (codec, deltas))) in passes.iter().enumerate() {

@@ -4,6 +4,7 @@ use super::Context;
 use crate::MigrateError;
 use crate::channel::{Stream, tcp};
 use crate::handle::MigrationHandle;
+use crate::idle::RunDelay;
 use crate::source::encode::PageEncoder;
 use crate::source::inbox::{Input, Numbered};
 use crate::source::pending::PassPages;
@@ -101,12 +102,26 @@ impl<'s, 'e> Channels<'s, 'e> {
         for (stream, index) in self.bulk.iter().zip(0..) {
             let (jobs, queue) = sync_channel::<Job<'e>>(1);
             let (inputs, stream, protect) = (inputs.clone(), Arc::clone(stream), protector());
-            let work = move || send_jobs(context, stream, index, &*protect, &queue, (generation, &inputs));
+            let run_delay = Arc::<RunDelay>::default();
+            let encoder = context.codecs.and_then(|codecs| {
+                PageEncoder::new(codecs, context.memory.layout(), context.clock, (&context.idle, &run_delay))
+            });
+            let encodes = encoder.is_some();
+            let (announce, announced) = sync_channel(1);
+            let work = move || {
+                // The receiver waits, or is not interested.
+                let _ = announce.send(rustix::thread::gettid());
+                send_jobs(context, (stream, index), &*protect, encoder, &queue, (generation, &inputs));
+            };
             let name = format!("source-bulk-{index}");
             let thread = vmferry_thread::spawn_scoped(vmferry_thread::Role::Sender, name, self.scope, work)?;
             self.senders.retain(|thread| !thread.is_finished());
             self.senders.push(thread);
             self.jobs.push(jobs);
+            // A thread that ends before it has announced itself has no use for its counter.
+            if encodes && let Ok(thread) = announced.recv() {
+                run_delay.open(thread);
+            }
         }
         Ok(())
     }
@@ -165,15 +180,12 @@ impl<'s, 'e> Channels<'s, 'e> {
 /// Runs the thread of a bulk channel.
 fn send_jobs(
     context: &Context<'_>,
-    stream: Arc<Stream>,
-    index: u16,
+    (stream, index): (Arc<Stream>, u16),
     protect: &dyn Protect,
+    encoder: Option<Box<PageEncoder>>,
     queue: &Receiver<Job<'_>>,
     (generation, inputs): (u64, &SyncSender<Numbered>),
 ) {
-    let encoder = context
-        .codecs
-        .and_then(|codecs| PageEncoder::new(codecs, context.memory.layout(), context.clock, &context.idle));
     let announces = stream.features & FEATURE_TOUCHED != 0;
     let sender = Sender::new(context.sender_context(protect), stream, index);
     let mut sender = sender.encoding(encoder).announcing(announces);
