@@ -116,7 +116,7 @@ pub use vmferry_core::{
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole,
-    CodecFigures, Connect, Connected, Cpu, Deltas, Downtime, EncodingFigures, Ended, FaultFigures, FillState,
+    CodecFigures, Connect, Connected, Cpu, DeltaCacheFigures, Deltas, Downtime, EncodingFigures, Ended, FaultFigures, FillState,
     FreePagesFigures, Incoming, Listener, MappedMemory, MigrateError, MigrationHandle, MigrationKind,
     MigrationMode, MigrationState, OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport,
     PhaseReport, PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure,

@@ -30,7 +30,7 @@ use vmferry_core::{Layout, PAGE_BYTES, PageDigest, PageIndex, RegionId, Window};
 use vmferry_wire::{Encoding, MAX_FRAME_PAGES, Segment};
 
 /// Longest delta in bytes. A page with a longer one loses its place among the kept versions.
-const LONGEST_DELTA: usize = PAGE_BYTES / 2;
+pub(crate) const LONGEST_DELTA: usize = PAGE_BYTES / 2;
 
 /// Codecs of the pages of a migration.
 #[derive(Debug, Clone, Copy)]
@@ -39,6 +39,13 @@ pub(crate) struct Codecs {
     pub(crate) deltas: Deltas,
     /// Memory for the versions of one channel, in bytes.
     pub(crate) cache_bytes: usize,
+}
+
+impl Codecs {
+    /// Returns the memory for the versions of `channels` channels, in bytes. `None` without deltas.
+    pub(crate) fn cache_limit(&self, channels: u16) -> Option<u64> {
+        (self.deltas != Deltas::Off).then(|| (self.cache_bytes as u64).saturating_mul(channels.into()))
+    }
 }
 
 /// Batch of pages of a frame that were encoded together, or that were sent without encoding.
@@ -91,6 +98,8 @@ pub(crate) struct PageEncoder {
     chooser: Chooser,
     /// Versions that the target has. `None` after the handover, and without deltas.
     sent: Option<SentPages>,
+    /// Memory of `sent` in bytes, as it was counted last.
+    counted: usize,
     frame: Staging,
 }
 
@@ -182,6 +191,7 @@ impl PageEncoder {
             encoder: Encoder::new(),
             chooser: Chooser::new(clock.now()),
             sent: versions,
+            counted: 0,
             frame: Staging::new(),
         }))
     }
@@ -329,6 +339,15 @@ impl PageEncoder {
         }
     }
 
+    /// Counts what the cache of versions has done since the last call.
+    fn count_cache(&mut self, counters: &Encodings) {
+        let Some(sent) = &mut self.sent else { return };
+        let memory = sent.memory();
+        assert!(memory >= self.counted, "a cache keeps its memory");
+        counters.count_cache(sent.take_figures(), memory - self.counted);
+        self.counted = memory;
+    }
+
     /// Records that the frame, of `bytes` bytes, was sent, and that the channel waited for the link
     /// for `waited`.
     pub(crate) fn sent(&mut self, bytes: usize, waited: Duration, counters: &Encodings) {
@@ -336,6 +355,7 @@ impl PageEncoder {
         let now = self.clock.now();
         counters.count(&self.frame.segments);
         counters.delta.add_cpu(self.frame.delta_cpu);
+        self.count_cache(counters);
         let elapsed = now.saturating_sub(plan.began);
         let idle_cores = self.idle.now(now);
         let batches = &mut self.frame.batches;

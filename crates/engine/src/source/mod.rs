@@ -8,7 +8,7 @@
 
 pub(crate) mod answer_wait;
 mod driver;
-mod encode;
+pub(crate) mod encode;
 mod idle;
 pub(crate) mod inbox;
 mod measure;
@@ -118,6 +118,10 @@ pub fn migrate(
             stream.name()
         ))));
     }
+    let codecs = (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout()));
+    if let Some(limit) = codecs.as_ref().and_then(|codecs| codecs.cache_limit(settings.channels)) {
+        handle.counters.encodings.begin_caches(limit);
+    }
     let context = driver::Context {
         dialer,
         settings,
@@ -128,7 +132,7 @@ pub fn migrate(
         unpaced: Pacer::new(None),
         stop: AtomicBool::new(false),
         clock,
-        codecs: (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout())),
+        codecs,
         idle: Arc::default(),
         cpu_before_us,
     };
@@ -141,23 +145,25 @@ pub fn migrate(
     Ok(report)
 }
 
-/// Returns the VM's streams of device state, or an error if there are more than the protocol can
-/// carry.
 /// Returns the codecs of `settings` for a guest with the memory `layout`.
 fn codecs(settings: &Settings, layout: &Layout) -> Codecs {
-    /// Share of the guest's memory for the versions that deltas refer to, and minimum in bytes.
-    const SHARE: u64 = 16;
-    const LEAST: u64 = 16 << 20;
-    let bytes = settings.delta_cache.unwrap_or_else(|| {
-        let most = available_memory().map_or(u64::MAX, |bytes| bytes / 4);
-        (layout.pages() * PAGE_SIZE / SHARE).max(LEAST).min(most)
-    });
-    let each = bytes / u64::from(settings.channels.max(1));
+    let each = delta_cache_bytes(settings, layout) / u64::from(settings.channels.max(1));
     Codecs {
         codec: settings.codec,
         deltas: settings.deltas,
         cache_bytes: usize::try_from(each).unwrap_or(usize::MAX),
     }
+}
+
+/// Returns the memory for the versions that deltas refer to, of all channels together, in bytes.
+pub(crate) fn delta_cache_bytes(settings: &Settings, layout: &Layout) -> u64 {
+    /// Share of the guest's memory, and minimum in bytes.
+    const SHARE: u64 = 16;
+    const LEAST: u64 = 16 << 20;
+    settings.delta_cache.unwrap_or_else(|| {
+        let most = available_memory().map_or(u64::MAX, |bytes| bytes / 4);
+        (layout.pages() * PAGE_SIZE / SHARE).max(LEAST).min(most)
+    })
 }
 
 /// Returns the memory that the host can give to processes without swapping, in bytes. `None` if the
@@ -168,6 +174,8 @@ fn available_memory() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
+/// Returns the VM's streams of device state, or an error if there are more than the protocol can
+/// carry.
 fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
     let streams = vm.streams().map_err(MigrateError::Vm)?;
     if streams.len() > MAX_STREAMS {
