@@ -197,10 +197,13 @@ fn summary(guest: &Guest) -> String {
 /// [`ENCODING_LINES`]. There are none if no page was encoded.
 fn encodings(guest: &Guest, columns: u16) -> Vec<String> {
     let encoding = |of: codecs::EncodedPages<'_>| {
-        let cpu = of.cpu_ms / 1e3;
+        let cpu = match of.cpu_ms {
+            ms if ms < 1e3 => format!("{ms:.0} ms"),
+            ms => format!("{:.1} s", ms / 1e3),
+        };
         match of.percent() {
-            Some(_) => format!("{} {} → {}, CPU {cpu:.1} s", of.name, bytes(of.raw_bytes), bytes(of.bytes)),
-            None => format!("{} in vain, CPU {cpu:.1} s", of.name),
+            Some(_) => format!("{} {} → {}, CPU {cpu}", of.name, bytes(of.raw_bytes), bytes(of.bytes)),
+            None => format!("{} in vain, CPU {cpu}", of.name),
         }
     };
     let mut parts: Vec<String> = codecs::used(guest.at(&["codecs"])).map(encoding).collect();
