@@ -160,10 +160,15 @@ pub(crate) fn delta_cache_bytes(settings: &Settings, layout: &Layout) -> u64 {
     /// Share of the guest's memory, and minimum in bytes.
     const SHARE: u64 = 16;
     const LEAST: u64 = 16 << 20;
-    settings.delta_cache.unwrap_or_else(|| {
+    /// Maximum memory for a version in addition to its content, in bytes.
+    const VERSION: u64 = 64;
+    let bytes = settings.delta_cache.unwrap_or_else(|| {
         let most = available_memory().map_or(u64::MAX, |bytes| bytes / 4);
         (layout.pages() * PAGE_SIZE / SHARE).max(LEAST).min(most)
-    })
+    });
+    // The tables of a cache are allocated for its capacity. A larger cache than the guest's memory
+    // would only have larger tables.
+    bytes.min(layout.pages() * (PAGE_SIZE + VERSION) + LEAST)
 }
 
 /// Returns the memory that the host can give to processes without swapping, in bytes. `None` if the

@@ -71,6 +71,16 @@ fn rewritten_pages_are_sent_as_deltas_until_the_handover() {
 }
 
 #[test]
+fn cache_for_deltas_is_not_larger_than_the_guest() {
+    let settings = several_passes(MigrationMode::Precopy, PageCodec::Raw, Deltas::On);
+    let (report, _) =
+        move_well(Options::default(), &unix_uri(), &Settings { delta_cache: Some(u64::MAX), ..settings });
+    let cache = report.delta_cache.expect("deltas are on");
+    assert!(cache.limit_bytes < 2 * PAGES * 4096 + (16 << 20), "{cache:?}");
+    assert!(cache.memory_bytes <= cache.limit_bytes && cache.hits > 0, "{cache:?}");
+}
+
+#[test]
 fn source_chooses_an_encoding_while_the_link_is_slow() {
     let (report, codecs) = moved(MigrationMode::Precopy, PageCodec::Auto, Deltas::Auto);
     assert!(codecs.lz4.pages + codecs.zstd.pages > 0, "{report:?}");
