@@ -170,8 +170,8 @@ pub(super) fn advise(plans: &[CodecPlan], content: &Content) -> EncodingAdvice {
     }
 }
 
-/// Returns true if `plan` is expected to be so much faster than `best` that it is worth its work, or
-/// if only `plan` lets precopy end by itself.
+/// Returns true if `plan` is expected to be so much faster than `best` that it is worth its work.
+/// Also returns true if only `plan` lets precopy end by itself.
 fn is_better(plan: &CodecPlan, best: &CodecPlan) -> bool {
     let precopy = |plan: &CodecPlan| plan.prediction.mode == Strategy::Precopy;
     if precopy(plan) != precopy(best) {
