@@ -101,9 +101,10 @@ impl Encodings {
         self.saved.load(Ordering::Relaxed)
     }
 
-    /// Begins to count the work of caches that may hold `limit` bytes together.
-    pub(crate) fn begin_caches(&self, limit: u64) {
-        *self.caches() = Some(DeltaCaches { limit, ..DeltaCaches::default() });
+    /// Begins to count the work of caches that may hold `limit` bytes together. `None` means that
+    /// the source sends no deltas.
+    pub(crate) fn begin_caches(&self, limit: Option<u64>) {
+        *self.caches() = limit.map(|limit| DeltaCaches { limit, ..DeltaCaches::default() });
     }
 
     /// Counts what the cache of a channel has `done`, and by how many bytes it has grown.

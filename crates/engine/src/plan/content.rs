@@ -140,7 +140,7 @@ impl Trial {
             return;
         }
         self.groups += 1;
-        if (self.groups - 1) % self.every() != 0 {
+        if !(self.groups - 1).is_multiple_of(self.every()) {
             return;
         }
         for class in Class::ALL {

@@ -119,9 +119,8 @@ pub fn migrate(
         ))));
     }
     let codecs = (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout()));
-    if let Some(limit) = codecs.as_ref().and_then(|codecs| codecs.cache_limit(settings.channels)) {
-        handle.counters.encodings.begin_caches(limit);
-    }
+    let cache_limit = codecs.and_then(|codecs| codecs.cache_limit(settings.channels));
+    handle.counters.encodings.begin_caches(cache_limit);
     let context = driver::Context {
         dialer,
         settings,
