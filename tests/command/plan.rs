@@ -62,6 +62,47 @@ fn plan_predicts_and_moves_nothing() {
 }
 
 #[test]
+fn plan_predicts_the_bytes_and_the_processor_time_of_a_codec() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let source = Run::start(
+        "process",
+        &folder,
+        "source",
+        &["--workload", "uniform,ws=16M,data=48M,rate=100,fill=text"],
+    );
+    source.wait("the guest running", |s| s["vm"]["guest"]["writes"].as_u64() > Some(10));
+    let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+    // On this link, the codec is faster on every host.
+    let slow = ["--max-bandwidth", "5M/s"];
+    let made = plan(&source, &[&uri, slow[0], slow[1]]);
+    assert_ne!(made["encoding"]["codec"], "raw", "{made}");
+    let content = &made["inputs"]["content"];
+    assert!(content["sampled_pages"].as_u64().is_some_and(|pages| (500..=2048).contains(&pages)), "{made}");
+    let bytes = |codec: &str| {
+        let found = made["codecs"].as_array().unwrap().iter();
+        let mut found = found.filter(|plan| plan["codec"] == codec && plan["deltas"] == false);
+        found.next().unwrap()["bytes"]["expected"].as_f64().unwrap()
+    };
+    assert!(bytes("zstd:1") < bytes("lz4") && bytes("lz4") < bytes("raw") * 0.6, "{made}");
+    let args = [&slow[..], &["--codec", "zstd", "--plan", "--json", "-"]].concat();
+    let moved = source.migrate(&uri, &args);
+    assert_eq!(code(&moved), 0, "{moved:?}");
+    let report = document(&moved);
+    let (predicted, zstd) = (&report["plan"]["predicted"], &report["codecs"]["zstd"]);
+    let off = |expected: &Value, real: f64| expected["expected"].as_f64().unwrap() / real - 1.0;
+    let bytes = off(&predicted["bytes"], report["bytes"]["wire"].as_f64().unwrap());
+    assert!(bytes.abs() < 0.2, "{bytes}: {report}");
+    // The time of a busy processor varies.
+    let cpu = off(&predicted["encoding_cpu_ms"], zstd["cpu_ms"].as_f64().unwrap());
+    assert!((-0.7..2.0).contains(&cpu), "{cpu}: {report}");
+    print_line(format!("bytes off by {:.1} %, processor time by {:.0} %", bytes * 100.0, cpu * 100.0));
+    target.whole();
+}
+
+#[test]
 fn plan_needs_a_target_or_a_rate() {
     let nothing = vmferry(&["plan", "--api", "nowhere"]);
     assert_eq!(code(&nothing), 2, "{nothing:?}");

@@ -165,6 +165,51 @@ fn socket_accepts_only_its_user_and_root() {
 }
 
 #[test]
+fn compression_and_xbzrle_of_qmp_apply_to_the_next_migration() {
+    if !can_track() {
+        return;
+    }
+    let folder = Folder::new();
+    let workload = ["--workload", "uniform,ws=8M,data=32M,rate=2k,fill=text"];
+    let source = Run::start("process", &folder, "source", &workload);
+    let (target, uri) = Run::target("process", &folder, "target", "tcp:127.0.0.1:0");
+    let mut client = Raw::ready(&source);
+    let zlib = client.execute("migrate-set-parameters", &json!({"multifd-compression": "zlib"}));
+    assert!(zlib["error"]["desc"].as_str().unwrap().contains("it accepts none and zstd"), "{zlib}");
+    let capabilities = ["multifd", "xbzrle"].map(|name| json!({"capability": name, "state": true}));
+    let parameters = json!({
+        "multifd-compression": "zstd", "multifd-zstd-level": 3, "xbzrle-cache-size": 64 << 20, "max-bandwidth": 10_000_000,
+    });
+    for (command, arguments) in [
+        ("migrate-set-capabilities", json!({ "capabilities": capabilities })),
+        ("migrate-set-parameters", parameters),
+        ("migrate", json!({ "uri": uri })),
+    ] {
+        assert_eq!(client.execute(command, &arguments), json!({"return": {}}), "{command}");
+    }
+    let until = Instant::now() + PATIENCE;
+    let ended = std::iter::repeat_with(|| client.execute("query-migrate", &json!({}))).find(|answer| {
+        assert!(Instant::now() < until, "{answer}");
+        answer["return"]["status"] != "setup"
+            && !answer["return"]["total-time"].is_null()
+            && ["completed", "failed"].iter().any(|end| answer["return"]["status"] == *end)
+    });
+    let info = ended.unwrap()["return"].clone();
+    assert_eq!(info["status"], "completed", "{info}");
+    let cache = &info["xbzrle-cache"];
+    assert!(cache["pages"].as_u64() > Some(0) && cache["bytes"].as_u64() > Some(0), "{info}");
+    assert!(cache["encoding-rate"].as_f64() > Some(2.0), "{info}");
+    assert!(cache["cache-miss-rate"].as_f64().is_some_and(|rate| rate > 0.0 && rate < 1.0), "{info}");
+    let report = source.status().unwrap();
+    let zstd = &report["codecs"]["zstd"];
+    assert!(zstd["pages"].as_u64() > Some(4000), "{report}");
+    assert!(zstd["bytes"].as_u64() < zstd["raw_bytes"].as_u64().map(|bytes| bytes / 2), "{report}");
+    assert_eq!(report["codecs"]["delta"]["pages"], cache["pages"], "{report}");
+    target.wait("the guest at the target", |s| s["vm"]["place"] == "running");
+    target.whole();
+}
+
+#[test]
 fn deferred_target_waits_for_its_address_and_can_be_ended() {
     let folder = Folder::new();
     let mut run = Run::start("process", &folder, "api", &["--incoming", "defer"]);

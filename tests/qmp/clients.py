@@ -250,6 +250,12 @@ async def settings(client):
     parameters = await client.execute("query-migrate-parameters")
     assert (parameters["multifd-channels"], parameters["downtime-limit"]) == (4, 500), parameters
     await refused(client, "migrate-set-parameters", "between 1 and 64", {"multifd-channels": 65})
+    await client.execute("migrate-set-parameters", {"multifd-compression": "zstd", "multifd-zstd-level": 2})
+    parameters = await client.execute("query-migrate-parameters")
+    assert (parameters["multifd-compression"], parameters["multifd-zstd-level"]) == ("zstd", 2), parameters
+    assert type(parameters["xbzrle-cache-size"]) is int, parameters
+    await client.execute("migrate-set-parameters", {"multifd-compression": "none"})
+    await refused(client, "migrate-set-parameters", "none and zstd", {"multifd-compression": "zlib"})
     await refused(client, "migrate-set-parameters", "'cpu-throttle-initial'", {"cpu-throttle-initial": 5})
 
 

@@ -302,12 +302,7 @@ impl From<CodecArg> for String {
 
 impl fmt::Display for CodecArg {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            PageCodec::Auto => f.write_str("auto"),
-            PageCodec::Lz4 => f.write_str("lz4"),
-            PageCodec::Zstd(level) => write!(f, "zstd:{}", level.get()),
-            _ => f.write_str("raw"),
-        }
+        self.0.fmt(f)
     }
 }
 

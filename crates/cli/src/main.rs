@@ -23,6 +23,7 @@ mod arriving;
 mod balloon;
 mod check;
 mod choices;
+mod codecs;
 mod console;
 mod ctrl_c;
 mod demo;

@@ -52,7 +52,7 @@ struct Slot {
     rewritten: bool,
 }
 
-/// Figures of a cache, counted since its creation.
+/// Figures of a cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SentFigures {
@@ -70,6 +70,19 @@ pub struct SentFigures {
     pub delta_bytes: u64,
     /// Bytes that the deltas are shorter than their pages.
     pub saved_bytes: u64,
+}
+
+impl std::ops::AddAssign for SentFigures {
+    fn add_assign(&mut self, other: Self) {
+        let Self { hits, misses, large, admitted, evicted, delta_bytes, saved_bytes } = self;
+        *hits += other.hits;
+        *misses += other.misses;
+        *large += other.large;
+        *admitted += other.admitted;
+        *evicted += other.evicted;
+        *delta_bytes += other.delta_bytes;
+        *saved_bytes += other.saved_bytes;
+    }
 }
 
 /// Bounded cache of the versions of pages that one sender has sent.
@@ -126,8 +139,9 @@ impl SentPages {
         }
     }
 
-    /// Returns the largest number of pages whose memory is at most `bound` bytes.
-    fn capacity_of(bound: usize) -> usize {
+    /// Returns the capacity of a cache that takes at most `bound` bytes of memory.
+    #[must_use]
+    pub fn capacity_of(bound: usize) -> usize {
         // Places are numbered by u32, and one number is reserved.
         let most = (bound / PAGE_BYTES).min(u32::MAX as usize - BLOCK_PAGES) / BLOCK_PAGES;
         let (mut fits, mut beyond) = (0, most + 1);
@@ -170,7 +184,8 @@ impl SentPages {
         self.slots.len() - self.free.len()
     }
 
-    /// Returns what the cache has done since its creation.
+    /// Returns the figures since the creation of the cache, or since the last call of
+    /// [`Self::take_figures`].
     #[must_use]
     pub fn figures(&self) -> SentFigures {
         self.figures
@@ -181,6 +196,11 @@ impl SentPages {
     #[must_use]
     pub fn admits(&self) -> bool {
         self.pages() < self.capacity || (self.pass > 1 && self.capacity > 0)
+    }
+
+    /// Returns the figures as [`Self::figures`] does, and sets them to 0.
+    pub fn take_figures(&mut self) -> SentFigures {
+        std::mem::take(&mut self.figures)
     }
 
     /// Begins the next pass.
@@ -516,6 +536,22 @@ mod tests {
             }
             prop_assert_eq!(sent.pages(), sent.capacity());
         }
+    }
+
+    #[test]
+    fn figures_that_are_taken_add_up_to_all_figures() {
+        let (mut whole, mut parts) = (Pair::new(128), Pair::new(128));
+        let mut sum = SentFigures::default();
+        for _ in 0..3 {
+            for pages in [0..100, 50..400] {
+                whole.pass(pages.clone());
+                parts.pass(pages);
+                sum += parts.sent.take_figures();
+                assert_eq!(parts.sent.figures(), SentFigures::default());
+            }
+        }
+        assert_eq!(sum, whole.sent.figures());
+        assert!(sum.hits > 0 && sum.misses > 0 && sum.evicted > 0 && sum.saved_bytes > 0, "{sum:?}");
     }
 
     #[test]

@@ -2,7 +2,9 @@
 //! to the migration.
 
 use crate::plan::{CourseChange, Verdict};
-use crate::report::{Bytes, CodecFigures, EncodingFigures, FreePagesFigures, PaceFigures, Report};
+use crate::report::{
+    Bytes, CodecFigures, DeltaCacheFigures, EncodingFigures, FreePagesFigures, PaceFigures, Report,
+};
 use crate::source::Settings;
 use crate::wake::Wakers;
 use socket2::SockRef;
@@ -12,7 +14,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use vmferry_core::PAGE_BYTES;
+use vmferry_codec::SentFigures;
+use vmferry_core::{PAGE_BYTES, PAGE_SIZE};
 use vmferry_wire::{Encoding, Segment};
 
 /// Counters that the channel threads increase once per frame.
@@ -38,6 +41,16 @@ pub(crate) struct Encodings {
     pub(crate) delta: EncodingCounters,
     /// Bytes by which frames with encoded pages were shorter than the same frames without encoding.
     saved: AtomicU64,
+    /// Caches of all channels. `None` if the source sends no deltas.
+    caches: Mutex<Option<DeltaCaches>>,
+}
+
+/// Figures of the caches of versions, for all channels together.
+#[derive(Debug, Default)]
+struct DeltaCaches {
+    done: SentFigures,
+    memory: u64,
+    limit: u64,
 }
 
 /// Counters of the pages of one encoding.
@@ -56,8 +69,10 @@ impl EncodingCounters {
 
     fn figures(&self) -> EncodingFigures {
         let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let pages = load(&self.pages);
         EncodingFigures {
-            pages: load(&self.pages),
+            pages,
+            raw_bytes: pages * PAGE_SIZE,
             bytes: load(&self.bytes),
             cpu_ms: load(&self.cpu_ns) as f64 / 1e6,
         }
@@ -84,6 +99,30 @@ impl Encodings {
     /// Returns the bytes that encoded pages have saved.
     pub(crate) fn saved(&self) -> u64 {
         self.saved.load(Ordering::Relaxed)
+    }
+
+    /// Begins to count the work of caches that may hold `limit` bytes together. `None` means that
+    /// the source sends no deltas.
+    pub(crate) fn begin_caches(&self, limit: Option<u64>) {
+        *self.caches() = limit.map(|limit| DeltaCaches { limit, ..DeltaCaches::default() });
+    }
+
+    /// Counts what the cache of a channel has `done`, and by how many bytes it has grown.
+    pub(crate) fn count_cache(&self, done: SentFigures, growth: usize) {
+        if let Some(caches) = &mut *self.caches() {
+            caches.done += done;
+            caches.memory += growth as u64;
+        }
+    }
+
+    /// Returns the figures of the caches, or `None` if the source sends no deltas.
+    pub(crate) fn delta_cache(&self) -> Option<DeltaCacheFigures> {
+        let caches = self.caches();
+        caches.as_ref().map(|caches| DeltaCacheFigures::of(caches.done, caches.memory, caches.limit))
+    }
+
+    fn caches(&self) -> std::sync::MutexGuard<'_, Option<DeltaCaches>> {
+        self.caches.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the figures, or `None` if no page was encoded.
@@ -476,6 +515,7 @@ impl MigrationHandle {
         report.bytes.zero_pages = progress.zero_pages;
         report.bytes.free_pages_skipped = progress.free_pages_skipped;
         report.codecs = codecs;
+        report.delta_cache = self.counters.encodings.delta_cache();
         report.free_pages = progress.free_pages;
         report.course = progress.course;
         report

@@ -92,8 +92,9 @@ pub use error::MigrateError;
 pub use handle::{Change, MigrationHandle, MigrationState, Progress};
 pub use mapped::MappedMemory;
 pub use report::{
-    Bytes, CodecFigures, Cpu, Downtime, EncodingFigures, Ended, FaultFigures, FreePagesFigures,
-    MigrationKind, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Report, ThrottleFigures,
+    Bytes, CodecFigures, Cpu, DeltaCacheFigures, Downtime, EncodingFigures, Ended, FaultFigures,
+    FreePagesFigures, MigrationKind, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Report,
+    ThrottleFigures,
 };
 /// TLS library. Callers of [`Tls::with_provider`] need its type for a provider of cryptography.
 #[cfg(feature = "tls")]

@@ -6,6 +6,7 @@ use crate::source::MigrationMode;
 use serde::{Serialize, Serializer};
 use std::collections::BTreeMap;
 use std::fmt;
+use vmferry_codec::SentFigures;
 use vmferry_core::{RingFigures, TrackerKind};
 use vmferry_wire::{FaultLatency, PagingFigures};
 
@@ -58,6 +59,9 @@ pub struct Report {
     pub bytes: Bytes,
     /// Figures of encoded pages. `None` if no page was encoded.
     pub codecs: Option<CodecFigures>,
+    /// Figures of the cache of versions that deltas refer to. `None` if the source could not send
+    /// deltas.
+    pub delta_cache: Option<DeltaCacheFigures>,
     /// Passes over the dirty pages, in order.
     pub passes: Vec<PassReport>,
     /// Phases of the migration that were reached, in order of their start.
@@ -280,13 +284,49 @@ impl Bytes {
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[non_exhaustive]
 pub struct EncodingFigures {
-    /// Number of pages. Without the encoding, each has 4096 bytes.
+    /// Number of pages.
     pub pages: u64,
+    /// Bytes of these pages without the encoding.
+    pub raw_bytes: u64,
     /// Bytes of the encoded pages.
     pub bytes: u64,
     /// CPU time of the source for the encoding, in ms. It includes pages that did not become
     /// smaller, and were sent in another way.
     pub cpu_ms: f64,
+}
+
+/// Figures of the cache of versions that deltas refer to, for all channels together.
+///
+/// The processor time of the cache is part of [`CodecFigures::delta`].
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct DeltaCacheFigures {
+    /// Number of pages that were sent as deltas.
+    pub hits: u64,
+    /// Number of pages whose earlier version was not in the cache.
+    pub misses: u64,
+    /// Number of pages whose delta was too long, and that were sent in another way.
+    pub large: u64,
+    /// Number of versions that entered the cache.
+    pub admitted: u64,
+    /// Number of versions that lost their place to another page.
+    pub evicted: u64,
+    /// Bytes by which the deltas were shorter than their pages.
+    pub saved_bytes: u64,
+    /// Memory of the cache in bytes. The cache grows as it fills, until the source sends no more
+    /// deltas. After that, its last size.
+    pub memory_bytes: u64,
+    /// Largest memory that the cache may have, in bytes.
+    pub limit_bytes: u64,
+}
+
+impl DeltaCacheFigures {
+    /// Returns the figures of caches that have done `done`, hold `memory_bytes` and may hold
+    /// `limit_bytes`.
+    pub(crate) fn of(done: SentFigures, memory_bytes: u64, limit_bytes: u64) -> Self {
+        let SentFigures { hits, misses, large, admitted, evicted, saved_bytes, .. } = done;
+        Self { hits, misses, large, admitted, evicted, saved_bytes, memory_bytes, limit_bytes }
+    }
 }
 
 /// Figures of one pass over the dirty pages.

@@ -186,7 +186,13 @@ impl Api {
         let (value, ended) = match shared.latest() {
             (Some(report), _) => (of_report(&report, total, &options), true),
             (None, Some(handle)) => {
-                (of_progress(&handle.progress(), total, &options, handle.cancelled()), false)
+                let report = handle.report();
+                let mut info = of_progress(&handle.progress(), total, &options, handle.cancelled());
+                let cache = report.delta_cache.as_ref().filter(|_| options.has("xbzrle"));
+                if let Some(cache) = cache.and_then(|cache| serde_json::to_value(cache).ok()) {
+                    info["xbzrle-cache"] = xbzrle(&cache, report.bytes.delta);
+                }
+                (info, false)
             }
             (None, None) => (self.of_arrival(), false),
         };
@@ -285,6 +291,23 @@ fn of_progress(progress: &Progress, total: u64, options: &Options, cancelled: bo
     info
 }
 
+/// Returns the statistics of deltas in QMP's form. The rates cover the whole migration.
+fn xbzrle(cache: &Value, bytes: u64) -> Value {
+    let count = |name: &str| cache[name].as_u64().unwrap_or(0);
+    let (hits, misses, large) = (count("hits"), count("misses"), count("large"));
+    #[expect(clippy::cast_precision_loss, reason = "a ratio")]
+    let ratio = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+    json!({
+        "cache-size": count("limit_bytes"),
+        "bytes": bytes,
+        "pages": hits,
+        "cache-miss": misses,
+        "cache-miss-rate": ratio(misses, hits + misses + large),
+        "encoding-rate": ratio(hits * 4096, bytes),
+        "overflow": large,
+    })
+}
+
 /// Returns the answer for a migration that has ended.
 fn of_report(report: &Value, total: u64, options: &Options) -> Value {
     let state = status_of(report);
@@ -298,6 +321,9 @@ fn of_report(report: &Value, total: u64, options: &Options) -> Value {
         info["downtime"] = json!(number(&report["downtime_ms"]));
     } else if let Some(why) = report["error"].as_str() {
         info["error-desc"] = json!(why);
+    }
+    if options.has("xbzrle") && report["delta_cache"].is_object() {
+        info["xbzrle-cache"] = xbzrle(&report["delta_cache"], number(&report["bytes"]["delta"]));
     }
     if let Some(vcpus) = report["postcopy"]["vcpus"].as_array().filter(|_| options.has("postcopy-blocktime"))
     {

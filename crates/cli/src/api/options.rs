@@ -3,16 +3,21 @@
 //! They apply to the next `migrate`. An option without a counterpart is refused, not ignored.
 
 use super::MigrateRequest;
-use crate::choices::{AutoConvergeArg, ChannelsArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg};
+use crate::choices::{
+    AutoConvergeArg, ChannelsArg, CodecArg, DeltaArg, OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+};
 use serde_json::{Map, Value, json};
 use vmferry_control::{Arguments, QmpError};
-use vmferry_engine::{BulkLimit, Settings};
+use vmferry_engine::{BulkLimit, PageCodec, Settings, ZstdLevel};
 
 /// Longest downtime limit in ms: 2000 s, as in QEMU.
 const MOST_DOWNTIME_MS: u64 = 2_000_000;
 
+/// Smallest cache for deltas in bytes. A smaller one has no room for a version on each channel.
+const LEAST_CACHE: u64 = 1 << 20;
+
 /// Capabilities, and whether they are on by default.
-const CAPABILITIES: [(&str, bool); 8] = [
+const CAPABILITIES: [(&str, bool); 9] = [
     ("auto-converge", false),
     ("dirty-limit", false),
     ("events", false),
@@ -21,6 +26,7 @@ const CAPABILITIES: [(&str, bool); 8] = [
     ("postcopy-preempt", true),
     ("postcopy-ram", false),
     ("return-path", true),
+    ("xbzrle", false),
 ];
 
 /// Settings for the next migration.
@@ -29,12 +35,43 @@ pub(super) struct Options {
     on: [bool; CAPABILITIES.len()],
     downtime_limit_ms: u64,
     multifd_channels: u16,
+    compression: Compression,
+    zstd_level: ZstdLevel,
+    /// Memory for deltas in bytes; 0 for the default of the engine.
+    cache_size: u64,
     /// Bytes per second; 0 for no limit.
     max_bandwidth: u64,
     /// Bytes per second while the guest is stopped; 0 for `max_bandwidth`.
     switchover_bandwidth: u64,
     /// Bytes per second in postcopy; 0 for the automatic pace that keeps queues short.
     postcopy_bandwidth: u64,
+}
+
+/// Values of `multifd-compression`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Compression {
+    None,
+    Zstd,
+}
+
+impl Compression {
+    fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Zstd => "zstd",
+        }
+    }
+
+    /// Returns the compression with the name `value`.
+    fn read(value: &Value) -> Result<Self, QmpError> {
+        match value.as_str() {
+            Some("none") => Ok(Self::None),
+            Some("zstd") => Ok(Self::Zstd),
+            _ => Err(QmpError::generic(format!(
+                "Parameter 'multifd-compression' does not accept value {value}; it accepts none and zstd"
+            ))),
+        }
+    }
 }
 
 impl Default for Options {
@@ -44,6 +81,9 @@ impl Default for Options {
             on: CAPABILITIES.map(|(_, on)| on),
             downtime_limit_ms: u64::try_from(settings.downtime_limit.as_millis()).unwrap_or(MOST_DOWNTIME_MS),
             multifd_channels: settings.channels,
+            compression: Compression::None,
+            zstd_level: ZstdLevel::MIN,
+            cache_size: 0,
             max_bandwidth: 0,
             switchover_bandwidth: 0,
             postcopy_bandwidth: 0,
@@ -108,7 +148,9 @@ impl Options {
             "max-postcopy-bandwidth": self.postcopy_bandwidth,
             "mode": "normal",
             "multifd-channels": self.multifd_channels,
-            "multifd-compression": "none",
+            "multifd-compression": self.compression.name(),
+            "multifd-zstd-level": self.zstd_level.get(),
+            "xbzrle-cache-size": self.cache_size,
         })
     }
 
@@ -132,10 +174,17 @@ impl Options {
                 let channels = number(name, value, 1, Settings::MAX_CHANNELS.into())?;
                 self.multifd_channels = u16::try_from(channels).unwrap_or(Settings::MAX_CHANNELS);
             }
-            // These are the only supported values.
+            "multifd-compression" => self.compression = Compression::read(value)?,
+            "multifd-zstd-level" => {
+                let (least, most) = (ZstdLevel::MIN.get(), ZstdLevel::MAX.get());
+                let level = number(name, value, least.into(), most.into())?;
+                self.zstd_level = u8::try_from(level).ok().and_then(ZstdLevel::new).unwrap_or(ZstdLevel::MAX);
+            }
+            "xbzrle-cache-size" if value == 0 => self.cache_size = 0,
+            "xbzrle-cache-size" => self.cache_size = number(name, value, LEAST_CACHE, u64::MAX)?,
+            // This is the only supported value.
             "mode" if value == "normal" => {}
-            "multifd-compression" if value == "none" => {}
-            "mode" | "multifd-compression" => {
+            "mode" => {
                 return Err(QmpError::generic(format!("Parameter '{name}' does not accept value {value}")));
             }
             _ => {
@@ -165,6 +214,12 @@ impl Options {
                 () if self.has("auto-converge") => AutoConvergeArg::All,
                 () => AutoConvergeArg::Off,
             },
+            codec: CodecArg(match self.compression {
+                Compression::None => PageCodec::Raw,
+                Compression::Zstd => PageCodec::Zstd(self.zstd_level),
+            }),
+            delta: if self.has("xbzrle") { DeltaArg::On } else { DeltaArg::Off },
+            delta_cache: (self.cache_size > 0).then_some(self.cache_size),
             insecure,
             ..MigrateRequest::to(uri)
         }
@@ -190,7 +245,7 @@ fn unknown<'a>(what: &str, name: &str, known: impl Iterator<Item = &'a str>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use vmferry_engine::{AutoConverge, MigrationMode, OnTimeout, UrgentPath};
+    use vmferry_engine::{AutoConverge, Deltas, MigrationMode, OnTimeout, UrgentPath};
 
     fn arguments(value: Value) -> Arguments {
         match value {
@@ -232,11 +287,62 @@ mod tests {
     }
 
     #[test]
+    fn compression_and_xbzrle_are_codec_and_deltas() {
+        let mut options = Options::default();
+        let plain = options.request("tcp:a:1", false).settings(None).unwrap();
+        assert_eq!((plain.codec, plain.deltas, plain.delta_cache), (PageCodec::Raw, Deltas::Off, None));
+        let parameters = options.parameters();
+        assert_eq!(parameters["multifd-compression"], "none");
+        assert_eq!(
+            (&parameters["multifd-zstd-level"], &parameters["xbzrle-cache-size"]),
+            (&json!(1), &json!(0))
+        );
+        with(&mut options, &[("multifd", true), ("xbzrle", true)]).unwrap();
+        let set =
+            json!({"multifd-compression": "zstd", "multifd-zstd-level": 7, "xbzrle-cache-size": 3 << 20});
+        options.set_parameters(arguments(set.clone())).unwrap();
+        for (name, value) in set.as_object().unwrap() {
+            assert_eq!(options.parameters()[name], *value);
+        }
+        let on = options
+            .capabilities()
+            .as_array()
+            .unwrap()
+            .contains(&json!({"capability": "xbzrle", "state": true}));
+        assert!(on, "{}", options.capabilities());
+        let settings = options.request("tcp:a:1", false).settings(None).unwrap();
+        assert_eq!(settings.codec, PageCodec::Zstd(ZstdLevel::new(7).unwrap()));
+        assert_eq!((settings.deltas, settings.delta_cache), (Deltas::On, Some(3 << 20)));
+        options
+            .set_parameters(arguments(json!({"multifd-compression": "none", "xbzrle-cache-size": 0})))
+            .unwrap();
+        with(&mut options, &[("xbzrle", false)]).unwrap();
+        let settings = options.request("tcp:a:1", false).settings(None).unwrap();
+        assert_eq!(
+            (settings.codec, settings.deltas, settings.delta_cache),
+            (PageCodec::Raw, Deltas::Off, None)
+        );
+    }
+
+    #[test]
+    fn zlib_is_refused_with_the_name_of_what_exists() {
+        let mut options = Options::default();
+        for name in ["zlib", "qpl", "lz4"] {
+            let wrong = json!({ "multifd-compression": name });
+            let error = options.set_parameters(arguments(wrong)).unwrap_err();
+            let says = format!("Parameter 'multifd-compression' does not accept value \"{name}\"");
+            assert!(error.desc.starts_with(&says) && error.desc.contains("zstd"), "{error}");
+        }
+        let error = options.set_parameters(arguments(json!({"multifd-zlib-level": 3}))).unwrap_err();
+        assert!(error.desc.contains("vmferry has no migration parameter 'multifd-zlib-level'"), "{error}");
+    }
+
+    #[test]
     fn unsupported_values_are_refused_and_change_nothing() {
         let mut options = Options::default();
         let before = (options.capabilities(), options.parameters());
         for names in [
-            &[("multifd", true), ("xbzrle", true)][..],
+            &[("multifd", true), ("mapped-ram", true)][..],
             &[("events", true), ("auto-converge", true), ("dirty-limit", true)],
             &[("return-path", false)],
         ] {
@@ -250,6 +356,11 @@ mod tests {
             json!({"max-bandwidth": "1G"}),
             json!({"max-bandwidth": -1}),
             json!({"mode": "cpr-reboot"}),
+            json!({"multifd-compression": "zlib"}),
+            json!({"multifd-compression": 1}),
+            json!({"multifd-compression": "zstd", "multifd-zstd-level": 0}),
+            json!({"multifd-zstd-level": 20}),
+            json!({"xbzrle-cache-size": 4096}),
         ] {
             assert!(options.set_parameters(arguments(wrong.clone())).is_err(), "{wrong}");
         }

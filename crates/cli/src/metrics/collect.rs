@@ -160,6 +160,31 @@ const NUMBERS: &[Number] = &[
     ),
     ("migration_delta", BYTES, "Bytes of pages sent as differences", "bytes.delta"),
     ("migration_compressed", BYTES, "Bytes of pages sent compressed", "bytes.compressed"),
+    (
+        "migration_delta_cache_admitted_pages",
+        NUMBER,
+        "Versions of pages that entered the cache for deltas",
+        "delta_cache.admitted",
+    ),
+    (
+        "migration_delta_cache_evicted_pages",
+        NUMBER,
+        "Versions of pages that lost their place in the cache to another page",
+        "delta_cache.evicted",
+    ),
+    (
+        "migration_delta_cache_saved",
+        BYTES,
+        "Bytes by which deltas were shorter than their pages",
+        "delta_cache.saved_bytes",
+    ),
+    ("migration_delta_cache_memory", BYTES, "Memory of the cache for deltas", "delta_cache.memory_bytes"),
+    (
+        "migration_delta_cache_limit",
+        BYTES,
+        "Largest memory that the cache for deltas may have",
+        "delta_cache.limit_bytes",
+    ),
     ("migration_verified_pages", NUMBER, "Pages compared on both sides", "verified_pages"),
     ("migration_mismatched_pages", NUMBER, "Pages that differed", "mismatched_pages"),
     (
@@ -288,6 +313,13 @@ const LABELLED: &[Labelled] = &[
         ],
     ),
     (
+        "migration_delta_cache_pages",
+        NUMBER,
+        "Pages by the result of the cache for deltas",
+        "result",
+        &[("hit", "delta_cache.hits"), ("miss", "delta_cache.misses"), ("large", "delta_cache.large")],
+    ),
+    (
         "migration_guest_speed",
         NUMBER,
         "Writes per second of the guest",
@@ -330,6 +362,24 @@ const LISTS: &[List] = &[
         "vm.rings.used",
     ),
     ("migration_channel", BYTES, "Bytes that a bulk channel has sent", "channel", "progress.channel_bytes"),
+];
+
+/// Objects with a member for each value of a label: name, form, help text, label, path of the
+/// object, and field of each member.
+type Members = (&'static str, Form, &'static str, &'static str, &'static str, &'static str);
+
+const MEMBERS: &[Members] = &[
+    ("migration_codec_pages", NUMBER, "Pages that were sent encoded", "codec", "codecs", "pages"),
+    (
+        "migration_codec_raw",
+        BYTES,
+        "Bytes of encoded pages before the encoding",
+        "codec",
+        "codecs",
+        "raw_bytes",
+    ),
+    ("migration_codec_sent", BYTES, "Bytes of encoded pages after the encoding", "codec", "codecs", "bytes"),
+    ("migration_codec_cpu", MS, "Processor time of the source for the encoding", "codec", "codecs", "cpu_ms"),
 ];
 
 /// States of which one is true: name, help text, label, path and possible values.
@@ -412,6 +462,12 @@ impl Metrics {
             let values = self.at(path).as_array().into_iter().flatten().enumerate();
             let known =
                 values.filter_map(|(index, value)| Some(([(*label, index.to_string())], value.as_f64()?)));
+            metric(encoder, (name, help), *form, &known.collect::<Vec<_>>())?;
+        }
+        for (name, form, help, label, path, field) in MEMBERS {
+            let members = self.at(path).as_object().into_iter().flatten();
+            let known = members
+                .filter_map(|(member, value)| Some(([(*label, member.clone())], value[*field].as_f64()?)));
             metric(encoder, (name, help), *form, &known.collect::<Vec<_>>())?;
         }
         // While the migration runs, `progress` contains the sent bytes, and afterwards the report

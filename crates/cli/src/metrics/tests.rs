@@ -25,6 +25,9 @@ fn status() -> Value {
             *place = json!(2000.0);
         }
     }
+    for (_, _, _, _, path, field) in MEMBERS {
+        status[*path]["some"][*field] = json!(2000.0);
+    }
     status
 }
 
@@ -62,6 +65,27 @@ fn units_are_base_units_and_kinds_are_given() {
         assert!(text.lines().any(|own| own == line), "{line} is not in\n{text}");
     }
     assert!(text.ends_with("# EOF\n"));
+}
+
+#[test]
+fn encodings_and_the_cache_of_a_report_are_metrics() {
+    let text = text(crate::codecs::tests::document()).unwrap();
+    for line in [
+        "vmferry_migration_codec_raw_bytes{codec=\"lz4\"} 104857600.0",
+        "vmferry_migration_codec_sent_bytes{codec=\"lz4\"} 41943040.0",
+        "vmferry_migration_codec_pages{codec=\"delta\"} 51200.0",
+        "vmferry_migration_codec_cpu_seconds{codec=\"delta\"} 1.5",
+        "vmferry_migration_codec_cpu_seconds{codec=\"zstd\"} 0.02",
+        "vmferry_migration_delta_cache_pages{result=\"hit\"} 51200.0",
+        "vmferry_migration_delta_cache_pages{result=\"miss\"} 25600.0",
+        "vmferry_migration_delta_cache_pages{result=\"large\"} 12.0",
+        "vmferry_migration_delta_cache_evicted_pages 7.0",
+        "vmferry_migration_delta_cache_saved_bytes 207618048.0",
+        "vmferry_migration_delta_cache_memory_bytes 50331648.0",
+        "vmferry_migration_delta_cache_limit_bytes 67108864.0",
+    ] {
+        assert!(text.lines().any(|own| own == line), "{line} is not in\n{text}");
+    }
 }
 
 #[test]

@@ -94,6 +94,8 @@ fn document(made: &PlanResult, taken: Strategy, report: &Report, refused: Option
         "recommended": plan.recommended,
         "reason": plan.reason,
         "certainty": plan.certainty,
+        "codecs": plan.codecs,
+        "encoding": plan.encoding,
         "others": plan.modes.iter().filter(|mode| mode.mode != taken).collect::<Vec<&ModePlan>>(),
         "refused": refused,
         "guest_cost": made.cost,

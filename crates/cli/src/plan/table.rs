@@ -4,22 +4,19 @@ use crate::output::{self, INDENT};
 use comfy_table::{Cell, CellAlignment, ColumnConstraint, ContentArrangement, Table, Width, presets};
 use serde_json::Value;
 
-const HEAD: [&str; 7] = ["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"];
+/// Columns of the table of all ways, and of the table of encodings.
+const MODES: [&str; 7] = ["mode", "converges", "total", "downtime", "sent", "guest slowed by", "passes"];
+const ENCODINGS: [&str; 6] = ["encoding", "mode", "total", "downtime", "sent", "encoder's CPU"];
 
 /// Formatter of a figure.
 type Shown = fn(f64) -> String;
 
 /// Returns the table, at most `columns` wide if there is a terminal, and its explanation.
 pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
-    let mut table = modes(plan, " ");
-    if let Some(columns) =
-        columns.filter(|columns| table.to_string().lines().any(|line| wider(line, *columns)))
-    {
-        table = modes(plan, "\n");
-        let width = u16::try_from(columns).unwrap_or(u16::MAX);
-        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
-        table.set_constraints(HEAD.map(least));
-    }
+    let table = fitting(&MODES, columns, |between| modes(plan, between));
+    // Without a sample, there is nothing to compare.
+    let compared = plan["codecs"].as_array().is_some_and(|codecs| codecs.len() > 1);
+    let encodings = compared.then(|| fitting(&ENCODINGS, columns, |between| encodings(plan, between)));
     let fold = |line: String, indent: usize| match columns {
         Some(columns) => output::fold(&line, columns, indent),
         None => line,
@@ -29,6 +26,7 @@ pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
         fold("Expected values; nine of ten simulated runs lie within the range in brackets.".into(), 0);
     let words = [
         format!("recommended  {}: {}", text("recommended"), text("reason")),
+        format!("encoding     {}", encoding(&plan["encoding"])),
         format!("how sure     {}", text("certainty")),
         format!("measured     {}", measured(&plan["inputs"])),
         format!("its cost     {}", cost(&plan["guest_cost"])),
@@ -37,12 +35,26 @@ pub(super) fn text(plan: &Value, columns: Option<usize>) -> String {
         .as_str()
         .map(|why| format!("but          {why}; the plan assumes that the guest's I/O is quiesced"));
     let words = words.into_iter().chain(busy).map(|line| fold(line, INDENT));
-    format!("{table}\n{means}\n\n{}", words.collect::<Vec<_>>().join("\n"))
+    let encodings = encodings.map_or_else(String::new, |table| format!("{table}\n"));
+    format!("{table}\n{encodings}{means}\n\n{}", words.collect::<Vec<_>>().join("\n"))
+}
+
+/// Returns a table that is at most `columns` wide if there is a terminal. `make` makes it with the
+/// text before the range in brackets.
+fn fitting(head: &[&str], columns: Option<usize>, make: impl Fn(&str) -> Table) -> Table {
+    let table = make(" ");
+    let too_wide = |columns: &usize| table.to_string().lines().any(|line| wider(line, *columns));
+    let Some(columns) = columns.filter(too_wide) else { return table };
+    let mut table = make("\n");
+    let width = u16::try_from(columns).unwrap_or(u16::MAX);
+    table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+    table.set_constraints(head.iter().map(|title| least(title)));
+    table
 }
 
 /// Returns the least width of a column: no word of its head is broken, and no mode's name.
 fn least(title: &str) -> ColumnConstraint {
-    if title == HEAD[0] {
+    if title == MODES[0] || title == ENCODINGS[0] {
         return ColumnConstraint::ContentWidth;
     }
     let word = title.split(' ').map(str::len).max().unwrap_or(0);
@@ -56,7 +68,7 @@ fn least(title: &str) -> ColumnConstraint {
 fn modes(plan: &Value, between: &str) -> Table {
     let mut table = Table::new();
     table.load_style(presets::UTF8_BORDERS_ONLY);
-    table.set_header(HEAD);
+    table.set_header(MODES);
     for mode in plan["modes"].as_array().into_iter().flatten() {
         let name = mode["mode"].as_str().unwrap_or("?");
         let star = if plan["recommended"] == mode["mode"] { "* " } else { "  " };
@@ -74,6 +86,35 @@ fn modes(plan: &Value, between: &str) -> Table {
         table.add_row(row);
     }
     table
+}
+
+/// Returns the table of all encodings of pages. `between` precedes the range in brackets.
+fn encodings(plan: &Value, between: &str) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(ENCODINGS);
+    let same = |a: &Value, b: &Value| a["codec"] == b["codec"] && a["deltas"] == b["deltas"];
+    for codec in plan["codecs"].as_array().into_iter().flatten() {
+        let name = codec["codec"].as_str().unwrap_or("?");
+        let deltas = if codec["deltas"] == true { " + deltas" } else { "" };
+        let star = if same(codec, &plan["encoding"]) { "* " } else { "  " };
+        let mode = codec["mode"].as_str().unwrap_or("?");
+        let mut row = vec![Cell::new(format!("{star}{name}{deltas}")), Cell::new(mode)];
+        for (name, shown) in [("total_ms", time as Shown), ("downtime_ms", time), ("bytes", size)] {
+            row.push(Cell::new(interval(&codec[name], shown, between)).set_alignment(CellAlignment::Right));
+        }
+        let cpu = codec["encoding_cpu_ms"]["expected"].as_f64().map_or("-".into(), time);
+        row.push(Cell::new(cpu).set_alignment(CellAlignment::Right));
+        table.add_row(row);
+    }
+    table
+}
+
+/// Returns the recommended encoding as options, and the reason.
+fn encoding(advice: &Value) -> String {
+    let codec = advice["codec"].as_str().unwrap_or("?");
+    let deltas = if advice["deltas"] == true { " --delta on" } else { "" };
+    format!("--codec {codec}{deltas}: {}", advice["reason"].as_str().unwrap_or("?"))
 }
 
 fn wider(line: &str, columns: usize) -> bool {
@@ -168,12 +209,17 @@ mod tests {
                 { "mode": "precopy", "converges": "borderline", "probability": 0.4, "total_ms": interval(900.0, 1000.0, 12_000.0), "downtime_ms": interval(700.0, 800.0, 900.0) },
                 { "mode": "hybrid", "converges": "yes", "probability": 1.0, "bytes": interval(1e9, 1e9, 1e9) },
             ],
+            "codecs": [
+                { "codec": "raw", "deltas": false, "mode": "hybrid", "total_ms": interval(4e4, 5e4, 6e4), "encoding_cpu_ms": interval(0.0, 0.0, 0.0) },
+                { "codec": "zstd:1", "deltas": true, "mode": "precopy", "bytes": interval(1e8, 2e8, 3e8), "encoding_cpu_ms": interval(900.0, 1300.0, 1400.0) },
+            ],
+            "encoding": { "codec": "zstd:1", "deltas": true, "reason": "it is faster" },
             "recommended": "hybrid", "reason": "because", "certainty": "not very",
             "inputs": { "link": { "bytes_per_s": 1e8, "measured": false } },
         });
         let narrow = super::text(&plan, Some(78));
         assert!(narrow.lines().all(|line| !wider(line, 78)) && narrow.contains("1.0 s"), "{narrow}");
-        for word in ["converges", "downtime", "slowed", "passes"] {
+        for word in ["converges", "downtime", "slowed", "passes", "encoding", "CPU"] {
             assert!(narrow.contains(word), "{word} is broken: {narrow}");
         }
         let text = super::text(&plan, None);
@@ -185,8 +231,15 @@ mod tests {
             "954 MiB",
             "hybrid: because",
             "as given",
+            "* zstd:1 + deltas",
+            "191 MiB (95 to 286 MiB)",
+            "encoding     --codec zstd:1 --delta on: it is faster",
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
+        let mut alone = plan;
+        alone["codecs"].as_array_mut().unwrap().truncate(1);
+        let text = super::text(&alone, None);
+        assert!(!text.contains("encoder's CPU") && text.contains("encoding     --codec"), "{text}");
     }
 }

@@ -2,6 +2,7 @@
 
 use super::Screen;
 use super::guest::{Guest, Line};
+use crate::codecs;
 use crate::output::bytes;
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -18,6 +19,8 @@ use std::time::Instant;
 const BYTES: [&str; 6] = ["swap_in", "swap_out", "free", "total", "available", "caches"];
 /// Fewest columns and rows for charts.
 const LEAST: (u16, u16) = (40, 12);
+/// Most lines about encoded pages.
+const ENCODING_LINES: usize = 3;
 /// Narrowest and widest bar of the histogram.
 const BAR: (u16, u16) = (4, 8);
 
@@ -116,8 +119,12 @@ fn table<'a>(screen: &'a Screen, now: Instant, area: Rect) -> Table<'a> {
 
 /// Draws the chosen guest.
 fn one(frame: &mut Frame<'_>, guest: &Guest, now: Instant, area: Rect) {
-    let [progress, rest] = Layout::vertical([Constraint::Length(4), Constraint::Min(0)]).areas(area);
+    let encoded = encodings(guest, area.width);
+    let height = u16::try_from(encoded.len()).unwrap_or(0);
+    let [progress, codecs, rest] =
+        Layout::vertical([Constraint::Length(4), Constraint::Length(height), Constraint::Min(0)]).areas(area);
     migration(frame, guest, now, progress);
+    frame.render_widget(Paragraph::new(encoded.join("\n")), codecs);
     if rest.width < LEAST.0 || rest.height < LEAST.1 {
         let short = Paragraph::new("(too small for charts)").style(Style::new().fg(Color::DarkGray));
         frame.render_widget(short, rest);
@@ -184,6 +191,39 @@ fn summary(guest: &Guest) -> String {
         ]
     };
     parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
+}
+
+/// Returns the lines with the bytes before and after the encoding of pages, at most
+/// [`ENCODING_LINES`]. There are none if no page was encoded.
+fn encodings(guest: &Guest, columns: u16) -> Vec<String> {
+    let encoding = |of: codecs::EncodedPages<'_>| {
+        let cpu = match of.cpu_ms {
+            ms if ms < 1e3 => format!("{ms:.0} ms"),
+            ms => format!("{:.1} s", ms / 1e3),
+        };
+        match of.percent() {
+            Some(_) => format!("{} {} → {}, CPU {cpu}", of.name, bytes(of.raw_bytes), bytes(of.bytes)),
+            None => format!("{} in vain, CPU {cpu}", of.name),
+        }
+    };
+    let mut parts: Vec<String> = codecs::used(guest.at(&["codecs"])).map(encoding).collect();
+    let cache = |name: &str| guest.number(&["delta_cache", name]);
+    if let (Some(hits), Some(misses), Some(memory)) = (cache("hits"), cache("misses"), cache("memory_bytes"))
+    {
+        parts.push(format!("cache {}: {} hits, {} misses", size(memory), short(hits), short(misses)));
+    }
+    let mut lines: Vec<String> = Vec::new();
+    for part in parts {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 2 + part.chars().count() <= columns.into() => {
+                line.push_str("; ");
+                line.push_str(&part);
+            }
+            _ => lines.push(part),
+        }
+    }
+    lines.truncate(ENCODING_LINES);
+    lines
 }
 
 fn remark(guest: &Guest, now: Instant) -> Text<'_> {

@@ -1,5 +1,6 @@
 //! Inputs of a plan: the measured figures of guest and link.
 
+use super::content::Content;
 use super::curve::CurvePoint;
 use serde::{Deserialize, Serialize};
 
@@ -107,6 +108,9 @@ pub struct Inputs {
     pub zero_pages: u64,
     /// Number of touched pages that the guest reports as free.
     pub free_pages: u64,
+    /// Content of the pages, for the prediction of encoded pages.
+    #[serde(default)]
+    pub content: Content,
     /// Number of vCPUs.
     pub vcpus: u32,
     /// Number of pages that the guest dirtied within each window.

@@ -7,14 +7,16 @@
 //! of a pause ([`PauseCosts`]). A pause is longer if the guest's I/O takes longer to quiesce, up to
 //! the downtime limit (at least 0.3 s, at most 1 s).
 
+use super::content::{Content, Encoded, Versions, encode};
 use super::curve::CurvePoint;
 use super::inputs::{Costs, Inputs, Link, MemoryPart, Protection};
 use crate::random;
-use crate::source::Settings;
+use crate::source::{PageCodec, Settings, delta_cache_bytes};
 use crate::vm;
 use serde::Serialize;
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
+use vmferry_codec::{Level, SentPages};
 use vmferry_core::{
     DirtyTracker, FreeReport, GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, PageSet, PauseCosts, RegionId,
     SourceVm, TrackerKind, VmError,
@@ -149,10 +151,14 @@ pub fn measure(
     let stopped = tracker.stop();
     let (watched, protect_page_s, touched) = watched?;
     stopped?;
+    // The pages get time for further writes while the rest is measured.
+    let none = PageSet::empty(memory.layout());
+    let versions = Versions::take(&*memory, watched.written.as_ref().unwrap_or(&none))?;
     let Stopping { pause_s, quiesce_s, save_s, state_bytes, pauses, paused, busy } =
         measure_stopping(vm, settings.downtime_limit.clamp(SHORTEST_TRIAL_PAUSE, LONGEST_TRIAL_PAUSE))?;
-    let free_pages = if settings.free_pages { count_free_pages(vm, &touched) } else { 0 };
+    let free = if settings.free_pages { find_free_pages(vm, &touched) } else { none };
     let (looked, zero) = count_zeros(&*memory, &touched)?;
+    let content = measure_content(&*memory, (&touched, &free), versions, settings)?;
     let pages = touched.count();
     let layout = memory.layout();
     let zero_pages = pages.saturating_mul(zero).checked_div(looked).unwrap_or(0);
@@ -172,7 +178,8 @@ pub fn measure(
         memory_pages: layout.pages(),
         touched_pages: pages,
         zero_pages,
-        free_pages,
+        free_pages: free.count(),
+        content,
         vcpus: vm.config().vcpus,
         curve: watched.curve,
         run_pages: watched.run_pages,
@@ -327,11 +334,11 @@ fn measure_stopping(vm: &mut dyn SourceVm, within: Duration) -> Result<Stopping,
     Ok(best.map_or(guess, |best| Stopping { pause_s, paused, ..best }))
 }
 
-/// Returns how many of the pages `touched` the guest reports as free. Returns zero if the guest
+/// Returns the pages of `touched` that the guest reports as free. Returns no pages if the guest
 /// cannot be asked, or does not answer in time.
-fn count_free_pages(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
+fn find_free_pages(vm: &mut dyn SourceVm, touched: &PageSet) -> PageSet {
     let memory = vm.memory();
-    let Some(mut source) = vm.free_pages() else { return 0 };
+    let Some(mut source) = vm.free_pages() else { return PageSet::empty(memory.layout()) };
     let mut report = FreeReport::new(memory.layout());
     let question = random::<8>().map_or(1, u64::from_le_bytes);
     let deadline = Instant::now() + FREE_PATIENCE;
@@ -347,7 +354,33 @@ fn count_free_pages(vm: &mut dyn SourceVm, touched: &PageSet) -> u64 {
     source.stop();
     let mut free = report.pages().clone();
     free.retain(touched);
-    free.count()
+    free
+}
+
+/// Samples the content of the pages that are touched and not free, and compares the `versions` of
+/// written pages.
+fn measure_content(
+    memory: &dyn GuestMemory,
+    (touched, free): (&PageSet, &PageSet),
+    versions: Versions,
+    settings: &Settings,
+) -> Result<Content, VmError> {
+    let level = if let PageCodec::Zstd(level) = settings.codec { level } else { Level::MIN };
+    let mut pages = touched.clone();
+    pages.subtract(free);
+    let Encoded { pages: sampled_pages, lz4, zstd, delay } = encode(memory, &pages, level)?;
+    let cache = usize::try_from(delta_cache_bytes(settings, memory.layout())).unwrap_or(usize::MAX);
+    let processors = std::thread::available_parallelism().map_or(0, usize::from);
+    Ok(Content {
+        sampled_pages,
+        lz4,
+        zstd,
+        zstd_level: level.get(),
+        delta: versions.compare(memory)?,
+        delta_cache_pages: SentPages::capacity_of(cache) as u64,
+        processors: u32::try_from(processors).unwrap_or(u32::MAX),
+        delay,
+    })
 }
 
 /// Checks a sample of the `touched` pages for zeros. Returns the size of the sample, and the number

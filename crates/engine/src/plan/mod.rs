@@ -10,7 +10,9 @@
 //! converge, and [`Auto`] decides whether it changes its course. All parts except the two
 //! measurements are pure functions.
 
+mod content;
 mod curve;
+mod encoding;
 mod inputs;
 mod measure;
 mod model;
@@ -20,7 +22,9 @@ mod rng;
 mod score;
 
 pub use crate::source::probe;
+pub use content::{Content, DeltaSample, EncodingSample};
 pub use curve::CurvePoint;
+pub use encoding::{CodecPlan, EncodingAdvice};
 pub use inputs::{Costs, Inputs, Link, MemoryPart, Protection};
 pub use measure::{GuestCost, GuestMeasurement, Windows, measure};
 pub use predict::{Interval, Likelihood, ModePlan, Plan, Strategy};

@@ -2,18 +2,19 @@
 //! with the policy that real migrations use.
 
 use super::curve::{Class, Curve};
+use super::encoding::{Encoding, PageCost, PassPages};
 use super::inputs::{Inputs, Protection};
 use super::ring::Ring;
 use super::rng::Rng;
 use crate::source::sender;
 use crate::source::{AutoConverge, BulkLimit, MigrationMode, OnTimeout, Settings};
 use std::time::Duration;
-use vmferry_core::PAGE_SIZE;
 use vmferry_protocol::source::policy::{Convergence, Decision, LinkRate, PassOutcome};
 use vmferry_protocol::source::throttle;
 
-/// Bytes of a page on the wire, including its share of a frame's table and header.
-const WIRE_PAGE: f64 = PAGE_SIZE as f64 + 16.3;
+/// Bytes of a page on the wire without encoding. The policy counts in such pages, as in a real
+/// migration.
+const WIRE_PAGE: f64 = PageCost::RAW.wire;
 /// Time to read a page of zeros, in seconds.
 const ZERO_PAGE_S: f64 = 0.4e-6;
 /// Time of a pass in addition to its pages and the round trip, in seconds: distributing the work,
@@ -51,6 +52,7 @@ const HYBRID: f64 = vmferry_protocol::source::policy::CONVERGING;
 pub(crate) struct World<'a> {
     pub(crate) inputs: &'a Inputs,
     pub(crate) settings: &'a Settings,
+    pub(crate) encoding: Encoding<'a>,
     pub(crate) curve: Curve,
     /// Bandwidth in bytes per second.
     pub(crate) bandwidth: f64,
@@ -69,6 +71,8 @@ pub(crate) struct Run {
     pub(crate) total: f64,
     pub(crate) downtime: f64,
     pub(crate) bytes: f64,
+    /// CPU time of the encoding in seconds.
+    pub(crate) encode: f64,
     /// Share of its time that the guest lost while it ran.
     pub(crate) lost: f64,
     pub(crate) passes: u32,
@@ -85,19 +89,21 @@ struct State<'a, 'w> {
     rings: Vec<Option<Ring>>,
     now: f64,
     bytes: f64,
+    encode: f64,
     faults: f64,
     held: f64,
     share: f64,
 }
 
 impl World<'_> {
-    /// Returns the time in seconds to send `pages` pages with content, and to read `others` pages
-    /// without sending them.
-    fn sending(&self, pages: f64, others: f64, bandwidth: f64) -> f64 {
+    /// Returns the time in seconds to send `pages` pages with content at the cost `cost`, and to
+    /// read `others` pages without sending them.
+    fn sending(&self, (pages, cost): (f64, PageCost), others: f64, bandwidth: f64) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let costs = &self.inputs.costs;
-        let cpu = (self.inputs.link.cpu_page_s + costs.protect_page_s) * pages / channels;
-        (pages * WIRE_PAGE / bandwidth).max(cpu) + others * (ZERO_PAGE_S + costs.protect_page_s) / channels
+        let cpu = (self.inputs.link.cpu_page_s + costs.protect_page_s) * pages / channels
+            + self.encoding.seconds(cost) * pages;
+        (pages * cost.wire / bandwidth).max(cpu) + others * (ZERO_PAGE_S + costs.protect_page_s) / channels
     }
 
     /// Returns the mean time in seconds between the protection of a page and the moment at which
@@ -106,18 +112,18 @@ impl World<'_> {
     /// The pages of a chunk are protected together, but are sent in one frame after the other. With
     /// a bandwidth limit, a frame waits for its slot. Otherwise, it waits behind the bytes in the
     /// socket and on the network path.
-    fn lead(&self, pages: f64, bandwidth: f64, first: bool) -> f64 {
+    fn lead(&self, (pages, cost): (f64, PageCost), bandwidth: f64, first: bool) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
         let each = pages / channels;
         let density = (pages / self.spread).min(1.0);
-        let chunk = each.min(self.inputs.chunk_pages as f64 * density) * channels * WIRE_PAGE / bandwidth;
-        let frame = each.min(FRAME_PAGES) * channels * WIRE_PAGE / bandwidth;
+        let chunk = each.min(self.inputs.chunk_pages as f64 * density) * channels * cost.wire / bandwidth;
+        let frame = each.min(FRAME_PAGES) * channels * cost.wire / bandwidth;
         let waits = if self.capped() {
             frame
         } else {
             let queued =
                 if first { SOCKET_BYTES * channels / bandwidth } else { sender::UNSENT.as_secs_f64() };
-            queued.min(pages * WIRE_PAGE / bandwidth) + self.inputs.link.queue_s
+            queued.min(pages * cost.wire / bandwidth) + self.inputs.link.queue_s
         };
         0.5 * chunk + waits
     }
@@ -129,21 +135,21 @@ impl World<'_> {
 
     /// Returns the time in seconds until the first frame of a pass may be sent. Under a bandwidth
     /// limit, the last frame of the previous pass, which had `before` pages, delays that frame.
-    fn slot(&self, before: f64) -> f64 {
+    fn slot(&self, before: f64, cost: PageCost) -> f64 {
         let channels = f64::from(self.settings.channels.max(1));
-        let frame = (before / channels).min(FRAME_PAGES) * WIRE_PAGE;
+        let frame = (before / channels).min(FRAME_PAGES) * cost.wire;
         if self.capped() { 0.5 * frame / self.bandwidth } else { 0.0 }
     }
 
-    fn downtime(&self, pages: f64, before: f64) -> f64 {
+    fn downtime(&self, (pages, cost): (f64, PageCost), before: f64) -> f64 {
         let costs = &self.inputs.costs;
         let state = costs.state_bytes / self.bandwidth;
         self.fixed * (costs.stopping_s() + costs.harvest_s)
             + state
             + 3.0 * self.round_trip
             + PASS_S
-            + self.sending(pages, 0.0, self.bandwidth)
-            + self.slot(before)
+            + self.sending((pages, cost), 0.0, self.bandwidth)
+            + self.slot(before, cost)
     }
 
     fn setup(&self) -> f64 {
@@ -168,6 +174,12 @@ impl World<'_> {
         (content as f64, memory_pages.saturating_sub(content) as f64)
     }
 
+    /// Returns the mean cost of the `pages` pages of pass number `pass`, or of the pages after a
+    /// handover.
+    fn cost(&self, pass: Option<u32>, pages: f64) -> PageCost {
+        self.encoding.cost(PassPages { pass, pages, all: self.pages().0 }, self.bandwidth)
+    }
+
     /// Runs the simulation.
     pub(crate) fn run(&self, rng: &mut Rng) -> Run {
         let classes = self.curve.classes.clone();
@@ -182,6 +194,7 @@ impl World<'_> {
             rings,
             now,
             bytes: 0.0,
+            encode: 0.0,
             faults: 0.0,
             held: 0.0,
             share: 0.0,
@@ -200,7 +213,7 @@ impl State<'_, '_> {
         let horizon = settings.timeout.map_or(HORIZON_S, |timeout| timeout.as_secs_f64());
         let mut left_before: Option<f64> = None;
         for pass in 0..MOST_PASSES {
-            let (bytes, elapsed) = self.pass(pass == 0);
+            let (bytes, elapsed) = self.pass(pass);
             self.now += costs.harvest_s;
             if pass == 0 {
                 self.now += costs.pause_s + costs.quiesce_s + costs.save_s;
@@ -224,25 +237,26 @@ impl State<'_, '_> {
             }
             let fits =
                 link.predict(whole(left), seconds(fixed)).is_some_and(|time| time <= settings.downtime_limit);
-            self.throttle(left / elapsed.max(1e-6), fits);
+            self.throttle(left / elapsed.max(1e-6), fits, pass + 1);
         }
         Run { ends: false, total: horizon, passes: MOST_PASSES, ..self.account(horizon) }
     }
 
-    /// Simulates a pass over the dirty pages, or over all pages if it is the `first`. Returns the
-    /// bytes and the duration in seconds of the pass. Afterwards, `self.dirty` has the pages that
-    /// the pass left dirty.
-    fn pass(&mut self, first: bool) -> (f64, f64) {
-        let world = self.world;
+    /// Simulates pass number `number`: a pass over all pages if it is 0, or else over the dirty
+    /// pages. Returns the bytes of its pages without encoding, and its duration in seconds.
+    /// Afterwards, `self.dirty` has the pages that the pass left dirty.
+    fn pass(&mut self, number: u32) -> (f64, f64) {
+        let (world, first) = (self.world, number == 0);
         // The host's speed varies between passes.
         let bandwidth = world.bandwidth * self.rng.around(PASS_SPREAD);
         let speed = (1.0 - self.share) * self.rng.around(GUEST_SPREAD);
         let (pages, others) = if first { world.pages() } else { (self.dirty.iter().sum(), 0.0) };
         let woken = WAKE_S * self.rng.gauss().abs();
-        let elapsed = world.sending(pages, others, bandwidth) + world.round_trip + PASS_S + woken;
+        let cost = world.cost(Some(number), pages);
+        let elapsed = world.sending((pages, cost), others, bandwidth) + world.round_trip + PASS_S + woken;
         let window = elapsed + world.inputs.costs.harvest_s;
         let at_harvest = world.inputs.protection == Protection::AtHarvest;
-        let lead = if at_harvest { window } else { world.lead(pages, bandwidth, first).min(window) };
+        let lead = if at_harvest { window } else { world.lead((pages, cost), bandwidth, first).min(window) };
         let parts = if first && !at_harvest { self.parts() } else { vec![(1.0, 0.0, 1.0)] };
         for ((class, dirty), ring) in self.classes.iter().zip(&mut self.dirty).zip(&mut self.rings) {
             let kernel = class.kernel.faster(speed);
@@ -265,7 +279,7 @@ impl State<'_, '_> {
         self.faults += written;
         self.held += self.share * window;
         self.now += elapsed;
-        self.bytes += pages * WIRE_PAGE;
+        self.count(pages, cost);
         (pages * WIRE_PAGE, elapsed)
     }
 
@@ -288,12 +302,14 @@ impl State<'_, '_> {
     }
 
     /// Throttles the guest as the session would.
-    fn throttle(&mut self, dirtied: f64, fits: bool) {
+    fn throttle(&mut self, dirtied: f64, fits: bool, next: u32) {
         let world = self.world;
         if world.settings.auto_converge == AutoConverge::Off || (fits && self.share == 0.0) {
             return;
         }
-        let bandwidth = world.bandwidth / PAGE_SIZE as f64;
+        let cost = world.cost(Some(next), self.dirty.iter().sum());
+        let page_s = (cost.wire / world.bandwidth).max(world.encoding.seconds(cost));
+        let bandwidth = 1.0 / page_s;
         self.share = throttle::shares(&[dirtied], &[self.share], bandwidth).first().copied().unwrap_or(0.0);
     }
 
@@ -301,8 +317,9 @@ impl State<'_, '_> {
         let world = self.world;
         // The guest still writes a few pages while it is being paused.
         let since = world.curve.pages(world.inputs.costs.pause_s);
-        let downtime = world.downtime(left + since, before / WIRE_PAGE);
-        self.bytes += left * WIRE_PAGE;
+        let cost = world.cost(Some(passes), left + since);
+        let downtime = world.downtime((left + since, cost), before / WIRE_PAGE);
+        self.count(left, cost);
         let total = self.now + downtime;
         Run { ends, total, downtime, passes, ..self.account(self.now) }
     }
@@ -329,9 +346,11 @@ impl State<'_, '_> {
             + LAZY_S
             + if passes == 0 { 0.0 } else { missing * STALE_PAGE_S };
         let share = if world.settings.pace == BulkLimit::Auto && !world.capped() { PACED } else { 1.0 };
-        let rest = missing * WIRE_PAGE / (world.bandwidth * share) + world.round_trip + PASS_S;
+        let cost = world.cost(None, missing);
+        let page_s = (cost.wire / (world.bandwidth * share)).max(world.encoding.seconds(cost));
+        let rest = missing * page_s + world.round_trip + PASS_S;
         let blocked = self.blocked(rest, missing);
-        self.bytes += missing * WIRE_PAGE;
+        self.count(missing, cost);
         self.held += blocked;
         let run = self.account(self.now + rest);
         Run { ends: true, total: self.now + downtime + rest, downtime, passes, ..run }
@@ -355,10 +374,17 @@ impl State<'_, '_> {
         blocked
     }
 
+    /// Counts pages that are sent.
+    fn count(&mut self, pages: f64, cost: PageCost) {
+        self.bytes += pages * cost.wire;
+        self.encode += pages * cost.encode;
+    }
+
     fn account(&self, until: f64) -> Run {
         let vcpus = f64::from(self.world.inputs.vcpus.max(1));
         let lost = self.held + self.faults * self.world.inputs.costs.fault_s / vcpus;
-        Run { bytes: self.bytes, lost: (lost / until.max(1e-6)).clamp(0.0, 1.0), ..Run::default() }
+        let lost = (lost / until.max(1e-6)).clamp(0.0, 1.0);
+        Run { bytes: self.bytes, encode: self.encode, lost, ..Run::default() }
     }
 }
 

@@ -1,15 +1,18 @@
 //! Plan: predictions from many simulations of each strategy, and a recommendation.
 
 use super::curve::Curve;
+use super::encoding::{self, CodecPlan, Encoding, EncodingAdvice};
 use super::inputs::Inputs;
 use super::model::{Run, World};
 use super::rng::Rng;
-use crate::source::{AutoConverge, MigrationMode, OnTimeout, Settings};
+use crate::source::{AutoConverge, Deltas, MigrationMode, OnTimeout, Settings};
 use serde::Serialize;
 use vmferry_protocol::source::readable_time as ms;
 
 /// Number of simulations of each strategy.
 const RUNS: u32 = 200;
+/// Number of simulations of each encoding.
+const CODEC_RUNS: u32 = 100;
 /// Relative error of the curve of writes in addition to its misfit, and the additional error beyond
 /// the measured windows.
 const CURVE_SPREAD: f64 = 0.02;
@@ -139,6 +142,9 @@ pub struct ModePlan {
     pub downtime_ms: Option<Interval>,
     /// Bytes on the wire. If no simulation converged, covers all simulations.
     pub bytes: Option<Interval>,
+    /// CPU time of the source for the encoding of pages, in ms. If no simulation converged, covers
+    /// all simulations.
+    pub encoding_cpu_ms: Option<Interval>,
     /// Share of its time, 0 to 1, that the guest loses by throttling and faults, not counting the
     /// downtime. If no simulation converged, covers all simulations.
     pub slowdown: Option<Interval>,
@@ -158,6 +164,10 @@ pub struct Plan {
     pub reason: String,
     /// Reliability and assumptions of the predictions, as text for the operator.
     pub certainty: String,
+    /// Prediction for each encoding of pages. The first one is without encoding.
+    pub codecs: Vec<CodecPlan>,
+    /// Recommended encoding of pages.
+    pub encoding: EncodingAdvice,
     /// Measured figures that the plan was made from.
     pub inputs: Inputs,
 }
@@ -165,15 +175,32 @@ pub struct Plan {
 impl Plan {
     /// Makes a plan from the measured `inputs` for a migration with `settings`. Equal arguments
     /// result in equal plans.
+    ///
+    /// [`Plan::modes`] and the recommended strategy are for the encoding of `settings`.
+    /// [`Plan::codecs`] compares the encodings.
     #[must_use]
     pub fn make(inputs: Inputs, settings: &Settings) -> Self {
         let content = inputs.touched_pages.saturating_sub(inputs.free_pages) as f64;
         let curve = Curve::fit(&inputs.curve, content.max(1.0), inputs.run_pages);
-        let modes =
-            Strategy::ALL.map(|strategy| try_out(strategy, &inputs, &curve, &strategy.settings(settings)));
+        let modes = Strategy::ALL
+            .map(|strategy| try_out(strategy, RUNS, &inputs, &curve, &strategy.settings(settings)));
+        let codecs: Vec<CodecPlan> = encoding::candidates(&inputs.content)
+            .into_iter()
+            .map(|(codec, deltas)| {
+                let with = if deltas { Deltas::On } else { Deltas::Off };
+                let settings = Settings { codec, deltas: with, ..settings.clone() };
+                let predict = |strategy: Strategy| {
+                    try_out(strategy, CODEC_RUNS, &inputs, &curve, &strategy.settings(&settings))
+                };
+                let prediction =
+                    encoding::that_ends(predict(Strategy::Precopy), || predict(Strategy::Hybrid));
+                CodecPlan { codec, deltas, prediction }
+            })
+            .collect();
+        let encoding = encoding::advise(&codecs, &inputs.content);
         let (recommended, reason) = recommend(&modes, settings);
         let certainty = certainty(&inputs, &curve, &modes[0]);
-        Self { modes: modes.into(), recommended, reason, certainty, inputs }
+        Self { modes: modes.into(), recommended, reason, certainty, codecs, encoding, inputs }
     }
 
     /// Returns the prediction for `strategy`.
@@ -183,19 +210,20 @@ impl Plan {
     }
 }
 
-fn try_out(strategy: Strategy, inputs: &Inputs, curve: &Curve, settings: &Settings) -> ModePlan {
+fn try_out(strategy: Strategy, count: u32, inputs: &Inputs, curve: &Curve, settings: &Settings) -> ModePlan {
     let mut rng = Rng::new(0x7665_7264_6963_7421);
     let cap = settings.max_bandwidth.map_or(f64::INFINITY, |cap| cap as f64);
     let longest_seen = curve.known_s;
     let pass = inputs.touched_pages as f64 * 4096.0 / inputs.link.bytes_per_s.max(1.0);
     let unseen = if pass > 1.5 * longest_seen { UNSEEN_SPREAD } else { 0.0 };
     let spread = CURVE_SPREAD + curve.misfit / 3.0 + unseen;
-    let runs: Vec<Run> = (0..RUNS)
+    let runs: Vec<Run> = (0..count)
         .map(|_| {
             let bandwidth = (inputs.link.bytes_per_s * rng.around(inputs.link.spread)).min(cap).max(1.0);
             let world = World {
                 inputs,
                 settings,
+                encoding: Encoding::new(inputs, settings),
                 curve: curve.faster(rng.around(spread)),
                 bandwidth,
                 fixed: rng.around(FIXED_SPREAD),
@@ -209,7 +237,7 @@ fn try_out(strategy: Strategy, inputs: &Inputs, curve: &Curve, settings: &Settin
         })
         .collect();
     let ended: Vec<&Run> = runs.iter().filter(|run| run.ends).collect();
-    let probability = ended.len() as f64 / f64::from(RUNS);
+    let probability = ended.len() as f64 / f64::from(count);
     let of_ended = |value: fn(&Run) -> f64| Interval::of(ended.iter().map(|run| value(run)).collect());
     let of_all = |value: fn(&Run) -> f64| Interval::of(runs.iter().map(value).collect());
     ModePlan {
@@ -223,6 +251,7 @@ fn try_out(strategy: Strategy, inputs: &Inputs, curve: &Curve, settings: &Settin
         total_ms: of_ended(|run| run.total * 1e3),
         downtime_ms: of_ended(|run| run.downtime * 1e3),
         bytes: of_ended(|run| run.bytes).or_else(|| of_all(|run| run.bytes)),
+        encoding_cpu_ms: of_ended(|run| run.encode * 1e3).or_else(|| of_all(|run| run.encode * 1e3)),
         slowdown: of_ended(|run| run.lost).or_else(|| of_all(|run| run.lost)),
         passes: of_ended(|run| f64::from(run.passes)),
     }

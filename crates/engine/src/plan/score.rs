@@ -91,6 +91,7 @@ mod tests {
             total_ms: interval(900.0, 1100.0, 1200.0),
             downtime_ms: interval(5.0, 12.0, 14.0),
             bytes: interval(1.0, 2.0, 3.0),
+            encoding_cpu_ms: None,
             slowdown: None,
             passes: None,
         };

@@ -42,6 +42,13 @@ pub(crate) struct Codecs {
     pub(crate) cache_bytes: usize,
 }
 
+impl Codecs {
+    /// Returns the memory for the versions of `channels` channels, in bytes. `None` without deltas.
+    pub(crate) fn cache_limit(&self, channels: u16) -> Option<u64> {
+        (self.deltas != Deltas::Off).then(|| (self.cache_bytes as u64).saturating_mul(channels.into()))
+    }
+}
+
 /// Batch of pages of a frame that were encoded together, or that were sent without encoding.
 struct Batch {
     class: Class,
@@ -62,22 +69,27 @@ impl Batch {
 }
 
 /// Versions of the pages of a channel that the target has.
-pub(crate) struct Versions(Option<SentPages>);
+pub(crate) struct Versions {
+    /// `None` if no versions are kept, for example after the handover.
+    sent: Option<SentPages>,
+    /// Memory of the cache in bytes, as it was counted last.
+    counted: usize,
+}
 
 impl Versions {
     /// Returns a cache of versions that takes at most `bytes` bytes of memory.
     pub(crate) fn new(bytes: usize) -> Self {
-        Self(Some(SentPages::new(bytes, DeltaEncoder::default())))
+        Self { sent: Some(SentPages::new(bytes, DeltaEncoder::default())), counted: 0 }
     }
 
     /// Returns versions that are never kept.
     fn none() -> Self {
-        Self(None)
+        Self { sent: None, counted: 0 }
     }
 
     /// Begins a pass.
     pub(crate) fn begin_pass(&mut self, kind: PassKind) {
-        let Some(sent) = &mut self.0 else { return };
+        let Some(sent) = &mut self.sent else { return };
         match kind {
             PassKind::First => {}
             PassKind::Later => sent.next_pass(),
@@ -87,18 +99,18 @@ impl Versions {
 
     /// Drops all versions, and keeps none from now on.
     pub(crate) fn end(&mut self) {
-        self.0 = None;
+        self.sent = None;
     }
 
     /// Returns true if the versions of pages are kept. In the first pass no page has a version, so
     /// a full cache needs no copies.
     fn are_kept(&self) -> bool {
-        self.0.as_ref().is_some_and(SentPages::admits)
+        self.sent.as_ref().is_some_and(SentPages::admits)
     }
 
     /// Drops the version of page `key`, which is sent in another way.
     pub(crate) fn forget(&mut self, key: u64) {
-        if let Some(sent) = &mut self.0 {
+        if let Some(sent) = &mut self.sent {
             sent.forget(key);
         }
     }
@@ -106,11 +118,20 @@ impl Versions {
     /// Keeps the version `page` of page `key`, and returns the delta from the version before, if
     /// there is one of at most `limit` bytes. Without a delta, the page must be sent in full.
     pub(crate) fn send(&mut self, key: u64, page: &Page, limit: usize) -> Option<&[u8]> {
-        self.0.as_mut()?.send(key, page, limit)
+        self.sent.as_mut()?.send(key, page, limit)
     }
 
     fn figures(&self) -> SentFigures {
-        self.0.as_ref().map(SentPages::figures).unwrap_or_default()
+        self.sent.as_ref().map(SentPages::figures).unwrap_or_default()
+    }
+
+    /// Counts what the cache has done since the last call.
+    fn count(&mut self, counters: &Encodings) {
+        let Some(sent) = &mut self.sent else { return };
+        let memory = sent.memory();
+        assert!(memory >= self.counted, "a cache keeps its memory");
+        counters.count_cache(sent.take_figures(), memory - self.counted);
+        self.counted = memory;
     }
 }
 
@@ -413,6 +434,7 @@ impl PageEncoder {
         let now = self.clock.now();
         counters.count(&self.frame.segments);
         counters.delta.add_cpu(self.frame.delta_cpu);
+        self.versions.count(counters);
         let elapsed = now.saturating_sub(plan.began);
         let idle_cores = self.idle.now(now);
         let batches = &mut self.frame.batches;

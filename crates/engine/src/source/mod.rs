@@ -119,6 +119,9 @@ pub fn migrate(
             stream.name()
         ))));
     }
+    let codecs = (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout()));
+    let cache_limit = codecs.and_then(|codecs| codecs.cache_limit(settings.channels));
+    handle.counters.encodings.begin_caches(cache_limit);
     let context = driver::Context {
         dialer,
         settings,
@@ -129,7 +132,7 @@ pub fn migrate(
         unpaced: Pacer::new(None),
         stop: AtomicBool::new(false),
         clock,
-        codecs: (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout())),
+        codecs,
         idle: Arc::new(IdleCores::open()),
         cpu_before_us,
     };
@@ -142,23 +145,30 @@ pub fn migrate(
     Ok(report)
 }
 
-/// Returns the VM's streams of device state, or an error if there are more than the protocol can
-/// carry.
 /// Returns the codecs of `settings` for a guest with the memory `layout`.
 fn codecs(settings: &Settings, layout: &Layout) -> Codecs {
-    /// Share of the guest's memory for the versions that deltas refer to, and minimum in bytes.
-    const SHARE: u64 = 16;
-    const LEAST: u64 = 16 << 20;
-    let bytes = settings.delta_cache.unwrap_or_else(|| {
-        let most = available_memory().map_or(u64::MAX, |bytes| bytes / 4);
-        (layout.pages() * PAGE_SIZE / SHARE).max(LEAST).min(most)
-    });
-    let each = bytes / u64::from(settings.channels.max(1));
+    let each = delta_cache_bytes(settings, layout) / u64::from(settings.channels.max(1));
     Codecs {
         codec: settings.codec,
         deltas: settings.deltas,
         cache_bytes: usize::try_from(each).unwrap_or(usize::MAX),
     }
+}
+
+/// Returns the memory for the versions that deltas refer to, of all channels together, in bytes.
+pub(crate) fn delta_cache_bytes(settings: &Settings, layout: &Layout) -> u64 {
+    /// Share of the guest's memory, and minimum in bytes.
+    const SHARE: u64 = 16;
+    const LEAST: u64 = 16 << 20;
+    /// Maximum memory for a version in addition to its content, in bytes.
+    const VERSION: u64 = 64;
+    let bytes = settings.delta_cache.unwrap_or_else(|| {
+        let most = available_memory().map_or(u64::MAX, |bytes| bytes / 4);
+        (layout.pages() * PAGE_SIZE / SHARE).max(LEAST).min(most)
+    });
+    // The tables of a cache are allocated for its capacity. A larger cache than the guest's memory
+    // would only have larger tables.
+    bytes.min(layout.pages() * (PAGE_SIZE + VERSION) + LEAST)
 }
 
 /// Returns the memory that the host can give to processes without swapping, in bytes. `None` if the
@@ -169,6 +179,8 @@ fn available_memory() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? * 1024)
 }
 
+/// Returns the VM's streams of device state, or an error if there are more than the protocol can
+/// carry.
 fn streams(vm: &mut dyn SourceVm) -> Result<Vec<Box<dyn StateReader>>, MigrateError> {
     let streams = vm.streams().map_err(MigrateError::Vm)?;
     if streams.len() > MAX_STREAMS {

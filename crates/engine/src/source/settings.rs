@@ -3,6 +3,7 @@
 use crate::arbiter::Arbiter;
 use crate::channel::Tls;
 use crate::plan::Auto;
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_codec::Level as ZstdLevel;
@@ -60,6 +61,17 @@ pub enum PageCodec {
     Lz4,
     /// Zstandard at this level, for all pages that become smaller.
     Zstd(ZstdLevel),
+}
+
+impl fmt::Display for PageCodec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Raw => f.write_str("raw"),
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Zstd(level) => write!(f, "zstd:{}", level.get()),
+        }
+    }
 }
 
 /// Use of deltas for pages that the guest has written again.

@@ -40,6 +40,7 @@ fn pages_arrive_with_every_codec_in_every_mode() {
         assert!(zstd.zstd.pages > 0 && zstd.lz4.pages == 0, "{mode:?}: {report:?}");
         let (report, raw) = moved(mode, PageCodec::Raw, Deltas::Off);
         assert_eq!((raw, report.codecs.is_none()), (CodecFigures::default(), true));
+        assert_eq!(report.delta_cache, None);
         if mode == MigrationMode::Precopy {
             assert_eq!(report.verified_pages, PAGES);
         }
@@ -56,10 +57,27 @@ fn rewritten_pages_are_sent_as_deltas_until_the_handover() {
             assert!(codecs.delta.pages <= later, "{mode:?}, {codec:?}: {report:?}");
             assert!(mode == MigrationMode::Hybrid || codecs.delta.pages > 0, "{codec:?}: {report:?}");
             assert!(codecs.delta.bytes <= codecs.delta.pages * 2048, "{mode:?}, {codec:?}: {report:?}");
+            let cache = report.delta_cache.as_ref().expect("deltas are on");
+            let saved = codecs.delta.raw_bytes - codecs.delta.bytes;
+            assert_eq!((cache.hits, cache.saved_bytes), (codecs.delta.pages, saved), "{report:?}");
+            // Each page of the first pass is a miss.
+            assert!(cache.misses > 0 && cache.admitted <= cache.misses, "{report:?}");
+            assert!((4096..=cache.limit_bytes).contains(&cache.memory_bytes), "{report:?}");
+            assert_eq!(cache.limit_bytes, 16 << 20, "the default of a small guest");
         }
     }
     let (report, codecs) = moved(MigrationMode::Postcopy, PageCodec::Lz4, Deltas::On);
     assert_eq!(codecs.delta.pages, 0, "{report:?}");
+}
+
+#[test]
+fn cache_for_deltas_is_not_larger_than_the_guest() {
+    let settings = several_passes(MigrationMode::Precopy, PageCodec::Raw, Deltas::On);
+    let (report, _) =
+        move_well(Options::default(), &unix_uri(), &Settings { delta_cache: Some(u64::MAX), ..settings });
+    let cache = report.delta_cache.expect("deltas are on");
+    assert!(cache.limit_bytes < 2 * PAGES * 4096 + (16 << 20), "{cache:?}");
+    assert!(cache.memory_bytes <= cache.limit_bytes && cache.hits > 0, "{cache:?}");
 }
 
 #[test]
