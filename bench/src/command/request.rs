@@ -32,6 +32,13 @@ pub(super) struct MigrateRequest {
     pub(super) plan: bool,
     /// Skipping of free pages: `on`, `off`, or `wait=MS`.
     pub(super) free_pages: String,
+    /// Compression of pages: `auto`, `raw`, `lz4` or `zstd`.
+    pub(super) codec: &'static str,
+    /// Deltas against earlier versions: `auto`, `on` or `off`.
+    pub(super) delta: &'static str,
+    /// Memory for the earlier versions in bytes. `None` means the default.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(super) delta_cache: Option<u64>,
     pub(super) insecure: bool,
     pub(super) peer_timeout_ms: u64,
 }
@@ -58,6 +65,9 @@ impl MigrateRequest {
             auto_converge: "off",
             plan: false,
             free_pages: "on".into(),
+            codec: "raw",
+            delta: "off",
+            delta_cache: None,
             insecure: false,
             peer_timeout_ms: millis(settings.peer_timeout),
         }

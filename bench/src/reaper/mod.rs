@@ -127,7 +127,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         memory: spec.memory,
         vcpus: spec.vcpus,
         workload: spec.workload.clone(),
-        multifd: None,
+        stream: qemu::Stream::Single,
         dirty_ring: ring,
         downtime_limit: spec.downtime_limit,
         max_bandwidth: spec.max_bandwidth,
