@@ -28,8 +28,8 @@
 //! A guest with known content moves over a link of a given rate, by each side in turn. The guest
 //! writes nothing, or counters, parts of pages or whole pages at a given rate. All sides run the
 //! same guest image, have the same downtime limit, and the same memory for earlier versions of
-//! pages. Two network namespaces with a token bucket filter are the link. TCP uses the host's default
-//! congestion control.
+//! pages. Two network namespaces with a token bucket filter are the link. TCP uses the host's
+//! default congestion control.
 //!
 //! | side | encoding |
 //! |---|---|
@@ -40,11 +40,11 @@
 //! | `qemu-zstd`, `qemu-zlib` | `multifd-compression` at level 1, two channels |
 //! | `qemu-xbzrle` | the capability `xbzrle`, a single stream |
 //!
-//! - Time, downtime and sent bytes are those that the program reports. QEMU counts the bytes of all
-//!   its connections. Processor time is that of both processes without their vCPU threads.
-//! - *Time for each saved byte*: processor time of both processes beyond that of the raw side of the
-//!   same program in the same round, divided by the bytes that the side sends less. It is given for
-//!   guests that write nothing.
+//! - Time, downtime and sent bytes are those that the program reports. Processor time is that of
+//!   both processes without their vCPU threads.
+//! - *Time for each saved byte*: processor time of both processes beyond that of the raw side of
+//!   the same program in the same round, divided by the bytes that the side sends less. It is given
+//!   for guests that write nothing.
 //! - *Convergence*: after 8 seconds, each side may stop the guest for any time. A migration that
 //!   takes less has converged. The times of the others would be longer without this limit, so a
 //!   ratio to such a side is an upper bound.

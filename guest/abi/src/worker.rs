@@ -99,10 +99,11 @@ const PROBE_WORDS: usize = (PAGE_WORDS - 2) / PROBES;
 /// Workload of one vCPU. Call [`fill`](Self::fill) until the fill is done, and then
 /// [`step`](Self::step) in a loop.
 ///
-/// A write checks that the page's stamp is the one that was written last, changes the content as the
-/// workload's [`Write`] says, and then raises counter and stamp. In addition, a sweep visits all pages of the vCPU's share in turn, and checks the
-/// stamp and samples of the content. One sweep therefore detects a page that was lost, that is old,
-/// or that has the content of another page.
+/// A write checks that the page's stamp is the one that was written last, changes the content as
+/// the workload's [`Write`] says, and then raises counter and stamp. In addition, a sweep visits
+/// all pages of the vCPU's share in turn, and checks the stamp and samples of the content. One
+/// sweep therefore detects a page that was lost, that is old, or that has the content of another
+/// page.
 #[derive(Clone, Debug)]
 pub struct Worker {
     share: Share,

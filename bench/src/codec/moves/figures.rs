@@ -24,7 +24,7 @@ pub(super) fn of(spec: &CaseSpec, run: &Run) -> Figures {
         ("converged", if result.total < spec.limit { 1.0 } else { 0.0 }),
     ]);
     if let Some(wire) = result.wire_bytes.map(to_f64) {
-        figures.insert("wire_mbytes", wire / 1e6);
+        figures.insert("wire_mb", wire / 1e6);
         figures.insert("wire_to_data", wire / to_f64(spec.data));
         let link = spec.link_bytes_per_s().map(to_f64);
         figures.extend(link.map(|link| ("link_share", wire / link / result.total.as_secs_f64())));
@@ -57,12 +57,11 @@ pub(super) fn ratio(spec: &CaseSpec, (ours, theirs): (&SideRuns, &SideRuns), nam
 /// needs less.
 pub(super) fn cpu_of_saved(spec: &CaseSpec, runs: &SideRuns, raw: &SideRuns) -> Option<Spread> {
     let pairs = |name: &str| by_round(spec, runs, name).into_iter().zip(by_round(spec, raw, name));
-    let rounds =
-        pairs("cpu_ms").zip(pairs("wire_mbytes")).filter_map(|((cpu, raw_cpu), (wire, raw_wire))| {
-            let (more, raw_wire) = (cpu? - raw_cpu?, raw_wire?);
-            let saved = raw_wire - wire?;
-            (saved > raw_wire * LEAST_SAVED).then(|| more / saved * 1e3)
-        });
+    let rounds = pairs("cpu_ms").zip(pairs("wire_mb")).filter_map(|((cpu, raw_cpu), (wire, raw_wire))| {
+        let (more, raw_wire) = (cpu? - raw_cpu?, raw_wire?);
+        let saved = raw_wire - wire?;
+        (saved > raw_wire * LEAST_SAVED).then(|| more / saved * 1e3)
+    });
     Spread::of(rounds)
 }
 

@@ -13,7 +13,7 @@ const TO_RAW: [(&str, &str); 4] = [
     ("total_to_raw", "total_ms"),
     ("downtime_to_raw", "downtime_ms"),
     ("speed_to_raw", "guest_speed_kept"),
-    ("wire_to_raw", "wire_mbytes"),
+    ("wire_to_raw", "wire_mb"),
 ];
 
 /// Adds the sides of a case to the document.
@@ -43,7 +43,7 @@ pub(super) fn add_case(document: &mut Document, spec: &CaseSpec, sides: &[SideRu
         // A guest that writes makes each side send other pages.
         let raw = of(runs.side.raw()).filter(|raw| raw.side != runs.side);
         if let Some(raw) = raw.filter(|_| spec.writer == Writer::None) {
-            case.spread("cpu_ms_per_gb_saved", figures::cpu_of_saved(spec, runs, raw));
+            case.spread("saved_cpu_ms_per_gb", figures::cpu_of_saved(spec, runs, raw));
         }
         if matches!(runs.side, Side::Qemu(_)) {
             continue;
@@ -89,8 +89,8 @@ fn cpu_to_best_qemu(document: &Document) -> Option<Figure> {
     let name = format!("{group}/{AUTO}");
     let auto = document.cases.iter().find(|case| case.name == name)?;
     let best = auto.params.get("best_qemu")?.as_str()?;
-    let theirs = figure(document, &group, best, "cpu_ms_per_gb_saved")?;
-    Figure::of(auto, "cpu_ms_per_gb_saved")?.over(theirs)
+    let theirs = figure(document, &group, best, "saved_cpu_ms_per_gb")?;
+    Figure::of(auto, "saved_cpu_ms_per_gb")?.over(theirs)
 }
 
 /// Adds the figures of the moves to the summary, and returns their goals.

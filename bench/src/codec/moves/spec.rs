@@ -246,7 +246,7 @@ const MIX: &str = "mix:10";
 /// Name of the case whose time is compared with the best QEMU.
 pub(super) const TEXT: &str = "1gbit-text";
 /// Name of the case whose time is compared with XBZRLE.
-pub(super) const COUNTER: &str = "1gbit-random-counter";
+pub(super) const COUNTER: &str = "1gbit-counter";
 
 /// Returns a guest that writes nothing.
 fn still((link, bits_per_s): LinkSpec, content: &'static str, sides: &[Side]) -> CaseSpec {
@@ -274,7 +274,7 @@ fn still((link, bits_per_s): LinkSpec, content: &'static str, sides: &[Side]) ->
 fn writing(link: LinkSpec, content: &'static str, (writer, rate): (Writer, u64), sides: &[Side]) -> CaseSpec {
     let still = still(link, content, sides);
     CaseSpec {
-        name: format!("{}-{}", still.name, writer.name()),
+        name: format!("{}-{}", still.link, writer.name()),
         writer,
         rate,
         data: still.data.min(128 * MIB),
@@ -283,8 +283,8 @@ fn writing(link: LinkSpec, content: &'static str, (writer, rate): (Writer, u64),
     }
 }
 
-/// Counters at a rate at which raw pages do not converge at 1 Gb/s: in the 100 ms in which this link
-/// carries 2,900 pages, the guest writes to 7,500 of its 16,384 pages.
+/// Counters at a rate at which raw pages do not converge at 1 Gb/s. In the 100 ms in which this
+/// link carries 2,900 pages, the guest writes to 7,500 of its 16,384 pages.
 const FAST_COUNTER: (Writer, u64) = (Writer::Counter, 100_000);
 
 impl Options {

@@ -52,7 +52,7 @@ const KINDS: &[(&str, &str, &[Column])] = &[
             ("total ms", "total_ms", 0, true),
             ("/ raw", "total_to_raw", 2, false),
             ("/ QEMU", "total_to_best_qemu", 2, false),
-            ("MB", "wire_mbytes", 1, false),
+            ("MB", "wire_mb", 1, false),
             ("/ data", "wire_to_data", 3, false),
         ],
     ),
@@ -61,7 +61,7 @@ const KINDS: &[(&str, &str, &[Column])] = &[
         "Moves: processor time, downtime, and the guest",
         &[
             ("CPU ms", "cpu_ms", 0, false),
-            ("/ GB saved", "cpu_ms_per_gb_saved", 0, false),
+            ("ms / GB", "saved_cpu_ms_per_gb", 0, false),
             ("down ms", "downtime_ms", 1, false),
             ("kept", "guest_speed_kept", 2, false),
             ("passes", "passes", 0, false),
@@ -75,7 +75,7 @@ const MOVES: &str = "moves";
 /// Charts of the moves over each link: metric, title, label of the axis.
 const CHARTS: [(&str, &str, &str); 3] = [
     ("total_ms", "total time", "total time in ms"),
-    ("wire_mbytes", "bytes sent", "10^6 bytes sent"),
+    ("wire_mb", "bytes sent", "10^6 bytes sent"),
     ("cpu_ms", "processor time", "processor time of both processes in ms, without the vCPUs"),
 ];
 
@@ -85,9 +85,9 @@ const NOTE: &str = "Ratio: bytes of the pages divided by the bytes that are sent
                     then cold pages of 128 MiB. Write: filling the same cold pages.";
 
 /// Explanation of the figures of moves.
-const MOVES_NOTE: &str = "Moves: / raw and / QEMU compare the total time with vmferry's raw side, and with the fastest side of \
+const MOVES_NOTE: &str = "/ raw and / QEMU compare the total time with vmferry's raw side, and with the fastest side of \
                           QEMU, in each round. / data: bytes sent by bytes of the guest's content. CPU: both processes without \
-                          their vCPUs. / GB saved: processor time beyond that of the raw side of the same program, by 10^9 bytes \
+                          their vCPUs. ms / GB: processor time beyond that of the raw side of the same program, by 10^9 bytes \
                           that were sent less. Kept: share of its earlier speed that the guest had. A side whose raw pages do not \
                           converge ends after the limit of its case with a long downtime.";
 
@@ -95,7 +95,8 @@ fn conditions(document: &Document) -> Vec<String> {
     let mut lines = tables::host(document);
     lines.push(NOTE.into());
     if moves(document).next().is_some() {
-        lines.push(MOVES_NOTE.into());
+        let rounds = document.summary.get("move_rounds").and_then(Value::as_u64).unwrap_or(0);
+        lines.push(format!("Moves ran {rounds} rounds. {MOVES_NOTE}"));
     }
     lines
 }
@@ -160,13 +161,22 @@ fn charts(document: &Document) -> Vec<Ranges> {
     }
     let charts = links.into_iter().flat_map(|link| {
         CHARTS.map(|(metric, title, label)| Ranges {
-            title: format!("{link}: {title}"),
+            title: format!("{}: {title}", named(link)),
             x_label: label.into(),
             log: false,
             rows: moves(document).filter_map(|case| range(case, link, metric)).collect(),
         })
     });
     charts.filter(|chart| chart.rows.len() > 1).collect()
+}
+
+/// Returns the name of a link in titles.
+fn named(link: &str) -> String {
+    match link.split_once(|letter: char| !letter.is_ascii_digit()) {
+        Some((rate, "bit")) if link.ends_with("gbit") => format!("Link of {rate} Gb/s"),
+        Some((rate, "bit")) if link.ends_with("mbit") => format!("Link of {rate} Mb/s"),
+        _ => format!("Link {link}"),
+    }
 }
 
 /// Returns the row of a move in the charts of `link`, or `None` if the move has another link.
@@ -208,7 +218,7 @@ mod tests {
     #[test]
     fn page_has_charts_of_time_bytes_and_processor_time_for_each_link() {
         let page = page(&recorded());
-        for link in ["1gbit", "loopback"] {
+        for link in ["Link of 1 Gb/s", "Link loopback"] {
             for (_, title, _) in CHARTS {
                 assert_eq!(page.matches(&format!(">{link}: {title}</text>")).count(), 1, "{link} {title}");
             }
