@@ -175,6 +175,7 @@ fn named(link: &str) -> String {
     match link.split_once(|letter: char| !letter.is_ascii_digit()) {
         Some((rate, "bit")) if link.ends_with("gbit") => format!("Link of {rate} Gb/s"),
         Some((rate, "bit")) if link.ends_with("mbit") => format!("Link of {rate} Mb/s"),
+        _ if link == "loopback" => "Loopback".into(),
         _ => format!("Link {link}"),
     }
 }
@@ -218,7 +219,7 @@ mod tests {
     #[test]
     fn page_has_charts_of_time_bytes_and_processor_time_for_each_link() {
         let page = page(&recorded());
-        for link in ["Link of 1 Gb/s", "Link loopback"] {
+        for link in ["Link of 1 Gb/s", "Loopback"] {
             for (_, title, _) in CHARTS {
                 assert_eq!(page.matches(&format!(">{link}: {title}</text>")).count(), 1, "{link} {title}");
             }
