@@ -45,7 +45,7 @@
 //! - *Time for each saved byte*: processor time of both processes beyond that of the raw side of
 //!   the same program in the same round, divided by the bytes that the side sends less. It is given
 //!   for guests that write nothing.
-//! - *Convergence*: after 8 seconds, each side may stop the guest for any time. A migration that
+//! - *Convergence*: after 6 seconds, each side may stop the guest for any time. A migration that
 //!   takes less has converged. The times of the others would be longer without this limit, so a
 //!   ratio to such a side is an upper bound.
 
