@@ -62,7 +62,7 @@ use crate::rounds::Rounds;
 
 pub use crate::postcopy::Run;
 pub use crate::rounds::{OurError, Outcome};
-pub use moves::{CACHE, CaseSpec, Encoding, MoveOptions, OurRunner, QemuEncoding, Side, Writer};
+pub use moves::{CACHE, CaseSpec, Encoding, MoveOptions, OBSERVE, OurRunner, QemuEncoding, Side, Writer};
 pub use vmferry_report::benches::codec::{page, table};
 
 /// Extent of the measurements.

@@ -4,7 +4,7 @@ use super::args::BenchArgs;
 use super::postcopy::{Stalls, result};
 use super::request::MigrateRequest;
 use super::{Finished, ended, meters, no_kvm, program};
-use crate::codec::{self, CACHE, CaseSpec, Encoding, Options, OurError, OurRunner, Outcome, Run};
+use crate::codec::{self, CACHE, CaseSpec, Encoding, OBSERVE, Options, OurError, OurRunner, Outcome, Run};
 use crate::link::Link;
 use crate::result::MigrationResult;
 use crate::stalls::{POLL, on_target};
@@ -51,9 +51,18 @@ fn move_once(spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run> {
     let start = Instant::now();
     here.count_from(start);
     pair.migrate(&request)?;
-    let report = ended(&mut pair.source, POLL, |source| here.listen(source).map(drop))?;
+    let mut looked = start;
+    let report = ended(&mut pair.source, POLL, |source| {
+        if looked.elapsed() < OBSERVE {
+            return Ok(());
+        }
+        looked = Instant::now();
+        here.listen(source).map(drop)
+    })?;
     let end = start.elapsed().as_secs_f64();
     let (cpu_source, cpu_destination) = (meters[0].used()?, meters[1].used()?);
+    // The stopped guest is still in the memory of the source.
+    here.listen(&mut pair.source)?;
     let mut there = Stalls::since(start);
     let look = || Ok::<_, anyhow::Error>(there.listen(&mut pair.target)?.cloned());
     let target = on_target(here.observed.last(), look)?;

@@ -132,6 +132,9 @@ pub struct QemuSpec {
     /// Time for which the guest runs before it is migrated. Its speed before is measured in this
     /// time.
     pub warm_up: Duration,
+    /// Interval at which [`stalls`] reads the guest during the migration. Each read takes processor
+    /// time of the source.
+    pub observe: Duration,
     /// Time for which the guest is observed after the migration.
     pub after: Duration,
     /// Balloon of a microvm, whose guest is migrated after it has freed what it allocates. `None`
@@ -154,6 +157,7 @@ impl Default for QemuSpec {
             auto_converge: false,
             switch_after: None,
             warm_up: Duration::from_secs(1),
+            observe: crate::stalls::POLL,
             after: Duration::from_millis(400),
             balloon: None,
         }

@@ -27,7 +27,7 @@ pub fn stalls(spec: &QemuSpec, link: &Link) -> Result<Run, QemuError> {
     let meters = (pair.source.machine.cpu_meter()?, pair.destination.machine.cpu_meter()?);
     let start = Instant::now();
     pair.source.machine.execute("migrate", json!({ "uri": uri }))?;
-    let mut switch_after = spec.switch_after;
+    let (mut switch_after, mut looked) = (spec.switch_after, start);
     let info = loop {
         std::thread::sleep(POLL);
         if let Some(info) = completed(&mut pair.source.machine, &pair.destination.machine)? {
@@ -41,7 +41,10 @@ pub fn stalls(spec: &QemuSpec, link: &Link) -> Result<Run, QemuError> {
             pair.source.machine.execute("migrate-set-parameters", any)?;
         }
         pair.destination.machine.still_runs()?;
-        looks.extend(pair.source.look()?);
+        if looked.elapsed() >= spec.observe {
+            looked = Instant::now();
+            looks.extend(pair.source.look()?);
+        }
     };
     let end = start.elapsed().as_secs_f64();
     let (cpu_source, cpu_destination) = (used(&meters.0)?, used(&meters.1)?);

@@ -135,7 +135,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         switch_after: Some(spec.timeout),
         warm_up: options.before,
         after: options.after,
-        balloon: None,
+        ..QemuSpec::default()
     };
     let (result, timeline) = qemu::watch(&qemu)?;
     Ok(Run {

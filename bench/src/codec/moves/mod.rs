@@ -12,7 +12,7 @@ use crate::postcopy::Run;
 use crate::qemu::{self, QemuSpec};
 use crate::rounds::{OurError, Rounds, Stop, enough_memory};
 
-pub use spec::{CACHE, CaseSpec, Encoding, Options as MoveOptions, QemuEncoding, Side, Writer};
+pub use spec::{CACHE, CaseSpec, Encoding, OBSERVE, Options as MoveOptions, QemuEncoding, Side, Writer};
 
 pub(super) use report::finish;
 
@@ -22,7 +22,8 @@ pub trait OurRunner {
     /// migrates it with the encoding, and ends both processes.
     ///
     /// The guest is observed before and during the migration, as for
-    /// [`stalls`](crate::stalls::OurRunner::run).
+    /// [`stalls`](crate::stalls::OurRunner::run), but during the migration only once per
+    /// [`OBSERVE`].
     ///
     /// # Errors
     ///
@@ -75,6 +76,7 @@ fn qemu_spec(spec: &CaseSpec, encoding: QemuEncoding) -> QemuSpec {
         downtime_limit: spec.downtime_limit,
         switch_after: Some(spec.limit),
         warm_up: spec.warm_up,
+        observe: OBSERVE,
         ..QemuSpec::default()
     }
 }

@@ -15,6 +15,10 @@ const SPARE: u64 = 64 * MIB;
 /// `xbzrle-cache-size` of QEMU. It is QEMU's default, and holds the largest working set of a case.
 pub const CACHE: u64 = 64 * MIB;
 
+/// Interval at which the guest is read during the migration. Frequent reads would take a
+/// considerable part of the processor time of a slow migration.
+pub const OBSERVE: Duration = Duration::from_millis(500);
+
 /// Encoding of pages by vmferry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Encoding {
