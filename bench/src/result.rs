@@ -14,6 +14,10 @@ pub struct MigrationResult {
     pub data_bytes: u64,
     /// Bytes that were sent over the network. `None` if unknown.
     pub wire_bytes: Option<u64>,
+    /// Number of pages that were sent as differences from an earlier version. `None` if unknown.
+    pub delta_pages: Option<u64>,
+    /// Number of pages that were sent compressed. `None` if unknown.
+    pub compressed_pages: Option<u64>,
     /// Number of passes over the memory. `None` if unknown.
     pub passes: Option<u64>,
     /// Processor time of the source process from the command until the end, without its vCPU

@@ -3,6 +3,7 @@
 //! | group | cases |
 //! |---|---|
 //! | `speed` | codecs, deltas and the estimate of a page's class, on pages of known contents, without a guest |
+//! | `moves` | whole migrations of a guest, by vmferry and by QEMU, with and without encoded pages |
 //!
 //! The names of all cases begin with their group, so `--only speed` selects the group.
 //!
@@ -21,23 +22,53 @@
 //!
 //! Speeds are bytes of pages divided by elapsed time. Each side also copies the same pages in the
 //! same round, and the ratios are to these copies.
+//!
+//! # Group `moves`
+//!
+//! A guest with known content moves over a link of a given rate, by each side in turn. The guest
+//! writes nothing, or counters, parts of pages or whole pages at a given rate. All sides run the
+//! same guest image, have the same downtime limit, and the same memory for earlier versions of
+//! pages. Two network namespaces with a token bucket filter are the link. TCP uses the host's
+//! default congestion control.
+//!
+//! | side | encoding |
+//! |---|---|
+//! | `ours-raw`, `ours-lz4`, `ours-zstd` | `--codec raw`, `lz4` or `zstd`, without deltas |
+//! | `ours-delta` | `--codec raw --delta on` |
+//! | `ours-auto` | `--codec auto --delta auto` |
+//! | `qemu-raw` | none, a single stream |
+//! | `qemu-zstd`, `qemu-zlib` | `multifd-compression` at level 1, two channels |
+//! | `qemu-xbzrle` | the capability `xbzrle`, a single stream |
+//!
+//! - Time, downtime and sent bytes are those that the program reports. Processor time is that of
+//!   both processes without their vCPU threads.
+//! - *Time for each saved byte*: processor time of both processes beyond that of the raw side of
+//!   the same program in the same round, divided by the bytes that the side sends less. It is given
+//!   for guests that write nothing.
+//! - *Convergence*: after 6 seconds, each side may stop the guest for any time. A migration that
+//!   takes less has converged. The times of the others would be longer without this limit, so a
+//!   ratio to such a side is an upper bound.
 
 mod contents;
+mod moves;
 mod report;
 mod speed;
 
 use vmferry_report::json::Document;
 
 use crate::host;
+use crate::link::Tools;
 use crate::rounds::Rounds;
 
-pub use crate::rounds::Outcome;
-pub use vmferry_report::benches::codec::table;
+pub use crate::postcopy::Run;
+pub use crate::rounds::{OurError, Outcome};
+pub use moves::{CACHE, CaseSpec, Encoding, MoveOptions, OBSERVE, OurRunner, QemuEncoding, Side, Writer};
+pub use vmferry_report::benches::codec::{page, table};
 
 /// Extent of the measurements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// Number of rounds.
+    /// Number of rounds of the group `speed`.
     pub repeats: usize,
     /// Number of pages of each content.
     pub pages: usize,
@@ -45,19 +76,24 @@ pub struct Options {
     pub cold_pages: usize,
     /// Seed of the contents.
     pub seed: u64,
+    /// Cases and rounds of the group `moves`.
+    pub moves: MoveOptions,
     /// Texts that select sides by name, as in `speed/text/lz4`. Empty selects all.
     pub only: Vec<String>,
 }
 
 impl Options {
-    /// Returns the full options: 32 MiB of each content, seven rounds.
+    /// Returns the full options: 32 MiB of each content, seven rounds, and three rounds of all
+    /// moves.
     pub fn full() -> Self {
-        Options { repeats: 7, pages: 8192, cold_pages: 32_768, seed: 1, only: Vec::new() }
+        let moves = MoveOptions::full();
+        Options { repeats: 7, pages: 8192, cold_pages: 32_768, seed: 1, moves, only: Vec::new() }
     }
 
-    /// Returns the options of `--quick`: 8 MiB of each content, three rounds.
+    /// Returns the options of `--quick`: 8 MiB of each content, three rounds, and one round of some
+    /// moves.
     pub fn quick() -> Self {
-        Options { repeats: 3, pages: 2048, ..Self::full() }
+        Options { repeats: 3, pages: 2048, moves: MoveOptions::quick(), ..Self::full() }
     }
 
     fn wants(&self, name: &str) -> bool {
@@ -66,10 +102,12 @@ impl Options {
 }
 
 /// Runs the bench. Calls `progress` with the name of each run that begins.
-pub fn run(options: &Options, progress: &mut dyn FnMut(&str)) -> Outcome {
+pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("codec", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
     speed::run(options, &mut rounds, &mut document);
+    rounds.repeats = options.moves.repeats;
+    moves::run(options, ours, &Tools::here(), &mut rounds, &mut document);
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);
     Outcome { document, failures }
@@ -81,8 +119,17 @@ mod tests {
 
     fn small(only: &[&str]) -> Outcome {
         let only = only.iter().map(|text| (*text).to_owned()).collect();
-        let options = Options { repeats: 2, pages: 96, cold_pages: 64, seed: 7, only };
-        run(&options, &mut |_| {})
+        let moves = MoveOptions { cases: Vec::new(), repeats: 0 };
+        let options = Options { repeats: 2, pages: 96, cold_pages: 64, seed: 7, moves, only };
+        run(&options, &mut NoMoves, &mut |_| {})
+    }
+
+    struct NoMoves;
+
+    impl OurRunner for NoMoves {
+        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: &crate::link::Link) -> Result<Run, OurError> {
+            unreachable!("no moves are selected, but {} runs", spec.name)
+        }
     }
 
     #[test]

@@ -4,8 +4,8 @@ use serde_json::Value;
 use vmferry_codec::Comparer;
 use vmferry_report::json::Document;
 
-use super::Options;
 use super::contents::Change;
+use super::{Options, moves};
 use crate::cases::figure;
 use crate::goal::{Figure, at_least};
 
@@ -29,16 +29,22 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
         ("sparse_encode_gbytes_per_s", slowest("encode_cold_gbytes_per_s"), SPARSE_GBYTES_PER_S),
         ("tenth_decode_to_write", of(Change::Tenth, "decode_cold_to_write"), 1.0),
     ];
-    let goals: Vec<Value> =
+    let mut goals: Vec<Value> =
         figures.iter().filter_map(|(name, got, least)| at_least(*name, *least, *got)).collect();
-    let found = figures.iter().filter_map(|(name, got, _)| Some((*name, Value::from(got.as_ref()?.median))));
+    let found: Vec<_> = figures
+        .iter()
+        .filter_map(|(name, got, _)| Some((*name, Value::from(got.as_ref()?.median))))
+        .collect();
+    goals.extend(moves::finish(document));
     let rest = [
         ("comparer", Value::from(best)),
         ("seed", options.seed.into()),
         ("rounds", options.repeats.into()),
+        ("move_rounds", options.moves.repeats.into()),
         ("goals", goals.into()),
         ("failures", failures.into()),
     ];
-    let all: Vec<(String, Value)> = found.chain(rest).map(|(name, value)| (name.to_owned(), value)).collect();
+    let all: Vec<(String, Value)> =
+        found.into_iter().chain(rest).map(|(name, value)| (name.to_owned(), value)).collect();
     document.summary.extend(all);
 }

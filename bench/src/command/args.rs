@@ -21,7 +21,7 @@ pub(super) enum BenchName {
     Stalls,
     /// Cost of a migration by memory, vCPUs, guests and working set
     Scale,
-    /// Codecs of pages: ratio and speed on known contents
+    /// Codecs of pages: ratio, speed, and whole migrations
     Codec,
     /// Predictions of `plan`, compared with real migrations
     Plan,
@@ -110,7 +110,7 @@ pub(super) struct BenchArgs {
     pub(super) json: Option<PathBuf>,
     /// Write the results as a page with charts to this file
     ///
-    /// Only the benches reaper, free-page, density, postcopy, stalls and scale have a page.
+    /// Only the benches reaper, free-page, density, postcopy, stalls, scale and codec have a page.
     #[arg(long, value_name = "FILE", help_heading = RESULTS)]
     pub(super) html: Option<PathBuf>,
 }

@@ -1,15 +1,103 @@
-//! `vmferry-bench codec`.
+//! vmferry's side of `vmferry-bench codec`: a guest that moves with encoded pages.
 
-use super::Finished;
 use super::args::BenchArgs;
-use crate::codec::{self, Options, Outcome};
-use anyhow::Result;
+use super::postcopy::{Stalls, result};
+use super::request::MigrateRequest;
+use super::{Finished, ended, meters, no_kvm, program};
+use crate::codec::{self, CACHE, CaseSpec, Encoding, OBSERVE, Options, OurError, OurRunner, Outcome, Run};
+use crate::link::Link;
+use crate::result::MigrationResult;
+use crate::stalls::{POLL, on_target};
+use anyhow::{Context, Result};
+use serde_json::Value;
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+use vmferry_client::{Pair, Setup};
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let mut options = if args.quick { Options::quick() } else { Options::full() };
     options.repeats = args.rounds.map_or(options.repeats, usize::from);
+    options.moves.repeats = args.rounds.map_or(options.moves.repeats, usize::from);
     options.seed = args.seed;
     options.only.clone_from(&args.only);
-    let Outcome { document, failures } = codec::run(&options, &mut |what| eprintln!("codec: {what}"));
-    Ok(Finished { table: codec::table(&document), document, page: None, failures })
+    let mut progress = |what: &str| eprintln!("codec: {what}");
+    let Outcome { document, failures } = codec::run(&options, &mut Ours, &mut progress);
+    let (table, page) = (codec::table(&document), codec::page(&document));
+    Ok(Finished { table, page: Some(page), document, failures })
+}
+
+struct Ours;
+
+impl OurRunner for Ours {
+    fn run(&mut self, spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run, OurError> {
+        if let Some(why) = no_kvm() {
+            return Err(OurError::Unavailable(why));
+        }
+        move_once(spec, encoding, link).map_err(|error| OurError::Failed(error.into()))
+    }
+}
+
+fn move_once(spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run> {
+    let setup = Setup {
+        // QEMU has no balloon in this bench.
+        balloon: false,
+        environment: link,
+        ..Setup::new(program::vmferry()?, spec.memory(), spec.workload())
+    };
+    let mut pair = Pair::start(&setup, &AtomicBool::new(false))?;
+    let request = request(spec, encoding, &pair.uri)?;
+    let mut here = Stalls::before(&mut pair.source, spec.memory(), (spec.warm_up, POLL))?;
+    let meters = meters(&pair)?;
+    let start = Instant::now();
+    here.count_from(start);
+    pair.migrate(&request)?;
+    let mut looked = start;
+    let report = ended(&mut pair.source, POLL, |source| {
+        if looked.elapsed() < OBSERVE {
+            return Ok(());
+        }
+        looked = Instant::now();
+        here.listen(source).map(drop)
+    })?;
+    let end = start.elapsed().as_secs_f64();
+    let (cpu_source, cpu_destination) = (meters[0].used()?, meters[1].used()?);
+    // The stopped guest is still in the memory of the source.
+    here.listen(&mut pair.source)?;
+    let mut there = Stalls::since(start);
+    let look = || Ok::<_, anyhow::Error>(there.listen(&mut pair.target)?.cloned());
+    let target = on_target(here.observed.last(), look)?;
+    let passes = report["passes"].as_array().map(|passes| passes.len() as u64);
+    let pages = |codec: &str| report["codecs"][codec]["pages"].as_u64();
+    let compressed =
+        |of: &Value| of.is_object().then(|| pages("lz4").unwrap_or(0) + pages("zstd").unwrap_or(0));
+    Ok(Run {
+        source: here.observed,
+        target: target.context("the guest did not report from the target within 10 s")?,
+        switched: end,
+        end,
+        result: MigrationResult {
+            cpu_source,
+            cpu_destination,
+            passes,
+            delta_pages: pages("delta"),
+            compressed_pages: compressed(&report["codecs"]),
+            ..result(&report)?
+        },
+        ..Run::default()
+    })
+}
+
+/// Returns the request to migrate the guest of `spec` by precopy, with this encoding.
+fn request(spec: &CaseSpec, encoding: Encoding, uri: &str) -> Result<MigrateRequest> {
+    Ok(MigrateRequest {
+        codec: encoding.codec(),
+        delta: encoding.delta(),
+        delta_cache: Some(CACHE).filter(|_| encoding.delta() != "off"),
+        downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,
+        timeout_ms: Some(u64::try_from(spec.limit.as_millis())?),
+        on_timeout: "switch",
+        // The shaped link is not loopback, and the bench does not measure encryption.
+        insecure: true,
+        ..MigrateRequest::to(uri)
+    })
 }

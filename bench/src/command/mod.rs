@@ -95,10 +95,11 @@ fn bench(args: &BenchArgs) -> Result<()> {
                 | BenchName::Postcopy
                 | BenchName::Stalls
                 | BenchName::Scale
+                | BenchName::Codec
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, codec, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -280,6 +281,8 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
         data_bytes: report["bytes"]["raw_pages"].as_u64().context("no count of pages")? * 4096,
         wire_bytes: report["bytes"]["wire"].as_u64(),
         passes: report["passes"].as_array().map(|passes| passes.len() as u64),
+        delta_pages: None,
+        compressed_pages: None,
         cpu_source,
         cpu_destination,
         writes_before: busy(&report["guest"]["before_writes_per_s"]),

@@ -12,7 +12,7 @@ use vmferry_report::json::Document;
 
 use crate::floor::{self, ReceiverCommand};
 use crate::host;
-use crate::qemu::{self, QemuSpec};
+use crate::qemu::{self, QemuSpec, Stream};
 use crate::result::MigrationResult;
 use crate::rounds::{Rounds, Stop, enough_memory};
 
@@ -94,7 +94,7 @@ pub(crate) fn qemu_spec(spec: &CaseSpec, multifd: Option<u32>) -> QemuSpec {
         memory: spec.memory,
         vcpus: spec.vcpus,
         workload: spec.workload.clone(),
-        multifd,
+        stream: Stream::plain(multifd),
         dirty_ring: None,
         downtime_limit: spec.downtime_limit,
         warm_up: spec.warm_up,

@@ -57,6 +57,57 @@ const ANY_DOWNTIME_MS: u64 = 2_000_000;
 /// Bandwidth limit above that of any link. QEMU's default is 128 MiB/s.
 const UNLIMITED_BYTES_PER_S: u64 = 1 << 40;
 
+/// Connections of a migration by QEMU, and the encoding of the pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stream {
+    /// One connection.
+    Single,
+    /// One connection with the capability `xbzrle`: pages that were written again are sent as
+    /// differences.
+    Xbzrle {
+        /// QEMU's `xbzrle-cache-size` in bytes, a power of two.
+        cache: u64,
+    },
+    /// Several connections, with the capability `multifd`.
+    Multifd {
+        /// Number of channels.
+        channels: u32,
+        /// Compression of the pages, at QEMU's default level.
+        compression: Compression,
+    },
+}
+
+impl Stream {
+    /// Returns the stream without an encoding: multifd with this number of channels, or a single
+    /// connection for `None`.
+    pub(crate) fn plain(multifd: Option<u32>) -> Self {
+        let plain = |channels| Self::Multifd { channels, compression: Compression::None };
+        multifd.map_or(Self::Single, plain)
+    }
+}
+
+/// QEMU's `multifd-compression`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Compression {
+    /// Pages are sent as they are.
+    None,
+    /// zlib, at level 1.
+    Zlib,
+    /// Zstandard, at level 1.
+    Zstd,
+}
+
+impl Compression {
+    /// Returns QEMU's name.
+    fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Zlib => "zlib",
+            Self::Zstd => "zstd",
+        }
+    }
+}
+
 /// Specification of the machine and the migration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QemuSpec {
@@ -66,8 +117,8 @@ pub struct QemuSpec {
     pub vcpus: u32,
     /// Workload, as on the guest's command line.
     pub workload: String,
-    /// Number of multifd channels. `None` means a single stream.
-    pub multifd: Option<u32>,
+    /// Connections that carry the pages, and their encoding.
+    pub stream: Stream,
     /// Number of entries of the dirty ring. `None` means the dirty log.
     pub dirty_ring: Option<u32>,
     /// QEMU's `downtime-limit`.
@@ -81,6 +132,9 @@ pub struct QemuSpec {
     /// Time for which the guest runs before it is migrated. Its speed before is measured in this
     /// time.
     pub warm_up: Duration,
+    /// Interval at which [`stalls`] reads the guest during the migration. Each read takes processor
+    /// time of the source.
+    pub observe: Duration,
     /// Time for which the guest is observed after the migration.
     pub after: Duration,
     /// Balloon of a microvm, whose guest is migrated after it has freed what it allocates. `None`
@@ -103,13 +157,14 @@ impl Default for QemuSpec {
             memory: 512 << 20,
             vcpus: 1,
             workload: "idle".into(),
-            multifd: None,
+            stream: Stream::Single,
             dirty_ring: None,
             downtime_limit: Duration::from_millis(300),
             max_bandwidth: None,
             auto_converge: false,
             switch_after: None,
             warm_up: Duration::from_secs(1),
+            observe: crate::stalls::POLL,
             after: Duration::from_millis(400),
             balloon: None,
             prealloc: false,
@@ -325,24 +380,34 @@ impl Pair {
 
 /// Sets the capabilities and parameters of a precopy migration at both ends.
 fn configure(machines: [&mut Machine; 2], spec: &QemuSpec) -> Result<(), QemuError> {
-    let capabilities = json!({
-        "capabilities": [
-            { "capability": "multifd", "state": spec.multifd.is_some() },
-            { "capability": "auto-converge", "state": spec.auto_converge },
-        ]
-    });
+    let (capabilities, parameters) = settings(spec);
+    for machine in machines {
+        machine.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }))?;
+        machine.execute("migrate-set-parameters", parameters.clone())?;
+    }
+    Ok(())
+}
+
+/// Returns the capabilities and the parameters of a migration (QEMU, qapi/migration.json).
+fn settings(spec: &QemuSpec) -> (Value, Value) {
+    let capabilities = json!([
+        { "capability": "multifd", "state": matches!(spec.stream, Stream::Multifd { .. }) },
+        { "capability": "xbzrle", "state": matches!(spec.stream, Stream::Xbzrle { .. }) },
+        { "capability": "auto-converge", "state": spec.auto_converge },
+    ]);
     let mut parameters = json!({
         "max-bandwidth": spec.max_bandwidth.unwrap_or(UNLIMITED_BYTES_PER_S),
         "downtime-limit": u64::try_from(spec.downtime_limit.as_millis()).unwrap_or(u64::MAX),
     });
-    if let Some(channels) = spec.multifd {
-        parameters["multifd-channels"] = channels.into();
+    match spec.stream {
+        Stream::Single => {}
+        Stream::Xbzrle { cache } => parameters["xbzrle-cache-size"] = cache.into(),
+        Stream::Multifd { channels, compression } => {
+            parameters["multifd-channels"] = channels.into();
+            parameters["multifd-compression"] = compression.name().into();
+        }
     }
-    for machine in machines {
-        machine.execute("migrate-set-capabilities", capabilities.clone())?;
-        machine.execute("migrate-set-parameters", parameters.clone())?;
-    }
-    Ok(())
+    (capabilities, parameters)
 }
 
 /// Makes the target listen on a free port of `address`, and returns its URI.
@@ -402,6 +467,8 @@ fn from_info(info: &Value) -> Result<MigrationResult, QemuError> {
         data_bytes: of_ram("normal-bytes")?,
         wire_bytes: Some(of_ram("transferred")?),
         passes: Some(of_ram("dirty-sync-count")?),
+        // Only a migration with XBZRLE has this object.
+        delta_pages: info.get("xbzrle-cache").and_then(|cache| cache.get("pages")?.as_u64()),
         ..MigrationResult::default()
     })
 }
@@ -422,6 +489,25 @@ mod tests {
         assert!(error.contains("downtime") && error.contains("total-time"), "{error}");
     }
 
+    #[test]
+    fn settings_follow_the_stream() {
+        let of = |stream| settings(&QemuSpec { stream, ..QemuSpec::default() });
+        let on = |capabilities: &Value, name: &str| {
+            let all = capabilities.as_array().unwrap();
+            all.iter().find(|own| own["capability"] == name).unwrap()["state"] == true
+        };
+        let (capabilities, parameters) = of(Stream::Single);
+        assert!(!on(&capabilities, "multifd") && !on(&capabilities, "xbzrle"), "{capabilities}");
+        assert!(parameters.get("multifd-channels").is_none(), "{parameters}");
+        let (capabilities, parameters) = of(Stream::Xbzrle { cache: 64 << 20 });
+        assert!(!on(&capabilities, "multifd") && on(&capabilities, "xbzrle"), "{capabilities}");
+        assert_eq!(parameters["xbzrle-cache-size"], 64 << 20);
+        let (capabilities, parameters) = of(Stream::Multifd { channels: 2, compression: Compression::Zstd });
+        assert!(on(&capabilities, "multifd") && !on(&capabilities, "xbzrle"), "{capabilities}");
+        let multifd = [&parameters["multifd-channels"], &parameters["multifd-compression"]];
+        assert_eq!(multifd, [&json!(2), &json!("zstd")]);
+    }
+
     /// Skips the calling test if QEMU or KVM cannot be used on this host.
     pub(super) fn is_skipped() -> bool {
         let need = if kvm_usable().is_err() { Need::Kvm } else { Need::Qemu };
@@ -437,7 +523,7 @@ mod tests {
         let spec = QemuSpec {
             memory: 128 << 20,
             workload: "uniform,ws=16M,rate=20k,fill=random".into(),
-            multifd: Some(2),
+            stream: Stream::plain(Some(2)),
             warm_up: Duration::from_millis(500),
             ..QemuSpec::default()
         };

@@ -1,31 +1,33 @@
 //! Precopy migrations by QEMU, observed through the guest's statistics page.
 
-use std::net::Ipv4Addr;
 use std::time::Instant;
 
 use serde_json::json;
 
 use super::postcopy::{Pair, observation, observations};
-use super::{MIGRATION_LIMIT, QemuError, QemuSpec, completed, configure, from_info, listen, used};
-use crate::link::Link;
+use super::{
+    ANY_DOWNTIME_MS, MIGRATION_LIMIT, QemuError, QemuSpec, completed, configure, from_info, listen, used,
+};
+use crate::link::{End, Link};
 use crate::result::MigrationResult;
 use crate::stalls::{POLL, REPORT, Run, on_target};
 
-/// Boots the guest, lets it run, migrates it once, and observes its stalls.
+/// Boots the guest, lets it run, migrates it once over `link`, and observes its stalls.
 ///
 /// # Errors
 ///
 /// Fails with [`QemuError::Unavailable`] if QEMU or KVM cannot be used on this host. The caller
 /// then skips the case. Every other error is a failure.
-pub fn stalls(spec: &QemuSpec) -> Result<Run, QemuError> {
-    let mut pair = Pair::start(spec, &Link::Loopback)?;
+pub fn stalls(spec: &QemuSpec, link: &Link) -> Result<Run, QemuError> {
+    let mut pair = Pair::start(spec, link)?;
     configure([&mut pair.source.machine, &mut pair.destination.machine], spec)?;
-    let uri = listen(&mut pair.destination.machine, Ipv4Addr::LOCALHOST)?;
+    let uri = listen(&mut pair.destination.machine, link.address(End::Destination))?;
     let mut looks = pair.observe(spec, POLL)?;
     looks.extend(pair.source.look()?);
     let meters = (pair.source.machine.cpu_meter()?, pair.destination.machine.cpu_meter()?);
     let start = Instant::now();
     pair.source.machine.execute("migrate", json!({ "uri": uri }))?;
+    let (mut switch_after, mut looked) = (spec.switch_after, start);
     let info = loop {
         std::thread::sleep(POLL);
         if let Some(info) = completed(&mut pair.source.machine, &pair.destination.machine)? {
@@ -34,8 +36,15 @@ pub fn stalls(spec: &QemuSpec) -> Result<Run, QemuError> {
         if start.elapsed() > MIGRATION_LIMIT {
             return Err(pair.source.late("the end of the migration", MIGRATION_LIMIT));
         }
+        if switch_after.take_if(|limit| start.elapsed() > *limit).is_some() {
+            let any = json!({ "downtime-limit": ANY_DOWNTIME_MS });
+            pair.source.machine.execute("migrate-set-parameters", any)?;
+        }
         pair.destination.machine.still_runs()?;
-        looks.extend(pair.source.look()?);
+        if looked.elapsed() >= spec.observe {
+            looked = Instant::now();
+            looks.extend(pair.source.look()?);
+        }
     };
     let end = start.elapsed().as_secs_f64();
     let (cpu_source, cpu_destination) = (used(&meters.0)?, used(&meters.1)?);
@@ -74,7 +83,7 @@ mod tests {
             warm_up: Duration::from_millis(300),
             ..QemuSpec::default()
         };
-        let run = stalls(&spec).unwrap();
+        let run = stalls(&spec, &Link::Loopback).unwrap();
         let (stopped, arrived) = (run.source.last().unwrap(), &run.target[0]);
         assert!(stopped.at >= run.end && arrived.at >= stopped.at, "{run:?}");
         for (before, after) in stopped.vcpus.iter().zip(&arrived.vcpus) {

@@ -127,7 +127,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         memory: spec.memory,
         vcpus: spec.vcpus,
         workload: spec.workload.clone(),
-        multifd: None,
+        stream: qemu::Stream::Single,
         dirty_ring: ring,
         downtime_limit: spec.downtime_limit,
         max_bandwidth: spec.max_bandwidth,
@@ -135,10 +135,7 @@ fn run_side(options: &Options, spec: &CaseSpec, side: Side, ours: &mut dyn OurRu
         switch_after: Some(spec.timeout),
         warm_up: options.before,
         after: options.after,
-        balloon: None,
-        prealloc: false,
-        small_pages: false,
-        given_back: false,
+        ..QemuSpec::default()
     };
     let (result, timeline) = qemu::watch(&qemu)?;
     Ok(Run {

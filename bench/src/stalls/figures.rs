@@ -119,7 +119,7 @@ fn of_stalls(stalled: &Stalled) -> impl Iterator<Item = (&'static str, f64)> {
 }
 
 /// Returns the speed of the guest before the migration, and from the command until the end.
-fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
+pub(crate) fn speeds(run: &Run) -> Vec<(&'static str, f64)> {
     let Some([first, calm, _]) = before(run) else { return Vec::new() };
     let timeline = run.timeline();
     let before = timeline.speed(first.at, calm.at);

@@ -53,6 +53,7 @@ use std::time::{Duration, Instant};
 use vmferry_report::json::Document;
 
 use crate::host;
+use crate::link::Link;
 use crate::migrate::qemu_spec;
 use crate::postcopy::Observation;
 use crate::qemu;
@@ -61,6 +62,7 @@ use crate::rounds::{Rounds, Stop, enough_memory};
 pub use crate::migrate::CaseSpec;
 pub use crate::postcopy::Run;
 pub use crate::rounds::{OurError, Outcome};
+pub(crate) use figures::speeds;
 pub use spec::{Channels, Options, Side};
 pub use vmferry_report::benches::stalls::{page, table};
 
@@ -116,7 +118,7 @@ fn run_side(spec: &CaseSpec, side: Side, ours: &mut dyn OurRunner) -> Result<Run
     enough_memory(spec.memory)?;
     Ok(match side {
         Side::Ours(channels) => ours.run(spec, channels)?,
-        Side::Qemu { multifd } => qemu::stalls(&qemu_spec(spec, multifd))?,
+        Side::Qemu { multifd } => qemu::stalls(&qemu_spec(spec, multifd), &Link::Loopback)?,
     })
 }
 

@@ -293,9 +293,11 @@ pub(crate) struct RunArgs {
     /// Run the built-in measuring guest with this memory workload
     ///
     /// The pattern of the writes is idle, uniform, sequential or zipf:THETA. Settings follow after
-    /// commas. ws=256M is the size of the memory that the guest writes. data=1G is the size of the
-    /// memory that has content. rate=100k is the number of writes per second of each vCPU. Without
-    /// --kernel and --workload, the measuring guest runs and is idle.
+    /// commas. The guest writes to memory of the size ws=256M. Memory of the size data=1G has
+    /// content. Each vCPU writes rate=100k times per second. With write=counter, append or whole, a
+    /// write changes a counter, 272 bytes, or all of its page. The content at start is fill=random,
+    /// zero, text, pointers or mix:PERCENT. Without --kernel and --workload, the measuring guest
+    /// runs and is idle.
     #[arg(long, value_name = "PATTERN[,KEY=VALUE]", value_parser = workload, conflicts_with_all = ["kernel", "incoming"], help_heading = heading::GUEST)]
     pub(crate) workload: Option<Workload>,
     /// Further arguments of the measuring guest

@@ -16,6 +16,8 @@ pub enum Fill {
     Zero,
     /// Words from a small dictionary. An LZ codec compresses them to about a third.
     Text,
+    /// Words as in a heap of objects: pointers into 256 MiB, small numbers, short names and zeros.
+    Pointers,
     /// Mix of kinds: this percentage of the pages is random. Every second of the others is text and
     /// every second zero, interleaved pseudo-randomly.
     Mix(u8),
@@ -27,6 +29,17 @@ pub(crate) enum PageKind {
     Random,
     Zero,
     Text,
+    Pointers,
+}
+
+impl PageKind {
+    /// Returns the kind of the words that a write leaves. Zeros would be no change.
+    pub(crate) fn once_written(self) -> Self {
+        match self {
+            Self::Zero => Self::Random,
+            kind => kind,
+        }
+    }
 }
 
 /// Eight-letter words. With 32 of them a page compresses to about a third (LZ4; entropy coders do
@@ -66,18 +79,24 @@ const WORDS: [&[u8; 8]; 32] = [
     b"crossed ",
 ];
 
+/// Address of the heap in pages of pointers, as a Linux process has it.
+const HEAP: u64 = 0x7f3a_4000_0000;
+/// Address of the tables of functions that objects refer to.
+const TABLES: u64 = 0x55d0_1c20_0000;
+
 /// Seed that keeps content apart from the other uses of [`mix`].
 const CONTENT_SEED: u64 = 0x7665_7373_656c_2031;
 const KIND_SEED: u64 = 0x7665_7373_656c_2032;
 
 impl Fill {
-    /// Parses `random`, `zero`, `text` or `mix:PERCENT`.
+    /// Parses `random`, `zero`, `text`, `pointers` or `mix:PERCENT`.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         match text {
             "random" => Some(Self::Random),
             "zero" => Some(Self::Zero),
             "text" => Some(Self::Text),
+            "pointers" => Some(Self::Pointers),
             _ => {
                 let percent = text.strip_prefix("mix:")?;
                 let digits = percent.bytes().all(|byte| byte.is_ascii_digit());
@@ -102,6 +121,7 @@ impl Fill {
             Self::Random => PageKind::Random,
             Self::Zero => PageKind::Zero,
             Self::Text => PageKind::Text,
+            Self::Pointers => PageKind::Pointers,
             Self::Mix(percent) => {
                 let draw = mix(page ^ KIND_SEED);
                 match (draw % 100 < u64::from(percent), (draw >> 32) & 1) {
@@ -120,6 +140,7 @@ impl fmt::Display for Fill {
             Self::Random => f.write_str("random"),
             Self::Zero => f.write_str("zero"),
             Self::Text => f.write_str("text"),
+            Self::Pointers => f.write_str("pointers"),
             Self::Mix(percent) => write!(f, "mix:{percent}"),
         }
     }
@@ -136,7 +157,27 @@ pub(crate) fn content(kind: PageKind, page: u64, word: usize) -> u64 {
     let draw = mix((page.wrapping_mul(512) + word as u64).wrapping_add(CONTENT_SEED));
     match kind {
         PageKind::Text => u64::from_le_bytes(*WORDS[(draw >> 59) as usize]),
+        PageKind::Pointers => object_word(draw),
         _ => draw,
+    }
+}
+
+/// Returns a word of an object: of ten words, four are pointers to objects, which are aligned to 16
+/// bytes, one to a table of functions, two small numbers, one a name, and two are zero.
+#[inline]
+fn object_word(draw: u64) -> u64 {
+    let bits = draw >> 8;
+    match draw % 256 {
+        0..102 => HEAP + 16 * (bits & 0xff_ffff),
+        102..128 => TABLES + 256 * (bits & 0x3f),
+        128..179 => (bits & 0xffff) >> ((bits >> 16) & 0xf),
+        179..205 => {
+            // Four to seven letters, and spaces.
+            let letters_end = u64::MAX >> (8 * ((bits & 0x3) + 1));
+            let letters = ((bits >> 2) & 0x0f0f_0f0f_0f0f_0f0f) | 0x6060_6060_6060_6060;
+            (letters & letters_end) | (0x2020_2020_2020_2020 & !letters_end)
+        }
+        _ => 0,
     }
 }
 
@@ -174,6 +215,24 @@ mod tests {
                 .flat_map(|word| word.to_le_bytes())
                 .all(|b| b == b' ' || b.is_ascii_lowercase())
         );
+    }
+
+    #[test]
+    fn pages_of_pointers_have_words_of_each_sort() {
+        let words: std::vec::Vec<u64> =
+            (0..64).flat_map(|number| page(Fill::Pointers, number)[2..].to_vec()).collect();
+        let share = |of: fn(u64) -> bool| {
+            let count = words.iter().filter(|word| of(**word)).count();
+            count * 100 / words.len()
+        };
+        let pointers = share(|word| (HEAP..HEAP + (256 << 20)).contains(&word) && word % 16 == 0);
+        assert!((38..=42).contains(&pointers), "{pointers}");
+        let tables = share(|word| (TABLES..TABLES + (1 << 14)).contains(&word));
+        assert!((9..=11).contains(&tables), "{tables}");
+        let small = share(|word| word < 1 << 16);
+        assert!((38..=42).contains(&small), "{small}");
+        let is_name = |word: u64| word.to_le_bytes().iter().all(|byte| (b' '..=b'o').contains(byte));
+        assert!((9..=11).contains(&share(is_name)), "{}", share(is_name));
     }
 
     #[test]

@@ -39,6 +39,7 @@ mod text;
 mod units;
 mod worker;
 mod workload;
+mod write;
 
 pub use alloc_stats::{
     ALLOC_HIST_BUCKETS, ALLOC_STATS_BYTES, ALLOC_STATS_GPA, ALLOC_STATS_MAGIC, ALLOC_STATS_VERSION, AllocCpu,
@@ -61,6 +62,7 @@ pub use text::Text;
 pub use units::{parse_rate, parse_size};
 pub use worker::{Corrupt, PageStore, Report, SavedWorker, Step, Worker};
 pub use workload::{Pattern, Theta, Workload, WorkloadError};
+pub use write::Write;
 
 /// Size of a page in bytes, for the workload and for x86-64 memory.
 pub const PAGE_SIZE: u64 = 4096;

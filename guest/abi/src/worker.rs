@@ -2,7 +2,7 @@
 
 use crate::fill::{PageKind, content};
 use crate::stalls::{HIST_BUCKETS, Stalls};
-use crate::{Fill, Layout, PAGE_WORDS, Pacer, Pattern, Picker, Share, Workload};
+use crate::{Fill, Layout, PAGE_WORDS, Pacer, Pattern, Picker, Share, Workload, Write};
 
 /// Guest memory as a workload sees it: pages of 512 words, and a table with one counter for each
 /// page of the working set.
@@ -99,14 +99,16 @@ const PROBE_WORDS: usize = (PAGE_WORDS - 2) / PROBES;
 /// Workload of one vCPU. Call [`fill`](Self::fill) until the fill is done, and then
 /// [`step`](Self::step) in a loop.
 ///
-/// A write checks that the page's stamp is the one that was written last, and then raises counter
-/// and stamp. In addition, a sweep visits all pages of the vCPU's share in turn, and checks the
-/// stamp and samples of the content. One sweep therefore detects a page that was lost, that is old,
-/// or that has the content of another page.
+/// A write checks that the page's stamp is the one that was written last, changes the content as
+/// the workload's [`Write`] says, and then raises counter and stamp. In addition, a sweep visits
+/// all pages of the vCPU's share in turn, and checks the stamp and samples of the content. One
+/// sweep therefore detects a page that was lost, that is old, or that has the content of another
+/// page.
 #[derive(Clone, Debug)]
 pub struct Worker {
     share: Share,
     fill: Fill,
+    write: Write,
     filled: u64,
     picker: Picker,
     idle: bool,
@@ -136,6 +138,7 @@ impl Worker {
             picker: Picker::new(workload.pattern, ws, cpu),
             share,
             fill: workload.fill,
+            write: workload.write,
             filled: 0,
             idle: workload.pattern == Pattern::Idle,
             pacer: (workload.rate != 0).then(|| Pacer::new(workload.rate_of(cpu), WRITE_DEBT_NS)),
@@ -264,6 +267,13 @@ impl Worker {
         let counter = store.counter(page);
         let step = self.check_stamp(store, page, counter);
         let counter = counter.wrapping_add(1);
+        let words = self.write.words(counter);
+        if !words.is_empty() {
+            let kind = self.fill.kind(page);
+            for word in words {
+                store.store(page, word, self.write.content(kind, page, word, counter));
+            }
+        }
         store.store(page, 0, page);
         store.store(page, 1, counter);
         store.set_counter(page, counter);
@@ -285,7 +295,8 @@ impl Worker {
             #[expect(clippy::cast_possible_truncation, reason = "below 170")]
             let at = (self.sweeps.wrapping_add(page) % PROBE_WORDS as u64) as usize;
             let word = 2 + probe * PROBE_WORDS + at;
-            step = step.worse(self.expect(store, page, word, content(kind, page, word)));
+            let want = self.write.content(kind, page, word, counter);
+            step = step.worse(self.expect(store, page, word, want));
         }
         self.checks += 1;
         self.advance();

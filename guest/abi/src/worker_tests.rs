@@ -87,12 +87,15 @@ impl Guest {
     }
 }
 
-const SPECS: [&str; 6] = [
+const SPECS: [&str; 9] = [
     "uniform,ws=256K,data=1M",
     "sequential,ws=256K,data=1M,fill=zero",
     "zipf:0.99,ws=256K,data=1M,fill=text",
     "uniform,ws=256K,data=1M,fill=mix:30,rate=100k",
     "uniform,ws=256K,data=1M,sweep=100k",
+    "uniform,ws=256K,data=1M,write=whole,fill=mix:30",
+    "sequential,ws=256K,data=1M,write=append,fill=pointers",
+    "zipf:0.99,ws=256K,data=1M,write=append,fill=zero",
     "idle,data=1M",
 ];
 
@@ -165,6 +168,25 @@ fn old_version_of_a_page_is_detected() {
         assert_eq!(found[0].got, old[1], "{spec}");
         assert!(found[0].want > old[1], "{spec}");
         assert!(guest.workers[0].corrupt >= 1 && guest.workers[0].first_corrupt == Some(found[0]));
+    }
+}
+
+#[test]
+fn old_content_under_a_new_stamp_is_detected() {
+    for spec in ["uniform,ws=256K,write=whole,fill=text", "sequential,ws=256K,write=append"] {
+        let mut guest = Guest::new(spec, 1);
+        guest.run(3000);
+        let old = guest.page(0);
+        guest.run(3000);
+        let new = guest.page(0);
+        assert!(old[2..].iter().zip(&new[2..]).any(|(old, new)| old != new), "{spec}");
+        let mut torn = old;
+        torn[..2].copy_from_slice(&new[..2]);
+        guest.set_page(0, torn);
+        // A further write would repair a part of the page before the sweep reads it.
+        guest.workers[0].picker = Picker::new(Pattern::Idle, 64, 0);
+        let found: Vec<Corrupt> = (1..=170).flat_map(|request| guest.verify(request)).collect();
+        assert!(found.iter().any(|corrupt| corrupt.page == 0 && corrupt.word >= 2), "{spec}: {found:?}");
     }
 }
 

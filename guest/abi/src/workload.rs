@@ -3,7 +3,7 @@
 use crate::allocation::MAX_FRAG;
 use crate::text::Text;
 use crate::units::{parse_rate, parse_size, write_rate, write_size};
-use crate::{Allocation, Fill, PAGE_SIZE};
+use crate::{Allocation, Fill, PAGE_SIZE, Write};
 use core::fmt;
 use core::str::FromStr;
 
@@ -49,6 +49,7 @@ pub enum Pattern {
 /// | `data=1G` | memory that is filled with content at start, at least `ws` | `ws` |
 /// | `rate=100k` | writes per second and vCPU, 0 = as fast as possible | 0 |
 /// | `skew=4` | vCPU i writes at `rate / skew^i`, at least once a second; needs a rate | 1 |
+/// | `write=counter` | what a write changes: see [`Write`] | `counter` |
 /// | `fill=random` | content at start: see [`Fill`] | `random` |
 /// | `sweep=4k` | pages per second and vCPU that are checked in sequence, besides one for each write; 0 = no sweep | 4k and one for each write |
 /// | `alloc=4G` | memory to allocate, touch and free in addition, see [`Allocation`]; a busy pattern then needs `ws` or `data` | none |
@@ -71,6 +72,8 @@ pub struct Workload {
     /// Factor by which each vCPU writes slower than the previous one: `1..=1000`, where 1 means all
     /// alike. More than 1 needs a rate.
     pub skew: u64,
+    /// Change that each write makes to its page.
+    pub write: Write,
     /// Content at start.
     pub fill: Fill,
     /// Number of pages per second and vCPU that are checked in sequence. `None` means one for each
@@ -85,7 +88,17 @@ impl Workload {
     /// Returns a workload with every key at its default.
     #[must_use]
     pub fn new(pattern: Pattern) -> Self {
-        Self { pattern, ws: None, data: None, rate: 0, skew: 1, fill: Fill::Random, sweep: None, alloc: None }
+        Self {
+            pattern,
+            ws: None,
+            data: None,
+            rate: 0,
+            skew: 1,
+            write: Write::Counter,
+            fill: Fill::Random,
+            sweep: None,
+            alloc: None,
+        }
     }
 
     /// Returns the number of writes per second of vCPU `cpu`; 0 means as fast as possible.
@@ -100,13 +113,14 @@ impl Workload {
 }
 
 const PATTERNS: &str = "idle, uniform, sequential or zipf:THETA";
-const KEYS: &str = "ws, data, rate, skew, fill, sweep, alloc, rounds, frag";
+const KEYS: &str = "ws, data, rate, skew, write, fill, sweep, alloc, rounds, frag";
 const SIZE: &str = "a size of at least 4K, such as 256M or 4G";
 const RATE: &str = "a number per second, such as 0, 2500 or 100k";
 const SKEW: &str = "a whole number from 1 to 1000, such as 4";
 const ROUNDS: &str = "a whole number, 0 for no end";
 const FRAG: &str = "a whole number from 2 to 1024, or 0";
-const FILL: &str = "random, zero, text or mix:PERCENT with PERCENT from 0 to 100";
+const WRITE: &str = "counter, append or whole";
+const FILL: &str = "random, zero, text, pointers or mix:PERCENT with PERCENT from 0 to 100";
 
 /// Reason for which a workload specification was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -235,6 +249,7 @@ struct Keys {
     data: Option<u64>,
     rate: Option<u64>,
     skew: Option<u64>,
+    write: Option<Write>,
     fill: Option<Fill>,
     sweep: Option<u64>,
     alloc: Option<u64>,
@@ -255,6 +270,7 @@ impl Keys {
                 let skew = value.parse().ok().filter(|skew| (1..=1000).contains(skew));
                 set(&mut self.skew, "skew", value, skew, SKEW)
             }
+            "write" => set(&mut self.write, "write", value, Write::parse(value), WRITE),
             "fill" => set(&mut self.fill, "fill", value, Fill::parse(value), FILL),
             "alloc" => set(&mut self.alloc, "alloc", value, size(value), SIZE),
             "rounds" => set(&mut self.rounds, "rounds", value, whole(value), ROUNDS),
@@ -323,6 +339,7 @@ impl FromStr for Workload {
             data: keys.data,
             rate,
             skew,
+            write: keys.write.unwrap_or_default(),
             fill: keys.fill.unwrap_or(Fill::Random),
             sweep: keys.sweep,
             alloc,
@@ -347,6 +364,9 @@ impl fmt::Display for Workload {
         }
         if self.skew != 1 {
             write!(f, ",skew={}", self.skew)?;
+        }
+        if self.write != Write::Counter {
+            write!(f, ",write={}", self.write)?;
         }
         if self.fill != Fill::Random {
             write!(f, ",fill={}", self.fill)?;

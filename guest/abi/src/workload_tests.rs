@@ -15,14 +15,15 @@ fn parses_the_example_of_the_contract() {
 }
 
 #[test]
-fn parses_every_pattern_and_fill() {
+fn parses_every_pattern_fill_and_write() {
     for text in ["idle", "uniform", "sequential", "zipf:0.99", "zipf:1"] {
         assert_eq!(text.parse::<Workload>().unwrap().to_string(), text);
     }
-    for fill in ["zero", "text", "mix:30"] {
-        let text = std::format!("idle,fill={fill}");
+    for part in ["fill=zero", "fill=text", "fill=pointers", "fill=mix:30", "write=append", "write=whole"] {
+        let text = std::format!("uniform,{part}");
         assert_eq!(text.parse::<Workload>().unwrap().to_string(), text);
     }
+    assert_eq!("uniform,write=counter".parse::<Workload>(), "uniform".parse());
 }
 
 #[test]
@@ -59,6 +60,7 @@ fn refuses_with_the_reason() {
         ("uniform,rate=fast", "rate=fast cannot be used"),
         ("uniform,rate=10k,skew=0", "skew=0 cannot be used; use a whole number from 1 to 1000"),
         ("uniform,skew=4", "skew= divides a rate"),
+        ("uniform,write=half", "write=half cannot be used; use counter, append or whole"),
         ("uniform,fill=mix:101", "fill=mix:101 cannot be used"),
         ("uniform,speed=1", "'speed=1' is not KEY=VALUE"),
         ("uniform,", "'' is not KEY=VALUE"),
@@ -92,8 +94,10 @@ proptest! {
         more in proptest::option::of(0u64..1 << 45),
         rate in prop_oneof![Just(0), 1u64..1 << 40],
         fill in prop_oneof![
-            Just(Fill::Random), Just(Fill::Zero), Just(Fill::Text), (0u8..=100).prop_map(Fill::Mix),
+            Just(Fill::Random), Just(Fill::Zero), Just(Fill::Text), Just(Fill::Pointers),
+            (0u8..=100).prop_map(Fill::Mix),
         ],
+        write in prop_oneof![Just(Write::Counter), Just(Write::Append), Just(Write::Whole)],
         sweep in proptest::option::of(0u64..1 << 30),
         skew in 1u64..=1000,
         alloc in proptest::option::of((4096u64..1 << 45, 0u64..9, prop_oneof![Just(0), 2u64..=1024])),
@@ -102,7 +106,7 @@ proptest! {
         let skew = if rate == 0 { 1 } else { skew };
         let fits = pattern == Pattern::Idle || ws.or(data).is_some();
         let alloc = alloc.filter(|_| fits).map(|(bytes, rounds, frag)| Allocation { bytes, rounds, frag });
-        let workload = Workload { pattern, ws, data, rate, skew, fill, sweep, alloc };
+        let workload = Workload { pattern, ws, data, rate, skew, write, fill, sweep, alloc };
         prop_assert_eq!(workload.to_string().parse::<Workload>().unwrap(), workload);
     }
 }

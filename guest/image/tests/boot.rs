@@ -19,7 +19,11 @@ fn boot(accelerator: &str, workload: &str, stats: StatsSink) -> Guest {
 #[test]
 fn busy_and_idle_workloads_run_on_every_vcpu() {
     for accelerator in accelerators() {
-        for workload in ["zipf:0.99,ws=8M,data=16M,rate=10k,fill=mix:30", "idle,data=16M"] {
+        for workload in [
+            "zipf:0.99,ws=8M,data=16M,rate=10k,fill=mix:30",
+            "sequential,ws=8M,data=16M,rate=10k,write=append,fill=pointers",
+            "idle,data=16M",
+        ] {
             let guest = boot(accelerator, workload, StatsSink::Serial);
             let mut seen = [0; 2];
             guest.until(|line| match line {

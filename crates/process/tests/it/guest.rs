@@ -127,9 +127,14 @@ fn pause_right_after_resume_stops_all_writes() {
 
 #[test]
 fn every_workload_continues_on_the_target_without_a_corrupt_page() {
-    for workload in
-        ["idle", "uniform,ws=8M", "sequential,ws=4M,data=8M,rate=100k", "zipf:0.99,ws=8M,fill=mix:30"]
-    {
+    for workload in [
+        "idle",
+        "uniform,ws=8M",
+        "sequential,ws=4M,data=8M,rate=100k",
+        "zipf:0.99,ws=8M,fill=mix:30",
+        "uniform,ws=8M,write=whole,fill=text",
+        "sequential,ws=4M,data=8M,write=append,fill=pointers",
+    ] {
         for memfd in [false, true] {
             let mut source = running(workload, memfd);
             if workload != "idle" {

@@ -1,0 +1,85 @@
+//! Group `moves`: whole migrations with encoded pages.
+
+mod figures;
+mod report;
+mod spec;
+
+use vmferry_report::json::Document;
+
+use super::Options;
+use crate::link::{Link, Shaped, Tools};
+use crate::postcopy::Run;
+use crate::qemu::{self, QemuSpec};
+use crate::rounds::{OurError, Rounds, Stop, enough_memory};
+
+pub use spec::{CACHE, CaseSpec, Encoding, OBSERVE, Options as MoveOptions, QemuEncoding, Side, Writer};
+
+pub(super) use report::finish;
+
+/// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
+pub trait OurRunner {
+    /// Boots the guest of `spec` at the source's end of `link`, lets it run for the warm-up time,
+    /// migrates it with the encoding, and ends both processes.
+    ///
+    /// The guest is observed before and during the migration, as for
+    /// [`stalls`](crate::stalls::OurRunner::run), but during the migration only once per
+    /// [`OBSERVE`].
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
+    /// other error is a failure.
+    fn run(&mut self, spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run, OurError>;
+}
+
+/// Runs of one side in one case.
+type SideRuns = crate::rounds::SideRuns<Side, Run>;
+
+/// Runs all selected moves.
+pub(super) fn run(
+    options: &Options,
+    ours: &mut dyn OurRunner,
+    tools: &Tools,
+    rounds: &mut Rounds<'_>,
+    document: &mut Document,
+) {
+    for spec in &options.moves.cases {
+        let name = |side| format!("moves/{}/{side}", spec.name);
+        let sides: Vec<Side> =
+            spec.sides.iter().copied().filter(|side| options.wants(&name(*side))).collect();
+        if sides.is_empty() {
+            continue;
+        }
+        let link = spec.shape.map_or(Ok(Link::Loopback), |shape| Shaped::new(tools, shape).map(Link::Shaped));
+        let runs = rounds.run(sides, name, |side, _: &[SideRuns]| {
+            let link = link.as_ref().map_err(|why| Stop::Skip(why.clone()))?;
+            run_side(spec, side, ours, link)
+        });
+        report::add_case(document, spec, &runs);
+    }
+}
+
+fn run_side(spec: &CaseSpec, side: Side, ours: &mut dyn OurRunner, link: &Link) -> Result<Run, Stop> {
+    enough_memory(spec.memory())?;
+    Ok(match side {
+        Side::Ours(encoding) => ours.run(spec, encoding, link)?,
+        Side::Qemu(encoding) => qemu::stalls(&qemu_spec(spec, encoding), link)?,
+    })
+}
+
+/// Returns the machine and the migration of `spec` for QEMU.
+fn qemu_spec(spec: &CaseSpec, encoding: QemuEncoding) -> QemuSpec {
+    QemuSpec {
+        memory: spec.memory(),
+        workload: spec.workload(),
+        stream: encoding.stream(),
+        downtime_limit: spec.downtime_limit,
+        switch_after: Some(spec.limit),
+        warm_up: spec.warm_up,
+        observe: OBSERVE,
+        ..QemuSpec::default()
+    }
+}
+
+#[cfg(test)]
+mod tests;
