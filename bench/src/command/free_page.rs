@@ -10,6 +10,7 @@ use crate::free_page::{
 };
 use crate::host::available_memory;
 use crate::link::Link;
+use crate::stalls::Channels;
 use crate::warm::Warm;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -291,7 +292,7 @@ fn migrate(spec: &MoveSpec, source: FreePageSource, wait: AnswerWait, link: &Lin
         (_, ms) => format!("wait={ms}"),
     };
     let request = MigrateRequest {
-        channels: 1,
+        channels: Channels::Count(1),
         timeout_ms: Some(120_000),
         free_pages,
         insecure: true,

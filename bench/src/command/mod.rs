@@ -27,6 +27,7 @@ use crate::footprint::Footprint;
 use crate::migrate::{CaseSpec, ColdOptions, Options, OurError, OurRunner, Outcome};
 use crate::result::MigrationResult;
 use crate::rtt::SOURCE_SUBCOMMAND;
+use crate::stalls::Channels;
 use crate::warm::Warm;
 use crate::{rtt, scan};
 use anyhow::{Context, Result, bail};
@@ -259,7 +260,7 @@ fn move_once(spec: &CaseSpec, channels: u32, encrypted: bool) -> Result<Migratio
     let mut pair = Pair::start(&setup, &stop)?;
     let warm = (!spec.given_back).then(|| Warm::hold(spec.memory));
     std::thread::sleep(spec.warm_up);
-    let request = request(spec, u16::try_from(channels)?, &pair.uri)?;
+    let request = request(spec, Channels::Count(u16::try_from(channels)?), &pair.uri)?;
     let meters = meters(&pair)?;
     drop(warm);
     pair.migrate(&request)?;
@@ -319,7 +320,7 @@ fn after(arrived: &Value, later: &Value) -> Option<f64> {
 }
 
 /// Returns the request to migrate the guest of `spec` by precopy.
-fn request(spec: &CaseSpec, channels: u16, uri: &str) -> Result<MigrateRequest> {
+fn request(spec: &CaseSpec, channels: Channels, uri: &str) -> Result<MigrateRequest> {
     Ok(MigrateRequest {
         channels,
         downtime_limit_ms: u64::try_from(spec.downtime_limit.as_millis())?,

@@ -11,6 +11,7 @@ use crate::postcopy::{
 };
 use crate::result::MigrationResult;
 use crate::rtt::SourceCommand;
+use crate::stalls::Channels;
 use crate::warm::Warm;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -241,7 +242,7 @@ fn request(way: Way, uri: &str) -> MigrateRequest {
         Way::Dedicated => "dedicated",
         Way::Ours => return usual,
     };
-    MigrateRequest { urgent, pace: "off", channels: 1, urgent_channels: 1, ..usual }
+    MigrateRequest { urgent, pace: "off", channels: Channels::Count(1), urgent_channels: 1, ..usual }
 }
 
 /// Returns the target's figures of its page faults, wherever the status has them.

@@ -8,6 +8,7 @@ use crate::reaper::traces;
 use crate::reaper::{
     self, CaseSpec, Options, OurError, OurRunner, Recorder, RingRun, Run, Side, Throttle, ThrottleRun,
 };
+use crate::stalls::Channels;
 use crate::warm::Warm;
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
@@ -150,7 +151,7 @@ fn request(spec: &CaseSpec, side: Side, uri: &str) -> Result<MigrateRequest> {
         tracker: Some(if policy.is_some() { "ring" } else { "log" }),
         reaper: policy.map(|policy| policy.name().to_owned()),
         auto_converge: side.throttle().or(spec.throttle).map_or("off", Throttle::name),
-        channels: 1,
+        channels: Channels::Count(1),
         downtime_limit_ms: ms(spec.downtime_limit)?,
         max_bandwidth: spec.max_bandwidth,
         timeout_ms: Some(ms(spec.timeout)?),

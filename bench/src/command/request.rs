@@ -1,5 +1,6 @@
 //! Migration requests in the format of the control socket.
 
+use crate::stalls::Channels;
 use serde::Serialize;
 use std::time::Duration;
 use vmferry_engine::Settings;
@@ -19,7 +20,7 @@ pub(super) struct MigrateRequest {
     pub(super) reconnect_for_ms: u64,
     pub(super) tracker: Option<&'static str>,
     pub(super) reaper: Option<String>,
-    pub(super) channels: u16,
+    pub(super) channels: Channels,
     pub(super) downtime_limit_ms: u64,
     /// Limit in bytes per second.
     pub(super) max_bandwidth: Option<u64>,
@@ -57,7 +58,7 @@ impl MigrateRequest {
             reconnect_for_ms: millis(settings.reconnect_for),
             tracker: None,
             reaper: None,
-            channels: settings.channels,
+            channels: Channels::Auto,
             downtime_limit_ms: millis(settings.downtime_limit),
             max_bandwidth: None,
             timeout_ms: None,

@@ -39,7 +39,6 @@ fn move_once(spec: &CaseSpec, channels: Channels) -> Result<Run> {
         ..Setup::new(program::vmferry()?, spec.memory, spec.workload.clone())
     };
     let mut pair = Pair::start(&setup, &AtomicBool::new(false))?;
-    let Channels::Count(channels) = channels;
     let request = request(spec, channels, &pair.uri)?;
     let mut here = Stalls::before(&mut pair.source, spec.memory, (spec.warm_up, POLL))?;
     let meters = meters(&pair)?;

@@ -5,16 +5,21 @@ use std::time::Duration;
 
 use super::CaseSpec;
 use crate::migrate;
+use serde::Serialize;
 
 /// Setting of vmferry's channels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Channels {
+    /// One channel for each idle processor, the default of the command.
+    Auto,
     /// A fixed number of channels.
+    #[serde(untagged)]
     Count(u16),
 }
 
 /// Settings of vmferry's channels that are measured.
-const OURS: [Channels; 2] = [Channels::Count(1), Channels::Count(2)];
+const OURS: [Channels; 3] = [Channels::Count(1), Channels::Count(2), Channels::Auto];
 
 /// Program that moves the guest, and its connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +40,7 @@ impl fmt::Display for Side {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Side::Ours(Channels::Count(count)) => write!(f, "ours-{count}"),
+            Side::Ours(Channels::Auto) => f.write_str("ours-auto"),
             Side::Qemu { multifd } => fmt::Display::fmt(&migrate::Side::Qemu { multifd }, f),
         }
     }

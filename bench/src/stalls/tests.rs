@@ -218,21 +218,20 @@ fn document(sides: &[(Side, &[(u64, u64)])]) -> Document {
 
 #[test]
 fn goals_compare_with_one_stream_of_qemu_in_the_same_round() {
-    let ours = |count| Side::Ours(Channels::Count(count));
     let document = document(&[
-        (ours(1), &[(2000, 2600), (2200, 2600)]),
-        (ours(2), &[(2000, 1000), (3000, 1000)]),
+        (Side::Ours(Channels::Count(1)), &[(2000, 2600), (2200, 2600)]),
+        (Side::Ours(Channels::Auto), &[(2000, 1000), (3000, 1000)]),
         (Side::Qemu { multifd: None }, &[(4000, 2000), (8000, 2000)]),
         (Side::Qemu { multifd: Some(2) }, &[(2000, 500), (2000, 500)]),
     ]);
     let goals = document.summary["goals"].as_array().unwrap();
     let goal = |name: &str| goals.iter().find(|goal| goal["name"] == name).unwrap();
-    let most = goal("2cpu/ours-2 stall_max_to_qemu");
+    let most = goal("2cpu/ours-auto stall_max_to_qemu");
     assert_eq!((&most["got"], &most["met"]), (&0.4375.into(), &true.into()));
-    assert_eq!(goal("2cpu/ours-2 total_to_qemu")["met"], true);
+    assert_eq!(goal("2cpu/ours-auto total_to_qemu")["met"], true);
     assert_eq!(goal("2cpu/ours-1 stall_max_ms")["met"], false);
     // The guest with one vCPU was not measured.
-    assert_eq!(goals.len(), 3, "{goals:?}");
+    assert_eq!(goals.len(), 4, "{goals:?}");
     assert_eq!(
         (&document.summary["max_to_qemu"], &document.summary["total_to_qemu"]),
         (&0.4375.into(), &0.5.into())
@@ -244,7 +243,7 @@ fn goals_compare_with_one_stream_of_qemu_in_the_same_round() {
 #[test]
 fn goals_within_the_spread_are_inconclusive() {
     let document = document(&[
-        (Side::Ours(Channels::Count(2)), &[(2000, 1000), (6000, 1000)]),
+        (Side::Ours(Channels::Auto), &[(2000, 1000), (6000, 1000)]),
         (Side::Qemu { multifd: None }, &[(4000, 2000), (4000, 2000)]),
     ]);
     assert_eq!(document.summary["goals"][0]["met"], "inconclusive", "{:?}", document.summary);
@@ -260,7 +259,7 @@ fn quick_bench_is_the_full_bench_with_fewer_rounds() {
         assert_eq!(workload.data, Some(spec.data));
         assert!(spec.data < spec.memory);
         let names: Vec<String> = full.selected(spec).map(|side| side.to_string()).collect();
-        assert_eq!(names, ["ours-1", "ours-2", "qemu-single", "qemu-multifd-2"]);
+        assert_eq!(names, ["ours-1", "ours-2", "ours-auto", "qemu-single", "qemu-multifd-2"]);
     }
     let only = Options { only: vec!["2cpu/qemu".into()], ..full };
     assert_eq!(only.cases.iter().map(|spec| only.selected(spec).count()).collect::<Vec<_>>(), [2, 0]);
