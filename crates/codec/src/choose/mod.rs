@@ -16,7 +16,9 @@
 //! # Rate of the link
 //!
 //! The rate is known only while the channel waits for the socket. In a window of 10 ms in which it
-//! waited for a tenth of the time, the rate is what the socket accepted. If the channel never
+//! waited for a tenth of the time, the rate is what the socket accepted. A thread of the target that
+//! does not run for some milliseconds looks like a slow link, so the rate is the highest one of
+//! three such windows. If the channel never
 //! waits, the link is at least as fast, and the estimate grows by half in each window. A wrong
 //! growth ends when a faster codec makes the channel wait again. The estimate then does not grow
 //! for 150 ms.
@@ -35,10 +37,16 @@
 //! A codec that needs more processor time must be 7 % faster than the current one. A codec that
 //! needs less must not be slower. Four batches and 5 ms lie between two changes.
 //!
+//! The calculation can be wrong, so the chooser also compares what it predicts with what happens
+//! ([`versus`]).
+//!
 //! The chooser reads no clock. The time is an argument.
+
+mod versus;
 
 use crate::{Class, Codec, Level};
 use std::time::Duration;
+use versus::Versus;
 
 /// Codec of the next batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,6 +123,8 @@ const RAW: usize = 0;
 
 /// Length of a window over which the link is measured.
 const WINDOW: Duration = Duration::from_millis(10);
+/// Number of windows with waiting that must agree on a low rate.
+const WINDOWS: usize = 3;
 /// Share of a window from which the channel's waiting shows the rate of the link.
 const WAITS: f64 = 0.1;
 /// Share of a window up to which the link is not what limits the channel.
@@ -201,6 +211,9 @@ struct ByClass {
 struct Link {
     /// Bytes per second.
     rate: f64,
+    /// Rates of the last windows with waiting. The oldest one is overwritten.
+    last: [f64; WINDOWS],
+    oldest: usize,
     out: f64,
     elapsed: Duration,
     waited: Duration,
@@ -218,10 +231,13 @@ impl Link {
         let seconds = self.elapsed.as_secs_f64();
         let (share, rate) = (self.waited.as_secs_f64() / seconds, self.out / seconds);
         if share >= WAITS {
+            (self.last[self.oldest], self.oldest) = (rate, (self.oldest + 1) % WINDOWS);
+            let rate = self.last.iter().copied().fold(0.0, f64::max);
             // A change of the link counts at once, and noise only in part.
             let near = (0.77..1.3).contains(&(rate / self.rate));
             self.rate = if near { self.rate.midpoint(rate) } else { rate };
         } else {
+            self.last = [self.rate.max(rate); WINDOWS];
             self.rate = self.rate.max(rate);
             if share <= HARDLY_WAITS && now >= self.hold_until {
                 self.rate = (self.rate * GROWTH).min(UNKNOWN_RATE);
@@ -274,6 +290,7 @@ pub struct Chooser {
     idle_cores: f64,
     /// Time for probes, in seconds.
     allowance: f64,
+    versus: Versus,
 }
 
 impl Chooser {
@@ -285,6 +302,8 @@ impl Chooser {
             classes: [class; Class::ALL.len()],
             link: Link {
                 rate: UNKNOWN_RATE,
+                last: [UNKNOWN_RATE; WINDOWS],
+                oldest: 0,
                 out: 0.0,
                 elapsed: Duration::ZERO,
                 waited: Duration::ZERO,
@@ -294,6 +313,7 @@ impl Chooser {
             delay: Delay { value: 1.0, measured: None, idle_cores: 1.0 },
             idle_cores: 1.0,
             allowance: PROBE_ALLOWANCE,
+            versus: Versus::new(now),
         }
     }
 
@@ -301,7 +321,7 @@ impl Chooser {
     ///
     /// Dense pages are always raw.
     pub fn next(&mut self, class: Class, bytes: usize, now: Duration) -> Choice {
-        if class == Class::Dense {
+        if class == Class::Dense || self.versus.wants_raw() {
             return Choice::Raw;
         }
         self.change(class, now);
@@ -352,6 +372,20 @@ impl Chooser {
         }
     }
 
+    /// Records a whole frame that was sent at `now`. `encoded` is true if its pages were copied to be
+    /// encoded. The frame has `bytes` bytes of memory, and took `elapsed`, of which
+    /// the channel waited for the socket for `waited`.
+    pub fn frame_sent(
+        &mut self,
+        encoded: bool,
+        bytes: u64,
+        elapsed: Duration,
+        waited: Duration,
+        now: Duration,
+    ) {
+        self.versus.sent(encoded, bytes as f64, elapsed, waited, now);
+    }
+
     /// Returns the rate of the link in bytes per second, or `None` if it was never what limited the
     /// channel.
     #[must_use]
@@ -364,7 +398,9 @@ impl Chooser {
     /// while the rate of the link is unknown.
     #[must_use]
     pub fn is_faster(&self, ratio: f64, cpu: f64, now: Duration) -> bool {
-        self.link_rate().is_some() && self.time_of(ratio, cpu, now) < HEAVIER * self.time_of(1.0, 0.0, now)
+        !self.versus.wants_raw()
+            && self.link_rate().is_some()
+            && self.time_of(ratio, cpu, now) < HEAVIER * self.time_of(1.0, 0.0, now)
     }
 
     fn current(&self, class: Class) -> usize {

@@ -436,6 +436,8 @@ impl PageEncoder {
         counters.delta.add_cpu(self.frame.delta_cpu);
         self.versions.count(counters);
         let elapsed = now.saturating_sub(plan.began);
+        let memory = if plan.copies { self.frame.keys.len() * PAGE_BYTES } else { bytes };
+        self.chooser.frame_sent(plan.copies, memory as u64, elapsed, waited, now);
         let idle_cores = self.idle.now(now);
         let batches = &mut self.frame.batches;
         let encode = batches.iter().map(|batch| batch.encode).sum::<Duration>() + self.frame.delta_cpu;
