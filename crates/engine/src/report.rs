@@ -58,6 +58,9 @@ pub struct Report {
     pub bytes: Bytes,
     /// Figures of encoded pages. `None` if no page was encoded.
     pub codecs: Option<CodecFigures>,
+    /// Figures of known pages. `None` if the source sent no hash of a page, because the target has
+    /// no known pages.
+    pub known_pages: Option<KnownPagesFigures>,
     /// Passes over the dirty pages, in order.
     pub passes: Vec<PassReport>,
     /// Phases of the migration that were reached, in order of their start.
@@ -286,6 +289,24 @@ pub struct EncodingFigures {
     pub bytes: u64,
     /// CPU time of the source for the encoding, in ms. It includes pages that did not become
     /// smaller, and were sent in another way.
+    pub cpu_ms: f64,
+}
+
+/// Figures of known pages, which the target takes from its files.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct KnownPagesFigures {
+    /// Number of pages whose hash was sent.
+    pub hashes: u64,
+    /// Number of these pages that the target knew. They came from its files.
+    pub known: u64,
+    /// Bytes of the pages that the target knew.
+    pub known_bytes: u64,
+    /// Number of pages that the target did not know. The source sent them with their content.
+    pub unknown: u64,
+    /// Bytes of the frames with hashes. Part of [`Bytes::wire`].
+    pub wire_bytes: u64,
+    /// CPU time of the source for the hashes, in ms.
     pub cpu_ms: f64,
 }
 

@@ -9,6 +9,7 @@
 pub(crate) mod answer_wait;
 mod driver;
 mod encode;
+pub(crate) mod hashes;
 mod idle;
 pub(crate) mod inbox;
 mod measure;
@@ -40,11 +41,13 @@ use crate::report::{MigrationKind, Report, word};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use encode::Codecs;
+use hashes::Answers;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{
-    FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token,
+    FEATURE_KNOWN_PAGES, FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId,
+    Role, Token,
 };
 
 /// Moves the guest of `vm` to the target that `connector` connects to, and blocks until the
@@ -130,6 +133,8 @@ pub fn migrate(
         clock,
         codecs: (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout())),
         idle: Arc::default(),
+        answers: (control.features & FEATURE_KNOWN_PAGES != 0 && control.features & FEATURE_SEGMENTS != 0)
+            .then(|| Answers::new(settings.channels)),
         cpu_before_us,
     };
     let mut report =

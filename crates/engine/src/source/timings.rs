@@ -379,6 +379,7 @@ impl Timings {
                 ..Bytes::of_codecs(codecs.as_ref())
             },
             codecs,
+            known_pages: counters.hashes.figures(),
             passes: self.passes(),
             phases: self.phases(end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },

@@ -5,6 +5,7 @@ use crate::MigrateError;
 use crate::channel::{Stream, tcp};
 use crate::handle::MigrationHandle;
 use crate::source::encode::PageEncoder;
+use crate::source::hashes::HashSender;
 use crate::source::inbox::{Input, Numbered};
 use crate::source::pending::PassPages;
 use crate::source::postcopy::{Claims, UrgentOut};
@@ -174,7 +175,10 @@ fn send_jobs(
     let encoder = context
         .codecs
         .and_then(|codecs| PageEncoder::new(codecs, context.memory.layout(), context.clock, &context.idle));
-    let mut sender = Sender::new(context.sender_context(protect), stream, index).encoding(encoder);
+    let answers = context.answers.as_ref().and_then(|answers| answers.channel(index));
+    let hashes = answers.map(|answers| HashSender::new(answers, context.settings.peer_timeout));
+    let sender = Sender::new(context.sender_context(protect), stream, index);
+    let mut sender = sender.encoding(encoder).hashing(hashes);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
             Job::Pages { pass, pages, kind } => sender.send_pass(*pass, pages, *kind),
