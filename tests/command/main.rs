@@ -13,6 +13,7 @@ mod ends;
 mod etcd;
 mod failures;
 mod generate;
+mod known;
 mod moves;
 mod passed;
 mod plan;

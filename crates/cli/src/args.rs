@@ -424,6 +424,13 @@ pub(crate) struct RunArgs {
     /// `defer`, the address is given later, by the command migrate-incoming of the control socket.
     #[arg(long, value_name = "URI|defer", help_heading = heading::MIGRATION)]
     pub(crate) incoming: Option<IncomingArg>,
+    /// Take pages from this file or the files in this folder (repeatable)
+    ///
+    /// The source sends hashes of pages, and only pages that no file contains. A file is a snapshot
+    /// or a raw image of memory, for example an old snapshot of the guest or an image of its
+    /// template. Files with other contents have no effect.
+    #[arg(long, value_name = "FILE|DIR", requires = "incoming", help_heading = heading::MIGRATION)]
+    pub(crate) have: Vec<PathBuf>,
     /// Keep inherited socket N for a migration, as fd:N (repeatable)
     ///
     /// One command migrate or migrate-incoming of the control socket can then use the socket.

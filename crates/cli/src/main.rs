@@ -33,6 +33,7 @@ mod disk;
 mod events;
 mod generate;
 mod guest;
+mod have;
 mod http_client;
 mod limit;
 mod metrics;

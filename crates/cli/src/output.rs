@@ -142,6 +142,15 @@ fn report(report: &Value, mut out: impl Write) -> Result<()> {
     }
     times(report, &mut out)?;
     guest(report, &mut out)?;
+    let known = &report["known_pages"];
+    if count(&known["hashes"]) > 0 {
+        writeln!(
+            out,
+            "known pages  {} of {} pages came from files of the target",
+            count(&known["known"]),
+            count(&known["hashes"])
+        )?;
+    }
     writeln!(
         out,
         "cpu          source {}, destination {} (engine threads)",

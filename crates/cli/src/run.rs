@@ -16,7 +16,7 @@ use crate::limit::Limiter;
 use crate::speed::EVERY;
 use crate::traces::Traces;
 use crate::usage::wrong_usage;
-use crate::{Status, balloon, dirty_rate, guest, metrics, output, plan, sandbox, signals};
+use crate::{Status, balloon, dirty_rate, guest, have, metrics, output, plan, sandbox, signals};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -47,6 +47,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     check(args)?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
     let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
+    let known = have::open(&args.have)?;
     // The confinement must begin while the process has one thread.
     let mut confinement = sandbox::begin(args)?;
     // The change of the user in a jail would clear the signal, so it is set afterwards.
@@ -60,7 +61,7 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     let arbiter = args.arbiter.as_ref().map(|arbiter| arbiter.build(args.insecure)).transpose()?;
     let shared = Arc::new(RunContext::new(
         (args, args.tls.load()?, descriptors),
-        arbiter,
+        (arbiter, known.index(&args.have)?),
         probe,
         orders,
         events.clone(),
@@ -128,6 +129,9 @@ fn check(args: &RunArgs) -> Result<()> {
     match &args.incoming {
         Some(IncomingArg::Defer) if args.api.is_none() => {
             wrong_usage!("--incoming defer needs a control socket, which gives the address; add --api PATH")
+        }
+        Some(IncomingArg::At(uri @ Uri::File(_))) if !args.have.is_empty() => {
+            wrong_usage!("--have has no effect for {uri}, because the file contains all pages; omit --have")
         }
         Some(IncomingArg::At(uri)) => addresses_stay(uri, args),
         _ => Ok(()),

@@ -3,7 +3,8 @@
 
 use crate::plan::{CourseChange, Verdict};
 use crate::report::{
-    Bytes, CodecFigures, DeltaCacheFigures, EncodingFigures, FreePagesFigures, PaceFigures, Report,
+    Bytes, CodecFigures, DeltaCacheFigures, EncodingFigures, FreePagesFigures, KnownPagesFigures,
+    PaceFigures, Report,
 };
 use crate::source::Settings;
 use crate::wake::Wakers;
@@ -31,6 +32,50 @@ pub(crate) struct Counters {
     pub(crate) free: AtomicU64,
     pub(crate) cpu_us: AtomicU64,
     pub(crate) encodings: Encodings,
+    pub(crate) hashes: HashCounters,
+}
+
+/// Counters of pages that were sent as hashes.
+#[derive(Debug, Default)]
+pub(crate) struct HashCounters {
+    pages: AtomicU64,
+    bytes: AtomicU64,
+    unknown: AtomicU64,
+    cpu_ns: AtomicU64,
+}
+
+impl HashCounters {
+    /// Counts a frame of `bytes` bytes with the hashes of `pages` pages, which took `cpu`.
+    pub(crate) fn sent(&self, pages: usize, bytes: usize, cpu: Duration) {
+        self.pages.fetch_add(pages as u64, Ordering::Relaxed);
+        self.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.cpu_ns.fetch_add(u64::try_from(cpu.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+    }
+
+    /// Counts pages that the target does not know. They are sent with their content.
+    pub(crate) fn unknown(&self, pages: u64) {
+        self.unknown.fetch_add(pages, Ordering::Relaxed);
+    }
+
+    /// Returns the number of pages that need not be sent, unless the target has not answered yet.
+    fn done(&self) -> u64 {
+        let unknown = self.unknown.load(Ordering::Relaxed);
+        self.pages.load(Ordering::Relaxed).saturating_sub(unknown)
+    }
+
+    /// Returns the figures, or `None` if no hash was sent.
+    pub(crate) fn figures(&self) -> Option<KnownPagesFigures> {
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (hashes, known) = (load(&self.pages), self.done());
+        (hashes > 0).then(|| KnownPagesFigures {
+            hashes,
+            known,
+            known_bytes: known * PAGE_BYTES as u64,
+            unknown: load(&self.unknown),
+            wire_bytes: load(&self.bytes),
+            cpu_ms: load(&self.cpu_ns) as f64 / 1e6,
+        })
+    }
 }
 
 /// Counters of encoded pages.
@@ -84,7 +129,8 @@ impl Encodings {
     pub(crate) fn count(&self, segments: &[Segment]) {
         for segment in segments {
             let counters = match segment.encoding {
-                Encoding::Raw => continue,
+                // Hashes have counters of their own.
+                Encoding::Raw | Encoding::Hash => continue,
                 Encoding::Lz4 => &self.lz4,
                 Encoding::Zstd => &self.zstd,
                 Encoding::Delta => &self.delta,
@@ -137,8 +183,8 @@ impl Default for Counters {
     fn default() -> Self {
         let [wire_bytes, raw_pages, zero_pages, untouched, free, cpu_us] = [const { AtomicU64::new(0) }; 6];
         let channels = [const { AtomicU64::new(0) }; Settings::MAX_CHANNELS as usize];
-        let encodings = Encodings::default();
-        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us, encodings }
+        let (encodings, hashes) = (Encodings::default(), HashCounters::default());
+        Self { wire_bytes, channels, raw_pages, zero_pages, untouched, free, cpu_us, encodings, hashes }
     }
 }
 
@@ -516,6 +562,7 @@ impl MigrationHandle {
         report.bytes.free_pages_skipped = progress.free_pages_skipped;
         report.codecs = codecs;
         report.delta_cache = self.counters.encodings.delta_cache();
+        report.known_pages = self.counters.hashes.figures();
         report.free_pages = progress.free_pages;
         report.course = progress.course;
         report
@@ -538,7 +585,8 @@ impl MigrationHandle {
         [&counters.raw_pages, &counters.zero_pages, &counters.untouched, &counters.free]
             .iter()
             .map(|counter| counter.load(Ordering::Relaxed))
-            .sum()
+            .sum::<u64>()
+            + counters.hashes.done()
     }
 
     pub(crate) fn update(&self, change: impl FnOnce(&mut Progress)) {

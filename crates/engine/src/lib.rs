@@ -62,6 +62,7 @@ mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
 mod idle;
+mod known;
 mod mapped;
 mod missing_pages;
 #[cfg(test)]
@@ -90,11 +91,12 @@ pub use channel::{Accept, Attempt, ChannelCounts, Connect, Connected, Listener, 
 pub use channel::{Tls, TlsError};
 pub use error::MigrateError;
 pub use handle::{Change, MigrationHandle, MigrationState, Progress};
+pub use known::KnownPages;
 pub use mapped::MappedMemory;
 pub use report::{
     Bytes, CodecFigures, Cpu, DeltaCacheFigures, Downtime, EncodingFigures, Ended, FaultFigures,
-    FreePagesFigures, MigrationKind, PaceFigures, PassReport, PhaseReport, PostcopyFigures, Report,
-    ThrottleFigures,
+    FreePagesFigures, KnownPagesFigures, MigrationKind, PaceFigures, PassReport, PhaseReport,
+    PostcopyFigures, Report, ThrottleFigures,
 };
 /// TLS library. Callers of [`Tls::with_provider`] need its type for a provider of cryptography.
 #[cfg(feature = "tls")]

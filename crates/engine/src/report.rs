@@ -62,6 +62,9 @@ pub struct Report {
     /// Figures of the cache of versions that deltas refer to. `None` if the source could not send
     /// deltas.
     pub delta_cache: Option<DeltaCacheFigures>,
+    /// Figures of known pages. `None` if the source sent no hash of a page, because the target has
+    /// no known pages.
+    pub known_pages: Option<KnownPagesFigures>,
     /// Passes over the dirty pages, in order.
     pub passes: Vec<PassReport>,
     /// Phases of the migration that were reached, in order of their start.
@@ -327,6 +330,24 @@ impl DeltaCacheFigures {
         let SentFigures { hits, misses, large, admitted, evicted, saved_bytes, .. } = done;
         Self { hits, misses, large, admitted, evicted, saved_bytes, memory_bytes, limit_bytes }
     }
+}
+
+/// Figures of known pages, which the target takes from its files.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct KnownPagesFigures {
+    /// Number of pages whose hash was sent.
+    pub hashes: u64,
+    /// Number of these pages that the target knew. They came from its files.
+    pub known: u64,
+    /// Bytes of the pages that the target knew.
+    pub known_bytes: u64,
+    /// Number of pages that the target did not know. The source sent them with their content.
+    pub unknown: u64,
+    /// Bytes of the frames with hashes. Part of [`Bytes::wire`].
+    pub wire_bytes: u64,
+    /// CPU time of the source for the hashes, in ms.
+    pub cpu_ms: f64,
 }
 
 /// Figures of one pass over the dirty pages.

@@ -117,12 +117,13 @@ pub use vmferry_core::{
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole,
     CodecFigures, Connect, Connected, Cpu, DeltaCacheFigures, Deltas, Downtime, EncodingFigures, Ended,
-    FaultFigures, FillState, FreePagesFigures, Incoming, Listener, MappedMemory, MigrateError,
-    MigrationHandle, MigrationKind, MigrationMode, MigrationState, OnDemandRestore, OnTimeout, PaceFigures,
-    PageCodec, PassReport, PhaseReport, PostcopyFigures, PostcopyReceiver, PostcopyState, PostcopyWatch,
-    Progress, ReceiveFailure, Received, Refusal, RefusalCode, Report, RestoreError, RestoreProgress,
-    Settings, Sockets, SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel, arbiter,
-    plan, receive, restore, restore_on_demand, save, save_copy,
+    FaultFigures, FillState, FreePagesFigures, Incoming, KnownPages, KnownPagesFigures, Listener,
+    MappedMemory, MigrateError, MigrationHandle, MigrationKind, MigrationMode, MigrationState,
+    OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PhaseReport, PostcopyFigures,
+    PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure, Received, Refusal, RefusalCode,
+    Report, RestoreError, RestoreProgress, Settings, Sockets, SwitchoverBandwidth, ThrottleFigures,
+    UrgentPath, Uri, UriError, ZstdLevel, arbiter, plan, receive, restore, restore_on_demand, save,
+    save_copy,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};

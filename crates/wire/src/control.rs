@@ -1,6 +1,6 @@
 //! Messages of the control channel.
 
-use crate::{Fields, Refusal, Token, WireError, crc};
+use crate::{Fields, MAX_FRAME_PAGES, Refusal, Token, WireError, crc};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use vmferry_core::{MachineConfig, RegionId, Section, StreamName, bounded};
 
@@ -140,6 +140,10 @@ pub struct FaultLatency {
     #[serde(deserialize_with = "bounded::list::<_, _, MAX_BUCKETS>")]
     pub buckets: Vec<u64>,
 }
+
+/// Maximum length of the bitmap in [`ToSource::UnknownPages`] in bytes: one bit for each page of a
+/// frame.
+pub const MAX_UNKNOWN_BYTES: usize = MAX_FRAME_PAGES / 8;
 
 /// Message from the source to the target.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -361,6 +365,20 @@ pub enum ToSource {
     /// The target's VM has prepared itself with the device state from the trial pause. The target
     /// may send new [`Costs`](Self::Costs) before this message.
     Prepared,
+    /// The target has looked up the pages of a frame that contains [hashes](crate::Encoding::Hash).
+    /// It sends this message for each such frame of a channel, in the order of the frames, and only
+    /// if it has offered [`FEATURE_KNOWN_PAGES`](crate::FEATURE_KNOWN_PAGES).
+    UnknownPages {
+        /// Index of the bulk channel.
+        channel: u16,
+        /// Number of the frame on its channel.
+        frame: u64,
+        /// Bitmap of the pages that the target does not know. Bit `i % 8` of byte `i / 8` stands
+        /// for the page at position `i` among the pages with a digest. Zero bytes at the end may be
+        /// omitted.
+        #[serde(deserialize_with = "bounded::list::<_, _, MAX_UNKNOWN_BYTES>")]
+        unknown: Vec<u8>,
+    },
 }
 
 impl ToSource {
@@ -384,6 +402,7 @@ impl ToSource {
             Self::Costs { .. } => "Costs",
             Self::WantsTrial => "WantsTrial",
             Self::Prepared => "Prepared",
+            Self::UnknownPages { .. } => "UnknownPages",
         }
     }
 }

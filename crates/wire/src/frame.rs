@@ -20,6 +20,9 @@ pub const MAX_TABLE_BYTES: usize = 8 * (MAX_FRAME_RUNS + MAX_FRAME_PAGES + MAX_S
 /// pages.
 pub const MAX_CONTENT_BYTES: usize = MAX_FRAME_PAGES * PAGE_BYTES;
 
+/// Length of the hash of a page in bytes.
+pub const HASH_BYTES: usize = 32;
+
 const MAGIC: u32 = u32::from_le_bytes(*b"VMFb");
 const KIND_BITS: u32 = 2;
 const MAX_RUN: u32 = u32::MAX >> KIND_BITS;
@@ -79,10 +82,15 @@ pub enum Encoding {
     Zstd,
     /// For each page, its difference from the content that the same channel has sent before.
     Delta,
+    /// For each page, its BLAKE3 hash of [`HASH_BYTES`] bytes. The target takes the content from
+    /// its known pages, and answers with [`ToSource::UnknownPages`](crate::ToSource::UnknownPages).
+    /// Allowed only if the target has offered
+    /// [`FEATURE_KNOWN_PAGES`](crate::FEATURE_KNOWN_PAGES).
+    Hash,
 }
 
 impl Encoding {
-    const ALL: [Self; 4] = [Self::Raw, Self::Lz4, Self::Zstd, Self::Delta];
+    const ALL: [Self; 5] = [Self::Raw, Self::Lz4, Self::Zstd, Self::Delta, Self::Hash];
 
     fn code(self) -> u8 {
         match self {
@@ -90,6 +98,7 @@ impl Encoding {
             Self::Lz4 => 1,
             Self::Zstd => 2,
             Self::Delta => 3,
+            Self::Hash => 4,
         }
     }
 }
@@ -101,8 +110,8 @@ pub struct Segment {
     pub encoding: Encoding,
     /// Number of pages, at least 1.
     pub pages: usize,
-    /// Length of the encoded pages in bytes. It is `4096 * pages` with [`Encoding::Raw`], and
-    /// between 1 and `4096 * pages - 1` otherwise.
+    /// Length of the encoded pages in bytes. It is `4096 * pages` with [`Encoding::Raw`],
+    /// `32 * pages` with [`Encoding::Hash`], and between 1 and `4096 * pages - 1` otherwise.
     pub bytes: usize,
 }
 
@@ -115,6 +124,7 @@ impl Segment {
             && match self.encoding {
                 Encoding::Raw => self.bytes == raw,
                 Encoding::Lz4 | Encoding::Zstd | Encoding::Delta => self.bytes > 0 && self.bytes < raw,
+                Encoding::Hash => self.bytes == self.pages * HASH_BYTES,
             }
     }
 
@@ -131,13 +141,13 @@ impl Segment {
         let (code, _, pages, bytes) = (fields.u8(), fields.u8(), fields.u16(), fields.u32());
         let encoding = Encoding::ALL.into_iter().find(|encoding| encoding.code() == code);
         let encoding =
-            encoding.ok_or(WireError::Field { what: "encoding", value: code.into(), allowed: "0 to 3" })?;
+            encoding.ok_or(WireError::Field { what: "encoding", value: code.into(), allowed: "0 to 4" })?;
         let segment =
             Self { encoding, pages: pages.into(), bytes: usize::try_from(bytes).unwrap_or(usize::MAX) };
         segment.is_valid().then_some(segment).ok_or(WireError::Field {
             what: "bytes of a segment",
             value: bytes.into(),
-            allowed: "at least 1, and at most those of its pages",
+            allowed: "at least 1, at most those of its pages, and 32 for each hash",
         })
     }
 }
@@ -709,18 +719,19 @@ mod tests {
         let raw = Segment { encoding: Encoding::Raw, pages: 2, bytes: 8192 };
         let all = Encoding::ALL.map(|encoding| match encoding {
             Encoding::Raw => raw,
+            Encoding::Hash => Segment { encoding, pages: 1, bytes: HASH_BYTES },
             encoding => Segment { encoding, pages: 1, bytes: 17 },
         });
-        let owners = [3, 0, 2, 0, 1];
+        let owners = [3, 0, 4, 2, 0, 1];
         let (header, bytes) = encoded(&all, &owners);
         assert_eq!(FrameHeader::decode(&header.encode()), Ok(header));
         assert_eq!(bytes.len(), header.table_bytes());
         let table = Table::decode(&header, &bytes, 1000).unwrap();
         assert_eq!(table.segments().collect::<Vec<_>>(), all);
-        assert_eq!(table.pages_of(0).collect::<Vec<_>>(), [1, 3]);
+        assert_eq!(table.pages_of(0).collect::<Vec<_>>(), [1, 4]);
         assert_eq!(table.pages_of(3).collect::<Vec<_>>(), [0]);
-        assert_eq!(table.content_bytes(), 8192 + 3 * 17);
-        assert_eq!(table.digests().count(), 5);
+        assert_eq!(table.content_bytes(), 8192 + 3 * 17 + HASH_BYTES);
+        assert_eq!(table.digests().count(), 6);
     }
 
     #[test]
@@ -734,7 +745,7 @@ mod tests {
         let mut end = lz4(1, 4095).encode().to_vec();
         end.extend([0, 0, 1]);
         assert_eq!(changed(good(), &end), Ok(()));
-        for (at, value) in [(0, 4), (2, 0), (2, 2), (6, 1)] {
+        for (at, value) in [(0, 4), (0, 5), (2, 0), (2, 2), (6, 1)] {
             let mut end = end.clone();
             end[at] = value;
             assert!(changed(good(), &end).is_err(), "byte {at} = {value}");
@@ -752,6 +763,20 @@ mod tests {
             assert!(FrameHeader::decode(&header.encode()).is_err(), "{kind:?} have no content");
             let header = FrameHeader { pages: 0, ..header };
             assert!(FrameHeader::decode(&header.encode()).is_err(), "{kind:?} have no content");
+        }
+    }
+
+    #[test]
+    fn segment_of_hashes_has_one_hash_for_each_page() {
+        let hashes = |pages| Segment { encoding: Encoding::Hash, pages, bytes: pages * HASH_BYTES };
+        let frame = || encoded(&[hashes(3)], &[0, 0, 0]);
+        let (header, bytes) = frame();
+        let table = Table::decode(&header, &bytes, 10).unwrap();
+        assert_eq!((table.segments().collect::<Vec<_>>(), table.content_bytes()), (vec![hashes(3)], 96));
+        for wrong in [0, 64, 95, 97, 3 * PAGE_BYTES] {
+            let mut end = Segment { bytes: wrong, ..hashes(3) }.encode().to_vec();
+            end.extend([0, 0, 0]);
+            assert!(changed(frame(), &end).is_err(), "3 hashes in {wrong} bytes");
         }
     }
 

@@ -24,6 +24,10 @@ pub const FEATURE_STREAMS: u64 = 16;
 pub const FEATURE_TOUCHED: u64 = 32;
 /// Feature bit: the target decodes frames with [segments](crate::Content::Segments).
 pub const FEATURE_SEGMENTS: u64 = 64;
+/// Feature bit: the target has known pages, and looks up segments with
+/// [hashes](crate::Encoding::Hash). A source offers the bit on every channel. A target that has
+/// known pages sets the bit in its reply on the control channel.
+pub const FEATURE_KNOWN_PAGES: u64 = 128;
 /// Feature bits that this build offers on every channel. The peer may ignore an unknown bit among
 /// the low 32, and must refuse the channel if it does not know one of the high 32.
 pub const FEATURES: u64 = FEATURE_COSTS
@@ -32,7 +36,8 @@ pub const FEATURES: u64 = FEATURE_COSTS
     | FEATURE_PAUSED
     | FEATURE_STREAMS
     | FEATURE_TOUCHED
-    | FEATURE_SEGMENTS;
+    | FEATURE_SEGMENTS
+    | FEATURE_KNOWN_PAGES;
 /// Length of an encoded [`Hello`] or [`HelloReply`] in bytes.
 pub const HELLO_BYTES: usize = 80;
 

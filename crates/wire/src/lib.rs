@@ -50,18 +50,19 @@ pub use carrier::{
 pub use control::{
     CONTROL_HEADER_BYTES, ControlHeader, FaultLatency, MAX_BUCKETS, MAX_CONTROL_BYTES, MAX_DESCRIPTION_BYTES,
     MAX_LATENCIES, MAX_MISSING_BYTES, MAX_NAMED_RUNS, MAX_SECTIONS, MAX_STATE_BYTES, MAX_STREAM_BYTES,
-    MAX_STREAMS, MissingPages, Mode, PagingFigures, RegionPage, RegionRun, ToSource, ToTarget,
-    decode_control, encode_control,
+    MAX_STREAMS, MAX_UNKNOWN_BYTES, MissingPages, Mode, PagingFigures, RegionPage, RegionRun, ToSource,
+    ToTarget, decode_control, encode_control,
 };
 pub use error::{MAX_DETAIL_CHARS, Refusal, RefusalCode, WireError};
 pub use frame::{
-    Content, Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_CONTENT_BYTES, MAX_FRAME_PAGES,
-    MAX_FRAME_RUNS, MAX_SEGMENTS, MAX_TABLE_BYTES, RunEntry, RunKind, Segment, Table, TableWriter,
+    Content, Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, HASH_BYTES, MAX_CONTENT_BYTES,
+    MAX_FRAME_PAGES, MAX_FRAME_RUNS, MAX_SEGMENTS, MAX_TABLE_BYTES, RunEntry, RunKind, Segment, Table,
+    TableWriter,
 };
 pub use hello::{
-    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_PAUSED, FEATURE_SEGMENTS, FEATURE_STREAMS, FEATURE_TOUCHED,
-    FEATURE_TRIAL, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId, Role, Token, VERSION_MAX,
-    VERSION_MIN, arbiter_digest, negotiate,
+    FEATURE_COSTS, FEATURE_DESCRIPTION, FEATURE_KNOWN_PAGES, FEATURE_PAUSED, FEATURE_SEGMENTS,
+    FEATURE_STREAMS, FEATURE_TOUCHED, FEATURE_TRIAL, FEATURES, HELLO_BYTES, Hello, HelloReply, MigrationId,
+    Role, Token, VERSION_MAX, VERSION_MIN, arbiter_digest, negotiate,
 };
 pub use request::{MAX_AHEAD, REQUEST_BYTES, Request};
 pub use snapshot::{

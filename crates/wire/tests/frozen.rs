@@ -2,11 +2,11 @@
 //! (`crates/engine/tests/streams`) do not contain. A change of a line in this test is a change of
 //! the wire format, which needs a new version.
 
-use vmferry_core::{PageIndex, PageRun, RegionId, StreamName};
+use vmferry_core::{PageDigest, PageIndex, PageRun, RegionId, StreamName};
 use vmferry_wire::{
-    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, FrameHeader, FrameKind, Hello, HelloReply, MigrationId,
-    Piece, PieceKind, Refusal, RefusalCode, RegionPage, Request, Role, TableWriter, ToSource, ToTarget,
-    Token, arbiter_digest, decode_control, encode_control,
+    CARRIER, CONTROL_HEADER_BYTES, ControlHeader, Encoding, FrameHeader, FrameKind, HASH_BYTES, Hello,
+    HelloReply, MigrationId, Piece, PieceKind, Refusal, RefusalCode, RegionPage, Request, Role, Segment,
+    TableWriter, ToSource, ToTarget, Token, arbiter_digest, decode_control, encode_control,
 };
 
 fn hex(bytes: &[u8]) -> String {
@@ -68,6 +68,13 @@ fn fixed_layouts_match_the_frozen_bytes() {
         ("page again".into(), hex(&page(true).encode())),
         ("echo".into(), hex(&Request::Echo { number: 7, held_ns: 1000 }.encode())),
     ]);
+    let hashes = Segment { encoding: Encoding::Hash, pages: 2, bytes: 2 * HASH_BYTES };
+    let mut writer = TableWriter::default();
+    assert!(writer.push(PageIndex(5), Some(PageDigest(0x11))) && writer.push(PageIndex(7), None));
+    assert!(writer.push(PageIndex(8), Some(PageDigest(0x22))));
+    let (header, table) = writer.finish_segments((&[hashes], &[0, 0]), RegionId(5), 0, 9);
+    found.push(("header of hashes".into(), hex(&header.encode())));
+    found.push(("table of hashes".into(), hex(table)));
     let carrier = Hello { features: CARRIER, ..hello(Role::Control) };
     found.push(("hello that asks for lanes".into(), hex(&carrier.encode())));
     let kinds =
@@ -102,6 +109,7 @@ fn control_messages_match_the_frozen_bytes() {
         ToSource::Costs { load_us: 300 },
         ToSource::WantsTrial,
         ToSource::Prepared,
+        ToSource::UnknownPages { channel: 3, frame: 300, unknown: vec![0, 0x82] },
         ToSource::Verified { pages: 9, mismatched: 1, samples },
     ];
     let name = |message: String| message.split([' ', '(', '{']).next().unwrap_or_default().to_owned();

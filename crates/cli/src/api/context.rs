@@ -30,8 +30,8 @@ use vmferry_confine::InForce;
 use vmferry_control::{Events, QmpError};
 use vmferry_engine::arbiter::Arbiter;
 use vmferry_engine::{
-    Arrival, FillState, MigrationHandle, MigrationState, PostcopyState, PostcopyWatch, RestoreProgress, Tls,
-    Uri,
+    Arrival, FillState, KnownPages, MigrationHandle, MigrationState, PostcopyState, PostcopyWatch,
+    RestoreProgress, Tls, Uri,
 };
 
 /// Longest time that the machine's owner may take for a command.
@@ -161,7 +161,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl RunContext {
     pub(crate) fn new(
         (args, tls, descriptors): (&RunArgs, Option<Tls>, Descriptors),
-        arbiter: Option<Arc<dyn Arbiter>>,
+        (arbiter, known): (Option<Arc<dyn Arbiter>>, Option<Arc<KnownPages>>),
         probe: SharedProbe,
         orders: SyncSender<PendingOrder>,
         events: Events,
@@ -176,7 +176,10 @@ impl RunContext {
             insecure: args.insecure,
             tls,
             stay_awake,
-            arrival: Arrival::new(args.peer_timeout).stay_awake(stay_awake).arbiter(arbiter.clone()),
+            arrival: Arrival::new(args.peer_timeout)
+                .stay_awake(stay_awake)
+                .arbiter(arbiter.clone())
+                .known_pages(known),
             arbiter,
             current_arbiter: Mutex::default(),
             quit: AtomicBool::new(false),

@@ -15,7 +15,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use vmferry_wire::{CARRIER, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX, negotiate};
+use vmferry_wire::{
+    CARRIER, FEATURE_KNOWN_PAGES, FEATURES, HELLO_BYTES, Hello, HelloReply, RefusalCode, VERSION_MAX,
+    negotiate,
+};
 
 /// Delay after a failed attempt to accept a connection.
 const AGAIN: Duration = Duration::from_millis(100);
@@ -376,7 +379,24 @@ fn encrypt(stream: &mut Stream, tls: Option<&Tls>) -> io::Result<bool> {
 
 /// Answers a hello: accepts it, or refuses it with a code.
 pub(crate) fn answer(stream: &Stream, hello: &Hello, verdict: Result<(), RefusalCode>) -> io::Result<()> {
-    let (version, features) = negotiate(hello).unwrap_or((VERSION_MAX, FEATURES));
+    reply(stream, hello, verdict, false)
+}
+
+/// Accepts the hello of a control channel. `known_pages` is true if the target has known pages.
+pub(crate) fn accept(stream: &Stream, hello: &Hello, known_pages: bool) -> io::Result<()> {
+    reply(stream, hello, Ok(()), known_pages)
+}
+
+fn reply(
+    stream: &Stream,
+    hello: &Hello,
+    verdict: Result<(), RefusalCode>,
+    known_pages: bool,
+) -> io::Result<()> {
+    let (version, mut features) = negotiate(hello).unwrap_or((VERSION_MAX, FEATURES));
+    if !known_pages {
+        features &= !FEATURE_KNOWN_PAGES;
+    }
     let reply = HelloReply { refused: verdict.err(), version, features, migration: hello.migration };
     stream.send(&mut [IoBuf::from_bytes(&reply.encode())]).map_err(|failed| failed.error)
 }

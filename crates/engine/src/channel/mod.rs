@@ -51,7 +51,7 @@ pub use connector::{Attempt, ChannelCounts, Connect, Connected};
 pub(crate) use control::{read_message, send_message};
 pub(crate) use iobuf::IoBuf;
 pub use listen::Listener;
-pub(crate) use listen::{Greeted, answer};
+pub(crate) use listen::{Greeted, accept, answer};
 pub(crate) use pacer::Pacer;
 pub use passed::Sockets;
 #[cfg(test)]

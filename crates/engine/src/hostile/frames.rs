@@ -2,11 +2,14 @@
 
 use super::memory::{Memory, layout};
 use crate::channel::IoBuf;
+use crate::known::KnownPages;
 use crate::target::frames::FrameSource;
-use crate::target::receiver::{Arrivals, Mark, Receiver};
+use crate::target::receiver::{Arrivals, LookedUp, Mark, Receiver};
 use crate::target::urgent::{DemandPager, UrgentChannels};
 use std::cell::Cell;
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageSet};
 use vmferry_wire::hostile;
@@ -19,6 +22,8 @@ const MEND: u8 = 1;
 const URGENT: u8 = 2;
 /// Flag: from the first barrier on the guest runs, and pages are placed one by one.
 const LAZY: u8 = 4;
+/// Flag: the target has known pages.
+const KNOWN: u8 = 8;
 
 /// Channel whose bytes are given in advance.
 struct Bytes<'a>(Cell<&'a [u8]>);
@@ -50,7 +55,8 @@ pub fn drive_frames(bytes: &[u8]) {
     let arrivals = Arrivals::new(&*memory);
     let source = Bytes(Cell::new(&stream));
     let receiver = if flags & URGENT == 0 { Receiver::new } else { Receiver::urgent };
-    let mut receiver = receiver(&*memory, &arrivals, source);
+    let known = (flags & KNOWN != 0).then(known);
+    let mut receiver = receiver(&*memory, &arrivals, source).knowing(known);
     let mut pager = None;
     if flags & (LAZY | URGENT) == LAZY | URGENT {
         pager = hand_over(&memory, &arrivals);
@@ -61,10 +67,28 @@ pub fn drive_frames(bytes: &[u8]) {
             Mark::Barrier(_) if flags & LAZY != 0 && pager.is_none() => pager = hand_over(&memory, &arrivals),
             Mark::Barrier(_) => {}
             Mark::AllArrived => all_arrived += 1,
+            Mark::LookedUp(LookedUp { unknown, .. }) => {
+                let count: u32 = unknown.iter().map(|byte| byte.count_ones()).sum();
+                assert!(flags & (KNOWN | URGENT) == KNOWN, "hashes were taken");
+                assert!(
+                    u64::from(count) <= REGIONS.iter().map(|(_, pages)| pages).sum::<u64>(),
+                    "{count} pages"
+                );
+            }
         }
     }
     assert!(all_arrived <= 1, "all pages came {all_arrived} times");
     check(&memory, &arrivals, pager.as_deref(), all_arrived == 1);
+}
+
+/// Returns known pages, each of which is filled with one byte, as in the frames.
+fn known() -> Arc<KnownPages> {
+    let flags = rustix::fs::MemfdFlags::CLOEXEC;
+    let file = File::from(rustix::fs::memfd_create("known", flags).expect("a file in memory"));
+    (1..8).for_each(|fill| {
+        file.write_all_at(&[fill; PAGE_BYTES], u64::from(fill) << 12).expect("room in memory");
+    });
+    Arc::new(KnownPages::index(vec![("known".into(), file)]).expect("a readable file"))
 }
 
 /// Makes every other page missing, and every page with a digest mismatch. Returns `None` if the

@@ -1,6 +1,7 @@
 //! Modified snapshot file, and both ways to restore a guest from it.
 
 use super::memory::{Memory, layout};
+use crate::known::{KnownPages, PageHash};
 use crate::snapshot::{FillState, restore, restore_on_demand};
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -269,6 +270,7 @@ pub fn drive_snapshot(bytes: &[u8]) {
         parts.mend();
     }
     let file = parts.write(&regions, flags & MEND != 0, cut);
+    check_known(&file);
     let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
     if flags & LAZY == 0 {
         let restored = restore(&mut vm, &path);
@@ -283,6 +285,19 @@ pub fn drive_snapshot(bytes: &[u8]) {
     }
     if vm.started {
         check(&vm.memory, &parts);
+    }
+}
+
+/// Looks up the pages of the valid file among those of `file`.
+fn check_known(file: &File) {
+    let file = file.try_clone().expect("a descriptor");
+    let known = KnownPages::index(vec![("file".into(), file)]).expect("a readable file");
+    let pages = CONTENTS.map(|(position, page)| content(position, page));
+    let wanted = pages.map(|page| (PageDigest::of(&page), PageHash::of(&page)));
+    let mut found = [[0; PAGE_BYTES]; CONTENTS.len()];
+    let is_known = known.find(&wanted, &mut found);
+    for ((is_known, found), page) in is_known.into_iter().zip(&found).zip(&pages) {
+        assert!(!is_known || found == page, "a known page has another content");
     }
 }
 

@@ -161,6 +161,7 @@ impl Step<'_> {
         let done = match action {
             Action::Send(message) => return self.source_sends(message),
             Action::Remember { .. } | Action::Throttle(_) => return None,
+            Action::TakeAnswer { .. } => unreachable!("no target of the model has known pages"),
             Action::OpenChannels { .. } => return Some(self.open_channels()),
             Action::StartTracker => {
                 // Like KVM's log: every page is marked from the start, and none is protected.

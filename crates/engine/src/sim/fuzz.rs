@@ -60,7 +60,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         first: [0, 3, PAGES, u64::MAX][rng.index(4)],
         count: [0, 1, PAGES, u64::MAX][rng.index(4)],
     };
-    match rng.below(17) {
+    match rng.below(18) {
         0 => ToSource::Accept { bulk: Token([1; 16]), urgent: Token([2; 16]), resume: Token([3; 16]) },
         1 => ToSource::ChannelsUp,
         2..=4 => {
@@ -79,6 +79,7 @@ fn to_source(rng: &mut Rng, pass: u32) -> ToSource {
         13 => ToSource::Costs { load_us: [0, u64::MAX][rng.index(2)] },
         14 => ToSource::WantsTrial,
         15 => ToSource::Prepared,
+        16 => ToSource::UnknownPages { channel: 0, frame: rng.below(3), unknown: vec![255] },
         _ => ToSource::Pong(rng.below(3)),
     }
 }

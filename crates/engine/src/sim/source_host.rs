@@ -376,6 +376,11 @@ impl World {
             }
             Action::TakeMissing(piece) => self.source.missing.add(&piece).err().map(Event::PeerLost),
             Action::ServeMissing { pages } => self.serve_again(pages),
+            Action::TakeAnswer { channel, frame, .. } => {
+                // The source of the simulation sends no hashes.
+                let why = format!("an answer to frame {frame} of channel {channel}");
+                Some(Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why)))
+            }
             Action::SendPass { number, pass } => self.begin_pass(number, pass),
             Action::AskArbiter { request, after } => {
                 self.ask_arbiter(Side::Source, request, after);

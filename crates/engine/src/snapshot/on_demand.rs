@@ -145,6 +145,7 @@ pub fn restore_on_demand(vm: &mut dyn TargetVm, path: &Path) -> Result<OnDemandR
                 pages,
                 load_ms,
                 cpu_ms,
+                known_pages: 0,
                 paused: false,
                 postcopy: None,
             };

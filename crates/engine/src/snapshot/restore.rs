@@ -52,6 +52,7 @@ pub fn restore(vm: &mut dyn TargetVm, path: &Path) -> Result<Received, ReceiveFa
         load_ms,
         cpu_ms,
         source,
+        known_pages: 0,
         paused: false,
         postcopy: None,
     })

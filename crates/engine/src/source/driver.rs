@@ -26,6 +26,7 @@ mod streams;
 mod tracking;
 
 use super::encode::Codecs;
+use super::hashes::Answers;
 use super::inbox::{self, Inbox, Input, Numbered, Sources, TICK};
 use super::sender::{PassKind, SenderContext};
 use super::session::Session;
@@ -84,6 +85,8 @@ pub(super) struct Context<'a> {
     /// Codecs of bulk pages. `None` if the target does not decode pages.
     pub(super) codecs: Option<Codecs>,
     pub(super) idle: Arc<IdleCores>,
+    /// The target's answers to hashes. `None` if the target has no known pages.
+    pub(super) answers: Option<Answers>,
     /// CPU time that the caller's thread had used when the migration began.
     pub(super) cpu_before_us: u64,
 }
@@ -310,6 +313,7 @@ impl Host for Driver<'_, '_> {
                 self.control.resume = resume;
                 None
             }
+            Action::TakeAnswer { channel, frame, unknown } => self.take_answer(channel, frame, &unknown),
             Action::StartTracker => Some(self.start_tracker()),
             Action::TrialPause { within } => Some(self.trial_pause(within)),
             Action::Harvest => Some(self.harvest()),
@@ -652,6 +656,17 @@ impl Driver<'_, '_> {
             counters.wire_bytes.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         }
         self.send(message)
+    }
+
+    /// Passes an answer of the target to the sender of a bulk channel.
+    fn take_answer(&self, channel: u16, frame: u64, unknown: &[u8]) -> Option<Event> {
+        let unasked = || Err("the target answers to hashes, which it was not sent".to_owned());
+        let taken = self
+            .context
+            .answers
+            .as_ref()
+            .map_or_else(unasked, |answers| answers.deliver(channel, frame, unknown));
+        taken.err().map(|why| Event::LocalFailure(Refusal::new(RefusalCode::Protocol, why)))
     }
 
     fn open_channels(&mut self, bulk: Token, urgent: Token) -> Event {

@@ -581,6 +581,7 @@ mod tests {
                     Encoding::Raw => pages.as_flattened_mut().copy_from_slice(own),
                     Encoding::Lz4 => decode(Format::Lz4),
                     Encoding::Zstd => decode(Format::Zstd),
+                    Encoding::Hash => panic!("an encoder sends no hashes"),
                     Encoding::Delta => {
                         for (page, number) in pages.iter_mut().zip(&owned) {
                             let (delta, after) = Delta::parse(own).unwrap();

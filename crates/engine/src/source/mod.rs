@@ -9,6 +9,7 @@
 pub(crate) mod answer_wait;
 mod driver;
 pub(crate) mod encode;
+pub(crate) mod hashes;
 pub(crate) mod inbox;
 mod measure;
 pub mod pace;
@@ -41,11 +42,13 @@ use crate::report::{MigrationKind, Report, word};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
 use encode::Codecs;
+use hashes::Answers;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use vmferry_core::{Layout, PAGE_SIZE, SourceVm, StateReader, TrackerKind, VmError};
 use vmferry_wire::{
-    FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId, Role, Token,
+    FEATURE_KNOWN_PAGES, FEATURE_SEGMENTS, FEATURE_STREAMS, MAX_DESCRIPTION_BYTES, MAX_STREAMS, MigrationId,
+    Role, Token,
 };
 
 /// Moves the guest of `vm` to the target that `connector` connects to, and blocks until the
@@ -134,6 +137,8 @@ pub fn migrate(
         clock,
         codecs,
         idle: Arc::new(IdleCores::open()),
+        answers: (control.features & FEATURE_KNOWN_PAGES != 0 && control.features & FEATURE_SEGMENTS != 0)
+            .then(|| Answers::new(settings.channels)),
         cpu_before_us,
     };
     let mut report =

@@ -671,7 +671,9 @@ impl PassPages {
         if let PartPages::Divided(divided) = &part.pages {
             return turn == PageTurn::First && !divided.pages.is_empty();
         }
-        // The spans are looked up first, as in `next_page`.
+        // The spans are looked up first: if another thread has examined all of them in between,
+        // their pages are in the bitmap afterwards. In the other order, a sender would skip the
+        // region.
         turn == PageTurn::First && self.next_unexamined(position, 0).is_some()
             || part.claimed(turn).is_some_and(|claims| claims.left() > 0)
     }
@@ -1134,6 +1136,38 @@ mod tests {
             pending.end_pass();
             assert_eq!((pending.count(), pending.take_all(None).unwrap().count()), (100, 100));
         });
+    }
+
+    #[test]
+    fn no_sender_skips_a_region_whose_span_another_sender_examines() {
+        let senders = || {
+            // One span, with one page in a chunk of each sender.
+            let region = Region { id: RegionId(0), gpa: Gpa(0), len: 2000 << 12 };
+            let layout = Layout::new(vec![region]).unwrap();
+            let mut pages = PageSet::empty(&layout);
+            let map = pages.region_mut(RegionId(0)).unwrap();
+            assert_eq!([3, 600].map(|page| map.set(page)), [false; 2]);
+            let memory = Arc::new(Touched { layout, pages, asked: std::sync::Mutex::default() });
+            let mut pending = PendingPages::everything(memory.layout());
+            let takers = Takers::Senders(Division { chunk_pages: 512, channels: 2 });
+            let pass = pending.begin_pass(Some(&(Arc::clone(&memory) as _)), takers);
+            let sender = |index| {
+                let pass = Arc::clone(&pass);
+                shuttle::thread::spawn(move || {
+                    let (mut mine, mut from, mut pages) = (Bitmap::new(2000), 0, 0);
+                    while pass.has(0, PageTurn::First)
+                        && let Some((chunk, map)) =
+                            pass.next_chunk(0, PageTurn::First, from, index, &mut mine).unwrap()
+                    {
+                        (from, pages) = (chunk.end, pages + map.count_range(chunk));
+                    }
+                    pages
+                })
+            };
+            let taken = [0, 1].map(sender).map(|sender| sender.join().unwrap());
+            assert_eq!(taken, [1, 1]);
+        };
+        shuttle::check_random(senders, 300);
     }
 
     #[test]

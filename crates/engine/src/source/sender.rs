@@ -7,9 +7,11 @@
 //! and the threads share only counters.
 
 use super::encode::{Encoded, PageEncoder};
+use super::hashes::{HashSender, Unknown};
 use super::pending::{Division, PageTurn, PassPages, SPAN_PAGES, Share};
 use crate::channel::{IoBuf, Pacer, SendError, Stream};
 use crate::handle::Counters;
+use crate::known::PageHash;
 use crate::vm::protect_run;
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +22,9 @@ use vmferry_core::{
     GuestMemory, PAGE_BYTES, PageDigest, PageIndex, PageRun, PageSet, Protect, Region, RegionId, VmError,
     Window,
 };
-use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, RunKind, TableWriter};
+use vmferry_wire::{
+    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_PAGES, RunKind, Segment, TableWriter,
+};
 
 /// Number of pages with content in a frame.
 ///
@@ -178,6 +182,10 @@ pub(crate) struct Sender<'a, S> {
     frame: Frame<'a>,
     /// Encoder of the content. `None` if the pages are sent as they are.
     encoder: Option<Box<PageEncoder>>,
+    /// Hashes of pages, for a first pass. `None` if the target has no known pages.
+    first_hashes: Option<HashSender<'a>>,
+    /// Hashes of pages, while the sender sends the first pass.
+    hashes: Option<HashSender<'a>>,
     scratch: Box<[u8; PAGE_BYTES]>,
     /// Pages of a region that were ever touched. One bitmap is reused from region to region.
     pub(super) touched: Bitmap,
@@ -189,8 +197,21 @@ pub(crate) struct Sender<'a, S> {
 impl<'a, S: FrameSink> Sender<'a, S> {
     pub(crate) fn new(shared: SenderContext<'a>, sink: S, index: u16) -> Self {
         let (frame, scratch) = (Frame::new(), Box::new([0; PAGE_BYTES]));
-        let (encoder, touched) = (None, Bitmap::new(0));
-        Self { shared, sink, index, frame, encoder, scratch, touched, sequence: 0, announces: false }
+        let (encoder, first_hashes, hashes, touched) = (None, None, None, Bitmap::new(0));
+        let announces = false;
+        Self {
+            shared,
+            sink,
+            index,
+            frame,
+            encoder,
+            first_hashes,
+            hashes,
+            scratch,
+            touched,
+            sequence: 0,
+            announces,
+        }
     }
 
     /// Returns the sender, which encodes pages with `encoder`, if there is one.
@@ -202,6 +223,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     /// [`FEATURE_TOUCHED`](vmferry_wire::FEATURE_TOUCHED).
     pub(crate) fn announcing(self, announces: bool) -> Self {
         Self { announces, ..self }
+    }
+
+    /// Returns the sender, which sends hashes of pages in the first pass, if `hashes` is given.
+    pub(crate) fn hashing(self, hashes: Option<HashSender<'a>>) -> Self {
+        Self { first_hashes: hashes, ..self }
     }
 
     /// Sends no deltas any more, because the target is about to drop the missing pages.
@@ -227,6 +253,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         if let Some(encoder) = &mut self.encoder {
             encoder.begin_pass(kind);
         }
+        self.hashes = self.first_hashes.take().filter(|_| first);
         for turn in [PageTurn::First, PageTurn::Last] {
             for (position, region) in self.shared.memory.layout().regions().iter().enumerate() {
                 if pages.has(position, turn) {
@@ -234,7 +261,39 @@ impl<'a, S: FrameSink> Sender<'a, S> {
                 }
             }
         }
+        self.send_last_unknown(pass)?;
         self.barrier(pass)
+    }
+
+    /// Sends the pages that the target is known not to know, if they fill a frame. Must be called
+    /// between two frames, because the pages of a frame are in order.
+    fn send_unknown(&mut self, pass: u32) -> Result<(), SenderError> {
+        let unknown = self.hashes.as_mut().map(HashSender::take_unknown).unwrap_or_default();
+        self.send_contents(pass, &unknown)
+    }
+
+    /// Sends the pages that the target does not know, after it has answered all frames with hashes.
+    /// The sender sends no more hashes.
+    fn send_last_unknown(&mut self, pass: u32) -> Result<(), SenderError> {
+        let Some(mut hashes) = self.hashes.take() else { return Ok(()) };
+        while let Some(unknown) = hashes.take_last(|| self.shared.stop.load(Ordering::Relaxed)) {
+            self.send_contents(pass, &unknown)?;
+        }
+        if self.shared.stop.load(Ordering::Relaxed) { Err(SenderError::Stopped) } else { Ok(()) }
+    }
+
+    /// Sends the contents of pages that the target does not know. They were protected when their
+    /// hashes were sent.
+    fn send_contents(&mut self, pass: u32, unknown: &[Unknown]) -> Result<(), SenderError> {
+        assert!(self.frame.table.is_empty(), "no frame is being built");
+        self.shared.counters.hashes.unknown(unknown.iter().map(Unknown::pages).sum());
+        let hashes = self.hashes.take();
+        for Unknown { region, runs } in unknown {
+            runs.iter().try_for_each(|run| self.send_run(pass, *region, *run))?;
+            self.flush(FrameKind::Pages, *region, pass)?;
+        }
+        self.hashes = hashes;
+        Ok(())
     }
 
     fn send_region(
@@ -354,6 +413,7 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         for (page, index) in run.range().enumerate() {
             if !self.push(kind, region, PageIndex(index), (window, page)) {
                 self.flush(kind, region, pass)?;
+                self.send_unknown(pass)?;
                 let fits = self.push(kind, region, PageIndex(index), (window, page));
                 assert!(fits, "an empty frame takes any page");
             }
@@ -373,6 +433,9 @@ impl<'a, S: FrameSink> Sender<'a, S> {
     ) -> bool {
         if self.frame.table.pages() == FRAME_PAGES {
             return false;
+        }
+        if kind == FrameKind::Pages && self.frame_has_hashes() {
+            return self.push_hash(region, index, &window, page);
         }
         if let Some(encoder) = self.encoder.as_mut().filter(|_| kind == FrameKind::Pages) {
             if !encoder.has_begun() {
@@ -394,6 +457,30 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         }
         let digest = window.digest(page, &mut self.scratch);
         self.frame.push(kind, index, digest, (window, page))
+    }
+
+    /// Returns true if the frame that is being built contains hashes. This is decided at its first
+    /// page.
+    fn frame_has_hashes(&mut self) -> bool {
+        let Some(hashes) = &mut self.hashes else { return false };
+        if self.frame.table.is_empty() {
+            hashes.begin_frame();
+        }
+        hashes.hashes()
+    }
+
+    /// Adds the hash of a copy of page `index` to the frame. Returns false if the frame is full.
+    fn push_hash(&mut self, region: RegionId, index: PageIndex, window: &Window<'_>, page: usize) -> bool {
+        let digest = (!window.copy_page(page, &mut self.scratch)).then(|| PageDigest::of(&*self.scratch));
+        let fits = self.frame.table.push(index, digest);
+        if let Some(hashes) = self.hashes.as_mut().filter(|_| fits && digest.is_some()) {
+            hashes.add(PageHash::of(&self.scratch));
+        }
+        // The target may not have the version that was kept, if there is one.
+        if let Some(encoder) = self.encoder.as_mut().filter(|_| fits) {
+            encoder.forget(region, index);
+        }
+        fits
     }
 
     /// Returns the number of pages in the table of the frame that is being built.
@@ -476,6 +563,11 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         }
         let zero_runs = self.frame.table.runs().filter(|entry| entry.kind == RunKind::Zero);
         let zero_pages = zero_runs.map(|entry| entry.run.count).sum();
+        let hashes = self.hashes.as_ref().filter(|_| kind == FrameKind::Pages);
+        let hashes = hashes.map(HashSender::frame).unwrap_or_default();
+        if !hashes.is_empty() {
+            return self.flush_hashes(region, pass, zero_pages);
+        }
         let encoder = self.encoder.as_deref_mut().filter(|_| kind == FrameKind::Pages);
         let encoded = encoder.filter(|encoder| encoder.copies()).map(PageEncoder::encode);
         let (header, table) = match &encoded {
@@ -515,6 +607,37 @@ impl<'a, S: FrameSink> Sender<'a, S> {
         if let Some(encoder) = self.encoder.as_mut().filter(|_| kind == FrameKind::Pages) {
             encoder.sent(bytes, &self.shared.counters.encodings);
         }
+        if let Some(hashes) = self.hashes.as_mut().filter(|_| kind == FrameKind::Pages) {
+            hashes.sent_contents(header.pages as u64);
+        }
+        self.frame.clear();
+        Ok(())
+    }
+
+    /// Sends the frame, which contains hashes, and in addition runs of zeros.
+    fn flush_hashes(&mut self, region: RegionId, pass: u32, zero_pages: u64) -> Result<(), SenderError> {
+        /// Each page belongs to the only segment.
+        const OWNERS: [u8; FRAME_PAGES] = [0; FRAME_PAGES];
+        let data = self.frame.table.runs().filter(|entry| entry.kind == RunKind::Data);
+        let runs = data.map(|entry| entry.run).collect();
+        // The target may answer as soon as the frame is sent.
+        let asked = self.hashes.as_mut().and_then(|hashes| hashes.ask(self.sequence, region, runs));
+        assert!(asked.is_some(), "the frame contains hashes");
+        let Some(frame) = asked else { return Ok(()) };
+        let pages = self.frame.table.pages();
+        let segment = Segment { encoding: Encoding::Hash, pages, bytes: frame.hashes.len() };
+        let content = (&[segment][..], &OWNERS[..pages]);
+        let (header, table) = self.frame.table.finish_segments(content, region, pass, self.sequence);
+        let header = header.encode();
+        let mut bufs = [&header[..], table, &frame.hashes].map(IoBuf::from_bytes);
+        let bytes = header.len() + table.len() + frame.hashes.len();
+        self.shared.pacer.wait(bytes, || self.shared.stop.load(Ordering::Relaxed));
+        self.sink.send_frame(&mut bufs)?;
+        self.sequence += 1;
+        let counters = self.shared.counters;
+        counters.count_frame(bytes, 0, zero_pages);
+        counters.count_channel(self.index, bytes);
+        counters.hashes.sent(pages, bytes, frame.cpu);
         self.frame.clear();
         Ok(())
     }

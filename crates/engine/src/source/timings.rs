@@ -380,6 +380,7 @@ impl Timings {
             },
             codecs,
             delta_cache: counters.encodings.delta_cache(),
+            known_pages: counters.hashes.figures(),
             passes: self.passes(),
             phases: self.phases(end),
             throughput_mbps: if moving > 0.0 { wire as f64 * 8e-6 / moving } else { 0.0 },

@@ -12,6 +12,7 @@ use crate::awake::LatencyRequest;
 use crate::channel::{Greeted, Stream, answer, read_message, tcp};
 use crate::demand::{again_after_panics, serve_faults};
 use crate::handle::thread_cpu_us;
+use crate::known::KnownPages;
 use crate::vm::{caught, caught_io};
 use crate::{MigrateError, random};
 use std::collections::VecDeque;
@@ -48,6 +49,8 @@ pub(super) struct Link {
     pub(super) arrivals: Arc<Arrivals>,
     /// Processors for the threads that populate memory.
     spare: Arc<Spare>,
+    /// Pages that the target knows.
+    known: Option<Arc<KnownPages>>,
     pub(super) cpu_us: Arc<AtomicU64>,
 }
 
@@ -77,8 +80,15 @@ impl Link {
             // Opened on this thread, because threads of channels must not need to open files.
             spare: Arc::new(Spare::open()),
             memory,
+            known: None,
             cpu_us: Arc::default(),
         })
+    }
+
+    /// Sets the pages that the target knows.
+    pub(super) fn knowing(mut self, known: Option<Arc<KnownPages>>) -> Self {
+        self.known = known;
+        self
     }
 
     /// Starts the thread that reads the control channel. If the driver takes nothing out of its
@@ -153,6 +163,7 @@ impl Link {
         }
         let (memory, arrivals) = (Arc::clone(&self.memory), Arc::clone(&self.arrivals));
         let (inputs, cpu_us, attempt) = (self.inputs.clone(), Arc::clone(&self.cpu_us), self.attempt);
+        let known = self.known.clone();
         // The file is opened before the thread starts, because the thread reads bytes from an
         // untrusted peer and must not need the permission to open files.
         let latency_request =
@@ -164,7 +175,10 @@ impl Link {
         let receive = move || {
             let serve = Serve { role, index, arrivals: &arrivals, attempt, inputs: &inputs };
             match role {
-                Role::Bulk => serve.all(PageReceiver::new(&*memory, &arrivals, &*stream), &cpu_us),
+                Role::Bulk => {
+                    let pages = PageReceiver::new(&*memory, &arrivals, &*stream).knowing(known);
+                    serve.all(pages, &cpu_us);
+                }
                 Role::Probe => {
                     vmferry_thread::scheduling::prefer_latency();
                     let Err(error) = caught(|| Err::<Infallible, _>(echo_probes(&stream)));
@@ -287,6 +301,7 @@ impl Serve<'_> {
             match result {
                 Ok(Mark::Barrier(pass)) => self.report(Input::Barrier { channel, pass }),
                 Ok(Mark::AllArrived) => self.report(Input::AllArrived),
+                Ok(Mark::LookedUp(looked_up)) => self.report(Input::LookedUp { channel, looked_up }),
                 Err(error) => return self.report(Input::ChannelLost { role, channel, error }),
             }
         }

@@ -4,6 +4,7 @@ use super::frames::FrameSource;
 use super::receiver::ReceiveError;
 use super::urgent::TABLE;
 use crate::channel::IoBuf;
+use crate::known::PageHash;
 use vmferry_codec::{Decoder, Delta, Format, Page};
 use vmferry_core::PAGE_BYTES;
 use vmferry_wire::{Encoding, MAX_CONTENT_BYTES, MAX_FRAME_PAGES, Segment, Table, WireError};
@@ -28,6 +29,10 @@ pub(super) trait FramePages {
     /// must not refer to this content.
     fn before(&self, position: usize, to: &mut Page) -> Result<(), WireError>;
 
+    /// Finds pages by their positions and hashes, and copies them to `to`. Returns for each page
+    /// whether the target knows it, or an error if the frame must not contain hashes.
+    fn find(&mut self, wanted: &[(usize, PageHash)], to: &mut [Page]) -> Result<Vec<bool>, WireError>;
+
     /// Takes the new content of the page.
     fn put(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError>;
 }
@@ -50,6 +55,10 @@ impl SegmentDecoder {
             let (own, after) = rest.split_at_checked(segment.bytes).ok_or(TABLE)?;
             rest = after;
             let decoded = decoded.get_mut(..segment.pages).ok_or(TABLE)?;
+            if segment.encoding == Encoding::Hash {
+                find(own, decoded, (table.pages_of(number), pages))?;
+                continue;
+            }
             decode(decoder, segment, own, decoded, (table.pages_of(number), pages))?;
             for (content, position) in decoded.iter().zip(table.pages_of(number)) {
                 pages.put(position, content)?;
@@ -70,6 +79,20 @@ impl Default for Buffers {
     }
 }
 
+/// Finds the pages whose hashes are in `bytes`, and puts the known ones. The pages have the positions
+/// `positions` in `pages`.
+fn find(
+    bytes: &[u8],
+    found: &mut [Page],
+    (positions, pages): (impl Iterator<Item = usize>, &mut impl FramePages),
+) -> Result<(), ReceiveError> {
+    // The table has been checked, so each page has a hash.
+    let wanted: Vec<_> = positions.zip(bytes.as_chunks().0.iter().map(|hash| PageHash(*hash))).collect();
+    let known = pages.find(&wanted, found)?;
+    let known = known.into_iter().zip(&wanted).zip(found).filter(|((is_known, _), _)| *is_known);
+    known.into_iter().try_for_each(|((_, (position, _)), page)| pages.put(*position, page))
+}
+
 /// Decodes `bytes`, the content of `segment`, to `decoded`. The pages of the segment have the
 /// positions `positions` in `pages`.
 fn decode(
@@ -84,6 +107,8 @@ fn decode(
         Encoding::Raw => decoded.as_flattened_mut().copy_from_slice(bytes),
         Encoding::Lz4 => decoder.decode(Format::Lz4, bytes, decoded)?,
         Encoding::Zstd => decoder.decode(Format::Zstd, bytes, decoded)?,
+        // The caller finds these pages.
+        Encoding::Hash => {}
         Encoding::Delta => {
             for (page, position) in decoded.iter_mut().zip(positions) {
                 let (delta, rest) = Delta::parse(bytes)?;

@@ -18,7 +18,7 @@ use super::session::{Action, Event, Outcome, Session};
 use super::{Arrival, ReceiveFailure, Received};
 use crate::MigrateError;
 use crate::arbiter::{ArbiterAnswer, ArbiterClient, ArbiterRequest};
-use crate::channel::{Greeted, answer, send_message};
+use crate::channel::{Greeted, accept, answer, send_message};
 use crate::clock::Clock;
 use crate::handle::thread_cpu_us;
 use crate::heartbeat::Heartbeat;
@@ -85,7 +85,7 @@ impl<'a> Driver<'a> {
         let memory = vm.memory();
         let hello = incoming.hello.clone();
         let handover = Handover::new(memory.layout());
-        let link = Link::new(attempt, incoming, sender.clone(), memory)?;
+        let link = Link::new(attempt, incoming, sender.clone(), memory)?.knowing(arrival.known_pages.clone());
         let wants_costs = hello.features & FEATURE_COSTS != 0;
         let load = if wants_costs { vm.expected_load() } else { None };
         let wants_trial = hello.features & FEATURE_TRIAL != 0 && vm.wants_trial();
@@ -117,7 +117,7 @@ impl<'a> Driver<'a> {
             .and_then(|()| {
                 let Some(Announcement { setup, heartbeat }) = announced else {
                     driver.heartbeat = Some(Heartbeat::of_target(arrival.peer_timeout)?);
-                    return answer(&driver.link.control, &hello, Ok(()));
+                    return accept(&driver.link.control, &hello, arrival.known_pages.is_some());
                 };
                 heartbeat.end();
                 driver.heartbeat = Some(heartbeat);
@@ -149,6 +149,7 @@ impl<'a> Driver<'a> {
             id: self.link.migration.to_string(),
             source: self.link.control.peer.clone(),
             pages: self.link.arrivals.pages(),
+            known_pages: self.link.arrivals.known(),
             paused: self.paused,
             load_ms: self.load.as_secs_f64() * 1e3,
             cpu_ms: (threads + own_cpu_us) as f64 / 1e3,

@@ -10,7 +10,7 @@
 //! | 6 | a link that is up, but on which no page arrives | timer | |
 //! | 7 | inputs of the channels, and connections | bounded queue | |
 
-use super::receiver::ReceiveError;
+use super::receiver::{LookedUp, ReceiveError};
 use super::session::{Event, Session};
 use crate::arbiter::ArbiterAnswer;
 use crate::reason_wait::ReasonWait;
@@ -35,6 +35,11 @@ pub(crate) enum Input<C> {
     Barrier {
         channel: u16,
         pass: u32,
+    },
+    /// The pages of a frame with hashes were looked up.
+    LookedUp {
+        channel: u16,
+        looked_up: LookedUp,
     },
     /// The last missing page was placed.
     AllArrived,
@@ -163,6 +168,11 @@ fn happened<H: Sources>(host: &mut H, input: Input<H::Connection>) -> Option<Eve
         Input::Message(message) => Some(Event::Message(message)),
         Input::Wake => None,
         Input::Barrier { channel, pass } => Some(Event::Barrier { channel, pass }),
+        Input::LookedUp { channel, looked_up: LookedUp { frame, unknown } } => {
+            let len = unknown.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
+            let unknown = unknown.iter().copied().take(len).collect();
+            Some(Event::LookedUp { channel, frame, unknown })
+        }
         Input::AllArrived => host.all_arrived(),
         Input::ControlLost(error) => {
             host.inbox().control_lost = true;

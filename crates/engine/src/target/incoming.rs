@@ -3,7 +3,7 @@
 use super::driver::{Announcement, Driver};
 use super::inbox::SETUP_TIMEOUT;
 use super::{Arrival, ReceiveFailure, Received, Taken, each_source};
-use crate::channel::{Greeted, Listener, answer, read_message, send_message};
+use crate::channel::{Greeted, Listener, accept, read_message, send_message};
 use crate::clock::Clock;
 use crate::heartbeat::Heartbeat;
 use crate::vm::warn_if_panics_abort;
@@ -62,7 +62,7 @@ impl Incoming {
     fn announced(connection: Greeted, arrival: &Arrival) -> Result<Self, String> {
         let stream = &connection.stream;
         let lost = |error: std::io::Error| format!("the link failed: {error}");
-        answer(stream, &connection.hello, Ok(())).map_err(lost)?;
+        accept(stream, &connection.hello, arrival.known_pages.is_some()).map_err(lost)?;
         let (clock, mut description) = (Clock::start(), Vec::new());
         loop {
             // The total time is limited, because a source could send pings for ever.

@@ -37,7 +37,7 @@ use crate::arbiter::Arbiter;
 use crate::channel::{Listener, answer};
 use crate::vm::warn_if_panics_abort;
 use crate::wake::{Ending, Wakers};
-use crate::{MigrateError, channel::Greeted};
+use crate::{KnownPages, MigrateError, channel::Greeted};
 use driver::{Attempt, Driver, Input, Numbered};
 use measure::Measuring;
 use serde::Serialize;
@@ -61,6 +61,7 @@ pub struct Arrival {
     peer_timeout: Duration,
     stay_awake: bool,
     arbiter: Option<Arc<dyn Arbiter>>,
+    known_pages: Option<Arc<KnownPages>>,
     undecided: Mutex<Option<String>>,
     wakers: Wakers,
     #[cfg(test)]
@@ -78,6 +79,7 @@ impl Arrival {
             peer_timeout,
             stay_awake: true,
             arbiter: None,
+            known_pages: None,
             undecided: Mutex::default(),
             wakers: Wakers::default(),
             #[cfg(test)]
@@ -99,6 +101,16 @@ impl Arrival {
     #[must_use]
     pub fn arbiter(self, arbiter: Option<Arc<dyn Arbiter>>) -> Self {
         Self { arbiter, ..self }
+    }
+
+    /// Sets the pages that the target has in files, so that the source need not send them. The
+    /// default is `None`.
+    ///
+    /// A source of an earlier version sends all pages nevertheless. The files have no effect on
+    /// pages that are sent after the first pass, or in postcopy.
+    #[must_use]
+    pub fn known_pages(self, known_pages: Option<Arc<KnownPages>>) -> Self {
+        Self { known_pages: known_pages.filter(|known| known.pages() > 0), ..self }
     }
 
     /// Returns the reason why the owner of the guest is unknown, or `None` if the owner is known.
@@ -183,6 +195,9 @@ pub struct Received {
     pub source: String,
     /// Number of pages received. A page counts each time it arrives.
     pub pages: u64,
+    /// Number of these pages whose content came from known pages
+    /// ([`Arrival::known_pages`]). Each has 4096 bytes.
+    pub known_pages: u64,
     /// True if the operator had paused the guest on the source. Its vCPUs then stay stopped on the
     /// target until the operator resumes the guest.
     pub paused: bool,

@@ -7,6 +7,7 @@ use super::frames::FrameSource;
 use super::urgent::{DemandPager, Stager, TABLE};
 use crate::awake::{LatencyHold, LatencyRequest};
 use crate::channel::IoBuf;
+use crate::known::{KnownPages, PageHash};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, RwLock};
@@ -14,8 +15,8 @@ use vmferry_bitmap::{AtomicBitmap, Bitmap};
 use vmferry_codec::Page;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PageDigest, PageRun, PageSet, RegionId, VmError, Window};
 use vmferry_wire::{
-    FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES, RegionPage,
-    RegionRun, RunEntry, RunKind, Table, WireError,
+    Encoding, FRAME_HEADER_BYTES, FrameHeader, FrameKind, MAX_FRAME_RUNS, MAX_NAMED_RUNS, MAX_TABLE_BYTES,
+    MAX_UNKNOWN_BYTES, RegionPage, RegionRun, RunEntry, RunKind, Table, WireError,
 };
 
 /// Maximum number of differing pages that are named to the source. Further differing pages are only
@@ -52,6 +53,8 @@ pub(crate) struct Arrivals {
     regions: Vec<RegionState>,
     mismatched_count: AtomicU64,
     pages: AtomicU64,
+    /// Pages that came from known pages.
+    known: AtomicU64,
     compared: AtomicU64,
     differing: AtomicU64,
     samples: Mutex<Vec<RegionPage>>,
@@ -73,6 +76,30 @@ pub(crate) enum Mark {
     Barrier(u32),
     /// No page is missing any more.
     AllArrived,
+    /// The pages of a frame with hashes were looked up.
+    LookedUp(LookedUp),
+}
+
+/// Result of the lookup of the pages of a frame with hashes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct LookedUp {
+    /// Number of the frame.
+    pub(crate) frame: u64,
+    /// Bitmap of the pages that the target does not know, by their positions.
+    pub(crate) unknown: [u8; MAX_UNKNOWN_BYTES],
+}
+
+impl LookedUp {
+    /// Marks the page at `position` as unknown.
+    fn mark(&mut self, position: usize) -> Result<(), WireError> {
+        *self.unknown.get_mut(position / 8).ok_or(TABLE)? |= 1 << (position % 8);
+        Ok(())
+    }
+
+    /// Returns the number of unknown pages.
+    fn count(&self) -> u64 {
+        self.unknown.iter().map(|byte| u64::from(byte.count_ones())).sum()
+    }
 }
 
 #[derive(Debug)]
@@ -95,6 +122,7 @@ impl Arrivals {
             regions: memory.layout().regions().iter().map(state).collect(),
             mismatched_count: AtomicU64::new(0),
             pages: AtomicU64::new(0),
+            known: AtomicU64::new(0),
             compared: AtomicU64::new(0),
             differing: AtomicU64::new(0),
             samples: Mutex::new(Vec::new()),
@@ -121,6 +149,11 @@ impl Arrivals {
     /// Returns the number of pages received so far. A page counts each time it arrives.
     pub(crate) fn pages(&self) -> u64 {
         self.pages.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of the received pages that came from known pages.
+    pub(crate) fn known(&self) -> u64 {
+        self.known.load(Ordering::Relaxed)
     }
 
     /// Refuses every frame from now on. Returns false if a frame is being taken at the moment, or
@@ -249,6 +282,8 @@ struct Written<'a, 'p> {
     region: &'p RegionState,
     table: &'p Table<'p>,
     places: &'p [Place<'a>],
+    known: Option<&'p KnownPages>,
+    looked_up: &'p mut LookedUp,
 }
 
 impl FramePages for Written<'_, '_> {
@@ -256,6 +291,23 @@ impl FramePages for Written<'_, '_> {
         let (window, page, _) = self.places.get(position).ok_or(TABLE)?;
         window.copy_page(*page, to);
         Ok(())
+    }
+
+    fn find(&mut self, wanted: &[(usize, PageHash)], to: &mut [Page]) -> Result<Vec<bool>, WireError> {
+        let Some(known) = self.known else {
+            let (what, allowed) = ("hashes of pages", "none for a target without known pages");
+            return Err(WireError::Field { what, value: wanted.len() as u64, allowed });
+        };
+        let digest = |(position, hash): &(usize, _)| Some((self.table.digest(*position)?, *hash));
+        let digests: Option<Vec<_>> = wanted.iter().map(digest).collect();
+        let is_known = known.find(&digests.ok_or(TABLE)?, to);
+        for ((position, _), _) in wanted.iter().zip(&is_known).filter(|(_, is_known)| !**is_known) {
+            // The page counts as one with a digest mismatch until it arrives with its content.
+            let (_, _, index) = self.places.get(*position).ok_or(TABLE)?;
+            self.arrivals.mark_mismatched(self.region, *index);
+            self.looked_up.mark(*position)?;
+        }
+        Ok(is_known)
     }
 
     fn put(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError> {
@@ -287,6 +339,10 @@ pub(crate) struct Receiver<'a, S> {
     touched: Bitmap,
     stager: Stager,
     decoder: SegmentDecoder,
+    /// Pages that the target knows. `None` if it has no known pages.
+    known: Option<Arc<KnownPages>>,
+    /// Result of a lookup that [`receive`](Self::receive) has not returned.
+    looked_up: Option<LookedUp>,
     /// Set once this thread knows of the handover.
     handed_over: Option<LatencyHold>,
     /// Used at the handover.
@@ -303,6 +359,11 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Self { direct: true, populates: true, ..Self::urgent(memory, arrivals, stream) }
     }
 
+    /// Sets the pages that the target knows.
+    pub(crate) fn knowing(self, known: Option<Arc<KnownPages>>) -> Self {
+        Self { known, ..self }
+    }
+
     /// Sets the request with which the thread keeps processors awake after the handover.
     pub(crate) fn latency_request(self, latency_request: LatencyRequest) -> Self {
         Self { latency_request, ..self }
@@ -313,6 +374,8 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         Self {
             stager: Stager::default(),
             decoder: SegmentDecoder::default(),
+            known: None,
+            looked_up: None,
             handed_over: None,
             latency_request: LatencyRequest::default(),
             direct: false,
@@ -367,6 +430,9 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
                 FrameKind::Pages | FrameKind::Digests | FrameKind::Touched => {
                     if self.receive_frame(&header)? {
                         return Ok(Mark::AllArrived);
+                    }
+                    if let Some(looked_up) = self.looked_up.take() {
+                        return Ok(Mark::LookedUp(looked_up));
                     }
                 }
             }
@@ -465,9 +531,21 @@ impl<'a, S: FrameSource> Receiver<'a, S> {
         });
         self.places.clear();
         self.places.extend(places);
-        let mut pages = Written { arrivals: self.arrivals, region, table, places: &self.places };
+        // The number of this frame: `receive` has counted it already.
+        let frame = self.sequence.saturating_sub(1);
+        let mut looked_up = LookedUp { frame, unknown: [0; MAX_UNKNOWN_BYTES] };
+        let known = self.known.as_deref();
+        let (arrivals, places) = (self.arrivals, &self.places);
+        let mut pages = Written { arrivals, region, table, places, known, looked_up: &mut looked_up };
         self.decoder.receive(table, &self.stream, &mut pages)?;
-        self.arrivals.pages.fetch_add(self.places.len() as u64, Ordering::Relaxed);
+        let hashes = table.segments().filter(|segment| segment.encoding == Encoding::Hash);
+        let hashes: u64 = hashes.map(|segment| segment.pages as u64).sum();
+        let unknown = looked_up.count();
+        arrivals.known.fetch_add(hashes - unknown, Ordering::Relaxed);
+        arrivals.pages.fetch_add(places.len() as u64 - unknown, Ordering::Relaxed);
+        if hashes > 0 {
+            self.looked_up = Some(looked_up);
+        }
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use super::frames::FrameSource;
 use super::receiver::ReceiveError;
 use crate::channel::{IoBuf, Stream};
 use crate::demand::{self, MissingSet, PageLocation, PageSource};
+use crate::known::PageHash;
 use crate::sync::{AtomicU64, RwLock};
 use std::io;
 use std::ops::Range;
@@ -224,6 +225,12 @@ impl FramePages for Staged<'_> {
     fn before(&self, position: usize, _: &mut Page) -> Result<(), WireError> {
         let (what, allowed) = ("delta of a missing page", "none after the handover");
         Err(WireError::Field { what, value: position as u64, allowed })
+    }
+
+    /// Returns an error, because hashes are sent in the first pass only.
+    fn find(&mut self, wanted: &[(usize, PageHash)], _: &mut [Page]) -> Result<Vec<bool>, WireError> {
+        let (what, allowed) = ("hashes of missing pages", "none after the handover");
+        Err(WireError::Field { what, value: wanted.len() as u64, allowed })
     }
 
     fn put(&mut self, position: usize, content: &Page) -> Result<(), ReceiveError> {

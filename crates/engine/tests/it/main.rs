@@ -15,6 +15,7 @@ mod faulting;
 mod free_pages;
 mod freeing;
 mod incoming;
+mod known;
 mod liars;
 mod links;
 mod moves;

@@ -46,11 +46,21 @@ pub(crate) fn attempt(
     settings: &Settings,
     handle: &MigrationHandle,
 ) -> Ended {
-    let arrival = Arrival::new(settings.peer_timeout);
+    attempt_at((source, target), listener, via, settings, (handle, &Arrival::new(settings.peer_timeout)))
+}
+
+/// Does the same as [`attempt`] with an arrival of the caller.
+pub(crate) fn attempt_at(
+    (source, target): (&mut Toy, &mut Toy),
+    listener: &Listener,
+    via: &dyn Connect,
+    settings: &Settings,
+    (handle, arrival): (&MigrationHandle, &Arrival),
+) -> Ended {
     std::thread::scope(|scope| {
         let receiving = scope.spawn(|| {
-            let mut received = receive(target, listener, &arrival)?;
-            received.postcopy.take().map(|postcopy| postcopy.finish(listener, &arrival));
+            let mut received = receive(target, listener, arrival)?;
+            received.postcopy.take().map(|postcopy| postcopy.finish(listener, arrival));
             Ok(received)
         });
         let sent = migrate(source, via, None, settings, handle);

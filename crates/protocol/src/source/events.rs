@@ -189,6 +189,17 @@ pub enum Action {
         /// Number of missing pages.
         pages: u64,
     },
+    /// Pass the target's answer to the sender of the bulk channel. Report
+    /// [`Event::LocalFailure`] if the sender has not sent such a frame.
+    TakeAnswer {
+        /// Index of the bulk channel.
+        channel: u16,
+        /// Number of the frame with hashes.
+        frame: u64,
+        /// Bitmap of the pages that the target does not know
+        /// ([`ToSource::UnknownPages`]).
+        unknown: Vec<u8>,
+    },
     /// Start the tracker of dirty pages.
     StartTracker,
     /// Perform a trial pause to measure the cost of stopping the guest.

@@ -230,7 +230,7 @@ impl Session {
 
 /// Takes an event in any state.
 fn react(state: State, context: &mut SourceContext, now: Duration, event: Event) -> Next {
-    // These three messages may arrive at any time, because they answer no step.
+    // These messages may arrive at any time, because they answer no step.
     match event {
         Event::Message(ToSource::Pong(number)) => {
             context.link.pong(now, number);
@@ -243,6 +243,13 @@ fn react(state: State, context: &mut SourceContext, now: Duration, event: Event)
         Event::Message(ToSource::WantsTrial) => {
             context.wants_trial = true;
             return (state, Vec::new());
+        }
+        Event::Message(ToSource::UnknownPages { channel, frame, unknown }) => {
+            // Hashes are sent in the first pass only. An answer that arrives after the precopy is
+            // not needed, because the source has sent the content of these pages by then.
+            let wanted = matches!(state, State::Precopy(_));
+            let action = wanted.then_some(Action::TakeAnswer { channel, frame, unknown });
+            return (state, action.into_iter().collect());
         }
         _ => {}
     }

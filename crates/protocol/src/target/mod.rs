@@ -74,6 +74,15 @@ pub enum Event {
         /// Runs of these pages. If there are many, only the first of them.
         runs: Vec<RegionRun>,
     },
+    /// The pages of a frame with hashes were looked up among the known pages.
+    LookedUp {
+        /// Number of the bulk channel.
+        channel: u16,
+        /// Number of the frame on its channel.
+        frame: u64,
+        /// Bitmap of the pages that the target does not know ([`ToSource::UnknownPages`]).
+        unknown: Vec<u8>,
+    },
     /// The digests of source and target were compared.
     Compared {
         /// Number of pages that were compared.

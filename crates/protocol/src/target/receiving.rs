@@ -132,6 +132,9 @@ impl Receiving {
                 self.clean = pages == 0;
                 self.stay(vec![Action::Send(ToSource::Received { pass, mismatches: pages, runs })])
             }
+            Event::LookedUp { channel, frame, unknown } => {
+                self.stay(vec![Action::Send(ToSource::UnknownPages { channel, frame, unknown })])
+            }
             Event::Compared { pages, mismatched, samples } => {
                 self.stay(vec![Action::Send(ToSource::Verified { pages, mismatched, samples })])
             }

@@ -80,10 +80,15 @@ pub fn connect_with(uri: &Uri, hello: &Hello) -> (Socket, Option<RefusalCode>) {
 
 /// Accepts the greeting of a source. Returns its hello, or `None` if the source hung up.
 pub fn answer(stream: &mut (impl Read + Write)) -> Option<Hello> {
+    answer_with(stream, 0)
+}
+
+/// Does the same as [`answer`], and offers `features`.
+pub fn answer_with(stream: &mut (impl Read + Write), features: u64) -> Option<Hello> {
     let mut bytes = [0; HELLO_BYTES];
     stream.read_exact(&mut bytes).ok()?;
     let hello = Hello::decode(&bytes).expect("a hello");
-    let reply = HelloReply { refused: None, version: 1, features: 0, migration: hello.migration };
+    let reply = HelloReply { refused: None, version: 1, features, migration: hello.migration };
     stream.write_all(&reply.encode()).ok()?;
     Some(hello)
 }

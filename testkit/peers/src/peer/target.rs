@@ -1,9 +1,9 @@
 //! Scripted target.
 
-use super::{Listener, answer, receive_message, send_message};
+use super::{Listener, answer, answer_with, receive_message, send_message};
 use socket2::Socket;
 use std::io::Read;
-use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, RegionRun, ToSource, ToTarget, Token};
+use vmferry_wire::{FRAME_HEADER_BYTES, FrameHeader, FrameKind, RegionRun, Table, ToSource, ToTarget, Token};
 
 /// Target without a guest: it accepts all data of the source and ignores the pages.
 #[derive(Debug)]
@@ -25,8 +25,17 @@ impl<'a> Target<'a> {
     ///
     /// Panics if the source hangs up.
     pub fn accept_control(listener: &'a Listener) -> Self {
+        Self::accept_control_with(listener, 0)
+    }
+
+    /// Does the same as [`accept_control`](Self::accept_control), and offers `features`.
+    ///
+    /// # Panics
+    ///
+    /// Panics if the source hangs up.
+    pub fn accept_control_with(listener: &'a Listener, features: u64) -> Self {
         let mut control = listener.connection();
-        answer(&mut control).expect("a hello");
+        answer_with(&mut control, features).expect("a hello");
         Self { listener, control, data: Vec::new() }
     }
 
@@ -86,6 +95,17 @@ impl<'a> Target<'a> {
         self.send(&ToSource::ChannelsUp);
     }
 
+    /// Reads the header of the next frame of data channel 0. The rest of the frame must not be read.
+    ///
+    /// # Panics
+    ///
+    /// Panics if no header of a frame arrives.
+    pub fn first_header(&mut self) -> FrameHeader {
+        let mut header = [0; FRAME_HEADER_BYTES];
+        self.data[0].read_exact(&mut header).expect("a frame");
+        FrameHeader::decode(&header).expect("the header of a frame")
+    }
+
     /// Reads the frames of data channel 0 up to a barrier. Returns the pass that the barrier ends.
     ///
     /// # Panics
@@ -98,8 +118,12 @@ impl<'a> Target<'a> {
             bulk.read_exact(&mut header).ok()?;
             let header = FrameHeader::decode(&header).expect("the header of a frame");
             assert_ne!(header.kind, FrameKind::Touched, "the reply to the hello has no feature bit");
-            let data = if header.kind == FrameKind::Pages { header.pages * 4096 } else { 0 };
-            bulk.read_exact(&mut vec![0; header.table_bytes() + data]).ok()?;
+            let mut table = vec![0; header.table_bytes()];
+            bulk.read_exact(&mut table).ok()?;
+            if header.kind == FrameKind::Pages {
+                let table = Table::decode(&header, &table, u64::MAX).expect("the table of a frame");
+                bulk.read_exact(&mut vec![0; table.content_bytes()]).ok()?;
+            }
             if header.kind == FrameKind::Barrier {
                 return Some(header.pass);
             }

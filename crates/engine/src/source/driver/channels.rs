@@ -6,6 +6,7 @@ use crate::channel::{Stream, tcp};
 use crate::handle::MigrationHandle;
 use crate::idle::RunDelay;
 use crate::source::encode::PageEncoder;
+use crate::source::hashes::HashSender;
 use crate::source::inbox::{Input, Numbered};
 use crate::source::pending::PassPages;
 use crate::source::postcopy::{Claims, UrgentOut};
@@ -187,8 +188,10 @@ fn send_jobs(
     (generation, inputs): (u64, &SyncSender<Numbered>),
 ) {
     let announces = stream.features & FEATURE_TOUCHED != 0;
+    let answers = context.answers.as_ref().and_then(|answers| answers.channel(index));
+    let hashes = answers.map(|answers| HashSender::new(answers, context.settings.peer_timeout));
     let sender = Sender::new(context.sender_context(protect), stream, index);
-    let mut sender = sender.encoding(encoder).announcing(announces);
+    let mut sender = sender.encoding(encoder).announcing(announces).hashing(hashes);
     while let Ok(job) = queue.recv() {
         let result = caught(|| match &job {
             Job::Pages { pass, pages, kind } => sender.send_pass(*pass, pages, *kind),
