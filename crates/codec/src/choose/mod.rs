@@ -16,9 +16,9 @@
 //! # Rate of the link
 //!
 //! The rate is known only while the channel waits for the socket. In a window of 10 ms in which it
-//! waited for a tenth of the time, the rate is what the socket accepted. A thread of the target that
-//! does not run for some milliseconds looks like a slow link, so the rate is the highest one of
-//! three such windows. If the channel never
+//! waited for a tenth of the time, the rate is what the socket accepted. A thread of the target
+//! that does not run for some milliseconds looks like a slow link, so the rate is the highest one
+//! of three such windows. If the channel never
 //! waits, the link is at least as fast, and the estimate grows by half in each window. A wrong
 //! growth ends when a faster codec makes the channel wait again. The estimate then does not grow
 //! for 150 ms.
@@ -372,9 +372,9 @@ impl Chooser {
         }
     }
 
-    /// Records a whole frame that was sent at `now`. `encoded` is true if its pages were copied to be
-    /// encoded. The frame has `bytes` bytes of memory, and took `elapsed`, of which
-    /// the channel waited for the socket for `waited`.
+    /// Records a whole frame that was sent at `now`. `encoded` is true if its pages were copied to
+    /// be encoded. The frame has `bytes` bytes of memory, and took `elapsed`, of which the channel
+    /// waited for the socket for `waited`.
     pub fn frame_sent(
         &mut self,
         encoded: bool,

@@ -158,3 +158,79 @@ impl Versus {
         self.patience = (self.patience * 2).min(PATIENCE.1);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// Channel that sends frames of 1 ms.
+    struct Channel {
+        versus: Versus,
+        now: Duration,
+        /// Frames that were raw because [`Versus`] wanted it.
+        forced: u32,
+    }
+
+    impl Channel {
+        fn new() -> Self {
+            Self { versus: Versus::new(Duration::ZERO), now: Duration::ZERO, forced: 0 }
+        }
+
+        /// Sends frames for `time`, raw ones if the comparison wants it. Raw and encoded frames have
+        /// these rates, and encoded frames wait for the link for the share `waits`.
+        fn send(&mut self, encoded: bool, time: Duration, (raw, rate): (f64, f64), waits: f64) {
+            let end = self.now + time;
+            while self.now < end {
+                self.now += MS;
+                let forced = encoded && self.versus.wants_raw();
+                self.forced += u32::from(forced);
+                let encoded = encoded && !forced;
+                let (rate, waits) = if encoded { (rate, waits) } else { (raw, 0.9) };
+                self.versus.sent(encoded, rate * 1e-3, MS, MS.mul_f64(waits), self.now);
+            }
+        }
+    }
+
+    #[test]
+    fn encoded_frames_that_are_slower_end_each_time_for_longer() {
+        let mut channel = Channel::new();
+        channel.send(false, 50 * MS, (3e8, 1e8), 0.0);
+        assert!(!channel.versus.wants_raw());
+        channel.send(true, 10_000 * MS, (3e8, 1e8), 0.2);
+        // Attempts of three windows: after 0.5, 1, 2 and 4 seconds.
+        assert!((9_700..9_900).contains(&channel.forced), "{} ms raw", channel.forced);
+    }
+
+    #[test]
+    fn encoded_frames_that_are_faster_are_checked_and_go_on() {
+        let mut channel = Channel::new();
+        channel.send(false, 50 * MS, (1e8, 3e8), 0.0);
+        channel.send(true, 10_000 * MS, (1e8, 3e8), 0.2);
+        // Checks of a frame that fills the buffer and a window: after 0.5, 1, 2 and 4 seconds.
+        assert!((30..80).contains(&channel.forced), "{} ms raw", channel.forced);
+        // Without a change of the calculation, raw frames become faster.
+        channel.forced = 0;
+        channel.send(true, 10_000 * MS, (4e8, 3e8), 0.2);
+        assert!(channel.forced > 4_000, "{} ms raw", channel.forced);
+    }
+
+    #[test]
+    fn frames_that_the_link_limits_are_not_checked() {
+        let mut channel = Channel::new();
+        channel.send(false, 50 * MS, (1e8, 3e8), 0.0);
+        channel.send(true, 10_000 * MS, (1e8, 3e8), 0.6);
+        assert_eq!(channel.forced, 0);
+    }
+
+    #[test]
+    fn slower_link_ends_a_return_to_raw_frames() {
+        let mut channel = Channel::new();
+        channel.send(false, 50 * MS, (3e8, 2e8), 0.0);
+        channel.send(true, 100 * MS, (3e8, 2e8), 0.2);
+        assert!(channel.versus.wants_raw());
+        channel.send(true, 50 * MS, (1e8, 2e8), 0.2);
+        assert!(!channel.versus.wants_raw());
+    }
+}
