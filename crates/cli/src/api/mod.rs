@@ -138,8 +138,8 @@ impl MigrateRequest {
         }
     }
 
-    /// Returns the settings for the engine, for a migration that begins now. `own` are the credentials of the process for encrypted
-    /// connections.
+    /// Returns the settings for the engine, for a migration that begins now. `own` are the
+    /// credentials of the process for encrypted connections.
     pub(crate) fn settings(&self, own: Option<&Tls>) -> Result<Settings> {
         let given = self.tls.as_ref().map(TlsTexts::build).transpose().context("tls")?;
         Ok(Settings {

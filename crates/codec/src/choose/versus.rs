@@ -32,7 +32,7 @@ const PATIENCE: (Duration, Duration) = (Duration::from_millis(500), Duration::fr
 /// Frames that are sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Mode {
-    /// What the calculation chooses.
+    /// Frames that the calculation chooses.
     Free,
     /// Raw frames until this time, because encoded frames were slower.
     Raw { until: Duration },
@@ -178,8 +178,8 @@ mod tests {
             Self { versus: Versus::new(Duration::ZERO), now: Duration::ZERO, forced: 0 }
         }
 
-        /// Sends frames for `time`, raw ones if the comparison wants it. Raw and encoded frames have
-        /// these rates, and encoded frames wait for the link for the share `waits`.
+        /// Sends frames for `time`, raw ones if the comparison wants it. Raw and encoded frames
+        /// have these rates, and encoded frames wait for the link for the share `waits`.
         fn send(&mut self, encoded: bool, time: Duration, (raw, rate): (f64, f64), waits: f64) {
             let end = self.now + time;
             while self.now < end {
