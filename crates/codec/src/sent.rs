@@ -8,7 +8,9 @@
 //! - While there is room, every page is admitted.
 //! - In the first pass, nothing is evicted. A scan of all memory keeps what the cache has.
 //! - In later passes, every page is a page that the guest rewrote. It takes the place of a page
-//!   that was sent in the first pass only, or of a page that was not sent in the previous pass.
+//!   that was not sent in the previous pass. It also takes the place of a page with a lower number
+//!   that was sent in the first pass only. A page with a higher number may still have its turn in
+//!   this pass. If it lost its place, each page would lose it right before its turn.
 //! - A page whose delta is larger than the limit loses its place. After `n` such deltas in a row,
 //!   the page is admitted only in passes whose number is a multiple of 2^n, at most of 32.
 //!
@@ -277,13 +279,13 @@ impl SentPages {
             self.slots.push(Slot { page, pass: 0, rewritten: false });
             return Some(at);
         }
-        self.evict()
+        self.evict(page)
     }
 
-    /// Takes the place of a page that is of no use, and returns the place. Returns `None` if none
-    /// of the places that were examined has such a page, which keeps the time for each page
-    /// bounded.
-    fn evict(&mut self) -> Option<u32> {
+    /// Takes the place of a page that is of no use, and returns the place for `page`. Returns
+    /// `None` if none of the places that were examined has such a page, which keeps the time for
+    /// each page bounded.
+    fn evict(&mut self, page: u64) -> Option<u32> {
         if self.pass == 1 {
             return None;
         }
@@ -291,7 +293,8 @@ impl SentPages {
             let at = self.hand;
             self.hand = (self.hand + 1) % self.slots.len();
             let slot = self.slots[at];
-            if !slot.rewritten || slot.pass + 1 < self.pass {
+            let had_its_turn = slot.page < page && slot.pass < self.pass;
+            if slot.pass + 1 < self.pass || (!slot.rewritten && had_its_turn) {
                 self.figures.evicted += 1;
                 let at = u32::try_from(at).expect("the capacity is below u32::MAX");
                 self.index.remove(slot.page, &self.slots);
@@ -579,6 +582,15 @@ mod tests {
         for _ in 0..5 {
             assert_eq!(pair.pass(1000..1100), 100);
         }
+    }
+
+    #[test]
+    fn pages_that_were_not_kept_do_not_evict_those_that_follow() {
+        let mut pair = Pair::new(128);
+        // The first ten pages were sent before the versions of pages were kept.
+        pair.pass(10..1024);
+        assert_eq!(pair.pass(0..128), 118);
+        assert!(pair.pass(0..128) >= 118);
     }
 
     #[test]
