@@ -66,7 +66,12 @@ impl Client {
         let stream = BufReader::new(stream);
         let (line, events) = (Vec::new(), VecDeque::new());
         let mut client = Self { stream, patience, line, next: 0, greeting: Value::Null, events };
-        let mut greeting = client.message(Instant::now() + patience)?;
+        let until = Instant::now() + patience;
+        let mut greeting = client.message(until)?;
+        // QEMU sends an event that occurs while it accepts the connection before its greeting.
+        while client.keep_event(&greeting) {
+            greeting = client.message(until)?;
+        }
         if let Some(error) = greeting.get_mut("error") {
             return Err(refused(error));
         }

@@ -375,6 +375,9 @@ impl Chooser {
     /// Records a whole frame that was sent at `now`. `encoded` is true if its pages were copied to
     /// be encoded. The frame has `bytes` bytes of memory, and took `elapsed`, of which the channel
     /// waited for the socket for `waited`.
+    ///
+    /// A sender calls this method only if it sends raw frames while [`next`](Self::next) chooses
+    /// them and [`is_faster`](Self::is_faster) returns false.
     pub fn frame_sent(
         &mut self,
         encoded: bool,

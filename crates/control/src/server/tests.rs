@@ -385,3 +385,25 @@ fn last_event_is_always_sent() {
         assert_eq!(names, ["STOP", "SHUTDOWN"]);
     }
 }
+
+#[test]
+fn client_keeps_an_event_that_comes_before_the_greeting() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("socket");
+    let listener = UnixListener::bind(&path).unwrap();
+    let server = std::thread::spawn(move || {
+        let mut stream = listener.accept().unwrap().0;
+        let event = json!({"event": "RESUME", "timestamp": {"seconds": 1, "microseconds": 2}});
+        let greeting = json!({"QMP": {"version": {}, "capabilities": []}});
+        write!(stream, "{event}\n{greeting}\n").unwrap();
+        let mut line = String::new();
+        BufReader::new(stream.try_clone().unwrap()).read_line(&mut line).unwrap();
+        let request: Value = serde_json::from_str(&line).unwrap();
+        writeln!(stream, "{}", json!({"return": {}, "id": request["id"]})).unwrap();
+        request
+    });
+    let mut client = Client::connect(&path, PATIENCE).unwrap();
+    assert_eq!(server.join().unwrap()["execute"], "qmp_capabilities");
+    let events: Vec<String> = client.events().map(|event| event.name).collect();
+    assert_eq!(events, ["RESUME"]);
+}

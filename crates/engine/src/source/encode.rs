@@ -47,6 +47,12 @@ impl Codecs {
     pub(crate) fn cache_limit(&self, channels: u16) -> Option<u64> {
         (self.deltas != Deltas::Off).then(|| (self.cache_bytes as u64).saturating_mul(channels.into()))
     }
+
+    /// Returns true if the choice by measurement can be frames that are sent from guest memory.
+    /// Otherwise, encoded frames are not compared with them.
+    fn may_be_raw(&self) -> bool {
+        matches!(self.codec, PageCodec::Auto | PageCodec::Raw) && self.deltas != Deltas::On
+    }
 }
 
 /// Batch of pages of a frame that were encoded together, or that were sent without encoding.
@@ -436,8 +442,10 @@ impl PageEncoder {
         counters.delta.add_cpu(self.frame.delta_cpu);
         self.versions.count(counters);
         let elapsed = now.saturating_sub(plan.began);
-        let memory = if plan.copies { self.frame.keys.len() * PAGE_BYTES } else { bytes };
-        self.chooser.frame_sent(plan.copies, memory as u64, elapsed, waited, now);
+        if self.codecs.may_be_raw() {
+            let memory = if plan.copies { self.frame.keys.len() * PAGE_BYTES } else { bytes };
+            self.chooser.frame_sent(plan.copies, memory as u64, elapsed, waited, now);
+        }
         let idle_cores = self.idle.now(now);
         let batches = &mut self.frame.batches;
         let encode = batches.iter().map(|batch| batch.encode).sum::<Duration>() + self.frame.delta_cpu;
@@ -646,6 +654,17 @@ mod tests {
         let codecs = [PageCodec::Auto, PageCodec::Raw, PageCodec::Lz4, PageCodec::Zstd(Level::MIN)];
         let deltas = [Deltas::Auto, Deltas::On, Deltas::Off];
         (prop::sample::select(codecs.to_vec()), prop::sample::select(deltas.to_vec()))
+    }
+
+    #[test]
+    fn frames_that_must_be_encoded_are_not_compared_with_raw_ones() {
+        let zstd = PageCodec::Zstd(Level::MIN);
+        let may_be_raw = |codec, deltas| Codecs { codec, deltas, cache_bytes: 0 }.may_be_raw();
+        for deltas in [Deltas::Auto, Deltas::Off] {
+            assert!(may_be_raw(PageCodec::Auto, deltas) && may_be_raw(PageCodec::Raw, deltas));
+            assert!(!may_be_raw(PageCodec::Lz4, deltas) && !may_be_raw(zstd, deltas));
+        }
+        assert!(!may_be_raw(PageCodec::Auto, Deltas::On) && !may_be_raw(PageCodec::Raw, Deltas::On));
     }
 
     proptest! {
