@@ -244,7 +244,7 @@ const DOWNTIME_LIMIT: Duration = Duration::from_millis(100);
 /// Time after which any downtime is allowed.
 const LIMIT: Duration = Duration::from_secs(6);
 
-/// Content of which a tenth of the pages is random. Half of the others are zero, and half are text.
+/// Content with random data in a tenth of the pages. Half of the others are zero, half are text.
 const MIX: &str = "mix:10";
 
 /// Name of the case whose time is compared with the best QEMU.

@@ -373,8 +373,8 @@ impl Chooser {
     }
 
     /// Records a whole frame that was sent at `now`. `encoded` is true if its pages were copied to
-    /// be encoded. The frame has `bytes` bytes of memory, and took `elapsed`, of which the channel
-    /// waited for the socket for `waited`.
+    /// be encoded. The frame has `bytes` bytes of memory, and took `elapsed`. The channel waited
+    /// for the socket for `waited` of this time.
     ///
     /// A sender calls this method only if it sends raw frames while [`next`](Self::next) chooses
     /// them and [`is_faster`](Self::is_faster) returns false.
@@ -389,20 +389,14 @@ impl Chooser {
         self.versus.sent(encoded, bytes as f64, elapsed, waited, now);
     }
 
-    /// Returns the rate of the link in bytes per second, or `None` if it was never what limited the
-    /// channel.
-    #[must_use]
-    pub fn link_rate(&self) -> Option<f64> {
-        (self.link.rate < UNKNOWN_RATE).then_some(self.link.rate)
-    }
-
-    /// Returns true if pages of which the share `ratio` remains, at `cpu` seconds of processor time
-    /// for each byte, are sent faster than pages as they are, by the margin for a change. False
-    /// while the rate of the link is unknown.
+    /// Returns true if encoded pages are sent faster than pages as they are, by the margin for a
+    /// change. Their size is `ratio` times the size of the pages, and the encoding takes `cpu`
+    /// seconds of processor time for each byte of memory. Returns false while the rate of the link
+    /// is unknown.
     #[must_use]
     pub fn is_faster(&self, ratio: f64, cpu: f64, now: Duration) -> bool {
         !self.versus.wants_raw()
-            && self.link_rate().is_some()
+            && self.link.rate < UNKNOWN_RATE
             && self.time_of(ratio, cpu, now) < HEAVIER * self.time_of(1.0, 0.0, now)
     }
 

@@ -84,8 +84,8 @@ impl Versus {
         self.mode != Mode::Free
     }
 
-    /// Records a frame that was sent at `now`, with `bytes` bytes of memory. It took `elapsed`, of
-    /// which the channel waited for the link for `waited`.
+    /// Records a frame that was sent at `now`, with `bytes` bytes of memory. It took `elapsed`. The
+    /// channel waited for the link for `waited` of this time.
     pub(super) fn sent(
         &mut self,
         encoded: bool,

@@ -95,7 +95,7 @@ fn of_snapshot(file: &File, number: u16, map: &SnapshotMap, most: usize) -> io::
     Ok((entries, true))
 }
 
-/// Returns the entries of a raw image, of which everything except holes is read.
+/// Returns the entries of a raw image. Everything except holes is read.
 fn of_image(file: &File, number: u16, len: u64, most: usize) -> io::Result<(Vec<Entry>, bool)> {
     let parts: Vec<_> = extents(file, 0..len / PAGE_SIZE * PAGE_SIZE)?.into_iter().flat_map(chunks).collect();
     let threads = std::thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS);

@@ -113,15 +113,7 @@ pub fn migrate(
         }
         control => control?,
     };
-    if let Some(stream) = streams.first()
-        && control.features & FEATURE_STREAMS == 0
-    {
-        return Err(MigrateError::Vm(VmError::new(format!(
-            "the VM sends device state as streams, such as {}, and the target's version does not support \
-             them: update the target",
-            stream.name()
-        ))));
-    }
+    check_streams(&streams, control.features)?;
     let codecs = (control.features & FEATURE_SEGMENTS != 0).then(|| codecs(settings, vm.memory().layout()));
     let cache_limit = codecs.and_then(|codecs| codecs.cache_limit(settings.channels));
     handle.counters.encodings.begin_caches(cache_limit);
@@ -148,6 +140,19 @@ pub fn migrate(
     report.pace = handle.pace();
     report.cpu_ms.source = (threads + thread_cpu_us().saturating_sub(cpu_before_us)) as f64 / 1e3;
     Ok(report)
+}
+
+/// Returns an error if the VM has streams of device state and the target, which has `features`,
+/// does not take them.
+fn check_streams(streams: &[Box<dyn StateReader>], features: u64) -> Result<(), MigrateError> {
+    match streams.first() {
+        Some(stream) if features & FEATURE_STREAMS == 0 => Err(MigrateError::Vm(VmError::new(format!(
+            "the VM sends device state as streams, such as {}, and the target's version does not support \
+             them: update the target",
+            stream.name()
+        )))),
+        _ => Ok(()),
+    }
 }
 
 /// Returns the codecs of `settings` for a guest with the memory `layout`.

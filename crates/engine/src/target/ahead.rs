@@ -98,7 +98,7 @@ struct State {
 #[derive(Debug)]
 struct Blocks {
     id: RegionId,
-    /// Blocks that the source has announced, that no thread has taken, and of which no page arrived.
+    /// Blocks that the source has announced, without those that a thread has taken or a page has reached.
     announced: Bitmap,
     /// Blocks that a thread has taken to populate them. Such a block is not taken again.
     taken: Bitmap,
@@ -205,7 +205,7 @@ impl Ahead {
         !all
     }
 
-    /// Populates the pages of `run`, of which none has arrived before. The caller must keep memory
+    /// Populates the pages of `run`. None of them has arrived before. The caller must keep memory
     /// from being sealed.
     pub(crate) fn populate(&self, memory: &dyn GuestMemory, region: RegionId, run: PageRun) {
         if run.count >= LEAST && !memory.populate(region, run) {
