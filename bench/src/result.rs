@@ -1,5 +1,6 @@
 //! Result of one migration in a comparison, by the same definitions for all sides.
 
+use crate::cases::Figures;
 use std::time::Duration;
 
 /// Figures of one migration as its own side measured it. All sides use the same definitions.
@@ -40,6 +41,17 @@ pub struct MigrationResult {
 }
 
 impl MigrationResult {
+    /// Returns the times of the migration, in milliseconds.
+    pub(crate) fn times(&self) -> Figures {
+        let millis = |time: Duration| time.as_secs_f64() * 1e3;
+        Figures::from([
+            ("total_ms", millis(self.total)),
+            ("downtime_ms", millis(self.downtime)),
+            ("source_cpu_ms", millis(self.cpu_source)),
+            ("target_cpu_ms", millis(self.cpu_destination)),
+        ])
+    }
+
     /// Returns the guest memory that was moved, in 10^9 bytes.
     #[expect(clippy::cast_precision_loss, reason = "a byte count below 2^53")]
     pub fn gbytes(&self) -> f64 {

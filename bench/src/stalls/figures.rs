@@ -80,15 +80,8 @@ fn between(run: &Run, vcpu: usize, (from, to): (&Observation, &Observation), ope
 /// Returns the figures of a run. A figure that was not measured is absent.
 pub(super) fn of(run: &Run) -> Figures {
     let result = &run.result;
-    let millis = |time: std::time::Duration| time.as_secs_f64() * 1e3;
-    let mut figures = Figures::from([
-        ("total_ms", millis(result.total)),
-        ("downtime_ms", millis(result.downtime)),
-        ("source_cpu_ms", millis(result.cpu_source)),
-        ("target_cpu_ms", millis(result.cpu_destination)),
-        ("data_gbytes", result.gbytes()),
-        ("gbytes_per_s", result.gbytes_per_s()),
-    ]);
+    let mut figures = result.times();
+    figures.extend([("data_gbytes", result.gbytes()), ("gbytes_per_s", result.gbytes_per_s())]);
     figures.extend(result.passes.map(|passes| ("passes", to_f64(passes))));
     figures.extend(speeds(run));
     if let Some(stalled) = stalled(run) {

@@ -14,13 +14,10 @@ const LEAST_SAVED: f64 = 0.01;
 /// Returns the figures of a run. A figure that was not measured is absent.
 pub(super) fn of(spec: &CaseSpec, run: &Run) -> Figures {
     let result = &run.result;
-    let millis = |time: std::time::Duration| time.as_secs_f64() * 1e3;
-    let mut figures = Figures::from([
-        ("total_ms", millis(result.total)),
-        ("downtime_ms", millis(result.downtime)),
-        ("source_cpu_ms", millis(result.cpu_source)),
-        ("target_cpu_ms", millis(result.cpu_destination)),
-        ("cpu_ms", millis(result.cpu_source + result.cpu_destination)),
+    let cpu = result.cpu_source + result.cpu_destination;
+    let mut figures = result.times();
+    figures.extend([
+        ("cpu_ms", cpu.as_secs_f64() * 1e3),
         ("converged", if result.total < spec.limit { 1.0 } else { 0.0 }),
     ]);
     if let Some(wire) = result.wire_bytes.map(to_f64) {
