@@ -197,7 +197,8 @@ fn every_panel_of_the_dashboard_shows_real_migrations() {
     // Six seconds each, which a starved host scrapes several times; and then the 16 MB that the
     // guest writes fit the limit.
     let slow = ["--max-bandwidth", "8M/s", "--downtime-limit", "4s", "--json", "-"];
-    let moved = source.migrate(&uri(&middle), &[&slow[..], &["--verify"]].concat());
+    let encoded = ["--verify", "--codec", "lz4", "--delta", "on"];
+    let moved = source.migrate(&uri(&middle), &[&slow[..], &encoded].concat());
     assert_eq!(code(&moved), 0, "{moved:?}");
     let report: Value = serde_json::from_slice(&moved.stdout).unwrap();
     let moved =

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `speed` | codecs, deltas and the estimate of a page's class, on pages of known contents, without a guest |
 //! | `moves` | whole migrations of a guest, by vmferry and by QEMU, with and without encoded pages |
+//! | `return` | whole migrations of a guest to a target that has an older snapshot of it, by vmferry |
 //!
 //! The names of all cases begin with their group, so `--only speed` selects the group.
 //!
@@ -49,20 +50,31 @@
 //!   takes less has converged. The times of the others would be longer without this limit, so a
 //!   ratio to such a side is an upper bound.
 
+//!
+//! # Group `return`
+//!
+//! The source writes a snapshot of its guest to a file, while the guest goes on
+//! (`migrate --keep-running`). The guest then changes 5 % of its data. After that, it moves to a
+//! target that was started with the file (`ours-known`) or without it (`ours-whole`). The target
+//! reads the file when it starts, before the migration. The ratios compare the two sides in each
+//! round.
+
 mod contents;
 mod moves;
 mod report;
+mod returns;
 mod speed;
 
 use vmferry_report::json::Document;
 
 use crate::host;
-use crate::link::Tools;
+use crate::link::{Link, Tools};
 use crate::rounds::Rounds;
 
 pub use crate::postcopy::Run;
 pub use crate::rounds::{OurError, Outcome};
-pub use moves::{CACHE, CaseSpec, Encoding, MoveOptions, OBSERVE, OurRunner, QemuEncoding, Side, Writer};
+pub use moves::{CACHE, CaseSpec, Encoding, MoveOptions, OBSERVE, QemuEncoding, Side, Writer};
+pub use returns::{Return, ReturnSide, ReturnSpec};
 pub use vmferry_report::benches::codec::{page, table};
 
 /// Extent of the measurements.
@@ -76,8 +88,10 @@ pub struct Options {
     pub cold_pages: usize,
     /// Seed of the contents.
     pub seed: u64,
-    /// Cases and rounds of the group `moves`.
+    /// Cases of the group `moves`, and rounds of `moves` and `return`.
     pub moves: MoveOptions,
+    /// Cases of the group `return`.
+    pub returns: Vec<ReturnSpec>,
     /// Texts that select sides by name, as in `speed/text/lz4`. Empty selects all.
     pub only: Vec<String>,
 }
@@ -87,7 +101,8 @@ impl Options {
     /// moves.
     pub fn full() -> Self {
         let moves = MoveOptions::full();
-        Options { repeats: 7, pages: 8192, cold_pages: 32_768, seed: 1, moves, only: Vec::new() }
+        let returns = ReturnSpec::all();
+        Options { repeats: 7, pages: 8192, cold_pages: 32_768, seed: 1, moves, returns, only: Vec::new() }
     }
 
     /// Returns the options of `--quick`: 8 MiB of each content, three rounds, and one round of some
@@ -101,13 +116,41 @@ impl Options {
     }
 }
 
+/// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
+///
+/// Its methods fail with [`OurError::Unavailable`] if this host cannot run the side, which skips
+/// it. Every other error is a failure.
+pub trait OurRunner {
+    /// Boots the guest of `spec` at the source's end of `link`, lets it run for the warm-up time,
+    /// migrates it with the encoding, and ends both processes.
+    ///
+    /// The guest is observed before and during the migration, as for
+    /// [`stalls`](crate::stalls::OurRunner::run), but during the migration only once per
+    /// [`OBSERVE`].
+    ///
+    /// # Errors
+    ///
+    /// Fails as described at the trait.
+    fn run(&mut self, spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run, OurError>;
+
+    /// Boots the guest of `spec` at the source's end of `link`, writes a snapshot of it, lets it
+    /// change its working set, migrates it to a target of `side`, and ends both processes.
+    ///
+    /// # Errors
+    ///
+    /// Fails as described at the trait.
+    fn go_back(&mut self, spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return, OurError>;
+}
+
 /// Runs the bench. Calls `progress` with the name of each run that begins.
 pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
     let mut document = Document::new("codec", host::describe());
     let mut rounds = Rounds::new(options.repeats, progress);
     speed::run(options, &mut rounds, &mut document);
     rounds.repeats = options.moves.repeats;
-    moves::run(options, ours, &Tools::here(), &mut rounds, &mut document);
+    let tools = Tools::here();
+    moves::run(options, ours, &tools, &mut rounds, &mut document);
+    returns::run(options, ours, &tools, &mut rounds, &mut document);
     let failures = rounds.failures;
     report::finish(&mut document, options, &failures);
     Outcome { document, failures }
@@ -120,15 +163,20 @@ mod tests {
     fn small(only: &[&str]) -> Outcome {
         let only = only.iter().map(|text| (*text).to_owned()).collect();
         let moves = MoveOptions { cases: Vec::new(), repeats: 0 };
-        let options = Options { repeats: 2, pages: 96, cold_pages: 64, seed: 7, moves, only };
+        let returns = Vec::new();
+        let options = Options { repeats: 2, pages: 96, cold_pages: 64, seed: 7, moves, returns, only };
         run(&options, &mut NoMoves, &mut |_| {})
     }
 
     struct NoMoves;
 
     impl OurRunner for NoMoves {
-        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: &crate::link::Link) -> Result<Run, OurError> {
+        fn run(&mut self, spec: &CaseSpec, _: Encoding, _: &Link) -> Result<Run, OurError> {
             unreachable!("no moves are selected, but {} runs", spec.name)
+        }
+
+        fn go_back(&mut self, spec: &ReturnSpec, _: ReturnSide, _: &Link) -> Result<Return, OurError> {
+            unreachable!("no moves back are selected, but {} runs", spec.name)
         }
     }
 

@@ -5,7 +5,7 @@ use vmferry_codec::Comparer;
 use vmferry_report::json::Document;
 
 use super::contents::Change;
-use super::{Options, moves};
+use super::{Options, moves, returns};
 use crate::cases::figure;
 use crate::goal::{Figure, at_least};
 
@@ -36,6 +36,7 @@ pub(super) fn finish(document: &mut Document, options: &Options, failures: &[Str
         .filter_map(|(name, got, _)| Some((*name, Value::from(got.as_ref()?.median))))
         .collect();
     goals.extend(moves::finish(document));
+    goals.extend(returns::finish(document));
     let rest = [
         ("comparer", Value::from(best)),
         ("seed", options.seed.into()),

@@ -3,16 +3,24 @@
 use super::args::BenchArgs;
 use super::postcopy::{Stalls, result};
 use super::request::MigrateRequest;
-use super::{Finished, ended, meters, no_kvm, program};
-use crate::codec::{self, CACHE, CaseSpec, Encoding, OBSERVE, Options, OurError, OurRunner, Outcome, Run};
+use super::{Finished, ended, meters, no_kvm, program, quietly};
+use crate::codec::{
+    self, CACHE, CaseSpec, Encoding, OBSERVE, Options, OurError, OurRunner, Outcome, Return, ReturnSide,
+    ReturnSpec, Run,
+};
 use crate::link::Link;
 use crate::result::MigrationResult;
 use crate::stalls::{POLL, on_target};
 use anyhow::{Context, Result};
 use serde_json::Value;
+use std::ffi::OsString;
+use std::io;
+use std::net::Ipv4Addr;
+use std::path::PathBuf;
+use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
-use vmferry_client::{Pair, Setup};
+use vmferry_client::{Environment, Pair, Role, Setup, SingleProcess};
 
 pub(super) fn bench(args: &BenchArgs) -> Result<Finished> {
     let mut options = if args.quick { Options::quick() } else { Options::full() };
@@ -34,6 +42,13 @@ impl OurRunner for Ours {
             return Err(OurError::Unavailable(why));
         }
         move_once(spec, encoding, link).map_err(|error| OurError::Failed(error.into()))
+    }
+
+    fn go_back(&mut self, spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return, OurError> {
+        if let Some(why) = no_kvm() {
+            return Err(OurError::Unavailable(why));
+        }
+        move_back(spec, side, link).map_err(|error| OurError::Failed(error.into()))
     }
 }
 
@@ -100,4 +115,67 @@ fn request(spec: &CaseSpec, encoding: Encoding, uri: &str) -> Result<MigrateRequ
         insecure: true,
         ..MigrateRequest::to(uri)
     })
+}
+
+/// Folder that both processes may use, with a snapshot of the guest, beside a link.
+#[derive(Debug)]
+struct SnapshotHost<'a> {
+    link: &'a Link,
+    folder: tempfile::TempDir,
+    side: ReturnSide,
+}
+
+impl SnapshotHost<'_> {
+    fn snapshot(&self) -> PathBuf {
+        self.folder.path().join("snapshot")
+    }
+}
+
+impl Environment for SnapshotHost<'_> {
+    fn address(&self, role: Role) -> Ipv4Addr {
+        Environment::address(self.link, role)
+    }
+
+    fn options(&self, role: Role) -> Vec<OsString> {
+        match role {
+            Role::Source => vec!["--migrate-dir".into(), self.folder.path().into()],
+            Role::Target if self.side == ReturnSide::Known => vec!["--have".into(), self.snapshot().into()],
+            Role::Target => Vec::new(),
+        }
+    }
+
+    fn enter(&self, role: Role, command: &mut Command) -> io::Result<()> {
+        Environment::enter(self.link, role, command)
+    }
+}
+
+fn move_back(spec: &ReturnSpec, side: ReturnSide, link: &Link) -> Result<Return> {
+    let host = SnapshotHost { link, folder: tempfile::tempdir()?, side };
+    let setup = Setup {
+        balloon: false,
+        environment: &host,
+        ..Setup::new(program::vmferry()?, spec.memory(), spec.workload())
+    };
+    let stop = AtomicBool::new(false);
+    let mut source = SingleProcess::start(&setup)?;
+    source.runs(&stop)?;
+    let copy = MigrateRequest {
+        keep_running: true,
+        ..MigrateRequest::to(&format!("file:{}", host.snapshot().display()))
+    };
+    source.migrate(&copy)?;
+    quietly(&mut source.runner).context("the snapshot")?;
+    std::thread::sleep(spec.settle());
+    let mut pair = source.with_target(&setup, &stop)?;
+    let meters = meters(&pair)?;
+    pair.migrate(&MigrateRequest { insecure: true, ..MigrateRequest::to(&pair.uri) })?;
+    let report = quietly(&mut pair.source)?;
+    let known = &report["known_pages"];
+    let result = MigrationResult {
+        cpu_source: meters[0].used()?,
+        cpu_destination: meters[1].used()?,
+        passes: report["passes"].as_array().map(|passes| passes.len() as u64),
+        ..result(&report)?
+    };
+    Ok(Return { result, known: known["hashes"].as_u64().zip(known["known"].as_u64()) })
 }

@@ -40,6 +40,8 @@ pub(super) struct MigrateRequest {
     /// Memory for the earlier versions in bytes. `None` means the default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) delta_cache: Option<u64>,
+    /// Set if the guest stays at the source, which is possible for a file only.
+    pub(super) keep_running: bool,
     pub(super) insecure: bool,
     pub(super) peer_timeout_ms: u64,
 }
@@ -69,6 +71,7 @@ impl MigrateRequest {
             codec: "raw",
             delta: "off",
             delta_cache: None,
+            keep_running: false,
             insecure: false,
             peer_timeout_ms: millis(settings.peer_timeout),
         }

@@ -7,9 +7,10 @@ mod values;
 use crate::arbiter::ArbiterArg;
 use crate::balloon::squeeze::SqueezeArg;
 use crate::choices::{
-    AutoConvergeArg, ChannelsArg, CodecArg, DeltaArg, FreePagesArg, IncomingArg, ModeArg, OnOff,
-    OnTimeoutArg, PaceArg, SwitchoverArg, UrgentArg,
+    AutoConvergeArg, ChannelsArg, FreePagesArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg,
+    SwitchoverArg, UrgentArg,
 };
+use crate::codecs::EncodingArgs;
 use crate::dirty_rate::DirtyRateArgs;
 use crate::disk::{DiskArg, disk};
 use crate::net::net;
@@ -551,24 +552,8 @@ pub(crate) struct MigrateArgs {
     /// the guest looks for them. MS is from 1 to 60000; a time such as 200ms is also accepted.
     #[arg(long, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off|wait=MS")]
     pub(crate) free_pages: FreePagesArg,
-    /// Encoding of the pages on bulk channels
-    ///
-    /// `auto` chooses for each kind of page what makes the migration fastest, by what the source
-    /// measures: the rate of the link, the size and the time of encoded pages, and idle processors.
-    /// LEVEL is from 1 (fast) to 19 (small).
-    #[arg(long, default_value_t, value_name = "auto|raw|lz4|zstd[:LEVEL]", help_heading = heading::TRANSFER)]
-    pub(crate) codec: CodecArg,
-    /// Send only the changes of pages that the guest has written again
-    ///
-    /// `auto` does so while the link limits the migration.
-    #[arg(long, value_enum, default_value = "off", value_name = "auto|on|off", help_heading = heading::TRANSFER)]
-    pub(crate) delta: DeltaArg,
-    /// Memory for the pages that changes refer to
-    ///
-    /// The default is a sixteenth of the guest's memory and at least 16 MiB, but at most a quarter
-    /// of the memory that the host has available.
-    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = heading::TRANSFER)]
-    pub(crate) delta_cache: Option<u64>,
+    #[command(flatten)]
+    pub(crate) encoding: EncodingArgs,
     /// Make the guest drop page cache before the first page is sent
     ///
     /// The balloon takes up to SIZE of the guest's memory, or as much as the guest can spare

@@ -1,6 +1,32 @@
-//! Figures of encoded pages, as documents of migrations contain them.
+//! Encodings of pages: the options that select them, and their figures in documents of migrations.
 
+use crate::args::{heading, size};
+use crate::choices::{CodecArg, DeltaArg};
+use clap::Args;
 use serde_json::Value;
+
+// Options of commands that move a guest or plan a move.
+#[derive(Debug, Clone, Copy, Args)]
+pub(crate) struct EncodingArgs {
+    /// Encoding of the pages on bulk channels
+    ///
+    /// `auto` chooses for each kind of page what makes the migration fastest, by what the source
+    /// measures: the rate of the link, the size and the time of encoded pages, and idle processors.
+    /// LEVEL is from 1 (fast) to 19 (small).
+    #[arg(long, default_value_t, value_name = "auto|raw|lz4|zstd[:LEVEL]", help_heading = heading::TRANSFER)]
+    pub(crate) codec: CodecArg,
+    /// Send only the changes of pages that the guest has written again
+    ///
+    /// `auto` does so while the link limits the migration.
+    #[arg(long, value_enum, default_value = "off", value_name = "auto|on|off", help_heading = heading::TRANSFER)]
+    pub(crate) delta: DeltaArg,
+    /// Memory for the pages that changes refer to
+    ///
+    /// The default is a sixteenth of the guest's memory and at least 16 MiB, but at most a quarter
+    /// of the memory that the host has available.
+    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = heading::TRANSFER)]
+    pub(crate) delta_cache: Option<u64>,
+}
 
 /// Figures of one encoding.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -36,10 +62,10 @@ pub(crate) fn used(codecs: &Value) -> impl Iterator<Item = EncodedPages<'_>> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use vmferry_engine::{CodecFigures, DeltaCacheFigures, Report};
+    use vmferry_engine::{CodecFigures, DeltaCacheFigures, KnownPagesFigures, Report};
 
     /// Returns the document of a migration that has sent a quarter of its pages with LZ4 and half
-    /// of them as deltas, and that has tried Zstandard in vain.
+    /// of them as deltas, that has tried Zstandard in vain, and whose target knew some pages.
     pub(crate) fn document() -> Value {
         let mut codecs = CodecFigures::default();
         (codecs.lz4.pages, codecs.lz4.raw_bytes, codecs.lz4.bytes) = (25_600, 100 << 20, 40 << 20);
@@ -49,8 +75,11 @@ pub(crate) mod tests {
         (cache.hits, cache.misses, cache.large) = (51_200, 25_600, 12);
         (cache.evicted, cache.saved_bytes) = (7, 198 << 20);
         (cache.memory_bytes, cache.limit_bytes) = (48 << 20, 64 << 20);
+        let mut known = KnownPagesFigures::default();
+        (known.hashes, known.known, known.unknown) = (25_600, 24_000, 1600);
+        known.known_bytes = known.known * 4096;
         let mut report = Report::default();
-        (report.codecs, report.delta_cache) = (Some(codecs), Some(cache));
+        (report.codecs, report.delta_cache, report.known_pages) = (Some(codecs), Some(cache), Some(known));
         let mut document = serde_json::to_value(report).unwrap();
         document["bytes"]["wire"] = (142_u64 << 20).into();
         document

@@ -329,13 +329,13 @@ impl Pair {
     }
 }
 
-/// Single process whose guest is not migrated.
+/// Single process, whose guest has no target yet.
 #[derive(Debug)]
 pub struct SingleProcess {
     /// Process that runs the guest.
     pub runner: Runner,
     // Dropped last: the socket of the process is in it.
-    _folder: Folder,
+    folder: Folder,
 }
 
 impl SingleProcess {
@@ -346,7 +346,35 @@ impl SingleProcess {
     /// seconds.
     pub fn start(setup: &Setup<'_>) -> Result<Self> {
         let folder = Folder::new()?;
-        Ok(Self { runner: Runner::start(setup, Role::Source, folder.path(), "guest")?, _folder: folder })
+        Ok(Self { runner: Runner::start(setup, Role::Source, folder.path(), "guest")?, folder })
+    }
+
+    /// Waits until the guest runs its workload.
+    ///
+    /// # Errors
+    /// Returns an error if the guest does not run within 60 seconds, or if `stop` becomes true.
+    pub fn runs(&mut self, stop: &AtomicBool) -> Result<()> {
+        self.runner.running(stop)
+    }
+
+    /// Starts a migration, as [`Pair::migrate`] does.
+    ///
+    /// # Errors
+    /// Returns an error if the process refuses the request.
+    pub fn migrate(&mut self, request: &impl Serialize) -> Result<()> {
+        self.runner.client.call("migrate", serde_json::to_value(request)?)?;
+        Ok(())
+    }
+
+    /// Starts a target for the guest of this process.
+    ///
+    /// # Errors
+    /// Returns an error if the target does not listen within 60 seconds, or if `stop` becomes true.
+    pub fn with_target(self, setup: &Setup<'_>, stop: &AtomicBool) -> Result<Pair> {
+        let Self { runner: source, folder } = self;
+        let mut target = Runner::start(setup, Role::Target, folder.path(), "target")?;
+        let uri = target.incoming(stop)?;
+        Ok(Pair { source, target, uri, _folder: folder })
     }
 }
 

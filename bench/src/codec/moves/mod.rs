@@ -6,31 +6,15 @@ mod spec;
 
 use vmferry_report::json::Document;
 
-use super::Options;
+use super::{Options, OurRunner};
 use crate::link::{Link, Shaped, Tools};
 use crate::postcopy::Run;
 use crate::qemu::{self, QemuSpec};
-use crate::rounds::{OurError, Rounds, Stop, enough_memory};
+use crate::rounds::{Rounds, Stop, enough_memory};
 
 pub use spec::{CACHE, CaseSpec, Encoding, OBSERVE, Options as MoveOptions, QemuEncoding, Side, Writer};
 
 pub(super) use report::finish;
-
-/// Runner of vmferry's own side. It is implemented by the caller that has the VMM.
-pub trait OurRunner {
-    /// Boots the guest of `spec` at the source's end of `link`, lets it run for the warm-up time,
-    /// migrates it with the encoding, and ends both processes.
-    ///
-    /// The guest is observed before and during the migration, as for
-    /// [`stalls`](crate::stalls::OurRunner::run), but during the migration only once per
-    /// [`OBSERVE`].
-    ///
-    /// # Errors
-    ///
-    /// Fails with [`OurError::Unavailable`] if this host cannot run the side, which skips it. Every
-    /// other error is a failure.
-    fn run(&mut self, spec: &CaseSpec, encoding: Encoding, link: &Link) -> Result<Run, OurError>;
-}
 
 /// Runs of one side in one case.
 type SideRuns = crate::rounds::SideRuns<Side, Run>;

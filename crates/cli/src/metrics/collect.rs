@@ -173,6 +173,12 @@ const NUMBERS: &[Number] = &[
         "delta_cache.evicted",
     ),
     (
+        "migration_known_saved",
+        BYTES,
+        "Bytes of the pages that came from files of the target",
+        "known_pages.known_bytes",
+    ),
+    (
         "migration_delta_cache_saved",
         BYTES,
         "Bytes by which deltas were shorter than their pages",
@@ -318,6 +324,13 @@ const LABELLED: &[Labelled] = &[
         "Pages by the result of the cache for deltas",
         "result",
         &[("hit", "delta_cache.hits"), ("miss", "delta_cache.misses"), ("large", "delta_cache.large")],
+    ),
+    (
+        "migration_known_pages",
+        NUMBER,
+        "Pages whose hash was sent, by whether a file of the target has them",
+        "result",
+        &[("known", "known_pages.known"), ("unknown", "known_pages.unknown")],
     ),
     (
         "migration_guest_speed",

@@ -83,6 +83,9 @@ fn encodings_and_the_cache_of_a_report_are_metrics() {
         "vmferry_migration_delta_cache_saved_bytes 207618048.0",
         "vmferry_migration_delta_cache_memory_bytes 50331648.0",
         "vmferry_migration_delta_cache_limit_bytes 67108864.0",
+        "vmferry_migration_known_pages{result=\"known\"} 24000.0",
+        "vmferry_migration_known_pages{result=\"unknown\"} 1600.0",
+        "vmferry_migration_known_saved_bytes 98304000.0",
     ] {
         assert!(text.lines().any(|own| own == line), "{line} is not in\n{text}");
     }

@@ -6,8 +6,9 @@ mod table;
 pub(crate) use follow::moved;
 
 use crate::api::{Client, GuestPlace, MigrateRequest, RunContext};
-use crate::args::{TrackerArg, heading, rate, size, time};
-use crate::choices::{ChannelsArg, CodecArg, DeltaArg, OnOff};
+use crate::args::{TrackerArg, heading, rate, time};
+use crate::choices::{ChannelsArg, OnOff};
+use crate::codecs::EncodingArgs;
 use crate::guest::Machine;
 use crate::tls::TlsArgs;
 use crate::{Status, migrate, output, run};
@@ -64,15 +65,8 @@ pub(crate) struct PlanArgs {
     /// Skip pages that the guest reports as free
     #[arg(long, value_enum, default_value = "on", help_heading = heading::TRANSFER, value_name = "on|off", hide_possible_values = true)]
     pub(crate) free_pages: OnOff,
-    /// Encoding of pages for which the modes are compared
-    #[arg(long, default_value_t, value_name = "auto|raw|lz4|zstd[:LEVEL]", help_heading = heading::TRANSFER)]
-    pub(crate) codec: CodecArg,
-    /// Deltas of pages that the guest has written again
-    #[arg(long, value_enum, default_value = "off", value_name = "auto|on|off", help_heading = heading::TRANSFER)]
-    pub(crate) delta: DeltaArg,
-    /// Memory for the pages that deltas refer to
-    #[arg(long, value_name = "SIZE", value_parser = size, help_heading = heading::TRANSFER)]
-    pub(crate) delta_cache: Option<u64>,
+    #[command(flatten)]
+    pub(crate) encoding: EncodingArgs,
     /// Allow an unencrypted connection to another host
     #[arg(long, help_heading = heading::ENCRYPTION)]
     pub(crate) insecure: bool,
@@ -114,9 +108,9 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Status> {
             timeout_ms: args.timeout.map(millis),
             max_bandwidth: args.max_bandwidth,
             free_pages: args.free_pages.into(),
-            codec: args.codec,
-            delta: args.delta,
-            delta_cache: args.delta_cache,
+            codec: args.encoding.codec,
+            delta: args.encoding.delta,
+            delta_cache: args.encoding.delta_cache,
             insecure: args.insecure,
             tls: args.tls.texts()?,
             ..MigrateRequest::to(to.as_deref().unwrap_or_default())

@@ -73,13 +73,16 @@ fn encoded_pages_are_shown_before_and_after_with_their_cpu_time() {
     let mut screen = screen(&["precopy"]);
     assert!(!drawn(&screen, (80, 24), later(5000)).contains("→"));
     let (mut status, encoded) = (answer("precopy"), crate::codecs::tests::document());
-    (status["codecs"], status["delta_cache"]) = (encoded["codecs"].clone(), encoded["delta_cache"].clone());
+    for part in ["codecs", "delta_cache", "known_pages"] {
+        status[part] = encoded[part].clone();
+    }
     screen.guests[0].take(later(5000), What::Status(Box::new(status)));
     let text = drawn(&screen, (80, 24), later(5100));
     for part in [
         "delta 200.0 MiB → 2.0 MiB, CPU 1.5 s",
         "lz4 100.0 MiB → 40.0 MiB, CPU 250 ms",
         "zstd in vain, CPU 20 ms",
+        "target knew 24.0k of 25.6k pages",
         "cache 48.0 MiB: 51.2k hits, 25.6k misses",
     ] {
         assert!(text.contains(part), "{part} is not in\n{text}");

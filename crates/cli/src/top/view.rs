@@ -193,8 +193,8 @@ fn summary(guest: &Guest) -> String {
     parts.into_iter().flatten().collect::<Vec<_>>().join(", ")
 }
 
-/// Returns the lines with the bytes before and after the encoding of pages, at most
-/// [`ENCODING_LINES`]. There are none if no page was encoded.
+/// Returns the lines with the bytes before and after the encoding of pages, and with the pages that
+/// the target knew, at most [`ENCODING_LINES`]. There are none without such pages.
 fn encodings(guest: &Guest, columns: u16) -> Vec<String> {
     let encoding = |of: codecs::EncodedPages<'_>| {
         let cpu = match of.cpu_ms {
@@ -207,6 +207,10 @@ fn encodings(guest: &Guest, columns: u16) -> Vec<String> {
         }
     };
     let mut parts: Vec<String> = codecs::used(guest.at(&["codecs"])).map(encoding).collect();
+    let known = |name: &str| guest.number(&["known_pages", name]);
+    if let (Some(found), Some(hashes)) = (known("known"), known("hashes")) {
+        parts.push(format!("target knew {} of {} pages", short(found), short(hashes)));
+    }
     let cache = |name: &str| guest.number(&["delta_cache", name]);
     if let (Some(hits), Some(misses), Some(memory)) = (cache("hits"), cache("misses"), cache("memory_bytes"))
     {

@@ -67,6 +67,18 @@ const KINDS: &[(&str, &str, &[Column])] = &[
             ("passes", "passes", 0, false),
         ],
     ),
+    (
+        "return",
+        "Moves to a target with a snapshot",
+        &[
+            ("total ms", "total_ms", 0, true),
+            ("/ whole", "total_to_whole", 3, true),
+            ("MB", "wire_mb", 1, false),
+            ("/ whole", "wire_to_whole", 3, true),
+            ("CPU ms", "cpu_ms", 0, false),
+            ("known", "known_pages", 0, false),
+        ],
+    ),
 ];
 
 /// Kind of the cases that are whole migrations. The names of these cases begin with it.
