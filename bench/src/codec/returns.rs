@@ -81,7 +81,7 @@ impl ReturnSpec {
 
     /// Returns the workload, as on the guest's command line.
     pub fn workload(&self) -> String {
-        let (data, ws) = (self.data / MIB, self.changed_pages() * PAGE >> 10);
+        let (data, ws) = (self.data / MIB, (self.changed_pages() * PAGE) >> 10);
         format!("sequential,ws={ws}K,data={data}M,rate={},fill=random", self.rate)
     }
 
@@ -176,10 +176,10 @@ fn add_case(document: &mut Document, spec: &ReturnSpec, sides: &[Runs]) {
 /// Adds the figures of the moves to the summary, and returns their goals.
 pub(super) fn finish(document: &mut Document) -> Vec<Value> {
     let group = format!("return/{ONE}");
-    let found = GOALS.map(|(name, metric, most)| {
-        (name, most, figure(document, &group, ReturnSide::Known, metric))
-    });
-    let values = found.iter().filter_map(|(name, _, got)| Some(((*name).to_owned(), got.as_ref()?.median.into())));
+    let found =
+        GOALS.map(|(name, metric, most)| (name, most, figure(document, &group, ReturnSide::Known, metric)));
+    let values =
+        found.iter().filter_map(|(name, _, got)| Some(((*name).to_owned(), got.as_ref()?.median.into())));
     document.summary.extend(values);
     found.into_iter().filter_map(|(name, most, got)| at_most(name, most, got)).collect()
 }

@@ -2,8 +2,10 @@
 
 use super::spec::{AUTO, RAW, XBZRLE};
 use super::*;
+use crate::codec::{Return, ReturnSide, ReturnSpec};
 use crate::postcopy::{Observation, Vcpu};
 use crate::result::MigrationResult;
+use crate::rounds::OurError;
 use std::collections::BTreeSet;
 use std::time::Duration;
 use vmferry_guest_abi::{Layout, PAGE_SIZE, Workload};
@@ -167,6 +169,10 @@ struct Same;
 impl OurRunner for Same {
     fn run(&mut self, _: &CaseSpec, _: Encoding, _: &Link) -> Result<Run, OurError> {
         Ok(scripted(100, 1000, 50))
+    }
+
+    fn go_back(&mut self, spec: &ReturnSpec, _: ReturnSide, _: &Link) -> Result<Return, OurError> {
+        unreachable!("the group moves has no {}", spec.name)
     }
 }
 
