@@ -46,7 +46,10 @@ const SHARE: u64 = 8;
 const MOST_FRAMES: usize = 1024;
 /// Time for which a sender waits in a migration until the share is known for the first time. After
 /// that, it sends contents until the answers arrive.
-const PATIENCE: Duration = Duration::from_millis(100);
+///
+/// A target without an idle processor may need more than 100 ms for its first answer. In this time,
+/// a link of 1 Gb/s carries 3,000 pages, and the target probably knows most of them.
+const PATIENCE: Duration = Duration::from_millis(500);
 /// Interval at which a waiting sender checks whether it must stop.
 const LOOK: Duration = Duration::from_millis(20);
 
