@@ -17,6 +17,7 @@ use crate::net::net;
 use crate::plan::PlanArgs;
 use crate::report::ReportArgs;
 use crate::sandbox::{SandboxArg, SandboxArgs};
+use crate::snapshot::SnapshotArgs;
 use crate::tls::TlsArgs;
 #[cfg(feature = "top")]
 use crate::top::TopArgs;
@@ -41,7 +42,7 @@ pub(crate) struct Cli {
 
 /// Groups of commands in the help, with their headings.
 const GROUPS: [(&str, &[&str]); 4] = [
-    ("Guests", &["run", "pause", "resume", "powerdown", "balloon", "quit"]),
+    ("Guests", &["run", "pause", "resume", "powerdown", "balloon", "snapshot", "quit"]),
     ("Migrations", &["migrate", "plan", "cancel", "switch", "recover", "demo"]),
     ("Measurements", &["status", "top", "dirty-rate", "report"]),
     ("Host", &["check", "completions", "man"]),
@@ -85,6 +86,11 @@ pub(crate) enum Command {
     /// Move a running guest to a target, or save it to a file
     #[command(after_long_help = examples::MIGRATE)]
     Migrate(Box<MigrateArgs>),
+    /// Write a snapshot of the guest to a file while it runs
+    ///
+    /// The guest is paused only to save its device state. The file has the state of that instant.
+    #[command(after_long_help = examples::SNAPSHOT)]
+    Snapshot(SnapshotArgs),
     /// Stop the guest's vCPUs
     #[command(after_long_help = examples::PAUSE)]
     Pause(ApiArgs),

@@ -50,6 +50,7 @@ mod rings;
 mod run;
 mod sandbox;
 mod signals;
+mod snapshot;
 mod speed;
 mod tls;
 #[cfg(feature = "top")]
@@ -85,6 +86,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args, &traces, inherited),
         Command::Migrate(args) => migrate::migrate(&args, inherited),
+        Command::Snapshot(args) => snapshot::snapshot(&args),
         Command::Pause(args) => api::simple(&args.api, "pause"),
         Command::Resume(args) => api::simple(&args.api, "resume"),
         Command::Powerdown(args) => api::simple(&args.api, "powerdown"),

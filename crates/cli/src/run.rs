@@ -1,6 +1,7 @@
 //! `vmferry run`: runs a guest, or waits for one.
 
 mod moving;
+mod snapshot;
 
 pub(crate) use moving::{contradiction, tracker};
 
@@ -338,7 +339,7 @@ fn take_out(
 fn serve(
     machine: &mut Machine,
     args: &RunArgs,
-    shared: &RunContext,
+    shared: &Arc<RunContext>,
     errands: &Receiver<PendingOrder>,
 ) -> Result<Status> {
     let mut moved: Option<Instant> = None;
@@ -394,6 +395,10 @@ fn serve(
                     }
                     (moved, ends) = (Some(Instant::now()), status);
                 }
+            }
+            Order::Snapshot(request) => {
+                limiter.give_way();
+                snapshot::begin(machine, shared, &request, &reply);
             }
             order => {
                 let done = execute(machine, shared, &mut limiter, order);
@@ -463,7 +468,7 @@ fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, or
             GuestPlace::Running
         }
         Order::Recover { take } => recover(machine, shared, take)?,
-        Order::Migrate(_) | Order::Look => bail!("this order is not executed here"),
+        Order::Migrate(_) | Order::Snapshot(_) | Order::Look => bail!("this order is not executed here"),
     };
     shared.record_guest(place);
     Ok(json!({}))

@@ -68,6 +68,7 @@ mod stream;
 mod tracker;
 mod vm;
 mod window;
+mod write_protection;
 
 pub use addr::{Gpa, PageIndex, PageRun, RegionId};
 pub use digest::{PageDigest, ZERO_PAGE};
@@ -82,6 +83,7 @@ pub use tracker::{
 };
 pub use vm::{GuestMemory, Migratable, PauseCosts, RunState, SourceVm, TargetVm, VmError};
 pub use window::Window;
+pub use write_protection::WriteProtection;
 
 /// Binary logarithm of the page size. All page numbers count pages of 4 KiB, which is the smallest
 /// page size of x86-64 and the unit of KVM's dirty log.

@@ -9,6 +9,7 @@
 //! | [`FreePages`] | the source | finding the pages that the guest does not use |
 //! | [`TargetVm`] | the target | load, start |
 //! | [`DemandPaging`] | the target, many threads | placing pages while the guest runs |
+//! | [`WriteProtection`] | the source, many threads | copying pages before the guest changes them |
 //!
 //! The engine calls [`SourceVm`], [`FreePages`] and [`TargetVm`] on the thread that called the
 //! engine, so [`SourceVm`] and [`TargetVm`] need not be `Send`. In contrast, the threads of all
@@ -21,7 +22,7 @@
 
 use crate::{
     DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun, RegionId, Section, StateReader,
-    StateWriter, StreamName, TrackerKind, Window,
+    StateWriter, StreamName, TrackerKind, Window, WriteProtection,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -241,6 +242,22 @@ pub trait SourceVm: Migratable {
     /// If there is no tracker of this `kind`. The error should name the kind, the reason, and the
     /// available kinds.
     fn tracker(&mut self, kind: Option<TrackerKind>) -> Result<Box<dyn DirtyTracker>, VmError>;
+
+    /// Returns write protection for [the guest's memory](Migratable::memory), which background
+    /// snapshots need.
+    ///
+    /// The engine may call this method more than once, and every call must return a clone of the
+    /// same `Arc`. While pages are protected, the VM must not give memory back to the host: see
+    /// [`WriteProtection`](crate::WriteProtection#writes-that-are-not-delayed).
+    ///
+    /// # Errors
+    /// If this VM or this host does not support write protection. The error should say what is
+    /// missing, and how to permit it. The default returns an error.
+    fn write_protection(&mut self) -> Result<Arc<dyn WriteProtection>, VmError> {
+        Err(VmError::new(
+            "this VM cannot protect its memory, as a snapshot of a running guest requires; stop the guest for the snapshot",
+        ))
+    }
 
     /// Returns the source of free pages for one migration. The default returns `None`, so that the
     /// engine skips no free pages.

@@ -11,6 +11,7 @@
 //! | [`migrate`] | on the source: moves a guest to a target by precopy, postcopy or both |
 //! | [`receive`], [`Incoming`] | on the target: receives a guest into an existing VM, or into a VM that is created for the guest |
 //! | [`save`], [`save_copy`] | writes a guest to a file; after `save_copy`, the guest continues to run |
+//! | [`snapshot_background`] | writes a guest to a file while it runs, and pauses it only to save its device state |
 //! | [`restore`], [`restore_on_demand`] | starts a guest from a file, after its memory was read or while its memory is being read |
 //! | [`plan`] | predicts the duration and the downtime of a migration, and chooses its mode |
 //! | [`arbiter`] | decides whether source or target owns a guest after the answer to the commit was lost |
@@ -96,13 +97,14 @@ pub use mapped::MappedMemory;
 pub use report::{
     Bytes, CodecFigures, Cpu, DeltaCacheFigures, Downtime, EncodingFigures, Ended, FaultFigures,
     FreePagesFigures, KnownPagesFigures, MigrationKind, PaceFigures, PassReport, PhaseReport,
-    PostcopyFigures, Report, ThrottleFigures,
+    PostcopyFigures, Report, SnapshotFigures, ThrottleFigures,
 };
 /// TLS library. Callers of [`Tls::with_provider`] need its type for a provider of cryptography.
 #[cfg(feature = "tls")]
 pub use rustls;
 pub use snapshot::{
-    FillState, OnDemandRestore, RestoreError, RestoreProgress, restore, restore_on_demand, save, save_copy,
+    FillState, OnDemandRestore, PauseHook, RestoreError, RestoreProgress, SnapshotSettings, restore,
+    restore_on_demand, save, save_copy, snapshot_background,
 };
 /// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
 /// with plain scanners.
@@ -125,7 +127,7 @@ pub use vmferry_core::{
     Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
     Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, RingFigures,
     RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing,
-    VmError,
+    VmError, WriteProtection,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -117,6 +117,42 @@ pub struct Report {
     pub digest_mismatches_resent: u64,
     /// Time for verification in ms. Not part of the downtime.
     pub verify_ms: f64,
+    /// Figures of a snapshot of a running guest. `None` for every other migration.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub snapshot: Option<SnapshotFigures>,
+}
+
+/// Figures of a snapshot of a running guest ([`snapshot_background`](crate::snapshot_background)).
+///
+/// [`Report::setup_ms`] is the time in which memory was protected before the pause, and
+/// [`Downtime::last_harvest_ms`] the time for this during the pause.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct SnapshotFigures {
+    /// Number of rounds in which memory was protected while the guest ran.
+    pub arming_rounds: u64,
+    /// Number of faults of the guest in these rounds.
+    pub arming_faults: u64,
+    /// Number of pages that were protected while the guest was paused, at least.
+    pub last_pages: u64,
+    /// Time that the hook took while the guest was paused, in ms.
+    pub hook_ms: f64,
+    /// Number of faults on protected pages while the file was written.
+    pub faults: u64,
+    /// Number of pages that were copied for these faults.
+    pub copied_pages: u64,
+    /// Number of faults that waited for a writer because the buffer was full.
+    pub waits: u64,
+    /// Total time of these waits, in ms.
+    pub wait_ms: f64,
+    /// Longest of these waits, in ms.
+    pub longest_wait_ms: f64,
+    /// Size of the buffer in bytes.
+    pub buffer_bytes: u64,
+    /// Largest part of the buffer that was in use, in bytes.
+    pub buffer_peak_bytes: u64,
+    /// Time until the file had reached the disk, after its last byte was written, in ms.
+    pub sync_ms: f64,
 }
 
 /// Kind of migration, by the destination of the guest.

@@ -1,5 +1,5 @@
-//! Synchronization types that threads share in postcopy: atomics, locks and bitmaps of claimed
-//! pages. Unit tests replace them by types of shuttle, a scheduler that tries out interleavings:
+//! Synchronization types that threads share in postcopy and in snapshots of running guests: atomics,
+//! locks and bitmaps of claimed pages. Unit tests replace them by types of shuttle, a scheduler that tries out interleavings:
 //! before each access, any other thread may run.
 
 #[cfg(not(test))]
@@ -7,14 +7,14 @@ pub(crate) use std::sync::Mutex as SteppedMutex;
 #[cfg(not(test))]
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 #[cfg(not(test))]
-pub(crate) use std::sync::{Mutex, MutexGuard, RwLock};
+pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, RwLock};
 #[cfg(not(test))]
 pub(crate) use vmferry_bitmap::{AtomicBitmap, ClaimBitmap};
 
 #[cfg(test)]
 pub(crate) use shuttle::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, fence};
 #[cfg(test)]
-pub(crate) use shuttle::sync::{Mutex, MutexGuard, RwLock};
+pub(crate) use shuttle::sync::{Condvar, Mutex, MutexGuard, RwLock};
 #[cfg(test)]
 pub(crate) use stepped::{AtomicBitmap, ClaimBitmap, SteppedMutex, unscheduled};
 

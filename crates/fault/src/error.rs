@@ -1,15 +1,23 @@
-//! Errors of demand paging.
+//! Errors of demand paging and write protection.
 
 use vmferry_core::{MAX_REGIONS, PageRun, RegionId, VmError};
 use vmferry_sys::SysError;
 
-/// Error that demand paging returns.
+/// Error that demand paging or write protection returns.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FaultError {
     /// The host does not support demand paging for this guest.
     #[error("demand paging is not possible: {0}")]
     Unavailable(#[source] SysError),
+    /// The host does not support write protection of this guest's memory.
+    #[error("the memory of the running guest cannot be write-protected: {0}")]
+    NoProtection(#[source] SysError),
+    /// The region consists of huge pages (hugetlbfs), which cannot be write-protected page by page.
+    #[error(
+        "{0} consists of huge pages (hugetlbfs), which cannot be write-protected page by page: use anonymous memory or a memfd for this guest"
+    )]
+    HugePages(RegionId),
     /// The kernel refused an operation on a region.
     #[error("{region}: {source}")]
     Host {
@@ -29,7 +37,7 @@ pub enum FaultError {
     },
     /// The regions cannot be the memory of one guest.
     #[error(
-        "missing pages need 1 to {MAX_REGIONS} regions of whole pages that do not overlap, each id once; not {0}"
+        "guest memory needs 1 to {MAX_REGIONS} regions of whole pages that do not overlap, each id once; not {0}"
     )]
     Regions(String),
     /// The shard does not exist.
@@ -41,7 +49,7 @@ pub enum FaultError {
         have: usize,
     },
     /// The region does not exist.
-    #[error("{0} is not a region of the memory for demand paging")]
+    #[error("{0} is not a region of this guest memory")]
     NoRegion(RegionId),
     /// The request includes pages beyond the end of the region.
     #[error("{region} has {have} pages, not {run}")]
@@ -74,8 +82,8 @@ pub enum FaultError {
         /// Number of pages that the set covers.
         bits: u64,
     },
-    /// Demand paging has already begun.
-    #[error("demand paging has already begun; end it first")]
+    /// Demand paging, or write protection, has already begun.
+    #[error("demand paging or write protection of this memory has already begun; end it first")]
     Begun,
     /// A page of a region of huge pages was placed although demand paging has not begun.
     #[error("no page of {0} is missing: begin demand paging first")]

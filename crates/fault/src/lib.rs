@@ -1,7 +1,10 @@
-//! Demand paging for guest memory: [`UffdMemory`] implements
-//! [`DemandPaging`](vmferry_core::DemandPaging) with userfaultfd, for memory that is mapped in this
-//! process. Postcopy needs it, and so does a restore that starts the guest before its memory has
-//! been read.
+//! Demand paging and write protection for guest memory that is mapped in this process, with
+//! userfaultfd.
+//!
+//! [`UffdMemory`] implements [`DemandPaging`](vmferry_core::DemandPaging). Postcopy needs it, and so
+//! does a restore that starts the guest before its memory has been read. [`UffdProtection`]
+//! implements [`WriteProtection`](vmferry_core::WriteProtection), which snapshots of a running guest
+//! need.
 //!
 //! ```no_run
 //! use std::os::fd::OwnedFd;
@@ -39,15 +42,18 @@
 
 mod discard;
 mod error;
+mod events;
 mod huge;
 mod memory;
 mod placing;
+mod protection;
 mod region;
 mod shards;
 mod slot;
 
 pub use error::FaultError;
 pub use memory::{UffdMemory, UffdOptions};
+pub use protection::UffdProtection;
 pub use region::{Backing, PagedRegion};
 pub use slot::PagingSlot;
 pub use vmferry_thread::{VcpuThread, VcpuThreads};

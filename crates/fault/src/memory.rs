@@ -2,34 +2,27 @@
 
 use crate::discard::discard;
 use crate::error::FaultError;
+use crate::events::{Shards, Touch};
 use crate::huge::{BLOCK_PAGES, Blocks, block_of};
 use crate::placing::{Source, fill_part, map_huge_page};
 use crate::region::{Backing, PagedRegion};
 use crate::shards::{ShardMap, ShardedRegion};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::any::Any;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use vmferry_core::{DemandPaging, Fault, PAGE_SIZE, PageIndex, PageRun, PageSet, Placed, RegionId, VmError};
 use vmferry_sys::uffd::{
-    Access, Event, FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM,
-    FEATURE_THREAD_ID, Userfaultfd,
+    FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID,
 };
 use vmferry_sys::{PAGE_SIZE as SYS_PAGE, mapping, memfd, pagemap};
 use vmferry_thread::VcpuThreads;
 
 const _: () = assert!(SYS_PAGE == PAGE_SIZE);
 
-/// Maximum number of shards, because more threads do not serve the faults of one host faster.
-const MAX_SHARDS: usize = 16;
-/// Maximum time for which a waiting thread sleeps without a check for an interrupt. The limit
-/// matters only if several threads wait for one shard, because a thread that returns can consume
-/// the signal before another thread sees it.
-const LOOK: Duration = Duration::from_millis(100);
-/// Options of [`UffdMemory`].
+/// Options of [`UffdMemory`] and of [`UffdProtection`](crate::UffdProtection).
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct UffdOptions {
@@ -60,25 +53,13 @@ impl UffdOptions {
     }
 }
 
-/// State of one shard.
-#[derive(Debug)]
-struct Shard {
-    uffd: Userfaultfd,
-    /// Eventfd that is readable while an interrupt has not been consumed.
-    bell: OwnedFd,
-    /// Number of the last interrupt that a call noticed.
-    seen: AtomicU64,
-    /// Number of running calls of `next_fault`.
-    readers: AtomicU32,
-}
-
 /// Guest memory that is mapped in this process and supports demand paging, so that its pages may be
 /// missing.
 #[derive(Debug)]
 pub struct UffdMemory {
     /// Not dropped while a guest runs with missing pages. Closing a userfaultfd wakes the threads
     /// that wait for a page, and they would read zeros.
-    shards: ManuallyDrop<Vec<Shard>>,
+    shards: ManuallyDrop<Shards>,
     map: ShardMap,
     /// Regions in the order in which they were given.
     regions: Vec<PagedRegion>,
@@ -88,8 +69,6 @@ pub struct UffdMemory {
     zeroable: Vec<AtomicBool>,
     huge_pages: bool,
     threads: Arc<VcpuThreads>,
-    /// Number of interrupts so far.
-    interrupts: AtomicU64,
     /// State of demand paging. The path of a fault does not use it: `begin`, `started` and `end`
     /// write it, and threads that read guest memory and must not sleep lock it for reading
     /// ([`UffdMemory::read_if_present`]).
@@ -127,7 +106,7 @@ impl UffdMemory {
         owner: Arc<dyn Any + Send + Sync>,
         options: &UffdOptions,
     ) -> Result<Self, FaultError> {
-        let count = options.shards.clamp(1, MAX_SHARDS);
+        let count = Shards::number(options.shards);
         let map = ShardMap::new(&regions, count)?;
         let features = regions.iter().fold(FEATURE_THREAD_ID, |features, region| {
             features
@@ -137,27 +116,15 @@ impl UffdMemory {
                     Backing::HugeMemfd { .. } => FEATURE_MISSING_HUGETLBFS | FEATURE_MINOR_HUGETLBFS,
                 }
         });
-        let open = |_| {
-            let uffd = if options.user_mode_only {
-                Userfaultfd::open(features)
-            } else {
-                Userfaultfd::open_full(features)
-            };
-            let uffd = uffd.map_err(FaultError::Unavailable)?;
-            debug_assert!(options.user_mode_only || uffd.access() == Access::Full);
-            let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
-            let bell = bell.map_err(|error| FaultError::Wait { shard: 0, source: error.into() })?;
-            Ok(Shard { uffd, bell, seen: AtomicU64::new(0), readers: AtomicU32::new(0) })
-        };
+        let shards = Shards::open(count, features, options.user_mode_only, FaultError::Unavailable)?;
         Ok(Self {
-            shards: ManuallyDrop::new((0..count).map(open).collect::<Result<_, FaultError>>()?),
+            shards: ManuallyDrop::new(shards),
             map,
             blocks: regions.iter().map(Blocks::new).collect::<Result<_, FaultError>>()?,
             zeroable: regions.iter().map(|_| AtomicBool::new(false)).collect(),
             regions,
             huge_pages: options.huge_pages,
             threads: Arc::clone(&options.threads),
-            interrupts: AtomicU64::new(0),
             begun: RwLock::new(Faults::Off),
             _owner: ManuallyDrop::new(owner),
         })
@@ -189,7 +156,7 @@ impl UffdMemory {
     /// proves little.
     pub(crate) fn is_unserved(&self) -> bool {
         let begun = *self.begun.read().unwrap_or_else(PoisonError::into_inner);
-        begun != Faults::Off && self.shards.iter().all(|shard| shard.readers.load(Ordering::Relaxed) == 0)
+        begun != Faults::Off && self.shards.is_unserved()
     }
 
     fn present(&self, id: RegionId, run: PageRun) -> Result<bool, FaultError> {
@@ -239,7 +206,7 @@ impl UffdMemory {
         for place in self.map.regions() {
             let mut zeroable = true;
             for (shard, part) in self.map.parts(place, place.all()) {
-                let uffd = &self.shards[shard].uffd;
+                let uffd = self.shards.uffd(shard);
                 let registered = match self.blocks[place.position] {
                     Some(_) => uffd.register_unmapped(place.span(part)),
                     None => uffd.register_missing(place.span(part)),
@@ -271,7 +238,7 @@ impl UffdMemory {
                 result = result.and(blocks.end());
             }
             for (shard, part) in self.map.parts(place, place.all()) {
-                let done = self.shards[shard].uffd.unregister(place.span(part));
+                let done = self.shards.uffd(shard).unregister(place.span(part));
                 result = result.and(done.map_err(FaultError::host(place.id)));
             }
             if self.huge_pages {
@@ -282,48 +249,10 @@ impl UffdMemory {
         result
     }
 
-    fn shard(&self, shard: usize) -> Result<&Shard, FaultError> {
-        let have = self.shards.len();
-        self.shards.get(shard).ok_or(FaultError::NoShard { shard, have })
-    }
-
-    fn fault(&self, shard: usize, address: u64, write: bool, thread: u32) -> Result<Fault, FaultError> {
-        let (place, page) = self.map.locate(address).ok_or(FaultError::Stray(address))?;
+    fn fault(&self, shard: usize, touch: Touch) -> Result<Fault, FaultError> {
+        let (place, page) = self.map.locate(touch.address).ok_or(FaultError::Stray(touch.address))?;
         debug_assert_eq!(self.map.shard(place, page.0), shard);
-        Ok(Fault { region: place.id, page, write, vcpu: self.threads.vcpu(thread) })
-    }
-
-    fn wait(&self, index: usize, within: Duration) -> Result<Option<Fault>, FaultError> {
-        let shard = self.shard(index)?;
-        let failed = |source| FaultError::Wait { shard: index, source };
-        let began = Instant::now();
-        let before = self.interrupts.load(Ordering::Acquire);
-        let mut waits = shard.seen.swap(before, Ordering::AcqRel) == before;
-        if !waits {
-            // This call has noticed the interrupt, and so will the calls that are already waiting,
-            // because they compare its number even if they find the eventfd no longer readable. If
-            // another interrupt arrives between the load and this read, its signal is lost, but the
-            // loop below finds its number.
-            let _ = rustix::io::read(&shard.bell, &mut [0; 8]);
-        }
-        loop {
-            match shard.uffd.next_event() {
-                Ok(Some(Event::Fault { address, write, thread })) => {
-                    return self.fault(index, address, write, thread).map(Some);
-                }
-                // Message of a feature that was not requested.
-                Ok(Some(_)) => continue,
-                Ok(None) => {}
-                Err(error) if error.errno() == Some(libc::EINTR) => continue,
-                Err(error) => return Err(failed(std::io::Error::other(error))),
-            }
-            let left = within.saturating_sub(began.elapsed());
-            waits &= self.interrupts.load(Ordering::Acquire) == before;
-            if !waits || left.is_zero() {
-                return Ok(None);
-            }
-            shard.sleep(left.min(LOOK)).map_err(failed)?;
-        }
+        Ok(Fault { region: place.id, page, write: touch.write, vcpu: self.threads.vcpu(touch.thread) })
     }
 
     /// Places `run`, which lies in `place`, page by page from `source`.
@@ -331,12 +260,12 @@ impl UffdMemory {
         if let Some(blocks) = &self.blocks[place.position] {
             let bytes = if let Source::Bytes(bytes) = source { Some(bytes) } else { None };
             return blocks.place(run, bytes, |block| {
-                map_huge_page(&self.shards[self.map.shard(place, block.first.0)].uffd, place, block)
+                map_huge_page(self.shards.uffd(self.map.shard(place, block.first.0)), place, block)
             });
         }
         let mut placed = Placed::default();
         for (shard, part) in self.map.parts(place, run) {
-            let uffd = &self.shards[shard].uffd;
+            let uffd = self.shards.uffd(shard);
             let source = source.part(run, part);
             fill_part(uffd, place, part, source, &mut placed)?;
         }
@@ -348,29 +277,6 @@ impl UffdMemory {
 /// forbid.
 fn no_such_thing(error: vmferry_sys::SysError) -> Result<(), vmferry_sys::SysError> {
     if error.errno() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
-}
-
-impl Shard {
-    /// Sleeps until a fault or an interrupt arrives, or for `time`.
-    fn sleep(&self, time: Duration) -> std::io::Result<()> {
-        let mut fds = [
-            PollFd::from_borrowed_fd(self.uffd.as_fd(), PollFlags::IN),
-            PollFd::new(&self.bell, PollFlags::IN),
-        ];
-        let time = Timespec {
-            tv_sec: time.as_secs().try_into().unwrap_or(i64::MAX),
-            tv_nsec: time.subsec_nanos().into(),
-        };
-        match poll(&mut fds, Some(&time)) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let broken = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
-        if fds.iter().any(|fd| fd.revents().intersects(broken)) {
-            return Err(std::io::Error::other("a userfaultfd cannot be polled any more"));
-        }
-        Ok(())
-    }
 }
 
 impl DemandPaging for UffdMemory {
@@ -414,21 +320,14 @@ impl DemandPaging for UffdMemory {
     }
 
     fn next_fault(&self, shard: usize, within: Duration) -> Result<Option<Fault>, VmError> {
-        let readers = self.shards.get(shard).map(|shard| &shard.readers);
-        readers.map(|readers| readers.fetch_add(1, Ordering::Relaxed));
-        let fault = self.wait(shard, within);
-        readers.map(|readers| readers.fetch_sub(1, Ordering::Relaxed));
-        Ok(fault?)
+        match self.shards.next(shard, within)? {
+            Some(touch) => Ok(Some(self.fault(shard, touch)?)),
+            None => Ok(None),
+        }
     }
 
     fn interrupt(&self) {
-        // Increase the number first, so that a thread that finds the eventfd readable also finds
-        // the new number.
-        self.interrupts.fetch_add(1, Ordering::AcqRel);
-        for shard in self.shards.iter() {
-            // The write fails only if 2^64 - 2 signals were not read.
-            let _ = rustix::io::write(&shard.bell, &1_u64.to_ne_bytes());
-        }
+        self.shards.interrupt();
     }
 
     fn place(&self, region: RegionId, run: PageRun, bytes: &[u8]) -> Result<Placed, VmError> {
@@ -450,7 +349,7 @@ impl DemandPaging for UffdMemory {
         let place = self.map.with_pages(region, run)?;
         let run = if self.blocks[place.position].is_some() { block_of(page.0) } else { run };
         let shard = self.map.shard(place, page.0);
-        Ok(self.shards[shard].uffd.wake(place.span(run)).map_err(FaultError::host(region))?)
+        Ok(self.shards.uffd(shard).wake(place.span(run)).map_err(FaultError::host(region))?)
     }
 
     fn end(&self) -> Result<(), VmError> {

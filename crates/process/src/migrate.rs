@@ -6,9 +6,9 @@ use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
     DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
-    SourceVm, TargetVm, TrackerKind, VmError,
+    SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
-use vmferry_fault::{UffdMemory, UffdOptions};
+use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
 impl Migratable for ProcessGuest {
     fn config(&self) -> MachineConfig {
@@ -28,6 +28,17 @@ impl SourceVm for ProcessGuest {
                 "cannot track the pages of a process guest with `{other}`, which needs KVM; use `wp`"
             ))),
         }
+    }
+
+    fn write_protection(&mut self) -> Result<Arc<dyn WriteProtection>, VmError> {
+        let make = |threads| {
+            let mut options = UffdOptions::new(threads);
+            // As for demand paging: this guest accesses its memory only with loads and stores.
+            options.user_mode_only = true;
+            let owner = Arc::clone(&self.memory) as _;
+            UffdProtection::new(&self.memory.paged_regions(), owner, &options)
+        };
+        Ok(self.paging.get_or_make_protection(make)?)
     }
 
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {

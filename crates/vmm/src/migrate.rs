@@ -10,9 +10,9 @@ use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
     DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
-    SourceVm, TargetVm, TrackerKind, VmError,
+    SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
-use vmferry_fault::{UffdMemory, UffdOptions};
+use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
 impl Vm {
     fn log_tracker(&self) -> Result<Box<dyn DirtyTracker>, VmError> {
@@ -75,6 +75,17 @@ impl SourceVm for Vm {
         // extend the pause.
         let tracker = WithWriteAhead::new(tracker, self.devices().disks()).map_err(VmError::new)?;
         Ok(Box::new(tracker))
+    }
+
+    fn write_protection(&mut self) -> Result<Arc<dyn WriteProtection>, VmError> {
+        let make = |threads| {
+            // Includes the faults of KVM and of system calls, because vCPUs and devices write memory
+            // in the kernel.
+            let options = UffdOptions::new(threads);
+            let regions: Vec<_> = self.ram().regions().iter().map(crate::memory::RamRegion::paged).collect();
+            UffdProtection::new(&regions, Arc::clone(self.ram()) as _, &options)
+        };
+        Ok(self.paging().get_or_make_protection(make)?)
     }
 
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {

@@ -10,8 +10,9 @@ mod quit;
 use super::audience::ReportReaders;
 use super::event_sender::EventSender;
 use super::options::Options;
+use super::pause_gate::PauseGate;
 use super::rate::Measurement;
-use super::{DirtyRateRequest, MigrateRequest};
+use super::{DirtyRateRequest, MigrateRequest, SnapshotRequest};
 use crate::arbiter::ArbiterThread;
 use crate::args::RunArgs;
 use crate::descriptors::Descriptors;
@@ -37,11 +38,15 @@ use vmferry_engine::{
 /// Longest time that the machine's owner may take for a command.
 const PATIENCE: Duration = Duration::from_secs(20);
 
+/// Longest time for which one call waits for the pause of a snapshot.
+const HOOK_WAIT: Duration = Duration::from_secs(1);
+
 /// Order for the machine's owner.
 pub(crate) enum Order {
     Pause,
     Resume,
     Migrate(Box<MigrateRequest>),
+    Snapshot(Box<SnapshotRequest>),
     Recover {
         take: bool,
     },
@@ -72,7 +77,8 @@ pub(crate) enum GuestPlace {
     Awaited,
     Running,
     Paused,
-    /// The guest is being migrated; it runs in this process until the switchover.
+    /// The guest is being migrated, or a snapshot of it is being written. It runs in this process
+    /// until the switchover.
     Moving,
     /// The guest is at the target.
     Moved,
@@ -125,6 +131,8 @@ pub(crate) struct RunContext {
     pub(crate) stay: AtomicBool,
     quit_reason: Mutex<&'static str>,
     pub(super) measurement: Measurement,
+    /// Pause of a snapshot, in which the client executes hooks.
+    pub(crate) pause_gate: PauseGate,
     limited: Mutex<Vec<Limited>>,
     options: Mutex<Options>,
     /// Channel to the thread that waits for an address, with `--incoming defer`. The inner `None`
@@ -187,6 +195,7 @@ impl RunContext {
             stay: AtomicBool::new(false),
             quit_reason: Mutex::new("host-signal"),
             measurement: Measurement::default(),
+            pause_gate: PauseGate::default(),
             limited: Mutex::default(),
             options: Mutex::default(),
             deferred: Mutex::default(),
@@ -436,6 +445,11 @@ impl RunContext {
                 return self.order(Order::Recover { take });
             }
             "migrate" => return self.order(Order::Migrate(fit(arguments)?)),
+            "snapshot" => return self.order(Order::Snapshot(fit(arguments)?)),
+            "snapshot-pause" => return Ok(json!({ "paused": self.pause_gate.wait_for_pause(HOOK_WAIT) })),
+            "snapshot-resume" => {
+                self.pause_gate.answer(arguments["error"].as_str().map(str::to_owned))?;
+            }
             "dirty-rate" => return self.order(Order::DirtyRate(fit(arguments)?)),
             "plan" => return self.order(Order::Plan(fit(arguments)?)),
             _ => bail!("there is no command '{command}'"),
@@ -446,7 +460,9 @@ impl RunContext {
     /// Passes an order to the machine's owner and waits for its answer.
     pub(super) fn order(&self, order: Order) -> Result<Value> {
         match self.place() {
-            GuestPlace::Moving => bail!("the guest is being migrated; wait, or cancel the migration first"),
+            GuestPlace::Moving => bail!(
+                "the guest is being migrated, or a snapshot of it is being written; wait, or cancel this first"
+            ),
             GuestPlace::Awaited => bail!("the guest has not arrived yet"),
             GuestPlace::Moved => bail!("the guest has moved to its target"),
             GuestPlace::Ended => bail!("the guest has ended"),
@@ -456,7 +472,7 @@ impl RunContext {
                 );
             }
             GuestPlace::Running | GuestPlace::Paused
-                if matches!(order, Order::Migrate(_)) && self.has_missing_pages() =>
+                if matches!(order, Order::Migrate(_) | Order::Snapshot(_)) && self.has_missing_pages() =>
             {
                 bail!(
                     "pages of this guest are still at the source or in its file; wait until all have arrived"

@@ -54,6 +54,9 @@ const COMMANDS: &[Command] = &[
     in_band("x-vmferry-quit"),
     in_band("x-vmferry-recover"),
     in_band("x-vmferry-resume"),
+    in_band("x-vmferry-snapshot"),
+    in_band("x-vmferry-snapshot-pause"),
+    in_band("x-vmferry-snapshot-resume"),
     in_band("x-vmferry-stalls"),
     in_band("x-vmferry-status"),
     urgent("x-vmferry-switch"),
@@ -99,6 +102,13 @@ struct Balloon {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct SnapshotResume {
+    #[serde(rename = "error")]
+    _error: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Verify {
     #[serde(rename = "request")]
     _request: u64,
@@ -109,7 +119,8 @@ struct Verify {
 fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
     let arguments = arguments.clone();
     match name {
-        "migrate" | "dirty-rate" | "plan" => Ok(()),
+        "migrate" | "dirty-rate" | "plan" | "snapshot" => Ok(()),
+        "snapshot-resume" => arguments.read::<SnapshotResume>().map(drop),
         "recover" => arguments.read::<Recover>().map(drop),
         "balloon" => arguments.read::<Balloon>().map(drop),
         "verify-guest" => arguments.read::<Verify>().map(drop),

@@ -9,6 +9,7 @@ mod event_sender;
 mod machine;
 mod migration;
 mod options;
+mod pause_gate;
 mod ram;
 mod rate;
 mod recover;
@@ -93,6 +94,24 @@ pub(crate) struct MigrateRequest {
     #[serde(rename = "fence", default, skip_serializing_if = "Option::is_none")]
     pub(crate) arbiter: Option<ArbiterConfig>,
     pub(crate) peer_timeout_ms: u64,
+}
+
+/// Arguments of `snapshot`.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub(crate) struct SnapshotRequest {
+    pub(crate) uri: String,
+    /// Size of the buffer for pages that the guest writes, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) snapshot_buffer: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) max_bandwidth: Option<u64>,
+    #[serde(default)]
+    pub(crate) verify: bool,
+    /// Longest time for which the guest stays paused for hooks, which the client executes. Without
+    /// it, there are no hooks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) hook_limit_ms: Option<u64>,
 }
 
 fn urgent_channels() -> u16 {

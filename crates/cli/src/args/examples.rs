@@ -49,6 +49,15 @@ pub(super) const MIGRATE: &str = examples! {
     "vmferry migrate --api vm.sock unix:target.sock --json report.json"
 };
 
+pub(super) const SNAPSHOT: &str = examples! {
+    "vmferry snapshot --api vm.sock file:vm.saved"
+    "# Leave bandwidth for others, and compare the file with the guest"
+    "vmferry snapshot --api vm.sock file:vm.saved --max-bandwidth 250M/s \\"
+    "  --verify"
+    "# Run the copy, which gets a new identity"
+    "vmferry run --memory 4G --incoming file:vm.saved"
+};
+
 pub(super) const PAUSE: &str = examples! { "vmferry pause --api vm.sock" };
 
 pub(super) const RESUME: &str = examples! { "vmferry resume --api vm.sock" };

@@ -5,6 +5,7 @@ pub(crate) const DECISION: &str = "Decision";
 pub(crate) const DEVICES: &str = "Devices";
 pub(crate) const ENCRYPTION: &str = "Encryption";
 pub(crate) const GUEST: &str = "Guest";
+pub(crate) const HOOKS: &str = "Hooks";
 pub(crate) const MEASUREMENT: &str = "Measurement";
 pub(crate) const MEMORY: &str = "Memory";
 pub(crate) const METRICS: &str = "Metrics";

@@ -12,7 +12,8 @@ use serde_json::{Value, json};
 use std::sync::mpsc::SyncSender;
 use vmferry_baselines::Policy;
 use vmferry_engine::{
-    Connect, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save, save_copy,
+    Connect, MigrateError, MigrationState, Report, Settings, Sockets, TrackerKind, Uri, migrate, save,
+    save_copy,
 };
 
 /// Migrates the guest, if the request can be executed. Returns the place of the guest afterwards,
@@ -166,10 +167,23 @@ fn move_away(
         }
         _ => migrate(machine.source(), connector, tracker, settings, &handle),
     };
-    let (start, after) = (shared.start(), shared.probe.stats().ok());
     let here = machine.place();
     let place = result.as_ref().map_or(here, |report| place_after(report, request.keep_running, here));
     let lost = result.as_ref().is_ok_and(|report| report.state == MigrationState::Lost);
+    let mut report = document(shared, result, uri);
+    if let Some(scores) = scores {
+        report["plan"] = scores;
+    }
+    if let Some(squeeze) = squeeze {
+        report["squeeze"] = squeeze.document();
+    }
+    shared.end_migration(report, place);
+    (place, if lost { Status::Lost } else { Status::Done })
+}
+
+/// Returns the document of a migration or a snapshot that has ended.
+pub(super) fn document(shared: &RunContext, result: Result<Report, MigrateError>, uri: &Uri) -> Value {
+    let (start, after) = (shared.start(), shared.probe.stats().ok());
     let told = result.map_err(|error| advised(&error, uri));
     let told = told.and_then(|report| serde_json::to_value(report).map_err(|error| error.to_string()));
     let mut report = told.unwrap_or_else(|error| output::not_begun(&error));
@@ -179,14 +193,7 @@ fn move_away(
     points.retain(|[at, _]| left.is_none_or(|left| *at <= left));
     // Points are milliseconds since the beginning, and writes per second.
     report["guest"]["speed"] = json!({ "points": points });
-    if let Some(scores) = scores {
-        report["plan"] = scores;
-    }
-    if let Some(squeeze) = squeeze {
-        report["squeeze"] = squeeze.document();
-    }
-    shared.end_migration(report, place);
-    (place, if lost { Status::Lost } else { Status::Done })
+    report
 }
 
 /// Returns the place of the guest after a migration. It is `here` if the source still owns the

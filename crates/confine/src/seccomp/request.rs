@@ -85,6 +85,10 @@ pub(super) const PROTECT: &[u64] = &[
     PAGEMAP_SCAN,
     iowr(UFFD, 0x06), // UFFDIO_WRITEPROTECT
 ];
+/// Requests that change the protection of pages whose writers wait.
+pub(super) const WRITE_PROTECT: &[u64] = &[
+    iowr(UFFD, 0x06), // UFFDIO_WRITEPROTECT
+];
 /// Requests that raise the interrupt of a device.
 pub(super) const INTERRUPT: &[u64] = &[
     iow(KVM, 0x61),  // KVM_IRQ_LINE

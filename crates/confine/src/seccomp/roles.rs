@@ -271,10 +271,13 @@ pub(super) fn called(role: Role) -> Policy {
                 .and(pair)
         }
         // Requests pages from the source, or reads them from a file. The thread that places the
-        // last page takes the short scheduling slices from the vCPUs.
-        Role::Fault => {
-            requests(&[request::PLACE, SCAN]).any(STREAM).any(PAGES).any(LATENCY).any(&[SYS_fadvise64])
-        }
+        // last page takes the short scheduling slices from the vCPUs. For a snapshot, copies pages
+        // that the guest writes, and lifts their protection.
+        Role::Fault => requests(&[request::PLACE, request::WRITE_PROTECT, SCAN])
+            .any(STREAM)
+            .any(PAGES)
+            .any(LATENCY)
+            .any(&[SYS_fadvise64]),
         Role::Snapshot => {
             requests(&[request::PROTECT]).any(PAGES).any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
         }

@@ -1,4 +1,4 @@
-//! Saving a guest to a file, and restoring it. The memory of a restored guest is read before the
+//! Saving a guest to a file, which stops it or lets it run on, and restoring it. The memory of a restored guest is read before the
 //! guest starts, or while it runs.
 //!
 //! `vmferry_wire` defines the format. The offset of every page is known before the page is written,
@@ -16,7 +16,10 @@
     warn(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::unreachable, clippy::todo)
 )]
 
+mod background;
+mod file;
 mod fill;
+mod image;
 mod on_demand;
 mod open;
 mod pio;
@@ -25,6 +28,7 @@ mod restore;
 mod save;
 mod write;
 
+pub use background::{PauseHook, SnapshotSettings, snapshot_background};
 pub use on_demand::{OnDemandRestore, restore_on_demand};
 pub use open::RestoreError;
 pub use progress::{FillState, RestoreProgress};

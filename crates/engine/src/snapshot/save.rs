@@ -1,5 +1,6 @@
 //! Saving a guest to a file.
 
+use super::file::NewFile;
 use super::write::{Stop, Written, write};
 use super::{ms, uri};
 use crate::demand::still_arrives;
@@ -7,28 +8,10 @@ use crate::handle::{MigrationHandle, MigrationState};
 use crate::report::{Bytes, Downtime, MigrationKind, PassReport, Report};
 use crate::vm::warn_if_panics_abort;
 use crate::{MigrateError, random};
-use std::fs::File;
-use std::io;
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 use vmferry_core::{SourceVm, VmError};
 use vmferry_wire::{MigrationId, SnapshotMap};
-
-/// Temporary file. The file is removed when the value is dropped, unless the file has got its final
-/// name.
-struct Partial {
-    path: PathBuf,
-    named: bool,
-}
-
-impl Drop for Partial {
-    fn drop(&mut self) {
-        if !self.named {
-            let _ = std::fs::remove_file(&self.path);
-        }
-    }
-}
 
 /// State of the guest on this host after the save.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,29 +65,19 @@ fn store(
     }
     let failed = |source| MigrateError::File { uri: uri(path), source };
     let id = MigrationId(random()?);
-    if let Some(stream) = vm.streams().map_err(MigrateError::Vm)?.first() {
-        let why = format!(
-            "the guest cannot be saved in a file: its device state {} is a stream, which only a target takes",
-            stream.name()
-        );
-        return Err(MigrateError::Vm(VmError::new(why)));
-    }
+    refuse_streams(vm)?;
     let known = Report { id: id.to_string(), kind: MigrationKind::File, ..Report::default() };
     handle.begin(began, known);
-    let (mut partial, file) = create(path, id).map_err(failed)?;
+    let mut new = NewFile::create(path, id).map_err(failed)?;
     // If the file system does not allow a file of this length, the error is found here, while the
     // guest still runs. The file is one hole so far.
-    file.set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;
+    new.file().set_len(SnapshotMap::new(vm.memory().layout(), 0, 0).len).map_err(failed)?;
     handle.update(|progress| progress.state = MigrationState::Switchover);
     let pause = Instant::now();
     let copy = afterwards == Afterwards::GoesOn;
-    let written = write(vm, &file, (id, copy), handle).and_then(|written| {
-        file.sync_all().map_err(Stop::File)?;
-        give_name(&partial.path, path).map_err(Stop::File)?;
-        partial.named = true;
-        // Some network file systems cannot sync a directory. The directory then still has the
-        // entry.
-        let _ = File::open(folder(path)).and_then(|folder| folder.sync_all());
+    let written = write(vm, new.file(), (id, copy), handle).and_then(|written| {
+        new.sync().map_err(Stop::File)?;
+        new.name().map_err(Stop::File)?;
         Ok(written)
     });
     if !copy
@@ -136,41 +109,15 @@ fn store(
     Ok(report)
 }
 
-fn already_exists() -> io::Error {
-    let why =
-        "the file exists already, and may be the only copy of a guest: move it away, or choose another name";
-    io::Error::new(io::ErrorKind::AlreadyExists, why)
-}
-
-/// Renames a file without replacing another file.
-fn give_name(from: &Path, to: &Path) -> io::Result<()> {
-    use rustix::fs::{CWD, RenameFlags};
-    match rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
-        Ok(()) => Ok(()),
-        Err(rustix::io::Errno::EXIST) => Err(already_exists()),
-        // The file system does not support NOREPLACE.
-        Err(rustix::io::Errno::INVAL | rustix::io::Errno::NOSYS) if to.symlink_metadata().is_err() => {
-            std::fs::rename(from, to)
-        }
-        Err(error) => Err(error.into()),
-    }
-}
-
-/// Creates the temporary file in the folder of `path`. Fails if `path` exists.
-fn create(path: &Path, id: MigrationId) -> io::Result<(Partial, File)> {
-    if path.symlink_metadata().is_ok() {
-        return Err(already_exists());
-    }
-    let mut name = path.file_name().ok_or(io::ErrorKind::InvalidFilename)?.to_owned();
-    name.push(format!(".partial-{id}"));
-    let path = path.with_file_name(name);
-    // Readable by its owner only, because the file contains the memory of a guest.
-    let file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
-    Ok((Partial { path, named: false }, file))
-}
-
-fn folder(path: &Path) -> &Path {
-    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+/// Returns an error if the VM has device state that can only be sent as a stream.
+pub(super) fn refuse_streams(vm: &mut dyn SourceVm) -> Result<(), MigrateError> {
+    let streams = vm.streams().map_err(MigrateError::Vm)?;
+    let Some(stream) = streams.first() else { return Ok(()) };
+    let why = format!(
+        "the guest cannot be saved in a file: its device state {} is a stream, which only a target takes",
+        stream.name()
+    );
+    Err(MigrateError::Vm(VmError::new(why)))
 }
 
 fn account(written: &Written) -> Report {

@@ -1,20 +1,19 @@
 //! Writing of a paused guest to a file. Several threads write the pages, and the header is written
 //! last.
 
+use super::image::{Image, ImageFigures};
 use super::{pio, threads};
 use crate::handle::MigrationHandle;
 use crate::vm::{self, caught};
 use std::fs::File;
 use std::io;
-use std::os::unix::fs::FileExt;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{GuestMemory, PAGE_BYTES, PAGE_SIZE, PageRun, SourceVm, VmError, Window};
 use vmferry_wire::{
-    MigrationId, PageTable, RegionOffsets, SNAPSHOT_HEADER_BYTES, SnapshotError, SnapshotHeader, SnapshotMap,
-    SnapshotRegion, TABLE_BYTES, TABLE_PAGES, TableIndex, encode_machine, encode_state,
+    MigrationId, PageTable, RegionOffsets, SnapshotError, TABLE_PAGES, encode_machine, encode_state,
 };
 
 /// Number of tables that a thread takes at a time, with their 16 MiB of pages. The number is small,
@@ -57,78 +56,46 @@ pub(super) fn write(
     (id, copy): (MigrationId, bool),
     handle: &MigrationHandle,
 ) -> Result<Written, Stop> {
-    let (machine, machine_sum) = encode_machine(&vm.config())?;
+    let machine = encode_machine(&vm.config())?;
     let pausing = Instant::now();
     vm.pause()?;
     let paused = Instant::now();
-    let (state, state_sum) = encode_state(&vm::save(vm, Duration::MAX)?)?;
+    let state = encode_state(&vm::save(vm, Duration::MAX)?)?;
     let saved = Instant::now();
     let memory = vm.memory();
-    let map = SnapshotMap::new(memory.layout(), machine_sum.bytes, state_sum.bytes);
-    handle.begin_pass(0, memory.layout().pages());
-    let pages = Pages::new(&*memory, file, &map, handle);
+    let layout = memory.layout();
+    handle.begin_pass(0, layout.pages());
+    let image = Image::new(file, layout, machine, state);
+    let pages = Pages {
+        memory: &*memory,
+        image: &image,
+        handle,
+        next: AtomicU64::new(0),
+        stop: AtomicBool::new(false),
+    };
     pages.write()?;
-    let put = |bytes: &[u8], at| file.write_all_at(bytes, at).map_err(Stop::File);
-    put(&machine, map.machine)?;
-    put(&state, map.state)?;
-    let mut bytes = pages.bytes.into_inner() + (machine.len() + state.len() + SNAPSHOT_HEADER_BYTES) as u64;
-    let mut regions = Vec::new();
-    for ((region, place), own) in memory.layout().regions().iter().zip(&map.regions).zip(pages.regions) {
-        let index = TableIndex::new(own.index.into_iter().map(AtomicU64::into_inner).collect());
-        let (encoded, index_sum) = index.encode();
-        put(&encoded, place.index)?;
-        bytes += encoded.len() as u64;
-        regions.push(SnapshotRegion { region: *region, index_sum, contents: own.contents.into_inner() });
-    }
-    file.set_len(map.len).map_err(Stop::File)?;
-    let header = SnapshotHeader { id, copy, machine: machine_sum, state: state_sum, regions };
-    let raw_pages = header.regions.iter().map(|region| region.contents).sum();
-    put(&header.encode()?, 0)?;
+    let ImageFigures { bytes, raw_pages } = image.finish(layout, (id, copy))?;
     Ok(Written {
         pause: paused - pausing,
         state: saved - paused,
         took: saved.elapsed(),
         bytes,
         raw_pages,
-        zero_pages: memory.layout().pages() - raw_pages,
+        zero_pages: layout.pages() - raw_pages,
     })
-}
-
-/// Checksums and counts of a region, which the threads share.
-struct RegionSums {
-    index: Vec<AtomicU64>,
-    contents: AtomicU64,
 }
 
 /// Pages that are being written into the file.
 struct Pages<'a> {
     memory: &'a dyn GuestMemory,
-    file: &'a File,
-    map: &'a SnapshotMap,
+    image: &'a Image<'a>,
     handle: &'a MigrationHandle,
-    regions: Vec<RegionSums>,
     /// Number of the next unit to be taken, counted over all regions.
     next: AtomicU64,
     stop: AtomicBool,
-    bytes: AtomicU64,
 }
 
-impl<'a> Pages<'a> {
-    fn new(
-        memory: &'a dyn GuestMemory,
-        file: &'a File,
-        map: &'a SnapshotMap,
-        handle: &'a MigrationHandle,
-    ) -> Self {
-        let sums = |place: &RegionOffsets| RegionSums {
-            index: (0..place.blocks()).map(|_| AtomicU64::new(0)).collect(),
-            contents: AtomicU64::new(0),
-        };
-        let regions = map.regions.iter().map(sums).collect();
-        let (next, stop, bytes) = (AtomicU64::new(0), AtomicBool::new(false), AtomicU64::new(0));
-        Self { memory, file, map, handle, regions, next, stop, bytes }
-    }
-
+impl Pages<'_> {
     fn write(&self) -> Result<(), Stop> {
         let first = Mutex::new(None);
         let work = || {
@@ -157,7 +124,7 @@ impl<'a> Pages<'a> {
         let mut touched: Option<(usize, Bitmap)> = None;
         loop {
             let mut unit = self.next.fetch_add(1, Ordering::Relaxed);
-            let mut regions = self.map.regions.iter().enumerate();
+            let mut regions = self.image.places().iter().enumerate();
             let found = regions.find(|(_, place)| {
                 let units = place.blocks().div_ceil(UNIT_BLOCKS);
                 let here = unit < units;
@@ -194,16 +161,7 @@ impl<'a> Pages<'a> {
                 self.write_piece(place, some.start + at as u64, piece, &mut table, scratch)?;
             }
         }
-        let contents = table.contents();
-        if let Some((bytes, sum)) = table.encode() {
-            self.file.write_all_at(&bytes, place.table(block)).map_err(Stop::File)?;
-            let sums = &self.regions[position];
-            // Relaxed suffices, because only this thread writes the entry of this block, and the
-            // reader of the sums has joined all threads.
-            sums.index[usize::try_from(block).unwrap_or(usize::MAX)].store(sum, Ordering::Relaxed);
-            sums.contents.fetch_add(contents, Ordering::Relaxed);
-            self.bytes.fetch_add(TABLE_BYTES as u64 + contents * PAGE_SIZE, Ordering::Relaxed);
-        }
+        let contents = self.image.put_table(position, block, &table)?;
         let counters = &self.handle.counters;
         let wrote = usize::try_from(contents * PAGE_SIZE).unwrap_or(usize::MAX);
         counters.count_frame(wrote, contents, run.count - contents);
@@ -237,7 +195,7 @@ impl<'a> Pages<'a> {
                 let count = (page..window.pages()).take_while(|page| table.has_content(slot(*page))).count();
                 if count > 0 {
                     let at = place.data + (first + page as u64) * PAGE_SIZE;
-                    pio::write_at(self.file, window.slice(page, count), at).map_err(Stop::File)?;
+                    pio::write_at(self.image.file(), window.slice(page, count), at).map_err(Stop::File)?;
                 }
                 page += count.max(1);
             }

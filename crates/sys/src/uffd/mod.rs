@@ -1,9 +1,12 @@
 //! userfaultfd (Linux `Documentation/admin-guide/mm/userfaultfd.rst`, `userfaultfd(2)`,
 //! `ioctl_userfaultfd(2)`).
 //!
-//! *Write protection* is used only in asynchronous mode. At the first write to a page, the kernel
+//! *Asynchronous write protection* ([`FEATURE_WP_ASYNC`]): at the first write to a page, the kernel
 //! lifts its protection without a fault handler, and [`pagemap`](crate::pagemap) reports the pages
 //! that have lost their protection.
+//!
+//! *Write protection* without this feature: a thread that writes to a protected page sleeps until a
+//! fault handler, which reads the fault from the userfaultfd, lifts the protection.
 //!
 //! *Missing pages:* a thread that accesses a missing page sleeps until a fault handler, which reads
 //! the fault from the userfaultfd, places the page.
@@ -246,8 +249,9 @@ impl Userfaultfd {
     }
 
     /// Write-protects all pages of `span`, or lifts the protection of all of them if `protect` is
-    /// false. For a page that does not exist, the kernel puts a marker into the page table, which
-    /// it allocates if necessary.
+    /// false, and wakes the threads that wait for one of these pages. For a page that does not
+    /// exist, the kernel puts a marker into the page table, which it allocates if necessary. In
+    /// private anonymous memory, it does so only with [`FEATURE_WP_UNPOPULATED`].
     ///
     /// # Errors
     /// Returns an error if `span` is not registered for write protection. `EAGAIN` means that
@@ -256,9 +260,9 @@ impl Userfaultfd {
         const CALL: &str = "UFFDIO_WRITEPROTECT";
         let mode = if protect { WRITEPROTECT_MODE_WP } else { 0 };
         let mut argument = WriteProtect { range: whole(CALL, &span)?, mode };
-        // SAFETY: the structure belongs to the request. In asynchronous mode (the only mode that
-        // this crate uses for write protection) a write to a protected page succeeds without a
-        // fault handler.
+        // SAFETY: the structure belongs to the request. In asynchronous mode, a write to a
+        // protected page succeeds without a fault handler. Otherwise, the write is delayed until
+        // the protection is lifted, and no content changes.
         if unsafe { call(self.fd.as_fd(), WRITEPROTECT, &mut argument) } < 0 {
             return Err(SysError::last(
                 CALL,

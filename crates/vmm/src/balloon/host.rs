@@ -23,8 +23,13 @@ use vmferry_virtio::runs::GuestRun;
 /// and no page gets old content: a page that the guest has written since is present, and a present
 /// page is never placed again.
 ///
-/// [`PagingSlot::if_complete`] ensures this: a drop that has begun ends before pages can be
+/// [`PagingSlot::if_droppable`] ensures this: a drop that has begun ends before pages can be
 /// missing, and a drop that has not begun does nothing.
+///
+/// # While a snapshot is written
+/// The pages of a running guest are write-protected until the snapshot has their content. A dropped
+/// page would lose the content that it had at the instant of the snapshot. Therefore nothing is
+/// dropped until all pages were copied. `if_droppable` ensures this as well.
 ///
 /// During precopy no drop is held back. See [`GuestRam::drop_pages`]. Memory from the host's pool
 /// of huge pages is never dropped, because it is reserved for this guest.
@@ -51,7 +56,7 @@ impl RamHost {
             return Ok(Dropped::Held);
         }
         let each = |run: &GuestRun| self.ram.drop_pages(run.region, run.run, way);
-        match self.paging.if_complete(|| runs.iter().try_for_each(each)) {
+        match self.paging.if_droppable(|| runs.iter().try_for_each(each)) {
             None => Ok(Dropped::Held),
             Some(Ok(())) => Ok(Dropped::Done),
             Some(Err(error)) => Err(Box::<DropError>::new(error)),

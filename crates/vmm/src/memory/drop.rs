@@ -30,8 +30,8 @@ impl GuestRam {
 
     /// Gives the pages of `run` back to the host. If `way` is [`DropWay::DontNeed`], they read as
     /// zeros after this returns. The caller must know that the guest does not need their content,
-    /// and that no page can be missing
-    /// ([`PagingSlot::if_complete`](vmferry_fault::PagingSlot::if_complete)).
+    /// and that no page can be missing or
+    /// write-protected ([`PagingSlot::if_droppable`](vmferry_fault::PagingSlot::if_droppable)).
     ///
     /// # Dropped, then marked
     /// For a migration, a drop is a write of zeros that KVM does not see (hazards.md 4). Therefore

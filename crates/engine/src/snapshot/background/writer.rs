@@ -1,0 +1,173 @@
+//! Writers of a background snapshot: they copy the blocks of the guest, unprotect them, and write
+//! the copies to the file.
+
+use super::Snapshot;
+use super::copies::{BLOCK_PAGES, Block, Claimed, UNIT_PAGES, units};
+use crate::snapshot::image::Image;
+use crate::snapshot::write::Stop;
+use std::os::unix::fs::FileExt;
+use vmferry_bitmap::Bitmap;
+use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageDigest, PageRun};
+use vmferry_wire::PageTable;
+
+/// Number of bytes of a block.
+const BLOCK_BYTES: usize = 512 * PAGE_BYTES;
+/// A page of zeros.
+static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
+
+/// State of one writer.
+pub(super) struct Writer<'a> {
+    snapshot: &'a Snapshot<'a>,
+    image: &'a Image<'a>,
+    /// Guarded blocks of each region.
+    guarded: &'a [Bitmap],
+    /// Copy of the block that is being written. Pages that were never touched are not in the copy,
+    /// and keep the bytes of another block.
+    buffer: Vec<u8>,
+    /// Touched pages of the block.
+    touched: [bool; BLOCK_PAGES as usize],
+    /// Touched pages of the region at this position, as far as its blocks were copied.
+    map: Option<(usize, Bitmap)>,
+}
+
+impl<'a> Writer<'a> {
+    /// Returns a writer of blocks of `image`.
+    pub(super) fn new(snapshot: &'a Snapshot<'a>, image: &'a Image<'a>, guarded: &'a [Bitmap]) -> Self {
+        let buffer = vec![0; BLOCK_BYTES];
+        Self { snapshot, image, guarded, buffer, touched: [false; BLOCK_PAGES as usize], map: None }
+    }
+
+    /// Writes blocks until none is left, or the snapshot is given up.
+    pub(super) fn work(&mut self) -> Result<(), Stop> {
+        let copies = &self.snapshot.copies;
+        while let Some(block) = copies.next() {
+            if copies.stopped() || self.snapshot.handle.cancelled() {
+                return Err(Stop::Cancelled);
+            }
+            let run = self.image.places()[block.position].run(block.number);
+            let contents = if self.guarded[block.position].test(block.number) {
+                self.copy(block, run)?;
+                self.write(block, run)?
+            } else {
+                0
+            };
+            let bytes = usize::try_from(contents * PAGE_SIZE).unwrap_or(usize::MAX);
+            self.snapshot.handle.counters.count_frame(bytes, contents, run.count - contents);
+            let stop = || copies.stopped() || self.snapshot.handle.cancelled();
+            self.snapshot.pacer.wait(bytes, stop);
+        }
+        Ok(())
+    }
+
+    /// Copies the pages of the block as they were at the instant of the snapshot, and lifts the
+    /// protection of those that no fault thread has copied.
+    fn copy(&mut self, block: Block, run: PageRun) -> Result<(), Stop> {
+        let claimed = self.snapshot.copies.claim(block);
+        self.find_touched(block.position, run)?;
+        self.copy_mine(block, run, claimed)?;
+        self.unprotect_mine(block, run, claimed)?;
+        self.snapshot.copies.unprotected(block);
+        self.take_theirs(block, run, claimed)
+    }
+
+    /// Finds the pages of the block that may have content.
+    ///
+    /// The pages that this writer has claimed are protected. Therefore a page that is found untouched
+    /// was untouched at the instant of the snapshot.
+    fn find_touched(&mut self, position: usize, run: PageRun) -> Result<(), Stop> {
+        let place = &self.image.places()[position];
+        let map = match &mut self.map {
+            Some((own, map)) if *own == position => map,
+            other => &mut other.insert((position, Bitmap::new(place.pages))).1,
+        };
+        self.snapshot.memory.touched(place.id, run, map)?;
+        self.touched.fill(false);
+        for page in map.bits_in(run.range()) {
+            self.touched[slot(page)] = true;
+        }
+        Ok(())
+    }
+
+    /// Copies the touched pages that this writer has claimed.
+    fn copy_mine(&mut self, block: Block, run: PageRun, claimed: Claimed) -> Result<(), Stop> {
+        let mut page = run.first.0;
+        while page < run.end() {
+            let mine =
+                |page: &u64| self.touched[slot(*page)] && claimed.is_mine(slot(*page) as u64 / UNIT_PAGES);
+            let count = (page..run.end()).take_while(mine).count() as u64;
+            if count > 0 {
+                let part = PageRun::from(page..page + count);
+                let at = slot(page) * PAGE_BYTES;
+                let bytes = usize::try_from(part.bytes()).unwrap_or(usize::MAX);
+                self.snapshot.copy_live(block.position, part, &mut self.buffer[at..at + bytes])?;
+            }
+            page += count.max(1);
+        }
+        Ok(())
+    }
+
+    fn unprotect_mine(&self, block: Block, run: PageRun, claimed: Claimed) -> Result<(), Stop> {
+        if claimed.all_mine() {
+            // One call, so that a huge page stays a huge page.
+            return Ok(self.snapshot.unprotect_live(block.position, run)?);
+        }
+        let mut mine = units().filter(|unit| claimed.is_mine(*unit)).peekable();
+        while let Some(first) = mine.next() {
+            let mut end = first + 1;
+            while mine.next_if_eq(&end).is_some() {
+                end += 1;
+            }
+            let start = run.first.0 + first * UNIT_PAGES;
+            let end = (run.first.0 + end * UNIT_PAGES).min(run.end());
+            if start < end {
+                self.snapshot.unprotect_live(block.position, PageRun::from(start..end))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the units of the block that fault threads have copied.
+    fn take_theirs(&mut self, block: Block, run: PageRun, claimed: Claimed) -> Result<(), Stop> {
+        let copies = &self.snapshot.copies;
+        for unit in units().filter(|unit| !claimed.is_mine(*unit)) {
+            let Some(copied) = copies.copied(block, unit) else { return Err(Stop::Cancelled) };
+            let part = copies.unit_run(block, unit);
+            debug_assert!(part.first.0 >= run.first.0 && part.end() <= run.end());
+            let bytes = usize::try_from(part.bytes()).unwrap_or(usize::MAX);
+            let at = slot(part.first.0) * PAGE_BYTES;
+            self.buffer[at..at + bytes].copy_from_slice(&copied.bytes()[..bytes]);
+            for page in part.range() {
+                self.touched[slot(page)] = true;
+            }
+            copies.give_back(copied);
+        }
+        Ok(())
+    }
+
+    /// Writes the copy of the block, and its table. Returns the number of pages with content.
+    fn write(&self, block: Block, run: PageRun) -> Result<u64, Stop> {
+        let (pages, _) = self.buffer.as_chunks::<PAGE_BYTES>();
+        let mut table = PageTable::default();
+        let count = usize::try_from(run.count).unwrap_or(pages.len());
+        for (at, page) in pages.iter().enumerate().take(count).filter(|(at, _)| self.touched[*at]) {
+            table.set(at, (*page != ZEROS).then(|| PageDigest::of(page)));
+        }
+        let place = &self.image.places()[block.position];
+        let mut at = 0;
+        while at < count {
+            let length = (at..count).take_while(|at| table.has_content(*at)).count();
+            if length > 0 {
+                let bytes = &self.buffer[at * PAGE_BYTES..(at + length) * PAGE_BYTES];
+                let offset = place.data + (run.first.0 + at as u64) * PAGE_SIZE;
+                self.image.file().write_all_at(bytes, offset).map_err(Stop::File)?;
+            }
+            at += length.max(1);
+        }
+        self.image.put_table(block.position, block.number, &table)
+    }
+}
+
+/// Returns the index of a page in its block.
+fn slot(page: u64) -> usize {
+    usize::try_from(page % BLOCK_PAGES).unwrap_or(0)
+}
