@@ -19,10 +19,11 @@
 mod fill;
 mod on_demand;
 mod open;
-mod pio;
+pub(crate) mod pio;
 mod progress;
 mod restore;
 mod save;
+mod shared;
 mod write;
 
 pub use on_demand::{OnDemandRestore, restore_on_demand};
@@ -30,6 +31,7 @@ pub use open::RestoreError;
 pub use progress::{FillState, RestoreProgress};
 pub use restore::restore;
 pub use save::{save, save_copy};
+pub use shared::restore_shared;
 
 use crate::{MigrateError, random};
 use open::SnapshotPages;
