@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
-    SourceVm, TargetVm, TrackerKind, VmError,
+    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
+    Migratable, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
@@ -17,6 +17,10 @@ impl Migratable for ProcessGuest {
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::clone(&self.memory) as _
+    }
+
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+        self.memory.adopt(regions)
     }
 }
 
@@ -51,6 +55,10 @@ impl SourceVm for ProcessGuest {
         self.save_state().map_err(VmError::new)
     }
 
+    fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
+        self.memory.prepare_branch()
+    }
+
     fn release(&mut self) -> Result<(), VmError> {
         // A process guest has memory and threads only.
         Ok(())
@@ -70,6 +78,7 @@ impl SourceVm for ProcessGuest {
 
 impl TargetVm for ProcessGuest {
     fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        let regions = self.memory.paged_regions()?;
         let make = |threads| {
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.options.huge_pages;
@@ -82,7 +91,7 @@ impl TargetVm for ProcessGuest {
             let owner = Arc::clone(&self.memory) as _;
             // SAFETY: `Memory` owns the mappings, whose backing is as stated; all accesses are
             // through raw addresses or atomics.
-            unsafe { UffdMemory::new(self.memory.paged_regions(), owner, &options) }
+            unsafe { UffdMemory::new(regions, owner, &options) }
         };
         Ok(self.paging.get_or_make(make)?)
     }
