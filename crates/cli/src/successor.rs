@@ -18,8 +18,18 @@ use std::process::{Child, Command, Stdio};
 
 /// Options of `run` that describe the origin of the guest. A second process with the same machine
 /// has another origin.
-const ORIGIN: [&str; 8] =
-    ["workload", "guest-args", "kernel", "initrd", "cmdline", "incoming", "have", "new-mac"];
+const ORIGIN: [&str; 10] = [
+    "workload",
+    "guest-args",
+    "kernel",
+    "initrd",
+    "cmdline",
+    "incoming",
+    "from",
+    "shared",
+    "have",
+    "new-mac",
+];
 /// Environment variables with which a service manager passes descriptors to the process that it
 /// starts.
 const SERVICE_MANAGER: [&str; 3] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
@@ -119,7 +129,7 @@ impl SuccessorArguments {
 
     /// Returns the value of the first option `name`, if the option is given with a value.
     pub(crate) fn value(&self, name: &str) -> Option<&OsStr> {
-        self.values(name).next()
+        self.options.iter().filter(|option| option.name == name).find_map(|option| option.value.as_deref())
     }
 
     /// Returns the values of all options `name`.

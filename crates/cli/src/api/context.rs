@@ -14,6 +14,7 @@ use super::rate::Measurement;
 use super::{DirtyRateRequest, MigrateRequest};
 use crate::arbiter::ArbiterThread;
 use crate::args::RunArgs;
+use crate::branch::BranchRequest;
 use crate::descriptors::Descriptors;
 use crate::guest::SharedProbe;
 use crate::limit::Limited;
@@ -48,6 +49,7 @@ pub(crate) enum Order {
     },
     DirtyRate(DirtyRateRequest),
     Plan(Box<PlanRequest>),
+    Branch(BranchRequest),
     /// Check whether the guest has ended, or the process must end.
     Look,
     /// Limit the dirty rate of a vCPU, or of each vCPU, in bytes per second.
@@ -444,6 +446,7 @@ impl RunContext {
             "migrate" => return self.order(Order::Migrate(fit(arguments)?)),
             "dirty-rate" => return self.order(Order::DirtyRate(fit(arguments)?)),
             "plan" => return self.order(Order::Plan(fit(arguments)?)),
+            "branch" => return self.order(Order::Branch(fit(arguments)?)),
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))
@@ -475,6 +478,7 @@ impl RunContext {
         let patience = match &order {
             Order::DirtyRate(request) => PATIENCE + request.longest(),
             Order::Plan(_) => PATIENCE + crate::plan::LONGEST,
+            Order::Branch(_) => PATIENCE + crate::branch::LONGEST,
             _ => PATIENCE,
         };
         let errand = PendingOrder { order, reply, abandoned: Arc::clone(&abandoned) };

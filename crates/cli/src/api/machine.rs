@@ -46,6 +46,7 @@ const COMMANDS: &[Command] = &[
     in_band("x-vmferry-alloc"),
     in_band("x-vmferry-arguments"),
     in_band("x-vmferry-balloon"),
+    in_band("x-vmferry-branch"),
     urgent("x-vmferry-cancel"),
     in_band("x-vmferry-dirty-rate"),
     in_band("x-vmferry-migrate"),
@@ -110,7 +111,7 @@ struct Verify {
 fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
     let arguments = arguments.clone();
     match name {
-        "migrate" | "dirty-rate" | "plan" => Ok(()),
+        "migrate" | "dirty-rate" | "plan" | "branch" => Ok(()),
         "recover" => arguments.read::<Recover>().map(drop),
         "balloon" => arguments.read::<Balloon>().map(drop),
         "verify-guest" => arguments.read::<Verify>().map(drop),
