@@ -5,6 +5,7 @@ mod arbiter;
 #[path = "../../crates/engine/src/channel/tls/authority.rs"]
 mod authority;
 mod balloon;
+mod branch;
 mod check;
 mod crowd;
 mod dashboard;

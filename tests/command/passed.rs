@@ -50,7 +50,7 @@ fn run_with(kind: &str, folder: &Folder, name: &str, more: &[&str], descriptors:
     let mut args = vec!["run", "--guest", kind, "--memory", "96M", "--api", &api, "--peer-timeout", "120s"];
     args.extend(["--sandbox", "kill"]);
     args.extend(more);
-    let run = Run { child: spawn_with(&args, descriptors), api };
+    let run = Run::of(spawn_with(&args, descriptors), api);
     run.wait("its control socket", |_| true);
     run
 }
@@ -166,7 +166,7 @@ fn guest_arrives_over_inherited_listening_sockets() {
                     .stderr(Stdio::piped())
                     .spawn()
                     .unwrap();
-                let target = Run { child, api };
+                let target = Run::of(child, api);
                 target.wait("its control socket", |_| true);
                 client(&target).execute("migrate-incoming", json!({ "uri": "fd:3" })).unwrap();
                 target

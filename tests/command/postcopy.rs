@@ -273,7 +273,7 @@ fn target_without_permission_for_faults_says_how_to_get_it() {
         .stderr(Stdio::piped())
         .spawn();
     let Ok(child) = child else { return skip(Need::Root, "another user cannot execute this command") };
-    let mut target = Run { child, api };
+    let mut target = Run::of(child, api);
     let listens = wait_for("the target listening, or its end", || {
         let status = target.status().filter(|s| s["vm"]["incoming"].is_string());
         let ended = target.child.try_wait().unwrap().is_some();

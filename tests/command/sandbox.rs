@@ -188,7 +188,7 @@ fn inherited_descriptors_are_closed_and_console_files_have_mode_0600() {
         .args(["--workload", "idle,ws=4M", "--api", &api])
         .spawn()
         .unwrap();
-    let run = Run { child, api };
+    let run = Run::of(child, api);
     run.wait("its control socket", |_| true);
     let open: Vec<_> = std::fs::read_dir(format!("/proc/{}/fd", run.child.id()))
         .unwrap()

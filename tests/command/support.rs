@@ -110,13 +110,30 @@ pub(crate) fn errors(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// A process `vmferry run`. It is ended and waited for when this value is dropped.
-pub(crate) struct Run {
-    pub(crate) child: Child,
+/// A guest, as its control socket shows it.
+pub(crate) struct Guest {
     pub(crate) api: String,
 }
 
+/// A process `vmferry run`. It is ended and waited for when this value is dropped.
+pub(crate) struct Run {
+    pub(crate) child: Child,
+    guest: Guest,
+}
+
+impl std::ops::Deref for Run {
+    type Target = Guest;
+
+    fn deref(&self) -> &Guest {
+        &self.guest
+    }
+}
+
 impl Run {
+    pub(crate) fn of(child: Child, api: String) -> Self {
+        Self { child, guest: Guest { api } }
+    }
+
     pub(crate) fn start(kind: &str, folder: &Folder, name: &str, more: &[&str]) -> Self {
         Self::sized(kind, "96M", folder, name, more)
     }
@@ -126,7 +143,7 @@ impl Run {
         let own = folder.path("");
         let mut args = vec!["run", "--guest", kind, "--memory", memory, "--api", &api, "--migrate-dir", &own];
         args.extend(more);
-        let run = Self { child: spawn(&args), api };
+        let run = Self::of(spawn(&args), api.clone());
         run.wait("its control socket", |_| true);
         run
     }
@@ -143,7 +160,9 @@ impl Run {
         let uri = status["vm"]["incoming"].as_str().unwrap().to_owned();
         (run, uri)
     }
+}
 
+impl Guest {
     pub(crate) fn status(&self) -> Option<Value> {
         self.execute("x-vmferry-status", json!({}))
     }
@@ -182,7 +201,9 @@ impl Run {
         args.extend(more);
         vmferry(&args)
     }
+}
 
+impl Run {
     /// Returns the address of the metrics, and the rest of standard error, which must stay open.
     pub(crate) fn metrics(&mut self) -> (String, BufReader<ChildStderr>) {
         let mut said = BufReader::new(self.child.stderr.take().unwrap());

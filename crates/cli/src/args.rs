@@ -6,6 +6,7 @@ mod values;
 
 use crate::arbiter::ArbiterArg;
 use crate::balloon::squeeze::SqueezeArg;
+use crate::branch::BranchArgs;
 use crate::choices::{
     AutoConvergeArg, ChannelsArg, FreePagesArg, IncomingArg, ModeArg, OnOff, OnTimeoutArg, PaceArg,
     SwitchoverArg, UrgentArg,
@@ -42,7 +43,7 @@ pub(crate) struct Cli {
 
 /// Groups of commands in the help, with their headings.
 const GROUPS: [(&str, &[&str]); 4] = [
-    ("Guests", &["run", "pause", "resume", "powerdown", "balloon", "snapshot", "quit"]),
+    ("Guests", &["run", "branch", "pause", "resume", "powerdown", "balloon", "snapshot", "quit"]),
     ("Migrations", &["migrate", "plan", "cancel", "switch", "recover", "demo"]),
     ("Measurements", &["status", "top", "dirty-rate", "report"]),
     ("Host", &["check", "completions", "man"]),
@@ -70,7 +71,7 @@ pub(crate) fn command() -> clap::Command {
 pub(crate) fn parse() -> Command {
     let parsed = command().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
     match parsed {
-        Ok(cli) => cli.command,
+        Ok(cli) => cli.command.with_origin(),
         Err(error) => crate::usage::refuse(&error),
     }
 }
@@ -83,6 +84,13 @@ pub(crate) enum Command {
     /// Run a guest, or wait for one from another host
     #[command(after_long_help = examples::RUN)]
     Run(Box<RunArgs>),
+    /// Start guests that continue from one instant of a running guest
+    ///
+    /// The children run in processes of their own and share the memory of the parent until they
+    /// write to it. The parent continues. Its memory must be a memfd (run --memory-backing memfd),
+    /// and it may have no disk that it can write to.
+    #[command(after_long_help = examples::BRANCH)]
+    Branch(BranchArgs),
     /// Move a running guest to a target, or save it to a file
     #[command(after_long_help = examples::MIGRATE)]
     Migrate(Box<MigrateArgs>),
@@ -162,6 +170,19 @@ pub(crate) enum Command {
         #[arg(value_name = "FOLDER")]
         folder: PathBuf,
     },
+}
+
+impl Command {
+    /// Combines the options that describe the origin of a guest.
+    fn with_origin(mut self) -> Self {
+        if let Self::Run(args) = &mut self
+            && let Some(path) = args.from.take()
+        {
+            args.incoming =
+                Some(if args.shared { IncomingArg::Shared(path) } else { IncomingArg::At(Uri::File(path)) });
+        }
+        self
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -390,7 +411,7 @@ pub(crate) struct RunArgs {
     /// Use the option with --incoming file:PATH, if `migrate --keep-running` wrote the file. Each
     /// interface gets the address in its --net option, or a random address. The driver in the guest
     /// reads the address when the driver starts next. A guest that moves keeps its addresses.
-    #[arg(long, requires = "incoming", help_heading = heading::DEVICES)]
+    #[arg(long, requires = "origin", help_heading = heading::DEVICES)]
     pub(crate) new_mac: bool,
     /// Give the guest a random number device; same at source and target
     #[arg(long, value_enum, default_value = "on", help_heading = heading::DEVICES, value_name = "on|off", hide_possible_values = true)]
@@ -429,8 +450,20 @@ pub(crate) struct RunArgs {
     /// inherited socket, which listens or is connected to the source. Several numbers are sockets
     /// that are all connected to the source. file:PATH restores the guest from a file. With
     /// `defer`, the address is given later, by the command migrate-incoming of the control socket.
-    #[arg(long, value_name = "URI|defer", help_heading = heading::MIGRATION)]
+    #[arg(long, value_name = "URI|defer", group = "origin", help_heading = heading::MIGRATION)]
     pub(crate) incoming: Option<IncomingArg>,
+    /// Restore the guest from this file
+    ///
+    /// Without --shared, the option has the effect of --incoming file:FILE.
+    #[arg(long, value_name = "FILE", group = "origin", conflicts_with_all = ["incoming", "kernel", "workload"], help_heading = heading::MIGRATION)]
+    pub(crate) from: Option<PathBuf>,
+    /// Share the pages of --from FILE with other processes
+    ///
+    /// The guest runs at once, and its memory is the file until it writes to a page. Any number of
+    /// guests can run from one file. Each of them gets a new identity. The file must not change
+    /// while a guest runs from it, so only its owner may have permission to write to it.
+    #[arg(long, requires = "from", help_heading = heading::MIGRATION)]
+    pub(crate) shared: bool,
     /// Take pages from this file or the files in this folder (repeatable)
     ///
     /// The source sends hashes of pages, and only pages that no file contains. A file is a snapshot

@@ -3,6 +3,7 @@
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 use vmferry_engine::{
@@ -16,6 +17,11 @@ pub(crate) enum IncomingArg {
     At(Uri),
     /// The address is given later, over the control socket.
     Defer,
+    /// The guest continues from this snapshot, whose pages it shares with other processes.
+    Shared(PathBuf),
+    /// The guest continues from a branch of another guest, which comes over the inherited socket
+    /// with this number.
+    Branch(i32),
 }
 
 impl IncomingArg {
@@ -23,7 +29,7 @@ impl IncomingArg {
     pub(crate) fn uri(&self) -> Option<&Uri> {
         match self {
             Self::At(uri) => Some(uri),
-            Self::Defer => None,
+            Self::Shared(_) | Self::Defer | Self::Branch(_) => None,
         }
     }
 }
@@ -32,7 +38,12 @@ impl FromStr for IncomingArg {
     type Err = UriError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        if text == "defer" { Ok(Self::Defer) } else { text.parse().map(Self::At) }
+        let branch = text.strip_prefix("branch:fd:").and_then(|number| number.parse().ok());
+        match branch {
+            Some(number) => Ok(Self::Branch(number)),
+            None if text == "defer" => Ok(Self::Defer),
+            None => text.parse().map(Self::At),
+        }
     }
 }
 

@@ -53,7 +53,11 @@ impl Inherited {
         Self { open, listed }
     }
 
-    fn remove(&mut self, number: RawFd) -> Result<OwnedFd> {
+    /// Takes out the descriptor `number`.
+    ///
+    /// # Errors
+    /// If the command line did not name it, or this process was started without it.
+    pub(crate) fn remove(&mut self, number: RawFd) -> Result<OwnedFd> {
         if number < FIRST {
             bail!("descriptor {number} is a standard stream; pass another one");
         }

@@ -21,6 +21,7 @@ mod arbiter;
 mod args;
 mod arriving;
 mod balloon;
+mod branch;
 mod check;
 mod choices;
 mod codecs;
@@ -52,6 +53,7 @@ mod sandbox;
 mod signals;
 mod snapshot;
 mod speed;
+mod successor;
 mod tls;
 #[cfg(feature = "top")]
 mod top;
@@ -92,6 +94,7 @@ fn main() -> ExitCode {
         Command::Powerdown(args) => api::simple(&args.api, "powerdown"),
         Command::Quit(args) => api::simple(&args.api, "quit"),
         Command::Cancel(args) => api::simple(&args.api, "cancel"),
+        Command::Branch(args) => branch::branch(&args),
         Command::Balloon(args) => balloon::balloon(&args),
         Command::DirtyRate(args) => dirty_rate::dirty_rate(&args),
         Command::Plan(args) => plan::plan(&args),

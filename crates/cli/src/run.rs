@@ -15,11 +15,13 @@ use crate::descriptors::{Descriptors, Inherited};
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::EVERY;
+use crate::successor::StartArguments;
 use crate::traces::Traces;
 use crate::usage::wrong_usage;
-use crate::{Status, balloon, dirty_rate, guest, have, metrics, output, plan, sandbox, signals};
+use crate::{Status, balloon, branch, dirty_rate, guest, have, metrics, output, plan, sandbox, signals};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -28,7 +30,7 @@ use std::time::{Duration, Instant};
 use vmferry_control::{Events, Limits, Server};
 use vmferry_engine::{
     Listener, MigrateError, OnDemandRestore, ReceiveFailure, Received, RunState, Uri, receive, restore,
-    restore_on_demand,
+    restore_on_demand, restore_shared,
 };
 
 /// Interval at which the machine's owner checks whether a completed migration has been noticed.
@@ -44,9 +46,15 @@ const LAST_GRACE: Duration = Duration::from_secs(1);
 const LINGER: Duration = Duration::from_millis(200);
 
 /// Runs until the guest ends, moves to a target, or the process is told to end.
-pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Result<Status> {
+pub(crate) fn run(args: &RunArgs, traces: &Traces, mut inherited: Inherited) -> Result<Status> {
     check(args)?;
+    // A jail changes the working directory, so it is read before the confinement begins.
+    let started = StartArguments::of_this_process()?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
+    let branch = match args.incoming {
+        Some(IncomingArg::Branch(number)) => Some(inherited.remove(number).context("--incoming")?),
+        _ => None,
+    };
     let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
     let known = have::open(&args.have)?;
     // The confinement must begin while the process has one thread.
@@ -61,13 +69,14 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     let events = Events::new().context("cannot make the control socket's descriptor")?;
     let arbiter = args.arbiter.as_ref().map(|arbiter| arbiter.build(args.insecure)).transpose()?;
     let shared = Arc::new(RunContext::new(
-        (args, args.tls.load()?, descriptors),
+        (args, started),
+        (args.tls.load()?, descriptors),
         (arbiter, known.index(&args.have)?),
         probe,
         orders,
         events.clone(),
     ));
-    let way = Way::of(args, &shared);
+    let way = Way::of(args, branch, &shared);
     let api = |path| Server::start(path, Arc::new(Api(Arc::clone(&shared))), &events, Limits::default());
     let server = args.api.as_deref().map(api).transpose().context("--api")?;
     if let Some(address) = args.metrics {
@@ -193,16 +202,22 @@ enum Way<'a> {
     At(&'a Uri),
     /// The address comes over the control socket.
     Told(Receiver<Incoming>),
+    /// The guest continues from a snapshot, whose pages it shares with other processes.
+    Shared(&'a Path),
+    /// The guest is a branch, which comes over this socket.
+    Branch(OwnedFd),
 }
 
 impl<'a> Way<'a> {
     /// Returns the origin. Must be called before the control socket exists: from its first moment,
     /// a client may give the address.
-    fn of(args: &'a RunArgs, shared: &RunContext) -> Self {
-        match &args.incoming {
-            None => Self::Start,
-            Some(IncomingArg::At(uri)) => Self::At(uri),
-            Some(IncomingArg::Defer) => Self::Told(shared.defer()),
+    fn of(args: &'a RunArgs, branch: Option<OwnedFd>, shared: &RunContext) -> Self {
+        match (branch, &args.incoming) {
+            (Some(socket), _) => Self::Branch(socket),
+            (None, None | Some(IncomingArg::Branch(_))) => Self::Start,
+            (None, Some(IncomingArg::At(uri))) => Self::At(uri),
+            (None, Some(IncomingArg::Shared(path))) => Self::Shared(path),
+            (None, Some(IncomingArg::Defer)) => Self::Told(shared.defer()),
         }
     }
 }
@@ -215,8 +230,17 @@ fn arrive(way: Way<'_>, args: &RunArgs, machine: &mut Machine, shared: &Arc<RunC
             Arrived::Here(None)
         }),
         Way::At(Uri::File(path)) => take_out(path, args, machine, shared).map(Arrived::Here),
+        Way::Shared(path) => {
+            let received = restore_shared(machine.target(), path)?;
+            shared.set_received(serde_json::to_value(received)?);
+            Ok(Arrived::Here(None))
+        }
         Way::At(uri) => listen(uri, args.insecure, shared).and_then(|at| await_guest(at, machine, shared)),
         Way::Told(incoming) => deferred(&incoming, args, machine, shared),
+        Way::Branch(socket) => branch::ready(&socket).and_then(|()| {
+            let arrived = branch::arrive(&socket, machine, shared)?;
+            Ok(if arrived { Arrived::Here(None) } else { Arrived::NoGuest })
+        }),
     };
     match &arrived {
         Err(_) => shared.event_sender.migration("failed"),
@@ -466,6 +490,10 @@ fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, or
             machine.set_run_state(RunState::Running)?;
             shared.was_resumed();
             GuestPlace::Running
+        }
+        Order::Branch(request) => {
+            limiter.give_way();
+            return branch::order(machine, shared, &request);
         }
         Order::Recover { take } => recover(machine, shared, take)?,
         Order::Migrate(_) | Order::Snapshot(_) | Order::Look => bail!("this order is not executed here"),

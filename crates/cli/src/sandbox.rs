@@ -192,7 +192,7 @@ fn files(args: &RunArgs) -> Vec<File> {
     files.extend(args.api.iter().map(|path| File::new(folder_of(path), Use::Sockets)));
     match &args.incoming {
         Some(IncomingArg::At(Uri::Unix(path))) => files.push(File::new(folder_of(path), Use::Sockets)),
-        Some(IncomingArg::At(Uri::File(path))) => files.push(read(path)),
+        Some(IncomingArg::At(Uri::File(path)) | IncomingArg::Shared(path)) => files.push(read(path)),
         _ => {}
     }
     files.extend(args.sandbox.migrate_dirs.iter().map(|path| File::new(path, Use::Folder)));

@@ -21,8 +21,8 @@
 //! and therefore the guest. The engine logs a warning once in such a program.
 
 use crate::{
-    DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun, RegionId, Section, StateReader,
-    StateWriter, StreamName, TrackerKind, Window, WriteProtection,
+    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun,
+    RegionId, Section, StateReader, StateWriter, StreamName, TrackerKind, Window, WriteProtection,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -207,6 +207,27 @@ pub trait Migratable {
     /// two calls. The engine compares the `Arc`s to recognise memory whose pages are still
     /// arriving.
     fn memory(&self) -> Arc<dyn GuestMemory>;
+
+    /// Replaces the guest's memory by private mappings of `regions`, at the same addresses.
+    ///
+    /// The engine calls this method for a branch ([`SourceVm::prepare_branch`]), while no vCPU
+    /// runs:
+    /// - on the parent, whose memory has the same content as the files. The guest does not notice
+    ///   the change.
+    /// - on a child, whose memory is empty. The child then has the memory of the parent.
+    ///
+    /// A thread that reads guest memory at the same time must see either the old or the new
+    /// mapping. The call must not touch pages, because the guest may be paused meanwhile. From the
+    /// call on, the VM must not change the files: a page that the guest gives back must be dropped
+    /// from the mapping only. The default returns an error.
+    ///
+    /// # Errors
+    /// If the memory cannot be mapped. All regions must be mapped and must have the content that
+    /// they had before, so that the guest can continue.
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+        let _ = regions;
+        Err(VmError::new("this VM cannot share memory with a branch"))
+    }
 }
 
 /// VM that can be moved to a target.
@@ -339,6 +360,20 @@ pub trait SourceVm: Migratable {
     /// # Errors
     /// If some state cannot be read. The engine then calls `resume`.
     fn save(&mut self) -> Result<Vec<Section>, VmError>;
+
+    /// Prepares this VM for a branch, and returns the files that hold its memory.
+    ///
+    /// The guest runs during this call. Work whose duration depends on the size of the memory
+    /// belongs in this method, because the guest is paused during
+    /// [`adopt_memory`](Migratable::adopt_memory). The engine may call this method several times
+    /// before it pauses the guest. The default returns an error.
+    ///
+    /// # Errors
+    /// If this VM cannot be branched, for example because its memory is anonymous, or because a
+    /// child would write to the same disk.
+    fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
+        Err(VmError::new("this VM cannot be branched"))
+    }
 
     /// Returns the readers of the device state that is sent to the target as
     /// [streams](StateReader), for one migration. The engine calls this method before the first

@@ -14,6 +14,8 @@
 //! [`populate_all`] and [`populate`] allocate memory before the guest or a migration writes to it,
 //! according to a [`Prealloc`].
 //!
+//! [`adopt`] and the functions next to it share memory between a guest and its branches.
+//!
 //! No tracker detects that memory is *dropped* (for example by a balloon's `MADV_DONTNEED`, or by a
 //! hole that is punched into a memfd), because the content becomes zero without a write. Therefore
 //! the VMM must mark the pages in the region's [`Marks`] after it has dropped them.
@@ -35,6 +37,7 @@
 //! }
 //! ```
 
+mod branch;
 mod error;
 mod log;
 mod prealloc;
@@ -44,6 +47,7 @@ mod residency;
 mod ring;
 mod wp;
 
+pub use branch::{adopt, branch_region, has_private_pages, release_entries, renew};
 pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use prealloc::{PopulateError, Prealloc, available_memory, populate, populate_all};

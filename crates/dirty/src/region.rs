@@ -21,6 +21,15 @@ pub enum Backing {
         /// Offset in the file at which the region starts, in bytes.
         offset: u64,
     },
+    /// A memfd or another file, mapped privately: a write copies the page for this mapping. No
+    /// process may change the file. This is the memory of a guest that was branched, or that is a
+    /// branch ([`adopt`](crate::adopt)).
+    PrivateFile {
+        /// File that is mapped.
+        file: Arc<OwnedFd>,
+        /// Offset in the file at which the region starts, in bytes.
+        offset: u64,
+    },
     /// Any other memory, for example a memfd of huge pages. Such a memfd cannot report which pages
     /// were written, because `SEEK_DATA` finds data everywhere. Therefore every page counts as
     /// touched.

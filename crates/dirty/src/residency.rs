@@ -35,6 +35,8 @@ pub fn prepare() {
 ///   sufficient, because it lacks the pages that were written through another mapping of the file,
 ///   in this process or another. The file is asked only where the page table has no entry, because
 ///   a search for the end of data (`SEEK_HOLE`) takes time for each page of data.
+/// * Privately mapped file: the criterion of a memfd. A page that was written through this mapping
+///   has an entry, and all other pages have the content of the file.
 /// * Other memory: every page counts as touched.
 ///
 /// The result is valid only for the moment of the call. Therefore the caller must protect the pages
@@ -53,7 +55,7 @@ pub fn touched(region: &MappedRegion, run: PageRun, touched: &mut Bitmap) -> Res
     }
     match &region.backing {
         Backing::Other => touched.set_range(run.range()),
-        Backing::Memfd { file, offset } => {
+        Backing::Memfd { file, offset } | Backing::PrivateFile { file, offset } => {
             data(region, (file.as_fd(), *offset), span, touched).map_err(TrackerError::host(region.id))?;
         }
         Backing::Anonymous => {
@@ -79,7 +81,7 @@ pub fn next_touched(region: &MappedRegion, run: PageRun) -> Result<Option<u64>, 
     let data = match &region.backing {
         Backing::Other => Some(span.start).filter(|_| run.count > 0),
         Backing::Anonymous => None,
-        Backing::Memfd { file, offset } => {
+        Backing::Memfd { file, offset } | Backing::PrivateFile { file, offset } => {
             let before = span.start..entry.unwrap_or(span.end);
             let within = before.start - region.host + offset..before.end - region.host + offset;
             let first = memfd::first_data(file.as_fd(), within).map_err(TrackerError::host(region.id))?;
@@ -111,7 +113,7 @@ fn has_no_scan(error: &SysError) -> bool {
     matches!(error.errno(), Some(libc::ENOTTY | libc::ENOSYS))
 }
 
-/// Adds to `touched` the pages of a memfd that have an entry in the page table or data in the file.
+/// Adds to `touched` the pages of a file that have an entry in the page table or data in the file.
 fn data(
     region: &MappedRegion,
     (file, offset): (BorrowedFd<'_>, u64),

@@ -194,7 +194,9 @@ impl DirtyTracker for WpTracker {
                                 active.unmapped(region, span, (file.as_fd(), *offset), runs, map)?;
                             Ok(())
                         }
-                        Backing::Anonymous | Backing::Other => Ok(()),
+                        // A written page of a private mapping has an entry, even if it is swapped
+                        // out.
+                        Backing::Anonymous | Backing::PrivateFile { .. } | Backing::Other => Ok(()),
                     }
                 })
             })?;

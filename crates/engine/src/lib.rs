@@ -13,6 +13,7 @@
 //! | [`save`], [`save_copy`] | writes a guest to a file; after `save_copy`, the guest continues to run |
 //! | [`snapshot_background`] | writes a guest to a file while it runs, and pauses it only to save its device state |
 //! | [`restore`], [`restore_on_demand`] | starts a guest from a file, after its memory was read or while its memory is being read |
+//! | [`branch`](branch()) | takes one instant of a running guest, from which other guests continue with [`join_branch`] and share its memory |
 //! | [`plan`] | predicts the duration and the downtime of a migration, and chooses its mode |
 //! | [`arbiter`] | decides whether source or target owns a guest after the answer to the commit was lost |
 //!
@@ -53,6 +54,7 @@
 
 pub mod arbiter;
 mod awake;
+mod branch;
 mod channel;
 mod clock;
 mod demand;
@@ -83,6 +85,7 @@ mod wake;
 
 use vmferry_protocol::run;
 
+pub use branch::{BranchError, BranchPoint, Branched, branch, join_branch};
 /// Settings that the engine applies to TCP sockets. Public for `vmferry-bench`, which measures
 /// their effect.
 #[doc(hidden)]
@@ -104,7 +107,7 @@ pub use report::{
 pub use rustls;
 pub use snapshot::{
     FillState, OnDemandRestore, PauseHook, RestoreError, RestoreProgress, SnapshotSettings, restore,
-    restore_on_demand, save, save_copy, snapshot_background,
+    restore_on_demand, restore_shared, save, save_copy, snapshot_background,
 };
 /// Walk of a sender over the pages of a pass. Public for `vmferry-bench`, which compares the walk
 /// with plain scanners.
@@ -124,10 +127,10 @@ pub use target::{
 /// Level of Zstandard, for [`PageCodec`].
 pub use vmferry_codec::Level as ZstdLevel;
 pub use vmferry_core::{
-    Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
-    Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, RingFigures,
-    RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing,
-    VmError, WriteProtection,
+    Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
+    GuestMemory, MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures,
+    ReaperState, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm,
+    TrackerKind, VcpuRing, VmError, WriteProtection,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -1,16 +1,17 @@
 //! Guest memory: mappings of this process.
 
 use crate::{Error, ProcessOptions};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Layout, PageRun, Region, RegionId, Window};
+use vmferry_core::{BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, Window};
 use vmferry_dirty::{
-    Backing, MappedRegion, Prealloc, available_memory, next_touched, populate, populate_all, touched,
+    Backing, MappedRegion, Prealloc, adopt, available_memory, branch_region, next_touched, populate,
+    populate_all, release_entries, touched,
 };
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -20,7 +21,6 @@ use vmferry_fault::PagedRegion;
 struct Mapping {
     start: NonNull<u8>,
     len: usize,
-    file: Option<Arc<OwnedFd>>,
 }
 
 // SAFETY: an address and a length; the bytes are reached through raw addresses and atomics only
@@ -30,29 +30,32 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    fn new(region: &Region, options: &ProcessOptions) -> io::Result<Self> {
+    /// Maps a region. Returns the mapping and the memfd behind it, if there is one.
+    fn new(region: &Region, options: &ProcessOptions) -> io::Result<(Self, Option<OwnedFd>)> {
         let len = usize::try_from(region.len).map_err(io::Error::other)?;
         let (prot, hint) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
         let (start, file) = if options.memfd {
-            let file = memfd_create("vmferry-process", MemfdFlags::CLOEXEC)?;
+            let file = memfd_create("vmferry-process", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
             ftruncate(&file, region.len)?;
+            // A mapping of a shrunken file would fault on access.
+            fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)?;
             // SAFETY: a new mapping at an address of the kernel's choice, of a file that only this
             // process has.
-            (unsafe { mmap(hint, len, prot, MapFlags::SHARED, &file, 0) }?, Some(Arc::new(file)))
+            (unsafe { mmap(hint, len, prot, MapFlags::SHARED, &file, 0) }?, Some(file))
         } else {
             // SAFETY: a new mapping at an address of the kernel's choice.
             (unsafe { mmap_anonymous(hint, len, prot, MapFlags::PRIVATE | MapFlags::NORESERVE) }?, None)
         };
         let start =
             NonNull::new(start.cast::<u8>()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
-        let mapping = Self { start, len, file };
+        let mapping = Self { start, len };
         if options.huge_pages {
             // SAFETY: advice on our own mapping; it changes no content.
             if let Err(error) = unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxHugepage) } {
                 tracing::warn!("no transparent huge pages for the guest: {error}");
             }
         }
-        Ok(mapping)
+        Ok((mapping, file))
     }
 }
 
@@ -67,7 +70,8 @@ impl Drop for Mapping {
 #[derive(Debug)]
 pub(crate) struct Memory {
     mapped: MappedMemory,
-    regions: Vec<MappedRegion>,
+    /// Regions as they are mapped. Their backing changes when the guest is branched.
+    regions: RwLock<Vec<MappedRegion>>,
     prealloc: Prealloc,
     // Last field: dropped after everything that points into the mappings.
     mappings: Vec<Mapping>,
@@ -80,17 +84,18 @@ impl Memory {
         let failed = |source| Error::Map { bytes: options.memory, source };
         let map = |region: &Region| Mapping::new(region, options).map_err(failed);
         let mappings = layout.regions().iter().map(map).collect::<Result<Vec<_>, _>>()?;
-        let regions = layout.regions().iter().zip(&mappings).map(|(region, mapping)| MappedRegion {
+        let (mappings, files): (Vec<_>, Vec<_>) = mappings.into_iter().unzip();
+        let each = layout.regions().iter().zip(&mappings).zip(files);
+        let regions = each.map(|((region, mapping), file)| MappedRegion {
             id: region.id,
             host: mapping.start.addr().get() as u64,
             len: region.len,
-            backing: mapping
-                .file
-                .as_ref()
-                .map_or(Backing::Anonymous, |file| Backing::Memfd { file: Arc::clone(file), offset: 0 }),
+            backing: file
+                .map_or(Backing::Anonymous, |file| Backing::Memfd { file: Arc::new(file), offset: 0 }),
             marks: None,
             returned_pages: None,
         });
+        let regions: Vec<_> = regions.collect();
         let starts: Vec<_> = layout
             .regions()
             .iter()
@@ -101,33 +106,87 @@ impl Memory {
         // raw addresses (engine, tracker) or atomics (`Ram`, the statistics page).
         let mapped =
             unsafe { MappedMemory::new(&starts) }.map_err(|error| Error::Options(error.to_string()))?;
-        let regions: Vec<_> = regions.collect();
         if options.prealloc == Prealloc::On && !populate_all(&regions, available_memory())? {
             tracing::warn!(
                 "guest memory is not allocated in advance, because that needs Linux 5.14 or newer"
             );
         }
-        Ok(Self { mapped, regions, prealloc: options.prealloc, mappings })
+        Ok(Self { mapped, regions: RwLock::new(regions), prealloc: options.prealloc, mappings })
     }
 
     /// Returns the regions in the form that demand paging needs.
-    pub(crate) fn paged_regions(&self) -> Vec<PagedRegion> {
-        let backing = |mapping: &Mapping| match &mapping.file {
-            None => vmferry_fault::Backing::Anonymous,
-            Some(file) => vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: 0 },
+    ///
+    /// # Errors
+    /// Returns an error if the memory belongs to a branch, whose pages are never missing.
+    pub(crate) fn paged_regions(&self) -> Result<Vec<PagedRegion>, VmError> {
+        let shared = |region: &&MappedRegion| matches!(region.backing, Backing::PrivateFile { .. });
+        if let Some(region) = self.regions().iter().find(shared) {
+            let why = format!("the memory of {} is shared with a branch of the guest", region.id);
+            return Err(VmError::new(why));
+        }
+        Ok(self.protected_regions())
+    }
+
+    /// Returns the regions in the form that write protection needs.
+    pub(crate) fn protected_regions(&self) -> Vec<PagedRegion> {
+        let protected = |region: &MappedRegion| {
+            let backing = match &region.backing {
+                Backing::Anonymous => vmferry_fault::Backing::Anonymous,
+                // For the kernel, a private mapping of a memfd is a mapping of tmpfs, too.
+                Backing::Memfd { file, offset } | Backing::PrivateFile { file, offset } => {
+                    vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: *offset }
+                }
+                Backing::Other => unreachable!("a process guest has no such memory"),
+            };
+            PagedRegion { id: region.id, host: region.host, len: region.len, backing }
         };
-        let paged = |(region, mapping): (&MappedRegion, &Mapping)| PagedRegion {
-            id: region.id,
-            host: region.host,
-            len: region.len,
-            backing: backing(mapping),
-        };
-        self.regions.iter().zip(&self.mappings).map(paged).collect()
+        self.regions().iter().map(protected).collect()
     }
 
     /// Returns the regions in the form that dirty trackers need.
-    pub(crate) fn regions(&self) -> &[MappedRegion] {
-        &self.regions
+    pub(crate) fn regions(&self) -> RwLockReadGuard<'_, Vec<MappedRegion>> {
+        self.regions.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the files that hold the memory, for a branch of the guest, and removes their entries
+    /// from the page table while the guest runs.
+    ///
+    /// # Errors
+    /// Returns an error if the memory is not a memfd.
+    pub(crate) fn prepare_branch(&self) -> Result<BranchMemory, VmError> {
+        let regions = self.regions();
+        if let Some(region) = regions.iter().find(|region| matches!(region.backing, Backing::Anonymous)) {
+            let why = "anonymous guest memory cannot be shared with a branch; start the guest with a memfd as its memory";
+            return Err(VmError::new(format!("{}: {why}", region.id)));
+        }
+        let files: Vec<_> = regions.iter().filter_map(branch_region).collect();
+        if files.len() < regions.len() {
+            return Ok(BranchMemory::Copied);
+        }
+        // SAFETY: the regions are shared mappings of their files; all accesses are through raw
+        // addresses or atomics.
+        unsafe { release_entries(&regions) }?;
+        Ok(BranchMemory::Files(files))
+    }
+
+    /// Replaces the memory by private mappings of `from`.
+    ///
+    /// # Errors
+    /// Returns an error if a region is missing in `from`, or if the host refuses a mapping. Each
+    /// region then has its old or its new mapping.
+    pub(crate) fn adopt(&self, from: &[BranchRegion]) -> Result<(), VmError> {
+        let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(region) = regions.iter().find(|region| from.iter().all(|from| from.id != region.id)) {
+            return Err(VmError::new(format!("the branch has no memory for {}", region.id)));
+        }
+        for region in regions.iter_mut() {
+            let Some(from) = from.iter().find(|from| from.id == region.id) else { continue };
+            // SAFETY: `mappings` owns the mapping; all accesses are through raw addresses or
+            // atomics, which the new mapping also has. The engine has checked length and seals of
+            // the file, or this process owns it.
+            region.backing = unsafe { adopt(region, from) }?;
+        }
+        Ok(())
     }
 
     /// Returns the address of the first byte of the region at `position` of the layout, and its
@@ -147,19 +206,22 @@ impl GuestMemory for Memory {
     }
 
     fn touched(&self, region: RegionId, run: PageRun, into: &mut Bitmap) -> Result<(), VmError> {
-        let mapped = self.regions.iter().find(|own| own.id == region);
+        let regions = self.regions();
+        let mapped = regions.iter().find(|own| own.id == region);
         let mapped = mapped.ok_or_else(|| VmError::new(format!("there is no {region}")))?;
         touched(mapped, run, into).map_err(VmError::new)
     }
 
     fn next_touched(&self, region: RegionId, run: PageRun) -> Result<Option<u64>, VmError> {
-        let mapped = self.regions.iter().find(|own| own.id == region);
+        let regions = self.regions();
+        let mapped = regions.iter().find(|own| own.id == region);
         let mapped = mapped.ok_or_else(|| VmError::new(format!("there is no {region}")))?;
         next_touched(mapped, run).map_err(VmError::new)
     }
 
     fn populate(&self, region: RegionId, run: PageRun) -> bool {
-        let mapped = self.regions.iter().find(|own| own.id == region && self.prealloc == Prealloc::Auto);
+        let regions = self.regions();
+        let mapped = regions.iter().find(|own| own.id == region && self.prealloc == Prealloc::Auto);
         mapped.is_some_and(|mapped| populate(mapped, run).is_ok())
     }
 }

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
-    DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
-    SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
+    Migratable, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -17,6 +17,10 @@ impl Migratable for ProcessGuest {
 
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::clone(&self.memory) as _
+    }
+
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+        self.memory.adopt(regions)
     }
 }
 
@@ -36,7 +40,7 @@ impl SourceVm for ProcessGuest {
             // As for demand paging: this guest accesses its memory only with loads and stores.
             options.user_mode_only = true;
             let owner = Arc::clone(&self.memory) as _;
-            UffdProtection::new(&self.memory.paged_regions(), owner, &options)
+            UffdProtection::new(&self.memory.protected_regions(), owner, &options)
         };
         Ok(self.paging.get_or_make_protection(make)?)
     }
@@ -62,6 +66,10 @@ impl SourceVm for ProcessGuest {
         self.save_state().map_err(VmError::new)
     }
 
+    fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
+        self.memory.prepare_branch()
+    }
+
     fn release(&mut self) -> Result<(), VmError> {
         // A process guest has memory and threads only.
         Ok(())
@@ -81,6 +89,7 @@ impl SourceVm for ProcessGuest {
 
 impl TargetVm for ProcessGuest {
     fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        let regions = self.memory.paged_regions()?;
         let make = |threads| {
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.options.huge_pages;
@@ -93,7 +102,7 @@ impl TargetVm for ProcessGuest {
             let owner = Arc::clone(&self.memory) as _;
             // SAFETY: `Memory` owns the mappings, whose backing is as stated; all accesses are
             // through raw addresses or atomics.
-            unsafe { UffdMemory::new(self.memory.paged_regions(), owner, &options) }
+            unsafe { UffdMemory::new(regions, owner, &options) }
         };
         Ok(self.paging.get_or_make(make)?)
     }

@@ -1,9 +1,82 @@
-//! Advice about mappings of this process (`madvise(2)`): dropping and populating pages, and
-//! transparent huge pages.
+//! Mappings of this process: advice about them (`madvise(2)`), which drops and populates pages and
+//! controls transparent huge pages, and their replacement at the same addresses (`mmap(2)`).
 
 use crate::error::{common, need_small_pages};
 use crate::{PAGE_SIZE, SysError};
 use std::ops::Range;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Sharing of the pages of a file mapping.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sharing {
+    /// A write changes the file (`MAP_SHARED`).
+    Shared,
+    /// A write copies the page for this mapping, and the file keeps its page (`MAP_PRIVATE`).
+    Private,
+}
+
+/// Replaces what is mapped at the addresses `span` by a readable and writable mapping of `file`
+/// from `offset` on.
+///
+/// The kernel replaces the mapping in one step: a thread that accesses the addresses at the same
+/// time accesses the old or the new mapping. The call touches no page of the new mapping. It takes
+/// time for each page that the old mapping has in the page table. Advice that was given about the
+/// old mapping does not apply to the new one.
+///
+/// # Errors
+/// Returns an error if `span` or `offset` is not whole pages, or if the file cannot be mapped in
+/// this way. The old mapping is then unchanged: the function first maps the file at other
+/// addresses, and replaces the old mapping only if that mapping succeeds.
+///
+/// # Safety
+/// `span` is one mapping, or part of one, whose owner permits the replacement. Its content may be
+/// replaced, and no Rust reference covers it.
+pub unsafe fn replace(
+    span: Range<u64>,
+    file: BorrowedFd<'_>,
+    offset: u64,
+    sharing: Sharing,
+) -> Result<(), SysError> {
+    const CALL: &str = "mmap";
+    need_small_pages(CALL)?;
+    let target = || format!("addresses {:#x}..{:#x}", span.start, span.end);
+    let pages = [span.start, span.end, offset].iter().all(|number| number.is_multiple_of(PAGE_SIZE));
+    let parts = (
+        usize::try_from(span.start),
+        usize::try_from(span.end.saturating_sub(span.start)),
+        libc::off_t::try_from(offset),
+    );
+    let ((Ok(start), Ok(len), Ok(offset)), true) = (parts, pages) else {
+        return Err(SysError::NotPages { call: CALL, target: target() });
+    };
+    let meaning = |errno| match errno {
+        libc::EPERM => "the file is sealed against this mapping",
+        libc::EACCES => "the file is not open for this mapping",
+        libc::ENODEV => "the file cannot be mapped",
+        libc::ENOMEM => "the process has too many mappings, or the host has not enough memory",
+        other => common(other),
+    };
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_NORESERVE
+        | match sharing {
+            Sharing::Shared => libc::MAP_SHARED,
+            Sharing::Private => libc::MAP_PRIVATE,
+        };
+    let file = file.as_raw_fd();
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let trial = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, file, offset) };
+    if trial == libc::MAP_FAILED {
+        return Err(SysError::last(CALL, target, meaning));
+    }
+    // SAFETY: mapped above, and nothing refers to it.
+    unsafe { libc::munmap(trial, len) };
+    let at = std::ptr::without_provenance_mut(start);
+    // SAFETY: the caller guarantees that the mapping at these addresses may be replaced.
+    if unsafe { libc::mmap(at, len, access, flags | libc::MAP_FIXED, file, offset) } == libc::MAP_FAILED {
+        return Err(SysError::last(CALL, target, meaning));
+    }
+    Ok(())
+}
 
 /// Allows or forbids transparent huge pages for the addresses `span`.
 ///
@@ -162,6 +235,48 @@ mod tests {
         assert_eq!(held, [7, 0, 0, 7]);
         // SAFETY: the arguments are rejected before any call is made.
         assert!(matches!(unsafe { drop_pages(base + 1..base + 4096) }, Err(SysError::NotPages { .. })));
+        // SAFETY: this test owns the mapping and does not use it any more.
+        unsafe { munmap(start.cast(), len) }.unwrap();
+    }
+
+    #[test]
+    fn replaced_mapping_has_the_content_of_the_file_and_keeps_its_writes_to_itself() {
+        use std::os::fd::AsFd;
+        let len = 4 * 4096;
+        let file = rustix::fs::memfd_create("replace", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 5 * 4096).unwrap();
+        rustix::io::pwrite(&file, &[9], 2 * 4096).unwrap();
+        // SAFETY: a new anonymous mapping that this test owns.
+        let start = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        };
+        let (start, base) = start.map(|start| (start.cast::<u8>(), start.addr() as u64)).unwrap();
+        let (span, first) = (base..base + 4 * 4096, || {
+            // SAFETY: the addresses are inside the mapping.
+            (0..4).map(|page| unsafe { start.add(page * 4096).read_volatile() }).collect::<Vec<_>>()
+        });
+        // SAFETY: as above.
+        unsafe { start.write_volatile(7) };
+        // SAFETY: this test owns the mapping, here and below.
+        assert!(unsafe { replace(span.clone(), file.as_fd(), 1, Sharing::Private) }.is_err());
+        let (reader, _writer) = std::io::pipe().unwrap();
+        // SAFETY: as above.
+        let error = unsafe { replace(span.clone(), reader.as_fd(), 0, Sharing::Private) }.unwrap_err();
+        assert_eq!(error.errno(), Some(libc::ENODEV), "{error}");
+        assert_eq!(first(), [7, 0, 0, 0], "a failed replacement changes nothing");
+        // SAFETY: as above.
+        unsafe { replace(span.clone(), file.as_fd(), 4096, Sharing::Private) }.unwrap();
+        assert_eq!(first(), [0, 9, 0, 0]);
+        // SAFETY: as above.
+        unsafe { start.write_volatile(5) };
+        // SAFETY: as above.
+        unsafe { replace(span.clone(), file.as_fd(), 4096, Sharing::Shared) }.unwrap();
+        assert_eq!(first(), [0, 9, 0, 0], "the private write did not reach the file");
+        // SAFETY: as above.
+        unsafe { start.write_volatile(6) };
+        let mut byte = [0];
+        rustix::io::pread(&file, &mut byte, 4096).unwrap();
+        assert_eq!(byte, [6]);
         // SAFETY: this test owns the mapping and does not use it any more.
         unsafe { munmap(start.cast(), len) }.unwrap();
     }

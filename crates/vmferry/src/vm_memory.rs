@@ -288,7 +288,7 @@ fn paged(region: &MappedRegion) -> Result<vmferry_fault::PagedRegion, VmError> {
         Backing::Memfd { file, offset } => {
             vmferry_fault::Backing::Memfd { file: Arc::clone(file), offset: *offset }
         }
-        Backing::Other => {
+        Backing::PrivateFile { .. } | Backing::Other => {
             let why =
                 format!("{} is neither anonymous memory nor a file on tmpfs; move it by precopy", region.id);
             return Err(VmError::new(why));

@@ -3,14 +3,14 @@
 use crate::balloon::BalloonFree;
 use crate::disk::WithWriteAhead;
 use crate::error::Error;
-use crate::memory::GuestRam;
+use crate::memory::{GuestRam, RamRegion};
 use crate::vm::Vm;
 use std::sync::Arc;
 use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
-    DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
-    SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
+    Migratable, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -53,6 +53,10 @@ impl Migratable for Vm {
     fn memory(&self) -> Arc<dyn GuestMemory> {
         Arc::clone(self.ram()) as Arc<GuestRam> as _
     }
+
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+        Self::adopt_memory(self, regions).map_err(VmError::new)
+    }
 }
 
 impl SourceVm for Vm {
@@ -61,10 +65,7 @@ impl SourceVm for Vm {
         let tracker = match kind.unwrap_or(usual) {
             TrackerKind::Log => self.log_tracker()?,
             TrackerKind::Ring => self.ring_tracker()?,
-            TrackerKind::Wp => {
-                let regions = self.ram().regions().iter().map(crate::memory::RamRegion::mapped).collect();
-                Box::new(WpTracker::new(regions)?)
-            }
+            TrackerKind::Wp => Box::new(WpTracker::new(self.ram().mapped())?),
             other => {
                 return Err(VmError::new(format!(
                     "cannot track the pages of a KVM guest with `{other}`; use `log`, `ring` or `wp`"
@@ -82,7 +83,7 @@ impl SourceVm for Vm {
             // Includes the faults of KVM and of system calls, because vCPUs and devices write memory
             // in the kernel.
             let options = UffdOptions::new(threads);
-            let regions: Vec<_> = self.ram().regions().iter().map(crate::memory::RamRegion::paged).collect();
+            let regions: Vec<_> = self.ram().regions().iter().map(RamRegion::protected).collect();
             UffdProtection::new(&regions, Arc::clone(self.ram()) as _, &options)
         };
         Ok(self.paging().get_or_make_protection(make)?)
@@ -117,6 +118,10 @@ impl SourceVm for Vm {
         self.save_quiesced().map_err(VmError::new)
     }
 
+    fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
+        Self::prepare_branch(self).map_err(VmError::new)
+    }
+
     fn release(&mut self) -> Result<(), VmError> {
         Self::release(self).map_err(VmError::new)
     }
@@ -132,12 +137,13 @@ impl SourceVm for Vm {
 
 impl TargetVm for Vm {
     fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
+        let regions: Vec<_> =
+            self.ram().regions().iter().map(RamRegion::paged).collect::<Result<_, _>>()?;
         let make = |threads| {
             // Includes the faults of KVM and of system calls, because vCPUs and devices touch
             // memory in the kernel.
             let mut options = UffdOptions::new(threads);
             options.huge_pages = self.ram().huge_pages();
-            let regions = self.ram().regions().iter().map(crate::memory::RamRegion::paged).collect();
             // SAFETY: the RAM owns its mappings, whose backing is as stated; this crate makes no
             // references to guest bytes other than to atomics.
             unsafe { UffdMemory::new(regions, Arc::clone(self.ram()) as _, &options) }

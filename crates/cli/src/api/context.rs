@@ -15,12 +15,14 @@ use super::rate::Measurement;
 use super::{DirtyRateRequest, MigrateRequest, SnapshotRequest};
 use crate::arbiter::ArbiterThread;
 use crate::args::RunArgs;
+use crate::branch::BranchRequest;
 use crate::descriptors::Descriptors;
 use crate::guest::SharedProbe;
 use crate::limit::Limited;
 use crate::plan::PlanRequest;
 use crate::sandbox::SandboxArgs;
 use crate::speed::{Speed, Start};
+use crate::successor::StartArguments;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -52,6 +54,7 @@ pub(crate) enum Order {
     },
     DirtyRate(DirtyRateRequest),
     Plan(Box<PlanRequest>),
+    Branch(BranchRequest),
     /// Check whether the guest has ended, or the process must end.
     Look,
     /// Limit the dirty rate of a vCPU, or of each vCPU, in bytes per second.
@@ -108,6 +111,8 @@ type Watch = Box<dyn Fn() -> RestoreProgress + Send + Sync>;
 /// State that all threads of a `run` share.
 pub(crate) struct RunContext {
     pub(crate) kind: String,
+    /// Command line of this process.
+    started: StartArguments,
     pub(crate) probe: SharedProbe,
     pub(crate) speed: Speed,
     pub(crate) event_sender: EventSender,
@@ -168,7 +173,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl RunContext {
     pub(crate) fn new(
-        (args, tls, descriptors): (&RunArgs, Option<Tls>, Descriptors),
+        (args, started): (&RunArgs, StartArguments),
+        (tls, descriptors): (Option<Tls>, Descriptors),
         (arbiter, known): (Option<Arc<dyn Arbiter>>, Option<Arc<KnownPages>>),
         probe: SharedProbe,
         orders: SyncSender<PendingOrder>,
@@ -177,6 +183,7 @@ impl RunContext {
         let stay_awake = args.stay_awake.into();
         Self {
             kind: args.guest.to_string(),
+            started,
             probe,
             speed: Speed::default(),
             event_sender: EventSender::new(events),
@@ -392,6 +399,7 @@ impl RunContext {
     /// Executes a vmferry command, by its name without `x-vmferry-`.
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
+            "arguments" => return self.started.answer(),
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
             "stalls" => return self.stalls(),
@@ -452,6 +460,7 @@ impl RunContext {
             }
             "dirty-rate" => return self.order(Order::DirtyRate(fit(arguments)?)),
             "plan" => return self.order(Order::Plan(fit(arguments)?)),
+            "branch" => return self.order(Order::Branch(fit(arguments)?)),
             _ => bail!("there is no command '{command}'"),
         }
         Ok(json!({}))
@@ -485,6 +494,7 @@ impl RunContext {
         let patience = match &order {
             Order::DirtyRate(request) => PATIENCE + request.longest(),
             Order::Plan(_) => PATIENCE + crate::plan::LONGEST,
+            Order::Branch(_) => PATIENCE + crate::branch::LONGEST,
             _ => PATIENCE,
         };
         let errand = PendingOrder { order, reply, abandoned: Arc::clone(&abandoned) };

@@ -44,7 +44,9 @@ const COMMANDS: &[Command] = &[
     in_band("stop"),
     in_band("system_powerdown"),
     in_band("x-vmferry-alloc"),
+    in_band("x-vmferry-arguments"),
     in_band("x-vmferry-balloon"),
+    in_band("x-vmferry-branch"),
     urgent("x-vmferry-cancel"),
     in_band("x-vmferry-dirty-rate"),
     in_band("x-vmferry-migrate"),
@@ -119,7 +121,7 @@ struct Verify {
 fn check(name: &str, arguments: &Arguments) -> Result<(), QmpError> {
     let arguments = arguments.clone();
     match name {
-        "migrate" | "dirty-rate" | "plan" | "snapshot" => Ok(()),
+        "migrate" | "dirty-rate" | "plan" | "snapshot" | "branch" => Ok(()),
         "snapshot-resume" => arguments.read::<SnapshotResume>().map(drop),
         "recover" => arguments.read::<Recover>().map(drop),
         "balloon" => arguments.read::<Balloon>().map(drop),

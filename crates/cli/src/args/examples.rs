@@ -37,6 +37,14 @@ pub(super) const RUN: &str = examples! {
     "vmferry run --memory 4G --cpus 2 --disk vm.img --incoming file:vm.saved"
 };
 
+pub(super) const BRANCH: &str = examples! {
+    "# Start a guest whose memory can be shared, and branch it four times"
+    "vmferry run --memory 4G --memory-backing memfd --kernel vmlinuz --api vm.sock"
+    "vmferry branch --api vm.sock --count 4 --api-dir children"
+    "# Control the first child"
+    "vmferry status --api children/0.sock"
+};
+
 pub(super) const MIGRATE: &str = examples! {
     "vmferry migrate --api vm.sock tcp:host2:7000 --tls-cert c.pem \\"
     "  --tls-key k.pem --tls-ca ca.pem"

@@ -22,10 +22,11 @@ mod fill;
 mod image;
 mod on_demand;
 mod open;
-mod pio;
+pub(crate) mod pio;
 mod progress;
 mod restore;
 mod save;
+mod shared;
 mod write;
 
 pub use background::{PauseHook, SnapshotSettings, snapshot_background};
@@ -34,6 +35,7 @@ pub use open::RestoreError;
 pub use progress::{FillState, RestoreProgress};
 pub use restore::restore;
 pub use save::{save, save_copy};
+pub use shared::restore_shared;
 
 use crate::{MigrateError, random};
 use open::SnapshotPages;

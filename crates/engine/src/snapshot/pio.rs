@@ -6,7 +6,7 @@ use std::os::fd::AsRawFd;
 use vmferry_core::Window;
 
 /// Writes all of `from` at byte `at` of the file.
-pub(super) fn write_at(file: &File, from: Window<'_>, at: u64) -> io::Result<()> {
+pub(crate) fn write_at(file: &File, from: Window<'_>, at: u64) -> io::Result<()> {
     each(from.len(), at, io::ErrorKind::WriteZero, |done, at| {
         // SAFETY: `done` is at most the length of the window, whose bytes are mapped for as long as
         // the window lives. The kernel only reads the bytes, and a window allows other threads to

@@ -4,6 +4,7 @@
 #[path = "../../../engine/src/channel/tls/authority.rs"]
 mod authority;
 mod blocked;
+mod branch;
 mod cuts;
 mod demand_paging;
 mod encrypted;

@@ -31,6 +31,10 @@ use vmferry_virtio::runs::GuestRun;
 /// page would lose the content that it had at the instant of the snapshot. Therefore nothing is
 /// dropped until all pages were copied. `if_droppable` ensures this as well.
 ///
+/// # While memory is shared
+/// A guest that was branched, or that is a branch, keeps the pages that have content in the shared
+/// file. See [`GuestRam::drop_pages`].
+///
 /// During precopy no drop is held back. See [`GuestRam::drop_pages`]. Memory from the host's pool
 /// of huge pages is never dropped, because it is reserved for this guest.
 #[derive(Debug)]
@@ -55,10 +59,13 @@ impl RamHost {
         if self.ram.reserved() {
             return Ok(Dropped::Held);
         }
-        let each = |run: &GuestRun| self.ram.drop_pages(run.region, run.run, way);
-        match self.paging.if_droppable(|| runs.iter().try_for_each(each)) {
-            None => Ok(Dropped::Held),
-            Some(Ok(())) => Ok(Dropped::Done),
+        // All runs are dropped, also after one of which pages were kept.
+        let each = |all: bool, run: &GuestRun| {
+            self.ram.drop_pages(run.region, run.run, way).map(|dropped| all && dropped)
+        };
+        match self.paging.if_droppable(|| runs.iter().try_fold(true, each)) {
+            None | Some(Ok(false)) => Ok(Dropped::Held),
+            Some(Ok(true)) => Ok(Dropped::Done),
             Some(Err(error)) => Err(Box::<DropError>::new(error)),
         }
     }

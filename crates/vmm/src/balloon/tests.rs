@@ -104,7 +104,7 @@ fn nothing_is_dropped_while_pages_are_missing() {
         let made = paging.get_or_make(|threads| {
             let mut options = UffdOptions::new(threads);
             options.user_mode_only = true;
-            let regions = ram.regions().iter().map(crate::memory::RamRegion::paged).collect();
+            let regions = ram.regions().iter().map(|ram| ram.paged().unwrap()).collect();
             // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
             unsafe { UffdMemory::new(regions, Arc::clone(&ram) as _, &options) }
         });

@@ -265,7 +265,7 @@ fn wait_for_fault(memory: &UffdMemory) {
 fn missing(ram: &Arc<GuestRam>, paging: &PagingSlot) -> Option<Arc<UffdMemory>> {
     let made = paging.get_or_make(|threads| {
         let options = UffdOptions::new(threads);
-        let regions = ram.regions().iter().map(crate::memory::RamRegion::paged).collect();
+        let regions = ram.regions().iter().map(|ram| ram.paged().unwrap()).collect();
         // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
         unsafe { UffdMemory::new(regions, Arc::clone(ram) as _, &options) }
     });

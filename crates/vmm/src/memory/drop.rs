@@ -1,8 +1,9 @@
 //! Giving pages back to the host while the guest runs.
 
+use super::mapping::Behind;
 use super::{GuestRam, MemoryError, RamRegion};
 use crate::options::{Backing, DropWay};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use vm_memory::{Bytes, GuestAddress};
 use vmferry_core::{PageRun, RegionId};
 use vmferry_sys::{SysError, mapping, memfd};
@@ -29,9 +30,10 @@ impl GuestRam {
     }
 
     /// Gives the pages of `run` back to the host. If `way` is [`DropWay::DontNeed`], they read as
-    /// zeros after this returns. The caller must know that the guest does not need their content,
-    /// and that no page can be missing or
-    /// write-protected ([`PagingSlot::if_droppable`](vmferry_fault::PagingSlot::if_droppable)).
+    /// zeros after this returns true. Returns false if some pages were not dropped and keep their
+    /// content, because the memory is shared with a branch. The caller must know that the guest does
+    /// not need their content, and that no page can be missing or write-protected
+    /// ([`PagingSlot::if_droppable`](vmferry_fault::PagingSlot::if_droppable)).
     ///
     /// # Dropped, then marked
     /// For a migration, a drop is a write of zeros that KVM does not see (hazards.md 4). Therefore
@@ -52,7 +54,7 @@ impl GuestRam {
     ///
     /// A page that the guest writes between drop and mark is marked needlessly. It is in KVM's log
     /// as well, because the dropped page was mapped again for that write.
-    pub(crate) fn drop_pages(&self, id: RegionId, run: PageRun, way: DropWay) -> Result<(), DropError> {
+    pub(crate) fn drop_pages(&self, id: RegionId, run: PageRun, way: DropWay) -> Result<bool, DropError> {
         let not_ram = || MemoryError::NotRam { what: format!("{id}, {run}") };
         let ram = self.region(id).filter(|ram| run.end() <= ram.region().pages()).ok_or_else(not_ram)?;
         let dropped = ram.give_back(run, way);
@@ -69,6 +71,11 @@ impl GuestRam {
         static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
         for ram in self.regions() {
             let (id, region) = (ram.region().id, ram.region());
+            if matches!(ram.behind(), Behind::Private { .. }) {
+                ram.renew()?;
+                ram.marks().bitmap().set_range(0..region.pages());
+                continue;
+            }
             if !self.reserved() {
                 self.drop_pages(id, PageRun::from(0..region.pages()), DropWay::DontNeed)?;
                 continue;
@@ -84,24 +91,59 @@ impl GuestRam {
 }
 
 impl RamRegion {
-    fn give_back(&self, run: PageRun, way: DropWay) -> Result<(), SysError> {
+    fn give_back(&self, run: PageRun, way: DropWay) -> Result<bool, SysError> {
         let start = self.host_address() + run.first.offset();
         let span = start..start + run.bytes();
-        match (way, self.file()) {
-            (DropWay::Nothing, _) => Ok(()),
+        match (way, self.behind()) {
+            (DropWay::Nothing, _) => {}
             // Punches a hole in the file, so that the pages are freed and not only this mapping of
             // them. A part of a huge page that is in use elsewhere at the moment is overwritten
             // with zeros instead, with the same result for the guest.
-            (_, Some(file)) => {
-                memfd::erase(file.as_fd(), run.first.offset()..run.first.offset() + run.bytes())
+            (_, Behind::Shared(file)) => {
+                memfd::erase(file.as_fd(), run.first.offset()..run.first.offset() + run.bytes())?;
+            }
+            (_, Behind::Private { file, offset }) => {
+                return self.give_back_private(run, (file.as_fd(), offset));
             }
             // SAFETY: the caller checked that the run lies in the mapping, which is private and
             // anonymous as it has no file; this crate makes no references to guest bytes other than
             // to atomics.
-            (DropWay::DontNeed, None) => unsafe { mapping::drop_pages(span) },
+            (DropWay::DontNeed, Behind::Anonymous) => unsafe { mapping::drop_pages(span) }?,
             // SAFETY: as above.
-            (DropWay::Free, None) => unsafe { mapping::free_pages(span) },
+            (DropWay::Free, Behind::Anonymous) => unsafe { mapping::free_pages(span) }?,
         }
+        Ok(true)
+    }
+
+    /// Drops the pages of `run` from a private mapping of `file`. The file belongs to other guests
+    /// too, so it does not change.
+    ///
+    /// A dropped page has the content of the file. Therefore a page is dropped only where the file
+    /// has a hole, which reads as zeros. Any other page keeps its content: with the content of the
+    /// file, it would have an old content of the guest, and zeros would need as much memory as the
+    /// page. Returns true if all pages were dropped.
+    fn give_back_private(
+        &self,
+        run: PageRun,
+        (file, offset): (BorrowedFd<'_>, u64),
+    ) -> Result<bool, SysError> {
+        let first = offset + run.first.offset();
+        let (mut at, mut dropped, mut all) = (first, Ok(()), true);
+        let address = |byte: u64| self.host_address() + (byte - offset);
+        let mut drop_hole = |hole: std::ops::Range<u64>| {
+            if hole.start < hole.end && dropped.is_ok() {
+                // SAFETY: the hole lies in the mapping, which is private; this crate makes no
+                // references to guest bytes other than to atomics.
+                dropped = unsafe { mapping::drop_pages(address(hole.start)..address(hole.end)) };
+            }
+        };
+        memfd::data_ranges(file, first..first + run.bytes(), |data| {
+            drop_hole(at..data.start);
+            at = data.end;
+            all = false;
+        })?;
+        drop_hole(at..first + run.bytes());
+        dropped.map(|()| all)
     }
 }
 
@@ -122,13 +164,57 @@ mod tests {
             ram.regions()[0].marks().bitmap().harvest(&mut marked);
             marked.clear_all();
 
-            ram.drop_pages(RegionId(0), PageRun::from(5..7), DropWay::DontNeed).unwrap();
+            assert!(ram.drop_pages(RegionId(0), PageRun::from(5..7), DropWay::DontNeed).unwrap());
             ram.regions()[0].marks().bitmap().harvest(&mut marked);
             assert!(marked.runs().eq(std::iter::once(5..7)), "{backing}");
             let bytes: Vec<u8> =
                 (4..8).map(|page| ram.map().read_obj(GuestAddress(page << 12)).unwrap()).collect();
             assert_eq!(bytes, [7, 0, 0, 7], "{backing}");
         }
+    }
+
+    /// Returns the first byte of each of the pages `4..8`.
+    fn bytes(ram: &GuestRam) -> Vec<u8> {
+        (4..8).map(|page| ram.map().read_obj(GuestAddress(page << 12)).unwrap()).collect()
+    }
+
+    fn branched() -> (GuestRam, Vec<vmferry_core::BranchRegion>) {
+        let mut options = VmOptions::new(8 << 20, 1);
+        options.backing = Backing::Memfd;
+        let ram = GuestRam::new(&options).unwrap();
+        ram.map().write_slice(&[7; 2 * 4096], GuestAddress(0x4000)).unwrap();
+        let vmferry_core::BranchMemory::Files(files) = ram.prepare_branch().unwrap() else { panic!() };
+        ram.adopt(&files).unwrap();
+        (ram, files)
+    }
+
+    #[test]
+    fn pages_of_a_branched_guest_are_dropped_without_a_change_of_the_file() {
+        let (ram, files) = branched();
+        ram.map().write_slice(&[8; 3 * 4096], GuestAddress(0x5000)).unwrap();
+        assert_eq!(bytes(&ram), [7, 8, 8, 8]);
+        // Page 5 has content in the file, pages 6 and 7 do not.
+        assert!(!ram.drop_pages(RegionId(0), PageRun::from(5..7), DropWay::DontNeed).unwrap());
+        assert_eq!(bytes(&ram), [7, 8, 0, 8]);
+        assert!(ram.drop_pages(RegionId(0), PageRun::from(7..8), DropWay::Free).unwrap());
+        assert_eq!(bytes(&ram), [7, 8, 0, 0]);
+        let mut file = [0; 2];
+        for (page, byte) in [4, 5].into_iter().zip(&mut file) {
+            rustix::io::pread(&files[0].file, std::slice::from_mut(byte), page << 12).unwrap();
+        }
+        assert_eq!(file, [7, 7]);
+    }
+
+    #[test]
+    fn memory_of_a_branched_guest_is_new_after_a_reset() {
+        let (ram, files) = branched();
+        ram.clear().unwrap();
+        assert_eq!(bytes(&ram), [0; 4]);
+        ram.map().write_slice(&[9], GuestAddress(0x4000)).unwrap();
+        let mut byte = [0];
+        rustix::io::pread(&files[0].file, &mut byte, 0x4000).unwrap();
+        assert_eq!(byte, [7], "the branches keep their memory");
+        assert!(matches!(ram.prepare_branch().unwrap(), vmferry_core::BranchMemory::Files(_)));
     }
 
     #[test]

@@ -8,9 +8,9 @@ use std::ffi::c_void;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
-use vmferry_core::LayoutError;
-use vmferry_dirty::PopulateError;
+use std::sync::{Arc, Mutex, PoisonError};
+use vmferry_core::{LayoutError, RegionId};
+use vmferry_dirty::{PopulateError, TrackerError};
 
 /// Reason for which guest memory cannot be allocated.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +44,20 @@ pub enum MemoryError {
     /// The memory cannot be allocated before it is used.
     #[error(transparent)]
     Populate(#[from] PopulateError),
+    /// The memory cannot be shared with a branch.
+    #[error("guest memory cannot be shared with a branch: {0}")]
+    Branch(#[source] TrackerError),
+    /// A branch does not have a region of the guest's memory.
+    #[error("the branch has no memory for {0}")]
+    NoBranch(RegionId),
+    /// The memory is of a kind that no branch can share.
+    #[error(
+        "{backing} guest memory cannot be shared with a branch; start the guest with a memfd as its memory"
+    )]
+    NotShareable {
+        /// Backing of the memory.
+        backing: Backing,
+    },
     /// The range is not guest RAM.
     #[error("{what} is not in guest memory")]
     NotRam {
@@ -56,19 +70,31 @@ pub enum MemoryError {
 /// Otherwise KVM could never map one.
 const ALIGN: usize = 2 << 20;
 
+/// Memory behind a mapping.
+#[derive(Debug, Clone)]
+pub(crate) enum Behind {
+    /// Private anonymous memory.
+    Anonymous,
+    /// memfd that is mapped shared from its start on.
+    Shared(Arc<OwnedFd>),
+    /// File that is mapped privately, because the guest was branched or is a branch. No process
+    /// changes the file.
+    Private { file: Arc<OwnedFd>, offset: u64 },
+}
+
 /// Memory mapped readable and writable, unmapped when dropped.
 #[derive(Debug)]
 pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
     backing: Backing,
-    file: Option<Arc<OwnedFd>>,
+    behind: Mutex<Behind>,
 }
 
-// SAFETY: a `Mapping` is an address range and a file; it returns only the address, and code that
+// SAFETY: a `Mapping` is an address range and its files; it returns only the address, and code that
 // uses the address says why no reference to the bytes is made.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; no method changes anything.
+// SAFETY: as above; the only state that changes is behind a lock.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -90,9 +116,9 @@ impl Mapping {
                 Some(memfd(len, MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB).map_err(failed)?)
             }
         };
-        let file = file.map(Arc::new);
-        let start = map_aligned(size, backing, file.as_deref()).map_err(failed)?;
-        Ok(Self { start, len: size, backing, file })
+        let start = map_aligned(size, backing, file.as_ref()).map_err(failed)?;
+        let behind = file.map_or(Behind::Anonymous, |file| Behind::Shared(Arc::new(file)));
+        Ok(Self { start, len: size, backing, behind: Mutex::new(behind) })
     }
 
     /// Returns the address of the first byte.
@@ -105,9 +131,17 @@ impl Mapping {
         self.backing
     }
 
-    /// Returns the memfd of the mapping, if there is one.
-    pub(crate) fn file(&self) -> Option<&Arc<OwnedFd>> {
-        self.file.as_ref()
+    /// Returns the memory behind the mapping.
+    pub(crate) fn behind(&self) -> Behind {
+        self.behind.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Calls `change`, which replaces the mapping at its addresses, and records its result. No other
+    /// replacement happens meanwhile.
+    pub(crate) fn change<E>(&self, change: impl FnOnce() -> Result<Behind, E>) -> Result<(), E> {
+        let mut behind = self.behind.lock().unwrap_or_else(PoisonError::into_inner);
+        *behind = change()?;
+        Ok(())
     }
 
     /// Asks the kernel for huge pages.
@@ -131,7 +165,7 @@ impl Drop for Mapping {
 
 /// Creates a memfd of `len` bytes that cannot be shrunk: a mapping of a shrunken file would fault
 /// on access.
-fn memfd(len: u64, of: MemfdFlags) -> io::Result<OwnedFd> {
+pub(super) fn memfd(len: u64, of: MemfdFlags) -> io::Result<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create("vmferry-guest", flags | of)?;
     rustix::fs::ftruncate(&file, len)?;
@@ -201,7 +235,7 @@ mod tests {
         for backing in [Backing::Anonymous, Backing::Memfd] {
             let mapping = Mapping::new(3 * 4096, backing).unwrap();
             assert!(mapping.start().addr().get().is_multiple_of(ALIGN));
-            assert_eq!(mapping.file().is_some(), backing == Backing::Memfd);
+            assert_eq!(matches!(mapping.behind(), Behind::Shared(_)), backing == Backing::Memfd);
             let last = mapping.start().as_ptr().wrapping_add(3 * 4096 - 1);
             // SAFETY: the last byte of the mapping, which no reference covers.
             unsafe {

@@ -1,15 +1,16 @@
 //! RAM of a guest.
 
-use super::mapping::{Mapping, MemoryError};
+use super::mapping::{Behind, Mapping, MemoryError, memfd};
 use super::marks::WriteMarks;
 use crate::options::VmOptions;
+use rustix::fs::MemfdFlags;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
+use vmferry_core::{BranchMemory, BranchRegion, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
 use vmferry_dirty::{Backing, MappedRegion, Prealloc};
 use vmferry_engine::{GuestMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -26,10 +27,11 @@ impl RamRegion {
     /// Returns the region in the form that trackers need.
     #[must_use]
     pub fn mapped(&self) -> MappedRegion {
-        let backing = match (self.mapping.backing(), self.mapping.file()) {
-            (_, None) => Backing::Anonymous,
+        let backing = match (self.mapping.backing(), self.mapping.behind()) {
+            (_, Behind::Anonymous) => Backing::Anonymous,
             (crate::Backing::HugePages, _) => Backing::Other,
-            (_, Some(file)) => Backing::Memfd { file: Arc::clone(file), offset: 0 },
+            (_, Behind::Shared(file)) => Backing::Memfd { file, offset: 0 },
+            (_, Behind::Private { file, offset }) => Backing::PrivateFile { file, offset },
         };
         MappedRegion {
             id: self.region.id,
@@ -42,14 +44,58 @@ impl RamRegion {
     }
 
     /// Returns the region in the form that demand paging needs.
-    pub(crate) fn paged(&self) -> PagedRegion {
+    ///
+    /// # Errors
+    /// Returns an error if the memory belongs to a branch, whose pages are never missing.
+    pub(crate) fn paged(&self) -> Result<PagedRegion, VmError> {
+        if matches!(self.mapping.behind(), Behind::Private { .. }) {
+            let why = format!("the memory of {} is shared with a branch of the guest", self.region.id);
+            return Err(VmError::new(why));
+        }
+        Ok(self.protected())
+    }
+
+    /// Returns the region in the form that write protection needs.
+    pub(crate) fn protected(&self) -> PagedRegion {
         use vmferry_fault::Backing;
-        let backing = match (self.mapping.backing(), self.mapping.file().cloned()) {
-            (_, None) => Backing::Anonymous,
-            (crate::Backing::HugePages, Some(file)) => Backing::HugeMemfd { file, offset: 0 },
-            (_, Some(file)) => Backing::Memfd { file, offset: 0 },
+        let backing = match (self.mapping.backing(), self.mapping.behind()) {
+            (_, Behind::Anonymous) => Backing::Anonymous,
+            (crate::Backing::HugePages, Behind::Shared(file)) => Backing::HugeMemfd { file, offset: 0 },
+            (_, Behind::Shared(file)) => Backing::Memfd { file, offset: 0 },
+            // For the kernel, a private mapping of a memfd is a mapping of tmpfs, too.
+            (_, Behind::Private { file, offset }) => Backing::Memfd { file, offset },
         };
         PagedRegion { id: self.region.id, host: self.host_address(), len: self.region.len, backing }
+    }
+
+    /// Returns the memory behind the mapping.
+    pub(crate) fn behind(&self) -> Behind {
+        self.mapping.behind()
+    }
+
+    /// Replaces the mapping by a private mapping of `from`.
+    fn adopt(&self, from: &BranchRegion) -> Result<(), MemoryError> {
+        let mapped = self.mapped();
+        self.mapping.change(|| {
+            // SAFETY: this region owns the mapping; this crate makes no references to guest bytes
+            // other than to atomics, which the new mapping also has. The engine has checked length
+            // and seals of the file, or the caller owns it.
+            unsafe { vmferry_dirty::adopt(&mapped, from) }.map_err(MemoryError::Branch)?;
+            Ok(Behind::Private { file: Arc::clone(&from.file), offset: from.offset })
+        })
+    }
+
+    /// Replaces a private mapping by new memory, which is zeros.
+    pub(super) fn renew(&self) -> Result<(), MemoryError> {
+        let (mapped, len) = (self.mapped(), self.region.len);
+        self.mapping.change(|| {
+            let file = memfd(len, MemfdFlags::empty());
+            let backing = self.mapping.backing();
+            let file = Arc::new(file.map_err(|source| MemoryError::Map { len, backing, source })?);
+            // SAFETY: as in `adopt`; the file is new and has the length of the region.
+            unsafe { vmferry_dirty::renew(&mapped, Arc::clone(&file)) }.map_err(MemoryError::Branch)?;
+            Ok(Behind::Shared(file))
+        })
     }
 
     /// Returns the address of the mapping in this process, as a number.
@@ -70,10 +116,13 @@ impl RamRegion {
         self.mapping.start()
     }
 
-    /// Returns the memfd of the mapping, if there is one.
+    /// Returns the file that is mapped, if there is one.
     #[must_use]
-    pub fn file(&self) -> Option<&Arc<OwnedFd>> {
-        self.mapping.file()
+    pub fn file(&self) -> Option<Arc<OwnedFd>> {
+        match self.mapping.behind() {
+            Behind::Anonymous => None,
+            Behind::Shared(file) | Behind::Private { file, .. } => Some(file),
+        }
     }
 
     /// Returns the backing of the memory.
@@ -202,6 +251,58 @@ impl GuestRam {
         // SAFETY: `gpa..gpa + len` lies within the region (found above), so the offset lies within
         // its mapping.
         Ok(unsafe { ram.mapping.start().add(offset) })
+    }
+}
+
+impl GuestRam {
+    /// Returns the regions in the form that trackers need.
+    pub(crate) fn mapped(&self) -> Vec<MappedRegion> {
+        self.regions.iter().map(RamRegion::mapped).collect()
+    }
+
+    /// Returns the files that hold the memory, for a branch of the guest, and removes their entries
+    /// from the page table while the guest runs.
+    ///
+    /// # Errors
+    /// Returns [`MemoryError::NotShareable`] for memory that is not a memfd.
+    pub(crate) fn prepare_branch(&self) -> Result<BranchMemory, MemoryError> {
+        let not_shareable = self
+            .regions
+            .iter()
+            .find(|ram| matches!(ram.mapped().backing, Backing::Anonymous | Backing::Other));
+        if let Some(ram) = not_shareable {
+            return Err(MemoryError::NotShareable { backing: ram.backing() });
+        }
+        let mapped = self.mapped();
+        let files: Vec<_> = mapped.iter().filter_map(vmferry_dirty::branch_region).collect();
+        if files.len() < mapped.len() {
+            return Ok(BranchMemory::Copied);
+        }
+        // SAFETY: the regions are shared mappings of their files, and this crate makes no references
+        // to guest bytes other than to atomics.
+        unsafe { vmferry_dirty::release_entries(&mapped) }.map_err(MemoryError::Branch)?;
+        Ok(BranchMemory::Files(files))
+    }
+
+    /// Replaces the memory by private mappings of `regions`.
+    ///
+    /// # Errors
+    /// Returns an error if a region is missing in `regions`, or if the host refuses a mapping. Each
+    /// region then has its old or its new mapping.
+    pub(crate) fn adopt(&self, regions: &[BranchRegion]) -> Result<(), MemoryError> {
+        if let Some(ram) = self.regions.iter().find(|ram| ram.backing() == crate::Backing::HugePages) {
+            return Err(MemoryError::NotShareable { backing: ram.backing() });
+        }
+        let pairs: Vec<_> = self
+            .regions
+            .iter()
+            .map(|ram| {
+                let id = ram.region.id;
+                let from = regions.iter().find(|from| from.id == id).ok_or(MemoryError::NoBranch(id))?;
+                Ok::<_, MemoryError>((ram, from))
+            })
+            .collect::<Result<_, _>>()?;
+        pairs.into_iter().try_for_each(|(ram, from)| ram.adopt(from))
     }
 }
 

@@ -183,7 +183,7 @@ fn no_thread_hangs_when_a_frame_waits_for_a_missing_page() {
         let made = driver.paging.get_or_make(|threads| {
             let mut options = UffdOptions::new(threads);
             options.user_mode_only = true;
-            let regions = driver.ram.regions().iter().map(crate::memory::RamRegion::paged).collect();
+            let regions = driver.ram.regions().iter().map(|ram| ram.paged().unwrap()).collect();
             // SAFETY: the RAM owns its mappings; no references to guest bytes are made here.
             unsafe { UffdMemory::new(regions, Arc::clone(&driver.ram) as _, &options) }
         });

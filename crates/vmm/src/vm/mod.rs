@@ -1,5 +1,6 @@
 //! Virtual machine.
 
+mod branch;
 mod make;
 mod state;
 

@@ -1,0 +1,163 @@
+//! Processes of the children, as the command sees them.
+
+use super::{PATIENCE, READY, ms};
+use crate::successor::SuccessorArguments;
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::{Duration, Instant};
+use vmferry_client::printable;
+use vmferry_engine::BranchPoint;
+
+/// Maximum length of the line with which a child says that it runs, in bytes.
+const LONGEST_LINE: u64 = 64 << 10;
+
+/// Line with which a child says that it runs, or why it does not.
+#[derive(Debug, Deserialize)]
+pub(super) struct Told {
+    #[serde(default)]
+    pub(super) error: Option<String>,
+}
+
+/// Process of one child.
+#[derive(Debug)]
+struct Started {
+    process: Child,
+    socket: BufReader<UnixStream>,
+    api: PathBuf,
+    log: PathBuf,
+    /// Time from the start of the command until the child ran.
+    runs: Option<Duration>,
+}
+
+/// Processes of all children. Dropping the value kills and waits for them, unless
+/// [`leave`](Self::leave) was called.
+#[derive(Debug)]
+pub(super) struct Children {
+    all: Vec<Started>,
+    began: Instant,
+}
+
+impl Children {
+    /// Starts `count` processes.
+    pub(super) fn start(
+        arguments: &SuccessorArguments,
+        folder: &Path,
+        count: u32,
+        began: Instant,
+    ) -> Result<Self> {
+        let program = std::env::current_exe().context("cannot find the program vmferry")?;
+        let mut children = Self { all: Vec::new(), began };
+        for index in 0..count {
+            let started = Started::start(arguments, &program, folder, index)
+                .with_context(|| format!("cannot start child {index}"))?;
+            children.all.push(started);
+        }
+        Ok(children)
+    }
+
+    /// Waits until every child has built its VM.
+    pub(super) fn wait_until_ready(&mut self) -> Result<()> {
+        for child in &mut self.all {
+            let mut byte = [0];
+            match child.socket.read_exact(&mut byte) {
+                Ok(()) if byte == [READY] => {}
+                _ => return Err(child.failed()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Passes the branch point to every child.
+    pub(super) fn pass(&mut self, point: &BranchPoint) -> Result<()> {
+        for child in &mut self.all {
+            if point.send(child.socket.get_ref().as_fd()).is_err() {
+                return Err(child.failed());
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until every child runs.
+    pub(super) fn wait_until_running(&mut self) -> Result<()> {
+        for child in &mut self.all {
+            let mut line = String::new();
+            let read = child.socket.by_ref().take(LONGEST_LINE).read_line(&mut line);
+            let told = read.ok().and_then(|_| serde_json::from_str::<Told>(&line).ok());
+            match told {
+                Some(Told { error: None }) => child.runs = Some(self.began.elapsed()),
+                Some(Told { error: Some(why) }) => {
+                    bail!("{}: {}", child.api.display(), printable(&why))
+                }
+                None => return Err(child.failed()),
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn document(&self) -> Value {
+        let one = |child: &Started| {
+            json!({
+                "api": child.api.display().to_string(),
+                "pid": child.process.id(),
+                "runs_ms": child.runs.map(ms),
+            })
+        };
+        self.all.iter().map(one).collect()
+    }
+
+    /// Leaves the children running.
+    pub(super) fn leave(mut self) {
+        self.all.clear();
+    }
+}
+
+impl Drop for Children {
+    fn drop(&mut self) {
+        for child in &mut self.all {
+            let _ = child.process.kill();
+        }
+        for child in &mut self.all {
+            let _ = child.process.wait();
+            let _ = std::fs::remove_file(&child.api);
+        }
+    }
+}
+
+impl Started {
+    fn start(arguments: &SuccessorArguments, program: &Path, folder: &Path, index: u32) -> Result<Self> {
+        let api = folder.join(format!("{index}.sock"));
+        if UnixStream::connect(&api).is_ok() {
+            bail!("a process listens at {}; choose another folder, or end that process", api.display());
+        }
+        let log = folder.join(format!("{index}.log"));
+        // The messages may name files of the operator.
+        let mut options = File::options();
+        options.write(true).create(true).truncate(true).mode(0o600);
+        let to = options.open(&log).with_context(|| format!("cannot write {}", log.display()))?;
+        let (own, theirs) = UnixStream::pair()?;
+        own.set_read_timeout(Some(PATIENCE))?;
+        let arguments = arguments
+            .clone()
+            .arriving_from(format!("branch:fd:{}", theirs.as_raw_fd()))
+            .replace("api", api.as_os_str());
+        let process = arguments.spawn(program, &[theirs.as_fd()], Stdio::from(to))?;
+        Ok(Self { process, socket: BufReader::new(own), api, log, runs: None })
+    }
+
+    /// Returns the error of a child that does not answer, with its messages.
+    fn failed(&mut self) -> anyhow::Error {
+        let ended = self.process.try_wait().ok().flatten();
+        let ended = ended.map_or_else(|| "did not answer in time".to_owned(), |how| format!("ended ({how})"));
+        let said = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let said = said.lines().last().unwrap_or("it left no message");
+        anyhow::anyhow!("the process of {} {ended}: {}", self.api.display(), printable(said))
+    }
+}

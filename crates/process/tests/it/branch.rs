@@ -1,0 +1,205 @@
+//! Branches of process guests: children that continue from one instant and share memory.
+
+use crate::rig::{options, whole, writes};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use vmferry_core::{PAGE_BYTES, PageDigest, PageRun};
+use vmferry_engine::{
+    BranchError, BranchPoint, Branched, Migratable, RunState, SourceVm, TargetVm, VmError, branch,
+    join_branch, restore_shared, save_copy,
+};
+use vmferry_guest_abi::State;
+use vmferry_process::{ProcessGuest, ProcessOptions};
+use vmferry_testkit::{Folder, wait};
+
+fn shareable() -> ProcessOptions {
+    let mut options = options();
+    options.memfd = true;
+    options
+}
+
+fn parent() -> ProcessGuest {
+    let load = "uniform,ws=6M,data=8M,rate=20k,fill=random";
+    let mut guest = ProcessGuest::new(shareable(), load.parse().unwrap()).unwrap();
+    guest.start().unwrap();
+    let handle = guest.handle();
+    wait("the guest to fill its memory", || handle.stats().is_ok_and(|s| s.state >= State::Running));
+    guest
+}
+
+fn child(point: &BranchPoint) -> ProcessGuest {
+    let mut child = ProcessGuest::new_incoming(options()).unwrap();
+    let received = join_branch(&mut child, point).unwrap();
+    assert!(received.copy_of.is_some(), "a child has an id of its own");
+    child
+}
+
+fn branched(parent: &mut ProcessGuest) -> Branched {
+    branch(parent, &mut || Ok(())).unwrap()
+}
+
+/// Returns the digest of each page. `None` stands for a page of zeros.
+fn pages(vm: &dyn Migratable) -> Vec<Option<PageDigest>> {
+    let memory = vm.memory();
+    let mut scratch = Box::new([0; PAGE_BYTES]);
+    let mut digests = Vec::new();
+    for region in memory.layout().regions() {
+        let window = memory.window(region.id, PageRun::from(0..region.pages())).unwrap();
+        digests.extend((0..window.pages()).map(|page| window.digest(page, &mut scratch)));
+    }
+    digests
+}
+
+#[test]
+fn children_have_the_memory_of_one_instant_and_writes_stay_where_they_are_made() {
+    let mut parent = parent();
+    // While the operator has paused the guest, its memory at the instant is known.
+    parent.set_run_state(RunState::Paused).unwrap();
+    let (instant, count) = (pages(&parent), writes(&parent));
+    let taken = branched(&mut parent);
+    assert_eq!(taken.copied_pages, 0);
+    taken.point.seal().unwrap();
+    assert_eq!(pages(&parent), instant, "the parent keeps its memory");
+
+    // This child does not run, so that it shows the shared pages.
+    let mut witness = ProcessGuest::new_incoming(options()).unwrap();
+    witness.adopt_memory(taken.point.regions()).unwrap();
+    assert_eq!(pages(&witness), instant);
+    assert_eq!(writes(&witness), count);
+
+    parent.set_run_state(RunState::Running).unwrap();
+    let children = [child(&taken.point), child(&taken.point)];
+    for child in &children {
+        assert_eq!(child.run_state(), RunState::Running);
+        whole(child, "child");
+        assert!(writes(child) > count);
+    }
+    whole(&parent, "parent");
+    assert_eq!(pages(&witness), instant, "no guest sees the writes of another");
+    let [one, two] = &children;
+    assert_ne!(pages(one), pages(two));
+    assert_ne!(pages(one), instant);
+}
+
+#[test]
+fn parent_and_children_can_be_branched_again() {
+    let mut parent = parent();
+    let first = branched(&mut parent);
+    let mut child = child(&first.point);
+    whole(&child, "child");
+    whole(&parent, "parent");
+    for guest in [&mut parent, &mut child] {
+        let second = match branch(guest, &mut || Ok(())) {
+            Err(BranchError::Refused(error)) if error.to_string().contains("userfaultfd") => {
+                return vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error);
+            }
+            taken => taken.unwrap(),
+        };
+        assert!(second.copied_pages > 0, "pages that no file had");
+        second.point.seal().unwrap();
+        let grandchild = self::child(&second.point);
+        whole(&grandchild, "grandchild");
+        whole(guest, "branched again");
+    }
+    // The first point is still good.
+    whole(&self::child(&first.point), "late child");
+}
+
+#[test]
+fn second_branch_has_the_memory_of_its_own_instant() {
+    let mut parent = parent();
+    branched(&mut parent);
+    whole(&parent, "parent");
+    parent.set_run_state(RunState::Paused).unwrap();
+    let instant = pages(&parent);
+    let second = match branch(&mut parent, &mut || Ok(())) {
+        Err(BranchError::Refused(error)) if error.to_string().contains("userfaultfd") => {
+            return vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error);
+        }
+        taken => taken.unwrap(),
+    };
+    assert_eq!(pages(&parent), instant);
+    let mut witness = ProcessGuest::new_incoming(options()).unwrap();
+    witness.adopt_memory(second.point.regions()).unwrap();
+    assert_eq!(pages(&witness), instant);
+    assert_eq!(parent.run_state(), RunState::Paused);
+}
+
+#[test]
+fn anonymous_memory_is_refused_and_the_guest_goes_on() {
+    let mut guest = crate::rig::running();
+    let error = branch(&mut guest, &mut || panic!("nothing is ready")).unwrap_err().to_string();
+    assert!(error.contains("anonymous guest memory") && error.contains("memfd"), "{error}");
+    whole(&guest, "refused");
+}
+
+#[test]
+fn guest_goes_on_if_its_children_do_not_become_ready() {
+    let mut parent = parent();
+    let error = branch(&mut parent, &mut || Err(VmError::new("no child"))).unwrap_err();
+    assert!(error.to_string().contains("no child"), "{error}");
+    whole(&parent, "not branched");
+    // The guest was not changed, so its first branch copies nothing.
+    assert_eq!(branched(&mut parent).copied_pages, 0);
+}
+
+#[test]
+fn files_of_a_branch_cannot_be_changed_and_are_checked() {
+    let mut parent = parent();
+    let point = branched(&mut parent).point;
+    let file = &point.regions()[0].file;
+    let refused = Err(rustix::io::Errno::PERM);
+    assert_eq!(rustix::io::pwrite(file, &[1], 0).map(drop), refused);
+    let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+    assert_eq!(rustix::fs::fallocate(file, punch, 0, 4096), refused);
+    assert_eq!(rustix::fs::ftruncate(file, 4096), refused);
+    point.seal().unwrap();
+
+    let (one, two) = UnixStream::pair().unwrap();
+    point.send(one.as_fd()).unwrap();
+    let passed = BranchPoint::receive(two.as_fd()).unwrap().unwrap();
+    whole(&child(&passed), "child of a passed point");
+
+    // A machine with other memory is refused.
+    let mut larger = ProcessGuest::new_incoming(ProcessOptions::new(32 << 20, 2)).unwrap();
+    let error = join_branch(&mut larger, &point).unwrap_err().to_string();
+    assert!(error.contains("memory"), "{error}");
+}
+
+#[test]
+fn child_can_be_saved_and_snapshot_is_shared_by_guests() {
+    let mut parent = parent();
+    let point = branched(&mut parent).point;
+    let mut child = child(&point);
+    let folder = Folder::new();
+    let path = folder.path("child");
+    let path = std::path::Path::new(&path);
+    let report = save_copy(&mut child, path, &vmferry_engine::MigrationHandle::new()).unwrap();
+    assert_eq!(report.outcome.as_deref(), Some("completed"), "{:?}", report.error);
+    whole(&child, "saved child");
+    let mut guests: Vec<_> = (0..2).map(|_| ProcessGuest::new_incoming(options()).unwrap()).collect();
+    for guest in &mut guests {
+        let received = restore_shared(guest, path).unwrap();
+        assert!(received.copy_of.is_some());
+    }
+    guests.iter().for_each(|guest| whole(guest, "guest on a shared file"));
+    let mut again = ProcessGuest::new_incoming(options()).unwrap();
+    let received = restore_shared(&mut again, path).unwrap();
+    assert!(received.postcopy.is_none());
+    whole(&again, "the file is unchanged");
+
+    use std::os::unix::fs::PermissionsExt;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o620)).unwrap();
+    let mut last = ProcessGuest::new_incoming(options()).unwrap();
+    let error = restore_shared(&mut last, path).unwrap_err().to_string();
+    assert!(error.contains("chmod go-w"), "{error}");
+}
+
+#[test]
+fn branched_guest_has_no_demand_paging() {
+    let mut parent = parent();
+    branched(&mut parent);
+    let error = parent.demand_paging().unwrap_err().to_string();
+    assert!(error.contains("shared with a branch"), "{error}");
+    assert!(parent.prepare_branch().is_ok());
+}
