@@ -137,8 +137,7 @@ impl SourceVm for Vm {
 
 impl TargetVm for Vm {
     fn demand_paging(&mut self) -> Result<Arc<dyn DemandPaging>, VmError> {
-        let regions: Vec<_> =
-            self.ram().regions().iter().map(RamRegion::paged).collect::<Result<_, _>>()?;
+        let regions: Vec<_> = self.ram().regions().iter().map(RamRegion::paged).collect::<Result<_, _>>()?;
         let make = |threads| {
             // Includes the faults of KVM and of system calls, because vCPUs and devices touch
             // memory in the kernel.

@@ -37,6 +37,13 @@ pub enum Verdict {
     Skipped(String),
 }
 
+impl Verdict {
+    /// Returns the verdict of a scenario that needs a disk where there is none.
+    pub(crate) fn no_disk() -> Self {
+        Self::Skipped("there is no disk, because mkfs.ext4 is not installed".into())
+    }
+}
+
 /// Environment of a scenario.
 #[derive(Debug)]
 pub struct Lab {

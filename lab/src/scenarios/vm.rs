@@ -65,7 +65,8 @@ pub(crate) struct Boot {
 pub(crate) struct Vm {
     host: Rc<dyn ProgramHost>,
     vmferry: PathBuf,
-    id: u32,
+    /// Number of the process at its host. `None` if the host did not start it.
+    id: Option<u32>,
     api: PathBuf,
     console: PathBuf,
     errors: PathBuf,
@@ -172,7 +173,7 @@ impl Vm {
         let vm = Self {
             host: Rc::clone(host),
             vmferry: boot.vmferry.clone(),
-            id,
+            id: Some(id),
             api,
             console,
             errors,
@@ -187,6 +188,25 @@ impl Vm {
             std::thread::sleep(TICK);
         }
         Ok(vm)
+    }
+
+    /// Returns branch `number` of `parent`, which was started with control sockets in `folder`.
+    pub(crate) fn branched(parent: &Self, folder: &Path, number: u32) -> Self {
+        let file = |extension: &str| folder.join(format!("{number}.{extension}"));
+        Self {
+            host: Rc::clone(&parent.host),
+            vmferry: parent.vmferry.clone(),
+            id: None,
+            api: file("sock"),
+            console: file("serial"),
+            errors: file("log"),
+            read: Cell::new(0),
+        }
+    }
+
+    /// Returns the number of the process at its host.
+    fn started(&self) -> Result<u32> {
+        self.id.context("the host did not start this process")
     }
 
     /// Returns the standard error of the process.
@@ -276,9 +296,10 @@ impl Vm {
         self.until("listening", |status| Ok(status["vm"]["incoming"].as_str().map(str::to_owned)))
     }
 
-    /// Returns the exit status of the process, if it has ended.
+    /// Returns the exit status of the process, if its host has started it and it has ended.
     pub(crate) fn ended(&self) -> Result<Option<i32>> {
-        match self.host.execute(Request::Ended { id: self.id })? {
+        let Some(id) = self.id else { return Ok(None) };
+        match self.host.execute(Request::Ended { id })? {
             Answer::Ended(status) => Ok(status),
             other => bail!("unexpected: {other:?}"),
         }
@@ -298,13 +319,13 @@ impl Vm {
 
     /// Kills the process.
     pub(crate) fn kill(&self) -> Result<()> {
-        self.host.execute(Request::Kill { id: self.id })?;
+        self.host.execute(Request::Kill { id: self.started()? })?;
         Ok(())
     }
 
     /// Types a line on the guest's console.
     pub(crate) fn enter(&self, line: &str) -> Result<()> {
-        self.host.execute(Request::Type { id: self.id, text: format!("{line}\n") })?;
+        self.host.execute(Request::Type { id: self.started()?, text: format!("{line}\n") })?;
         Ok(())
     }
 

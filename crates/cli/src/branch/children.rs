@@ -144,10 +144,14 @@ impl Started {
         let to = options.open(&log).with_context(|| format!("cannot write {}", log.display()))?;
         let (own, theirs) = UnixStream::pair()?;
         own.set_read_timeout(Some(PATIENCE))?;
-        let arguments = arguments
+        let mut arguments = arguments
             .clone()
             .arriving_from(format!("branch:fd:{}", theirs.as_raw_fd()))
             .replace("api", api.as_os_str());
+        // Two processes cannot write to the same file.
+        if arguments.value("serial").is_some() {
+            arguments = arguments.replace("serial", folder.join(format!("{index}.serial")));
+        }
         let process = arguments.spawn(program, &[theirs.as_fd()], Stdio::from(to))?;
         Ok(Self { process, socket: BufReader::new(own), api, log, runs: None })
     }

@@ -51,8 +51,9 @@ pub(crate) struct BranchArgs {
     pub(crate) count: u32,
     /// Folder for the control sockets and logs of the children
     ///
-    /// Child I gets the control socket DIR/I.sock, and writes its messages to DIR/I.log. The first
-    /// child is number 0. The command creates the folder if it does not exist.
+    /// Child I gets the control socket DIR/I.sock, and writes its messages to DIR/I.log. If the
+    /// guest has a serial port, the output of the child's is in DIR/I.serial. The first child is
+    /// number 0. The command creates the folder if it does not exist.
     #[arg(long, value_name = "DIR")]
     pub(crate) api_dir: PathBuf,
     /// Write the result as JSON to this file (- for standard output)
@@ -149,9 +150,9 @@ fn arguments(start: &StartArguments) -> Result<SuccessorArguments> {
         parent.values("net").next().is_none(),
         "the guest has a network interface, and a tap cannot be shared with its branches; start it without --net"
     );
-    // A second process cannot listen at the same address or write to the same file, and a child's
-    // memory is never allocated in advance.
-    let unshared = ["metrics", "metrics-public", "serial", "pass-fd", "prealloc", "balloon-auto"];
+    // A second process cannot listen at the same address, and a child's memory is never allocated
+    // in advance.
+    let unshared = ["metrics", "metrics-public", "pass-fd", "prealloc", "balloon-auto"];
     Ok(unshared.iter().fold(parent, |all, name| all.without(name)))
 }
 

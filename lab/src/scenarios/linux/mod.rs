@@ -2,6 +2,7 @@
 
 mod copies;
 mod ends;
+mod instants;
 mod judge;
 mod moves;
 mod network;
@@ -122,6 +123,20 @@ pub(super) const SCENARIOS: &[Scenario] = &[
         false,
         45,
         copies::identity,
+    ),
+    scenario(
+        "linux-snapshot",
+        "a snapshot in the background is one instant of memory and disk, and the guest continues",
+        true,
+        60,
+        instants::snapshot,
+    ),
+    scenario(
+        "linux-branch",
+        "branches continue from one instant beside their parent",
+        true,
+        50,
+        instants::branch,
     ),
     scenario("linux-ten-moves", "ten moves back and forth in a row", false, 120, moves::ten),
     Scenario {

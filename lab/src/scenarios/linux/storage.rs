@@ -3,32 +3,52 @@
 use super::{Lab, Rig, Verdict, seconds};
 use crate::scenarios::vm::{Guest, Vm};
 use anyhow::{Context, Result, ensure};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+
+/// Disk image in a file, which is removed on drop.
+#[derive(Debug)]
+pub(super) struct Image(PathBuf);
+
+impl Image {
+    /// Copies the template of the plan. `None` if there is no template.
+    pub(super) fn of_template(lab: &Lab) -> Result<Option<Self>> {
+        let Some(template) = &lab.plan.disk else { return Ok(None) };
+        let image = Self(Path::new("/tmp").join(format!("lab-disk-{}.img", std::process::id())));
+        std::fs::copy(template, image.path())
+            .with_context(|| format!("cannot copy {}", template.display()))?;
+        Ok(Some(image))
+    }
+
+    /// Returns another image, which does not exist yet.
+    pub(super) fn beside(&self, name: &str) -> Self {
+        Self(self.0.with_extension(format!("{name}.img")))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Image {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
 
 /// Checks that all flushed records exist after two moves under load, and that the file system is
 /// clean.
 pub(super) fn disk(lab: &mut Lab) -> Result<Verdict> {
-    let Some(template) = lab.plan.disk.clone() else {
-        return Ok(Verdict::Skipped("there is no disk, because mkfs.ext4 is not installed".into()));
-    };
-    let image = Path::new("/tmp").join(format!("lab-disk-{}.img", std::process::id()));
-    std::fs::copy(&template, &image).with_context(|| format!("cannot copy {}", template.display()))?;
-    let result = on(lab, &image);
-    let _ = std::fs::remove_file(&image);
-    result
-}
-
-fn on(lab: &mut Lab, image: &Path) -> Result<Verdict> {
+    let Some(image) = Image::of_template(lab)? else { return Ok(Verdict::no_disk()) };
     let mut rig = Rig::new(lab);
-    let guest = writer(image, 16);
+    let guest = writer(image.path(), 16);
     let (source, target) = (rig.boot(&guest)?, rig.awaiting(&guest)?);
     let before = source.guest_report()?.records.context("it writes no records")?;
     rig.carry(&source, &target, &["--mode", "precopy", "--tracker", "ring", "--verify"])?;
     // The second move starts on the first one's target.
     let next = rig.awaiting(&guest)?;
     rig.carry(&target, &next, &["--mode", "postcopy", "--pace", "off"])?;
-    finish(&mut rig, &next, before, image)?;
+    finish(&mut rig, &next, before, image.path())?;
     Ok(Verdict::Passed)
 }
 
@@ -72,7 +92,7 @@ pub(super) fn slow(lab: &mut Lab) -> Result<Verdict> {
 }
 
 /// Returns a guest that writes records to the disk `path`.
-fn writer(path: &Path, stress_mib: u32) -> Guest {
+pub(super) fn writer(path: &Path, stress_mib: u32) -> Guest {
     Guest {
         dirty_ring: true,
         options: format!("lab.stress_mib={stress_mib} lab.records=/disk/records"),
@@ -83,7 +103,7 @@ fn writer(path: &Path, stress_mib: u32) -> Guest {
 
 /// Ends the guest, and checks that the disk `path` has all its records, more than `before` the
 /// moves, and a clean file system.
-fn finish(rig: &mut Rig<'_>, vm: &Vm, before: u64, path: &Path) -> Result<()> {
+pub(super) fn finish(rig: &mut Rig<'_>, vm: &Vm, before: u64, path: &Path) -> Result<()> {
     let guest_report = vm.verified("stop-records")?.guest_report;
     let records = guest_report.records.unwrap_or(0);
     ensure!(records > before, "it wrote {before} records before its moves and none afterwards");
