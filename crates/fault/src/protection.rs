@@ -9,7 +9,10 @@ use std::any::Any;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 use vmferry_core::{Fault, PageIndex, PageRun, RegionId, VmError, WriteProtection};
-use vmferry_sys::uffd::{FEATURE_THREAD_ID, FEATURE_WP, FEATURE_WP_SHMEM, FEATURE_WP_UNPOPULATED};
+use vmferry_sys::mapping;
+use vmferry_sys::uffd::{
+    FEATURE_THREAD_ID, FEATURE_WP, FEATURE_WP_SHMEM, FEATURE_WP_UNPOPULATED, Userfaultfd,
+};
 use vmferry_thread::VcpuThreads;
 
 /// Maximum number of attempts to change the protection of pages while their mapping is being
@@ -36,6 +39,10 @@ pub struct UffdProtection {
     shards: Shards,
     map: ShardMap,
     threads: Arc<VcpuThreads>,
+    /// Regions whose pages are read before they are protected: private anonymous memory, if the
+    /// kernel is older than 6.4. It does not protect a page that does not exist. A read maps a page
+    /// of zeros, which it does protect.
+    read_first: Vec<RegionId>,
     /// True while the memory is registered. The path of a fault does not use it.
     begun: RwLock<bool>,
     /// Keeps the mappings alive. Last field, so that it is dropped after everything else.
@@ -56,6 +63,18 @@ impl UffdProtection {
         owner: Arc<dyn Any + Send + Sync>,
         options: &UffdOptions,
     ) -> Result<Self, FaultError> {
+        // If the kernel does not tell, opening the userfaultfds returns the reason.
+        let offered = Userfaultfd::offered().unwrap_or(u64::MAX);
+        Self::with_features(offered, regions, owner, options)
+    }
+
+    /// Does the same as [`new`](Self::new) for a kernel that offers the features `offered`.
+    fn with_features(
+        offered: u64,
+        regions: &[PagedRegion],
+        owner: Arc<dyn Any + Send + Sync>,
+        options: &UffdOptions,
+    ) -> Result<Self, FaultError> {
         if let Some(region) = regions.iter().find(|r| matches!(r.backing, Backing::HugeMemfd { .. })) {
             return Err(FaultError::HugePages(region.id));
         }
@@ -64,13 +83,17 @@ impl UffdProtection {
         let features = regions.iter().fold(FEATURE_THREAD_ID | FEATURE_WP, |features, region| {
             features
                 | match region.backing {
-                    Backing::Anonymous => FEATURE_WP_UNPOPULATED,
+                    Backing::Anonymous => FEATURE_WP_UNPOPULATED & offered,
                     Backing::Memfd { .. } | Backing::HugeMemfd { .. } => FEATURE_WP_SHMEM,
                 }
         });
         let shards = Shards::open(count, features, options.user_mode_only, FaultError::NoProtection)?;
         let threads = Arc::clone(&options.threads);
-        Ok(Self { shards, map, threads, begun: RwLock::new(false), _owner: owner })
+        let reads = |region: &&PagedRegion| {
+            matches!(region.backing, Backing::Anonymous) && offered & FEATURE_WP_UNPOPULATED == 0
+        };
+        let read_first = regions.iter().filter(reads).map(|region| region.id).collect();
+        Ok(Self { shards, map, threads, read_first, begun: RwLock::new(false), _owner: owner })
     }
 
     /// Calls `change` if no page can be protected, prevents the begin of write protection until
@@ -104,6 +127,9 @@ impl UffdProtection {
 
     fn change(&self, region: RegionId, run: PageRun, protect: bool) -> Result<(), FaultError> {
         let place = self.map.with_pages(region, run)?;
+        if protect && self.read_first.contains(&region) {
+            mapping::populate_for_reading(place.span(run)).map_err(FaultError::host(region))?;
+        }
         for (shard, part) in self.map.parts(place, run) {
             let uffd = self.shards.uffd(shard);
             let mut attempts = 0;
@@ -171,5 +197,70 @@ impl WriteProtection for UffdProtection {
             *begun = false;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use vmferry_testkit::{Need, skip};
+
+    const PAGE: usize = 4096;
+
+    /// Four pages of private anonymous memory that were never touched.
+    struct Untouched(*mut AtomicU64);
+
+    // SAFETY: an address; the bytes are accessed as atomics only.
+    unsafe impl Send for Untouched {}
+    // SAFETY: as above.
+    unsafe impl Sync for Untouched {}
+
+    impl Untouched {
+        fn new() -> Self {
+            use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            // SAFETY: a new mapping at an address of the kernel's choice. It is never unmapped.
+            let start = unsafe { mmap_anonymous(std::ptr::null_mut(), 4 * PAGE, access, MapFlags::PRIVATE) };
+            Self(start.unwrap().cast())
+        }
+
+        fn word(&self, page: usize) -> &AtomicU64 {
+            // SAFETY: the mapping has four pages and stays mapped.
+            unsafe { &*self.0.byte_add(page * PAGE) }
+        }
+    }
+
+    #[test]
+    fn untouched_pages_are_protected_by_kernels_without_the_feature_for_them() {
+        let memory = Arc::new(Untouched::new());
+        let region = PagedRegion {
+            id: RegionId(0),
+            host: memory.0.addr() as u64,
+            len: 4 * PAGE as u64,
+            backing: Backing::Anonymous,
+        };
+        let mut options = UffdOptions::new(Arc::new(VcpuThreads::new(1)));
+        (options.shards, options.user_mode_only) = (1, true);
+        let offered = match Userfaultfd::offered() {
+            Ok(offered) if offered & FEATURE_WP != 0 => offered & !FEATURE_WP_UNPOPULATED,
+            offered => return skip(Need::Uffd, format!("no write protection: {offered:x?}")),
+        };
+        let owner = Arc::clone(&memory) as _;
+        let protection = UffdProtection::with_features(offered, &[region], owner, &options).unwrap();
+        protection.begin().unwrap();
+        protection.protect(RegionId(0), PageRun::new(PageIndex(1), 2)).unwrap();
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| memory.word(2).store(7, Ordering::SeqCst));
+            let fault = protection.next_write(0, Duration::from_secs(10)).unwrap().unwrap();
+            assert_eq!((fault.page, fault.write), (PageIndex(2), true));
+            assert_eq!(memory.word(2).load(Ordering::SeqCst), 0, "the writer waits");
+            // Pages that are not protected are not delayed.
+            memory.word(0).store(1, Ordering::SeqCst);
+            protection.unprotect(RegionId(0), PageRun::new(PageIndex(2), 1)).unwrap();
+            writer.join().unwrap();
+        });
+        assert_eq!(memory.word(2).load(Ordering::SeqCst), 7);
+        protection.end().unwrap();
     }
 }

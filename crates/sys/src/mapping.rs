@@ -173,11 +173,35 @@ pub fn populate(span: Range<u64>) -> Result<(), SysError> {
         libc::ENOMEM => "not all of it is mapped, or the host has not enough free memory",
         other => common(other),
     };
+    populate_by("madvise(MADV_POPULATE_WRITE)", libc::MADV_POPULATE_WRITE, &span, meaning)
+}
+
+/// Populates the pages at the addresses `span` for reading (`MADV_POPULATE_READ`): untouched pages
+/// of private anonymous memory get an entry in the page table, which refers to a page of zeros that
+/// the whole host shares. The content does not change.
+///
+/// # Errors
+/// Returns an error in the cases of [`populate`]. `EINVAL` means that the mapping is not readable,
+/// or that the kernel is older than 5.14.
+pub fn populate_for_reading(span: Range<u64>) -> Result<(), SysError> {
+    let meaning = |errno| match errno {
+        libc::EINVAL => "the memory is not readable, or this kernel is older than 5.14",
+        libc::EFAULT => "the host has no page for the memory",
+        libc::ENOMEM => "not all of it is mapped, or the host has not enough free memory",
+        other => common(other),
+    };
+    populate_by("madvise(MADV_POPULATE_READ)", libc::MADV_POPULATE_READ, &span, meaning)
+}
+
+fn populate_by(
+    call: &'static str,
+    advice: libc::c_int,
+    span: &Range<u64>,
+    meaning: impl Fn(i32) -> &'static str,
+) -> Result<(), SysError> {
     loop {
         // SAFETY: the advice allocates pages and does not change the content.
-        let populated = unsafe {
-            advise("madvise(MADV_POPULATE_WRITE)", span.clone(), libc::MADV_POPULATE_WRITE, meaning)
-        };
+        let populated = unsafe { advise(call, span.clone(), advice, &meaning) };
         match populated {
             Err(error) if matches!(error.errno(), Some(libc::EAGAIN | libc::EINTR)) => {}
             done => return done,
