@@ -11,7 +11,8 @@ use vmferry_testkit::tries;
 
 /// Three units, of which the last is short.
 const PAGES: usize = 40;
-/// Pages that the guest writes: the last of each unit, which is copied last, and the first one twice.
+/// Pages that the guest writes: the last of each unit, which is copied last, and the first one
+/// twice.
 const WRITES: [usize; 4] = [15, 31, 15, 39];
 const TRIES: usize = 2000;
 
