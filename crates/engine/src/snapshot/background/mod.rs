@@ -26,7 +26,7 @@ use super::file::NewFile;
 use super::image::{Image, ImageFigures};
 use super::save::refuse_streams;
 use super::write::Stop;
-use super::{ms, threads};
+use super::{MOST_THREADS, ms};
 use crate::channel::Pacer;
 use crate::demand::{again_after_panics, still_arrives};
 use crate::handle::{MigrationHandle, MigrationState};
@@ -63,13 +63,19 @@ const BETWEEN: Duration = Duration::from_millis(200);
 /// Number of attempts with the limit [`QUIESCE`]. The last attempt waits for as long as the VMM
 /// considers reasonable.
 const ATTEMPTS: u32 = 10;
-/// Interval at which a sleeping fault thread checks whether it must end, in case it has missed the
-/// interrupt.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval at which a sleeping fault thread checks whether it must end, or whether the snapshot
+/// was cancelled.
+const LOOK: Duration = Duration::from_millis(250);
 /// Delay before a fault thread reads faults again, after the host has returned an error.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Number of attempts to end write protection. As long as it has not ended, threads may sleep.
 const END_ATTEMPTS: u32 = 50;
+
+/// Returns the number of writers: one for every two processors. The others are left to the guest,
+/// which runs while the file is written. For the same reason, writers have a low priority.
+fn writers() -> usize {
+    (std::thread::available_parallelism().map_or(1, std::num::NonZero::get) / 2).clamp(1, MOST_THREADS)
+}
 
 /// Function that is called while the guest is paused.
 pub struct PauseHook(Box<dyn Fn() -> Result<(), VmError> + Send + Sync>);
@@ -170,7 +176,11 @@ pub fn snapshot_background(
         handle,
     };
     let mut course = Course::default();
-    let taken = snapshot.take(vm, &mut file, (id, settings), &mut course);
+    let taken = match snapshot.take(vm, &mut file, (id, settings), &mut course) {
+        // A cancel ends the steps with errors of their own.
+        Err(_) if handle.cancelled() => Err(Stop::Cancelled),
+        taken => taken,
+    };
     Ok(report(&snapshot, (id, settings), course, taken, began))
 }
 
@@ -339,11 +349,7 @@ impl<'a> Snapshot<'a> {
             let resumed = self.resume(vm, course);
             course.downtime = pausing.elapsed();
             resumed?;
-            let closed = match closed {
-                // A cancel ends the hook with an error.
-                Err(_) if self.handle.cancelled() => return Err(Stop::Cancelled),
-                closed => closed?,
-            };
+            let closed = closed?;
             self.handle.update(|progress| {
                 progress.state = MigrationState::Precopy;
                 progress.busy = None;
@@ -422,6 +428,11 @@ impl<'a> Snapshot<'a> {
     fn serve(&self, shard: usize) {
         vmferry_thread::scheduling::prefer_latency();
         while !self.ended.load(Ordering::Acquire) {
+            // A writer may be in a call of a disk that does not answer. The guest must not wait for
+            // that writer after a cancel.
+            if self.handle.cancelled() && !self.copies.stopped() {
+                self.fail(VmError::new("cancelled on request"));
+            }
             match self.protection.next_write(shard, LOOK) {
                 Ok(None) => {}
                 Ok(Some(fault)) => {
@@ -482,13 +493,19 @@ impl<'a> Snapshot<'a> {
             self.handle.counters.add_thread_cpu();
         };
         std::thread::scope(|scope| {
-            for number in 1..threads() {
+            let gives_way = || {
+                vmferry_thread::scheduling::give_way();
+                work();
+            };
+            let start = |number| {
                 let name = format!("snapshot-{number}");
-                // If a thread cannot be started, the snapshot only takes longer, because this
-                // thread works, too.
-                let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
+                vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, gives_way)
+            };
+            // If a thread cannot be started, the others only take longer.
+            let started = (0..writers()).filter(|number| start(*number).is_ok()).count();
+            if started == 0 {
+                work();
             }
-            work();
         });
         let stopped = first.into_inner().unwrap_or_else(PoisonError::into_inner);
         match (stopped, self.failure()) {
