@@ -163,7 +163,7 @@ fn each_page_is_protected_before_and_unprotected_after_its_copy() {
     assert_eq!(counts(&vm.1.protected), counts(&vm.1.unprotected), "all pages once: {report:?}");
     assert!(vm.0.running());
     let mut target = vm.0.target();
-    // The twin stands still, as a target compares itself with it.
+    // A target compares itself with its twin, which must not write meanwhile.
     vm.0.halt();
     let received = restore(&mut target, &guest(&folder)).unwrap();
     assert_eq!(target.arrived_equal(), Some(true));
