@@ -35,5 +35,6 @@ pub mod rtt;
 pub mod scale;
 pub mod scan;
 pub mod slow_disk;
+pub mod snapshot;
 pub mod stalls;
 pub mod warm;

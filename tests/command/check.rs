@@ -5,13 +5,14 @@ use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-const IDS: [&str; 15] = [
+const IDS: [&str; 16] = [
     "kvm",
     "dirty_rings",
     "ioeventfd",
     "wp",
     "faults_kernel",
     "faults_user",
+    "snapshot",
     "minor_shmem",
     "minor_hugetlbfs",
     "cpu_latency",

@@ -21,6 +21,7 @@ mod plan;
 mod postcopy;
 mod qmp;
 mod sandbox;
+mod snapshot;
 mod support;
 mod terminal;
 mod threads;

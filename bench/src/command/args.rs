@@ -23,6 +23,8 @@ pub(super) enum BenchName {
     Scale,
     /// Codecs of pages: ratio, speed, and whole migrations
     Codec,
+    /// Snapshots of a running guest: vmferry and QEMU
+    Snapshot,
     /// Predictions of `plan`, compared with real migrations
     Plan,
     /// Floor of a remote fault: page round trips, and a local fault

@@ -18,6 +18,7 @@ mod request;
 mod sample;
 mod scale;
 mod side;
+mod snapshot;
 mod soak;
 mod stalls;
 
@@ -100,7 +101,8 @@ fn bench(args: &BenchArgs) -> Result<()> {
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why =
+            "scan, migrate, rtt, snapshot, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -159,6 +161,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Stalls => &[stalls::bench],
         BenchName::Scale => &[scale::bench],
         BenchName::Codec => &[codec::bench],
+        BenchName::Snapshot => &[snapshot::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
@@ -177,6 +180,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
             reaper::bench,
             postcopy::bench,
             scale::bench,
+            snapshot::bench,
         ],
     }
 }

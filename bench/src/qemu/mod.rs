@@ -11,6 +11,7 @@ mod machine;
 mod postcopy;
 mod qmp;
 mod serial;
+mod snapshot;
 mod stalls;
 mod timeline;
 
@@ -35,6 +36,7 @@ pub use balloon::{Balloon, inflate, move_freed};
 pub(crate) use density::start_guest;
 pub use error::QemuError;
 pub use postcopy::postcopy;
+pub use snapshot::snapshot;
 pub use stalls::stalls;
 
 /// Longest time from power-on until the guest has filled its memory.

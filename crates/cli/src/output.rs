@@ -140,6 +140,9 @@ fn report(report: &Value, mut out: impl Write) -> Result<()> {
     if count(&report["bytes"]["wire"]) == 0 {
         return Ok(());
     }
+    if report["snapshot"].is_object() {
+        return snapshot(report, &mut out);
+    }
     times(report, &mut out)?;
     guest(report, &mut out)?;
     let known = &report["known_pages"];
@@ -175,6 +178,59 @@ fn ms(value: &Value) -> String {
 
 fn count(value: &Value) -> u64 {
     value.as_u64().unwrap_or(0)
+}
+
+/// Writes the report of a snapshot of a running guest.
+fn snapshot(report: &Value, out: &mut impl Write) -> Result<()> {
+    let (pause, figures) = (&report["downtime"], &report["snapshot"]);
+    writeln!(
+        out,
+        "total        {} (the guest was paused after {})",
+        ms(&report["total_ms"]),
+        ms(&report["setup_ms"])
+    )?;
+    let hooks = if figures["hook_ms"].as_f64() > Some(0.0) {
+        format!(", hooks {}", ms(&figures["hook_ms"]))
+    } else {
+        String::new()
+    };
+    writeln!(
+        out,
+        "pause        {}: vCPUs {}, device state {}, protection {}, resume {}{hooks}",
+        ms(&report["downtime_ms"]),
+        ms(&pause["pause_ms"]),
+        ms(&pause["device_state_ms"]),
+        ms(&pause["last_harvest_ms"]),
+        ms(&pause["resume_ms"])
+    )?;
+    writeln!(
+        out,
+        "file         {} with {} pages; {} pages are zero or were never touched",
+        bytes(count(&report["bytes"]["wire"])),
+        count(&report["bytes"]["raw_pages"]),
+        count(&report["bytes"]["zero_pages"])
+    )?;
+    writeln!(
+        out,
+        "copies       {} pages for {} faults, at most {} of {} at a time; {} faults waited ({} in all, longest {})",
+        count(&figures["copied_pages"]),
+        count(&figures["faults"]),
+        bytes(count(&figures["buffer_peak_bytes"])),
+        bytes(count(&figures["buffer_bytes"])),
+        count(&figures["waits"]),
+        ms(&figures["wait_ms"]),
+        ms(&figures["longest_wait_ms"])
+    )?;
+    guest(report, out)?;
+    if count(&report["verified_pages"]) > 0 {
+        writeln!(
+            out,
+            "verified     {} pages of the file ({})",
+            count(&report["verified_pages"]),
+            ms(&report["verify_ms"])
+        )?;
+    }
+    Ok(())
 }
 
 /// Writes durations and the transferred data.

@@ -184,6 +184,8 @@ impl View {
         let progress = &status["progress"];
         let (phase, counted) = match status["state"].as_str() {
             Some("setup") if progress["busy"].is_string() => ("waiting", false),
+            Some("setup") if of_a_file(status) => ("protecting", false),
+            Some("precopy") if of_a_file(status) => ("writing", false),
             Some("precopy") => ("pass", true),
             Some("switchover") => ("switchover", false),
             Some("postcopy") => ("postcopy", false),
@@ -200,6 +202,11 @@ impl View {
             ..Self::default()
         };
         match phase {
+            "protecting" => view.lines.push("write-protecting the memory of the running guest".into()),
+            "writing" => {
+                let rate = link.rate().map_or(String::new(), |rate| format!(", {}/s", bytes(whole(rate))));
+                view.lines.push(format!("{} left{rate}, the guest runs", left(progress, "remaining_pages")));
+            }
             "setup" => view.lines.push("connecting, negotiating, starting to track".into()),
             "waiting" => {
                 view.lines
@@ -344,6 +351,11 @@ fn columns() -> usize {
     size.map_or(80, |size| usize::from(size.ws_col)).max(NARROWEST)
 }
 
+/// Returns whether a guest is written to a file.
+fn of_a_file(status: &Value) -> bool {
+    status["mode"] == "file"
+}
+
 fn count(progress: &Value, name: &str) -> u64 {
     progress[name].as_u64().unwrap_or(0)
 }
@@ -477,6 +489,11 @@ mod tests {
             let view = View::of(&json!({"state": state, "progress": progress}), &Link::default());
             assert!(view.lines[0].contains(want), "{view:?}");
         }
+        let file = |state| json!({"state": state, "mode": "file", "progress": {"remaining_pages": 256}});
+        let view = View::of(&file("setup"), &Link::default());
+        assert!(view.lines[0].contains("write-protecting"), "{view:?}");
+        let view = View::of(&file("precopy"), &link(&[8e6]));
+        assert_eq!(view.lines, ["1.0 MiB left, 7.6 MiB/s, the guest runs"]);
         // The members of a document may be missing or of another type.
         View::of(&json!(null), &Link::default());
         View::of(&json!({"state": 7, "progress": {"verdict": [], "channel_bytes": {}}}), &Link::default());

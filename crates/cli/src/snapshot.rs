@@ -43,8 +43,8 @@ pub(crate) struct SnapshotArgs {
     verify: bool,
     /// Command of the shell that runs while the guest is paused
     ///
-    /// The command runs after the state of the guest was saved. Take a snapshot of the guest's disks
-    /// with it. If the command fails, no file is written.
+    /// The command runs after the state of the guest was saved. Take a snapshot of the guest's
+    /// disks with it. If the command fails, no file is written.
     #[arg(long, value_name = "COMMAND", help_heading = heading::HOOKS)]
     freeze_hook: Option<String>,
     /// Command of the shell that runs after the freeze hook

@@ -17,6 +17,9 @@ use std::time::Duration;
 /// common queue. All methods may be called concurrently from any thread. No method may write guest
 /// memory, because the write could wait for the caller.
 ///
+/// The methods of [`GuestMemory`](crate::GuestMemory) must not wait for a thread that writes guest
+/// memory, because the engine calls some of them while it delays all writes to protected pages.
+///
 /// # Writes that are not delayed
 /// The implementation must tell its user how to prevent the following changes of protected pages,
 /// because no thread waits for them:

@@ -1,6 +1,6 @@
-//! Synchronization types that threads share in postcopy and in snapshots of running guests: atomics,
-//! locks and bitmaps of claimed pages. Unit tests replace them by types of shuttle, a scheduler that tries out interleavings:
-//! before each access, any other thread may run.
+//! Synchronization types that threads share in postcopy and in snapshots of running guests:
+//! atomics, locks and bitmaps of claimed pages. Unit tests replace them by types of shuttle, a
+//! scheduler that tries out interleavings: before each access, any other thread may run.
 
 #[cfg(not(test))]
 pub(crate) use std::sync::Mutex as SteppedMutex;

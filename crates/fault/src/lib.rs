@@ -1,10 +1,10 @@
 //! Demand paging and write protection for guest memory that is mapped in this process, with
 //! userfaultfd.
 //!
-//! [`UffdMemory`] implements [`DemandPaging`](vmferry_core::DemandPaging). Postcopy needs it, and so
-//! does a restore that starts the guest before its memory has been read. [`UffdProtection`]
-//! implements [`WriteProtection`](vmferry_core::WriteProtection), which snapshots of a running guest
-//! need.
+//! [`UffdMemory`] implements [`DemandPaging`](vmferry_core::DemandPaging). Postcopy needs it, and
+//! so does a restore that starts the guest before its memory has been read. [`UffdProtection`]
+//! implements [`WriteProtection`](vmferry_core::WriteProtection), which snapshots of a running
+//! guest need.
 //!
 //! ```no_run
 //! use std::os::fd::OwnedFd;

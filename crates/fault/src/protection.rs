@@ -50,8 +50,8 @@ pub struct UffdProtection {
 }
 
 impl UffdProtection {
-    /// Prepares write protection of `regions`, which `owner` keeps mapped. No page is protected, and
-    /// nothing is registered before [`begin`](WriteProtection::begin).
+    /// Prepares write protection of `regions`, which `owner` keeps mapped. No page is protected,
+    /// and nothing is registered before [`begin`](WriteProtection::begin).
     ///
     /// # Errors
     /// Returns [`FaultError::NoProtection`] if the kernel does not support write protection, or if

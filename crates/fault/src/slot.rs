@@ -80,9 +80,9 @@ impl PagingSlot {
 
     /// Calls `change`, which may give pages back to the host, if no page can be missing or
     /// write-protected. Prevents the begin of demand paging and of write protection until `change`
-    /// returns, and returns its result. Returns `None` while pages may be missing or protected. Code
-    /// that drops pages must run in `change`: a dropped page would be missing again, or would lose
-    /// content that a snapshot needs.
+    /// returns, and returns its result. Returns `None` while pages may be missing or protected.
+    /// Code that drops pages must run in `change`: a dropped page would be missing again, or would
+    /// lose content that a snapshot needs.
     pub fn if_droppable<T>(&self, change: impl FnOnce() -> T) -> Option<T> {
         let protection = self.protection.read().unwrap_or_else(PoisonError::into_inner);
         match &*protection {

@@ -44,6 +44,7 @@
 //! | [`TargetVm`] | target | every migration |
 //! | [`DemandPaging`] | target | postcopy and on-demand restores. The feature `fault` implements it with userfaultfd |
 //! | [`FreePages`] | source | skipping free pages |
+//! | [`WriteProtection`] | source | snapshots of a running guest ([`snapshot_background`]). The feature `fault` implements it with userfaultfd |
 //!
 //! The example `embed` is a complete VMM in about 150 lines, and `transport` moves the guest of the
 //! same VMM over connections that the caller creates. The example `vm_memory` is a VMM based on
@@ -70,7 +71,7 @@
 //! | `ring` | yes | `tls`, with `ring` as the cryptography provider |
 //! | `tls` | with `ring` | `Tls`: encrypted channels with [rustls](https://docs.rs/rustls), with a cryptography provider that the caller passes or installs |
 //! | `dirty` | no | dirty page trackers for KVM, and one that write-protects pages |
-//! | `fault` | no | demand paging with userfaultfd, for postcopy and on-demand restores |
+//! | `fault` | no | demand paging and write protection with userfaultfd, for postcopy, on-demand restores and snapshots of a running guest |
 //! | `kvm` | no | what a VMM on `kvm-ioctls` needs: state of vCPUs and VM, memory slots, CPU features, pausing vCPUs. Includes `dirty` |
 //! | `vm-memory` | no | a `GuestMemoryMmap` of the crate `vm-memory` as guest memory. Includes `dirty` |
 //!
@@ -108,22 +109,18 @@ pub use vmferry_fault as fault;
 pub use vmferry_kvm as kvm;
 
 pub use vmferry_core::{
-    Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
-    Gpa, GuestMemory, Layout, LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex,
-    PageRun, PageSet, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionId, RingFigures,
-    RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing,
-    VmError, Window,
+    Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout, LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionId, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError, Window, WriteProtection,
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole,
     CodecFigures, Connect, Connected, Cpu, DeltaCacheFigures, Deltas, Downtime, EncodingFigures, Ended,
     FaultFigures, FillState, FreePagesFigures, Incoming, KnownPages, KnownPagesFigures, Listener,
     MappedMemory, MigrateError, MigrationHandle, MigrationKind, MigrationMode, MigrationState,
-    OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PhaseReport, PostcopyFigures,
+    OnDemandRestore, OnTimeout, PaceFigures, PageCodec, PassReport, PauseHook, PhaseReport, PostcopyFigures,
     PostcopyReceiver, PostcopyState, PostcopyWatch, Progress, ReceiveFailure, Received, Refusal, RefusalCode,
-    Report, RestoreError, RestoreProgress, Settings, Sockets, SwitchoverBandwidth, ThrottleFigures,
-    UrgentPath, Uri, UriError, ZstdLevel, arbiter, plan, receive, restore, restore_on_demand, save,
-    save_copy,
+    Report, RestoreError, RestoreProgress, Settings, SnapshotFigures, SnapshotSettings, Sockets,
+    SwitchoverBandwidth, ThrottleFigures, UrgentPath, Uri, UriError, ZstdLevel, arbiter, plan, receive,
+    restore, restore_on_demand, save, save_copy, snapshot_background,
 };
 #[cfg(feature = "tls")]
 pub use vmferry_engine::{Tls, TlsError, rustls};

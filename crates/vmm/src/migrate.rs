@@ -80,8 +80,8 @@ impl SourceVm for Vm {
 
     fn write_protection(&mut self) -> Result<Arc<dyn WriteProtection>, VmError> {
         let make = |threads| {
-            // Includes the faults of KVM and of system calls, because vCPUs and devices write memory
-            // in the kernel.
+            // Includes the faults of KVM and of system calls, because vCPUs and devices write
+            // memory in the kernel.
             let options = UffdOptions::new(threads);
             let regions: Vec<_> = self.ram().regions().iter().map(RamRegion::protected).collect();
             UffdProtection::new(&regions, Arc::clone(self.ram()) as _, &options)

@@ -66,8 +66,8 @@ impl PauseGate {
         }
     }
 
-    /// Waits until the guest is paused, at most for the time `within`. Returns `None` if no snapshot
-    /// with hooks is under way.
+    /// Waits until the guest is paused, at most for the time `within`. Returns `None` if no
+    /// snapshot with hooks is under way.
     pub(crate) fn wait_for_pause(&self, within: Duration) -> Option<bool> {
         let waits = |gate: &mut Gate| *gate == Gate::Awaited;
         let waited = self.changed.wait_timeout_while(self.lock(), within, waits);

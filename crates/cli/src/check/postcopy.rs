@@ -1,11 +1,12 @@
-//! Findings about page faults that postcopy and on-demand restores need: those of vCPUs, of the
-//! kernel and of user code.
+//! Findings about page faults that postcopy, on-demand restores and snapshots need: those of vCPUs,
+//! of the kernel and of user code.
 
 use super::Finding;
 use std::fs::File;
 use vmferry_sys::SysError;
 use vmferry_sys::uffd::{
-    FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID, Userfaultfd,
+    FEATURE_MINOR_HUGETLBFS, FEATURE_MISSING_HUGETLBFS, FEATURE_MISSING_SHMEM, FEATURE_THREAD_ID, FEATURE_WP,
+    FEATURE_WP_SHMEM, FEATURE_WP_UNPOPULATED, Userfaultfd,
 };
 
 /// `UFFD_FEATURE_MINOR_SHMEM`.
@@ -16,6 +17,7 @@ const PERMIT: &str = "postcopy and on-demand restores of KVM guests need it: be 
 
 pub(super) fn findings() -> Vec<Finding> {
     let missing = FEATURE_MISSING_SHMEM | FEATURE_THREAD_ID;
+    let delayed = FEATURE_WP | FEATURE_WP_SHMEM | FEATURE_WP_UNPOPULATED | FEATURE_THREAD_ID;
     let minor =
         |feature| Userfaultfd::open(feature).map_err(said).map(|_| "pages can be mapped in place".into());
     vec![
@@ -30,6 +32,14 @@ pub(super) fn findings() -> Vec<Finding> {
             "faults, user code",
             Userfaultfd::open(missing).map_err(said).map(|_| "missing pages of this process".into()),
             "no guest can run before its memory is complete: needs Linux 5.11 with CONFIG_USERFAULTFD, and no sandbox that forbids it",
+        ),
+        Finding::new(
+            "snapshot",
+            "writes delayed, kernel and KVM",
+            Userfaultfd::open_full(delayed)
+                .map_err(said)
+                .map(|_| "protected pages, also untouched ones".into()),
+            "snapshots of running KVM guests need it: Linux 6.4, and the permission for faults of the kernel and KVM",
         ),
         Finding::new(
             "minor_shmem",

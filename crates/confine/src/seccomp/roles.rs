@@ -279,7 +279,11 @@ pub(super) fn called(role: Role) -> Policy {
             .any(LATENCY)
             .any(&[SYS_fadvise64]),
         Role::Snapshot => {
-            requests(&[request::PROTECT]).any(PAGES).any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
+            // A thread that writes a guest which runs on gives way to the guest.
+            requests(&[request::PROTECT])
+                .any(PAGES)
+                .any(&[SYS_pwrite64, SYS_fadvise64, SYS_sync_file_range])
+                .and(own_latency())
         }
         Role::Arbiter | Role::Traces => network_client(),
         Role::Api => serves().any(&[SYS_geteuid]),

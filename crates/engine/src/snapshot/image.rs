@@ -1,5 +1,5 @@
-//! Parts of a snapshot file besides the contents of its pages: the tables, the indexes, the machine,
-//! the device state, and the header, which is written last.
+//! Parts of a snapshot file besides the contents of its pages: the tables, the indexes, the
+//! machine, the device state, and the header, which is written last.
 
 use super::write::Stop;
 use std::fs::File;

@@ -1,5 +1,5 @@
-//! Saving a guest to a file, which stops it or lets it run on, and restoring it. The memory of a restored guest is read before the
-//! guest starts, or while it runs.
+//! Saving a guest to a file, which stops it or lets it run on, and restoring it. The memory of a
+//! restored guest is read before the guest starts, or while it runs.
 //!
 //! `vmferry_wire` defines the format. The offset of every page is known before the page is written,
 //! a table contains the digest of every page, and an index contains the checksums of the tables.

@@ -5,6 +5,7 @@ mod arbiter;
 #[cfg(feature = "ring")]
 #[path = "../../src/channel/tls/authority.rs"]
 mod authority;
+mod background;
 mod busy;
 mod clumsy;
 mod codecs;

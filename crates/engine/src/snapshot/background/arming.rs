@@ -3,8 +3,8 @@
 //! # Blocks that were never touched are not protected
 //! A marker in the page table would cost memory for each page that the guest never used, and would
 //! prevent huge pages there. Therefore only blocks of 512 pages that have a touched page are
-//! protected (*guarded*). A block that is not guarded when the guest is paused was never touched, so
-//! it is zero at the instant of the snapshot, whatever the guest writes to it later.
+//! protected (*guarded*). A block that is not guarded when the guest is paused was never touched,
+//! so it is zero at the instant of the snapshot, whatever the guest writes to it later.
 //!
 //! # No page is missed
 //! While memory is being armed, a fault only lifts the protection of its unit, and then records the
@@ -13,9 +13,9 @@
 //! steps. [`Arming::close`] excludes such threads: it holds the lock of the phase for writing. The
 //! guest is paused by then, so after the last round all pages of guarded blocks are protected.
 //!
-//! The order of the two steps matters. If the fault thread recorded the unit first, a round could take
-//! the record and protect the unit before the thread lifts the protection. The unit would then be
-//! writable without a record.
+//! The order of the two steps matters. If the fault thread recorded the unit first, a round could
+//! take the record and protect the unit before the thread lifts the protection. The unit would then
+//! be writable without a record.
 
 use super::copies::{BLOCK_PAGES, UNIT_PAGES};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -27,11 +27,11 @@ const BLOCK_UNITS: u64 = BLOCK_PAGES / UNIT_PAGES;
 /// Maximum number of pages that one call protects: 32 MiB. During the call, vCPUs cannot handle
 /// faults in this memory.
 const PIECE_PAGES: u64 = 8192;
-/// Maximum number of guarded units between two written ones that are protected together. To protect a
-/// protected page again costs less than another call.
+/// Maximum number of guarded units between two written ones that are protected together. To protect
+/// a protected page again costs less than another call.
 const MOST_GAP: u64 = 4;
-/// Share of the guest's memory below which an untouched part is guarded, too. It bounds the number of
-/// untouched parts, each of which is examined again while the guest is paused.
+/// Share of the guest's memory below which an untouched part is guarded, too. It bounds the number
+/// of untouched parts, each of which is examined again while the guest is paused.
 const SMALL_GAP_SHARE: u64 = 128;
 
 /// Units that were written since they were protected, and the number of faults that found them.
@@ -160,8 +160,8 @@ impl<'a> Arming<'a> {
         Ok(new)
     }
 
-    /// Returns the blocks of `part` that were touched, with the small gaps between them. `part` lies
-    /// between guarded blocks or ends of the region.
+    /// Returns the blocks of `part` that were touched, with the small gaps between them. `part`
+    /// lies between guarded blocks or ends of the region.
     fn touched_blocks(&self, region: &Region, part: std::ops::Range<u64>) -> Result<Bitmap, VmError> {
         let mut touched = Bitmap::new(region.pages().div_ceil(BLOCK_PAGES));
         // Before the first guarded block of a region, there is no neighbour.

@@ -6,34 +6,34 @@
 //! protected. From then on, a page changes only after it was unprotected. The image has the content
 //! of the instant because of three rules:
 //! 1. Pages are claimed in units. A unit is a bit of its block's word, which is set by an atomic
-//!    operation and never cleared. Therefore exactly one thread claims each unit: a writer claims all
-//!    units of a block that are left, and a fault thread claims the unit of the fault.
-//! 2. The thread that has claimed a unit copies its pages, and then unprotects them. No other thread
-//!    unprotects them. Therefore the copy is complete before the first write.
+//!    operation and never cleared. Therefore exactly one thread claims each unit: a writer claims
+//!    all units of a block that are left, and a fault thread claims the unit of the fault.
+//! 2. The thread that has claimed a unit copies its pages, and then unprotects them. No other
+//!    thread unprotects them. Therefore the copy is complete before the first write.
 //! 3. No page is protected again.
 //!
 //! # No thread waits for ever
-//! A thread that writes a protected page sleeps until the page is unprotected. The fault thread finds
-//! one of three cases:
+//! A thread that writes a protected page sleeps until the page is unprotected. The fault thread
+//! finds one of three cases:
 //! - The unit is claimed. Its claimer unprotects it, and this wakes the threads that sleep on it,
 //!   also those whose fault has not been read yet.
 //! - The unit is free, and so is a part of the buffer: the fault thread claims the unit, copies it
 //!   and unprotects it. The fault thread takes the buffer before it claims the unit. Otherwise a
 //!   writer could wait for a unit whose claimer waits for a buffer that only this writer can empty.
-//! - The buffer is full: the fault thread puts the block into the queue of waiting blocks, which the
-//!   writers serve first. It checks under the lock of the queue that the unit is still free. A writer
-//!   takes this lock after it has unprotected the block. Therefore the writer finds the entry, or the
-//!   fault thread finds the unit claimed.
+//! - The buffer is full: the fault thread puts the block into the queue of waiting blocks, which
+//!   the writers serve first. It checks under the lock of the queue that the unit is still free. A
+//!   writer takes this lock after it has unprotected the block. Therefore the writer finds the
+//!   entry, or the fault thread finds the unit claimed.
 //!
-//! Fault threads therefore never wait for a writer, and writers wait only for fault threads that are
-//! between their claim and the end of their copy.
+//! Fault threads therefore never wait for a writer, and writers wait only for fault threads that
+//! are between their claim and the end of their copy.
 
 use crate::sync::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Condvar, Mutex, MutexGuard};
 use std::collections::{HashMap, VecDeque};
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use vmferry_core::{PAGE_BYTES, PageRun, VmError};
+use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageRun, VmError};
 use vmferry_wire::TABLE_PAGES;
 
 /// Number of pages that are copied and unprotected for one fault.
@@ -44,7 +44,7 @@ pub(super) const UNIT_BYTES: usize = 16 * PAGE_BYTES;
 pub(super) const BLOCK_PAGES: u64 = TABLE_PAGES as u64;
 /// Number of units of a block. They are the bits of a word.
 const BLOCK_UNITS: u64 = BLOCK_PAGES / UNIT_PAGES;
-const _: () = assert!(BLOCK_UNITS == 32 && UNIT_PAGES as usize * PAGE_BYTES == UNIT_BYTES);
+const _: () = assert!(BLOCK_UNITS == 32 && UNIT_PAGES * PAGE_SIZE == UNIT_BYTES as u64);
 
 /// Protected memory of the guest.
 pub(super) trait Live: Sync {
@@ -215,8 +215,8 @@ impl Copies {
         Ok(())
     }
 
-    /// Returns a block that no writer has taken, or `None` if there is none. Blocks on which threads
-    /// wait come first.
+    /// Returns a block that no writer has taken, or `None` if there is none. Blocks on which
+    /// threads wait come first.
     pub(super) fn next(&self) -> Option<Block> {
         while self.queued.load(Ordering::Acquire) > 0 {
             let mut queue = lock(&self.queue);

@@ -5,14 +5,14 @@
 //! 1. While the guest runs, all memory that it has touched is write-protected ([`arming`]). A page
 //!    that the guest writes meanwhile is unprotected and recorded, and protected again in the next
 //!    round, until few such pages are left.
-//! 2. The guest is paused. Its device state is saved, which may write guest memory. Then the recorded
-//!    pages are protected. This is the instant of the snapshot. The time of the pause depends on the
-//!    number of recorded pages, not on the size of the memory.
+//! 2. The guest is paused. Its device state is saved, which may write guest memory. Then the
+//!    recorded pages are protected. This is the instant of the snapshot. The time of the pause
+//!    depends on the number of recorded pages, not on the size of the memory.
 //! 3. The guest runs on. Writers copy and unprotect one block after another and write the copies to
 //!    the file ([`writer`]). If the guest writes a page before its block was copied, a fault thread
 //!    first copies the page into a buffer ([`copies`]).
-//! 4. When all blocks are written, write protection ends. The file is completed, synced to the disk,
-//!    compared with the copies if this was requested, and gets its final name.
+//! 4. When all blocks are written, write protection ends. The file is completed, synced to the
+//!    disk, compared with the copies if this was requested, and gets its final name.
 //!
 //! A failure, or a cancel, in any step lifts all protection. The guest runs on, and the file is
 //! removed.
@@ -26,7 +26,7 @@ use super::file::NewFile;
 use super::image::{Image, ImageFigures};
 use super::save::refuse_streams;
 use super::write::Stop;
-use super::{ms, threads};
+use super::{MOST_THREADS, ms};
 use crate::channel::Pacer;
 use crate::demand::{again_after_panics, still_arrives};
 use crate::handle::{MigrationHandle, MigrationState};
@@ -47,13 +47,13 @@ use vmferry_core::{
 use vmferry_wire::{MigrationId, SnapshotMap, encode_machine, encode_state};
 use writer::Writer;
 
-/// Smallest buffer, in bytes: 1 MiB. With less, nearly every write to a protected page would wait for
-/// the file.
+/// Smallest buffer, in bytes: 1 MiB. With less, nearly every write to a protected page would wait
+/// for the file.
 const LEAST_BUFFER: u64 = 1 << 20;
 /// Number of pages that may be left for the pause. To protect them takes well below a millisecond.
 const FEW_PAGES: u64 = 2048;
-/// Maximum number of rounds in which memory is armed while the guest runs. A guest that writes faster
-/// than its pages are protected gains nothing by further rounds.
+/// Maximum number of rounds in which memory is armed while the guest runs. A guest that writes
+/// faster than its pages are protected gains nothing by further rounds.
 const MOST_ROUNDS: u32 = 12;
 /// Time for which a pause waits for the guest's I/O. If the I/O takes longer, the guest is resumed,
 /// and paused again later.
@@ -63,13 +63,19 @@ const BETWEEN: Duration = Duration::from_millis(200);
 /// Number of attempts with the limit [`QUIESCE`]. The last attempt waits for as long as the VMM
 /// considers reasonable.
 const ATTEMPTS: u32 = 10;
-/// Interval at which a sleeping fault thread checks whether it must end, in case it has missed the
-/// interrupt.
-const LOOK: Duration = Duration::from_secs(1);
+/// Interval at which a sleeping fault thread checks whether it must end, or whether the snapshot
+/// was cancelled.
+const LOOK: Duration = Duration::from_millis(250);
 /// Delay before a fault thread reads faults again, after the host has returned an error.
 const AGAIN: Duration = Duration::from_millis(100);
 /// Number of attempts to end write protection. As long as it has not ended, threads may sleep.
 const END_ATTEMPTS: u32 = 50;
+
+/// Returns the number of writers: one for every two processors. The others are left to the guest,
+/// which runs while the file is written. For the same reason, writers have a low priority.
+fn writers() -> usize {
+    (std::thread::available_parallelism().map_or(1, std::num::NonZero::get) / 2).clamp(1, MOST_THREADS)
+}
 
 /// Function that is called while the guest is paused.
 pub struct PauseHook(Box<dyn Fn() -> Result<(), VmError> + Send + Sync>);
@@ -93,19 +99,19 @@ impl std::fmt::Debug for PauseHook {
 #[non_exhaustive]
 pub struct SnapshotSettings {
     /// Memory for copies of pages that the guest writes before they are in the file, in bytes. The
-    /// default is 64 MiB, and the least is 1 MiB. If the buffer is full, the thread that writes such
-    /// a page waits until a writer has copied the page. The writers have one buffer of 2 MiB each,
-    /// which are not counted.
+    /// default is 64 MiB, and the least is 1 MiB. If the buffer is full, the thread that writes
+    /// such a page waits until a writer has copied the page. The writers have one buffer of 2 MiB
+    /// each, which are not counted.
     pub buffer: u64,
     /// Limit for the bytes that are written per second. `None` for no limit.
     pub max_bandwidth: Option<u64>,
-    /// True to read the file back, and to compare it with the digests of the copies, before the file
-    /// gets its name.
+    /// True to read the file back, and to compare it with the digests of the copies, before the
+    /// file gets its name.
     pub verify: bool,
     /// Function that is called while the guest is paused, after its device state was saved. At that
-    /// moment, the operator can take a snapshot of the guest's disks that belongs to the snapshot of
-    /// its memory. The guest is paused until the function returns. If the function fails, so does the
-    /// snapshot, and the guest runs on.
+    /// moment, the operator can take a snapshot of the guest's disks that belongs to the snapshot
+    /// of its memory. The guest is paused until the function returns. If the function fails, so
+    /// does the snapshot, and the guest runs on.
     pub in_pause: Option<PauseHook>,
 }
 
@@ -123,17 +129,18 @@ impl Default for SnapshotSettings {
 /// the same way.
 ///
 /// While the file is written, a thread that writes a page for the first time waits until this page
-/// was copied. See [`SnapshotSettings::buffer`]. The VM must support [`SourceVm::write_protection`].
+/// was copied. See [`SnapshotSettings::buffer`]. The VM must support
+/// [`SourceVm::write_protection`].
 ///
 /// The function blocks the calling thread until the file is complete. It calls the methods of `vm`
 /// only on that thread. Whether or not the snapshot succeeds, the guest runs on, unless resuming it
 /// failed ([`Report::resume_failed`]).
 ///
 /// # Errors
-/// If the snapshot could not begin: the VM or the host cannot protect memory, the file exists already
-/// or cannot be created, pages of the guest are still arriving, the VM has device state that can only
-/// be sent as a stream, or the settings are out of range. The guest is not affected. An existing file
-/// is never replaced.
+/// If the snapshot could not begin: the VM or the host cannot protect memory, the file exists
+/// already or cannot be created, pages of the guest are still arriving, the VM has device state
+/// that can only be sent as a stream, or the settings are out of range. The guest is not affected.
+/// An existing file is never replaced.
 pub fn snapshot_background(
     vm: &mut dyn SourceVm,
     path: &Path,
@@ -169,7 +176,11 @@ pub fn snapshot_background(
         handle,
     };
     let mut course = Course::default();
-    let taken = snapshot.take(vm, &mut file, (id, settings), &mut course);
+    let taken = match snapshot.take(vm, &mut file, (id, settings), &mut course) {
+        // A cancel ends the steps with errors of their own.
+        Err(_) if handle.cancelled() => Err(Stop::Cancelled),
+        taken => taken,
+    };
     Ok(report(&snapshot, (id, settings), course, taken, began))
 }
 
@@ -257,8 +268,8 @@ impl Drop for Protected<'_> {
 }
 
 impl<'a> Snapshot<'a> {
-    /// Takes the snapshot. Afterwards the guest runs, no page is protected, and the file has its name
-    /// if the result is a success.
+    /// Takes the snapshot. Afterwards the guest runs, no page is protected, and the file has its
+    /// name if the result is a success.
     fn take(
         &self,
         vm: &mut dyn SourceVm,
@@ -305,8 +316,8 @@ impl<'a> Snapshot<'a> {
         file.name().map_err(Stop::File)
     }
 
-    /// Arms the memory, pauses the guest, saves its state, and resumes it. Returns the state, and the
-    /// guarded blocks of each region.
+    /// Arms the memory, pauses the guest, saves its state, and resumes it. Returns the state, and
+    /// the guarded blocks of each region.
     fn freeze(
         &self,
         vm: &mut dyn SourceVm,
@@ -338,11 +349,7 @@ impl<'a> Snapshot<'a> {
             let resumed = self.resume(vm, course);
             course.downtime = pausing.elapsed();
             resumed?;
-            let closed = match closed {
-                // A cancel ends the hook with an error.
-                Err(_) if self.handle.cancelled() => return Err(Stop::Cancelled),
-                closed => closed?,
-            };
+            let closed = closed?;
             self.handle.update(|progress| {
                 progress.state = MigrationState::Precopy;
                 progress.busy = None;
@@ -377,8 +384,8 @@ impl<'a> Snapshot<'a> {
         Ok(())
     }
 
-    /// Completes the instant of the snapshot, while the guest is paused: protects the pages that are
-    /// left. From the return on, each fault copies its unit.
+    /// Completes the instant of the snapshot, while the guest is paused: protects the pages that
+    /// are left. From the return on, each fault copies its unit.
     fn close(
         &self,
         arming: Arming<'_>,
@@ -395,7 +402,7 @@ impl<'a> Snapshot<'a> {
         (course.last, course.protect) = (round, began.elapsed());
         if let Some(PauseHook(hook)) = &settings.in_pause {
             let began = Instant::now();
-            let called = caught(|| hook());
+            let called = caught(hook);
             course.hook = began.elapsed();
             called?;
         }
@@ -421,6 +428,11 @@ impl<'a> Snapshot<'a> {
     fn serve(&self, shard: usize) {
         vmferry_thread::scheduling::prefer_latency();
         while !self.ended.load(Ordering::Acquire) {
+            // A writer may be in a call of a disk that does not answer. The guest must not wait for
+            // that writer after a cancel.
+            if self.handle.cancelled() && !self.copies.stopped() {
+                self.fail(VmError::new("cancelled on request"));
+            }
             match self.protection.next_write(shard, LOOK) {
                 Ok(None) => {}
                 Ok(Some(fault)) => {
@@ -453,8 +465,8 @@ impl<'a> Snapshot<'a> {
         }
     }
 
-    /// Gives the snapshot up after a failure of a fault thread. The thread that caused the fault must
-    /// not sleep on, so all protection is lifted.
+    /// Gives the snapshot up after a failure of a fault thread. The thread that caused the fault
+    /// must not sleep on, so all protection is lifted.
     fn fail(&self, error: VmError) {
         // Stopped first: from the end of the protection on, copies are not of the instant.
         self.copies.stop();
@@ -481,13 +493,19 @@ impl<'a> Snapshot<'a> {
             self.handle.counters.add_thread_cpu();
         };
         std::thread::scope(|scope| {
-            for number in 1..threads() {
+            let gives_way = || {
+                vmferry_thread::scheduling::give_way();
+                work();
+            };
+            let start = |number| {
                 let name = format!("snapshot-{number}");
-                // If a thread cannot be started, the snapshot only takes longer, because this thread
-                // works, too.
-                let _ = vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, work);
+                vmferry_thread::spawn_scoped(vmferry_thread::Role::Snapshot, name, scope, gives_way)
+            };
+            // If a thread cannot be started, the others only take longer.
+            let started = (0..writers()).filter(|number| start(*number).is_ok()).count();
+            if started == 0 {
+                work();
             }
-            work();
         });
         let stopped = first.into_inner().unwrap_or_else(PoisonError::into_inner);
         match (stopped, self.failure()) {

@@ -8,8 +8,8 @@ use std::os::unix::fs::FileExt;
 use vmferry_core::{PAGE_BYTES, PageDigest, PageIndex};
 use vmferry_wire::{PageTable, RegionOffsets, SnapshotError, SnapshotPart, TABLE_BYTES, TABLE_PAGES};
 
-/// Reads all tables and contents of the file, which has reached the disk, and compares them with the
-/// checksums of the tables that were written. Returns the number of compared pages.
+/// Reads all tables and contents of the file, which has reached the disk, and compares them with
+/// the checksums of the tables that were written. Returns the number of compared pages.
 ///
 /// The kernel is told to drop its cache of the file before, so that the pages come from the disk as
 /// far as the file system permits.

@@ -8,10 +8,10 @@ use crate::snapshot::write::Stop;
 use std::os::unix::fs::FileExt;
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{PAGE_BYTES, PAGE_SIZE, PageDigest, PageRun};
-use vmferry_wire::PageTable;
+use vmferry_wire::{PageTable, TABLE_PAGES};
 
 /// Number of bytes of a block.
-const BLOCK_BYTES: usize = 512 * PAGE_BYTES;
+const BLOCK_BYTES: usize = TABLE_PAGES * PAGE_BYTES;
 /// A page of zeros.
 static ZEROS: [u8; PAGE_BYTES] = [0; PAGE_BYTES];
 
@@ -25,7 +25,7 @@ pub(super) struct Writer<'a> {
     /// and keep the bytes of another block.
     buffer: Vec<u8>,
     /// Touched pages of the block.
-    touched: [bool; BLOCK_PAGES as usize],
+    touched: [bool; TABLE_PAGES],
     /// Touched pages of the region at this position, as far as its blocks were copied.
     map: Option<(usize, Bitmap)>,
 }
@@ -34,7 +34,7 @@ impl<'a> Writer<'a> {
     /// Returns a writer of blocks of `image`.
     pub(super) fn new(snapshot: &'a Snapshot<'a>, image: &'a Image<'a>, guarded: &'a [Bitmap]) -> Self {
         let buffer = vec![0; BLOCK_BYTES];
-        Self { snapshot, image, guarded, buffer, touched: [false; BLOCK_PAGES as usize], map: None }
+        Self { snapshot, image, guarded, buffer, touched: [false; TABLE_PAGES], map: None }
     }
 
     /// Writes blocks until none is left, or the snapshot is given up.
@@ -72,8 +72,8 @@ impl<'a> Writer<'a> {
 
     /// Finds the pages of the block that may have content.
     ///
-    /// The pages that this writer has claimed are protected. Therefore a page that is found untouched
-    /// was untouched at the instant of the snapshot.
+    /// The pages that this writer has claimed are protected. Therefore a page that is found
+    /// untouched was untouched at the instant of the snapshot.
     fn find_touched(&mut self, position: usize, run: PageRun) -> Result<(), Stop> {
         let place = &self.image.places()[position];
         let map = match &mut self.map {

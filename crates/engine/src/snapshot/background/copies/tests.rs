@@ -11,7 +11,8 @@ use vmferry_testkit::tries;
 
 /// Three units, of which the last is short.
 const PAGES: usize = 40;
-/// Pages that the guest writes: the last of each unit, which is copied last, and the first one twice.
+/// Pages that the guest writes: the last of each unit, which is copied last, and the first one
+/// twice.
 const WRITES: [usize; 4] = [15, 31, 15, 39];
 const TRIES: usize = 2000;
 
@@ -105,8 +106,8 @@ enum Flaw {
     None,
     /// Unprotects the pages before it has copied them.
     UnprotectsFirst,
-    /// Unprotects all pages of the block, also those that a fault thread is copying.
-    UnprotectsAll,
+    /// Unprotects also the pages that a fault thread is copying.
+    UnprotectsTheirs,
 }
 
 /// Copies blocks as the production writer does, into `image`.
@@ -125,11 +126,13 @@ fn write(memory: &Memory, copies: &Copies, image: &Mutex<[u8; PAGES]>, flaw: Fla
             || units().map(|unit| (unit, copies.unit_run(block, unit))).filter(|(_, run)| run.count > 0);
         let mine = || runs().filter(|(unit, _)| claimed.is_mine(*unit));
         let unprotect = || {
-            let all = flaw == Flaw::UnprotectsAll;
-            runs().filter(|(unit, _)| all || claimed.is_mine(*unit)).for_each(|(_, run)| {
+            mine().for_each(|(_, run)| memory.unprotect(block.position, run).unwrap());
+        };
+        if flaw == Flaw::UnprotectsTheirs {
+            runs().filter(|(unit, _)| !claimed.is_mine(*unit)).for_each(|(_, run)| {
                 memory.unprotect(block.position, run).unwrap();
             });
-        };
+        }
         if flaw == Flaw::UnprotectsFirst {
             unprotect();
         }
@@ -199,7 +202,7 @@ fn page_that_is_unprotected_before_its_copy_is_noticed() {
 #[test]
 #[should_panic(expected = "assertion")]
 fn unit_of_a_fault_thread_that_a_writer_unprotects_is_noticed() {
-    run(8, Flaw::UnprotectsAll);
+    run(8, Flaw::UnprotectsTheirs);
 }
 
 #[test]
