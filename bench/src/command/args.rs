@@ -23,6 +23,8 @@ pub(super) enum BenchName {
     Scale,
     /// Codecs of pages: ratio, speed, and whole migrations
     Codec,
+    /// Pause of a guest that is branched, and memory of its children
+    Branch,
     /// Predictions of `plan`, compared with real migrations
     Plan,
     /// Floor of a remote fault: page round trips, and a local fault

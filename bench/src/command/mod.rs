@@ -2,6 +2,7 @@
 
 mod arbiter;
 mod args;
+mod branch;
 mod codec;
 mod density;
 mod environments;
@@ -100,7 +101,8 @@ fn bench(args: &BenchArgs) -> Result<()> {
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why = "scan, migrate, rtt, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why =
+            "scan, migrate, rtt, branch, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -159,6 +161,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Stalls => &[stalls::bench],
         BenchName::Scale => &[scale::bench],
         BenchName::Codec => &[codec::bench],
+        BenchName::Branch => &[branch::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
@@ -174,6 +177,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
             plan::bench,
             free_page::bench,
             density::bench,
+            branch::bench,
             reaper::bench,
             postcopy::bench,
             scale::bench,
