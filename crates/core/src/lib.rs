@@ -71,7 +71,7 @@ mod vm;
 mod window;
 
 pub use addr::{Gpa, PageIndex, PageRun, RegionId};
-pub use branch::{BranchMemory, BranchRegion};
+pub use branch::{BranchMemory, BranchRegion, RetiredMemory};
 pub use digest::{PageDigest, ZERO_PAGE};
 pub use free::{Answer, AnswerMode, FreePages, FreeReport};
 pub use layout::{Layout, LayoutError, MAX_PAGES, MAX_REGIONS, Region};
