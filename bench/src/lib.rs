@@ -9,6 +9,7 @@
 //! executable `vmferry`, and for some benches guests in this process. Results are documents of
 //! `vmferry-report`, which also displays them.
 
+pub mod branch;
 mod cases;
 mod cgroup;
 mod child;

@@ -25,6 +25,8 @@ pub(super) enum BenchName {
     Codec,
     /// Snapshots of a running guest: vmferry and QEMU
     Snapshot,
+    /// Pause of a guest that is branched, and memory of its children
+    Branch,
     /// Predictions of `plan`, compared with real migrations
     Plan,
     /// Floor of a remote fault: page round trips, and a local fault

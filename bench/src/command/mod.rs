@@ -2,6 +2,7 @@
 
 mod arbiter;
 mod args;
+mod branch;
 mod codec;
 mod density;
 mod environments;
@@ -101,8 +102,7 @@ fn bench(args: &BenchArgs) -> Result<()> {
         )
     };
     if args.html.is_some() && !draws(args.name) && args.name != BenchName::All {
-        let why =
-            "scan, migrate, rtt, snapshot, plan, faults, soak, limits and fence draw no page; omit --html";
+        let why = "scan, migrate, rtt, snapshot, branch, plan, faults, soak, limits and fence draw no page; omit --html";
         BenchArgs::command().error(ErrorKind::ArgumentConflict, why).exit();
     }
     if args.traces && args.name != BenchName::Reaper {
@@ -162,6 +162,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
         BenchName::Scale => &[scale::bench],
         BenchName::Codec => &[codec::bench],
         BenchName::Snapshot => &[snapshot::bench],
+        BenchName::Branch => &[branch::bench],
         BenchName::Rtt => &[rtt],
         BenchName::Plan => &[plan::bench],
         BenchName::Faults => &[faults::bench],
@@ -177,6 +178,7 @@ fn wanted(name: BenchName) -> &'static [Bench] {
             plan::bench,
             free_page::bench,
             density::bench,
+            branch::bench,
             reaper::bench,
             postcopy::bench,
             scale::bench,

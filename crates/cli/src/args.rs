@@ -401,10 +401,11 @@ pub(crate) struct RunArgs {
     pub(crate) disks: Vec<DiskArg>,
     /// Give the guest a network interface on this tap device (repeatable)
     ///
-    /// The tap is a device of the host. Without mac=, the MAC address is random. A guest that comes
+    /// The tap is a device of the host. With `none`, the interface has no tap, and its link is
+    /// down. Without mac=, the MAC address is random. A guest that comes
     /// from another host keeps its MAC address. Source and target need the same number of --net
     /// options.
-    #[arg(long = "net", value_name = "tap=NAME[,mac=MAC]", value_parser = net, help_heading = heading::DEVICES)]
+    #[arg(long = "net", value_name = "tap=NAME|none[,mac=MAC]", value_parser = net, help_heading = heading::DEVICES)]
     pub(crate) nets: Vec<NetOptions>,
     /// Give the restored copy of a guest new MAC addresses
     ///

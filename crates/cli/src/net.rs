@@ -4,14 +4,18 @@ use serde_json::{Value, json};
 use vmferry_vmm::{Mac, NetOptions, NetStatus, VmHandle};
 
 /// Form of the option, for errors.
-const FORM: &str = "write tap=NAME, or tap=NAME,mac=52:54:00:12:34:56";
+const FORM: &str = "write tap=NAME, none, or tap=NAME,mac=52:54:00:12:34:56";
 
 /// Parses a tap, and optionally the guest's MAC address.
 pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
     let (mut tap, mut mac) = (None, None);
-    for part in text.split(',') {
+    let (unplugged, rest) = match text.split_once(',').unwrap_or((text, "")) {
+        ("none", rest) => (true, rest),
+        _ => (false, text),
+    };
+    for part in rest.split(',').filter(|part| !unplugged || !part.is_empty()) {
         let twice = match part.split_once('=') {
-            Some(("tap", name)) if !name.is_empty() => tap.replace(name).is_some(),
+            Some(("tap", name)) if !name.is_empty() && !unplugged => tap.replace(name).is_some(),
             Some(("mac", address)) => {
                 mac.replace(address.parse::<Mac>().map_err(|error| error.to_string())?).is_some()
             }
@@ -21,7 +25,11 @@ pub(crate) fn net(text: &str) -> Result<NetOptions, String> {
             return Err(format!("'{part}' is a repetition; {FORM}"));
         }
     }
-    let mut options = NetOptions::new(tap.ok_or_else(|| format!("the tap is missing; {FORM}"))?);
+    let mut options = match tap {
+        Some(tap) => NetOptions::new(tap),
+        None if unplugged => NetOptions::unplugged(),
+        None => return Err(format!("the tap is missing; {FORM}")),
+    };
     options.mac = mac;
     Ok(options)
 }
@@ -47,10 +55,14 @@ mod tests {
     #[test]
     fn interfaces_are_taps_that_may_have_an_address() {
         let options = net("tap=tap0").unwrap();
-        assert_eq!((options.tap.as_str(), options.mac), ("tap0", None));
+        assert_eq!((options.tap.as_deref(), options.mac), (Some("tap0"), None));
+        let options = net("none").unwrap();
+        assert_eq!((options.tap, options.mac), (None, None));
+        assert!(net("none,mac=52:54:00:12:34:56").unwrap().mac.is_some());
+        assert!(net("none,tap=a").unwrap_err().contains(FORM));
         for text in ["tap=a.1,mac=52:54:00:12:34:56", "mac=52:54:00:12:34:56,tap=a.1"] {
             let options = net(text).unwrap();
-            assert_eq!(options.tap, "a.1");
+            assert_eq!(options.tap.as_deref(), Some("a.1"));
             assert_eq!(options.mac.map(|mac| mac.to_string()).as_deref(), Some("52:54:00:12:34:56"));
         }
         for bad in

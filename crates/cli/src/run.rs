@@ -424,6 +424,10 @@ fn serve(
                 limiter.give_way();
                 snapshot::begin(machine, shared, &request, &reply);
             }
+            Order::Branch(request) => {
+                limiter.give_way();
+                branch::order(machine, shared, &request, &reply);
+            }
             order => {
                 let done = execute(machine, shared, &mut limiter, order);
                 let _ = reply.send(done.map_err(|error| advice::told(&error)));
@@ -491,12 +495,10 @@ fn execute(machine: &mut Machine, shared: &RunContext, limiter: &mut Limiter, or
             shared.was_resumed();
             GuestPlace::Running
         }
-        Order::Branch(request) => {
-            limiter.give_way();
-            return branch::order(machine, shared, &request);
-        }
         Order::Recover { take } => recover(machine, shared, take)?,
-        Order::Migrate(_) | Order::Snapshot(_) | Order::Look => bail!("this order is not executed here"),
+        Order::Migrate(_) | Order::Snapshot(_) | Order::Branch(_) | Order::Look => {
+            bail!("this order is not executed here")
+        }
     };
     shared.record_guest(place);
     Ok(json!({}))

@@ -181,7 +181,7 @@ fn files(args: &RunArgs) -> Vec<File> {
     if args.guest == GuestKind::Kvm {
         files.push(File::new("/dev/kvm", Use::Device));
     }
-    if !args.nets.is_empty() {
+    if args.nets.iter().any(|net| net.tap.is_some()) {
         files.push(File::new("/dev/net/tun", Use::Device));
     }
     let certificates = args.tls.files().chain(args.arbiter.iter().flat_map(ArbiterArg::files));

@@ -155,6 +155,12 @@ impl SuccessorArguments {
         self
     }
 
+    /// Adds the option `name`, which has no value.
+    pub(crate) fn with_flag(mut self, name: &str) -> Self {
+        self.options.push(RunOption { name: name.to_owned(), value: None });
+        self
+    }
+
     /// Replaces all options `name` by one with `value`.
     pub(crate) fn replace(self, name: &str, value: impl Into<OsString>) -> Self {
         self.without(name).with(name, value)

@@ -48,6 +48,11 @@ impl Client {
         Ok(Self { inner, path: path.into() })
     }
 
+    /// Returns the path of the control socket.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Checks that the process may receive a key or a password.
     ///
     /// A process of this user or of root may. A process of another user may only if that user owns

@@ -72,7 +72,7 @@ mod window;
 mod write_protection;
 
 pub use addr::{Gpa, PageIndex, PageRun, RegionId};
-pub use branch::{BranchMemory, BranchRegion};
+pub use branch::{BranchMemory, BranchRegion, RetiredMemory};
 pub use digest::{PageDigest, ZERO_PAGE};
 pub use free::{Answer, AnswerMode, FreePages, FreeReport};
 pub use layout::{Layout, LayoutError, MAX_PAGES, MAX_REGIONS, Region};

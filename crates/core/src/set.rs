@@ -19,6 +19,12 @@ impl PageSet {
         Self { maps: layout.regions().iter().map(|r| (r.id, Bitmap::new(r.pages()))).collect() }
     }
 
+    /// Returns the empty set of pages of `regions`, each of which is an id and a number of pages.
+    #[must_use]
+    pub fn of(regions: impl IntoIterator<Item = (RegionId, u64)>) -> Self {
+        Self { maps: regions.into_iter().map(|(id, pages)| (id, Bitmap::new(pages))).collect() }
+    }
+
     /// Returns the set of all pages of `layout`.
     #[must_use]
     pub fn full(layout: &Layout) -> Self {

@@ -22,7 +22,8 @@
 
 use crate::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, Layout, MachineConfig, PageRun,
-    RegionId, Section, StateReader, StateWriter, StreamName, TrackerKind, Window, WriteProtection,
+    RegionId, RetiredMemory, Section, StateReader, StateWriter, StreamName, TrackerKind, Window,
+    WriteProtection,
 };
 use std::fmt;
 use std::sync::Arc;
@@ -217,14 +218,15 @@ pub trait Migratable {
     /// - on a child, whose memory is empty. The child then has the memory of the parent.
     ///
     /// A thread that reads guest memory at the same time must see either the old or the new
-    /// mapping. The call must not touch pages, because the guest may be paused meanwhile. From the
+    /// mapping. The call must not touch pages, because the guest may be paused meanwhile. For the
+    /// same reason, it returns the old mappings instead of unmapping them. From the
     /// call on, the VM must not change the files: a page that the guest gives back must be dropped
     /// from the mapping only. The default returns an error.
     ///
     /// # Errors
     /// If the memory cannot be mapped. All regions must be mapped and must have the content that
     /// they had before, so that the guest can continue.
-    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
         let _ = regions;
         Err(VmError::new("this VM cannot share memory with a branch"))
     }

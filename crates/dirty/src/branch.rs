@@ -4,66 +4,78 @@
 //! addresses ([`adopt`]) and seals it. The functions of this module change mappings of this
 //! process, and leave it to the caller to update [`MappedRegion::backing`].
 
+use crate::region::map_of;
 use crate::{Backing, MappedRegion, TrackerError};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
-use vmferry_core::BranchRegion;
-use vmferry_sys::mapping::{Sharing, replace, unmap_pages};
-use vmferry_sys::pagemap::{IS_FILE, IS_PRESENT, IS_SWAPPED, Match, Pagemap};
+use vmferry_bitmap::Bitmap;
+use vmferry_core::{BranchMemory, BranchRegion, PageSet};
+use vmferry_sys::mapping::{Retired, Sharing, replace, unmap_pages};
+use vmferry_sys::pagemap::{IS_FILE, IS_PRESENT, IS_SWAPPED, Match, PageRegion, Pagemap};
 
-/// Number of bytes whose entries one call removes. During a call, other threads of the process wait
-/// for page faults, and KVM's MMU notifier keeps vCPUs from handling faults.
+/// Number of bytes whose entries one call removes. During a call, KVM's MMU notifier keeps vCPUs
+/// from handling faults.
 const PART: u64 = 64 << 20;
-/// Time of a pass after which another pass would remove hardly fewer entries.
-const SHORT: Duration = Duration::from_millis(1);
-/// Maximum number of passes of [`release_entries`].
-const MOST_PASSES: u32 = 4;
+/// Maximum number of runs that one scan returns.
+const RUNS: usize = 2048;
 
-/// Returns the file of a region that is mapped shared, for a branch. Returns `None` for memory of
-/// other kinds.
-#[must_use]
-pub fn branch_region(region: &MappedRegion) -> Option<BranchRegion> {
-    match &region.backing {
-        Backing::Memfd { file, offset } => {
-            Some(BranchRegion { id: region.id, file: Arc::clone(file), offset: *offset })
+/// Returns the files that hold the memory of `regions`, for a branch. For memory that is mapped
+/// privately, also returns the pages that were written through the mapping.
+///
+/// # Errors
+/// Returns [`TrackerError::NotShareable`] if a region has memory of another kind, and
+/// [`TrackerError::Host`] if the kernel cannot scan the page table.
+pub fn branch_memory(regions: &[MappedRegion]) -> Result<BranchMemory, TrackerError> {
+    let file = |region: &MappedRegion| match &region.backing {
+        Backing::Memfd { file, offset } | Backing::PrivateFile { file, offset } => {
+            Ok(BranchRegion { id: region.id, file: Arc::clone(file), offset: *offset })
         }
-        Backing::Anonymous | Backing::PrivateFile { .. } | Backing::Other => None,
+        Backing::Anonymous | Backing::Other => Err(TrackerError::NotShareable(region.id)),
+    };
+    let files = regions.iter().map(file).collect::<Result<Vec<_>, _>>()?;
+    if regions.iter().all(|region| matches!(region.backing, Backing::Memfd { .. })) {
+        return Ok(BranchMemory::Files(files));
     }
+    let mut written = PageSet::of(regions.iter().map(|region| (region.id, region.pages())));
+    for region in regions {
+        let pages = map_of(&mut written, region.id, region.pages())?;
+        match &region.backing {
+            Backing::PrivateFile { .. } => private_pages(region, pages)?,
+            // The mapping is shared, so the file has all pages. It can still change.
+            _ => pages.set_range(0..region.pages()),
+        }
+    }
+    Ok(BranchMemory::Changed { files, written })
 }
 
-/// Removes the page-table entries of `regions`, which are mapped shared, while the guest runs. The
-/// files keep their pages, and an access maps a page again.
+/// Removes the entries of `regions` from the page tables of this process and of KVM, while the
+/// guest runs. The files keep their pages, and an access maps a page again.
 ///
-/// Replacing a mapping takes time for each of its entries, and the guest is paused meanwhile.
-/// After this call, only the pages that the guest has used since have entries. The function makes
-/// several passes, because the guest uses pages during a pass, and a later pass is shorter.
+/// [`adopt`] moves page tables of the process at once, but KVM removes each of its own entries at
+/// that time, and the guest is paused meanwhile. After this call, only the pages that the guest has
+/// used since have entries. Guests without KVM do not need this call.
 ///
 /// # Errors
 /// Returns an error if the kernel refuses, for example because memory is locked.
 ///
 /// # Safety
-/// Each region is a shared mapping of a file, as its backing says, and no Rust reference covers it.
+/// Regions with the backing [`Backing::Memfd`] are mapped shared, and no Rust reference covers
+/// them. Other regions are not changed.
 pub unsafe fn release_entries(regions: &[MappedRegion]) -> Result<(), TrackerError> {
-    for _ in 0..MOST_PASSES {
-        let began = Instant::now();
-        for region in regions.iter().filter(|region| matches!(region.backing, Backing::Memfd { .. })) {
-            let mut at = region.host;
-            while at < region.span().end {
-                let end = region.span().end.min(at + PART);
-                // SAFETY: a part of a shared mapping; the caller guarantees the rest.
-                unsafe { unmap_pages(at..end) }.map_err(TrackerError::host(region.id))?;
-                at = end;
-            }
-        }
-        if began.elapsed() < SHORT {
-            break;
+    for region in regions.iter().filter(|region| matches!(region.backing, Backing::Memfd { .. })) {
+        let mut at = region.host;
+        while at < region.span().end {
+            let end = region.span().end.min(at + PART);
+            // SAFETY: a part of a shared mapping; the caller guarantees the rest.
+            unsafe { unmap_pages(at..end) }.map_err(TrackerError::host(region.id))?;
+            at = end;
         }
     }
     Ok(())
 }
 
-/// Replaces the mapping of `region` by a private mapping of `from`, and returns the new backing.
+/// Replaces the mapping of `region` by a private mapping of `from`. Returns the new backing and the
+/// old mapping.
 ///
 /// # Errors
 /// Returns an error if the kernel refuses. The mapping is then unchanged.
@@ -72,11 +84,14 @@ pub unsafe fn release_entries(regions: &[MappedRegion]) -> Result<(), TrackerErr
 /// The owner of the mapping permits the replacement, and no Rust reference covers the region. The
 /// file has at least as many bytes from its offset on as the region, and no process changes or
 /// shortens it while it is mapped.
-pub unsafe fn adopt(region: &MappedRegion, from: &BranchRegion) -> Result<Backing, TrackerError> {
+pub unsafe fn adopt(
+    region: &MappedRegion,
+    from: &BranchRegion,
+) -> Result<(Backing, Option<Retired>), TrackerError> {
     // SAFETY: the caller guarantees the contract of this function.
-    unsafe { replace(region.span(), from.file.as_fd(), from.offset, Sharing::Private) }
-        .map_err(TrackerError::host(region.id))?;
-    Ok(Backing::PrivateFile { file: Arc::clone(&from.file), offset: from.offset })
+    let old = unsafe { replace(region.span(), from.file.as_fd(), from.offset, Sharing::Private) };
+    let old = old.map_err(TrackerError::host(region.id))?;
+    Ok((Backing::PrivateFile { file: Arc::clone(&from.file), offset: from.offset }, old))
 }
 
 /// Replaces the mapping of `region` by a shared mapping of the memfd `file`, which is empty, and
@@ -90,19 +105,22 @@ pub unsafe fn adopt(region: &MappedRegion, from: &BranchRegion) -> Result<Backin
 /// file has the length of the region.
 pub unsafe fn renew(region: &MappedRegion, file: Arc<OwnedFd>) -> Result<Backing, TrackerError> {
     // SAFETY: the caller guarantees the contract of this function.
-    unsafe { replace(region.span(), file.as_fd(), 0, Sharing::Shared) }
-        .map_err(TrackerError::host(region.id))?;
+    let old = unsafe { replace(region.span(), file.as_fd(), 0, Sharing::Shared) };
+    drop(old.map_err(TrackerError::host(region.id))?);
     Ok(Backing::Memfd { file, offset: 0 })
 }
 
-/// Returns true if `region`, which is mapped privately, has pages that differ from its file because
+/// Adds the pages of `region`, which is mapped privately, that may differ from its file because
 /// they were written through the mapping.
-///
-/// # Errors
-/// Returns an error if the kernel cannot scan the page table.
-pub fn has_private_pages(region: &MappedRegion) -> Result<bool, TrackerError> {
-    let private =
-        Match { inverted: IS_FILE, all: IS_FILE, any: IS_PRESENT | IS_SWAPPED, report: 0, protect: false };
-    let first = Pagemap::own().and_then(|map| map.first(&region.span(), private));
-    Ok(first.map_err(TrackerError::host(region.id))?.is_some())
+fn private_pages(region: &MappedRegion, pages: &mut Bitmap) -> Result<(), TrackerError> {
+    let private = Match { inverted: IS_FILE, all: IS_FILE, any: IS_PRESENT | IS_SWAPPED, ..Match::default() };
+    let mut runs = vec![PageRegion::default(); RUNS];
+    Pagemap::own()
+        .and_then(|map| {
+            map.for_each(region.span(), private, &mut runs, |run| {
+                pages.set_range(region.pages_at(run.start..run.end));
+            })
+        })
+        .map_err(TrackerError::host(region.id))?;
+    Ok(())
 }

@@ -41,6 +41,11 @@ pub enum TrackerError {
         /// Requested pages.
         run: PageRun,
     },
+    /// The memory is of a kind that other processes cannot share.
+    #[error(
+        "{0} is neither a memfd nor a file that is mapped privately, so it cannot be shared with a branch"
+    )]
+    NotShareable(RegionId),
     /// The length of a bitmap differs from the length of its region.
     #[error("{region} has {have} pages, but a bitmap for it has {bits}")]
     Length {

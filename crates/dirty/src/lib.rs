@@ -47,7 +47,7 @@ mod residency;
 mod ring;
 mod wp;
 
-pub use branch::{adopt, branch_region, has_private_pages, release_entries, renew};
+pub use branch::{adopt, branch_memory, release_entries, renew};
 pub use error::TrackerError;
 pub use log::{KvmLogTracker, LogSlot};
 pub use prealloc::{PopulateError, Prealloc, available_memory, populate, populate_all};
@@ -60,6 +60,8 @@ pub use ring::{
     DirtyRings, HarvestSchedule, Predict, ReaperPolicy, ReaperReport, ReaperState, RingReport, RingTracker,
     RingVcpu, RingView, Rings, VcpuRingReport,
 };
+/// Old mapping that [`adopt`] has replaced.
+pub use vmferry_sys::mapping::Retired;
 /// Exit reason of a vCPU whose dirty ring is full. kvm-ioctls returns it as
 /// `VcpuExit::Unsupported(EXIT_RING_FULL)`.
 pub use vmferry_sys::ring::EXIT_RING_FULL;

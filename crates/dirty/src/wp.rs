@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use vmferry_bitmap::Bitmap;
 use vmferry_core::{DirtyTracker, NothingToProtect, PageSet, Protect, TrackerKind, VmError};
 use vmferry_sys::memfd;
-use vmferry_sys::pagemap::{IS_PRESENT, IS_SWAPPED, IS_WRITTEN, Match, PageRegion, Pagemap};
+use vmferry_sys::pagemap::{IS_FILE, IS_PRESENT, IS_SWAPPED, IS_WRITTEN, Match, PageRegion, Pagemap};
 use vmferry_sys::uffd::{FEATURE_WP, FEATURE_WP_ASYNC, FEATURE_WP_SHMEM, Userfaultfd};
 
 /// Maximum number of runs that one scan returns. The buffer has 48 KiB and is allocated once.
@@ -40,6 +40,10 @@ const WRITTEN: Match = Match {
     report: IS_WRITTEN | IS_PRESENT,
     protect: true,
 };
+
+/// Filter for written pages of a file that is mapped privately. A write copies the page, and the
+/// copy does not belong to the file.
+const WRITTEN_PRIVATELY: Match = Match { inverted: IS_FILE, all: IS_WRITTEN | IS_FILE, ..WRITTEN };
 
 /// Filter for pages without any entry in the page table, not even a marker.
 const NOTHING: Match = Match {
@@ -135,7 +139,7 @@ impl WpTracker {
             for_each_part(&active.pagemap, region, |part| match part {
                 Part::Populated(span) => active
                     .pagemap
-                    .for_each(span, WRITTEN, &mut self.runs, |_| ())
+                    .for_each(span, written_filter(region), &mut self.runs, |_| ())
                     .map(|_| ())
                     .map_err(TrackerError::host(region.id)),
                 Part::Empty(_) => Ok(()),
@@ -228,7 +232,7 @@ impl Active {
         runs: &mut [PageRegion],
         map: &mut Bitmap,
     ) -> Result<Duration, TrackerError> {
-        let scanned = self.pagemap.for_each(span.clone(), WRITTEN, runs, |run| {
+        let scanned = self.pagemap.for_each(span.clone(), written_filter(region), runs, |run| {
             map.set_range(region.pages_at(run.start..run.end));
         });
         scanned.map_err(|error| {
@@ -279,6 +283,13 @@ impl Active {
             .and(failed)
             .map(|()| began.elapsed())
             .map_err(TrackerError::host(region.id))
+    }
+}
+
+fn written_filter(region: &MappedRegion) -> Match {
+    match region.backing {
+        Backing::PrivateFile { .. } => WRITTEN_PRIVATELY,
+        Backing::Anonymous | Backing::Memfd { .. } | Backing::Other => WRITTEN,
     }
 }
 

@@ -129,8 +129,8 @@ pub use vmferry_codec::Level as ZstdLevel;
 pub use vmferry_core::{
     Answer, AnswerMode, BranchMemory, BranchRegion, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport,
     GuestMemory, MachineConfig, Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures,
-    ReaperState, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm,
-    TrackerKind, VcpuRing, VmError, WriteProtection,
+    ReaperState, RetiredMemory, RingFigures, RunState, Section, SourceVm, StateReader, StateWriter,
+    StreamName, TargetVm, TrackerKind, VcpuRing, VmError, WriteProtection,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

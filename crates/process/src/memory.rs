@@ -8,10 +8,10 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, Window};
+use vmferry_core::{BranchMemory, BranchRegion, Layout, PageRun, Region, RegionId, RetiredMemory, Window};
 use vmferry_dirty::{
-    Backing, MappedRegion, Prealloc, adopt, available_memory, branch_region, next_touched, populate,
-    populate_all, release_entries, touched,
+    Backing, MappedRegion, Prealloc, TrackerError, adopt, available_memory, branch_memory, next_touched,
+    populate, populate_all, touched,
 };
 use vmferry_engine::{GuestMemory, MappedMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -148,25 +148,17 @@ impl Memory {
         self.regions.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the files that hold the memory, for a branch of the guest, and removes their entries
-    /// from the page table while the guest runs.
+    /// Returns the files that hold the memory, for a branch of the guest.
     ///
     /// # Errors
     /// Returns an error if the memory is not a memfd.
-    pub(crate) fn prepare_branch(&self) -> Result<BranchMemory, VmError> {
-        let regions = self.regions();
-        if let Some(region) = regions.iter().find(|region| matches!(region.backing, Backing::Anonymous)) {
-            let why = "anonymous guest memory cannot be shared with a branch; start the guest with a memfd as its memory";
-            return Err(VmError::new(format!("{}: {why}", region.id)));
-        }
-        let files: Vec<_> = regions.iter().filter_map(branch_region).collect();
-        if files.len() < regions.len() {
-            return Ok(BranchMemory::Copied);
-        }
-        // SAFETY: the regions are shared mappings of their files; all accesses are through raw
-        // addresses or atomics.
-        unsafe { release_entries(&regions) }?;
-        Ok(BranchMemory::Files(files))
+    pub(crate) fn branch_memory(&self) -> Result<BranchMemory, VmError> {
+        branch_memory(&self.regions()).map_err(|error| match error {
+            TrackerError::NotShareable(_) => VmError::new(
+                "anonymous guest memory cannot be shared with a branch; start the guest with a memfd as its memory",
+            ),
+            error => error.into(),
+        })
     }
 
     /// Replaces the memory by private mappings of `from`.
@@ -174,19 +166,22 @@ impl Memory {
     /// # Errors
     /// Returns an error if a region is missing in `from`, or if the host refuses a mapping. Each
     /// region then has its old or its new mapping.
-    pub(crate) fn adopt(&self, from: &[BranchRegion]) -> Result<(), VmError> {
+    pub(crate) fn adopt(&self, from: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
         let mut regions = self.regions.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(region) = regions.iter().find(|region| from.iter().all(|from| from.id != region.id)) {
             return Err(VmError::new(format!("the branch has no memory for {}", region.id)));
         }
+        let mut retired = RetiredMemory::new();
         for region in regions.iter_mut() {
             let Some(from) = from.iter().find(|from| from.id == region.id) else { continue };
             // SAFETY: `mappings` owns the mapping; all accesses are through raw addresses or
             // atomics, which the new mapping also has. The engine has checked length and seals of
             // the file, or this process owns it.
-            region.backing = unsafe { adopt(region, from) }?;
+            let (backing, old) = unsafe { adopt(region, from) }?;
+            region.backing = backing;
+            retired.push(old);
         }
-        Ok(())
+        Ok(retired)
     }
 
     /// Returns the address of the first byte of the region at `position` of the layout, and its

@@ -6,7 +6,7 @@ use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    Migratable, RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -19,7 +19,7 @@ impl Migratable for ProcessGuest {
         Arc::clone(&self.memory) as _
     }
 
-    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
         self.memory.adopt(regions)
     }
 }
@@ -67,7 +67,7 @@ impl SourceVm for ProcessGuest {
     }
 
     fn prepare_branch(&mut self) -> Result<BranchMemory, VmError> {
-        self.memory.prepare_branch()
+        self.memory.branch_memory()
     }
 
     fn release(&mut self) -> Result<(), VmError> {

@@ -15,13 +15,41 @@ pub enum Sharing {
     Private,
 }
 
-/// Replaces what is mapped at the addresses `span` by a readable and writable mapping of `file`
-/// from `offset` on.
+/// Alignment at which the kernel moves a whole page of page-table entries at a time.
+const GIB: usize = 1 << 30;
+/// Number of bytes that are unmapped at a time. Other threads that map memory wait meanwhile.
+const UNMAP_BYTES: usize = 64 << 20;
+
+/// Old mapping that [`replace`] has moved to other addresses. Dropping the value unmaps it, which
+/// takes time for each of its pages.
+#[derive(Debug)]
+#[must_use = "dropping the old mapping takes time for each of its pages"]
+pub struct Retired {
+    start: usize,
+    len: usize,
+}
+
+impl Drop for Retired {
+    fn drop(&mut self) {
+        for at in (0..self.len).step_by(UNMAP_BYTES) {
+            let start = std::ptr::without_provenance_mut(self.start + at);
+            // SAFETY: the range belongs to this value, and nothing else refers to it.
+            unsafe { libc::munmap(start, UNMAP_BYTES.min(self.len - at)) };
+        }
+    }
+}
+
+/// Replaces what is mapped at the addresses `span`, which is one mapping, by a readable and
+/// writable mapping of `file` from `offset` on. Returns the old mapping.
 ///
-/// The kernel replaces the mapping in one step: a thread that accesses the addresses at the same
-/// time accesses the old or the new mapping. The call touches no page of the new mapping. It takes
-/// time for each page that the old mapping has in the page table. Advice that was given about the
-/// old mapping does not apply to the new one.
+/// The time that the call takes hardly depends on the number of mapped pages: the kernel moves the
+/// page tables of the old mapping to other addresses (`MREMAP_DONTUNMAP`), and touches no page of
+/// the new mapping. Linux before 5.13 cannot move the page tables of a file, and removes each
+/// entry.
+///
+/// A thread that accesses the addresses at the same time accesses the old mapping, the new mapping
+/// or, for some microseconds, a mapping of the old file without the pages that were written
+/// privately. Advice about the old mapping does not apply to the new one.
 ///
 /// # Errors
 /// Returns an error if `span` or `offset` is not whole pages, or if the file cannot be mapped in
@@ -29,14 +57,14 @@ pub enum Sharing {
 /// addresses, and replaces the old mapping only if that mapping succeeds.
 ///
 /// # Safety
-/// `span` is one mapping, or part of one, whose owner permits the replacement. Its content may be
-/// replaced, and no Rust reference covers it.
+/// The owner of the mapping at `span` permits the replacement. Its content may be replaced, and no
+/// Rust reference covers it.
 pub unsafe fn replace(
     span: Range<u64>,
     file: BorrowedFd<'_>,
     offset: u64,
     sharing: Sharing,
-) -> Result<(), SysError> {
+) -> Result<Option<Retired>, SysError> {
     const CALL: &str = "mmap";
     need_small_pages(CALL)?;
     let target = || format!("addresses {:#x}..{:#x}", span.start, span.end);
@@ -57,25 +85,71 @@ pub unsafe fn replace(
         other => common(other),
     };
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    let flags = libc::MAP_NORESERVE
-        | match sharing {
-            Sharing::Shared => libc::MAP_SHARED,
-            Sharing::Private => libc::MAP_PRIVATE,
-        };
-    let file = file.as_raw_fd();
-    // SAFETY: a new mapping at an address of the kernel's choice.
-    let trial = unsafe { libc::mmap(std::ptr::null_mut(), len, access, flags, file, offset) };
+    let kind = match sharing {
+        Sharing::Shared => libc::MAP_SHARED,
+        Sharing::Private => libc::MAP_PRIVATE,
+    };
+    // SAFETY: the callers of this closure say why memory at `at` may be mapped.
+    let map = |at: usize, fixed| unsafe {
+        let (at, flags) = (std::ptr::without_provenance_mut(at), libc::MAP_NORESERVE | kind | fixed);
+        libc::mmap(at, len, access, flags, file.as_raw_fd(), offset)
+    };
+    // A new mapping at an address of the kernel's choice.
+    let trial = map(0, 0);
     if trial == libc::MAP_FAILED {
         return Err(SysError::last(CALL, target, meaning));
     }
     // SAFETY: mapped above, and nothing refers to it.
     unsafe { libc::munmap(trial, len) };
-    let at = std::ptr::without_provenance_mut(start);
     // SAFETY: the caller guarantees that the mapping at these addresses may be replaced.
-    if unsafe { libc::mmap(at, len, access, flags | libc::MAP_FIXED, file, offset) } == libc::MAP_FAILED {
-        return Err(SysError::last(CALL, target, meaning));
+    let retired = unsafe { retire(start, len) };
+    // The caller guarantees that the mapping at these addresses may be replaced.
+    if map(start, libc::MAP_FIXED) == libc::MAP_FAILED {
+        let error = SysError::last(CALL, target, meaning);
+        if let Some(old) = retired {
+            let (from, to) = (std::ptr::without_provenance_mut(old.start), start);
+            let to = std::ptr::without_provenance_mut::<libc::c_void>(to);
+            // SAFETY: moves the old mapping back to its addresses.
+            unsafe { libc::mremap(from, len, len, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, to) };
+            std::mem::forget(old);
+        }
+        return Err(error);
     }
-    Ok(())
+    Ok(retired)
+}
+
+/// Moves the pages that are mapped at `start..start + len` to other addresses. The mapping itself
+/// stays at its addresses, without pages. Returns `None` if the kernel cannot do this.
+///
+/// # Safety
+/// The range is one mapping whose owner permits the change, and no Rust reference covers it.
+unsafe fn retire(start: usize, len: usize) -> Option<Retired> {
+    let spare = len.checked_add(GIB)?;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new range of addresses, inaccessible; nothing else refers to it.
+    let reserved = unsafe { libc::mmap(std::ptr::null_mut(), spare, libc::PROT_NONE, flags, -1, 0) };
+    if reserved == libc::MAP_FAILED {
+        return None;
+    }
+    let first = reserved.addr();
+    // The kernel moves a whole page table at a time where both addresses are at the same place in
+    // it.
+    let head = start.wrapping_sub(first) % GIB;
+    let to = Retired { start: first + head, len };
+    // SAFETY: unmaps the rest of the reservation, to which nothing refers.
+    unsafe {
+        if head > 0 {
+            libc::munmap(reserved, head);
+        }
+        libc::munmap(std::ptr::without_provenance_mut(to.start + len), GIB - head);
+    }
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    let (from, at) = (std::ptr::without_provenance_mut(start), to.start);
+    let at = std::ptr::without_provenance_mut::<libc::c_void>(at);
+    // SAFETY: the caller guarantees that the mapping may be moved; its new addresses are reserved
+    // above.
+    let moved = unsafe { libc::mremap(from, len, len, flags, at) };
+    (moved != libc::MAP_FAILED).then_some(to)
 }
 
 /// Allows or forbids transparent huge pages for the addresses `span`.
@@ -289,12 +363,12 @@ mod tests {
         assert_eq!(error.errno(), Some(libc::ENODEV), "{error}");
         assert_eq!(first(), [7, 0, 0, 0], "a failed replacement changes nothing");
         // SAFETY: as above.
-        unsafe { replace(span.clone(), file.as_fd(), 4096, Sharing::Private) }.unwrap();
+        drop(unsafe { replace(span.clone(), file.as_fd(), 4096, Sharing::Private) }.unwrap());
         assert_eq!(first(), [0, 9, 0, 0]);
         // SAFETY: as above.
         unsafe { start.write_volatile(5) };
         // SAFETY: as above.
-        unsafe { replace(span.clone(), file.as_fd(), 4096, Sharing::Shared) }.unwrap();
+        drop(unsafe { replace(span.clone(), file.as_fd(), 4096, Sharing::Shared) }.unwrap());
         assert_eq!(first(), [0, 9, 0, 0], "the private write did not reach the file");
         // SAFETY: as above.
         unsafe { start.write_volatile(6) };

@@ -10,7 +10,7 @@ use std::time::Duration;
 use vmferry_dirty::{RingTracker, WpTracker};
 use vmferry_engine::{
     BranchMemory, BranchRegion, DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig,
-    Migratable, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
+    Migratable, RetiredMemory, RunState, Section, SourceVm, TargetVm, TrackerKind, VmError, WriteProtection,
 };
 use vmferry_fault::{UffdMemory, UffdOptions, UffdProtection};
 
@@ -54,7 +54,7 @@ impl Migratable for Vm {
         Arc::clone(self.ram()) as Arc<GuestRam> as _
     }
 
-    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<(), VmError> {
+    fn adopt_memory(&mut self, regions: &[BranchRegion]) -> Result<RetiredMemory, VmError> {
         Self::adopt_memory(self, regions).map_err(VmError::new)
     }
 }

@@ -150,7 +150,8 @@ impl DiskOptions {
 #[non_exhaustive]
 pub struct NetOptions {
     /// Name of the host's tap interface. Source and target of a migration each have their own.
-    pub tap: String,
+    /// `None` for an interface without a tap, whose link is down.
+    pub tap: Option<String>,
     /// MAC address of the guest, or `None` for a random address. A guest that arrives from a source
     /// keeps its address, unless it is a copy and [`VmOptions::new_macs`] is true.
     pub mac: Option<Mac>,
@@ -159,7 +160,14 @@ pub struct NetOptions {
 impl NetOptions {
     /// Creates the options of an interface at the tap `tap`, with a random address.
     pub fn new(tap: impl Into<String>) -> Self {
-        Self { tap: tap.into(), mac: None }
+        Self { tap: Some(tap.into()), mac: None }
+    }
+
+    /// Creates the options of an interface without a tap, with a random address. The guest has the
+    /// interface and sees that its link is down.
+    #[must_use]
+    pub fn unplugged() -> Self {
+        Self { tap: None, mac: None }
     }
 }
 

@@ -494,7 +494,6 @@ impl RunContext {
         let patience = match &order {
             Order::DirtyRate(request) => PATIENCE + request.longest(),
             Order::Plan(_) => PATIENCE + crate::plan::LONGEST,
-            Order::Branch(_) => PATIENCE + crate::branch::LONGEST,
             _ => PATIENCE,
         };
         let errand = PendingOrder { order, reply, abandoned: Arc::clone(&abandoned) };

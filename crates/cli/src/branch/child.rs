@@ -1,6 +1,6 @@
 //! Branch in the process of a child.
 
-use super::READY;
+use super::{READY, tell};
 use crate::advice;
 use crate::api::RunContext;
 use crate::guest::Machine;
@@ -19,8 +19,8 @@ pub(crate) fn ready(socket: &OwnedFd) -> Result<()> {
     tell(socket, &[READY])
 }
 
-/// Waits for a branch, and lets its guest run in this process. Returns false if the process was told
-/// to end meanwhile.
+/// Waits for a branch, and lets its guest run in this process. Returns false if the process was
+/// told to end meanwhile.
 ///
 /// # Errors
 /// If the guest cannot run. The command that started this process gets the reason.
@@ -53,14 +53,4 @@ fn join(socket: &OwnedFd, machine: &mut Machine) -> Result<Value> {
     let point =
         point.ok_or_else(|| anyhow!("the parent was not branched; see the messages of the command"))?;
     Ok(serde_json::to_value(join_branch(machine.target(), &point)?)?)
-}
-
-fn tell(socket: &OwnedFd, mut bytes: &[u8]) -> Result<()> {
-    while !bytes.is_empty() {
-        let flags = rustix::net::SendFlags::NOSIGNAL;
-        let sent = rustix::net::send(socket, bytes, flags)
-            .context("the command that started this process has ended")?;
-        bytes = &bytes[sent..];
-    }
-    Ok(())
 }

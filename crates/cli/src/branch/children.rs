@@ -1,6 +1,6 @@
 //! Processes of the children, as the command sees them.
 
-use super::{PATIENCE, READY, ms};
+use super::{LONGEST_LINE, PATIENCE, READY, ms};
 use crate::successor::SuccessorArguments;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
@@ -15,9 +15,6 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 use vmferry_client::printable;
 use vmferry_engine::BranchPoint;
-
-/// Maximum length of the line with which a child says that it runs, in bytes.
-const LONGEST_LINE: u64 = 64 << 10;
 
 /// Line with which a child says that it runs, or why it does not.
 #[derive(Debug, Deserialize)]
@@ -46,9 +43,9 @@ pub(super) struct Children {
 }
 
 impl Children {
-    /// Starts `count` processes.
+    /// Starts `count` processes with these arguments and these taps.
     pub(super) fn start(
-        arguments: &SuccessorArguments,
+        (arguments, nets): (&SuccessorArguments, &[String]),
         folder: &Path,
         count: u32,
         began: Instant,
@@ -56,6 +53,7 @@ impl Children {
         let program = std::env::current_exe().context("cannot find the program vmferry")?;
         let mut children = Self { all: Vec::new(), began };
         for index in 0..count {
+            let arguments = with_nets(arguments, nets, index);
             let started = Started::start(arguments, &program, folder, index)
                 .with_context(|| format!("cannot start child {index}"))?;
             children.all.push(started);
@@ -131,8 +129,18 @@ impl Drop for Children {
     }
 }
 
+/// Returns the arguments of child `index`, with its own taps.
+fn with_nets(arguments: &SuccessorArguments, nets: &[String], index: u32) -> SuccessorArguments {
+    let interfaces = arguments.values("net").count();
+    let child = arguments.clone().arriving_from("defer").without("net");
+    let unplugged = std::iter::repeat_n("none".to_owned(), interfaces);
+    let own = nets.iter().map(|net| net.replace("{}", &index.to_string())).chain(unplugged).take(interfaces);
+    let child = own.fold(child, |child, net| child.with("net", net));
+    if interfaces > 0 { child.with_flag("new-mac") } else { child }
+}
+
 impl Started {
-    fn start(arguments: &SuccessorArguments, program: &Path, folder: &Path, index: u32) -> Result<Self> {
+    fn start(arguments: SuccessorArguments, program: &Path, folder: &Path, index: u32) -> Result<Self> {
         let api = folder.join(format!("{index}.sock"));
         if UnixStream::connect(&api).is_ok() {
             bail!("a process listens at {}; choose another folder, or end that process", api.display());
@@ -145,9 +153,8 @@ impl Started {
         let (own, theirs) = UnixStream::pair()?;
         own.set_read_timeout(Some(PATIENCE))?;
         let mut arguments = arguments
-            .clone()
-            .arriving_from(format!("branch:fd:{}", theirs.as_raw_fd()))
-            .replace("api", api.as_os_str());
+            .replace("api", api.as_os_str())
+            .replace("incoming", format!("branch:fd:{}", theirs.as_raw_fd()));
         // Two processes cannot write to the same file.
         if arguments.value("serial").is_some() {
             arguments = arguments.replace("serial", folder.join(format!("{index}.serial")));

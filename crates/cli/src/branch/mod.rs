@@ -7,35 +7,42 @@
 //! | step | parent | command | child |
 //! |---|---|---|---|
 //! | 1 | prepares its memory while the guest runs | starts the children | builds its VM |
-//! | 2 | | waits for all children | sends [`READY`] |
-//! | 3 | | sends [`READY`] to the parent | |
+//! | 2 | | waits for all children | sends `READY` |
+//! | 3 | | sends `READY` to the parent | |
 //! | 4 | pauses the guest, takes the branch point, resumes the guest | | |
 //! | 5 | sends the branch point | passes it to each child | maps the memory, starts the guest |
-//! | 6 | | waits for all children | sends a line of JSON |
+//! | 6 | seals the files, sends a line of JSON | waits for all | sends a line of JSON |
 
 mod child;
 mod children;
 mod parent;
 
 pub(crate) use child::{arrive, ready};
-pub(crate) use parent::{BranchRequest, LONGEST, order};
+pub(crate) use parent::{BranchRequest, order};
 
 use crate::api::Client;
 use crate::successor::{StartArguments, SuccessorArguments};
 use crate::{Status, output};
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use children::Children;
 use clap::Args;
 use serde_json::{Value, json};
-use std::io::Write;
-use std::os::fd::AsFd;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+use vmferry_client::printable;
 use vmferry_engine::BranchPoint;
 
 /// Byte with which a process says that it is ready.
-pub(crate) const READY: u8 = b'r';
+const READY: u8 = b'r';
+/// Byte with which the parent begins a branch point.
+const POINT: u8 = b'p';
+/// Byte with which the parent begins the reason of a failure.
+const FAILED: u8 = b'e';
+/// Maximum length of a line over a socket, in bytes.
+const LONGEST_LINE: u64 = 64 << 10;
 /// Time for which the command waits for a step of another process.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Maximum number of children of one command.
@@ -56,6 +63,14 @@ pub(crate) struct BranchArgs {
     /// number 0. The command creates the folder if it does not exist.
     #[arg(long, value_name = "DIR")]
     pub(crate) api_dir: PathBuf,
+    /// Tap of the children's network interface (repeatable, in order)
+    ///
+    /// The value is tap=NAME, in which {} stands for the number of the child, or none. Give the
+    /// option once for each interface of the guest. Without the option, the children's interfaces
+    /// have no tap, and their links are down. Each child gets new MAC addresses, which a driver
+    /// reads when it starts next.
+    #[arg(long = "net", value_name = "tap=NAME|none", value_parser = child_net)]
+    pub(crate) nets: Vec<String>,
     /// Write the result as JSON to this file (- for standard output)
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
@@ -67,34 +82,28 @@ pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
     let began = Instant::now();
     let mut client = Client::connect(&args.api)?;
     let start = StartArguments::ask(&mut client)?;
-    let arguments = arguments(&start)?;
+    let arguments = arguments(&start, args)?;
     let folder = folder(&args.api_dir)?;
-    let (own, theirs) = UnixStream::pair().context("cannot create a pair of sockets")?;
-    own.set_read_timeout(Some(PATIENCE)).context("cannot set a time limit")?;
-    let name = format!("vmferry-branch-{}", std::process::id());
-    client.pass(&name, theirs.as_fd())?;
-    drop(theirs);
-    // The parent prepares its memory while the children start.
-    let asked = name.clone();
-    let asking = std::thread::spawn(move || {
-        let answer = client.call("branch", json!({ "fd": asked }));
-        if answer.is_err() {
-            // The parent does not have the descriptor any more if it began to use it.
-            let _ = client.close(&asked);
-        }
-        answer
-    });
-    let result = run(own, &arguments, &folder, (args.count, began));
-    let answer = asking.join().map_err(|_| anyhow!("the thread that asks the parent panicked"))?;
-    // The parent's reason is more helpful than the end of its connection.
-    let (children, figures) = match (result, answer) {
-        (Ok(children), Ok(figures)) => (children, figures),
-        (Err(Failure::Parent), Err(error)) => return Err(error),
-        (Err(Failure::Parent), Ok(_)) => bail!("the parent ended the branch without a reason"),
-        (Err(Failure::Own(error)), _) => return Err(error.context("the guest goes on, and no branch runs")),
-        (Ok(_), Err(error)) => return Err(error),
-    };
-    let document = document(&children, &figures, began.elapsed());
+    let parent = ask(&mut client)?;
+    // The parent prepares its memory while the children start. If a child fails, the parent notices
+    // the end of this connection.
+    let mut parent = BufReader::new(parent);
+    let mut children = Children::start((&arguments, &args.nets), &folder, args.count, began)?;
+    children.wait_until_ready()?;
+    // A parent that has refused the branch does not read any more, and has sent the reason.
+    let _ = parent.get_ref().write_all(&[READY]);
+    let mut kind = [0];
+    // Not through the buffer: files come with the bytes that follow.
+    let read = (&mut parent.get_ref()).read_exact(&mut kind);
+    read.context("the process of the parent has ended")?;
+    if kind != [POINT] {
+        figures(&mut parent)?;
+        bail!("the parent did not send a branch");
+    }
+    let point = BranchPoint::receive(parent.get_ref().as_fd()).context("cannot receive the branch")?;
+    children.pass(&point.context("the process of the parent has ended")?)?;
+    children.wait_until_running()?;
+    let document = document(&children, figures(&mut parent)?, began.elapsed());
     children.leave();
     match &args.json {
         None => print(&document),
@@ -106,54 +115,70 @@ pub(crate) fn branch(args: &BranchArgs) -> Result<Status> {
     Ok(Status::Done)
 }
 
-/// Reason why no child runs.
-enum Failure {
-    /// The parent closed the connection; its answer has the reason.
-    Parent,
-    Own(anyhow::Error),
+/// Asks the parent for a branch. Returns the connection over which the parent sends it.
+fn ask(client: &mut Client) -> Result<UnixStream> {
+    let (own, theirs) = UnixStream::pair().context("cannot create a pair of sockets")?;
+    let name = format!("vmferry-branch-{}", std::process::id());
+    client.pass(&name, theirs.as_fd())?;
+    drop(theirs);
+    if let Err(error) = client.call("branch", json!({ "fd": name })) {
+        // The parent does not have the descriptor any more if it began to use it.
+        let _ = client.close(&name);
+        return Err(error);
+    }
+    Ok(own)
 }
 
-impl From<anyhow::Error> for Failure {
-    fn from(error: anyhow::Error) -> Self {
-        Self::Own(error)
+/// Reads the line with which the parent ends a branch: the times, or the reason of a failure.
+fn figures(parent: &mut BufReader<UnixStream>) -> Result<Value> {
+    let mut line = String::new();
+    parent.take(LONGEST_LINE).read_line(&mut line).context("the process of the parent has ended")?;
+    let told: Value = serde_json::from_str(&line).context("the process of the parent has ended")?;
+    match told["error"].as_str() {
+        None => Ok(told),
+        Some(why) => bail!("{}", printable(why)),
     }
 }
 
-/// Starts the children, and lets them run. `parent` is the connection to the parent, which is closed
-/// if a child fails.
-fn run(
-    mut parent: UnixStream,
-    arguments: &SuccessorArguments,
-    folder: &Path,
-    (count, began): (u32, Instant),
-) -> Result<Children, Failure> {
-    let mut children = Children::start(arguments, folder, count, began)?;
-    children.wait_until_ready()?;
-    if parent.write_all(&[READY]).is_err() {
-        return Err(Failure::Parent);
+/// Sends `bytes` over a socket.
+fn tell(socket: &OwnedFd, mut bytes: &[u8]) -> Result<()> {
+    while !bytes.is_empty() {
+        let sent = rustix::net::send(socket, bytes, rustix::net::SendFlags::NOSIGNAL);
+        bytes = &bytes[sent.context("the command that started this branch has ended")?..];
     }
-    let received = BranchPoint::receive(parent.as_fd()).context("cannot receive the branch")?;
-    let point = received.ok_or(Failure::Parent)?;
-    children.pass(&point)?;
-    children.wait_until_running()?;
-    Ok(children)
+    Ok(())
 }
 
 /// Returns the arguments of a child, without its control socket and its origin.
-fn arguments(start: &StartArguments) -> Result<SuccessorArguments> {
+fn arguments(start: &StartArguments, args: &BranchArgs) -> Result<SuccessorArguments> {
     let parent = SuccessorArguments::from_start(start)?;
     ensure!(
         parent.value("jail").is_none(),
         "the guest's process is in a jail, which its branches cannot share; start it without --jail"
     );
+    let interfaces = parent.values("net").count();
     ensure!(
-        parent.values("net").next().is_none(),
-        "the guest has a network interface, and a tap cannot be shared with its branches; start it without --net"
+        args.nets.is_empty() || args.nets.len() == interfaces,
+        "--net: {} are given, and the guest has {interfaces} network interfaces; give one for each",
+        args.nets.len()
+    );
+    ensure!(
+        args.count == 1 || args.nets.iter().all(|net| net == "none" || net.contains("{}")),
+        "--net: {} children cannot share a tap; write tap=NAME{{}}, where {{}} stands for the number of the child",
+        args.count
     );
     // A second process cannot listen at the same address, and a child's memory is never allocated
     // in advance.
     let unshared = ["metrics", "metrics-public", "pass-fd", "prealloc", "balloon-auto"];
     Ok(unshared.iter().fold(parent, |all, name| all.without(name)))
+}
+
+/// Parses a `--net` option of the command.
+fn child_net(text: &str) -> Result<String, String> {
+    if text.contains("mac=") {
+        return Err("children get random MAC addresses; omit mac=".into());
+    }
+    crate::net::net(&text.replace("{}", "0")).map(|_| text.to_owned())
 }
 
 /// Returns the absolute path of the folder for control sockets, which is created if it does not
@@ -168,14 +193,14 @@ fn folder(path: &Path) -> Result<PathBuf> {
     path.canonicalize().with_context(failed)
 }
 
-fn document(children: &Children, figures: &Value, total: Duration) -> Value {
-    let mut document = figures.clone();
+fn document(children: &Children, figures: Value, total: Duration) -> Value {
+    let mut document = figures;
     document["total_ms"] = json!(ms(total));
     document["children"] = children.document();
     document
 }
 
-pub(crate) fn ms(time: Duration) -> f64 {
+fn ms(time: Duration) -> f64 {
     (time.as_secs_f64() * 1e6).round() / 1e3
 }
 

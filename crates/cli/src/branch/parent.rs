@@ -1,21 +1,19 @@
 //! Branch in the process of the parent.
 
-use super::{READY, ms};
+use super::{FAILED, POINT, READY, ms, tell};
+use crate::advice;
 use crate::api::{GuestPlace, RunContext};
 use crate::guest::Machine;
 use anyhow::{Context, Result, bail};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc::SyncSender;
 use vmferry_engine::{BranchError, VmError, branch};
 
-/// Longest time that a branch takes: the copy of the memory for a later branch, and the wait for the
-/// children.
-pub(crate) const LONGEST: Duration = Duration::from_secs(25);
 /// Time for which the parent waits until the children are ready.
-const CHILDREN: Timespec = Timespec { tv_sec: 20, tv_nsec: 0 };
+const CHILDREN: Timespec = Timespec { tv_sec: 60, tv_nsec: 0 };
 
 /// Arguments of `branch`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -25,29 +23,63 @@ pub(crate) struct BranchRequest {
     fd: String,
 }
 
-/// Branches the guest, and sends the branch point over the socket that the request names.
-pub(crate) fn order(machine: &mut Machine, shared: &RunContext, request: &BranchRequest) -> Result<Value> {
+/// Branches the guest. The client gets its answer when the branch has begun, and the result over
+/// the socket that the request names.
+pub(crate) fn order(
+    machine: &mut Machine,
+    shared: &RunContext,
+    request: &BranchRequest,
+    reply: &SyncSender<Result<Value, String>>,
+) {
+    let socket = match take(shared, request) {
+        Ok(socket) => {
+            let _ = reply.send(Ok(json!({})));
+            socket
+        }
+        Err(error) => {
+            let _ = reply.send(Err(advice::told(&error)));
+            return;
+        }
+    };
+    if let Err(error) = perform(machine, shared, &socket) {
+        tracing::warn!("a branch failed: {error:#}");
+        let line = format!("{}\n", json!({ "error": advice::told(&error) }));
+        // A client that has ended does not need the reason.
+        let _ = tell(&socket, &[FAILED]).and_then(|()| tell(&socket, line.as_bytes()));
+    }
+}
+
+fn take(shared: &RunContext, request: &BranchRequest) -> Result<OwnedFd> {
     shared.require_all_pages()?;
-    let sockets = shared.descriptors.take(std::slice::from_ref(&request.fd))?;
-    let socket = sockets.first().context("no descriptor was passed")?.as_fd();
-    let branched = match branch(machine.source(), &mut || await_children(socket)) {
+    let mut sockets = shared.descriptors.take(std::slice::from_ref(&request.fd))?;
+    sockets.pop().context("no descriptor was passed")
+}
+
+/// Branches the guest, and sends the branch point and the times over `socket`.
+fn perform(machine: &mut Machine, shared: &RunContext, socket: &OwnedFd) -> Result<()> {
+    let mut branched = match branch(machine.source(), &mut || await_children(socket.as_fd())) {
         Err(error @ BranchError::NotResumed(_)) => {
             shared.record_guest(GuestPlace::Paused);
             return Err(error.into());
         }
         branched => branched?,
     };
-    branched.point.send(socket).context("the branch could not be passed to its children")?;
-    // The children already run while the files are sealed.
-    branched.point.seal()?;
-    Ok(json!({
+    tell(socket, &[POINT])?;
+    branched.point.send(socket.as_fd()).context("the branch could not be passed to its children")?;
+    // The children already run while the old mappings are removed and the files are sealed.
+    let sealed = branched.seal();
+    let mut figures = json!({
         "prepare_ms": ms(branched.prepare),
         "pause_ms": ms(branched.pause),
         "save_ms": ms(branched.save),
         "copy_ms": ms(branched.copy),
         "freeze_ms": ms(branched.freeze),
         "copied_pages": branched.copied_pages,
-    }))
+    });
+    if let Err(error) = sealed {
+        figures = json!({ "error": advice::told(&error.into()) });
+    }
+    tell(socket, format!("{figures}\n").as_bytes())
 }
 
 /// Waits until the client says that the children are ready.

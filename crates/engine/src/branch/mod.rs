@@ -2,8 +2,8 @@
 //! and share its memory.
 //!
 //! # Steps
-//! 1. [`branch`] prepares the parent's memory while the guest runs, and waits until the children
-//!    are ready.
+//! 1. [`branch`] finds the files with the parent's memory while the guest runs, and waits until the
+//!    children are ready.
 //! 2. It pauses the guest, saves the device state, and maps the memory privately
 //!    ([`Migratable::adopt_memory`](vmferry_core::Migratable::adopt_memory)). From that instant on,
 //!    a write of the guest copies the page, and the files keep the memory of the instant.
@@ -16,7 +16,7 @@
 //! # Later branches
 //! After a branch, the memory of the parent consists of the files and of the pages that the guest
 //! has written since. For another branch, and for a branch of a child, the engine copies all memory
-//! into new files while the guest runs ([`Copy`]).
+//! into new files while the guest runs (`copy`).
 
 // Input from a peer or from the host must not panic a thread of the engine. Tests may panic.
 #![cfg_attr(
@@ -39,10 +39,13 @@ use copy::MemoryCopy;
 use rustix::fs::SealFlags;
 use std::io;
 use std::time::{Duration, Instant};
-use vmferry_core::{BranchMemory, BranchRegion, RunState, Section, SourceVm, TargetVm, VmError};
+use vmferry_core::{
+    BranchMemory, BranchRegion, RetiredMemory, RunState, Section, SourceVm, TargetVm, VmError,
+};
 use vmferry_wire::{MigrationId, SnapshotError};
 
-/// Longest time for which a branch waits for the guest's I/O, because the guest is paused meanwhile.
+/// Longest time for which a branch waits for the guest's I/O, because the guest is paused
+/// meanwhile.
 const QUIESCE: Duration = Duration::from_secs(1);
 
 /// Reason why a guest was not branched, or why a child did not start.
@@ -100,6 +103,25 @@ pub struct Branched {
     pub freeze: Duration,
     /// Number of pages that were copied into new files. It is 0 for the first branch of a guest.
     pub copied_pages: u64,
+    /// Old mappings of the guest's memory.
+    retired: RetiredMemory,
+}
+
+impl Branched {
+    /// Unmaps the old mappings of the guest's memory, and seals the files against every write,
+    /// which the kernel then refuses to every process. [`branch`] has already sealed them against
+    /// new writable mappings and system calls that write.
+    ///
+    /// The time that the call takes is proportional to the number of pages in the files. Call it
+    /// after the children have got the point.
+    ///
+    /// # Errors
+    /// If a process still has a writable mapping of a file, or if the kernel uses a page of it for
+    /// I/O. A child may then see later writes.
+    pub fn seal(&mut self) -> Result<(), BranchError> {
+        drop(std::mem::take(&mut self.retired));
+        self.point.seal()
+    }
 }
 
 /// Branches the guest of `vm`: takes its memory and its device state at one instant, from which
@@ -140,9 +162,9 @@ pub fn branch(
         take(vm, &mut base).map(|taken| (prepare, taken))
     });
     let copied_pages = base.end();
-    let (prepare, Taken { sections, regions, pause, save, copy, freeze }) = result?;
+    let (prepare, Taken { sections, regions, retired, pause, save, copy, freeze }) = result?;
     let point = BranchPoint::new(id, (&vm.config(), vm.memory().layout()), &sections, regions)?;
-    Ok(Branched { point, prepare, pause, save, copy, freeze, copied_pages })
+    Ok(Branched { point, prepare, pause, save, copy, freeze, copied_pages, retired })
 }
 
 /// Origin of the files that hold the memory of the instant.
@@ -157,19 +179,14 @@ impl Base {
     fn prepare(vm: &mut dyn SourceVm) -> Result<Self, BranchError> {
         match vm.prepare_branch().map_err(BranchError::Refused)? {
             BranchMemory::Files(files) => Ok(Self::Own(files)),
-            BranchMemory::Copied => Ok(Self::Copied(Box::new(MemoryCopy::start(vm)?))),
+            BranchMemory::Changed { .. } => Ok(Self::Copied(Box::new(MemoryCopy::start(vm)?))),
         }
     }
 
     /// Repeats the part of the preparation that the running guest has undone.
     fn follow(&mut self, vm: &mut dyn SourceVm) -> Result<(), BranchError> {
         match self {
-            Self::Own(files) => {
-                if let BranchMemory::Files(again) = vm.prepare_branch().map_err(BranchError::Refused)? {
-                    *files = again;
-                }
-                Ok(())
-            }
+            Self::Own(_) => vm.prepare_branch().map(drop).map_err(BranchError::Refused),
             Self::Copied(copy) => copy.follow(),
         }
     }
@@ -195,14 +212,15 @@ impl Base {
 struct Taken {
     sections: Vec<Section>,
     regions: Vec<BranchRegion>,
+    retired: RetiredMemory,
     pause: Duration,
     save: Duration,
     copy: Duration,
     freeze: Duration,
 }
 
-/// Pauses the guest, takes its state and its memory, and resumes it. The guest is also resumed after
-/// an error.
+/// Pauses the guest, takes its state and its memory, and resumes it. The guest is also resumed
+/// after an error.
 fn take(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchError> {
     let pausing = Instant::now();
     let taken = take_paused(vm, base);
@@ -226,9 +244,9 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
     // Saving the state may have written guest memory.
     let regions = base.complete()?;
     let copied = Instant::now();
-    vm.adopt_memory(&regions).map_err(BranchError::Refused)?;
-    // No process can map the files writable from now on. Sealing them against every write takes time
-    // for each of their pages, so `BranchPoint::seal` does it later.
+    let retired = vm.adopt_memory(&regions).map_err(BranchError::Refused)?;
+    // No process can map the files writable from now on. Sealing them against every write takes
+    // time for each of their pages, so `Branched::seal` does it later.
     for region in &regions {
         rustix::fs::fcntl_add_seals(&region.file, SealFlags::FUTURE_WRITE)
             .map_err(|error| host("a seal of the guest's memory")(error.into()))?;
@@ -236,6 +254,7 @@ fn take_paused(vm: &mut dyn SourceVm, base: &mut Base) -> Result<Taken, BranchEr
     Ok(Taken {
         sections,
         regions,
+        retired,
         pause: Duration::ZERO,
         save: saved - paused,
         copy: copied - saved,
@@ -265,7 +284,8 @@ pub(crate) fn start_shared(
     regions: &[BranchRegion],
     sections: &[Section],
 ) -> Result<Duration, VmError> {
-    vm.adopt_memory(regions)?;
+    // The memory was empty, so there is little to unmap.
+    drop(vm.adopt_memory(regions)?);
     let began = Instant::now();
     vm.load(sections)?;
     vm.renew_identity()?;

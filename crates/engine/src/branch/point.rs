@@ -77,16 +77,8 @@ impl BranchPoint {
         &self.state
     }
 
-    /// Seals the files with the memory against every write, which the kernel then refuses to every
-    /// process. [`branch`](crate::branch) has already sealed them against new writable mappings and
-    /// system calls that write.
-    ///
-    /// The time that the call takes is proportional to the number of pages in the files.
-    ///
-    /// # Errors
-    /// If a process still has a writable mapping of a file, or if the kernel uses a page of it for
-    /// I/O. A child may then see later writes.
-    pub fn seal(&self) -> Result<(), BranchError> {
+    /// Seals the files with the memory against every write.
+    pub(super) fn seal(&self) -> Result<(), BranchError> {
         self.regions.iter().try_for_each(|region| {
             rustix::fs::fcntl_add_seals(&region.file, SealFlags::WRITE)
                 .map_err(|error| host("a seal against every write to the guest's memory")(error.into()))

@@ -56,14 +56,14 @@ fn children_have_the_memory_of_one_instant_and_writes_stay_where_they_are_made()
     // While the operator has paused the guest, its memory at the instant is known.
     parent.set_run_state(RunState::Paused).unwrap();
     let (instant, count) = (pages(&parent), writes(&parent));
-    let taken = branched(&mut parent);
+    let mut taken = branched(&mut parent);
     assert_eq!(taken.copied_pages, 0);
-    taken.point.seal().unwrap();
+    taken.seal().unwrap();
     assert_eq!(pages(&parent), instant, "the parent keeps its memory");
 
     // This child does not run, so that it shows the shared pages.
     let mut witness = ProcessGuest::new_incoming(options()).unwrap();
-    witness.adopt_memory(taken.point.regions()).unwrap();
+    drop(witness.adopt_memory(taken.point.regions()).unwrap());
     assert_eq!(pages(&witness), instant);
     assert_eq!(writes(&witness), count);
 
@@ -89,14 +89,14 @@ fn parent_and_children_can_be_branched_again() {
     whole(&child, "child");
     whole(&parent, "parent");
     for guest in [&mut parent, &mut child] {
-        let second = match branch(guest, &mut || Ok(())) {
+        let mut second = match branch(guest, &mut || Ok(())) {
             Err(BranchError::Refused(error)) if error.to_string().contains("userfaultfd") => {
                 return vmferry_testkit::skip(vmferry_testkit::Need::Uffd, error);
             }
             taken => taken.unwrap(),
         };
         assert!(second.copied_pages > 0, "pages that no file had");
-        second.point.seal().unwrap();
+        second.seal().unwrap();
         let grandchild = self::child(&second.point);
         whole(&grandchild, "grandchild");
         whole(guest, "branched again");
@@ -120,7 +120,7 @@ fn second_branch_has_the_memory_of_its_own_instant() {
     };
     assert_eq!(pages(&parent), instant);
     let mut witness = ProcessGuest::new_incoming(options()).unwrap();
-    witness.adopt_memory(second.point.regions()).unwrap();
+    drop(witness.adopt_memory(second.point.regions()).unwrap());
     assert_eq!(pages(&witness), instant);
     assert_eq!(parent.run_state(), RunState::Paused);
 }
@@ -146,14 +146,15 @@ fn guest_goes_on_if_its_children_do_not_become_ready() {
 #[test]
 fn files_of_a_branch_cannot_be_changed_and_are_checked() {
     let mut parent = parent();
-    let point = branched(&mut parent).point;
+    let mut taken = branched(&mut parent);
+    let point = taken.point.clone();
     let file = &point.regions()[0].file;
     let refused = Err(rustix::io::Errno::PERM);
     assert_eq!(rustix::io::pwrite(file, &[1], 0).map(drop), refused);
     let punch = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
     assert_eq!(rustix::fs::fallocate(file, punch, 0, 4096), refused);
     assert_eq!(rustix::fs::ftruncate(file, 4096), refused);
-    point.seal().unwrap();
+    taken.seal().unwrap();
 
     let (one, two) = UnixStream::pair().unwrap();
     point.send(one.as_fd()).unwrap();

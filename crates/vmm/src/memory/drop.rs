@@ -31,8 +31,8 @@ impl GuestRam {
 
     /// Gives the pages of `run` back to the host. If `way` is [`DropWay::DontNeed`], they read as
     /// zeros after this returns true. Returns false if some pages were not dropped and keep their
-    /// content, because the memory is shared with a branch. The caller must know that the guest does
-    /// not need their content, and that no page can be missing or write-protected
+    /// content, because the memory is shared with a branch. The caller must know that the guest
+    /// does not need their content, and that no page can be missing or write-protected
     /// ([`PagingSlot::if_droppable`](vmferry_fault::PagingSlot::if_droppable)).
     ///
     /// # Dropped, then marked
@@ -183,8 +183,8 @@ mod tests {
         options.backing = Backing::Memfd;
         let ram = GuestRam::new(&options).unwrap();
         ram.map().write_slice(&[7; 2 * 4096], GuestAddress(0x4000)).unwrap();
-        let vmferry_core::BranchMemory::Files(files) = ram.prepare_branch().unwrap() else { panic!() };
-        ram.adopt(&files).unwrap();
+        let vmferry_core::BranchMemory::Files(files) = ram.branch_memory().unwrap() else { panic!() };
+        drop(ram.adopt(&files).unwrap());
         (ram, files)
     }
 
@@ -214,7 +214,7 @@ mod tests {
         let mut byte = [0];
         rustix::io::pread(&files[0].file, &mut byte, 0x4000).unwrap();
         assert_eq!(byte, [7], "the branches keep their memory");
-        assert!(matches!(ram.prepare_branch().unwrap(), vmferry_core::BranchMemory::Files(_)));
+        assert!(matches!(ram.branch_memory().unwrap(), vmferry_core::BranchMemory::Files(_)));
     }
 
     #[test]

@@ -136,8 +136,8 @@ impl Mapping {
         self.behind.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Calls `change`, which replaces the mapping at its addresses, and records its result. No other
-    /// replacement happens meanwhile.
+    /// Calls `change`, which replaces the mapping at its addresses, and records its result. No
+    /// other replacement happens meanwhile.
     pub(crate) fn change<E>(&self, change: impl FnOnce() -> Result<Behind, E>) -> Result<(), E> {
         let mut behind = self.behind.lock().unwrap_or_else(PoisonError::into_inner);
         *behind = change()?;

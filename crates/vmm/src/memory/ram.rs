@@ -10,8 +10,10 @@ use std::sync::Arc;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{BranchMemory, BranchRegion, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
-use vmferry_dirty::{Backing, MappedRegion, Prealloc};
+use vmferry_core::{
+    BranchMemory, BranchRegion, Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, RetiredMemory, Window,
+};
+use vmferry_dirty::{Backing, MappedRegion, Prealloc, TrackerError};
 use vmferry_engine::{GuestMemory, VmError};
 use vmferry_fault::PagedRegion;
 
@@ -74,13 +76,14 @@ impl RamRegion {
     }
 
     /// Replaces the mapping by a private mapping of `from`.
-    fn adopt(&self, from: &BranchRegion) -> Result<(), MemoryError> {
+    fn adopt(&self, from: &BranchRegion, retired: &mut RetiredMemory) -> Result<(), MemoryError> {
         let mapped = self.mapped();
         self.mapping.change(|| {
             // SAFETY: this region owns the mapping; this crate makes no references to guest bytes
             // other than to atomics, which the new mapping also has. The engine has checked length
             // and seals of the file, or the caller owns it.
-            unsafe { vmferry_dirty::adopt(&mapped, from) }.map_err(MemoryError::Branch)?;
+            let (_, old) = unsafe { vmferry_dirty::adopt(&mapped, from) }.map_err(MemoryError::Branch)?;
+            retired.push(old);
             Ok(Behind::Private { file: Arc::clone(&from.file), offset: from.offset })
         })
     }
@@ -260,28 +263,24 @@ impl GuestRam {
         self.regions.iter().map(RamRegion::mapped).collect()
     }
 
-    /// Returns the files that hold the memory, for a branch of the guest, and removes their entries
-    /// from the page table while the guest runs.
+    /// Returns the files that hold the memory, for a branch of the guest, and lets KVM forget which
+    /// of their pages the guest has used.
     ///
     /// # Errors
     /// Returns [`MemoryError::NotShareable`] for memory that is not a memfd.
-    pub(crate) fn prepare_branch(&self) -> Result<BranchMemory, MemoryError> {
-        let not_shareable = self
-            .regions
-            .iter()
-            .find(|ram| matches!(ram.mapped().backing, Backing::Anonymous | Backing::Other));
-        if let Some(ram) = not_shareable {
-            return Err(MemoryError::NotShareable { backing: ram.backing() });
-        }
+    pub(crate) fn branch_memory(&self) -> Result<BranchMemory, MemoryError> {
         let mapped = self.mapped();
-        let files: Vec<_> = mapped.iter().filter_map(vmferry_dirty::branch_region).collect();
-        if files.len() < mapped.len() {
-            return Ok(BranchMemory::Copied);
-        }
-        // SAFETY: the regions are shared mappings of their files, and this crate makes no references
-        // to guest bytes other than to atomics.
+        let memory = vmferry_dirty::branch_memory(&mapped).map_err(|error| match error {
+            TrackerError::NotShareable(id) => {
+                let backing = self.region(id).map(RamRegion::backing).unwrap_or_default();
+                MemoryError::NotShareable { backing }
+            }
+            error => MemoryError::Branch(error),
+        })?;
+        // SAFETY: the backing is as stated; this crate makes no references to guest bytes other
+        // than to atomics.
         unsafe { vmferry_dirty::release_entries(&mapped) }.map_err(MemoryError::Branch)?;
-        Ok(BranchMemory::Files(files))
+        Ok(memory)
     }
 
     /// Replaces the memory by private mappings of `regions`.
@@ -289,7 +288,7 @@ impl GuestRam {
     /// # Errors
     /// Returns an error if a region is missing in `regions`, or if the host refuses a mapping. Each
     /// region then has its old or its new mapping.
-    pub(crate) fn adopt(&self, regions: &[BranchRegion]) -> Result<(), MemoryError> {
+    pub(crate) fn adopt(&self, regions: &[BranchRegion]) -> Result<RetiredMemory, MemoryError> {
         if let Some(ram) = self.regions.iter().find(|ram| ram.backing() == crate::Backing::HugePages) {
             return Err(MemoryError::NotShareable { backing: ram.backing() });
         }
@@ -302,7 +301,9 @@ impl GuestRam {
                 Ok::<_, MemoryError>((ram, from))
             })
             .collect::<Result<_, _>>()?;
-        pairs.into_iter().try_for_each(|(ram, from)| ram.adopt(from))
+        let mut retired = RetiredMemory::new();
+        pairs.into_iter().try_for_each(|(ram, from)| ram.adopt(from, &mut retired))?;
+        Ok(retired)
     }
 }
 

@@ -62,7 +62,7 @@ impl Carrier {
             listening: false,
         };
         worker.watch().map_err(no_thread)?;
-        let name = format!("net {}", control.port().name());
+        let name = format!("net {}", control.port().name().unwrap_or("none"));
         let thread = vmferry_thread::spawn(vmferry_thread::Role::Network, name, move || worker.live());
         Ok(Self { common, control, thread: Some(thread.map_err(no_thread)?) })
     }
@@ -108,7 +108,9 @@ impl Worker {
         let port = self.control.port();
         let edge = epoll::EventFlags::ET;
         epoll::add(&self.poll, port.bell(), epoll::EventData::new_u64(BELL), epoll::EventFlags::IN | edge)?;
-        epoll::add(&self.poll, port.frames(), epoll::EventData::new_u64(FRAMES), edge)?;
+        if let Some(frames) = port.frames() {
+            epoll::add(&self.poll, frames, epoll::EventData::new_u64(FRAMES), edge)?;
+        }
         Ok(())
     }
 
@@ -178,10 +180,11 @@ impl Worker {
         if self.listening == listening {
             return;
         }
+        let Some(tap) = self.control.port().frames() else { return };
         let frames = if listening { epoll::EventFlags::IN } else { epoll::EventFlags::empty() };
         let flags = frames | epoll::EventFlags::ET;
         let data = epoll::EventData::new_u64(FRAMES);
-        match epoll::modify(&self.poll, self.control.port().frames(), data, flags) {
+        match epoll::modify(&self.poll, tap, data, flags) {
             Ok(()) => self.listening = listening,
             Err(error) => {
                 tracing::warn!(%error, "cannot change which events wake the thread of a network interface; the interface may be slow")

@@ -36,8 +36,8 @@ impl Saved for TransportSaved<NetSaved> {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct NetStatus {
-    /// Name of the host's tap.
-    pub tap: String,
+    /// Name of the host's tap, or `None` if the interface has no tap.
+    pub tap: Option<String>,
     /// MAC address of the guest.
     pub mac: Mac,
     /// True if the guest has a driver for the interface.
@@ -69,7 +69,7 @@ impl VmNet {
         instance: u32,
         (line, kicks): (Box<dyn Interrupt>, Option<Kicks>),
     ) -> Result<Self> {
-        let port = TapPort::open(&options.tap)?;
+        let port = TapPort::open(options.tap.as_deref())?;
         let mtu = port.mtu()?;
         let mac = options.mac.map_or_else(random_mac, Ok)?;
         let (wiring, socket) = virtio::wire(line);
@@ -104,7 +104,7 @@ impl VmNet {
 
     pub(crate) fn status(&self) -> NetStatus {
         NetStatus {
-            tap: self.control.port().name().to_owned(),
+            tap: self.control.port().name().map(str::to_owned),
             mac: self.control.mac(),
             driver: self.control.driver(),
             figures: self.control.figures(),

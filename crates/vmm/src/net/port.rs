@@ -14,46 +14,59 @@ const STALE: u32 = 4096;
 
 const _: () = assert!(HEADER == tap::HEADER);
 
-/// Tap, and the bell of the thread that carries its frames.
+/// Tap with its name.
 #[derive(Debug)]
-pub(crate) struct TapPort {
+struct Tap {
     name: String,
     fd: OwnedFd,
+}
+
+/// Tap, and the bell of the thread that carries its frames. A port without a tap behaves like one
+/// whose tap has gone: its link is down.
+#[derive(Debug)]
+pub(crate) struct TapPort {
+    tap: Option<Tap>,
     bell: OwnedFd,
 }
 
 impl TapPort {
-    /// Opens the tap `name`.
+    /// Opens the tap `name`, if there is one.
     ///
     /// # Errors
     /// Returns the [`tap::TapError`] unchanged.
-    pub(crate) fn open(name: &str) -> Result<Self> {
-        let fd = tap::open(name)?;
+    pub(crate) fn open(name: Option<&str>) -> Result<Self> {
+        let open = |name: &str| Ok::<_, tap::TapError>(Tap { name: name.to_owned(), fd: tap::open(name)? });
+        let tap = name.map(open).transpose()?;
         let bell = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         let bell = bell.map_err(|error| super::no_thread(error.into()))?;
-        Ok(Self { name: name.to_owned(), fd, bell })
+        Ok(Self { tap, bell })
     }
 
     /// Returns the size of the largest packet that the tap carries, in bytes. Logs a warning if the
-    /// tap is down.
+    /// tap is down. A port without a tap carries packets of any size, because it drops them.
     pub(crate) fn mtu(&self) -> Result<u16> {
-        let (mtu, up) = tap::mtu(&self.name).map_err(tap::TapError::from)?;
+        let Some(Tap { name, .. }) = &self.tap else { return Ok(u16::MAX) };
+        let (mtu, up) = tap::mtu(name).map_err(tap::TapError::from)?;
         if !up {
             tracing::warn!(
-                "the tap {0} is down, and the guest's frames are lost; run: ip link set {0} up",
-                self.name
+                "the tap {name} is down, and the guest's frames are lost; run: ip link set {name} up"
             );
         }
         Ok(u16::try_from(mtu).unwrap_or(u16::MAX))
     }
 
-    pub(crate) fn name(&self) -> &str {
-        &self.name
+    pub(crate) fn name(&self) -> Option<&str> {
+        self.tap.as_ref().map(|tap| tap.name.as_str())
     }
 
-    /// Returns the descriptor that is readable while frames wait.
-    pub(super) fn frames(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// Returns the descriptor that is readable while frames wait, if there is a tap.
+    pub(super) fn frames(&self) -> Option<BorrowedFd<'_>> {
+        self.tap.as_ref().map(|tap| tap.fd.as_fd())
+    }
+
+    /// Returns the descriptor of the tap, or the error of a tap that has gone.
+    fn fd(&self) -> std::result::Result<BorrowedFd<'_>, PortError> {
+        self.frames().ok_or_else(|| PortError::Gone(io::Error::from_raw_os_error(libc::ENODEV)))
     }
 
     /// Returns the descriptor that is readable after each [`kick`](FramePort::kicked).
@@ -76,7 +89,7 @@ impl FramePort for TapPort {
         // SAFETY: a slice is mapped, readable and writable, for as long as it is borrowed, and the
         // guards of mapped memory guard nothing (they are for Xen memory). The guest may write the
         // memory at any time, which `send` allows.
-        unsafe { tap::send(self.fd.as_fd(), each) }.map(|_| ()).map_err(failed)
+        unsafe { tap::send(self.fd()?, each) }.map(|_| ()).map_err(failed)
     }
 
     fn receive<B: BitmapSlice>(
@@ -86,7 +99,7 @@ impl FramePort for TapPort {
         let each = pieces.iter().map(|piece| (piece.ptr_guard_mut().as_ptr(), piece.len()));
         // SAFETY: as above; the written memory is the guest's buffers, or a buffer of ours without
         // other users.
-        let received = unsafe { tap::receive(self.fd.as_fd(), each) };
+        let received = unsafe { tap::receive(self.fd()?, each) };
         let received = received.map_err(|error| match error.raw_os_error() {
             // A frame that the kernel cannot describe.
             Some(libc::EAGAIN | libc::EINVAL) => failed(error),
@@ -104,15 +117,19 @@ impl FramePort for TapPort {
             (offloads.ecn, tap::OFFLOAD_ECN),
         ];
         let bits = bits.iter().filter(|(on, _)| *on).fold(0, |all, (_, bit)| all | bit);
-        tap::set_offloads(self.fd.as_fd(), bits).map_err(io::Error::other)
+        match self.frames() {
+            Some(tap) => tap::set_offloads(tap, bits).map_err(io::Error::other),
+            None => Ok(()),
+        }
     }
 
     fn flush(&self) {
+        let Some(tap) = self.frames() else { return };
         let mut byte = [0];
         for _ in 0..STALE {
             // A read removes the whole frame, however little of it fits. A frame without room for
             // its header is refused, and removed as well.
-            match rustix::io::read(&self.fd, &mut byte) {
+            match rustix::io::read(tap, &mut byte) {
                 Ok(_) | Err(rustix::io::Errno::INVAL) => {}
                 Err(_) => break,
             }

@@ -1,0 +1,381 @@
+//! `vmferry-bench branch`: pause of a guest that is branched, time until a child runs, and memory
+//! of many children.
+//!
+//! The memory of the guest is touched completely. Each round branches a new guest, because a later
+//! branch of a guest copies its memory. QEMU cannot branch a guest. The side `file` shows the other
+//! way to a copy of a guest: `migrate --keep-running` to a file, and an on-demand restore.
+//!
+//! The density case branches a guest several times within a memory cgroup. Parent and children then
+//! write a part of their memory. The figure is the memory that the cgroup uses.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use comfy_table::{Cell, CellAlignment, Table, presets};
+use serde_json::Value;
+use vmferry_report::json::Document;
+
+use crate::cases::{self, Figures, metric};
+use crate::density::Budget;
+use crate::goal;
+use crate::host;
+use crate::reaper::to_f64;
+use crate::rounds::{MEMORY_RESERVE, Rounds, Stop};
+
+pub use crate::rounds::{OurError, Outcome};
+
+const GIB: u64 = 1 << 30;
+/// Memory of the guest beside its content, in bytes: its tables and its counters.
+const BESIDE: u64 = 192 << 20;
+/// Number of children of the density case.
+const CHILDREN: u32 = 32;
+/// Goal of the pause in ms, for each size of the guest.
+const PAUSE_MS: f64 = 5.0;
+/// Goal of the time until the child of a guest of 4 GiB runs, in ms.
+const RUNS_MS: f64 = 20.0;
+/// Goal of the memory of 32 children of a guest of 1 GiB, in GiB.
+const DENSITY_GIB: f64 = 1.0 + 32.0 * 0.06;
+
+/// Kind of the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Threads of a process.
+    Process,
+    /// A virtual machine.
+    Kvm,
+}
+
+impl Kind {
+    /// Returns the name of the kind, in the format of the option `--guest`.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Process => "process",
+            Self::Kvm => "kvm",
+        }
+    }
+}
+
+/// Way to a copy of a running guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// `vmferry branch`.
+    Branch,
+    /// A copy in a file, and an on-demand restore of the file.
+    File,
+}
+
+/// Side of the comparison.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Side {
+    /// Kind of the guest.
+    pub kind: Kind,
+    /// Way to the copy.
+    pub way: Way,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let way = match self.way {
+            Way::Branch => "branch",
+            Way::File => "file",
+        };
+        write!(f, "{}-{way}", self.kind.name())
+    }
+}
+
+/// Guest that is copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GuestSpec {
+    /// Side of the comparison.
+    pub side: Side,
+    /// Bytes of the guest's memory that have content.
+    pub touched: u64,
+    /// Bytes that the guest writes again and again.
+    pub working_set: u64,
+    /// Number of writes per second.
+    pub rate: u32,
+    /// Number of children.
+    pub children: u32,
+}
+
+impl GuestSpec {
+    /// Returns the memory of the guest in bytes.
+    #[must_use]
+    pub fn memory(&self) -> u64 {
+        self.touched + BESIDE
+    }
+
+    /// Returns the workload argument.
+    #[must_use]
+    pub fn workload(&self) -> String {
+        let Self { touched, working_set, rate, .. } = self;
+        format!("sequential,ws={working_set},data={touched},rate={rate},fill=random")
+    }
+
+    /// Returns the time in which the guest writes all of its working set.
+    #[must_use]
+    pub fn sweep(&self) -> Duration {
+        Duration::from_secs_f64(to_f64(self.working_set >> 12) / f64::from(self.rate))
+    }
+}
+
+/// Times of one copy in ms.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Run {
+    /// Time for which the original was paused.
+    pub pause_ms: f64,
+    /// Time from the command until the last child ran.
+    pub runs_ms: f64,
+    /// Time from the command until it ended.
+    pub total_ms: f64,
+    /// Writes of the guest during the second after the command, divided by those of the second
+    /// before it.
+    pub speed_kept: Option<f64>,
+}
+
+impl Run {
+    fn figures(&self) -> Figures {
+        let all = [
+            ("pause_ms", Some(self.pause_ms)),
+            ("child_runs_ms", Some(self.runs_ms)),
+            ("total_ms", Some(self.total_ms)),
+            ("guest_speed_kept", self.speed_kept),
+        ];
+        all.into_iter().filter_map(|(name, value)| Some((name, value?))).collect()
+    }
+}
+
+/// Memory of a fleet of children.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Fleet {
+    /// Bytes that the cgroup uses when all children have written their working set.
+    pub used: u64,
+    /// Time for which the parent was paused, in ms.
+    pub pause_ms: f64,
+    /// Time from the command until the last child ran, in ms.
+    pub runs_ms: f64,
+}
+
+/// Runner of guests. It is implemented by the caller that has the VMM.
+pub trait OurRunner {
+    /// Starts the guest of `spec`, copies it, and ends all processes.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the guest, which skips the
+    /// side.
+    fn copy(&mut self, spec: &GuestSpec) -> Result<Run, OurError>;
+
+    /// Starts the guest of `spec` within `budget`, branches it, and waits until all guests have
+    /// written their working set.
+    ///
+    /// # Errors
+    ///
+    /// Fails with [`OurError::Unavailable`] if this host cannot run the guest, which skips the
+    /// side.
+    fn fleet(&mut self, spec: &GuestSpec, budget: &Budget) -> Result<Fleet, OurError>;
+}
+
+/// Options of the bench.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Number of rounds.
+    pub repeats: usize,
+    /// Sizes of the guests in bytes.
+    pub sizes: Vec<u64>,
+    /// Texts of which the name of a case must contain one. Empty for all cases.
+    pub only: Vec<String>,
+}
+
+impl Options {
+    /// Returns the options of a short run.
+    #[must_use]
+    pub fn quick() -> Self {
+        Self { repeats: 1, sizes: vec![GIB / 4, GIB, 4 * GIB], only: Vec::new() }
+    }
+
+    /// Returns the options of a full run.
+    #[must_use]
+    pub fn full() -> Self {
+        Self { repeats: 5, sizes: vec![GIB / 4, GIB, 4 * GIB, 16 * GIB], only: Vec::new() }
+    }
+
+    fn selected(&self, name: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|only| name.contains(only.as_str()))
+    }
+}
+
+/// Runs the bench. Calls `progress` with the name of each run that begins.
+pub fn run(options: &Options, ours: &mut dyn OurRunner, progress: &mut dyn FnMut(&str)) -> Outcome {
+    let mut document = Document::new("branch", host::describe());
+    let mut rounds = Rounds::new(options.repeats, progress);
+    for touched in &options.sizes {
+        let group = format!("memory-{}m", touched >> 20);
+        let ways = [Way::Branch, Way::File].into_iter();
+        let sides = ways.flat_map(|way| [Kind::Process, Kind::Kvm].map(|kind| Side { kind, way }));
+        let sides = rounds.run(
+            sides.filter(|side| options.selected(&format!("{group}/{side}"))),
+            |side| format!("{group}/{side}"),
+            |side, _| {
+                let spec = memory_spec(side, *touched);
+                enough(spec.memory())?;
+                Ok(ours.copy(&spec)?)
+            },
+        );
+        cases::add(&mut document, (&group, &[("touched_bytes", (*touched).into())]), &sides, Run::figures);
+    }
+    let fleets = [Kind::Process, Kind::Kvm].map(|kind| Side { kind, way: Way::Branch }).into_iter();
+    let fleets = rounds.run(
+        fleets.filter(|side| options.selected(&format!("density/{side}"))),
+        |side| format!("density/{side}"),
+        |side, _| run_fleet(&fleet_spec(side), ours),
+    );
+    cases::add(&mut document, ("density", &[("children", CHILDREN.into())]), &fleets, |fleet| {
+        let used = to_f64(fleet.used) / to_f64(GIB);
+        BTreeMap::from([("used_gib", used), ("pause_ms", fleet.pause_ms), ("child_runs_ms", fleet.runs_ms)])
+    });
+    let failures = rounds.failures;
+    finish(&mut document, options, &failures);
+    Outcome { document, failures }
+}
+
+fn memory_spec(side: Side, touched: u64) -> GuestSpec {
+    GuestSpec { side, touched, working_set: 64 << 20, rate: 20_000, children: 1 }
+}
+
+/// Guests of 1 GiB that write 5 % of their memory.
+fn fleet_spec(side: Side) -> GuestSpec {
+    GuestSpec { side, touched: GIB - BESIDE, working_set: GIB / 20, rate: 1000, children: CHILDREN }
+}
+
+fn run_fleet(spec: &GuestSpec, ours: &mut dyn OurRunner) -> Result<Fleet, Stop> {
+    let most = 4 * GIB;
+    enough(most)?;
+    let budget = Budget::new(most).map_err(|why| Stop::Skip(why.to_string()))?;
+    Ok(ours.fleet(spec, &budget)?)
+}
+
+/// Checks that this host has `bytes` bytes of memory left. A host that swaps measures nothing
+/// useful.
+fn enough(bytes: u64) -> Result<(), Stop> {
+    let needed = bytes + MEMORY_RESERVE;
+    match host::available_memory().filter(|available| *available < needed) {
+        None => Ok(()),
+        Some(available) => Err(Stop::Skip(format!(
+            "needs {} MiB of memory, {} MiB are available",
+            needed >> 20,
+            available >> 20
+        ))),
+    }
+}
+
+/// Returns the growth of the pause in ms for each GiB of memory, by the smallest and the largest
+/// guest.
+fn slope(document: &Document, options: &Options, kind: Kind) -> Option<f64> {
+    let (first, last) = (options.sizes.first()?, options.sizes.last()?);
+    let pause = |touched: u64| pause(document, touched, kind);
+    let gib = to_f64(last - first) / to_f64(GIB);
+    (gib > 0.0).then_some((pause(*last)? - pause(*first)?) / gib)
+}
+
+fn pause(document: &Document, touched: u64, kind: Kind) -> Option<f64> {
+    metric(document, &format!("memory-{}m", touched >> 20), Side { kind, way: Way::Branch }, "pause_ms")
+}
+
+fn finish(document: &mut Document, options: &Options, failures: &[String]) {
+    let mut summary: Vec<(&str, Value)> =
+        vec![("rounds", options.repeats.into()), ("failures", failures.into())];
+    let kvm = Side { kind: Kind::Kvm, way: Way::Branch };
+    let figures = [
+        ("pause_ms_16g", pause(document, 16 * GIB, Kind::Kvm)),
+        ("pause_slope_ms_per_gib", slope(document, options, Kind::Kvm)),
+        ("child_runs_ms", metric(document, "memory-4096m", kvm, "child_runs_ms")),
+        ("density_gib_32", metric(document, "density", kvm, "used_gib")),
+    ];
+    summary.extend(figures.into_iter().filter_map(|(name, value)| Some((name, value?.into()))));
+    let figure = |group: &str, name: &str| cases::figure(document, group, kvm, name);
+    let goals = [
+        goal::at_most("pause of 16 GiB, ms", PAUSE_MS, figure("memory-16384m", "pause_ms")),
+        goal::at_most("child of 4 GiB runs, ms", RUNS_MS, figure("memory-4096m", "child_runs_ms")),
+        goal::at_most("32 children of 1 GiB, GiB", DENSITY_GIB, figure("density", "used_gib")),
+    ];
+    summary.push(("goals", goals.into_iter().flatten().collect::<Vec<_>>().into()));
+    document.summary.extend(summary.into_iter().map(|(name, value)| (name.to_owned(), value)));
+}
+
+/// Returns the document as a table for a terminal.
+#[must_use]
+pub fn table(document: &Document) -> String {
+    let columns = [
+        ("pause ms", "pause_ms", 2),
+        ("child runs ms", "child_runs_ms", 1),
+        ("total ms", "total_ms", 1),
+        ("speed kept", "guest_speed_kept", 2),
+        ("used GiB", "used_gib", 2),
+    ];
+    let mut table = Table::new();
+    table.load_style(presets::UTF8_BORDERS_ONLY);
+    table.set_header(["case"].into_iter().chain(columns.iter().map(|(title, ..)| *title)));
+    for case in document.cases.iter().filter(|case| case.skipped.is_none()) {
+        let mut row = vec![Cell::new(&case.name)];
+        for (_, name, digits) in columns {
+            row.push(Cell::new(case.text(name, digits)).set_alignment(CellAlignment::Right));
+        }
+        table.add_row(row);
+    }
+    let mut text = String::new();
+    text.extend(document.host.busy_text());
+    text.push_str(&format!("{table}\n"));
+    for (name, value) in document.summary.iter().filter(|(_, value)| value.is_number()) {
+        text.push_str(&format!("{name:28} {:.2}\n", value.as_f64().unwrap_or(f64::NAN)));
+    }
+    text.push_str(&document.skipped_text());
+    text.push_str(&document.failures_text());
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Guests whose pause grows by 1 ms for each GiB, and whose memory is fixed.
+    struct Fake;
+
+    impl OurRunner for Fake {
+        fn copy(&mut self, spec: &GuestSpec) -> Result<Run, OurError> {
+            if spec.side.kind == Kind::Process {
+                return Err(OurError::Unavailable("no processes".into()));
+            }
+            let pause_ms = 1.0 + to_f64(spec.touched) / to_f64(GIB);
+            Ok(Run { pause_ms, runs_ms: 10.0, total_ms: 12.0, speed_kept: None })
+        }
+
+        fn fleet(&mut self, _: &GuestSpec, budget: &Budget) -> Result<Fleet, OurError> {
+            assert!(budget.used().is_ok());
+            Ok(Fleet { used: 3 * GIB / 2, pause_ms: 1.0, runs_ms: 9.0 })
+        }
+    }
+
+    #[test]
+    fn summary_has_the_slope_and_skipped_sides_have_a_reason() {
+        let options = Options { repeats: 2, sizes: vec![GIB / 4, 2 * GIB], only: vec!["memory".into()] };
+        let Outcome { document, failures } = run(&options, &mut Fake, &mut |_| ());
+        assert!(failures.is_empty(), "{failures:?}");
+        let slope = document.summary["pause_slope_ms_per_gib"].as_f64().unwrap();
+        assert!((slope - 1.0).abs() < 1e-6, "{slope}");
+        assert!(!document.summary.contains_key("pause_ms_16g"), "16 GiB were not measured");
+        let skipped = document.cases.iter().filter(|case| case.skipped.is_some()).count();
+        assert_eq!(skipped, 4);
+        assert!(table(&document).contains("memory-256m/kvm-branch"));
+    }
+
+    #[test]
+    fn guests_of_the_density_case_write_five_percent() {
+        let spec = fleet_spec(Side { kind: Kind::Kvm, way: Way::Branch });
+        assert_eq!(spec.memory(), GIB);
+        assert_eq!(spec.working_set, GIB / 20);
+        assert!(spec.sweep() < Duration::from_secs(15));
+    }
+}
