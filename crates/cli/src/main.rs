@@ -51,6 +51,7 @@ mod run;
 mod sandbox;
 mod signals;
 mod speed;
+mod successor;
 mod tls;
 #[cfg(feature = "top")]
 mod top;

@@ -14,6 +14,7 @@ use crate::descriptors::{Descriptors, Inherited};
 use crate::guest::Machine;
 use crate::limit::Limiter;
 use crate::speed::EVERY;
+use crate::successor::StartArguments;
 use crate::traces::Traces;
 use crate::usage::wrong_usage;
 use crate::{Status, balloon, dirty_rate, guest, have, metrics, output, plan, sandbox, signals};
@@ -45,6 +46,8 @@ const LINGER: Duration = Duration::from_millis(200);
 /// Runs until the guest ends, moves to a target, or the process is told to end.
 pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Result<Status> {
     check(args)?;
+    // A jail changes the working directory, so it is read before the confinement begins.
+    let started = StartArguments::of_this_process()?;
     let incoming = args.incoming.as_ref().and_then(IncomingArg::uri);
     let descriptors = Descriptors::at_start(inherited, &args.pass_fds, incoming)?;
     let known = have::open(&args.have)?;
@@ -60,7 +63,8 @@ pub(crate) fn run(args: &RunArgs, traces: &Traces, inherited: Inherited) -> Resu
     let events = Events::new().context("cannot make the control socket's descriptor")?;
     let arbiter = args.arbiter.as_ref().map(|arbiter| arbiter.build(args.insecure)).transpose()?;
     let shared = Arc::new(RunContext::new(
-        (args, args.tls.load()?, descriptors),
+        (args, started),
+        (args.tls.load()?, descriptors),
         (arbiter, known.index(&args.have)?),
         probe,
         orders,

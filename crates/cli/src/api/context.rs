@@ -20,6 +20,7 @@ use crate::limit::Limited;
 use crate::plan::PlanRequest;
 use crate::sandbox::SandboxArgs;
 use crate::speed::{Speed, Start};
+use crate::successor::StartArguments;
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -102,6 +103,8 @@ type Watch = Box<dyn Fn() -> RestoreProgress + Send + Sync>;
 /// State that all threads of a `run` share.
 pub(crate) struct RunContext {
     pub(crate) kind: String,
+    /// Command line of this process.
+    started: StartArguments,
     pub(crate) probe: SharedProbe,
     pub(crate) speed: Speed,
     pub(crate) event_sender: EventSender,
@@ -160,7 +163,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl RunContext {
     pub(crate) fn new(
-        (args, tls, descriptors): (&RunArgs, Option<Tls>, Descriptors),
+        (args, started): (&RunArgs, StartArguments),
+        (tls, descriptors): (Option<Tls>, Descriptors),
         (arbiter, known): (Option<Arc<dyn Arbiter>>, Option<Arc<KnownPages>>),
         probe: SharedProbe,
         orders: SyncSender<PendingOrder>,
@@ -169,6 +173,7 @@ impl RunContext {
         let stay_awake = args.stay_awake.into();
         Self {
             kind: args.guest.to_string(),
+            started,
             probe,
             speed: Speed::default(),
             event_sender: EventSender::new(events),
@@ -383,6 +388,7 @@ impl RunContext {
     /// Executes a vmferry command, by its name without `x-vmferry-`.
     pub(super) fn answer(&self, command: &str, arguments: &Value) -> Result<Value> {
         match command {
+            "arguments" => return self.started.answer(),
             "status" => return Ok(self.status()),
             "writes" => return self.writes(),
             "stalls" => return self.stalls(),

@@ -44,6 +44,7 @@ const COMMANDS: &[Command] = &[
     in_band("stop"),
     in_band("system_powerdown"),
     in_band("x-vmferry-alloc"),
+    in_band("x-vmferry-arguments"),
     in_band("x-vmferry-balloon"),
     urgent("x-vmferry-cancel"),
     in_band("x-vmferry-dirty-rate"),

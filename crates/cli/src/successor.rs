@@ -1,0 +1,317 @@
+//! Command line of a running `vmferry run`, and the start of a second process from it.
+//!
+//! A process that runs a guest remembers the arguments that it was started with, and tells them to
+//! clients of its control socket (`x-vmferry-arguments`). The control socket only accepts clients
+//! of the same user and of root. A command can change some options and start a second process,
+//! which then has the same machine.
+
+use crate::api::Client;
+use anyhow::{Context, Result, bail, ensure};
+use rustix::io::{FdFlags, fcntl_setfd};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use std::ffi::{OsStr, OsString};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// Options of `run` that describe the origin of the guest. A second process with the same machine
+/// has another origin.
+const ORIGIN: [&str; 8] =
+    ["workload", "guest-args", "kernel", "initrd", "cmdline", "incoming", "have", "new-mac"];
+/// Environment variables with which a service manager passes descriptors to the process that it
+/// starts.
+const SERVICE_MANAGER: [&str; 3] = ["LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"];
+
+/// Arguments that a process was started with.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StartArguments {
+    /// Working directory at the start, which relative paths refer to.
+    folder: PathBuf,
+    /// Arguments without the name of the executable.
+    words: Vec<OsString>,
+}
+
+/// Answer to `x-vmferry-arguments`.
+#[derive(Debug, Serialize, Deserialize)]
+struct StartAnswer {
+    folder: String,
+    arguments: Vec<String>,
+}
+
+impl StartArguments {
+    /// Returns the arguments of this process. Must be called before the process changes its root
+    /// directory.
+    pub(crate) fn of_this_process() -> Result<Self> {
+        let folder = std::env::current_dir().context("cannot find the working directory")?;
+        Ok(Self { folder, words: std::env::args_os().skip(1).collect() })
+    }
+
+    /// Returns the arguments as JSON, for a client of the control socket.
+    ///
+    /// # Errors
+    /// If an argument or the working directory is not UTF-8, which JSON cannot contain.
+    pub(crate) fn answer(&self) -> Result<Value> {
+        let text = |word: &OsStr| {
+            let text = word.to_str().map(str::to_owned);
+            text.with_context(|| {
+                format!(
+                    "{} is not UTF-8, so the command line of this process cannot be told; start it with UTF-8 names",
+                    word.display()
+                )
+            })
+        };
+        let arguments = self.words.iter().map(|word| text(word)).collect::<Result<_>>()?;
+        Ok(json!(StartAnswer { folder: text(self.folder.as_os_str())?, arguments }))
+    }
+
+    /// Asks the process that `client` is connected to for its arguments.
+    ///
+    /// # Errors
+    /// If the process does not answer, or is too old to know the command.
+    pub(crate) fn ask(client: &mut Client) -> Result<Self> {
+        let answer = client.call("arguments", json!({}))?;
+        let StartAnswer { folder, arguments } =
+            serde_json::from_value(answer).context("the process told no command line")?;
+        Ok(Self { folder: folder.into(), words: arguments.into_iter().map(OsString::from).collect() })
+    }
+}
+
+/// Option of `run`, with its value if it has one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct RunOption {
+    /// Long name, without the two dashes.
+    name: String,
+    value: Option<OsString>,
+}
+
+/// Command line of a second `vmferry run`, made from that of a running one.
+#[derive(Debug, Clone)]
+pub(crate) struct SuccessorArguments {
+    folder: PathBuf,
+    options: Vec<RunOption>,
+}
+
+impl SuccessorArguments {
+    /// Returns the options of `start`, without `--die-with-parent`: a second process must not end
+    /// with the command that starts it.
+    ///
+    /// # Errors
+    /// If `start` is not the command line of a `vmferry run`, or has options that this version does
+    /// not know.
+    pub(crate) fn from_start(start: &StartArguments) -> Result<Self> {
+        let (first, rest) = start.words.split_first().context("the process has no arguments")?;
+        ensure!(
+            first == "run",
+            "the process was started with '{}', and not with 'run'; start the guest with vmferry run",
+            first.display()
+        );
+        let command = crate::args::command();
+        let run = command.find_subcommand("run").context("this version has no command 'run'")?;
+        let mut words = rest.iter();
+        let mut options = Vec::new();
+        while let Some(word) = words.next() {
+            options.push(option(run, word, &mut words)?);
+        }
+        Ok(Self { folder: start.folder.clone(), options }.without("die-with-parent"))
+    }
+
+    /// Returns the value of the first option `name`, if the option is given with a value.
+    pub(crate) fn value(&self, name: &str) -> Option<&OsStr> {
+        self.values(name).next()
+    }
+
+    /// Returns the values of all options `name`.
+    pub(crate) fn values<'a>(&'a self, name: &'a str) -> impl Iterator<Item = &'a OsStr> {
+        let named = self.options.iter().filter(move |option| option.name == name);
+        named.filter_map(|option| option.value.as_deref())
+    }
+
+    /// Returns the path in the value of option `name`, made absolute.
+    pub(crate) fn path(&self, name: &str) -> Option<PathBuf> {
+        self.value(name).map(|path| self.folder.join(path))
+    }
+
+    /// Removes all options `name`.
+    pub(crate) fn without(mut self, name: &str) -> Self {
+        self.options.retain(|option| option.name != name);
+        self
+    }
+
+    /// Adds the option `name` with `value`.
+    pub(crate) fn with(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        self.options.push(RunOption { name: name.to_owned(), value: Some(value.into()) });
+        self
+    }
+
+    /// Replaces all options `name` by one with `value`.
+    pub(crate) fn replace(self, name: &str, value: impl Into<OsString>) -> Self {
+        self.without(name).with(name, value)
+    }
+
+    /// Replaces the origin of the guest by `incoming`: a kernel or a workload starts no second
+    /// guest.
+    pub(crate) fn arriving_from(self, incoming: impl Into<OsString>) -> Self {
+        let rest = ORIGIN.iter().fold(self, |all, name| all.without(name));
+        rest.with("incoming", incoming)
+    }
+
+    /// Returns the arguments in the order of the command line, from `run` on.
+    pub(crate) fn words(&self) -> Vec<OsString> {
+        let mut words = vec![OsString::from("run")];
+        for RunOption { name, value } in &self.options {
+            let mut word = OsString::from(format!("--{name}"));
+            if let Some(value) = value {
+                // In one word, a value may also begin with a dash.
+                word.push("=");
+                word.push(value);
+            }
+            words.push(word);
+        }
+        words
+    }
+
+    /// Starts `program` with these arguments in the working directory of the first process.
+    ///
+    /// The new process has no standard input and output, and its own process group, so that Ctrl-C
+    /// on the terminal does not reach it. It inherits the descriptors `inherited` under their
+    /// numbers. This process must not start another program at the same time, because that program
+    /// would inherit them too.
+    ///
+    /// # Errors
+    /// If the program cannot be started.
+    pub(crate) fn spawn(&self, program: &Path, inherited: &[BorrowedFd<'_>], stderr: Stdio) -> Result<Child> {
+        if !self.folder.is_dir() {
+            bail!("the working directory {} of the process does not exist", self.folder.display());
+        }
+        let mut command = Command::new(program);
+        command.args(self.words()).current_dir(&self.folder).process_group(0);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(stderr);
+        for variable in SERVICE_MANAGER {
+            command.env_remove(variable);
+        }
+        let inherit = |flags: FdFlags| inherited.iter().try_for_each(|fd| fcntl_setfd(fd.as_fd(), flags));
+        inherit(FdFlags::empty()).context("cannot pass descriptors")?;
+        let child = command.spawn().with_context(|| format!("cannot start {}", program.display()));
+        inherit(FdFlags::CLOEXEC).context("cannot keep passed descriptors")?;
+        child
+    }
+}
+
+/// Parses the option that begins with `word`. Takes its value from `rest` if `word` does not
+/// contain it.
+fn option<'a>(
+    run: &clap::Command,
+    word: &OsStr,
+    rest: &mut impl Iterator<Item = &'a OsString>,
+) -> Result<RunOption> {
+    let text = word.to_str().with_context(|| format!("'{}' is not UTF-8", word.display()))?;
+    let Some(option) = text.strip_prefix("--").filter(|option| !option.is_empty()) else {
+        bail!("'{text}' is not an option of vmferry run");
+    };
+    let (name, value) =
+        option.split_once('=').map_or((option, None), |(name, value)| (name, Some(OsString::from(value))));
+    let Some(known) = run.get_arguments().find(|arg| arg.get_long() == Some(name)) else {
+        bail!(
+            "the process was started with --{name}, which this version does not know; use the vmferry of that process"
+        );
+    };
+    let value = match (known.get_action().takes_values(), value) {
+        (false, None) => None,
+        (false, Some(_)) => bail!("--{name} takes no value"),
+        (true, Some(value)) => Some(value),
+        (true, None) => Some(rest.next().with_context(|| format!("--{name} has no value"))?.clone()),
+    };
+    Ok(RunOption { name: name.to_owned(), value })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    fn start(line: &str) -> StartArguments {
+        StartArguments { folder: "/".into(), words: line.split(' ').map(OsString::from).collect() }
+    }
+
+    fn successor(line: &str) -> SuccessorArguments {
+        SuccessorArguments::from_start(&start(line)).unwrap()
+    }
+
+    fn line(arguments: &SuccessorArguments) -> String {
+        arguments.words().iter().map(|word| word.to_str().unwrap()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn options_are_split_as_the_command_line_defines_them() {
+        let arguments = successor(
+            "run --memory 1G --huge-pages false --insecure --disk=a,readonly --disk b --die-with-parent --api s",
+        );
+        assert_eq!(
+            line(&arguments),
+            "run --memory=1G --huge-pages=false --insecure --disk=a,readonly --disk=b --api=s"
+        );
+        assert_eq!(arguments.values("disk").collect::<Vec<_>>(), ["a,readonly", "b"]);
+        assert_eq!(arguments.path("api"), Some("/s".into()));
+        assert_eq!((arguments.value("kernel"), arguments.value("insecure")), (None, None));
+    }
+
+    #[test]
+    fn second_process_gets_another_origin_and_control_socket() {
+        let first = successor(
+            "run --kernel k --initrd i --cmdline console=ttyS0 --cpus 2 --api a --incoming tcp:h:1 --have d --new-mac",
+        );
+        let second = first.arriving_from("fd:7").replace("api", "b").with("pass-fd", "9");
+        assert_eq!(line(&second), "run --cpus=2 --incoming=fd:7 --api=b --pass-fd=9");
+        let words = std::iter::once(OsString::from("vmferry")).chain(second.words());
+        crate::args::Cli::try_parse_from(words).unwrap();
+        let workload = successor("run --workload idle --guest-args report=async").arriving_from("unix:s");
+        assert_eq!(line(&workload), "run --incoming=unix:s");
+    }
+
+    #[test]
+    fn foreign_command_lines_are_refused() {
+        for (wrong, says) in [
+            ("migrate --api s tcp:h:1", "not with 'run'"),
+            ("run --no-such-option 5", "--no-such-option, which this version does not know"),
+            ("run word", "'word' is not an option"),
+            ("run --memory", "--memory has no value"),
+            ("run --insecure=yes", "--insecure takes no value"),
+        ] {
+            let error = SuccessorArguments::from_start(&start(wrong)).unwrap_err().to_string();
+            assert!(error.contains(says), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn answer_is_read_back_and_must_be_text() {
+        use std::os::unix::ffi::OsStringExt;
+        let own = start("run --memory 1G");
+        let StartAnswer { folder, arguments } = serde_json::from_value(own.answer().unwrap()).unwrap();
+        assert_eq!((folder.as_str(), arguments), ("/", vec!["run".into(), "--memory".into(), "1G".into()]));
+        let words = vec![OsString::from_vec(vec![0xff])];
+        let error = StartArguments { words, ..own }.answer().unwrap_err().to_string();
+        assert!(error.contains("is not UTF-8"), "{error}");
+    }
+
+    #[test]
+    fn spawned_program_has_the_folder_and_the_passed_descriptors_only() {
+        let (mut read, write) = std::io::pipe().unwrap();
+        // `sh run` executes the file `run` in the folder of the arguments.
+        let folder = std::env::temp_dir().join(format!("vmferry-successor-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let number = std::os::fd::AsRawFd::as_raw_fd(&write);
+        std::fs::write(folder.join("run"), format!("echo \"$1\" $(pwd) > /proc/self/fd/{number}\n")).unwrap();
+        let arguments = SuccessorArguments { folder: folder.clone(), options: Vec::new() }.with("cpus", "2");
+        let mut child = arguments.spawn(Path::new("/bin/sh"), &[write.as_fd()], Stdio::inherit()).unwrap();
+        assert!(child.wait().unwrap().success());
+        assert!(rustix::io::fcntl_getfd(&write).unwrap().contains(FdFlags::CLOEXEC));
+        drop(write);
+        let mut said = String::new();
+        std::io::Read::read_to_string(&mut read, &mut said).unwrap();
+        let real = folder.canonicalize().unwrap();
+        assert_eq!(said.trim(), format!("--cpus=2 {}", real.display()));
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
