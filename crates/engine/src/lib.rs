@@ -58,6 +58,7 @@ mod demand;
 mod error;
 mod free;
 mod handle;
+mod handoff;
 mod heartbeat;
 #[cfg(feature = "hostile")]
 pub mod hostile;
@@ -124,8 +125,8 @@ pub use vmferry_codec::Level as ZstdLevel;
 pub use vmferry_core::{
     Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, GuestMemory, MachineConfig,
     Migratable, NothingToProtect, PauseCosts, Placed, Protect, ReaperFigures, ReaperState, RingFigures,
-    RunState, Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing,
-    VmError,
+    RunState, Section, SharedRegion, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind,
+    VcpuRing, VmError,
 };
 pub use vmferry_wire::{Refusal, RefusalCode, Role as ChannelRole, WireError};
 

@@ -111,8 +111,8 @@ pub use vmferry_core::{
     Answer, AnswerMode, DemandPaging, DirtyTracker, Fault, FreePages, FreeReport, Gpa, GuestMemory, Layout,
     LayoutError, MachineConfig, Migratable, NothingToProtect, PAGE_SIZE, PageIndex, PageRun, PageSet,
     PauseCosts, Placed, Protect, ReaperFigures, ReaperState, Region, RegionId, RingFigures, RunState,
-    Section, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing, VmError,
-    Window,
+    Section, SharedRegion, SourceVm, StateReader, StateWriter, StreamName, TargetVm, TrackerKind, VcpuRing,
+    VmError, Window,
 };
 pub use vmferry_engine::{
     Accept, Arrival, Attempt, AutoConverge, BulkLimit, Bytes, Change, ChannelCounts, ChannelRole,
