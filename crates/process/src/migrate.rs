@@ -6,7 +6,7 @@ use std::time::Duration;
 use vmferry_dirty::WpTracker;
 use vmferry_engine::{
     DemandPaging, DirtyTracker, FreePages, GuestMemory, MachineConfig, Migratable, RunState, Section,
-    SourceVm, TargetVm, TrackerKind, VmError,
+    SharedRegion, SourceVm, TargetVm, TrackerKind, VmError,
 };
 use vmferry_fault::{UffdMemory, UffdOptions};
 
@@ -28,6 +28,10 @@ impl SourceVm for ProcessGuest {
                 "cannot track the pages of a process guest with `{other}`, which needs KVM; use `wp`"
             ))),
         }
+    }
+
+    fn share_memory(&mut self) -> Result<Vec<SharedRegion>, VmError> {
+        self.memory.shared().map_err(VmError::new)
     }
 
     fn free_pages(&mut self) -> Option<Box<dyn FreePages>> {
@@ -85,6 +89,10 @@ impl TargetVm for ProcessGuest {
             unsafe { UffdMemory::new(self.memory.paged_regions(), owner, &options) }
         };
         Ok(self.paging.get_or_make(make)?)
+    }
+
+    fn take_memory(&mut self, regions: Vec<SharedRegion>) -> Result<(), VmError> {
+        self.take_shared(regions).map_err(VmError::new)
     }
 
     fn load(&mut self, sections: &[Section]) -> Result<(), VmError> {

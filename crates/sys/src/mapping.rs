@@ -1,9 +1,11 @@
-//! Advice about mappings of this process (`madvise(2)`): dropping and populating pages, and
-//! transparent huge pages.
+//! Mappings of this process: advice about them (`madvise(2)`) for dropping and populating pages and
+//! for transparent huge pages, and replacing a mapping by one of a file.
 
 use crate::error::{common, need_small_pages};
 use crate::{PAGE_SIZE, SysError};
+use rustix::mm::{MapFlags, MremapFlags, ProtFlags};
 use std::ops::Range;
+use std::os::fd::BorrowedFd;
 
 /// Allows or forbids transparent huge pages for the addresses `span`.
 ///
@@ -112,6 +114,45 @@ pub fn populate(span: Range<u64>) -> Result<(), SysError> {
     }
 }
 
+/// Replaces the mapping at the addresses `span` by a shared mapping of `file` from `offset` on,
+/// readable and writable. What was mapped there before is unmapped. The kernel's users of the
+/// addresses, such as KVM, notice the change.
+///
+/// The file is first mapped elsewhere, so that a file that cannot be mapped leaves the old mapping
+/// as it was. (`mmap` with `MAP_FIXED` may have removed the old mapping before it fails.)
+///
+/// # Errors
+/// Returns an error if `span` is not whole pages, or if the file cannot be mapped. A memfd of huge
+/// pages can be mapped only at addresses that are multiples of its page size.
+///
+/// # Safety
+/// The caller owns all of `span`, no Rust reference covers it, and no thread writes it during the
+/// call. A thread that reads it meanwhile gets the old or the new content, because the addresses
+/// are mapped all the time. The file must not become shorter than the mapping.
+pub unsafe fn replace(span: Range<u64>, file: BorrowedFd<'_>, offset: u64) -> Result<(), SysError> {
+    let call = "mmap";
+    need_small_pages(call)?;
+    let target = || format!("a file at addresses {:#x}..{:#x}", span.start, span.end);
+    let pages = span.start.is_multiple_of(PAGE_SIZE) && span.end.is_multiple_of(PAGE_SIZE);
+    let (start, len) = (usize::try_from(span.start), usize::try_from(span.end.saturating_sub(span.start)));
+    let (Ok(start), Ok(len), true) = (start, len, pages) else {
+        return Err(SysError::NotPages { call, target: target() });
+    };
+    let failed = |call, error: rustix::io::Errno| SysError::from_io(call, target(), error.into(), common);
+    let (access, nowhere) = (ProtFlags::READ | ProtFlags::WRITE, std::ptr::null_mut());
+    // SAFETY: a new mapping at an address of the kernel's choice.
+    let mapped = unsafe { rustix::mm::mmap(nowhere, len, access, MapFlags::SHARED, file, offset) };
+    let mapped = mapped.map_err(|error| failed(call, error))?;
+    let place = std::ptr::without_provenance_mut(start);
+    // SAFETY: moves the new mapping, to which nothing refers, over `span`, which the caller owns.
+    let moved = unsafe { rustix::mm::mremap_fixed(mapped, len, len, MremapFlags::MAYMOVE, place) };
+    moved.map(drop).map_err(|error| {
+        // SAFETY: the new mapping was not moved, and nothing refers to it.
+        let _ = unsafe { rustix::mm::munmap(mapped, len) };
+        failed("mremap", error)
+    })
+}
+
 /// Calls `madvise` for the addresses `span`.
 ///
 /// # Safety
@@ -162,6 +203,40 @@ mod tests {
         assert_eq!(held, [7, 0, 0, 7]);
         // SAFETY: the arguments are rejected before any call is made.
         assert!(matches!(unsafe { drop_pages(base + 1..base + 4096) }, Err(SysError::NotPages { .. })));
+        // SAFETY: this test owns the mapping and does not use it any more.
+        unsafe { munmap(start.cast(), len) }.unwrap();
+    }
+
+    #[test]
+    fn replaced_mapping_shows_the_file_at_the_same_address() {
+        use rustix::fs::MemfdFlags;
+        use std::os::fd::AsFd;
+        let len = 4 * 4096;
+        // SAFETY: a new anonymous mapping that this test owns.
+        let start = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        };
+        let (start, base) = start.map(|start| (start.cast::<u8>(), start.addr() as u64)).unwrap();
+        // SAFETY: the address is inside the mapping.
+        (0..4).for_each(|page| unsafe { start.add(page * 4096).write_volatile(7) });
+        let file = rustix::fs::memfd_create("replace", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 4 * 4096).unwrap();
+        rustix::io::pwrite(&file, &[9], 2 * 4096).unwrap();
+        // SAFETY: this test owns the pages, and no reference to them exists.
+        unsafe { replace(base + 4096..base + 3 * 4096, file.as_fd(), 4096) }.unwrap();
+        // SAFETY: the address is inside the mapping.
+        let held: Vec<u8> = (0..4).map(|page| unsafe { start.add(page * 4096).read_volatile() }).collect();
+        assert_eq!(held, [7, 0, 9, 7]);
+        // SAFETY: the address is inside the mapping of the file.
+        unsafe { start.add(4096).write_volatile(5) };
+        let mut byte = [0];
+        rustix::io::pread(&file, &mut byte, 4096).unwrap();
+        assert_eq!(byte, [5]);
+        let (reader, _writer) = std::io::pipe().unwrap();
+        // SAFETY: as above. A pipe cannot be mapped.
+        assert!(unsafe { replace(base..base + 4096, reader.as_fd(), 0) }.is_err());
+        // SAFETY: the address is inside the mapping, which the failed call left as it was.
+        assert_eq!(unsafe { start.read_volatile() }, 7);
         // SAFETY: this test owns the mapping and does not use it any more.
         unsafe { munmap(start.cast(), len) }.unwrap();
     }

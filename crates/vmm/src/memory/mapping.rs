@@ -6,10 +6,10 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::ffi::c_void;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
-use vmferry_core::LayoutError;
+use std::sync::{Arc, OnceLock};
+use vmferry_core::{LayoutError, RegionId};
 use vmferry_dirty::PopulateError;
 
 /// Reason for which guest memory cannot be allocated.
@@ -44,6 +44,17 @@ pub enum MemoryError {
     /// The memory cannot be allocated before it is used.
     #[error(transparent)]
     Populate(#[from] PopulateError),
+    /// Another process cannot map the memory.
+    #[error("the guest's memory is anonymous, so that no other process can map it; run the guest on a memfd")]
+    NotShared,
+    /// The memory of another process cannot be mapped.
+    #[error("cannot map the memory of {region} from another process: {why}")]
+    Take {
+        /// Region of the memory.
+        region: RegionId,
+        /// The reason.
+        why: String,
+    },
     /// The range is not guest RAM.
     #[error("{what} is not in guest memory")]
     NotRam {
@@ -52,6 +63,8 @@ pub enum MemoryError {
     },
 }
 
+/// Type of the file system of memfds of huge pages (statfs(2)).
+const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 /// Alignment of mappings in bytes. With it, guest and host agree on the start of a 2 MiB page.
 /// Otherwise KVM could never map one.
 const ALIGN: usize = 2 << 20;
@@ -63,12 +76,14 @@ pub(crate) struct Mapping {
     len: usize,
     backing: Backing,
     file: Option<Arc<OwnedFd>>,
+    /// Memfd of another process that has replaced the memory, and its kind.
+    taken: OnceLock<(Backing, Arc<OwnedFd>)>,
 }
 
 // SAFETY: a `Mapping` is an address range and a file; it returns only the address, and code that
 // uses the address says why no reference to the bytes is made.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; no method changes anything.
+// SAFETY: as above; the only method that changes anything says what the caller guarantees.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -92,7 +107,32 @@ impl Mapping {
         };
         let file = file.map(Arc::new);
         let start = map_aligned(size, backing, file.as_deref()).map_err(failed)?;
-        Ok(Self { start, len: size, backing, file })
+        Ok(Self { start, len: size, backing, file, taken: OnceLock::new() })
+    }
+
+    /// Replaces the memory by `file`, at the same address. The file must have the length of this
+    /// mapping, and must be sealed against shrinking.
+    ///
+    /// # Errors
+    /// If the memory was replaced before, or if the file cannot be mapped.
+    ///
+    /// # Safety
+    /// No thread writes the memory during the call.
+    pub(crate) unsafe fn take(&self, file: Arc<OwnedFd>) -> Result<(), String> {
+        if self.taken.get().is_some() {
+            return Err("it was taken before".into());
+        }
+        let fs = rustix::fs::fstatfs(&file).map_err(|error| error.to_string())?;
+        let huge = fs.f_type == rustix::fs::FsWord::from(HUGETLBFS_MAGIC);
+        let start = self.start.addr().get() as u64;
+        // SAFETY: this value owns the range, the caller guarantees that no thread writes it, and
+        // this crate makes no references to guest bytes other than to atomics.
+        unsafe { vmferry_sys::mapping::replace(start..start + self.len as u64, file.as_fd(), 0) }
+            .map_err(|error| error.to_string())?;
+        let backing = if huge { Backing::HugePages } else { Backing::Memfd };
+        // Set once: this is checked above, and one thread at a time takes memory.
+        let _ = self.taken.set((backing, file));
+        Ok(())
     }
 
     /// Returns the address of the first byte.
@@ -102,12 +142,12 @@ impl Mapping {
 
     /// Returns the backing of the memory.
     pub(crate) fn backing(&self) -> Backing {
-        self.backing
+        self.taken.get().map_or(self.backing, |(backing, _)| *backing)
     }
 
     /// Returns the memfd of the mapping, if there is one.
     pub(crate) fn file(&self) -> Option<&Arc<OwnedFd>> {
-        self.file.as_ref()
+        self.taken.get().map(|(_, file)| file).or(self.file.as_ref())
     }
 
     /// Asks the kernel for huge pages.

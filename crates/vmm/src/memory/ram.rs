@@ -9,7 +9,7 @@ use std::sync::Arc;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError};
 use vm_memory::{GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 use vmferry_bitmap::Bitmap;
-use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, Window};
+use vmferry_core::{Gpa, Layout, PAGE_BYTES, PageRun, Region, RegionId, SharedRegion, Window};
 use vmferry_dirty::{Backing, MappedRegion, Prealloc};
 use vmferry_engine::{GuestMemory, VmError};
 use vmferry_fault::PagedRegion;
@@ -127,6 +127,41 @@ impl GuestRam {
         let map = view(&regions)?;
         let (huge_pages, prealloc) = (options.huge_pages, options.prealloc);
         Ok(Self { layout, map, regions, huge_pages, prealloc, notes })
+    }
+
+    /// Returns the RAM as memfds that another process can map.
+    ///
+    /// # Errors
+    /// Returns [`MemoryError::NotShared`] if the memory is anonymous.
+    pub(crate) fn shared(&self) -> Result<Vec<SharedRegion>, MemoryError> {
+        let shared = |ram: &RamRegion| {
+            let file = ram.file().cloned().ok_or(MemoryError::NotShared)?;
+            Ok(SharedRegion { region: ram.region.id, len: ram.region.len, file, offset: 0 })
+        };
+        self.regions.iter().map(shared).collect()
+    }
+
+    /// Replaces the RAM by memory that another process shares, at the same addresses.
+    ///
+    /// # Errors
+    /// Returns [`MemoryError::Take`] if a file cannot be mapped. Some regions may have been
+    /// replaced.
+    ///
+    /// # Safety
+    /// No thread writes the RAM during the call, and no guest runs on it.
+    pub(crate) unsafe fn take(&self, regions: Vec<SharedRegion>) -> Result<(), MemoryError> {
+        for SharedRegion { region, len, file, offset } in regions {
+            let failed = |why: String| MemoryError::Take { region, why };
+            let ram = self.region(region).filter(|ram| ram.region.len == len && offset == 0);
+            let ram = ram.ok_or_else(|| failed("it must begin at the start of a file of its own".into()))?;
+            // SAFETY: guaranteed by the caller.
+            unsafe { ram.mapping.take(file) }.map_err(failed)?;
+            if self.huge_pages && ram.backing() != crate::Backing::HugePages {
+                // Without the advice, the guest only runs on smaller pages.
+                let _ = ram.mapping.advise_huge();
+            }
+        }
+        Ok(())
     }
 
     /// Returns the layout of the RAM.
@@ -288,6 +323,34 @@ mod tests {
         let mut marked = vmferry_bitmap::Bitmap::new(2048);
         ram.regions()[0].marks().bitmap().harvest(&mut marked);
         assert!(marked.runs().eq(std::iter::once(2..4)));
+    }
+
+    #[test]
+    fn memory_is_taken_at_the_same_address() {
+        let options = |backing| {
+            let mut options = VmOptions::new((3 << 30) + (8 << 20), 1);
+            options.backing = backing;
+            options
+        };
+        let source = GuestRam::new(&options(crate::Backing::Memfd)).unwrap();
+        let target = GuestRam::new(&options(crate::Backing::Anonymous)).unwrap();
+        assert!(matches!(target.shared(), Err(MemoryError::NotShared)));
+        let high = GuestAddress(4 << 30);
+        source.map().write_slice(&[5], high).unwrap();
+        let before: Vec<_> = target.regions().iter().map(RamRegion::host).collect();
+        // SAFETY: only this thread knows the memory.
+        unsafe { target.take(source.shared().unwrap()) }.unwrap();
+        assert!(target.regions().iter().map(RamRegion::host).eq(before));
+        assert_eq!(target.map().read_obj::<u8>(high).unwrap(), 5);
+        target.map().write_slice(&[6], high).unwrap();
+        assert_eq!(source.map().read_obj::<u8>(high).unwrap(), 6);
+        assert!(target.regions().iter().all(|ram| ram.backing() == crate::Backing::Memfd));
+        // SAFETY: as above.
+        let again = unsafe { target.take(source.shared().unwrap()) };
+        assert!(matches!(again, Err(MemoryError::Take { .. })));
+        drop(source);
+        assert_eq!(target.map().read_obj::<u8>(high).unwrap(), 6);
+        assert_eq!(target.shared().unwrap().len(), 2);
     }
 
     #[test]

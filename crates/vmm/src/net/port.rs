@@ -1,9 +1,11 @@
 //! Tap as a network device's port.
 
 use crate::error::Result;
+use crate::options::{NetOptions, OpenTap};
 use rustix::event::EventfdFlags;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use vm_memory::VolatileSlice;
 use vm_memory::bitmap::BitmapSlice;
 use vmferry_sys::tap;
@@ -18,17 +20,24 @@ const _: () = assert!(HEADER == tap::HEADER);
 #[derive(Debug)]
 pub(crate) struct TapPort {
     name: String,
-    fd: OwnedFd,
+    fd: Arc<OwnedFd>,
     bell: OwnedFd,
 }
 
 impl TapPort {
-    /// Opens the tap `name`.
+    /// Opens the tap of `options`, or takes the one that another process has opened.
     ///
     /// # Errors
     /// Returns the [`tap::TapError`] unchanged.
-    pub(crate) fn open(name: &str) -> Result<Self> {
-        let fd = tap::open(name)?;
+    pub(crate) fn open(options: &NetOptions) -> Result<Self> {
+        let name = &options.tap;
+        let fd = match &options.open {
+            Some(OpenTap(fd)) => {
+                tap::check(fd.as_fd(), name)?;
+                Arc::clone(fd)
+            }
+            None => Arc::new(tap::open(name)?),
+        };
         let bell = rustix::event::eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         let bell = bell.map_err(|error| super::no_thread(error.into()))?;
         Ok(Self { name: name.to_owned(), fd, bell })
@@ -51,7 +60,7 @@ impl TapPort {
         &self.name
     }
 
-    /// Returns the descriptor that is readable while frames wait.
+    /// Returns the descriptor of the tap, which is readable while frames wait.
     pub(super) fn frames(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
